@@ -15,6 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mtp_train.checkpoints.demo import DemoResult as DemoResult
+    from mtp_train.checkpoints.demo import demo as demo
+    from mtp_train.checkpoints.demo import demo_path as demo_path
     from mtp_train.errors import ChangedInputError as ChangedInputError
     from mtp_train.errors import CheckpointError as CheckpointError
     from mtp_train.errors import DataError as DataError
@@ -33,38 +36,35 @@ if TYPE_CHECKING:
     from mtp_train.hooks.keep_head import KeepHead as KeepHead
     from mtp_train.hooks.keep_head import keep_head as keep_head
     from mtp_train.hooks.train_beside import train_head_beside as train_head_beside
-    from mtp_train.job.check import CheckResult as CheckResult
-    from mtp_train.job.check import check as check
-    from mtp_train.job.checkpoints.export_checkpoint import ExportResult as ExportResult
-    from mtp_train.job.checkpoints.export_checkpoint import export as export
-    from mtp_train.job.checkpoints.graft import GraftResult as GraftResult
-    from mtp_train.job.checkpoints.graft import graft as graft
-    from mtp_train.job.checkpoints.inspect import Inspection as Inspection
-    from mtp_train.job.checkpoints.inspect import inspect as inspect
-    from mtp_train.job.checkpoints.merge import MergeResult as MergeResult
-    from mtp_train.job.checkpoints.merge import merge as merge
-    from mtp_train.job.evaluate import EvaluationGrid as EvaluationGrid
-    from mtp_train.job.evaluate import EvaluationResult as EvaluationResult
-    from mtp_train.job.evaluate import compare as compare
-    from mtp_train.job.evaluate import evaluate as evaluate
-    from mtp_train.job.generate import GenerateResult as GenerateResult
-    from mtp_train.job.generate import generate as generate
-    from mtp_train.job.probe import ProbeResult as ProbeResult
-    from mtp_train.job.probe import probe as probe
-    from mtp_train.job.rescue import RescueResult as RescueResult
-    from mtp_train.job.rescue import rescue as rescue
-    from mtp_train.job.start import RegenerateResult as RegenerateResult
-    from mtp_train.job.start import RunResult as RunResult
-    from mtp_train.job.start import open_report as open_report
-    from mtp_train.job.start import regenerate as regenerate
-    from mtp_train.job.start import run as run
-    from mtp_train.job.write_recipe import WriteRecipeResult as WriteRecipeResult
-    from mtp_train.job.write_recipe import write_recipe as write_recipe
     from mtp_train.recipe.shipped import RecipesResult as RecipesResult
     from mtp_train.recipe.shipped import recipes as recipes
-    from mtp_train.weights.demo import DemoResult as DemoResult
-    from mtp_train.weights.demo import demo as demo
-    from mtp_train.weights.demo import demo_path as demo_path
+    from mtp_train.runs.check import CheckResult as CheckResult
+    from mtp_train.runs.check import check as check
+    from mtp_train.runs.checkpoint_tools.export_checkpoint import ExportResult as ExportResult
+    from mtp_train.runs.checkpoint_tools.export_checkpoint import export as export
+    from mtp_train.runs.checkpoint_tools.graft import GraftResult as GraftResult
+    from mtp_train.runs.checkpoint_tools.graft import graft as graft
+    from mtp_train.runs.checkpoint_tools.inspect import Inspection as Inspection
+    from mtp_train.runs.checkpoint_tools.inspect import inspect as inspect
+    from mtp_train.runs.checkpoint_tools.merge import MergeResult as MergeResult
+    from mtp_train.runs.checkpoint_tools.merge import merge as merge
+    from mtp_train.runs.evaluate import EvaluationGrid as EvaluationGrid
+    from mtp_train.runs.evaluate import EvaluationResult as EvaluationResult
+    from mtp_train.runs.evaluate import compare as compare
+    from mtp_train.runs.evaluate import evaluate as evaluate
+    from mtp_train.runs.generate import GenerateResult as GenerateResult
+    from mtp_train.runs.generate import generate as generate
+    from mtp_train.runs.probe import ProbeResult as ProbeResult
+    from mtp_train.runs.probe import probe as probe
+    from mtp_train.runs.rescue import RescueResult as RescueResult
+    from mtp_train.runs.rescue import rescue as rescue
+    from mtp_train.runs.start import RegenerateResult as RegenerateResult
+    from mtp_train.runs.start import RunResult as RunResult
+    from mtp_train.runs.start import open_report as open_report
+    from mtp_train.runs.start import regenerate as regenerate
+    from mtp_train.runs.start import run as run
+    from mtp_train.runs.write_recipe import WriteRecipeResult as WriteRecipeResult
+    from mtp_train.runs.write_recipe import write_recipe as write_recipe
 
 __version__ = "0.1.0"
 
@@ -78,19 +78,19 @@ _NAMES_BY_MODULE = {
     "evaluation.results": ("RunReport",),
     "hooks.keep_head": ("KeepHead", "keep_head"),
     "hooks.train_beside": ("train_head_beside",),
-    "job.check": ("CheckResult", "check"),
-    "job.checkpoints.export_checkpoint": ("ExportResult", "export"),
-    "job.checkpoints.graft": ("GraftResult", "graft"),
-    "job.checkpoints.inspect": ("Inspection", "inspect"),
-    "job.checkpoints.merge": ("MergeResult", "merge"),
-    "job.evaluate": ("EvaluationGrid", "EvaluationResult", "compare", "evaluate"),
-    "job.generate": ("GenerateResult", "generate"),
-    "job.probe": ("ProbeResult", "probe"),
-    "job.rescue": ("RescueResult", "rescue"),
-    "job.start": ("RegenerateResult", "RunResult", "open_report", "regenerate", "run"),
-    "job.write_recipe": ("WriteRecipeResult", "write_recipe"),
+    "runs.check": ("CheckResult", "check"),
+    "runs.checkpoint_tools.export_checkpoint": ("ExportResult", "export"),
+    "runs.checkpoint_tools.graft": ("GraftResult", "graft"),
+    "runs.checkpoint_tools.inspect": ("Inspection", "inspect"),
+    "runs.checkpoint_tools.merge": ("MergeResult", "merge"),
+    "runs.evaluate": ("EvaluationGrid", "EvaluationResult", "compare", "evaluate"),
+    "runs.generate": ("GenerateResult", "generate"),
+    "runs.probe": ("ProbeResult", "probe"),
+    "runs.rescue": ("RescueResult", "rescue"),
+    "runs.start": ("RegenerateResult", "RunResult", "open_report", "regenerate", "run"),
+    "runs.write_recipe": ("WriteRecipeResult", "write_recipe"),
     "recipe.shipped": ("RecipesResult", "recipes"),
-    "weights.demo": ("DemoResult", "demo", "demo_path"),
+    "checkpoints.demo": ("DemoResult", "demo", "demo_path"),
 }
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mtp_train.cli.main import main
-from mtp_train.stopping import leave
+from mtp_train.train.stopping import leave
 
 if __name__ == "__main__":
     leave(main())

@@ -34,22 +34,22 @@ from mtp_inference import HeadDrafting, Request, SpeculativeDecoder
 from mtp_inference.sampling.distributions import Sampling
 from mtp_train.acceptance.counts import Interval, PromptCounts, num_groups, paired, tau
 from mtp_train.acceptance.intervals import holm, tau_difference, tau_interval
+from mtp_train.checkpoints.artifact import load_artifact
+from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.records import Record
 from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.heads.build import artifact_plan, build_head
 from mtp_train.heads.diagnose import text_config_of
-from mtp_train.job.input_identity import hash_run_inputs, require_run_inputs
-from mtp_train.job.inputs import Inputs, gather_inputs, split_records
-from mtp_train.job.run_dir import environment_facts, require_ours, with_recorded_precision, with_resolved_precision
-from mtp_train.job.stages import claim_run, load_run_trunk, make_documents
-from mtp_train.job.training import train_stage
 from mtp_train.losses.catalogue import DEFAULT_LOSS, loss_names
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
+from mtp_train.runs.input_identity import hash_run_inputs, require_run_inputs
+from mtp_train.runs.inputs import Inputs, gather_inputs, split_records
+from mtp_train.runs.run_dir import environment_facts, require_ours, with_recorded_precision, with_resolved_precision
+from mtp_train.runs.stages import claim_run, load_run_trunk, make_documents
+from mtp_train.runs.training import train_stage
 from mtp_train.train.launch import make_accelerator
 from mtp_train.trunk.load import Trunk
-from mtp_train.weights.artifact import load_artifact
-from mtp_train.weights.writing import write_json
 from recorded_ablation import LEVEL, over_seeds, p_value, together
 
 TEXTS = ("corpus", "self")

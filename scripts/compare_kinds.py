@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from make_text_trunk import FAMILIES
-from mtp_train.weights.demo import demo_path
+from mtp_train.checkpoints.demo import demo_path
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "attach_head.yaml"

@@ -24,15 +24,15 @@ from typing import Any
 from engines.launch import ENGINES, EngineProgramError
 from engines.verdict import RANKING, is_evidence
 from engines.witness import DTYPES, Task, record, witness
+from mtp_train.checkpoints.files import Checkpoint
+from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.prompts import build_prompts, choose_prompts
 from mtp_train.data.sources import load_records
 from mtp_train.errors import MtpError
-from mtp_train.job.inputs import split_records
 from mtp_train.recipe.loading import load_recipe
+from mtp_train.runs.inputs import split_records
 from mtp_train.trunk.tokenizer import load_tokenizer
-from mtp_train.weights.files import Checkpoint
-from mtp_train.weights.locations import open_location
-from mtp_train.weights.writing import write_json
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "retrain_head.yaml"
 

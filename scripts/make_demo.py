@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Make the checkpoints and prompts that ``mtp_train.weights.demo`` ships, from the standard library's source, on a CPU.
+"""Make the checkpoints and prompts that ``mtp_train.checkpoints.demo`` ships, from Python's own source, on a CPU.
 
     python scripts/make_demo.py base finetune check install record --work DIR
     python scripts/make_demo.py base finetune texts --size large --device cuda --work DIR
@@ -22,7 +22,7 @@ from demo_maker.record import record_arms
 from demo_maker.sizes import SIZES
 from demo_maker.stages import make_base, make_finetune, read_samples
 from demo_maker.texts import gather_texts
-from mtp_train.weights.writing import write_json
+from mtp_train.checkpoints.writing import write_json
 
 STAGES = ("base", "finetune", "check", "texts", "install", "record")
 REPOSITORY = Path(__file__).parents[1]

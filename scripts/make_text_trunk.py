@@ -25,8 +25,8 @@ from demo_maker.stages import batches_by_length, held_out_loss, padded
 from demo_maker.texts import gather_texts, tokenise_exchange
 from demo_maker.tokenizer import MAX_TOKENS
 from demo_maker.training import TrainSettings, train
-from mtp_train.weights.demo import demo_path
-from mtp_train.weights.writing import new_directory
+from mtp_train.checkpoints.demo import demo_path
+from mtp_train.checkpoints.writing import new_directory
 
 FAMILIES = ("llama", "qwen3")
 SIZES = {

@@ -19,8 +19,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from mtp_train.checkpoints.gguf.model_types import GGUF_HEADS
 from mtp_train.families import FAMILIES, Family
-from mtp_train.gguf.model_types import GGUF_HEADS
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = REPOSITORY / "recipes" / "families.md"

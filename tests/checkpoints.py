@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
-from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from tiny import VOCAB_SIZE, num_released_modules, tiny_head, tiny_trunk
 
 WRAPPER_CONFIG: dict[str, Any] = {

@@ -21,9 +21,9 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from mtp_train.cli.main import main
-from mtp_train.job import shared_files, stages
-from mtp_train.stopping import leave
+from mtp_train.runs import shared_files, stages
 from mtp_train.train import hidden_cache, loop
+from mtp_train.train.stopping import leave
 
 
 def die_before(step: int) -> None:

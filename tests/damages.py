@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import all_tensors, shard
-from mtp_train.weights.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from mtp_train.checkpoints.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 
 
 class Damage(NamedTuple):

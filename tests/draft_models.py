@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoints import save_stripped
+from mtp_train.checkpoints.artifact import Artifact
+from mtp_train.checkpoints.draft_checkpoint import write_draft_checkpoint
+from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.heads.build import fresh_plan, trained_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
-from mtp_train.weights.artifact import Artifact
-from mtp_train.weights.draft_checkpoint import write_draft_checkpoint
-from mtp_train.weights.files import SINGLE_FILE, Checkpoint, open_checkpoint
 from tiny import draft_head, tiny_trunk
 
 NUM_LAYERS, NUM_DEPTHS = 9, 3

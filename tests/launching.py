@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from mtp_train.weights.artifact import WEIGHTS_FILE
+from mtp_train.checkpoints.artifact import WEIGHTS_FILE
 
 ROOT = Path(__file__).parents[1]
 MACHINES = ROOT / "recipes" / "accelerate"

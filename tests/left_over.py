@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints import shard
-from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE
+from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE
 
 OLD_SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 

@@ -14,11 +14,11 @@ from rich.console import Console
 from byte_tokenizer import byte_tokenizer
 from checkpoints import base_and_finetune
 from mtp_train.cli.main import main
-from mtp_train.job import probe
-from mtp_train.job.pipeline import run
-from mtp_train.job.run_dir import Outcome
 from mtp_train.recipe.loading import recipe_from_mapping
 from mtp_train.recipe.schema import Recipe
+from mtp_train.runs import probe
+from mtp_train.runs.pipeline import run
+from mtp_train.runs.run_dir import Outcome
 
 BYTE_VOCAB_SIZE = 259
 

@@ -25,9 +25,9 @@ from transformers import core_model_loading
 from checkpoints import save_stripped
 from cpu_shards import pretend_to_have_gpus
 from mtp_train.errors import CheckpointError
-from mtp_train.stopping import leave
 from mtp_train.train.launch import RunAccelerator, make_accelerator
 from mtp_train.train.shard import layer_sharder
+from mtp_train.train.stopping import leave
 from mtp_train.trunk.load import Trunk, load_trunk
 from tiny import family_of, tiny_trunk
 

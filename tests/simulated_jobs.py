@@ -28,7 +28,7 @@ from mtp_train.data.pack import PackedSequence, global_batches
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation import run as study_run
-from mtp_train.job import generate
+from mtp_train.runs import generate
 from mtp_train.train import feed
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.loop import train_head

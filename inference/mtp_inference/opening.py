@@ -20,6 +20,9 @@ from mtp_inference.drafters.drafter import DrafterMaker
 from mtp_inference.drafters.head_drafter import HeadDrafting
 from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
 from mtp_inference.requests import MAX_DEPTH
+from mtp_train.checkpoints.adapter import locate_adapter
+from mtp_train.checkpoints.files import CONFIG_FILE, Checkpoint
+from mtp_train.checkpoints.locations import head_directory, is_head_directory, open_location
 from mtp_train.errors import CheckpointError, DataError, UnsupportedModelError
 from mtp_train.families import Assistant, Family, assistant_for
 from mtp_train.heads.assistant import load_assistant
@@ -31,9 +34,6 @@ from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.precision import automatic_dtype
 from mtp_train.trunk.quantise import Quantization, pack_head, require_bitsandbytes, require_quantizable
 from mtp_train.trunk.tokenizer import chat_prompt_tokens, raw_tokens
-from mtp_train.weights.adapter import locate_adapter
-from mtp_train.weights.files import CONFIG_FILE, Checkpoint
-from mtp_train.weights.locations import head_directory, is_head_directory, open_location
 
 OWN, NGRAM, MODEL = "own", "ngram", "model:"
 """Drafters that are not named by location: the own head, prompt lookup, and the prefix of a draft model."""

@@ -27,7 +27,7 @@ from mtp_train.cli.recipe_commands import (
     add_run,
 )
 from mtp_train.errors import printable
-from mtp_train.stopping import Stopped, stopped_by_signals
+from mtp_train.train.stopping import Stopped, stopped_by_signals
 
 COMMANDS = (
     add_run,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from rich.console import Console, RenderableType
 from rich.progress import Progress
 
-from mtp_train.progress import progress_on
+from mtp_train.trunk.progress import progress_on
 
 
 class Result(NamedTuple):

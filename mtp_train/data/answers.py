@@ -24,11 +24,11 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from mtp_train.checkpoints.writing import write_text
 from mtp_train.data.responses import RegeneratedRow, RegeneratedStore, rows_after
 from mtp_train.errors import DataError
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.non_finite import non_finite_error
-from mtp_train.weights.writing import write_text
 
 FALSE_ALARM = 1e-6
 """Probability that one check refuses responses of the trunk itself, rounding aside."""

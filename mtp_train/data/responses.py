@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mtp_train.acceptance.counts import repeated_ngram_share
+from mtp_train.checkpoints.writing import replaced
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import DataError
-from mtp_train.weights.writing import replaced
 
 MIN_RESPONSE_TOKENS = 2
 """Shorter responses are skipped: after their first token there is nothing to draft."""

@@ -12,15 +12,15 @@ import torch
 from accelerate import PartialState
 
 from mtp_inference.opening import NGRAM, OWN, OpenModel, open_model
+from mtp_train.checkpoints.identity import InputFiles, checkpoint_files, directory_files
+from mtp_train.checkpoints.locations import is_head_directory, open_location
+from mtp_train.checkpoints.run_export import RECIPE_FILE, is_run
 from mtp_train.errors import CheckpointError, DataError
 from mtp_train.evaluation.decoding import PLAIN
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.train.threads import use_threads
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.quantise import Quantization
-from mtp_train.weights.identity import InputFiles, checkpoint_files, directory_files
-from mtp_train.weights.locations import is_head_directory, open_location
-from mtp_train.weights.run_export import RECIPE_FILE, is_run
 
 _NAME = re.compile(r"[\w.-]+")
 _PACKED = re.compile(r"(?P<location>.*)@(?P<bits>none|8bit|4bit)")

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mtp_train.checkpoints.writing import write_bytes
 from mtp_train.data.pack import collate, pack_documents
 from mtp_train.data.prompts import Prompt
 from mtp_train.data.tokenize import Document
@@ -31,7 +32,6 @@ from mtp_train.train.aligned import Batch, aligned_rows
 from mtp_train.train.teacher_forced import target_figures
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.widen import many_rows
-from mtp_train.weights.writing import write_bytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,11 @@ from typing import Any
 from rich.progress import Progress
 
 from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_train.checkpoints.files import Checkpoint, read_json
+from mtp_train.checkpoints.finite import require_finite_checkpoint
+from mtp_train.checkpoints.identity import InputFiles, Loaders, checkpoint_files, directory_files
+from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.writing import write_json
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import (
     PLAIN,
@@ -37,15 +42,10 @@ from mtp_train.evaluation.statistics import MeasuredArm
 from mtp_train.evaluation.store import Store
 from mtp_train.evaluation.suites import load_suite
 from mtp_train.heads.module import MtpHead
-from mtp_train.progress import shown_loading
 from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.progress import shown_loading
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.trunk.whole import require_whole_trunk
-from mtp_train.weights.files import Checkpoint, read_json
-from mtp_train.weights.finite import require_finite_checkpoint
-from mtp_train.weights.identity import InputFiles, Loaders, checkpoint_files, directory_files
-from mtp_train.weights.locations import open_location
-from mtp_train.weights.writing import write_json
 
 COSTS_FILE = "costs.json"
 FORMAT_VERSION = 1

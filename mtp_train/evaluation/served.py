@@ -22,6 +22,7 @@ from rich.progress import Progress
 from mtp_inference.sampling.distributions import Sampling, distribution_of
 from mtp_train.acceptance.counts import repeated_ngram_share
 from mtp_train.acceptance.intervals import pooled_tau_interval, sum_by_group
+from mtp_train.checkpoints.locations import open_location
 from mtp_train.data.answers import Answer, fit_of, spread
 from mtp_train.data.draft_counts import SpecCounts, increase, response_counts
 from mtp_train.data.endpoint import GREEDY, RESPONSE_TIMEOUT_SECONDS, Endpoint, Refusal, SettingNames, read_api_key
@@ -34,7 +35,6 @@ from mtp_train.evaluation.results import NOT_TEACHER_FORCED, ArmResult
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
-from mtp_train.weights.locations import open_location
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mtp_train.checkpoints.files import GENERATION_CONFIG_FILE, Checkpoint, read_json
 from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.evaluation.decoding import sampling_of
 from mtp_train.evaluation.prompt_records import Rule, Setting
 from mtp_train.recipe.schema import EvaluateSection, Recipe
-from mtp_train.weights.files import GENERATION_CONFIG_FILE, Checkpoint, read_json
 
 LEFT_OUT = {"min_p": 0.0, "repetition_penalty": 1.0}
 """Sampling settings of a generation config that no arm is measured with, and the values that switch them off."""

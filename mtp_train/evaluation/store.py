@@ -10,11 +10,8 @@ from typing import Any
 
 from rich.progress import Progress
 
-from mtp_train.errors import ChangedInputError, OutputExistsError
-from mtp_train.evaluation.prompt_records import Decoded, Setting
-from mtp_train.evaluation.results import REPORT_FILE
-from mtp_train.weights.files import read_json
-from mtp_train.weights.identity import (
+from mtp_train.checkpoints.files import read_json
+from mtp_train.checkpoints.identity import (
     RECORD_FILE,
     Claimed,
     Loaders,
@@ -25,7 +22,10 @@ from mtp_train.weights.identity import (
     require_same,
     write_records,
 )
-from mtp_train.weights.writing import LOCK_FILE, write_json
+from mtp_train.checkpoints.writing import LOCK_FILE, write_json
+from mtp_train.errors import ChangedInputError, OutputExistsError
+from mtp_train.evaluation.prompt_records import Decoded, Setting
+from mtp_train.evaluation.results import REPORT_FILE
 
 STUDY_FILE = "study.json"
 MEASURED = "measured"

@@ -18,6 +18,7 @@ from itertools import chain, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtp_train.checkpoints.demo import GROUP_FIELD, demo_path
 from mtp_train.data.prompts import build_prompts, continuation_prompts
 from mtp_train.data.records import (
     Chat,
@@ -36,7 +37,6 @@ from mtp_train.errors import DataError, UnsupportedRecordError
 from mtp_train.evaluation.cells import ALL_TASKS
 from mtp_train.evaluation.prompt_records import TaskPrompt
 from mtp_train.trunk.tokenizer import raw_tokens
-from mtp_train.weights.demo import GROUP_FIELD, demo_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

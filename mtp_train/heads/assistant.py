@@ -8,11 +8,11 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from mtp_train.checkpoints.files import Checkpoint
+from mtp_train.checkpoints.quantised import is_scale
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Assistant
 from mtp_train.heads.diagnose import HeadDiagnosis, choose_attention, named_rejections
-from mtp_train.weights.files import Checkpoint
-from mtp_train.weights.quantised import is_scale
 
 
 def assistant_config_of(checkpoint: Checkpoint) -> PretrainedConfig:

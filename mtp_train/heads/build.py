@@ -17,14 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from mtp_train.errors import CheckpointError
-from mtp_train.families import Family, of_kind
-from mtp_train.heads.diagnose import diagnose_head, head_shapes, layout_of, stored_dtype, text_config_of
-from mtp_train.heads.module import MtpHead, OutputRows, unroll_of
-from mtp_train.weights.artifact import Artifact, load_artifact
-from mtp_train.weights.files import SAFETENSORS_DTYPES, Checkpoint
-from mtp_train.weights.keymap import HeadLayout
-from mtp_train.weights.native import (
+from mtp_train.checkpoints.artifact import Artifact, load_artifact
+from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, Checkpoint
+from mtp_train.checkpoints.keymap import HeadLayout
+from mtp_train.checkpoints.native import (
     NativeHead,
     head_config_fields,
     native_head_of,
@@ -32,8 +28,12 @@ from mtp_train.weights.native import (
     plain_tensor,
     require_same_trunk_shape,
 )
-from mtp_train.weights.suggestions import train_command
-from mtp_train.weights.writing import PendingTensor, held_tensor
+from mtp_train.checkpoints.suggestions import train_command
+from mtp_train.checkpoints.writing import PendingTensor, held_tensor
+from mtp_train.errors import CheckpointError
+from mtp_train.families import Family, of_kind
+from mtp_train.heads.diagnose import diagnose_head, head_shapes, layout_of, stored_dtype, text_config_of
+from mtp_train.heads.module import MtpHead, OutputRows, unroll_of
 
 FreshStart = Literal["copy_last_layer", "random"]
 

@@ -17,6 +17,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from mtp_train.checkpoints.draft_checkpoint import BIAS_KEY, CHOSEN_KEY, OFFSETS_KEY, OUTPUT_KEY
+from mtp_train.checkpoints.files import Checkpoint
+from mtp_train.checkpoints.keymap import HeadLayout
+from mtp_train.checkpoints.native import NativeHead, stored_tensor
+from mtp_train.checkpoints.quantised import PLAIN_DTYPES
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Family, draft_kind, of_kind
 from mtp_train.families.drafts.record import DraftFormat, parts_of
@@ -24,11 +29,6 @@ from mtp_train.families.models.attached import LLAMA
 from mtp_train.head_kinds import HeadKind
 from mtp_train.heads.build import HeadPlan, OwnOutput
 from mtp_train.heads.diagnose import HeadDiagnosis, head_shapes, layout_of, named_rejections, text_config_of
-from mtp_train.weights.draft_checkpoint import BIAS_KEY, CHOSEN_KEY, OFFSETS_KEY, OUTPUT_KEY
-from mtp_train.weights.files import Checkpoint
-from mtp_train.weights.keymap import HeadLayout
-from mtp_train.weights.native import NativeHead, stored_tensor
-from mtp_train.weights.quantised import PLAIN_DTYPES
 
 # Third-party draft models also store the trunk's embedding, and the token of each row of a Medusa head's output matrix.
 EMBED_KEY, TOKENS_KEY = "embed_tokens.weight", "token_map"

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mtp_train.weights.contents import unnamed_weights
-from mtp_train.weights.files import Checkpoint, TensorInfo
-from mtp_train.weights.keymap import HeadLayout
+from mtp_train.checkpoints.contents import unnamed_weights
+from mtp_train.checkpoints.files import Checkpoint, TensorInfo
+from mtp_train.checkpoints.keymap import HeadLayout
 
 
 @dataclass(frozen=True)

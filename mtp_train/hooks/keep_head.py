@@ -22,17 +22,17 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from mtp_train.checkpoints.adapter import is_adapter, merge_command
+from mtp_train.checkpoints.export import add_in_place
+from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
+from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.native import NativeHead, native_head_of
+from mtp_train.checkpoints.suggestions import graft_command
+from mtp_train.checkpoints.writing import held_tensor
 from mtp_train.errors import CheckpointError, MtpError, UnsupportedModelError
 from mtp_train.families import family_for, raw_text_config
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
-from mtp_train.weights.adapter import is_adapter, merge_command
-from mtp_train.weights.export import add_in_place
-from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
-from mtp_train.weights.locations import open_location
-from mtp_train.weights.native import NativeHead, native_head_of
-from mtp_train.weights.suggestions import graft_command
-from mtp_train.weights.writing import held_tensor
 
 logger = logging.getLogger(__name__)
 

@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from mtp_train.checkpoints.adapter import is_adapter
+from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.heads.autocast import autocast_dtype
@@ -39,8 +41,6 @@ from mtp_train.hooks.keep_head import inside, keep_head, kept_base, save_with
 from mtp_train.losses.chunked import depth_weights, frozen_head_loss
 from mtp_train.train.aligned import Batch, aligned_rows
 from mtp_train.trunk.load import Trunk
-from mtp_train.weights.adapter import is_adapter
-from mtp_train.weights.artifact import Artifact, save_artifact
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from mtp_train.checkpoints.writing import write_json
 from mtp_train.evaluation.cells import ArmComparison, Cell, StudyReport
 from mtp_train.evaluation.results import json_keys
 from mtp_train.report.figures import STUDY_FIGURE_STEM, render_study_figures
 from mtp_train.report.page import render_study_page
 from mtp_train.report.write import FlatTable, flat_table, replace_report
-from mtp_train.weights.writing import write_json
 
 CELL_KEYS = ("arm", "task", "temperature", "context_tokens", "depth", "rule")
 CELL_COLUMNS = (*CELL_KEYS, *(key for key in json_keys(Cell) if key not in CELL_KEYS))

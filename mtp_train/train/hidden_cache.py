@@ -31,13 +31,13 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
+from mtp_train.checkpoints.files import SAFETENSORS_DTYPES
+from mtp_train.checkpoints.identity import Contents
+from mtp_train.checkpoints.writing import held_tensor, write_json, write_safetensors
 from mtp_train.data.pack import PackedSequence
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
 from mtp_train.heads.alignment import PADDING_DOCUMENT
-from mtp_train.weights.files import SAFETENSORS_DTYPES
-from mtp_train.weights.identity import Contents
-from mtp_train.weights.writing import held_tensor, write_json, write_safetensors
 
 SHARD_BYTES = 1 << 28
 MANIFEST_FILE = "manifest.json"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from mtp_train.weights.writing import write_text
+from mtp_train.checkpoints.writing import write_text
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -21,7 +21,6 @@ from mtp_train.errors import TrainingError
 from mtp_train.heads.module import MtpHead
 from mtp_train.losses.chunked import depth_weights
 from mtp_train.recipe.schema import Recipe
-from mtp_train.stopping import Signals, noted_signal, stopped_after
 from mtp_train.train.feed import BatchFn, Feed, MicroBatch, Preparation
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.hidden_cache import HiddenCache
@@ -39,6 +38,7 @@ from mtp_train.train.state import (
     remove_states,
     save_state,
 )
+from mtp_train.train.stopping import Signals, noted_signal, stopped_after
 
 _LOG = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, read_json
+from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 from mtp_train.errors import CheckpointError, TrainingError
 from mtp_train.heads.lora import is_lora
 from mtp_train.train.moments import FIELDS, Moments, moments_of
 from mtp_train.train.shard import whole_state
-from mtp_train.weights.files import SAFETENSORS_DTYPES, read_json
-from mtp_train.weights.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 
 _WEIGHTS, _OPTIMIZER, _META = "head.safetensors", "optimizer.safetensors", "state.json"
 _DIGEST = "digest"

@@ -10,7 +10,7 @@ import psutil
 import torch
 from rich.console import Console
 
-from mtp_train.weights.files import Checkpoint
+from mtp_train.checkpoints.files import Checkpoint
 
 SHARED_WORK = 512**2
 """Number of multiplications (rows times hidden size squared) from which several threads are faster than one."""

@@ -23,6 +23,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Cache, PretrainedConfig
 
+from mtp_train.checkpoints.adapter import refuse_embedded_adapter
+from mtp_train.checkpoints.files import open_checkpoint
+from mtp_train.checkpoints.quantised import SCALE_SUFFIXES, quant_method, require_whole_blocks
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Convention, Family
 from mtp_train.heads.attention import without_cudnn_attention
@@ -35,9 +38,6 @@ from mtp_train.upstream.transformers_private import (
     renamed_keys,
     without_packed_rows,
 )
-from mtp_train.weights.adapter import refuse_embedded_adapter
-from mtp_train.weights.files import open_checkpoint
-from mtp_train.weights.quantised import SCALE_SUFFIXES, quant_method, require_whole_blocks
 
 
 def put_on(model: Any, adapter: Path) -> Any:
@@ -47,7 +47,7 @@ def put_on(model: Any, adapter: Path) -> Any:
 
     Args:
         model: A transformers model.
-        adapter: The adapter's directory, see :func:`mtp_train.weights.adapter.locate_adapter`.
+        adapter: The adapter's directory, see :func:`mtp_train.checkpoints.adapter.locate_adapter`.
 
     Raises:
         CheckpointError: peft rejects the adapter, or a tensor or an adapted module has no counterpart.

@@ -17,9 +17,9 @@ from typing import Literal, NamedTuple
 import psutil
 import torch
 
+from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint
 from mtp_train.families import Family
 from mtp_train.heads.diagnose import stored_dtype
-from mtp_train.weights.files import TORCH_DTYPES, Checkpoint
 
 Precision = Literal["fp32", "bf16"]
 COMPUTE_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.errors import CheckpointError, RecipeError
 from mtp_train.families import RawConfig
-from mtp_train.weights.quantised import quant_method
 
 _LOG = logging.getLogger(__name__)
 

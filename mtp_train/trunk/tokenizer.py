@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from mtp_train.checkpoints.files import GENERATION_CONFIG_FILE, Checkpoint, read_json
 from mtp_train.errors import CheckpointError, DataError
-from mtp_train.weights.files import GENERATION_CONFIG_FILE, Checkpoint, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,16 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtp_train.errors import CheckpointError, UnsupportedModelError
-from mtp_train.families import Family
-from mtp_train.heads.diagnose import layout_of, named_rejections, trunk_config
-from mtp_train.trunk.load import empty_trunk
-from mtp_train.upstream.transformers_private import without_deepspeed
-from mtp_train.weights.adapter import refuse_embedded_adapter
-from mtp_train.weights.files import TORCH_DTYPES, Checkpoint, TensorInfo
-from mtp_train.weights.keymap import HeadLayout
-from mtp_train.weights.native import trunk_tensors
-from mtp_train.weights.quantised import (
+from mtp_train.checkpoints.adapter import refuse_embedded_adapter
+from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint, TensorInfo
+from mtp_train.checkpoints.keymap import HeadLayout
+from mtp_train.checkpoints.native import trunk_tensors
+from mtp_train.checkpoints.quantised import (
     FP8_DTYPES,
     QUANTISATION,
     is_packed,
@@ -35,6 +30,11 @@ from mtp_train.weights.quantised import (
     plain_shape,
     quant_method,
 )
+from mtp_train.errors import CheckpointError, UnsupportedModelError
+from mtp_train.families import Family
+from mtp_train.heads.diagnose import layout_of, named_rejections, trunk_config
+from mtp_train.trunk.load import empty_trunk
+from mtp_train.upstream.transformers_private import without_deepspeed
 
 # The shape that replaces the unknown shape of a packed weight.
 _UNKNOWN = (1, 1)

@@ -116,7 +116,7 @@ SYMBOLS = (
     Symbol(
         "transformers.integrations.mxfp4",
         "convert_moe_packed_tensors",
-        "weights/native.py",
+        "checkpoints/native.py",
         "transformers unpacks MXFP4 only while it loads a whole model; we need the experts of one layer",
     ),
     Symbol(

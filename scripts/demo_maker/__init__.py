@@ -1,1 +1,1 @@
-"""Parts of ``make_demo.py``, which makes the checkpoints and prompts of ``mtp_train.weights.demo``."""
+"""Parts of ``make_demo.py``, which makes the checkpoints and prompts of ``mtp_train.checkpoints.demo``."""

@@ -15,7 +15,7 @@ import transformers
 
 from demo_maker.corpus import SourceFile, held_out_with
 from demo_maker.texts import Texts
-from mtp_train.weights.writing import new_directory, write_json, write_text
+from mtp_train.checkpoints.writing import new_directory, write_json, write_text
 
 # Trainers write such a card; `mtp-train inspect` finds the base in it.
 FINETUNE_CARD = """---

@@ -19,11 +19,11 @@ from transformers import (
 
 from demo_maker.sizes import Size
 from demo_maker.tokenizer import MAX_TOKENS
+from mtp_train.checkpoints.files import INDEX_FILE
+from mtp_train.checkpoints.keymap import HeadLayout
+from mtp_train.checkpoints.writing import new_directory, write_json
 from mtp_train.families.models.qwen import QWEN3_5
 from mtp_train.heads.module import MtpHead
-from mtp_train.weights.files import INDEX_FILE
-from mtp_train.weights.keymap import HeadLayout
-from mtp_train.weights.writing import new_directory, write_json
 
 INIT_STD = 0.04
 SHARD_SIZE = "2MB"

@@ -18,25 +18,25 @@ from rich.progress import Progress
 from demo_maker.table import LONGEST, TableDrafting, make_table
 from demo_maker.texts import Texts
 from mtp_inference import HeadDrafting
+from mtp_train.checkpoints.artifact import load_artifact
+from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.records import PlainText, Record
 from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.evaluation.results import ArmResult
 from mtp_train.evaluation.settings import draft_depth, greedy
 from mtp_train.heads.build import artifact_plan, build_head
 from mtp_train.heads.diagnose import text_config_of
-from mtp_train.job.evaluate_run import decode, evaluation_settings, measure_dense, outputs, run_result
-from mtp_train.job.input_identity import hash_run_inputs
-from mtp_train.job.inputs import Inputs, gather_inputs
-from mtp_train.job.run_dir import with_resolved_precision
-from mtp_train.job.stages import claim_run, load_run_trunk, make_documents
-from mtp_train.job.training import train_stage
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
+from mtp_train.runs.evaluate_run import decode, evaluation_settings, measure_dense, outputs, run_result
+from mtp_train.runs.input_identity import hash_run_inputs
+from mtp_train.runs.inputs import Inputs, gather_inputs
+from mtp_train.runs.run_dir import with_resolved_precision
+from mtp_train.runs.stages import claim_run, load_run_trunk, make_documents
+from mtp_train.runs.training import train_stage
 from mtp_train.train.launch import RunAccelerator, make_accelerator
 from mtp_train.train.teacher_forced import DenseMetrics
 from mtp_train.trunk.load import Trunk
-from mtp_train.weights.artifact import load_artifact
-from mtp_train.weights.writing import write_json
 
 CEILING_FACTOR = 10
 CONTROL_FILES_EVERY, CONTROL_CHARS = 2, 4000

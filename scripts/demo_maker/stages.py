@@ -27,7 +27,7 @@ from demo_maker.training import (
     shuffled_rows,
     train,
 )
-from mtp_train.weights.writing import write_json
+from mtp_train.checkpoints.writing import write_json
 
 SEED = 20
 DEPTH_WEIGHTS = [0.5, 0.3, 0.2]

@@ -16,11 +16,11 @@ from engines.traces import Round, Text
 from mtp_inference import HeadDrafting, Request, SpeculativeDecoder
 from mtp_inference.drafters.drafter import Drafter, Place, Size
 from mtp_inference.sampling.chooser import Chooser, Drafts
+from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.heads.build import build_head, native_plan, stored_head_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk, load_trunk
-from mtp_train.weights.files import Checkpoint
 
 
 @dataclass(frozen=True)

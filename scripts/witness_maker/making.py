@@ -14,17 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
+from mtp_train.checkpoints.artifact import Artifact, save_artifact
+from mtp_train.checkpoints.draft_checkpoint import write_draft_checkpoint
+from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
+from mtp_train.checkpoints.native import trunk_tensors
+from mtp_train.checkpoints.writing import write_json
 from mtp_train.families import FAMILIES, Family
 from mtp_train.heads.build import fresh_plan, trained_head
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.trunk.load import Trunk
-from mtp_train.weights.artifact import Artifact, save_artifact
-from mtp_train.weights.draft_checkpoint import write_draft_checkpoint
-from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
-from mtp_train.weights.native import trunk_tensors
-from mtp_train.weights.writing import write_json
 from witness_maker.chain import TRAINED_DEPTHS, Chain, random_head, train
 from witness_maker.shapes import SHAPES, WitnessShape
 from witness_maker.variants import beside_a_trunk, for_sglang

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from adapters import rename_keys, rewrite_config, write_adapter
 from checkpoints import all_tensors
+from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.heads.diagnose import layout_of
-from mtp_train.weights.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from mtp_train.weights.files import open_checkpoint
 from runs import LEARNS, document, refusal, tree, write_recipe
 
 Capture = pytest.CaptureFixture[str]

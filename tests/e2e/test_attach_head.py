@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from byte_tokenizer import byte_tokenizer
 from checkpoints import all_tensors, save_with_head, set_fields
+from mtp_train.checkpoints.locations import open_location
 from mtp_train.families import FAMILIES
-from mtp_train.job.checkpoints.inspect import SUGGESTED_DEPTH
-from mtp_train.job.start import recipe_of
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.weights.locations import open_location
+from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
+from mtp_train.runs.start import recipe_of
 from runs import BYTE_VOCAB_SIZE, LEARNS, document, overrides_of, run_quietly, write_inputs, write_recipe
 from tiny import tiny_head, tiny_trunk
 from wrapped import save_wrapped

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from damages import DAMAGES, Damage, poison
+from mtp_train.checkpoints import artifact as artifact_module
+from mtp_train.checkpoints import export as export_module
 from mtp_train.cli.main import main
-from mtp_train.weights import artifact as artifact_module
-from mtp_train.weights import export as export_module
 from runs import tree, write_inputs, write_recipe
 from tiny import ALL_FAMILIES
 
@@ -354,7 +354,7 @@ def test_a_bug_keeps_its_traceback_and_is_recorded_as_one(
         raise ZeroDivisionError("division by zero")
 
     with monkeypatch.context() as patched:
-        patched.setattr("mtp_train.job.pipeline.train_stage", buggy)
+        patched.setattr("mtp_train.runs.pipeline.train_stage", buggy)
         with pytest.raises(ZeroDivisionError, match="division by zero"):
             main(["run", str(recipe)])
     outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())

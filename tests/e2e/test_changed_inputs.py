@@ -16,8 +16,8 @@ from adapters import write_adapter
 from mtp_train.cli.main import main
 from mtp_train.errors import ChangedInputError
 from mtp_train.evaluation import run as study_run
-from mtp_train.job import pipeline
 from mtp_train.recipe.loading import load_recipe
+from mtp_train.runs import pipeline
 from runs import LEARNS, document, run_quietly, tree, write_inputs, write_recipe
 
 Capture = pytest.CaptureFixture[str]

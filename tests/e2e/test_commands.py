@@ -278,7 +278,7 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
 ) -> None:
     # The demo's own checkpoints are large beside these.
     small_demo = {"prompts": inputs / "chats.jsonl"}
-    monkeypatch.setattr("mtp_train.weights.demo.demo_path", lambda name: small_demo.get(name, inputs / name))
+    monkeypatch.setattr("mtp_train.checkpoints.demo.demo_path", lambda name: small_demo.get(name, inputs / name))
     small: list[Any] = ["--suite", inputs / "chats.jsonl", "--prompts-per-task", 2, "--depths", 1]
     small += ["--temperatures", 0, "--max-new-tokens", 4, "--no-costs", "--out"]
     out = ("--out", tmp_path / "out")

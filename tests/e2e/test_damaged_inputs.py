@@ -20,10 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adapters import write_adapter
+from mtp_train.checkpoints.artifact import Artifact, save_artifact
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.heads.build import graft_plan
-from mtp_train.weights.artifact import Artifact, save_artifact
-from mtp_train.weights.files import open_checkpoint
 from runs import tree, write_inputs, write_recipe
 
 Capture = pytest.CaptureFixture[str]

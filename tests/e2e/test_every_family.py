@@ -15,11 +15,11 @@ import torch
 
 from checkpoints import all_tensors
 from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greedy
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.heads.build import build_head, native_plan
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.trunk.load import load_trunk
-from mtp_train.weights.files import open_checkpoint
 from runs import LEARNS, document, run_quietly, write_inputs, write_recipe
 from tiny import ALL_FAMILIES, CACHE_KINDS
 

@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
+from mtp_train.checkpoints.files import INDEX_FILE, open_checkpoint
+from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.families import family_for
 from mtp_train.heads.diagnose import diagnose_head, head_shapes
-from mtp_train.weights.files import INDEX_FILE, open_checkpoint
-from mtp_train.weights.keymap import HeadLayout
 
 ROOT = Path(__file__).parents[2]
 MAX_RESIDENT_BYTES = 2e9

@@ -15,12 +15,12 @@ import mtp_train as mtp
 from byte_tokenizer import byte_tokenizer
 from checkpoints import wrap_as_vision_language
 from mtp_inference.reference import plain_greedy
+from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.cli import decoding_commands
 from mtp_train.cli.main import main
 from mtp_train.errors import printable
 from mtp_train.families import FAMILIES
 from mtp_train.trunk.load import load_trunk
-from mtp_train.weights.artifact import load_artifact
 from runs import LEARNS, document, write_recipe
 
 # What the head of the run was trained for: its recipe's chats, through the template.

@@ -17,11 +17,11 @@ from rich.progress import Progress
 from mtp_train import check
 from mtp_train.data.records import PromptResponse, Record
 from mtp_train.errors import DataError, GateRefusedError
-from mtp_train.job.inputs import Inputs, gather_inputs
-from mtp_train.job.pipeline import run
-from mtp_train.job.study.material import near_trained
-from mtp_train.job.training import part_documents
 from mtp_train.recipe.schema import Recipe
+from mtp_train.runs.inputs import Inputs, gather_inputs
+from mtp_train.runs.pipeline import run
+from mtp_train.runs.study.material import near_trained
+from mtp_train.runs.training import part_documents
 from runs import GETS_NO_BETTER, tiny_recipe, write_inputs
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant. Answer briefly."}

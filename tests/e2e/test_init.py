@@ -13,9 +13,9 @@ import mtp_train as mtp
 from adapters import write_adapter
 from checkpoints import set_count
 from mtp_train.cli.main import main
-from mtp_train.job.run_dir import claim, require_ours
-from mtp_train.job.start import recipe_of
-from mtp_train.job.write_recipe import rescue_recipe
+from mtp_train.runs.run_dir import claim, require_ours
+from mtp_train.runs.start import recipe_of
+from mtp_train.runs.write_recipe import rescue_recipe
 from runs import document, refusal, tree, write_inputs
 
 Capture = pytest.CaptureFixture[str]

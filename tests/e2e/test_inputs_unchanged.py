@@ -14,8 +14,8 @@ import yaml
 from adapters import write_adapter
 from checkpoints import all_tensors, same
 from left_over import LAYOUTS, OLD_SHARDS, head_of, into_hub_cache
+from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
-from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from runs import LEARNS, TINY_RESCUE, shorten_probes, tiny_mapping, write_inputs
 
 

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from launching import COMMAND_LINE, DEADLINE_SECONDS, environment, head, launch, metrics, outcome, responses, start
+from mtp_train.checkpoints.run_export import RECIPE_FILE
 from mtp_train.cli.main import main
-from mtp_train.job.run_dir import PROVENANCE_FILE
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.shipped import accelerate_file
-from mtp_train.weights.run_export import RECIPE_FILE
+from mtp_train.runs.run_dir import PROVENANCE_FILE
 from runs import GETS_NO_BETTER, LEARNS, tree, write_inputs, write_recipe
 
 POLL_SECONDS = 0.01

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from launching import ROOT, head, metrics, outcome, start
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import GateRefusedError
 from mtp_train.heads.lora import is_lora
-from mtp_train.weights.files import open_checkpoint
 from runs import LEARNS, run_quietly, tiny_recipe, write_inputs, write_recipe
 
 pytestmark = pytest.mark.slow

@@ -16,22 +16,22 @@ from transformers import AutoModelForCausalLM
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_inference.drafters.drafter import Drafter, Place, Size
 from mtp_inference.sampling.chooser import Chooser, Drafts
+from mtp_train.checkpoints.artifact import load_artifact
+from mtp_train.checkpoints.files import open_checkpoint
+from mtp_train.checkpoints.identity import RECORD_FILE
+from mtp_train.checkpoints.native import NativeHead
 from mtp_train.cli.main import main
 from mtp_train.errors import GateRefusedError, MtpError, RecipeError
 from mtp_train.evaluation.results import UNJUDGED_SENTENCE
 from mtp_train.heads.build import build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
-from mtp_train.job import stages
-from mtp_train.job.display import quiet_progress
-from mtp_train.job.inputs import gather_inputs
-from mtp_train.job.stages import require_room
 from mtp_train.recipe.schema import Recipe
+from mtp_train.runs import stages
+from mtp_train.runs.display import quiet_progress
+from mtp_train.runs.inputs import gather_inputs
+from mtp_train.runs.stages import require_room
 from mtp_train.trunk.load import Trunk, load_trunk
-from mtp_train.weights.artifact import load_artifact
-from mtp_train.weights.files import open_checkpoint
-from mtp_train.weights.identity import RECORD_FILE
-from mtp_train.weights.native import NativeHead
 from runs import GETS_NO_BETTER, LEARNS, run_quietly, tiny_recipe, write_inputs, write_recipe
 
 
@@ -110,7 +110,7 @@ def their_drafts(
 
 
 def test_a_run_without_a_gate_exports_an_unjudged_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mtp_train.job.pipeline.evaluate_run", None)
+    monkeypatch.setattr("mtp_train.runs.pipeline.evaluate_run", None)
     inputs, run_dir = write_inputs(tmp_path / "in"), tmp_path / "run"
     recipe = tiny_recipe(inputs, run_dir, gate={"enabled": False}, evaluate__prompts=1)
     outcome = run_quietly(recipe)

@@ -55,9 +55,9 @@ def test_every_code_cell_compiles_and_uses_public_names_only(name: str, source: 
 @pytest.mark.parametrize(
     "source",
     [
-        "from mtp_train.job import rescue",
-        "from mtp_train import job",
-        "import mtp_train.job",
+        "from mtp_train.runs import rescue",
+        "from mtp_train import runs",
+        "import mtp_train.runs",
         "mtp._MODULES",
         "mtp.rescued(1)",
         "from x import _y",

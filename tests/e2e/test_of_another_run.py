@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from mtp_train.cli.main import main
 from mtp_train.data.responses import stored_rows
-from mtp_train.job import regeneration
+from mtp_train.runs import regeneration
 from runs import LEARNS, document, refusal, tree, write_recipe
 
 Capture = pytest.CaptureFixture[str]

@@ -11,8 +11,8 @@ import torch
 
 from checkpoints import all_tensors
 from launching import head, metrics
-from mtp_train.job import evaluate_run as evaluation
-from mtp_train.job import stages
+from mtp_train.runs import evaluate_run as evaluation
+from mtp_train.runs import stages
 from mtp_train.trunk import offload
 from mtp_train.trunk.load import Trunk
 from runs import LEARNS, run_quietly, tiny_recipe, write_inputs

@@ -17,6 +17,7 @@ from test_attach_head import ATTACH, write_headless
 
 from launching import ROOT, metrics, outcome, start
 from mtp_train import head_kinds
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import GateRefusedError
 from mtp_train.families.drafts.eagle3 import Eagle3Layer
@@ -25,7 +26,6 @@ from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.draft_model import draft_model, draft_plan
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.weights.files import open_checkpoint
 from runs import document, run_quietly, write_recipe
 from toy_kind import TOY
 

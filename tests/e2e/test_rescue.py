@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from adapters import write_adapter
 from checkpoints import all_tensors, set_fields
 from mtp_train.cli.main import main
-from mtp_train.job import rescue as rescue_module
-from mtp_train.job.probe import Level, ProbeResult
-from mtp_train.job.write_recipe import rescue_recipe
 from mtp_train.recipe.loading import load_recipe
+from mtp_train.runs import rescue as rescue_module
+from mtp_train.runs.probe import Level, ProbeResult
+from mtp_train.runs.write_recipe import rescue_recipe
 from runs import GETS_NO_BETTER, LEARNS, TINY_RESCUE, document, overrides_of, shorten_probes, tree, write_inputs
 
 HOW_TO = Path(__file__).parents[2] / "recipes" / "rescue.md"

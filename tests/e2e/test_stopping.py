@@ -18,15 +18,15 @@ from filelock import SoftFileLease, Timeout
 from rich.console import Console
 
 from launching import environment, head, metrics, outcome, responses
+from mtp_train.checkpoints.writing import LOCK_FILE
 from mtp_train.cli.main import main
 from mtp_train.data.regenerated import RegeneratedStore
 from mtp_train.errors import OutputExistsError, StoppedError
-from mtp_train.job import pipeline
-from mtp_train.job import run_dir as run_dir_module
-from mtp_train.job.run_dir import held_by_one_run, read_outcome
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.stopping import Stopped, noted_signal, stopped_by_signals
-from mtp_train.weights.writing import LOCK_FILE
+from mtp_train.runs import pipeline
+from mtp_train.runs import run_dir as run_dir_module
+from mtp_train.runs.run_dir import held_by_one_run, read_outcome
+from mtp_train.train.stopping import Stopped, noted_signal, stopped_by_signals
 from runs import LEARNS, run_quietly, tree, write_inputs, write_recipe
 
 QUIET = Console(quiet=True)
@@ -128,7 +128,7 @@ def test_a_signal_ends_any_stage_with_two_lines_and_the_run_goes_on(
 def test_the_second_signal_of_a_kind_ends_the_process_at_once() -> None:
     program = """
 import os, signal
-from mtp_train.stopping import Stopped, stopped_by_signals
+from mtp_train.train.stopping import Stopped, stopped_by_signals
 signal.signal(signal.SIGINT, signal.default_int_handler)
 with stopped_by_signals():
     try:
@@ -173,7 +173,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from rich.console import Console
-from mtp_train.job.run_dir import held_by_one_run
+from mtp_train.runs.run_dir import held_by_one_run
 with held_by_one_run(Path(sys.argv[1]), Console(quiet=True)):
     print("held", flush=True)
     sys.stdin.read()

@@ -15,7 +15,7 @@ from mtp_train.cli.main import main
 from mtp_train.evaluation import run
 from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
 from mtp_train.evaluation.cells import load_study
-from mtp_train.job import evaluate
+from mtp_train.runs import evaluate
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from openai_server import openai_server, served_by
 from runs import document, write_inputs

@@ -15,12 +15,12 @@ from launching import ROOT, launch, metrics, outcome
 from mtp_train import check
 from mtp_train.errors import DataError, OutputExistsError
 from mtp_train.evaluation.cells import StudyReport, load_study
-from mtp_train.job.inputs import gather_inputs
-from mtp_train.job.study import study_run as stages
-from mtp_train.job.study.material import gather_study
-from mtp_train.job.study.protocol import CLAIM
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import StudySection
+from mtp_train.runs.inputs import gather_inputs
+from mtp_train.runs.study import study_run as stages
+from mtp_train.runs.study.material import gather_study
+from mtp_train.runs.study.protocol import CLAIM
 from runs import run_quietly, tiny_recipe, write_inputs, write_recipe
 
 STUDY: dict[str, Any] = {

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from adapters import write_adapter
+from mtp_train.checkpoints.files import CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from mtp_train.cli.main import main
-from mtp_train.job import model_card
-from mtp_train.weights.files import CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from mtp_train.runs import model_card
 from runs import tree, write_recipe
 
 Monkey = pytest.MonkeyPatch

@@ -11,7 +11,7 @@ from test_draft_kinds import ByHand
 from torch import Tensor
 
 from draft_models import CHOSEN, DraftModelToWrite
-from mtp_train.weights.files import SINGLE_FILE
+from mtp_train.checkpoints.files import SINGLE_FILE
 from scripted import spied_drafts
 
 

@@ -15,13 +15,13 @@ from torch.nn.functional import silu
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from mtp_inference import HeadDrafting, SpeculativeDecoder
+from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import FAMILIES, of_kind
 from mtp_train.families.drafts.eagle3 import Eagle3Layer
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.trunk.load import Trunk
-from mtp_train.weights.keymap import HeadLayout
 from scripted import plain_texts, random_prompt, spied_drafts
 from tiny import draft_head, tiny_trunk
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from checkpoints import save_with_head
+from mtp_train.checkpoints.locations import open_location
 from mtp_train.families import FAMILIES
-from mtp_train.weights.locations import open_location
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from checkpoints import all_tensors, save_with_head
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.heads.build import build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.trunk.load import Trunk, load_trunk
-from mtp_train.weights.files import open_checkpoint
 from tiny import ALL_FAMILIES, IS_OLD, VOCAB_SIZE, tiny_head, tiny_trunk
 from tolerances import assert_differs, assert_same, num_terms
 from written_out import (

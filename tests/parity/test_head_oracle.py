@@ -20,12 +20,12 @@ from transformers.cache_utils import MtpCache
 from transformers.masking_utils import create_sliding_window_causal_mask
 
 from checkpoints import save_with_head
+from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.heads.build import build_head, native_plan
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.trunk.load import Trunk, load_trunk
-from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
 from tiny import ALL_FAMILIES, FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 from tolerances import FAR, assert_differs, assert_same, num_terms, rounding
 from written_out import BY_HAND

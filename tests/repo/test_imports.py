@@ -18,15 +18,12 @@ SOURCE_ROOTS = (REPOSITORY, REPOSITORY / "inference")
 # "mtp_train" is its __init__.py alone, the public API.
 ORDER = (
     "mtp_train.errors",
-    "mtp_train.stopping",
-    "mtp_train.progress",
     "mtp_train.upstream",
     "mtp_train.head_kinds",
     "mtp_train.losses",
     "mtp_train.acceptance",
     "mtp_train.families",
-    "mtp_train.weights",
-    "mtp_train.gguf",
+    "mtp_train.checkpoints",
     "mtp_train.heads",
     "mtp_train.trunk",
     "mtp_train.data",
@@ -36,7 +33,7 @@ ORDER = (
     "mtp_train.evaluation",
     "mtp_train.report",
     "mtp_train.hooks",
-    "mtp_train.job",
+    "mtp_train.runs",
     "mtp_train",
     "mtp_train.cli",
     "mtp_train.__main__",
@@ -49,7 +46,7 @@ DECODER_SEES = (
     "mtp_train.head_kinds",
     "mtp_train.acceptance",
     "mtp_train.families",
-    "mtp_train.weights",
+    "mtp_train.checkpoints",
     "mtp_train.heads",
     "mtp_train.trunk",
 )
@@ -204,14 +201,14 @@ def test_a_circle_is_found() -> None:
         ("mtp_train.heads.step", "def f():\n    import mtp_train.train", "mtp_train.train"),
         ("mtp_train.heads.step", "from ..train import loop", "mtp_train.train.loop"),
         ("mtp_train.heads.step", "from mtp_train.trunk.load import Trunk", "mtp_train.trunk.load.Trunk"),
-        ("mtp_train.families", "from .. import weights", "mtp_train.weights"),
+        ("mtp_train.families", "from .. import checkpoints", "mtp_train.checkpoints"),
         ("mtp_train.recipe.schema", "from mtp_train import train", "mtp_train.train"),
-        ("mtp_train.weights.files", "from mtp_train.recipe import loading", "mtp_train.recipe.loading"),
+        ("mtp_train.checkpoints.files", "from mtp_train.recipe import loading", "mtp_train.recipe.loading"),
         ("mtp_train.data.pack", "from mtp_inference import reference", "mtp_inference.reference"),
         ("mtp_train.train.loop", "import mtp_inference.decoder", "mtp_inference.decoder"),
-        ("mtp_train.train.loop", "import mtp_train.job.pipeline", "mtp_train.job.pipeline"),
-        ("mtp_train.job.pipeline", "from mtp_train.cli import main", "mtp_train.cli.main"),
-        ("mtp_train.job.pipeline", "import mtp_train as mtp", "mtp_train"),
+        ("mtp_train.train.loop", "import mtp_train.runs.pipeline", "mtp_train.runs.pipeline"),
+        ("mtp_train.runs.pipeline", "from mtp_train.cli import main", "mtp_train.cli.main"),
+        ("mtp_train.runs.pipeline", "import mtp_train as mtp", "mtp_train"),
         ("mtp_train.evaluation.run", "from mtp_train.report import page", "mtp_train.report.page"),
         ("mtp_inference.session", "from mtp_train.losses.chunked import row_work", "mtp_train.losses.chunked.row_work"),
         ("mtp_inference.session", "from mtp_train.data import pack", "mtp_train.data.pack"),
@@ -229,7 +226,7 @@ def test_a_wrong_import_is_found(module: str, line: str, imported: str) -> None:
         ("mtp_train.heads.step", "from .module import MtpHead"),
         ("mtp_train.trunk.widen", "from mtp_train.heads.module import MtpHead"),
         ("mtp_train.recipe.loading", "from mtp_train.recipe.schema import Recipe"),
-        ("mtp_train.job.pipeline", "from mtp_inference.decoder import generate"),
+        ("mtp_train.runs.pipeline", "from mtp_inference.decoder import generate"),
         ("mtp_train.cli.main", "import mtp_train as mtp\nfrom mtp_train import __version__"),
         ("mtp_inference.session", "from mtp_train.heads.step import mtp_step\nimport torch"),
     ],
@@ -278,7 +275,7 @@ def test_checkpoints_are_read_and_decoded_without_the_recipe_and_pydantic() -> N
         decoder = SpeculativeDecoder.from_pretrained("demo:base", depth=3, device="cpu")
         (result,) = decoder.generate("import ", max_new_tokens=8)
         assert len(result.token_ids) == 8 and result.num_drafts
-        import mtp_train.weights.artifact
+        import mtp_train.checkpoints.artifact
         assert not [name for name in sys.modules if name.startswith("mtp_train.recipe")]
     """
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, SOURCE_ROOTS))}

@@ -22,8 +22,8 @@ from mtp_train.evaluation.decoding import (
 from mtp_train.evaluation.prompt_records import Setting, TaskPrompt
 from mtp_train.evaluation.settings import greedy
 from mtp_train.evaluation.statistics import MeasuredArm, checked_records, lossless, run_cell
-from mtp_train.job.evaluate_run import DEPTH_PROMPTS, MeasuredRun, judge, measure_depths
-from mtp_train.job.inputs import Inputs
+from mtp_train.runs.evaluate_run import DEPTH_PROMPTS, MeasuredRun, judge, measure_depths
+from mtp_train.runs.inputs import Inputs
 from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.teacher_forced import DenseMetrics
 from mtp_train.trunk.load import Trunk

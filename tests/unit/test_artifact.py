@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import base_and_finetune
+from mtp_train.checkpoints.artifact import HEAD_CONFIG_FILE, WEIGHTS_FILE, Artifact, load_artifact, save_artifact
+from mtp_train.checkpoints.files import Checkpoint, open_checkpoint
 from mtp_train.errors import CheckpointError, OutputExistsError
 from mtp_train.heads.build import artifact_plan, build_head, graft_artifact_plan, graft_plan
 from mtp_train.heads.diagnose import text_config_of
-from mtp_train.weights.artifact import HEAD_CONFIG_FILE, WEIGHTS_FILE, Artifact, load_artifact, save_artifact
-from mtp_train.weights.files import Checkpoint, open_checkpoint
 from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 
 

@@ -28,11 +28,11 @@ from checkpoints import all_tensors
 from mtp_inference import AssistantDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
 from mtp_inference.drafters.drafter import Place
 from mtp_inference.sampling.chooser import Chooser
+from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.errors import CheckpointError, MtpError, UnsupportedModelError
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads.assistant import load_assistant
 from mtp_train.trunk.load import Trunk
-from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
 from scripted import BatchRun, RandomDrafting, ScriptedDrafting, state_bound, state_errors
 from tiny import SLIDING_WINDOW, VOCAB_SIZE, tiny_trunk
 

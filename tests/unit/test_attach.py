@@ -19,11 +19,11 @@ from checkpoints import (
     save_with_head,
     wrap_as_vision_language,
 )
+from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.heads.build import HeadPlan, build_head, fresh_plan, graft_plan, native_plan, trained_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
-from mtp_train.weights.files import SINGLE_FILE, Checkpoint, open_checkpoint
 from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
 
 BIAS = "layers.3.mlp.gate.e_score_correction_bias"

@@ -13,11 +13,11 @@ from byte_tokenizer import byte_tokenizer
 from checkpoints import base_and_finetune
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import RecipeError
-from mtp_train.job import auto
-from mtp_train.job.auto import EPOCHS, MOST_EPOCHS, Choice, ModelFacts, TextFacts, settle_training, settle_values
-from mtp_train.job.start import recipe_of, settled_recipe
 from mtp_train.recipe.auto_fields import FROM_TEXT, STAND_INS, auto_fields, with_values
 from mtp_train.recipe.schema import Recipe
+from mtp_train.runs import auto
+from mtp_train.runs.auto import EPOCHS, MOST_EPOCHS, Choice, ModelFacts, TextFacts, settle_training, settle_values
+from mtp_train.runs.start import recipe_of, settled_recipe
 from mtp_train.train.devices import device_named
 from runs import BYTE_VOCAB_SIZE, tiny_mapping, tiny_recipe, write_inputs
 

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoints import all_tensors, base_and_finetune, save_stripped
+from mtp_train.checkpoints.change import paired_rows, shared_tensors, squared_change
+from mtp_train.checkpoints.files import Checkpoint, open_checkpoint
 from mtp_train.heads.diagnose import layout_of
-from mtp_train.weights.change import paired_rows, shared_tensors, squared_change
-from mtp_train.weights.files import Checkpoint, open_checkpoint
 from tiny import tiny_trunk
 
 

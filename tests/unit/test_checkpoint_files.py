@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from checkpoints import save_with_head, shard
+from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, locate_checkpoint, open_checkpoint
 from mtp_train.errors import CheckpointError, UnsupportedModelError
-from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, locate_checkpoint, open_checkpoint
 from tiny import tiny_head, tiny_trunk
 
 

@@ -18,10 +18,10 @@ import mtp_inference
 from adapters import write_adapter
 from byte_tokenizer import byte_tokenizer
 from mtp_inference import GenerationResult, Request, SpeculativeDecoder, plain_greedy
+from mtp_train.checkpoints.artifact import Artifact, save_artifact
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError, DataError, MtpError, UnsupportedModelError
 from mtp_train.heads.build import native_plan
-from mtp_train.weights.artifact import Artifact, save_artifact
-from mtp_train.weights.files import open_checkpoint
 from runs import write_inputs
 
 TEXT_SETTINGS = (

@@ -16,13 +16,13 @@ from torch import Tensor
 from adapters import write_adapter
 from checkpoints import all_tensors, base_and_finetune, save_with_head
 from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greedy
+from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.heads.build import build_head, fresh_plan, native_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.trunk.load import Trunk, load_trunk
-from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
 from runs import document
 from scripted import random_prompt
 from tiny import tiny_head, tiny_trunk

@@ -13,15 +13,15 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from demo_maker.corpus import TWINS, held_out_with
+from mtp_train.checkpoints.demo import demo_path, recorded, resolve, write_demo
+from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
+from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
 from mtp_train.errors import MtpError, OutputExistsError
 from mtp_train.heads.diagnose import diagnose_head, layout_of
-from mtp_train.job.evaluate_run import recorded_arms
-from mtp_train.job.inputs import HOME_PROMPTS, evaluation_prompts, home_prompts, split_records
 from mtp_train.recipe.loading import load_recipe
+from mtp_train.runs.evaluate_run import recorded_arms
+from mtp_train.runs.inputs import HOME_PROMPTS, evaluation_prompts, home_prompts, split_records
 from mtp_train.trunk.load import Trunk, load_trunk
-from mtp_train.weights.demo import demo_path, recorded, resolve, write_demo
-from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
-from mtp_train.weights.native import require_same_trunk_shape, trunk_tensors
 
 CHECKPOINTS = ("base", "finetune")
 MAX_BYTES = 11_000_000

@@ -15,9 +15,9 @@ from demo_maker.sizes import DEMO, SIZES, Size
 from demo_maker.stages import make_base, make_finetune
 from demo_maker.texts import Texts
 from demo_maker.training import TrainSettings
+from mtp_train.checkpoints.demo import demo_path
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.heads.diagnose import diagnose_head
-from mtp_train.weights.demo import demo_path
-from mtp_train.weights.files import open_checkpoint
 
 SMALL = Size(
     shape={**DEMO.shape, "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4},

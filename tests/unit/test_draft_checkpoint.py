@@ -15,9 +15,9 @@ from transformers import AutoConfig, LlamaConfig
 
 from checkpoints import shard
 from draft_models import CHOSEN, NUM_DEPTHS, DraftModelToWrite
+from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
+from mtp_train.checkpoints.native import NativeHead
 from mtp_train.errors import CheckpointError, OutputExistsError, UnsupportedModelError
-from mtp_train.weights.files import SINGLE_FILE, Checkpoint, open_checkpoint
-from mtp_train.weights.native import NativeHead
 from tiny import VOCAB_SIZE
 
 LAYER = {

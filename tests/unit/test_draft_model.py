@@ -14,8 +14,8 @@ from checkpoints import set_fields
 from draft_models import CHOSEN, DraftModelToWrite
 from mtp_inference.opening import head_plan
 from mtp_train import inspect
+from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.errors import CheckpointError, UnsupportedModelError
-from mtp_train.weights.files import SINGLE_FILE
 from tiny import VOCAB_SIZE
 
 Tensors = dict[str, Tensor]

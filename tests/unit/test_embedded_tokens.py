@@ -10,7 +10,7 @@ from rich.progress import Progress
 
 from mtp_inference import SpeculativeDecoder
 from mtp_train.errors import DataError
-from mtp_train.job.inputs import gather_inputs
+from mtp_train.runs.inputs import gather_inputs
 from runs import BYTE_VOCAB_SIZE, tiny_recipe, write_inputs
 from tiny import tiny_trunk
 

@@ -9,7 +9,7 @@ import pytest
 from mtp_train.families import FAMILIES, Family
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.families.engines import engine_commands
-from mtp_train.job.checkpoints.inspect import SUGGESTED_DEPTH
+from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
 
 
 def test_commands_draft_as_many_tokens_as_asked() -> None:

@@ -15,7 +15,8 @@ from mtp_train.evaluation.prompt_records import Decoded
 from mtp_train.evaluation.results import ArmResult, Lossless, TeacherForced
 from mtp_train.evaluation.settings import draft_depth, greedy
 from mtp_train.evaluation.statistics import MeasuredArm, lossless
-from mtp_train.job.evaluate_run import (
+from mtp_train.recipe.schema import Recipe
+from mtp_train.runs.evaluate_run import (
     NUM_SAMPLES,
     SAMPLE_PROMPT_CHARS,
     MeasuredRun,
@@ -24,7 +25,6 @@ from mtp_train.job.evaluate_run import (
     run_result,
     sample_texts,
 )
-from mtp_train.recipe.schema import Recipe
 from mtp_train.train.teacher_forced import DenseMetrics
 from runs import tiny_recipe
 

@@ -20,12 +20,12 @@ from checkpoints import (
     wrap_as_vision_language,
 )
 from mtp_train import export, graft, inspect
+from mtp_train.checkpoints import export as export_module
+from mtp_train.checkpoints.export import write_checkpoint
+from mtp_train.checkpoints.files import INDEX_FILE, open_checkpoint
 from mtp_train.errors import CheckpointError, OutputExistsError
 from mtp_train.heads.build import build_head, fresh_plan, graft_plan, trained_head
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
-from mtp_train.weights import export as export_module
-from mtp_train.weights.export import write_checkpoint
-from mtp_train.weights.files import INDEX_FILE, open_checkpoint
 from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_trunk
 
 

@@ -13,13 +13,13 @@ from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM
 
 from checkpoints import fuse_experts, save_stripped, set_fields
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.heads.build import FreshStart, build_head, fresh_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.trunk.load import Trunk
-from mtp_train.weights.files import open_checkpoint
 from tiny import ALL_FAMILIES, tiny_trunk
 from tiny_configs import tiny_config
 

@@ -16,10 +16,10 @@ from byte_tokenizer import byte_tokenizer
 from checkpoints import all_tensors
 from gguf_files import VOCAB_SIZE
 from mtp_inference import AssistantDrafting, SpeculativeDecoder, plain_greedy
+from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.cli.main import main
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.trunk.load import Trunk
-from mtp_train.weights.files import SINGLE_FILE
 from runs import document
 from tiny import tiny_trunk
 

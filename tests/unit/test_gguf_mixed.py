@@ -17,7 +17,7 @@ from checkpoints import all_tensors
 from gguf_files import checkpoint_with_head, exported, metadata, values
 from mtp_train.families import FAMILIES
 from mtp_train.families.engines import engine_commands
-from mtp_train.job.checkpoints import head_to_export
+from mtp_train.runs.checkpoint_tools import head_to_export
 from tiny import ALL_FAMILIES
 
 SLIDING = "sliding_attention"

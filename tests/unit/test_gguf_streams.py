@@ -17,14 +17,14 @@ from test_quantised import quantise
 
 from checkpoints import all_tensors, set_fields
 from gguf_files import checkpoint_with_head, exported, metadata, values
+from mtp_train.checkpoints.files import open_checkpoint
+from mtp_train.checkpoints.gguf.model_types import GGUF_HEADS
+from mtp_train.checkpoints.gguf.tensors import gguf_tensors
+from mtp_train.checkpoints.native import NativeHead
+from mtp_train.checkpoints.writing import held_tensor
 from mtp_train.errors import CheckpointError
-from mtp_train.gguf.model_types import GGUF_HEADS
-from mtp_train.gguf.tensors import gguf_tensors
 from mtp_train.heads.diagnose import layout_of
-from mtp_train.job.checkpoints import head_to_export
-from mtp_train.weights.files import open_checkpoint
-from mtp_train.weights.native import NativeHead
-from mtp_train.weights.writing import held_tensor
+from mtp_train.runs.checkpoint_tools import head_to_export
 
 NATIVE_NAMES = {
     **{f"blk.4.nextn.{ours}.weight": f"{theirs}.weight" for ours, theirs in (("enorm", "enorm"), ("hnorm", "hnorm"))},

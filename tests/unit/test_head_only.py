@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from byte_tokenizer import byte_tokenizer
 from checkpoints import all_tensors, base_and_finetune, set_count, shard, wrap_as_vision_language
+from mtp_train.checkpoints.export import write_head_only
+from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
+from mtp_train.checkpoints.native import native_head_of
 from mtp_train.cli.main import main
 from mtp_train.heads.build import build_head, native_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
-from mtp_train.weights.export import write_head_only
-from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
-from mtp_train.weights.native import native_head_of
 from runs import document, tree
 from tiny import ALL_FAMILIES, FAMILY_NAMES
 

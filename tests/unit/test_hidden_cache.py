@@ -16,6 +16,8 @@ from rich.progress import Progress
 from torch import Tensor
 
 from checkpoints import base_and_finetune
+from mtp_train.checkpoints.files import open_checkpoint
+from mtp_train.checkpoints.identity import Contents, checkpoint_files, hash_inputs
 from mtp_train.data.pack import PackedSequence, collate, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
@@ -35,8 +37,6 @@ from mtp_train.train.hidden_cache import (
 )
 from mtp_train.trunk.isolate import isolated_hidden
 from mtp_train.trunk.load import Trunk
-from mtp_train.weights.files import open_checkpoint
-from mtp_train.weights.identity import Contents, checkpoint_files, hash_inputs
 from tiny import ALL_FAMILIES, VOCAB_SIZE, tiny_head, tiny_trunk
 from tolerances import assert_differs, assert_same, num_terms
 

@@ -20,9 +20,9 @@ from mtp_train.data.records import PlainText
 from mtp_train.data.sources import load_records, load_rows
 from mtp_train.errors import DataError, MtpError, OutputExistsError, RecipeError
 from mtp_train.evaluation.suites import load_suite
-from mtp_train.job.check import check
-from mtp_train.job.start import run
 from mtp_train.recipe.loading import load_recipe
+from mtp_train.runs.check import check
+from mtp_train.runs.start import run
 
 GOOD = {"text": "a good record"}
 LINE = json.dumps(GOOD).encode() + b"\n"

@@ -16,10 +16,9 @@ import pytest
 from rich.progress import Progress
 
 from checkpoints import save_with_head, shard
-from mtp_train.errors import CheckpointError
-from mtp_train.weights import identity
-from mtp_train.weights.files import open_checkpoint
-from mtp_train.weights.identity import (
+from mtp_train.checkpoints import identity
+from mtp_train.checkpoints.files import open_checkpoint
+from mtp_train.checkpoints.identity import (
     FileStatus,
     InputFiles,
     InputRecord,
@@ -30,6 +29,7 @@ from mtp_train.weights.identity import (
     read_records,
     write_records,
 )
+from mtp_train.errors import CheckpointError
 from tiny import tiny_head, tiny_trunk
 
 SILENT = Progress(disable=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from assistants import ASSISTANT_HIDDEN, HAS_ASSISTANTS, ORDERED_VOCAB_SIZE, TRUNK_HIDDEN, tiny_assistant
 from checkpoints import all_tensors
+from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.cli.main import main
-from mtp_train.weights.files import SINGLE_FILE
 from runs import document
 
 pytestmark = pytest.mark.skipif(not HAS_ASSISTANTS, reason="this transformers has no external drafters")

@@ -13,12 +13,12 @@ from transformers import Trainer, TrainerCallback
 
 from checkpoints import all_tensors, base_and_finetune, same, split
 from mtp_train import inspect
+from mtp_train.checkpoints.artifact import load_artifact
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.heads.build import artifact_plan, build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.hooks.train_beside import HEAD_DIRECTORY, HeadBeside, batch_of, train_head_beside
-from mtp_train.weights.artifact import load_artifact
-from mtp_train.weights.files import open_checkpoint
 from preserving import load, make_trainer
 from tiny import FAMILY_NAMES
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.families import FAMILIES, Family
 from mtp_train.heads.diagnose import head_shapes
-from mtp_train.weights.keymap import HeadLayout
 from tiny import ALL_FAMILIES, tiny_trunk
 
 

@@ -12,7 +12,7 @@ from launching import environment
 
 PROGRAM = """
 import atexit, os, sys, torch
-from mtp_train.stopping import leave
+from mtp_train.train.stopping import leave
 
 class Finalised:
     def __del__(self, write=os.write):

@@ -13,12 +13,12 @@ from micro_batches import micro_batches
 from mtp_train.data.pack import pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import RecipeError
-from mtp_train.job.study.material import for_objective
-from mtp_train.job.training import head_training
 from mtp_train.losses import catalogue
 from mtp_train.losses.catalogue import Loss, RowLoss, find_loss, loss_names, register_loss
 from mtp_train.losses.rows import row_losses, softened
 from mtp_train.recipe.schema import Recipe
+from mtp_train.runs.study.material import for_objective
+from mtp_train.runs.training import head_training
 from mtp_train.train.loop import optimise
 from mtp_train.train.plan import make_plan
 from runs import tiny_recipe

@@ -12,15 +12,15 @@ from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import Progress
 
+from mtp_train.checkpoints.run_export import RECIPE_FILE
 from mtp_train.errors import GateRefusedError, OutputExistsError
-from mtp_train.job import pipeline
-from mtp_train.job.input_identity import hash_run_inputs, record_run_inputs
-from mtp_train.job.run_dir import Outcome, claim
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
+from mtp_train.runs import pipeline
+from mtp_train.runs.input_identity import hash_run_inputs, record_run_inputs
+from mtp_train.runs.run_dir import Outcome, claim
 from mtp_train.train import threads as machine
 from mtp_train.train.threads import threads_are_set, threads_for, use_threads
-from mtp_train.weights.run_export import RECIPE_FILE
 from runs import tiny_recipe, write_inputs
 
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no"}

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from mtp_train.checkpoints.artifact import load_artifact
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.families import FAMILIES
 from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.trunk.load import load_trunk
-from mtp_train.weights.artifact import load_artifact
-from mtp_train.weights.files import open_checkpoint
 from tiny import ALL_FAMILIES
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"

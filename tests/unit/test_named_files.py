@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from adapters import write_adapter
 from checkpoints import all_tensors, same, shard
 from left_over import into_hub_cache
+from mtp_train.checkpoints.contents import source_files
+from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from mtp_train.trunk.load import load_trunk
-from mtp_train.weights.contents import source_files
-from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from runs import document, refusal, tree, write_inputs
 
 Capture = pytest.CaptureFixture[str]

@@ -14,12 +14,12 @@ from accelerate.utils import DistributedType
 from adapters import write_adapter
 from checkpoints import save_stripped
 from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greedy
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError, RecipeError, TrainingError
-from mtp_train.job.inputs import require_offload
-from mtp_train.job.stages import load_run_trunk
+from mtp_train.runs.inputs import require_offload
+from mtp_train.runs.stages import load_run_trunk
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import Offload, offload_layers
-from mtp_train.weights.files import open_checkpoint
 from runs import tiny_recipe
 from scripted import random_prompt
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints import all_tensors, base_and_finetune, fuse_experts, save_with_head, shard
+from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
-from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from runs import document
 from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 

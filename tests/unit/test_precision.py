@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from mtp_train import check
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.precision import bf16_support, held_dtype, resolve_precision, slow_halves
 from mtp_train.trunk.widen import widened
-from mtp_train.weights.files import open_checkpoint
 from products import Products
 from runs import tiny_recipe, write_inputs
 from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk

@@ -12,14 +12,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-import mtp_train.weights.export
+import mtp_train.checkpoints.export
 from adapters import write_adapter
 from checkpoints import all_tensors, base_and_finetune, shard, wrap_as_vision_language
 from mtp_train import inspect
+from mtp_train.checkpoints.files import INDEX_FILE, open_checkpoint
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.hooks.keep_head import KeepHead, keep_head
-from mtp_train.weights.files import INDEX_FILE, open_checkpoint
 from preserving import load, make_trainer
 from tiny import FAMILY_NAMES
 
@@ -259,7 +259,7 @@ def test_a_full_disk_is_told_and_training_goes_on(
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(mtp_train.weights.export, "write_safetensors", full)
+    monkeypatch.setattr(mtp_train.checkpoints.export, "write_safetensors", full)
     trainer = make_trainer(load(base), tmp_path / "out", KeepHead())
     trainer.train()
     assert trainer.state.global_step == 2

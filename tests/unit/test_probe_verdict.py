@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mtp_train.job.probe import Level, ProbeResult, judge
+from mtp_train.runs.probe import Level, ProbeResult, judge
 
 OWN = Level(3.0, (2.8, 3.2), 0.70)
 GRAFT = Level(2.0, (1.9, 2.1), 0.50)

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from mtp_train.job.training import described
-from mtp_train.progress import LINE_SECONDS, LoggedProgress, progress_on, shown_loading
+from mtp_train.runs.training import described
+from mtp_train.trunk.progress import LINE_SECONDS, LoggedProgress, progress_on, shown_loading
 
 
 class Hand:

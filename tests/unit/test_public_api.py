@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 import mtp_train as mtp
+from mtp_train.checkpoints.demo import demo_path
 from mtp_train.errors import RecipeError
-from mtp_train.job.start import recipe_of
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.weights.demo import demo_path
+from mtp_train.runs.start import recipe_of
 from runs import document
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "retrain_head.yaml"
@@ -150,7 +150,7 @@ def is_submodule(name: str) -> bool:
 def test_no_public_name_is_a_submodule() -> None:
     """Importing a submodule sets it as an attribute of the package, in the place of a name of the API."""
     assert [name for name in mtp.__all__ if is_submodule(name)] == []
-    assert is_submodule("job")
+    assert is_submodule("runs")
 
 
 def test_the_names_outlive_the_import_of_every_module() -> None:
@@ -217,10 +217,14 @@ def test_the_command_line_uses_the_public_api_alone() -> None:
     for path in (package / "cli").glob("*.py"):
         deep = {name for name in imports_of_ours(path) if not name.startswith("mtp_train.cli")}
         # Signals and the terminal belong to the process.
-        assert deep <= {"mtp_train", "mtp_inference", "mtp_train.progress", "mtp_train.stopping", "mtp_train.errors"}, (
-            path.name
-        )
-    assert "mtp_train.job" in {name.rpartition(".")[0] for name in imports_of_ours(package / "job" / "check.py")}
+        assert deep <= {
+            "mtp_train",
+            "mtp_inference",
+            "mtp_train.trunk.progress",
+            "mtp_train.train.stopping",
+            "mtp_train.errors",
+        }, path.name
+    assert "mtp_train.runs" in {name.rpartition(".")[0] for name in imports_of_ours(package / "runs" / "check.py")}
 
 
 # Results

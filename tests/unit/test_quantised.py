@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from checkpoints import all_tensors, base_and_finetune, set_count
+from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
+from mtp_train.checkpoints.quantised import leave_alone
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.build import build_head, graft_plan, native_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of, stored_dtype, text_config_of
-from mtp_train.job.checkpoints.inspect import compare_trunks
+from mtp_train.runs.checkpoint_tools.inspect import compare_trunks
 from mtp_train.trunk.load import load_trunk
-from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
-from mtp_train.weights.quantised import leave_alone
 from runs import document
 from tiny import FAMILY_NAMES, IS_OLD
 

@@ -15,13 +15,13 @@ from torch import nn
 
 from checkpoints import base_and_finetune, save_stripped, set_fields
 from mtp_inference import HeadDrafting, SpeculativeDecoder
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.data.pack import collate
 from mtp_train.errors import CheckpointError, RecipeError
 from mtp_train.train.aligned import Batch, aligned_rows
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.quantise import Quantization, pack_head, require_bitsandbytes, require_quantizable, trunk_bytes
-from mtp_train.weights.files import open_checkpoint
 from tiny import ALL_FAMILIES, CACHE_KINDS, FAMILY_NAMES, tiny_head, tiny_trunk
 from tolerances import assert_differs, assert_same, num_terms
 

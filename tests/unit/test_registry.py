@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from checkpoints import base_and_finetune, save_with_head
+from mtp_train.checkpoints.files import open_checkpoint
+from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import (
     FAMILIES,
@@ -42,8 +44,6 @@ from mtp_train.families.spec import (
 from mtp_train.heads.build import build_head, native_plan
 from mtp_train.heads.diagnose import head_shapes, text_config_of
 from mtp_train.heads.step import unroll
-from mtp_train.weights.files import open_checkpoint
-from mtp_train.weights.keymap import HeadLayout
 from runs import document, tiny_recipe
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from checkpoints import save_stripped, shard
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import OutputExistsError
-from mtp_train.job import run_dir as run_dir_module
-from mtp_train.job.run_dir import (
+from mtp_train.recipe.loading import load_recipe
+from mtp_train.recipe.schema import Recipe
+from mtp_train.runs import run_dir as run_dir_module
+from mtp_train.runs.run_dir import (
     Outcome,
     checkpoint_identity,
     claim,
@@ -22,9 +25,6 @@ from mtp_train.job.run_dir import (
     require_ours,
     write_outcome,
 )
-from mtp_train.recipe.loading import load_recipe
-from mtp_train.recipe.schema import Recipe
-from mtp_train.weights.files import open_checkpoint
 from runs import tiny_recipe, tree
 from tiny import tiny_trunk
 

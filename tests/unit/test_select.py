@@ -15,9 +15,9 @@ from torch import Tensor
 from mtp_train.data.pack import global_batches, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import StoppedError, TrainingError
-from mtp_train.job.training import part_documents, renumbered
 from mtp_train.recipe.loading import recipe_from_mapping
 from mtp_train.recipe.schema import Recipe, SelectSpec
+from mtp_train.runs.training import part_documents, renumbered
 from mtp_train.train import loop
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.log import RunLog, read_metrics

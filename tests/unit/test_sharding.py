@@ -17,8 +17,9 @@ from torch import nn
 from transformers import core_model_loading
 
 from checkpoints import save_stripped
+from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.errors import CheckpointError, LostProcessError, TrainingError
-from mtp_train.job import stages
+from mtp_train.runs import stages
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import (
     describe_processes,
@@ -31,7 +32,6 @@ from mtp_train.train.launch import (
 from mtp_train.train.shard import HiddenInShards, shard_layers, shards_trunk
 from mtp_train.trunk.isolate import isolated_hidden
 from mtp_train.trunk.load import load_trunk
-from mtp_train.weights.files import SINGLE_FILE
 from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 
 

@@ -12,8 +12,8 @@ import pytest
 from mtp_train.data.prompts import Prompt
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
-from mtp_train.job import shared_files
-from mtp_train.job.shared_files import files_in, require_alike, require_shared, text_checksum
+from mtp_train.runs import shared_files
+from mtp_train.runs.shared_files import files_in, require_alike, require_shared, text_checksum
 
 
 class Launch:

@@ -10,10 +10,10 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 import mtp_train as mtp
 from mtp_train.cli.main import main
-from mtp_train.job.start import recipe_of
 from mtp_train.recipe import shipped
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.shipped import accelerate_file, recipe_path
+from mtp_train.runs.start import recipe_of
 from runs import document, refusal, write_inputs
 
 RECIPES = Path(__file__).parents[2] / "recipes"

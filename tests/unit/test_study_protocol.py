@@ -14,7 +14,8 @@ from mtp_train.evaluation.dense import DenseRows
 from mtp_train.evaluation.prompt_records import Decoded, Setting
 from mtp_train.evaluation.results import TeacherForced
 from mtp_train.evaluation.statistics import MeasuredArm
-from mtp_train.job.study.protocol import (
+from mtp_train.recipe.schema import StudySection
+from mtp_train.runs.study.protocol import (
     CLAIM,
     GRAFT,
     HOME,
@@ -29,7 +30,6 @@ from mtp_train.job.study.protocol import (
     prediction,
     tone_of,
 )
-from mtp_train.recipe.schema import StudySection
 
 GREEDY = Setting(0.0, None, 3, "greedy")
 STUDY = StudySection(objectives=("kl", "ce"), margin=0.05)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from rich.progress import Progress
 
+from mtp_train.checkpoints.identity import directory_files
 from mtp_train.errors import ChangedInputError, OutputExistsError
 from mtp_train.evaluation.prompt_records import Decoded, Setting
 from mtp_train.evaluation.store import Store
-from mtp_train.weights.identity import directory_files
 
 SILENT = Progress(disable=True)
 

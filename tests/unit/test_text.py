@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from byte_tokenizer import byte_tokenizer
 from mtp_inference.text import TextStream
+from mtp_train.checkpoints.demo import demo_path
 from mtp_train.errors import MtpError
-from mtp_train.weights.demo import demo_path
 
 LLAMA_DECODER = decoders.Sequence(
     [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]

@@ -24,12 +24,12 @@ from checkpoints import (
 )
 from mtp_inference import SpeculativeDecoder, plain_greedy
 from mtp_train import inspect
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Convention
 from mtp_train.heads.build import build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.trunk.load import Trunk, load_trunk
-from mtp_train.weights.files import open_checkpoint
 from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
 from tolerances import rounding
 

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from checkpoints import all_tensors, base_and_finetune, same, save_stripped, shard
 from left_over import OLD_SHARDS, changed, equal_single_file, head_of, keys_outside_of_the_index, old_shards
 from mtp_train import export, graft, inspect
+from mtp_train.checkpoints import files as files_module
+from mtp_train.checkpoints.export import HEAD_FILE, place_file
+from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from mtp_train.hooks.keep_head import put_head
-from mtp_train.weights import files as files_module
-from mtp_train.weights.export import HEAD_FILE, place_file
-from mtp_train.weights.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
 from tiny import tiny_trunk
 
 

@@ -14,10 +14,7 @@ import torch
 
 from byte_tokenizer import byte_tokenizer
 from checkpoints import save_with_head, set_fields, shard
-from mtp_train.errors import MtpError
-from mtp_train.job.checkpoints.inspect import inspect
-from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
-from mtp_train.weights.files import (
+from mtp_train.checkpoints.files import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
     INDEX_FILE,
@@ -27,6 +24,9 @@ from mtp_train.weights.files import (
     read_config,
     scan_safetensors,
 )
+from mtp_train.errors import MtpError
+from mtp_train.runs.checkpoint_tools.inspect import inspect
+from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from runs import BYTE_VOCAB_SIZE
 from tiny import tiny_head, tiny_trunk
 

@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoints import all_tensors
+from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.cli.main import main
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import FAMILIES, Family, KeyRule, family_for, registry
 from mtp_train.families.headless import HEADLESS
 from mtp_train.families.spec import HeadLayer
-from mtp_train.weights.files import SINGLE_FILE
 from runs import document, tiny_mapping
 
 _HEAD = "model.mtp.layers.{module}."

@@ -19,12 +19,12 @@ from transformers.integrations import deepspeed
 from adapters import write_adapter
 from checkpoints import save_stripped, save_with_head, set_fields
 from gguf_files import checkpoint_with_head
+from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.trunk.load import load_trunk
 from mtp_train.trunk.whole import diagnose_trunk, require_whole_trunk
-from mtp_train.weights.files import SINGLE_FILE, Checkpoint, open_checkpoint
 from runs import document, refusal
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
 

@@ -15,15 +15,15 @@ from transformers import AutoModelForImageTextToText
 from adapters import write_adapter
 from checkpoints import all_tensors, set_fields
 from draft_models import CHOSEN, NUM_LAYERS
+from mtp_train.checkpoints.artifact import Artifact
+from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
+from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import WRAPPERS
 from mtp_train.heads.build import fresh_plan
 from mtp_train.heads.diagnose import layout_of, text_config_of
-from mtp_train.job.export_run import write_export
+from mtp_train.runs.export_run import write_export
 from mtp_train.trunk.load import Trunk, load_trunk
-from mtp_train.weights.artifact import Artifact
-from mtp_train.weights.files import SINGLE_FILE, open_checkpoint
-from mtp_train.weights.keymap import HeadLayout
 from tiny import VOCAB_SIZE, tiny_trunk
 from wrapped import save_wrapped
 

@@ -12,10 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtp_train.errors import CheckpointError, OutputExistsError
-from mtp_train.weights import writing
-from mtp_train.weights.files import SAFETENSORS_DTYPES, TORCH_DTYPES, scan_safetensors
-from mtp_train.weights.writing import (
+from mtp_train.checkpoints import writing
+from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, TORCH_DTYPES, scan_safetensors
+from mtp_train.checkpoints.writing import (
     PendingTensor,
     new_directory,
     patch_safetensors,
@@ -23,6 +22,7 @@ from mtp_train.weights.writing import (
     write_safetensors,
     write_text,
 )
+from mtp_train.errors import CheckpointError, OutputExistsError
 
 
 def pending(key: str, value: Tensor, dtype: str | None = None) -> PendingTensor:

@@ -1,0 +1,192 @@
+"""Read and write head directories, which contain a head on its own.
+
+``head.safetensors`` has the weights under native keys. ``head_config.json`` has the family, the layout and the origin.
+A head with a draft vocabulary also has ``draft_vocab.safetensors``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mtp_train.checkpoints.files import read_json, scan_safetensors
+from mtp_train.checkpoints.keymap import HeadLayout
+from mtp_train.checkpoints.native import NativeHead
+from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
+from mtp_train.errors import CheckpointError
+from mtp_train.families import Family, family_named, of_kind
+
+WEIGHTS_FILE = "head.safetensors"
+HEAD_CONFIG_FILE = "head_config.json"
+VOCAB_FILE, VOCAB_KEY = "draft_vocab.safetensors", "token_ids"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The fields of ``head_config.json`` that are read."""
+
+    family: str
+    trunk_prefix: str
+    num_hidden_layers: int
+    """0 in layouts whose head keys do not count the trunk's layers."""
+    num_sublayers: int
+    fused_experts: bool
+    num_modules: int
+    num_depths: int
+    convention: str
+    shared_keys: list[str]
+    config_fields: dict[str, Any]
+    notes: dict[str, Any]
+    kind: str
+    draft_vocab: int | None
+
+
+_EXPECTED: Mapping[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("family", "trunk_prefix", "convention", "kind"), str),
+    **dict.fromkeys(("num_hidden_layers", "num_sublayers", "num_modules", "num_depths"), int),
+    "fused_experts": bool,
+    "shared_keys": list,
+    **dict.fromkeys(("config_fields", "notes"), dict),
+    "draft_vocab": (int, type(None)),
+}
+_LEAST = {"num_hidden_layers": 0, "num_sublayers": 1, "num_modules": 1, "num_depths": 1, "draft_vocab": 1}
+_MOST = dict.fromkeys(("num_hidden_layers", "num_sublayers", "num_modules", "num_depths"), 1000)
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A head on its own, with the metadata that is needed to run it and to put it into a checkpoint."""
+
+    family: Family
+    layout: HeadLayout
+    num_modules: int
+    num_depths: int
+    """The number of depths that it was trained for, and the default draft depth."""
+    convention: str
+    head: NativeHead
+    notes: dict[str, Any]
+    """The origin of the head, free-form; written and read back unchanged."""
+    draft_vocab: Tensor | None = None
+    """int32, the tokens that may be drafted; None for all."""
+
+
+def save_artifact(artifact: Artifact, out: Path) -> None:
+    """Write a head directory.
+
+    Raises:
+        OutputExistsError: ``out`` exists.
+        CheckpointError: The disk is full.
+    """
+    with new_directory(out, what="the head") as directory:
+        write_safetensors(directory / WEIGHTS_FILE, artifact.head.tensors)
+        if artifact.draft_vocab is not None:
+            write_safetensors(directory / VOCAB_FILE, [held_tensor(VOCAB_KEY, "I32", artifact.draft_vocab)])
+        write_json(
+            directory / HEAD_CONFIG_FILE,
+            {
+                "format_version": FORMAT_VERSION,
+                "family": artifact.family.name,
+                "kind": artifact.family.kind,
+                "trunk_prefix": artifact.layout.trunk_prefix,
+                "num_hidden_layers": artifact.layout.num_hidden_layers,
+                "num_sublayers": artifact.layout.num_sublayers,
+                "fused_experts": artifact.layout.fused_experts,
+                "num_modules": artifact.num_modules,
+                "num_depths": artifact.num_depths,
+                "convention": artifact.convention,
+                "draft_vocab": None if artifact.draft_vocab is None else len(artifact.draft_vocab),
+                "shared_keys": list(artifact.head.shared_keys),
+                "config_fields": dict(artifact.head.config_fields),
+                "notes": artifact.notes,
+            },
+        )
+
+
+def load_artifact(path: Path) -> Artifact:
+    """Open a head directory; tensors are read on demand.
+
+    Raises:
+        CheckpointError: It is no head directory, has another format version, or is damaged.
+    """
+    config = read_json(path / HEAD_CONFIG_FILE)
+    if config.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path / HEAD_CONFIG_FILE}: format_version {config.get('format_version')!r}; expected {FORMAT_VERSION}. "
+            "Write the head again with this version of mtp-train."
+        )
+    written = _checked(config, path / HEAD_CONFIG_FILE)
+    try:
+        family = of_kind(family_named(written.family), written.kind)
+    except KeyError as error:
+        raise CheckpointError(
+            f"{path / HEAD_CONFIG_FILE}: of an unknown family ({error}); expected a head that mtp-train wrote. Write "
+            "it again."
+        ) from None
+    layout = HeadLayout(
+        family, written.trunk_prefix, written.num_hidden_layers, written.num_sublayers, written.fused_experts
+    )
+    infos = scan_safetensors(path / WEIGHTS_FILE)
+    tensors = tuple(_pending(path / WEIGHTS_FILE, key, info.dtype, info.shape) for key, info in infos.items())
+    return Artifact(
+        family=family,
+        layout=layout,
+        num_modules=written.num_modules,
+        num_depths=written.num_depths,
+        convention=written.convention,
+        head=NativeHead(tensors, tuple(written.shared_keys), written.config_fields),
+        notes=written.notes,
+        draft_vocab=_load_draft_vocab(path, written.draft_vocab),
+    )
+
+
+def _checked(config: Mapping[str, Any], file: Path) -> _Written:
+    """Return the fields of a head's config.
+
+    Raises:
+        CheckpointError: A field is missing, or of another type.
+    """
+    for field in fields(_Written):
+        value = config.get(field.name, MISSING)
+        # A bool is an int in Python.
+        fits = isinstance(value, _EXPECTED[field.name]) and (field.type == "bool" or not isinstance(value, bool))
+        if isinstance(value, int) and fits and field.name in _LEAST:
+            fits = _LEAST[field.name] <= value <= _MOST.get(field.name, value)
+        if isinstance(value, list):
+            fits = all(isinstance(key, str) for key in value)
+        if not fits:
+            found = "missing" if value is MISSING else f"{value!r:.60}"
+            raise CheckpointError(
+                f"{file}: incomplete or damaged: {field.name} is {found}; expected a head that mtp-train wrote. Write "
+                "it again."
+            )
+    return _Written(**{field.name: config[field.name] for field in fields(_Written)})
+
+
+def _load_draft_vocab(path: Path, size: int | None) -> Tensor | None:
+    if size is None:
+        return None
+    file = path / VOCAB_FILE
+    infos = scan_safetensors(file)
+    found = list(infos[VOCAB_KEY].shape) if VOCAB_KEY in infos else "absent"
+    if found != [size]:
+        raise CheckpointError(
+            f"{file}: {VOCAB_KEY} is {found}; expected {size} tokens, as {HEAD_CONFIG_FILE} declares. Write the head "
+            "again."
+        )
+    token_ids: Tensor = _pending(file, VOCAB_KEY, "I32", (size,)).load()
+    return token_ids
+
+
+def _pending(file: Path, key: str, dtype: str, shape: tuple[int, ...]) -> PendingTensor:
+    def load() -> Any:
+        from safetensors import safe_open
+
+        with safe_open(file, framework="pt") as handle:
+            return handle.get_tensor(key)
+
+    return PendingTensor(key, dtype, shape, load)

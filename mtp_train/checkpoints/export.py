@@ -1,0 +1,388 @@
+"""Write a checkpoint with a head: all of it (:func:`write_checkpoint`), in its own directory, or the head alone.
+
+Trunk bytes are never re-encoded. :func:`write_checkpoint` hard-links or copies a file that needs no change. A shard
+that already has head tensors of the same shape and dtype is copied and patched. Other head tensors go into one new
+shard, which the index lists. A shard with a packed head that the new one replaces is written without it.
+:func:`add_in_place` adds a head to a checkpoint that has none. :func:`write_head_only` leaves the trunk out.
+:func:`patched_documents` returns a checkpoint's JSON files with the head's settings.
+
+A file of the source is never written to, also not through a link: only the weights that the checkpoint names are
+linked, and every file is created exclusively.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import filecmp
+import itertools
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from mtp_train.checkpoints.contents import WEIGHT_SUFFIXES, source_files
+from mtp_train.checkpoints.files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    Checkpoint,
+    TensorInfo,
+    read_json,
+)
+from mtp_train.checkpoints.keymap import HeadLayout
+from mtp_train.checkpoints.native import NativeHead, stored_tensor
+from mtp_train.checkpoints.quantised import (
+    MODELOPT_FILE,
+    PLAIN_DTYPES,
+    leave_alone,
+    leave_alone_in_modelopt,
+    packed_weight,
+    plain_modules,
+    scale_of,
+)
+from mtp_train.checkpoints.writing import (
+    PendingTensor,
+    full_disk_is_named,
+    new_directory,
+    patch_safetensors,
+    sync_directory,
+    write_json,
+    write_safetensors,
+)
+from mtp_train.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+HEAD_FILE = "model-mtp.safetensors"
+LinkMode = Literal["hard", "copy"]
+# A hard link is not possible: another file system, one without links, too many links, or another user's file.
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
+
+
+def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, out: Path, *, link: LinkMode) -> None:
+    """Write ``source`` with ``head`` to a new directory.
+
+    Args:
+        source: The checkpoint whose trunk is exported; only read.
+        layout: The head layout of ``source``.
+        head: The head to write, with keys in ``layout``.
+        out: The new directory.
+        link: Hard-link unchanged files where the file system supports it, or copy them all.
+
+    Raises:
+        OutputExistsError: ``out`` exists.
+        CheckpointError: A head tensor does not fit the one it replaces, or the disk is full.
+    """
+    tensors = [*head.tensors, *shared_tensors(source, layout, head)]
+    dropped = _replaced_packed(source, layout, tensors)
+    patches, additions = _sort_by_place(source, layout, tensors, dropped)
+    trimmed = {source.tensors[key].file for key in dropped}
+    taken = {entry.name for entry in source.path.iterdir()}
+    added_to = _new_file(taken)
+    renames = _shard_names(source, additions, added_to, taken)
+    documents = patched_documents(source, layout, head)
+    files = source_files(source)
+    with new_directory(out, what="the checkpoint") as directory:
+        skipped = {INDEX_FILE, *documents}
+        for file in files:
+            relative = file.relative_to(source.path)
+            target = directory / renames.get(str(relative), str(relative))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if str(relative) in trimmed:
+                _write_without(source, str(relative), dropped, patches.get(str(relative), []), target)
+            elif str(relative) in patches:
+                copy_file(file, target)
+                patch_safetensors(target, patches[str(relative)])
+            elif str(relative) not in skipped:
+                place_file(file, target, link)
+        if additions:
+            write_safetensors(directory / renames.get(added_to, added_to), additions)
+        for name, document in documents.items():
+            write_json(directory / name, document)
+        if source.index is not None or additions:
+            write_json(directory / INDEX_FILE, _index(source, additions, added_to, renames, dropped))
+
+
+def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> None:
+    """Add ``head`` to a checkpoint that lacks it, in its own directory. No tensor of the trunk is read or moved.
+
+    If this is interrupted, loaders find the checkpoint without the head or with it: the last rename decides.
+
+    Args:
+        source: The checkpoint; no other process may write to it.
+        layout: The head layout of ``source``.
+        head: The head to write, with keys in ``layout``.
+
+    Raises:
+        CheckpointError: The checkpoint has tensors of another head, or the disk is full.
+    """
+    tensors = [*head.tensors, *shared_tensors(source, layout, head)]
+    patches, additions = _sort_by_place(source, layout, tensors, set())
+    if patches:
+        raise CheckpointError(
+            f"{source.path}: has {len(patches)} file(s) with head tensors already; expected a checkpoint without a "
+            "head. Use mtp-train graft, which writes a new checkpoint."
+        )
+    # A head shard of an earlier save into this directory, whose index transformers has replaced.
+    earlier = source.path / HEAD_FILE
+    has_earlier = os.path.lexists(earlier) and HEAD_FILE not in {info.file for info in source.tensors.values()}
+    taken = {entry.name for entry in source.path.iterdir()} - ({HEAD_FILE} if has_earlier else set())
+    added_to = _new_file(taken)
+    renames = _shard_names(source, additions, added_to, taken)
+    shard = source.path / renames.get(added_to, added_to)
+    temporary = shard.with_name(f".{shard.name}.tmp")
+    documents = patched_documents(source, layout, head)
+    with full_disk_is_named(source.path, what="the head"):
+        try:
+            temporary.unlink(missing_ok=True)
+            write_safetensors(temporary, additions)
+            if has_earlier:
+                _set_aside(earlier, temporary)
+            temporary.replace(shard)
+        finally:
+            temporary.unlink(missing_ok=True)
+        write_json(source.path / INDEX_FILE, _index(source, additions, added_to, renames, set()))
+        for name, document in documents.items():
+            write_json(source.path / name, document)
+        if SINGLE_FILE in renames:
+            # transformers reads the single file while it exists, and the index after this rename.
+            (source.path / SINGLE_FILE).replace(source.path / renames[SINGLE_FILE])
+        sync_directory(source.path)
+
+
+def _set_aside(earlier: Path, written: Path) -> None:
+    """Remove an earlier head shard where the new one has the same bytes; rename any other, which may be the user's.
+
+    Under its own name llama.cpp's converter would read it after the new shard, and keep its tensors.
+    """
+    if earlier.is_file() and filecmp.cmp(earlier, written, shallow=False):
+        earlier.unlink()
+        return
+    names = (earlier.with_name(f"{earlier.name}.old-{number}") for number in itertools.count(1))
+    aside = next(name for name in names if not os.path.lexists(name))
+    earlier.rename(aside)
+    logger.warning("%s: contains another head than this checkpoint, renamed to %s", earlier, aside.name)
+
+
+def write_head_only(source: Checkpoint, layout: HeadLayout, head: NativeHead, out: Path) -> None:
+    """Write the head with the files that an engine needs to load it alone: embedding, lm_head, config and tokenizer.
+
+    An engine replaces the embedding and the lm_head with the trunk's, but does not start without them.
+
+    Raises:
+        OutputExistsError: ``out`` exists.
+        CheckpointError: The disk is full, or a head tensor has another shape than the head declares.
+    """
+    ends: tuple[str, ...] = (layout.embed_key, layout.lm_head_key.removesuffix("weight"))
+    if layout.family.keys.embed_norm is not None:
+        ends = (*ends, layout.family.keys.embed_norm.format(trunk=layout.trunk_prefix))
+    tensors = [stored_tensor(source, key, key) for key in sorted(source.tensors) if key.startswith(ends)]
+    tensors += [*head.tensors, *shared_tensors(source, layout, head)]
+    documents = patched_documents(source, layout, head)
+    files = source_files(source)
+    with new_directory(out, what="the head") as directory:
+        write_safetensors(directory / SINGLE_FILE, tensors)
+        for file in files:
+            kept = file.parent == source.path and file.suffix not in WEIGHT_SUFFIXES and file.name != INDEX_FILE
+            if kept and file.name not in documents:
+                copy_file(file, directory / file.name)
+        for name, document in documents.items():
+            write_json(directory / name, document)
+
+
+def shared_tensors(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> Iterator[PendingTensor]:
+    """Yield the head's copies of trunk tensors, with the values of the exported trunk.
+
+    Raises:
+        CheckpointError: A key is not one that the family's head shares with its trunk.
+    """
+    for key in head.shared_keys:
+        shared = layout.shared_key(key)
+        if shared is None:
+            raise CheckpointError(
+                f"{key}: not a key that {layout.family.title} shares with its trunk; expected a head of this family. "
+                "Write the head again."
+            )
+        yield stored_tensor(source, layout.trunk_key(shared, source.tensors), key)
+
+
+def _replaced_packed(source: Checkpoint, layout: HeadLayout, tensors: list[PendingTensor]) -> set[str]:
+    """Return the keys of packed head weights, and of their scales, that new plain weights replace."""
+    new = {pending.key for pending in tensors}
+    parts = {key: packed_weight(key) for key in source.tensors if layout.is_head_key(key)}
+    # Stacked experts may be replaced one by one.
+    new |= {re.sub(r"\.experts\.\d+\..*", ".experts.", key) for key in new}
+    packed = {
+        key
+        for key, weight in parts.items()
+        if weight is not None and key not in new and (weight in new or re.sub(r"\w+_proj$", "", weight) in new)
+    }
+    return packed | {weight for weight in map(parts.get, packed) if weight is not None and weight in source.tensors}
+
+
+def _write_without(
+    source: Checkpoint, file: str, dropped: set[str], patches: list[PendingTensor], target: Path
+) -> None:
+    """Write a shard without some of its tensors, or no shard where no tensor is left."""
+    patched = {pending.key: pending for pending in patches}
+    keys = [key for key, info in source.tensors.items() if info.file == file and key not in dropped]
+    if keys:
+        write_safetensors(target, [patched.get(key) or stored_tensor(source, key, key) for key in keys])
+
+
+def _sort_by_place(
+    source: Checkpoint, layout: HeadLayout, tensors: list[PendingTensor], dropped: set[str]
+) -> tuple[dict[str, list[PendingTensor]], list[PendingTensor]]:
+    """Split head tensors into replacements of stored tensors, by file, and tensors that have no place yet."""
+    patches: dict[str, list[PendingTensor]] = {}
+    additions: list[PendingTensor] = []
+    for pending in tensors:
+        stored = source.tensors.get(pending.key)
+        if stored is None or pending.key in dropped:
+            additions.append(pending)
+        elif pending.origin == (source.path, pending.key):
+            # The stored tensor is the one to write.
+            continue
+        elif pending.dtype in PLAIN_DTYPES and scale_of(pending.key, source.tensors) is not None:
+            raise CheckpointError(
+                f"{source.path}: its own head is stored in {stored.dtype} ({pending.key}); expected no head, or a head "
+                "in plain floats to replace. Put the new head on the unquantised checkpoint."
+            )
+        elif (stored.dtype, stored.shape) == (pending.dtype, pending.shape):
+            patches.setdefault(stored.file, []).append(pending)
+        else:
+            raise CheckpointError(
+                f"{source.path}: {pending.key} is {stored.dtype} {list(stored.shape)}, in the new head it is "
+                f"{pending.dtype} {list(pending.shape)}; expected the same. Use a head of this checkpoint's family and "
+                "dtype."
+            )
+    new = {pending.key for pending in tensors}
+    stray = {key for key in source.tensors if layout.is_head_key(key)} - new - dropped
+    if stray:
+        raise CheckpointError(
+            f"{source.path}: has head tensors that the new head lacks ({', '.join(sorted(stray)[:3])}); expected the "
+            "same keys. Use a head of this checkpoint's family."
+        )
+    return patches, additions
+
+
+def _new_file(taken: Collection[str]) -> str:
+    """Return a file name for a new shard that no file of the source has, whether the index names that file or not."""
+    names = itertools.chain([HEAD_FILE], (f"model-mtp-{number}.safetensors" for number in itertools.count(2)))
+    return next(name for name in names if name not in taken)
+
+
+def _shard_names(
+    source: Checkpoint, additions: list[PendingTensor], added_to: str, taken: Collection[str]
+) -> Mapping[str, str]:
+    """Return new names for shards, old name to new.
+
+    A ``model.safetensors`` that becomes one of several shards gets another name. Beside an index, loaders disagree on
+    whether ``model.safetensors`` or the index counts (transformers takes the file, vLLM the index).
+    """
+    files = {info.file for info in source.tensors.values()}
+    if SINGLE_FILE not in files or not (additions or len(files) > 1):
+        return {}
+    both = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    if files == {SINGLE_FILE} and not {*both} & {*taken}:
+        return dict(zip((SINGLE_FILE, added_to), both, strict=True))
+    names = itertools.chain(
+        ["model-trunk.safetensors"], (f"model-trunk-{number}.safetensors" for number in itertools.count(2))
+    )
+    return {SINGLE_FILE: next(name for name in names if name not in taken)}
+
+
+def patched_documents(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> dict[str, Any]:
+    """Return the JSON files that have to change, by name; files with the right content already are left out.
+
+    The config gets the head's fields. Where the checkpoint is quantised and the new head is in plain floats, the head
+    is added to the exceptions of the quantisation config.
+
+    Raises:
+        CheckpointError: The exceptions of this quantisation method are not supported.
+    """
+    config = _with_fields(source, head.config_fields)
+    documents: dict[str, Any] = {} if config is None else {CONFIG_FILE: config}
+    stays = (pending.key in source.tensors and pending.origin == (source.path, pending.key) for pending in head.tensors)
+    if all(stays):
+        return documents
+    groups = plain_modules(head.tensors, layout)
+    quantised = leave_alone(config or source.config, groups, where=str(source.path))
+    if quantised is not None:
+        documents[CONFIG_FILE] = quantised
+    if (source.path / MODELOPT_FILE).is_file():
+        modelopt = leave_alone_in_modelopt(read_json(source.path / MODELOPT_FILE), groups)
+        documents |= {} if modelopt is None else {MODELOPT_FILE: modelopt}
+    return documents
+
+
+def _with_fields(source: Checkpoint, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    config = copy.deepcopy(dict(source.config))
+    nested = config.get("text_config")
+    text_config = nested if isinstance(nested, dict) else config
+    for name, value in fields.items():
+        (config if name == source.family.declaration.section else text_config)[name] = value
+    return None if config == source.config else config
+
+
+def full_index(source: Checkpoint) -> dict[str, Any]:
+    """Return a checkpoint's index with every tensor of its shards, also those that its own index does not list."""
+    return _index(source, [], "", {}, set())
+
+
+def _index(
+    source: Checkpoint,
+    additions: list[PendingTensor],
+    added_to: str,
+    renames: Mapping[str, str],
+    dropped: set[str],
+) -> dict[str, Any]:
+    tensors: dict[str, TensorInfo] = {key: info for key, info in source.tensors.items() if key not in dropped}
+    tensors.update({pending.key: pending.info(added_to) for pending in additions})
+    old_metadata = (source.index or {}).get("metadata")
+    metadata = dict(old_metadata) if isinstance(old_metadata, dict) else {}
+    metadata["total_size"] = sum(info.num_bytes for info in tensors.values())
+    if isinstance(metadata.get("total_parameters"), int):
+        # Of packed weights the shapes say nothing, so the old count is corrected by what changed.
+        changed = {key for key in source.tensors.keys() | tensors.keys() if source.tensors.get(key) != tensors.get(key)}
+        for sign, held in ((-1, source.tensors), (1, tensors)):
+            metadata["total_parameters"] += sign * sum(math.prod(held[key].shape) for key in changed & held.keys())
+    return {
+        "metadata": metadata,
+        "weight_map": {key: renames.get(info.file, info.file) for key, info in sorted(tensors.items())},
+    }
+
+
+def place_file(file: Path, target: Path, link: LinkMode) -> None:
+    """Hard-link a shard of weights, or copy it; every other file is copied, so that it can be edited in the export.
+
+    Raises:
+        FileExistsError: ``target`` exists.
+    """
+    # The hub's cache contains symbolic links; the hard link has to be to the file behind them.
+    real = file.resolve()
+    if link == "hard" and target.suffix == ".safetensors":
+        try:
+            os.link(real, target)
+        except OSError as error:
+            if error.errno not in _NO_LINK:
+                raise
+        else:
+            return
+    copy_file(real, target)
+
+
+def copy_file(file: Path, target: Path) -> None:
+    """Copy a file's content to a new file.
+
+    Raises:
+        FileExistsError: ``target`` exists.
+    """
+    # shutil.copyfile writes to what is there, through a link too. A file that we have just created is no link.
+    target.touch(exist_ok=False)
+    shutil.copyfile(file, target)

@@ -1,0 +1,567 @@
+"""Open a checkpoint directory: read its config, and list its tensors from the file headers, without loading them.
+
+Only safetensors are read. :func:`open_checkpoint` checks all files when it opens the checkpoint, so that no command
+fails in the middle of a write.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mtp_train.checkpoints.run_export import exported_of
+from mtp_train.errors import CheckpointError
+from mtp_train.families import FAMILIES, Family, RawConfig, family_for, raw_text_config, refuse_unserved_heads
+from mtp_train.families.engines import EngineSupport
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+OWN_CONFIG_FILE = "params.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# Shards of transformers' distributed save, which it prefers to any other weights.
+_DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+
+# Larger numbers than these are in no model's config.
+_MAX_BLOCKS, _MAX_TOKEN = 1000, 1 << 24
+_QUANTISATION = "quantization_config"
+_MAX_NAME_BYTES = 255
+# The dtypes that we read, by safetensors' names.
+TORCH_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """The file, dtype (in safetensors' spelling) and shape of a stored tensor."""
+
+    file: str
+    """Path of the file inside the checkpoint, as a POSIX path."""
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the stored tensor."""
+        return TORCH_DTYPES[self.dtype].itemsize * math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint directory, built by :func:`open_checkpoint`."""
+
+    path: Path
+    config: RawConfig
+    index: Mapping[str, Any] | None
+    """The parsed index, None for a single file."""
+    tensors: Mapping[str, TensorInfo]
+
+    @cached_property
+    def family(self) -> Family:
+        """The family record that the config selects.
+
+        Raises:
+            UnsupportedModelError: There is no such record.
+        """
+        return family_for(self.config, where=str(self.path))
+
+    @property
+    def text_config(self) -> RawConfig:
+        """The language model's part of the raw config."""
+        return raw_text_config(self.config)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all stored tensors."""
+        return sum(info.num_bytes for info in self.tensors.values())
+
+    @property
+    def engines(self) -> Mapping[str, EngineSupport]:
+        """The support of each engine for this checkpoint, given the stored dtypes of its tensors."""
+        return self.family.serving_of({key: info.dtype for key, info in self.tensors.items()})
+
+    def read(self, key: str) -> Tensor:
+        """Load one tensor on the CPU, in its stored dtype.
+
+        The file is read, not memory-mapped: the system may refuse to map a shard that is larger than its memory.
+        """
+        info = self.tensors[key]
+        return self._read_bytes(key, 0, info.num_bytes).view(TORCH_DTYPES[info.dtype]).view(info.shape)
+
+    @cached_property
+    def _starts(self) -> Mapping[tuple[str, str], int]:
+        """File and key to the tensor's first byte in that file."""
+        files = {info.file for info in self.tensors.values()}
+        return {(file, key): start for file in files for key, (_, start) in read_header(self.path / file, file).items()}
+
+    def read_in_blocks(self, key: str, max_elements: int = 1 << 22) -> Iterator[Tensor]:
+        """Yield a tensor in slices along its first axis, each of at most about ``max_elements`` elements (or one row).
+
+        The file is read, not memory-mapped: pages of a mapping count as this process's memory while it is open.
+        """
+        info = self.tensors[key]
+        if not info.shape or not info.num_bytes:
+            yield self.read(key)
+            return
+        rows = max(1, max_elements // math.prod(info.shape[1:]))
+        for first in range(0, info.shape[0], rows):
+            yield self.read_rows(key, first, min(first + rows, info.shape[0]))
+
+    def read_rows(self, key: str, first: int, stop: int) -> Tensor:
+        """Load the rows ``first`` to ``stop - 1`` of a tensor with at least one axis."""
+        info = self.tensors[key]
+        row_bytes = info.num_bytes // info.shape[0]
+        data = self._read_bytes(key, first * row_bytes, (stop - first) * row_bytes)
+        return data.view(TORCH_DTYPES[info.dtype]).view(-1, *info.shape[1:])
+
+    @property
+    def unlisted_keys(self) -> tuple[str, ...]:
+        """Keys of tensors in the index's shards that the index does not list; empty for a single file."""
+        listed = self.tensors if self.index is None else self.index["weight_map"]
+        return tuple(key for key in self.tensors if key not in listed)
+
+    def same_bytes(self, other: Checkpoint, key: str, block_bytes: int = 1 << 24) -> bool:
+        """Return whether a tensor that both contain has the same dtype, shape and bytes; read in blocks."""
+        ours, theirs = self.tensors[key], other.tensors[key]
+        if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+            return False
+        same_place = self._starts[ours.file, key] == other._starts[theirs.file, key]
+        if same_place and os.path.samefile(self.path / ours.file, other.path / theirs.file):
+            return True
+        return all(
+            torch.equal(self._read_bytes(key, offset, count), other._read_bytes(key, offset, count))
+            for offset in range(0, ours.num_bytes, block_bytes)
+            for count in [min(block_bytes, ours.num_bytes - offset)]
+        )
+
+    def _read_bytes(self, key: str, offset: int, count: int) -> Tensor:
+        """Return ``count`` bytes of a tensor, from its byte ``offset`` on, as a uint8 tensor."""
+        file = self.tensors[key].file
+        data = torch.empty(count, dtype=torch.uint8)
+        with (self.path / file).open("rb", buffering=0) as handle:
+            handle.seek(self._starts[file, key] + offset)
+            _fill(handle, data.numpy().data)
+        return data
+
+
+def _fill(handle: io.RawIOBase, view: memoryview) -> None:
+    """Read until the buffer is full: one system call returns at most 2 GiB, and less on some file systems."""
+    while view:
+        count = handle.readinto(view)
+        if not count:
+            raise CheckpointError(
+                "a weights file became shorter while it was read; expected files that no process writes to. Run the "
+                "command again."
+            )
+        view = view[count:]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Parse the JSON object in a small file of a checkpoint.
+
+    Raises:
+        CheckpointError: The file is missing, cannot be read or is not a JSON object.
+    """
+    text = _read_text_file(path)
+    try:
+        parsed = json.loads(text.decode("utf-8"))
+    # ValueError: not UTF-8, not JSON, or an integer of thousands of digits. RecursionError: nested too deep.
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deep" if isinstance(error, RecursionError) else error
+        raise CheckpointError(f"{path}: not valid JSON ({reason}); expected an object. Restore the file.") from None
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path}: contains {type(parsed).__name__}; expected a JSON object. Restore the file.")
+    return parsed
+
+
+def _read_text_file(path: Path) -> bytes:
+    """Return the content of a small file of a checkpoint.
+
+    Raises:
+        CheckpointError: The file is missing or cannot be read, or it is a pipe or a device.
+    """
+    try:
+        # Opening a pipe waits for a process that writes to it.
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path}: not a regular file; expected a JSON file. Restore the file.")
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; expected it in the checkpoint. Check the path.") from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({os.strerror(error.errno or 0)}); expected a JSON file. Restore the file."
+        ) from None
+
+
+def named_file(directory: Path, name: object, *, named_by: Path) -> str:
+    """Return the path of a file that the checkpoint names, relative to the checkpoint's directory.
+
+    The file itself may be a link, as in the hub's cache. The directories above it may not.
+
+    Args:
+        directory: The checkpoint.
+        name: The name in its index or config.
+        named_by: The file that contains the name, for messages.
+
+    Raises:
+        CheckpointError: The name leads out of the checkpoint or through a link to a directory, or the link is broken.
+    """
+    parts = PurePosixPath(name).parts if isinstance(name, str) else ()
+    # The system refuses a null character, and a name longer than 255 bytes, with an error of its own.
+    text = "".join(parts)
+    unusual = "\\" in text or not text.isprintable() or len(text.encode()) > _MAX_NAME_BYTES
+    if not parts or ".." in parts or parts[0].startswith("/") or unusual:
+        raise CheckpointError(
+            f"{named_by}: names {name!r:.200}; expected the path of a file inside {directory}, without '..'. Restore "
+            "the original, or put the file into the checkpoint and name it there."
+        )
+    for depth in range(1, len(parts)):
+        parent = directory.joinpath(*parts[:depth])
+        if parent.is_symlink():
+            raise CheckpointError(
+                f"{parent}: a link to a directory; expected a directory of the checkpoint itself. Replace the link "
+                "with the directory."
+            )
+    file = directory.joinpath(*parts)
+    if file.is_symlink() and not file.is_file():
+        raise CheckpointError(
+            f"{file}: a link that leads to no file; expected one of the checkpoint's files. Replace the link with "
+            "the file, or download it again."
+        )
+    return "/".join(parts)
+
+
+def scan_safetensors(path: Path, name: str | None = None) -> dict[str, TensorInfo]:
+    """List the tensors of one safetensors file from its header.
+
+    Args:
+        path: The file.
+        name: Its path inside the checkpoint; None for the file's own name.
+
+    Raises:
+        CheckpointError: The file is missing, truncated or not safetensors.
+    """
+    return {key: info for key, (info, _) in read_header(path, name or path.name).items()}
+
+
+def read_header(path: Path, name: str) -> dict[str, tuple[TensorInfo, int]]:
+    """Return the tensors of a safetensors file, and the first byte of each in the file. Reads the header alone.
+
+    Args:
+        path: The file.
+        name: Its path inside the checkpoint.
+
+    Raises:
+        CheckpointError: The file is missing or damaged, or a tensor has a dtype that is not read here.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; expected a shard of the checkpoint. Download it again.")
+    try:
+        # It checks the header against the size of the file, and does not return the places of the tensors.
+        with safe_open(path, framework="np"), path.open("rb") as handle:
+            start = 8 + int.from_bytes(handle.read(8), "little")
+            header = json.loads(handle.read(start - 8))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path}: truncated or damaged ({error}); expected a whole safetensors file. Download or copy it again."
+        ) from None
+    header.pop("__metadata__", None)
+    unread = next((key for key, entry in header.items() if entry["dtype"] not in TORCH_DTYPES), None)
+    if unread is not None:
+        raise CheckpointError(
+            f"{path}: {unread} is stored as {header[unread]['dtype']}, which is not supported; expected one of "
+            f"{', '.join(TORCH_DTYPES)}. Use a checkpoint in one of these dtypes."
+        )
+    return {
+        key: (TensorInfo(name, entry["dtype"], tuple(entry["shape"])), start + entry["data_offsets"][0])
+        for key, entry in header.items()
+    }
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a checkpoint directory, and check that its files are complete and consistent.
+
+    Raises:
+        CheckpointError: The directory, config, index or a shard is missing or damaged, or the weights are pickles.
+        UnsupportedModelError: Its heads are of a kind that no engine loads.
+    """
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path}: not a directory; expected a checkpoint directory or a hub id (owner/name). Check the spelling."
+        )
+    named_file(path, CONFIG_FILE, named_by=path)
+    config = _own_config(path)
+    _require_generation_config(path)
+    _refuse_other_weights(path, config)
+    for name in (SINGLE_FILE, INDEX_FILE):
+        named_file(path, name, named_by=path)
+    single = scan_safetensors(path / SINGLE_FILE) if (path / SINGLE_FILE).is_file() else None
+    if (path / INDEX_FILE).is_file():
+        index = read_json(path / INDEX_FILE)
+        if single is None or not _adds_nothing(path, index):
+            indexed = Checkpoint(path, config, index, _scan_indexed(path, index))
+            if single is not None:
+                _require_one_model(indexed, Checkpoint(path, config, None, single))
+            return indexed
+    if single is not None:
+        return Checkpoint(path, config, None, single)
+    pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        raise CheckpointError(
+            f"{path}: weights are pickles ({', '.join(pickles[:3])}), which can run code when read; expected "
+            "safetensors. Convert them once with transformers' save_pretrained in a place you trust."
+        )
+    raise CheckpointError(
+        f"{path}: no weights; expected {SINGLE_FILE} or {INDEX_FILE}. Point at the directory that contains them."
+    )
+
+
+def _adds_nothing(path: Path, index: Mapping[str, Any]) -> bool:
+    """Return whether an index beside the single file names that file alone, or shards that are no longer there.
+
+    transformers' ``save_pretrained`` deletes the shards of an earlier save, but not their index.
+    """
+    weight_map = index.get("weight_map")
+    files = weight_map.values() if isinstance(weight_map, dict) else ()
+    names = {file for file in files if isinstance(file, str)}
+    return bool(names) and (names == {SINGLE_FILE} or not all(os.path.isfile(path / name) for name in names))
+
+
+_COMPARED: set[tuple[object, ...]] = set()
+"""The status of files in which this process has compared all tensors: a large checkpoint is read once for it."""
+
+
+def _require_one_model(indexed: Checkpoint, single: Checkpoint) -> None:
+    """Raise a CheckpointError where the single file and the index's shards differ: loaders read one or the other."""
+    files = sorted({info.file for info in indexed.tensors.values()})
+    if SINGLE_FILE in files:
+        return
+    found = [(indexed.path / file).stat() for file in (SINGLE_FILE, *files)]
+    compared = tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in found)
+    if compared in _COMPARED:
+        return
+    # Small tensors first: in two different models they differ too.
+    shared = sorted(indexed.tensors.keys() & single.tensors.keys(), key=lambda key: single.tensors[key].num_bytes)
+    other_shape = (key for key in shared if indexed.tensors[key].shape != single.tensors[key].shape)
+    other_bytes = (key for key in shared if not indexed.same_bytes(single, key))
+    differs = next(itertools.chain(other_shape, other_bytes), None)
+    if shared and differs is None:
+        _COMPARED.add(compared)
+        return
+    reason = f"{differs} differs" if shared else "no tensor is in both"
+    raise CheckpointError(
+        f"{indexed.path}: contains two models, {SINGLE_FILE} and the {len(files)} file(s) of {INDEX_FILE} "
+        f"({', '.join(files[:3])}): {reason}. transformers reads {SINGLE_FILE}, vLLM and SGLang follow the index, and "
+        "llama.cpp's converter reads all model*.safetensors in sorted order, where the last copy of a tensor counts; "
+        f"expected one set of weights. Move {SINGLE_FILE}, or the index and its files, to another directory."
+    )
+
+
+def _own_config(path: Path) -> dict[str, Any]:
+    config_file = path / CONFIG_FILE
+    # Meta's releases have params.json instead, or a directory with it for each of several models.
+    found = [] if config_file.exists() else [*path.glob(OWN_CONFIG_FILE), *path.glob(f"*/{OWN_CONFIG_FILE}")]
+    own = sorted(found)
+    configs = {file.parent: read_json(file) for file in own} if own else {path: read_config(config_file)}
+    # Before the check of the weights: they are pickles, and converting them would not help.
+    for directory, config in configs.items():
+        refuse_unserved_heads(config, where=str(directory))
+    if own:
+        raise CheckpointError(
+            f"{path}: in the layout of the authors' own code ({OWN_CONFIG_FILE}, no {CONFIG_FILE}); expected a "
+            "transformers checkpoint. Convert it once with transformers' script for the model, in a place you trust."
+        )
+    return configs[path]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a model's config, and check the types and sizes of the fields that we count with.
+
+    transformers checks the others when it builds the model.
+
+    Raises:
+        CheckpointError: The file is no JSON object, or a field has a wrong type or an impossible size.
+    """
+    config = read_json(path)
+    _require_fields(config, path, _FIELDS)
+    return config
+
+
+def _require_fields(section: Mapping[str, Any], path: Path, known: Sequence[_Rule], prefix: str = "") -> None:
+    """Raise a CheckpointError where a field of a config or of its sections is wrong whatever the model."""
+    # The number of head modules, under the names that families give it.
+    counts = {family.declaration.count for family in FAMILIES}
+    for name, value in section.items():
+        rules = (rule for rule in known if rule[0].fullmatch(name))
+        for _, fits, expected in (_COUNT, *rules) if name in counts else rules:
+            if value is not None and not fits(value):
+                raise CheckpointError(
+                    f"{path}: {prefix}{name} is {value!r:.60}; expected {expected}. Restore the original, or correct "
+                    "the field."
+                )
+        if isinstance(value, dict) and name.endswith("_config") and name != _QUANTISATION:
+            _require_fields(value, path, known, f"{prefix}{name}.")
+
+
+def _is_number(value: Any) -> bool:
+    # Comparisons hold for integers of any size; NaN fails both.
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e30 < value < 1e30
+
+
+def _are_tokens(value: Any) -> bool:
+    # Some configs write -1 for a token that the model does not have.
+    ids = value if isinstance(value, list) else [value]
+    return all(type(one) is int and -1 <= one <= _MAX_TOKEN for one in ids)
+
+
+def _are_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+_Rule = tuple[re.Pattern[str], Callable[[Any], bool], str]
+"""Names of fields, what they may hold besides null, and that in words."""
+_COUNT: _Rule = (re.compile(""), lambda one: type(one) is int and abs(one) <= _MAX_BLOCKS, "an integer up to 1000")
+_TOKENS: _Rule = (re.compile(r"(eos|bos|pad)_token_id"), _are_tokens, "a token id or a list of token ids")
+_FIELDS: tuple[_Rule, ...] = (
+    (
+        re.compile(r".*_config|rope_scaling|rope_parameters|auto_map"),
+        lambda one: isinstance(one, dict),
+        "an object",
+    ),
+    (re.compile(r"model_type"), lambda one: isinstance(one, str), "the name of an architecture"),
+    (re.compile(r"architectures"), _are_strings, "a list of names"),
+    # Building a model with more blocks would not end.
+    (re.compile(r"num_hidden_layers"), lambda one: _is_number(one) and one <= _MAX_BLOCKS, "a number up to 1000"),
+    (re.compile(r"depth"), lambda one: not isinstance(one, int) or one <= _MAX_BLOCKS, "a number up to 1000"),
+    _TOKENS,
+)
+_GENERATION_FIELDS: tuple[_Rule, ...] = (
+    _TOKENS,
+    (re.compile(r"temperature|top_p|min_p|repetition_penalty"), _is_number, "a number"),
+    (re.compile(r"top_k"), lambda one: type(one) is int, "an integer"),
+    (re.compile(r"do_sample"), lambda one: isinstance(one, bool), "true or false"),
+)
+
+
+def _require_generation_config(path: Path) -> None:
+    """Check a checkpoint's generation config, which engines and transformers read too.
+
+    Raises:
+        CheckpointError: It is no JSON object, or a field that we read has a wrong type.
+    """
+    file = path / GENERATION_CONFIG_FILE
+    if not os.path.lexists(file):
+        return
+    _require_fields(read_json(file), file, _GENERATION_FIELDS)
+    from transformers import GenerationConfig
+
+    try:
+        GenerationConfig.from_pretrained(path)
+    # Of the other fields, transformers reports some in words and trips over the rest.
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"{file}: transformers rejects it ({' '.join(str(error).split()):.300}); expected settings that it can "
+            "read. Correct the field, or remove the file."
+        ) from error
+
+
+def _refuse_other_weights(path: Path, config: RawConfig) -> None:
+    """Raise a CheckpointError where transformers would load other files than the index or the single file."""
+    explicit = config.get("transformers_weights")
+    sharded = next((file.name for file in sorted(path.iterdir()) if _DISTRIBUTED.fullmatch(file.name)), None)
+    found = f"config.json sets transformers_weights = {explicit!r}" if explicit is not None else None
+    found = f"contains {sharded}, a shard of a distributed save" if sharded is not None else found
+    if found is not None:
+        raise CheckpointError(
+            f"{path}: {found}, which transformers loads instead of the other weights and engines ignore; expected "
+            f"{SINGLE_FILE} or {INDEX_FILE} alone. Keep one set of weights, under these names."
+        )
+
+
+def _scan_indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        found = f"weight_map is {weight_map!r:.40}" if "weight_map" in index else "has no weight_map"
+        raise CheckpointError(f"{path / INDEX_FILE}: {found}; expected an object, key -> file. Restore the index.")
+    files: dict[Any, str] = {}
+    for file in weight_map.values():
+        # Each file name is checked once: the index of a large mixture has tens of thousands of entries, and few files.
+        if not isinstance(file, str) or file not in files:
+            files[file] = named_file(path, file, named_by=path / INDEX_FILE)
+    named = {key: files[file] for key, file in weight_map.items()}
+    missing = sorted({file for file in named.values() if not (path / file).is_file()})
+    if missing:
+        raise CheckpointError(
+            f"{path / INDEX_FILE}: names {', '.join(missing[:3])}, which is not there ({len(missing)} missing in all); "
+            "expected every shard beside the index. Download the missing shards."
+        )
+    stored = {file: scan_safetensors(path / file, file) for file in sorted(set(named.values()))}
+    absent = sorted(key for key, file in named.items() if key not in stored[file])
+    if absent:
+        raise CheckpointError(
+            f"{path / INDEX_FILE}: lists {absent[0]} in {named[absent[0]]}, which does not contain it ({len(absent)} "
+            "such keys); expected index and shards of one save. Download both again."
+        )
+    # Loaders read every tensor of a shard, listed in the index or not. Of several with one key, the last shard's
+    # counts.
+    read = {key: info for infos in stored.values() for key, info in infos.items()}
+    twice = sorted(key for key, file in named.items() if read[key].file != file)
+    if twice:
+        raise CheckpointError(
+            f"{path / INDEX_FILE}: lists {twice[0]} in {named[twice[0]]}, but {read[twice[0]].file} contains another, "
+            f"which transformers loads ({len(twice)} such keys); expected index and shards of one save. Download both "
+            "again."
+        )
+    return {key: read[key] for key in (*named, *(key for key in read if key not in named))}
+
+
+def locate_checkpoint(name: str) -> Path:
+    """Return the directory of a checkpoint: a local path, the export of a run, or a hub id in the hub's cache.
+
+    Raises:
+        CheckpointError: It is neither a directory nor a hub id that can be downloaded, or a run without an export.
+    """
+    path = Path(name).expanduser()
+    if path.exists() or name.count("/") != 1 or name.startswith((".", "~", "/")):
+        return exported_of(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, ignore_patterns=[f"*{suffix}" for suffix in PICKLE_SUFFIXES]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"{name}: neither a local directory nor a hub model that can be downloaded "
+            f"({type(error).__name__}); expected one of them. Check the spelling, your network and your token."
+        ) from None

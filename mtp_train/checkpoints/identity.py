@@ -1,0 +1,335 @@
+"""Identify inputs by the content of their files, and check that a directory's results belong to the same inputs.
+
+:func:`hash_inputs` returns a record of each input, with the SHA-256 of every file that a result depends on, and
+:func:`write_records` keeps it in ``inputs.json``. :func:`require_same` compares the inputs of a run or study directory
+(:class:`Claimed`) with that record, before the directory is used again.
+
+A record also keeps each file's size, times, inode and device (its status). A file with the recorded status is not read
+again. A file that was touched, copied, restored or moved to another disk or machine has another status: it is hashed
+again, and its content decides.
+
+The status counts only where it can show a change:
+
+- Times advance in ticks. A file that was hashed within ``TICK_NS`` of its last change could be rewritten at the same
+  size in the same tick and keep its status, so it is hashed again next time.
+- A program can set the modification time (``cp -p``, ``os.utime``), so the change time (ctime), which it cannot set,
+  must be the same as well. A new hard link to a file changes the ctime too; the price is one more hash.
+- The name of a blob in the hub's cache is the SHA-256 that the server announced. It is not used instead of a hash: the
+  hub client checks only the size of a download, and a program that writes through the link keeps the name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.progress import Progress
+
+from mtp_train.checkpoints.files import INDEX_FILE, Checkpoint, read_json
+from mtp_train.checkpoints.writing import write_json
+from mtp_train.errors import ChangedInputError, CheckpointError, MtpError
+
+RECORD_FILE = "inputs.json"
+TICK_NS = 2_000_000_000
+"""The coarsest tick of a file system's clock in use: FAT's."""
+_BLOCK_BYTES = 1 << 22
+_MAX_THREADS = 8
+_SHOWN_BYTES = 2_000_000_000
+"""Fewer bytes are hashed without a progress bar."""
+TOKENIZER_PATTERNS = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "*.tiktoken"),
+    "tekken.json",
+)
+"""Files of a checkpoint's tokenizer."""
+CHECKPOINT_PATTERNS = (
+    *("config.json", "generation_config.json", "*processor_config.json", "hf_quant_config.json"),
+    *TOKENIZER_PATTERNS,
+    *("chat_template*", "additional_chat_templates/*.jinja"),
+    # The checkpoint's own code, which trust_remote_code runs.
+    "*.py",
+)
+"""Files of a checkpoint besides its weights and their index."""
+Contents = Mapping[str, str]
+"""File name to SHA-256, in hexadecimal."""
+
+
+class FileStatus(NamedTuple):
+    """The metadata of a file in its file system; equal for the same unchanged file under any name."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+    device: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileStatus:
+        """Return the fields that identify a file's state."""
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """The content hash of a file, and the status with which it was read."""
+
+    status: FileStatus
+    read_ns: int
+    sha256: str
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every later write changes the status."""
+        return self.status.ctime_ns + TICK_NS < self.read_ns
+
+
+@dataclass(frozen=True)
+class InputFiles:
+    """The files that identify an input: a checkpoint, an adapter, a head or a source of data."""
+
+    location: Path
+    files: Mapping[str, Path]
+    """Name to path; the names stay the same when the directory is moved."""
+
+
+@dataclass(frozen=True)
+class InputRecord:
+    """The recorded content of an input."""
+
+    location: str
+    files: Mapping[str, FileRecord]
+
+    @property
+    def contents(self) -> Contents:
+        """The identity of the input, which is compared."""
+        return {name: record.sha256 for name, record in self.files.items()}
+
+
+Records = Mapping[str, InputRecord]
+"""By the use of the input, such as ``model.trunk``."""
+
+
+def checkpoint_files(checkpoint: Checkpoint) -> InputFiles:
+    """Return the files that identify a checkpoint."""
+    found = matching_files(checkpoint.path, CHECKPOINT_PATTERNS)
+    if checkpoint.index is not None:
+        found[INDEX_FILE] = checkpoint.path / INDEX_FILE
+    found |= {info.file: checkpoint.path / info.file for info in checkpoint.tensors.values()}
+    return InputFiles(checkpoint.path, dict(sorted(found.items())))
+
+
+def directory_files(path: Path) -> InputFiles:
+    """Return the files that identify an adapter or head directory: its configs and weights."""
+    return InputFiles(path, matching_files(path, ("*_config.json", "*.safetensors")))
+
+
+def matching_files(path: Path, patterns: Iterable[str]) -> dict[str, Path]:
+    """Return the files of a directory that match the patterns: name in the directory to path."""
+    names = sorted({str(file.relative_to(path)) for pattern in patterns for file in path.glob(pattern)})
+    return {name: path / name for name in names if (path / name).is_file()}
+
+
+def read_records(directory: Path) -> dict[str, InputRecord]:
+    """Return the records of a run's or study's inputs; empty where there is no record file.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
+    path = directory / RECORD_FILE
+    if not path.is_file():
+        return {}
+    try:
+        return {
+            label: InputRecord(one["location"], {name: _parsed(record) for name, record in one["files"].items()})
+            for label, one in read_json(path)["inputs"].items()
+        }
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({type(error).__name__}: {error}); expected the record that mtp-train wrote. "
+            "Restore it, or choose another directory."
+        ) from None
+
+
+def _parsed(record: Mapping[str, Any]) -> FileRecord:
+    return FileRecord(FileStatus(*(record[name] for name in FileStatus._fields)), record["read_ns"], record["sha256"])
+
+
+def write_records(directory: Path, records: Records) -> None:
+    """Write the records of inputs into the directory of their results."""
+    inputs = {
+        label: {
+            "location": one.location,
+            "files": {
+                name: {"sha256": record.sha256, **record.status._asdict(), "read_ns": record.read_ns}
+                for name, record in one.files.items()
+            },
+        }
+        for label, one in records.items()
+    }
+    write_json(directory / RECORD_FILE, {"inputs": inputs})
+
+
+def hash_inputs(inputs: Mapping[str, InputFiles], known: Records, progress: Progress) -> dict[str, InputRecord]:
+    """Return the records of inputs. Files with the status of a settled record are not read.
+
+    Args:
+        inputs: The inputs to identify.
+        known: Earlier records, of these inputs or of others.
+        progress: Shows the hashing.
+
+    Raises:
+        CheckpointError: A file cannot be read, or another process is writing to it.
+    """
+    trusted = {record.status: record for one in known.values() for record in one.files.values() if record.is_settled}
+    statuses = {path: _status(path) for one in inputs.values() for path in one.files.values()}
+    # By status: a file with several names is hashed once.
+    unknown = {status: path for path, status in statuses.items() if status not in trusted}
+    found = trusted | _hash_all(unknown, progress)
+    return {
+        label: InputRecord(
+            str(one.location.absolute()), {name: found[statuses[path]] for name, path in one.files.items()}
+        )
+        for label, one in inputs.items()
+    }
+
+
+def _status(path: Path) -> FileStatus:
+    try:
+        return FileStatus.of(path.stat())
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: cannot be read ({error.strerror}); expected a file that this user may read. Restore it or its "
+        "permissions."
+    )
+
+
+def _hash_all(files: Mapping[FileStatus, Path], progress: Progress) -> dict[FileStatus, FileRecord]:
+    if not files:
+        return {}
+    total = sum(status.size for status in files)
+    visible = total > _SHOWN_BYTES
+    task = progress.add_task("hashing inputs", total=total, visible=visible)
+    stop = threading.Event()
+    hashed = partial(_hash, on_bytes=partial(progress.advance, task), stop=stop)
+    # hashlib releases the GIL. The largest file determines the total time, so it comes first.
+    ordered = sorted(files.items(), key=lambda item: -item[0].size)
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1, len(ordered))) as pool:
+        try:
+            records = list(pool.map(hashed, (path for _, path in ordered)))
+        except BaseException:
+            # On an interrupt, do not wait for the end of a large file.
+            stop.set()
+            raise
+    return {status: record for (status, _), record in zip(ordered, records, strict=True)}
+
+
+def _hash(path: Path, *, on_bytes: Callable[[int], None], stop: threading.Event) -> FileRecord:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_BLOCK_BYTES))
+    try:
+        with path.open("rb", buffering=0) as handle:
+            before = FileStatus.of(os.fstat(handle.fileno()))
+            read_ns = time.time_ns()
+            left = before.size
+            # Stop at the first size: reading a file that keeps growing would never end.
+            while left > 0 and not stop.is_set() and (count := handle.readinto(buffer)):
+                digest.update(buffer[:count])
+                on_bytes(count)
+                left -= count
+            after = FileStatus.of(os.fstat(handle.fileno()))
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if (before.size, before.mtime_ns) != (after.size, after.mtime_ns):
+        raise CheckpointError(
+            f"{path}: is being written to; expected files that no process writes to. Run the command again when the "
+            "writer is done."
+        )
+    return FileRecord(before, read_ns, digest.hexdigest())
+
+
+def changed_files(recorded: Contents, found: Contents) -> list[str]:
+    """Return the names of files with another content, and of files that are gone or new."""
+    return [
+        name if name in recorded and name in found else f"{name} ({'gone' if name in recorded else 'new'})"
+        for name in sorted(recorded.keys() | found.keys())
+        if recorded.get(name) != found.get(name)
+    ]
+
+
+Loaders = Mapping[str, Callable[[], InputFiles]]
+"""By the use of an input, a function that returns its files; raises a MtpError where they are missing."""
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """A directory with results, and the words for it in messages."""
+
+    directory: Path
+    noun: str
+    hint: str
+    """What the user can do to use the new inputs."""
+
+
+def loaded(loaders: Loaders) -> dict[str, InputFiles]:
+    """Return the files of all inputs.
+
+    Raises:
+        MtpError: An input is missing.
+    """
+    return {label: load() for label, load in loaders.items()}
+
+
+def require_same(claimed: Claimed, loaders: Loaders, progress: Progress, *, finished: bool, keeps: bool = True) -> None:
+    """Check that inputs are the ones from which a directory's results were computed.
+
+    Inputs that were touched, copied or moved pass if their content is the same.
+
+    Args:
+        claimed: The directory.
+        loaders: The current inputs.
+        progress: Shows the hashing of files whose status changed.
+        finished: Whether the results are complete.
+        keeps: Whether to record the new status of files that were hashed again, if the directory is writable.
+
+    Raises:
+        ChangedInputError: An input changed, is gone, or cannot be shown to be the same.
+    """
+    recorded = read_records(claimed.directory)
+    found: dict[str, InputFiles] = {}
+    changed = []
+    for label, load in loaders.items():
+        try:
+            found[label] = load()
+        except MtpError as error:
+            changed.append(f"{label} cannot be opened ({error})")
+    records = hash_inputs({label: one for label, one in found.items() if label in recorded}, recorded, progress)
+    for label, record in records.items():
+        names = changed_files(recorded[label].contents, record.contents)
+        changed += [_named(label, record.location, names)] if names else []
+    others = {label: one for label, one in found.items() if label not in recorded}
+    changed += [f"{label} ({one.location}) was not among them" for label, one in others.items()]
+    if changed:
+        keeps_old = f" The results in {claimed.directory} are complete, and were computed from the old files."
+        raise ChangedInputError(
+            f"{claimed.directory}: inputs changed since the {claimed.noun} began: {'; '.join(changed)}; expected the "
+            f"files that it began with. Restore the old files, or {claimed.hint}.{keeps_old if finished else ''}"
+        )
+    if keeps and recorded != (updated := {**recorded, **records}):
+        with contextlib.suppress(OSError):
+            write_records(claimed.directory, updated)
+
+
+def _named(label: str, location: str, names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{label} ({location}): {', '.join(names[:5])}{more}"

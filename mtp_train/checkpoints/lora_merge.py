@@ -1,0 +1,391 @@
+"""Merge a LoRA adapter into a checkpoint's own layout, tensor by tensor, without building the model.
+
+:func:`plan_changes` finds the stored tensors of each adapted module, :func:`write_merged` writes the checkpoint with
+the changes, and :func:`write_adapted` writes it with a head as well. ``W + scale * B @ A`` is computed in fp32, a block
+of rows at a time, and rounded once to the stored dtype. Key names, shards, dtypes and every byte of the other tensors
+stay the same.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+from torch import Tensor
+
+from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, Adapter, LowRank, read_adapter
+from mtp_train.checkpoints.contents import source_files
+from mtp_train.checkpoints.export import LinkMode, full_index, place_file, write_checkpoint
+from mtp_train.checkpoints.files import INDEX_FILE, Checkpoint, open_checkpoint
+from mtp_train.checkpoints.keymap import HeadLayout
+from mtp_train.checkpoints.native import NativeHead
+from mtp_train.checkpoints.quantised import quant_method
+from mtp_train.checkpoints.writing import RowChange, new_directory, rewrite_safetensors, write_json
+from mtp_train.errors import CheckpointError
+
+_BLOCK_BYTES = 1 << 25
+_FLOATS = ("F32", "F16", "BF16")
+_OF_A_LAYER = re.compile(r"layers\.(?P<layer>\d+)\.(?P<tail>.+)\Z")
+_EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
+_WRAPPERS = re.compile(r"(?:(?:model|language_model)\.)+")
+_ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\Z")
+# The parts of a fused parameter, in the order of their rows.
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+LM_HEAD = "lm_head.weight"
+
+
+@dataclass
+class _Change:
+    """The change of one stored tensor: an optional replacement, and then products that are added."""
+
+    replacement: Callable[[int, int], Tensor] | None = None
+    """From the first row and the stop row to the rows that replace the stored ones."""
+    steps: list[RowChange] = field(default_factory=list)
+
+    def __call__(self, first: int, block: Tensor) -> Tensor:
+        value = block if self.replacement is None else self.replacement(first, first + len(block))
+        value = value.float()
+        for step in self.steps:
+            value = step(first, value)
+        return value
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The numbers of a finished merge."""
+
+    num_tensors: int
+    """Stored tensors that changed."""
+    shards_rewritten: int
+    shards_kept: int
+    head_keys: int
+    """Tensors of the head in the checkpoint, which are unchanged."""
+
+
+def write_merged(
+    source: Checkpoint,
+    layout: HeadLayout,
+    changes: Mapping[str, RowChange],
+    out: Path,
+    *,
+    link: LinkMode,
+    progress: Progress,
+) -> Merged:
+    """Write ``source`` with the changes of ``plan_changes`` to a new directory; files without a change are linked.
+
+    Raises:
+        OutputExistsError: ``out`` exists.
+        CheckpointError: A merged weight is not finite, or the disk is full.
+    """
+    by_file: dict[str, dict[str, RowChange]] = {}
+    for key, change in changes.items():
+        by_file.setdefault(source.tensors[key].file, {})[key] = change
+    # Beside a model, transformers would apply the adapter a second time.
+    files = [file for file in source_files(source) if file.name != ADAPTER_CONFIG_FILE]
+    with new_directory(out, what="the checkpoint") as directory:
+        for file in progress.track(files, description="merging"):
+            relative = file.relative_to(source.path)
+            target = directory / relative
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if str(relative) in by_file:
+                rewrite_safetensors(file, target, by_file[str(relative)], block_bytes=_BLOCK_BYTES)
+                shutil.copymode(file, target)
+            else:
+                place_file(file, target, link)
+        if source.unlisted_keys:
+            write_json(directory / INDEX_FILE, full_index(source))
+    shards = {info.file for info in source.tensors.values()}
+    own_head = [key for key in source.tensors if layout.is_head_key(key) and layout.shared_key(key) is None]
+    return Merged(len(changes), len(by_file), len(shards) - len(by_file), len(own_head))
+
+
+def plan_changes(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Mapping[str, RowChange]:
+    """Return the change of each stored tensor that the adapter affects, by key, without reading any tensor.
+
+    Raises:
+        CheckpointError: The adapter does not fit, adapts the head or one of two tied tensors, or the checkpoint is
+            quantised.
+    """
+    method = quant_method(source.config)
+    if method is not None:
+        raise CheckpointError(
+            f"{source.path}: quantised ({method}); expected plain weights, as the sum of quantised weights and an "
+            "adapter would have to be quantised again. Merge into the checkpoint from which this one was quantised."
+        )
+    plan = _Plan(source, layout, adapter)
+    for name, key in adapter.replacements.items():
+        plan.replace(name, key)
+    for pair in adapter.pairs:
+        plan.add(pair)
+    for name, value in adapter.bias_steps.items():
+        plan.step(name, (len(value),), _adds(value))
+    plan.repeat_in_shared_keys()
+    return plan.changes
+
+
+def write_adapted(
+    source: Checkpoint,
+    layout: HeadLayout,
+    head: NativeHead,
+    out: Path,
+    *,
+    adapter: Path | None,
+    link: LinkMode,
+    progress: Progress,
+) -> None:
+    """Write ``source`` with ``head`` to a new directory, after merging an adapter into its trunk.
+
+    Args:
+        source: The checkpoint that the adapter is for; only read.
+        layout: The head layout of ``source``.
+        head: The head to write.
+        out: The new directory.
+        adapter: A LoRA adapter's directory, None for the trunk as it is.
+        link: Hard-link unchanged files where the file system supports it, or copy them all.
+        progress: Shows the merge.
+
+    Raises:
+        OutputExistsError: ``out`` exists.
+        CheckpointError: The adapter cannot be merged, a head tensor does not fit, or the disk is full.
+    """
+    if adapter is None:
+        write_checkpoint(source, layout, head, out, link=link)
+        return
+    changes = plan_changes(source, layout, read_adapter(adapter))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
+        merged = Path(scratch) / "merged"
+        write_merged(source, layout, changes, merged, link=link, progress=progress)
+        # Hard links stay valid when the temporary directory is deleted.
+        write_checkpoint(open_checkpoint(merged), layout, head, out, link="hard")
+
+
+class _Plan:
+    """The changes found so far, and the stored keys of the modules in transformers' tree."""
+
+    def __init__(self, source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> None:
+        self.source, self.layout, self.adapter = source, layout, adapter
+        self.changes: dict[str, _Change] = {}
+        self._embedding = layout.embed_key
+        self._tied = bool(source.config.get("tie_word_embeddings", source.text_config.get("tie_word_embeddings")))
+        self._lm_head = layout.lm_head_key
+        self._tied |= self.home(LM_HEAD) is None
+        names = [*adapter.replacements, *(f"{pair.module}.weight" for pair in adapter.pairs)]
+        self._embedding_is_adapted = any(self.home(name) == self._embedding for name in names)
+
+    def home(self, name: str) -> str | None:
+        """Return the stored key of a parameter, None where there is none or its parts are stored separately.
+
+        Keys may differ from transformers' names: wrappers add another prefix than text-only models have, and some
+        releases name the embedding, or parts of a wrapper or of a layer, differently.
+        """
+        bare, of_rules = self._bare(name), self._of_rules(name)
+        candidates = [name, self.layout.trunk_prefix + bare, bare]
+        if len(of_rules) == 1:
+            candidates += of_rules
+        if bare in _EMBEDDINGS:
+            candidates.append(self._embedding)
+        if bare == LM_HEAD:
+            candidates.append(self._lm_head)
+        for ours, native in self.layout.family.keys.wrapper_names.items():
+            if bare.startswith(ours):
+                candidates.append(native + bare.removeprefix(ours))
+        return next((key for key in candidates if key in self.source.tensors), None)
+
+    def _rows_of(self, name: str, num_rows: int) -> Iterator[tuple[str, slice]]:
+        """Yield the stored tensors of a parameter's rows.
+
+        This is the parameter's name with all rows, or the key of each part with its rows where a release stores parts
+        separately.
+        """
+        parts = [] if self.home(name) is not None else self._of_rules(name)
+        keys = parts if all(key in self.source.tensors for key in parts) else []
+        size = num_rows // max(1, len(keys))
+        for place, key in enumerate(keys or [name]):
+            yield key, slice(place * size, (place + 1) * size)
+
+    def _bare(self, name: str) -> str:
+        return _WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name
+
+    def _of_rules(self, name: str) -> list[str]:
+        of_layer = _OF_A_LAYER.match(self._bare(name))
+        return [] if of_layer is None else self.layout.trunk_layer_keys(int(of_layer["layer"]), of_layer["tail"])
+
+    def replace(self, name: str, key: str) -> None:
+        """Replace a stored tensor with a tensor of the adapter."""
+        stored = self.adapter.weights.stored
+        num_rows, *columns = stored.tensors[key].shape
+        for home, rows in self._rows_of(name, num_rows):
+            change = self._change(home, (rows.stop - rows.start, *columns))
+            if change is not None:
+                change.replacement = _reads_rows(stored, key, rows.start)
+
+    def step(self, name: str, shape: tuple[int, ...], step: RowChange) -> None:
+        """Add a change to a stored tensor."""
+        change = self._change(name, shape)
+        if change is not None:
+            change.steps.append(step)
+
+    def add(self, pair: LowRank) -> None:
+        """Add a low-rank product to the stored tensor, or tensors, of its module."""
+        name = f"{pair.module}.{pair.parameter}"
+        if pair.kind == "experts":
+            self._add_experts(name, pair)
+            return
+        fused = _ONE_EXPERT.match(pair.module)
+        if fused is not None and self.home(name) is None:
+            self._add_to_fused(pair, fused["experts"], int(fused["expert"]), fused["part"])
+            return
+        for home, rows in self._rows_of(name, pair.left.shape[0]):
+            self.step(home, (rows.stop - rows.start, pair.right.shape[1]), _adds_rows_of_product(pair, rows))
+
+    def _add_experts(self, name: str, pair: LowRank) -> None:
+        """Add peft's adapter on a fused parameter, whose rank axis stacks the experts: A by expert, B by rank."""
+        num_experts = pair.right.shape[0] // pair.rank
+        num_rows, num_columns = pair.left.shape[0], pair.right.shape[1]
+        if self.home(name) is not None:
+            self.step(name, (num_experts, num_rows, num_columns), _adds_expert_products(pair))
+            return
+        parts = self._of_rules(name) or [f"{pair.module}.{{expert}}.{part}.weight" for part in _FUSED[pair.parameter]]
+        if self.home(parts[0].format(expert=num_experts)) is not None:
+            raise CheckpointError(
+                f"{self.adapter.path}: adapts {num_experts} experts of {pair.module}, but {self.source.path} has more; "
+                "expected the same number. Merge into the base that the adapter was trained on."
+            )
+        size = num_rows // len(parts)
+        for expert in range(num_experts):
+            for place, part in enumerate(parts):
+                rows = slice(place * size, (place + 1) * size)
+                self.step(part.format(expert=expert), (size, num_columns), _adds_one_expert_product(pair, expert, rows))
+
+    def _add_to_fused(self, pair: LowRank, experts: str, expert: int, part: str) -> None:
+        """Add an adapter on the layer of a single expert, where the checkpoint stacks the experts."""
+        parameter, parts = next((name, parts) for name, parts in _FUSED.items() if part in parts)
+        key = self.home(f"{experts}.{parameter}")
+        if key is None or pair.magnitude is not None:
+            raise self._homeless(f"{pair.module}.weight")
+        stored = self.source.tensors[key].shape
+        size, place = pair.left.shape[0], parts.index(part)
+        if stored[1:] != (size * len(parts), pair.right.shape[1]) or expert >= stored[0]:
+            raise self._misfit(key, (expert + 1, size * len(parts), pair.right.shape[1]))
+
+        def step(first: int, block: Tensor) -> Tensor:
+            if first <= expert < first + len(block):
+                block = block.clone()
+                product = pair.scale * (pair.left.load() @ pair.right.load())
+                block[expert - first, place * size : (place + 1) * size] += product
+            return block
+
+        self.changes.setdefault(key, _Change()).steps.append(step)
+
+    def _change(self, name: str, shape: tuple[int, ...]) -> _Change | None:
+        key = self.home(name)
+        if self._tied and (key == self._embedding or name.endswith(LM_HEAD)):
+            if not self.adapter.keeps_tied:
+                raise CheckpointError(
+                    f"{self.adapter.path}: adapts {name}, while {self.source.path} ties lm_head and embedding to one "
+                    "tensor, which cannot hold two; expected an adapter that leaves both alone or keeps them tied. "
+                    "Train it with ensure_weight_tying=True, or serve it unmerged."
+                )
+            # The two adapters of a tied pair are equal. The embedding's is merged, into both tensors where both are
+            # stored.
+            if name.endswith(LM_HEAD) and self._embedding_is_adapted:
+                return None
+        if key is None:
+            raise self._homeless(name)
+        if self.layout.is_head_key(key):
+            raise CheckpointError(
+                f"{self.adapter.path}: adapts {key}, which belongs to the head; expected an adapter of the trunk. "
+                "Merge without it, and retrain the head."
+            )
+        stored = self.source.tensors[key]
+        if stored.dtype not in _FLOATS:
+            raise CheckpointError(
+                f"{self.source.path}: {key} is stored as {stored.dtype}; expected {', '.join(_FLOATS)}. Merge into the "
+                "checkpoint that this one was quantised from."
+            )
+        if stored.shape != shape:
+            raise self._misfit(key, shape)
+        return self.changes.setdefault(key, _Change())
+
+    def _homeless(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.adapter.path}: adapts {name}, for which {self.source.path} has no tensor; expected every adapted "
+            "module in the checkpoint. Merge into the base that the adapter was trained on."
+        )
+
+    def _misfit(self, key: str, shape: tuple[int, ...]) -> CheckpointError:
+        return CheckpointError(
+            f"{self.adapter.path}: adapts {key} as {list(shape)}, but in {self.source.path} it is "
+            f"{list(self.source.tensors[key].shape)}; expected the same shape. Merge into the base that the adapter "
+            "was trained on."
+        )
+
+    def repeat_in_shared_keys(self) -> None:
+        """Apply the changes of trunk tensors to the head's copies of them."""
+        for key in self.source.tensors:
+            shared = self.layout.shared_key(key)
+            trunk_key = None if shared is None else self.layout.trunk_key(shared, self.source.tensors)
+            if trunk_key in self.changes:
+                self.changes[key] = self.changes[trunk_key]
+        if self._tied and self._lm_head in self.source.tensors and self._embedding in self.changes:
+            self.changes[self._lm_head] = self.changes[self._embedding]
+
+
+def _reads_rows(stored: Checkpoint, key: str, start: int) -> Callable[[int, int], Tensor]:
+    return lambda first, stop: stored.read_rows(key, start + first, start + stop)
+
+
+def _adds(value: Tensor) -> RowChange:
+    return lambda first, block: block + value[first : first + len(block)]
+
+
+def _adds_product(
+    left: Callable[[], Tensor], right: Callable[[], Tensor], scale: float, magnitude: Tensor | None
+) -> RowChange:
+    """Return the change to ``W + scale * left @ right``; DoRA's magnitude then sets the norm of each row."""
+
+    def step(first: int, block: Tensor) -> Tensor:
+        rows = slice(first, first + len(block))
+        merged = block + scale * (left()[rows] @ right())
+        if magnitude is None:
+            return merged
+        return merged * (magnitude[rows] / torch.linalg.vector_norm(merged, dim=1))[:, None]
+
+    return step
+
+
+def _adds_rows_of_product(pair: LowRank, rows: slice) -> RowChange:
+    magnitude = None if pair.magnitude is None else pair.magnitude[rows]
+    return _adds_product(lambda: pair.left.load()[rows], pair.right.load, pair.scale, magnitude)
+
+
+def _by_expert(pair: LowRank) -> tuple[Tensor, Tensor]:
+    """Return the left and right matrices with the experts along the first axis."""
+    left, right = pair.left.load(), pair.right.load()
+    num_experts = len(right) // pair.rank
+    return (
+        left.view(len(left), pair.rank, num_experts).permute(2, 0, 1),
+        right.view(num_experts, pair.rank, -1),
+    )
+
+
+def _adds_expert_products(pair: LowRank) -> RowChange:
+    def step(first: int, block: Tensor) -> Tensor:
+        left, right = _by_expert(pair)
+        experts = slice(first, first + len(block))
+        return block + pair.scale * torch.bmm(left[experts], right[experts])
+
+    return step
+
+
+def _adds_one_expert_product(pair: LowRank, expert: int, rows: slice) -> RowChange:
+    return _adds_product(
+        lambda: _by_expert(pair)[0][expert, rows], lambda: _by_expert(pair)[1][expert], pair.scale, None
+    )

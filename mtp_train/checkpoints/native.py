@@ -1,0 +1,211 @@
+"""Take a head in native keys from a checkpoint, for another checkpoint or a head directory, without loading it.
+
+:func:`require_same_trunk_shape` checks that the head of one checkpoint fits another.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mtp_train.checkpoints.files import Checkpoint
+from mtp_train.checkpoints.keymap import HeadLayout
+from mtp_train.checkpoints.quantised import (
+    FP8_DTYPES,
+    PLAIN_DTYPES,
+    SCALE_SUFFIXES,
+    is_packed,
+    is_scale,
+    plain_shape,
+    quant_method,
+    read_plain_in_blocks,
+    scale_of,
+)
+from mtp_train.checkpoints.writing import PendingTensor
+from mtp_train.errors import CheckpointError
+from mtp_train.upstream.transformers_private import unpack_mxfp4
+
+
+@dataclass(frozen=True)
+class NativeHead:
+    """The tensors and config fields that a checkpoint with a head has in addition to its trunk.
+
+    ``tensors`` are the head's own, under the keys of the checkpoint that they are written to. ``shared_keys`` repeat
+    trunk tensors, and get the values of that checkpoint's trunk. ``config_fields`` belong in its text config; a
+    family's section for the head, where it has one, belongs in the whole config.
+    """
+
+    tensors: tuple[PendingTensor, ...]
+    shared_keys: tuple[str, ...]
+    config_fields: Mapping[str, Any]
+
+
+def native_head_of(
+    source: Checkpoint, source_layout: HeadLayout, target_layout: HeadLayout, *, verbatim: bool = False
+) -> NativeHead:
+    """Return the head of one checkpoint with its keys renamed for another. Loads nothing yet.
+
+    Weights in FP8 and FP4 become bf16 without scales, unless ``verbatim`` is set.
+
+    Args:
+        source: A checkpoint with a complete head (``diagnose_head``).
+        source_layout: The layout of ``source``.
+        target_layout: The layout of the checkpoint that the head is written to.
+        verbatim: Keep every tensor as stored, for a head that stays in its own checkpoint.
+
+    Raises:
+        CheckpointError: An FP8 weight has no scales.
+    """
+    keys = [key for key in source.tensors if source_layout.is_head_key(key)]
+    shared = [key for key in keys if source_layout.shared_key(key) is not None]
+    own = [key for key in keys if key not in shared and (verbatim or not is_scale(key, source.tensors))]
+    take = stored_tensor if verbatim else plain_tensor
+    return NativeHead(
+        tensors=tuple(take(source, key, source_layout.renamed(key, target_layout)) for key in own),
+        shared_keys=tuple(source_layout.renamed(key, target_layout) for key in shared),
+        config_fields=head_config_fields(source),
+    )
+
+
+def head_config_fields(source: Checkpoint) -> dict[str, Any]:
+    """Return the text-config fields that describe the head, and the head's section, with the checkpoint's values."""
+    fields, section = source.family.declaration.fields, source.family.declaration.section
+    found = {field: source.text_config[field] for field in fields if field in source.text_config}
+    if section is not None and section in source.config:
+        found[section] = source.config[section]
+    return found
+
+
+def stored_tensor(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
+    """Return a tensor of a checkpoint, to be written unchanged under another key."""
+    info = source.tensors[key]
+    return PendingTensor(
+        new_key,
+        info.dtype,
+        info.shape,
+        load=lambda: source.read(key),
+        blocks=lambda: source.read_in_blocks(key),
+        origin=(source.path, key),
+    )
+
+
+def plain_tensor(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
+    """Return a tensor of a checkpoint, unchanged, or in bf16 where it is stored in FP8 or FP4.
+
+    Raises:
+        CheckpointError: It is stored in FP8 without scales for its blocks.
+    """
+    info = source.tensors[key]
+    if info.dtype not in FP8_DTYPES and not is_packed(key, source.tensors):
+        return stored_tensor(source, key, new_key)
+    if scale_of(key, source.tensors) is None:
+        raise CheckpointError(
+            f"{source.path}: {key} is stored in {info.dtype} without {SCALE_SUFFIXES[0]}; expected scales for its "
+            "blocks. Take the head of the unquantised base."
+        )
+    return PendingTensor(
+        new_key,
+        "BF16",
+        plain_shape(key, source.tensors),
+        load=lambda: torch.cat([block.bfloat16() for block in read_plain_in_blocks(source, key)]),
+        blocks=lambda: read_plain_in_blocks(source, key),
+    )
+
+
+def plain_experts(source: Checkpoint, key: str, new_key: str) -> PendingTensor | None:
+    """Return stacked experts in bf16 that are stored in MXFP4, as gpt-oss is released; None for another format.
+
+    The stored blocks have shape (experts, out, blocks, 16), with two values in each byte and a scale for each block.
+    The result has shape (experts, in, out).
+    """
+    packed, scales = f"{key}_blocks", f"{key}_scales"
+    if not {packed, scales} <= source.tensors.keys():
+        return None
+    num_experts, num_out, *inward = source.tensors[packed].shape
+
+    def load() -> torch.Tensor:
+        return unpack_mxfp4(source.read(packed), source.read(scales))
+
+    return PendingTensor(new_key, "BF16", (num_experts, 2 * math.prod(inward), num_out), load)
+
+
+def trunk_tensors(checkpoint: Checkpoint, layout: HeadLayout) -> dict[str, str]:
+    """Return the decoder's tensors: the release's name without its prefix, to the full key.
+
+    The lm_head is left out, because it may be tied.
+    """
+    prefix, family = layout.trunk_prefix, layout.family
+    found = {}
+    for key in checkpoint.tensors:
+        if key.startswith(prefix) and not layout.is_head_key(key) and key != layout.lm_head_key:
+            name = key[len(prefix) :]
+            for saved, released in family.keys.saved_names.items():
+                name = name.replace(saved, released)
+            found[name] = key
+    return found
+
+
+def require_same_trunk_shape(
+    finetune: Checkpoint, finetune_layout: HeadLayout, base: Checkpoint, base_layout: HeadLayout
+) -> None:
+    """Check that a head of ``base`` fits ``finetune``: the same family, and a trunk with the same tensors and shapes.
+
+    Where the two are quantised differently, or only one stacks its experts, their modules are compared, and the shapes
+    of tensors that both store in plain floats. The embedding may have more or fewer rows (added tokens), unless the
+    head has weights of that size: heads otherwise use the embedding and the output matrix of the trunk that they are
+    on.
+
+    Raises:
+        CheckpointError: They differ; the message names the first tensor.
+    """
+    if finetune.family.name != base.family.name:
+        raise CheckpointError(
+            f"{base.path}: is {base.family.title}, but {finetune.path} is {finetune.family.title}; expected the base "
+            "that the fine-tune came from. Point at that base."
+        )
+    ours, theirs = trunk_tensors(finetune, finetune_layout), trunk_tensors(base, base_layout)
+    names = ours.keys() | theirs.keys()
+    if quant_method(finetune.config) != quant_method(base.config) or _stacks_experts(ours) != _stacks_experts(theirs):
+        missing = trunk_modules(ours) ^ trunk_modules(theirs)
+        if missing:
+            raise CheckpointError(
+                f"{base.path}: trunk module {min(missing)} is either here or in {finetune.path}, not in both; expected "
+                "the same trunk. Point at the base that the fine-tune came from."
+            )
+        names = {
+            name
+            for name in ours.keys() & theirs.keys()
+            if finetune.tensors[ours[name]].dtype in PLAIN_DTYPES and base.tensors[theirs[name]].dtype in PLAIN_DTYPES
+        }
+    for name in sorted(names):
+        mine = finetune.tensors[ours[name]].shape if name in ours else None
+        other = base.tensors[theirs[name]].shape if name in theirs else None
+        if mine == other:
+            continue
+        both = mine is not None and other is not None and mine[1:] == other[1:]
+        resized = both and ours[name] == finetune_layout.embed_key
+        if resized and not (finetune.family.wiring.own_lm_head or finetune.family.wiring.own_embedding):
+            continue
+        because = f": a {finetune.family.title} head has a matrix of its own over the vocabulary" if resized else ""
+        raise CheckpointError(
+            f"{base.path}: trunk tensor {name} is {_shape_text(other)}, in {finetune.path} it is {_shape_text(mine)}; "
+            f"expected the same trunk shape{because}. Point at the base that the fine-tune came from."
+        )
+
+
+def _stacks_experts(names: Iterable[str]) -> bool:
+    return any(name.endswith(".experts.down_proj") for name in names)
+
+
+def trunk_modules(names: Iterable[str]) -> set[str]:
+    """Return the modules that tensors belong to, whatever the storage format; experts count as one module."""
+    return {re.sub(r"\.experts\..*", ".experts.", name).rpartition(".")[0] for name in names}
+
+
+def _shape_text(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else str(list(shape))

@@ -1,0 +1,305 @@
+"""Read quantised checkpoints, and declare a head in plain floats as an exception in their quantisation config.
+
+The trunk's bytes are kept. A head in plain floats must be named in the quantisation config, or an engine looks for
+scales that do not exist. Each method has a field for exceptions, and its own way to match names in it
+(``leave_alone``).
+
+Weights in FP8 with a scale for each block can be read, and DeepSeek V4's experts in FP4. A head that is packed in
+another way is recognised, so that a new head can replace it.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtp_train.checkpoints.files import Checkpoint, TensorInfo
+from mtp_train.checkpoints.keymap import HeadLayout
+from mtp_train.checkpoints.writing import PendingTensor
+from mtp_train.errors import CheckpointError
+from mtp_train.families import RawConfig
+
+QUANTISATION = "quantization_config"
+MODELOPT_FILE = "hf_quant_config.json"
+SCALE_SUFFIXES = ("weight_scale_inv", "scale")
+"""The suffix after a module's name in the key of its weight's scales; DeepSeek V4 uses the second."""
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
+_FP4_DTYPE = "I8"
+"""A byte contains two values of a row, the first in its lower half. A scale belongs to 32 values of a row."""
+_FP4_BLOCK = (1, 32)
+_FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+Groups = Mapping[str, Sequence[str]]
+# The tensors that methods store with, or instead of, a module's weight: AWQ and GPTQ; compressed-tensors; modelopt;
+# bitsandbytes.
+_PACKED = re.compile(
+    r"(?P<module>.+)\.(?:"
+    r"qweight|qzeros|scales|g_idx"
+    r"|weight_(?:packed|scale|shape|zero_point|g_idx|global_scale|scale_2)"
+    r"|(?:input|output)_(?:scale|global_scale|zero_point)|pre_quant_scale"
+    r"|weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..+)"
+    r")"
+)
+# The tensors of stacked experts, which have no ".weight": MXFP4's blocks and scales, and FP8's scales.
+_PACKED_STACK = re.compile(r"(?P<weight>.+\.experts\.\w+_proj)_(?:blocks|scales|scale_inv)")
+
+_UNPACKED = re.compile(r".+\.weight|.+\.experts\.\w+_proj")
+"""The weight of a layer, or of stacked experts."""
+
+
+@dataclass(frozen=True)
+class _Method:
+    """How a quantisation method names the modules that it leaves in plain floats."""
+
+    fields: tuple[str, ...]
+    """The config fields for the names: the first one that is set, or else the first."""
+    entries: Callable[[str, Sequence[str]], list[str]]
+    """From the head's prefix (``mtp.``) and its modules to the entries to add."""
+    matches: Callable[[str, str], bool]
+    """Whether an entry covers a module."""
+
+
+def _names(prefix: str, modules: Sequence[str]) -> list[str]:
+    # vLLM compares whole names, transformers takes a prefix.
+    return [prefix.rstrip("."), *modules]
+
+
+def _names_match(entry: str, module: str) -> bool:
+    # An entry names a module, or a module that contains it: transformers and vLLM agree on this.
+    return module == entry or module.startswith(entry.rstrip(".*") + ".")
+
+
+def _pattern(prefix: str) -> str:
+    return f".*{re.escape(prefix)}.*"
+
+
+_BY_NAME = _Method(("modules_to_not_convert", "ignored_layers"), _names, _names_match)
+_COMPRESSED = _Method(
+    ("ignore",),
+    lambda prefix, _: [f"re:{_pattern(prefix)}"],
+    lambda entry, module: (
+        re.match(entry[3:], module) is not None if entry.startswith("re:") else _names_match(entry, module)
+    ),
+)
+_GLOB = _Method(
+    ("ignore", "exclude_modules"),
+    lambda prefix, _: [prefix.rstrip(".") + "*"],
+    lambda entry, module: fnmatch.fnmatchcase(module, entry) or _names_match(entry, module),
+)
+_METHODS: Mapping[str, _Method] = {
+    "fp8": _BY_NAME,
+    "fbgemm_fp8": _BY_NAME,
+    "mxfp4": _BY_NAME,
+    "mxfp8": _BY_NAME,
+    "awq": _Method(("modules_to_not_convert",), _names, lambda entry, module: entry in module),
+    "gptq": _Method(
+        ("dynamic",),
+        lambda prefix, _: [f"-:{_pattern(prefix)}"],
+        lambda entry, module: entry.startswith("-:") and re.match(entry[2:], module) is not None,
+    ),
+    "bitsandbytes": _Method(("llm_int8_skip_modules",), _names, _names_match),
+    "compressed-tensors": _COMPRESSED,
+    "quark": _Method(("exclude",), _COMPRESSED.entries, _COMPRESSED.matches),
+    "modelopt": _GLOB,
+    "modelopt_fp4": _GLOB,
+    "modelopt_mixed": _GLOB,
+}
+
+
+def quant_method(config: RawConfig) -> str | None:
+    """Return the quantisation method of a raw config, None for plain weights."""
+    holder = _holder(config)
+    return None if holder is None else str(holder[QUANTISATION].get("quant_method"))
+
+
+def packed_weight(key: str) -> str | None:
+    """Return the key of the weight that a packed tensor replaces or belongs to, None for any other tensor."""
+    if match := _PACKED_STACK.fullmatch(key):
+        return match["weight"]
+    match = _PACKED.fullmatch(key)
+    return None if match is None else f"{match['module']}.weight"
+
+
+def method_of(checkpoint: Checkpoint) -> str:
+    """Return the quantisation method of a checkpoint with packed weights, for messages."""
+    in_own_file = (
+        "modelopt" if (checkpoint.path / MODELOPT_FILE).is_file() else "a method that config.json does not name"
+    )
+    return quant_method(checkpoint.config) or in_own_file
+
+
+def _holder(config: RawConfig) -> RawConfig | None:
+    """Return the part of a config with the quantisation settings: the top level, or the text config."""
+    candidates = (config, config.get("text_config"))
+    return next((part for part in candidates if isinstance(part, dict) and part.get(QUANTISATION)), None)
+
+
+def leave_alone(config: RawConfig, groups: Groups, *, where: str) -> dict[str, Any] | None:
+    """Return a config whose quantisation leaves the head's modules in plain floats, None where it does so already.
+
+    Args:
+        config: The raw config.
+        groups: The key prefix of each head module, to the layers under it that are in plain floats.
+        where: The checkpoint's path, for the message.
+
+    Raises:
+        CheckpointError: The quantisation method is not one whose exceptions we support.
+    """
+    name = quant_method(config)
+    if name is None:
+        return None
+    method = _METHODS.get(name)
+    if method is None:
+        raise CheckpointError(
+            f"{where}: quantised with {name}, whose list of exceptions is not supported; expected one of "
+            f"{', '.join(_METHODS)}, as the head in plain floats has to be on that list. Export the unquantised model "
+            "and quantise the export."
+        )
+    changed = copy.deepcopy(dict(config))
+    holder = _holder(changed)
+    settings: dict[str, Any] = {} if holder is None else holder[QUANTISATION]
+    return changed if _extend(settings, method, groups) else None
+
+
+def leave_alone_in_modelopt(document: Mapping[str, Any], groups: Groups) -> dict[str, Any] | None:
+    """Do the same for modelopt's own file beside the config, whose list is under ``quantization``."""
+    changed = copy.deepcopy(dict(document))
+    method = _Method(("exclude_modules",), _GLOB.entries, _GLOB.matches)
+    return changed if _extend(changed.setdefault("quantization", {}), method, groups) else None
+
+
+def plain_modules(tensors: Iterable[PendingTensor], layout: HeadLayout) -> Groups:
+    """Return the layers of a head that the method would quantise but that are in plain floats, by head module."""
+    keys = [pending.key for pending in tensors if len(pending.shape) > 1 and pending.dtype in PLAIN_DTYPES]
+    groups: dict[str, list[str]] = {}
+    for template in layout.family.keys.head_prefixes:
+        for module in range(len(keys)):
+            numbers = {"module": module, "layer": layout.num_hidden_layers + module}
+            prefix = template.format(trunk=layout.trunk_prefix, **numbers)
+            layers = sorted({key.rsplit(".", 1)[0] for key in keys if key.startswith(prefix)})
+            if not layers or prefix in groups:
+                break
+            groups[prefix] = layers
+    return groups
+
+
+def _extend(settings: dict[str, Any], method: _Method, groups: Groups) -> bool:
+    """Add the missing entries to a list of exceptions; return whether there were any."""
+    field = next((name for name in method.fields if settings.get(name)), method.fields[0])
+    listed = list(settings.get(field) or [])
+    added: list[str] = []
+    for prefix, modules in groups.items():
+        if not all(any(method.matches(entry, module) for entry in listed) for module in modules):
+            added += [entry for entry in method.entries(prefix, modules) if entry not in listed]
+    if not added:
+        return False
+    # GPTQ stores exceptions as the keys of a mapping, all other methods as a list.
+    is_mapping = field == "dynamic"
+    settings[field] = (settings.get(field) or {}) | {entry: {} for entry in added} if is_mapping else [*listed, *added]
+    return True
+
+
+def scale_of(key: str, tensors: Iterable[str]) -> str | None:
+    """Return the key of the block scales of a weight, None for a weight without scales."""
+    module = key.removesuffix("weight")
+    scales = (module + suffix for suffix in SCALE_SUFFIXES if key.endswith(".weight"))
+    return next((scale for scale in scales if scale in tensors), None)
+
+
+def is_scale(key: str, tensors: Iterable[str]) -> bool:
+    """Return whether a key contains the block scales of a weight in the checkpoint."""
+    return any(
+        key.endswith(f".{suffix}") and key.removesuffix(suffix) + "weight" in tensors for suffix in SCALE_SUFFIXES
+    )
+
+
+def lacks_scales(key: str, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Return whether a weight is stored in FP8 and no scales for it are in the checkpoint."""
+    if tensors[key].dtype not in FP8_DTYPES or not _UNPACKED.fullmatch(key):
+        return False
+    # "weight_scale" is one number for the tensor or for each row, "weight_scale_inv" one for each block.
+    of_weight = (f"{key}_{suffix}" for suffix in ("scale_inv", "scale", "scales"))
+    return scale_of(key, tensors) is None and not any(scale in tensors for scale in of_weight)
+
+
+def is_packed(key: str, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Return whether a weight is stored in FP4, with two values in a byte."""
+    return tensors[key].dtype == _FP4_DTYPE and scale_of(key, tensors) is not None
+
+
+def plain_shape(key: str, tensors: Mapping[str, TensorInfo]) -> tuple[int, ...]:
+    """Return the shape of a weight after unpacking."""
+    shape = tensors[key].shape
+    return (*shape[:-1], 2 * shape[-1]) if is_packed(key, tensors) else shape
+
+
+def read_plain_in_blocks(checkpoint: Checkpoint, key: str) -> Iterator[Tensor]:
+    """Yield a weight in blocks of rows; FP8 and FP4 weights are multiplied with their block scales, in fp32.
+
+    Raises:
+        CheckpointError: The scales do not fit the weight.
+    """
+    scale = scale_of(key, checkpoint.tensors)
+    packed = is_packed(key, checkpoint.tensors)
+    if scale is None or not (packed or checkpoint.tensors[key].dtype in FP8_DTYPES):
+        yield from checkpoint.read_in_blocks(key)
+        return
+    scales = checkpoint.read(scale).float()
+    block_rows, block_columns = _block_size(checkpoint, key, scales)
+    first = 0
+    for block in checkpoint.read_in_blocks(key):
+        values = _unpacked(block) if packed else block.float()
+        rows = torch.arange(first, first + len(values)) // block_rows
+        columns = torch.arange(values.shape[1]) // block_columns
+        yield values * scales[rows][:, columns]
+        first += len(values)
+
+
+def _unpacked(block: Tensor) -> Tensor:
+    halves = torch.stack([block.view(torch.uint8) & 15, block.view(torch.uint8) >> 4], dim=-1).flatten(-2)
+    values = torch.tensor(_FP4_VALUES)
+    return torch.cat([values, -values])[halves.long()]
+
+
+def require_whole_blocks(checkpoint: Checkpoint, keys: Iterable[str]) -> None:
+    """Check that transformers can dequantise FP8 weights: it divides a weight into equal blocks, one for each scale.
+
+    Raises:
+        CheckpointError: The last block of a weight is smaller than the others.
+    """
+    tensors = checkpoint.tensors
+    for key in keys:
+        scale = scale_of(key, tensors)
+        if scale is None or tensors[key].dtype not in FP8_DTYPES:
+            continue
+        shape, counts, block = tensors[key].shape[-2:], tensors[scale].shape[-2:], _declared_block(checkpoint)
+        if any(count > 1 and size != count * length for size, count, length in zip(shape, counts, block, strict=False)):
+            raise CheckpointError(
+                f"{checkpoint.path}: {key} is {list(shape)} in FP8, in blocks of {block[0]} x {block[1]}; expected "
+                "whole blocks, as transformers dequantises other weights wrongly. Use a GPU that multiplies FP8 "
+                "(compute capability 8.9), or the unquantised checkpoint."
+            )
+
+
+def _declared_block(checkpoint: Checkpoint) -> tuple[int, int]:
+    holder = _holder(checkpoint.config)
+    rows, columns = (None if holder is None else holder[QUANTISATION].get("weight_block_size")) or (128, 128)
+    return rows, columns
+
+
+def _block_size(checkpoint: Checkpoint, key: str, scales: Tensor) -> tuple[int, int]:
+    shape = plain_shape(key, checkpoint.tensors)
+    rows, columns = _FP4_BLOCK if is_packed(key, checkpoint.tensors) else _declared_block(checkpoint)
+    if len(shape) != 2 or tuple(scales.shape) != (-(-shape[0] // rows), -(-shape[1] // columns)):
+        raise CheckpointError(
+            f"{checkpoint.path}: {key} is {list(shape)} with scales {list(scales.shape)}; expected one for each block "
+            f"of {rows} x {columns}. Restore weight_block_size in config.json."
+        )
+    return rows, columns

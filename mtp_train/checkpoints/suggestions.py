@@ -1,0 +1,79 @@
+"""Build the hints of errors and reports: the command that the user should run next."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from mtp_train.checkpoints.files import CONFIG_FILE
+
+
+def graft_command(finetune: str, base: str) -> str:
+    """Return the command that puts a base's head back on a fine-tune."""
+    out = shlex.quote(grafted_name(finetune))
+    return f"mtp-train graft {shlex.quote(finetune)} --from {shlex.quote(base)} --out {out}"
+
+
+def grafted_name(finetune: str) -> str:
+    """Return the directory that :func:`graft_command` writes."""
+    return f"{last_name(finetune)}-mtp"
+
+
+def evaluate_command(checkpoint: str, out: str) -> str:
+    """Return the command that measures a checkpoint on the server that serves it."""
+    paths = f"{shlex.quote(checkpoint)} --endpoint http://localhost:8000/v1 --served-only --out {shlex.quote(out)}"
+    return f"mtp-train evaluate {paths}"
+
+
+def export_command(checkpoint: str) -> str:
+    """Return the command that declares, in the config, the head that a checkpoint contains."""
+    return f"mtp-train export {shlex.quote(checkpoint)} --out {shlex.quote(checkpoint.rstrip('/') + '-mtp')}"
+
+
+def draft_model_flag(path: str, depth: int) -> str:
+    """Return vLLM's flag for drafting with a head in a directory of its own."""
+    config = {"method": "mtp", "model": path, "num_speculative_tokens": depth}
+    return f"--speculative-config {shlex.quote(json.dumps(config, separators=(',', ':')))}"
+
+
+def retrain_command(finetune: str, base: str, data: Sequence[str] = ()) -> str:
+    """Return the command that retrains a stale head; without data, on the built-in prompts."""
+    sources = f" --data {shlex.join(data)}" if data else ""
+    out = shlex.quote(f"{last_name(finetune)}-rescued")
+    return f"mtp-train rescue {shlex.quote(finetune)} --from {shlex.quote(base)}{sources} --out {out}"
+
+
+def inspect_command(finetune: str, base: str) -> str:
+    """Return the command that examines a fine-tune beside its base."""
+    return f"mtp-train inspect {shlex.quote(finetune)} --base {shlex.quote(base)}"
+
+
+def last_name(location: str) -> str:
+    """Return a checkpoint's path or name as the start of the name of an output beside it."""
+    return location.rstrip("/").rsplit(":", 1)[-1]
+
+
+def train_command(checkpoint: str) -> str:
+    """Return the command that retrains a checkpoint's own head, or trains a new one for a checkpoint without a head."""
+    recipe = shlex.quote(f"{checkpoint.rstrip('/').rsplit('/', 1)[-1]}.yaml")
+    return f"mtp-train init {recipe} --trunk {shlex.quote(checkpoint)} && accelerate launch -m mtp_train {recipe}"
+
+
+def named_base(checkpoint: Path) -> str | None:
+    """Return the base that a model card names (``base_model:`` in its header), None without one.
+
+    A checkpoint of that name beside this one is taken as the base; otherwise the name is a hub id.
+    """
+    card = checkpoint / "README.md"
+    if not card.is_file():
+        return None
+    header = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), flags=re.DOTALL)
+    named = re.search(r"^base_model:\s*(?:\n-\s*)?(\S+)\s*$", header.group(1), flags=re.MULTILINE) if header else None
+    if named is None:
+        return None
+    name = named.group(1).strip("'\"")
+    beside = checkpoint.parent / name.rsplit("/", 1)[-1]
+    return str(beside) if (beside / CONFIG_FILE).is_file() else name

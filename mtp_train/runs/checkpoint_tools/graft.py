@@ -1,0 +1,89 @@
+"""``mtp-train graft``: put the base's MTP head back on a fine-tune, without training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from mtp_train.checkpoints.export import write_checkpoint
+from mtp_train.checkpoints.finite import require_finite_checkpoint
+from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.suggestions import export_command
+from mtp_train.checkpoints.writing import refuse_existing, removed_on_failure
+from mtp_train.heads.build import graft_plan
+from mtp_train.heads.diagnose import diagnose_head
+from mtp_train.heads.unnamed import left_out, unnamed_files
+from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
+from mtp_train.runs.display import quiet_progress
+from mtp_train.runs.model_card import write_untrained_card
+from mtp_train.runs.run_dir import checkpoint_identity
+from mtp_train.trunk.whole import require_whole_trunk
+
+
+@dataclass(frozen=True)
+class GraftResult:
+    """The checkpoint that :func:`graft` wrote."""
+
+    out: Path
+    fine_tune: str
+    """The trunk's checkpoint, as the caller named it."""
+    base: str
+    """The head's checkpoint, as the caller named it."""
+    notes: tuple[str, ...] = ()
+    """Sentences about weight files that were left out."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, as ``mtp-train graft --json`` prints them."""
+        return {"out": str(self.out), "notes": self.notes}
+
+    def __str__(self) -> str:
+        return "\n".join([f"Wrote {self.out}: the trunk of {self.fine_tune}, the head of {self.base}.", *self.notes])
+
+
+def graft(
+    fine_tune: str | Path,
+    base: str | Path,
+    out: str | Path,
+    *,
+    copy: bool = False,
+    progress: Progress | None = None,
+) -> GraftResult:
+    """Write a fine-tune together with the MTP head of its base. Every tensor keeps its bytes.
+
+    Args:
+        fine_tune: The checkpoint without its head: a directory, a hub id or ``demo:NAME``.
+        base: The checkpoint to take the head from, of the same trunk shape.
+        out: The new directory.
+        copy: Copy unchanged files; False hard-links them where the file system allows.
+        progress: A started rich progress bar; None shows nothing.
+
+    Raises:
+        OutputExistsError: ``out`` exists.
+        CheckpointError: The base has no complete head, its trunk has another shape, or a weight is not finite.
+        UnsupportedModelError: No family record fits one of the two.
+
+    Example:
+        >>> import mtp_train as mtp
+        >>> print(mtp.graft("demo:finetune", "demo:base", "grafted"))
+        Wrote grafted: the trunk of demo:finetune, the head of demo:base.
+    """
+    result = GraftResult(Path(out), str(fine_tune), str(base))
+    progress = progress or quiet_progress()
+    trunk, donor = open_location(result.fine_tune), open_location(result.base)
+    refuse_existing(result.out, what="the checkpoint")
+    plan = graft_plan(trunk, donor, "auto")
+    require_whole_trunk(trunk)
+    require_finite_checkpoint(trunk, progress)
+    require_finite_checkpoint(donor, progress)
+    write_checkpoint(trunk, plan.layout, plan.template, result.out, link="copy" if copy else "hard")
+    with removed_on_failure(result.out):
+        identities = checkpoint_identity(result.fine_tune, trunk), checkpoint_identity(result.base, donor)
+        write_untrained_card(result.out, *identities, None, SUGGESTED_DEPTH)
+    notes = left_out(unnamed_files(trunk, plan.layout))
+    if diagnose_head(trunk).unnamed_in:
+        command = export_command(str(trunk.path))
+        notes += (f"The head among them was replaced by the base's. To keep it instead: {command}",)
+    return replace(result, notes=notes)

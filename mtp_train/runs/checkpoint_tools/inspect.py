@@ -1,0 +1,538 @@
+"""``mtp-train inspect``: report the state of a checkpoint's MTP head and trunk, and the command that repairs it."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.progress import Progress
+
+from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, merge_command
+from mtp_train.checkpoints.change import paired_rows, shared_tensors, squared_change
+from mtp_train.checkpoints.contents import unnamed_weights
+from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint
+from mtp_train.checkpoints.finite import find_non_finite
+from mtp_train.checkpoints.keymap import HeadLayout
+from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.native import native_head_of, plain_tensor, require_same_trunk_shape, trunk_tensors
+from mtp_train.checkpoints.suggestions import (
+    draft_model_flag,
+    export_command,
+    graft_command,
+    inspect_command,
+    named_base,
+    retrain_command,
+    train_command,
+)
+from mtp_train.checkpoints.writing import PendingTensor
+from mtp_train.errors import UnsupportedModelError
+from mtp_train.families import Family, assistant_for, draft_engines, of_kind
+from mtp_train.families.engines import engine_commands
+from mtp_train.heads.assistant import diagnose_assistant
+from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
+from mtp_train.heads.draft_model import DraftModel, diagnose_draft, draft_model, draft_plan, vocabulary_problem
+from mtp_train.heads.unnamed import UnnamedFile, unnamed_files, with_unnamed_head
+from mtp_train.runs.display import html_table, quiet_progress
+from mtp_train.trunk.whole import TrunkDiagnosis, diagnose_trunk, first_of, holds_trunk
+
+Status = Literal["healthy", "declared_but_missing", "undeclared", "partial", "quantised", "stripped", "none", "damaged"]
+SUGGESTED_DEPTH = 3
+
+
+@dataclass(frozen=True)
+class TrunkChange:
+    """How far a fine-tune's trunk is from the trunk of its base."""
+
+    share_of_tensors: float
+    """Tensors that differ over tensors compared."""
+    largest_relative_change: float
+    """Largest ``norm(new - old) / norm(old)`` over all tensors with a finite ratio."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """State of a checkpoint's MTP head and trunk, as :func:`inspect` returns it.
+
+    ``print(inspection)`` shows what ``mtp-train inspect`` prints; :meth:`to_json` returns the document of its
+    ``--json``.
+    """
+
+    checkpoint: str
+    family: str
+    status: Status
+    """``healthy``; ``declared_but_missing``: the config declares a head whose tensors are gone; ``undeclared``: tensors
+    without a declaration; ``partial``: keys missing; ``quantised``: packed in a form that is not read here;
+    ``stripped``: no head, but the base has one; ``none``: no head; ``damaged``: see :attr:`problems`."""
+    stale: bool | None
+    """Whether the trunk changed and the head still equals the base's; None without a base or a head."""
+    head: HeadDiagnosis
+    """Declared and present modules, missing and unexpected keys, shape and dtype errors of the head."""
+    trunk: TrunkDiagnosis
+    """Missing parameters, shape and dtype errors of the trunk; empty for a checkpoint without one."""
+    trunk_changed: TrunkChange | None
+    """None without a base."""
+    non_finite_keys: tuple[str, ...]
+    """Tensors that contain NaN or infinities."""
+    problems: tuple[str, ...]
+    """Why ``generate`` and ``export`` refuse the checkpoint, a phrase each, whatever its head's status."""
+    serves: Mapping[str, str]
+    """Engine to the command that serves the checkpoint with its head, or ``no: REASON``."""
+    cure: str | None
+    """The command to run next; None for a checkpoint that needs no repair."""
+    runs_here: str
+    """``yes``, or why the head can be inspected, grafted and exported, but not trained or decoded with."""
+    note: str | None = None
+    """Description of a checkpoint that is a drafter and holds no trunk; None otherwise."""
+    unlisted_keys: tuple[str, ...] = ()
+    """Tensors in the index's shards that the index does not list: transformers, vLLM and SGLang read them, llama.cpp's
+    converter refuses them."""
+    unnamed_weights: tuple[UnnamedFile, ...] = ()
+    """Weight files in the directory that are no part of the checkpoint, and the number of their tensors."""
+    other_cure: str | None = None
+    """The command that puts the base's head in place, where ``cure`` takes one from an unnamed weight file."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, as ``mtp-train inspect --json`` prints them."""
+        head, trunk, change = self.head, self.trunk, self.trunk_changed
+        return {
+            "checkpoint": self.checkpoint,
+            "family": self.family,
+            "declared_modules": head.declared_modules,
+            "present_modules": head.present_modules,
+            "status": self.status,
+            "stale": self.stale,
+            "missing_keys": head.missing_keys,
+            "unexpected_keys": head.unexpected_keys,
+            "shape_errors": head.shape_errors,
+            "dtype_errors": head.dtype_errors,
+            "trunk_missing_keys": trunk.missing_keys,
+            "trunk_shape_errors": trunk.shape_errors,
+            "trunk_dtype_errors": trunk.dtype_errors,
+            "non_finite_keys": self.non_finite_keys,
+            "problems": self.problems,
+            "trunk_changed": None if change is None else asdict(change),
+            "serves": dict(self.serves),
+            "cure": self.cure,
+            "other_cure": self.other_cure,
+            "unlisted_keys": self.unlisted_keys,
+            "unnamed_weights": [asdict(one) for one in self.unnamed_weights],
+            "runs_here": self.runs_here,
+            "note": self.note,
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.checkpoint}: {self._state()}", *(f"{name}{text}" for name, text in self._details())]
+        lines += [f"{engine}: {text}" for engine, text in self.serves.items()]
+        lines.append(f"cure: {self.cure}" if self.cure else "nothing to cure")
+        if self.other_cure:
+            lines.append(f"or, with the base's head: {self.other_cure}")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = [("status", self._state()), *((name.rstrip(": "), text) for name, text in self._details())]
+        rows += [(engine, text) for engine, text in self.serves.items()]
+        rows.append(("next command", self.cure or "none: nothing to cure"))
+        if self.other_cure:
+            rows.append(("or, with the base's head", self.other_cure))
+        return html_table(self.checkpoint, ("", ""), rows)
+
+    def _state(self) -> str:
+        return self.status + (" (stale)" if self.stale else "")
+
+    def _details(self) -> list[tuple[str, str]]:
+        """Return label and text of each line between the status and the engines; a label may be empty."""
+        head, trunk = self.head, self.trunk
+        counts = f"{self.family}; modules declared {head.declared_modules}, present {head.present_modules}"
+        lines = [("family ", counts), *([("", self.note)] if self.note else [])]
+        for title, keys in (
+            ("missing", head.missing_keys),
+            ("unexpected", head.unexpected_keys),
+            ("shape", head.shape_errors),
+            ("dtype", head.dtype_errors),
+            ("trunk missing", trunk.missing_keys),
+            ("trunk shape", trunk.shape_errors),
+            ("trunk dtype", trunk.dtype_errors),
+            ("NaN or infinite", self.non_finite_keys),
+            ("not in the index", self.unlisted_keys),
+            ("no part of the checkpoint", tuple(map(str, self.unnamed_weights))),
+        ):
+            if keys:
+                more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+                lines.append((f"{title}: ", f"{', '.join(keys[:3])}{more}"))
+        if (change := self.trunk_changed) is not None:
+            share, largest = change.share_of_tensors, change.largest_relative_change
+            lines.append(
+                ("trunk: ", f"{share:.0%} of tensors differ from the base, by {largest:.2g} at most (relative)")
+            )
+        if self.runs_here != "yes":
+            lines.append(("train, decode: ", self.runs_here))
+        return lines
+
+
+def inspect(checkpoint: str | Path, base: str | Path | None = None, *, progress: Progress | None = None) -> Inspection:
+    """Report the state of a checkpoint's MTP head and trunk. Reads every weight once, a block at a time.
+
+    Args:
+        checkpoint: A directory, a hub id or ``demo:NAME``: a model, a draft model, or an external drafter.
+        base: The checkpoint that it was fine-tuned from, to tell a stale head and how far the trunk moved.
+        progress: A started rich progress bar; None shows nothing.
+
+    Raises:
+        UnsupportedModelError: No family record fits the checkpoint.
+        CheckpointError: It cannot be read, or does not fit ``base``. NaN is reported and not refused.
+
+    Example:
+        >>> import mtp_train as mtp
+        >>> found = mtp.inspect("demo:finetune", base="demo:base")
+        >>> found.status, found.head.missing_keys[0]
+        ('declared_but_missing', 'mtp.fc.weight')
+        >>> found.cure
+        'mtp-train graft ...'
+    """
+    opened_base = None if base is None else open_location(str(base))
+    return inspect_anything(open_location(str(checkpoint)), opened_base, progress or quiet_progress())
+
+
+def inspect_anything(checkpoint: Checkpoint, base: Checkpoint | None, progress: Progress) -> Inspection:
+    """Inspect a model, a draft model or an external drafter, whichever the checkpoint's config describes.
+
+    Raises:
+        UnsupportedModelError: No family record fits the checkpoint.
+        CheckpointError: The checkpoint cannot be read, or does not fit the base.
+    """
+    if assistant_for(checkpoint.config) is not None:
+        return inspect_assistant(checkpoint, base, progress)
+    draft = draft_model(checkpoint)
+    if draft is not None:
+        return inspect_draft(draft, base, progress)
+    return inspect_checkpoint(checkpoint, base, progress)
+
+
+def inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progress: Progress) -> Inspection:
+    """Inspect a model, and compare it with the base it was fine-tuned from.
+
+    Raises:
+        UnsupportedModelError: No family record fits the checkpoint.
+        CheckpointError: The checkpoint cannot be read, or the base's trunk has another shape.
+    """
+    layout = layout_of(checkpoint)
+    diagnosis = diagnose_head(checkpoint)
+    base_head = base is not None and bool(diagnose_head(base).found_keys)
+    if base is not None:
+        require_same_trunk_shape(checkpoint, layout, base, layout_of(base))
+    trunk = diagnose_trunk(checkpoint) if holds_trunk(checkpoint, layout) else TrunkDiagnosis()
+    change = compare_trunks(checkpoint, layout, base, progress) if base is not None else None
+    stale = None
+    if base is not None and change is not None and diagnosis.found_keys:
+        stale = change.share_of_tensors > 0 and _same_head(checkpoint, layout, base)
+    non_finite = tuple(find_non_finite(checkpoint, progress))
+    problems = (*trunk.problems, *non_finite_problems(non_finite), *adapter_problems(checkpoint))
+    chooses = not problems and _has_unnamed_head(checkpoint)
+    status = whole_status(head_status(diagnosis, base_head), problems)
+    return Inspection(
+        checkpoint=str(checkpoint.path),
+        family=layout.family.name,
+        status=status,
+        stale=stale,
+        # Without any trace of a head, every key of one is not "missing".
+        head=replace(diagnosis, missing_keys=()) if status == "none" else diagnosis,
+        trunk=trunk,
+        trunk_changed=change,
+        non_finite_keys=non_finite,
+        problems=problems,
+        serves=serving_commands(checkpoint, diagnosis, status, problems),
+        cure=find_cure(checkpoint, base, status, stale, problems),
+        runs_here=_runs_here(layout.family, diagnosis, problems),
+        unlisted_keys=checkpoint.unlisted_keys,
+        unnamed_weights=unnamed_files(checkpoint, layout),
+        other_cure=graft_command(*_with_donor(checkpoint, base)) if chooses else None,
+    )
+
+
+def non_finite_problems(keys: Sequence[str]) -> tuple[str, ...]:
+    """Return the phrase that names tensors with NaN or infinities; an empty tuple without such tensors."""
+    return (f"NaN or infinite values: {first_of(keys)}",) if keys else ()
+
+
+def adapter_problems(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the phrase for an adapter in a model's directory; an empty tuple without one."""
+    beside = (checkpoint.path / ADAPTER_CONFIG_FILE).is_file()
+    return (f"{ADAPTER_CONFIG_FILE} beside the model, which transformers applies and engines do not",) if beside else ()
+
+
+def whole_status(of_head: Status, problems: Sequence[str]) -> Status:
+    """Return the checkpoint's status: a missing or incomplete head comes before problems of the checkpoint."""
+    return "damaged" if problems and of_head in ("healthy", "undeclared", "quantised") else of_head
+
+
+def _runs_here(family: Family, diagnosis: HeadDiagnosis, problems: Sequence[str]) -> str:
+    if family.layer.borrowed is None:
+        return f"no: {family.layer.why_not_run}"
+    if problems:
+        return f"no: {problems[0]}"
+    return f"no: {diagnosis.describe()}" if diagnosis.quantised else "yes"
+
+
+def head_status(diagnosis: HeadDiagnosis, base_has_head: bool) -> Status:
+    """Return the status of a head from its keys and its declaration in the config."""
+    if not diagnosis.found_keys:
+        if diagnosis.declared_modules:
+            return "declared_but_missing"
+        return "stripped" if base_has_head else "none"
+    if diagnosis.quantised:
+        return "quantised"
+    if not diagnosis.complete:
+        return "partial"
+    return "healthy" if diagnosis.declared_modules == diagnosis.present_modules else "undeclared"
+
+
+def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint, progress: Progress) -> TrunkChange:
+    """Compare two trunks of the same shape, a block of a tensor in memory at a time."""
+    changed, largest = 0, 0.0
+    shared = shared_tensors(checkpoint, layout, base, layout_of(base))
+    for key, base_key in progress.track(shared.values(), description="comparing with the base"):
+        difference, size = squared_change(checkpoint, key, base, base_key)
+        # NaN counts as changed: it differs from everything.
+        if difference != 0.0:
+            changed += 1
+            relative = (difference / size) ** 0.5 if size else 0.0
+            largest = max(largest, relative if math.isfinite(relative) else 0.0)
+    return TrunkChange(changed / len(shared), largest)
+
+
+def _same_head(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint) -> bool:
+    base_layout = layout_of(base)
+    tensors = native_head_of(base, base_layout, layout).tensors
+    return all(
+        pending.key in checkpoint.tensors
+        and checkpoint.tensors[pending.key].shape == pending.shape
+        and _same_values(plain_tensor(checkpoint, pending.key, pending.key), pending)
+        for pending in tensors
+    )
+
+
+def _same_values(ours: PendingTensor, theirs: PendingTensor) -> bool:
+    pairs = paired_rows(ours.parts(), theirs.parts())
+    return all(torch.equal(mine.to(other.dtype), other) for mine, other in pairs)
+
+
+def serving_commands(
+    checkpoint: Checkpoint, diagnosis: HeadDiagnosis, status: Status, problems: Sequence[str] = ()
+) -> dict[str, str]:
+    """Return, per engine, the command that serves the checkpoint with its head, or ``no: REASON``."""
+    if problems:
+        return dict.fromkeys(checkpoint.family.serving, f"no: {problems[0]}")
+    if status != "healthy":
+        reason = {
+            "undeclared": "no: the head is there but config.json does not declare it",
+            "quantised": f"not verified: head quantised with {diagnosis.method}; the cure gives one in plain floats",
+        }.get(status, f"no: {diagnosis.describe()}")
+        # Without a head: an engine that never serves this family gives its own reason, before the user attaches one.
+        never = engine_commands(checkpoint.family.serving, "", SUGGESTED_DEPTH) if status == "none" else {}
+        return {
+            engine: never[engine] if status == "none" and support.supported is False else reason
+            for engine, support in checkpoint.family.serving.items()
+        }
+    if not holds_layers(checkpoint):
+        flag = draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
+        reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
+        return dict.fromkeys(checkpoint.family.serving, reason)
+    return engine_commands(checkpoint.engines, str(checkpoint.path), SUGGESTED_DEPTH) | _misread(checkpoint)
+
+
+def _misread(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return, per engine that reads other tensors from the directory than the checkpoint's, why it does not serve it.
+
+    vLLM and SGLang read every ``*.safetensors`` where there is no index. llama.cpp's converter reads every
+    ``model*.safetensors``, and compares their keys with the index.
+    """
+    unnamed = unnamed_weights(checkpoint)
+    beside = [name for name in unnamed if "/" not in name and name.endswith(".safetensors")]
+    # A single file beside an index contains the same bytes as the shards.
+    if checkpoint.index is not None and unnamed.get(SINGLE_FILE, {}).keys() <= checkpoint.tensors.keys():
+        beside = [name for name in beside if name != SINGLE_FILE]
+    of_model = [name for name in beside if name.startswith("model")]
+    reads = "no: also reads {}, which is no part of the checkpoint"
+    found = {}
+    if beside and checkpoint.index is None:
+        found = dict.fromkeys(("vllm", "sglang"), reads.format(", ".join(beside[:3])))
+    if of_model:
+        found["llama.cpp"] = reads.format(", ".join(of_model[:3]))
+    elif checkpoint.unlisted_keys:
+        unlisted = first_of(checkpoint.unlisted_keys)
+        found["llama.cpp"] = f"no: its converter refuses tensors that the index does not list: {unlisted}"
+    if "llama.cpp" in found:
+        found["ollama / lm studio"] = "no: needs llama.cpp's support"
+    unserved = {engine for engine, support in checkpoint.engines.items() if support.supported is False}
+    return {engine: reason for engine, reason in found.items() if engine in checkpoint.engines.keys() - unserved}
+
+
+def holds_layers(checkpoint: Checkpoint) -> bool:
+    """Return whether the checkpoint holds the trunk's layers; ``export --head-only`` writes none."""
+    layout = layout_of(checkpoint)
+    return any(name.startswith("layers.") for name in trunk_tensors(checkpoint, layout))
+
+
+def find_cure(
+    checkpoint: Checkpoint,
+    base: Checkpoint | None,
+    status: Status,
+    stale: bool | None,
+    problems: Sequence[str] = (),
+) -> str | None:
+    """Return the command to run next; None for a checkpoint that needs no repair."""
+    path = str(checkpoint.path)
+    if problems and problems == adapter_problems(checkpoint):
+        return merge_command(path, path)
+    if problems:
+        return f"hf download CHECKPOINT --local-dir {shlex.quote(path)}"
+    _, donor = _with_donor(checkpoint, base)
+    if status not in ("partial", "quantised") and _has_unnamed_head(checkpoint):
+        return export_command(path)
+    if status in ("declared_but_missing", "stripped", "partial", "quantised"):
+        return graft_command(path, donor)
+    if status == "undeclared" or (not stale and status == "healthy" and _misread(checkpoint)):
+        return export_command(path)
+    if status == "none":
+        # Releases of such a family have a head. It was probably dropped: Unsloth drops its count in the config too.
+        lost = base is None and not checkpoint.family.attached
+        return inspect_command(path, donor) if lost else train_command(path)
+    return retrain_command(path, donor) if stale else None
+
+
+def _with_donor(checkpoint: Checkpoint, base: Checkpoint | None) -> tuple[str, str]:
+    """Return the path of a checkpoint, and that of its base: the given one, or the name on its card."""
+    return str(checkpoint.path), str(base.path) if base is not None else named_base(checkpoint.path) or "BASE"
+
+
+def _has_unnamed_head(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint without a head has a complete one in files that it does not name."""
+    holder = with_unnamed_head(checkpoint, layout_of(checkpoint))
+    return holder is not checkpoint and diagnose_head(holder).complete
+
+
+def inspect_assistant(checkpoint: Checkpoint, base: Checkpoint | None, progress: Progress) -> Inspection:
+    """Inspect an external drafter, such as a Gemma 4 assistant.
+
+    Raises:
+        UnsupportedModelError: The checkpoint is no external drafter, or a base is given: a drafter has no trunk to
+            compare.
+        CheckpointError: transformers refuses its config.
+    """
+    assistant = assistant_for(checkpoint.config)
+    if assistant is None:
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: model_type {checkpoint.config.get('model_type')!r}; expected an assistant. Inspect it "
+            "as a checkpoint."
+        )
+    if base is not None:
+        raise UnsupportedModelError(
+            f"--base {base.path}: given with {checkpoint.path}, a {assistant.title}, which holds no trunk to compare; "
+            "expected the assistant alone. Leave --base out."
+        )
+    diagnosis = diagnose_assistant(checkpoint, assistant)
+    size = checkpoint.config.get(assistant.trunk_hidden_size)
+    return drafter_inspection(
+        checkpoint,
+        diagnosis,
+        progress,
+        family=assistant.name,
+        serves=assistant.commands(checkpoint.config, str(checkpoint.path), SUGGESTED_DEPTH),
+        what="ASSISTANT",
+        runs_here="no: as a head; decode with",
+        note=f"a {assistant.title}: an external drafter for {assistant.trunk.title} trunks of hidden size {size}, not "
+        "a checkpoint with a head; TRUNK is a placeholder for its trunk",
+    )
+
+
+def inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progress) -> Inspection:
+    """Inspect a draft model. With ``trunk``, check that the two fit and name the engines that serve both.
+
+    Raises:
+        UnsupportedModelError: The trunk's family has no such heads.
+        CheckpointError: The draft model was made for a trunk of another size or with another embedding.
+    """
+    diagnosis = diagnose_draft(draft)
+    problem = vocabulary_problem(draft) if diagnosis.complete else None
+    if trunk is not None and diagnosis.complete and problem is None and draft.unsupported is None:
+        draft_plan(draft, trunk)
+    return drafter_inspection(
+        draft.checkpoint,
+        diagnosis,
+        progress,
+        family=draft.kind.name,
+        serves=_draft_serving_commands(draft, trunk),
+        what="DRAFT",
+        runs_here="beside its trunk:",
+        problems=() if problem is None else (problem,),
+        unsupported=draft.unsupported,
+        note=f"{draft.title} for a trunk of hidden size {draft.config.get('hidden_size')}, not a checkpoint with a "
+        "head; TRUNK is a placeholder for its trunk",
+    )
+
+
+def drafter_inspection(
+    checkpoint: Checkpoint,
+    diagnosis: HeadDiagnosis,
+    progress: Progress,
+    *,
+    family: str,
+    serves: Mapping[str, str],
+    what: str,
+    runs_here: str,
+    note: str,
+    problems: tuple[str, ...] = (),
+    unsupported: str | None = None,
+) -> Inspection:
+    """Return the inspection of a checkpoint that drafts for a trunk and holds none.
+
+    Args:
+        checkpoint: The drafter.
+        diagnosis: Its keys against its config.
+        progress: A started progress bar.
+        family: Name of its kind, such as ``eagle3``.
+        serves: Per engine, the command that serves a trunk with it, or ``no: REASON``. A damaged drafter gets the
+            damage as every engine's reason.
+        what: Placeholder for the drafter in the command that downloads it again.
+        runs_here: Text before the command that decodes with it.
+        note: Description of the drafter.
+        problems: What is wrong with its tensors' values, besides NaN and infinities.
+        unsupported: Why it cannot be decoded with here although it is whole.
+    """
+    path = shlex.quote(str(checkpoint.path))
+    non_finite = tuple(find_non_finite(checkpoint, progress))
+    problems = (*problems, *non_finite_problems(non_finite))
+    whole = diagnosis.complete and not problems
+    reason = problems[0] if diagnosis.complete and problems else diagnosis.describe()
+    refusal = problems[0] if problems else unsupported
+    return Inspection(
+        checkpoint=str(checkpoint.path),
+        family=family,
+        status=whole_status("healthy" if diagnosis.complete else "partial", problems),
+        stale=None,
+        head=diagnosis,
+        trunk=TrunkDiagnosis(),
+        trunk_changed=None,
+        non_finite_keys=non_finite,
+        problems=problems,
+        serves=dict(serves) if whole else dict.fromkeys(serves, f"no: {reason}"),
+        cure=None if whole else f"hf download {what} --local-dir {path}",
+        runs_here=f"{runs_here} mtp-train generate TRUNK --head {path}" if refusal is None else f"no: {refusal}",
+        note=note,
+        unlisted_keys=checkpoint.unlisted_keys,
+        unnamed_weights=unnamed_files(checkpoint, None),
+    )
+
+
+def _draft_serving_commands(draft: DraftModel, trunk: Checkpoint | None) -> dict[str, str]:
+    if trunk is None:
+        return dict.fromkeys(
+            draft_engines(draft.kind.name, ""), "depends on the trunk: inspect it again with --base TRUNK"
+        )
+    engines = of_kind(trunk.family, draft.kind.name).serving
+    return engine_commands(engines, str(draft.checkpoint.path), SUGGESTED_DEPTH)

@@ -1,0 +1,117 @@
+"""``mtp-train merge``: merge a LoRA adapter into a checkpoint, whose layout and MTP head stay as they are."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from mtp_train.checkpoints.adapter import read_adapter
+from mtp_train.checkpoints.files import locate_checkpoint
+from mtp_train.checkpoints.finite import require_finite_checkpoint
+from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.lora_merge import Merged, plan_changes, write_merged
+from mtp_train.checkpoints.suggestions import graft_command, retrain_command, train_command
+from mtp_train.checkpoints.writing import refuse_existing, removed_on_failure
+from mtp_train.heads.diagnose import layout_of
+from mtp_train.heads.unnamed import left_out, unnamed_files
+from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
+from mtp_train.runs.display import quiet_progress
+from mtp_train.runs.model_card import write_untrained_card
+from mtp_train.runs.run_dir import checkpoint_identity
+from mtp_train.trunk.whole import require_whole_trunk
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """The checkpoint that :func:`merge` wrote, and the next command for its head."""
+
+    out: str
+    """The new directory."""
+    checkpoint: str
+    """The checkpoint that the adapter was merged into, as the caller named it."""
+    adapter: str
+    """The adapter, as the caller named it."""
+    merged: Merged
+    """Numbers of changed tensors, of shards, and of the head's tensors."""
+    attached: bool
+    """Whether the family's releases have no MTP head, so that one has to be trained from scratch."""
+    notes: tuple[str, ...] = ()
+    """Sentences about weight files that were left out."""
+
+    @property
+    def cure(self) -> str:
+        """The command to run next: retrain the stale head, put the base's head back, or train a new one.
+
+        ``BASE`` in it stands for the base model, which is not known here.
+        """
+        if self.merged.head_keys:
+            return retrain_command(self.out, self.checkpoint)
+        return train_command(self.out) if self.attached else graft_command(self.out, "BASE")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, as ``mtp-train merge --json`` prints them."""
+        values = asdict(self) | {"cure": self.cure}
+        return values | values.pop("merged")
+
+    def __str__(self) -> str:
+        merged = self.merged
+        shards = merged.shards_rewritten + merged.shards_kept
+        lines = [
+            f"Wrote {self.out}: {merged.num_tensors} tensors changed, in {merged.shards_rewritten} of {shards} files."
+        ]
+        if merged.head_keys:
+            lines.append(
+                f"Its head is the head of {self.checkpoint}, bit for bit, and stale now that the trunk changed: "
+                f"see mtp-train inspect --base {self.checkpoint}. Retrain it: {self.cure}"
+            )
+        else:
+            what = "Attach one" if self.attached else "Put the base's back"
+            lines.append(f"It has no head, like {self.checkpoint}. {what}: {self.cure}")
+        return "\n".join([*lines, *self.notes])
+
+
+def merge(
+    checkpoint: str | Path,
+    adapter: str | Path,
+    out: str | Path,
+    *,
+    copy: bool = False,
+    progress: Progress | None = None,
+) -> MergeResult:
+    """Write a checkpoint with a LoRA adapter merged into its trunk. The model is not loaded; its head stays as it is.
+
+    Args:
+        checkpoint: The model that the adapter was trained on: a directory, a hub id or ``demo:NAME``.
+        adapter: A peft LoRA adapter: a directory or a hub id.
+        out: The new directory.
+        copy: Copy files without a changed tensor; False hard-links them where the file system allows.
+        progress: A started rich progress bar; None shows nothing.
+
+    Raises:
+        OutputExistsError: ``out`` exists.
+        CheckpointError: The adapter cannot be merged or does not fit, or a weight is not finite.
+
+    Example:
+        >>> import mtp_train as mtp
+        >>> mtp.merge("Qwen/Qwen3.6-27B", "my-lora", "my-27b").merged.num_tensors
+        448
+    """
+    result_dir, checkpoint, adapter = Path(out), str(checkpoint), str(adapter)
+    progress = progress or quiet_progress()
+    refuse_existing(result_dir, what="the checkpoint")
+    lora = read_adapter(locate_checkpoint(adapter))
+    source = open_location(checkpoint)
+    layout = layout_of(source)
+    changes = plan_changes(source, layout, lora)
+    require_whole_trunk(source, adapter_beside=True)
+    require_finite_checkpoint(source, progress)
+    merged = write_merged(source, layout, changes, result_dir, link="copy" if copy else "hard", progress=progress)
+    with removed_on_failure(result_dir):
+        identity = checkpoint_identity(checkpoint, source)
+        head_from = identity if merged.head_keys else None
+        write_untrained_card(result_dir, identity, head_from, adapter, SUGGESTED_DEPTH)
+    notes = left_out(unnamed_files(source, layout))
+    return MergeResult(str(result_dir), checkpoint, adapter, merged, source.family.attached, notes)

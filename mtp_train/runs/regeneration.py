@@ -1,0 +1,328 @@
+"""The regeneration stage: the trunk generates responses to the training prompts, by the decoder or on a server."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+from mtp_inference import Request, Sampling, SpeculativeDecoder
+from mtp_inference.sampling.distributions import distribution_of
+from mtp_train.checkpoints.writing import write_json
+from mtp_train.data.answers import AnswerFit, CheckedStore, JudgeFn, fit_of
+from mtp_train.data.endpoint import RESPONSE_TIMEOUT_SECONDS, Endpoint, read_api_key
+from mtp_train.data.prompts import choose_prompts
+from mtp_train.data.regenerated import Question, fitting_prompts, regenerate
+from mtp_train.data.responses import (
+    COPIED_FILE,
+    RegeneratedRow,
+    RegeneratedStore,
+    ResponseCounts,
+    rows_after,
+    settings_key,
+)
+from mtp_train.data.served import PROBE_PROMPTS, missing_prompts, probe, regenerate_served
+from mtp_train.data.tokenize import Document
+from mtp_train.errors import DataError, MtpError
+from mtp_train.recipe.schema import Recipe, RegenerateSpec
+from mtp_train.runs.input_identity import ADAPTER, TRUNK
+from mtp_train.runs.inputs import Inputs
+from mtp_train.runs.run_answers import DATA, SETTINGS_FILE, copy_answers
+from mtp_train.runs.shared_files import require_shared
+from mtp_train.train.launch import RunAccelerator
+from mtp_train.train.shard import shard_decoder
+from mtp_train.train.threads import settle_threads
+from mtp_train.trunk.load import Trunk
+
+COUNTS_FILE = "counts.json"
+BATCH_SIZE, CONCURRENCY = 16, 32
+"""Defaults of ``data.regenerate.batch_size`` and ``data.regenerate.concurrency``."""
+
+
+def regenerate_stage(
+    recipe: Recipe,
+    settings: RegenerateSpec,
+    run_dir: Path,
+    inputs: Inputs,
+    trunk: Trunk,
+    accelerator: RunAccelerator,
+    progress: Progress,
+    *,
+    in_shards: bool = False,
+) -> tuple[list[Document], ResponseCounts]:
+    """Generate responses to the training prompts, and return the documents made from them.
+
+    Prompts with a stored response at the same settings are skipped.
+
+    With ``in_shards``, the trunk is to be sharded and only checks a server's responses: the first process asks the
+    server, and the trunk cannot train afterwards.
+
+    Raises:
+        DataError: No prompt leaves room for a response, or no response can be trained on.
+        TrainingError: The processes do not share the run directory.
+    """
+    deciding = deciding_settings(recipe, settings, inputs)
+    directory = responses_directory(run_dir, deciding)
+    rank, world = (0, 1) if in_shards else (accelerator.process_index, accelerator.num_processes)
+    store = RegeneratedStore(directory, rank=rank, world=world, keeps=accelerator.is_main_process or not in_shards)
+    if accelerator.is_main_process and not (directory / SETTINGS_FILE).is_file():
+        write_json(directory / SETTINGS_FILE, deciding)
+    if recipe.data.responses is not None:
+        if accelerator.is_main_process:
+            by = inputs.contents[TRUNK], inputs.contents.get(ADAPTER)
+            for said in copy_answers(recipe.data.responses, directory, inputs.prompts, *by):
+                progress.console.print(said, highlight=False)
+        require_shared(directory, [COPIED_FILE], accelerator)
+    task = progress.add_task("regenerating responses", total=None)
+
+    def on_progress(done: int, total: int) -> None:
+        progress.update(task, completed=done, total=total)
+
+    if settings.endpoint is None:
+        rows = settings.batch_size or BATCH_SIZE
+        settle_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
+        answer_by_decoder(recipe, settings, inputs, trunk, store, on_progress)
+    else:
+        answer = partial(answer_by_server, recipe, settings, inputs, trunk, store, on_progress)
+        said = with_followers(trunk, accelerator, answer) if in_shards else answer()
+        if said and accelerator.is_main_process:
+            progress.console.print(said)
+    require_shared(directory, ["."], accelerator)
+    documents, counts = learnt_from(recipe, settings, inputs, store)
+    if accelerator.is_main_process:
+        write_json(directory / COUNTS_FILE, asdict(counts))
+        found = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in asdict(counts).items() if value)
+        progress.console.print(f"{directory}: {found}.")
+    return documents, counts
+
+
+def learnt_from(
+    recipe: Recipe, settings: RegenerateSpec, inputs: Inputs, store: RegeneratedStore
+) -> tuple[list[Document], ResponseCounts]:
+    """Return the documents made from the responses to the run's own prompts.
+
+    Raises:
+        DataError: No response can be trained on.
+    """
+    return store.to_documents(
+        recipe.data.seq_len_tokens,
+        groups={prompt.id: prompt.group for prompt in inputs.prompts},
+        max_repeated=settings.max_repeated,
+        special_ids=frozenset(inputs.tokenizer.all_special_ids),
+    )
+
+
+def stored_documents(recipe: Recipe, settings: RegenerateSpec, run_dir: Path, inputs: Inputs) -> list[Document]:
+    """Return the documents of :func:`regenerate_stage` again, from the stored responses.
+
+    Raises:
+        DataError: There are no stored responses.
+    """
+    directory = responses_directory(run_dir, deciding_settings(recipe, settings, inputs))
+    return learnt_from(recipe, settings, inputs, RegeneratedStore(directory))[0]
+
+
+def deciding_settings(recipe: Recipe, settings: RegenerateSpec, inputs: Inputs) -> dict[str, object]:
+    """Return every setting that a response depends on, as plain JSON values."""
+    return {
+        "trunk": dict(inputs.contents[TRUNK]),
+        "adapter": dict(inputs.contents[ADAPTER]) if inputs.adapter else None,
+        "dtype": recipe.model.dtype,
+        "seq_len_tokens": recipe.data.seq_len_tokens,
+        "max_new_tokens": settings.max_new_tokens,
+        **sampling_of(settings),
+        "seed": recipe.seed if settings.temperature else None,
+        "answered_by": "decoder" if settings.endpoint is None else "server",
+        "served_model": None if settings.endpoint is None else settings.model,
+    }
+
+
+def responses_directory(run_dir: Path, deciding: Mapping[str, object]) -> Path:
+    """Return the directory of the responses at some settings."""
+    return run_dir / DATA / f"responses-{settings_key(deciding)}"
+
+
+def sampling_of(settings: RegenerateSpec) -> dict[str, float]:
+    """Return the sampling settings."""
+    return {
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+        "min_p": settings.min_p,
+    }
+
+
+def answer_by_decoder(
+    recipe: Recipe,
+    settings: RegenerateSpec,
+    inputs: Inputs,
+    trunk: Trunk,
+    store: RegeneratedStore,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Generate the responses to this process's prompts with the built-in decoder."""
+    # Without copied responses: a batch with one missing response is decoded whole.
+    copied = {row.id for row in rows_after(store.directory / COPIED_FILE, 0)}
+    prompts = [prompt for prompt in inputs.prompts if prompt.id not in copied]
+    if not prompts:
+        return
+    batch_size = settings.batch_size or BATCH_SIZE
+    decoder = SpeculativeDecoder(trunk, None, 0, inputs.eos_ids, max_batch=batch_size)
+
+    def generate(questions: list[Question]) -> list[list[int]]:
+        requests = [
+            Request(
+                prompt_ids=question.prompt_ids,
+                max_new_tokens=question.max_new_tokens,
+                sampling=Sampling(
+                    temperature=settings.temperature,
+                    top_p=settings.top_p,
+                    top_k=settings.top_k,
+                    min_p=settings.min_p,
+                    seed=question.seed,
+                ),
+            )
+            for question in questions
+        ]
+        return [list(result.token_ids) for result in decoder.decode(requests)]
+
+    regenerate(
+        prompts,
+        store,
+        generate,
+        seq_len_tokens=recipe.data.seq_len_tokens,
+        batch_size=batch_size,
+        max_new_tokens=settings.max_new_tokens,
+        eos_ids=inputs.eos_ids,
+        seed=recipe.seed,
+        rank=store.rank,
+        world=store.world,
+        on_batch=on_progress,
+    )
+
+
+def judge_of(settings: RegenerateSpec, trunk: Trunk, eos_ids: Collection[int]) -> JudgeFn:
+    """Return a function that computes how probable responses are under the trunk, at the recipe's sampling settings."""
+    sampling = Sampling(
+        temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k, min_p=settings.min_p
+    )
+    distribution = distribution_of(sampling, trunk.lm_head_VD.device)
+
+    def judge(read: Sequence[RegeneratedRow]) -> AnswerFit:
+        return fit_of(
+            trunk,
+            [(row.prompt_ids, row.response_ids) for row in read],
+            distribution,
+            is_greedy=settings.temperature == 0.0,
+            eos_ids=eos_ids,
+        )
+
+    return judge
+
+
+def with_followers(trunk: Trunk, accelerator: RunAccelerator, answer: Callable[[], str]) -> str:
+    """Call a function in the first process, while the others run the trunk with it, each with its shards.
+
+    Only the first process talks to the server, and its waiting for responses holds up no collective: before each
+    forward, it sends the tokens to the others.
+
+    Args:
+        trunk: The trunk, which is sharded in place.
+        accelerator: The processes.
+        answer: Runs the trunk without a cache, through :meth:`Trunk.hidden`.
+
+    Returns:
+        The function's result; empty in the other processes.
+
+    Raises:
+        DataError: The function failed in the first process; every process raises its error.
+    """
+    shard_decoder(trunk, accelerator)
+    if not accelerator.is_main_process:
+        _follow(trunk, accelerator)
+        return ""
+
+    def tell(_decoder: Any, _args: Any, given: dict[str, Any]) -> None:
+        accelerator.said_by_main(given["input_ids"].tolist())
+
+    # Before the hooks that gather the shards.
+    hook = trunk.decoder.register_forward_pre_hook(tell, with_kwargs=True, prepend=True)
+    try:
+        said = answer()
+    except (MtpError, OSError) as error:
+        accelerator.said_by_main(str(error))
+        raise
+    finally:
+        hook.remove()
+    accelerator.said_by_main()
+    return said
+
+
+@torch.no_grad()
+def _follow(trunk: Trunk, accelerator: RunAccelerator) -> None:
+    """Run each forward of the first process, until it sends an error or that it has finished."""
+    while isinstance(heard := accelerator.said_by_main(), list):
+        trunk.hidden(torch.tensor(heard, device=trunk.lm_head_VD.device))
+    if heard is not None:
+        raise DataError(heard)
+
+
+def answer_by_server(
+    recipe: Recipe,
+    settings: RegenerateSpec,
+    inputs: Inputs,
+    trunk: Trunk,
+    store: RegeneratedStore,
+    on_progress: Callable[[int, int], None],
+) -> str:
+    """Check that the recipe's server serves the trunk, then generate the responses to this process's prompts on it.
+
+    Returns:
+        A sentence about the result for the log; empty if no prompt was left.
+
+    Raises:
+        DataError: The server does not serve the trunk, or fails for good.
+    """
+    rank, world = store.rank, store.world
+    room = recipe.data.seq_len_tokens
+    judge = judge_of(settings, trunk, inputs.eos_ids)
+    # Check responses that a kill left unchecked first: prompts whose responses are deleted are missing again.
+    checked = CheckedStore(store, judge, str(settings.endpoint), others=store.files_of_others() if rank == 0 else ())
+    checked.check()
+    missing = missing_prompts(inputs.prompts, store, seq_len_tokens=room, rank=rank, world=world)
+    if not missing:
+        return ""
+    endpoint = Endpoint(
+        str(settings.endpoint),
+        inputs.tokenizer,
+        inputs.eos_ids,
+        len(trunk.lm_head_VD),
+        api_key=read_api_key(settings.api_key_env),
+        concurrency=max(1, (settings.concurrency or CONCURRENCY) // world),
+        timeout_seconds=settings.request_timeout_seconds or RESPONSE_TIMEOUT_SECONDS,
+    )
+    with contextlib.closing(endpoint):
+        endpoint.choose_model(settings.model)
+        asked = choose_prompts(fitting_prompts(inputs.prompts, room), PROBE_PROMPTS, recipe.seed)
+        agreement = probe(endpoint, trunk, asked, seq_len_tokens=room)
+        counts = regenerate_served(
+            missing,
+            checked,
+            endpoint,
+            sampling_of(settings),
+            seq_len_tokens=room,
+            max_new_tokens=settings.max_new_tokens,
+            eos_ids=inputs.eos_ids,
+            seed=recipe.seed,
+            on_prompt=on_progress,
+        )
+    facts = {"url": endpoint.url, "model": endpoint.model, "prompts_as": endpoint.prompts_as, "agreement": agreement}
+    write_json(store.directory / f"server-{rank:05d}-of-{world:05d}.json", {**facts, **asdict(counts)})
+    refused = f", {counts.refused} refused ({counts.refusal})" if counts.refused else ""
+    return f"{endpoint.url} agrees with the trunk in {agreement:.1%} of tokens; {counts.generated} answered{refused}."

@@ -1,0 +1,188 @@
+"""``mtp-train rescue``: put a head on a fine-tune whose head is missing or stale, retrained if that helps.
+
+A rescue is one recipe with defaults for everything: the fine-tune answers prompts, the base's head is retrained on the
+answers, both heads are measured on held-out prompts, and the better one is exported. If retraining does not measurably
+help, the base's head is exported as it is, as by ``mtp-train graft``. A probe goes before it
+(``mtp_train.runs.probe``): where it finds the base's head good enough nothing is trained, and where it finds a fault
+nothing is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from mtp_train.checkpoints.adapter import locate_adapter
+from mtp_train.checkpoints.files import open_checkpoint
+from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.lora_merge import write_adapted
+from mtp_train.checkpoints.run_export import EXPORT, is_run
+from mtp_train.checkpoints.writing import full_disk_is_named, removed_on_failure
+from mtp_train.errors import ChangedInputError, CheckpointError, GateRefusedError, MtpError, OutputExistsError
+from mtp_train.evaluation.results import REPORT_FILE, load_report
+from mtp_train.heads.build import graft_plan
+from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.heads.unnamed import left_out, unnamed_files
+from mtp_train.recipe.schema import Recipe
+from mtp_train.runs import pipeline
+from mtp_train.runs.checkpoint_tools.inspect import serving_commands
+from mtp_train.runs.display import html_table, quiet_progress
+from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
+from mtp_train.runs.model_card import write_untrained_card
+from mtp_train.runs.probe import ProbeResult, default_out, probe_with
+from mtp_train.runs.run_dir import PROBE, checkpoint_identity, held_by_one_run, require_ours
+from mtp_train.runs.start import Overrides, require_one_process
+from mtp_train.runs.write_recipe import rescue_recipe
+
+
+@dataclass(frozen=True)
+class RescueResult:
+    """The checkpoint that :func:`rescue` wrote, and the head it has."""
+
+    out: str
+    """The exported checkpoint."""
+    head: str
+    """``retrained``, or ``graft`` if the retrained head is not measurably better, or the probe found that none is
+    needed."""
+    reason: str
+    """The verdict of the gate, or of the probe."""
+    serves: dict[str, str]
+    """Engine to the command that serves ``out``."""
+    notes: tuple[str, ...] = ()
+    """Sentences about weight files of the fine-tune that no copy contains."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, as ``mtp-train rescue --json`` prints them."""
+        return dict(vars(self))
+
+    def __str__(self) -> str:
+        commands = "\n".join(f"{engine}: {command}" for engine, command in self.serves.items())
+        return "\n".join((f"{self.reason}.", f"Wrote {self.out}, with the {self.head} head.", *self.notes, commands))
+
+    def _repr_html_(self) -> str:
+        return html_table(f"{self.out}: {self.head} head. {self.reason}.", ("engine", "command"), self.serves.items())
+
+
+def rescue(
+    fine_tune: str | Path,
+    base: str | Path,
+    out: str | Path,
+    *,
+    data: Sequence[str | Path] = (),
+    overrides: Overrides = (),
+    console: Console | None = None,
+) -> RescueResult:
+    """Put a head on a fine-tune, or on a LoRA adapter's merged model, retrained if that measurably helps.
+
+    A :func:`probe` goes first, unless it was made before, or ``overrides`` sets ``train.max_steps``. If the base's head
+    is good enough as it is, it is exported without training. The same call resumes a rescue that was interrupted.
+
+    Args:
+        fine_tune: A checkpoint, or a peft adapter of ``base``: a directory, a hub id or ``demo:NAME``.
+        base: The checkpoint that it came from, with its head.
+        out: The run directory; the checkpoint is written to ``out/export``.
+        data: Files of prompts or chats like those that the model will serve; empty for 100 built-in prompts.
+        overrides: Changes to the recipe, as for :func:`run`: ``{"train.max_steps": 1000}``.
+        console: Where progress bars and the table of results are printed; None prints nothing.
+
+    Raises:
+        RecipeError: An override is wrong.
+        MtpError: The two checkpoints do not fit, the data cannot be read, or ``out`` holds something else; or the probe
+            finds a fault.
+
+    Example:
+        >>> import mtp_train as mtp
+        >>> rescued = mtp.rescue("my-27b", "Qwen/Qwen3.6-27B", "rescued", data=["chats.jsonl"])
+        >>> rescued.head, rescued.out
+        ('retrained', 'rescued/export')
+    """
+    require_one_process("rescue")
+    tuned, donor, out, paths = str(fine_tune), str(base), Path(out), [str(path) for path in data]
+    recipe, choices = rescue_recipe(tuned, donor, out, paths, overrides)
+    console = console or Console(quiet=True)
+    # A user who sets the length of the training has decided to train; a run that has begun goes on.
+    if any(choice.field == "train.max_steps" for choice in choices) and not is_run(out):
+        if not (out / PROBE).exists():
+            require_ours(out, recipe)
+        found = _probed(tuned, donor, out, paths, overrides, console)
+        if found.verdict == "fault":
+            raise _at_fault(donor, found)
+        if found.verdict == "graft":
+            return _grafted(recipe, found, console)
+    # After a refusal the base's head is exported below.
+    with contextlib.suppress(GateRefusedError):
+        pipeline.run(recipe, console, choices)
+    gate = load_report(out / REPORT_FILE).gate
+    refused = gate is not None and not gate.passed
+    if refused and not (out / EXPORT).exists():
+        write_graft(recipe, out / EXPORT)
+    # The refusal ends in the command for a graft, which has been written above.
+    reason = "" if gate is None else gate.reason.partition(f". {GRAFT_INSTEAD}")[0]
+    return _result(recipe, "graft" if refused else "retrained", reason)
+
+
+def _probed(
+    tuned: str, donor: str, out: Path, paths: Sequence[str], overrides: Overrides, console: Console
+) -> ProbeResult:
+    """Probe below the run directory, or return what ``mtp-train probe`` found before with these settings."""
+    earlier, found = default_out(tuned), None
+    if earlier.is_dir() and not (out / PROBE).exists():
+        # A probe of other settings, or of inputs that changed since, is refused before it writes anything.
+        with contextlib.suppress(ChangedInputError, OutputExistsError):
+            found = probe_with(tuned, donor, earlier, paths, overrides, console)
+    if found is None:
+        found = probe_with(tuned, donor, out / PROBE, paths, overrides, console)
+    # Without the command that the probe proposes: the rescue goes on by itself.
+    console.print(f"probe: {found.verdict}. {found.reason}.", highlight=False, markup=False)
+    # The probe's models must not lie beside those of the run.
+    gc.collect()
+    return found
+
+
+def _at_fault(donor: str, found: ProbeResult) -> CheckpointError:
+    return CheckpointError(
+        f"{donor}: {found.reason}; nothing was trained. Look at it with {found.command}, or train all the same with "
+        "--set train.max_steps=500."
+    )
+
+
+def _grafted(recipe: Recipe, found: ProbeResult, console: Console) -> RescueResult:
+    """Export the base's head as it is, as the probe advises."""
+    out = Path(recipe.run_dir)
+    with full_disk_is_named(out, what="the rescue"), held_by_one_run(out, console):
+        if not (out / EXPORT).exists():
+            write_graft(recipe, out / EXPORT)
+    again = "To retrain the head all the same, choose another --out and add --set train.max_steps=500"
+    return _result(recipe, "graft", f"{found.reason}. {again}")
+
+
+def _result(recipe: Recipe, head: str, reason: str) -> RescueResult:
+    export = Path(recipe.run_dir) / EXPORT
+    checkpoint, tuned = open_checkpoint(export), open_location(recipe.model.trunk)
+    serves = serving_commands(checkpoint, diagnose_head(checkpoint), "healthy")
+    return RescueResult(str(export), head, reason, serves, left_out(unnamed_files(tuned, layout_of(tuned))))
+
+
+def write_graft(recipe: Recipe, out: Path) -> None:
+    """Write the recipe's trunk with the base's own head; a trunk's adapter is merged."""
+    model = recipe.model
+    if model.head_from is None or recipe.gate_baseline != "graft":
+        raise MtpError(
+            f"gate.baseline: {recipe.gate_baseline} in a rescue; expected graft, which replaces a head that is not "
+            "better. Leave the override out."
+        )
+    finetune = open_location(model.trunk)
+    base = open_location(model.head_from)
+    plan = graft_plan(finetune, base, recipe.head.convention)
+    adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
+    link, progress = recipe.export.link, quiet_progress()
+    write_adapted(finetune, layout_of(finetune), plan.template, out, adapter=adapter, link=link, progress=progress)
+    with removed_on_failure(out):
+        identities = checkpoint_identity(model.trunk, finetune), checkpoint_identity(model.head_from, base)
+        write_untrained_card(out, *identities, model.adapter, recipe.head.num_depths)

@@ -1,0 +1,326 @@
+"""Train the head of a run on its trunk, and save it as the run's artifact.
+
+:func:`train_stage` sets up what a recipe asks for: threads, LoRA, the draft vocabulary, the hidden-state cache, text
+held out to select the best head, and the log. :func:`mtp_train.train.loop.train_head` runs the steps.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from rich.progress import Progress
+
+from mtp_inference import HeadDrafting, SpeculativeDecoder
+from mtp_train.acceptance.counts import tau
+from mtp_train.checkpoints.artifact import Artifact, save_artifact
+from mtp_train.checkpoints.run_export import HEAD
+from mtp_train.data.frequency import frequent_tokens
+from mtp_train.data.pack import PackedSequence, global_batches, pack_documents
+from mtp_train.data.split import split_by_group
+from mtp_train.data.tokenize import Document
+from mtp_train.errors import TrainingError
+from mtp_train.heads.build import build_head, trained_head
+from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.lora import merged_weights, put_on_lora
+from mtp_train.heads.module import MtpHead
+from mtp_train.losses.catalogue import find_loss
+from mtp_train.recipe.schema import Recipe, SelectSpec
+from mtp_train.runs.input_identity import ADAPTER, TRUNK
+from mtp_train.runs.inputs import Inputs
+from mtp_train.train.head_training import HeadTraining
+from mtp_train.train.hidden_cache import (
+    HiddenCache,
+    HiddenFn,
+    build_cache,
+    cache_identity,
+    digest_of,
+    layout_for,
+    require_room,
+    write_manifest,
+)
+from mtp_train.train.log import RunLog
+from mtp_train.train.loop import train_head
+from mtp_train.train.select import Selection
+from mtp_train.train.shard import HiddenInShards, shards_trunk
+from mtp_train.train.threads import settle_threads
+from mtp_train.trunk.isolate import isolated_hidden
+from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.precision import COMPUTE_DTYPES
+
+
+def keep_targets(documents: Sequence[Document], vocab: Collection[int]) -> list[Document]:
+    """Return the documents with targets in ``vocab`` only, as a head with that vocabulary cannot draft other tokens.
+
+    Documents without a target left are dropped.
+    """
+    vocab_ids = np.array(sorted(vocab))
+    kept = [
+        replace(document, loss_mask=document.loss_mask & np.isin(document.input_ids, vocab_ids))
+        for document in documents
+    ]
+    return [document for document in kept if document.has_target()]
+
+
+DECODED_PROMPTS = 4
+MIN_PROMPT_TOKENS = 8
+"""Fewest tokens of a decoded prompt. Plain text is a target from its first token on, and would give an empty prompt."""
+
+
+class Place(NamedTuple):
+    """The index and the group of a document."""
+
+    place: int
+    group: str
+
+
+def part_documents(recipe: Recipe, documents: Sequence[Document]) -> tuple[list[int], list[int]]:
+    """Return the indices of the documents to train on, and of the documents to select the best head by.
+
+    Raises:
+        DataError: One side would be empty.
+    """
+    if recipe.train.select is None:
+        return list(range(len(documents))), []
+    items = [Place(index, document.group) for index, document in enumerate(documents)]
+    # Use another seed: by the recipe's own, all of these groups lie above its share `data.holdout`.
+    seed = (recipe.seed + 1) % (1 << 32)
+    training, measured = split_by_group(items, recipe.train.select.share, seed, "train.select.share")
+    return [one.place for one in training], [one.place for one in measured]
+
+
+def renumbered(sequences: Sequence[PackedSequence], places: Sequence[int]) -> list[PackedSequence]:
+    """Return packed sequences whose members are indices into all documents, instead of the packed subset."""
+    return [replace(one, members=tuple(places[index] for index in one.members)) for one in sequences]
+
+
+def make_selection(
+    recipe: Recipe,
+    inputs: Inputs,
+    trunk: Trunk,
+    documents: Sequence[Document],
+    measured: Sequence[int],
+    cache: HiddenCache | None,
+    state_dir: Path,
+    accelerator: Accelerator,
+) -> Selection | None:
+    """Return the selection of the best head; None if the recipe takes the last head.
+
+    Raises:
+        TrainingError: The recipe decodes for it, but no process holds a whole trunk.
+    """
+    spec, seq_len = recipe.train.select, recipe.data.seq_len_tokens
+    if spec is None:
+        return None
+    text = [documents[index] for index in measured]
+    sequences = pack_documents(text, seq_len, pack=recipe.data.pack, seed=recipe.seed, epoch=0)
+    kept = renumbered(sequences[: max(1, spec.tokens // seq_len)], measured)
+    number = _prompts_to_decode(spec, accelerator, cache)
+    decode: Callable[[MtpHead], dict[str, float]] | None = None
+    if number:
+        decode = partial(_decode, trunk, inputs, recipe, [_prompt(document) for document in text[:number]])
+    return Selection(spec, kept, cache, state_dir, decode)
+
+
+def _prompts_to_decode(spec: SelectSpec, accelerator: Accelerator, cache: HiddenCache | None) -> int:
+    in_shards = shards_trunk(accelerator)
+    if in_shards and spec.prompts:
+        raise TrainingError(
+            f"train.select.prompts: {spec.prompts}, and {accelerator.distributed_type.value} puts the trunk in shards; "
+            "expected 0 or null: shards cannot decode. Write null, or launch with ddp.yaml or zero2.yaml."
+        )
+    if spec.prompts is not None:
+        return spec.prompts
+    return 0 if in_shards or cache is not None else DECODED_PROMPTS
+
+
+def _prompt(document: Document) -> list[int]:
+    """Return the tokens before the first target."""
+    first = next(index for index, is_target in enumerate(document.loss_mask) if is_target)
+    return [int(token) for token in document.input_ids[: max(first, MIN_PROMPT_TOKENS)]]
+
+
+@torch.no_grad()
+def _decode(
+    trunk: Trunk, inputs: Inputs, recipe: Recipe, prompts: Sequence[Sequence[int]], head: MtpHead
+) -> dict[str, float]:
+    decoder = SpeculativeDecoder(trunk, HeadDrafting(head), recipe.head.num_depths, inputs.eos_ids)
+    results = decoder.decode(prompts, recipe.evaluate.max_new_tokens)
+    return {"decoded_tau": tau([result.counts(str(number), str(number)) for number, result in enumerate(results)])}
+
+
+STATE, HIDDEN = "state", "hidden"
+
+
+def train_stage(
+    recipe: Recipe,
+    run_dir: Path,
+    inputs: Inputs,
+    trunk: Trunk,
+    documents: Sequence[Document],
+    accelerator: Accelerator,
+    progress: Progress,
+) -> None:
+    """Train the head and save it as the run's artifact. A trunk that is sharded for it stays in shards."""
+    settle_threads("training", inputs.plan.micro_batch_tokens, inputs.finetune, accelerator.device, progress.console)
+    accelerator.gradient_accumulation_steps = inputs.plan.accumulation
+    head = build_head(inputs.head_plan, text_config_of(inputs.finetune), dtype=torch.float32)
+    if recipe.head.lora is not None:
+        put_on_lora(head, recipe.head.lora, seed=recipe.seed)
+    draft_vocab = chosen_vocab(recipe, inputs, documents, len(trunk.lm_head_VD))
+    if draft_vocab is not None and recipe.objective.vocab == "draft":
+        documents = keep_targets(documents, set(draft_vocab.tolist()))
+    module = head_training(recipe, trunk, head, draft_vocab)
+    training, measured = part_documents(recipe, documents)
+    cache = hidden_cache(recipe, run_dir, inputs, module, documents, accelerator, progress)
+    batches = global_batches(
+        [documents[index] for index in training],
+        seq_len_tokens=recipe.data.seq_len_tokens,
+        pack=recipe.data.pack,
+        sequences_per_step=inputs.plan.sequences_per_step,
+        seed=recipe.seed,
+    )
+    task = progress.add_task("training the head", total=inputs.plan.max_steps)
+
+    def make_log(resume_step: int) -> RunLog | None:
+        if not accelerator.is_main_process:
+            return None
+        return RunLog(
+            run_dir,
+            wandb=recipe.track.wandb,
+            project=recipe.track.project,
+            config=asdict(recipe),
+            resume_step=resume_step,
+            on_log=lambda metrics: progress.update(task, description=described(metrics)),
+        )
+
+    weights = train_head(
+        module,
+        recipe=recipe,
+        plan=inputs.plan,
+        batch_fn=lambda step: renumbered(batches(step), training),
+        accelerator=accelerator,
+        cache=cache,
+        selection=make_selection(recipe, inputs, trunk, documents, measured, cache, run_dir / STATE, accelerator),
+        state_dir=run_dir / STATE,
+        make_log=make_log,
+        on_step=lambda done: progress.update(task, completed=done),
+    )
+    if accelerator.is_main_process:
+        save_artifact(trained_artifact(recipe, inputs, weights, draft_vocab), run_dir / HEAD)
+
+
+def described(metrics: Mapping[str, Any]) -> str:
+    """Return the numbers of a step as the description of the training's progress."""
+    shown = (
+        ("loss", "loss {:.3f}"),
+        ("held_out_tau", "held-out tau {:.2f}"),
+        ("tokens_per_second", "{:,.0f} tokens/s"),
+    )
+    return ", ".join(
+        ["training the head", *(text.format(metrics[name]) for name, text in shown if metrics.get(name) is not None)]
+    )
+
+
+def head_training(recipe: Recipe, trunk: Trunk, head: MtpHead, draft_vocab: torch.Tensor | None) -> HeadTraining:
+    """Return trunk and head as one training module, by the recipe's settings."""
+    return HeadTraining(
+        trunk,
+        head,
+        num_depths=recipe.head.num_depths,
+        kind=find_loss(recipe.objective.loss).name,
+        temperature=recipe.objective.temperature,
+        on_policy=recipe.objective.on_policy,
+        apart=recipe.objective.unroll == "fastmtp",
+        recompute=recipe.train.gradient_checkpointing,
+        draft_vocab=draft_vocab if recipe.objective.vocab == "draft" else None,
+        compute_dtype=COMPUTE_DTYPES[recipe.train.precision],
+    )
+
+
+def hidden_cache(
+    recipe: Recipe,
+    run_dir: Path,
+    inputs: Inputs,
+    module: HeadTraining,
+    documents: Sequence[Document],
+    accelerator: Accelerator,
+    progress: Progress,
+) -> HiddenCache | None:
+    """Build the cache of the trunk's hidden states, then drop the trunk's layers; None if the recipe has no cache.
+
+    Raises:
+        TrainingError: The disk has no room, or a quantised trunk would have to be sharded.
+    """
+    spec, trunk, device = recipe.train.hidden_cache, module.trunk, accelerator.device
+    if spec is None:
+        return None
+    hidden_fn: HiddenFn
+    if shards_trunk(accelerator):
+        hidden_fn = HiddenInShards(trunk, accelerator)
+    else:
+        hidden_fn = partial(isolated_hidden, trunk.to(device))
+    with module.computing():
+        layout = layout_for(hidden_fn, documents, spec.dtype, device)
+        precision, quantization = recipe.train.precision, recipe.model.quantization
+        adapter = inputs.contents[ADAPTER] if inputs.adapter else None
+        identity = cache_identity(inputs.contents[TRUNK], adapter, documents, layout, precision, quantization)
+        directory = Path(spec.directory or run_dir / HIDDEN) / digest_of(identity)
+        require_room(layout, directory, int(spec.max_gib * (1 << 30)))
+        task = progress.add_task("keeping hidden states", total=None)
+        if accelerator.is_main_process:
+            progress.console.print(f"{directory}: {layout.num_bytes / (1 << 30):.2f} GiB of hidden states")
+            write_manifest(directory, identity, layout)
+        build_cache(
+            hidden_fn,
+            documents,
+            layout,
+            directory,
+            device=device,
+            max_tokens=inputs.plan.micro_batch_tokens,
+            rank=accelerator.process_index,
+            world=accelerator.num_processes,
+            on_shard=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    accelerator.wait_for_everyone()
+    trunk.drop_layers()
+    # Shards and their hooks form reference cycles: collect them to free the memory.
+    del hidden_fn
+    gc.collect()
+    return HiddenCache(directory, layout)
+
+
+def chosen_vocab(recipe: Recipe, inputs: Inputs, documents: Sequence[Document], vocab_size: int) -> torch.Tensor | None:
+    """Return the tokens that the head may draft, int32 and ascending; None for all."""
+    if recipe.head.draft_vocab is None:
+        return None
+    return torch.tensor(
+        frequent_tokens(documents, recipe.head.draft_vocab, vocab_size, inputs.eos_ids), dtype=torch.int32
+    )
+
+
+def trained_artifact(
+    recipe: Recipe, inputs: Inputs, weights: dict[str, torch.Tensor], draft_vocab: torch.Tensor | None
+) -> Artifact:
+    """Return the trained weights as an artifact, with LoRA's matrices merged."""
+    plan = inputs.head_plan
+    if recipe.head.lora is not None:
+        head = build_head(plan, text_config_of(inputs.finetune), dtype=torch.float32)
+        weights = merged_weights(head, recipe.head.lora, weights)
+    return Artifact(
+        family=plan.family,
+        layout=plan.layout,
+        num_modules=plan.num_modules,
+        num_depths=recipe.head.num_depths,
+        convention=plan.convention,
+        head=trained_head(plan, weights),
+        notes={"trunk": recipe.model.trunk, "head_from": recipe.model.head_from, "steps": recipe.train.max_steps},
+        draft_vocab=draft_vocab,
+    )

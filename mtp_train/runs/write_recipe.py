@@ -1,0 +1,303 @@
+"""``mtp-train init``: write a commented recipe for a model. ``rescue`` runs the same recipe without a file.
+
+The recipe depends on where the head comes from: the base of the model (``graft``), the model itself (``native``), or
+neither, for a model that never had a head (``attach``).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter
+from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, resolve
+from mtp_train.checkpoints.files import Checkpoint, locate_checkpoint, read_json
+from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.suggestions import named_base
+from mtp_train.checkpoints.writing import full_disk_is_named, refuse_existing, write_text
+from mtp_train.data.sources import load_records
+from mtp_train.errors import CheckpointError, DataError, MtpError
+from mtp_train.evaluation.suites import BUILTIN_FILE
+from mtp_train.families import most_served_kind, raw_text_config
+from mtp_train.heads.diagnose import diagnose_head
+from mtp_train.recipe.auto_fields import AUTO, STAND_INS, auto_fields, with_values
+from mtp_train.recipe.json_schema import dotted, schema_tree, walk_fields
+from mtp_train.recipe.loading import dump_yaml, recipe_from_mapping
+from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.shipped import SCHEMA_FILE
+from mtp_train.runs.auto import Choice
+from mtp_train.runs.check import check
+from mtp_train.runs.inputs import plan_head
+from mtp_train.runs.start import Overrides, Settled, settled_recipe
+
+Plain = dict[str, Any]
+Start = Literal["graft", "native", "attach"]
+
+# Sampling of FastMTP (arXiv:2509.18362, section 3); the rest follows from model, data and machine.
+_DATA: Plain = {
+    "regenerate": {
+        "max_prompts": AUTO,
+        "max_new_tokens": AUTO,
+        "batch_size": AUTO,
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+    },
+    "seq_len_tokens": AUTO,
+    "holdout": AUTO,
+}
+_TRAIN: Plain = {
+    "max_steps": AUTO,
+    "tokens_per_step": AUTO,
+    "micro_batch_sequences": AUTO,
+    "lr": AUTO,
+    "warmup_steps": AUTO,
+    "save_steps": 50,
+}
+
+_TRAINS: Mapping[Start, str] = {
+    "graft": "the MTP head of model.head_from, grafted onto model.trunk, on the responses of model.trunk.",
+    "native": "the MTP head of model.trunk, on the responses of model.trunk.",
+    "attach": "a new head for model.trunk, which has none, on the responses of model.trunk.",
+}
+_NOTES: Mapping[str, str] = {
+    "run_dir": "The directory of all outputs. The same command resumes an interrupted run.",
+    "model.adapter": "The peft adapter whose model the head is trained for. The export contains the merged weights.",
+    "head.kind": "The kind that most servers draft with on this model. mtp-train check lists the others.",
+    "data.sources": "Chats or prompts like those that the model will serve.",
+    "data.regenerate": "The model answers the prompts itself: a head learns best from the text that it will draft.",
+    "data.regenerate.max_prompts": "Number of prompts to respond to, if there are as many.",
+    "train.tokens_per_step": "Tokens of an optimizer step, over all processes. One step has the same size on any "
+    "number of GPUs.",
+    "evaluate.arms": "Decoders to compare on held-out prompts. The head is exported if it drafts better than before.",
+}
+"""Comments that replace the first sentence of a field's description."""
+_BUILTIN_NOTE = "The hundred built-in prompts, which is little. Name a file of your own chats or prompts here."
+_MAY_BE_LOST = "Releases of this family have a head. If this model's base has one, write the recipe with --base BASE."
+_LINE_WIDTH = 120
+_DRAFT_VOCAB = 32_000
+"""Tokens that an EAGLE-3 head drafts from if the model has many more, as in the heads released with the paper
+(arXiv:2503.01840)."""
+
+
+@dataclass(frozen=True)
+class WriteRecipeResult:
+    """The recipe that :func:`write_recipe` wrote."""
+
+    out: Path
+    """The file."""
+    start: Start
+    """Where the head comes from: ``graft`` (the base), ``native`` (the model itself) or ``attach`` (a new head)."""
+    family: str
+    """The model's family."""
+    note: str | None = None
+    """For a new head, that the base may have one, as releases of this family do."""
+
+    @property
+    def commands(self) -> tuple[str, str]:
+        """The commands to run next: check the recipe, and run it."""
+        path = shlex.quote(str(self.out))
+        return f"mtp-train check {path}", f"accelerate launch -m mtp_train {path}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, as ``mtp-train init --json`` prints them."""
+        found = {"out": str(self.out), "start": self.start, "family": self.family, "note": self.note}
+        return {**found, "commands": list(self.commands)}
+
+    def __str__(self) -> str:
+        said = [f"Wrote {self.out} ({self.family}). It trains {_TRAINS[self.start]}", self.note]
+        return "\n".join([*filter(None, said), *self.commands])
+
+
+def write_recipe(
+    out: str | Path,
+    trunk: str | Path,
+    base: str | Path | None = None,
+    *,
+    data: Sequence[str | Path] = (),
+    processes: int | None = None,
+) -> WriteRecipeResult:
+    """Write a commented recipe that retrains a model's head, or trains a new one for a model without a head.
+
+    Args:
+        out: The new file.
+        trunk: A checkpoint, or a peft adapter of ``base``: a directory, a hub id or ``demo:NAME``.
+        base: The checkpoint that it was fine-tuned from, whose head is grafted and retrained. None takes the head of
+            ``trunk``, or a new one if ``trunk`` never had one.
+        data: Files of prompts or chats like those that the model will serve; empty for 100 built-in prompts.
+        processes: Number of processes that the recipe must be launched with; None for any.
+
+    Raises:
+        OutputExistsError: ``out`` exists.
+        MtpError: The model is unknown or incomplete, does not fit the base, or needs a base; or ``check`` would refuse
+            the recipe.
+
+    Example:
+        >>> import mtp_train as mtp
+        >>> mtp.write_recipe("my-27b.yaml", "my-27b", "Qwen/Qwen3.6-27B", data=["chats.jsonl"]).start
+        'graft'
+    """
+    out = Path(out)
+    refuse_existing(out, what="the recipe")
+    if not out.parent.is_dir():
+        raise MtpError(f"{out}: no directory {out.parent}; expected one to write the recipe to. Make it first.")
+    donor = None if base is None else str(base)
+    start = start_of(str(trunk), donor)
+    settings = settings_of(start, str(trunk), donor, f"runs/{out.stem}", [str(path) for path in data])
+    if processes is not None:
+        settings["train"]["processes"] = processes
+    found = check(settings)
+    if donor is not None:
+        # ``check`` reads configs only. Planning the head compares keys and shapes of both checkpoints.
+        plan_head(found.recipe, open_location(found.recipe.model.trunk), open_location(donor))
+    with full_disk_is_named(out, what="the recipe"):
+        write_text(out, _commented(settings, start, found.choices))
+    may_be_lost = start == "attach" and not open_location(str(trunk)).family.attached
+    return WriteRecipeResult(out, start, found.family, _MAY_BE_LOST if may_be_lost else None)
+
+
+def start_of(trunk: str, base: str | None) -> Start:
+    """Return where the head of a model comes from.
+
+    Raises:
+        CheckpointError: The model's head is missing or incomplete, or the model is an adapter, and there is no base.
+    """
+    if base is not None:
+        return "graft"
+    path = locate_checkpoint(resolve(trunk))
+    if is_adapter(path):
+        named = read_json(path / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")
+        raise _lacks_base(trunk, "a peft adapter", str(named) if named else None)
+    checkpoint = open_location(trunk)
+    diagnosis = diagnose_head(checkpoint)
+    if diagnosis.complete:
+        return "native"
+    if diagnosis.found_keys or diagnosis.declared_modules:
+        raise _lacks_base(trunk, diagnosis.describe(), named_base(checkpoint.path))
+    return "attach"
+
+
+def _lacks_base(trunk: str, found: str, named: str | None) -> CheckpointError:
+    base = shlex.quote(named) if named else "BASE"
+    return CheckpointError(
+        f"{trunk}: {found}, and no base is named; expected the checkpoint that it was fine-tuned from, with its head. "
+        f"Add --base {base}; if that has no head either, train a new one with the recipe attach_head."
+    )
+
+
+def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: Sequence[str]) -> Plain:
+    """Return the plain values of the recipe for a model.
+
+    Args:
+        start: Where the head comes from, see :func:`start_of`.
+        trunk: The model, or an adapter of ``base``.
+        base: The checkpoint with the head, for ``graft``.
+        run_dir: The run directory.
+        data: Paths of prompts or chats; empty for the demo's own or the built-in prompts.
+
+    Raises:
+        MtpError: A location cannot be opened.
+    """
+    adapter = None
+    if base is not None and is_adapter(locate_checkpoint(resolve(trunk))):
+        trunk, adapter = base, trunk
+    paths = list(data) or ["demo:prompts" if trunk.startswith(PREFIX) else str(BUILTIN_FILE)]
+    settings: Plain = {
+        "run_dir": run_dir,
+        "model": {"trunk": trunk},
+        "head": {"init": start},
+        "data": {"sources": [{"path": path} for path in paths], **_DATA, "group_field": _group_field(paths)},
+        "train": dict(_TRAIN),
+        "evaluate": {"arms": ["none", start, "retrained"], "prompts": AUTO},
+    }
+    if start == "graft":
+        settings["model"] |= {"head_from": base, **({} if adapter is None else {"adapter": adapter})}
+    if start == "attach":
+        settings["evaluate"]["arms"] = ["none", "retrained"]
+        settings["head"] = _new_head(settings, open_location(trunk))
+    return settings
+
+
+def rescue_recipe(finetune: str, base: str, out: Path, data: Sequence[str], overrides: Overrides = ()) -> Settled:
+    """Return the recipe of a rescue, and how its settings were chosen.
+
+    Raises:
+        MtpError: A location cannot be opened, or an override is wrong.
+    """
+    return settled_recipe(settings_of("graft", finetune, base, str(out), data), overrides)
+
+
+def _group_field(paths: Sequence[str]) -> str | None:
+    """Return the column that groups records if every file has it, as files of prompts for ``evaluate`` may."""
+    try:
+        for path in paths:
+            load_records(resolve(path), group_field=GROUP_FIELD, name=path, max_records=1)
+    except DataError:
+        # No such column; what else is wrong is reported when the run reads the file.
+        return None
+    return GROUP_FIELD
+
+
+def _new_head(settings: Plain, trunk: Checkpoint) -> Plain:
+    """Return the ``head`` section of a new head, of the kind that most servers draft with.
+
+    An MTP head starts from a copy of the trunk's last layer if one fits, else from random weights.
+    """
+    kind = most_served_kind(trunk.family, raw_text_config(trunk.config))
+    if kind != "mtp":
+        vocab_size = int(raw_text_config(trunk.config)["vocab_size"])
+        return {"kind": kind, "init": "random"} | (
+            {"draft_vocab": _DRAFT_VOCAB} if vocab_size > 2 * _DRAFT_VOCAB else {}
+        )
+    stood_in = with_values(settings, {field: STAND_INS[field] for field in auto_fields(settings)})
+    copied: Recipe = recipe_from_mapping({**stood_in, "head": {"init": "copy_last_layer"}})
+    try:
+        plan_head(copied, trunk, None)
+    except CheckpointError:
+        return {"kind": kind, "init": "random"}
+    return {"kind": kind, "init": "copy_last_layer"}
+
+
+def _commented(settings: Plain, start: Start, choices: Sequence[Choice]) -> str:
+    """Return a recipe as YAML, with a header and a comment above every field; fields that are ``auto`` with a value."""
+    header = (
+        f"# yaml-language-server: $schema={SCHEMA_FILE}",
+        f"# Trains: {_TRAINS[start]}",
+        "# Check: mtp-train check THIS_FILE prints plan, memory and the engines that serve the result.",
+        "# Launch: accelerate launch -m mtp_train THIS_FILE; mtp-train recipes lists files for several GPUs.",
+        "# Override a field by adding section.field=value to either command. The schema above describes every field.",
+    )
+    notes = {
+        path: _first_sentence(node["description"]) for path, node in walk_fields(schema_tree()) if "description" in node
+    }
+    notes |= _NOTES
+    notes |= {one.field: f"{notes[one.field]} Here and now {one.shown}: {one.reason}." for one in choices}
+    if settings["data"]["sources"] == [{"path": str(BUILTIN_FILE)}]:
+        notes["data.sources"] = _BUILTIN_NOTE
+    return "\n".join([*header, *_lines(settings, notes)]) + "\n"
+
+
+def _lines(section: Plain, notes: Mapping[str, str], prefix: str = "") -> Iterator[str]:
+    indent = "  " * prefix.count(".") + ("  " if prefix else "")
+    for name, value in section.items():
+        path = dotted(prefix, name)
+        if not prefix:
+            yield ""
+        if path in notes:
+            yield from textwrap.wrap(
+                notes[path], _LINE_WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
+            )
+        if isinstance(value, dict):
+            yield f"{indent}{name}:"
+            yield from _lines(value, notes, path)
+        else:
+            yield textwrap.indent(dump_yaml({name: value}), indent).rstrip()
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=\.)\s", text, maxsplit=1)[0]
