@@ -488,6 +488,11 @@ class Recipe(Section):
         return "none" if self.model.head_from is None else "graft"
 
     @property
+    def draft_depth(self) -> int:
+        """Drafts per round of the run's arms."""
+        return self.head.num_depths if self.evaluate.depth is None else self.evaluate.depth
+
+    @property
     def attaches(self) -> bool:
         """Whether the head is new, rather than loaded from a checkpoint."""
         return self.head.init in ("copy_last_layer", "random")

@@ -37,7 +37,8 @@ from mtp_train.data.tokenize import (
     tokenize_records,
 )
 from mtp_train.errors import CheckpointError, DataError, RecipeError
-from mtp_train.evaluation.settings import draft_depth, served_settings
+from mtp_train.evaluation.prompt_records import Setting
+from mtp_train.evaluation.settings import served_settings
 from mtp_train.families import Convention, RawConfig
 from mtp_train.heads.build import HeadPlan, fresh_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
@@ -137,7 +138,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     require_answers(recipe, Path(recipe.run_dir))
     require_draft_vocab(recipe, text_config.vocab_size)
     # Raises if the trunk cannot be evaluated at its serving settings: now, not after training.
-    served_settings(recipe.evaluate, finetune, draft_depth(recipe))
+    run_settings(recipe, finetune)
     tokenizer = load_tokenizer(finetune, recipe.model.trust_remote_code)
     text = gather_text(recipe, tokenizer, text_config.vocab_size, progress)
     adapter = locate_adapter(recipe.model.adapter, recipe.model.trunk) if recipe.model.adapter else None
@@ -243,6 +244,12 @@ def require_unroll(recipe: Recipe, convention: Convention, num_modules: int) -> 
                 "their own rows anyway; expected exact. Write objective.unroll: exact."
             ]
         )
+
+
+def run_settings(recipe: Recipe, finetune: Checkpoint) -> list[Setting]:
+    """Return the settings that a run is measured and judged at; see :func:`served_settings`."""
+    asked = recipe.evaluate
+    return served_settings(finetune, recipe.draft_depth, asked.temperature, asked.top_p, asked.top_k, asked.rule)
 
 
 def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:

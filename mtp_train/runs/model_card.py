@@ -11,7 +11,7 @@ from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import open_checkpoint, read_json
 from mtp_train.checkpoints.run_export import RECIPE_FILE
 from mtp_train.checkpoints.writing import write_text
-from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, RunReport, load_report
+from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, Report, load_report
 from mtp_train.families.engines import EngineSupport, engine_commands
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.recipe.loading import dump_yaml, load_recipe
@@ -79,7 +79,7 @@ def _write(out: Path, title: str, tags: Sequence[str], bases: Sequence[Identity 
         write_text(out / CARD_FILE, "\n\n".join([f"---\n{header}---", f"# {title}", *parts, _UPLOAD]))
 
 
-def _measured(report: RunReport) -> list[str]:
+def _measured(report: Report) -> list[str]:
     if report.settings.get("gate") == UNJUDGED:
         return [UNJUDGED_SENTENCE]
     groups = wording.group_arms(report)

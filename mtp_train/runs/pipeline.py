@@ -22,17 +22,16 @@ from mtp_train.checkpoints.run_export import EXPORT, HEAD
 from mtp_train.checkpoints.writing import LOCK_FILE, full_disk_is_named
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, OutputExistsError, RecipeError, StoppedError
-from mtp_train.evaluation.results import UNJUDGED, UNJUDGED_SENTENCE
-from mtp_train.evaluation.settings import draft_depth
+from mtp_train.evaluation.results import UNJUDGED, UNJUDGED_SENTENCE, Report
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.recipe.auto_fields import FROM_TEXT
 from mtp_train.recipe.schema import Recipe
-from mtp_train.report.table import summary
+from mtp_train.report.summary import summary
 from mtp_train.report.write import write_report
 from mtp_train.runs.auto import Choice, settle_training, tell_choices
 from mtp_train.runs.decoder_check import check_decoder
-from mtp_train.runs.evaluate_run import Evaluation, evaluate_run, served_commands, unjudged
+from mtp_train.runs.evaluate_run import evaluate_run, served_commands, unjudged
 from mtp_train.runs.export_run import write_export
 from mtp_train.runs.input_identity import hash_run_inputs, require_run_inputs
 from mtp_train.runs.inputs import Inputs, gather_inputs
@@ -212,7 +211,7 @@ def run_stages(
     if not trained:
         if recipe.gate.enabled and trunks.evaluates:
             held_out = [prompt.prompt_ids for prompt in inputs.held_out]
-            check_decoder(trunks.trunk, held_out, inputs.eos_ids, draft_depth(recipe), progress.console)
+            check_decoder(trunks.trunk, held_out, inputs.eos_ids, recipe.draft_depth, progress.console)
         stage.name = "data"
         in_shards = not trunks.evaluates
         documents = make_documents(recipe, run_dir, inputs, trunks.trunk, accelerator, progress, in_shards=in_shards)
@@ -225,14 +224,14 @@ def run_stages(
     if recipe.gate.enabled:
         training = trained_documents(recipe, run_dir, inputs)
         trunks.prepare_decoding()
-        evaluation = evaluate_run(recipe, run_dir, inputs, trunks.trunk, training, accelerator, progress)
+        report = evaluate_run(recipe, run_dir, inputs, trunks.trunk, training, accelerator, progress)
     else:
         trunks.drop()
-        evaluation = unjudged(recipe, inputs)
+        report = unjudged(recipe, inputs)
     if not main:
         return Outcome(0, "done", "", "done")
-    report_on(evaluation, recipe, run_dir, console, progress)
-    gate = evaluation.gate
+    report_on(report, recipe, run_dir, console, progress)
+    gate = report.gate
     if gate is not None and not gate.passed:
         raise GateRefusedError(gate.reason)
     stage.name = "export"
@@ -242,17 +241,16 @@ def run_stages(
     return Outcome(0, "done", f"{gate.reason}.{exported}", "done")
 
 
-def report_on(evaluation: Evaluation, recipe: Recipe, run_dir: Path, console: Console, progress: Progress) -> None:
+def report_on(report: Report, recipe: Recipe, run_dir: Path, console: Console, progress: Progress) -> None:
     """Write and print the report, after a check that no input was changed since the beginning."""
     require_run_inputs(recipe, run_dir, progress)
     write_report(
-        evaluation.report,
+        report,
         run_dir,
         provenance=read_json(run_dir / PROVENANCE_FILE),
-        marginal_ci95=evaluation.marginal_ci95,
         metrics=read_metrics(run_dir),
     )
-    console.print(summary(evaluation.report))
+    console.print(summary(report))
 
 
 def export_head(recipe: Recipe, run_dir: Path, inputs: Inputs, progress: Progress) -> str:

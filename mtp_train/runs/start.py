@@ -17,13 +17,11 @@ from mtp_train.answers.store import ResponseCounts
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.run_export import EXPORT, HEAD
 from mtp_train.errors import GateRefusedError, RecipeError
-from mtp_train.evaluation.cells import StudyReport
-from mtp_train.evaluation.results import REPORT_FILE, RunReport, read_report
+from mtp_train.evaluation.results import REPORT_FILE, Report, load_report
 from mtp_train.families.engines import engine_commands
 from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, recipe_from_mapping
 from mtp_train.recipe.schema import Recipe
-from mtp_train.report.study_table import study_summary
-from mtp_train.report.table import summary
+from mtp_train.report.summary import summary
 from mtp_train.report.write import PAGE_FILE
 from mtp_train.runs import pipeline
 from mtp_train.runs.auto import Choice, settle_values
@@ -111,7 +109,7 @@ def launched_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def open_report(source: str | Path) -> RunReport | StudyReport:
+def open_report(source: str | Path) -> Report:
     """Read the report of a run, an evaluation or a comparison.
 
     Args:
@@ -126,16 +124,7 @@ def open_report(source: str | Path) -> RunReport | StudyReport:
         >>> gain = report.arms["retrained"].tau - report.arms["graft"].tau
     """
     path = Path(source)
-    path = path / REPORT_FILE if path.is_dir() else path
-    raw = read_report(path)
-    # Only studies have a title.
-    is_study = isinstance(raw, dict) and "title" in raw
-    return StudyReport.from_json(raw, str(path)) if is_study else RunReport.from_json(raw, str(path))
-
-
-def report_table(report: RunReport | StudyReport) -> RenderableType:
-    """Return the verdict and the tables of a report, ready for a rich console."""
-    return study_summary(report) if isinstance(report, StudyReport) else summary(report)
+    return load_report(path / REPORT_FILE if path.is_dir() else path)
 
 
 @dataclass(frozen=True)
@@ -153,7 +142,7 @@ class RunResult:
     """The stage that the run reached: ``done``."""
 
     @property
-    def report(self) -> RunReport | StudyReport:
+    def report(self) -> Report:
         """The report in the run directory; see :func:`open_report`."""
         return open_report(self.run_dir)
 
@@ -187,7 +176,7 @@ class RunResult:
         return "\n".join(lines)
 
     def __rich__(self) -> RenderableType:
-        return Group(report_table(self.report), Text(f"\n{self.message}"))
+        return Group(summary(self.report), Text(f"\n{self.message}"))
 
     def _repr_html_(self) -> str:
         return rich_to_html(self.__rich__())

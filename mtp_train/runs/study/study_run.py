@@ -13,29 +13,26 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mtp_inference.opening import OWN
+from mtp_train.acceptance.names import GRAFT, HOME, NATIVE, VANILLA
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.run_export import HEAD
 from mtp_train.data.tokenize import Document
 from mtp_train.evaluation.arms import ArmSpec
-from mtp_train.evaluation.assemble import Measured, assemble
-from mtp_train.evaluation.cells import StudyReport
-from mtp_train.evaluation.grid import Grid
-from mtp_train.evaluation.run import Processes, measure_study
+from mtp_train.evaluation.assemble import Measurements
+from mtp_train.evaluation.grid import EvaluationGrid
+from mtp_train.evaluation.results import Report
+from mtp_train.evaluation.run import Processes, measure_study, study_report
 from mtp_train.recipe.schema import Recipe, StudySection
-from mtp_train.report.study_table import study_summary
-from mtp_train.report.study_wording import verdict_title
-from mtp_train.report.study_write import log_study, write_study
-from mtp_train.report.wording import lossless_sentence
+from mtp_train.report.summary import summary
+from mtp_train.report.wording import lossless_sentence, verdict_title
+from mtp_train.report.write import log_report, write_report
 from mtp_train.runs.input_identity import hash_run_inputs, require_run_inputs
 from mtp_train.runs.inputs import Inputs, gather_inputs
 from mtp_train.runs.run_dir import PROVENANCE_FILE, Outcome, clear_leftovers, tell_precision
 from mtp_train.runs.stages import Stage, claim_run, load_run_trunk, make_documents
 from mtp_train.runs.study.material import StudyInputs, for_objective, gather_study
 from mtp_train.runs.study.protocol import (
-    GRAFT,
-    HOME,
-    VANILLA,
-    Level,
+    LevelDifference,
     find,
     levels_at_home,
     levels_on_shared_prompts,
@@ -70,9 +67,9 @@ def run_study_stages(
         return Outcome(0, "done", "", "done")
     report = report_of(recipe, study, measured, found)
     require_run_inputs(recipe, run_dir, progress)
-    write_study(report, run_dir, read_json(run_dir / PROVENANCE_FILE))
-    log_study(report, run_dir, recipe.track.project, recipe.track.wandb)
-    console.print(study_summary(report))
+    write_report(report, run_dir, read_json(run_dir / PROVENANCE_FILE))
+    log_report(report, run_dir, recipe.track.project, recipe.track.wandb)
+    console.print(summary(report))
     if report.lossless is not None and report.lossless.faults:
         return Outcome(1, "not_lossless", f"{lossless_sentence(report.lossless)} Please report it.", "done")
     claim_tested = report.findings[0]
@@ -133,7 +130,7 @@ def measure_arms(
     found: StudyInputs,
     accelerator: RunAccelerator,
     progress: Progress,
-) -> Measured:
+) -> Measurements:
     """Measure every arm on the same prompts, and vanilla also on its own. Every process must call it."""
     processes = Processes(accelerator.process_index, accelerator.num_processes, accelerator.gather_items)
     grid = grid_of(recipe, study)
@@ -146,14 +143,15 @@ def measure_arms(
     return measured
 
 
-def report_of(recipe: Recipe, study: StudySection, measured: Measured, found: StudyInputs) -> StudyReport:
+def report_of(recipe: Recipe, study: StudySection, measured: Measurements, found: StudyInputs) -> Report:
     """Compute the report of measured arms, and test the claims."""
     grid = grid_of(recipe, study)
     settings = [setting for setting in grid.settings() if setting.depth == grid.headline.depth]
-    report = assemble(measured, grid, title=f"vanilla and distilled: {recipe.model.head_from}, {recipe.model.trunk}")
+    title = f"vanilla and distilled: {recipe.model.head_from}, {recipe.model.trunk}"
+    report = study_report(measured, grid, title)
     by_name = {arm.name: arm for arm in measured.arms}
 
-    def levels(head: str) -> list[Level]:
+    def levels(head: str) -> list[LevelDifference]:
         if found.home:
             return levels_at_home(by_name[head], by_name[HOME], settings)
         return levels_on_shared_prompts(report, head, settings)
@@ -173,20 +171,18 @@ def arm_specs(recipe: Recipe, study: StudySection, run_dir: Path) -> list[ArmSpe
     def on_trunk(name: str, head: str) -> ArmSpec:
         return ArmSpec(name, model.trunk, head, model.adapter, model.quantization)
 
-    native = [on_trunk("native", OWN)] if "native" in recipe.evaluate.arms else []
+    native = [on_trunk(NATIVE, OWN)] if NATIVE in recipe.evaluate.arms else []
     heads = [on_trunk(retrained(one), str(head_dir(run_dir, one) / HEAD)) for one in study.objectives]
     vanilla = ArmSpec(VANILLA, base, OWN, quantization=model.quantization)
     return [on_trunk(GRAFT, base), *native, *heads, vanilla]
 
 
-def grid_of(recipe: Recipe, study: StudySection) -> Grid:
+def grid_of(recipe: Recipe, study: StudySection) -> EvaluationGrid:
     """Return the settings to measure."""
-    return Grid(
+    return EvaluationGrid(
         suite=study.suite or "held-out prompts",
-        tasks=None,
         prompts_per_task=study.prompts_per_task if study.suite else recipe.evaluate.prompts,
         temperatures=study.temperatures,
-        contexts=(None,),
         depths=study.depths,
         rules=study.rules,
         max_new_tokens=recipe.evaluate.max_new_tokens,
