@@ -24,7 +24,6 @@ from mtp_train.heads.diagnose import head_shapes, named_rejections, trunk_config
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.recipe.loading import dump_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.auto import Choice
 from mtp_train.runs.head_source import require_source_model
 from mtp_train.runs.inputs import (
     decoding_problem,
@@ -34,9 +33,9 @@ from mtp_train.runs.inputs import (
     require_own_data,
     require_unroll,
 )
+from mtp_train.runs.resolve import Choice, Overrides, RecipeLike, launched_processes, resolved_recipe
 from mtp_train.runs.run_answers import require_answers
-from mtp_train.runs.run_dir import require_place, with_recorded_precision, with_resolved_precision
-from mtp_train.runs.start import Overrides, RecipeLike, launched_processes, settled_recipe
+from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.study.material import for_objective
 from mtp_train.train.devices import Device, device_named
 from mtp_train.train.estimate import GIB, Footprint, estimate_disk, estimate_footprint, in_shards
@@ -200,19 +199,24 @@ def check(
         (1, 0.31)
     """
     machine = device_named(device)
-    settled = settled_recipe(recipe, overrides, world_size=processes, device=machine)
-    world_size = processes or settled.recipe.train.processes or launched_processes()
-    found = _checked(settled.recipe, world_size, machine, is_here=device is None)
-    return replace(found, choices=settled.choices, device_bytes=machine.memory_bytes)
+    resolved = resolved_recipe(recipe, overrides, world_size=processes, device=machine)
+    world_size = processes or resolved.recipe.train.processes or launched_processes()
+    found = _checked(resolved.recipe, world_size, machine, is_here=device is None)
+    return replace(found, choices=resolved.choices, device_bytes=machine.memory_bytes)
 
 
 def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool) -> CheckResult:
-    recipe = with_recorded_precision(recipe, Path(recipe.run_dir))
-    require_place(Path(recipe.run_dir), recipe)
+    directory = RunDirectory(Path(recipe.run_dir))
+    directory.require_outside_inputs(recipe)
     require_source_model(recipe)
-    require_answers(recipe, Path(recipe.run_dir))
+    require_answers(recipe, directory.path)
     device = PartialState().device if is_here else torch.device(machine.kind)
-    recipe, reason = _with_precision(recipe, None if is_here else machine, device)
+    if is_here:
+        recipe = directory.with_precision(recipe, resolve_precision("auto", device).precision)
+        reason = resolve_precision(recipe.train.precision, device).reason
+    else:
+        # As all devices that can be planned for do.
+        recipe, reason = directory.with_precision(recipe, "bf16"), f"{machine.name} multiplies bf16 natively"
     path = locate_checkpoint(resolve(recipe.model.trunk))
     raw = read_config(path / CONFIG_FILE)
     family = family_for(raw, where=str(path))
@@ -280,16 +284,6 @@ def _data(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> st
     without_weights = Checkpoint(trunk, config, None, {})
     tokenizer = load_tokenizer(without_weights, recipe.model.trust_remote_code)
     return gather_text(recipe, tokenizer, vocab_size).split
-
-
-def _with_precision(recipe: Recipe, planned: Device | None, device: torch.device) -> tuple[Recipe, str]:
-    """Return the recipe with its precision resolved, and why; all devices that can be planned for have native bf16."""
-    if planned is None:
-        recipe = with_resolved_precision(recipe, device)
-        return recipe, resolve_precision(recipe.train.precision, device).reason
-    precision = "bf16" if recipe.train.precision == "auto" else recipe.train.precision
-    train = replace(recipe.train, precision=precision)
-    return replace(recipe, train=train), f"{planned.name} multiplies bf16 natively"
 
 
 def whole_disk(recipe: Recipe, plan: Plan, state_width: int, memory: Footprint) -> int:
