@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from mtp_inference import Comparison, GenerationResult, Request, Sampling, SpeculativeDecoder, compare
 from mtp_inference.drafters.drafter import DrafterMaker
 from mtp_inference.requests import Round
-from mtp_train.data.regenerated import noise_seed
+from mtp_train.answers.generate import noise_seed
 from mtp_train.evaluation.prompt_records import Decoded, Setting, TaskPrompt
 from mtp_train.evaluation.store import Store
 from mtp_train.trunk.load import Trunk

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from mtp_train.checkpoints.writing import write_bytes
 from mtp_train.data.pack import collate, pack_documents
-from mtp_train.data.prompts import Prompt
-from mtp_train.data.tokenize import Document
+from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import DataError
 from mtp_train.evaluation.prompt_records import Decoded, TaskPrompt
 from mtp_train.heads.module import MtpHead

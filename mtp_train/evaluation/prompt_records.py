@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from mtp_train.acceptance.counts import PromptCounts
 from mtp_train.acceptance.gate import setting_name
-from mtp_train.data.prompts import Prompt
+from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
 
 HELD_OUT_TASK = "held-out"

@@ -22,11 +22,11 @@ from rich.progress import Progress
 from mtp_inference.sampling.distributions import Sampling, distribution_of
 from mtp_train.acceptance.counts import repeated_ngram_share
 from mtp_train.acceptance.intervals import pooled_tau_interval, sum_by_group
+from mtp_train.answers.check import Answer, fit_of, spread
+from mtp_train.answers.draft_counts import SpecCounts, increase, response_counts
+from mtp_train.answers.endpoint import GREEDY, RESPONSE_TIMEOUT_SECONDS, Endpoint, Refusal, SettingNames, read_api_key
+from mtp_train.answers.generate import ask as question_of
 from mtp_train.checkpoints.locations import open_location
-from mtp_train.data.answers import Answer, fit_of, spread
-from mtp_train.data.draft_counts import SpecCounts, increase, response_counts
-from mtp_train.data.endpoint import GREEDY, RESPONSE_TIMEOUT_SECONDS, Endpoint, Refusal, SettingNames, read_api_key
-from mtp_train.data.regenerated import ask as question_of
 from mtp_train.errors import DataError
 from mtp_train.evaluation.cells import ALL_TASKS, Cell, StudyReport
 from mtp_train.evaluation.grid import Grid, grid_prompts
@@ -173,7 +173,7 @@ def measure_endpoint(
         api_key_env: The environment variable with the server's key.
         seed: Combined with a prompt's id to the sampling seed of its request.
         progress: The progress display.
-        wait: Function that waits a number of seconds (:class:`~mtp_train.data.endpoint.Endpoint`).
+        wait: Function that waits a number of seconds (:class:`~mtp_train.answers.endpoint.Endpoint`).
 
     Raises:
         DataError: The server cannot be used, fails permanently, was restarted, or serves other clients.

@@ -13,11 +13,11 @@ from rich.progress import Progress
 
 from mtp_inference import MAX_DEPTH
 from mtp_inference.opening import OWN
+from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
 from mtp_train.checkpoints.demo import PREFIX
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.run_export import is_run
 from mtp_train.checkpoints.writing import full_disk_is_named
-from mtp_train.data.endpoint import RESPONSE_TIMEOUT_SECONDS
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import BITS_OPTIONS, ArmSpec, arm_of_run, named, open_arm, parse_arm
 from mtp_train.evaluation.cells import StudyReport

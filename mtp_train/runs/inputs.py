@@ -16,6 +16,7 @@ from accelerate import PartialState
 from rich.progress import Progress
 
 from mtp_train.acceptance.gate import min_gate_groups
+from mtp_train.answers.generate import RESPONSE_ROOM_TOKENS
 from mtp_train.checkpoints.adapter import locate_adapter
 from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, demo_path, home_source, resolve
 from mtp_train.checkpoints.files import Checkpoint, read_json
@@ -23,13 +24,18 @@ from mtp_train.checkpoints.finite import require_finite_checkpoint
 from mtp_train.checkpoints.identity import Contents
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.quantised import quant_method
-from mtp_train.data.groups import join_near_duplicates
-from mtp_train.data.prompts import Prompt, build_prompts, choose_evenly, choose_prompts, continuation_prompts
+from mtp_train.data.groups import join_near_duplicates, mix, split_by_group
 from mtp_train.data.records import PlainText, Record
-from mtp_train.data.regenerated import RESPONSE_ROOM_TOKENS
 from mtp_train.data.sources import load_records
-from mtp_train.data.split import mix, split_by_group
-from mtp_train.data.tokenize import Document, tokenize_records
+from mtp_train.data.tokenize import (
+    Document,
+    Prompt,
+    build_prompts,
+    choose_evenly,
+    choose_prompts,
+    continuation_prompts,
+    tokenize_records,
+)
 from mtp_train.errors import CheckpointError, DataError, RecipeError
 from mtp_train.evaluation.settings import draft_depth, served_settings
 from mtp_train.families import Convention, RawConfig

@@ -17,10 +17,10 @@ from rich.console import Console, Group, RenderableType
 from rich.progress import Progress
 from rich.text import Text
 
+from mtp_train.answers.store import ResponseCounts
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.run_export import EXPORT, HEAD
 from mtp_train.checkpoints.writing import full_disk_is_named
-from mtp_train.data.responses import ResponseCounts
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation.cells import StudyReport

@@ -29,8 +29,8 @@ from mtp_train.checkpoints.demo import GROUP_FIELD
 from mtp_train.checkpoints.run_export import RECIPE_FILE
 from mtp_train.checkpoints.suggestions import graft_command, inspect_command, last_name, retrain_command
 from mtp_train.checkpoints.writing import full_disk_is_named, write_text
-from mtp_train.data.prompts import Prompt, choose_evenly
 from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
+from mtp_train.data.tokenize import Prompt, choose_evenly
 from mtp_train.errors import ChangedInputError, GateRefusedError
 from mtp_train.evaluation.arms import ArmSpec
 from mtp_train.evaluation.cells import ALL_TASKS, StudyReport

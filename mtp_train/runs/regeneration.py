@@ -13,12 +13,11 @@ import torch
 
 from mtp_inference import Request, Sampling, SpeculativeDecoder
 from mtp_inference.sampling.distributions import distribution_of
-from mtp_train.checkpoints.writing import write_json
-from mtp_train.data.answers import AnswerFit, CheckedStore, JudgeFn, fit_of
-from mtp_train.data.endpoint import RESPONSE_TIMEOUT_SECONDS, Endpoint, read_api_key
-from mtp_train.data.prompts import choose_prompts
-from mtp_train.data.regenerated import Question, fitting_prompts, regenerate
-from mtp_train.data.responses import (
+from mtp_train.answers.check import AnswerFit, CheckedStore, JudgeFn, fit_of
+from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS, Endpoint, read_api_key
+from mtp_train.answers.generate import Question, fitting_prompts, regenerate
+from mtp_train.answers.served import PROBE_PROMPTS, missing_prompts, probe, regenerate_served
+from mtp_train.answers.store import (
     COPIED_FILE,
     RegeneratedRow,
     RegeneratedStore,
@@ -26,8 +25,8 @@ from mtp_train.data.responses import (
     rows_after,
     settings_key,
 )
-from mtp_train.data.served import PROBE_PROMPTS, missing_prompts, probe, regenerate_served
-from mtp_train.data.tokenize import Document
+from mtp_train.checkpoints.writing import write_json
+from mtp_train.data.tokenize import Document, choose_prompts
 from mtp_train.errors import DataError, MtpError, RecipeError
 from mtp_train.recipe.schema import Recipe, RegenerateSpec
 from mtp_train.runs.run import Run

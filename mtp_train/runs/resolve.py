@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 
 from mtp_train.acceptance.gate import min_gate_groups
 from mtp_train.checkpoints.locations import open_location
-from mtp_train.data.prompts import build_prompts
 from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
-from mtp_train.data.tokenize import Document, tokenize_records
+from mtp_train.data.tokenize import Document, build_prompts, tokenize_records
 from mtp_train.errors import RecipeError
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.auto_fields import FROM_TEXT

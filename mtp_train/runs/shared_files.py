@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mtp_train.checkpoints.files import Checkpoint
-from mtp_train.data.prompts import Prompt
-from mtp_train.data.tokenize import Document
+from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import TrainingError
 from mtp_train.runs.head_source import RunHead
 from mtp_train.runs.run_directory import checkpoint_identity

@@ -21,10 +21,9 @@ from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.acceptance.counts import tau
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.checkpoints.run_export import HEAD
-from mtp_train.data.frequency import frequent_tokens
+from mtp_train.data.groups import split_by_group
 from mtp_train.data.pack import PackedSequence, global_batches, pack_documents
-from mtp_train.data.split import split_by_group
-from mtp_train.data.tokenize import Document
+from mtp_train.data.tokenize import Document, frequent_tokens
 from mtp_train.errors import TrainingError
 from mtp_train.heads.build import build_head, trained_head
 from mtp_train.heads.diagnose import text_config_of

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
 
+from mtp_train.answers.store import stored_rows
 from mtp_train.cli.main import main
-from mtp_train.data.responses import stored_rows
 from mtp_train.runs import regeneration
 from runs import LEARNS, document, refusal, tree, write_recipe
 

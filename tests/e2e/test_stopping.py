@@ -18,9 +18,9 @@ from filelock import SoftFileLease, Timeout
 from rich.console import Console
 
 from launching import environment, head, metrics, outcome, responses
+from mtp_train.answers.generate import RegeneratedStore
 from mtp_train.checkpoints.writing import LOCK_FILE
 from mtp_train.cli.main import main
-from mtp_train.data.regenerated import RegeneratedStore
 from mtp_train.errors import OutputExistsError, StoppedError
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline, run_directory

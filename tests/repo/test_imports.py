@@ -27,6 +27,7 @@ ORDER = (
     "mtp_train.heads",
     "mtp_train.trunk",
     "mtp_train.data",
+    "mtp_train.answers",
     "mtp_train.recipe",
     "mtp_train.train",
     "mtp_inference",

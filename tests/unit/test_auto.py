@@ -27,6 +27,7 @@ from mtp_train.runs.resolve import (
     resolve_training,
     resolved_recipe,
 )
+from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.train.devices import device_named
 from runs import BYTE_VOCAB_SIZE, tiny_mapping, tiny_recipe, write_inputs
 
@@ -169,10 +170,11 @@ def test_a_recipe_leaves_fields_to_the_rules_and_keeps_those_of_the_user(inputs:
     assert found == recipe_of(mapping(inputs, tmp_path / "run"), ["evaluate.prompts=5"])
 
 
-def test_a_resumed_run_keeps_what_it_recorded(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_what_it_recorded(inputs: Path, tmp_path: Path) -> None:
     before, _ = resolved_recipe(mapping(inputs, tmp_path / "run"))
     recorded = replace(before, train=replace(before.train, max_steps=77))
-    monkeypatch.setattr(resolve, "recorded_recipe", lambda run_dir: recorded if run_dir == tmp_path / "run" else None)
+    RunDirectory(tmp_path / "run").path.mkdir()
+    RunDirectory(tmp_path / "run").record_recipe(recorded)
     again, choices = resolved_recipe(mapping(inputs, tmp_path / "run"))
     assert again == recorded
     assert Choice("train.max_steps", 77, f"recorded in {tmp_path / 'run'}") in choices

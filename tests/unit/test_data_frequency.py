@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mtp_train.data.frequency import frequent_tokens
-from mtp_train.data.tokenize import Document
+from mtp_train.data.tokenize import Document, frequent_tokens
 from mtp_train.runs.training import keep_targets
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mtp_train.data.groups import THRESHOLD, join_near_duplicates, near_duplicate_groups
+from mtp_train.data.groups import THRESHOLD, join_near_duplicates, near_duplicate_groups, split_by_group
 from mtp_train.data.records import Chat, Content, PlainText, PromptResponse, Record, content_group, normalised
 from mtp_train.data.sources import load_records
-from mtp_train.data.split import split_by_group
 from mtp_train.errors import DataError
 
 WORDS = ["".join(random.Random(n).choices("abcdefghijklmnopqrstuvwxyz", k=3 + n % 7)) for n in range(2000)]

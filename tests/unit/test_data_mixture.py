@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
+from mtp_train.data.groups import mix
 from mtp_train.data.records import PlainText, Record
-from mtp_train.data.split import mix
 from mtp_train.errors import DataError
 
 

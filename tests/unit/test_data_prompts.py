@@ -5,7 +5,8 @@ from collections import Counter
 import pytest
 
 from byte_tokenizer import CHATML_STRIPS_THINKING, byte_tokenizer
-from mtp_train.data.prompts import (
+from mtp_train.data.records import Chat, Content, PlainText, PromptResponse, Record
+from mtp_train.data.tokenize import (
     MAX_CONTINUATION_TOKENS,
     Prompt,
     build_prompts,
@@ -13,7 +14,6 @@ from mtp_train.data.prompts import (
     choose_prompts,
     continuation_prompts,
 )
-from mtp_train.data.records import Chat, Content, PlainText, PromptResponse, Record
 from mtp_train.errors import DataError
 
 USER = {"role": "user", "content": "hi"}

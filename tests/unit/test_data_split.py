@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from mtp_train.data.split import is_held_out, split_by_group, stable_share
+from mtp_train.data.groups import is_held_out, split_by_group, stable_share
 from mtp_train.errors import DataError
 
 
@@ -39,7 +39,7 @@ def test_the_side_depends_on_group_and_seed_alone() -> None:
 
 
 def test_the_side_is_the_same_in_every_process() -> None:
-    code = "from mtp_train.data.split import stable_share; print(stable_share('a', 3))"
+    code = "from mtp_train.data.groups import stable_share; print(stable_share('a', 3))"
     shares = {
         subprocess.run(
             [sys.executable, "-c", code],

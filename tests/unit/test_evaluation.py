@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mtp_train.data.prompts import Prompt
+from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.decoding import PLAIN
 from mtp_train.evaluation.dense import own_text
 from mtp_train.evaluation.prompt_records import Decoded

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from mtp_train.data.prompts import Prompt
-from mtp_train.data.tokenize import Document
+from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import TrainingError
 from mtp_train.runs import shared_files
 from mtp_train.runs.shared_files import files_in, require_alike, require_shared, text_checksum

@@ -16,8 +16,8 @@ from drafting_server import Dialect, DraftingServer
 from mtp_inference import Request, Sampling, SpeculativeDecoder
 from mtp_train.acceptance.counts import PromptCounts, acceptance_rate, conditional, marginal, repeated_ngram_share, tau
 from mtp_train.acceptance.intervals import pooled_tau_interval
-from mtp_train.data import endpoint as endpoint_module
-from mtp_train.data.regenerated import ask
+from mtp_train.answers import endpoint as endpoint_module
+from mtp_train.answers.generate import ask
 from mtp_train.errors import DataError
 from mtp_train.evaluation.cells import ALL_TASKS, Cell
 from mtp_train.evaluation.prompt_records import TaskPrompt

@@ -17,7 +17,7 @@ from mtp_inference.drafters.drafter import DrafterMaker
 from mtp_inference.drafters.other_drafters import NgramDrafting
 from mtp_inference.lossless import compare, gap_of_draws
 from mtp_inference.sampling.distributions import TOKEN, SamplingRows, probabilities, uniform
-from mtp_train.data.regenerated import noise_seed
+from mtp_train.answers.generate import noise_seed
 from mtp_train.errors import OutputExistsError
 from mtp_train.evaluation import decoding
 from mtp_train.evaluation.decoding import decode_prompts

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, resolve
 from mtp_train.data.groups import join_near_duplicates
-from mtp_train.data.prompts import choose_evenly
 from mtp_train.data.records import Record, content_group
 from mtp_train.data.sources import load_records
+from mtp_train.data.tokenize import choose_evenly
 from mtp_train.errors import DataError
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, TaskPrompt
 from mtp_train.evaluation.suites import load_suite, suite_prompts

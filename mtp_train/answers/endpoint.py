@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import httpx
 
-from mtp_train.data.draft_counts import COUNTING, Counters, as_completion, native_payload, read_counters
-from mtp_train.data.regenerated import Question
+from mtp_train.answers.draft_counts import COUNTING, Counters, as_completion, native_payload, read_counters
+from mtp_train.answers.generate import Question
 from mtp_train.errors import DataError, MtpError, printable, redacted
 from mtp_train.trunk.tokenizer import raw_tokens
 

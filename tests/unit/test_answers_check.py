@@ -12,12 +12,12 @@ import torch
 
 from byte_tokenizer import byte_tokenizer
 from mtp_inference.sampling.distributions import Sampling, distribution_of
-from mtp_train.data import answers as checked
-from mtp_train.data.answers import AnswerFit, CheckedStore, JudgeFn, allowance, fit_of
-from mtp_train.data.endpoint import Endpoint
-from mtp_train.data.prompts import Prompt
-from mtp_train.data.responses import RegeneratedRow, RegeneratedStore
-from mtp_train.data.served import missing_prompts, probe, regenerate_served
+from mtp_train.answers import check as checked
+from mtp_train.answers.check import AnswerFit, CheckedStore, JudgeFn, allowance, fit_of
+from mtp_train.answers.endpoint import Endpoint
+from mtp_train.answers.served import missing_prompts, probe, regenerate_served
+from mtp_train.answers.store import RegeneratedRow, RegeneratedStore
+from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import CheckpointError, DataError
 from mtp_train.trunk.load import Trunk
 from openai_server import DECODING, Reply, ReplyFn, openai_server, served_by

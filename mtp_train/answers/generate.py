@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mtp_train.data.prompts import Prompt
-from mtp_train.data.responses import RegeneratedRow, RegeneratedStore
-from mtp_train.data.split import stable_share
+from mtp_train.answers.store import RegeneratedRow, RegeneratedStore
+from mtp_train.data.groups import stable_share
+from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
 
 RESPONSE_ROOM_TOKENS = 16

@@ -24,8 +24,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from mtp_train.answers.store import RegeneratedRow, RegeneratedStore, rows_after
 from mtp_train.checkpoints.writing import write_text
-from mtp_train.data.responses import RegeneratedRow, RegeneratedStore, rows_after
 from mtp_train.errors import DataError
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.non_finite import non_finite_error

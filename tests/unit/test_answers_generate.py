@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from mtp_train.data.prompts import Prompt
-from mtp_train.data.regenerated import Question, RegenerateCounts, batches_by_length, regenerate
-from mtp_train.data.responses import RegeneratedStore
+from mtp_train.answers.generate import Question, RegenerateCounts, batches_by_length, regenerate
+from mtp_train.answers.store import RegeneratedStore
+from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
 
 EOS = 0

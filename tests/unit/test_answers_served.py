@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from byte_tokenizer import byte_tokenizer
-from mtp_train.data.answers import AnswerFit, CheckedStore
-from mtp_train.data.endpoint import GREEDY, Endpoint
-from mtp_train.data.prompts import Prompt
-from mtp_train.data.responses import RegeneratedRow, RegeneratedStore
-from mtp_train.data.served import ServedCounts, missing_prompts, probe, regenerate_served
+from mtp_train.answers.check import AnswerFit, CheckedStore
+from mtp_train.answers.endpoint import GREEDY, Endpoint
+from mtp_train.answers.served import ServedCounts, missing_prompts, probe, regenerate_served
+from mtp_train.answers.store import RegeneratedRow, RegeneratedStore
+from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
 from openai_server import Reply, ReplyFn, Served, completion, openai_server, served_by
 from tiny import tiny_trunk

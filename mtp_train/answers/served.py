@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from mtp_train.data.answers import CheckedStore
-from mtp_train.data.endpoint import GREEDY, Endpoint, Refusal
-from mtp_train.data.prompts import Prompt
-from mtp_train.data.regenerated import Question, answered, ask, fitting_prompts, make_row
-from mtp_train.data.responses import RegeneratedStore
+from mtp_train.answers.check import CheckedStore
+from mtp_train.answers.endpoint import GREEDY, Endpoint, Refusal
+from mtp_train.answers.generate import Question, answered, ask, fitting_prompts, make_row
+from mtp_train.answers.store import RegeneratedStore
+from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
 from mtp_train.trunk.load import Trunk
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-import mtp_train.data.responses as responses_module
-from mtp_train.data.responses import RegeneratedRow, RegeneratedStore, settings_key
+import mtp_train.answers.store as responses_module
+from mtp_train.answers.store import RegeneratedRow, RegeneratedStore, settings_key
 from mtp_train.errors import DataError
 
 EOS = 0

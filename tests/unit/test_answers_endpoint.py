@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from byte_tokenizer import byte_tokenizer
-from mtp_train.data.endpoint import GREEDY, MAX_ATTEMPTS, Endpoint, Refusal
-from mtp_train.data.regenerated import Question
+from mtp_train.answers.endpoint import GREEDY, MAX_ATTEMPTS, Endpoint, Refusal
+from mtp_train.answers.generate import Question
 from mtp_train.errors import DataError
 from openai_server import Reply, ReplyFn, Served, completion, openai_server
 
