@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 from rich.progress import Progress
 from torch import nn
@@ -21,7 +20,8 @@ from mtp_train.checkpoints.writing import LOCK_FILE
 from mtp_train.errors import RecipeError, TrainingError
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
-from mtp_train.runs.inputs import Inputs, decoding_problem, gather_inputs, trunk_dtype
+from mtp_train.runs.inputs import Inputs, gather_inputs, trunk_dtype
+from mtp_train.runs.refusals import decoding_problem
 from mtp_train.runs.run_answers import require_same_trunk
 from mtp_train.runs.run_directory import (
     ADAPTER,
@@ -183,23 +183,24 @@ def _sharder_while_loading(run: Run) -> Callable[[nn.Module], object] | None:
     return layer_sharder(run.accelerator) if is_plain and run.inputs.adapter is None else None
 
 
-def require_room(recipe: Recipe, inputs: Inputs, accelerator: Accelerator) -> None:
+def require_room(run: Run) -> None:
     """Check, before a trunk is loaded, that the GPU of each process holds the trunk that a run decodes with.
 
     Raises:
         RecipeError: It does not.
     """
-    model, checkpoint = recipe.model, inputs.finetune
-    if accelerator.device.type != "cuda" or not recipe.decodes or model.offload or model.quantization:
+    checkpoint, device = run.inputs.finetune, run.accelerator.device
+    if device.type != "cuda":
         return
-    itemsize = trunk_dtype(recipe, accelerator.device, checkpoint).itemsize
+    itemsize = trunk_dtype(run.recipe, device, checkpoint).itemsize
     if quant_method(checkpoint.config) is not None:
         trunk_bytes = checkpoint.num_bytes
     else:
-        trunk = empty_trunk_at(checkpoint.path, checkpoint.family, trust_remote_code=model.trust_remote_code)
+        trusts = run.recipe.model.trust_remote_code
+        trunk = empty_trunk_at(checkpoint.path, checkpoint.family, trust_remote_code=trusts)
         trunk_bytes = itemsize * sum(parameter.numel() for parameter in trunk.parameters())
-    head_bytes = itemsize * sum(math.prod(tensor.shape) for tensor in inputs.head_plan.template.tensors)
-    problem = decoding_problem(trunk_bytes, head_bytes, device_named(None).memory_bytes)
+    head_bytes = itemsize * sum(math.prod(tensor.shape) for tensor in run.inputs.head_plan.template.tensors)
+    problem = decoding_problem(run.recipe, trunk_bytes, head_bytes, device_named(None).memory_bytes)
     if problem is not None:
         raise RecipeError([f"{problem}."])
 
@@ -234,7 +235,7 @@ class RunTrunk:
         Raises:
             MtpError: It cannot be loaded, or the GPUs are too small to decode with it.
         """
-        require_room(self._run.recipe, self._run.inputs, self._run.accelerator)
+        require_room(self._run)
         to_shard = not decodes and shards_trunk(self._run.accelerator)
         self._trunk = load_run_trunk(self._run, to_shard=to_shard)
         self.is_whole = not to_shard

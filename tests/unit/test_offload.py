@@ -15,7 +15,7 @@ from checkpoints import save_stripped
 from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greedy
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError, RecipeError, TrainingError
-from mtp_train.runs.inputs import require_offload
+from mtp_train.runs.refusals import require_offload
 from mtp_train.runs.run import load_run_trunk
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import Offload, offload_layers
