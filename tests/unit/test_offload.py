@@ -15,8 +15,8 @@ from checkpoints import save_stripped
 from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greedy
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError, RecipeError, TrainingError
-from mtp_train.runs.inputs import require_offload
-from mtp_train.runs.stages import load_run_trunk
+from mtp_train.runs.refusals import require_offload
+from mtp_train.runs.run import load_run_trunk
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import Offload, offload_layers
 from runs import tiny_recipe
@@ -91,10 +91,10 @@ def test_an_adapter_is_offloaded_with_the_layers_that_wear_it(tmp_path: Path) ->
 
 
 def test_a_wrapper_around_one_process_is_refused_too(tmp_path: Path) -> None:
-    recipe, launched = tiny_recipe(tmp_path, tmp_path / "run", model__offload="cpu"), Mock()
-    launched.distributed_type = DistributedType.DEEPSPEED
+    run = Mock(recipe=tiny_recipe(tmp_path, tmp_path / "run", model__offload="cpu"))
+    run.accelerator.distributed_type = DistributedType.DEEPSPEED
     with pytest.raises(TrainingError, match=r"model\.offload: cpu, and the launcher asks for DEEPSPEED; expected one"):
-        load_run_trunk(recipe, Mock(), launched, Mock())
+        load_run_trunk(run)
 
 
 def test_several_processes_and_quantised_weights_are_refused(tmp_path: Path) -> None:
