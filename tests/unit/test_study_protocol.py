@@ -235,7 +235,7 @@ def arm(name: str, prompts: list[str], accepted: list[int], entropy: float, over
         agreed_KN=np.ones((1, 10 * len(prompts)), np.bool_),
         valid_KN=np.ones((1, 10 * len(prompts)), np.bool_),
     )
-    return MeasuredArm(name, name, "head", {GREEDY: decoded}, {(0.0, None): rows})
+    return MeasuredArm(name, name, "head", {GREEDY: decoded}, dense={(0.0, None): rows})
 
 
 def test_arms_on_prompts_of_their_own_are_compared_as_independent() -> None:
