@@ -12,12 +12,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from mtp_inference.cache.pooled import KeyPools
 from torch import Tensor
 
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, ConvolvedStore, IndexedStore, WindowCache
 from mtp_inference.cache.ngrams import NgramStore
-from mtp_inference.cache.pooled import KeyPools
 from mtp_inference.cache.recurrent import RecurrentStore
 from mtp_inference.decoder import Needs, make_batch
 from mtp_inference.drafters.assistant_drafter import AssistantDrafting
