@@ -7,7 +7,8 @@ round without drafts. Other texts of the batch may be at other positions and kee
 A round consists of tensor operations in fixed shapes, in place, and does not synchronise with the device, so that
 ``capture.py`` can run it as a CUDA graph. ``session.py`` plans rounds and reads their outcomes.
 
-Shapes: B rows of the batch, R rows that are prefilled together, T = K1 = K + 1 window tokens, K drafts, D hidden, V vocabulary.
+Shapes: B rows of the batch, R rows that are prefilled together, T = K1 = K + 1 tokens of a window, K drafts, D hidden,
+V vocabulary.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from mtp_train.errors import UnsupportedModelError
 from mtp_train.upstream.transformers_private import LinearAttentionLayer
 
 
-class ConvolutionInputs(RowState, LinearAttentionLayer):
+class ConvolutionInputs(LinearAttentionLayer, RowState):
     """Inputs of a layer's convolutions, with the cache interface of transformers' models and of the head's.
 
     Args:

@@ -36,7 +36,7 @@ BEFORE_ANY_TEXT = -(1 << 40)
 """A position lower than any real one."""
 
 
-class AttentionStore(RowState, CacheLayerMixin):
+class AttentionStore(CacheLayerMixin, RowState):
     """Keys and values of one attention layer, (B, H, S, width), allocated at the first update.
 
     Args:
