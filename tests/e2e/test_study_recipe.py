@@ -16,7 +16,7 @@ from mtp_train import check
 from mtp_train.errors import DataError, OutputExistsError
 from mtp_train.evaluation.cells import StudyReport, load_study
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.recipe.schema import StudySection
+from mtp_train.recipe.sections import StudySection
 from mtp_train.runs.inputs import gather_inputs
 from mtp_train.runs.study import study_run as stages
 from mtp_train.runs.study.material import gather_study
@@ -126,7 +126,7 @@ def test_a_study_killed_in_any_stage_ends_the_same(
     run_quietly(recipe)
     assert stable(load_study(tmp_path / "run" / "report.json")) == stable(load_study(unbroken / "report.json"))
     # Finished: nothing is done again.
-    monkeypatch.setattr(stages, "gather_inputs", lambda *_: pytest.fail("run again"))
+    monkeypatch.setattr("mtp_train.runs.run.gather_inputs", lambda *_: pytest.fail("run again"))
     run_quietly(recipe)
 
 
