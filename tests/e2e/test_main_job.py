@@ -14,8 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mtp_inference import HeadDrafting, SpeculativeDecoder
-from mtp_inference.drafters.drafter import Drafter, Place, Size
-from mtp_inference.sampling.chooser import Chooser, Drafts
+from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.drafters.drafter import BatchSize, Drafter, RoundPlan
+from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.identity import RECORD_FILE
@@ -68,12 +69,12 @@ class Spy(HeadDrafting):
         super().__init__(head)
         self.drafts: list[int] = []
 
-    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
-        drafter = super().make(trunk, size, depth)
+    def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
+        drafter = super().make(trunk, size, cache)
         draft = drafter.draft
 
-        def recorded(depth: int, place: Place, chooser: Chooser) -> Drafts:
-            drafts = draft(depth, place, chooser)
+        def recorded(plan: RoundPlan, choice: DraftChoice) -> Drafts:
+            drafts = draft(plan, choice)
             self.drafts += drafts.tokens_BK.flatten().tolist()
             return drafts
 
