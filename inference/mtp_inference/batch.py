@@ -27,8 +27,7 @@ from mtp_inference.forward import prefill_chunks, window_states
 from mtp_inference.sampling.chooser import Chooser, Drafts
 from mtp_inference.sampling.distributions import Sampling
 from mtp_train.trunk.load import Trunk
-from mtp_train.trunk.precision import slow_halves
-from mtp_train.trunk.widen import Scratch, widened
+from mtp_train.trunk.precision import Scratch, slow_halves
 
 NO_TOKEN = -1
 BAD_TRUNK, BAD_DRAFTER = -1, -2
@@ -246,7 +245,7 @@ class Batch:
             yield
 
     def _widened(self, applies: bool) -> AbstractContextManager[None]:
-        return widened(self.trunk, self._scratch) if applies else nullcontext()
+        return self.trunk.computing_in(torch.float32, self._scratch) if applies else nullcontext()
 
     def _draft(self, plan: RoundPlan) -> Drafts:
         if plan.depth == 0 or self.drafter is None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from accelerate import PartialState
 from rich.progress import Progress
 
@@ -47,10 +46,9 @@ from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.export_run import require_exportable
 from mtp_train.runs.head_source import RunHead, open_head_source, require_source_model, source_plan
 from mtp_train.runs.run_answers import require_answers
-from mtp_train.train.estimate import GIB
-from mtp_train.train.plan import Plan, make_plan
+from mtp_train.runs.settings import plan_of
+from mtp_train.train.plan import GIB, Plan
 from mtp_train.trunk.offload import Offload
-from mtp_train.trunk.precision import automatic_dtype
 from mtp_train.trunk.quantise import require_bitsandbytes, require_quantizable
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.trunk.whole import require_whole_trunk
@@ -117,7 +115,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     Raises:
         MtpError: An input is missing, malformed, or does not fit the recipe.
     """
-    plan = make_plan(recipe, world_size)
+    plan = plan_of(recipe, world_size)
     finetune = open_location(recipe.model.trunk)
     require_source_model(recipe)
     donor = open_head_source(recipe.model.head_from) if recipe.model.head_from else None
@@ -470,10 +468,3 @@ def require_offload(offload: Offload, world_size: int, config: RawConfig, *, whe
             f"{where}: quantised with {method}, while model.offload is {offload}; expected plain weights. Write "
             "model.offload: null, or point model.trunk at the unquantised checkpoint."
         )
-
-
-def trunk_dtype(recipe: Recipe, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype in which a trunk is held: the recipe's, or for ``auto`` :func:`automatic_dtype`."""
-    if recipe.model.dtype != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.model.dtype]
-    return automatic_dtype(checkpoint, checkpoint.family, device)

@@ -37,6 +37,7 @@ from mtp_train.runs.export_run import write_export
 from mtp_train.runs.input_identity import hash_run_inputs, require_run_inputs
 from mtp_train.runs.inputs import Inputs, gather_inputs
 from mtp_train.runs.model_card import write_card
+from mtp_train.runs.out_of_memory import memory_is_named
 from mtp_train.runs.regeneration import regenerate_stage
 from mtp_train.runs.run_dir import (
     FIRST_STAGE,
@@ -56,10 +57,10 @@ from mtp_train.runs.run_dir import (
     with_resolved_precision,
     write_outcome,
 )
+from mtp_train.runs.settings import plan_of
 from mtp_train.runs.shared_files import require_shared
 from mtp_train.runs.stages import RunTrunks, Stage, claim_run, make_documents, trained_documents
 from mtp_train.runs.training import STATE, train_stage
-from mtp_train.train.estimate import memory_is_named
 from mtp_train.train.launch import (
     RunAccelerator,
     describe_processes,
@@ -68,7 +69,6 @@ from mtp_train.train.launch import (
     require_processes,
 )
 from mtp_train.train.log import read_metrics
-from mtp_train.train.plan import make_plan
 from mtp_train.train.stopping import Stopped, stopped_by_signals
 from mtp_train.trunk.progress import progress_on
 
@@ -283,7 +283,7 @@ def settle_length(
     if accelerator.is_main_process:
         record_recipe(run_dir, recipe)
         tell_choices(choices, progress.console)
-    return recipe, replace(inputs, plan=make_plan(recipe, accelerator.num_processes))
+    return recipe, replace(inputs, plan=plan_of(recipe, accelerator.num_processes))
 
 
 def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:

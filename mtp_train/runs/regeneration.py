@@ -35,8 +35,8 @@ from mtp_train.runs.inputs import Inputs
 from mtp_train.runs.run_answers import DATA, SETTINGS_FILE, copy_answers
 from mtp_train.runs.shared_files import require_shared
 from mtp_train.train.launch import RunAccelerator
+from mtp_train.train.machine import set_threads
 from mtp_train.train.shard import shard_decoder
-from mtp_train.train.threads import settle_threads
 from mtp_train.trunk.load import Trunk
 
 COUNTS_FILE = "counts.json"
@@ -85,7 +85,7 @@ def regenerate_stage(
 
     if settings.endpoint is None:
         rows = settings.batch_size or BATCH_SIZE
-        settle_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
+        set_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
         answer_by_decoder(recipe, settings, inputs, trunk, store, on_progress)
     else:
         answer = partial(answer_by_server, recipe, settings, inputs, trunk, store, on_progress)

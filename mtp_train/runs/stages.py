@@ -23,16 +23,17 @@ from mtp_train.errors import RecipeError, TrainingError
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.input_identity import record_run_inputs, require_run_inputs, run_contents
-from mtp_train.runs.inputs import Inputs, decoding_problem, trunk_dtype
+from mtp_train.runs.inputs import Inputs, decoding_problem
 from mtp_train.runs.regeneration import regenerate_stage, stored_documents
 from mtp_train.runs.run_dir import FIRST_STAGE, checkpoint_identity, claim, environment_facts
 from mtp_train.runs.shared_files import checkpoints_checksum, require_alike, require_shared, text_checksum
 from mtp_train.runs.training import part_documents
-from mtp_train.train.devices import device_named
 from mtp_train.train.launch import RunAccelerator
+from mtp_train.train.machine import device_named
 from mtp_train.train.shard import give_up_shards, layer_sharder, shards_trunk
 from mtp_train.trunk.load import Trunk, empty_trunk_at, load_trunk
 from mtp_train.trunk.offload import offload_layers
+from mtp_train.trunk.precision import COMPUTE_DTYPES, trunk_dtype
 from mtp_train.trunk.progress import shown_loading
 
 
@@ -77,10 +78,11 @@ def load_run_trunk(
                 f"{accelerate_file('single')}, or write model.offload: null."
             )
         device = torch.device("cpu")
-    dtype = trunk_dtype(recipe, accelerator.device, inputs.finetune)
-    if shards_trunk(accelerator) and recipe.train.precision == "fp32":
+    finetune = inputs.finetune
+    dtype = trunk_dtype(finetune, finetune.family, accelerator.device, recipe.model.dtype)
+    if shards_trunk(accelerator):
         # Shards are gathered in the dtype that they are held in, and no hook can convert them.
-        dtype = torch.float32
+        dtype = COMPUTE_DTYPES[recipe.train.precision]
     together = accelerator.failing_together() if to_shard else nullcontext()
     with together, shown_loading(progress, recipe.model.trunk, inputs.finetune.num_bytes):
         return load_trunk(
@@ -119,7 +121,7 @@ def require_room(recipe: Recipe, inputs: Inputs, accelerator: Accelerator) -> No
     model, checkpoint = recipe.model, inputs.finetune
     if accelerator.device.type != "cuda" or not recipe.decodes or model.offload or model.quantization:
         return
-    itemsize = trunk_dtype(recipe, accelerator.device, checkpoint).itemsize
+    itemsize = trunk_dtype(checkpoint, checkpoint.family, accelerator.device, model.dtype).itemsize
     if quant_method(checkpoint.config) is not None:
         trunk_bytes = checkpoint.num_bytes
     else:

@@ -28,7 +28,7 @@ from mtp_train.report.write import PAGE_FILE
 from mtp_train.runs import pipeline
 from mtp_train.runs.auto import Choice, settle_values
 from mtp_train.runs.display import quiet_progress, rich_to_html
-from mtp_train.train.devices import Device, device_named
+from mtp_train.train.machine import Device, device_named
 
 RecipeLike = Recipe | str | Path | Mapping[str, Any]
 Overrides = Mapping[str, Any] | Sequence[str]

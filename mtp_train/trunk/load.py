@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Convention, Family
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.heads.diagnose import layout_of, trunk_config
-from mtp_train.trunk.precision import HALF_DTYPES
+from mtp_train.trunk.precision import HALF_DTYPES, Scratch, computing_in
 from mtp_train.trunk.quantise import Quantization, packing
 from mtp_train.trunk.recurrent_kernels import choose_kernels
 from mtp_train.upstream.transformers_private import (
@@ -144,6 +144,18 @@ class Trunk(nn.Module):
         """Release the decoder's layers and their memory; embedding, final norm and output matrix stay."""
         self.decoder.layers = nn.ModuleList()
         self.offloaded = False
+
+    def computing_in(self, dtype: torch.dtype, scratch: Scratch | None = None) -> AbstractContextManager[None]:
+        """Make the trunk multiply in a dtype and return it inside this context, whatever dtype it is held in.
+
+        The same trunk loaded in that dtype gives equal results. Weights of that dtype and packed weights stay
+        unchanged. Weights that are read outside of their module's forward (``lm_head_VD``) keep their dtype.
+
+        Args:
+            dtype: fp32 or a dtype in half precision.
+            scratch: A buffer to reuse. Share it only among callers that are always, or never, in inference mode.
+        """
+        return computing_in(self.causal_lm, set(self.layers), dtype, scratch)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Trunk:
         # Between forwards, the parameters of offloaded layers have no data to move or cast. The other parts are on the

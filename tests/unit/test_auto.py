@@ -18,7 +18,7 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.runs import auto
 from mtp_train.runs.auto import EPOCHS, MOST_EPOCHS, Choice, ModelFacts, TextFacts, settle_training, settle_values
 from mtp_train.runs.start import recipe_of, settled_recipe
-from mtp_train.train.devices import device_named
+from mtp_train.train.machine import device_named
 from runs import BYTE_VOCAB_SIZE, tiny_mapping, tiny_recipe, write_inputs
 
 FIELDS = tuple(STAND_INS)

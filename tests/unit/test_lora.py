@@ -18,10 +18,10 @@ from mtp_train.errors import RecipeError
 from mtp_train.heads.lora import is_lora, merged_weights, put_on_lora, require_lora_targets
 from mtp_train.heads.module import MtpHead
 from mtp_train.recipe.schema import LoraSpec, Recipe
-from mtp_train.train.aligned import Batch, aligned_rows
+from mtp_train.runs.settings import plan_of, train_options
+from mtp_train.train.aligned import PackedBatch, aligned_rows
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.loop import make_optimizer, train_head
-from mtp_train.train.plan import make_plan
 from tiny import ALL_FAMILIES, num_released_modules, tiny_head, tiny_trunk
 from tolerances import assert_differs, assert_same, num_terms
 
@@ -46,7 +46,7 @@ def randomise(head: MtpHead) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def drafted(module: HeadTraining) -> Tensor:
-    batch = Batch(*collate(four_sequences()).values())
+    batch = PackedBatch(*collate(four_sequences()).values())
     return aligned_rows(module.trunk, module.head, batch, NUM_DEPTHS).student_KND
 
 
@@ -85,7 +85,7 @@ def test_the_matrices_and_nothing_else_get_a_gradient(family_name: str) -> None:
 def test_the_optimiser_holds_the_matrices_alone_and_one_step_moves_the_head() -> None:
     module = worn(WITH_EXPERTS, LoraSpec(r=32, alpha=32)).train()
     plain = {name: value for name, value in tiny_head(module.trunk).named_parameters()}
-    optimizer = make_optimizer(module.head, recipe(train__lr=0.1))
+    optimizer = make_optimizer(module.head, train_options(recipe(train__lr=0.1)))
     held = {id(value) for group in optimizer.param_groups for value in group["params"]}
     assert held == {id(value) for value in module.head.parameters() if value.requires_grad}
     module(*collate(four_sequences()).values(), torch.ones(NUM_DEPTHS)).total.backward()
@@ -144,11 +144,11 @@ def train(directory: Path, used: Recipe, *, stop_after: int | None = None) -> di
         if done == stop_after:
             raise KeyboardInterrupt
 
-    plan = make_plan(used, 1)
+    plan = plan_of(used, 1)
     documents = make_documents(16, 9, 14, 11, 7, 12, 5, 8)
     return train_head(
         worn(WITH_EXPERTS, LoraSpec(r=4)),
-        recipe=used,
+        options=train_options(used),
         plan=plan,
         batch_fn=global_batches(
             documents, seq_len_tokens=SEQ_LEN, pack=True, sequences_per_step=plan.sequences_per_step, seed=0
