@@ -12,7 +12,6 @@ from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.engines import EngineSupport, complete, engine_commands, engine_table, no
 from mtp_train.families.spec import (
     Declaration,
-    Engines,
     Family,
     HeadLayer,
     Keys,
@@ -123,7 +122,7 @@ _GEMMA4_TRUNK = Family(
     wiring=Wiring(conventions={}),
     layer=HeadLayer(why_not_run="its releases carry none"),
     trunk=TrunkTraits(masks_by_layer_type=True, logit_bound="final_logit_softcapping"),
-    engines=Engines(support=engine_table(vllm=_NO_HEAD, sglang=_NO_HEAD, llama_cpp=_NO_HEAD, transformers=_NO_HEAD)),
+    engines=engine_table(vllm=_NO_HEAD, sglang=_NO_HEAD, llama_cpp=_NO_HEAD, transformers=_NO_HEAD),
 )
 _AS_TRANSFORMERS = AssistantConvention(position_offset=1, more_sliding_keys=1)
 GEMMA4_ASSISTANT = Assistant(

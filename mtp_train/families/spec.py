@@ -18,8 +18,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.convention import Convention
-from mtp_train.families.engines import ENGINES, EngineSupport, complete
+from mtp_train.families.engines import ENGINES, Convention, EngineSupport, complete
 from mtp_train.families.mechanisms.residual_streams import Streams
 from mtp_train.upstream.transformers_private import load_from_wrapper
 
@@ -83,6 +82,35 @@ class Borrowed:
     frozen: str | None = None
     """Submodule of the layer that only selects keys and so gets no gradient. It is frozen, because distributed training
     waits for a gradient of every trainable parameter."""
+
+    @classmethod
+    def of(
+        cls,
+        model: str,
+        prefix: str,
+        *,
+        layer: str = "DecoderLayer",
+        norm: str = "RMSNorm",
+        rotary: str | None = "RotaryEmbedding",
+        **options: Any,
+    ) -> Borrowed:
+        """Return the classes of one model of transformers.
+
+        Args:
+            model: Its directory under ``transformers.models``.
+            prefix: How the names of its classes begin.
+            layer: The rest of the layer's name.
+            norm: The rest of the norm's name.
+            rotary: The rest of the rotary embedding's name, or None.
+            **options: Further fields of the record.
+        """
+        return cls(
+            python_module=f"transformers.models.{model}.modeling_{model}",
+            layer=prefix + layer,
+            norm=prefix + norm,
+            rotary=None if rotary is None else prefix + rotary,
+            **options,
+        )
 
     def cls(self, name: str) -> Any:
         """Return a class of the Python module by name."""
@@ -286,16 +314,6 @@ class TrunkTraits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engines:
-    """Which serving engines load the head."""
-
-    support: Mapping[str, EngineSupport]
-    """The family's own entries; see ``engine_table``."""
-    of_checkpoint: Callable[[Mapping[str, str]], Mapping[str, EngineSupport]] | None = None
-    """The entries for one checkpoint, from its keys and their safetensors dtypes. None: ``support`` holds for all."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Family:
     """One family of checkpoints that store an MTP head in the same way."""
 
@@ -309,13 +327,16 @@ class Family:
     attached: bool = False
     """Whether releases carry no head, so that a checkpoint has one only after it was attached."""
     wrapper: str | None = None
-    """Model type of the vision-language model around such a trunk; see ``wrappers.py``."""
-    declaration: Declaration
+    """Model type of the vision-language model around such a trunk; see ``registry.WRAPPERS``."""
+    declaration: Declaration = Declaration(count="num_nextn_predict_layers")
     keys: Keys
     wiring: Wiring = Wiring()
     layer: HeadLayer
     trunk: TrunkTraits = TrunkTraits()
-    engines: Engines
+    engines: Mapping[str, EngineSupport]
+    """Which serving engines load the head: the family's own entries; see ``engine_table``."""
+    engines_of: Callable[[Mapping[str, str]], Mapping[str, EngineSupport]] | None = None
+    """The entries for one checkpoint, from its keys and their safetensors dtypes. None: ``engines`` holds for all."""
 
     @property
     def classes(self) -> Borrowed:
@@ -363,7 +384,7 @@ class Family:
     @property
     def serving(self) -> dict[str, EngineSupport]:
         """Every engine with its support for the head."""
-        return complete(self.engines.support, self._in_engines)
+        return complete(self.engines, self._in_engines)
 
     def embedding(self, trunk_prefix: str) -> str:
         """Return the key of the trunk's input embedding in a checkpoint with this prefix."""
@@ -389,9 +410,7 @@ class Family:
         Args:
             dtypes: The checkpoint's keys and their safetensors dtypes.
         """
-        if self.engines.of_checkpoint is None:
-            return self.serving
-        return complete(self.engines.of_checkpoint(dtypes), self._in_engines)
+        return self.serving if self.engines_of is None else complete(self.engines_of(dtypes), self._in_engines)
 
     def convention(self, name: str) -> Convention:
         """Return the wiring for ``auto`` (this family's default) or for an engine.

@@ -135,6 +135,7 @@ def _make_ready(trunk: Trunk, accelerator: Accelerator) -> None:
             f"model.trunk: quantised ({packed[0]} and {len(packed) - 1} more); expected weights that can be cut "
             "anywhere. Launch with ddp.yaml or zero2.yaml, which keep the trunk whole."
         )
+    trunk.in_shards = True
     trunk.calls_together = functools.partial(most_of_all, device=accelerator.device)
 
 

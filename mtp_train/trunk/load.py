@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,8 @@ class Trunk(nn.Module):
         """From the number of forwards that this process needs to the number that it must make. Where the trunk is
         sharded, every process takes part in each forward of the others.
         """
+        self.in_shards = False
+        """Whether each process holds a part of the layers' weights."""
         self.offloaded = False
         """Whether the layers' weights are in main memory or on disk between forwards, see
         :mod:`mtp_train.trunk.offload`.
@@ -149,13 +151,14 @@ class Trunk(nn.Module):
         """Make the trunk multiply in a dtype and return it inside this context, whatever dtype it is held in.
 
         The same trunk loaded in that dtype gives equal results. Weights of that dtype and packed weights stay
-        unchanged. Weights that are read outside of their module's forward (``lm_head_VD``) keep their dtype.
+        unchanged, and so does a trunk in shards, which are gathered in the dtype that they are held in. Weights that
+        are read outside of their module's forward (``lm_head_VD``) keep their dtype.
 
         Args:
             dtype: fp32 or a dtype in half precision.
             scratch: A buffer to reuse. Share it only among callers that are always, or never, in inference mode.
         """
-        return computing_in(self.causal_lm, set(self.layers), dtype, scratch)
+        return nullcontext() if self.in_shards else computing_in(self.causal_lm, set(self.layers), dtype, scratch)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Trunk:
         # Between forwards, the parameters of offloaded layers have no data to move or cast. The other parts are on the

@@ -16,10 +16,9 @@ from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.precision import bf16_support, held_dtype, resolve_precision, slow_halves
-from mtp_train.upstream.transformers_private import kept_in_fp32
 from products import Products
 from runs import tiny_recipe, write_inputs
-from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
+from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 
 CPU = torch.device("cpu")
 TOKENS_BT = torch.tensor([[5, 9, 2, 11, 3, 7, 1, 8]])
@@ -117,41 +116,6 @@ def test_a_trunk_is_held_in_fp32_on_a_cpu_where_it_fits(monkeypatch: pytest.Monk
 def both(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Trunk, Trunk]:
     """Return a trunk held in half precision, and one with the same weights in fp32."""
     return tiny_trunk(name).to(dtype), tiny_trunk(name).to(dtype).float()
-
-
-@pytest.mark.parametrize("name", ALL_FAMILIES)
-@torch.no_grad()
-def test_a_widened_trunk_computes_what_it_does_in_fp32(name: str) -> None:
-    half, full = both(name)
-    held = {key: (id(value), value.dtype) for key, value in half.named_parameters()}
-    with half.computing_in(torch.float32):
-        hidden = half.hidden(TOKENS_BT)
-        logits = half.logits(hidden)
-    expected = full.hidden(TOKENS_BT)
-    torch.testing.assert_close(hidden, expected, rtol=0, atol=0)
-    torch.testing.assert_close(logits, full.logits(expected), rtol=0, atol=0)
-    assert {key: (id(value), value.dtype) for key, value in half.named_parameters()} == held
-    # By itself it rounds.
-    assert half.hidden(TOKENS_BT).dtype is torch.bfloat16
-
-
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-@torch.no_grad()
-def test_a_trunk_held_in_fp32_computes_in_bf16_what_it_does_loaded_in_bf16(name: str) -> None:
-    loaded, held = tiny_trunk(name), tiny_trunk(name)
-    kept = kept_in_fp32(held.causal_lm)
-    for trunk, dtype in ((loaded, torch.bfloat16), (held, torch.float32)):
-        for key, value in trunk.named_parameters():
-            if not any(part in key for part in kept):
-                value.data = value.data.bfloat16().to(dtype)
-    expected = loaded.hidden(TOKENS_BT)
-    with held.computing_in(torch.bfloat16):
-        hidden = held.hidden(TOKENS_BT)
-        logits = held.logits(hidden)
-    assert hidden.dtype is torch.bfloat16
-    torch.testing.assert_close(hidden, expected, rtol=0, atol=0)
-    torch.testing.assert_close(logits, loaded.logits(expected), rtol=0, atol=0)
-    assert not torch.equal(held.hidden(TOKENS_BT), hidden.float())
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

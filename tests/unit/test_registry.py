@@ -26,13 +26,11 @@ from mtp_train.families import (
     unregister,
     unregister_engine,
 )
-from mtp_train.families.convention import Convention
-from mtp_train.families.engines import EngineSupport, ServingEngine, engine_table, no
+from mtp_train.families.engines import Convention, EngineSupport, ServingEngine, engine_table, no
 from mtp_train.families.layouts import with_layers
 from mtp_train.families.spec import (
     Borrowed,
     Declaration,
-    Engines,
     Family,
     HeadLayer,
     KeyRule,
@@ -75,7 +73,7 @@ TOY = Family(
         ),
     ),
     trunk=TrunkTraits(stand_in=TrunkClass(model_type="llama")),
-    engines=Engines(support=engine_table(transformers=no("has no class for it"))),
+    engines=engine_table(transformers=no("has no class for it")),
 )
 """All of a family of a known shape: this record, and one call that registers it."""
 
@@ -152,7 +150,7 @@ def test_the_commands_know_it(toy: Family, tmp_path: Path, capfd: pytest.Capture
         ({"name": "other"}, r"model_type 'toy_model' of 'other' belongs to Toy"),
         ({"name": "other", "model_types": ("gemma4_assistant",)}, r"belongs to Gemma 4 assistant"),
         (
-            {"name": "other", "model_types": ("new",), "engines": Engines(support={"x": no("")})},
+            {"name": "other", "model_types": ("new",), "engines": {"x": no("")}},
             r"engine 'x' of 'other'",
         ),
     ],
@@ -233,4 +231,4 @@ def test_a_name_of_an_engine_that_is_taken_is_refused() -> None:
 def test_every_record_names_known_engines_only() -> None:
     known = set(family_named("llama").serving)
     for family in FAMILIES:
-        assert {*family.engines.support, *family.wiring.conventions} <= known, family.name
+        assert {*family.engines, *family.wiring.conventions} <= known, family.name

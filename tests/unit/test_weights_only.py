@@ -17,7 +17,7 @@ from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.cli.main import main
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import FAMILIES, Family, KeyRule, family_for, registry
-from mtp_train.families.headless import HEADLESS
+from mtp_train.families.registry import HEADLESS
 from mtp_train.families.spec import HeadLayer
 from runs import document, tiny_mapping
 

@@ -22,8 +22,7 @@ from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.heads.unnamed import with_unnamed_head
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
-from mtp_train.runs.input_identity import ADAPTER, TRUNK, claimed_by_run
-from mtp_train.runs.run_dir import PROVENANCE_FILE
+from mtp_train.runs.run_directory import ADAPTER, PROVENANCE_FILE, TRUNK, claimed_by_run
 from mtp_train.trunk.whole import require_whole_trunk
 
 HEAD_DIRECTORY = "head"
