@@ -7,12 +7,13 @@ one ahead, and up to six requests that differ in length, limit, depth, mode and 
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -198,25 +199,27 @@ def check(case: Case) -> None:
         check_counts(case, request, result)
 
 
-FAST_EXAMPLES = 7
+FAST_EXAMPLES = 5
 """Of each kind of trunk."""
-ALWAYS_THE_SAME = settings(derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+ALWAYS_THE_SAME = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def each_case(name: str, num_examples: int, do: Callable[[Case], None]) -> None:
+def check_each(name: str, num_examples: int, do: Callable[[Case], None]) -> None:
     """Do something with each of the cases that are drawn for a trunk."""
-    settings(ALWAYS_THE_SAME, max_examples=num_examples)(given(case=cases(name))(do))()
+    drawn = given(case=cases(name))(do)
+    # Of each kind others.
+    seed(zlib.crc32(name.encode()))(settings(ALWAYS_THE_SAME, max_examples=num_examples)(drawn))()
 
 
 @pytest.mark.parametrize("name", CACHE_KINDS.values())
 def test_every_text_is_plain_decodings(name: str) -> None:
-    each_case(name, FAST_EXAMPLES, check)
+    check_each(name, FAST_EXAMPLES, check)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CACHE_KINDS.values())
 def test_every_text_of_many_more_is_plain_decodings(name: str) -> None:
-    each_case(name, 70, check)
+    check_each(name, 70, check)
 
 
 @pytest.mark.parametrize("name", CACHE_KINDS.values())
@@ -247,7 +250,7 @@ def test_a_round_that_keeps_too_much_is_found_out(name: str, monkeypatch: pytest
 def test_a_case_of_every_kind_is_drawn() -> None:
     drawn: list[Case] = []
     for name in CACHE_KINDS.values():
-        each_case(name, FAST_EXAMPLES, lambda case: drawn.append(case))
+        check_each(name, FAST_EXAMPLES, lambda case: drawn.append(case))
     assert {case.drafting for case in drawn} == set(MAKERS)
     assert {case.is_ahead for case in drawn} == {False, True}
     requests = [request for case in drawn for request in case.requests]
