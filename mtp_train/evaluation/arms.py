@@ -18,7 +18,7 @@ from mtp_train.checkpoints.identity import InputFiles, checkpoint_files, directo
 from mtp_train.checkpoints.locations import is_head_directory, open_location
 from mtp_train.checkpoints.run_export import RECIPE_FILE, is_run
 from mtp_train.errors import CheckpointError, DataError
-from mtp_train.train.threads import use_threads
+from mtp_train.train.machine import use_threads
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.quantise import Quantization
 

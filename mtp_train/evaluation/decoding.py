@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 
 from mtp_inference import Comparison, GenerationResult, Request, Sampling, SpeculativeDecoder, compare
-from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.requests import Round
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.answers.generate import noise_seed
@@ -68,7 +68,7 @@ class TrunkArms:
     trunk: Trunk
     name: str
     """The trunk as the report names it."""
-    drafting: Mapping[str, DrafterMaker]
+    drafting: Mapping[str, Drafting]
     """The drafters, by arm."""
     head_names: Mapping[str, str]
     """The drafters as the report names them, by arm."""

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.progress import Progress
 
 from mtp_inference import HeadDrafting
-from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.text import marked_pieces
 from mtp_train.acceptance.gate import GateVerdict, Pair, decide_gate
 from mtp_train.acceptance.names import GRAFT, NATIVE, PLAIN, RETRAINED, VANILLA
@@ -34,9 +33,10 @@ from mtp_train.heads.build import HeadPlan, artifact_plan, build_head, native_pl
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.held_out import HELD_OUT, held_out_figures
-from mtp_train.runs.inputs import Inputs, run_settings
-from mtp_train.train.launch import RunAccelerator
-from mtp_train.train.threads import settle_threads
+from mtp_train.runs.inputs import Inputs
+from mtp_train.runs.run import Run
+from mtp_train.runs.settings import run_settings
+from mtp_train.train.machine import set_threads
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
 from mtp_train.trunk.progress import shown_loading
@@ -47,21 +47,14 @@ GRAFT_INSTEAD = "The base's own head is not shown to be worse:"
 """Text of a refusal before the graft command."""
 
 
-def evaluate_run(
-    recipe: Recipe,
-    run_dir: Path,
-    inputs: Inputs,
-    trunk: Trunk,
-    training: Sequence[Document],
-    accelerator: RunAccelerator,
-    progress: Progress,
-) -> Report:
+def evaluate_run(run: Run, trunk: Trunk, training: Sequence[Document]) -> Report:
     """Measure the arms and apply the gate. The trunk's weights may be freed to make room for the vanilla model's.
 
     Every process must call it; the main process returns the report.
     """
+    recipe, inputs = run.recipe, run.inputs
     settings = run_settings(recipe, inputs.finetune)
-    found = measure_arms(recipe, run_dir, inputs, trunk, settings, accelerator, progress)
+    found = measure_arms(run, trunk, settings)
     report = assemble(found, settings[0], evaluation_settings(recipe, inputs, settings))
     outputs = [one.token_ids for one in found.arms[0].decoded[settings[0].plain]]
     held_out = held_out_figures(inputs, outputs, training)
@@ -96,27 +89,20 @@ def served_commands(recipe: Recipe, run_dir: Path) -> str:
     return "\n  ".join([*lines, evaluate_command(before, f"{run_dir}-baseline")])
 
 
-def measure_arms(
-    recipe: Recipe,
-    run_dir: Path,
-    inputs: Inputs,
-    trunk: Trunk,
-    settings: Sequence[Setting],
-    accelerator: RunAccelerator,
-    progress: Progress,
-) -> Measurements:
+def measure_arms(run: Run, trunk: Trunk, settings: Sequence[Setting]) -> Measurements:
     """Decode with every planned head, and with the vanilla model where the recipe names it.
 
     The arms on the run's trunk decode at every setting, the vanilla model at the first one only. The retrained head is
     also timed at every depth below the recipe's, for break-even tau by depth.
     """
-    settle_threads("decoding", 1, inputs.finetune, trunk.lm_head_VD.device, progress.console)
-    plans = head_plans(recipe, run_dir, inputs)
+    recipe, inputs = run.recipe, run.inputs
+    set_threads("decoding", 1, inputs.finetune, trunk.lm_head_VD.device, run.progress.console)
+    plans = head_plans(recipe, run.directory.path, inputs)
     heads = {arm: _drafting(plan, inputs.finetune, trunk) for arm, plan in plans.items()}
     first = settings[0]
     shallow = [(RETRAINED, replace(first, depth=depth)) for depth in range(1, first.depth)]
-    arms = measure(recipe, run_dir, inputs, trunk, heads, settings, accelerator, progress, only_timed=shallow)
-    facts = trunk_facts(recipe, trunk) | {"processes": accelerator.num_processes}
+    arms = measure(run, trunk, heads, settings, only_timed=shallow)
+    facts = trunk_facts(recipe, trunk) | {"processes": run.accelerator.num_processes}
     dense = arms[0].dense.get((first.temperature, None))
     if dense is not None and len(dense.entropy_N):
         facts["target_entropy_median"] = float(np.median(dense.entropy_N[dense.valid_KN[0]]))
@@ -124,26 +110,24 @@ def measure_arms(
         dtype = trunk.lm_head_VD.dtype
         trunk.drop_layers()
         trunk.to("meta")
-        arms.append(measure_vanilla(recipe, run_dir, inputs, inputs.base, first, dtype, accelerator, progress))
+        arms.append(measure_vanilla(run, inputs.base, first, dtype))
     return Measurements(arms, facts=facts)
 
 
 def measure(
-    recipe: Recipe,
-    run_dir: Path,
-    inputs: Inputs,
+    run: Run,
     trunk: Trunk,
-    drafting: Mapping[str, DrafterMaker],
+    drafting: Mapping[str, Drafting],
     settings: Sequence[Setting],
-    accelerator: RunAccelerator,
-    progress: Progress,
     *,
     trunk_name: str | None = None,
     only_timed: Sequence[Lane] = (),
 ) -> list[MeasuredArm]:
     """Measure drafters of a trunk on the held-out prompts, after plain decoding (:func:`measure_trunk`)."""
+    recipe, inputs, accelerator = run.recipe, run.inputs, run.accelerator
     name = trunk_name or recipe.model.trunk
-    names = dict.fromkeys(drafting, name) | {GRAFT: recipe.model.head_from or name, RETRAINED: str(run_dir / "head")}
+    trained = str(run.directory.path / "head")
+    names = dict.fromkeys(drafting, name) | {GRAFT: recipe.model.head_from or name, RETRAINED: trained}
     options = DecodingOptions(
         max_new_tokens=recipe.evaluate.max_new_tokens,
         eos_ids=inputs.eos_ids,
@@ -154,7 +138,7 @@ def measure(
     prompts: Prompts = {None: [TaskPrompt.of(one, HELD_OUT_TASK) for one in inputs.held_out]}
     processes = Processes(accelerator.process_index, accelerator.num_processes, accelerator.gather_items)
     arms = TrunkArms(trunk, name, drafting, names)
-    return measure_trunk(arms, prompts, settings, options, progress, processes=processes, only_timed=only_timed)
+    return measure_trunk(arms, prompts, settings, options, run.progress, processes=processes, only_timed=only_timed)
 
 
 def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadPlan]:
@@ -175,35 +159,27 @@ def _drafting(plan: HeadPlan, checkpoint: Checkpoint, trunk: Trunk) -> HeadDraft
     return HeadDrafting(head, plan.draft_vocab)
 
 
-def measure_vanilla(
-    recipe: Recipe,
-    run_dir: Path,
-    inputs: Inputs,
-    base: Checkpoint,
-    setting: Setting,
-    dtype: torch.dtype,
-    accelerator: RunAccelerator,
-    progress: Progress,
-) -> MeasuredArm:
+def measure_vanilla(run: Run, base: Checkpoint, setting: Setting, dtype: torch.dtype) -> MeasuredArm:
     """Measure the base with its own head: on prompts of the base's own domain where it has any, else on the run's.
 
     Its speedup is relative to its own trunk without drafts.
     """
+    recipe, inputs, device = run.recipe, run.inputs, run.accelerator.device
     name = recipe.model.head_from or str(base.path)
-    with shown_loading(progress, name, base.num_bytes):
+    with shown_loading(run.progress, name, base.num_bytes):
         trunk = load_trunk(
             base.path,
             base.family,
             dtype=dtype,
-            device=accelerator.device if recipe.model.offload is None else "cpu",
+            device=device if recipe.model.offload is None else "cpu",
             quantization=recipe.model.quantization,
             trust_remote_code=recipe.model.trust_remote_code,
         )
     if recipe.model.offload is not None:
-        offload_layers(trunk, recipe.model.offload, accelerator.device, run_dir)
+        offload_layers(trunk, recipe.model.offload, device, run.directory.path)
     heads = {VANILLA: _drafting(native_plan(base, recipe.head.convention), base, trunk)}
-    own = replace(inputs, held_out=inputs.home or inputs.held_out)
-    return measure(recipe, run_dir, own, trunk, heads, [setting], accelerator, progress, trunk_name=name)[1]
+    at_home = replace(run, inputs=replace(inputs, held_out=inputs.home or inputs.held_out))
+    return measure(at_home, trunk, heads, [setting], trunk_name=name)[1]
 
 
 def judge(

@@ -15,7 +15,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +31,9 @@ from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, recip
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.inputs import load_sources
 from mtp_train.runs.run_directory import RunDirectory
-from mtp_train.train.devices import Device, device_named
-from mtp_train.train.estimate import activation_bytes
+from mtp_train.runs.settings import memory_options
+from mtp_train.train.machine import Device, device_named
+from mtp_train.train.plan import activation_bytes
 from mtp_train.trunk.tokenizer import load_tokenizer
 
 RecipeLike = Recipe | str | Path | Mapping[str, Any]
@@ -398,7 +399,7 @@ def _tokens_per_step(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
 def _max_steps(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
     per_pass = text.tokens / recipe.train.tokens_per_step
     steps = max(EPOCHS * per_pass, min(LEAST_STEPS, MOST_EPOCHS * per_pass))
-    factor, new = (NEW_HEAD, ", twice for a new head") if recipe.attaches else (1, "")
+    factor, new = (NEW_HEAD, ", twice for a new head") if recipe.head.is_new else (1, "")
     select = recipe.train.select
     whole = max(1, math.ceil(steps * factor), 1 if select is None else select.every_steps)
     return whole, f"{whole / per_pass:.3g} passes over {text.told}{new}"
@@ -408,7 +409,7 @@ def _micro_batch(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
     seq_len = recipe.data.seq_len_tokens
     sequences = recipe.train.tokens_per_step // seq_len // model.world_size
     tokens = CPU_MICRO_BATCH_TOKENS if model.device == "cpu" else MICRO_BATCH_TOKENS
-    per_sequence = activation_bytes(recipe, model.hidden_size, seq_len, seq_len)
+    per_sequence = activation_bytes(memory_options(recipe), model.hidden_size, seq_len, seq_len)
     fitting = int(ACTIVATION_SHARE * model.spare_bytes / per_sequence)
     most = max(1, min(tokens // seq_len, fitting))
     count = max(number for number in range(1, max(1, sequences) + 1) if number <= most and sequences % number == 0)
@@ -435,7 +436,7 @@ def _with(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
         sections = [reduce(getattr, parents[:depth], recipe) for depth in range(len(parents) + 1)]
         changed: Any = value
         for section, part in zip(reversed(sections), reversed([*parents, name]), strict=True):
-            changed = replace(section, **{part: changed})
+            changed = section.replaced(**{part: changed})
         recipe = changed
     return recipe
 

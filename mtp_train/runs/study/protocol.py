@@ -30,7 +30,7 @@ from mtp_train.evaluation.results import (
     negated,
 )
 from mtp_train.evaluation.statistics import MeasuredArm
-from mtp_train.recipe.schema import StudySection
+from mtp_train.recipe.sections import StudySection
 
 CLAIM = "Retraining on the distilled trunk's own responses brings acceptance back to the vanilla level"
 BACK = "Back at the vanilla level by "
