@@ -28,7 +28,7 @@ FINE_STEP, COARSE_STEP = 1024, 4096
 """Positions in use are rounded up to multiples of these: masked keys cost less than another graph."""
 FINE_LIMIT = 8192
 SLOWER = "Rounds run one operation at a time from now on, which is slower for small batches; the text is the same."
-RoundKey = tuple[RoundPlan, tuple[int, ...]]
+RoundKey = tuple[RoundPlan, tuple[bool, ...]]
 """A plan, and the sampling steps of the batch: the key of a graph."""
 _has_failed = False
 """Whether a capture failed in this process."""
@@ -53,7 +53,7 @@ class Rounds:
         if not self.captures:
             return RoundOutcome(run_round(self.batch, plan))
         plan = round_up(plan, self.batch.cache.capacity)
-        key = plan, self.batch.chooser.steps
+        key = plan, self.batch.chooser.rows.steps
         if key not in self._seen:
             # The first round with a key runs uncaptured: libraries choose kernels and allocate workspaces in it.
             self._seen.add(key)

@@ -51,10 +51,6 @@ SIGNATURES = {
     mtp_inference.plain_greedy: (
         "(trunk: Trunk, prompt_ids: Sequence[int], max_new_tokens: int, eos_ids: Collection[int]) -> list[int]"
     ),
-    mtp_inference.generate_equal_length: (
-        "(trunk: Trunk, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Collection[int]) "
-        "-> list[list[int]]"
-    ),
     mtp_inference.compare: (
         "(tokens: Sequence[int], plain_tokens: Sequence[int], trunk: Trunk, prompt_ids: Sequence[int], "
         "*, sampling: Sampling | None = None, rounds: Sequence[Round] = ()) -> Comparison"
@@ -77,7 +73,6 @@ NAMES = [
     "Sampling",
     "SpeculativeDecoder",
     "compare",
-    "generate_equal_length",
     "plain_greedy",
 ]
 PUBLIC = [name for name in NAMES if not name.isupper()]

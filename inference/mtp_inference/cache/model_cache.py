@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, PretrainedConfig
 
-from mtp_inference.cache.convolved import ConvolutionInputs
-from mtp_inference.cache.ngrams import NGRAM_STATES, NgramStore
+from mtp_inference.cache.convolved import NGRAM_STATES, ConvolutionInputs, NgramStore
 from mtp_inference.cache.recurrent import RecurrentLayers, RecurrentStore
 from mtp_inference.cache.rows import RowState, select_rows
 from mtp_inference.cache.window import Window, announced
@@ -96,7 +95,6 @@ class AttentionStore(CacheLayerMixin, RowState):
 
     @torch.no_grad()
     def keep_rows(self, rows_R: Tensor) -> None:
-        """See :class:`RowState`."""
         super().keep_rows(rows_R)
         if self.is_initialized:
             is_shared = self.values is self.keys
@@ -157,7 +155,6 @@ class IndexedStore(AttentionStore):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_unused: object, **_also_unused: object
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`AttentionStore`."""
         found = super().update(key_states, value_states)
         self._keys_of = announced(self.window)
         # Pools are written before the keys or after them: whichever comes second ends a keys-only window.
@@ -177,7 +174,6 @@ class IndexedStore(AttentionStore):
         return self.indexer_keys_BSX[window.rows, : min(window.used, self.size)]
 
     def ending_with(self, inputs_BTX: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """See :class:`~mtp_train.families.mechanisms.key_pools.PoolStore`."""
         window = announced(self.window)
         if self.inputs_BSX is None:
             self.inputs_BSX = inputs_BTX.new_zeros(self.num_rows, self.size, inputs_BTX.shape[-1])
@@ -188,7 +184,6 @@ class IndexedStore(AttentionStore):
         return self.inputs_BSX[window.row_index_B1[..., None], slots_BTN], slots_BTN
 
     def write_pools(self, new: Pools, number_BT: Tensor) -> Pools:
-        """See :class:`~mtp_train.families.mechanisms.key_pools.PoolStore`."""
         window = announced(self.window)
         num_keys = new.slots_BPN.shape[-1]
         num_pools = self.size // num_keys
@@ -271,7 +266,6 @@ class CompressedStore(AttentionStore):
         self.values = self.keys
 
     def groups(self, name: str, inputs_BTX: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`~mtp_train.families.mechanisms.compressed_keys.EntryStore`."""
         window = announced(self.window)
         if name not in self.inputs_BSX:
             self.inputs_BSX[name] = inputs_BTX.new_zeros(self.num_rows, self.num_inputs, inputs_BTX.shape[-1])
@@ -286,7 +280,6 @@ class CompressedStore(AttentionStore):
         return groups_BG, buffer_BSX[window.row_index_B1[..., None], positions_BGN % self.num_inputs]
 
     def write_entries(self, name: str, groups_BG: Tensor, entries_BGX: Tensor) -> Tensor:
-        """See :class:`~mtp_train.families.mechanisms.compressed_keys.EntryStore`."""
         window = announced(self.window)
         if name not in self.entries_BEX:
             self.entries_BEX[name] = entries_BGX.new_zeros(self.num_rows, self.num_entries, entries_BGX.shape[-1])
@@ -396,7 +389,6 @@ class WindowCache(RowState, Cache):
         self.recurrent.commit(num_kept_B)
 
     def keep_rows(self, rows_R: Tensor) -> None:
-        """See :class:`RowState`."""
         for layer in self.layers:
             if isinstance(layer, AttentionStore | NgramStore):
                 layer.keep_rows(rows_R)

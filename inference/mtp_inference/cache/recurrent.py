@@ -295,7 +295,6 @@ class RecurrentLayers(RowState):
                 buffer.copy_(saved)
 
     def keep_rows(self, rows_R: Tensor) -> None:
-        """See :class:`RowState`."""
         super().keep_rows(rows_R)
         self._show()
 

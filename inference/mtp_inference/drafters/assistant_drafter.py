@@ -79,7 +79,6 @@ class AssistantDrafting(Drafting):
             )
 
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
-        """See :class:`Drafting`."""
         return AssistantDrafter(trunk, cache, self.model, self.convention, size.num_rows)
 
 
@@ -135,16 +134,14 @@ class AssistantDrafter(Drafter):
         self.hidden_B1D = weight_AE.new_zeros(num_rows, 1, model.post_projection.out_features)
 
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
-        """See :class:`Drafter`."""
         self.hidden_B1D[rows] = self.trunk.normed(hidden_RTD[:, -1:])
 
     def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
-        """See :class:`Drafter`. A row that keeps no token keeps its state."""
+        """A row that keeps no token keeps its state."""
         new_B1D = self.trunk.normed(state_at(hidden_BTD, (num_kept_B - 1).clamp(min=0)))
         self.hidden_B1D.copy_(torch.where((num_kept_B > 0)[:, None, None], new_B1D, self.hidden_B1D))
 
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
-        """See :class:`Drafter`."""
         # An inactive row has length 0 and attends to its first slot. Its drafts are discarded.
         seen_B1 = (choice.length_B - 1).clamp(min=0)[:, None]
         shared = self.shared_keys(seen_B1, plan.used)

@@ -165,15 +165,9 @@ class Chooser(RowState):
         self.rows = self.rows.replaced(SamplingRows.stack(self.settings, self.rows.seed_B.device))
 
     def keep_rows(self, rows_R: Tensor) -> None:
-        """See :class:`RowState`."""
         super().keep_rows(rows_R)
         self.settings = [self.settings[row] for row in rows_R.tolist()]
         self.rows = SamplingRows.stack(self.settings, self.rows.seed_B.device)
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """Return which sampling steps run. A round captured as a CUDA graph is valid only for equal steps."""
-        return self.rows.steps
 
     def read_prompts(self, rows: slice, prompt_RT: Tensor) -> None:
         """Record the tokens of prompts, (R, tokens), in place of the earlier texts of these rows."""
@@ -236,7 +230,7 @@ class Chooser(RowState):
         )
 
     def begin_draft(self, last_B: Tensor, length_B: Tensor) -> DraftChoice:
-        """Begin a draft after the last committed tokens, at positions ``length_B``."""
+        """Begin a draft after the last committed tokens, whose positions are ``length_B``."""
         return DraftChoice(self, last_B, length_B)
 
 

@@ -8,7 +8,7 @@ decides, and a stream, one for each decision at a position. A text therefore doe
 and a position that is decided again, after a rejected draft, gets the same number.
 
 All functions run on the tensors' device in fixed shapes and do not synchronise, so a CUDA graph can capture them. The
-Python values of :class:`SamplingRows` select the steps that run and their shapes, so they are part of the key of a
+Python values of :class:`SamplingRows` select the steps that run, so they are part of the key of a
 captured graph. On a CPU, where reading a value costs nothing, one filter reads values (``filters.py``).
 
 Shapes: B rows of the batch, T positions, V vocabulary.
@@ -105,10 +105,9 @@ class SamplingRows(TopRows):
     any_penalty: bool
 
     @property
-    def steps(self) -> tuple[int, ...]:
-        """Return which steps run, and in which shapes: equal for batches that run the same operations."""
-        flags = (self.any_sampled, self.any_top_k, self.any_top_p, self.any_min_p, self.any_penalty)
-        return (*flags, self.any_listed, self.any_searched, self.top_k_width)
+    def steps(self) -> tuple[bool, ...]:
+        """Return which steps run: equal for batches that run the same operations on a GPU, where lists are not used."""
+        return self.any_sampled, self.any_top_k, self.any_top_p, self.any_min_p, self.any_penalty
 
     @classmethod
     def stack(cls, settings: Sequence[Sampling], device: torch.device | str) -> SamplingRows:
