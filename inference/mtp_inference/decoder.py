@@ -185,12 +185,7 @@ class SpeculativeDecoder:
         max_batch: int = 16,
         captures: bool = True,
     ) -> SpeculativeDecoder:
-        """Load the weights of files that were opened and checked; arguments as for :meth:`from_pretrained`.
-
-        Raises:
-            CheckpointError: A weight is missing or does not fit, or one of the head is NaN or infinite.
-            UnsupportedModelError: The head cannot draft ``depth`` tokens.
-        """
+        """Load the weights of files that were opened and checked; arguments as for :meth:`from_pretrained`."""
         trunk = model.load_trunk(device, dtype)
         return cls(
             trunk,

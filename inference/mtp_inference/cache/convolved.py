@@ -17,7 +17,6 @@ from torch import Tensor
 from mtp_inference.cache.recurrent import RecurrentStore
 from mtp_inference.cache.rows import RowState
 from mtp_inference.cache.window import Window, announced
-from mtp_train.errors import UnsupportedModelError
 from mtp_train.upstream.transformers_private import LinearAttentionLayer
 
 
@@ -39,11 +38,9 @@ class ConvolutionInputs(LinearAttentionLayer, RowState):
         """Index of the convolution to a ring buffer (B, Z, C): its input at position p is at place ``p % Z``."""
 
     def update_conv_state(
-        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_unused: object
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int = 0, **_unused: object
     ) -> Tensor:
         """Write the window's inputs (B, C, T); return the W - 1 earlier inputs followed by them, (B, C, N)."""
-        if conv_kernel_size is None:
-            raise RuntimeError("convolution: no kernel size; expected one. Use transformers 5.17 or later.")
         inputs_BTC = conv_states.transpose(1, 2)
         window, num_before = announced(self.window), conv_kernel_size - 1
         ring_BZC = self._ring(inputs_BTC, state_idx, num_before)
@@ -61,17 +58,6 @@ class ConvolutionInputs(LinearAttentionLayer, RowState):
         known_BNC = self.update_conv_state(inputs_BTC.transpose(1, 2), conv_idx, width).transpose(1, 2)
         num_tokens = inputs_BTC.shape[1]
         return [known_BNC[:, first : first + num_tokens] for first in range(width - 1, -1, -1)]
-
-    def update_recurrent_state(self, *_unused: object, **_also_unused: object) -> Tensor:
-        """Refuse a recurrent state.
-
-        Raises:
-            UnsupportedModelError: Always.
-        """
-        raise UnsupportedModelError(
-            "trunk: a layer with an attention and several convolutions keeps a recurrent state too, which cannot undo "
-            "a rejected draft; expected no such state. Decode this model elsewhere."
-        )
 
     def _ring(self, inputs_BTC: Tensor, state_idx: int, num_before: int) -> Tensor:
         if state_idx not in self.rings_BZC:
@@ -113,13 +99,13 @@ class NgramStore(RowState, RecurrentStore):
         self.conv_states[_TOKENS] = self._before(window) if earlier else None
 
     def update_conv_state(
-        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **unused: object
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int = 0, **unused: object
     ) -> Tensor:
         """Store the window's inputs; return them after the earlier inputs, (B, C, W + T), and tokens unchanged."""
-        if state_idx == _TOKENS and conv_kernel_size is not None:
+        if state_idx == _TOKENS:
             self._write(conv_states, conv_kernel_size)
             return conv_states
-        if state_idx == _CONVOLUTION and conv_kernel_size is not None:
+        if state_idx == _CONVOLUTION:
             # This convolution reads ``conv_kernel_size`` earlier inputs, not one less as others do.
             return self._inputs.update_conv_state(conv_states, state_idx, conv_kernel_size + 1)
         return super().update_conv_state(conv_states, state_idx, conv_kernel_size, **unused)

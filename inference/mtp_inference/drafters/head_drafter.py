@@ -323,11 +323,6 @@ class HeadDrafting(Drafting):
         self.draft_vocab_R = draft_vocab_R
 
     def check(self, trunk: Trunk, depth: int) -> None:
-        """See :class:`Drafting`.
-
-        Raises:
-            UnsupportedModelError: The head has a module for each depth, and fewer than ``depth`` modules.
-        """
         head = self.head
         if head.unroll != "recursive" and depth > len(head.blocks):
             raise UnsupportedModelError(

@@ -39,11 +39,6 @@ class ModelDrafting(Drafting):
         self.model = model
 
     def check(self, trunk: Trunk, depth: int) -> None:
-        """See :class:`Drafting`.
-
-        Raises:
-            MtpError: The vocabularies differ in size.
-        """
         ours, theirs = self.model.lm_head_VD.shape[0], trunk.lm_head_VD.shape[0]
         if ours != theirs:
             raise MtpError(

@@ -148,14 +148,9 @@ class SamplingRows(TopRows):
 
 
 def seen_before(seen_BV: Tensor, window_tokens_BT: Tensor) -> Tensor:
-    """Return the set of tokens before and at each position of a window.
+    """Return the set of tokens before and at each position of a window, bool (B, T, V).
 
-    Args:
-        seen_BV: Bool, the tokens of the committed text.
-        window_tokens_BT: Int64, the tokens of the window; position t follows tokens 0..t.
-
-    Returns:
-        Bool (B, T, V).
+    ``seen_BV`` is the set of the committed text's tokens.
     """
     num_tokens = window_tokens_BT.shape[1]
     read_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=seen_BV.device).tril()
@@ -177,13 +172,10 @@ def probabilities(logits_BTV: Tensor, rows: SamplingRows, seen_BTV: Tensor | Non
     Args:
         logits_BTV: Logits of any float dtype.
         rows: Settings of the rows.
-        seen_BTV: Bool, tokens before each position (:func:`seen_before`); needed if a row has a penalty.
+        seen_BTV: Tokens before each position (:func:`seen_before`); needed if a row has a penalty.
 
     Returns:
         Probabilities, fp32 (B, T, V). Rows of temperature 0 are one-hot at the first of the largest logits.
-
-    Raises:
-        ValueError: A row has a penalty and ``seen_BTV`` is None.
     """
     scores_BTV = logits_BTV.float()
     if rows.any_penalty:
