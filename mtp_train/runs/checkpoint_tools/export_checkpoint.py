@@ -21,8 +21,7 @@ from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.runs.checkpoint_tools.export_gguf import export_gguf
 from mtp_train.runs.checkpoint_tools.head_to_export import HeadToExport, head_to_export
 from mtp_train.runs.display import quiet_progress
-from mtp_train.runs.export_run import write_export
-from mtp_train.runs.model_card import write_card
+from mtp_train.runs.export import write_card, write_export
 
 
 @dataclass(frozen=True)
