@@ -19,7 +19,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mtp_train.checkpoints.gguf.model_types import GGUF_HEADS
+from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
 from mtp_train.families import FAMILIES, Family
 
 REPOSITORY = Path(__file__).parents[1]

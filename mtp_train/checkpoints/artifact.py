@@ -6,14 +6,14 @@ A head with a draft vocabulary also has ``draft_vocab.safetensors``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from torch import Tensor
 
-from mtp_train.checkpoints.files import read_json, scan_safetensors
+from mtp_train.checkpoints.files import read_json, scan_safetensors, validated
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
@@ -26,36 +26,29 @@ VOCAB_FILE, VOCAB_KEY = "draft_vocab.safetensors", "token_ids"
 FORMAT_VERSION = 1
 
 
-@dataclass(frozen=True)
-class _Written:
-    """The fields of ``head_config.json`` that are read."""
+_Count = Annotated[int, Field(ge=1, le=1000)]
 
+
+class HeadConfigFile(BaseModel):
+    """The fields of ``head_config.json``."""
+
+    model_config = ConfigDict(strict=True)
+
+    format_version: int
     family: str
+    kind: str
     trunk_prefix: str
-    num_hidden_layers: int
+    num_hidden_layers: Annotated[int, Field(ge=0, le=1000)]
     """0 in layouts whose head keys do not count the trunk's layers."""
-    num_sublayers: int
+    num_sublayers: _Count
     fused_experts: bool
-    num_modules: int
-    num_depths: int
+    num_modules: _Count
+    num_depths: _Count
     convention: str
+    draft_vocab: PositiveInt | None
     shared_keys: list[str]
     config_fields: dict[str, Any]
     notes: dict[str, Any]
-    kind: str
-    draft_vocab: int | None
-
-
-_EXPECTED: Mapping[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("family", "trunk_prefix", "convention", "kind"), str),
-    **dict.fromkeys(("num_hidden_layers", "num_sublayers", "num_modules", "num_depths"), int),
-    "fused_experts": bool,
-    "shared_keys": list,
-    **dict.fromkeys(("config_fields", "notes"), dict),
-    "draft_vocab": (int, type(None)),
-}
-_LEAST = {"num_hidden_layers": 0, "num_sublayers": 1, "num_modules": 1, "num_depths": 1, "draft_vocab": 1}
-_MOST = dict.fromkeys(("num_hidden_layers", "num_sublayers", "num_modules", "num_depths"), 1000)
 
 
 @dataclass(frozen=True)
@@ -86,25 +79,24 @@ def save_artifact(artifact: Artifact, out: Path) -> None:
         write_safetensors(directory / WEIGHTS_FILE, artifact.head.tensors)
         if artifact.draft_vocab is not None:
             write_safetensors(directory / VOCAB_FILE, [held_tensor(VOCAB_KEY, "I32", artifact.draft_vocab)])
-        write_json(
-            directory / HEAD_CONFIG_FILE,
-            {
-                "format_version": FORMAT_VERSION,
-                "family": artifact.family.name,
-                "kind": artifact.family.kind,
-                "trunk_prefix": artifact.layout.trunk_prefix,
-                "num_hidden_layers": artifact.layout.num_hidden_layers,
-                "num_sublayers": artifact.layout.num_sublayers,
-                "fused_experts": artifact.layout.fused_experts,
-                "num_modules": artifact.num_modules,
-                "num_depths": artifact.num_depths,
-                "convention": artifact.convention,
-                "draft_vocab": None if artifact.draft_vocab is None else len(artifact.draft_vocab),
-                "shared_keys": list(artifact.head.shared_keys),
-                "config_fields": dict(artifact.head.config_fields),
-                "notes": artifact.notes,
-            },
+        layout, head = artifact.layout, artifact.head
+        written = HeadConfigFile(
+            format_version=FORMAT_VERSION,
+            family=artifact.family.name,
+            kind=artifact.family.kind,
+            trunk_prefix=layout.trunk_prefix,
+            num_hidden_layers=layout.num_hidden_layers,
+            num_sublayers=layout.num_sublayers,
+            fused_experts=layout.fused_experts,
+            num_modules=artifact.num_modules,
+            num_depths=artifact.num_depths,
+            convention=artifact.convention,
+            draft_vocab=None if artifact.draft_vocab is None else len(artifact.draft_vocab),
+            shared_keys=list(head.shared_keys),
+            config_fields=dict(head.config_fields),
+            notes=artifact.notes,
         )
+        write_json(directory / HEAD_CONFIG_FILE, written.model_dump())
 
 
 def load_artifact(path: Path) -> Artifact:
@@ -119,7 +111,7 @@ def load_artifact(path: Path) -> Artifact:
             f"{path / HEAD_CONFIG_FILE}: format_version {config.get('format_version')!r}; expected {FORMAT_VERSION}. "
             "Write the head again with this version of mtp-train."
         )
-    written = _checked(config, path / HEAD_CONFIG_FILE)
+    written = validated(HeadConfigFile, config, path / HEAD_CONFIG_FILE, "Write the head again.")
     try:
         family = of_kind(family_named(written.family), written.kind)
     except KeyError as error:
@@ -142,29 +134,6 @@ def load_artifact(path: Path) -> Artifact:
         notes=written.notes,
         draft_vocab=_load_draft_vocab(path, written.draft_vocab),
     )
-
-
-def _checked(config: Mapping[str, Any], file: Path) -> _Written:
-    """Return the fields of a head's config.
-
-    Raises:
-        CheckpointError: A field is missing, or of another type.
-    """
-    for field in fields(_Written):
-        value = config.get(field.name, MISSING)
-        # A bool is an int in Python.
-        fits = isinstance(value, _EXPECTED[field.name]) and (field.type == "bool" or not isinstance(value, bool))
-        if isinstance(value, int) and fits and field.name in _LEAST:
-            fits = _LEAST[field.name] <= value <= _MOST.get(field.name, value)
-        if isinstance(value, list):
-            fits = all(isinstance(key, str) for key in value)
-        if not fits:
-            found = "missing" if value is MISSING else f"{value!r:.60}"
-            raise CheckpointError(
-                f"{file}: incomplete or damaged: {field.name} is {found}; expected a head that mtp-train wrote. Write "
-                "it again."
-            )
-    return _Written(**{field.name: config[field.name] for field in fields(_Written)})
 
 
 def _load_draft_vocab(path: Path, size: int | None) -> Tensor | None:

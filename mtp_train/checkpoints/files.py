@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -203,6 +204,31 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{path}: contains {type(parsed).__name__}; expected a JSON object. Restore the file.")
     return parsed
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def validated(model: type[_Model], content: Mapping[str, Any], file: Path, hint: str) -> _Model:
+    """Return the fields of a JSON object that a model describes; other fields are ignored.
+
+    Args:
+        model: The fields with their types and bounds.
+        content: The parsed object.
+        file: Its file, for the message.
+        hint: What the user can do.
+
+    Raises:
+        CheckpointError: A field is missing, of another type or out of bounds.
+    """
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        found = "missing" if first["type"] == "missing" else f"{first['input']!r:.60}"
+        expected = first["msg"].replace("Input should be", "expected").replace("Field required", "expected a value")
+        where = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{file}: {where} is {found}; {expected}. {hint}") from None
 
 
 def _read_text_file(path: Path) -> bytes:
@@ -565,3 +591,13 @@ def locate_checkpoint(name: str) -> Path:
             f"{name}: neither a local directory nor a hub model that can be downloaded "
             f"({type(error).__name__}); expected one of them. Check the spelling, your network and your token."
         ) from None
+
+
+def all_finite(block: Tensor) -> bool:
+    """Return whether a tensor has neither NaN nor infinities; true for integer and empty tensors."""
+    if not block.is_floating_point() or not block.numel():
+        return True
+    # Minimum and maximum are NaN or infinite if any element is: one pass without a copy, ten times as fast as isfinite.
+    # torch has no aminmax for float8.
+    ends = torch.aminmax(block) if block.dtype.itemsize > 1 else torch.aminmax(block.float())
+    return bool(torch.isfinite(torch.stack(ends)).all())

@@ -18,13 +18,13 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, PretrainedConfig
 
+from mtp_train.checkpoints.contents import unnamed_files
 from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout, Mapped
 from mtp_train.checkpoints.quantised import is_packed, is_scale, lacks_scales, method_of, packed_weight, plain_shape
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.unnamed import unnamed_files
 from mtp_train.upstream.transformers_private import attention_of, set_attention
 
 # Errors with a text of their own, and those that Python raises in code that did not expect such a config.

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mtp_train.checkpoints.artifact import load_artifact
+from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.run_export import EXPORT, HEAD
 from mtp_train.checkpoints.writing import LOCK_FILE, full_disk_is_named
@@ -25,7 +26,6 @@ from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, Outpu
 from mtp_train.evaluation.results import UNJUDGED, UNJUDGED_SENTENCE
 from mtp_train.evaluation.settings import draft_depth
 from mtp_train.heads.diagnose import layout_of
-from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.recipe.auto_fields import FROM_TEXT
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.table import summary

@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from mtp_train.checkpoints.adapter import locate_adapter
+from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.lora_merge import write_adapted
@@ -28,7 +29,6 @@ from mtp_train.errors import ChangedInputError, CheckpointError, GateRefusedErro
 from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
-from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs import pipeline
 from mtp_train.runs.checkpoint_tools.inspect import serving_commands

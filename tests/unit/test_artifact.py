@@ -104,7 +104,9 @@ def test_another_format_version_is_refused(version: int | str | None, saved: Pat
 @pytest.mark.parametrize("field", ["trunk_prefix", "num_modules", "convention", "shared_keys", "config_fields"])
 def test_a_missing_field_is_named(field: str, saved: Path) -> None:
     edit_config(saved, **{field: None})
-    with pytest.raises(CheckpointError, match=rf"incomplete or damaged: {field} is missing; expected a head"):
+    with pytest.raises(
+        CheckpointError, match=rf"head_config\.json: {field} is missing; expected a value\. Write the head again"
+    ):
         load_artifact(saved)
 
 

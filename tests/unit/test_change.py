@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from checkpoints import all_tensors, base_and_finetune, save_stripped
-from mtp_train.checkpoints.change import paired_rows, shared_tensors, squared_change
 from mtp_train.checkpoints.files import Checkpoint, open_checkpoint
+from mtp_train.checkpoints.values import common_tensors, paired_rows, squared_change
 from mtp_train.heads.diagnose import layout_of
 from tiny import tiny_trunk
 
@@ -80,7 +80,7 @@ def test_nan_is_seen_and_equal_tensors_have_no_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_all_of_a_trunk_counts_but_its_head(tied: bool, tmp_path: Path) -> None:
     base, finetune = (open_checkpoint(path) for path in base_and_finetune(tmp_path, "qwen3_5", tied=tied))
-    shared = shared_tensors(finetune, layout_of(finetune), base, layout_of(base))
+    shared = common_tensors(finetune, layout_of(finetune), base, layout_of(base))
     assert {key for key, _ in shared.values()} == all_tensors(finetune.path).keys()
     assert [key for key, _ in shared.values()] == [key for _, key in shared.values()]
 
@@ -88,7 +88,7 @@ def test_all_of_a_trunk_counts_but_its_head(tied: bool, tmp_path: Path) -> None:
 def test_added_tokens_do_not_count_as_change(tmp_path: Path) -> None:
     def changes() -> list[float]:
         ours, theirs = open_checkpoint(finetune), open_checkpoint(base)
-        shared = shared_tensors(ours, layout_of(ours), theirs, layout_of(theirs)).values()
+        shared = common_tensors(ours, layout_of(ours), theirs, layout_of(theirs)).values()
         return [squared_change(ours, key, theirs, base_key)[0] for key, base_key in shared]
 
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")

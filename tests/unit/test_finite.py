@@ -8,7 +8,7 @@ from rich.progress import Progress
 from safetensors.torch import save_file
 
 from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint, scan_safetensors
-from mtp_train.checkpoints.finite import find_non_finite
+from mtp_train.checkpoints.values import find_non_finite
 
 FLOATS = [dtype for dtype in TORCH_DTYPES.values() if dtype.is_floating_point and dtype != torch.float8_e8m0fnu]
 

@@ -17,7 +17,7 @@ from byte_tokenizer import byte_tokenizer
 from checkpoints import all_tensors
 from gguf_files import VOCAB_SIZE, checkpoint_with_head, exported, metadata, values
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
-from mtp_train.checkpoints.gguf.model_types import GGUF_HEADS
+from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
 from mtp_train.checkpoints.gguf.tensors import GgufTensor, gguf_tensors, trunk_names
 from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.writing import held_tensor
@@ -25,7 +25,7 @@ from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import FAMILIES
 from mtp_train.heads.diagnose import layout_of
-from mtp_train.runs.checkpoint_tools.export_gguf import checkpoint_name
+from mtp_train.runs.checkpoint_tools.export_checkpoint import checkpoint_name
 from tiny import ALL_FAMILIES, IS_OLD
 
 SERVED = [one.name for one in FAMILIES if set(one.model_types) & GGUF_HEADS.keys() and one.name in ALL_FAMILIES]

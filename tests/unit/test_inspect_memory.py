@@ -32,7 +32,7 @@ with open(sys.argv[2] + "/model.safetensors", "rb") as file:
     import mmap
     mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     sum(mapped[place] for place in range(0, 1 << 30, 4096))
-print(len(small.non_finite_keys), len(big.non_finite_keys), grown, peak() - before)
+print(len(small.weights.non_finite_keys), len(big.weights.non_finite_keys), grown, peak() - before)
 """
 
 

@@ -54,7 +54,9 @@ def test_export_indexes_a_head_that_the_index_does_not_name(file: str, base: Pat
     without_head(base, file)
     found = inspect(base)
     assert found.status == "declared_but_missing"
-    assert [(one.file, one.num_tensors, one.num_head_tensors) for one in found.unnamed_weights] == [(file, 15, 15)]
+    assert [(one.file, one.num_tensors, one.num_head_tensors) for one in found.weights.unnamed_files] == [
+        (file, 15, 15)
+    ]
     assert f"no part of the checkpoint: {file} (15 tensors, 15 of a head)" in str(found)
     assert found.cure == f"mtp-train export {base} --out {base}-mtp"
     assert found.other_cure is not None
@@ -117,7 +119,7 @@ def test_keys_outside_of_the_index_are_named_and_listed_by_copies(base: Path, sa
     head = head_of(base)
     keys_outside_of_the_index(base, head)
     found = inspect(base)
-    assert (found.status, sorted(found.unlisted_keys)) == ("healthy", sorted(head))
+    assert (found.status, sorted(found.weights.unlisted_keys)) == ("healthy", sorted(head))
     assert found.serves["llama.cpp"].startswith("no: its converter refuses tensors that the index does not list")
     export(base, tmp_path / "out")
     graft(base, saved / "base", tmp_path / "grafted")
@@ -165,7 +167,7 @@ def test_of_two_equal_sets_the_shards_are_the_checkpoint(
     opened = open_checkpoint(base)
     assert {info.file for info in opened.tensors.values()} == {*OLD_SHARDS}
     found = inspect(base)
-    assert [one.file for one in found.unnamed_weights] == [SINGLE_FILE]
+    assert [one.file for one in found.weights.unnamed_files] == [SINGLE_FILE]
     assert found.cure is None
     export(base, tmp_path / "out")
     assert not (tmp_path / "out" / SINGLE_FILE).exists()
@@ -268,4 +270,4 @@ def test_a_save_with_its_head_keeps_another_head_under_another_name(
         (path / INDEX_FILE).write_text(json.dumps(index))
         put_head(path, base)
         assert not (path / f"{HEAD_FILE}.old-2").exists()
-        assert not inspect(path).unlisted_keys
+        assert not inspect(path).weights.unlisted_keys

@@ -17,8 +17,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from mtp_train.checkpoints.files import read_json
-from mtp_train.checkpoints.gguf.fields import NUM_MODULES, Value
-from mtp_train.checkpoints.gguf.head_record import GgufHead
+from mtp_train.checkpoints.gguf.record import NUM_MODULES, GgufHead, Value
 from mtp_train.checkpoints.gguf.tensors import GgufTensor
 from mtp_train.errors import CheckpointError
 
