@@ -120,7 +120,7 @@ _GEMMA4_TRUNK = Family(
     declaration=Declaration(count=None),
     keys=Keys(trunk_prefixes=("model.language_model.", "model."), head_prefixes=(), rules=()),
     wiring=Wiring(conventions={}),
-    layer=HeadLayer(why_not_run="its releases carry none"),
+    layer=HeadLayer(),
     trunk=TrunkTraits(masks_by_layer_type=True, logit_bound="final_logit_softcapping"),
     engines=engine_table(vllm=_NO_HEAD, sglang=_NO_HEAD, llama_cpp=_NO_HEAD, transformers=_NO_HEAD),
 )

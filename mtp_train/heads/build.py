@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from mtp_train.checkpoints.artifact import Artifact, load_artifact
-from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, Checkpoint
+from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, Checkpoint, all_finite
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import (
     NativeHead,
@@ -223,7 +223,7 @@ def require_finite(tensors: Mapping[str, Tensor]) -> None:
         CheckpointError: A weight is; the message names its key.
     """
     for key, value in tensors.items():
-        if value.is_floating_point() and not torch.isfinite(value.float()).all():
+        if not all_finite(value):
             raise CheckpointError(
                 f"{key}: holds NaN or infinite values; expected finite weights. Use a checkpoint saved before it "
                 "diverged."

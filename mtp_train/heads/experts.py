@@ -15,7 +15,6 @@ import torch
 from torch import Size, Tensor, nn
 from transformers import PretrainedConfig
 
-from mtp_train.heads.autocast import autocast_dtype
 from mtp_train.upstream.transformers_private import ALL_EXPERTS_FUNCTIONS, experts_of, set_experts
 
 GROUPED_EXPERTS = "mtp_grouped_mm"
@@ -26,6 +25,15 @@ _STOCK = "grouped_mm"
 def is_stacked(name: str, shape: Size) -> bool:
     """Return whether a weight of this name and shape has the matrices of all experts."""
     return ".experts." in name and len(shape) == 3
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype in which autocast multiplies on a device; None where it is off, or the device has none."""
+    kind = device.type
+    # Some devices have no autocast: asking whether it is enabled raises there.
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 class _Converted:

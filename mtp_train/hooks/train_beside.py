@@ -34,9 +34,9 @@ from mtp_train.checkpoints.adapter import is_adapter
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.heads.alignment import PADDING_DOCUMENT
-from mtp_train.heads.autocast import autocast_dtype
 from mtp_train.heads.build import HeadPlan, build_head, native_plan, trained_head
 from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.experts import autocast_dtype
 from mtp_train.hooks.keep_head import inside, keep_head, kept_base, save_with
 from mtp_train.losses.chunked import depth_weights, frozen_head_loss
 from mtp_train.train.aligned import Batch, aligned_rows

@@ -28,6 +28,7 @@ from mtp_train.families import (
 )
 from mtp_train.families.engines import Convention, EngineSupport, ServingEngine, engine_table, no
 from mtp_train.families.layouts import with_layers
+from mtp_train.families.registry import HEADLESS
 from mtp_train.families.spec import (
     Borrowed,
     Declaration,
@@ -232,3 +233,29 @@ def test_every_record_names_known_engines_only() -> None:
     known = set(family_named("llama").serving)
     for family in FAMILIES:
         assert {*family.engines, *family.wiring.conventions} <= known, family.name
+
+
+@pytest.mark.parametrize("model_type", HEADLESS)
+def test_a_model_without_heads_is_recognised(model_type: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"no MTP head|external drafter|has an MTP head for it"):
+        family_for({"model_type": model_type}, where="here")
+    assert model_type not in {one for family in FAMILIES for one in family.model_types}
+
+
+def test_a_wrapper_without_heads_is_recognised_by_its_own_name() -> None:
+    config = {"model_type": "kimi_k25", "text_config": {"model_type": "deepseek_v3"}}
+    with pytest.raises(UnsupportedModelError, match="model_type 'kimi_k25': no engine has an MTP head for it"):
+        family_for(config, where="here")
+    assert family_for({**config, "model_type": "another"}, where="here").name == "deepseek_v3"
+
+
+@pytest.mark.parametrize("says", ["text_config", "wrapper", "both"])
+def test_a_wrapper_or_its_text_config_says_what_it_is(says: str) -> None:
+    section = {"num_nextn_predict_layers": 8}
+    config: dict[str, Any] = {"text_config": {}, "mtp_config": section}
+    if says != "wrapper":
+        config["text_config"]["model_type"] = "inkling_text"
+    if says != "text_config":
+        config["model_type"] = "inkling_mm_model"
+    family = family_for(config, where="here")
+    assert (family.name, family.declared_modules(config)) == ("inkling", 8)

@@ -13,6 +13,7 @@ from rich.progress import Progress
 from mtp_train.checkpoints.adapter import locate_adapter
 from mtp_train.checkpoints.artifact import Artifact, load_artifact
 from mtp_train.checkpoints.contents import left_out, unnamed_files, with_unnamed_head
+from mtp_train.checkpoints.draft_checkpoint import DraftForm
 from mtp_train.checkpoints.export import LinkMode, write_checkpoint, write_head_only
 from mtp_train.checkpoints.files import Checkpoint, open_checkpoint, read_json
 from mtp_train.checkpoints.gguf.architectures import gguf_head_for
@@ -131,27 +132,28 @@ def export(
     if head_only:
         write_head_only(trunk, layout, found.head, out)
         return ExportResult(out, trunk.path, flag=draft_model_flag(str(out), found.num_depths))
-    link: LinkMode = "copy" if copy else "hard"
+    form: DraftForm = "speculators" if speculators else "engines"
+    notes = _write_with_trunk(source, found, out, form, "copy" if copy else "hard", progress)
+    return ExportResult(out, trunk.path, notes=notes)
+
+
+def _write_with_trunk(
+    source: Path, found: _HeadToExport, out: Path, form: DraftForm, link: LinkMode, progress: Progress
+) -> tuple[str, ...]:
+    """Write the trunk's checkpoint with the head in it, or a run's draft model; return what to tell about it."""
+    trunk, layout = found.trunk, layout_of(found.holder)
     if found.artifact is None:
         write_checkpoint(trunk, layout, found.head, out, link=link)
-        return ExportResult(out, trunk.path, notes=_notes(found))
-    write_export(
-        trunk,
-        found.artifact,
-        out,
-        adapter=found.adapter,
-        link=link,
-        progress=progress,
-        form="speculators" if speculators else "engines",
-        hub_id=found.hub_id,
-    )
+        return _notes(found)
+    adapter, hub_id = found.adapter, found.hub_id
+    write_export(trunk, found.artifact, out, adapter=adapter, link=link, progress=progress, form=form, hub_id=hub_id)
     with removed_on_failure(out):
         write_card(source, out)
     notes = left_out(unnamed_files(trunk, layout)) if found.kind == "mtp" else ()
-    if speculators:
+    if form == "speculators":
         layers = found.artifact.family.wiring.trunk_layers(text_config_of(trunk))
         notes += (f"It reads the hidden states after the layers {', '.join(map(str, layers))} of its trunk.",)
-    return ExportResult(out, trunk.path, notes=notes)
+    return notes
 
 
 def _require_one_form(*, head_only: bool, gguf: bool, speculators: bool, copy: bool) -> None:

@@ -30,7 +30,7 @@ from mtp_train.checkpoints.suggestions import (
 from mtp_train.checkpoints.values import common_tensors, find_non_finite, paired_rows, squared_change
 from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families import Assistant, Family, assistant_for, draft_engines, of_kind
+from mtp_train.families import Assistant, assistant_for, draft_engines, of_kind
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.assistant import diagnose_assistant
 from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
@@ -249,7 +249,7 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         problems=problems,
         serves=serving_commands(checkpoint, diagnosis, status, problems),
         cure=_find_cure(checkpoint, base, status, stale, problems),
-        runs_here=_runs_here(layout.family, diagnosis, problems),
+        runs_here=_runs_here(diagnosis, problems),
         other_cure=graft_command(*_with_donor(checkpoint, base)) if chooses else None,
     )
 
@@ -265,9 +265,7 @@ def _whole_status(of_head: Status, problems: Sequence[str]) -> Status:
     return "damaged" if problems and of_head in ("healthy", "undeclared", "quantised") else of_head
 
 
-def _runs_here(family: Family, diagnosis: HeadDiagnosis, problems: Sequence[str]) -> str:
-    if family.layer.borrowed is None:
-        return f"no: {family.layer.why_not_run}"
+def _runs_here(diagnosis: HeadDiagnosis, problems: Sequence[str]) -> str:
     if problems:
         return f"no: {problems[0]}"
     return f"no: {diagnosis.describe()}" if diagnosis.quantised else "yes"
