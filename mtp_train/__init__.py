@@ -54,15 +54,15 @@ if TYPE_CHECKING:
     from mtp_train.runs.evaluate import evaluate as evaluate
     from mtp_train.runs.generate import GenerateResult as GenerateResult
     from mtp_train.runs.generate import generate as generate
+    from mtp_train.runs.pipeline import RegenerateResult as RegenerateResult
+    from mtp_train.runs.pipeline import RunResult as RunResult
+    from mtp_train.runs.pipeline import open_report as open_report
+    from mtp_train.runs.pipeline import regenerate as regenerate
+    from mtp_train.runs.pipeline import run as run
     from mtp_train.runs.probe import ProbeResult as ProbeResult
     from mtp_train.runs.probe import probe as probe
     from mtp_train.runs.rescue import RescueResult as RescueResult
     from mtp_train.runs.rescue import rescue as rescue
-    from mtp_train.runs.start import RegenerateResult as RegenerateResult
-    from mtp_train.runs.start import RunResult as RunResult
-    from mtp_train.runs.start import open_report as open_report
-    from mtp_train.runs.start import regenerate as regenerate
-    from mtp_train.runs.start import run as run
     from mtp_train.runs.write_recipe import WriteRecipeResult as WriteRecipeResult
     from mtp_train.runs.write_recipe import write_recipe as write_recipe
 
@@ -87,7 +87,7 @@ _NAMES_BY_MODULE = {
     "runs.generate": ("GenerateResult", "generate"),
     "runs.probe": ("ProbeResult", "probe"),
     "runs.rescue": ("RescueResult", "rescue"),
-    "runs.start": ("RegenerateResult", "RunResult", "open_report", "regenerate", "run"),
+    "runs.pipeline": ("RegenerateResult", "RunResult", "open_report", "regenerate", "run"),
     "runs.write_recipe": ("WriteRecipeResult", "write_recipe"),
     "recipe.shipped": ("RecipesResult", "recipes"),
     "checkpoints.demo": ("DemoResult", "demo", "demo_path"),

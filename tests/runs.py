@@ -17,8 +17,8 @@ from mtp_train.cli.main import main
 from mtp_train.recipe.loading import recipe_from_mapping
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs import probe
-from mtp_train.runs.pipeline import run
-from mtp_train.runs.run_dir import Outcome
+from mtp_train.runs.pipeline import run_recipe
+from mtp_train.runs.run_directory import Outcome
 
 BYTE_VOCAB_SIZE = 259
 
@@ -154,4 +154,4 @@ def tree(directory: Path) -> dict[str, bytes | None]:
 
 def run_quietly(recipe: Recipe) -> Outcome:
     """Run a recipe without a terminal."""
-    return run(recipe, Console(quiet=True))
+    return run_recipe(recipe, Console(quiet=True))

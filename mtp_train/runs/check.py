@@ -17,33 +17,24 @@ from mtp_train.checkpoints.demo import resolve
 from mtp_train.checkpoints.files import CONFIG_FILE, Checkpoint, locate_checkpoint, read_config
 from mtp_train.checkpoints.identity import TOKENIZER_PATTERNS
 from mtp_train.checkpoints.quantised import quant_method
-from mtp_train.families import family_for, kinds_served, of_kind, raw_text_config, require_served_trunk
+from mtp_train.families import family_for, kinds_served, of_kind, raw_text_config
 from mtp_train.families.engines import engine_commands
 from mtp_train.families.spec import RawConfig
 from mtp_train.heads.diagnose import head_shapes, named_rejections, trunk_config
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.recipe.loading import dump_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.auto import Choice
 from mtp_train.runs.head_source import require_source_model
-from mtp_train.runs.inputs import (
-    decoding_problem,
-    gather_text,
-    require_draft_vocab,
-    require_offload,
-    require_own_data,
-    require_unroll,
-)
-from mtp_train.runs.run_answers import require_answers
-from mtp_train.runs.run_dir import require_place, with_recorded_precision, with_resolved_precision
-from mtp_train.runs.start import Overrides, RecipeLike, launched_processes, settled_recipe
+from mtp_train.runs.inputs import gather_text
+from mtp_train.runs.refusals import HeadOnTrunk, decoding_problem, raise_together, refusals
+from mtp_train.runs.resolve import Choice, Overrides, RecipeLike, launched_processes, resolved_recipe
+from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.study.material import for_objective
 from mtp_train.train.devices import Device, device_named
 from mtp_train.train.estimate import GIB, Footprint, estimate_disk, estimate_footprint, in_shards
 from mtp_train.train.plan import Plan, make_plan
 from mtp_train.trunk.load import Trunk, empty_trunk
 from mtp_train.trunk.precision import resolve_precision
-from mtp_train.trunk.quantise import require_quantizable
 from mtp_train.trunk.tokenizer import load_tokenizer
 
 
@@ -200,38 +191,31 @@ def check(
         (1, 0.31)
     """
     machine = device_named(device)
-    settled = settled_recipe(recipe, overrides, world_size=processes, device=machine)
-    world_size = processes or settled.recipe.train.processes or launched_processes()
-    found = _checked(settled.recipe, world_size, machine, is_here=device is None)
-    return replace(found, choices=settled.choices, device_bytes=machine.memory_bytes)
+    resolved = resolved_recipe(recipe, overrides, world_size=processes, device=machine)
+    world_size = processes or resolved.recipe.train.processes or launched_processes()
+    found = _checked(resolved.recipe, world_size, machine, is_here=device is None)
+    return replace(found, choices=resolved.choices, device_bytes=machine.memory_bytes)
 
 
 def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool) -> CheckResult:
-    recipe = with_recorded_precision(recipe, Path(recipe.run_dir))
-    require_place(Path(recipe.run_dir), recipe)
+    directory = RunDirectory(Path(recipe.run_dir))
+    directory.require_outside_inputs(recipe)
     require_source_model(recipe)
-    require_answers(recipe, Path(recipe.run_dir))
     device = PartialState().device if is_here else torch.device(machine.kind)
-    recipe, reason = _with_precision(recipe, None if is_here else machine, device)
+    if is_here:
+        recipe = directory.with_precision(recipe, resolve_precision("auto", device).precision)
+        reason = resolve_precision(recipe.train.precision, device).reason
+    else:
+        # As all devices that can be planned for do.
+        recipe, reason = directory.with_precision(recipe, "bf16"), f"{machine.name} multiplies bf16 natively"
     path = locate_checkpoint(resolve(recipe.model.trunk))
     raw = read_config(path / CONFIG_FILE)
     family = family_for(raw, where=str(path))
     num_modules = recipe.fresh_modules if recipe.attaches else family.declared_modules(raw) or 1
     head_family = of_kind(family, recipe.head.kind)
-    if recipe.model.quantization is not None:
-        require_quantizable(recipe.model.quantization, raw, where=path)
-    if recipe.model.offload is not None:
-        require_offload(recipe.model.offload, world_size, raw, where=path)
-    convention = head_family.convention(recipe.head.convention)
-    require_unroll(recipe, convention, num_modules)
-    # Raises an error for a head that cannot run here.
-    _ = head_family.classes
-    if recipe.export.enabled:
-        require_served_trunk(recipe.head.kind, raw_text_config(raw), where=str(path))
     config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code)
     text_config = config.get_text_config()
-    require_draft_vocab(recipe, text_config.vocab_size)
-    require_own_data(recipe, path)
+    raise_together(refusals(recipe, HeadOnTrunk(path, raw, text_config, head_family, num_modules), world_size))
     plan = make_plan(recipe, world_size)
     with named_rejections(path):
         trunk = empty_trunk(config, family, trust_remote_code=recipe.model.trust_remote_code)
@@ -239,6 +223,7 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
         head = head_shapes(head_family, text_config, num_modules)
     trained = None
     if recipe.head.lora is not None:
+        convention = head_family.convention(recipe.head.convention)
         trained = require_lora_targets(recipe.head.lora, head_family, text_config, num_modules, convention)
     gpu_bytes = machine.memory_bytes if device.type == "cuda" else None
     memory = estimate_footprint(recipe, trunk, head, plan, device, gpu_bytes, trained)
@@ -247,7 +232,10 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
     data = _data(recipe, path, raw, text_config.vocab_size)
     kinds = kinds_served(family, raw_text_config(raw)) if recipe.attaches else {}
-    decoding = _decoding(recipe, memory, machine)
+    decoding = None
+    if machine.kind == "cuda":
+        head_bytes = memory.trunk_bytes // memory.trunk_parameters * memory.head_parameters
+        decoding = decoding_problem(recipe, memory.trunk_bytes, head_bytes, machine.memory_bytes)
     title = head_family.title
     found = CheckResult(recipe, reason, title, plan, memory, shards, disk_bytes, serves, kinds)
     return replace(found, decoding=decoding, data=data)
@@ -261,14 +249,6 @@ def _sharded(recipe: Recipe, config: RawConfig, memory: Footprint, trunk: Trunk,
     return in_shards(memory, trunk, plan, is_adapted=recipe.model.adapter is not None)
 
 
-def _decoding(recipe: Recipe, memory: Footprint, machine: Device) -> str | None:
-    offloads = recipe.model.offload is not None or recipe.model.quantization is not None
-    if machine.kind != "cuda" or not recipe.decodes or offloads or recipe.study is not None:
-        return None
-    head_bytes = memory.trunk_bytes // memory.trunk_parameters * memory.head_parameters
-    return decoding_problem(memory.trunk_bytes, head_bytes, machine.memory_bytes)
-
-
 def _data(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> str | None:
     """Read the data as a run does, and return how it is split; None without a tokenizer.
 
@@ -280,16 +260,6 @@ def _data(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> st
     without_weights = Checkpoint(trunk, config, None, {})
     tokenizer = load_tokenizer(without_weights, recipe.model.trust_remote_code)
     return gather_text(recipe, tokenizer, vocab_size).split
-
-
-def _with_precision(recipe: Recipe, planned: Device | None, device: torch.device) -> tuple[Recipe, str]:
-    """Return the recipe with its precision resolved, and why; all devices that can be planned for have native bf16."""
-    if planned is None:
-        recipe = with_resolved_precision(recipe, device)
-        return recipe, resolve_precision(recipe.train.precision, device).reason
-    precision = "bf16" if recipe.train.precision == "auto" else recipe.train.precision
-    train = replace(recipe.train, precision=precision)
-    return replace(recipe, train=train), f"{planned.name} multiplies bf16 natively"
 
 
 def whole_disk(recipe: Recipe, plan: Plan, state_width: int, memory: Footprint) -> int:

@@ -29,7 +29,7 @@ from mtp_train.evaluation.served import Server
 from mtp_train.report.study_table import study_summary
 from mtp_train.report.study_write import WandbMode, log_study, write_study
 from mtp_train.runs.display import quiet_progress, rich_to_html, rich_to_text
-from mtp_train.runs.run_dir import checkpoint_identity, environment_facts, held_by_one_run
+from mtp_train.runs.run_directory import RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.trunk.quantise import Quantization
 
 AUTO = "auto"
@@ -227,7 +227,7 @@ def _measure(
     names = [one.name for one in specs] + ([] if server is None else [server.url])
     title = f"{'evaluation' if len(names) == 1 else 'comparison'} of {', '.join(names)}"
     progress = progress or quiet_progress()
-    with full_disk_is_named(out, what="the report"), held_by_one_run(out, progress.console):
+    with full_disk_is_named(out, what="the report"), RunDirectory(out).held(progress.console):
         report = run_study(specs, grid, out, progress, title=title, costs=costs, server=server)
         if not (out / REPORT_FILE).is_file():
             identities = {one.name: checkpoint_identity(one.trunk, open_location(one.trunk)) for one in specs}

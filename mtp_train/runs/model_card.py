@@ -16,7 +16,7 @@ from mtp_train.families.engines import EngineSupport, engine_commands
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.recipe.loading import dump_yaml, load_recipe
 from mtp_train.report import wording
-from mtp_train.runs.run_dir import PROVENANCE_FILE
+from mtp_train.runs.run_directory import PROVENANCE_FILE
 
 Identity = Mapping[str, Any]
 CARD_FILE, _TAG = "README.md", "speculative-decoding"

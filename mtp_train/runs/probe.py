@@ -26,6 +26,7 @@ from mtp_inference.opening import OWN
 from mtp_train.acceptance.counts import Interval
 from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.demo import GROUP_FIELD
+from mtp_train.checkpoints.run_export import RECIPE_FILE
 from mtp_train.checkpoints.suggestions import graft_command, inspect_command, last_name, retrain_command
 from mtp_train.checkpoints.writing import full_disk_is_named, write_text
 from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
@@ -38,13 +39,13 @@ from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.evaluation.run import run_study
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs import pipeline
 from mtp_train.runs.display import html_table
 from mtp_train.runs.evaluate import EvaluationGrid
 from mtp_train.runs.evaluate_run import RETRAINED
 from mtp_train.runs.inputs import split_records
-from mtp_train.runs.run_dir import RECIPE_FILE, held_by_one_run
-from mtp_train.runs.start import Overrides, override_texts, require_one_process
+from mtp_train.runs.pipeline import run_recipe
+from mtp_train.runs.resolve import Overrides, override_texts, require_one_process
+from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.write_recipe import rescue_recipe
 from mtp_train.trunk.progress import progress_on
 
@@ -176,7 +177,7 @@ def probe_with(
         # Two models were loaded before this one.
         gc.collect()
         with contextlib.suppress(GateRefusedError):
-            pipeline.run(recipe, console, choices)
+            run_recipe(recipe, console, choices)
         found = _with_training(found, out / TRAINING)
     verdict, reason = judge(found)
     command = retrain_command(tuned, donor, paths)
@@ -239,7 +240,7 @@ def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> StudyRe
         seed=recipe.seed,
     ).settled(arms, [trunk, donor])
     held = out / COMPARISON
-    with progress_on(console) as progress, full_disk_is_named(held, what="the probe"), held_by_one_run(held, console):
+    with progress_on(console) as progress, full_disk_is_named(held, what="the probe"), RunDirectory(held).held(console):
         return run_study(arms, grid, held, progress, title=f"probe of {trunk}", costs=False)
 
 

@@ -30,14 +30,14 @@ from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs import pipeline
 from mtp_train.runs.checkpoint_tools.inspect import serving_commands
 from mtp_train.runs.display import html_table, quiet_progress
 from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
 from mtp_train.runs.model_card import write_untrained_card
+from mtp_train.runs.pipeline import run_recipe
 from mtp_train.runs.probe import ProbeResult, default_out, probe_with
-from mtp_train.runs.run_dir import PROBE, checkpoint_identity, held_by_one_run, require_ours
-from mtp_train.runs.start import Overrides, require_one_process
+from mtp_train.runs.resolve import Overrides, require_one_process
+from mtp_train.runs.run_directory import PROBE, RunDirectory, checkpoint_identity
 from mtp_train.runs.write_recipe import rescue_recipe
 
 
@@ -109,7 +109,7 @@ def rescue(
     # A user who sets the length of the training has decided to train; a run that has begun goes on.
     if any(choice.field == "train.max_steps" for choice in choices) and not is_run(out):
         if not (out / PROBE).exists():
-            require_ours(out, recipe)
+            RunDirectory(out).require_ours(recipe)
         found = _probed(tuned, donor, out, paths, overrides, console)
         if found.verdict == "fault":
             raise _at_fault(donor, found)
@@ -117,7 +117,7 @@ def rescue(
             return _grafted(recipe, found, console)
     # After a refusal the base's head is exported below.
     with contextlib.suppress(GateRefusedError):
-        pipeline.run(recipe, console, choices)
+        run_recipe(recipe, console, choices)
     gate = load_report(out / REPORT_FILE).gate
     refused = gate is not None and not gate.passed
     if refused and not (out / EXPORT).exists():
@@ -155,7 +155,7 @@ def _at_fault(donor: str, found: ProbeResult) -> CheckpointError:
 def _grafted(recipe: Recipe, found: ProbeResult, console: Console) -> RescueResult:
     """Export the base's head as it is, as the probe advises."""
     out = Path(recipe.run_dir)
-    with full_disk_is_named(out, what="the rescue"), held_by_one_run(out, console):
+    with full_disk_is_named(out, what="the rescue"), RunDirectory(out).held(console):
         if not (out / EXPORT).exists():
             write_graft(recipe, out / EXPORT)
     again = "To retrain the head all the same, choose another --out and add --set train.max_steps=500"

@@ -15,7 +15,7 @@ from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import TrainingError
 from mtp_train.runs.head_source import RunHead
-from mtp_train.runs.run_dir import checkpoint_identity
+from mtp_train.runs.run_directory import checkpoint_identity
 from mtp_train.train.launch import RunAccelerator
 
 ATTEMPTS, PAUSE_SECONDS = 60, 1.0

@@ -30,10 +30,9 @@ from mtp_train.recipe.json_schema import dotted, schema_tree, walk_fields
 from mtp_train.recipe.loading import dump_yaml, recipe_from_mapping
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import SCHEMA_FILE
-from mtp_train.runs.auto import Choice
 from mtp_train.runs.check import check
 from mtp_train.runs.inputs import plan_head
-from mtp_train.runs.start import Overrides, Settled, settled_recipe
+from mtp_train.runs.resolve import Choice, Overrides, ResolvedRecipe, resolved_recipe
 
 Plain = dict[str, Any]
 Start = Literal["graft", "native", "attach"]
@@ -223,13 +222,15 @@ def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: 
     return settings
 
 
-def rescue_recipe(finetune: str, base: str, out: Path, data: Sequence[str], overrides: Overrides = ()) -> Settled:
+def rescue_recipe(
+    finetune: str, base: str, out: Path, data: Sequence[str], overrides: Overrides = ()
+) -> ResolvedRecipe:
     """Return the recipe of a rescue, and how its settings were chosen.
 
     Raises:
         MtpError: A location cannot be opened, or an override is wrong.
     """
-    return settled_recipe(settings_of("graft", finetune, base, str(out), data), overrides)
+    return resolved_recipe(settings_of("graft", finetune, base, str(out), data), overrides)
 
 
 def _group_field(paths: Sequence[str]) -> str | None:

@@ -27,16 +27,15 @@ from mtp_train.evaluation.settings import draft_depth, greedy
 from mtp_train.heads.build import artifact_plan, build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.evaluate_run import decode, evaluation_settings, measure_dense, outputs, run_result
-from mtp_train.runs.input_identity import hash_run_inputs
-from mtp_train.runs.inputs import Inputs, gather_inputs
-from mtp_train.runs.run_dir import with_resolved_precision
-from mtp_train.runs.stages import claim_run, load_run_trunk, make_documents
+from mtp_train.runs.regeneration import data_stage
+from mtp_train.runs.run import Run, load_run_trunk
+from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.training import train_stage
 from mtp_train.train.launch import RunAccelerator, make_accelerator
 from mtp_train.train.teacher_forced import DenseMetrics
 from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.precision import resolve_precision
 
 CEILING_FACTOR = 10
 CONTROL_FILES_EVERY, CONTROL_CHARS = 2, 4000
@@ -85,28 +84,29 @@ def record_arms(texts: Texts, recipe_path: Path, work: Path, out: Path) -> None:
         recording = Recording(texts, make_accelerator(), progress)
         for arm, overrides in changes.items():
             asked = load_recipe(recipe_path, [*shared, f"run_dir={work / arm}", *overrides])
-            recipe = with_resolved_precision(asked, recording.accelerator.device)
+            automatic = resolve_precision("auto", recording.accelerator.device).precision
+            directory = RunDirectory(work / arm)
+            recipe = directory.with_precision(asked, automatic)
             started = time.perf_counter()
-            arms[arm], settings[arm] = _record(arm, recipe, recording)
+            run = Run.begin(recipe, directory, recording.accelerator, progress)
+            arms[arm], settings[arm] = _record(arm, run, recording)
             progress.console.print(f"{arm}: tau {arms[arm]['tau']:.3f}, {time.perf_counter() - started:.0f} s")
     write_json(out, {"settings": settings, "arms": arms})
 
 
-def _record(arm: str, recipe: Recipe, recording: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
-    accelerator, progress, run_dir = recording.accelerator, recording.progress, Path(recipe.run_dir)
-    inputs = gather_inputs(recipe, accelerator.num_processes, progress)
-    contents = hash_run_inputs(recipe, run_dir, progress)
-    trunk = load_run_trunk(recipe, inputs, accelerator, progress)
-    inputs = claim_run(recipe, run_dir, inputs, contents, accelerator, progress)
-    documents = _documents(arm, recipe, inputs, trunk, recording)
+def _record(arm: str, run: Run, recording: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
+    trunk = load_run_trunk(run)
+    run.claim()
+    recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
+    documents = _documents(arm, run, trunk, recording)
     setting = greedy(draft_depth(recipe))
     if arm == NGRAM:
-        result = _measure_table(recipe, inputs, trunk, documents, recording)
+        result = _measure_table(run, trunk, documents, recording)
     else:
-        train_stage(recipe, run_dir, inputs, trunk, documents, accelerator, progress)
+        train_stage(run, trunk, documents)
         # Load the trunk again: the cache of hidden states releases its layers.
-        trunk = load_run_trunk(recipe, inputs, accelerator, progress)
-        plan = artifact_plan(load_artifact(run_dir / "head"))
+        trunk = load_run_trunk(run)
+        plan = artifact_plan(load_artifact(run.directory.path / "head"))
         head = build_head(plan, text_config_of(inputs.finetune), dtype=trunk.lm_head_VD.dtype).eval()
         heads = {arm: HeadDrafting(head)}
         names = {arm: f"recorded:{arm}"}
@@ -121,26 +121,22 @@ def _record(arm: str, recipe: Recipe, recording: Recording) -> tuple[dict[str, A
     return recorded.to_json(), told
 
 
-def _measure_table(
-    recipe: Recipe, inputs: Inputs, trunk: Trunk, documents: Sequence[Document], recording: Recording
-) -> ArmResult:
+def _measure_table(run: Run, trunk: Trunk, documents: Sequence[Document], recording: Recording) -> ArmResult:
     """Decode with a static n-gram table of the documents; the text is the trunk's, whatever drafts it."""
     drafting, names = {NGRAM: TableDrafting(make_table(documents))}, {NGRAM: f"recorded:{NGRAM}"}
-    setting = greedy(draft_depth(recipe))
-    accelerator, progress = recording.accelerator, recording.progress
-    (_, drafted), _ = decode(recipe, inputs, trunk, drafting, names, [setting], accelerator, progress)
+    setting = greedy(draft_depth(run.recipe))
+    (_, drafted), _ = decode(run.recipe, run.inputs, trunk, drafting, names, [setting], run.accelerator, run.progress)
     return run_result(drafted, setting, DenseMetrics([], [], recording.target_entropy, []))
 
 
-def _documents(arm: str, recipe: Recipe, inputs: Inputs, trunk: Trunk, recording: Recording) -> Sequence[Document]:
+def _documents(arm: str, run: Run, trunk: Trunk, recording: Recording) -> Sequence[Document]:
     if arm != CONTROL:
         if recording.answers is None:
-            run_dir, accelerator = Path(recipe.run_dir), recording.accelerator
-            recording.answers = make_documents(recipe, run_dir, inputs, trunk, accelerator, recording.progress)
+            recording.answers = data_stage(run, trunk)
         return recording.answers
     records = [
         Record(f"code#{number}", file.top, PlainText(file.text[:CONTROL_CHARS]))
         for number, file in enumerate(recording.texts.code[::CONTROL_FILES_EVERY], start=1)
     ]
-    documents, _ = tokenize_records(records, inputs.tokenizer, recipe.data.seq_len_tokens)
+    documents, _ = tokenize_records(records, run.inputs.tokenizer, run.recipe.data.seq_len_tokens)
     return documents

@@ -20,7 +20,7 @@ from mtp_train.checkpoints.locations import open_location
 from mtp_train.families import FAMILIES
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
-from mtp_train.runs.start import recipe_of
+from mtp_train.runs.resolve import recipe_of
 from runs import BYTE_VOCAB_SIZE, LEARNS, document, overrides_of, run_quietly, write_inputs, write_recipe
 from tiny import tiny_head, tiny_trunk
 from wrapped import save_wrapped

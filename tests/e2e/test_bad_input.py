@@ -342,6 +342,18 @@ def test_a_chain_of_modules_is_not_trained_as_one(tmp_path: Path, capfd: Capture
     assert FOUR_ANSWERS.fullmatch(message)
 
 
+def test_check_and_run_report_the_same_problems_at_once(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    wrong = {"head__draft_vocab": 100_000, "data__responses": str(tmp_path), "data__regenerate": {}}
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **wrong)
+    said = []
+    for command in ("check", "run"):
+        assert main([command, str(recipe)]) == 2
+        said.append(capfd.readouterr().err.splitlines()[-2:])
+    assert said[0] == said[1]
+    assert "head.draft_vocab: 100000; expected fewer" in said[0][0]
+    assert said[0][1].startswith("data.responses: ")
+
+
 # What is no bad input
 
 

@@ -23,7 +23,7 @@ from mtp_train.checkpoints.run_export import RECIPE_FILE
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.shipped import accelerate_file
-from mtp_train.runs.run_dir import PROVENANCE_FILE
+from mtp_train.runs.run_directory import PROVENANCE_FILE
 from runs import GETS_NO_BETTER, LEARNS, tree, write_inputs, write_recipe
 
 POLL_SECONDS = 0.01

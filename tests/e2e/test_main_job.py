@@ -27,10 +27,11 @@ from mtp_train.heads.build import build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs import stages
+from mtp_train.runs import run as run_module
 from mtp_train.runs.display import quiet_progress
 from mtp_train.runs.inputs import gather_inputs
-from mtp_train.runs.stages import require_room
+from mtp_train.runs.run import require_room
+from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.trunk.load import Trunk, load_trunk
 from runs import GETS_NO_BETTER, LEARNS, run_quietly, tiny_recipe, write_inputs, write_recipe
 
@@ -132,14 +133,15 @@ def test_a_trunk_that_no_gpu_can_decode_with_is_refused_before_it_is_loaded(
     accelerator: Any = SimpleNamespace(device=torch.device("cuda"))
     judged = tiny_recipe(inputs, tmp_path / "run", model__dtype="float32")
     gathered = gather_inputs(judged, 1, quiet_progress())
+    run = run_module.Run(judged, RunDirectory(tmp_path / "run"), gathered, accelerator, quiet_progress())
     weights = sum(
         one.numel() for one in load_trunk(inputs / "finetune", gathered.finetune.family, dtype="float32").parameters()
     )
     for size, refused in ((4 * weights, True), (20 * weights, False)):
-        monkeypatch.setattr(stages, "device_named", lambda _, size=size: SimpleNamespace(memory_bytes=size))
+        monkeypatch.setattr(run_module, "device_named", lambda _, size=size: SimpleNamespace(memory_bytes=size))
         with pytest.raises(RecipeError, match=r"gate\.enabled: false") if refused else contextlib.nullcontext():
-            require_room(judged, gathered, accelerator)
-        require_room(replace(judged, gate=replace(judged.gate, enabled=False)), gathered, accelerator)
+            require_room(run)
+        require_room(replace(run, recipe=replace(judged, gate=replace(judged.gate, enabled=False))))
 
 
 @pytest.mark.parametrize("shuffled", [True, False])

@@ -67,7 +67,7 @@ def test_a_probe_trains_and_goes_on_where_it_was_stopped(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(probing.pipeline, "run", killed)
+        patch.setattr(probing, "run_recipe", killed)
         with pytest.raises(Killed):
             probe()
     measured = tree(Path("found/comparison/measured"))

@@ -23,9 +23,9 @@ from mtp_train.checkpoints.writing import LOCK_FILE
 from mtp_train.cli.main import main
 from mtp_train.errors import OutputExistsError, StoppedError
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.runs import pipeline
-from mtp_train.runs import run_dir as run_dir_module
-from mtp_train.runs.run_dir import held_by_one_run, read_outcome
+from mtp_train.runs import pipeline, run_directory
+from mtp_train.runs import run as run_module
+from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.train.stopping import Stopped, noted_signal, stopped_by_signals
 from runs import LEARNS, run_quietly, tree, write_inputs, write_recipe
 
@@ -71,7 +71,7 @@ def copied(unbroken: Path, run_dir: Path, *without: str) -> Path:
 
 # The stage, what the signal interrupts, and what of a finished run the stopped one does not have yet.
 STAGES = {
-    "check": (pipeline, "gather_inputs", ()),
+    "check": (run_module, "gather_inputs", ()),
     "data": (RegeneratedStore, "append", None),
     "evaluate": (pipeline, "evaluate_run", ("export", "report.json")),
     "export": (pipeline, "write_card", ("export",)),
@@ -173,8 +173,8 @@ HOLD = """
 import sys
 from pathlib import Path
 from rich.console import Console
-from mtp_train.runs.run_dir import held_by_one_run
-with held_by_one_run(Path(sys.argv[1]), Console(quiet=True)):
+from mtp_train.runs.run_directory import RunDirectory
+with RunDirectory(Path(sys.argv[1])).held(Console(quiet=True)):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -205,7 +205,7 @@ def test_a_second_start_is_refused_and_a_killed_one_is_taken_over(
     other_run.wait()
     assert (tmp_path / "run" / LOCK_FILE).exists()
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "gather_inputs", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        patched.setattr(run_module, "gather_inputs", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         with pytest.raises(StoppedError):
             run_quietly(recipe)
     assert not (tmp_path / "run" / LOCK_FILE).exists()
@@ -214,10 +214,10 @@ def test_a_second_start_is_refused_and_a_killed_one_is_taken_over(
 def test_a_lock_of_another_machine_is_taken_over_only_without_a_sign_of_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_dir_module, "LEASE_SECONDS", 0.2)
+    monkeypatch.setattr(run_directory, "LEASE_SECONDS", 0.2)
     record = f"filelock/2\npid=7\nhost=elsewhere\nmode=lease\ntoken={'0' * 32}\nduration=0.2\nstart=1\n"
     (tmp_path / LOCK_FILE).write_text(record)
-    with held_by_one_run(tmp_path, QUIET):
+    with RunDirectory(tmp_path).held(QUIET):
         assert "host=elsewhere" not in (tmp_path / LOCK_FILE).read_text()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / LOCK_FILE).write_text(record)
@@ -226,13 +226,13 @@ def test_a_lock_of_another_machine_is_taken_over_only_without_a_sign_of_life(
         raise Timeout(lock.lock_file)
 
     monkeypatch.setattr(SoftFileLease, "acquire", never)
-    with pytest.raises(OutputExistsError, match="in use by process 7 on elsewhere"), held_by_one_run(tmp_path, QUIET):
+    with pytest.raises(OutputExistsError, match="in use by process 7 on elsewhere"), RunDirectory(tmp_path).held(QUIET):
         pass
     assert (tmp_path / LOCK_FILE).read_text() == record
 
 
 def test_a_refused_run_leaves_no_directory_behind(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), held_by_one_run(tmp_path / "runs" / "a", QUIET):
+    with pytest.raises(KeyError), RunDirectory(tmp_path / "runs" / "a").held(QUIET):
         raise KeyError
     assert list(tmp_path.iterdir()) == []
 
@@ -250,7 +250,7 @@ def test_a_run_directory_that_is_removed_is_named_and_not_made_again(
     monkeypatch.setattr(pipeline, "evaluate_run", removed)
     with pytest.raises(OutputExistsError, match=r"run was removed, or run\.lock in it, while this run wrote there"):
         run_quietly(load_recipe(recipe_file, [f"run_dir={run_dir}"]))
-    assert read_outcome(run_dir) is None
+    assert RunDirectory(run_dir).outcome is None
 
 
 # Places that cannot be written

@@ -126,7 +126,7 @@ def test_a_study_killed_in_any_stage_ends_the_same(
     run_quietly(recipe)
     assert stable(load_study(tmp_path / "run" / "report.json")) == stable(load_study(unbroken / "report.json"))
     # Finished: nothing is done again.
-    monkeypatch.setattr(stages, "gather_inputs", lambda *_: pytest.fail("run again"))
+    monkeypatch.setattr("mtp_train.runs.run.gather_inputs", lambda *_: pytest.fail("run again"))
     run_quietly(recipe)
 
 

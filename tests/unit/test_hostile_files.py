@@ -22,7 +22,7 @@ from mtp_train.errors import DataError, MtpError, OutputExistsError, RecipeError
 from mtp_train.evaluation.suites import load_suite
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.check import check
-from mtp_train.runs.start import run
+from mtp_train.runs.pipeline import run
 
 GOOD = {"text": "a good record"}
 LINE = json.dumps(GOOD).encode() + b"\n"

@@ -8,16 +8,9 @@ import torch
 
 from mtp_train.heads.alignment import PADDING_DOCUMENT, prefix_mask
 from mtp_train.trunk.isolate import Segment, group_by_length, isolated_hidden, segments
-from tiny import ALL_FAMILIES, FAMILY_NAMES, VOCAB_SIZE, tiny_trunk
+from tiny import VOCAB_SIZE, tiny_trunk
 from tolerances import assert_differs, assert_same, num_terms
 
-# The third compresses keys in groups, of which none may be of two documents, and so does the last to choose among
-# them; the one between has short convolutions.
-ISOLATED = (
-    *FAMILY_NAMES,
-    "deepseek_v4",
-    *(name for name in ("inkling", "glm5_next", "qwen4_exp") if name in ALL_FAMILIES),
-)
 P = PADDING_DOCUMENT
 # Two rows: three documents and padding; a document as long as the row.
 DOCUMENT = [[0] * 5 + [1] * 3 + [2] * 2 + [P] * 2, [0] * 12]
@@ -47,30 +40,6 @@ def test_groups_are_of_similar_length_and_fit_when_padded() -> None:
     assert lengths(max_tokens=4) == []
 
 
-@pytest.mark.parametrize("family_name", ISOLATED)
-def test_packed_documents_have_the_states_they_have_alone(family_name: str) -> None:
-    trunk = tiny_trunk(family_name).requires_grad_()
-    tokens_BT = packed_tokens()
-    hidden_BTD = isolated_hidden(trunk, tokens_BT, torch.tensor(DOCUMENT))
-    assert not hidden_BTD.requires_grad
-    for row, start, length in PLACES:
-        alone_1LD = trunk.hidden(tokens_BT[row : row + 1, start : start + length])
-        assert_same(hidden_BTD[row, start : start + length], alone_1LD[0].detach(), num_terms(trunk))
-    assert not hidden_BTD[0, 10:].any()
-
-
-@pytest.mark.parametrize("family_name", ISOLATED)
-def test_the_whole_row_at_once_would_leak(family_name: str) -> None:
-    trunk = tiny_trunk(family_name)
-    tokens_BT = packed_tokens()
-    isolated_BTD = isolated_hidden(trunk, tokens_BT, torch.tensor(DOCUMENT))
-    through_BTD = trunk.hidden(tokens_BT)
-    assert_same(through_BTD[0, :5], isolated_BTD[0, :5], num_terms(trunk))
-    for _, start, length in PLACES[1:3]:
-        for place in range(start, start + length):
-            assert_differs(through_BTD[0, place], isolated_BTD[0, place], num_terms(trunk))
-
-
 def test_masks_and_positions_would_not_keep_compressed_keys_apart() -> None:
     """Groups are counted from the start of a row, regardless of the mask, so each document needs a row of its own."""
     trunk = tiny_trunk("deepseek_v4")
@@ -84,21 +53,6 @@ def test_masks_and_positions_would_not_keep_compressed_keys_apart() -> None:
     for _, start, length in PLACES[1:3]:
         for place in range(start + 1, start + length):
             assert_differs(masked_BTD[0, place], isolated_BTD[0, place], num_terms(trunk))
-
-
-@pytest.mark.parametrize("family_name", ISOLATED)
-def test_no_document_moves_when_another_changes(family_name: str) -> None:
-    """But for rounding: a mixture's experts then get batches of other sizes. A leak is the control above."""
-    trunk = tiny_trunk(family_name)
-    tokens_BT = packed_tokens()
-    before_BTD = isolated_hidden(trunk, tokens_BT, torch.tensor(DOCUMENT))
-    tokens_BT[0, :5] = (tokens_BT[0, :5] + 1) % VOCAB_SIZE
-    tokens_BT[0, 10:] = 3  # padding tokens have no effect either
-    after_BTD = isolated_hidden(trunk, tokens_BT, torch.tensor(DOCUMENT))
-    for place in range(5):
-        assert_differs(after_BTD[0, place], before_BTD[0, place], num_terms(trunk))
-    assert_same(after_BTD[0, 5:], before_BTD[0, 5:], num_terms(trunk))
-    assert_same(after_BTD[1], before_BTD[1], num_terms(trunk))
 
 
 def test_no_forward_holds_more_tokens_than_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import mtp_train as mtp
 from mtp_train.checkpoints.demo import demo_path
 from mtp_train.errors import RecipeError
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.runs.start import recipe_of
+from mtp_train.runs.resolve import recipe_of
 from runs import document
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "retrain_head.yaml"

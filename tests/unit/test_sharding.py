@@ -19,7 +19,7 @@ from transformers import core_model_loading
 from checkpoints import save_stripped
 from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.errors import CheckpointError, LostProcessError, TrainingError
-from mtp_train.runs import stages
+from mtp_train.runs import run as run_module
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import (
     describe_processes,
@@ -247,9 +247,10 @@ def test_only_plain_trunks_under_fsdp2_are_sharded_while_they_are_loaded(
     plugins = zero(3) | {"fsdp_plugin": SimpleNamespace(fsdp_version=2, reshard_after_forward=True)}
     accelerator = joined(kind, **plugins)
     accelerator.failing_together = nullcontext
-    monkeypatch.setattr(stages, "load_trunk", lambda _path, _family, **settings: settings)
+    monkeypatch.setattr(run_module, "load_trunk", lambda _path, _family, **settings: settings)
     no_bar: Any = SimpleNamespace(add_task=lambda *_args, **_kwargs: 0, remove_task=lambda _task: None)
-    settings: Any = stages.load_run_trunk(recipe, inputs, accelerator, no_bar, to_shard=to_shard)
+    run: Any = SimpleNamespace(recipe=recipe, inputs=inputs, accelerator=accelerator, progress=no_bar)
+    settings: Any = run_module.load_run_trunk(run, to_shard=to_shard)
     assert (settings["on_layer"] is not None) is is_handed_over
 
 

@@ -17,7 +17,7 @@ from mtp_train.heads.step import mtp_step
 from mtp_train.losses.chunked import LossTerms
 from mtp_train.train.aligned import Batch, aligned_rows
 from mtp_train.train.head_training import HeadTraining
-from tiny import ALL_FAMILIES, VOCAB_SIZE, tiny_head, tiny_trunk
+from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 
 NUM_DEPTHS, SEQ_LEN = 3, 16
 FEW = torch.tensor([5, 9, 20])
@@ -49,17 +49,6 @@ def loss_and_gradient(module: HeadTraining, batch: Batch) -> tuple[LossTerms, di
     terms = module.train()(*batch, torch.tensor([0.5, 0.3, 0.2]))
     terms.total.backward()
     return terms, {name: value.grad for name, value in module.head.named_parameters() if value.grad is not None}
-
-
-@pytest.mark.parametrize("family_name", ALL_FAMILIES)
-def test_running_the_head_twice_changes_no_gradient(family_name: str) -> None:
-    batch = batch_of(16, 9, 6)
-    terms, gradient = loss_and_gradient(training_module(family_name), batch)
-    again, recomputed = loss_and_gradient(training_module(family_name, recompute=True), batch)
-    torch.testing.assert_close(again, terms)
-    assert recomputed.keys() == gradient.keys()
-    for name, value in gradient.items():
-        torch.testing.assert_close(recomputed[name], value, atol=1e-6, rtol=1e-4)
 
 
 def kept_bytes(module: HeadTraining, batch: Batch) -> int:

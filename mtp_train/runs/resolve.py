@@ -1,24 +1,24 @@
-"""Derive the settings of a recipe that are ``auto`` from the model, the data and the machine.
+"""Read a recipe in any of its forms, and derive its settings that are ``auto`` from model, data and machine.
 
 The rules follow published trainings of MTP heads: FastMTP (arXiv:2509.18362, section 3: 3 epochs, 5 % warm-up), the MTP
 training of speculators (3 epochs, learning rate 1e-4 at 4096 channels), SpecForge (up to 10 epochs of small data).
 Learning rates fall with the width, as those of hidden matrices do in maximal update parametrisation (arXiv:2203.03466).
 ``inference/benchmarks/auto.md`` compares the rules with tuned settings.
 
-Most fields are resolved before a run starts (:func:`settle_values`). The length of training depends on the number of
-tokens, which is known once the trunk has answered the prompts (:func:`settle_training`).
+Most fields are resolved before a run starts (:func:`automatic_values`). The length of training depends on the number of
+tokens, which is known once the trunk has answered the prompts (:func:`resolve_training`).
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from rich.console import Console
 
 from mtp_train.acceptance.gate import min_gate_groups
 from mtp_train.checkpoints.locations import open_location
@@ -27,12 +27,16 @@ from mtp_train.data.tokenize import Document, build_prompts, tokenize_records
 from mtp_train.errors import RecipeError
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.auto_fields import FROM_TEXT
+from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, recipe_from_mapping
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.inputs import load_sources
-from mtp_train.runs.run_dir import recorded_recipe
+from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.train.devices import Device, device_named
 from mtp_train.train.estimate import activation_bytes
 from mtp_train.trunk.tokenizer import load_tokenizer
+
+RecipeLike = Recipe | str | Path | Mapping[str, Any]
+Overrides = Mapping[str, Any] | Sequence[str]
 
 SAMPLE_RECORDS = 512
 """Records whose tokens are counted, taken at even distances."""
@@ -74,6 +78,83 @@ class Choice:
         return f"{self.field}: {self.shown} ({self.reason})"
 
 
+class ResolvedRecipe(NamedTuple):
+    """A recipe without fields that are ``auto``, and how they were resolved."""
+
+    recipe: Recipe
+    choices: tuple[Choice, ...]
+
+
+def recipe_of(recipe: RecipeLike, overrides: Overrides = ()) -> Recipe:
+    """Return a checked recipe from any of its forms; see :func:`resolved_recipe`."""
+    return resolved_recipe(recipe, overrides).recipe
+
+
+def resolved_recipe(
+    recipe: RecipeLike, overrides: Overrides = (), *, world_size: int | None = None, device: Device | None = None
+) -> ResolvedRecipe:
+    """Return a checked recipe from any of its forms, with fields that are ``auto`` resolved.
+
+    Args:
+        recipe: A YAML file, the name of a recipe of the package, a mapping of the same shape, or a recipe, which is
+            returned as it is.
+        overrides: Dotted field to value, ``{"train.lr": 1e-4}``, or strings ``section.field=value`` with YAML values.
+        world_size: Processes that will train; None for ``train.processes``, else ``WORLD_SIZE`` of a launcher, else 1.
+        device: What they will run on; None for this machine's.
+
+    Raises:
+        RecipeError: A field is unknown, out of range or contradicts another one; the message lists all problems.
+        MtpError: A field is ``auto``, and the model or the data that it depends on cannot be read.
+    """
+    choices: tuple[Choice, ...] = ()
+
+    def resolve(stood_in: Recipe, fields: Sequence[str]) -> dict[str, int | float]:
+        nonlocal choices
+        choices = automatic_values(
+            stood_in,
+            fields,
+            world_size or stood_in.train.processes or launched_processes(),
+            device or device_named(None),
+        )
+        return {choice.field: choice.value for choice in choices}
+
+    overrides = override_texts(overrides)
+    if isinstance(recipe, Recipe):
+        if not overrides:
+            return ResolvedRecipe(recipe, ())
+        plain = parse_yaml(dump_recipe(recipe), "recipe")[0]
+        return ResolvedRecipe(recipe_from_mapping(plain, overrides, resolve), choices)
+    if isinstance(recipe, Mapping):
+        return ResolvedRecipe(recipe_from_mapping(recipe, overrides, resolve), choices)
+    return ResolvedRecipe(load_recipe(recipe, overrides, resolve), choices)
+
+
+def override_texts(overrides: Overrides) -> list[str]:
+    """Return overrides as ``section.field=value`` with YAML values."""
+    if not isinstance(overrides, Mapping):
+        return list(overrides)
+    texts = {field: json.dumps(value, default=str, ensure_ascii=False) for field, value in overrides.items()}
+    return [f"{field}={text}" for field, text in texts.items()]
+
+
+def require_one_process(command: str) -> None:
+    """Refuse a launch of several processes for a command that runs on one.
+
+    Raises:
+        RecipeError: There are several.
+    """
+    if launched_processes() > 1:
+        found = f"mtp-train {command}: launched with {launched_processes()} processes"
+        raise RecipeError(
+            [f"{found}; expected one. For several, write the recipe with mtp-train init, and launch that."]
+        )
+
+
+def launched_processes() -> int:
+    """Return the number of processes of this launch."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 class TextFacts(NamedTuple):
     """Lengths of the records, in tokens; ``long`` is the 95th percentile."""
 
@@ -112,7 +193,7 @@ class _Text(NamedTuple):
 Found = tuple[int | float, str]
 
 
-def settle_values(recipe: Recipe, fields: Collection[str], world_size: int, device: Device) -> tuple[Choice, ...]:
+def automatic_values(recipe: Recipe, fields: Collection[str], world_size: int, device: Device) -> tuple[Choice, ...]:
     """Return the values of fields that are ``auto``: those that the run directory records, or by the rules.
 
     Args:
@@ -126,7 +207,7 @@ def settle_values(recipe: Recipe, fields: Collection[str], world_size: int, devi
     """
     if recipe.study is not None:
         raise RecipeError([f"{field}: 'auto' with study; expected a number. Write one." for field in fields])
-    recorded = recorded_recipe(Path(recipe.run_dir))
+    recorded = RunDirectory(Path(recipe.run_dir)).recipe
     if recorded is not None:
         return tuple(Choice(field, _value(recorded, field), f"recorded in {recipe.run_dir}") for field in fields)
     model, text = model_facts(recipe, world_size, device), text_facts(recipe)
@@ -140,7 +221,7 @@ def settle_values(recipe: Recipe, fields: Collection[str], world_size: int, devi
     return (*chosen, *_training(recipe, fields, model, expected))
 
 
-def settle_training(
+def resolve_training(
     recipe: Recipe, fields: Collection[str], documents: Sequence[Document], world_size: int
 ) -> tuple[Recipe, tuple[Choice, ...]]:
     """Return a recipe with the length of training resolved for the text that it trains on, and these choices.
@@ -157,12 +238,6 @@ def settle_training(
     model = model_facts(recipe, world_size, device_named(None))
     choices = _training(recipe, fields, model, _Text(tokens, f"{tokens} tokens of training text"))
     return _with(recipe, {choice.field: choice.value for choice in choices}), choices
-
-
-def tell_choices(choices: Sequence[Choice], console: Console) -> None:
-    """Print settings that were ``auto``, one a line."""
-    for choice in choices:
-        console.print(str(choice), highlight=False)
 
 
 def model_facts(recipe: Recipe, world_size: int, device: Device) -> ModelFacts:

@@ -12,19 +12,8 @@ from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import OutputExistsError
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs import run_dir as run_dir_module
-from mtp_train.runs.run_dir import (
-    Outcome,
-    checkpoint_identity,
-    claim,
-    clear_leftovers,
-    environment_facts,
-    forget_outcome,
-    read_outcome,
-    record_failure,
-    require_ours,
-    write_outcome,
-)
+from mtp_train.runs import run_directory
+from mtp_train.runs.run_directory import Outcome, RunDirectory, checkpoint_identity, environment_facts
 from runs import tiny_recipe, tree
 from tiny import tiny_trunk
 
@@ -37,25 +26,25 @@ def recipe(tmp_path: Path) -> Recipe:
 
 
 def test_a_new_an_empty_and_a_refused_run_dir_are_ours(tmp_path: Path, recipe: Recipe) -> None:
-    require_ours(tmp_path / "run", recipe)
+    RunDirectory(tmp_path / "run").require_ours(recipe)
     (tmp_path / "run").mkdir()
-    require_ours(tmp_path / "run", recipe)
-    write_outcome(tmp_path / "run", REFUSED)
-    require_ours(tmp_path / "run", recipe)
+    RunDirectory(tmp_path / "run").require_ours(recipe)
+    RunDirectory(tmp_path / "run").write_outcome(REFUSED)
+    RunDirectory(tmp_path / "run").require_ours(recipe)
     assert list(tree(tmp_path)) == ["run", "run/outcome.json"]
     # Files of a claim that was killed.
     for name in ("inputs.json", ".inputs.json.tmp", "provenance.json", ".recipe.yaml.tmp"):
         (tmp_path / "run" / name).write_text("{}")
-    require_ours(tmp_path / "run", recipe)
+    RunDirectory(tmp_path / "run").require_ours(recipe)
 
 
 def test_a_claimed_run_dir_is_its_recipes_and_no_others(tmp_path: Path, recipe: Recipe) -> None:
-    claim(tmp_path / "run", recipe, {"seed": 0})
+    RunDirectory(tmp_path / "run").claim(recipe, {"seed": 0}, {})
     (tmp_path / "run" / "metrics.jsonl").write_text("")
-    require_ours(tmp_path / "run", recipe)
+    RunDirectory(tmp_path / "run").require_ours(recipe)
     other = tiny_recipe(tmp_path / "in", tmp_path / "run", train__lr=2e-3)
     with pytest.raises(OutputExistsError, match=r"run holds the run of another recipe \(.*recipe\.yaml\); expected"):
-        require_ours(tmp_path / "run", other)
+        RunDirectory(tmp_path / "run").require_ours(other)
 
 
 @pytest.mark.parametrize("beside", [[], ["outcome.json"], ["provenance.json"], [".recipe.yaml.tmp"]])
@@ -65,19 +54,19 @@ def test_files_that_are_not_ours_are_refused(beside: list[str], tmp_path: Path, 
         (tmp_path / "run" / name).write_text("{}")
     before = tree(tmp_path)
     with pytest.raises(OutputExistsError, match=r"run holds files that are not a run's \(.*thesis\.txt\); expected"):
-        require_ours(tmp_path / "run", recipe)
+        RunDirectory(tmp_path / "run").require_ours(recipe)
     assert tree(tmp_path) == before
 
 
 def test_a_file_in_the_place_of_a_run_dir_is_refused(tmp_path: Path, recipe: Recipe) -> None:
     (tmp_path / "run").write_text("mine")
     with pytest.raises(OutputExistsError, match=r"run is a file; expected a directory\. Choose another run_dir\."):
-        require_ours(tmp_path / "run", recipe)
+        RunDirectory(tmp_path / "run").require_ours(recipe)
 
 
 def test_a_claim_records_the_resolved_recipe_and_keeps_the_first_provenance(tmp_path: Path, recipe: Recipe) -> None:
-    claim(tmp_path / "run", recipe, {"seed": 0, "argv": ["first"]})
-    claim(tmp_path / "run", recipe, {"seed": 0, "argv": ["second"]})
+    RunDirectory(tmp_path / "run").claim(recipe, {"seed": 0, "argv": ["first"]}, {})
+    RunDirectory(tmp_path / "run").claim(recipe, {"seed": 0, "argv": ["second"]}, {})
     assert load_recipe(tmp_path / "run" / "recipe.yaml") == recipe
     assert json.loads((tmp_path / "run" / "provenance.json").read_text())["argv"] == ["first"]
 
@@ -97,13 +86,13 @@ def test_a_run_killed_while_it_claims_can_claim_again(
         raise KilledError
 
     with monkeypatch.context() as patched:
-        patched.setattr(run_dir_module, killed_write, killed)
+        patched.setattr(run_directory, killed_write, killed)
         with pytest.raises(KilledError):
-            claim(tmp_path / "run", recipe, {"seed": 0})
-    require_ours(tmp_path / "run", recipe)
-    clear_leftovers(tmp_path / "run")
-    claim(tmp_path / "run", recipe, {"seed": 0})
-    assert list(tree(tmp_path / "run")) == ["provenance.json", "recipe.yaml"]
+            RunDirectory(tmp_path / "run").claim(recipe, {"seed": 0}, {})
+    RunDirectory(tmp_path / "run").require_ours(recipe)
+    RunDirectory(tmp_path / "run").clear_leftovers()
+    RunDirectory(tmp_path / "run").claim(recipe, {"seed": 0}, {})
+    assert list(tree(tmp_path / "run")) == ["inputs.json", "provenance.json", "recipe.yaml"]
 
 
 def test_leftovers_of_a_kill_go_and_everything_else_stays(tmp_path: Path) -> None:
@@ -118,9 +107,9 @@ def test_leftovers_of_a_kill_go_and_everything_else_stays(tmp_path: Path) -> Non
     for name in [*kept, *leftovers]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    clear_leftovers(tmp_path)
+    RunDirectory(tmp_path).clear_leftovers()
     assert {name for name, content in tree(tmp_path).items() if content is not None} == set(kept)
-    clear_leftovers(tmp_path / "nowhere")
+    RunDirectory(tmp_path / "nowhere").clear_leftovers()
 
 
 LOST = Outcome(exit_code=1, reason="lost_process", message="launcher: another process is gone", stage="train")
@@ -147,38 +136,35 @@ NAMED = dataclasses.replace(FULL, message="process 1: data: no space left")
 def test_the_outcome_is_that_of_the_process_that_failed_first(
     failures: list[tuple[int, Outcome]], kept: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_outcome(tmp_path, dataclasses.replace(REFUSED, message="of an earlier attempt"))
-    for rank in (0, 1):
-        monkeypatch.setenv("RANK", str(rank))
-        forget_outcome(tmp_path)
     for rank, outcome in failures:
         monkeypatch.setenv("RANK", str(rank))
-        before = read_outcome(tmp_path)
-        said = record_failure(tmp_path, outcome)
+        before = RunDirectory(tmp_path).outcome
+        said = RunDirectory(tmp_path).record_failure(outcome)
         assert said in (None, before)
-        assert (said is None) == (read_outcome(tmp_path) != before)
-    assert read_outcome(tmp_path) == kept
+        assert (said is None) == (RunDirectory(tmp_path).outcome != before)
+    assert RunDirectory(tmp_path).outcome == kept
 
 
-def test_only_the_first_process_of_all_nodes_forgets_an_outcome(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_outcome(tmp_path, REFUSED)
+def test_an_attempt_replaces_the_outcome_of_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, done = RunDirectory(tmp_path), Outcome(exit_code=0, reason="done", message="", stage="done")
+    directory.write_outcome(REFUSED)
     # The first process of a second node.
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("RANK", "8")
-    forget_outcome(tmp_path)
-    assert read_outcome(tmp_path) == REFUSED
+    with directory.recording() as attempt:
+        attempt.outcome = done
+    assert directory.outcome == REFUSED
     monkeypatch.setenv("RANK", "0")
-    forget_outcome(tmp_path)
-    forget_outcome(tmp_path)
-    assert read_outcome(tmp_path) is None
+    with directory.recording() as attempt:
+        assert directory.outcome is None
+        attempt.outcome = done
+    assert directory.outcome == done
 
 
 def test_an_outcome_is_read_back_and_only_done_is_finished(tmp_path: Path) -> None:
-    assert read_outcome(tmp_path / "run") is None
-    write_outcome(tmp_path / "run", REFUSED)
-    assert read_outcome(tmp_path / "run") == REFUSED
+    assert RunDirectory(tmp_path / "run").outcome is None
+    RunDirectory(tmp_path / "run").write_outcome(REFUSED)
+    assert RunDirectory(tmp_path / "run").outcome == REFUSED
     assert json.loads((tmp_path / "run" / "outcome.json").read_text()) == {
         "exit_code": 2,
         "reason": "bad_input",
@@ -187,8 +173,8 @@ def test_an_outcome_is_read_back_and_only_done_is_finished(tmp_path: Path) -> No
     }
     assert not REFUSED.finished
     done = Outcome(exit_code=3, reason="gate_refused", message="", stage="done")
-    write_outcome(tmp_path / "run", done)
-    assert read_outcome(tmp_path / "run") == done
+    RunDirectory(tmp_path / "run").write_outcome(done)
+    assert RunDirectory(tmp_path / "run").outcome == done
     assert done.finished
 
 
@@ -227,9 +213,9 @@ def test_environment_facts_do_not_need_git(monkeypatch: pytest.MonkeyPatch, tmp_
 )
 def test_an_outcome_that_cannot_be_read_is_none(content: str, tmp_path: Path) -> None:
     (tmp_path / "outcome.json").write_text(content)
-    assert read_outcome(tmp_path) is None
+    assert RunDirectory(tmp_path).outcome is None
 
 
 def test_a_field_of_another_release_in_an_outcome_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "outcome.json").write_text(json.dumps({**dataclasses.asdict(REFUSED), "host": "elsewhere"}))
-    assert read_outcome(tmp_path) == REFUSED
+    assert RunDirectory(tmp_path).outcome == REFUSED

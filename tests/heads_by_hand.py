@@ -1,7 +1,7 @@
-"""Heads that transformers' ``MtpModel`` cannot load, against their forward written out from the released key names.
+"""Heads that transformers' ``MtpModel`` cannot load: their forward written out from the released key names.
 
 Nothing of a family's record is used here: keys, order and norms are spelled out, only the decoder layers are
-transformers' own.
+transformers' own, or put together from its parts.
 """
 
 from __future__ import annotations
@@ -10,52 +10,94 @@ import copy
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from checkpoints import all_tensors, save_with_head
-from mtp_train.checkpoints.files import open_checkpoint
-from mtp_train.heads.build import build_head, native_plan
-from mtp_train.heads.diagnose import text_config_of
-from mtp_train.heads.module import MtpHead
-from mtp_train.heads.step import unroll
-from mtp_train.trunk.load import Trunk, load_trunk
-from tiny import ALL_FAMILIES, IS_OLD, VOCAB_SIZE, tiny_head, tiny_trunk
-from tolerances import assert_differs, assert_same, num_terms
-from written_out import (
-    BY_HAND,
-    MIXER,
-    AttentionThenMlp,
-    InTurn,
-    OfAllKeys,
-    mix_joined,
-    mix_streams,
-    rms_norm,
-    stack_experts,
-)
+from mtp_train.trunk.load import Trunk
 
-NUM_TOKENS = 11
+
+class InTurn(nn.ModuleList):
+    def forward(self, state: Tensor, attention_mask: Tensor, **_unused: object) -> Tensor:
+        for block in self:
+            state = block(state, attention_mask=attention_mask)
+        return state
+
+
+class AttentionThenMlp(nn.Module):
+    def __init__(self, attention: Any, mlp: Any, norm: Any, config: Any) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = attention(config, 0), mlp(config)
+        self.input_layernorm, self.post_attention_layernorm = (
+            norm(config.hidden_size, eps=config.rms_norm_eps) for _ in range(2)
+        )
+
+    def forward(self, state: Tensor, **rest: Any) -> Tensor:
+        state = state + self.self_attn(self.input_layernorm(state), **rest)[0]
+        return state + self.mlp(self.post_attention_layernorm(state))
+
+
+class OfAllKeys(AttentionThenMlp):
+    """With an attention that builds its mask itself, from one for padding."""
+
+    def forward(self, state: Tensor, **_unused: Any) -> Tensor:
+        return super().forward(state, attention_mask=torch.ones(state.shape[:2], dtype=torch.bool))
+
+
+def rms_norm(state: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
+    scaled = state * torch.rsqrt(state.square().mean(-1, keepdim=True) + eps)
+    return scaled * (weight + 1 if plus_one else weight)
+
+
+def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Replace experts that are stored one by one by what transformers' layers hold."""
+    single = {key: value for key, value in tensors.items() if ".experts." in key and key.endswith(".weight")}
+    found = {key: value for key, value in tensors.items() if key not in single}
+    for place in {key.split(".experts.")[0] for key in single}:
+        count = len({key.split(".experts.")[1].split(".")[0] for key in single})
+        parts = {
+            name: torch.stack([single[f"{place}.experts.{number}.{name}.weight"] for number in range(count)])
+            for name in {key.rsplit(".", 2)[1] for key in single}
+        }
+        if "gate_proj" in parts:
+            found[f"{place}.experts.gate_up_proj"] = torch.cat([parts.pop("gate_proj"), parts.pop("up_proj")], dim=1)
+        found |= {f"{place}.experts.{name}": value for name, value in parts.items()}
+    return found
+
+
+def mix_streams(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, config: Any) -> Tensor:
+    joined = streams.flatten(2)
+    weights = torch.sigmoid(rms_norm(joined, torch.ones(()), config.rms_norm_eps, False) @ fn.T * scale + base)
+    return ((weights + config.hc_eps)[..., None] * streams).sum(2)
+
+
+MIXER = ("hc_norm", "input_mix_weight_down", "input_mix_weight_up")
+
+
+def mix_joined(joined: Tensor, norm: Tensor, down: Tensor, up: Tensor, config: Any) -> Tensor:
+    shape = (config.hc_count, config.hidden_size)
+    streams = rms_norm(joined.unflatten(-1, shape), norm.view(shape), config.rms_norm_eps, True)
+    low = torch.nn.functional.silu(streams.flatten(2) @ down.T / config.hc_count)
+    return (torch.sigmoid(low @ up.T).unflatten(-1, shape) * streams).mean(2)
 
 
 @dataclasses.dataclass(frozen=True)
 class ByHand:
     """Where one family's release keeps the first module, and what its layer is called in transformers.
 
-    ``norms`` are the embedding's, the hidden state's and the last one (None: there is none); two ``proj`` are one for
+    ``classes`` is the layer's model in transformers where that is not called like the family. ``norms`` are the
+    embedding's, the hidden state's and the last one (None: there is none); two ``proj`` are one for
     the embedding and one for every stream of the hidden state, which the layer takes side by side where they are
     ``joined``; ``renamed`` are parts of the layer's keys that the release calls otherwise; ``embedding`` is the head's
     own.
     """
 
-    classes: str
-    layer: Callable[[Any, Any], nn.Module]
-    norms: tuple[str, str, str | None]
-    proj: str | tuple[str, str]
+    layer: str | Callable[[Any, Any], nn.Module]
     layer_prefix: str
+    classes: str | None = None
+    norms: tuple[str, str, str | None] = ("enorm", "hnorm", "shared_head.norm")
+    proj: str | tuple[str, str] = "eh_proj"
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     hidden_first: bool = False
@@ -69,10 +111,11 @@ class ByHand:
     embedding: str | None = None
 
 
+BESIDE = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
 SLIDING = ["sliding_attention"] * 3
 MIMO = ByHand(
     classes="qwen2",
-    layer=lambda classes, config: classes.Qwen2DecoderLayer(config, 0),
+    layer="Qwen2DecoderLayer",
     norms=("token_layernorm", "hidden_layernorm", "final_layernorm"),
     proj="input_proj",
     layer_prefix="model.mtp_layers.0.",
@@ -83,10 +126,8 @@ HANDS = {
     "mimo": MIMO,
     "qwen2": MIMO,
     "mimo_v2_flash": ByHand(
-        classes="mimo_v2_flash",
-        layer=lambda classes, config: classes.MiMoV2FlashDecoderLayer(config, 0),
+        layer="MiMoV2FlashDecoderLayer",
         norms=("enorm", "hnorm", "final_layernorm"),
-        proj="eh_proj",
         layer_prefix="model.mtp.layers.0.",
         config={"layer_types": SLIDING, "mlp_layer_types": ["dense"]},
         renamed={"pre_mlp_layernorm": "post_attention_layernorm", "attention_sink_bias": "sinks"},
@@ -94,9 +135,8 @@ HANDS = {
         window=8,
     ),
     "exaone_moe": ByHand(
-        classes="exaone_moe",
-        layer=lambda classes, config: classes.ExaoneMoeDecoderLayer(config, 0),
-        norms=("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
+        layer="ExaoneMoeDecoderLayer",
+        norms=BESIDE,
         proj="mtp.fc",
         layer_prefix="mtp.layers.0.",
         config={"layer_types": SLIDING, "mlp_layer_types": ["dense"]},
@@ -104,30 +144,25 @@ HANDS = {
     ),
     "exaone4_5": ByHand(
         classes="exaone4",
-        layer=lambda classes, config: classes.Exaone4DecoderLayer(config, 0),
-        norms=("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
+        layer="Exaone4DecoderLayer",
+        norms=BESIDE,
         proj="mtp.fc",
         layer_prefix="mtp.layers.0.",
         config={"layer_types": SLIDING},
         window=8,
     ),
     "glm_ocr": ByHand(
-        classes="glm_ocr",
-        layer=lambda classes, config: classes.GlmOcrTextDecoderLayer(config, 0),
-        norms=("enorm", "hnorm", "shared_head.norm"),
-        proj="eh_proj",
+        layer="GlmOcrTextDecoderLayer",
         layer_prefix="model.language_model.layers.3.",
     ),
     "ernie4_5_moe": ByHand(
-        classes="ernie4_5_moe",
-        layer=lambda classes, config: classes.Ernie4_5_MoeDecoderLayer(config, 0),
+        layer="Ernie4_5_MoeDecoderLayer",
         norms=("model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", None),
         proj="model.mtp_linear_proj.0",
         layer_prefix="model.mtp_block.0.",
         config={"moe_layer_start_index": 99},
     ),
     "nemotron_h": ByHand(
-        classes="nemotron_h",
         layer=lambda classes, config: InTurn(classes.NemotronHBlock(config, number) for number in range(2)),
         norms=("mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.1.final_layernorm"),
         proj="mtp.layers.0.eh_proj",
@@ -137,10 +172,8 @@ HANDS = {
         rotates=False,
     ),
     "step3p7": ByHand(
-        classes="step3p7",
-        layer=lambda classes, config: classes.Step3p7DecoderLayer(config, 0),
+        layer="Step3p7DecoderLayer",
         norms=("enorm", "hnorm", "transformer.shared_head.norm"),
-        proj="eh_proj",
         layer_prefix="model.layers.3.",
         config={
             "layer_types": SLIDING,
@@ -152,31 +185,26 @@ HANDS = {
         window=8,
     ),
     "longcat_flash": ByHand(
-        classes="longcat_flash",
         layer=lambda classes, config: AttentionThenMlp(
             classes.LongcatFlashMLA, classes.LongcatFlashMLP, classes.LongcatFlashRMSNorm, config
         ),
         norms=("enorm.m", "hnorm.m", "model.mtp.norm"),
-        proj="eh_proj",
         layer_prefix="model.mtp.layers.0.",
         renamed={"transformer_layer.mlp": "mlp"},
     ),
     "hy_v4": ByHand(
-        classes="hy_v4",
         layer=lambda classes, config: AttentionThenMlp(
             classes.HYV4Attention, classes.HYV4MoE, classes.HYV4RMSNorm, config
         ),
         norms=("enorm", "hnorm", "final_layernorm"),
-        proj="eh_proj",
         layer_prefix="model.mtp_layers.0.",
         config={"mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
         renamed={"learnable_sink_param": "sinks", "linear_gate": "gate_proj"},
     ),
     "minimax_m3": ByHand(
         classes="minimax_m3_vl",
-        layer=lambda classes, config: classes.MiniMaxM3VLDecoderLayer(config, 0),
+        layer="MiniMaxM3VLDecoderLayer",
         norms=("enorm", "hnorm", "final_layernorm"),
-        proj="eh_proj",
         layer_prefix="language_model.model.mtp.layers.0.",
         config={"layer_types": ["minimax_m3_sparse"], "mlp_layer_types": ["sparse"]},
         renamed={
@@ -191,8 +219,7 @@ HANDS = {
         plus_one=True,
     ),
     "deepseek_v4": ByHand(
-        classes="deepseek_v4",
-        layer=lambda classes, config: classes.DeepseekV4DecoderLayer(config, 0),
+        layer="DeepseekV4DecoderLayer",
         norms=("enorm", "hnorm", "norm"),
         proj=("e_proj", "h_proj"),
         layer_prefix="mtp.0.",
@@ -220,16 +247,12 @@ HANDS = {
         window=8,
     ),
     "glm_moe_dsa": ByHand(
-        classes="glm_moe_dsa",
-        layer=lambda classes, config: classes.GlmMoeDsaDecoderLayer(config, 0),
-        norms=("enorm", "hnorm", "shared_head.norm"),
-        proj="eh_proj",
+        layer="GlmMoeDsaDecoderLayer",
         layer_prefix="model.layers.3.",
         config={"mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
     ),
     "qwen4_exp": ByHand(
-        classes="qwen4_exp",
-        layer=lambda classes, config: classes.Qwen4ExpTextDecoderLayer(config, 0),
+        layer="Qwen4ExpTextDecoderLayer",
         norms=("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", None),
         proj=("mtp.fc_embedding", "mtp.fc_hidden"),
         layer_prefix="mtp.layers.0.",
@@ -238,21 +261,15 @@ HANDS = {
         joined=True,
     ),
     "glm5_next": ByHand(
-        classes="glm5_next",
         layer=lambda classes, config: OfAllKeys(
             classes.Glm5NextTextAttention, classes.Glm5NextTextMoE, classes.Glm5NextTextRMSNorm, config
         ),
-        norms=("enorm", "hnorm", "shared_head.norm"),
-        proj="eh_proj",
         layer_prefix="model.language_model.layers.3.",
         config={"indexer_types": ["full"]},
         rotates=False,
     ),
     "dots3_note": ByHand(
-        classes="dots3_note",
-        layer=lambda classes, config: classes.Dots3NoteTextDecoderLayer(config, 0),
-        norms=("enorm", "hnorm", "shared_head.norm"),
-        proj="eh_proj",
+        layer="Dots3NoteTextDecoderLayer",
         layer_prefix="model.layers.3.",
         config={"mlp_layer_types": ["dense"]},
         rotary_type="sliding_attention",
@@ -260,18 +277,16 @@ HANDS = {
         embedding="model.mtp.embed_tokens.weight",
     ),
     "cohere": ByHand(
-        classes="cohere",
-        layer=lambda classes, config: classes.CohereDecoderLayer(config, 0),
-        norms=("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
+        layer="CohereDecoderLayer",
+        norms=BESIDE,
         proj="mtp.fc",
         layer_prefix="mtp.layers.0.",
         centred=True,
         eps="layer_norm_eps",
     ),
     "cohere2": ByHand(
-        classes="cohere2",
-        layer=lambda classes, config: classes.Cohere2DecoderLayer(config, 0),
-        norms=("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
+        layer="Cohere2DecoderLayer",
+        norms=BESIDE,
         proj="mtp.fc",
         layer_prefix="mtp.layers.0.",
         config={"layer_types": ["full_attention"]},
@@ -279,11 +294,8 @@ HANDS = {
         eps="layer_norm_eps",
     ),
     "cohere2_moe": ByHand(
-        classes="cohere2_moe",
         # Wide enough for every position: the layer then rotates, as llama.cpp's graph does.
-        layer=lambda classes, config: classes.Cohere2MoeDecoderLayer(config, 0),
-        norms=("enorm", "hnorm", "shared_head.norm"),
-        proj="eh_proj",
+        layer="Cohere2MoeDecoderLayer",
         layer_prefix="model.layers.3.",
         config={"layer_types": SLIDING, "mlp_layer_types": ["sparse"]},
         centred=True,
@@ -292,20 +304,17 @@ HANDS = {
 }
 
 
-def test_every_family_has_an_independent_forward() -> None:
-    # All others are compared with transformers' MtpModel.
-    assert set(HANDS) == set(BY_HAND)
-
-
-def forward_by_hand(
-    hand: ByHand, trunk: Trunk, tensors: Mapping[str, Tensor], hidden: Tensor, embeds: Tensor
-) -> Tensor:
-    """Return the final state of depth 1 at every row."""
+def forward_by_hand(trunk: Trunk, tensors: Mapping[str, Tensor], hidden: Tensor, tokens_1S: Tensor) -> Tensor:
+    """Return the final state of depth 1 at every row, which reads a hidden state and the token after it."""
+    hand = HANDS[trunk.family.name]
+    embeds = trunk.embed(tokens_1S) if hand.embedding is None else tensors[hand.embedding][tokens_1S]
     config = copy.deepcopy(trunk.config)
     for name, value in hand.config.items():
         setattr(config, name, value)
     config._attn_implementation, config._experts_implementation = "eager", "eager"
-    layer = hand.layer(importlib.import_module(f"transformers.models.{hand.classes}.modeling_{hand.classes}"), config)
+    name = hand.classes or trunk.family.name
+    classes = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    layer = getattr(classes, hand.layer)(config, 0) if isinstance(hand.layer, str) else hand.layer(classes, config)
     own = {
         key.removeprefix(hand.layer_prefix): value
         for key, value in tensors.items()
@@ -362,49 +371,3 @@ def mixed(hand: ByHand, streams: Tensor, tensors: Mapping[str, Tensor], config: 
     if hand.joined:
         return mix_joined(streams, *(tensors[f"mtp.hyper_connection_mixer.{name}.weight"] for name in MIXER), config)
     return mix_streams(streams, *(tensors[f"mtp.0.hc_head_{one}"] for one in ("fn", "scale", "base")), config)
-
-
-def swap_halves(head: MtpHead) -> None:
-    module: Any = head.blocks[0]
-    if module.sums:
-        module.token_proj, module.hidden_proj = module.hidden_proj, module.token_proj
-    module.embed_first = not module.embed_first
-
-
-def load(family_name: str, path: Path) -> tuple[Trunk, MtpHead]:
-    random_trunk = tiny_trunk(family_name)
-    save_with_head(random_trunk, tiny_head(random_trunk), path)
-    checkpoint = open_checkpoint(path)
-    trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
-    return trunk, build_head(native_plan(checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32).eval()
-
-
-@pytest.mark.parametrize("spoilt", [False, True], ids=["as_it_is", "halves_swapped"])
-@pytest.mark.parametrize("family_name", [name for name in HANDS if name in ALL_FAMILIES])
-@torch.inference_mode()
-def test_depth_1_is_the_forward_written_out(family_name: str, spoilt: bool, tmp_path: Path) -> None:
-    if IS_OLD and family_name == "glm_ocr":
-        pytest.skip("rotary embeddings of this transformers take positions of three axes, and this forward has one")
-    trunk, head = load(family_name, tmp_path / "checkpoint")
-    head.convention = dataclasses.replace(head.convention, zero_first_embedding=False)
-    tokens_1T = torch.randint(VOCAB_SIZE, (1, NUM_TOKENS), generator=torch.Generator().manual_seed(3))
-    hidden_1TD = trunk.head_input(trunk.hidden(tokens_1T), head.convention)
-    if spoilt:
-        swap_halves(head)
-    (ours_1TD,) = unroll(
-        head,
-        hidden_1TD,
-        tokens_1T,
-        head.embedding(trunk.embed),
-        num_depths=1,
-        positions_BT=torch.arange(NUM_TOKENS)[None],
-        document_BT=torch.zeros_like(tokens_1T),
-    )
-    tensors = all_tensors(tmp_path / "checkpoint")
-    hand = HANDS[family_name]
-    read_1S = tokens_1T[:, 1:]
-    embeds_1SD = trunk.embed(read_1S) if hand.embedding is None else tensors[hand.embedding][read_1S]
-    theirs_1SD = forward_by_hand(hand, trunk, tensors, hidden_1TD[:, :-1], embeds_1SD)
-    (assert_differs if spoilt else assert_same)(
-        ours_1TD[:, :-1] * (head.logit_divisor or 1.0), theirs_1SD, num_terms(head)
-    )
