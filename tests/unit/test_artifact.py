@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints import base_and_finetune
 from mtp_train.checkpoints.artifact import HEAD_CONFIG_FILE, WEIGHTS_FILE, Artifact, load_artifact, save_artifact
 from mtp_train.checkpoints.files import Checkpoint, open_checkpoint
-from mtp_train.errors import CheckpointError, OutputExistsError
+from mtp_train.errors import CheckpointError
 from mtp_train.heads.build import artifact_plan, build_head, graft_artifact_plan, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
@@ -85,15 +85,6 @@ def test_loading_reads_no_weight_before_it_is_needed(saved: Path) -> None:
         loaded.head.tensors[0].load()
 
 
-def test_an_existing_target_is_refused_and_kept(saved: Path, tmp_path: Path) -> None:
-    before = (saved / WEIGHTS_FILE).read_bytes()
-    artifact, _ = make_artifact(tmp_path / "again")
-    with pytest.raises(OutputExistsError, match="head: already exists; expected a new path for the head"):
-        save_artifact(artifact, saved)
-    assert (saved / WEIGHTS_FILE).read_bytes() == before
-    assert sorted(path.name for path in saved.parent.iterdir()) == ["again", "base", "finetune", "head"]
-
-
 @pytest.mark.parametrize("version", [2, "1", None])
 def test_another_format_version_is_refused(version: int | str | None, saved: Path) -> None:
     edit_config(saved, format_version=version)
@@ -107,12 +98,6 @@ def test_a_missing_field_is_named(field: str, saved: Path) -> None:
     with pytest.raises(
         CheckpointError, match=rf"head_config\.json: {field} is missing; expected a value\. Write the head again"
     ):
-        load_artifact(saved)
-
-
-def test_an_unknown_family_is_refused(saved: Path) -> None:
-    edit_config(saved, family="mamba9")
-    with pytest.raises(CheckpointError, match=r"of an unknown family .*mamba9"):
         load_artifact(saved)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -56,43 +54,11 @@ def test_a_trunk_of_few_layers_has_no_eagle3_head() -> None:
     assert "eagle3" not in kinds_served(llama, {"num_hidden_layers": 4})
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_vllm_is_given_the_method_by_name(kind: str) -> None:
-    # It guesses from the path else, and takes any other for a model of its own.
-    words = shlex.split(engine_commands(draft_engines(kind, "llama"), OUT, DEPTH)["vllm"], comments=True)
-    assert words[:4] == ["vllm", "serve", "TRUNK", "--speculative-config"]
-    assert json.loads(words[4]) == {"method": kind, "model": OUT, "num_speculative_tokens": DEPTH}
-
-
-def test_sglang_and_llama_cpp_are_given_the_directory_and_the_trunk() -> None:
-    commands = engine_commands(draft_engines("eagle3", "qwen3"), OUT, DEPTH)
-    sglang, llama_cpp = shlex.split(commands["sglang"]), shlex.split(commands["llama.cpp"])
-    assert sglang[sglang.index("--speculative-algorithm") + 1] == "EAGLE3"
-    assert sglang[sglang.index("--speculative-draft-model-path") + 1] == OUT
-    assert sglang[sglang.index("--speculative-num-draft-tokens") + 1] == str(DEPTH + 1)
-    assert llama_cpp[llama_cpp.index("--target-model-dir") - 1] == OUT
-    assert llama_cpp[llama_cpp.index("--spec-type") + 1] == "draft-eagle3"
-
-
-@pytest.mark.parametrize(("family", "engine"), [("gemma3_text", "vllm"), ("olmo2", "sglang"), ("qwen2", "llama.cpp")])
-def test_an_engine_without_the_states_says_so(family: str, engine: str) -> None:
-    command = engine_commands(draft_engines("eagle3", family), OUT, DEPTH)[engine]
-    assert command == "no: does not pass the states between this model's layers to a head"
-
-
 def test_the_how_to_names_the_commands_that_check_prints() -> None:
     commands = engine_commands(draft_engines("eagle3", "llama"), "eagle3/export", DEPTH)
     printed = [commands[engine].replace("TRUNK", "my-model") for engine in ("vllm", "sglang", "llama.cpp")]
     *_, block = re.findall(r"```bash\n(.*?)```", HOW_TO.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert block.replace("\\\n  ", "").replace("\n", " && ").removesuffix(" && ") == " && ".join(printed)
-
-
-def test_without_drafts_the_trunk_is_served_alone() -> None:
-    assert engine_commands(draft_engines("eagle3", "llama"), OUT, 0) == {
-        "vllm": "vllm serve TRUNK",
-        "sglang": "python -m sglang.launch_server --model-path TRUNK",
-        "llama.cpp": "llama-server -m TRUNK.gguf",
-    }
 
 
 def test_a_trunk_of_few_layers_is_refused_before_training_but_for_our_own_decoder(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -120,19 +119,6 @@ def test_norms_get_the_one_that_the_model_adds(qwen: Path, tmp_path: Path) -> No
     for name, key in norms.items():
         assert np.array_equal(found[name], (stored[key].float() + 1).numpy()), name
         assert not np.allclose(found[name], stored[key].float().numpy()), name
-
-
-def test_plain_norms_stay_as_they_are(glm: Path, tmp_path: Path) -> None:
-    stored, found = all_tensors(glm), values(exported(glm, tmp_path / "out"))
-    assert np.array_equal(found["blk.3.nextn.enorm.weight"], stored["model.layers.3.enorm.weight"].float().numpy())
-    assert np.array_equal(found["output_norm.weight"], stored["model.norm.weight"].float().numpy())
-
-
-def test_f32_keeps_every_weight_as_it_is(qwen: Path, tmp_path: Path) -> None:
-    reader = exported(qwen, tmp_path / "f32", "f32")
-    assert {tensor.tensor_type for tensor in reader.tensors} == {gguf.GGMLQuantizationType.F32}
-    embedding_VD = all_tensors(qwen)["model.embed_tokens.weight"].float()
-    assert np.array_equal(values(reader)["token_embd.weight"], embedding_VD.numpy())
 
 
 def test_q8_0_is_near_and_spares_what_it_cannot_hold(qwen: Path, tmp_path: Path) -> None:
@@ -297,25 +283,6 @@ def test_the_router_is_named_where_the_config_names_it(config: dict[str, str], n
 # The command
 
 
-def test_the_result_names_the_file_and_the_command(qwen: Path, tmp_path: Path, capfd: Capture) -> None:
-    argv = ["export", str(qwen), "--out", str(tmp_path / "out"), "--gguf", "f16"]
-    assert main([*argv, "--json"]) == 0
-    file = tmp_path / "out" / "mtp-tuned.gguf"
-    document = json.loads(capfd.readouterr().out)
-    assert document == {"out": str(tmp_path / "out"), "notes": [], "file": str(file)}
-    assert file.is_file()
-    argv[3] = str(tmp_path / "again")
-    assert main(argv) == 0
-    assert f"-md {tmp_path / 'again'}/mtp-tuned.gguf --spec-type draft-mtp" in capfd.readouterr().out
-
-
-def test_a_target_that_exists_is_left_alone(qwen: Path, tmp_path: Path, capfd: Capture) -> None:
-    (tmp_path / "out").mkdir()
-    message = refusal(["export", qwen, "--out", tmp_path / "out", "--gguf", "f16"], capfd)
-    assert "already exists; expected a new path for the GGUF file" in message
-    assert list((tmp_path / "out").iterdir()) == []
-
-
 def test_a_head_that_llama_cpp_does_not_draft_with_is_refused_with_the_reason(tmp_path: Path, capfd: Capture) -> None:
     checkpoint = checkpoint_with_head(tmp_path / "tuned", "exaone_moe")
     message = refusal(["export", checkpoint, "--out", tmp_path / "out", "--gguf", "f16"], capfd)
@@ -326,11 +293,6 @@ def test_a_head_that_llama_cpp_does_not_draft_with_is_refused_with_the_reason(tm
 def test_every_head_that_llama_cpp_drafts_with_has_a_record_and_no_other() -> None:
     served = {name for family in FAMILIES if family.serving["llama.cpp"].supported for name in family.model_types}
     assert served == GGUF_HEADS.keys()
-
-
-def test_copy_has_nothing_to_copy(qwen: Path, tmp_path: Path, capfd: Capture) -> None:
-    message = refusal(["export", qwen, "--out", tmp_path / "out", "--gguf", "f16", "--copy"], capfd)
-    assert "--copy: given with --gguf" in message
 
 
 @pytest.mark.parametrize(

@@ -335,14 +335,6 @@ def test_an_adapter_that_does_not_fit_is_refused_by_the_tensor_s_name(tmp_path: 
         assert reason in refusal(base, tmp_path / f"lora{number}", tmp_path / "out", capfd)
 
 
-def test_a_quantised_checkpoint_is_refused(tmp_path: Path, capfd: Capture) -> None:
-    base = with_head(tmp_path)
-    write_adapter(base, tmp_path / "lora", target_modules=LINEAR)
-    config = json.loads((base / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
-    (base / "config.json").write_text(json.dumps(config))
-    assert "quantised (fp8); expected plain weights" in refusal(base, tmp_path / "lora", tmp_path / "out", capfd)
-
-
 def test_weights_that_overflow_or_were_never_finite_are_refused(tmp_path: Path, capfd: Capture) -> None:
     base = with_head(tmp_path)
     write_adapter(base, tmp_path / "lora", target_modules=LINEAR)

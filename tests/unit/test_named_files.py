@@ -194,17 +194,6 @@ def test_a_checkpoint_in_the_hub_s_cache_is_read_and_copied(
     assert same(all_tensors(tmp_path / "out"), expected)
 
 
-def test_files_that_a_checkpoint_names_may_be_links(base: Path, tmp_path: Path, capfd: Capture) -> None:
-    linked = tmp_path / "linked"
-    linked.mkdir()
-    for file in base.iterdir():
-        (linked / file.name).symlink_to(file)
-    assert same(all_tensors(linked), all_tensors(base))
-    assert generated(linked, capfd) == generated(base, capfd)
-    assert main(["export", str(linked), "--out", str(tmp_path / "out")]) == 0
-    assert not any(file.is_symlink() for file in (tmp_path / "out").rglob("*"))
-
-
 def link_of_a_file(base: Path, outside: Path) -> str:
     (base / "notes.txt").symlink_to(outside / "secret")
     return r"notes\.txt: a link, which could bring in files from anywhere"

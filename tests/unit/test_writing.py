@@ -66,13 +66,6 @@ def test_any_shape_and_stride_is_written(value: Tensor, tmp_path: Path) -> None:
     assert torch.equal(loaded, value)
 
 
-def test_a_tensor_is_cast_to_its_stored_dtype(tmp_path: Path) -> None:
-    value = torch.tensor([1.0, 1 / 3, -2.5], requires_grad=True)
-    write_safetensors(tmp_path / "one.safetensors", [pending("it", value, "BF16")])
-    loaded = load_file(tmp_path / "one.safetensors")["it"]
-    assert torch.equal(loaded, value.detach().bfloat16())
-
-
 def test_one_tensor_is_loaded_at_a_time(tmp_path: Path) -> None:
     written: list[int] = []
 
