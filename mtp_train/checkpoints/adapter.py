@@ -15,13 +15,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt
 from rich.progress import Progress
 from torch import Tensor
 
 from mtp_train.checkpoints.files import (
     TORCH_DTYPES,
     Checkpoint,
+    bounded,
     locate_checkpoint,
     read_json,
     scan_safetensors,
@@ -61,16 +61,15 @@ _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 Kind = Literal["linear", "embedding", "experts"]
 
 
-class LoraConfigFile(BaseModel):
+@dataclass(frozen=True)
+class LoraConfigFile:
     """The fields of a LoRA adapter's ``adapter_config.json`` that determine how its weights are read."""
 
-    model_config = ConfigDict(strict=True)
-
-    r: PositiveInt
-    lora_alpha: FiniteFloat
-    rank_pattern: dict[re.Pattern[str], PositiveInt] | None = None
+    r: int = bounded(1, math.inf)
+    lora_alpha: int | float = bounded(-1e30, 1e30)
+    rank_pattern: dict[str, int] | None = None
     """Regular expressions of module names to ranks."""
-    alpha_pattern: dict[re.Pattern[str], FiniteFloat] | None = None
+    alpha_pattern: dict[str, int | float] | None = None
     use_rslora: bool | None = None
     use_dora: bool | None = None
     fan_in_fan_out: bool | None = None
@@ -91,12 +90,9 @@ class LoraConfigFile(BaseModel):
         return (self.lora_alpha if alpha is None else alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def _of_pattern(patterns: Mapping[re.Pattern[str], Any] | None, name: str) -> Any:
+def _of_pattern(patterns: Mapping[str, Any] | None, name: str) -> Any:
     """Return the value of the first pattern that matches the end of a module's name, as peft looks it up."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern.pattern})$", name):
-            return value
-    return None
+    return next((value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", name)), None)
 
 
 @dataclass(frozen=True)
@@ -251,8 +247,20 @@ def _open_weights(path: Path) -> Checkpoint:
 
 
 def _lora_config(stored: Checkpoint) -> LoraConfigFile:
-    file = stored.path / ADAPTER_CONFIG_FILE
-    return validated(LoraConfigFile, stored.config, file, "Restore the original, or save the adapter again.")
+    file, hint = stored.path / ADAPTER_CONFIG_FILE, "Restore the original, or save the adapter again."
+    config = validated(LoraConfigFile, stored.config, file, hint)
+    for patterns in (config.rank_pattern, config.alpha_pattern):
+        for pattern, value in (patterns or {}).items():
+            if not _is_regex(pattern) or (patterns is config.rank_pattern and value < 1):
+                raise CheckpointError(f"{file}: {pattern!r}: {value}; expected a pattern and a rank, 1 or more. {hint}")
+    return config
+
+
+def _is_regex(pattern: str) -> bool:
+    try:
+        return bool(re.compile(pattern))
+    except re.error:
+        return False
 
 
 def _group(stored: Checkpoint) -> tuple[dict[_Wrapped, _Parts], dict[str, str]]:

@@ -71,13 +71,6 @@ _NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EML
 def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, out: Path, *, link: LinkMode) -> None:
     """Write ``source`` with ``head`` to a new directory.
 
-    Args:
-        source: The checkpoint whose trunk is exported; only read.
-        layout: The head layout of ``source``.
-        head: The head to write, with keys in ``layout``.
-        out: The new directory.
-        link: Hard-link unchanged files where the file system supports it, or copy them all.
-
     Raises:
         OutputExistsError: ``out`` exists.
         CheckpointError: A head tensor does not fit the one it replaces, or the disk is full.
@@ -112,13 +105,7 @@ def copy_files(
 ) -> None:
     """Copy files of a checkpoint into a new directory.
 
-    Args:
-        source: The checkpoint.
-        files: Its files.
-        directory: The directory.
-        link: Hard-link shards of weights where the file system supports it, or copy them.
-        rewritten: POSIX path in the checkpoint to the function that writes the file anew.
-        renames: The same to a new path.
+    ``rewritten`` maps a path in the checkpoint to the function that writes the file anew, ``renames`` to a new path.
     """
     for file in files:
         name = name_in(source, file)
@@ -143,11 +130,6 @@ def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> No
     """Add ``head`` to a checkpoint that lacks it, in its own directory. No tensor of the trunk is read or moved.
 
     If this is interrupted, loaders find the checkpoint without the head or with it: the last rename decides.
-
-    Args:
-        source: The checkpoint; no other process may write to it.
-        layout: The head layout of ``source``.
-        head: The head to write, with keys in ``layout``.
 
     Raises:
         CheckpointError: The checkpoint has tensors of another head, or the disk is full.

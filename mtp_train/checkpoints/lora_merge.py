@@ -133,15 +133,6 @@ def write_adapted(
 ) -> None:
     """Write ``source`` with ``head`` to a new directory, after merging an adapter into its trunk.
 
-    Args:
-        source: The checkpoint that the adapter is for; only read.
-        layout: The head layout of ``source``.
-        head: The head to write.
-        out: The new directory.
-        adapter: A LoRA adapter's directory, None for the trunk as it is.
-        link: Hard-link unchanged files where the file system supports it, or copy them all.
-        progress: Shows the merge.
-
     Raises:
         OutputExistsError: ``out`` exists.
         CheckpointError: The adapter cannot be merged, a head tensor does not fit, or the disk is full.

@@ -79,13 +79,7 @@ class Assistant:
         )
 
     def commands(self, config: RawConfig, path: str, depth: int) -> dict[str, str]:
-        """Return, per engine, the command that serves a trunk with this drafter, or why there is none.
-
-        Args:
-            config: The drafter's raw config.
-            path: The drafter's path.
-            depth: Drafts per round.
-        """
+        """Return, per engine, the command that serves a trunk with this drafter, or why there is none."""
         refused = {name: f"no: {why}" for name, why in self.refusals(config).items()}
         return engine_commands(self.engines, path, depth) | refused
 

@@ -61,12 +61,6 @@ def load_assistant(
 ) -> Any:
     """Load transformers' model of an external drafter, frozen and in eval mode.
 
-    Args:
-        checkpoint: The drafter's checkpoint.
-        assistant: The record that ``assistant_for`` returned.
-        dtype: The trunk's dtype.
-        device: The trunk's device.
-
     Raises:
         CheckpointError: Weights are missing or do not fit, or transformers rejects the config.
     """

@@ -106,13 +106,6 @@ def graft_artifact_plan(
 ) -> HeadPlan:
     """Plan to start from the head in a head directory on the fine-tune's trunk.
 
-    Args:
-        finetune: The fine-tune.
-        artifact: The opened head directory.
-        directory: The head directory, for messages.
-        convention: Name of the wiring to use.
-        trust_remote_code: Whether transformers may run Python code that the fine-tune contains.
-
     Raises:
         CheckpointError: The head is of another family or kind, was trained with another wiring, or has another shape.
         UnsupportedModelError: The family has no convention of this name.

@@ -257,9 +257,7 @@ def trunk_config(path: Path, family: Family, *, trust_remote_code: bool = False)
 def choose_attention(config: PretrainedConfig, path: Path) -> None:
     """Reset a stored choice of FlashAttention, which needs a package and a GPU, to the default of the model's class.
 
-    Args:
-        config: The config, changed in place. FlashAttention and the default compute the same function.
-        path: The checkpoint's directory.
+    The config is changed in place. FlashAttention and the default compute the same function.
 
     Raises:
         CheckpointError: Another implementation is stored that transformers does not know.
@@ -282,9 +280,6 @@ def named_rejections(path: Path) -> Iterator[None]:
     Enter it to read a config, or to build a model or a head on the meta device: no weight is read, so that the config
     is the only input. The classes check few fields themselves. A width that the number of heads does not divide, or an
     unknown activation, surfaces as whatever Python raises.
-
-    Args:
-        path: The checkpoint's directory.
 
     Raises:
         CheckpointError: The config is rejected.

@@ -37,13 +37,6 @@ def gguf_tensors(
 ) -> list[GgufTensor]:
     """Return the head's tensors and the trunk's tensors that llama.cpp's loader requires, without loading them.
 
-    Args:
-        trunk: The checkpoint that the head is for.
-        layout: The checkpoint's head layout, with the keys of ``head``.
-        head: The head to write.
-        record: The GGUF names.
-        config: The text config, defaults filled in.
-
     Raises:
         CheckpointError: The record has no name for a tensor of the head.
     """

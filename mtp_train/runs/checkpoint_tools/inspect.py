@@ -460,17 +460,8 @@ def _inspect_drafter(
 ) -> Inspection:
     """Return the inspection of a checkpoint that drafts for a trunk and holds none.
 
-    Args:
-        checkpoint: The drafter.
-        diagnosis: Its keys against its config.
-        progress: A started progress bar.
-        family: Name of its kind, such as ``eagle3``.
-        serves: What a whole drafter gets as the engines' commands; a damaged one gets the damage as their reason.
-        what: Placeholder for the drafter in the command that downloads it again.
-        runs_here: Text before the command that decodes with it.
-        note: Description of the drafter.
-        problems: What is wrong with its tensors' values, besides NaN and infinities.
-        unsupported: Why it cannot be decoded with here although it is whole.
+    A damaged drafter gets the damage as the reason of every engine in ``serves``. ``unsupported`` tells why a whole one
+    cannot be decoded with here.
     """
     path = shlex.quote(str(checkpoint.path))
     weights = _diagnose_weights(checkpoint, None, progress)
