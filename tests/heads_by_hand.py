@@ -315,11 +315,8 @@ def forward_by_hand(trunk: Trunk, tensors: Mapping[str, Tensor], hidden: Tensor,
     name = hand.classes or trunk.family.name
     classes = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     layer = getattr(classes, hand.layer)(config, 0) if isinstance(hand.layer, str) else hand.layer(classes, config)
-    own = {
-        key.removeprefix(hand.layer_prefix): value
-        for key, value in tensors.items()
-        if key.startswith(hand.layer_prefix)
-    }
+    prefix = hand.layer_prefix
+    own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
     for released, ours in hand.renamed.items():
         own = {key.replace(released, ours): value for key, value in own.items()}
     for joined in {name for name in layer.state_dict() if name.endswith("gate_up_proj.weight")} - own.keys():
@@ -329,7 +326,7 @@ def forward_by_hand(trunk: Trunk, tensors: Mapping[str, Tensor], hidden: Tensor,
 
     def part(name: str) -> Tensor:
         key = f"{name}.weight"
-        return tensors[key] if key in tensors else tensors[hand.layer_prefix + key]
+        return tensors[key] if key in tensors else tensors[prefix + key]
 
     has_streams = isinstance(hand.proj, tuple)
     if has_streams and not hand.joined:

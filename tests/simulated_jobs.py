@@ -1,9 +1,9 @@
 """What is done on the simulated device.
 
-``python simulated_jobs.py refusals | waits DIR | decode KIND... | job DIR SETTINGS``
+``python simulated_jobs.py DIR '{"refusals": [], "waits": [], "decode": [KIND, ...], "job": SETTINGS}'``
 
-A process of its own prints what came of it as JSON: torch counts the devices there are once, at its first gradient, and
-what follows in the process would find one more.
+A process of its own does what is named and prints what came of it as JSON: torch counts the devices there are once, at
+its first gradient, and what follows in the process would find one more.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -185,16 +185,15 @@ def job(device: torch.device, directory: Path, settings: dict[str, Any]) -> dict
 
 def main() -> None:
     """Do what the command line names."""
-    what, *words = sys.argv[1:]
+    directory, asked = Path(sys.argv[1]), json.loads(sys.argv[2])
     with everything_there() as device:
-        if what == "refusals":
-            found = refusals(device)
-        elif what == "waits":
-            found = waits(Path(words[0]))
-        elif what == "decode":
-            found = decoded(device, words)
-        else:
-            found = job(device, Path(words[0]), json.loads(words[1]))
+        do: dict[str, Callable[[Any], Any]] = {
+            "refusals": lambda _: refusals(device),
+            "waits": lambda _: waits(directory),
+            "decode": lambda kinds: decoded(device, kinds),
+            "job": lambda settings: job(device, directory, settings),
+        }
+        found = {what: do[what](details) for what, details in asked.items()}
     print(json.dumps(found))
 
 

@@ -146,11 +146,11 @@ def assert_round_trip(layout: HeadLayout, state: dict[str, Tensor]) -> None:
 def test_the_head_computes_what_an_independent_forward_does(built: Built) -> None:
     """And halves of its projection that are swapped are found."""
     if built.name in HANDS:
-        compare_with_hand(built)
+        check_by_hand(built)
     elif built.name in CHAINED:
-        compare_with_chain(built, None)
+        check_chain(built, None)
     elif HAS_MTP_MODEL:
-        compare_with_mtp_model(built)
+        check_by_mtp_model(built)
 
 
 def swapped(head: MtpHead) -> MtpHead:
@@ -164,7 +164,7 @@ def swapped(head: MtpHead) -> MtpHead:
     return other
 
 
-def compare_with_hand(built: Built) -> None:
+def check_by_hand(built: Built) -> None:
     trunk, tokens_1T = built.trunk, random_tokens()
     if IS_OLD and built.name == "glm_ocr":
         pytest.skip("rotary embeddings of this transformers take positions of three axes, and this forward has one")
@@ -185,7 +185,7 @@ INDEXED = "indexed_attention"
 RENAMED = {"final_layernorm.": "shared_head.norm."}
 
 
-def compare_with_mtp_model(built: Built) -> None:
+def check_by_mtp_model(built: Built) -> None:
     trunk, head, tokens_1T = built.trunk, built.head, random_tokens()
     oracle, hidden_1TD = load_oracle(built), trunk.hidden(tokens_1T)
     found = unrolled(head, hidden_1TD, tokens_1T, trunk.embed, NUM_DEPTHS)
@@ -250,7 +250,7 @@ CHAINED = ("inkling",)
 """Those whose modules ``MtpModel`` runs one after the other, with keys and convolutions of their own."""
 
 
-def compare_with_chain(built: Built, spoilt: str | None) -> None:
+def check_chain(built: Built, spoilt: str | None) -> None:
     # transformers 5.23 masks a sliding module as a full one, though its trunk's layers of the kind slide.
     kinds = mtp_module.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING["hybrid_sliding"]
     trunk, head, tokens_1T = copy.deepcopy(built.trunk), built.head, random_tokens(num_tokens=24)
@@ -296,7 +296,7 @@ def oracle_chain(oracle: Any, hidden_1TD: Tensor, embeds_1TD: Tensor) -> list[Te
 def test_a_chain_is_found_that_is_wired_otherwise(family_name: str, chain_norm: bool, tmp_path: Path) -> None:
     chain = build(family_name, tmp_path, chain_hidden_post_norm=chain_norm)
     for spoilt in (None, "halves_swapped", "raw_embedding", "no_divisor"):
-        compare_with_chain(chain, spoilt)
+        check_chain(chain, spoilt)
 
 
 @torch.inference_mode()
