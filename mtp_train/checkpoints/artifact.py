@@ -48,20 +48,39 @@ class HeadConfigFile:
 
 
 @dataclass(frozen=True)
-class Artifact:
-    """A head on its own, with the metadata that is needed to run it and to put it into a checkpoint."""
+class OwnOutput:
+    """The head's own output matrix, which only the decoder uses."""
+
+    weight: PendingTensor
+    """Shape (R, D)."""
+    token_ids_R: Tensor | None
+    """int, the token of each row; None where the rows are the whole vocabulary in order."""
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """Describe a head in the native layout of one checkpoint: the template by which a trained head is written."""
 
     family: Family
     layout: HeadLayout
     num_modules: int
-    num_depths: int
-    """The number of depths that it was trained for, and the default draft depth."""
     convention: str
     head: NativeHead
+    """Keys, dtypes and shapes to write; its loaders return the weights before training."""
+    draft_vocab: Tensor | None = None
+    """int32, the tokens that the head may draft; None for all."""
+    output: OwnOutput | None = None
+    """None where the head drafts with the trunk's output matrix, or the family gives each module one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artifact(HeadPlan):
+    """A head on its own, with what a head directory tells of it besides."""
+
+    num_depths: int
+    """The number of depths that it was trained for, and the default draft depth."""
     notes: dict[str, Any]
     """The origin of the head, free-form; written and read back unchanged."""
-    draft_vocab: Tensor | None = None
-    """int32, the tokens that may be drafted; None for all."""
 
 
 def save_artifact(artifact: Artifact, out: Path) -> None:

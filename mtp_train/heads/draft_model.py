@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from mtp_train.checkpoints.artifact import HeadPlan, OwnOutput
 from mtp_train.checkpoints.draft_checkpoint import BIAS_KEY, CHOSEN_KEY, OFFSETS_KEY, OUTPUT_KEY
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
@@ -27,7 +28,6 @@ from mtp_train.families import Family, draft_kind, of_kind
 from mtp_train.families.drafts.record import DraftFormat, parts_of
 from mtp_train.families.models.attached import LLAMA
 from mtp_train.head_kinds import HeadKind
-from mtp_train.heads.build import HeadPlan, OwnOutput
 from mtp_train.heads.diagnose import (
     HeadDiagnosis,
     compare_shapes,

@@ -182,7 +182,7 @@ def write_graft(recipe: Recipe, out: Path) -> None:
     plan = graft_plan(finetune, base, recipe.head.convention)
     adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
     link, progress = recipe.export.link, quiet_progress()
-    write_adapted(finetune, layout_of(finetune), plan.template, out, adapter=adapter, link=link, progress=progress)
+    write_adapted(finetune, layout_of(finetune), plan.head, out, adapter=adapter, link=link, progress=progress)
     with removed_on_failure(out):
         identities = checkpoint_identity(model.trunk, finetune), checkpoint_identity(model.head_from, base)
         write_untrained_card(out, *identities, model.adapter, recipe.head.num_depths)

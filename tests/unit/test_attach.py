@@ -44,7 +44,7 @@ def build(plan: HeadPlan, checkpoint: Checkpoint, dtype: torch.dtype = torch.flo
 
 
 def stored(plan: HeadPlan) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {pending.key: (pending.dtype, pending.shape) for pending in plan.template.tensors}
+    return {pending.key: (pending.dtype, pending.shape) for pending in plan.head.tensors}
 
 
 @pytest.mark.parametrize("fused", ["neither", "base", "both"])
@@ -178,7 +178,7 @@ def test_a_fresh_head_has_the_trunks_dtype_and_declares_itself(tmp_path: Path) -
     dtypes = {key: dtype for key, (dtype, _) in stored(plan).items()}
     assert dtypes.pop(f"model.{BIAS}") == "F32"
     assert set(dtypes.values()) == {"BF16"}
-    assert plan.template.config_fields == {"num_nextn_predict_layers": 1}
+    assert plan.head.config_fields == {"num_nextn_predict_layers": 1}
 
 
 def test_a_fresh_head_writes_the_keys_of_a_released_one(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_head_trained_in_fp32_is_written_as_it_was_stored(family_name: str, tm
     written = trained_head(plan, head.state_dict())
     assert {pending.key: (pending.dtype, pending.shape) for pending in written.tensors} == stored(plan)
     assert {pending.dtype for pending in written.tensors} == {"BF16"}
-    assert (written.shared_keys, written.config_fields) == (plan.template.shared_keys, plan.template.config_fields)
+    assert (written.shared_keys, written.config_fields) == (plan.head.shared_keys, plan.head.config_fields)
     proj = "mtp.fc.weight" if family_name == "qwen3_5" else "model.layers.3.eh_proj.weight"
     for pending in written.tensors:
         factor = 2 if pending.key == proj else 1

@@ -243,7 +243,7 @@ def test_a_fresh_head_is_declared_in_the_section_that_its_family_has(repeated: b
     (finetune / "config.json").write_text(json.dumps(config))
     checkpoint = open_checkpoint(finetune)
     plan = fresh_plan(checkpoint, text_config_of(checkpoint), "auto", seed=1)
-    write_checkpoint(checkpoint, plan.layout, plan.template, tmp_path / "out", link="hard")
+    write_checkpoint(checkpoint, plan.layout, plan.head, tmp_path / "out", link="hard")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["mtp_config"] == {**config["mtp_config"], "num_nextn_predict_layers": 1}
     assert written["text_config"].get("num_mtp_layers") == (1 if repeated else None)

@@ -113,7 +113,7 @@ def test_a_draft_model_repeats_the_lm_head_where_the_wrapper_has_it(tmp_path: Pa
         num_modules=1,
         num_depths=3,
         convention="auto",
-        head=plan.template,
+        head=plan.head,
         notes={},
         draft_vocab=CHOSEN,
     )

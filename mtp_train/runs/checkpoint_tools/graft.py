@@ -78,7 +78,7 @@ def graft(
     require_whole_trunk(trunk)
     require_finite_checkpoint(trunk, progress)
     require_finite_checkpoint(donor, progress)
-    write_checkpoint(trunk, plan.layout, plan.template, result.out, link="copy" if copy else "hard")
+    write_checkpoint(trunk, plan.layout, plan.head, result.out, link="copy" if copy else "hard")
     with removed_on_failure(result.out):
         identities = checkpoint_identity(result.fine_tune, trunk), checkpoint_identity(result.base, donor)
         write_untrained_card(result.out, *identities, None, SUGGESTED_DEPTH)
