@@ -33,12 +33,11 @@ from mtp_train.checkpoints.gguf.record import (
     always,
     either,
     flag,
-    full_indexers,
     limits,
+    of_kind,
     only_if_true,
     product,
     real,
-    recurrent_layers,
     rope_of,
     rope_scaling,
     rotated,
@@ -327,11 +326,6 @@ _LING = GgufHead(
 # Command A+
 
 
-def _command_windows(config: RawConfig) -> Value:
-    # Like the converter, list the trunk's layers only: a head module attends to all keys.
-    return [kind == _SLIDING for kind in config["layer_types"]]
-
-
 def _command_first_sparse(config: RawConfig) -> Value:
     kinds = config["mlp_layer_types"]
     return next((index for index, kind in enumerate(kinds) if kind != "dense"), len(kinds))
@@ -353,7 +347,8 @@ _COMMAND = GgufHead(
         "feed_forward_length": either(whole("prefix_dense_intermediate_size"), whole("intermediate_size")),
         "attention.layer_norm_epsilon": real("layer_norm_eps"),
         "attention.sliding_window": whole("sliding_window"),
-        "attention.sliding_window_pattern": _command_windows,
+        # Like the converter, list the trunk's layers only: a head module attends to all keys.
+        "attention.sliding_window_pattern": of_kind(_SLIDING),
         "rope.dimension_count": whole("head_dim"),
         "rope.scaling.type": always("none"),
         "leading_dense_block_count": _command_first_sparse,
@@ -479,7 +474,7 @@ _QWEN = GgufHead(
         "ssm.group_count": whole("linear_num_key_heads"),
         "ssm.time_step_rank": whole("linear_num_value_heads"),
         "ssm.inner_size": product("linear_value_head_dim", "linear_num_value_heads"),
-        "attention.recurrent_layers": recurrent_layers,
+        "attention.recurrent_layers": of_kind("linear_attention", modules=False),
         "full_attention_interval": whole("full_attention_interval", default=4),
     },
 )
@@ -572,7 +567,7 @@ _GLM_DSA = dataclasses.replace(
     fields={
         **_SPARSE_FIELDS,
         "rope.dimension_count": rotated("qk_rope_head_dim", 1.0),
-        "attention.indexer.types": full_indexers,
+        "attention.indexer.types": of_kind("full", "indexer_types"),
     },
 )
 _DEEPSEEK_V32 = dataclasses.replace(

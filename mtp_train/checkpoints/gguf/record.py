@@ -134,18 +134,14 @@ def sections_always(config: RawConfig) -> Value:
     return sections(config) or DEFAULT_SECTIONS
 
 
-def recurrent_layers(config: RawConfig) -> Value | None:
-    """List for each layer whether it has a recurrent state; head modules have none."""
-    kinds = config.get("layer_types")
-    if kinds is None:
-        return None
-    return [kind == "linear_attention" for kind in kinds] + [False] * config[NUM_MODULES]
+def of_kind(kind: str, field: str = "layer_types", *, modules: bool | None = None) -> Field:
+    """List for each layer whether it is of a kind; ``modules`` is the value of head modules, None for none."""
 
+    def read(config: RawConfig) -> Value | None:
+        kinds, heads = config.get(field), [] if modules is None else [modules] * config[NUM_MODULES]
+        return None if kinds is None else [found == kind for found in kinds] + heads
 
-def full_indexers(config: RawConfig) -> Value | None:
-    """List for each layer whether it computes its own sparse selection."""
-    kinds = config.get("indexer_types")
-    return None if kinds is None else [kind == "full" for kind in kinds]
+    return read
 
 
 def yarn_log_multiplier(config: RawConfig) -> Value | None:
