@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from mtp_train.cli.main import main
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families import FAMILIES, draft_engines, kinds_served, most_served_kind, of_kind
+from mtp_train.families import FAMILIES, draft_engines, kinds_served, of_kind
 from mtp_train.families.engines import engine_commands
 from tiny import tiny_trunk
 
 KINDS: tuple[str, ...] = ("eagle", "eagle3", "medusa")
-HOW_TO = Path(__file__).parents[2] / "recipes" / "attach.md"
 OUT, DEPTH = "my runs/export", 3
 
 
@@ -39,26 +37,10 @@ def test_every_trunk_has_an_answer_for_every_engine(kind: str) -> None:
         assert commands["transformers"].startswith("no: ")
 
 
-def test_the_page_names_the_models_whose_new_head_is_an_mtp_head() -> None:
-    attached = [family for family in FAMILIES if family.attached]
-    names = {family.name for family in attached if most_served_kind(family, {"num_hidden_layers": 32}) == "mtp"}
-    assert names == {"qwen2", "qwen2_moe", "gemma2", "glm4", "exaone4", "cohere", "cohere2", "cohere2_moe"}
-    assert "for Qwen2, Qwen2 MoE, Gemma 2, GLM-4, EXAONE 4 and\nCommand an MTP head" in HOW_TO.read_text(
-        encoding="utf-8"
-    )
-
-
 def test_a_trunk_of_few_layers_has_no_eagle3_head() -> None:
     (llama,) = (family for family in FAMILIES if family.name == "llama")
     assert kinds_served(llama, {"num_hidden_layers": 32})["eagle3"] == ("vllm", "sglang", "llama.cpp")
     assert "eagle3" not in kinds_served(llama, {"num_hidden_layers": 4})
-
-
-def test_the_how_to_names_the_commands_that_check_prints() -> None:
-    commands = engine_commands(draft_engines("eagle3", "llama"), "eagle3/export", DEPTH)
-    printed = [commands[engine].replace("TRUNK", "my-model") for engine in ("vllm", "sglang", "llama.cpp")]
-    *_, block = re.findall(r"```bash\n(.*?)```", HOW_TO.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert block.replace("\\\n  ", "").replace("\n", " && ").removesuffix(" && ") == " && ".join(printed)
 
 
 def test_a_trunk_of_few_layers_is_refused_before_training_but_for_our_own_decoder(

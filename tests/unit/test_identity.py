@@ -147,17 +147,6 @@ def test_a_file_behind_a_link_is_its_content_and_the_name_of_a_blob_proves_nothi
     assert hashed(files)["model.trunk"].contents["model.safetensors"] == hashlib.sha256(b"WEIGHTS").hexdigest()
 
 
-def test_files_that_are_one_cost_one_hash(files: InputFiles, tmp_path: Path, reads: list[str]) -> None:
-    path = files.files["model.safetensors"]
-    os.link(path, tmp_path / "linked.safetensors")
-    found = hash_inputs(
-        {"a": files, "b": files, "c": InputFiles(tmp_path, {"w": tmp_path / "linked.safetensors"})}, {}, SILENT
-    )
-    assert sorted(reads) in (["head_config.json", "linked.safetensors"], ["head_config.json", "model.safetensors"])
-    assert found["a"].contents == found["b"].contents
-    assert found["c"].contents["w"] == found["a"].contents["model.safetensors"]
-
-
 def test_changes_are_named() -> None:
     assert changed_files({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "4", "d": "5"}) == ["b", "c (gone)", "d (new)"]
     assert changed_files({"a": "1"}, {"a": "1"}) == []

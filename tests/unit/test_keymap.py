@@ -117,16 +117,6 @@ def test_inkling_keys_are_those_of_the_releases() -> None:
     ]
 
 
-def test_a_shared_expert_is_two_keys_gate_above_up() -> None:
-    layout = HeadLayout(family_of("minimax_m3"), "model.", 46)
-    name, value = "blocks.0.layer.mlp.shared_experts.gate_up_proj.weight", torch.arange(12.0).reshape(6, 2)
-    parts = dict(layout.split(name, value))
-    prefix = "model.mtp.layers.0.transformer_layer.block_sparse_moe.shared_experts."
-    assert parts.keys() == {f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"}
-    assert torch.equal(parts[f"{prefix}gate_proj.weight"], value[:3])
-    assert torch.equal(layout.join(parts)[name], value)
-
-
 def test_renaming_follows_the_decoder_prefix_only_where_keys_carry_it() -> None:
     glm, qwen = family_of("glm4_moe"), family_of("qwen3_5")
     plain, wrapped = HeadLayout(glm, "model.", 46), HeadLayout(glm, "model.language_model.", 46)
