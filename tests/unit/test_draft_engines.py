@@ -13,6 +13,7 @@ from mtp_train.families.engines import engine_commands
 from tiny import tiny_trunk
 
 KINDS: tuple[str, ...] = ("eagle", "eagle3", "medusa")
+RECIPE = Path(__file__).parents[2] / "recipes" / "attach_head.yaml"
 OUT, DEPTH = "my runs/export", 3
 
 
@@ -49,7 +50,7 @@ def test_a_trunk_of_few_layers_is_refused_before_training_but_for_our_own_decode
     tiny_trunk("llama", num_layers=6).causal_lm.save_pretrained(tmp_path / "model")
     settings = [f"model.trunk={tmp_path / 'model'}", "head.kind=eagle3", "head.init=random"]
     settings.append("data.sources.0.path=chats.jsonl")
-    check = ["check", str(HOW_TO.with_name("attach_head.yaml")), *settings]
+    check = ["check", str(RECIPE), *settings]
     assert main(check) == 2
     assert "model: 6 layers; expected 7 or more" in capfd.readouterr().err
     assert main([*check, "export.enabled=false"]) == 0
