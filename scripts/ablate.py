@@ -71,13 +71,12 @@ class Cell:
 
     def recipe(self, recipe: Recipe, seed: int) -> Recipe:
         """Return the recipe of one run. The seed changes the order of the text, not the held-out prompts."""
-        objective = replace(
-            recipe.objective,
+        objective = recipe.objective.replaced(
             loss=self.loss,
             unroll="fastmtp" if self.unroll == "fastmtp" else "exact",
             on_policy=self.unroll == "on_policy",
         )
-        return replace(recipe, seed=seed, objective=objective)
+        return recipe.replaced(seed=seed, objective=objective)
 
 
 Counts = dict[float, list[PromptCounts]]
@@ -328,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         },
         "start": {f"{temperature:g}": tau(counts) for temperature, counts in graft.items()},
         "rows": [asdict(row) for row in rows],
-        "recipe": asdict(recipe),
+        "recipe": recipe.model_dump(mode="json"),
         "environment": environment_facts(),
     }
     write_json(out / "ablation.json", result)

@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from micro_batches import micro_batches
 from mtp_inference import SpeculativeDecoder
-from mtp_inference.drafters.drafter import Drafter, Place, Size
+from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.drafters.drafter import BatchSize, Drafter, RoundPlan
 from mtp_inference.drafters.other_drafters import NgramDrafter, NgramDrafting
-from mtp_inference.sampling.chooser import Chooser, Drafts
+from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.data.pack import PackedSequence, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.recipe.loading import recipe_from_mapping
@@ -112,17 +113,17 @@ def two_steps_on(family: str, *, on_cpu: bool, **settings: Any) -> dict[str, Any
 class WaitingDrafting(NgramDrafting):
     """Drafts are looked at by the host, which no graph can hold."""
 
-    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
-        """See :class:`DrafterMaker`."""
-        return WaitingDrafter(self.longest, self.shortest, size, depth, trunk.lm_head_VD.device)
+    def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
+        """See :class:`Drafting`."""
+        return WaitingDrafter(self.longest, self.shortest, size, trunk.lm_head_VD.device)
 
 
 class WaitingDrafter(NgramDrafter):
     """Looks up drafts, and waits for them."""
 
-    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
+    def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
         """See :class:`Drafter`."""
-        drafts = super().draft(depth, place, chooser)
+        drafts = super().draft(plan, choice)
         drafts.tokens_BK.sum().item()
         return drafts
 

@@ -11,17 +11,15 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mtp_inference.batch import Batch, choose_widening
-from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.batch import Batch
 from mtp_inference.capture import Rounds
 from mtp_inference.cpu_layers import CpuLayers
 from mtp_inference.depth import Acceptance, DepthController, RoundCosts
-from mtp_inference.drafters.drafter import DrafterMaker, Size
+from mtp_inference.drafters.drafter import BatchSize, Drafting
 from mtp_inference.drafters.head_drafter import HeadDrafting
 from mtp_inference.forward import PREFILL_CHUNK
 from mtp_inference.opening import (
@@ -35,9 +33,9 @@ from mtp_inference.opening import (
     require_own_head,
 )
 from mtp_inference.requests import Chunk, GenerationResult, MtpMode, Request, require_depth
-from mtp_inference.sampling.chooser import Chooser, DraftSampling
+from mtp_inference.sampling.chooser import DraftSampling
 from mtp_inference.sampling.distributions import Sampling
-from mtp_inference.session import PENDING_PLACES, Lane, Session
+from mtp_inference.session import Lane, Session
 from mtp_inference.text import TextStream
 from mtp_train.errors import DataError, MtpError
 from mtp_train.heads.module import MtpHead
@@ -49,69 +47,10 @@ GPU_CAPACITY_STEP = 1024
 """On a GPU the number of positions is rounded up to a multiple of this, so that calls share buffers and graphs."""
 
 
-class Needs(NamedTuple):
-    """Sizes that a batch is built for. Calls whose needs it covers share its buffers and its captured rounds."""
-
-    num_rows: int
-    capacity: int
-    max_window: int
-    depth: int
-    num_stops: int
-    penalises: bool
-
-    def covers(self, other: Needs) -> bool:
-        """Return whether a batch for these needs serves others as fast as one of their own.
-
-        Further rows would cost time in every round, and a drafter in every prefill, also of texts without drafts.
-        """
-        same = self.num_rows == other.num_rows and (self.depth > 0) == (other.depth > 0)
-        return same and all(ours >= theirs for ours, theirs in zip(self, other, strict=True))
-
-
 def rounded_capacity(num_positions: int, on_gpu: bool) -> int:
     """Return the number of positions to allocate for ``num_positions``."""
     step = GPU_CAPACITY_STEP if on_gpu else 1
     return -(-num_positions // step) * step
-
-
-def make_batch(
-    trunk: Trunk,
-    drafting: DrafterMaker | None,
-    needs: Needs,
-    draft_sampling: DraftSampling,
-    prefill_chunk: int,
-    cpu_layers: CpuLayers | None = None,
-) -> Batch:
-    """Build a batch with its buffers; at depth 0 it has no drafter."""
-    weight = trunk.lm_head_VD
-    widening = choose_widening(trunk, needs.num_rows)
-    chooser = Chooser(
-        [Sampling()] * needs.num_rows,
-        draft_sampling,
-        vocab_size=weight.shape[0],
-        device=weight.device,
-        penalises=needs.penalises,
-    )
-    cache = WindowCache(
-        trunk.config,
-        num_rows=needs.num_rows,
-        capacity=needs.capacity,
-        max_window=needs.max_window,
-        max_undecided=needs.depth + 1,
-        dtype=None if not widening.prefill or widening.rounds else weight.dtype,
-    )
-    if not cache.converts:
-        widening = widening._replace(prefill=widening.rounds)
-    drafter = None
-    if drafting is not None and needs.depth:
-        size = Size(needs.num_rows, needs.capacity, PENDING_PLACES + needs.depth + 1)
-        drafter = drafting.make(trunk, size, needs.depth)
-    return Batch(trunk, drafter, chooser, cache, prefill_chunk, needs.num_stops, widening, cpu_layers)
-
-
-def layers_on_cpu(trunk: Trunk, drafting: DrafterMaker | None) -> CpuLayers:
-    """Return the layers of a trunk and of its head that have a faster forward in rounds on a CPU."""
-    return CpuLayers([trunk.causal_lm, *([drafting.head] if isinstance(drafting, HeadDrafting) else [])])
 
 
 class SpeculativeDecoder:
@@ -153,7 +92,7 @@ class SpeculativeDecoder:
     def __init__(
         self,
         trunk: Trunk,
-        drafting: MtpHead | DrafterMaker | None,
+        drafting: MtpHead | Drafting | None,
         depth: int,
         eos_ids: Collection[int],
         *,
@@ -166,7 +105,7 @@ class SpeculativeDecoder:
     ) -> None:
         require_depth(depth)
         self.trunk = trunk
-        self.drafting: DrafterMaker | None = HeadDrafting(drafting) if isinstance(drafting, MtpHead) else drafting
+        self.drafting: Drafting | None = HeadDrafting(drafting) if isinstance(drafting, MtpHead) else drafting
         self.depth = depth if drafting is not None else 0
         self.eos_ids = frozenset(eos_ids)
         self.draft_sampling = draft_sampling
@@ -177,9 +116,9 @@ class SpeculativeDecoder:
         self.image_ids = frozenset(image_ids)
         self.costs = RoundCosts()
         self.acceptance = Acceptance()
-        self._cpu_layers = layers_on_cpu(trunk, self.drafting)
+        heads = [self.drafting.head] if isinstance(self.drafting, HeadDrafting) else []
+        self._cpu_layers = CpuLayers([trunk.causal_lm, *heads])
         self._rounds: Rounds | None = None
-        self._needs_met: Needs | None = None
         self._captured_before = 0
         if self.drafting is not None:
             self.drafting.check(trunk, self.depth)
@@ -466,27 +405,23 @@ class SpeculativeDecoder:
         # Equal lengths next to each other are prefilled together. The longest prompts come first: a long text that
         # begins last would run alone at the end.
         lanes = sorted(lanes, key=lambda lane: -len(lane.request.prompt_ids))
-        needs = self._needs(lanes)
-        met = self._needs_met
+        size = self._batch_size(lanes)
         # A session drops rows at its end.
-        has_rows = self._rounds is not None and self._rounds.batch.cache.num_rows == needs.num_rows
-        if self._rounds is None or met is None or not has_rows or not met.covers(needs):
+        kept = self._rounds is not None and self._rounds.batch.cache.num_rows == size.num_rows
+        if self._rounds is None or not kept or not self._rounds.batch.size.covers(size):
             self._captured_before = self.captured_rounds
             self._rounds = None  # Free its buffers before allocating new ones.
-            batch = make_batch(
-                self.trunk, self.drafting, needs, self.draft_sampling, self.prefill_chunk, self._cpu_layers
-            )
+            batch = Batch(self.trunk, self.drafting, size, self.draft_sampling, self.prefill_chunk, self._cpu_layers)
             self._rounds = Rounds(batch, captures=self._on_gpu and self.captures)
-            self._needs_met = needs
         self._rounds.batch.reset()
-        return Session(self._rounds, lanes, self.costs, needs.depth, max_in_flight=1 if self._on_gpu else 0)
+        return Session(self._rounds, lanes, self.costs, size.depth, max_in_flight=1 if self._on_gpu else 0)
 
-    def _needs(self, lanes: Sequence[Lane]) -> Needs:
+    def _batch_size(self, lanes: Sequence[Lane]) -> BatchSize:
         depth = max(lane.depth for lane in lanes)
         # Room for a round in flight past the limit, and for its window.
         capacity = max(len(lane.request.prompt_ids) + lane.request.max_new_tokens for lane in lanes) + 2 * (depth + 1)
         longest_prompt = max(len(lane.request.prompt_ids) for lane in lanes)
-        return Needs(
+        return BatchSize(
             num_rows=min(self.max_batch, len(lanes)),
             capacity=rounded_capacity(capacity, self._on_gpu),
             max_window=self.prefill_chunk if self._on_gpu else max(min(longest_prompt, self.prefill_chunk), depth + 1),

@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mtp_inference.batch import RoundPlan
-from mtp_inference.decoder import Needs, layers_on_cpu, make_batch
+from mtp_inference.batch import Batch
+from mtp_inference.cpu_layers import CpuLayers
+from mtp_inference.drafters.drafter import BatchSize, RoundPlan
 from mtp_inference.forward import PREFILL_CHUNK
 from mtp_inference.requests import Round
+from mtp_inference.round import prefill
 from mtp_inference.sampling.distributions import TOKEN, Sampling, SamplingRows, probabilities, uniform
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import HALF_DTYPES
@@ -213,25 +215,24 @@ def _window_logits(trunk: Trunk, prompt_ids: Sequence[int], tokens: Sequence[int
     Drafts that a round rejected are not known: other tokens take their places, and are rolled back.
     """
     width = 1 + max(one.num_drafted for one in rounds)
-    needs = Needs(
+    size = BatchSize(
         num_rows=1,
         capacity=len(prompt_ids) + len(tokens) + 2 * width,
-        max_window=max(min(len(prompt_ids), PREFILL_CHUNK), width),
         depth=width - 1,
-        num_stops=0,
-        penalises=False,
+        max_window=max(min(len(prompt_ids), PREFILL_CHUNK), width),
     )
-    batch = make_batch(trunk, None, needs, "argmax", PREFILL_CHUNK, layers_on_cpu(trunk, None))
+    batch = Batch(trunk, None, size, cpu_layers=CpuLayers([trunk.causal_lm]))
     batch.reset()
-    device = batch.last_B.device
-    prompt_1T = torch.tensor([list(prompt_ids)], device=device)
-    room_1 = torch.full((1,), needs.capacity, device=device)
-    batch.prefill(slice(0, 1), prompt_1T, room_1, prompt_1T.new_zeros(1, 0))
+    batch.set_rows(slice(0, 1), [Sampling()], [size.capacity], [frozenset()])
+    prefill(batch, slice(0, 1), batch.last_B.new_tensor([list(prompt_ids)]))
     logits: list[Tensor] = []
     for start, window, num_kept in _windows(tokens, rounds, trunk.lm_head_VD.shape[0]):
         position = len(prompt_ids) + start
-        plan = RoundPlan(len(window) - 1, position + len(window), 0, 0, position)
-        logits_1TV = batch.replay(plan, torch.tensor([window], device=device), torch.tensor([num_kept], device=device))
+        plan = RoundPlan(len(window) - 1, position + len(window), 0, position)
+        with batch.in_round():
+            _, logits_1TV = batch.run_window(plan, batch.last_B.new_tensor([window]))
+            batch.cache.commit(batch.last_B.new_tensor([num_kept]))
+        batch.length_B += num_kept
         logits.append(logits_1TV[0, :num_kept].float())
     return torch.cat(logits)
 

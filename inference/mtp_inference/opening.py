@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mtp_inference.drafters.assistant_drafter import AssistantDrafting
-from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.head_drafter import HeadDrafting
 from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
 from mtp_inference.requests import MAX_DEPTH
@@ -167,7 +167,7 @@ class OpenModel:
             quantization=self.quantization,
         )
 
-    def load_drafting(self, trunk: Trunk) -> tuple[DrafterMaker | None, MtpHead | None]:
+    def load_drafting(self, trunk: Trunk) -> tuple[Drafting | None, MtpHead | None]:
         """Load the drafter in the trunk's dtype and on its device.
 
         Returns:

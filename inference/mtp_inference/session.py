@@ -15,20 +15,17 @@ from typing import NamedTuple
 
 import torch
 
-from mtp_inference.batch import BAD_DRAFTER, BAD_TRUNK, RoundPlan, padded_stops
-from mtp_inference.capture import Outcome, Rounds
+from mtp_inference.capture import RoundOutcome, Rounds
 from mtp_inference.depth import DepthController, RoundCosts, batch_depth
+from mtp_inference.drafters.drafter import PENDING_PLACES, RoundPlan
 from mtp_inference.requests import Chunk, GenerationResult, Request, Round, accepted_per_pos
+from mtp_inference.round import BAD_DRAFTER, BAD_TRUNK, prefill, settle_drafter
 from mtp_inference.text import TextStream
 from mtp_train.errors import MtpError
 from mtp_train.trunk.non_finite import Source, non_finite_error
 
 MAX_PREFILL_TOKENS = 16384
 """Largest number of prompt tokens prefilled together; a single prompt may be longer."""
-PENDING_PLACES = 32
-"""Largest number of committed tokens that may be pending for the drafter."""
-
-
 MIN_FREE_SHARE = 0.25
 """Smallest share of finished rows to drop. Dropping copies the caches of the other rows, which takes up to the time of
 a round; with this share, a batch of any size is copied only a few times."""
@@ -114,7 +111,7 @@ class Lane:
 class InFlight(NamedTuple):
     """A round whose outcome the host has not read yet."""
 
-    outcome: Outcome
+    outcome: RoundOutcome
     lanes: dict[int, Lane]
     """Row of the outcome to its lane; later rounds may have fewer rows."""
     plan: RoundPlan
@@ -172,13 +169,11 @@ class Session:
         self._require_rows()
         started = time.perf_counter()
         lanes, rows = self._next_group()
-        device = self.batch.last_B.device
-        prompt_RT = torch.tensor([list(lane.request.prompt_ids) for lane in lanes], device=device)
-        room_R = torch.tensor([lane.request.max_new_tokens for lane in lanes], device=device)
-        width = self.batch.stop_BN.shape[1]
-        stop_RN = torch.tensor(padded_stops([lane.stops for lane in lanes], width), device=device, dtype=torch.long)
-        self.batch.chooser.set_rows(rows, [lane.request.sampling for lane in lanes])
-        first = self.batch.prefill(rows, prompt_RT, room_R, stop_RN).tolist()
+        prompt_RT = self.batch.last_B.new_tensor([list(lane.request.prompt_ids) for lane in lanes])
+        requests = [lane.request for lane in lanes]
+        limits, stops = [one.max_new_tokens for one in requests], [lane.stops for lane in lanes]
+        self.batch.set_rows(rows, [one.sampling for one in requests], limits, stops)
+        first = prefill(self.batch, rows, prompt_RT).tolist()
         now = time.perf_counter()
         for lane, token in zip(lanes, first, strict=True):
             lane.started, lane.seconds_prefill = started, now - started
@@ -219,7 +214,7 @@ class Session:
             return
         self._require_rows()
         rows = sorted(self.lanes)
-        self.batch.keep_rows(rows)
+        self.batch.keep_rows(self.batch.last_B.new_tensor(rows))
         self.lanes = {new: self.lanes[old] for new, old in enumerate(rows)}
         for row, lane in self.lanes.items():
             lane.row = row
@@ -230,8 +225,8 @@ class Session:
         self._require_rows()
         depth = self._depth()
         plan = self._plan(depth)
-        if depth == 0 and plan.pending + 1 > PENDING_PLACES and self.batch.drafter is not None:
-            self.batch.settle(plan)
+        if depth == 0 and plan.pending + 1 > PENDING_PLACES:
+            settle_drafter(self.batch, plan)
             for lane in self.lanes.values():
                 lane.pending = 0
         launched = self._round_clock()
@@ -255,7 +250,7 @@ class Session:
         same = known and all(lane.position == position for lane in lanes)
         pending = max(lane.pending for lane in lanes)
         start = position if same else None
-        return RoundPlan(depth, position + depth + 1, pending, PENDING_PLACES, start)
+        return RoundPlan(depth, position + depth + 1, pending, start)
 
     def _depth(self) -> int:
         """Return the depth of the round, and write each row's own depth to the batch.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import difflib
 import json
 import re
@@ -12,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from mtp_train.errors import RecipeError
 from mtp_train.recipe.auto_fields import STAND_INS, auto_fields, with_values
-from mtp_train.recipe.decode import decode
 from mtp_train.recipe.json_schema import dotted, shown
-from mtp_train.recipe.rules import contradictions
+from mtp_train.recipe.problems import problems_of
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import near_names, recipe_names, recipe_path
 
 _TAG = "tag:yaml.org,2002:"
-_NUMBER_TAGS = (_TAG + "bool", _TAG + "int", _TAG + "float")
 _NULL = re.compile(r"(?:~|null|Null|NULL|)\Z")
 _BOOL = re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z")
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)\Z")
@@ -40,15 +38,6 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self.where = where
         self.repeated_keys: list[str] = []
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuse ``!!bool``, ``!!int`` and ``!!float``: their constructors raise KeyErrors on other text."""
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.ScalarEvent) and event.tag in _NUMBER_TAGS:
-            place: Any = event.start_mark
-            problem = f"the tag {event.tag!r}, which values do not need"
-            raise yaml.composer.ComposerError(None, None, problem, place)
-        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Build a dictionary, and collect repeated keys: the base class would silently take the last one."""
@@ -107,8 +96,8 @@ def parse_yaml(text: str, where: str) -> tuple[Any, list[str]]:
         column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
         place = f"{where}, line {line}, column {column}"
         raise _unparsable(place, f"the control character U+{error.character:04X}") from error
-    # A number of thousands of digits, an escape beyond Unicode, brackets nested without end.
-    except (ValueError, OverflowError, RecursionError) as error:
+    # A number of thousands of digits, an escape beyond Unicode, brackets nested without end, !!bool on other text.
+    except (ValueError, OverflowError, RecursionError, LookupError) as error:
         raise _unparsable(where, str(error)) from error
     return value, loader.repeated_keys
 
@@ -167,17 +156,17 @@ def _unparsable(where: str, found: str) -> RecipeError:
     )
 
 
-Settle = Callable[[Recipe, Sequence[str]], Mapping[str, int | float]]
+Resolve = Callable[[Recipe, Sequence[str]], Mapping[str, int | float]]
 """A recipe with stand-ins for the fields that are ``auto``, and the names of these fields, to their values."""
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), settle: Settle | None = None) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), resolve: Resolve | None = None) -> Recipe:
     """Read a recipe file.
 
     Args:
         path: A YAML file, or the name of a recipe of the package.
         overrides: ``section.field=value`` each, the value in YAML; applied in order, before validation.
-        settle: Resolves fields that are ``auto``; None refuses such fields.
+        resolve: Resolves fields that are ``auto``; None refuses such fields.
 
     Raises:
         RecipeError: The file is missing, not YAML, or not a valid recipe; the message lists all problems.
@@ -191,46 +180,47 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), settle: Settle 
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     data, repeated_keys = parse_yaml(text, str(path))
-    return _decode({} if data is None else data, overrides, repeated_keys, settle)
+    return _decode({} if data is None else data, overrides, repeated_keys, resolve)
 
 
-def recipe_from_mapping(data: Mapping[str, Any], overrides: Sequence[str] = (), settle: Settle | None = None) -> Recipe:
+def recipe_from_mapping(
+    data: Mapping[str, Any], overrides: Sequence[str] = (), resolve: Resolve | None = None
+) -> Recipe:
     """Build a recipe from plain values, as :func:`load_recipe` does from a file. ``data`` is not changed.
 
     Raises:
         RecipeError: The values are not a valid recipe; the message lists all problems.
     """
-    return _decode(copy.deepcopy(dict(data)), overrides, [], settle)
+    return _decode(copy.deepcopy(dict(data)), overrides, [], resolve)
 
 
 def dump_recipe(recipe: Recipe) -> str:
     """Return a recipe as YAML with every field; reading it gives an equal recipe."""
-    return dump_yaml(_plain(recipe))
+    return dump_yaml(recipe.model_dump(mode="json"))
 
 
-def _decode(data: object, overrides: Sequence[str], problems: list[str], settle: Settle | None) -> Recipe:
+def _decode(data: object, overrides: Sequence[str], problems: list[str], resolve: Resolve | None) -> Recipe:
     if isinstance(data, dict):
         for override in overrides:
             problems = [*problems, *apply_override(data, override)]
-    fields = () if settle is None else auto_fields(data)
-    if settle is not None and fields and not problems:
-        stood_in = decode(with_values(data, {field: STAND_INS[field] for field in fields}))
-        if stood_in.recipe is None or stood_in.problems:
-            raise RecipeError(stood_in.problems)
-        data = with_values(data, settle(stood_in.recipe, fields))
-    decoded = decode(data)
-    problems = [*problems, *decoded.problems]
-    if decoded.recipe is not None:
-        problems += contradictions(decoded.recipe, decoded.usable)
-    if decoded.recipe is None or problems:
+    fields = () if resolve is None else auto_fields(data)
+    if resolve is not None and fields and not problems:
+        stood_in = _validated(with_values(data, {field: STAND_INS[field] for field in fields}), [])
+        data = with_values(data, resolve(stood_in, fields))
+    return _validated(data, problems)
+
+
+def _validated(data: object, problems: list[str]) -> Recipe:
+    try:
+        # Strict in JSON's types: a list is a tuple, a whole number a float. Other objects of YAML are text.
+        recipe = Recipe.model_validate_json(json.dumps(data, default=str))
+    except ValidationError as invalid:
+        problems = [*problems, *problems_of(data, invalid)]
+    except (ValueError, TypeError) as error:
+        problems = [*problems, f"recipe: {error}; expected plain values. Write aliases and keys out as text."]
+    if problems:
         raise RecipeError(problems)
-    return decoded.recipe
-
-
-def _plain(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe as plain values: sections as dictionaries, tuples as lists."""
-    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(recipe)))
-    return plain
+    return recipe
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> RecipeError:

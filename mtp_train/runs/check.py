@@ -73,7 +73,7 @@ class CheckResult:
         """Return plain JSON values, as ``mtp-train check --json`` prints them."""
         plan = {**asdict(self.plan), "total_tokens": self.plan.total_tokens}
         return {
-            "recipe": asdict(self.recipe),
+            "recipe": self.recipe.model_dump(mode="json"),
             "auto": {choice.field: {"value": choice.value, "reason": choice.reason} for choice in self.choices},
             "precision_reason": self.precision_reason,
             "family": self.family,
@@ -211,7 +211,7 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     path = locate_checkpoint(resolve(recipe.model.trunk))
     raw = read_config(path / CONFIG_FILE)
     family = family_for(raw, where=str(path))
-    num_modules = recipe.fresh_modules if recipe.attaches else family.declared_modules(raw) or 1
+    num_modules = recipe.fresh_modules if recipe.head.is_new else family.declared_modules(raw) or 1
     head_family = of_kind(family, recipe.head.kind)
     config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code)
     text_config = config.get_text_config()
@@ -231,7 +231,7 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     disk_bytes = whole_disk(recipe, plan, trunk.state_width, memory)
     serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
     data = _data(recipe, path, raw, text_config.vocab_size)
-    kinds = kinds_served(family, raw_text_config(raw)) if recipe.attaches else {}
+    kinds = kinds_served(family, raw_text_config(raw)) if recipe.head.is_new else {}
     decoding = None
     if machine.kind == "cuda":
         head_bytes = memory.trunk_bytes // memory.trunk_parameters * memory.head_parameters

@@ -12,7 +12,7 @@ import torch
 from rich.progress import Progress
 
 from mtp_inference import HeadDrafting
-from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.text import marked_pieces
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.gate import GateVerdict, Pair, decide_gate
@@ -246,7 +246,7 @@ def decode(
     recipe: Recipe,
     inputs: Inputs,
     trunk: Trunk,
-    drafting: Mapping[str, DrafterMaker],
+    drafting: Mapping[str, Drafting],
     names: Mapping[str, str],
     settings: Sequence[Setting],
     accelerator: RunAccelerator,

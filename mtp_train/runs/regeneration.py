@@ -28,7 +28,8 @@ from mtp_train.answers.store import (
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.tokenize import Document, choose_prompts
 from mtp_train.errors import DataError, MtpError, RecipeError
-from mtp_train.recipe.schema import Recipe, RegenerateSpec
+from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import RegenerateSpec
 from mtp_train.runs.run import Run
 from mtp_train.runs.run_answers import DATA, SETTINGS_FILE, copy_answers
 from mtp_train.runs.run_directory import ADAPTER, TRUNK

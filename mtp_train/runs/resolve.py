@@ -15,7 +15,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -398,7 +398,7 @@ def _tokens_per_step(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
 def _max_steps(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
     per_pass = text.tokens / recipe.train.tokens_per_step
     steps = max(EPOCHS * per_pass, min(LEAST_STEPS, MOST_EPOCHS * per_pass))
-    factor, new = (NEW_HEAD, ", twice for a new head") if recipe.attaches else (1, "")
+    factor, new = (NEW_HEAD, ", twice for a new head") if recipe.head.is_new else (1, "")
     select = recipe.train.select
     whole = max(1, math.ceil(steps * factor), 1 if select is None else select.every_steps)
     return whole, f"{whole / per_pass:.3g} passes over {text.told}{new}"
@@ -435,7 +435,7 @@ def _with(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
         sections = [reduce(getattr, parents[:depth], recipe) for depth in range(len(parents) + 1)]
         changed: Any = value
         for section, part in zip(reversed(sections), reversed([*parents, name]), strict=True):
-            changed = replace(section, **{part: changed})
+            changed = section.replaced(**{part: changed})
         recipe = changed
     return recipe
 

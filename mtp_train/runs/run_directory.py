@@ -353,7 +353,7 @@ class RunDirectory:
             return recipe
         recorded = self.recipe
         precision = automatic if recorded is None else recorded.train.precision
-        return replace(recipe, train=replace(recipe.train, precision=precision))
+        return recipe.replaced(train=recipe.train.replaced(precision=precision))
 
     def clear_leftovers(self) -> None:
         """Remove temporary files of writes that a kill interrupted."""
@@ -437,10 +437,10 @@ def _on_machines_of(before: Recipe, now: Recipe) -> Recipe:
     regenerate, earlier = now.data.regenerate, before.data.regenerate
     if regenerate is not None and earlier is not None and None not in (regenerate.endpoint, earlier.endpoint):
         names = ("endpoint", "api_key_env", "concurrency", "request_timeout_seconds")
-        regenerate = replace(regenerate, **{name: getattr(earlier, name) for name in names})
+        regenerate = regenerate.replaced(**{name: getattr(earlier, name) for name in names})
     precision = before.train.precision if now.train.precision == "auto" else now.train.precision
-    train = replace(now.train, processes=before.train.processes, precision=precision)
-    return replace(now, data=replace(now.data, regenerate=regenerate), train=train)
+    train = now.train.replaced(processes=before.train.processes, precision=precision)
+    return now.replaced(data=now.data.replaced(regenerate=regenerate), train=train)
 
 
 def claimed_by_run(run_dir: Path) -> Claimed:

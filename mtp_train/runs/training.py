@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,8 @@ from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.lora import merged_weights, put_on_lora
 from mtp_train.heads.module import MtpHead
 from mtp_train.losses.catalogue import find_loss
-from mtp_train.recipe.schema import Recipe, SelectSpec
+from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import SelectSpec
 from mtp_train.runs.run import Run
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
 from mtp_train.train.head_training import HeadTraining
@@ -180,7 +181,7 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document]) -> None:
             run_dir,
             wandb=recipe.track.wandb,
             project=recipe.track.project,
-            config=asdict(recipe),
+            config=recipe.model_dump(mode="json"),
             resume_step=resume_step,
             on_log=lambda metrics: progress.update(task, description=described(metrics)),
         )

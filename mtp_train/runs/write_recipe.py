@@ -25,10 +25,11 @@ from mtp_train.errors import CheckpointError, DataError, MtpError
 from mtp_train.evaluation.suites import BUILTIN_FILE
 from mtp_train.families import most_served_kind, raw_text_config
 from mtp_train.heads.diagnose import diagnose_head
-from mtp_train.recipe.auto_fields import AUTO, STAND_INS, auto_fields, with_values
+from mtp_train.recipe.auto_fields import STAND_INS, auto_fields, with_values
 from mtp_train.recipe.json_schema import dotted, schema_tree, walk_fields
 from mtp_train.recipe.loading import dump_yaml, recipe_from_mapping
 from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import AUTO
 from mtp_train.recipe.shipped import SCHEMA_FILE
 from mtp_train.runs.check import check
 from mtp_train.runs.inputs import plan_head

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mtp_train.data.pack import PackedSequence, collate, full_batches
 from mtp_train.errors import TrainingError
 from mtp_train.heads.module import MtpHead
-from mtp_train.recipe.schema import SelectSpec
+from mtp_train.recipe.sections import SelectSpec
 from mtp_train.train.hidden_cache import HiddenCache
 from mtp_train.train.state import Best, best_weights, head_state, save_best
 from mtp_train.train.teacher_forced import DenseMetrics, DenseSums

@@ -14,8 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mtp_inference import HeadDrafting, SpeculativeDecoder
-from mtp_inference.drafters.drafter import Drafter, Place, Size
-from mtp_inference.sampling.chooser import Chooser, Drafts
+from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.drafters.drafter import BatchSize, Drafter, RoundPlan
+from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.identity import RECORD_FILE
@@ -68,12 +69,12 @@ class Spy(HeadDrafting):
         super().__init__(head)
         self.drafts: list[int] = []
 
-    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
-        drafter = super().make(trunk, size, depth)
+    def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
+        drafter = super().make(trunk, size, cache)
         draft = drafter.draft
 
-        def recorded(depth: int, place: Place, chooser: Chooser) -> Drafts:
-            drafts = draft(depth, place, chooser)
+        def recorded(plan: RoundPlan, choice: DraftChoice) -> Drafts:
+            drafts = draft(plan, choice)
             self.drafts += drafts.tokens_BK.flatten().tolist()
             return drafts
 
@@ -141,7 +142,7 @@ def test_a_trunk_that_no_gpu_can_decode_with_is_refused_before_it_is_loaded(
         monkeypatch.setattr(run_module, "device_named", lambda _, size=size: SimpleNamespace(memory_bytes=size))
         with pytest.raises(RecipeError, match=r"gate\.enabled: false") if refused else contextlib.nullcontext():
             require_room(run)
-        require_room(replace(run, recipe=replace(judged, gate=replace(judged.gate, enabled=False))))
+        require_room(replace(run, recipe=judged.replaced(gate=judged.gate.replaced(enabled=False))))
 
 
 @pytest.mark.parametrize("shuffled", [True, False])

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +228,7 @@ def test_a_rescue_sets_what_the_text_decides_once_it_exists(
     # The command finds the settings that the run recorded, and nothing is done twice.
     assert rescue_recipe(str(inputs / "finetune"), str(inputs / "base"), out, [str(inputs / "chats.jsonl")], short)[
         0
-    ] == (replace(recipe, train=replace(recipe.train, precision="auto")))
+    ] == (recipe.replaced(train=recipe.train.replaced(precision="auto")))
     assert document([*argv, "--set", *short], capfd) == rescued
 
 
@@ -247,7 +246,7 @@ def test_a_rescue_without_prompts_takes_built_in_ones_or_the_demos(inputs: Path,
     assert ours.data.sources[0].path == "demo:prompts"
     # The demo has no settings of its own.
     assert [choice.field for choice in same] == [choice.field for choice in choices]
-    assert replace(ours.evaluate, prompts=1) == replace(recipe.evaluate, prompts=1)
+    assert ours.evaluate.replaced(prompts=1) == recipe.evaluate.replaced(prompts=1)
 
 
 @pytest.mark.parametrize(

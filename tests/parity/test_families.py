@@ -38,7 +38,7 @@ from mtp_train.heads.experts import GROUPED_EXPERTS, is_stacked
 from mtp_train.heads.lora import is_lora, merged_weights, put_on_lora
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
-from mtp_train.recipe.schema import LoraSpec
+from mtp_train.recipe.sections import LoraSection
 from mtp_train.train.aligned import Batch, aligned_rows
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.trunk.isolate import Segment, isolated_hidden, segments
@@ -467,7 +467,7 @@ def test_every_parameter_that_is_trained_gets_a_gradient(built: Built) -> None:
 
 def test_lora_matrices_and_nothing_else_are_trained_and_merged(built: Built) -> None:
     """Merged weights have the names of a head without matrices, and draft as the matrices did; a start changes none."""
-    spec = LoraSpec(r=4, alpha=8)
+    spec = LoraSection(r=4, alpha=8)
     plain, module = module_of(built), module_of(built)
     put_on_lora(module.head, spec, seed=0)
     before = drafted(plain)

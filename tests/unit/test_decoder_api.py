@@ -31,7 +31,7 @@ TEXT_SETTINGS = (
 LOADED = "draft_sampling: DraftSampling = 'argmax', max_batch: int = 16, captures: bool = True"
 SIGNATURES = {
     SpeculativeDecoder: (
-        "(trunk: Trunk, drafting: MtpHead | DrafterMaker | None, depth: int, eos_ids: Collection[int], *, "
+        "(trunk: Trunk, drafting: MtpHead | Drafting | None, depth: int, eos_ids: Collection[int], *, "
         "draft_sampling: DraftSampling = 'argmax', max_batch: int = 16, "
         "tokenizer: PreTrainedTokenizerBase | None = None, prefill_chunk: int = 2048, captures: bool = True, "
         "image_ids: Collection[int] = ()) -> None"

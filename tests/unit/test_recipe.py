@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from mtp_train.errors import RecipeError
 from mtp_train.recipe.json_schema import describe, not_null, schema_tree, walk_fields
 from mtp_train.recipe.loading import recipe_from_mapping
-from mtp_train.recipe.rules import RULES
 
 SMALLEST: dict[str, Any] = {
     "run_dir": "runs/x",
@@ -57,7 +56,7 @@ def test_smallest_recipe_takes_every_default() -> None:
 
 def test_recipes_are_frozen_and_hashable() -> None:
     recipe = recipe_from_mapping(SMALLEST)
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(ValidationError, match="frozen"):
         recipe.train.lr = 1.0  # type: ignore[misc]
     assert hash(recipe) == hash(recipe_from_mapping(copy.deepcopy(SMALLEST)))
 
@@ -70,7 +69,7 @@ def test_plain_values_given_are_left_as_they_are() -> None:
 
 def test_a_recipe_turned_into_a_dictionary_is_a_recipe_again() -> None:
     recipe = recipe_from_mapping(SMALLEST)
-    assert recipe_from_mapping(dataclasses.asdict(recipe)) == recipe
+    assert recipe_from_mapping(recipe.model_dump(mode="json")) == recipe
 
 
 def test_every_field_has_a_docstring() -> None:
@@ -104,7 +103,7 @@ def test_limits_are_described_in_words(limits: dict[str, int], words: str) -> No
         ("gate.confidence=0.5", "gate.confidence: 0.5; expected a number above 0.5 and below 1."),
         ("evaluate.temperature=-1", "evaluate.temperature: -1; expected a number of 0 or more."),
         ("evaluate.temperature=[]", "evaluate.temperature: a list of 0; expected auto, a number of 0 or more, or a"),
-        ("evaluate.temperature=[0, hot]", "evaluate.temperature.1: 'hot' (text); expected a number of 0 or more."),
+        ("evaluate.temperature=[0, hot]", "evaluate.temperature.1: 'hot'; expected a number of 0 or more."),
         ("evaluate.temperature=0.0001", "evaluate.temperature: 0.0001; expected 0 or a number from 0.001."),
         (
             "evaluate.temperature=[1, 1.0]",
@@ -270,11 +269,6 @@ def test_responses_are_regenerated_where_the_section_is_there_and_on() -> None:
     assert not recipe_from_mapping(SMALLEST).regenerates
     assert recipe_from_mapping(SMALLEST, ["data.regenerate={}"]).regenerates
     assert not recipe_from_mapping(SMALLEST, ["data.regenerate={enabled: false}"]).regenerates
-
-
-def test_rules_read_fields_that_exist() -> None:
-    assert RULES
-    assert {path for rule in RULES for path in rule.reads} <= FIELDS.keys()
 
 
 # Values that pydantic would convert if it were not strict.

@@ -16,7 +16,8 @@ from mtp_train.data.pack import global_batches, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import StoppedError, TrainingError
 from mtp_train.recipe.loading import recipe_from_mapping
-from mtp_train.recipe.schema import Recipe, SelectSpec
+from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import SelectSpec
 from mtp_train.runs.training import part_documents, renumbered
 from mtp_train.train import loop
 from mtp_train.train.head_training import HeadTraining

@@ -13,9 +13,9 @@ from mtp_inference.sampling.distributions import MIN_TEMPERATURE
 from mtp_train.errors import CheckpointError
 from mtp_train.evaluation.prompt_records import Rule, Setting
 from mtp_train.evaluation.settings import greedy, left_out, served_settings
-from mtp_train.recipe import rules as recipe_rules
+from mtp_train.recipe import sections
 from mtp_train.recipe.loading import recipe_from_mapping
-from mtp_train.recipe.schema import EvaluateSection
+from mtp_train.recipe.sections import EvaluateSection
 
 DEPTH = 3
 GREEDY = greedy(DEPTH)
@@ -101,7 +101,7 @@ def test_what_is_served_and_not_measured_is_named(tmp_path: Path) -> None:
 
 
 def test_the_recipe_knows_the_decoders_lowest_temperature() -> None:
-    assert recipe_rules.MIN_TEMPERATURE == MIN_TEMPERATURE
+    assert sections.MIN_TEMPERATURE == MIN_TEMPERATURE
 
 
 RAW: dict[str, Any] = {

@@ -11,12 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mtp_inference.cache.rows import RowState
 from mtp_inference.cache.window import Window, announced
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.upstream.transformers_private import LinearAttentionLayer
 
 
-class ConvolutionInputs(LinearAttentionLayer):
+class ConvolutionInputs(LinearAttentionLayer, RowState):
     """Inputs of a layer's convolutions, with the cache interface of transformers' models and of the head's.
 
     Args:
@@ -30,7 +31,7 @@ class ConvolutionInputs(LinearAttentionLayer):
         self.num_rows = num_rows
         self.max_undecided = max_undecided
         self.window: Window | None = None
-        self.rings: dict[int, Tensor] = {}
+        self.rings_BZC: dict[int, Tensor] = {}
         """Index of the convolution to a ring buffer (B, Z, C): its input at position p is at place ``p % Z``."""
 
     def update_conv_state(
@@ -69,7 +70,7 @@ class ConvolutionInputs(LinearAttentionLayer):
         )
 
     def _ring(self, inputs_BTC: Tensor, state_idx: int, num_before: int) -> Tensor:
-        if state_idx not in self.rings:
+        if state_idx not in self.rings_BZC:
             shape = (self.num_rows, num_before + self.max_undecided, inputs_BTC.shape[-1])
-            self.rings[state_idx] = inputs_BTC.new_zeros(shape)
-        return self.rings[state_idx]
+            self.rings_BZC[state_idx] = inputs_BTC.new_zeros(shape)
+        return self.rings_BZC[state_idx]

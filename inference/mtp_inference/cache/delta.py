@@ -38,7 +38,7 @@ MAX_WINDOW = 8
 
 
 class DeltaWindow(NamedTuple):
-    """Additions ``k_t u_t^T`` of a window to a decaying state; see ``Undecided`` in ``cache/recurrent.py``."""
+    """Additions ``k_t u_t^T`` of a window to a decaying state, until the number of accepted tokens is known."""
 
     key_NTK: Tensor
     correction_NTV: Tensor
@@ -48,7 +48,7 @@ class DeltaWindow(NamedTuple):
     """State before the window."""
 
     def joined(self, windows: Sequence[DeltaWindow], state_BHKV: Tensor) -> DeltaWindow:
-        """Return the windows of several layers as one window with all their rows."""
+        """Return the windows of several layers as one, with all their rows; their states are in ``state_BHKV``."""
         return DeltaWindow(
             torch.cat([window.key_NTK for window in windows]),
             torch.cat([window.correction_NTV for window in windows]),
@@ -61,7 +61,10 @@ class DeltaWindow(NamedTuple):
         return self
 
     def commit(self, num_kept_B: Tensor, out: Tensor) -> None:
-        """Write ``c S_0 + sum over kept t of (c / c_t) k_t u_t^T``."""
+        """Write the state after each row's first ``num_kept_B`` tokens, ``c S_0 + sum of (c / c_t) k_t u_t^T``.
+
+        ``out`` may be the state that the window started from.
+        """
         num_kept_N1 = num_kept_B.repeat_interleave(out.shape[1])[:, None]
         is_rejected_NT = torch.arange(self.log_decay_NTX.shape[1], device=num_kept_B.device) >= num_kept_N1
         is_rejected_NT1 = is_rejected_NT[..., None]

@@ -5,7 +5,8 @@ call :meth:`WindowCache.commit` with the number of tokens that each row keeps. A
 next window overwrites rejected tokens. Recurrent layers are rolled back in ``cache/recurrent.py``. Rows are
 independent: they may be at different positions and keep different numbers of tokens.
 
-Shapes: B rows, T tokens of the window, S slots, H heads, X width, G groups, N positions of a group, E entries.
+Shapes: B rows, T tokens of the window, S slots, H heads, X width, G groups, N positions of a group or
+keys of a pool, P pools, E entries.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from transformers import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, Pre
 
 from mtp_inference.cache.convolved import ConvolutionInputs
 from mtp_inference.cache.ngrams import NGRAM_STATES, NgramStore
-from mtp_inference.cache.pooled import KeyPools
-from mtp_inference.cache.recurrent import RecurrentLayers, RecurrentStore, States
-from mtp_inference.cache.rows import keep_rows_of
+from mtp_inference.cache.recurrent import RecurrentLayers, RecurrentStore
+from mtp_inference.cache.rows import RowState, select_rows
 from mtp_inference.cache.window import Window, announced
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.mechanisms.compressed_keys import COMPRESSED_CACHE_LAYERS
 from mtp_train.families.mechanisms.key_blocks import BLOCK_CACHE_LAYER
+from mtp_train.families.mechanisms.key_pools import Pools
 from mtp_train.families.mechanisms.relative_positions import CONVOLVED_CACHE_LAYERS
 from mtp_train.heads.step import KeysWritten
 from mtp_train.upstream.transformers_private import DynamicIndexedLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
@@ -35,7 +36,7 @@ BEFORE_ANY_TEXT = -(1 << 40)
 """A position lower than any real one."""
 
 
-class AttentionStore(CacheLayerMixin):
+class AttentionStore(CacheLayerMixin, RowState):
     """Keys and values of one attention layer, (B, H, S, width), allocated at the first update.
 
     Args:
@@ -55,8 +56,6 @@ class AttentionStore(CacheLayerMixin):
     keys_suffice = True
     """Whether later tokens read nothing of a token but its keys and values (an indexer's included). If so, the drafter
     runs tokens that no draft starts from as keys-only windows; else it runs the whole layer for them."""
-    row_buffers: tuple[str, ...] = ("keys", "values")
-    """Names of the buffers that have a row for each batch row."""
 
     def __init__(self, num_rows: int, size: int, sliding_window: int | None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -95,10 +94,14 @@ class AttentionStore(CacheLayerMixin):
         keys, values = self.keys[window.rows, :, :used], self.values[window.rows, :, :used]
         return keys.to(key_states.dtype), values.to(value_states.dtype)
 
+    @torch.no_grad()
     def keep_rows(self, rows_R: Tensor) -> None:
-        """Keep these rows and drop all others."""
-        keep_rows_of(self, self.row_buffers, rows_R)
-        self.num_rows = len(rows_R)
+        """See :class:`RowState`."""
+        super().keep_rows(rows_R)
+        if self.is_initialized:
+            is_shared = self.values is self.keys
+            self.keys = select_rows(self.keys, rows_R)
+            self.values = self.keys if is_shared else select_rows(self.values, rows_R)
 
     def mask(self, window: Window, always: bool) -> Tensor | None:
         """Return the layer's attention mask; None if plain causal attention is equivalent and ``always`` is False."""
@@ -117,10 +120,12 @@ class AttentionStore(CacheLayerMixin):
         return self.size
 
 
-class IndexedStore(AttentionStore, KeyPools):
+class IndexedStore(AttentionStore):
     """Cache of a sparse attention layer: its keys and values, and the indexer's keys, by which it chooses among them.
 
-    The indexer stores one key per token (:meth:`update_indexer`), or one per pool of tokens (:class:`KeyPools`).
+    The indexer stores one key per token (:meth:`update_indexer`), or one per pool of N tokens, as a ``PoolStore``
+    (``mtp_train.families.mechanisms.key_pools``) with a slot for every position. Pools of a rejected draft stay at
+    places that the next window overwrites before they are read.
 
     Args:
         num_rows: B.
@@ -129,26 +134,39 @@ class IndexedStore(AttentionStore, KeyPools):
 
     last_to_write = False
     needs_mask = True
-    row_buffers: tuple[str, ...] = ("keys", "values", "indexer_keys_BSX", "inputs_BSX", "pools")
 
     def __init__(self, num_rows: int, size: int) -> None:
         super().__init__(num_rows, size, None)
         self.kind = "indexed_attention"
         self.indexer_keys_BSX: Tensor | None = None
+        self.inputs_BSX: Tensor | None = None
+        self.pools_BP: Pools | None = None
+        self._keys_of: Window | None = None
+        """The window whose keys are written. An indexer may choose before its window's keys are written, or after."""
+        self._pools_of: Window | None = None
+
+    @property
+    def indexer_position_ids(self) -> None:
+        """Always None: transformers would store all positions for its indexers here, ours do not need them."""
+        return None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        """Discard the positions."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_unused: object, **_also_unused: object
     ) -> tuple[Tensor, Tensor]:
         """See :class:`AttentionStore`."""
         found = super().update(key_states, value_states)
-        self.keys_of = announced(self.window)
+        self._keys_of = announced(self.window)
         # Pools are written before the keys or after them: whichever comes second ends a keys-only window.
-        if self.keys_of.keys_only and self.pools_of is self.keys_of:
+        if self._keys_of.keys_only and self._pools_of is self._keys_of:
             raise KeysWritten
         return found
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write the window's indexer keys (B, T, width); return the indexer keys in use, (B, used, width)."""
+        """Write the window's indexer keys (B, T, X); return the indexer keys in use, (B, used, X)."""
         if self.indexer_keys_BSX is None:
             width = indexer_key_states.shape[-1]
             self.indexer_keys_BSX = indexer_key_states.new_zeros(self.num_rows, self.size, width)
@@ -157,6 +175,35 @@ class IndexedStore(AttentionStore, KeyPools):
         if window.keys_only:
             raise KeysWritten
         return self.indexer_keys_BSX[window.rows, : min(window.used, self.size)]
+
+    def ending_with(self, inputs_BTX: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """See :class:`~mtp_train.families.mechanisms.key_pools.PoolStore`."""
+        window = announced(self.window)
+        if self.inputs_BSX is None:
+            self.inputs_BSX = inputs_BTX.new_zeros(self.num_rows, self.size, inputs_BTX.shape[-1])
+        slots_BT = window.slots_BT(self.size)
+        self.inputs_BSX[window.row_index_B1, slots_BT] = inputs_BTX
+        back_N = torch.arange(size - 1, -1, -1, device=inputs_BTX.device)
+        slots_BTN = (slots_BT[..., None] - back_N).clamp(min=0)
+        return self.inputs_BSX[window.row_index_B1[..., None], slots_BTN], slots_BTN
+
+    def write_pools(self, new: Pools, number_BT: Tensor) -> Pools:
+        """See :class:`~mtp_train.families.mechanisms.key_pools.PoolStore`."""
+        window = announced(self.window)
+        num_keys = new.slots_BPN.shape[-1]
+        num_pools = self.size // num_keys
+        if self.pools_BP is None:
+            # The last place takes tokens that complete no pool.
+            keys_BPX = new.keys_BPX.new_zeros(self.num_rows, num_pools + 1, new.keys_BPX.shape[-1])
+            self.pools_BP = Pools(keys_BPX, new.slots_BPN.new_full((self.num_rows, num_pools + 1, num_keys), -1))
+        places_BT = torch.where(number_BT < 0, num_pools, number_BT)
+        for buffer, made in zip(self.pools_BP, new, strict=True):
+            buffer[window.row_index_B1, places_BT] = made
+        self._pools_of = window
+        if window.keys_only and self._keys_of is window:
+            raise KeysWritten
+        used = min(window.used // num_keys, num_pools)
+        return Pools(*(buffer[window.rows, :used] for buffer in self.pools_BP))
 
 
 class BlockStore(IndexedStore):
@@ -172,7 +219,6 @@ class BlockStore(IndexedStore):
     """
 
     needs_mask = False
-    row_buffers: tuple[str, ...] = (*IndexedStore.row_buffers, "positions_BS")
 
     def __init__(self, num_rows: int, size: int) -> None:
         super().__init__(num_rows, size)
@@ -208,7 +254,6 @@ class CompressedStore(AttentionStore):
 
     last_to_write = False
     needs_mask = True
-    row_buffers: tuple[str, ...] = ("keys", "inputs_BSX", "entries_BEX")
 
     def __init__(self, num_rows: int, capacity: int, max_window: int, sliding_window: int, group_size: int) -> None:
         super().__init__(num_rows, min(capacity, sliding_window + max_window), sliding_window)
@@ -223,11 +268,6 @@ class CompressedStore(AttentionStore):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate one buffer: keys are the values too."""
         super().lazy_initialization(key_states, value_states)
-        self.values = self.keys
-
-    def keep_rows(self, rows_R: Tensor) -> None:
-        """See :class:`AttentionStore`."""
-        super().keep_rows(rows_R)
         self.values = self.keys
 
     def groups(self, name: str, inputs_BTX: Tensor) -> tuple[Tensor, Tensor]:
@@ -268,7 +308,6 @@ class ConvolvedStore(AttentionStore, ConvolutionInputs):
 
     last_to_write = False
     keys_suffice = False
-    row_buffers: tuple[str, ...] = ("keys", "values", "rings")
 
     def __init__(
         self, num_rows: int, size: int, sliding_window: int | None, max_undecided: int, num_convolutions: int
@@ -289,7 +328,7 @@ class ConvolvedStore(AttentionStore, ConvolutionInputs):
         return BEFORE_ANY_TEXT
 
 
-class WindowCache(Cache):
+class WindowCache(RowState, Cache):
     """Cache of a model for a batch of rows, written a window at a time.
 
     Args:
@@ -357,18 +396,17 @@ class WindowCache(Cache):
         self.recurrent.commit(num_kept_B)
 
     def keep_rows(self, rows_R: Tensor) -> None:
-        """Keep these rows, in this order, and drop all others. Buffers move: a captured round is no longer valid."""
+        """See :class:`RowState`."""
         for layer in self.layers:
             if isinstance(layer, AttentionStore | NgramStore):
                 layer.keep_rows(rows_R)
-        self.recurrent.keep_rows(rows_R)
-        self.num_rows = len(rows_R)
+        super().keep_rows(rows_R)
 
-    def snapshot(self) -> States | None:
+    def snapshot(self) -> tuple[Tensor, ...]:
         """Return a copy of the recurrent layers' states; later windows overwrite them."""
         return self.recurrent.snapshot()
 
-    def restore(self, states: States | None) -> None:
+    def restore(self, states: tuple[Tensor, ...]) -> None:
         """Restore the states of a snapshot."""
         self.recurrent.restore(states)
 

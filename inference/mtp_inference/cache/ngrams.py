@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mtp_inference.cache.convolved import ConvolutionInputs
 from mtp_inference.cache.recurrent import RecurrentStore
-from mtp_inference.cache.rows import keep_rows_of
+from mtp_inference.cache.rows import RowState
 from mtp_inference.cache.window import Window, announced
 
 _CONVOLUTION, _TOKENS = 1, 2
@@ -20,7 +20,7 @@ NGRAM_STATES = 3
 """States of such a layer: the recurrent layer's own convolution, a second convolution, and tokens."""
 
 
-class NgramStore(RecurrentStore):
+class NgramStore(RowState, RecurrentStore):
     """State of a recurrent layer with a second convolution that also reads the tokens before a window.
 
     Entries of a rejected draft stay at positions that the next window overwrites before they are read.
@@ -63,13 +63,7 @@ class NgramStore(RecurrentStore):
 
     def placed(self) -> Iterable[Tensor]:
         """Return the ring buffers: inputs of the second convolution, and tokens. Each (B, Z, ...)."""
-        return [*self._inputs.rings.values(), *([] if self._tokens_BZ is None else [self._tokens_BZ])]
-
-    def keep_rows(self, rows_R: Tensor) -> None:
-        """Keep these rows of the ring buffers and drop all others."""
-        keep_rows_of(self._inputs, ("rings",), rows_R)
-        keep_rows_of(self, ("_tokens_BZ",), rows_R)
-        self.num_rows = self._inputs.num_rows = len(rows_R)
+        return [*self._inputs.rings_BZC.values(), *([] if self._tokens_BZ is None else [self._tokens_BZ])]
 
     def _before(self, window: Window) -> Tensor | None:
         if self._tokens_BZ is None:

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from mtp_inference.cache.rows import RowState
 from mtp_inference.sampling.distributions import (
     ACCEPT,
     DRAFT,
@@ -125,7 +126,7 @@ class Drafts(NamedTuple):
     """The largest logit at each draft, NaN if any logit is NaN; None if the drafter has no logits."""
 
 
-class Chooser:
+class Chooser(RowState):
     """Choose the tokens of one batch.
 
     Args:
@@ -164,11 +165,10 @@ class Chooser:
         self.rows = self.rows.replaced(SamplingRows.stack(self.settings, self.rows.seed_B.device))
 
     def keep_rows(self, rows_R: Tensor) -> None:
-        """Keep the settings and the texts of these rows and drop all others."""
+        """See :class:`RowState`."""
+        super().keep_rows(rows_R)
         self.settings = [self.settings[row] for row in rows_R.tolist()]
         self.rows = SamplingRows.stack(self.settings, self.rows.seed_B.device)
-        if self.seen_BV is not None:
-            self.seen_BV = self.seen_BV[rows_R]
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -245,7 +245,7 @@ class DraftChoice:
 
     def __init__(self, chooser: Chooser, last_B: Tensor, length_B: Tensor) -> None:
         self._chooser = chooser
-        self._length_B = length_B
+        self.length_B = length_B
         self._read = [last_B[:, None]]
         self._q: list[Tensor] = []
         self._peaks: list[Tensor] = []
@@ -264,7 +264,7 @@ class DraftChoice:
             seen_B1V = seen_before(chooser.seen_BV, torch.cat(self._read, dim=1))[:, -1:]
         if chooser.samples_drafts:
             q_B1V = probabilities(logits_B1V, chooser.rows, seen_B1V)
-            position_B1 = (self._length_B + len(self._read))[:, None]
+            position_B1 = (self.length_B + len(self._read))[:, None]
             self._q.append(q_B1V)
             self._read.append(draw(q_B1V, uniform(chooser.rows.seed_B, position_B1, DRAFT)))
         else:
@@ -274,7 +274,9 @@ class DraftChoice:
             self._read.append(logits_B1V.argmax(dim=-1))
 
     def result(self) -> Drafts:
-        """Return the drafted tokens."""
+        """Return the drafted tokens, none if no token was added."""
+        if not self._peaks:
+            return Drafts(self.last_B1[:, :0])
         q_BKV = torch.cat(self._q, dim=1) if self._q else None
         return Drafts(torch.cat(self._read[1:], dim=1), q_BKV, peak_BK=torch.cat(self._peaks, dim=1))
 
