@@ -21,8 +21,7 @@ from mtp_inference.forward import PREFILL_CHUNK, window_states
 from mtp_inference.sampling.chooser import Chooser, DraftSampling
 from mtp_inference.sampling.distributions import Sampling
 from mtp_train.trunk.load import Trunk
-from mtp_train.trunk.precision import slow_halves
-from mtp_train.trunk.widen import Scratch, widened
+from mtp_train.trunk.precision import Scratch, slow_halves
 
 NO_TOKEN = -1
 WIDE_ROWS = 4
@@ -159,4 +158,4 @@ class Batch(RowState):
 
     def widened(self, applies: bool) -> AbstractContextManager[None]:
         """Multiply in fp32 inside the block, if that ``applies``."""
-        return widened(self.trunk, self._scratch) if applies else nullcontext()
+        return self.trunk.computing_in(torch.float32, self._scratch) if applies else nullcontext()

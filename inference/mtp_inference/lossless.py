@@ -30,7 +30,6 @@ from mtp_inference.round import prefill
 from mtp_inference.sampling.distributions import TOKEN, Sampling, SamplingRows, probabilities, uniform
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import HALF_DTYPES
-from mtp_train.trunk.widen import widened
 
 CHECKED_POSITIONS = 16
 """Positions before a difference at which the errors of windows and of cached decoding are measured."""
@@ -166,7 +165,7 @@ def measure_errors(
     dtype = trunk.lm_head_VD.dtype
     widens = dtype in HALF_DTYPES and not trunk.offloaded
     if widens:
-        with widened(trunk):
+        with trunk.computing_in(torch.float32):
             reference_TV = _whole_logits(trunk, text)
     else:
         reference_TV = whole_TV

@@ -31,7 +31,7 @@ from mtp_train.heads.diagnose import diagnose_head, text_config_of
 from mtp_train.heads.draft_model import draft_model, draft_plan
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk, load_trunk
-from mtp_train.trunk.precision import automatic_dtype
+from mtp_train.trunk.precision import trunk_dtype
 from mtp_train.trunk.quantise import Quantization, pack_head, require_bitsandbytes, require_quantizable
 from mtp_train.trunk.tokenizer import chat_prompt_tokens, raw_tokens
 
@@ -161,7 +161,7 @@ class OpenModel:
         return load_trunk(
             self.checkpoint.path,
             self.family,
-            dtype=dtype or automatic_dtype(self.checkpoint, self.family, device),
+            dtype=dtype or trunk_dtype(self.checkpoint, self.family, device),
             device=device,
             adapter=self.adapter,
             quantization=self.quantization,

@@ -29,10 +29,10 @@ from mtp_train.runs.inputs import gather_text
 from mtp_train.runs.refusals import HeadOnTrunk, decoding_problem, raise_together, refusals
 from mtp_train.runs.resolve import Choice, Overrides, RecipeLike, launched_processes, resolved_recipe
 from mtp_train.runs.run_directory import RunDirectory
+from mtp_train.runs.settings import cache_bytes, memory_options, plan_of
 from mtp_train.runs.study.material import for_objective
-from mtp_train.train.devices import Device, device_named
-from mtp_train.train.estimate import GIB, Footprint, estimate_disk, estimate_footprint, in_shards
-from mtp_train.train.plan import Plan, make_plan
+from mtp_train.train.machine import Device, device_named
+from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk, estimate_footprint, in_shards
 from mtp_train.trunk.load import Trunk, empty_trunk
 from mtp_train.trunk.precision import resolve_precision
 from mtp_train.trunk.tokenizer import load_tokenizer
@@ -216,7 +216,7 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code)
     text_config = config.get_text_config()
     raise_together(refusals(recipe, HeadOnTrunk(path, raw, text_config, head_family, num_modules), world_size))
-    plan = make_plan(recipe, world_size)
+    plan = plan_of(recipe, world_size)
     with named_rejections(path):
         trunk = empty_trunk(config, family, trust_remote_code=recipe.model.trust_remote_code)
         trunk.show_layers(head_family.wiring.trunk_layers(text_config))
@@ -226,7 +226,7 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
         convention = head_family.convention(recipe.head.convention)
         trained = require_lora_targets(recipe.head.lora, head_family, text_config, num_modules, convention)
     gpu_bytes = machine.memory_bytes if device.type == "cuda" else None
-    memory = estimate_footprint(recipe, trunk, head, plan, device, gpu_bytes, trained)
+    memory = estimate_footprint(memory_options(recipe), trunk, head, plan, device, gpu_bytes, trained)
     shards = _sharded(recipe, raw, memory, trunk, plan)
     disk_bytes = whole_disk(recipe, plan, trunk.state_width, memory)
     serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
@@ -266,6 +266,6 @@ def whole_disk(recipe: Recipe, plan: Plan, state_width: int, memory: Footprint) 
     """Estimate the disk bytes of all that a recipe trains."""
     if recipe.study is None:
         offloaded = memory.offloaded_bytes if recipe.model.offload == "disk" else 0
-        return estimate_disk(recipe, plan, state_width, memory) + offloaded
-    objectives = recipe.study.objectives
-    return sum(estimate_disk(for_objective(recipe, one), plan, state_width, memory) for one in objectives)
+        return estimate_disk(memory, cache_bytes(recipe, plan, state_width)) + offloaded
+    recipes = (for_objective(recipe, one) for one in recipe.study.objectives)
+    return sum(estimate_disk(memory, cache_bytes(one, plan, state_width)) for one in recipes)

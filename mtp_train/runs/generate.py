@@ -19,7 +19,7 @@ from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.errors import DataError, printable
 from mtp_train.evaluation.arms import local_device
 from mtp_train.runs.display import html_table, quiet_progress
-from mtp_train.train.threads import use_threads
+from mtp_train.train.machine import use_threads
 from mtp_train.trunk.tokenizer import load_tokenizer
 from mtp_train.trunk.whole import require_whole_trunk
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from accelerate import PartialState
 from rich.progress import Progress
 
@@ -48,8 +47,8 @@ from mtp_train.runs.refusals import (
     require_gate_groups,
     weight_refusals,
 )
-from mtp_train.train.plan import Plan, make_plan
-from mtp_train.trunk.precision import automatic_dtype
+from mtp_train.runs.settings import plan_of
+from mtp_train.train.plan import Plan
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 
 HOME_PROMPTS = 12
@@ -135,7 +134,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
         finetune=finetune,
         base=base,
         adapter=adapter,
-        plan=make_plan(recipe, world_size),
+        plan=plan_of(recipe, world_size),
         head_plan=head_plan,
         tokenizer=tokenizer,
         eos_ids=eos_token_ids(finetune, tokenizer),
@@ -287,10 +286,3 @@ def prompts_of(records: Sequence[Record], tokenizer: Any) -> list[Prompt]:
     texts = [record for record in records if isinstance(record.content, PlainText)]
     others = [record for record in records if not isinstance(record.content, PlainText)]
     return build_prompts(others, tokenizer) + continuation_prompts(texts, tokenizer)
-
-
-def trunk_dtype(recipe: Recipe, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype in which a trunk is held: the recipe's, or for ``auto`` :func:`automatic_dtype`."""
-    if recipe.model.dtype != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.model.dtype]
-    return automatic_dtype(checkpoint, checkpoint.family, device)

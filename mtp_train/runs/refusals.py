@@ -23,8 +23,8 @@ from mtp_train.heads.lora import require_lora_targets
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.run_answers import require_answers
-from mtp_train.train.estimate import GIB
-from mtp_train.train.plan import make_plan
+from mtp_train.runs.settings import plan_of
+from mtp_train.train.plan import GIB
 from mtp_train.trunk.offload import Offload
 from mtp_train.trunk.quantise import require_bitsandbytes, require_quantizable
 from mtp_train.trunk.whole import require_whole_trunk
@@ -55,7 +55,7 @@ def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpErr
     # Raises if the head is not supported by the installed transformers.
     _ = model.family.classes
     checks: list[Callable[[], object]] = [
-        partial(make_plan, recipe, world_size),
+        partial(plan_of, recipe, world_size),
         partial(require_unroll, recipe, convention, model.num_modules),
         partial(require_draft_vocab, recipe, model.text_config.vocab_size),
         partial(require_own_data, recipe, model.path),

@@ -36,8 +36,8 @@ from mtp_train.runs.run_directory import ADAPTER, TRUNK
 from mtp_train.runs.shared_files import require_shared
 from mtp_train.runs.training import part_documents
 from mtp_train.train.launch import RunAccelerator
+from mtp_train.train.machine import set_threads
 from mtp_train.train.shard import shard_decoder
-from mtp_train.train.threads import settle_threads
 from mtp_train.trunk.load import Trunk
 
 COUNTS_FILE = "counts.json"
@@ -104,7 +104,7 @@ def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tu
 
     if settings.endpoint is None:
         rows = settings.batch_size or BATCH_SIZE
-        settle_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
+        set_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
         answer_by_decoder(run, settings, trunk, store, on_progress)
     else:
         answer = partial(answer_by_server, run, settings, trunk, store, on_progress)

@@ -31,8 +31,9 @@ from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, recip
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.inputs import load_sources
 from mtp_train.runs.run_directory import RunDirectory
-from mtp_train.train.devices import Device, device_named
-from mtp_train.train.estimate import activation_bytes
+from mtp_train.runs.settings import memory_options
+from mtp_train.train.machine import Device, device_named
+from mtp_train.train.plan import activation_bytes
 from mtp_train.trunk.tokenizer import load_tokenizer
 
 RecipeLike = Recipe | str | Path | Mapping[str, Any]
@@ -408,7 +409,7 @@ def _micro_batch(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
     seq_len = recipe.data.seq_len_tokens
     sequences = recipe.train.tokens_per_step // seq_len // model.world_size
     tokens = CPU_MICRO_BATCH_TOKENS if model.device == "cpu" else MICRO_BATCH_TOKENS
-    per_sequence = activation_bytes(recipe, model.hidden_size, seq_len, seq_len)
+    per_sequence = activation_bytes(memory_options(recipe), model.hidden_size, seq_len, seq_len)
     fitting = int(ACTIVATION_SHARE * model.spare_bytes / per_sequence)
     most = max(1, min(tokens // seq_len, fitting))
     count = max(number for number in range(1, max(1, sequences) + 1) if number <= most and sequences % number == 0)

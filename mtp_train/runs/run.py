@@ -20,7 +20,7 @@ from mtp_train.checkpoints.writing import LOCK_FILE
 from mtp_train.errors import RecipeError, TrainingError
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
-from mtp_train.runs.inputs import Inputs, gather_inputs, trunk_dtype
+from mtp_train.runs.inputs import Inputs, gather_inputs
 from mtp_train.runs.refusals import decoding_problem
 from mtp_train.runs.run_answers import require_same_trunk
 from mtp_train.runs.run_directory import (
@@ -32,12 +32,12 @@ from mtp_train.runs.run_directory import (
     environment_facts,
 )
 from mtp_train.runs.shared_files import checkpoints_checksum, require_alike, require_shared, text_checksum
-from mtp_train.train.devices import device_named
 from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_accelerator, require_processes
+from mtp_train.train.machine import device_named
 from mtp_train.train.shard import give_up_shards, layer_sharder, shards_trunk
 from mtp_train.trunk.load import Trunk, empty_trunk_at, load_trunk
 from mtp_train.trunk.offload import offload_layers
-from mtp_train.trunk.precision import resolve_precision
+from mtp_train.trunk.precision import resolve_precision, trunk_dtype
 from mtp_train.trunk.progress import shown_loading
 
 
@@ -158,7 +158,7 @@ def load_run_trunk(run: Run, *, to_shard: bool = False) -> Trunk:
                 "model.offload: null."
             )
         device = torch.device("cpu")
-    dtype = trunk_dtype(run.recipe, accelerator.device, inputs.finetune)
+    dtype = trunk_dtype(inputs.finetune, inputs.finetune.family, accelerator.device, model.dtype)
     if shards_trunk(accelerator) and run.recipe.train.precision == "fp32":
         # Shards are gathered in the dtype that they are held in, and no hook can convert them.
         dtype = torch.float32
@@ -192,7 +192,7 @@ def require_room(run: Run) -> None:
     checkpoint, device = run.inputs.finetune, run.accelerator.device
     if device.type != "cuda":
         return
-    itemsize = trunk_dtype(run.recipe, device, checkpoint).itemsize
+    itemsize = trunk_dtype(checkpoint, checkpoint.family, device, run.recipe.model.dtype).itemsize
     if quant_method(checkpoint.config) is not None:
         trunk_bytes = checkpoint.num_bytes
     else:

@@ -34,6 +34,7 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import SelectSpec
 from mtp_train.runs.run import Run
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
+from mtp_train.runs.settings import train_options
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.hidden_cache import (
     HiddenCache,
@@ -47,9 +48,9 @@ from mtp_train.train.hidden_cache import (
 )
 from mtp_train.train.log import RunLog
 from mtp_train.train.loop import train_head
+from mtp_train.train.machine import set_threads
 from mtp_train.train.select import Selection
 from mtp_train.train.shard import HiddenInShards, shards_trunk
-from mtp_train.train.threads import settle_threads
 from mtp_train.trunk.isolate import isolated_hidden
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import COMPUTE_DTYPES
@@ -119,7 +120,7 @@ def make_selection(
     decode: Callable[[MtpHead], dict[str, float]] | None = None
     if number:
         decode = partial(_decode, run, trunk, [_prompt(document) for document in text[:number]])
-    return Selection(spec, kept, cache, run.directory.path / STATE, decode)
+    return Selection(spec.every_steps, spec.patience, kept, cache, run.directory.path / STATE, decode)
 
 
 def _prompts_to_decode(spec: SelectSpec, accelerator: Accelerator, cache: HiddenCache | None) -> int:
@@ -154,7 +155,7 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document]) -> None:
     """Train the head and save it as the run's artifact. A trunk that is sharded for it stays in shards."""
     recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
     run_dir = run.directory.path
-    settle_threads("training", inputs.plan.micro_batch_tokens, inputs.finetune, accelerator.device, progress.console)
+    set_threads("training", inputs.plan.micro_batch_tokens, inputs.finetune, accelerator.device, progress.console)
     accelerator.gradient_accumulation_steps = inputs.plan.accumulation
     head = build_head(inputs.head_plan, text_config_of(inputs.finetune), dtype=torch.float32)
     if recipe.head.lora is not None:
@@ -188,7 +189,7 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document]) -> None:
 
     weights = train_head(
         module,
-        recipe=recipe,
+        options=train_options(recipe),
         plan=inputs.plan,
         batch_fn=lambda step: renumbered(batches(step), training),
         accelerator=accelerator,
@@ -245,7 +246,7 @@ def hidden_cache(run: Run, module: HeadTraining, documents: Sequence[Document]) 
         hidden_fn = HiddenInShards(trunk, accelerator)
     else:
         hidden_fn = partial(isolated_hidden, trunk.to(device))
-    with module.computing():
+    with trunk.computing_in(module.compute_dtype):
         layout = layout_for(hidden_fn, documents, spec.dtype, device)
         precision, quantization = recipe.train.precision, recipe.model.quantization
         adapter = inputs.contents[ADAPTER] if inputs.adapter else None

@@ -127,6 +127,12 @@ SYMBOLS = (
     ),
     Symbol(
         "transformers:PreTrainedModel",
+        "_keep_in_fp32_modules_strict",
+        "trunk/precision.py",
+        "a model class does not document which of its parameters stay in fp32",
+    ),
+    Symbol(
+        "transformers:PreTrainedModel",
         "_keys_to_ignore_on_load_unexpected",
         "families/models/attached.py (in a hint)",
         "no argument of from_pretrained accepts the tensors of a head that the model class does not have",
@@ -147,15 +153,14 @@ def set_attention(config: Any, name: str | None) -> None:
     config._attn_implementation = name
 
 
-def experts_of(config: Any) -> str | None:
-    """Return the name of the function that computes a mixture's experts in models of a config."""
-    name: str | None = config._experts_implementation
-    return name
-
-
 def set_experts(config: Any, name: str | None) -> None:
     """Make models of a config compute a mixture's experts with the function that is registered under a name."""
     config._experts_implementation = name
+
+
+def kept_in_fp32(model: nn.Module) -> tuple[str, ...]:
+    """Return parts of the names of parameters that stay in fp32 in a model that is loaded in half precision."""
+    return tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
 
 
 def forget_deepspeed() -> None:

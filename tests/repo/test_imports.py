@@ -239,7 +239,7 @@ def test_a_wrong_import_is_found(module: str, line: str, imported: str) -> None:
     ("module", "line"),
     [
         ("mtp_train.heads.step", "from .module import MtpHead"),
-        ("mtp_train.trunk.widen", "from mtp_train.heads.module import MtpHead"),
+        ("mtp_train.trunk.precision", "from mtp_train.heads.module import MtpHead"),
         ("mtp_train.recipe.loading", "from mtp_train.recipe.schema import Recipe"),
         ("mtp_train.runs.pipeline", "from mtp_inference.decoder import generate"),
         ("mtp_train.cli.main", "import mtp_train as mtp\nfrom mtp_train import __version__"),

@@ -26,7 +26,7 @@ from mtp_train.runs.resolve import (
     resolved_recipe,
 )
 from mtp_train.runs.run_directory import RunDirectory
-from mtp_train.train.devices import device_named
+from mtp_train.train.machine import device_named
 from runs import BYTE_VOCAB_SIZE, tiny_mapping, tiny_recipe, write_inputs
 
 FIELDS = tuple(STAND_INS)

@@ -19,9 +19,9 @@ from mtp_train.heads.lora import is_lora, merged_weights, put_on_lora, require_l
 from mtp_train.heads.module import MtpHead
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import LoraSection
+from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.loop import make_optimizer, train_head
-from mtp_train.train.plan import make_plan
 from tiny import num_released_modules, tiny_head, tiny_trunk
 
 WITH_EXPERTS = "glm4_moe"
@@ -46,7 +46,7 @@ def randomise(head: MtpHead) -> dict[str, Tensor]:
 def test_the_optimiser_holds_the_matrices_alone_and_one_step_moves_the_head() -> None:
     module = worn(WITH_EXPERTS, LoraSection(r=32, alpha=32)).train()
     plain = {name: value for name, value in tiny_head(module.trunk).named_parameters()}
-    optimizer = make_optimizer(module.head, recipe(train__lr=0.1))
+    optimizer = make_optimizer(module.head, train_options(recipe(train__lr=0.1)))
     held = {id(value) for group in optimizer.param_groups for value in group["params"]}
     assert held == {id(value) for value in module.head.parameters() if value.requires_grad}
     module(*collate(four_sequences()).values(), torch.ones(NUM_DEPTHS)).total.backward()
@@ -105,11 +105,11 @@ def train(directory: Path, used: Recipe, *, stop_after: int | None = None) -> di
         if done == stop_after:
             raise KeyboardInterrupt
 
-    plan = make_plan(used, 1)
+    plan = plan_of(used, 1)
     documents = make_documents(16, 9, 14, 11, 7, 12, 5, 8)
     return train_head(
         worn(WITH_EXPERTS, LoraSection(r=4)),
-        recipe=used,
+        options=train_options(used),
         plan=plan,
         batch_fn=global_batches(
             documents, seq_len_tokens=SEQ_LEN, pack=True, sequences_per_step=plan.sequences_per_step, seed=0
