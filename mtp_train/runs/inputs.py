@@ -37,7 +37,7 @@ from mtp_train.errors import DataError
 from mtp_train.heads.build import HeadPlan, fresh_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.export_run import require_exportable
+from mtp_train.runs.export import require_exportable
 from mtp_train.runs.head_source import RunHead, open_head_source, require_source_model, source_plan
 from mtp_train.runs.refusals import (
     HeadOnTrunk,

@@ -33,7 +33,7 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.checkpoint_tools.inspect import serving_commands
 from mtp_train.runs.display import html_table, quiet_progress
 from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
-from mtp_train.runs.model_card import write_untrained_card
+from mtp_train.runs.export import write_untrained_card
 from mtp_train.runs.pipeline import run_recipe
 from mtp_train.runs.probe import ProbeResult, default_out, probe_with
 from mtp_train.runs.resolve import Overrides, require_one_process

@@ -25,7 +25,7 @@ from mtp_train.checkpoints import writing
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.heads.diagnose import diagnose_head, layout_of
-from mtp_train.runs.model_card import CARD_FILE
+from mtp_train.runs.export import CARD_FILE
 from mtp_train.trunk.load import load_trunk
 from runs import document, tree
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk

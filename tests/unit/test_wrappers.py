@@ -22,7 +22,7 @@ from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import WRAPPERS
 from mtp_train.heads.build import fresh_plan
 from mtp_train.heads.diagnose import layout_of, text_config_of
-from mtp_train.runs.export_run import write_export
+from mtp_train.runs.export import write_export
 from mtp_train.trunk.load import Trunk, load_trunk
 from tiny import VOCAB_SIZE, tiny_trunk
 from wrapped import save_wrapped

@@ -33,8 +33,7 @@ from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
 from mtp_train.runs.display import quiet_progress
-from mtp_train.runs.export_run import write_export
-from mtp_train.runs.model_card import write_card
+from mtp_train.runs.export import write_card, write_export
 from mtp_train.runs.run_directory import ADAPTER, PROVENANCE_FILE, TRUNK, claimed_by_run
 from mtp_train.trunk.tokenizer import load_tokenizer
 from mtp_train.trunk.whole import require_whole_trunk

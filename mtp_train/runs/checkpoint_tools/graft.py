@@ -18,7 +18,7 @@ from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
 from mtp_train.runs.display import quiet_progress
-from mtp_train.runs.model_card import write_untrained_card
+from mtp_train.runs.export import write_untrained_card
 from mtp_train.runs.run_directory import checkpoint_identity
 from mtp_train.trunk.whole import require_whole_trunk
 

@@ -19,7 +19,7 @@ from mtp_train.checkpoints.writing import refuse_existing, removed_on_failure
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
 from mtp_train.runs.display import quiet_progress
-from mtp_train.runs.model_card import write_untrained_card
+from mtp_train.runs.export import write_untrained_card
 from mtp_train.runs.run_directory import checkpoint_identity
 from mtp_train.trunk.whole import require_whole_trunk
 
