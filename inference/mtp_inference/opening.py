@@ -25,7 +25,7 @@ from mtp_train.checkpoints.locations import head_directory, is_head_directory, o
 from mtp_train.errors import CheckpointError, DataError, UnsupportedModelError
 from mtp_train.families import Assistant, Family, assistant_for
 from mtp_train.heads.assistant import load_assistant
-from mtp_train.heads.build import HeadPlan, build_head, graft_plan, native_plan, stored_head_plan
+from mtp_train.heads.build import HeadPlan, build_head, deepest, graft_plan, native_plan, stored_head_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
 from mtp_train.heads.draft_model import draft_model, draft_plan
 from mtp_train.heads.module import MtpHead
@@ -110,8 +110,8 @@ class OpenModel:
     @property
     def deepest(self) -> int:
         """Largest number of drafts per round: a head that chains its modules has one module for each depth."""
-        deepest = None if self.plan is None else self.plan.deepest
-        return MAX_DEPTH if deepest is None else min(deepest, MAX_DEPTH)
+        most = None if self.plan is None else deepest(self.plan)
+        return MAX_DEPTH if most is None else min(most, MAX_DEPTH)
 
     @property
     def draft_checkpoints(self) -> list[Checkpoint]:

@@ -98,7 +98,7 @@ def test_a_stop_string_ends_a_text(decoder: SpeculativeDecoder) -> None:
 
 def test_what_drafts_is_named(saved: Path, tmp_path: Path, decoder: SpeculativeDecoder) -> None:
     plan = native_plan(open_checkpoint(saved / "base"), "auto")
-    save_artifact(Artifact(plan.family, plan.layout, 1, 3, "auto", plan.template, {}, None), tmp_path / "head")
+    save_artifact(Artifact(**vars(plan), num_depths=3, notes={}), tmp_path / "head")
     expected = SpeculativeDecoder.from_pretrained(saved / "finetune", depth=0, device="cpu").generate(PROMPT, 12)[0]
     assert expected.num_draft_tokens == 0
     for head in (saved / "base", tmp_path / "head", tmp_path, "ngram", f"model:{saved / 'base'}"):
