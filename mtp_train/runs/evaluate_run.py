@@ -29,7 +29,7 @@ from mtp_train.evaluation.results import UNJUDGED, ArmResult, Cell, Report, Samp
 from mtp_train.evaluation.run import Processes, measure_trunk
 from mtp_train.evaluation.settings import left_out
 from mtp_train.evaluation.statistics import MeasuredArm, checked_records
-from mtp_train.heads.build import HeadPlan, artifact_plan, build_head, native_plan
+from mtp_train.heads.build import HeadPlan, build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.held_out import HELD_OUT, held_out_figures
@@ -149,7 +149,7 @@ def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadP
         plans[GRAFT] = graft
     if NATIVE in wanted:
         plans[NATIVE] = native_plan(inputs.finetune, recipe.head.convention)
-    plans[RETRAINED] = artifact_plan(load_artifact(run_dir / "head"))
+    plans[RETRAINED] = load_artifact(run_dir / "head")
     return plans
 
 

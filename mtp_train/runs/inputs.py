@@ -18,9 +18,9 @@ from mtp_train.answers.generate import RESPONSE_ROOM_TOKENS
 from mtp_train.checkpoints.adapter import locate_adapter
 from mtp_train.checkpoints.demo import GROUP_FIELD, home_source, resolve
 from mtp_train.checkpoints.files import Checkpoint
-from mtp_train.checkpoints.finite import require_finite_checkpoint
 from mtp_train.checkpoints.identity import Contents
 from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.data.groups import join_near_duplicates, mix, split_by_group
 from mtp_train.data.records import PlainText, Record
 from mtp_train.data.sources import load_records
@@ -37,7 +37,7 @@ from mtp_train.errors import DataError
 from mtp_train.heads.build import HeadPlan, fresh_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.export_run import require_exportable
+from mtp_train.runs.export import require_exportable
 from mtp_train.runs.head_source import RunHead, open_head_source, require_source_model, source_plan
 from mtp_train.runs.refusals import (
     HeadOnTrunk,

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from mtp_train.answers.store import ResponseCounts
 from mtp_train.checkpoints.artifact import load_artifact
+from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.run_export import EXPORT, HEAD
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.data.tokenize import Document
@@ -26,17 +27,15 @@ from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, Report, load_report
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import layout_of
-from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.recipe.auto_fields import FROM_TEXT
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.summary import summary
 from mtp_train.report.write import PAGE_FILE, write_report
-from mtp_train.runs.decoder_check import check_decoder
 from mtp_train.runs.display import quiet_progress, rich_to_html
 from mtp_train.runs.evaluate_run import evaluate_run, served_commands, unjudged
-from mtp_train.runs.export_run import write_export
-from mtp_train.runs.model_card import write_card
+from mtp_train.runs.export import write_card, write_export
 from mtp_train.runs.out_of_memory import memory_is_named
+from mtp_train.runs.refusals import check_decoder
 from mtp_train.runs.regeneration import data_stage, generate_responses, regeneration_of, trained_documents
 from mtp_train.runs.resolve import Choice, Overrides, RecipeLike, recipe_of, resolve_training, resolved_recipe
 from mtp_train.runs.run import Run, RunTrunk, join_processes

@@ -24,7 +24,7 @@ from mtp_inference.cache.window import Window
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.lossless import NOISE_RATIO, measure_errors
 from mtp_train.errors import NotLosslessError
-from mtp_train.runs.decoder_check import check_decoder
+from mtp_train.runs.refusals import check_decoder
 from mtp_train.trunk.load import Trunk
 from tiny import CACHE_KINDS, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
 
