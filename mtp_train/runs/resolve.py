@@ -197,12 +197,6 @@ Found = tuple[int | float, str]
 def automatic_values(recipe: Recipe, fields: Collection[str], world_size: int, device: Device) -> tuple[Choice, ...]:
     """Return the values of fields that are ``auto``: those that the run directory records, or by the rules.
 
-    Args:
-        recipe: The recipe with stand-ins for these fields.
-        fields: The fields.
-        world_size: Processes that train.
-        device: What they run on.
-
     Raises:
         MtpError: The model or the data cannot be read, or a field cannot be ``auto`` in such a recipe.
     """
@@ -225,14 +219,7 @@ def automatic_values(recipe: Recipe, fields: Collection[str], world_size: int, d
 def resolve_training(
     recipe: Recipe, fields: Collection[str], documents: Sequence[Document], world_size: int
 ) -> tuple[Recipe, tuple[Choice, ...]]:
-    """Return a recipe with the length of training resolved for the text that it trains on, and these choices.
-
-    Args:
-        recipe: The recipe, with values from an estimate of the text.
-        fields: The fields that are ``auto``.
-        documents: The training text.
-        world_size: Processes that train.
-    """
+    """Return a recipe with the length of training resolved for the text that it trains on, and these choices."""
     tokens = sum(len(document.input_ids) for document in documents)
     if not recipe.data.pack:
         tokens = len(documents) * recipe.data.seq_len_tokens

@@ -377,12 +377,7 @@ class RunDirectory:
     ) -> None:
         """Check that the inputs have not changed since the run began. A directory that is not claimed yet passes.
 
-        Args:
-            recipe: The run's recipe.
-            progress: Shows the progress of hashing.
-            anew: Whether hub ids stand for the hub's current revision, as for a new run; if not, for the snapshot in
-                use.
-            finished: Whether the run is finished.
+        Hub ids stand for the hub's current revision with ``anew``, as for a new run; else for the snapshot in use.
 
         Raises:
             ChangedInputError: An input changed, is missing, or cannot be shown to be the same.
@@ -451,11 +446,8 @@ def claimed_by_run(run_dir: Path) -> Claimed:
 def _input_loaders(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> Loaders:
     """Return functions that locate the files of each input of a recipe.
 
-    Args:
-        recipe: The recipe. Datasets of the hub are not recorded: their files are not at hand to compare.
-        places: The recorded location of each input.
-        anew: Whether a hub id stands for the hub's current revision, as for a new run. If not, it stands for the
-            snapshot that was used, and nothing is downloaded.
+    Datasets of the hub are left out: their files are not at hand to compare. Unless ``anew``, a hub id stands for the
+    snapshot in ``places``, the recorded locations, and nothing is downloaded.
     """
     model, study = recipe.model, recipe.study
 

@@ -193,13 +193,6 @@ def _lacks_base(trunk: str, found: str, named: str | None) -> CheckpointError:
 def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: Sequence[str]) -> Plain:
     """Return the plain values of the recipe for a model.
 
-    Args:
-        start: Where the head comes from, see :func:`start_of`.
-        trunk: The model, or an adapter of ``base``.
-        base: The checkpoint with the head, for ``graft``.
-        run_dir: The run directory.
-        data: Paths of prompts or chats; empty for the demo's own or the built-in prompts.
-
     Raises:
         MtpError: A location cannot be opened.
     """
