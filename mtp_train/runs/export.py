@@ -62,7 +62,7 @@ def write_export(
 ) -> None:
     """Write a head to a new directory: an MTP head inside its trunk's checkpoint, other kinds as a draft model.
 
-    An ``adapter`` is merged into the exported trunk. ``form`` is the format of a draft model, and ``hub_id`` the trunk's
+    An ``adapter`` is merged into the exported trunk. ``form`` is the format of a draft model, ``hub_id`` the trunk's
     id in it.
 
     Raises:
