@@ -26,8 +26,8 @@ from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
 from mtp_train.data.tokenize import Document, build_prompts, tokenize_records
 from mtp_train.errors import RecipeError
 from mtp_train.heads.diagnose import text_config_of
-from mtp_train.recipe.auto_fields import FROM_TEXT
-from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, recipe_from_mapping
+from mtp_train.recipe.auto_fields import FROM_TEXT, STAND_INS, auto_fields, with_values
+from mtp_train.recipe.loading import RecipeLike, plain_recipe, validated
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.inputs import load_sources
 from mtp_train.runs.run_directory import RunDirectory
@@ -36,7 +36,6 @@ from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import activation_bytes
 from mtp_train.trunk.tokenizer import load_tokenizer
 
-RecipeLike = Recipe | str | Path | Mapping[str, Any]
 Overrides = Mapping[str, Any] | Sequence[str]
 
 SAMPLE_RECORDS = 512
@@ -107,27 +106,17 @@ def resolved_recipe(
         RecipeError: A field is unknown, out of range or contradicts another one; the message lists all problems.
         MtpError: A field is ``auto``, and the model or the data that it depends on cannot be read.
     """
+    if isinstance(recipe, Recipe) and not overrides:
+        return ResolvedRecipe(recipe, ())
     choices: tuple[Choice, ...] = ()
-
-    def resolve(stood_in: Recipe, fields: Sequence[str]) -> dict[str, int | float]:
-        nonlocal choices
-        choices = automatic_values(
-            stood_in,
-            fields,
-            world_size or stood_in.train.processes or launched_processes(),
-            device or device_named(None),
-        )
-        return {choice.field: choice.value for choice in choices}
-
-    overrides = override_texts(overrides)
-    if isinstance(recipe, Recipe):
-        if not overrides:
-            return ResolvedRecipe(recipe, ())
-        plain = parse_yaml(dump_recipe(recipe), "recipe")[0]
-        return ResolvedRecipe(recipe_from_mapping(plain, overrides, resolve), choices)
-    if isinstance(recipe, Mapping):
-        return ResolvedRecipe(recipe_from_mapping(recipe, overrides, resolve), choices)
-    return ResolvedRecipe(load_recipe(recipe, overrides, resolve), choices)
+    data, problems = plain_recipe(recipe, override_texts(overrides))
+    fields = auto_fields(data)
+    if fields and not problems:
+        stood_in = validated(with_values(data, {field: STAND_INS[field] for field in fields}))
+        processes = world_size or stood_in.train.processes or launched_processes()
+        choices = automatic_values(stood_in, fields, processes, device or device_named(None))
+        data = with_values(data, {choice.field: choice.value for choice in choices})
+    return ResolvedRecipe(validated(data, problems), choices)
 
 
 def override_texts(overrides: Overrides) -> list[str]:

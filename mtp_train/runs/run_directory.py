@@ -62,7 +62,7 @@ from mtp_train.errors import (
     redacted,
 )
 from mtp_train.evaluation.suites import suite_location
-from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, recipe_from_mapping
+from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, validated
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.head_source import RunHead, open_head_source
 from mtp_train.train.stopping import Stopped
@@ -422,7 +422,7 @@ def _is_recipe_of(recorded: str, recipe: Recipe) -> bool:
     that is ``auto``.
     """
     with contextlib.suppress(RecipeError):
-        before = recipe_from_mapping(parse_yaml(recorded, "recipe")[0])
+        before = validated(*parse_yaml(recorded, "recipe"))
         return before == _on_machines_of(before, recipe)
     return False
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from mtp_train.errors import RecipeError
 from mtp_train.recipe.json_schema import describe, not_null, schema_tree, walk_fields
-from mtp_train.recipe.loading import recipe_from_mapping
+from mtp_train.recipe.loading import load_recipe
 
 SMALLEST: dict[str, Any] = {
     "run_dir": "runs/x",
@@ -25,7 +25,7 @@ FIELDS = dict(walk_fields(schema_tree()))
 
 def problems_of(*overrides: str) -> list[str]:
     with pytest.raises(RecipeError) as caught:
-        recipe_from_mapping(SMALLEST, overrides)
+        load_recipe(SMALLEST, overrides)
     return caught.value.problems
 
 
@@ -35,21 +35,21 @@ def only_problem_of(*overrides: str) -> str:
 
 
 def test_recipes_are_frozen_and_hashable() -> None:
-    recipe = recipe_from_mapping(SMALLEST)
+    recipe = load_recipe(SMALLEST)
     with pytest.raises(ValidationError, match="frozen"):
         recipe.train.lr = 1.0  # type: ignore[misc]
-    assert hash(recipe) == hash(recipe_from_mapping(copy.deepcopy(SMALLEST)))
+    assert hash(recipe) == hash(load_recipe(copy.deepcopy(SMALLEST)))
 
 
 def test_plain_values_given_are_left_as_they_are() -> None:
     before = copy.deepcopy(SMALLEST)
-    recipe_from_mapping(SMALLEST, ["train.lr=1.0", "data.sources.0.path=other.jsonl"])
+    load_recipe(SMALLEST, ["train.lr=1.0", "data.sources.0.path=other.jsonl"])
     assert before == SMALLEST
 
 
 def test_a_recipe_turned_into_a_dictionary_is_a_recipe_again() -> None:
-    recipe = recipe_from_mapping(SMALLEST)
-    assert recipe_from_mapping(recipe.model_dump(mode="json")) == recipe
+    recipe = load_recipe(SMALLEST)
+    assert load_recipe(recipe.model_dump(mode="json")) == recipe
 
 
 def test_every_field_has_a_docstring() -> None:
@@ -99,7 +99,7 @@ def test_values_outside_the_limits_are_refused(override: str, expected: str) -> 
 
 @pytest.mark.parametrize("depth_decay", ["1", "1.0"])
 def test_limits_that_are_included_are_accepted(depth_decay: str) -> None:
-    recipe = recipe_from_mapping(SMALLEST, [f"objective.depth_decay={depth_decay}", "head.num_depths=7"])
+    recipe = load_recipe(SMALLEST, [f"objective.depth_decay={depth_decay}", "head.num_depths=7"])
     assert recipe.objective.depth_decay == 1.0
     assert isinstance(recipe.objective.depth_decay, float)
 
@@ -217,7 +217,7 @@ def test_contradictions_are_refused_with_a_hint(overrides: list[str], path: str,
     ],
 )
 def test_recipes_next_to_a_contradiction_are_accepted(overrides: list[str]) -> None:
-    assert recipe_from_mapping(SMALLEST, overrides) != recipe_from_mapping(SMALLEST)
+    assert load_recipe(SMALLEST, overrides) != load_recipe(SMALLEST)
 
 
 @pytest.mark.parametrize(
@@ -231,13 +231,13 @@ def test_recipes_next_to_a_contradiction_are_accepted(overrides: list[str]) -> N
     ],
 )
 def test_automatic_baseline_is_the_best_head_without_training(overrides: list[str], baseline: str) -> None:
-    assert recipe_from_mapping(SMALLEST, overrides).gate_baseline == baseline
+    assert load_recipe(SMALLEST, overrides).gate_baseline == baseline
 
 
 def test_responses_are_regenerated_where_the_section_is_there_and_on() -> None:
-    assert not recipe_from_mapping(SMALLEST).regenerates
-    assert recipe_from_mapping(SMALLEST, ["data.regenerate={}"]).regenerates
-    assert not recipe_from_mapping(SMALLEST, ["data.regenerate={enabled: false}"]).regenerates
+    assert not load_recipe(SMALLEST).regenerates
+    assert load_recipe(SMALLEST, ["data.regenerate={}"]).regenerates
+    assert not load_recipe(SMALLEST, ["data.regenerate={enabled: false}"]).regenerates
 
 
 # Values that pydantic would convert if it were not strict.
