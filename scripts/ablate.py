@@ -37,7 +37,7 @@ from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.records import Record
 from mtp_train.data.tokenize import Document, tokenize_records
-from mtp_train.heads.build import artifact_plan, build_head
+from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.losses.catalogue import DEFAULT_LOSS, loss_names
 from mtp_train.recipe.loading import load_recipe
@@ -99,7 +99,7 @@ class Bench:
 
     def measure(self, directory: Path | None) -> Counts:
         """Decode the held-out prompts with the head in a directory, or for None with the initial head."""
-        plan = self.run.inputs.head_plan if directory is None else artifact_plan(load_artifact(directory / "head"))
+        plan = self.run.inputs.head_plan if directory is None else load_artifact(directory / "head")
         weight = self.trunk.lm_head_VD
         config = text_config_of(self.run.inputs.finetune)
         drafting = HeadDrafting(build_head(plan, config, dtype=weight.dtype).to(weight.device).eval(), plan.draft_vocab)

@@ -115,7 +115,6 @@ class WaitingDrafting(NgramDrafting):
     """Drafts are looked at by the host, which no graph can hold."""
 
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
-        """See :class:`Drafting`."""
         return WaitingDrafter(self.longest, self.shortest, size, trunk.lm_head_VD.device)
 
 
@@ -123,7 +122,6 @@ class WaitingDrafter(NgramDrafter):
     """Looks up drafts, and waits for them."""
 
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
-        """See :class:`Drafter`."""
         drafts = super().draft(plan, choice)
         drafts.tokens_BK.sum().item()
         return drafts

@@ -13,12 +13,13 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar, cast, get_type_hints
 
 import torch
+from huggingface_hub.dataclasses import type_validator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -205,6 +206,36 @@ def read_json(path: Path) -> dict[str, Any]:
     return parsed
 
 
+_Model = TypeVar("_Model")
+
+
+def bounded(least: float, most: float, default: Any = MISSING) -> Any:
+    """Return a field of a dataclass for :func:`validated`, with the bounds of its number."""
+    return field(default=default, metadata={"bounds": (least, most)})
+
+
+def validated(model: type[_Model], content: Mapping[str, Any], file: Path, hint: str) -> _Model:
+    """Return the fields of a JSON object that a dataclass declares; other fields are ignored.
+
+    Raises:
+        CheckpointError: A field is missing, of another type or out of bounds; the message ends with ``hint``.
+    """
+    types, values = get_type_hints(model), {}
+    for one in fields(cast(Any, model)):
+        value = values[one.name] = content.get(one.name, one.default)
+        least, most = one.metadata.get("bounds", (-math.inf, math.inf))
+        try:
+            type_validator(one.name, value, types[one.name])
+            fits = "bounds" not in one.metadata or value is None or least <= value <= most
+        except TypeError:
+            fits = False
+        if not fits:
+            found = "missing" if value is MISSING else f"{value!r:.60}"
+            between = f" from {least} to {most}" if "bounds" in one.metadata else ""
+            raise CheckpointError(f"{file}: {one.name} is {found}; expected {one.type}{between}. {hint}")
+    return model(**values)
+
+
 def _read_text_file(path: Path) -> bytes:
     """Return the content of a small file of a checkpoint.
 
@@ -228,11 +259,6 @@ def named_file(directory: Path, name: object, *, named_by: Path) -> str:
     """Return the path of a file that the checkpoint names, relative to the checkpoint's directory.
 
     The file itself may be a link, as in the hub's cache. The directories above it may not.
-
-    Args:
-        directory: The checkpoint.
-        name: The name in its index or config.
-        named_by: The file that contains the name, for messages.
 
     Raises:
         CheckpointError: The name leads out of the checkpoint or through a link to a directory, or the link is broken.
@@ -265,10 +291,6 @@ def named_file(directory: Path, name: object, *, named_by: Path) -> str:
 def scan_safetensors(path: Path, name: str | None = None) -> dict[str, TensorInfo]:
     """List the tensors of one safetensors file from its header.
 
-    Args:
-        path: The file.
-        name: Its path inside the checkpoint; None for the file's own name.
-
     Raises:
         CheckpointError: The file is missing, truncated or not safetensors.
     """
@@ -277,10 +299,6 @@ def scan_safetensors(path: Path, name: str | None = None) -> dict[str, TensorInf
 
 def read_header(path: Path, name: str) -> dict[str, tuple[TensorInfo, int]]:
     """Return the tensors of a safetensors file, and the first byte of each in the file. Reads the header alone.
-
-    Args:
-        path: The file.
-        name: Its path inside the checkpoint.
 
     Raises:
         CheckpointError: The file is missing or damaged, or a tensor has a dtype that is not read here.
@@ -565,3 +583,13 @@ def locate_checkpoint(name: str) -> Path:
             f"{name}: neither a local directory nor a hub model that can be downloaded "
             f"({type(error).__name__}); expected one of them. Check the spelling, your network and your token."
         ) from None
+
+
+def all_finite(block: Tensor) -> bool:
+    """Return whether a tensor has neither NaN nor infinities; true for integer and empty tensors."""
+    if not block.is_floating_point() or not block.numel():
+        return True
+    # Minimum and maximum are NaN or infinite if any element is: one pass without a copy, ten times as fast as isfinite.
+    # torch has no aminmax for float8.
+    ends = torch.aminmax(block) if block.dtype.itemsize > 1 else torch.aminmax(block.float())
+    return bool(torch.isfinite(torch.stack(ends)).all())

@@ -14,9 +14,9 @@ from rich.progress import Progress
 
 from mtp_inference.drafters.drafter import Drafting
 from mtp_train.checkpoints.files import Checkpoint, read_json
-from mtp_train.checkpoints.finite import require_finite_checkpoint
 from mtp_train.checkpoints.identity import InputFiles, Loaders, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import (

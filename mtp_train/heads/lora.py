@@ -71,10 +71,7 @@ def is_target(name: str, targets: tuple[str, ...] | None) -> bool:
 def merged_weights(head: MtpHead, spec: LoraSettings, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the state dict of a head with LoRA's matrices merged into its weights, under the head's usual names.
 
-    Args:
-        head: The head before training; changed in place.
-        spec: The LoRA settings of the recipe.
-        matrices: The trained matrices; modules that no depth uses have none.
+    The head, as it was before training, is changed in place. Modules that no depth uses have no matrices.
     """
     tuner = put_on_lora(head, spec, seed=0)
     head.load_state_dict(matrices, strict=False)

@@ -19,6 +19,7 @@ import contextlib
 import functools
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -276,10 +277,8 @@ class HeadBeside(TrainerCallback):
 
     def artifact(self) -> Artifact:
         """Return the head as an artifact, to be saved as a head directory."""
-        plan, notes = self.plan, {"trained": "beside the model"}
-        head = trained_head(plan, self.head.state_dict())
-        depths = len(self.weight_K)
-        return Artifact(plan.family, plan.layout, plan.num_modules, depths, plan.convention, head, notes)
+        trained = replace(self.plan, head=trained_head(self.plan, self.head.state_dict()))
+        return Artifact(**vars(trained), num_depths=len(self.weight_K), notes={"trained": "beside the model"})
 
     def state(self) -> dict[str, Tensor]:
         """Return weights and AdamW's moments by name."""

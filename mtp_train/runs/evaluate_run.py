@@ -39,7 +39,7 @@ from mtp_train.evaluation.results import (
 )
 from mtp_train.evaluation.settings import draft_depth, left_out, served_settings
 from mtp_train.evaluation.statistics import MeasuredArm, arm_result, checked_records, lossless, run_cell
-from mtp_train.heads.build import HeadPlan, artifact_plan, build_head, native_plan
+from mtp_train.heads.build import HeadPlan, build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.held_out import HELD_OUT, held_out_figures
@@ -232,7 +232,7 @@ def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadP
         plans["graft"] = graft
     if "native" in wanted:
         plans["native"] = native_plan(inputs.finetune, recipe.head.convention)
-    plans[RETRAINED] = artifact_plan(load_artifact(run_dir / "head"))
+    plans[RETRAINED] = load_artifact(run_dir / "head")
     return plans
 
 

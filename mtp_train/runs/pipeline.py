@@ -19,6 +19,7 @@ from rich.text import Text
 
 from mtp_train.answers.store import ResponseCounts
 from mtp_train.checkpoints.artifact import load_artifact
+from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.run_export import EXPORT, HEAD
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.data.tokenize import Document
@@ -28,7 +29,6 @@ from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENC
 from mtp_train.evaluation.settings import draft_depth
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import layout_of
-from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.recipe.auto_fields import FROM_TEXT
 from mtp_train.recipe.loading import RecipeLike
 from mtp_train.recipe.schema import Recipe

@@ -199,7 +199,7 @@ def require_room(run: Run) -> None:
         trusts = run.recipe.model.trust_remote_code
         trunk = empty_trunk_at(checkpoint.path, checkpoint.family, trust_remote_code=trusts)
         trunk_bytes = itemsize * sum(parameter.numel() for parameter in trunk.parameters())
-    head_bytes = itemsize * sum(math.prod(tensor.shape) for tensor in run.inputs.head_plan.template.tensors)
+    head_bytes = itemsize * sum(math.prod(tensor.shape) for tensor in run.inputs.head_plan.head.tensors)
     problem = decoding_problem(run.recipe, trunk_bytes, head_bytes, device_named(None).memory_bytes)
     if problem is not None:
         raise RecipeError([f"{problem}."])

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mtp_train.upstream.symbols import Symbol
+from mtp_train.upstream import Symbol
 
 _ZERO_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"

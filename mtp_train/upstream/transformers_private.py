@@ -15,36 +15,15 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import masking_utils
-from transformers.activations import ACT2FN
-from transformers.cache_utils import DynamicIndexedLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.activations import ACT2FN as ACT2FN
+from transformers.cache_utils import DynamicIndexedLayer as DynamicIndexedLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer as DynamicSlidingWindowLayer
+from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLayer
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask as sdpa_mask
 
-from mtp_train.upstream.symbols import Symbol
-
-__all__ = [
-    "ACT2FN",
-    "ALL_EXPERTS_FUNCTIONS",
-    "SYMBOLS",
-    "DynamicIndexedLayer",
-    "DynamicSlidingWindowLayer",
-    "LinearAttentionLayer",
-    "attention_of",
-    "forget_deepspeed",
-    "kept_in_fp32",
-    "load_from_wrapper",
-    "loading_layer_by_layer",
-    "renamed_keys",
-    "sdpa_attention_forward",
-    "sdpa_mask",
-    "set_attention",
-    "set_experts",
-    "torch_function_of",
-    "unpack_mxfp4",
-    "without_deepspeed",
-    "without_packed_rows",
-]
+from mtp_train.upstream import Symbol
 
 SYMBOLS = (
     Symbol(
