@@ -242,14 +242,7 @@ def with_followers(trunk: Trunk, accelerator: RunAccelerator, answer: Callable[[
 
     Only the first process talks to the server, and its waiting for responses holds up no collective: before each
     forward, it sends the tokens to the others.
-
-    Args:
-        trunk: The trunk, which is sharded in place.
-        accelerator: The processes.
-        answer: Runs the trunk without a cache, through :meth:`Trunk.hidden`.
-
-    Returns:
-        The function's result; empty in the other processes.
+    The trunk is sharded in place, and run without a cache. Returns the function's result; empty in other processes.
 
     Raises:
         DataError: The function failed in the first process; every process raises its error.

@@ -63,11 +63,6 @@ def files_in(directory: Path, names: Sequence[str]) -> dict[str, str]:
 def require_alike(what: str, checksum: str, accelerator: RunAccelerator) -> None:
     """Check that all processes read the same inputs; every process must call it.
 
-    Args:
-        what: The recipe's section that names the inputs, for the message.
-        checksum: Checksum of this process's inputs.
-        accelerator: The processes.
-
     Raises:
         TrainingError: A process reads others than the main process.
     """
