@@ -21,6 +21,7 @@ from mtp_train.losses.chunked import (
     LOSS_BYTES,
     LossTerms,
     align_to_targets,
+    chain_losses,
     chunk_rows,
     depth_weights,
     frozen_head_loss,
