@@ -28,19 +28,14 @@ FINE_STEP, COARSE_STEP = 1024, 4096
 """Positions in use are rounded up to multiples of these: masked keys cost less than another graph."""
 FINE_LIMIT = 8192
 SLOWER = "Rounds run one operation at a time from now on, which is slower for small batches; the text is the same."
-RoundKey = tuple[RoundPlan, tuple[int, ...]]
+RoundKey = tuple[RoundPlan, tuple[bool, ...]]
 """A plan, and the sampling steps of the batch: the key of a graph."""
 _has_failed = False
 """Whether a capture failed in this process."""
 
 
 class Rounds:
-    """Run the rounds of a batch.
-
-    Args:
-        batch: The batch.
-        captures: Whether to capture rounds; only for CUDA devices.
-    """
+    """Run the rounds of a batch; ``captures`` only on CUDA devices."""
 
     def __init__(self, batch: Batch, captures: bool) -> None:
         self.batch = batch
@@ -53,7 +48,7 @@ class Rounds:
         if not self.captures:
             return RoundOutcome(run_round(self.batch, plan))
         plan = round_up(plan, self.batch.cache.capacity)
-        key = plan, self.batch.chooser.steps
+        key = plan, self.batch.chooser.rows.steps
         if key not in self._seen:
             # The first round with a key runs uncaptured: libraries choose kernels and allocate workspaces in it.
             self._seen.add(key)
@@ -92,11 +87,7 @@ class Rounds:
         return False
 
     def _graph(self, plan: RoundPlan) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Capture a round that ran before; return its graph and the outcome that each replay writes.
-
-        Raises:
-            RuntimeError: The capture fails. The caller's stream is current again.
-        """
+        """Capture a round that ran before; return its graph and the outcome that each replay writes."""
         pool = next((captured.pool() for captured, _ in self._graphs.values()), None)
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # Other threads may allocate, and copy batches to the device, while this one captures.
@@ -141,12 +132,7 @@ class RoundOutcome:
 
 
 def round_up(plan: RoundPlan, capacity: int) -> RoundPlan:
-    """Return a rounded-up plan whose graph is valid for this plan and for many others.
-
-    Args:
-        plan: The plan.
-        capacity: Number of positions of a row.
-    """
+    """Return a rounded-up plan whose graph is valid for this plan and for many others."""
     step = FINE_STEP if plan.used <= FINE_LIMIT else COARSE_STEP
     used = min(capacity, -(-plan.used // step) * step)
     # After a round with drafts at most its window is pending in a row; after plain rounds, any number.

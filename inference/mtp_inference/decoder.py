@@ -1,9 +1,4 @@
-"""Speculative decoding: draft, verify, accept and commit, round by round, until every text has ended.
-
-The drafts never change the text. The verify step runs the trunk over the last committed token and all drafts at once.
-It accepts drafts by a rule that leaves the trunk's distribution unchanged (see ``sampling/chooser.py``). Plain decoding
-is the same loop without drafts.
-"""
+"""The public API: load files, decode text and requests. ``round.py`` has the algorithm."""
 
 from __future__ import annotations
 
@@ -45,12 +40,6 @@ from mtp_train.trunk.whole import require_whole_trunk
 
 GPU_CAPACITY_STEP = 1024
 """On a GPU the number of positions is rounded up to a multiple of this, so that calls share buffers and graphs."""
-
-
-def rounded_capacity(num_positions: int, on_gpu: bool) -> int:
-    """Return the number of positions to allocate for ``num_positions``."""
-    step = GPU_CAPACITY_STEP if on_gpu else 1
-    return -(-num_positions // step) * step
 
 
 class SpeculativeDecoder:
@@ -151,9 +140,7 @@ class SpeculativeDecoder:
             depth: Drafts per round, 0 to 7. At 0 no head is loaded, and decoding is plain.
             device: A torch device; None for the accelerator that torch finds, else the CPU.
             dtype: Of trunk and head; None for the stored dtype, on a CPU for fp32 if that fits in memory.
-            draft_sampling: See the class.
-            max_batch: See the class.
-            captures: See the class.
+            draft_sampling: See the class, also for ``max_batch`` and ``captures``.
 
         Raises:
             CheckpointError: A file is missing or damaged, or the checkpoint has no head and none is named.
@@ -198,12 +185,7 @@ class SpeculativeDecoder:
         max_batch: int = 16,
         captures: bool = True,
     ) -> SpeculativeDecoder:
-        """Load the weights of files that were opened and checked; arguments as for :meth:`from_pretrained`.
-
-        Raises:
-            CheckpointError: A weight is missing or does not fit, or one of the head is NaN or infinite.
-            UnsupportedModelError: The head cannot draft ``depth`` tokens.
-        """
+        """Load the weights of files that were opened and checked; arguments as for :meth:`from_pretrained`."""
         trunk = model.load_trunk(device, dtype)
         return cls(
             trunk,
@@ -244,9 +226,6 @@ class SpeculativeDecoder:
             mtp: ``on`` drafts ``depth`` tokens in every round, ``off`` drafts nothing, ``auto`` drafts the number of
                 tokens, up to ``depth``, that is fastest by the costs and the acceptance measured so far.
 
-        Returns:
-            A result for each prompt, in order; a list of one result for a single string.
-
         Raises:
             MtpError: The decoder has no tokenizer, or a number is out of range.
             DataError: A prompt has no token or contains an image token, or there is no chat template.
@@ -281,17 +260,6 @@ class SpeculativeDecoder:
         The pieces joined are the ``text`` of :meth:`generate` with the same arguments. The text lags behind the
         committed tokens while a character or a stop string may be incomplete.
 
-        Args:
-            prompt: The prompt.
-            max_new_tokens: See :meth:`generate`, as for the other arguments.
-            temperature: See :meth:`generate`.
-            top_p: See :meth:`generate`.
-            top_k: See :meth:`generate`.
-            seed: See :meth:`generate`.
-            stop: See :meth:`generate`.
-            chat: See :meth:`generate`.
-            mtp: See :meth:`generate`.
-
         Raises:
             MtpError: As for :meth:`generate`; raised before anything is decoded.
 
@@ -319,9 +287,6 @@ class SpeculativeDecoder:
             prompts: Requests, each with its own settings; or lists of token ids that share the other arguments.
             max_new_tokens: Limit for each list of token ids.
             sampling: Sampling settings for lists of token ids; None is greedy.
-
-        Returns:
-            A result for each prompt, in order.
 
         Raises:
             MtpError: A value is out of range, or a request needs a tokenizer or a depth that the decoder does not have.
@@ -420,10 +385,11 @@ class SpeculativeDecoder:
         depth = max(lane.depth for lane in lanes)
         # Room for a round in flight past the limit, and for its window.
         capacity = max(len(lane.request.prompt_ids) + lane.request.max_new_tokens for lane in lanes) + 2 * (depth + 1)
+        step = GPU_CAPACITY_STEP if self._on_gpu else 1
         longest_prompt = max(len(lane.request.prompt_ids) for lane in lanes)
         return BatchSize(
             num_rows=min(self.max_batch, len(lanes)),
-            capacity=rounded_capacity(capacity, self._on_gpu),
+            capacity=-(-capacity // step) * step,
             max_window=self.prefill_chunk if self._on_gpu else max(min(longest_prompt, self.prefill_chunk), depth + 1),
             depth=depth,
             num_stops=max(len(lane.stops) for lane in lanes),
@@ -435,23 +401,19 @@ class SpeculativeDecoder:
         # A captured graph reads weights at fixed addresses; offloaded weights are at another address each time.
         return self.trunk.lm_head_VD.device.type == "cuda" and not self.trunk.offloaded
 
-    def _require_embedded(self, prompt_ids: Sequence[int], where: str) -> None:
-        """Raise a DataError for a token id that the trunk has no embedding for."""
-        rows = self.trunk.causal_lm.get_input_embeddings().weight.shape[0]
-        beyond = next((token for token in prompt_ids if not 0 <= token < rows), None)
-        if beyond is not None:
-            raise DataError(
-                f"{where}: has the token id {int(beyond)}; expected ids from 0 to {rows - 1}, the rows of the trunk's "
-                "embedding. Use the tokenizer of this trunk."
-            )
-
     def _lane(self, index: int, request: Request) -> Lane:
         if request.stop and self.tokenizer is None:
             raise MtpError(
                 f"stop: {list(request.stop)}, and no tokenizer; expected one, to find stop strings in text. Give "
                 "SpeculativeDecoder a tokenizer, or use stop_token_ids."
             )
-        self._require_embedded(request.prompt_ids, f"prompt {index + 1}")
+        rows = self.trunk.causal_lm.get_input_embeddings().weight.shape[0]
+        beyond = next((token for token in request.prompt_ids if not 0 <= token < rows), None)
+        if beyond is not None:
+            raise DataError(
+                f"prompt {index + 1}: has the token id {int(beyond)}; expected ids from 0 to {rows - 1}, the rows of "
+                "the trunk's embedding. Use the tokenizer of this trunk."
+            )
         depth = self.depth if request.depth is None else request.depth
         if self.drafting is None or request.mtp == "off":
             depth = 0

@@ -49,13 +49,7 @@ PROBE_ROUNDS = (Round(3, 3), Round(3, 0), Round(3, 1), Round(3, 2))
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of comparing a decoded text with the text of plain decoding.
-
-    Example:
-        >>> from mtp_inference import Comparison
-        >>> Comparison("near_tie", position=3, gap=2e-6, noise=1e-5, window_ratio=0.9).verdict
-        'near_tie'
-    """
+    """The result of comparing a decoded text with the text of plain decoding."""
 
     verdict: Literal["identical", "near_tie", "divergence"]
     """``near_tie``: rounding decides between the two tokens of the first difference. ``divergence``: a bug."""
@@ -118,11 +112,7 @@ def compare(
         trunk: The target model that decoded both.
         prompt_ids: The prompt of both.
         sampling: The settings of both, without a repetition penalty; None for greedy texts.
-        rounds: The rounds that produced ``tokens`` (:attr:`GenerationResult.round_log`); if empty, rounds of three
-            drafts with some of them rejected.
-
-    Returns:
-        The verdict, with the position, the gap and the errors at the first difference.
+        rounds: The rounds that produced ``tokens``; if empty, rounds of three drafts, some of them rejected.
 
     Example:
         >>> from mtp_inference import SpeculativeDecoder, compare, plain_greedy
@@ -152,14 +142,7 @@ def compare(
 def measure_errors(
     trunk: Trunk, prompt_ids: Sequence[int], tokens: Sequence[int], rounds: Sequence[Round] = ()
 ) -> Errors:
-    """Measure the errors of plain decoding and of the decoder's windows over a text, against the reference.
-
-    Args:
-        trunk: The target model.
-        prompt_ids: The prompt.
-        tokens: New token ids of a text after it.
-        rounds: The rounds to replay (:func:`compare`).
-    """
+    """Measure the errors of plain decoding and of the decoder's windows over a text, against the reference."""
     text = [*prompt_ids, *tokens]
     whole_TV = _whole_logits(trunk, text)
     dtype = trunk.lm_head_VD.dtype

@@ -18,7 +18,7 @@ import torch
 from mtp_inference.capture import RoundOutcome, Rounds
 from mtp_inference.depth import DepthController, RoundCosts, batch_depth
 from mtp_inference.drafters.drafter import PENDING_PLACES, RoundPlan
-from mtp_inference.requests import Chunk, GenerationResult, Request, Round, accepted_per_pos
+from mtp_inference.requests import Chunk, GenerationResult, Request, Round
 from mtp_inference.round import BAD_DRAFTER, BAD_TRUNK, prefill, settle_drafter
 from mtp_inference.text import TextStream
 from mtp_train.errors import MtpError
@@ -70,8 +70,8 @@ class Lane:
         """Whether a stop string ended the text."""
         return self.text_stream is not None and self.text_stream.stopped
 
-    def take(self, tokens: Sequence[int]) -> tuple[list[int], str]:
-        """Add committed tokens up to the end of the text; return the added tokens and the text that became certain."""
+    def extend(self, tokens: Sequence[int]) -> Chunk:
+        """Add committed tokens up to the end of the text; return them, and the result if the text has ended."""
         added: list[int] = []
         text = ""
         for token in tokens:
@@ -79,19 +79,13 @@ class Lane:
             self.tokens.append(token)
             if self.text_stream is not None:
                 text += self.text_stream.push(token)
-            self.is_done = token in self.stops or len(self.tokens) >= self.request.max_new_tokens
-            self.is_done |= self.met_stop_string
+            self.is_done = token in self.stops or self.tokens_left <= 0 or self.met_stop_string
             if self.is_done:
                 break
-        return added, text
-
-    def chunk(self, added: Sequence[int], text: str) -> Chunk:
-        """Return a chunk of the added tokens and text, with the result if the text has ended."""
-        if not self.is_done:
-            return Chunk(index=self.index, token_ids=tuple(added), text=text)
-        if self.text_stream is not None:
+        if self.is_done and self.text_stream is not None:
             text += self.text_stream.finish()
-        return Chunk(index=self.index, token_ids=tuple(added), text=text, result=self._result())
+        result = self._result() if self.is_done else None
+        return Chunk(index=self.index, token_ids=tuple(added), text=text, result=result)
 
     def _result(self) -> GenerationResult:
         by_stop = self.tokens[-1] in self.stops or self.met_stop_string
@@ -99,9 +93,7 @@ class Lane:
             token_ids=tuple(self.tokens),
             text=self.text_stream.text if self.text_stream is not None else "",
             finish_reason="stop" if by_stop else "length",
-            rounds=len(self.rounds),
-            num_draft_tokens=sum(one.num_drafted for one in self.rounds),
-            accepted_per_pos=accepted_per_pos(self.rounds, self.depth),
+            depth=self.depth,
             round_log=tuple(self.rounds),
             seconds_prefill=self.seconds_prefill,
             seconds_decode=time.perf_counter() - self.started - self.seconds_prefill,
@@ -180,29 +172,22 @@ class Session:
             lane.position, lane.pending = prompt_RT.shape[1], 1
             if token == BAD_TRUNK:
                 raise self._non_finite("trunk", lane, [])
-            added, text = lane.take([token])
-            self._settle_lane(lane)
-            yield lane.chunk(added, text)
+            yield self._extend(lane, [token])
 
     def _next_group(self) -> tuple[list[Lane], slice]:
-        free = [row for row in range(self.batch.cache.num_rows) if row not in self.lanes]
+        first = row = next(row for row in range(self.batch.cache.num_rows) if row not in self.lanes)
         length = len(self.waiting[0].request.prompt_ids)
-        lanes: list[Lane] = []
-        for row in free:
-            fits = not lanes or (
-                row == lanes[-1].row + 1
-                and len(self.waiting[0].request.prompt_ids) == length
-                and (len(lanes) + 1) * length <= MAX_PREFILL_TOKENS
-            )
-            if not fits:
-                break
-            lane = self.waiting.popleft()
-            lane.row = row
-            self.lanes[row] = lane
-            lanes.append(lane)
-            if not self.waiting:
-                break
-        return lanes, slice(lanes[0].row, lanes[-1].row + 1)
+        while (
+            self.waiting
+            and row < self.batch.cache.num_rows
+            and row not in self.lanes
+            and len(self.waiting[0].request.prompt_ids) == length
+            and (row == first or (row + 1 - first) * length <= MAX_PREFILL_TOKENS)
+        ):
+            self.lanes[row] = self.waiting.popleft()
+            self.lanes[row].row = row
+            row += 1
+        return [self.lanes[each] for each in range(first, row)], slice(first, row)
 
     def _drop_rows(self) -> None:
         """Drop the rows of finished texts if that makes the remaining rounds enough smaller."""
@@ -306,19 +291,18 @@ class Session:
             lane.rounds.append(Round(num_drafted, num_accepted))
             if lane.controller is not None:
                 lane.controller.observe(num_drafted, num_accepted)
-            added, text = lane.take(tokens[:num_kept])
-            self._settle_lane(lane)
-            yield lane.chunk(added, text)
+            yield self._extend(lane, tokens[:num_kept])
 
     def _non_finite(self, source: Source, lane: Lane, accepted: Sequence[int]) -> Exception:
         token_ids = [*lane.request.prompt_ids, *lane.tokens, *accepted]
         return non_finite_error(source, self.batch.trunk, self.batch.drafter, token_ids, max(lane.depth, 1))
 
-    def _settle_lane(self, lane: Lane) -> None:
-        """Free the row of a lane if its text has ended."""
-        if not lane.is_done:
-            return
-        del self.lanes[lane.row]
-        # The device checks stop tokens and limits, but not stop strings.
-        if lane.met_stop_string:
-            self.batch.release(lane.row)
+    def _extend(self, lane: Lane, tokens: Sequence[int]) -> Chunk:
+        """Add committed tokens to a lane, and free its row if its text has ended."""
+        chunk = lane.extend(tokens)
+        if lane.is_done:
+            del self.lanes[lane.row]
+            # The device checks stop tokens and limits, but not stop strings.
+            if lane.met_stop_string:
+                self.batch.release(lane.row)
+        return chunk

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_inference.batch import Batch
+from mtp_inference.cache.convolved import NgramStore
 from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, ConvolvedStore, IndexedStore, WindowCache
-from mtp_inference.cache.ngrams import NgramStore
 from mtp_inference.cache.recurrent import RecurrentStore
 from mtp_inference.drafters.assistant_drafter import AssistantDrafting
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting

@@ -47,7 +47,6 @@ class TableDrafting(Drafting):
         self.longest = longest
 
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
-        """See :class:`Drafting`."""
         return TableDrafter(self, size, trunk.lm_head_VD.device)
 
     def next_token(self, text: Sequence[int]) -> int | None:
@@ -64,7 +63,7 @@ class TableDrafter(NgramDrafter):
         self.maker = maker
 
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
-        """See :class:`Drafter`. A row without a known context drafts no further tokens."""
+        """A row without a known context drafts no further tokens."""
         tokens_BK = torch.zeros(len(self.length_B), plan.depth, dtype=torch.long)
         num_drafted_B = torch.zeros(len(self.length_B), dtype=torch.long)
         for row, length in enumerate(self.length_B.tolist()):

@@ -79,7 +79,6 @@ class _Recorder(Drafter):
         self._leading_row = leading_row
 
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
-        """See :class:`Drafter`."""
         if self._leading_row:
             # A row pairs a hidden state with the token after it: the added row pairs zeros with the first token. All
             # rows move by one position, which does not change rotary attention.
@@ -88,11 +87,9 @@ class _Recorder(Drafter):
         self._drafter.start(rows, hidden_RTD, prompt_RT, first_R)
 
     def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
-        """See :class:`Drafter`."""
         self._drafter.observe(hidden_BTD, tokens_BT, num_kept_B)
 
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
-        """See :class:`Drafter`."""
         drafts = self._drafter.draft(plan, choice)
         if plan.depth:
             self._drafted.append(tuple(drafts.tokens_BK[0].tolist()))
@@ -108,11 +105,9 @@ class RecordedDrafting(Drafting):
         self.drafted: list[tuple[int, ...]] = []
 
     def check(self, trunk: Trunk, depth: int) -> None:
-        """See :class:`Drafting`."""
         self._drafting.check(trunk, depth)
 
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
-        """See :class:`Drafting`."""
         roomier = size._replace(capacity=size.capacity + 1)
         return _Recorder(self._drafting.make(trunk, roomier, cache), self.drafted, self._leading_row)
 

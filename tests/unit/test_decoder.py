@@ -17,7 +17,6 @@ from mtp_inference import (
     Sampling,
     SpeculativeDecoder,
     compare,
-    generate_equal_length,
     plain_greedy,
 )
 from mtp_inference.drafters.drafter import BatchSize, RoundPlan
@@ -179,8 +178,6 @@ def test_bad_requests_are_refused(trunk: Trunk) -> None:
         decoder.decode([request], sampling=Sampling())
     with pytest.raises(MtpError, match="no tokenizer"):
         decoder.decode([Request(prompt_ids=PROMPT, max_new_tokens=4, stop=("x",))])
-    with pytest.raises(ValueError, match=r"prompts: lengths \[2, 3\]"):
-        generate_equal_length(trunk, [[1, 2], [1, 2, 3]], 4, ())
 
 
 def test_a_chained_head_is_not_drafted_past_its_modules(trunk: Trunk) -> None:
@@ -301,19 +298,6 @@ def test_a_fp32_head_drafts_for_a_bf16_trunk() -> None:
     (result,) = SpeculativeDecoder(trunk.bfloat16(), head, 3, ()).decode([PROMPT], max_new_tokens=8)
     assert len(result.token_ids) == 8
     assert next(head.parameters()).dtype == torch.float32
-
-
-@pytest.mark.parametrize("family_name", FAMILY_NAMES)
-def test_equal_length_prompts_decode_together_as_alone(family_name: str) -> None:
-    trunk = tiny_trunk(family_name)
-    prompts = [random_prompt(4, seed) for seed in range(3)]
-    alone = [plain_greedy(trunk, prompt, 16, ()) for prompt in prompts]
-    eos = alone[1][5]
-    texts = generate_equal_length(trunk, prompts, 16, [eos])
-    assert texts == [plain_greedy(trunk, prompt, 16, [eos]) for prompt in prompts]
-    assert len(texts[1]) <= 6
-    assert [len(text) == 16 or text[-1] == eos for text in texts] == [True] * 3
-    assert generate_equal_length(trunk, prompts, 16, [text[0] for text in alone]) == [text[:1] for text in alone]
 
 
 def test_compare_tells_a_tie_from_a_divergence() -> None:

@@ -11,14 +11,13 @@ keys of a pool, P pools, E entries.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, PretrainedConfig
 
-from mtp_inference.cache.convolved import ConvolutionInputs
-from mtp_inference.cache.ngrams import NGRAM_STATES, NgramStore
+from mtp_inference.cache.convolved import NGRAM_STATES, ConvolutionInputs, NgramStore
 from mtp_inference.cache.recurrent import RecurrentLayers, RecurrentStore
 from mtp_inference.cache.rows import RowState, select_rows
 from mtp_inference.cache.window import Window, announced
@@ -96,7 +95,6 @@ class AttentionStore(CacheLayerMixin, RowState):
 
     @torch.no_grad()
     def keep_rows(self, rows_R: Tensor) -> None:
-        """See :class:`RowState`."""
         super().keep_rows(rows_R)
         if self.is_initialized:
             is_shared = self.values is self.keys
@@ -126,10 +124,6 @@ class IndexedStore(AttentionStore):
     The indexer stores one key per token (:meth:`update_indexer`), or one per pool of N tokens, as a ``PoolStore``
     (``mtp_train.families.mechanisms.key_pools``) with a slot for every position. Pools of a rejected draft stay at
     places that the next window overwrites before they are read.
-
-    Args:
-        num_rows: B.
-        size: S.
     """
 
     last_to_write = False
@@ -157,7 +151,6 @@ class IndexedStore(AttentionStore):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_unused: object, **_also_unused: object
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`AttentionStore`."""
         found = super().update(key_states, value_states)
         self._keys_of = announced(self.window)
         # Pools are written before the keys or after them: whichever comes second ends a keys-only window.
@@ -177,7 +170,6 @@ class IndexedStore(AttentionStore):
         return self.indexer_keys_BSX[window.rows, : min(window.used, self.size)]
 
     def ending_with(self, inputs_BTX: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """See :class:`~mtp_train.families.mechanisms.key_pools.PoolStore`."""
         window = announced(self.window)
         if self.inputs_BSX is None:
             self.inputs_BSX = inputs_BTX.new_zeros(self.num_rows, self.size, inputs_BTX.shape[-1])
@@ -188,7 +180,6 @@ class IndexedStore(AttentionStore):
         return self.inputs_BSX[window.row_index_B1[..., None], slots_BTN], slots_BTN
 
     def write_pools(self, new: Pools, number_BT: Tensor) -> Pools:
-        """See :class:`~mtp_train.families.mechanisms.key_pools.PoolStore`."""
         window = announced(self.window)
         num_keys = new.slots_BPN.shape[-1]
         num_pools = self.size // num_keys
@@ -212,10 +203,6 @@ class BlockStore(IndexedStore):
     A trunk's indexer, transformers' own, counts blocks by slot. A head's indexer
     (``mtp_train.families.mechanisms.key_blocks``) counts them by position, and stores positions by
     :meth:`update_positions`.
-
-    Args:
-        num_rows: B.
-        size: S.
     """
 
     needs_mask = False
@@ -242,14 +229,7 @@ class CompressedStore(AttentionStore):
     """Cache of a layer that attends to compressed keys and a sliding window.
 
     See ``mtp_train.families.mechanisms.compressed_keys``. Inputs and entries are stored by the name of their
-    compressor, in slots by position like keys.
-
-    Args:
-        num_rows: B.
-        capacity: Number of positions of a row.
-        max_window: Longest window.
-        sliding_window: Number of positions that a query attends to.
-        group_size: N.
+    compressor, in slots by position like keys. N is ``group_size``.
     """
 
     last_to_write = False
@@ -271,7 +251,6 @@ class CompressedStore(AttentionStore):
         self.values = self.keys
 
     def groups(self, name: str, inputs_BTX: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`~mtp_train.families.mechanisms.compressed_keys.EntryStore`."""
         window = announced(self.window)
         if name not in self.inputs_BSX:
             self.inputs_BSX[name] = inputs_BTX.new_zeros(self.num_rows, self.num_inputs, inputs_BTX.shape[-1])
@@ -286,7 +265,6 @@ class CompressedStore(AttentionStore):
         return groups_BG, buffer_BSX[window.row_index_B1[..., None], positions_BGN % self.num_inputs]
 
     def write_entries(self, name: str, groups_BG: Tensor, entries_BGX: Tensor) -> Tensor:
-        """See :class:`~mtp_train.families.mechanisms.compressed_keys.EntryStore`."""
         window = announced(self.window)
         if name not in self.entries_BEX:
             self.entries_BEX[name] = entries_BGX.new_zeros(self.num_rows, self.num_entries, entries_BGX.shape[-1])
@@ -296,15 +274,7 @@ class CompressedStore(AttentionStore):
 
 
 class ConvolvedStore(AttentionStore, ConvolutionInputs):
-    """Cache of an attention layer with relative positions and short convolutions.
-
-    Args:
-        num_rows: B.
-        size: S.
-        sliding_window: Number of positions that a query attends to; None for all.
-        max_undecided: Longest window whose tokens may be rejected.
-        num_convolutions: Number of convolutions in the layer.
-    """
+    """Cache of an attention layer with relative positions and short convolutions."""
 
     last_to_write = False
     keys_suffice = False
@@ -354,12 +324,13 @@ class WindowCache(RowState, Cache):
         max_undecided: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        stock = DynamicCache(config=config).layers
-        room = _Room(num_rows, capacity, max_window, max_undecided or max_window, dtype)
-        super().__init__(layers=[_store(layer, i, room) for i, layer in enumerate(stock)])
         self.num_rows = num_rows
         self.capacity = capacity
         self.max_window = max_window
+        self.max_undecided = max_undecided or max_window
+        self.dtype = dtype
+        stock = DynamicCache(config=config).layers
+        super().__init__(layers=[self._layer(layer, index) for index, layer in enumerate(stock)])
         # Layers of one kind share a mask.
         self._attention = [one for one in self.layers if isinstance(one, AttentionStore)]
         self._kinds_with_mask = {one.kind for one in self._attention if one.needs_mask}
@@ -396,7 +367,6 @@ class WindowCache(RowState, Cache):
         self.recurrent.commit(num_kept_B)
 
     def keep_rows(self, rows_R: Tensor) -> None:
-        """See :class:`RowState`."""
         for layer in self.layers:
             if isinstance(layer, AttentionStore | NgramStore):
                 layer.keep_rows(rows_R)
@@ -410,43 +380,34 @@ class WindowCache(RowState, Cache):
         """Restore the states of a snapshot."""
         self.recurrent.restore(states)
 
-
-class _Room(NamedTuple):
-    """Sizes of a cache; see :class:`WindowCache`."""
-
-    num_rows: int
-    capacity: int
-    max_window: int
-    max_undecided: int
-    dtype: torch.dtype | None
-
-
-def _store(layer: Any, index: int, room: _Room) -> Any:
-    num_rows, capacity, max_window, max_undecided, dtype = room
-    if type(layer).__name__ in CONVOLVED_CACHE_LAYERS and layer.number_of_states > 1:
-        window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-        size = capacity if window is None else min(capacity, window + max_window)
-        return ConvolvedStore(num_rows, size, window, max_undecided, layer.number_of_states)
-    if type(layer) is DynamicLayer:
-        return AttentionStore(num_rows, capacity, None, dtype)
-    if type(layer) is DynamicIndexedLayer:
-        return IndexedStore(num_rows, capacity)
-    if type(layer).__name__ == BLOCK_CACHE_LAYER:
-        return BlockStore(num_rows, capacity)
-    if type(layer).__name__ in COMPRESSED_CACHE_LAYERS:
-        return CompressedStore(num_rows, capacity, max_window, layer.sliding_window, layer.compress_rate)
-    if type(layer).__name__ == _STATELESS:
-        return layer
-    if type(layer) is DynamicSlidingWindowLayer:
-        # One more window than the layer attends to: writing a window must not overwrite keys that its first token
-        # needs.
-        size = min(capacity, layer.sliding_window + max_window)
-        return AttentionStore(num_rows, size, layer.sliding_window, dtype)
-    if type(layer) is LinearAttentionLayer and layer.number_of_states == 1:
-        return RecurrentStore()
-    if type(layer) is LinearAttentionLayer and layer.number_of_states == NGRAM_STATES:
-        return NgramStore(num_rows, max_undecided)
-    raise UnsupportedModelError(
-        f"trunk layer {index}: keeps its state in a {type(layer).__name__}, which cannot undo a rejected draft; "
-        "expected full or sliding attention, or a recurrent layer with one state. Decode this model elsewhere."
-    )
+    def _layer(self, layer: Any, index: int) -> Any:
+        """Return our layer in place of transformers' own."""
+        if type(layer).__name__ in CONVOLVED_CACHE_LAYERS and layer.number_of_states > 1:
+            window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+            size = self.capacity if window is None else min(self.capacity, window + self.max_window)
+            return ConvolvedStore(self.num_rows, size, window, self.max_undecided, layer.number_of_states)
+        if type(layer) is DynamicLayer:
+            return AttentionStore(self.num_rows, self.capacity, None, self.dtype)
+        if type(layer) is DynamicIndexedLayer:
+            return IndexedStore(self.num_rows, self.capacity)
+        if type(layer).__name__ == BLOCK_CACHE_LAYER:
+            return BlockStore(self.num_rows, self.capacity)
+        if type(layer).__name__ in COMPRESSED_CACHE_LAYERS:
+            return CompressedStore(
+                self.num_rows, self.capacity, self.max_window, layer.sliding_window, layer.compress_rate
+            )
+        if type(layer).__name__ == _STATELESS:
+            return layer
+        if type(layer) is DynamicSlidingWindowLayer:
+            # One more window than the layer attends to: writing a window must not overwrite keys that its first token
+            # needs.
+            size = min(self.capacity, layer.sliding_window + self.max_window)
+            return AttentionStore(self.num_rows, size, layer.sliding_window, self.dtype)
+        if type(layer) is LinearAttentionLayer and layer.number_of_states == 1:
+            return RecurrentStore()
+        if type(layer) is LinearAttentionLayer and layer.number_of_states == NGRAM_STATES:
+            return NgramStore(self.num_rows, self.max_undecided)
+        raise UnsupportedModelError(
+            f"trunk layer {index}: keeps its state in a {type(layer).__name__}, which cannot undo a rejected draft; "
+            "expected full or sliding attention, or a recurrent layer with one state. Decode this model elsewhere."
+        )

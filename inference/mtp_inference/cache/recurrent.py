@@ -211,11 +211,9 @@ class RecurrentStore(LinearAttentionLayer):
             shown[0] = ours[window.rows] if earlier and ours is not None else None
 
     def update_conv_state(
-        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_unused: object
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int = 0, **_unused: object
     ) -> Tensor:
         """Return the inputs before the window followed by the window's inputs, (B, C, W + T)."""
-        if conv_kernel_size is None:
-            raise RuntimeError("convolution: no kernel size; expected one. Use transformers 5.17 or later.")
         before = self.conv_states[state_idx]
         if before is None:
             before = conv_states.new_zeros(*conv_states.shape[:2], conv_kernel_size)
@@ -295,7 +293,6 @@ class RecurrentLayers(RowState):
                 buffer.copy_(saved)
 
     def keep_rows(self, rows_R: Tensor) -> None:
-        """See :class:`RowState`."""
         super().keep_rows(rows_R)
         self._show()
 

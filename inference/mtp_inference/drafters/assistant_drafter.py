@@ -52,12 +52,7 @@ class AssistantDrafting(Drafting):
         self.convention = assistant.convention(convention)
 
     def check(self, trunk: Trunk, depth: int) -> None:
-        """See :class:`Drafting`.
-
-        Raises:
-            UnsupportedModelError: The trunk has another model type.
-            MtpError: The assistant was made for a trunk of another size, or has another dtype.
-        """
+        """Check the trunk's model type, size and dtype."""
         ours, found = self.assistant.trunk, str(trunk.config.model_type)
         if found not in ours.model_types:
             raise UnsupportedModelError(
@@ -79,7 +74,6 @@ class AssistantDrafting(Drafting):
             )
 
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
-        """See :class:`Drafting`."""
         return AssistantDrafter(trunk, cache, self.model, self.convention, size.num_rows)
 
 
@@ -94,11 +88,7 @@ class SharedKeys(NamedTuple):
 def shared_keys(cache: WindowCache, seen_B1: Tensor, used: int, more_sliding_keys: int) -> SharedKeys:
     """Return the keys of the trunk's last attention layer of each type, up to position ``seen_B1``.
 
-    Args:
-        cache: The trunk's cache.
-        seen_B1: int64, the last position that each row attends to.
-        used: Positions in use, an upper bound known on the host.
-        more_sliding_keys: Keys of a sliding-window layer to attend to beyond its window.
+    ``more_sliding_keys`` are keys of a sliding-window layer to attend to beyond its window.
     """
     window = Window(slice(0, len(seen_B1)), seen_B1, used)
     shared = SharedKeys({}, {})
@@ -115,12 +105,7 @@ def shared_keys(cache: WindowCache, seen_B1: Tensor, used: int, more_sliding_key
 class AssistantDrafter(Drafter):
     """Store the trunk's last hidden state of every row, and draft from it.
 
-    Args:
-        trunk: The trunk whose embedding is read.
-        cache: The trunk's cache, whose keys are read.
-        model: transformers' model of the assistant.
-        convention: Position of a draft, and the keys it attends to.
-        num_rows: B.
+    ``convention`` declares the position of a draft, and the keys it attends to.
     """
 
     def __init__(
@@ -135,16 +120,14 @@ class AssistantDrafter(Drafter):
         self.hidden_B1D = weight_AE.new_zeros(num_rows, 1, model.post_projection.out_features)
 
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
-        """See :class:`Drafter`."""
         self.hidden_B1D[rows] = self.trunk.normed(hidden_RTD[:, -1:])
 
     def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
-        """See :class:`Drafter`. A row that keeps no token keeps its state."""
+        """A row that keeps no token keeps its state."""
         new_B1D = self.trunk.normed(state_at(hidden_BTD, (num_kept_B - 1).clamp(min=0)))
         self.hidden_B1D.copy_(torch.where((num_kept_B > 0)[:, None, None], new_B1D, self.hidden_B1D))
 
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
-        """See :class:`Drafter`."""
         # An inactive row has length 0 and attends to its first slot. Its drafts are discarded.
         seen_B1 = (choice.length_B - 1).clamp(min=0)[:, None]
         shared = self.shared_keys(seen_B1, plan.used)

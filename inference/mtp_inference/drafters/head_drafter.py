@@ -69,17 +69,14 @@ class ParallelDrafter(_HeadDrafter):
         self.position_B1 = torch.zeros(size.num_rows, 1, dtype=torch.long, device=self.weight.device)
 
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
-        """See :class:`Drafter`."""
         self.state_B1D[rows] = self._head_input(hidden_RTD[:, -1:])
 
     def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
-        """See :class:`Drafter`."""
         last_B1D = self._head_input(state_at(hidden_BTD, (num_kept_B - 1).clamp(min=0)))
         # An inactive row keeps no token.
         self.state_B1D.copy_(torch.where(num_kept_B[:, None, None] > 0, last_B1D, self.state_B1D))
 
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
-        """See :class:`Drafter`."""
         for depth in range(1, plan.depth + 1):
             # The state stands in place of an embedding too: these modules read no token.
             step = mtp_step(
@@ -112,7 +109,6 @@ class _CachedDrafter(_HeadDrafter):
         self.pending = Pending(size, self.weight.device, head.state_width, self.weight.dtype)
 
     def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
-        """See :class:`Drafter`."""
         self.pending.add(tokens_BT, num_kept_B, self._head_input(hidden_BTD))
 
     def _window(self, slots_BT: Tensor, plan: RoundPlan) -> Window:
@@ -162,7 +158,7 @@ class _TextDrafter(_CachedDrafter):
     """
 
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
-        """See :class:`Drafter`. All rows of the prompt but the last only write keys and values."""
+        """All rows of the prompt but the last only write keys and values."""
         settled = prompt_RT.shape[1] - 1
         hidden_RTD = self._head_input(hidden_RTD)
         slots_RT = torch.arange(settled, device=prompt_RT.device).expand(len(prompt_RT), -1)
@@ -190,7 +186,6 @@ class RecursiveDrafter(_TextDrafter):
     """
 
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
-        """See :class:`Drafter`."""
         if plan.depth == 0:
             self._write_pending(1, plan)
             return choice.result()
@@ -217,7 +212,7 @@ class ChainedDraftsDrafter(_TextDrafter):
     """
 
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
-        """See :class:`Drafter`. Modules beyond ``depth`` still write the keys and values of the pending rows."""
+        """Modules beyond ``depth`` still write the keys and values of the pending rows."""
         more = max(plan.depth - 1, 0)
         last_B = self.pending.last(plan)
         # The drafts of a batch row follow its own last pending row; other batch rows may have more pending rows.
@@ -253,7 +248,7 @@ class ChainedDrafter(_CachedDrafter):
         """Entry k-1 is the hidden input of module k at row s-(k-1). Entry 0 is unused."""
 
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
-        """See :class:`Drafter`. All modules but the last run in full, as the next module reads their output states."""
+        """All modules but the last run in full, as the next module reads their output states."""
         num_tokens = prompt_RT.shape[1]
         hidden_RTD = inputs_RTD = self._head_input(hidden_RTD)
         self.carried_KB1D[:, rows] = 0
@@ -271,7 +266,7 @@ class ChainedDrafter(_CachedDrafter):
         self.pending.begin(rows, first_R, num_tokens - 1, hidden_RTD[:, -1])
 
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
-        """See :class:`Drafter`. Every module runs: a skipped module would lack these rows when it drafts later."""
+        """Every module runs: a skipped module would lack these rows when it drafts later."""
         last_B = self.pending.last(plan)
         inputs_BTD = self.pending.hidden_BPD[:, : plan.pending]
         tokens_BW = pad(self.pending.tokens_BP[:, : plan.pending], (0, self.depth - 1))
@@ -328,11 +323,6 @@ class HeadDrafting(Drafting):
         self.draft_vocab_R = draft_vocab_R
 
     def check(self, trunk: Trunk, depth: int) -> None:
-        """See :class:`Drafting`.
-
-        Raises:
-            UnsupportedModelError: The head has a module for each depth, and fewer than ``depth`` modules.
-        """
         head = self.head
         if head.unroll != "recursive" and depth > len(head.blocks):
             raise UnsupportedModelError(
@@ -341,7 +331,6 @@ class HeadDrafting(Drafting):
             )
 
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
-        """See :class:`Drafting`."""
         trunk.show_layers(self.head.trunk_layers)
         logits: LogitsFn = trunk.project
         if self.draft_vocab_R is not None:

@@ -39,11 +39,6 @@ class ModelDrafting(Drafting):
         self.model = model
 
     def check(self, trunk: Trunk, depth: int) -> None:
-        """See :class:`Drafting`.
-
-        Raises:
-            MtpError: The vocabularies differ in size.
-        """
         ours, theirs = self.model.lm_head_VD.shape[0], trunk.lm_head_VD.shape[0]
         if ours != theirs:
             raise MtpError(
@@ -52,7 +47,6 @@ class ModelDrafting(Drafting):
             )
 
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
-        """See :class:`Drafting`."""
         return ModelDrafter(self.model, size)
 
 
@@ -72,17 +66,14 @@ class ModelDrafter(Drafter):
         self.pending = Pending(size, model.lm_head_VD.device)
 
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
-        """See :class:`Drafter`."""
         for _ in prefill_chunks(self.model, self.cache, rows, prompt_RT, PREFILL_CHUNK):
             pass
         self.pending.begin(rows, first_R, prompt_RT.shape[1])
 
     def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
-        """See :class:`Drafter`."""
         self.pending.add(tokens_BT, num_kept_B)
 
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
-        """See :class:`Drafter`."""
         last_B = self.pending.last(plan)
         hidden_BTD = self._read_pending(plan)
         if plan.depth == 0:
@@ -147,7 +138,6 @@ class NgramDrafting(Drafting):
         self.shortest = shortest
 
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
-        """See :class:`Drafting`."""
         return NgramDrafter(self.longest, self.shortest, size, trunk.lm_head_VD.device)
 
 
@@ -162,20 +152,18 @@ class NgramDrafter(Drafter):
         self.length_B = torch.zeros(size.num_rows, dtype=torch.long, device=device)
 
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
-        """See :class:`Drafter`."""
         num_tokens = prompt_RT.shape[1]
         self.text_BS[rows, :num_tokens] = prompt_RT
         self.text_BS[rows, num_tokens] = first_R
         self.length_B[rows] = num_tokens + 1
 
     def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
-        """See :class:`Drafter`."""
         places_BT = self.length_B[:, None] + torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         self.text_BS.scatter_(1, places_BT, tokens_BT)
         self.length_B += num_kept_B
 
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
-        """See :class:`Drafter`. A row without an earlier occurrence of its last tokens drafts nothing."""
+        """A row without an earlier occurrence of its last tokens drafts nothing."""
         end_B = torch.full_like(self.length_B, -1)
         for num_tokens in range(self.shortest, self.longest + 1):
             found_B = self._last_end(num_tokens)
