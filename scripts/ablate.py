@@ -37,7 +37,7 @@ from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.records import Record
 from mtp_train.data.tokenize import Document, tokenize_records
-from mtp_train.heads.build import artifact_plan, build_head
+from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.losses.catalogue import DEFAULT_LOSS, loss_names
 from mtp_train.recipe.loading import load_recipe
@@ -71,13 +71,12 @@ class Cell:
 
     def recipe(self, recipe: Recipe, seed: int) -> Recipe:
         """Return the recipe of one run. The seed changes the order of the text, not the held-out prompts."""
-        objective = replace(
-            recipe.objective,
+        objective = recipe.objective.replaced(
             loss=self.loss,
             unroll="fastmtp" if self.unroll == "fastmtp" else "exact",
             on_policy=self.unroll == "on_policy",
         )
-        return replace(recipe, seed=seed, objective=objective)
+        return recipe.replaced(seed=seed, objective=objective)
 
 
 Counts = dict[float, list[PromptCounts]]
@@ -100,7 +99,7 @@ class Bench:
 
     def measure(self, directory: Path | None) -> Counts:
         """Decode the held-out prompts with the head in a directory, or for None with the initial head."""
-        plan = self.run.inputs.head_plan if directory is None else artifact_plan(load_artifact(directory / "head"))
+        plan = self.run.inputs.head_plan if directory is None else load_artifact(directory / "head")
         weight = self.trunk.lm_head_VD
         config = text_config_of(self.run.inputs.finetune)
         drafting = HeadDrafting(build_head(plan, config, dtype=weight.dtype).to(weight.device).eval(), plan.draft_vocab)
@@ -328,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         },
         "start": {f"{temperature:g}": tau(counts) for temperature, counts in graft.items()},
         "rows": [asdict(row) for row in rows],
-        "recipe": asdict(recipe),
+        "recipe": recipe.model_dump(mode="json"),
         "environment": environment_facts(),
     }
     write_json(out / "ablation.json", result)

@@ -29,10 +29,10 @@ from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation import run as study_run
 from mtp_train.runs import generate
+from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train import feed
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.loop import train_head
-from mtp_train.train.plan import make_plan
 from mtp_train.trunk.load import Trunk
 from runs import run_quietly, tiny_recipe, write_inputs
 from simulated_device import Streams, simulated_device
@@ -127,7 +127,7 @@ def steps_waits(
         streams: Whether copies run beside the steps; a control if not.
     """
     used = tiny_recipe(directory, directory, **WAITS)
-    plan, trunk = make_plan(used, 1), tiny_trunk(name)
+    plan, trunk = plan_of(used, 1), tiny_trunk(name)
     settings: dict[str, Any] = {"draft_vocab": torch.arange(0, VOCAB_SIZE, 2)} if keeps else {"on_policy": True}
     module = HeadTraining(trunk, tiny_head(trunk), num_depths=3, kind="lk", temperature=1.0, **settings)
     sizes: dict[str, int] = {"seq_len_tokens": plan.seq_len_tokens, "sequences_per_step": plan.sequences_per_step}
@@ -140,7 +140,7 @@ def steps_waits(
             patch.setattr(HeadTraining, "forward", lambda *given, known: forward(*given))
         train_head(
             module,
-            recipe=used,
+            options=train_options(used),
             plan=plan,
             batch_fn=global_batches(documents(), **sizes, pack=True, seed=0),
             accelerator=accelerate.Accelerator(gradient_accumulation_steps=plan.accumulation),

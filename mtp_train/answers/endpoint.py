@@ -230,6 +230,14 @@ class Endpoint:
         self.run_all([work], lambda done: found.extend(done.values()))
         return found[0].result()
 
+    def first(self, work: Callable[[], Answer | Refusal]) -> Answer | Refusal:
+        """Do the work of a first request, as text again where the server refuses a prompt of token ids."""
+        found = self.finish(work)
+        if isinstance(found, Refusal) and self.prompts_as == "token ids":
+            self.prompts_as = "text"
+            found = self.finish(work)
+        return found
+
     def choose_model(self, wanted: str | None) -> None:
         """Select the model that requests name.
 

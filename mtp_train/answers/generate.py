@@ -21,13 +21,7 @@ MAX_SEED = 2**31
 
 
 class Question(NamedTuple):
-    """A prompt with the limit and the seed of its response.
-
-    Args:
-        prompt_ids: The tokens.
-        max_new_tokens: Limit of the response.
-        seed: Seed of the sampling noise.
-    """
+    """A prompt with the limit and the seed of its response."""
 
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
@@ -39,22 +33,30 @@ GenerateFn = Callable[[list[Question]], list[list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegenerateCounts:
-    """Prompts of one call, counted by outcome."""
+class Answering:
+    """The settings of responses besides sampling."""
 
-    prompts: int
-    too_long: int
-    """Prompts that leave less than ``RESPONSE_ROOM_TOKENS`` in a sequence."""
-    reused: int
-    """Prompts, of all processes, answered before this call."""
-    generated: int
-    """Prompts answered by this process now."""
+    max_new_tokens: int
+    seq_len_tokens: int | None = None
+    """Limit of prompt and response together; None for no limit."""
+    eos_ids: Collection[int] = ()
+    """The tokens that end a response."""
+    seed: int = 0
+    """The run's seed; with the prompt's id it gives the seed of a response."""
 
+    def ask(self, prompt: Prompt) -> Question:
+        """Return a prompt as a question, limited by the room that it leaves in a sequence."""
+        room = self.max_new_tokens
+        if self.seq_len_tokens is not None:
+            room = min(room, self.seq_len_tokens - len(prompt.prompt_ids))
+        return Question(prompt.prompt_ids, room, noise_seed(prompt.id, self.seed))
 
-def ask(prompt: Prompt, *, max_new_tokens: int, seq_len_tokens: int, seed: int) -> Question:
-    """Return a prompt as a :class:`Question`, limited by the room that it leaves in a sequence."""
-    room = min(max_new_tokens, seq_len_tokens - len(prompt.prompt_ids))
-    return Question(prompt.prompt_ids, room, noise_seed(prompt.id, seed))
+    def row(self, prompt: Prompt, response_ids: Sequence[int]) -> RegeneratedRow:
+        """Return the row to store for a response, cut after its first end-of-text token."""
+        ends = [index for index, token in enumerate(response_ids) if token in self.eos_ids]
+        kept = tuple(int(token) for token in (response_ids[: ends[0] + 1] if ends else response_ids))
+        seed = noise_seed(prompt.id, self.seed)
+        return RegeneratedRow(prompt.id, prompt.group, prompt.prompt_ids, kept, bool(ends), seed)
 
 
 def noise_seed(prompt_id: str, seed: int) -> int:
@@ -66,67 +68,54 @@ def regenerate(
     prompts: Sequence[Prompt],
     store: RegeneratedStore,
     generate_fn: GenerateFn,
+    answering: Answering,
     *,
-    seq_len_tokens: int,
     batch_size: int,
-    max_new_tokens: int,
-    eos_ids: Collection[int],
-    seed: int = 0,
-    rank: int = 0,
-    world: int = 1,
     on_batch: Callable[[int, int], None] | None = None,
-) -> RegenerateCounts:
+) -> int:
     """Generate responses to prompts with the trunk and store them; prompts with a stored response are skipped.
 
     The batches do not depend on the number of processes or on the stored responses, because in bf16 a response may
-    depend on the other rows of its batch. Process ``rank`` takes every ``world``-th batch.
+    depend on the other rows of its batch. A process takes every ``store.world``-th batch.
 
     Args:
         prompts: The prompts of all processes, in any order.
         store: The store of this process.
         generate_fn: Decodes with the trunk.
-        seq_len_tokens: Limit of prompt and response together.
+        answering: The settings of responses.
         batch_size: Prompts that are decoded together; a batch has ``PROMPTS_PER_ROW`` times as many.
-        max_new_tokens: Limit of every response.
-        eos_ids: The tokens that end a response.
-        seed: The run's seed; with the prompt's id it gives the seed of a response.
-        rank: This process.
-        world: Number of processes.
         on_batch: Called with the number of batches done and the number in all, of this process.
+
+    Returns:
+        The number of prompts that this process answered now.
 
     Raises:
         DataError: Every prompt is too long, or the store holds responses to other prompts.
     """
-    fitting = fitting_prompts(prompts, seq_len_tokens)
+    fitting = fitting_prompts(prompts, answering.seq_len_tokens)
     stored = answered(fitting, store)
-    own_batches = batches_by_length(fitting, PROMPTS_PER_ROW * batch_size)[rank::world]
+    own_batches = batches_by_length(fitting, PROMPTS_PER_ROW * batch_size)[store.rank :: store.world]
     generated = 0
     for number, batch in enumerate(own_batches, start=1):
         missing = [prompt for prompt in batch if prompt.id not in stored]
         if missing:
-            questions = [
-                ask(prompt, max_new_tokens=max_new_tokens, seq_len_tokens=seq_len_tokens, seed=seed) for prompt in batch
-            ]
-            responses = generate_fn(questions)
-            rows = [
-                make_row(prompt, ids, eos_ids, question.seed)
-                for prompt, question, ids in zip(batch, questions, responses, strict=True)
-            ]
+            responses = generate_fn([answering.ask(prompt) for prompt in batch])
+            rows = [answering.row(prompt, ids) for prompt, ids in zip(batch, responses, strict=True)]
             store.append([row for row in rows if row.id not in stored])
             generated += len(missing)
         if on_batch is not None:
             on_batch(number, len(own_batches))
-    return RegenerateCounts(
-        prompts=len(prompts), too_long=len(prompts) - len(fitting), reused=len(stored), generated=generated
-    )
+    return generated
 
 
-def fitting_prompts(prompts: Sequence[Prompt], seq_len_tokens: int) -> list[Prompt]:
+def fitting_prompts(prompts: Sequence[Prompt], seq_len_tokens: int | None) -> list[Prompt]:
     """Return the prompts that leave room for a response.
 
     Raises:
         DataError: No prompt does.
     """
+    if seq_len_tokens is None:
+        return list(prompts)
     fitting = [prompt for prompt in prompts if len(prompt.prompt_ids) + RESPONSE_ROOM_TOKENS <= seq_len_tokens]
     if not fitting:
         raise DataError(
@@ -156,14 +145,18 @@ def answered(prompts: Sequence[Prompt], store: RegeneratedStore) -> set[str]:
     return stored
 
 
+def missing_prompts(prompts: Sequence[Prompt], store: RegeneratedStore, seq_len_tokens: int) -> list[Prompt]:
+    """Return the prompts of a process that have no response yet: every ``store.world``-th, from ``store.rank``.
+
+    Raises:
+        DataError: Every prompt is too long, or the store holds responses to other prompts.
+    """
+    fitting = sorted(fitting_prompts(prompts, seq_len_tokens), key=lambda prompt: prompt.id)
+    stored = answered(fitting, store)
+    return [prompt for prompt in fitting[store.rank :: store.world] if prompt.id not in stored]
+
+
 def batches_by_length(prompts: Sequence[Prompt], batch_size: int) -> list[list[Prompt]]:
     """Divide prompts into batches of similar length, the longest first, so that a lack of memory shows at once."""
     ordered = sorted(prompts, key=lambda prompt: (-len(prompt.prompt_ids), prompt.id))
     return [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
-
-
-def make_row(prompt: Prompt, response_ids: Sequence[int], eos_ids: Collection[int], seed: int) -> RegeneratedRow:
-    """Return the row to store for a response, cut after its first end-of-text token."""
-    ends = [index for index, token in enumerate(response_ids) if token in eos_ids]
-    kept = tuple(int(token) for token in (response_ids[: ends[0] + 1] if ends else response_ids))
-    return RegeneratedRow(prompt.id, prompt.group, prompt.prompt_ids, kept, bool(ends), seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +13,7 @@ import torch
 
 from mtp_train.answers.check import CheckedStore
 from mtp_train.answers.endpoint import GREEDY, Endpoint, Refusal
-from mtp_train.answers.generate import Question, answered, ask, fitting_prompts, make_row
-from mtp_train.answers.store import RegeneratedStore
+from mtp_train.answers.generate import Answering, Question
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
 from mtp_train.trunk.load import Trunk
@@ -38,19 +37,6 @@ class ServedCounts:
     """The server's error for the last refused prompt."""
 
 
-def missing_prompts(
-    prompts: Sequence[Prompt], store: RegeneratedStore, *, seq_len_tokens: int, rank: int, world: int
-) -> list[Prompt]:
-    """Return the prompts of this process that have no response yet: every ``world``-th prompt, from ``rank``.
-
-    Raises:
-        DataError: Every prompt is too long, or the store holds responses to other prompts.
-    """
-    fitting = sorted(fitting_prompts(prompts, seq_len_tokens), key=lambda prompt: prompt.id)
-    stored = answered(fitting, store)
-    return [prompt for prompt in fitting[rank::world] if prompt.id not in stored]
-
-
 def probe(endpoint: Endpoint, trunk: Trunk, prompts: Sequence[Prompt], *, seq_len_tokens: int) -> float:
     """Check that a server serves the trunk, and whether it accepts prompts as token ids.
 
@@ -70,12 +56,10 @@ def probe(endpoint: Endpoint, trunk: Trunk, prompts: Sequence[Prompt], *, seq_le
         DataError: The server refuses a prompt, or its tokens are not the trunk's.
     """
     tokens = agreeing = 0
-    for number, prompt in enumerate(prompts):
-        question = ask(prompt, max_new_tokens=PROBE_TOKENS, seq_len_tokens=seq_len_tokens, seed=0)
-        answer = endpoint.finish(partial(endpoint.complete, endpoint.payload(question, GREEDY)))
-        if isinstance(answer, Refusal) and number == 0:
-            endpoint.prompts_as = "text"
-            answer = endpoint.finish(partial(endpoint.complete, endpoint.payload(question, GREEDY)))
+    answering = Answering(max_new_tokens=PROBE_TOKENS, seq_len_tokens=seq_len_tokens)
+    for prompt in prompts:
+        question = answering.ask(prompt)
+        answer = endpoint.first(partial(_greedily, endpoint, question))
         response = answer if isinstance(answer, Refusal) else endpoint.response_ids(question, answer)
         if isinstance(response, Refusal):
             raise DataError(
@@ -94,6 +78,10 @@ def probe(endpoint: Endpoint, trunk: Trunk, prompts: Sequence[Prompt], *, seq_le
     return agreement
 
 
+def _greedily(endpoint: Endpoint, question: Question) -> dict[str, Any] | Refusal:
+    return endpoint.complete(endpoint.payload(question, GREEDY))
+
+
 @torch.no_grad()
 def own_choices(trunk: Trunk, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> torch.Tensor:
     """Return the trunk's greedy choice at the position of each response token, int64 on the CPU."""
@@ -107,38 +95,30 @@ def regenerate_served(
     store: CheckedStore,
     endpoint: Endpoint,
     sampling: Mapping[str, float],
-    *,
-    seq_len_tokens: int,
-    max_new_tokens: int,
-    eos_ids: Collection[int],
-    seed: int,
+    answering: Answering,
     on_prompt: Callable[[int, int], None],
 ) -> ServedCounts:
     """Send prompts to a server, and store each response as soon as it arrives.
 
     Args:
-        prompts: The prompts of this process that have no response yet (:func:`missing_prompts`).
+        prompts: The prompts of this process that have no response yet
+            (:func:`mtp_train.answers.generate.missing_prompts`).
         store: The store of this process.
         endpoint: The server.
         sampling: Sampling settings (:meth:`Endpoint.payload`).
-        seq_len_tokens: Limit of prompt and response together.
-        max_new_tokens: Limit of every response.
-        eos_ids: The tokens that end a response.
-        seed: The run's seed; with the prompt's id it gives the seed of a response.
+        answering: The settings of responses.
         on_prompt: Called with the number of prompts done and the number in all.
 
     Raises:
         DataError: The server fails for good, refuses every prompt, or returns responses that are not the trunk's.
     """
-    questions = [
-        ask(prompt, max_new_tokens=max_new_tokens, seq_len_tokens=seq_len_tokens, seed=seed) for prompt in prompts
-    ]
+    questions = [answering.ask(prompt) for prompt in prompts]
     generated, refusals = 0, list[str]()
 
     def on_done(done: Done) -> None:
         nonlocal generated
         found = {number: (prompts[number], questions[number], future) for number, future in done.items()}
-        rows, refused = _read(endpoint, list(found.values()), store, eos_ids)
+        rows, refused = _read(endpoint, list(found.values()), store, answering)
         generated += rows
         refusals.extend(refused)
         on_prompt(generated + len(refusals), len(prompts))
@@ -159,7 +139,7 @@ def _read(
     endpoint: Endpoint,
     done: Sequence[tuple[Prompt, Question, Future[dict[str, Any] | Refusal]]],
     store: CheckedStore,
-    eos_ids: Collection[int],
+    answering: Answering,
 ) -> tuple[int, list[str]]:
     """Store finished responses; return their number and the errors of refused prompts.
 
@@ -177,7 +157,7 @@ def _read(
         if isinstance(response, Refusal):
             refusals.append(response.reason)
         else:
-            rows.append(make_row(prompt, response, eos_ids, question.seed))
+            rows.append(answering.row(prompt, response))
     if rows:
         store.append(rows)
     if failure is not None:

@@ -18,7 +18,7 @@ from mtp_train.checkpoints.run_export import RECIPE_FILE, is_run
 from mtp_train.errors import CheckpointError, DataError
 from mtp_train.evaluation.decoding import PLAIN
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.train.threads import use_threads
+from mtp_train.train.machine import use_threads
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.quantise import Quantization
 

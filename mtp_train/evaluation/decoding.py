@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mtp_inference import Comparison, GenerationResult, Request, Sampling, SpeculativeDecoder, compare
-from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.requests import Round
 from mtp_train.answers.generate import noise_seed
 from mtp_train.evaluation.prompt_records import Decoded, Setting, TaskPrompt
@@ -58,14 +58,14 @@ class _Block:
     """The settings that share one plain decoding, while they are decoded."""
 
     trunk: Trunk
-    drafting: Mapping[str, DrafterMaker]
+    drafting: Mapping[str, Drafting]
     options: DecodingOptions
     decoders: dict[tuple[str, Setting], SpeculativeDecoder] = field(default_factory=dict)
 
 
 def decode_prompts(
     trunk: Trunk,
-    drafting: Mapping[str, DrafterMaker],
+    drafting: Mapping[str, Drafting],
     prompts: Prompts,
     settings: Sequence[Setting],
     options: DecodingOptions,

@@ -27,10 +27,9 @@ from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import DataError
 from mtp_train.evaluation.prompt_records import Decoded, TaskPrompt
 from mtp_train.heads.module import MtpHead
-from mtp_train.train.aligned import Batch, aligned_rows
-from mtp_train.train.teacher_forced import target_figures
+from mtp_train.train.aligned import PackedBatch, aligned_rows
+from mtp_train.train.teacher_forced import many_rows, target_figures
 from mtp_train.trunk.load import Trunk
-from mtp_train.trunk.widen import many_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +159,7 @@ def _text_rows(
     """Measure one text in a batch of its own, without padding."""
     device = trunk.lm_head_VD.device
     columns = collate(pack_documents([text], len(text.input_ids), pack=False, seed=0, epoch=0))
-    rows = aligned_rows(trunk, head, Batch(*(column.to(device) for column in columns.values())), num_depths)
+    rows = aligned_rows(trunk, head, PackedBatch(*(column.to(device) for column in columns.values())), num_depths)
     found = target_figures(rows, trunk, head, temperature=temperature, draft_vocab_R=draft_vocab_R)
     kept_N = rows.valid_KN.any(dim=0)
     return _TextRows(

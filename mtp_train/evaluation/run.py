@@ -12,11 +12,11 @@ from typing import Any
 
 from rich.progress import Progress
 
-from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.drafter import Drafting
 from mtp_train.checkpoints.files import Checkpoint, read_json
-from mtp_train.checkpoints.finite import require_finite_checkpoint
 from mtp_train.checkpoints.identity import InputFiles, Loaders, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import (
@@ -89,7 +89,7 @@ class _Loaded:
     plain_name: str
     trunk: Trunk
     arms: Sequence[OpenArm]
-    drafting: Mapping[str, DrafterMaker]
+    drafting: Mapping[str, Drafting]
     heads: Mapping[str, MtpHead]
     prompts: Prompts
     eos_ids: frozenset[int]
@@ -272,7 +272,7 @@ def _load(study: _Study, group: Sequence[OpenArm], plain_name: str) -> _Loaded:
     prompts: Prompts = {None: study.given} if study.given is not None else _enough_prompts(study.grid, tokenizer)
     with shown_loading(study.progress, first.spec.trunk_name, first.model.checkpoint.num_bytes):
         trunk = load_arm_trunk(first, local_device())
-    drafting: dict[str, DrafterMaker] = {}
+    drafting: dict[str, Drafting] = {}
     heads: dict[str, MtpHead] = {}
     for arm in group:
         maker, head = arm.model.load_drafting(trunk)

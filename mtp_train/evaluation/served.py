@@ -25,7 +25,7 @@ from mtp_train.acceptance.intervals import pooled_tau_interval, sum_by_group
 from mtp_train.answers.check import Answer, fit_of, spread
 from mtp_train.answers.draft_counts import SpecCounts, increase, response_counts
 from mtp_train.answers.endpoint import GREEDY, RESPONSE_TIMEOUT_SECONDS, Endpoint, Refusal, SettingNames, read_api_key
-from mtp_train.answers.generate import ask as question_of
+from mtp_train.answers.generate import Answering
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.errors import DataError
 from mtp_train.evaluation.cells import ALL_TASKS, Cell, StudyReport
@@ -198,10 +198,7 @@ def measure_endpoint(
 
 def _warm_up(endpoint: Endpoint, prompt: TaskPrompt, seed: int) -> None:
     """Send one uncounted request, to warm up the server and to find out whether it accepts token ids."""
-    first = endpoint.finish(partial(_answer, endpoint, prompt, 0.0, WARM_UP_TOKENS, seed))
-    if isinstance(first, Refusal):
-        endpoint.prompts_as = "text"
-        first = endpoint.finish(partial(_answer, endpoint, prompt, 0.0, WARM_UP_TOKENS, seed))
+    first = endpoint.first(partial(_answer, endpoint, prompt, 0.0, WARM_UP_TOKENS, seed))
     if isinstance(first, Refusal):
         raise DataError(
             f"{endpoint.url}: {first.reason}, for prompt {prompt.id}; expected a response. Check the server's log, and "
@@ -212,8 +209,7 @@ def _warm_up(endpoint: Endpoint, prompt: TaskPrompt, seed: int) -> None:
 def _answer(
     endpoint: Endpoint, prompt: TaskPrompt, temperature: float, max_new_tokens: int, seed: int
 ) -> _Answered | Refusal:
-    length = len(prompt.prompt_ids)
-    question = question_of(prompt, max_new_tokens=max_new_tokens, seq_len_tokens=length + max_new_tokens, seed=seed)
+    question = Answering(max_new_tokens=max_new_tokens, seed=seed).ask(prompt)
     payload = endpoint.payload(question, {**GREEDY, "temperature": temperature})
     try:
         document = endpoint.complete_with_counts(payload)

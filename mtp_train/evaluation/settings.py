@@ -9,7 +9,8 @@ from mtp_train.checkpoints.files import GENERATION_CONFIG_FILE, Checkpoint, read
 from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.evaluation.decoding import sampling_of
 from mtp_train.evaluation.prompt_records import Rule, Setting
-from mtp_train.recipe.schema import EvaluateSection, Recipe
+from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import EvaluateSection
 
 LEFT_OUT = {"min_p": 0.0, "repetition_penalty": 1.0}
 """Sampling settings of a generation config that no arm is measured with, and the values that switch them off."""

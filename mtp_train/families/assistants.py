@@ -79,13 +79,7 @@ class Assistant:
         )
 
     def commands(self, config: RawConfig, path: str, depth: int) -> dict[str, str]:
-        """Return, per engine, the command that serves a trunk with this drafter, or why there is none.
-
-        Args:
-            config: The drafter's raw config.
-            path: The drafter's path.
-            depth: Drafts per round.
-        """
+        """Return, per engine, the command that serves a trunk with this drafter, or why there is none."""
         refused = {name: f"no: {why}" for name, why in self.refusals(config).items()}
         return engine_commands(self.engines, path, depth) | refused
 
@@ -120,7 +114,7 @@ _GEMMA4_TRUNK = Family(
     declaration=Declaration(count=None),
     keys=Keys(trunk_prefixes=("model.language_model.", "model."), head_prefixes=(), rules=()),
     wiring=Wiring(conventions={}),
-    layer=HeadLayer(why_not_run="its releases carry none"),
+    layer=HeadLayer(),
     trunk=TrunkTraits(masks_by_layer_type=True, logit_bound="final_logit_softcapping"),
     engines=engine_table(vllm=_NO_HEAD, sglang=_NO_HEAD, llama_cpp=_NO_HEAD, transformers=_NO_HEAD),
 )

@@ -161,10 +161,6 @@ def family_named(name: str) -> Family:
 def family_for(config: RawConfig, *, where: str) -> Family:
     """Return the family of a raw ``config.json``.
 
-    Args:
-        config: The parsed file, of a vision-language wrapper or a text-only model.
-        where: The path that messages name.
-
     Raises:
         UnsupportedModelError: No family has the model type, or the config is an external drafter's or a draft model's.
     """
@@ -236,10 +232,6 @@ def in_wrapper(family: Family, config: RawConfig, *, where: str) -> Family:
 
 def refuse_unserved_heads(config: RawConfig, *, where: str) -> None:
     """Refuse a model with heads of a kind that no engine loads.
-
-    Args:
-        config: Its ``config.json`` or Meta's ``params.json``.
-        where: The path that messages name.
 
     Raises:
         UnsupportedModelError: The config describes such heads.

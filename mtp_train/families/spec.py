@@ -51,8 +51,6 @@ class KeyRule:
     ``ours`` whose native tensors are concatenated; if they hold experts, the checkpoint has already stacked these."""
     order: int = 0
     """Position among the rules that share ``ours`` under ``experts_concat`` and ``concat``."""
-    optional: bool = False
-    """Whether a complete head may lack the key. Read only if the head cannot be built and compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,8 +262,7 @@ class HeadLayer:
     """The decoder layer inside each head module, and the arguments that it is called with."""
 
     borrowed: Borrowed | None = None
-    """None if the head cannot be run by this package, only its weights be handled; ``why_not_run`` gives the reason."""
-    why_not_run: str | None = None
+    """None for a trunk without a head."""
     config: Callable[[PretrainedConfig, int], PretrainedConfig] = lambda config, num_modules: config
     """Text config and number of modules to the config that the borrowed layers are built from."""
     rotary_axes: int = 1
@@ -343,7 +340,7 @@ class Family:
         """The transformers classes to build the head from.
 
         Raises:
-            UnsupportedModelError: The head cannot be run by this package, or not with the installed transformers.
+            UnsupportedModelError: The installed transformers lacks them, or the family has no head.
         """
         needed = self.trunk.needs_transformers
         if needed is not None and Version(transformers.__version__) < Version(needed):
@@ -352,10 +349,7 @@ class Family:
                 f"{transformers.__version__}. Install a newer one; inspect, graft and export work with this one."
             )
         if self.layer.borrowed is None:
-            raise UnsupportedModelError(
-                f"head: a {self.title} head cannot be run here ({self.layer.why_not_run}); expected a family whose "
-                "head can be run. inspect, graft and export work without running it."
-            )
+            raise UnsupportedModelError(f"head: {self.title} has no head; expected a family with one. Attach another.")
         return self.layer.borrowed
 
     @property

@@ -188,7 +188,7 @@ def put_head(directory: Path, base: Checkpoint, values: list[Tensor] | None = No
     if diagnose_head(saved).complete:
         return
     plan = graft_plan(saved, base, "auto")
-    head = plan.template
+    head = plan.head
     if values is not None:
         tensors = (held_tensor(one.key, one.dtype, value) for one, value in zip(head.tensors, values, strict=True))
         head = NativeHead(tuple(tensors), head.shared_keys, head.config_fields)

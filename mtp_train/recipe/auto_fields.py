@@ -12,7 +12,8 @@ from functools import reduce
 from operator import getitem
 from typing import Any
 
-AUTO = "auto"
+from mtp_train.recipe.sections import AUTO
+
 STAND_INS: Mapping[str, int | float] = {
     "data.regenerate.max_prompts": 1,
     "data.regenerate.max_new_tokens": 1,

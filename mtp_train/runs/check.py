@@ -22,17 +22,17 @@ from mtp_train.families.engines import engine_commands
 from mtp_train.families.spec import RawConfig
 from mtp_train.heads.diagnose import head_shapes, named_rejections, trunk_config
 from mtp_train.heads.lora import require_lora_targets
-from mtp_train.recipe.loading import dump_recipe
+from mtp_train.recipe.loading import RecipeLike, dump_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.head_source import require_source_model
 from mtp_train.runs.inputs import gather_text
 from mtp_train.runs.refusals import HeadOnTrunk, decoding_problem, raise_together, refusals
-from mtp_train.runs.resolve import Choice, Overrides, RecipeLike, launched_processes, resolved_recipe
+from mtp_train.runs.resolve import Choice, Overrides, launched_processes, resolved_recipe
 from mtp_train.runs.run_directory import RunDirectory
+from mtp_train.runs.settings import cache_bytes, memory_options, plan_of
 from mtp_train.runs.study.material import for_objective
-from mtp_train.train.devices import Device, device_named
-from mtp_train.train.estimate import GIB, Footprint, estimate_disk, estimate_footprint, in_shards
-from mtp_train.train.plan import Plan, make_plan
+from mtp_train.train.machine import Device, device_named
+from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk, estimate_footprint, in_shards
 from mtp_train.trunk.load import Trunk, empty_trunk
 from mtp_train.trunk.precision import resolve_precision
 from mtp_train.trunk.tokenizer import load_tokenizer
@@ -73,7 +73,7 @@ class CheckResult:
         """Return plain JSON values, as ``mtp-train check --json`` prints them."""
         plan = {**asdict(self.plan), "total_tokens": self.plan.total_tokens}
         return {
-            "recipe": asdict(self.recipe),
+            "recipe": self.recipe.model_dump(mode="json"),
             "auto": {choice.field: {"value": choice.value, "reason": choice.reason} for choice in self.choices},
             "precision_reason": self.precision_reason,
             "family": self.family,
@@ -211,12 +211,12 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     path = locate_checkpoint(resolve(recipe.model.trunk))
     raw = read_config(path / CONFIG_FILE)
     family = family_for(raw, where=str(path))
-    num_modules = recipe.fresh_modules if recipe.attaches else family.declared_modules(raw) or 1
+    num_modules = recipe.fresh_modules if recipe.head.is_new else family.declared_modules(raw) or 1
     head_family = of_kind(family, recipe.head.kind)
     config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code)
     text_config = config.get_text_config()
     raise_together(refusals(recipe, HeadOnTrunk(path, raw, text_config, head_family, num_modules), world_size))
-    plan = make_plan(recipe, world_size)
+    plan = plan_of(recipe, world_size)
     with named_rejections(path):
         trunk = empty_trunk(config, family, trust_remote_code=recipe.model.trust_remote_code)
         trunk.show_layers(head_family.wiring.trunk_layers(text_config))
@@ -226,12 +226,12 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
         convention = head_family.convention(recipe.head.convention)
         trained = require_lora_targets(recipe.head.lora, head_family, text_config, num_modules, convention)
     gpu_bytes = machine.memory_bytes if device.type == "cuda" else None
-    memory = estimate_footprint(recipe, trunk, head, plan, device, gpu_bytes, trained)
+    memory = estimate_footprint(memory_options(recipe), trunk, head, plan, device, gpu_bytes, trained)
     shards = _sharded(recipe, raw, memory, trunk, plan)
     disk_bytes = whole_disk(recipe, plan, trunk.state_width, memory)
     serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
     data = _data(recipe, path, raw, text_config.vocab_size)
-    kinds = kinds_served(family, raw_text_config(raw)) if recipe.attaches else {}
+    kinds = kinds_served(family, raw_text_config(raw)) if recipe.head.is_new else {}
     decoding = None
     if machine.kind == "cuda":
         head_bytes = memory.trunk_bytes // memory.trunk_parameters * memory.head_parameters
@@ -266,6 +266,6 @@ def whole_disk(recipe: Recipe, plan: Plan, state_width: int, memory: Footprint) 
     """Estimate the disk bytes of all that a recipe trains."""
     if recipe.study is None:
         offloaded = memory.offloaded_bytes if recipe.model.offload == "disk" else 0
-        return estimate_disk(recipe, plan, state_width, memory) + offloaded
-    objectives = recipe.study.objectives
-    return sum(estimate_disk(for_objective(recipe, one), plan, state_width, memory) for one in objectives)
+        return estimate_disk(memory, cache_bytes(recipe, plan, state_width)) + offloaded
+    recipes = (for_objective(recipe, one) for one in recipe.study.objectives)
+    return sum(estimate_disk(memory, cache_bytes(one, plan, state_width)) for one in recipes)

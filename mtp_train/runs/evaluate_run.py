@@ -12,7 +12,7 @@ import torch
 from rich.progress import Progress
 
 from mtp_inference import HeadDrafting
-from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.text import marked_pieces
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.gate import GateVerdict, Pair, decide_gate
@@ -39,15 +39,15 @@ from mtp_train.evaluation.results import (
 )
 from mtp_train.evaluation.settings import draft_depth, left_out, served_settings
 from mtp_train.evaluation.statistics import MeasuredArm, arm_result, checked_records, lossless, run_cell
-from mtp_train.heads.build import HeadPlan, artifact_plan, build_head, native_plan
+from mtp_train.heads.build import HeadPlan, build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.held_out import HELD_OUT, held_out_figures
 from mtp_train.runs.inputs import Inputs
-from mtp_train.train.aligned import Batch
+from mtp_train.train.aligned import PackedBatch
 from mtp_train.train.launch import RunAccelerator
+from mtp_train.train.machine import set_threads
 from mtp_train.train.teacher_forced import DenseMetrics, dense_metrics
-from mtp_train.train.threads import settle_threads
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
 from mtp_train.trunk.progress import shown_loading
@@ -196,7 +196,7 @@ def measure_arms(
     The arms on the run's trunk decode at every setting of the recipe, the vanilla model at the first one only. The
     processes share the prompts, and each has all records in the end.
     """
-    settle_threads("decoding", 1, inputs.finetune, trunk.lm_head_VD.device, progress.console)
+    set_threads("decoding", 1, inputs.finetune, trunk.lm_head_VD.device, progress.console)
     heads = {arm: _drafting(plan, inputs.finetune, trunk) for arm, plan in plans.items()}
     names = {
         "graft": recipe.model.head_from or recipe.model.trunk,
@@ -232,7 +232,7 @@ def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadP
         plans["graft"] = graft
     if "native" in wanted:
         plans["native"] = native_plan(inputs.finetune, recipe.head.convention)
-    plans[RETRAINED] = artifact_plan(load_artifact(run_dir / "head"))
+    plans[RETRAINED] = load_artifact(run_dir / "head")
     return plans
 
 
@@ -246,7 +246,7 @@ def decode(
     recipe: Recipe,
     inputs: Inputs,
     trunk: Trunk,
-    drafting: Mapping[str, DrafterMaker],
+    drafting: Mapping[str, Drafting],
     names: Mapping[str, str],
     settings: Sequence[Setting],
     accelerator: RunAccelerator,
@@ -330,14 +330,16 @@ def measure_dense(
     return dense
 
 
-def dense_batches(recipe: Recipe, inputs: Inputs, outputs: Sequence[tuple[int, ...]], trunk: Trunk) -> list[Batch]:
+def dense_batches(
+    recipe: Recipe, inputs: Inputs, outputs: Sequence[tuple[int, ...]], trunk: Trunk
+) -> list[PackedBatch]:
     """Pack the trunk's own outputs, up to the recipe's budget of tokens, a sequence in each batch."""
     device = trunk.lm_head_VD.device
     seq_len = recipe.data.seq_len_tokens
     documents = own_text(inputs.held_out, outputs, seq_len)
     packed = pack_documents(documents, seq_len, pack=True, seed=recipe.seed, epoch=0)
     kept = packed[: max(1, recipe.evaluate.dense_tokens // seq_len)]
-    return [Batch(*(column.to(device) for column in collate([one]).values())) for one in kept]
+    return [PackedBatch(*(column.to(device) for column in collate([one]).values())) for one in kept]
 
 
 def run_result(arm: MeasuredArm, setting: Setting, dense: DenseMetrics | None) -> ArmResult:

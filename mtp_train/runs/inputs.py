@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from accelerate import PartialState
 from rich.progress import Progress
 
@@ -19,9 +18,9 @@ from mtp_train.answers.generate import RESPONSE_ROOM_TOKENS
 from mtp_train.checkpoints.adapter import locate_adapter
 from mtp_train.checkpoints.demo import GROUP_FIELD, home_source, resolve
 from mtp_train.checkpoints.files import Checkpoint
-from mtp_train.checkpoints.finite import require_finite_checkpoint
 from mtp_train.checkpoints.identity import Contents
 from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.data.groups import join_near_duplicates, mix, split_by_group
 from mtp_train.data.records import PlainText, Record
 from mtp_train.data.sources import load_records
@@ -38,7 +37,7 @@ from mtp_train.errors import DataError
 from mtp_train.heads.build import HeadPlan, fresh_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.export_run import require_exportable
+from mtp_train.runs.export import require_exportable
 from mtp_train.runs.head_source import RunHead, open_head_source, require_source_model, source_plan
 from mtp_train.runs.refusals import (
     HeadOnTrunk,
@@ -48,8 +47,8 @@ from mtp_train.runs.refusals import (
     require_gate_groups,
     weight_refusals,
 )
-from mtp_train.train.plan import Plan, make_plan
-from mtp_train.trunk.precision import automatic_dtype
+from mtp_train.runs.settings import plan_of
+from mtp_train.train.plan import Plan
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 
 HOME_PROMPTS = 12
@@ -135,7 +134,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
         finetune=finetune,
         base=base,
         adapter=adapter,
-        plan=make_plan(recipe, world_size),
+        plan=plan_of(recipe, world_size),
         head_plan=head_plan,
         tokenizer=tokenizer,
         eos_ids=eos_token_ids(finetune, tokenizer),
@@ -149,12 +148,6 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
 
 def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progress | None = None) -> RunText:
     """Read, split and tokenize everything that a run trains on and evaluates on.
-
-    Args:
-        recipe: The recipe.
-        tokenizer: The trunk's tokenizer.
-        vocab_size: Tokens that the trunk has embeddings for.
-        progress: Shows the search for near-duplicates; None shows nothing.
 
     Raises:
         DataError: A source cannot be read, a side of the split is empty or too small, or a token has no embedding.
@@ -287,10 +280,3 @@ def prompts_of(records: Sequence[Record], tokenizer: Any) -> list[Prompt]:
     texts = [record for record in records if isinstance(record.content, PlainText)]
     others = [record for record in records if not isinstance(record.content, PlainText)]
     return build_prompts(others, tokenizer) + continuation_prompts(texts, tokenizer)
-
-
-def trunk_dtype(recipe: Recipe, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype in which a trunk is held: the recipe's, or for ``auto`` :func:`automatic_dtype`."""
-    if recipe.model.dtype != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.model.dtype]
-    return automatic_dtype(checkpoint, checkpoint.family, device)

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from mtp_train.answers.store import ResponseCounts
 from mtp_train.checkpoints.artifact import load_artifact
+from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.run_export import EXPORT, HEAD
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.data.tokenize import Document
@@ -28,26 +29,24 @@ from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENC
 from mtp_train.evaluation.settings import draft_depth
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import layout_of
-from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.recipe.auto_fields import FROM_TEXT
+from mtp_train.recipe.loading import RecipeLike
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.study_table import study_summary
 from mtp_train.report.table import summary
 from mtp_train.report.write import PAGE_FILE, write_report
-from mtp_train.runs.decoder_check import check_decoder
 from mtp_train.runs.display import quiet_progress, rich_to_html
 from mtp_train.runs.evaluate_run import Evaluation, evaluate_run, served_commands, unjudged
-from mtp_train.runs.export_run import write_export
-from mtp_train.runs.model_card import write_card
+from mtp_train.runs.export import write_card, write_export
+from mtp_train.runs.refusals import check_decoder
 from mtp_train.runs.regeneration import data_stage, generate_responses, regeneration_of, trained_documents
-from mtp_train.runs.resolve import Choice, Overrides, RecipeLike, recipe_of, resolve_training, resolved_recipe
-from mtp_train.runs.run import Run, RunTrunk, join_processes
+from mtp_train.runs.resolve import Choice, Overrides, recipe_of, resolve_training, resolved_recipe
+from mtp_train.runs.run import Run, RunTrunk, join_processes, memory_is_named
 from mtp_train.runs.run_directory import DONE, Attempt, Outcome, RunDirectory, is_main_process
+from mtp_train.runs.settings import plan_of
 from mtp_train.runs.training import STATE, train_stage
-from mtp_train.train.estimate import memory_is_named
 from mtp_train.train.launch import describe_processes, lost_process_is_named
 from mtp_train.train.log import read_metrics
-from mtp_train.train.plan import make_plan
 from mtp_train.train.stopping import stopped_by_signals
 from mtp_train.trunk.precision import resolve_precision
 from mtp_train.trunk.progress import progress_on
@@ -206,7 +205,7 @@ def _resolve_length(run: Run, documents: Sequence[Document], auto: Collection[st
     processes = run.accelerator.num_processes
     resolved = resolve_training(run.recipe, fields, documents, processes)
     run.recipe, choices = broadcast_object_list([resolved])[0]
-    run.inputs = replace(run.inputs, plan=make_plan(run.recipe, processes))
+    run.inputs = replace(run.inputs, plan=plan_of(run.recipe, processes))
     if run.is_main:
         run.directory.record_recipe(run.recipe)
         for choice in choices:

@@ -5,17 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import Console
+
+from mtp_inference import NgramDrafting, SpeculativeDecoder, compare
+from mtp_inference.lossless import NOISE_RATIO, measure_errors
 from mtp_train.acceptance.gate import min_gate_groups
 from mtp_train.checkpoints.demo import PREFIX, demo_path
 from mtp_train.checkpoints.files import Checkpoint, read_json
 from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.data.tokenize import Document, Prompt
-from mtp_train.errors import CheckpointError, DataError, MtpError, RecipeError
+from mtp_train.errors import CheckpointError, DataError, MtpError, NotLosslessError, RecipeError
 from mtp_train.evaluation.settings import draft_depth, served_settings
 from mtp_train.families import Convention, Family, RawConfig, raw_text_config, require_served_trunk
 from mtp_train.heads.diagnose import diagnose_head, named_rejections
@@ -23,8 +27,9 @@ from mtp_train.heads.lora import require_lora_targets
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.run_answers import require_answers
-from mtp_train.train.estimate import GIB
-from mtp_train.train.plan import make_plan
+from mtp_train.runs.settings import plan_of
+from mtp_train.train.plan import GIB
+from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.offload import Offload
 from mtp_train.trunk.quantise import require_bitsandbytes, require_quantizable
 from mtp_train.trunk.whole import require_whole_trunk
@@ -32,6 +37,10 @@ from mtp_train.trunk.whole import require_whole_trunk
 NUM_HEADS, ROOM_SHARE = 2, 0.85
 """Heads in memory while a run decodes, and the largest share of a GPU's memory for them and the trunk: caches and
 activations need the rest."""
+
+
+CHECK_PROMPTS, CHECK_PROMPT_TOKENS, CHECK_NEW_TOKENS = 3, 512, 16
+"""Prompts of the check of the decoder, the most tokens of each, and the tokens decoded after them."""
 
 
 class HeadOnTrunk(NamedTuple):
@@ -55,7 +64,7 @@ def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpErr
     # Raises if the head is not supported by the installed transformers.
     _ = model.family.classes
     checks: list[Callable[[], object]] = [
-        partial(make_plan, recipe, world_size),
+        partial(plan_of, recipe, world_size),
         partial(require_unroll, recipe, convention, model.num_modules),
         partial(require_draft_vocab, recipe, model.text_config.vocab_size),
         partial(require_own_data, recipe, model.path),
@@ -259,11 +268,8 @@ def require_embedded(prompts: Sequence[Prompt], documents: Sequence[Document], v
 def decoding_problem(recipe: Recipe, trunk_bytes: int, head_bytes: int, memory_bytes: int) -> str | None:
     """Return why a run cannot decode with its trunk on a GPU; None if it can, or need not.
 
-    Args:
-        recipe: The recipe. Studies, and trunks that are offloaded or quantised, are not judged.
-        trunk_bytes: Bytes of the trunk.
-        head_bytes: Bytes of a head; the retrained one and its baseline are in memory together.
-        memory_bytes: Memory of the GPU.
+    Studies, and trunks that are offloaded or quantised, are not judged. The retrained head and its baseline are in
+    memory together.
     """
     model, needed = recipe.model, trunk_bytes + NUM_HEADS * head_bytes
     if not recipe.decodes or recipe.study is not None or model.offload or model.quantization:
@@ -275,4 +281,36 @@ def decoding_problem(recipe: Recipe, trunk_bytes: int, head_bytes: int, memory_b
         f"most {ROOM_SHARE:.0%} of it, to answer prompts and to measure with. Write model.offload: cpu and use one "
         "process, or leave both to servers: set data.regenerate.endpoint, and write gate.enabled: false, which exports "
         "the head unjudged and names the commands that measure it"
+    )
+
+
+def check_decoder(
+    trunk: Trunk, prompts: Sequence[Sequence[int]], eos_ids: Collection[int], depth: int, console: Console
+) -> None:
+    """Decode some prompts plainly and with drafts from the prompt, and measure the errors of the decoder's windows.
+
+    Raises:
+        NotLosslessError: The decoder changes a text, or its windows differ from the model by more than rounding.
+    """
+    chosen = [list(prompt)[-CHECK_PROMPT_TOKENS:] for prompt in prompts[:CHECK_PROMPTS]]
+    plain = SpeculativeDecoder(trunk, None, 0, eos_ids).decode(chosen, CHECK_NEW_TOKENS)
+    drafted = SpeculativeDecoder(trunk, NgramDrafting(), depth, eos_ids).decode(chosen, CHECK_NEW_TOKENS)
+    noise = 0.0
+    for number, prompt in enumerate(chosen):
+        tokens = plain[number].token_ids
+        found = compare(drafted[number].token_ids, tokens, trunk, prompt, rounds=drafted[number].round_log)
+        errors = measure_errors(trunk, prompt, tokens[:-1])
+        noise = max(noise, errors.noise)
+        if found.verdict == "divergence" or not errors.is_rounding:
+            ratio = max(one for one in (found.window_ratio, errors.window_ratio, 0.0) if one is not None)
+            raise NotLosslessError(
+                f"decoder: differs from this trunk by more than rounding (prompt {number + 1}: text {found.verdict}; "
+                f"typical error of logits {ratio:.1f} times that of plain decoding); expected equal texts or near "
+                f"ties, and at most {NOISE_RATIO:g} times. Acceptance measured with it would mean nothing, so nothing "
+                "was trained. Please report it with the trunk's config.json."
+            )
+    dtype = str(trunk.lm_head_VD.dtype).removeprefix("torch.")
+    console.print(
+        f"Decoder checked on {len(chosen)} prompts: lossless. In {dtype}, rounding moves this trunk's logits by up to "
+        f"{noise:.2g}."
     )

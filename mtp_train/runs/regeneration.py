@@ -15,8 +15,8 @@ from mtp_inference import Request, Sampling, SpeculativeDecoder
 from mtp_inference.sampling.distributions import distribution_of
 from mtp_train.answers.check import AnswerFit, CheckedStore, JudgeFn, fit_of
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS, Endpoint, read_api_key
-from mtp_train.answers.generate import Question, fitting_prompts, regenerate
-from mtp_train.answers.served import PROBE_PROMPTS, missing_prompts, probe, regenerate_served
+from mtp_train.answers.generate import Answering, Question, fitting_prompts, missing_prompts, regenerate
+from mtp_train.answers.served import PROBE_PROMPTS, probe, regenerate_served
 from mtp_train.answers.store import (
     COPIED_FILE,
     RegeneratedRow,
@@ -28,15 +28,15 @@ from mtp_train.answers.store import (
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.tokenize import Document, choose_prompts
 from mtp_train.errors import DataError, MtpError, RecipeError
-from mtp_train.recipe.schema import Recipe, RegenerateSpec
-from mtp_train.runs.run import Run
+from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import RegenerateSpec
+from mtp_train.runs.run import Run, require_shared
 from mtp_train.runs.run_answers import DATA, SETTINGS_FILE, copy_answers
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
-from mtp_train.runs.shared_files import require_shared
 from mtp_train.runs.training import part_documents
 from mtp_train.train.launch import RunAccelerator
+from mtp_train.train.machine import set_threads
 from mtp_train.train.shard import shard_decoder
-from mtp_train.train.threads import settle_threads
 from mtp_train.trunk.load import Trunk
 
 COUNTS_FILE = "counts.json"
@@ -103,7 +103,7 @@ def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tu
 
     if settings.endpoint is None:
         rows = settings.batch_size or BATCH_SIZE
-        settle_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
+        set_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
         answer_by_decoder(run, settings, trunk, store, on_progress)
     else:
         answer = partial(answer_by_server, run, settings, trunk, store, on_progress)
@@ -171,6 +171,16 @@ def sampling_of(settings: RegenerateSpec) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "min_p")}
 
 
+def answering_of(run: Run, settings: RegenerateSpec) -> Answering:
+    """Return the settings of responses besides sampling."""
+    return Answering(
+        max_new_tokens=settings.max_new_tokens,
+        seq_len_tokens=run.recipe.data.seq_len_tokens,
+        eos_ids=run.inputs.eos_ids,
+        seed=run.recipe.seed,
+    )
+
+
 def answer_by_decoder(
     run: Run,
     settings: RegenerateSpec,
@@ -179,7 +189,7 @@ def answer_by_decoder(
     on_progress: Callable[[int, int], None],
 ) -> None:
     """Generate the responses to this process's prompts with the built-in decoder."""
-    recipe, inputs = run.recipe, run.inputs
+    inputs = run.inputs
     # Without copied responses: a batch with one missing response is decoded whole.
     copied = {row.id for row in rows_after(store.directory / COPIED_FILE, 0)}
     prompts = [prompt for prompt in inputs.prompts if prompt.id not in copied]
@@ -204,13 +214,8 @@ def answer_by_decoder(
         prompts,
         store,
         generate,
-        seq_len_tokens=recipe.data.seq_len_tokens,
+        answering_of(run, settings),
         batch_size=batch_size,
-        max_new_tokens=settings.max_new_tokens,
-        eos_ids=inputs.eos_ids,
-        seed=recipe.seed,
-        rank=store.rank,
-        world=store.world,
         on_batch=on_progress,
     )
 
@@ -236,14 +241,7 @@ def with_followers(trunk: Trunk, accelerator: RunAccelerator, answer: Callable[[
 
     Only the first process talks to the server, and its waiting for responses holds up no collective: before each
     forward, it sends the tokens to the others.
-
-    Args:
-        trunk: The trunk, which is sharded in place.
-        accelerator: The processes.
-        answer: Runs the trunk without a cache, through :meth:`Trunk.hidden`.
-
-    Returns:
-        The function's result; empty in the other processes.
+    The trunk is sharded in place, and run without a cache. Returns the function's result; empty in other processes.
 
     Raises:
         DataError: The function failed in the first process; every process raises its error.
@@ -299,7 +297,7 @@ def answer_by_server(
     # Check responses that a kill left unchecked first: prompts whose responses are deleted are missing again.
     checked = CheckedStore(store, judge, str(settings.endpoint), others=store.files_of_others() if rank == 0 else ())
     checked.check()
-    missing = missing_prompts(inputs.prompts, store, seq_len_tokens=room, rank=rank, world=world)
+    missing = missing_prompts(inputs.prompts, store, room)
     if not missing:
         return ""
     endpoint = Endpoint(
@@ -315,17 +313,8 @@ def answer_by_server(
         endpoint.choose_model(settings.model)
         asked = choose_prompts(fitting_prompts(inputs.prompts, room), PROBE_PROMPTS, recipe.seed)
         agreement = probe(endpoint, trunk, asked, seq_len_tokens=room)
-        counts = regenerate_served(
-            missing,
-            checked,
-            endpoint,
-            sampling_of(settings),
-            seq_len_tokens=room,
-            max_new_tokens=settings.max_new_tokens,
-            eos_ids=inputs.eos_ids,
-            seed=recipe.seed,
-            on_prompt=on_progress,
-        )
+        sampling, answering = sampling_of(settings), answering_of(run, settings)
+        counts = regenerate_served(missing, checked, endpoint, sampling, answering, on_progress)
     facts = {"url": endpoint.url, "model": endpoint.model, "prompts_as": endpoint.prompts_as, "agreement": agreement}
     write_json(store.directory / f"server-{rank:05d}-of-{world:05d}.json", {**facts, **asdict(counts)})
     refused = f", {counts.refused} refused ({counts.refusal})" if counts.refused else ""

@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from mtp_train.checkpoints.adapter import locate_adapter
+from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.lora_merge import write_adapted
@@ -28,12 +29,11 @@ from mtp_train.errors import ChangedInputError, CheckpointError, GateRefusedErro
 from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
-from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.checkpoint_tools.inspect import serving_commands
 from mtp_train.runs.display import html_table, quiet_progress
 from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
-from mtp_train.runs.model_card import write_untrained_card
+from mtp_train.runs.export import write_untrained_card
 from mtp_train.runs.pipeline import run_recipe
 from mtp_train.runs.probe import ProbeResult, default_out, probe_with
 from mtp_train.runs.resolve import Overrides, require_one_process
@@ -182,7 +182,7 @@ def write_graft(recipe: Recipe, out: Path) -> None:
     plan = graft_plan(finetune, base, recipe.head.convention)
     adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
     link, progress = recipe.export.link, quiet_progress()
-    write_adapted(finetune, layout_of(finetune), plan.template, out, adapter=adapter, link=link, progress=progress)
+    write_adapted(finetune, layout_of(finetune), plan.head, out, adapter=adapter, link=link, progress=progress)
     with removed_on_failure(out):
         identities = checkpoint_identity(model.trunk, finetune), checkpoint_identity(model.head_from, base)
         write_untrained_card(out, *identities, model.adapter, recipe.head.num_depths)

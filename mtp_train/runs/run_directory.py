@@ -62,7 +62,7 @@ from mtp_train.errors import (
     redacted,
 )
 from mtp_train.evaluation.suites import suite_location
-from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, recipe_from_mapping
+from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, validated
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.head_source import RunHead, open_head_source
 from mtp_train.train.stopping import Stopped
@@ -353,7 +353,7 @@ class RunDirectory:
             return recipe
         recorded = self.recipe
         precision = automatic if recorded is None else recorded.train.precision
-        return replace(recipe, train=replace(recipe.train, precision=precision))
+        return recipe.replaced(train=recipe.train.replaced(precision=precision))
 
     def clear_leftovers(self) -> None:
         """Remove temporary files of writes that a kill interrupted."""
@@ -377,12 +377,7 @@ class RunDirectory:
     ) -> None:
         """Check that the inputs have not changed since the run began. A directory that is not claimed yet passes.
 
-        Args:
-            recipe: The run's recipe.
-            progress: Shows the progress of hashing.
-            anew: Whether hub ids stand for the hub's current revision, as for a new run; if not, for the snapshot in
-                use.
-            finished: Whether the run is finished.
+        Hub ids stand for the hub's current revision with ``anew``, as for a new run; else for the snapshot in use.
 
         Raises:
             ChangedInputError: An input changed, is missing, or cannot be shown to be the same.
@@ -427,7 +422,7 @@ def _is_recipe_of(recorded: str, recipe: Recipe) -> bool:
     that is ``auto``.
     """
     with contextlib.suppress(RecipeError):
-        before = recipe_from_mapping(parse_yaml(recorded, "recipe")[0])
+        before = validated(*parse_yaml(recorded, "recipe"))
         return before == _on_machines_of(before, recipe)
     return False
 
@@ -437,10 +432,10 @@ def _on_machines_of(before: Recipe, now: Recipe) -> Recipe:
     regenerate, earlier = now.data.regenerate, before.data.regenerate
     if regenerate is not None and earlier is not None and None not in (regenerate.endpoint, earlier.endpoint):
         names = ("endpoint", "api_key_env", "concurrency", "request_timeout_seconds")
-        regenerate = replace(regenerate, **{name: getattr(earlier, name) for name in names})
+        regenerate = regenerate.replaced(**{name: getattr(earlier, name) for name in names})
     precision = before.train.precision if now.train.precision == "auto" else now.train.precision
-    train = replace(now.train, processes=before.train.processes, precision=precision)
-    return replace(now, data=replace(now.data, regenerate=regenerate), train=train)
+    train = now.train.replaced(processes=before.train.processes, precision=precision)
+    return now.replaced(data=now.data.replaced(regenerate=regenerate), train=train)
 
 
 def claimed_by_run(run_dir: Path) -> Claimed:
@@ -451,11 +446,8 @@ def claimed_by_run(run_dir: Path) -> Claimed:
 def _input_loaders(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> Loaders:
     """Return functions that locate the files of each input of a recipe.
 
-    Args:
-        recipe: The recipe. Datasets of the hub are not recorded: their files are not at hand to compare.
-        places: The recorded location of each input.
-        anew: Whether a hub id stands for the hub's current revision, as for a new run. If not, it stands for the
-            snapshot that was used, and nothing is downloaded.
+    Datasets of the hub are left out: their files are not at hand to compare. Unless ``anew``, a hub id stands for the
+    snapshot in ``places``, the recorded locations, and nothing is downloaded.
     """
     model, study = recipe.model, recipe.study
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,9 +30,11 @@ from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.lora import merged_weights, put_on_lora
 from mtp_train.heads.module import MtpHead
 from mtp_train.losses.catalogue import find_loss
-from mtp_train.recipe.schema import Recipe, SelectSpec
+from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import SelectSpec
 from mtp_train.runs.run import Run
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
+from mtp_train.runs.settings import train_options
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.hidden_cache import (
     HiddenCache,
@@ -46,9 +48,9 @@ from mtp_train.train.hidden_cache import (
 )
 from mtp_train.train.log import RunLog
 from mtp_train.train.loop import train_head
+from mtp_train.train.machine import set_threads
 from mtp_train.train.select import Selection
 from mtp_train.train.shard import HiddenInShards, shards_trunk
-from mtp_train.train.threads import settle_threads
 from mtp_train.trunk.isolate import isolated_hidden
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import COMPUTE_DTYPES
@@ -118,7 +120,7 @@ def make_selection(
     decode: Callable[[MtpHead], dict[str, float]] | None = None
     if number:
         decode = partial(_decode, run, trunk, [_prompt(document) for document in text[:number]])
-    return Selection(spec, kept, cache, run.directory.path / STATE, decode)
+    return Selection(spec.every_steps, spec.patience, kept, cache, run.directory.path / STATE, decode)
 
 
 def _prompts_to_decode(spec: SelectSpec, accelerator: Accelerator, cache: HiddenCache | None) -> int:
@@ -153,7 +155,7 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document]) -> None:
     """Train the head and save it as the run's artifact. A trunk that is sharded for it stays in shards."""
     recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
     run_dir = run.directory.path
-    settle_threads("training", inputs.plan.micro_batch_tokens, inputs.finetune, accelerator.device, progress.console)
+    set_threads("training", inputs.plan.micro_batch_tokens, inputs.finetune, accelerator.device, progress.console)
     accelerator.gradient_accumulation_steps = inputs.plan.accumulation
     head = build_head(inputs.head_plan, text_config_of(inputs.finetune), dtype=torch.float32)
     if recipe.head.lora is not None:
@@ -180,14 +182,14 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document]) -> None:
             run_dir,
             wandb=recipe.track.wandb,
             project=recipe.track.project,
-            config=asdict(recipe),
+            config=recipe.model_dump(mode="json"),
             resume_step=resume_step,
             on_log=lambda metrics: progress.update(task, description=described(metrics)),
         )
 
     weights = train_head(
         module,
-        recipe=recipe,
+        options=train_options(recipe),
         plan=inputs.plan,
         batch_fn=lambda step: renumbered(batches(step), training),
         accelerator=accelerator,
@@ -244,7 +246,7 @@ def hidden_cache(run: Run, module: HeadTraining, documents: Sequence[Document]) 
         hidden_fn = HiddenInShards(trunk, accelerator)
     else:
         hidden_fn = partial(isolated_hidden, trunk.to(device))
-    with module.computing():
+    with trunk.computing_in(module.compute_dtype):
         layout = layout_for(hidden_fn, documents, spec.dtype, device)
         precision, quantization = recipe.train.precision, recipe.model.quantization
         adapter = inputs.contents[ADAPTER] if inputs.adapter else None
@@ -289,7 +291,6 @@ def trained_artifact(run: Run, weights: dict[str, torch.Tensor], draft_vocab: to
         head = build_head(plan, text_config_of(run.inputs.finetune), dtype=torch.float32)
         weights = merged_weights(head, recipe.head.lora, weights)
     return Artifact(
-        family=plan.family,
         layout=plan.layout,
         num_modules=plan.num_modules,
         num_depths=recipe.head.num_depths,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from mtp_train.heads.alignment import shift_left, valid_targets
@@ -14,7 +16,7 @@ from mtp_train.trunk.isolate import Forwards, isolated_hidden
 from mtp_train.trunk.load import Trunk
 
 
-class Batch(NamedTuple):
+class PackedBatch(NamedTuple):
     """Packed rows on a device, all of shape (B, T)."""
 
     tokens_BT: Tensor
@@ -34,18 +36,26 @@ class AlignedRows(NamedTuple):
     """bool, at start rows: whether a decoding round can begin there, that is, whether the next token is a target."""
 
 
+def autocasting(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[object]:
+    """Return autocast to a dtype; for None, a context that leaves autocast as it is."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
 def aligned_rows(
     trunk: Trunk,
     head: MtpHead,
-    batch: Batch,
+    batch: PackedBatch,
     num_depths: int,
     *,
     hidden_BTD: Tensor | None = None,
     forwards: Forwards | None = None,
     apart: bool = False,
     recompute: bool = False,
+    autocast: torch.dtype | None = None,
 ) -> AlignedRows:
     """Run trunk and head over packed rows and align the depths by target row.
+
+    The trunk runs outside of autocast, as in decoding.
 
     Args:
         trunk: The trunk.
@@ -56,21 +66,24 @@ def aligned_rows(
         forwards: See :func:`mtp_train.trunk.isolate.isolated_hidden`.
         apart: See :func:`mtp_train.heads.step.unroll`.
         recompute: Likewise.
+        autocast: The dtype of autocast for the head's products; None leaves autocast as it is.
     """
     trunk.show_layers(head.trunk_layers)
     if hidden_BTD is None:
         hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT, forwards=forwards)
-    starts = unroll(
-        head,
-        trunk.head_input(hidden_BTD, head.convention),
-        batch.tokens_BT,
-        head.embedding(trunk.embed),
-        num_depths=num_depths,
-        positions_BT=batch.positions_BT,
-        document_BT=batch.document_BT,
-        apart=apart,
-        recompute=recompute,
-    )
+    state_BTD = trunk.head_input(hidden_BTD, head.convention)
+    with autocasting(hidden_BTD.device, autocast):
+        starts = unroll(
+            head,
+            state_BTD,
+            batch.tokens_BT,
+            head.embedding(trunk.embed),
+            num_depths=num_depths,
+            positions_BT=batch.positions_BT,
+            document_BT=batch.document_BT,
+            apart=apart,
+            recompute=recompute,
+        )
     valid = [valid_targets(batch.document_BT, batch.loss_mask_BT, depth + 1) for depth in range(num_depths)]
     return AlignedRows(
         align_to_targets(starts).flatten(1, 2),

@@ -9,7 +9,9 @@ Shapes: K depths.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,9 +21,9 @@ from torch import Tensor
 from mtp_train.acceptance.counts import entropy, overlap
 from mtp_train.heads.module import MtpHead
 from mtp_train.losses.chunked import chunk_rows, gpu_bytes_of, to_starts
-from mtp_train.train.aligned import Batch, aligned_rows
+from mtp_train.train.aligned import PackedBatch, aligned_rows
 from mtp_train.trunk.load import Trunk
-from mtp_train.trunk.widen import many_rows
+from mtp_train.trunk.precision import slow_halves
 
 if TYPE_CHECKING:
     from mtp_train.train.aligned import AlignedRows
@@ -157,8 +159,23 @@ class DenseMetrics:
         )
 
 
+@contextmanager
+def many_rows(trunk: Trunk, head: MtpHead) -> Iterator[MtpHead]:
+    """Run a trunk over many rows in the faster precision, and yield the head to run with it.
+
+    Where the device is slow in the dtype in which they are held, the trunk computes in fp32 and the head is a copy in
+    fp32.
+    """
+    weight = trunk.lm_head_VD
+    if not slow_halves(weight.dtype, weight.device):
+        yield head
+        return
+    with trunk.computing_in(torch.float32):
+        yield deepcopy(head).float()
+
+
 @torch.inference_mode()
-def dense_metrics(trunk: Trunk, head: MtpHead, batches: Iterable[Batch], num_depths: int) -> DenseMetrics:
+def dense_metrics(trunk: Trunk, head: MtpHead, batches: Iterable[PackedBatch], num_depths: int) -> DenseMetrics:
     """Measure a head on packed text."""
     total: DenseSums | None = None
     entropies: list[Tensor] = []

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mtp_train.checkpoints.finite import all_finite
+from mtp_train.checkpoints.files import all_finite
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll

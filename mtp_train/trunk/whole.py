@@ -172,8 +172,6 @@ def _whole_numbers(tensors: Mapping[str, TensorInfo], model: Any) -> list[str]:
 
 def _model_without_weights(checkpoint: Checkpoint, family: Family, trust_remote_code: bool) -> Any | None:
     """Return transformers' model on the meta device; None for a family that cannot be built here."""
-    if family.layer.borrowed is None:
-        return None
     try:
         _ = family.classes
         config = trunk_config(checkpoint.path, family, trust_remote_code=trust_remote_code)

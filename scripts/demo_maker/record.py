@@ -24,7 +24,7 @@ from mtp_train.data.records import PlainText, Record
 from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.evaluation.results import ArmResult
 from mtp_train.evaluation.settings import draft_depth, greedy
-from mtp_train.heads.build import artifact_plan, build_head
+from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.evaluate_run import decode, evaluation_settings, measure_dense, outputs, run_result
@@ -106,7 +106,7 @@ def _record(arm: str, run: Run, recording: Recording) -> tuple[dict[str, Any], d
         train_stage(run, trunk, documents)
         # Load the trunk again: the cache of hidden states releases its layers.
         trunk = load_run_trunk(run)
-        plan = artifact_plan(load_artifact(run.directory.path / "head"))
+        plan = load_artifact(run.directory.path / "head")
         head = build_head(plan, text_config_of(inputs.finetune), dtype=trunk.lm_head_VD.dtype).eval()
         heads = {arm: HeadDrafting(head)}
         names = {arm: f"recorded:{arm}"}

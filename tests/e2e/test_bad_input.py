@@ -343,7 +343,7 @@ def test_a_chain_of_modules_is_not_trained_as_one(tmp_path: Path, capfd: Capture
 
 
 def test_check_and_run_report_the_same_problems_at_once(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
-    wrong = {"head__draft_vocab": 100_000, "data__responses": str(tmp_path), "data__regenerate": {}}
+    wrong = {"head__draft_vocab": 100_000, "data__responses": str(tmp_path / "no run"), "data__regenerate": {}}
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **wrong)
     said = []
     for command in ("check", "run"):

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from checkpoints import all_tensors, set_fields
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import rescue as rescue_module
-from mtp_train.runs.probe import Level, ProbeResult
+from mtp_train.runs.probe import HeadLevel, ProbeResult
 from mtp_train.runs.write_recipe import rescue_recipe
 from runs import GETS_NO_BETTER, LEARNS, TINY_RESCUE, document, overrides_of, shorten_probes, tree, write_inputs
 
@@ -102,7 +101,7 @@ def probed(monkeypatch: pytest.MonkeyPatch, verdict: Any) -> list[Path]:
     def found(tuned: str, donor: str, out: Path, *_: Any) -> ProbeResult:
         asked.append(out)
         out.mkdir(parents=True, exist_ok=True)
-        level = Level(2.0, (1.9, 2.1), 0.5)
+        level = HeadLevel(2.0, (1.9, 2.1), 0.5)
         return ProbeResult(verdict, "tau is what it is", "mtp-train inspect x", level, level, None, None)
 
     monkeypatch.setattr(rescue_module, "probe_with", found)
@@ -229,7 +228,7 @@ def test_a_rescue_sets_what_the_text_decides_once_it_exists(
     # The command finds the settings that the run recorded, and nothing is done twice.
     assert rescue_recipe(str(inputs / "finetune"), str(inputs / "base"), out, [str(inputs / "chats.jsonl")], short)[
         0
-    ] == (replace(recipe, train=replace(recipe.train, precision="auto")))
+    ] == (recipe.replaced(train=recipe.train.replaced(precision="auto")))
     assert document([*argv, "--set", *short], capfd) == rescued
 
 
@@ -247,7 +246,7 @@ def test_a_rescue_without_prompts_takes_built_in_ones_or_the_demos(inputs: Path,
     assert ours.data.sources[0].path == "demo:prompts"
     # The demo has no settings of its own.
     assert [choice.field for choice in same] == [choice.field for choice in choices]
-    assert replace(ours.evaluate, prompts=1) == replace(recipe.evaluate, prompts=1)
+    assert ours.evaluate.replaced(prompts=1) == recipe.evaluate.replaced(prompts=1)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from mtp_train import check
 from mtp_train.errors import DataError, OutputExistsError
 from mtp_train.evaluation.cells import StudyReport, load_study
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.recipe.schema import StudySection
+from mtp_train.recipe.sections import StudySection
 from mtp_train.runs.inputs import gather_inputs
 from mtp_train.runs.study import study_run as stages
 from mtp_train.runs.study.material import gather_study

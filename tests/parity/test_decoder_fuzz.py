@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import mtp_inference.decoder
 import mtp_inference.sampling.chooser
@@ -23,11 +22,11 @@ from mtp_inference import GenerationResult, HeadDrafting, Request, SpeculativeDe
 from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.capture import Rounds
 from mtp_inference.depth import RoundCosts
-from mtp_inference.drafters.drafter import Drafter, DrafterMaker, Place, Size
+from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
-from mtp_inference.sampling.chooser import Chooser, Drafts
 from mtp_inference.session import Lane, Session
 from mtp_train.trunk.load import Trunk
+from scripted import RandomDrafting
 from tiny import ALL_FAMILIES, CACHE_KINDS, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
 
 LONGEST_PROMPT, MOST_TOKENS = 40, 30
@@ -49,32 +48,7 @@ def plain_text(name: str, length: int) -> list[int]:
     return plain_greedy(trunk_of(name), prompt(length), MOST_TOKENS, ())
 
 
-class RandomDrafting:
-    """Draft any tokens."""
-
-    def check(self, trunk: Trunk, depth: int) -> None: ...
-
-    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
-        return RandomDrafter()
-
-
-class RandomDrafter:
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(0)
-
-    def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None: ...
-
-    def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None: ...
-
-    def settle(self, place: Place) -> None: ...
-
-    def keep_rows(self, rows_R: Tensor) -> None: ...
-
-    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
-        return Drafts(torch.randint(VOCAB_SIZE, (len(place.last_B), depth), generator=self.generator))
-
-
-def nearly(name: str) -> DrafterMaker:
+def nearly(name: str) -> Drafting:
     model = tiny_trunk(name, seed=1)
     noise_VD = torch.randn(model.lm_head_VD.shape, generator=torch.Generator().manual_seed(99))
     with torch.no_grad():
@@ -82,7 +56,7 @@ def nearly(name: str) -> DrafterMaker:
     return ModelDrafting(model)
 
 
-MAKERS: dict[str, Callable[[str], DrafterMaker]] = {
+MAKERS: dict[str, Callable[[str], Drafting]] = {
     "random": lambda name: RandomDrafting(),
     "right": lambda name: ModelDrafting(trunk_of(name)),
     "nearly right": nearly,
@@ -98,7 +72,7 @@ ONE_MODULE = ("nemotron_h",)
 
 
 @functools.cache
-def maker_of(name: str, drafting: str) -> DrafterMaker:
+def maker_of(name: str, drafting: str) -> Drafting:
     return MAKERS[drafting](name)
 
 

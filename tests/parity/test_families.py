@@ -38,15 +38,14 @@ from mtp_train.heads.experts import GROUPED_EXPERTS, is_stacked
 from mtp_train.heads.lora import is_lora, merged_weights, put_on_lora
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
-from mtp_train.recipe.schema import LoraSpec
-from mtp_train.train.aligned import Batch, aligned_rows
+from mtp_train.recipe.sections import LoraSection
+from mtp_train.train.aligned import PackedBatch, aligned_rows
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.trunk.isolate import Segment, isolated_hidden, segments
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
 from mtp_train.trunk.whole import diagnose_trunk
-from mtp_train.trunk.widen import widened
-from mtp_train.upstream.transformers_private import experts_of, set_experts
+from mtp_train.upstream.transformers_private import kept_in_fp32, set_experts
 from scripted import spied_drafts
 from tiny import ALL_FAMILIES, IS_OLD, VOCAB_SIZE, family_of, tiny_head, tiny_trunk
 from tolerances import FAR, assert_differs, assert_same, num_terms, rounding
@@ -350,7 +349,7 @@ def test_a_widened_trunk_computes_what_it_does_in_fp32(built: Built) -> None:
     half = copy.deepcopy(built.trunk).to(torch.bfloat16)
     full = copy.deepcopy(half).float()
     held = {key: (id(value), value.dtype) for key, value in half.named_parameters()}
-    with widened(half):
+    with half.computing_in(torch.float32):
         hidden = half.hidden(tokens_1T)
         logits = half.logits(hidden)
     expected = full.hidden(tokens_1T)
@@ -359,6 +358,22 @@ def test_a_widened_trunk_computes_what_it_does_in_fp32(built: Built) -> None:
     assert {key: (id(value), value.dtype) for key, value in half.named_parameters()} == held
     # By itself it rounds.
     assert half.hidden(tokens_1T).dtype is torch.bfloat16
+
+
+@torch.no_grad()
+def test_a_trunk_held_in_fp32_computes_in_bf16_what_it_does_loaded_in_bf16(built: Built) -> None:
+    tokens_1T = random_tokens()
+    loaded, held = copy.deepcopy(built.trunk), copy.deepcopy(built.trunk)
+    kept = kept_in_fp32(held.causal_lm)
+    for trunk, dtype in ((loaded, torch.bfloat16), (held, torch.float32)):
+        for key, value in trunk.named_parameters():
+            if not any(part in key for part in kept):
+                value.data = value.data.bfloat16().to(dtype)
+    expected = loaded.hidden(tokens_1T)
+    with held.computing_in(torch.bfloat16):
+        hidden = held.hidden(tokens_1T)
+    assert hidden.dtype is torch.bfloat16
+    torch.testing.assert_close(hidden, expected, rtol=0, atol=0)
 
 
 @torch.inference_mode()
@@ -409,7 +424,7 @@ def test_the_heads_experts_compute_what_transformers_loop_does(built: Built) -> 
     stacked = [key.rpartition(".")[0] for key, value in head.named_parameters() if is_stacked(key, value.shape)]
     assert bool(stacked) == any(".experts." in key for key in head.state_dict())
     for experts in map(head.get_submodule, stacked[:1]):
-        assert experts_of(experts.config) == GROUPED_EXPERTS  # type: ignore[arg-type]
+        assert experts.config._experts_implementation == GROUPED_EXPERTS  # type: ignore[arg-type]
         terms = TOKENS * num_terms(experts)
         found, loop, other = (
             computed(experts, function, seed) for function, seed in ((GROUPED_EXPERTS, 0), ("eager", 0), ("eager", 1))
@@ -433,12 +448,12 @@ def computed(experts: Any, function: str, seed: int) -> list[Tensor]:
     return [output_ND.detach(), *torch.autograd.grad(output_ND, wanted, slope_ND.to(output_ND.dtype))]
 
 
-def batch() -> Batch:
+def batch() -> PackedBatch:
     """Return rows of a document each, padded, whose first tokens are no targets."""
     tokens_BT = random_tokens(4, 16)
     positions_BT = torch.arange(16).expand(4, 16)
     document_BT = torch.where(positions_BT < torch.tensor([[16], [9], [14], [11]]), 0, P)
-    return Batch(tokens_BT, positions_BT, document_BT, (document_BT == 0) & (positions_BT > 3))
+    return PackedBatch(tokens_BT, positions_BT, document_BT, (document_BT == 0) & (positions_BT > 3))
 
 
 def module_of(built: Built, head: MtpHead | None = None, **options: Any) -> HeadTraining:
@@ -467,7 +482,7 @@ def test_every_parameter_that_is_trained_gets_a_gradient(built: Built) -> None:
 
 def test_lora_matrices_and_nothing_else_are_trained_and_merged(built: Built) -> None:
     """Merged weights have the names of a head without matrices, and draft as the matrices did; a start changes none."""
-    spec = LoraSpec(r=4, alpha=8)
+    spec = LoraSection(r=4, alpha=8)
     plain, module = module_of(built), module_of(built)
     put_on_lora(module.head, spec, seed=0)
     before = drafted(plain)

@@ -14,8 +14,8 @@ from mtp_inference import HeadDrafting, Request, SpeculativeDecoder, compare, pl
 from mtp_inference.cache.convolved import ConvolutionInputs
 from mtp_inference.cache.delta import DeltaWindow
 from mtp_inference.cache.model_cache import CompressedStore
-from mtp_inference.cache.recurrent import RecurrentLayers, RecurrentStore, Undecided
-from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.cache.recurrent import RecurrentLayers, RecurrentStore
+from mtp_inference.drafters.drafter import Drafting
 from mtp_train.heads.module import Unroll
 from mtp_train.trunk.load import Trunk
 from scripted import (
@@ -60,7 +60,7 @@ def trunk_and_texts(kind: str) -> tuple[Trunk, dict[tuple[int, ...], list[int]]]
     return trunk, texts
 
 
-def drafting(name: str, trunk: Trunk, texts: PlainTexts) -> DrafterMaker:
+def drafting(name: str, trunk: Trunk, texts: PlainTexts) -> Drafting:
     if name == "random":
         return RandomDrafting()
     if name in SCRIPTS:
@@ -164,7 +164,7 @@ def keep_the_last_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     commit, take = RecurrentLayers.commit, RecurrentStore.take_window
     seen: dict[int, Tensor] = {}
 
-    def remember(store: RecurrentStore) -> tuple[Tensor, Tensor | Undecided]:
+    def remember(store: RecurrentStore) -> tuple[Tensor, Tensor | DeltaWindow]:
         conv, state = take(store)
         seen[id(store)] = conv
         return conv, state

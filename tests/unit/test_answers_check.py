@@ -15,7 +15,8 @@ from mtp_inference.sampling.distributions import Sampling, distribution_of
 from mtp_train.answers import check as checked
 from mtp_train.answers.check import AnswerFit, CheckedStore, JudgeFn, allowance, fit_of
 from mtp_train.answers.endpoint import Endpoint
-from mtp_train.answers.served import missing_prompts, probe, regenerate_served
+from mtp_train.answers.generate import Answering, missing_prompts
+from mtp_train.answers.served import probe, regenerate_served
 from mtp_train.answers.store import RegeneratedRow, RegeneratedStore
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import CheckpointError, DataError
@@ -89,15 +90,12 @@ def answer(
         if proves:
             probe(endpoint, trunk, PROMPTS[:1], seq_len_tokens=32)
         return regenerate_served(
-            missing_prompts(PROMPTS, store, seq_len_tokens=64, rank=0, world=1),
+            missing_prompts(PROMPTS, store, 64),
             watched,
             endpoint,
             sampling,
-            seq_len_tokens=64,
-            max_new_tokens=32,
-            eos_ids={EOS},
-            seed=0,
-            on_prompt=lambda done, total: None,
+            Answering(max_new_tokens=32, seq_len_tokens=64, eos_ids={EOS}),
+            lambda done, total: None,
         ).generated
 
 

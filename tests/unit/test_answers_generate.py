@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mtp_train.answers.generate import Question, RegenerateCounts, batches_by_length, regenerate
+from mtp_train.answers.generate import Answering, Question, batches_by_length, regenerate
 from mtp_train.answers.store import RegeneratedStore
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
@@ -32,23 +32,11 @@ def answer(
     speaker: Speaker,
     prompts: list[Prompt] = PROMPTS,
     *,
-    rank: int = 0,
-    world: int = 1,
     seq_len_tokens: int = 64,
     seed: int = 0,
-) -> RegenerateCounts:
-    return regenerate(
-        prompts,
-        store,
-        speaker,
-        seq_len_tokens=seq_len_tokens,
-        batch_size=1,
-        max_new_tokens=32,
-        eos_ids={EOS},
-        seed=seed,
-        rank=rank,
-        world=world,
-    )
+) -> int:
+    answering = Answering(max_new_tokens=32, seq_len_tokens=seq_len_tokens, eos_ids={EOS}, seed=seed)
+    return regenerate(prompts, store, speaker, answering, batch_size=1)
 
 
 def test_batches_hold_prompts_of_like_length_whatever_the_order() -> None:
@@ -65,7 +53,7 @@ def test_the_batches_do_not_depend_on_the_number_of_processes(tmp_path: Path, wo
     answer(RegeneratedStore(tmp_path / "alone"), alone)
     shared = [Speaker() for _ in range(world)]
     for rank, speaker in enumerate(shared):
-        answer(RegeneratedStore(tmp_path / "shared", rank=rank, world=world), speaker, rank=rank, world=world)
+        answer(RegeneratedStore(tmp_path / "shared", rank=rank, world=world), speaker)
     assert sorted(batch for speaker in shared for batch in speaker.batches) == sorted(alone.batches)
     assert RegeneratedStore(tmp_path / "shared").rows() == RegeneratedStore(tmp_path / "alone").rows()
 
@@ -73,7 +61,7 @@ def test_the_batches_do_not_depend_on_the_number_of_processes(tmp_path: Path, wo
 def test_responses_end_with_their_first_end_of_text(tmp_path: Path) -> None:
     store = RegeneratedStore(tmp_path)
     counts = answer(store, Speaker())
-    assert counts == RegenerateCounts(prompts=20, too_long=0, reused=0, generated=20)
+    assert counts == 20
     assert [(r.response_ids, r.finished) for r in store.rows()[:2]] == [((7, 1, 1, EOS), True), ((7, 2, 2, EOS), True)]
 
 
@@ -83,10 +71,8 @@ def test_a_response_without_an_end_is_unfinished(tmp_path: Path) -> None:
         PROMPTS[:1],
         store,
         lambda questions: [[5] * question.max_new_tokens for question in questions],
-        seq_len_tokens=64,
+        Answering(max_new_tokens=3, seq_len_tokens=64, eos_ids={EOS}),
         batch_size=1,
-        max_new_tokens=3,
-        eos_ids={EOS},
     )
     assert store.rows()[0].response_ids == (5, 5, 5)
     assert not store.rows()[0].finished
@@ -125,17 +111,17 @@ def test_a_killed_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     # The batch with the torn line is generated as a whole again, so that its rows come out as in an unbroken run.
     counts = answer(RegeneratedStore(tmp_path / "killed"), resumed)
     assert resumed.batches == unbroken.batches[1:]
-    assert (counts.reused, counts.generated) == (7, 13)
+    assert counts == 13
     assert RegeneratedStore(tmp_path / "killed").rows() == RegeneratedStore(tmp_path / "unbroken").rows()
     assert len(path.read_text().splitlines()) == 20
 
 
 def test_a_run_resumes_with_another_number_of_processes(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        answer(RegeneratedStore(tmp_path, rank=1, world=2), Speaker(num_batches=1), rank=1, world=2)
+        answer(RegeneratedStore(tmp_path, rank=1, world=2), Speaker(num_batches=1))
     speaker = Speaker()
     counts = answer(RegeneratedStore(tmp_path), speaker)
-    assert (counts.reused, counts.generated) == (4, 16)
+    assert counts == 16
     assert len(speaker.batches) == 4
     assert len(RegeneratedStore(tmp_path).rows()) == 20
 
@@ -146,10 +132,8 @@ def test_progress_is_told(tmp_path: Path) -> None:
         PROMPTS,
         RegeneratedStore(tmp_path),
         Speaker(),
-        seq_len_tokens=64,
+        Answering(max_new_tokens=8, seq_len_tokens=64, eos_ids={EOS}),
         batch_size=3,
-        max_new_tokens=8,
-        eos_ids={EOS},
         on_batch=lambda done, total: told.append((done, total)),
     )
     assert told == [(1, 2), (2, 2)]
@@ -157,7 +141,7 @@ def test_progress_is_told(tmp_path: Path) -> None:
 
 def test_prompts_without_room_for_a_response_are_counted_or_refused(tmp_path: Path) -> None:
     counts = answer(RegeneratedStore(tmp_path), Speaker(), seq_len_tokens=18)
-    assert (counts.prompts, counts.too_long, counts.generated) == (20, 6, 14)
+    assert counts == 14
     with pytest.raises(DataError, match=r"20 prompts, none of at most 0 tokens; expected prompts that leave room"):
         answer(RegeneratedStore(tmp_path / "none"), Speaker(), seq_len_tokens=16)
 
@@ -176,9 +160,7 @@ def test_a_missing_response_is_a_bug_that_shows(tmp_path: Path) -> None:
             PROMPTS,
             RegeneratedStore(tmp_path),
             lambda questions: [[1, 2]] * (len(questions) - 1),
-            seq_len_tokens=64,
+            Answering(max_new_tokens=8, seq_len_tokens=64, eos_ids={EOS}),
             batch_size=1,
-            max_new_tokens=8,
-            eos_ids={EOS},
         )
     assert RegeneratedStore(tmp_path).rows() == []

@@ -12,7 +12,8 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from mtp_train.answers.check import AnswerFit, CheckedStore
 from mtp_train.answers.endpoint import GREEDY, Endpoint
-from mtp_train.answers.served import ServedCounts, missing_prompts, probe, regenerate_served
+from mtp_train.answers.generate import Answering, missing_prompts
+from mtp_train.answers.served import ServedCounts, probe, regenerate_served
 from mtp_train.answers.store import RegeneratedRow, RegeneratedStore
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
@@ -45,18 +46,15 @@ def answer(
     store: RegeneratedStore, reply: ReplyFn, concurrency: int = 4, told: list[tuple[int, int]] | None = None
 ) -> tuple[ServedCounts, Served]:
     told = [] if told is None else told
-    missing = missing_prompts(PROMPTS, store, seq_len_tokens=64, rank=0, world=1)
+    missing = missing_prompts(PROMPTS, store, 64)
     with connected(reply, concurrency) as (endpoint, served):
         counts = regenerate_served(
             missing,
             CheckedStore(store, believed, served.url),
             endpoint,
             GREEDY,
-            seq_len_tokens=64,
-            max_new_tokens=8,
-            eos_ids={EOS},
-            seed=0,
-            on_prompt=lambda done, total: told.append((done, total)),
+            Answering(max_new_tokens=8, seq_len_tokens=64, eos_ids={EOS}),
+            lambda done, total: told.append((done, total)),
         )
     return counts, served
 
@@ -176,17 +174,15 @@ def test_only_what_is_missing_is_asked_for(tmp_path: Path) -> None:
     counts, served = answer(RegeneratedStore(tmp_path), echo)
     assert sorted(payload["prompt"][0] for payload in served.payloads) == [17, 18, 19, 20, 21]
     assert counts.generated == 5
-    assert missing_prompts(PROMPTS, store, seq_len_tokens=64, rank=0, world=1) == []
+    assert missing_prompts(PROMPTS, store, 64) == []
 
 
 def test_processes_part_the_prompts_whatever_is_done_already(tmp_path: Path) -> None:
-    parts = [
-        missing_prompts(PROMPTS, RegeneratedStore(tmp_path), seq_len_tokens=64, rank=rank, world=2) for rank in (0, 1)
-    ]
+    parts = [missing_prompts(PROMPTS, RegeneratedStore(tmp_path, rank=rank, world=2), 64) for rank in (0, 1)]
     assert sorted((prompt for part in parts for prompt in part), key=lambda prompt: prompt.id) == PROMPTS
     answer(RegeneratedStore(tmp_path), lambda payload: echo(payload) if payload["prompt"][0] != 13 else Reply(400))
-    assert missing_prompts(PROMPTS, RegeneratedStore(tmp_path), seq_len_tokens=64, rank=0, world=2) == []
-    assert missing_prompts(PROMPTS, RegeneratedStore(tmp_path), seq_len_tokens=64, rank=1, world=2) == [PROMPTS[3]]
+    assert missing_prompts(PROMPTS, RegeneratedStore(tmp_path, rank=0, world=2), 64) == []
+    assert missing_prompts(PROMPTS, RegeneratedStore(tmp_path, rank=1, world=2), 64) == [PROMPTS[3]]
 
 
 def test_refused_prompts_are_counted_and_asked_again_later(tmp_path: Path) -> None:
@@ -196,7 +192,7 @@ def test_refused_prompts_are_counted_and_asked_again_later(tmp_path: Path) -> No
     store = RegeneratedStore(tmp_path)
     counts, _ = answer(store, reply)
     assert counts == ServedCounts(generated=6, refused=6, refusal="answers 400 (too long)")
-    assert len(missing_prompts(PROMPTS, store, seq_len_tokens=64, rank=0, world=1)) == 6
+    assert len(missing_prompts(PROMPTS, store, 64)) == 6
     # Prompts that are always refused do not prevent training on the other responses.
     assert answer(store, reply)[0] == ServedCounts(generated=0, refused=6, refusal="answers 400 (too long)")
     with pytest.raises(DataError, match=r"refuses all of 12 prompts \(answers 400 \(no\)\); expected responses"):

@@ -26,7 +26,7 @@ from assistants import (
 )
 from checkpoints import all_tensors
 from mtp_inference import AssistantDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
-from mtp_inference.drafters.drafter import Place
+from mtp_inference.drafters.drafter import RoundPlan
 from mtp_inference.sampling.chooser import Chooser
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.errors import CheckpointError, MtpError, UnsupportedModelError
@@ -216,9 +216,9 @@ def test_q_is_zero_outside_the_chosen_centroids(name: str, num_tokens: int) -> N
     hot = [Sampling(temperature=20.0)] * len(prompts())
     chooser = Chooser(hot, "sampled", vocab_size=vocab_size, device=torch.device("cpu"), penalises=False)
     assert run.drafter is not None
-    place = Place(32, 0, run.batch.last_B, run.batch.length_B, run.cache)
+    choice = chooser.begin_draft(run.batch.last_B, run.batch.length_B)
     with torch.inference_mode():
-        q_BKV = run.drafter.draft(2, place, chooser).q_BKV
+        q_BKV = run.drafter.draft(RoundPlan(2, 32, 0, None), choice).q_BKV
     assert q_BKV is not None
     assert torch.equal((q_BKV > 0).sum(-1), torch.full((len(prompts()), 2), num_tokens))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from byte_tokenizer import byte_tokenizer
 from checkpoints import base_and_finetune
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import RecipeError
-from mtp_train.recipe.auto_fields import FROM_TEXT, STAND_INS, auto_fields, with_values
-from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.auto_fields import FROM_TEXT, STAND_INS, with_values
 from mtp_train.runs import resolve
 from mtp_train.runs.resolve import (
     EPOCHS,
@@ -28,7 +26,7 @@ from mtp_train.runs.resolve import (
     resolved_recipe,
 )
 from mtp_train.runs.run_directory import RunDirectory
-from mtp_train.train.devices import device_named
+from mtp_train.train.machine import device_named
 from runs import BYTE_VOCAB_SIZE, tiny_mapping, tiny_recipe, write_inputs
 
 FIELDS = tuple(STAND_INS)
@@ -121,8 +119,8 @@ def test_plain_text_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seq_len", [512, 4096])
-@pytest.mark.parametrize("tokens", [600, 9_000, 200_000, 3_000_000, 400_000_000])
-@pytest.mark.parametrize("world_size", [1, 3, 8])
+@pytest.mark.parametrize("tokens", [600, 200_000, 400_000_000])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_the_text_is_repeated_only_as_often_as_the_rules_allow(
     monkeypatch: pytest.MonkeyPatch, tokens: int, seq_len: int, world_size: int
 ) -> None:
@@ -141,7 +139,7 @@ def test_the_text_is_repeated_only_as_often_as_the_rules_allow(
     sequences = train.tokens_per_step // seq_len
     assert sequences % (train.micro_batch_sequences * world_size) == 0
     twice, _ = resolve_training(
-        replace(recipe, head=replace(recipe.head, init="random")), FROM_TEXT, [text], world_size
+        recipe.replaced(head=recipe.head.replaced(init="random")), FROM_TEXT, [text], world_size
     )
     assert twice.train.max_steps == pytest.approx(2 * train.max_steps, abs=2)
 
@@ -172,7 +170,7 @@ def test_a_recipe_leaves_fields_to_the_rules_and_keeps_those_of_the_user(inputs:
 
 def test_a_resumed_run_keeps_what_it_recorded(inputs: Path, tmp_path: Path) -> None:
     before, _ = resolved_recipe(mapping(inputs, tmp_path / "run"))
-    recorded = replace(before, train=replace(before.train, max_steps=77))
+    recorded = before.replaced(train=before.train.replaced(max_steps=77))
     RunDirectory(tmp_path / "run").path.mkdir()
     RunDirectory(tmp_path / "run").record_recipe(recorded)
     again, choices = resolved_recipe(mapping(inputs, tmp_path / "run"))
@@ -185,11 +183,11 @@ def test_a_resumed_run_keeps_what_it_recorded(inputs: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("seed=auto", r"seed: 'auto' \(text\); expected a whole number"),
-        ("train.lr=quick", r"train\.lr: 'quick' \(text\); expected a number above 0, or auto"),
+        ("seed=auto", r"seed: 'auto'; expected a whole number"),
+        ("train.lr=quick", r"train\.lr: 'quick'; expected a number above 0, or auto"),
         (
             "data.regenerate.max_prompts=many",
-            r"max_prompts: 'many' \(text\); expected a whole number of 1 or more, or null, or auto",
+            r"max_prompts: 'many'; expected a whole number of 1 or more, or null, or auto",
         ),
         ("train.max_step=3", r"train\.max_step: unknown"),
     ],
@@ -200,16 +198,9 @@ def test_other_text_is_refused(inputs: Path, tmp_path: Path, override: str, says
 
 
 def test_a_study_sets_its_numbers_itself(inputs: Path, tmp_path: Path) -> None:
-    recipe: Recipe = replace(tiny_recipe(inputs, tmp_path / "run"), study=object())  # type: ignore[arg-type]
+    recipe = tiny_recipe(inputs, tmp_path / "run").replaced(study=object())
     with pytest.raises(RecipeError, match=r"train\.lr: 'auto' with study; expected a number"):
         automatic_values(recipe, ["train.lr"], 1, HERE)
-
-
-def test_fields_are_found_where_a_recipe_has_them() -> None:
-    data = {"train": {"lr": "auto", "max_steps": 3}, "data": {"regenerate": None}, "evaluate": "auto"}
-    assert auto_fields(data) == ("train.lr",)
-    assert with_values(data, {"train.lr": 0.1})["train"] == {"lr": 0.1, "max_steps": 3}
-    assert data["train"] == {"lr": "auto", "max_steps": 3}
 
 
 def test_lengths_are_counted_in_tokens(tmp_path: Path) -> None:

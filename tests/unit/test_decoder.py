@@ -17,16 +17,15 @@ from mtp_inference import (
     Sampling,
     SpeculativeDecoder,
     compare,
-    generate_equal_length,
     plain_greedy,
 )
-from mtp_inference.drafters.drafter import Place, Size
+from mtp_inference.drafters.drafter import BatchSize, RoundPlan
 from mtp_inference.drafters.head_drafter import ChainedDrafter, ChainedDraftsDrafter, RecursiveDrafter
 from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.heads.module import Unroll
 from mtp_train.trunk.load import Trunk
 from redrafted import drafts_from_scratch, drafts_of_training
-from scripted import BatchRun, ScriptedDrafting, greedy_chooser, plain_texts, random_prompt, spied_drafts
+from scripted import BatchRun, ScriptedDrafting, greedy_chooser, made, plain_texts, random_prompt, spied_drafts
 from tiny import ALL_FAMILIES, FAMILY_NAMES, UNROLLS, chained_head, head_of, tiny_head, tiny_trunk
 
 PROMPT = random_prompt(5)
@@ -179,8 +178,6 @@ def test_bad_requests_are_refused(trunk: Trunk) -> None:
         decoder.decode([request], sampling=Sampling())
     with pytest.raises(MtpError, match="no tokenizer"):
         decoder.decode([Request(prompt_ids=PROMPT, max_new_tokens=4, stop=("x",))])
-    with pytest.raises(ValueError, match=r"prompts: lengths \[2, 3\]"):
-        generate_equal_length(trunk, [[1, 2], [1, 2, 3]], 4, ())
 
 
 def test_a_chained_head_is_not_drafted_past_its_modules(trunk: Trunk) -> None:
@@ -277,10 +274,10 @@ def drafts_along(
     drafter.start(slice(0, 1), hidden_BTD[:, :4], torch.tensor([text[:4]]), torch.tensor([text[4]]))
     drafted = []
     for end in range(4, 24, 4):
-        place = Place(64, 4 if end > 4 else 1, torch.tensor([text[end]]), torch.tensor([end]))
-        drafted.append(drafter.draft(4, place, greedy_chooser(1)).tokens_BK[0].tolist())
+        choice = greedy_chooser(1).begin_draft(torch.tensor([text[end]]), torch.tensor([end]))
+        drafted.append(drafter.draft(RoundPlan(4, 64, 4 if end > 4 else 1, None), choice).tokens_BK[0].tolist())
         drafter.pending.first_B += spoil
-        drafter.extend(hidden_BTD[:, end : end + 4], torch.tensor([text[end + 1 : end + 5]]), torch.tensor([4]))
+        drafter.observe(hidden_BTD[:, end : end + 4], torch.tensor([text[end + 1 : end + 5]]), torch.tensor([4]))
     return drafted
 
 
@@ -291,7 +288,7 @@ def test_a_stale_row_in_the_heads_cache_shows(unroll_kind: Unroll) -> None:
     text = random_prompt(25)
     expected = [drafts_from_scratch(trunk, head, text[: end + 1], 4) for end in range(4, 24, 4)]
     for spoil, is_right in ((0, True), (1, False)):
-        drafter = HeadDrafting(head).make(trunk, Size(1, 64, 8), 4)
+        drafter = made(HeadDrafting(head), trunk, BatchSize(1, 64, 4, 64))
         assert (drafts_along(drafter, trunk, text, spoil) == expected) is is_right, spoil
 
 
@@ -301,19 +298,6 @@ def test_a_fp32_head_drafts_for_a_bf16_trunk() -> None:
     (result,) = SpeculativeDecoder(trunk.bfloat16(), head, 3, ()).decode([PROMPT], max_new_tokens=8)
     assert len(result.token_ids) == 8
     assert next(head.parameters()).dtype == torch.float32
-
-
-@pytest.mark.parametrize("family_name", FAMILY_NAMES)
-def test_equal_length_prompts_decode_together_as_alone(family_name: str) -> None:
-    trunk = tiny_trunk(family_name)
-    prompts = [random_prompt(4, seed) for seed in range(3)]
-    alone = [plain_greedy(trunk, prompt, 16, ()) for prompt in prompts]
-    eos = alone[1][5]
-    texts = generate_equal_length(trunk, prompts, 16, [eos])
-    assert texts == [plain_greedy(trunk, prompt, 16, [eos]) for prompt in prompts]
-    assert len(texts[1]) <= 6
-    assert [len(text) == 16 or text[-1] == eos for text in texts] == [True] * 3
-    assert generate_equal_length(trunk, prompts, 16, [text[0] for text in alone]) == [text[:1] for text in alone]
 
 
 def test_compare_tells_a_tie_from_a_divergence() -> None:

@@ -365,7 +365,7 @@ def test_a_forward_without_a_window_is_refused() -> None:
         trunk.hidden(torch.tensor([PROMPTS[0]]), cache=cache)
     with pytest.raises(RuntimeError, match="no window"):
         cache.commit(None)
-    assert cache.snapshot() is None
+    assert cache.snapshot() == ()
 
 
 def test_rejecting_tokens_of_a_window_that_was_decided_is_refused() -> None:

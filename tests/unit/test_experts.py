@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mtp_train.heads.experts import GROUPED_EXPERTS, following_autocast, is_stacked
-from mtp_train.upstream.transformers_private import experts_of, set_experts
+from mtp_train.heads.experts import GROUPED_EXPERTS, is_stacked
+from mtp_train.upstream.transformers_private import set_experts
 from products import Products
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
 
@@ -70,15 +70,3 @@ def num_products(num_experts: int, function: str) -> int:
 def test_the_number_of_products_does_not_depend_on_the_number_of_experts() -> None:
     assert num_products(4, GROUPED_EXPERTS) == num_products(16, GROUPED_EXPERTS)
     assert num_products(4, LOOP) < num_products(16, LOOP)
-
-
-def test_a_trunks_experts_follow_autocast_inside_the_block_alone() -> None:
-    config = tiny_trunk("qwen3_5_moe").config
-    assert experts_of(config) == GROUPED
-    with following_autocast(config):
-        assert experts_of(config) == GROUPED_EXPERTS
-    assert experts_of(config) == GROUPED
-    set_experts(config, LOOP)
-    with following_autocast(config):
-        assert experts_of(config) == LOOP
-    assert experts_of(config) == LOOP

@@ -65,13 +65,6 @@ def test_glm_experts_are_one_key_each_gate_before_up() -> None:
     assert torch.equal(layout.join(parts)["blocks.0.layer.mlp.experts.gate_up_proj"], fused)
 
 
-def test_experts_beyond_nine_keep_their_order() -> None:
-    layout = HeadLayout(family_of("glm4_moe"), "model.", 46)
-    stacked = torch.arange(12.0).reshape(12, 1, 1)
-    parts = dict(layout.split("blocks.0.layer.mlp.experts.down_proj", stacked))
-    assert torch.equal(layout.join(parts)["blocks.0.layer.mlp.experts.down_proj"], stacked)
-
-
 @pytest.mark.parametrize(
     ("family_name", "key", "is_head"),
     [
@@ -122,28 +115,6 @@ def test_inkling_keys_are_those_of_the_releases() -> None:
         12,
         8,
     ]
-
-
-def test_a_shared_expert_is_two_keys_gate_above_up() -> None:
-    layout = HeadLayout(family_of("minimax_m3"), "model.", 46)
-    name, value = "blocks.0.layer.mlp.shared_experts.gate_up_proj.weight", torch.arange(12.0).reshape(6, 2)
-    parts = dict(layout.split(name, value))
-    prefix = "model.mtp.layers.0.transformer_layer.block_sparse_moe.shared_experts."
-    assert parts.keys() == {f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"}
-    assert torch.equal(parts[f"{prefix}gate_proj.weight"], value[:3])
-    assert torch.equal(layout.join(parts)[name], value)
-
-
-def test_glm_shared_keys_repeat_the_trunk() -> None:
-    layout = HeadLayout(family_of("glm4_moe"), "model.", 46)
-    embed, head = "model.layers.46.embed_tokens.weight", "model.layers.46.shared_head.head.weight"
-    assert layout.shared_key("model.layers.46.shared_head.norm.weight") is None
-    shared_embed, shared_head = layout.shared_key(embed), layout.shared_key(head)
-    assert shared_embed is not None
-    assert shared_head is not None
-    assert layout.trunk_key(shared_embed, ["model.embed_tokens.weight"]) == "model.embed_tokens.weight"
-    assert layout.trunk_key(shared_head, ["lm_head.weight", "model.embed_tokens.weight"]) == "lm_head.weight"
-    assert layout.trunk_key(shared_head, ["model.embed_tokens.weight"]) == "model.embed_tokens.weight"
 
 
 def test_renaming_follows_the_decoder_prefix_only_where_keys_carry_it() -> None:

@@ -16,8 +16,8 @@ from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs import pipeline
 from mtp_train.runs.run import Run
-from mtp_train.train import threads as machine
-from mtp_train.train.threads import threads_are_set, threads_for, use_threads
+from mtp_train.train import machine
+from mtp_train.train.machine import threads_are_set, threads_for, use_threads
 from runs import tiny_recipe, write_inputs
 
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no"}

@@ -21,11 +21,11 @@ from checkpoints import (
     shard,
     wrap_as_vision_language,
 )
-from mtp_train.checkpoints import lora_merge as merge_module
+from mtp_train.checkpoints import writing
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.heads.diagnose import diagnose_head, layout_of
-from mtp_train.runs.model_card import CARD_FILE
+from mtp_train.runs.export import CARD_FILE
 from mtp_train.trunk.load import load_trunk
 from runs import document, tree
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
@@ -163,7 +163,7 @@ def test_stacked_experts_stay_stacked(tmp_path: Path, monkeypatch: pytest.Monkey
     base = fuse_experts(with_head(tmp_path, "glm4_moe"))
     model = write_adapter(base, tmp_path / "lora", target_parameters=EXPERTS[:2])
     # Less than two experts: blocks begin within a tensor.
-    monkeypatch.setattr(merge_module, "_BLOCK_BYTES", 5000)
+    monkeypatch.setattr(writing, "_BLOCK_BYTES", 5000)
     merge(base, tmp_path / "lora", tmp_path / "out")
     assert_like_peft(tmp_path / "out", model)
     assert_only_trunk_moved(tmp_path / "out", base, r"layers\.[12]\.mlp\.experts\.(gate_up|down)_proj$")
@@ -333,14 +333,6 @@ def test_an_adapter_that_does_not_fit_is_refused_by_the_tensor_s_name(tmp_path: 
         shutil.copytree(tmp_path / "lora", tmp_path / f"lora{number}")
         rename_keys(tmp_path / f"lora{number}", old, new)
         assert reason in refusal(base, tmp_path / f"lora{number}", tmp_path / "out", capfd)
-
-
-def test_a_quantised_checkpoint_is_refused(tmp_path: Path, capfd: Capture) -> None:
-    base = with_head(tmp_path)
-    write_adapter(base, tmp_path / "lora", target_modules=LINEAR)
-    config = json.loads((base / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
-    (base / "config.json").write_text(json.dumps(config))
-    assert "quantised (fp8); expected plain weights" in refusal(base, tmp_path / "lora", tmp_path / "out", capfd)
 
 
 def test_weights_that_overflow_or_were_never_finite_are_refused(tmp_path: Path, capfd: Capture) -> None:

@@ -77,8 +77,8 @@ RECORDS = {
     "ExportResult": "out trunk file flag notes",
     "GenerateResult": "requests settings pieces",
     "GraftResult": "out fine_tune base notes",
-    "Inspection": "checkpoint family status stale head trunk trunk_changed non_finite_keys problems serves cure "
-    "runs_here note unlisted_keys unnamed_weights other_cure",
+    "Inspection": "checkpoint family status stale head trunk trunk_changed weights problems serves cure runs_here note "
+    "other_cure",
     "MergeResult": "out checkpoint adapter merged attached notes",
     "RecipesResult": "recipes accelerate",
     "RegenerateResult": "run_dir counts",

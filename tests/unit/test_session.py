@@ -21,7 +21,7 @@ import mtp_inference.session
 from byte_tokenizer import byte_tokenizer
 from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
 from mtp_inference.depth import RoundCosts
-from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.other_drafters import ModelDrafting
 from mtp_inference.session import Lane, Session
 from mtp_train.errors import MtpError
@@ -44,7 +44,7 @@ def trunk_of(name: str) -> Trunk:
 nearly = functools.cache(nearly_tiny)
 
 
-def decoder_of(name: str, drafting: DrafterMaker | None, *, depth: int = 3, rows: int = 3) -> SpeculativeDecoder:
+def decoder_of(name: str, drafting: Drafting | None, *, depth: int = 3, rows: int = 3) -> SpeculativeDecoder:
     return SpeculativeDecoder(trunk_of(name), drafting, depth, (), max_batch=rows, tokenizer=TOKENIZER, prefill_chunk=8)
 
 

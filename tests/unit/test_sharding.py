@@ -150,7 +150,7 @@ def test_processes_that_nothing_wraps_are_refused(monkeypatch: pytest.MonkeyPatc
 def test_a_quantised_trunk_is_not_sharded(dtype: torch.dtype) -> None:
     module = training_module()
     module.trunk.decoder.norm.weight = nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False)
-    message = r"quantised \(.*norm\.weight and 0 more\); .* Launch with recipes/accelerate/ddp\.yaml"
+    message = r"quantised \(.*norm\.weight and 0 more\); .* Launch with ddp\.yaml"
     accelerator = joined(DistributedType.FSDP, **FSDP)
     for cuts in (lambda: shard_layers(module, accelerator), lambda: HiddenInShards(module.trunk, accelerator)):
         with pytest.raises(TrainingError, match=message):
@@ -247,6 +247,7 @@ def test_only_plain_trunks_under_fsdp2_are_sharded_while_they_are_loaded(
     plugins = zero(3) | {"fsdp_plugin": SimpleNamespace(fsdp_version=2, reshard_after_forward=True)}
     accelerator = joined(kind, **plugins)
     accelerator.failing_together = nullcontext
+    monkeypatch.setattr(run_module, "trunk_dtype", lambda *_args: torch.float32)
     monkeypatch.setattr(run_module, "load_trunk", lambda _path, _family, **settings: settings)
     no_bar: Any = SimpleNamespace(add_task=lambda *_args, **_kwargs: 0, remove_task=lambda _task: None)
     run: Any = SimpleNamespace(recipe=recipe, inputs=inputs, accelerator=accelerator, progress=no_bar)

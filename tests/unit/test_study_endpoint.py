@@ -17,7 +17,7 @@ from mtp_inference import Request, Sampling, SpeculativeDecoder
 from mtp_train.acceptance.counts import PromptCounts, acceptance_rate, conditional, marginal, repeated_ngram_share, tau
 from mtp_train.acceptance.intervals import pooled_tau_interval
 from mtp_train.answers import endpoint as endpoint_module
-from mtp_train.answers.generate import ask
+from mtp_train.answers.generate import Answering
 from mtp_train.errors import DataError
 from mtp_train.evaluation.cells import ALL_TASKS, Cell
 from mtp_train.evaluation.prompt_records import TaskPrompt
@@ -91,7 +91,7 @@ def in_process(
     for prompt in PROMPTS:
         if task not in (ALL_TASKS, prompt.task):
             continue
-        question = ask(prompt, max_new_tokens=NEW_TOKENS, seq_len_tokens=1000, seed=SEED)
+        question = Answering(max_new_tokens=NEW_TOKENS, seed=SEED).ask(prompt)
         sampling = Sampling(temperature=temperature, seed=question.seed)
         (result,) = decoder.decode(
             [Request(prompt_ids=prompt.prompt_ids, max_new_tokens=NEW_TOKENS, sampling=sampling)]

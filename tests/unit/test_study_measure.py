@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mtp_inference import HeadDrafting, Sampling, SpeculativeDecoder
-from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.other_drafters import NgramDrafting
 from mtp_inference.lossless import compare, gap_of_draws
 from mtp_inference.sampling.distributions import TOKEN, SamplingRows, probabilities, uniform
@@ -57,12 +57,12 @@ def trunk() -> Trunk:
 
 
 @pytest.fixture(scope="module")
-def drafting(trunk: Trunk) -> dict[str, DrafterMaker]:
+def drafting(trunk: Trunk) -> dict[str, Drafting]:
     return {"head": HeadDrafting(tiny_head(trunk)), "lookup": NgramDrafting()}
 
 
 def block(
-    trunk: Trunk, drafting: dict[str, DrafterMaker], out: Path, temperature: float, grid: Grid = GRID
+    trunk: Trunk, drafting: dict[str, Drafting], out: Path, temperature: float, grid: Grid = GRID
 ) -> tuple[Measured, int]:
     done: list[None] = []
     table = decode_prompts(
@@ -88,7 +88,7 @@ def test_rules_go_with_temperatures() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_arm_says_what_plain_decoding_says(
-    trunk: Trunk, drafting: dict[str, DrafterMaker], tmp_path: Path, temperature: float
+    trunk: Trunk, drafting: dict[str, Drafting], tmp_path: Path, temperature: float
 ) -> None:
     measured, done = block(trunk, drafting, tmp_path / "out", temperature)
     plain = measured["none"][Setting(temperature, None, 0, "none")]
@@ -115,7 +115,7 @@ def test_every_arm_says_what_plain_decoding_says(
     assert all(one.drafted == (0,) * (GRID.max_new_tokens - 1) and one.same_as_plain is None for one in plain)
 
 
-def test_batches_give_the_same_texts(trunk: Trunk, drafting: dict[str, DrafterMaker], tmp_path: Path) -> None:
+def test_batches_give_the_same_texts(trunk: Trunk, drafting: dict[str, Drafting], tmp_path: Path) -> None:
     alone, _ = block(trunk, drafting, tmp_path / "alone", 1.0)
     together, _ = block(trunk, drafting, tmp_path / "together", 1.0, replace(GRID, batch=2))
     for arm in alone:
@@ -124,7 +124,7 @@ def test_batches_give_the_same_texts(trunk: Trunk, drafting: dict[str, DrafterMa
             assert [(one.token_ids, one.accepted) for one in texts] == [(one.token_ids, one.accepted) for one in others]
 
 
-def test_without_plain_decoding_there_is_nothing_to_compare(trunk: Trunk, drafting: dict[str, DrafterMaker]) -> None:
+def test_without_plain_decoding_there_is_nothing_to_compare(trunk: Trunk, drafting: dict[str, Drafting]) -> None:
     settings = GRID.drafted(0.0, None)
     table = decode_prompts(trunk, drafting, {None: prompts()}, settings, GRID.options(eos_ids=()), plain_arm=None)
     assert {arm: list(found) for arm, found in table.decoded.items()} == {arm: settings for arm in drafting}
@@ -133,7 +133,7 @@ def test_without_plain_decoding_there_is_nothing_to_compare(trunk: Trunk, drafti
 
 
 def test_a_broken_off_study_goes_on(
-    trunk: Trunk, drafting: dict[str, DrafterMaker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trunk: Trunk, drafting: dict[str, Drafting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, _ = block(trunk, drafting, tmp_path / "whole", 0.0)
     left = iter(range(7))

@@ -14,7 +14,7 @@ from mtp_train.evaluation.dense import DenseRows
 from mtp_train.evaluation.prompt_records import Decoded, Setting
 from mtp_train.evaluation.results import TeacherForced
 from mtp_train.evaluation.statistics import MeasuredArm
-from mtp_train.recipe.schema import StudySection
+from mtp_train.recipe.sections import StudySection
 from mtp_train.runs.study.protocol import (
     CLAIM,
     GRAFT,

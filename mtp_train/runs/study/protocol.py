@@ -29,7 +29,7 @@ from mtp_train.evaluation.cells import (
 from mtp_train.evaluation.entropy import EntropySums, fine_edges, overlap_difference
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.statistics import MeasuredArm
-from mtp_train.recipe.schema import StudySection
+from mtp_train.recipe.sections import StudySection
 
 VANILLA, GRAFT, HOME = "vanilla", "graft", "vanilla-home"
 Tone = Literal["good", "bad", "neutral"]

@@ -19,7 +19,8 @@ from mtp_train.evaluation.assemble import Measured, assemble
 from mtp_train.evaluation.cells import StudyReport
 from mtp_train.evaluation.grid import Grid
 from mtp_train.evaluation.run import Processes, measure_study
-from mtp_train.recipe.schema import Recipe, StudySection
+from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import StudySection
 from mtp_train.report.study_table import study_summary
 from mtp_train.report.study_wording import verdict_title
 from mtp_train.report.study_write import log_study, write_study

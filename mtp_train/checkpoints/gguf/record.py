@@ -1,11 +1,15 @@
-"""Readers that turn fields of a model's config into GGUF metadata, and the tables that architectures share.
+"""The ``GgufHead`` record of a head's tensor names and metadata in GGUF, and the names and fields that records share.
 
-Field names lack the architecture's prefix. Names and defaults equal llama.cpp's converter.
+The source is llama.cpp's converter (``--mtp``) and loaders. Tensor names are keyed by the checkpoint's own names; names
+and defaults of metadata fields equal the converter's. This module does not need the ``gguf`` package.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.spec import RawConfig
@@ -13,7 +17,6 @@ from mtp_train.families.spec import RawConfig
 Value = int | float | bool | str | list[int] | list[bool] | list[float]
 Field = Callable[[RawConfig], Value | None]
 """Text config (defaults filled in) to a value; None writes no field. The Python type determines the GGUF type."""
-
 NUM_MODULES = "num_head_modules"
 """Key under which the writer adds the number of head modules to the config that the readers get."""
 DEFAULT_SECTIONS = [11, 11, 10, 0]
@@ -22,34 +25,75 @@ _ROUTERS = {"softmax": 1, "sigmoid": 2, "sqrtsoftplus": 4}
 _ROUTER_FIELDS = ("score_function", "scoring_func", "score_func", "moe_router_activation", "expert_selection_fn")
 
 
-def whole(*names: str, default: int | None = None) -> Field:
-    """Read an integer from the first of these fields that the config has."""
+@dataclass(frozen=True)
+class Cut:
+    """A native tensor that GGUF stores as two tensors, or with its rows in another order."""
 
+    how: Literal["halves", "latent_kv", "query_pairs", "key_pairs"]
+    """``halves``: two halves along the next to last axis. ``latent_kv``: each head's key part, transposed, and its
+    value part. ``query_pairs``, ``key_pairs``: one tensor with the rows of each head's two halves interleaved."""
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Join:
+    """Native matrices that GGUF stores as one tensor."""
+
+    axis: Literal[0, 1]
+    """Axis of the concatenation: 0 appends rows, 1 appends columns."""
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufHead:
+    """GGUF names and metadata of the heads of one llama.cpp architecture."""
+
+    arch: str
+    """llama.cpp's name of the architecture, and the prefix of ``fields``."""
+    pre_tokenizer: str
+    """llama.cpp's name of the pre-tokenizer. Its converter derives the name from a hash of the tokenization of a fixed
+    text, which fails for a tokenizer with added tokens. Loaders need a known name, although drafts are token ids."""
+    names: Mapping[str, str]
+    """Native head key without its root, to the name within its block. Tensors of keys with ``{expert}`` are stacked."""
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    """Native head key without its root, to the change of a tensor that is split or reordered."""
+    joined: Mapping[str, Join] = field(default_factory=dict)
+    """Name within the block to the native tensors that are concatenated."""
+    outside: Mapping[str, str] = field(default_factory=dict)
+    """Native head key without its root, to a name outside of the blocks, for parts that the trunk has too."""
+    generated: Mapping[str, Callable[[RawConfig], list[float] | None]] = field(default_factory=dict)
+    """Name to a function of the text config (defaults filled in) that returns the tensor's values; None: no tensor."""
+    fields: Mapping[str, Field]
+    """Metadata fields. The writer adds the numbers of blocks and head modules."""
+    roots: tuple[str, ...] = ("{trunk}layers.{layer}.",)
+    """Prefixes of native head keys, longest first. A prefix without a number belongs to the first module."""
+    norm_offset: float = 0.0
+    """Added to every norm's weight: 1 for checkpoints that store w for models that multiply by 1 + w."""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Kind of special token to its text, for tokens that the tokenizer's files do not declare."""
+
+
+def _first(kind: Callable[[Any], Value], names: tuple[str, ...], default: Value | None) -> Field:
     def read(config: RawConfig) -> Value | None:
         value = next((config[name] for name in names if name in config), default)
-        return None if value is None else int(value)
+        return None if value is None else kind(value)
 
     return read
+
+
+def whole(*names: str, default: int | None = None) -> Field:
+    """Read an integer from the first of these fields that the config has."""
+    return _first(int, names, default)
 
 
 def real(*names: str, default: float | None = None) -> Field:
     """Read a float from the first of these fields that the config has."""
-
-    def read(config: RawConfig) -> Value | None:
-        value = next((config[name] for name in names if name in config), default)
-        return None if value is None else float(value)
-
-    return read
+    return _first(float, names, default)
 
 
 def flag(*names: str, default: bool | None = None) -> Field:
     """Read a boolean from the first of these fields that the config has."""
-
-    def read(config: RawConfig) -> Value | None:
-        value = next((config[name] for name in names if name in config), default)
-        return None if value is None else bool(value)
-
-    return read
+    return _first(bool, names, default)
 
 
 def total(*names: str) -> Field:
@@ -59,14 +103,7 @@ def total(*names: str) -> Field:
 
 def product(*names: str) -> Field:
     """Multiply integer fields."""
-
-    def read(config: RawConfig) -> Value:
-        result = 1
-        for name in names:
-            result *= int(config[name])
-        return result
-
-    return read
+    return lambda config: math.prod(int(config[name]) for name in names)
 
 
 def rotated(dims: str, partial: float) -> Field:
@@ -97,18 +134,14 @@ def sections_always(config: RawConfig) -> Value:
     return sections(config) or DEFAULT_SECTIONS
 
 
-def recurrent_layers(config: RawConfig) -> Value | None:
-    """List for each layer whether it has a recurrent state; head modules have none."""
-    kinds = config.get("layer_types")
-    if kinds is None:
-        return None
-    return [kind == "linear_attention" for kind in kinds] + [False] * config[NUM_MODULES]
+def of_kind(kind: str, field: str = "layer_types", *, modules: bool | None = None) -> Field:
+    """List for each layer whether it is of a kind; ``modules`` is the value of head modules, None for none."""
 
+    def read(config: RawConfig) -> Value | None:
+        kinds, heads = config.get(field), [] if modules is None else [modules] * config[NUM_MODULES]
+        return None if kinds is None else [found == kind for found in kinds] + heads
 
-def full_indexers(config: RawConfig) -> Value | None:
-    """List for each layer whether it computes its own sparse selection."""
-    kinds = config.get("indexer_types")
-    return None if kinds is None else [kind == "full" for kind in kinds]
+    return read
 
 
 def yarn_log_multiplier(config: RawConfig) -> Value | None:
@@ -238,4 +271,72 @@ EXPERTS: Mapping[str, Field] = {
     "expert_group_used_count": whole("topk_group"),
     "expert_feed_forward_length": whole("moe_intermediate_size"),
     "expert_gating_func": router(),
+}
+
+
+def weights(names: Mapping[str, str]) -> dict[str, str]:
+    """Return names of modules as names of their weights."""
+    return {f"{native}.weight": f"{ours}.weight" for native, ours in names.items()}
+
+
+NEXTN = weights(
+    {
+        "eh_proj": "nextn.eh_proj",
+        "enorm": "nextn.enorm",
+        "hnorm": "nextn.hnorm",
+        "embed_tokens": "nextn.embed_tokens",
+        "shared_head.norm": "nextn.shared_head_norm",
+        "shared_head.head": "nextn.shared_head_head",
+    }
+)
+ATTENTION = {
+    **weights(
+        {
+            "input_layernorm": "attn_norm",
+            "self_attn.q_proj": "attn_q",
+            "self_attn.k_proj": "attn_k",
+            "self_attn.v_proj": "attn_v",
+            "self_attn.o_proj": "attn_output",
+            "self_attn.q_norm": "attn_q_norm",
+            "self_attn.k_norm": "attn_k_norm",
+        }
+    ),
+    "self_attn.q_proj.bias": "attn_q.bias",
+    "self_attn.k_proj.bias": "attn_k.bias",
+    "self_attn.v_proj.bias": "attn_v.bias",
+}
+LATENT_ATTENTION = weights(
+    {
+        "input_layernorm": "attn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.q_a_proj": "attn_q_a",
+        "self_attn.q_a_layernorm": "attn_q_a_norm",
+        "self_attn.q_b_proj": "attn_q_b",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "self_attn.o_proj": "attn_output",
+    }
+)
+INDEXER = {
+    **weights(
+        {
+            "self_attn.indexer.wq_b": "indexer.attn_q_b",
+            "self_attn.indexer.wk": "indexer.attn_k",
+            "self_attn.indexer.k_norm": "indexer.k_norm",
+            "self_attn.indexer.weights_proj": "indexer.proj",
+        }
+    ),
+    "self_attn.indexer.k_norm.bias": "indexer.k_norm.bias",
+}
+# llama.cpp has two names for the norm in front of the MLP, depending on the architecture.
+POST_ATTENTION = {"post_attention_layernorm.weight": "post_attention_norm.weight"}
+BEFORE_FFN = {"post_attention_layernorm.weight": "ffn_norm.weight"}
+PARTS = ("gate", "up", "down")
+DENSE = {f"mlp.{part}_proj.weight": f"ffn_{part}.weight" for part in PARTS}
+EACH_EXPERT = {f"mlp.experts.{{expert}}.{part}_proj.weight": f"ffn_{part}_exps.weight" for part in PARTS}
+ROUTER = {
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    **EACH_EXPERT,
+    **{f"mlp.shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in PARTS},
 }

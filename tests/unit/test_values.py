@@ -1,4 +1,4 @@
-"""How far one trunk on disk is from another."""
+"""The numbers of a checkpoint: NaN is found, and how far one trunk on disk is from another."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.progress import Progress
 from safetensors.torch import save_file
 
 from checkpoints import all_tensors, base_and_finetune, save_stripped
-from mtp_train.checkpoints.change import paired_rows, shared_tensors, squared_change
-from mtp_train.checkpoints.files import Checkpoint, open_checkpoint
+from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint, open_checkpoint, scan_safetensors
+from mtp_train.checkpoints.values import common_tensors, find_non_finite, paired_rows, squared_change
 from mtp_train.heads.diagnose import layout_of
 from tiny import tiny_trunk
 
@@ -80,7 +81,7 @@ def test_nan_is_seen_and_equal_tensors_have_no_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_all_of_a_trunk_counts_but_its_head(tied: bool, tmp_path: Path) -> None:
     base, finetune = (open_checkpoint(path) for path in base_and_finetune(tmp_path, "qwen3_5", tied=tied))
-    shared = shared_tensors(finetune, layout_of(finetune), base, layout_of(base))
+    shared = common_tensors(finetune, layout_of(finetune), base, layout_of(base))
     assert {key for key, _ in shared.values()} == all_tensors(finetune.path).keys()
     assert [key for key, _ in shared.values()] == [key for _, key in shared.values()]
 
@@ -88,7 +89,7 @@ def test_all_of_a_trunk_counts_but_its_head(tied: bool, tmp_path: Path) -> None:
 def test_added_tokens_do_not_count_as_change(tmp_path: Path) -> None:
     def changes() -> list[float]:
         ours, theirs = open_checkpoint(finetune), open_checkpoint(base)
-        shared = shared_tensors(ours, layout_of(ours), theirs, layout_of(theirs)).values()
+        shared = common_tensors(ours, layout_of(ours), theirs, layout_of(theirs)).values()
         return [squared_change(ours, key, theirs, base_key)[0] for key, base_key in shared]
 
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
@@ -98,3 +99,40 @@ def test_added_tokens_do_not_count_as_change(tmp_path: Path) -> None:
     shutil.rmtree(finetune)
     save_stripped(trunk, finetune)
     assert sum(changes()) == 0.0
+
+
+FLOATS = [dtype for dtype in TORCH_DTYPES.values() if dtype.is_floating_point and dtype != torch.float8_e8m0fnu]
+
+
+def opened(path: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint:
+    save_file(tensors, path / "model.safetensors")
+    return Checkpoint(path, {}, None, scan_safetensors(path / "model.safetensors"))
+
+
+def keys_with_nan(path: Path, tensors: dict[str, torch.Tensor]) -> list[str]:
+    return find_non_finite(opened(path, tensors), Progress(disable=True))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [0, 37, -1])
+def test_one_value_that_is_not_finite_is_found_wherever_it_is(
+    place: int, value: float, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    tensor = torch.randn(13, 11, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert keys_with_nan(tmp_path, {"w": tensor}) == []
+    # E4M3 has no infinity.
+    tensor.view(-1)[place] = float("nan") if dtype == torch.float8_e4m3fn else value
+    assert keys_with_nan(tmp_path, {"w": tensor}) == ["w"]
+
+
+def test_huge_values_integers_and_empty_tensors_are_finite(tmp_path: Path) -> None:
+    tensors = {
+        "huge": torch.full((64,), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16),
+        "whole": torch.full((3, 2), -(2**31), dtype=torch.int32),
+        "nothing": torch.zeros(0, 4),
+        "rows of nothing": torch.zeros(4, 0),
+        "scalar": torch.tensor(1.5),
+    }
+    assert keys_with_nan(tmp_path, tensors) == []
+    assert keys_with_nan(tmp_path, tensors | {"scalar": torch.tensor(float("nan"))}) == ["scalar"]

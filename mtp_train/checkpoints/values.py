@@ -1,16 +1,18 @@
-"""Measure how far one trunk's weights are from another's on disk, with one block of a tensor in memory at a time."""
+"""Look at the numbers in checkpoints with one block of a tensor in memory at a time: find NaN, compare two trunks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
+from rich.progress import Progress
 from torch import Tensor
 
-from mtp_train.checkpoints.files import Checkpoint
+from mtp_train.checkpoints.files import Checkpoint, all_finite
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import trunk_tensors
 from mtp_train.checkpoints.quantised import is_scale, read_plain_in_blocks
+from mtp_train.errors import CheckpointError
 
 _PIECE = 1 << 18
 """Numbers that are compared at once: few enough for the cache of a processor."""
@@ -22,7 +24,30 @@ _SMALLEST = 1e-31
 """Mean square above which the squares that underflow change the sum by less than 1e-6 of it."""
 
 
-def shared_tensors(
+def find_non_finite(checkpoint: Checkpoint, progress: Progress) -> list[str]:
+    """Return the keys of floating-point tensors with NaN or infinities."""
+    found = []
+    for key in progress.track(sorted(checkpoint.tensors), description=f"looking for NaN in {checkpoint.path.name}"):
+        if not all(all_finite(block) for block in checkpoint.read_in_blocks(key)):
+            found.append(key)
+    return found
+
+
+def require_finite_checkpoint(checkpoint: Checkpoint, progress: Progress) -> None:
+    """Check that no weight of a checkpoint is NaN or infinite.
+
+    Raises:
+        CheckpointError: A weight is; the message names its tensor.
+    """
+    found = find_non_finite(checkpoint, progress)
+    if found:
+        raise CheckpointError(
+            f"{checkpoint.path}: {found[0]} holds NaN or infinite values ({len(found)} such tensors); expected finite "
+            "weights. Use a checkpoint saved before training diverged."
+        )
+
+
+def common_tensors(
     checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint, base_layout: HeadLayout
 ) -> dict[str, tuple[str, str]]:
     """Return the trunk tensors that both checkpoints have: name, sorted, to the key in each checkpoint.

@@ -1,19 +1,32 @@
-"""Write the model card of an export: where its parts are from, what was measured, how to serve it and upload it."""
+"""Write an export and its model card: the trunk with its MTP head, or a draft model for EAGLE and Medusa heads.
+
+The card states where the parts are from, what was measured, and how to serve and upload the export.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rich.progress import Progress
+
 from mtp_train import __version__
-from mtp_train.checkpoints.artifact import load_artifact
-from mtp_train.checkpoints.files import open_checkpoint, read_json
+from mtp_train.checkpoints.adapter import read_adapter
+from mtp_train.checkpoints.artifact import Artifact, load_artifact
+from mtp_train.checkpoints.contents import source_files
+from mtp_train.checkpoints.draft_checkpoint import DraftForm, require_readable, write_draft_checkpoint
+from mtp_train.checkpoints.export import LinkMode
+from mtp_train.checkpoints.files import Checkpoint, open_checkpoint, read_json
+from mtp_train.checkpoints.lora_merge import plan_changes, write_adapted
 from mtp_train.checkpoints.run_export import RECIPE_FILE
 from mtp_train.checkpoints.writing import write_text
+from mtp_train.errors import CheckpointError
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, RunReport, load_report
 from mtp_train.families.engines import EngineSupport, engine_commands
 from mtp_train.head_kinds import find_head_kind
+from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.recipe.loading import dump_yaml, load_recipe
 from mtp_train.report import wording
 from mtp_train.runs.run_directory import PROVENANCE_FILE
@@ -34,6 +47,58 @@ This uploads every file of this directory. First add the `license` of the base m
 hf upload OWNER/NAME . --private
 ```
 """
+
+
+def write_export(
+    trunk: Checkpoint,
+    artifact: Artifact,
+    out: Path,
+    *,
+    adapter: Path | None,
+    link: LinkMode,
+    progress: Progress,
+    form: DraftForm = "engines",
+    hub_id: str | None = None,
+) -> None:
+    """Write a head to a new directory: an MTP head inside its trunk's checkpoint, other kinds as a draft model.
+
+    An ``adapter`` is merged into the exported trunk. ``form`` is the format of a draft model, ``hub_id`` the trunk's
+    id in it.
+
+    Raises:
+        OutputExistsError: ``out`` exists.
+        CheckpointError: The adapter cannot be merged, no engine reads such a draft model, or the disk is full.
+    """
+    if artifact.family.kind == "mtp":
+        write_adapted(trunk, layout_of(trunk), artifact.head, out, adapter=adapter, link=link, progress=progress)
+        return
+    require_exportable(trunk, artifact.family.kind, adapter)
+    layer_config = artifact.family.layer.config(text_config_of(trunk), artifact.num_modules)
+    on_trunk = replace(artifact, layout=layout_of(trunk, artifact.family))
+    write_draft_checkpoint(trunk, on_trunk, layer_config, out, form=form, verifier=hub_id)
+
+
+def require_exportable(trunk: Checkpoint, kind: str, adapter: Path | None) -> None:
+    """Check that a head of a kind can be exported for a trunk, before anything is trained.
+
+    Raises:
+        CheckpointError: The adapter cannot be merged, no engine reads such a draft model for this trunk, or the trunk's
+            directory contains links that are not copied.
+    """
+    layout = layout_of(trunk)
+    # Raises if a link prevents copying.
+    source_files(trunk)
+    changed = {} if adapter is None else plan_changes(trunk, layout, read_adapter(adapter))
+    if kind == "mtp":
+        return
+    require_readable(trunk, kind)
+    # A draft model contains copies of these tensors of its trunk.
+    repeated = sorted({layout.embed_key, layout.lm_head_key} & changed.keys())
+    if repeated:
+        raise CheckpointError(
+            f"{adapter}: changes {', '.join(repeated)}, which a draft model copies; expected an adapter of the "
+            "layers. Merge it first (mtp-train merge) and attach the head to the result."
+        )
 
 
 def write_card(run_dir: Path, out: Path) -> None:
