@@ -238,8 +238,8 @@ def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any)
         DataError: A record has no prompt, or no prompt leaves room for a response.
     """
     prompts = build_prompts(records, tokenizer)
-    if recipe.data.regenerate is not None and recipe.data.regenerate.max_prompts is not None:
-        prompts = choose_prompts(prompts, recipe.data.regenerate.max_prompts, recipe.seed)
+    if recipe.data.answered is not None and recipe.data.answered.max_prompts is not None:
+        prompts = choose_prompts(prompts, recipe.data.answered.max_prompts, recipe.seed)
     needed = min(len(prompt.prompt_ids) for prompt in prompts) + RESPONSE_ROOM_TOKENS
     if needed > recipe.data.seq_len_tokens:
         raise DataError(
