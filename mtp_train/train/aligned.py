@@ -58,8 +58,6 @@ def aligned_rows(
     The trunk runs outside of autocast, as in decoding.
 
     Args:
-        trunk: The trunk.
-        head: The head.
         batch: The rows.
         num_depths: K.
         hidden_BTD: The trunk's hidden states of the rows, zeros on padding; None runs the trunk.

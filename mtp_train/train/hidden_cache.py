@@ -198,7 +198,6 @@ def build_cache(
     Args:
         hidden_fn: Runs the trunk; the caller sets up autocast.
         documents: The documents of the layout.
-        layout: The layout.
         directory: The directory of this cache, created if it does not exist.
         device: The trunk's device.
         max_tokens: Most tokens of one forward pass, padding included.

@@ -105,7 +105,6 @@ class HiddenInShards(nn.Module):
     Args:
         trunk: The trunk, on any device. Its layers are sharded in place, unless they are in shards already; the rest is
             moved to the accelerator's device.
-        accelerator: The accelerator.
 
     Raises:
         TrainingError: The trunk is quantised.

@@ -74,7 +74,6 @@ def isolated_hidden(
     """Return the trunk's hidden states of packed documents, each computed as if it were alone.
 
     Args:
-        trunk: The trunk.
         tokens_BT: int, packed tokens.
         document_BT: int, document number of each token, ``PADDING_DOCUMENT`` on padding.
         max_tokens: Tokens of one forward pass, padding included; a longer document has a pass of its own. None is B *

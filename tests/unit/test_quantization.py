@@ -120,13 +120,6 @@ def test_a_trunk_of_which_nothing_can_be_packed_is_refused(tmp_path: Path) -> No
 
 
 @needs_bitsandbytes
-@torch.no_grad()
-def test_8_bits_do_not_warn_of_every_product(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    packed(tmp_path, "qwen3_5", "8bit").hidden(torch.arange(9)[None])
-    assert not [record for record in caplog.records if "bitsandbytes" in record.name]
-
-
-@needs_bitsandbytes
 @pytest.mark.parametrize("family_name", [name for name in ("deepseek_v32", "glm5_next") if name in ALL_FAMILIES])
 @torch.no_grad()
 def test_a_packed_head_chooses_keys_as_its_weights_say(family_name: str) -> None:
