@@ -54,6 +54,11 @@ class Recipe(RecipeSection):
         return "none" if self.model.head_from is None else "graft"
 
     @property
+    def draft_depth(self) -> int:
+        """Drafts per round of the run's arms."""
+        return self.head.num_depths if self.evaluate.depth is None else self.evaluate.depth
+
+    @property
     def fresh_modules(self) -> int:
         """Number of modules of a new head: one, or one per depth where the modules are parallel."""
         return self.head.num_depths if find_head_kind(self.head.kind).parallel else 1
