@@ -21,12 +21,12 @@ from torch import Tensor
 from mtp_train.acceptance.counts import entropy, overlap
 from mtp_train.heads.module import MtpHead
 from mtp_train.losses.chunked import chunk_rows, gpu_bytes_of, to_starts
-from mtp_train.train.aligned import PackedBatch, aligned_rows
+from mtp_train.train.packed_rows import PackedBatch, aligned_rows
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import slow_halves
 
 if TYPE_CHECKING:
-    from mtp_train.train.aligned import AlignedRows
+    from mtp_train.train.packed_rows import AlignedRows
 
 
 class TargetFigures(NamedTuple):
