@@ -254,10 +254,10 @@ def test_an_unknown_recipe_key_is_named_with_the_one_that_was_meant(
     assert message == "data.seq_len: unknown; expected a field of data. Did you mean data.seq_len_tokens?"
 
 
-def test_contradictory_settings_are_all_named_at_once(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
-    message = refused_recipe(inputs, tmp_path, capfd, model__head_from=None, train__warmup_steps=4)
+def test_wrong_settings_of_all_sections_are_named_at_once(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    message = refused_recipe(inputs, tmp_path, capfd, data__holdout=2.0, train__warmup_steps=4)
     lines = message.splitlines()
-    assert any(line.startswith("head.init: 'graft' while model.head_from is null; expected") for line in lines)
+    assert any(line.startswith("data.holdout: 2.0; expected a number above 0 and below 1") for line in lines)
     assert any(line.startswith("train.warmup_steps: 4; expected fewer than train.max_steps (4).") for line in lines)
     assert all(FOUR_ANSWERS.fullmatch(line) for line in lines)
 
