@@ -30,10 +30,9 @@ from mtp_train.data.tokenize import Document, choose_prompts
 from mtp_train.errors import DataError, MtpError, RecipeError
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import RegenerateSpec
-from mtp_train.runs.run import Run
+from mtp_train.runs.run import Run, require_shared
 from mtp_train.runs.run_answers import DATA, SETTINGS_FILE, copy_answers
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
-from mtp_train.runs.shared_files import require_shared
 from mtp_train.runs.training import part_documents
 from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.machine import set_threads

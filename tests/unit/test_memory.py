@@ -8,7 +8,7 @@ import torch
 from mtp_train.errors import OutOfMemoryError
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.out_of_memory import memory_is_named
+from mtp_train.runs.run import memory_is_named
 
 SMALLEST = {
     "run_dir": "run",
