@@ -8,7 +8,7 @@ from functools import reduce
 import torch
 
 from mtp_train.heads.module import MtpHead
-from mtp_train.train.aligned import AlignedRows, PackedBatch, aligned_rows
+from mtp_train.train.packed_rows import AlignedRows, PackedBatch, aligned_rows
 from mtp_train.train.teacher_forced import DenseMetrics, DenseSums, dense_sums, many_rows
 from mtp_train.trunk.load import Trunk
 

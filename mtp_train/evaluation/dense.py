@@ -29,7 +29,7 @@ from mtp_train.errors import DataError
 from mtp_train.evaluation.decoding import DecodingOptions
 from mtp_train.evaluation.prompt_records import PromptRecord, TaskPrompt
 from mtp_train.heads.module import MtpHead
-from mtp_train.train.aligned import PackedBatch, aligned_rows
+from mtp_train.train.packed_rows import PackedBatch, aligned_rows
 from mtp_train.train.teacher_forced import many_rows, target_figures
 from mtp_train.trunk.load import Trunk
 

@@ -25,7 +25,7 @@ from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import slow_halves
 
 if TYPE_CHECKING:
-    from mtp_train.train.aligned import AlignedRows
+    from mtp_train.train.packed_rows import AlignedRows
 
 
 class TargetFigures(NamedTuple):

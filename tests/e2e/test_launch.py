@@ -21,7 +21,6 @@ from launching import COMMAND_LINE, DEADLINE_SECONDS, environment, head, launch,
 from mtp_train.checkpoints.run_export import RECIPE_FILE
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.run_directory import PROVENANCE_FILE
 from runs import GETS_NO_BETTER, LEARNS, copy_run, tree, write_inputs, write_recipe
 
@@ -81,7 +80,7 @@ def test_processes_that_do_not_know_one_another_are_refused(recipe: Path, tmp_pa
     assert done.returncode == 1
     message = (
         "launcher: started 2 processes, of which accelerate joins 1; expected one group. On CPUs set "
-        f"ACCELERATE_USE_CPU=true and use {accelerate_file('cpu_ddp')}."
+        "ACCELERATE_USE_CPU=true and use cpu_ddp.yaml (mtp-train recipes shows its path)."
     )
     assert done.stderr.count(f"mtp-train: {message}\n") == 1
     assert done.stdout == ""

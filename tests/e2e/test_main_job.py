@@ -109,7 +109,7 @@ def test_the_gate_refuses_a_head_that_got_worse(
 ) -> None:
     """Start from a good head; with shuffled targets training spoils it, with the right ones it does not."""
     if shuffled:
-        from mtp_train.train import aligned as module
+        from mtp_train.train import packed_rows as module
 
         shift = module.shift_left
         monkeypatch.setattr(module, "shift_left", lambda tokens, by, fill: (shift(tokens, by, fill) * 7 + 3) % 256)

@@ -23,13 +23,12 @@ from mtp_train.losses.chunked import depth_weights
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train import feed
-from mtp_train.train.aligned import aligned_rows
 from mtp_train.train.feed import Feed, MicroBatch, Preparation, Prepared
 from mtp_train.train.log import read_metrics
 from mtp_train.train.loop import train_head
+from mtp_train.train.packed_rows import Forwards, aligned_rows, isolated_hidden
 from mtp_train.train.plan import Plan
 from mtp_train.train.state import newest_whole_step
-from mtp_train.trunk.isolate import Forwards, isolated_hidden
 
 STEPS, EACH = 4, 2
 TIMED = {"seconds", "tokens_per_second"}

@@ -18,8 +18,8 @@ from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.data.pack import collate
 from mtp_train.errors import CheckpointError, RecipeError
-from mtp_train.train.aligned import PackedBatch, aligned_rows
 from mtp_train.train.head_training import HeadTraining
+from mtp_train.train.packed_rows import PackedBatch, aligned_rows
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.quantise import Quantization, pack_head, require_bitsandbytes, require_quantizable, trunk_bytes
 from tiny import ALL_FAMILIES, CACHE_KINDS, FAMILY_NAMES, tiny_head, tiny_trunk

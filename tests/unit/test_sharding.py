@@ -28,8 +28,8 @@ from mtp_train.train.launch import (
     require_as_asked,
     require_processes,
 )
+from mtp_train.train.packed_rows import isolated_hidden
 from mtp_train.train.shard import HiddenInShards, shard_layers, shards_trunk
-from mtp_train.trunk.isolate import isolated_hidden
 from mtp_train.trunk.load import load_trunk
 from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 

@@ -16,7 +16,7 @@ from mtp_train.evaluation.decoding import DecodingOptions
 from mtp_train.evaluation.dense import DenseRows, dense_rows, own_text
 from mtp_train.evaluation.prompt_records import PromptRecord, TaskPrompt
 from mtp_train.heads.module import MtpHead
-from mtp_train.train.aligned import PackedBatch
+from mtp_train.train.packed_rows import PackedBatch
 from mtp_train.train.teacher_forced import DenseMetrics
 from mtp_train.trunk.load import Trunk
 from simulated_drafters import decoded

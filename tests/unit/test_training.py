@@ -24,10 +24,10 @@ from mtp_train.losses.chunked import depth_weights
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train import state
-from mtp_train.train.aligned import PackedBatch, aligned_rows
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.log import RunLog, read_metrics
 from mtp_train.train.loop import make_optimizer, optimise, train_head
+from mtp_train.train.packed_rows import PackedBatch, aligned_rows
 from mtp_train.train.state import newest_whole_step
 from runs import tiny_recipe
 from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
