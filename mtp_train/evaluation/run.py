@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.progress import Progress
 
+from mtp_inference import HeadDrafting
 from mtp_inference.drafters.drafter import Drafting
 from mtp_train.checkpoints.files import Checkpoint, read_json
 from mtp_train.checkpoints.identity import InputFiles, Loaders, checkpoint_files, directory_files
@@ -275,12 +276,12 @@ def _load(study: _Study, group: Sequence[OpenArm], plain_name: str) -> _Loaded:
     drafting: dict[str, Drafting] = {}
     heads: dict[str, MtpHead] = {}
     for arm in group:
-        maker, head = arm.model.load_drafting(trunk)
+        maker = arm.model.load_drafting(trunk)
         if maker is not None:
             maker.check(trunk, max(study.grid.depths))
             drafting[arm.spec.name] = maker
-        if head is not None:
-            heads[arm.spec.name] = head
+        if isinstance(maker, HeadDrafting):
+            heads[arm.spec.name] = maker.head
     eos_ids = eos_token_ids(first.model.checkpoint, tokenizer)
     return _Loaded(first.spec.trunk_name, plain_name, trunk, group, drafting, heads, prompts, eos_ids)
 

@@ -185,10 +185,6 @@ def test_drafts_that_gain_nothing_end_however_little_they_cost() -> None:
     assert next_depth(controller, costs) == 0
 
 
-def test_predictable_text_comes_within_3_percent_of_the_best_depth() -> None:
-    assert min(against_the_best_fixed_depth(PREDICTABLE, 4096)) >= 0.97
-
-
 @pytest.mark.parametrize("before", [(), (PREDICTABLE,) * 4, (UNPREDICTABLE,) * 4], ids=["first", "warm", "misled"])
 @pytest.mark.parametrize("text", [PREDICTABLE, VERY_PREDICTABLE], ids=["predictable", "very"])
 def test_requests_on_predictable_text_lose_little_to_learning(text: Text, before: Sequence[Text]) -> None:
@@ -272,13 +268,6 @@ def test_unmeasured_depths_lie_on_a_line() -> None:
     assert measured_costs(d0=1.0, d3=0.9).curve(1, 6)[6] == pytest.approx(1.0)
 
 
-def test_outliers_leave_a_cost_as_it_is() -> None:
-    costs = measured_costs(d3=1.5)
-    for seconds in [10.0, 1.0, 10.0, 0.0, 1.0]:
-        costs.observe(1, 0, seconds)
-    assert costs.curve(1, 0) == [1.0]
-
-
 def test_only_where_costs_are_plain_means_outliers_break_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(Decoder(seed=seed).decode(UNPREDICTABLE, 512).speed for seed in range(16)) >= 0.97
     # Negative control.
@@ -291,27 +280,6 @@ def test_costs_that_changed_are_measured_again() -> None:
     for _ in range(600):
         costs.observe(1, 3, 1.1)
     assert next_depth(DepthController(MAX_DEPTH, None), costs) == 0
-
-
-def test_conditional_acceptance_counts_reached_positions_only() -> None:
-    acceptance = Acceptance()
-    for _ in range(300):
-        acceptance.observe(3, 2)
-        acceptance.observe(3, 0)
-    assert acceptance.conditional(3) == pytest.approx([0.5, 1.0, 0.0], abs=0.01)
-    before = acceptance.conditional(3)
-    for _ in range(300):
-        acceptance.observe(0, 0)
-    assert acceptance.conditional(3) == before
-
-
-def test_positions_never_tried_are_as_good_as_the_last_one() -> None:
-    acceptance = Acceptance((0.9, 0.6))
-    assert acceptance.conditional(4) == [0.9, 0.6, 0.6, 0.6]
-    assert acceptance.conditional(1) == [0.9]
-    acceptance.observe(1, 0)
-    assert acceptance.conditional(1)[0] < 0.6
-    assert len(set(acceptance.conditional(4)[1:])) == 1
 
 
 def test_a_request_starts_from_what_the_decoder_saw() -> None:
