@@ -51,7 +51,7 @@ class SpeculativeDecoder:
 
     Args:
         trunk: The target model.
-        drafting: An MTP head on the trunk's device (its dtype may differ), another maker of drafters, or None for plain
+        drafting: An MTP head on the trunk's device (its dtype may differ), another way of drafting, or None for plain
             decoding.
         depth: Drafts per round of requests that set no depth, 0 to 7.
         eos_ids: Token ids that end a text.

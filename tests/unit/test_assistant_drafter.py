@@ -25,7 +25,7 @@ from assistants import (
     tiny_gemma_trunk,
 )
 from checkpoints import all_tensors
-from mtp_inference import AssistantDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
+from mtp_inference import AssistantDrafting, Sampling, SpeculativeDecoder, plain_greedy
 from mtp_inference.drafters.drafter import RoundPlan
 from mtp_inference.sampling.chooser import Chooser
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
@@ -190,20 +190,6 @@ def test_a_trunk_that_shares_no_keys_is_read_at_the_last_layers() -> None:
                 state, token = step.last_hidden_state, step.logits.argmax(-1)
                 expected.append(token.item())
         assert drafts == expected
-
-
-def test_a_sampled_text_is_the_same_alone_and_in_a_batch() -> None:
-    requests = [
-        Request(prompt_ids=prompt, max_new_tokens=16, sampling=Sampling(temperature=1.0, seed=seed))
-        for seed, prompt in enumerate(prompts())
-    ]
-    texts = []
-    for size in (1, 3):
-        decoder = SpeculativeDecoder(
-            pair("ordered").trunk, pair("ordered").drafting(), 3, (), draft_sampling="sampled", max_batch=size
-        )
-        texts.append([result.token_ids for result in decoder.decode(requests)])
-    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(

@@ -290,12 +290,12 @@ def test_a_snapshot_takes_back_what_came_after_it(kind: str) -> None:
         texts = [
             prompt + window[:kept] for prompt, window, kept in zip(PROMPTS, WINDOW_BT.tolist(), num_kept, strict=True)
         ]
-        saved = cache.snapshot()
+        saved = cache.recurrent.snapshot()
         drafts_BT = torch.tensor([[7]] * len(PROMPTS))
         for ahead in range(3):
             continue_rows(trunk, cache, [len(text) + ahead for text in texts], drafts_BT)
             cache.commit(torch.ones(len(PROMPTS), dtype=torch.long))
-        cache.restore(saved)
+        cache.recurrent.restore(saved)
     for row, text in enumerate(texts):
         assert max(state_errors(cache, trunk, text, row).values()) < state_bound(trunk)
 

@@ -261,13 +261,6 @@ def test_costs_are_measured_before_depths_are_compared() -> None:
     assert next_depth(DepthController(0, None), RoundCosts()) == 0
 
 
-def test_unmeasured_depths_lie_on_a_line() -> None:
-    costs = measured_costs(d0=1.0, d3=1.6, d5=1.8)
-    assert costs.curve(1, 7) == pytest.approx([1.0, 1.16, 1.32, 1.6, 1.64, 1.8, 1.96, 2.12])
-    # Noise never makes depth a gift.
-    assert measured_costs(d0=1.0, d3=0.9).curve(1, 6)[6] == pytest.approx(1.0)
-
-
 def test_only_where_costs_are_plain_means_outliers_break_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(Decoder(seed=seed).decode(UNPREDICTABLE, 512).speed for seed in range(16)) >= 0.97
     # Negative control.
@@ -280,30 +273,6 @@ def test_costs_that_changed_are_measured_again() -> None:
     for _ in range(600):
         costs.observe(1, 3, 1.1)
     assert next_depth(DepthController(MAX_DEPTH, None), costs) == 0
-
-
-def test_a_request_starts_from_what_the_decoder_saw() -> None:
-    shared = Acceptance()
-    for _ in range(100):
-        DepthController(MAX_DEPTH, shared).observe(3, 2)
-    controller = DepthController(3, shared)
-    assert controller.expected_tokens(3) == pytest.approx([1.0, 2.0, 3.0, 3.4], abs=0.1)
-    # Its own rounds soon outweigh that.
-    for _ in range(5):
-        controller.observe(3, 0)
-    assert controller.expected_tokens(1)[1] < 1.2
-
-
-def test_a_decoder_that_saw_hard_texts_only_still_tries() -> None:
-    shared = Acceptance([0.0])
-    assert next_depth(DepthController(MAX_DEPTH, shared), measured_costs(d0=1.0, d3=1.36)) > 0
-
-
-def test_bad_luck_does_not_keep_a_position_untried_for_good() -> None:
-    acceptance = Acceptance((0.9, 0.8, 0.0), memory_rounds=50)
-    for _ in range(150):
-        acceptance.observe(2, 2)
-    assert acceptance.conditional(3)[2] > 0.7
 
 
 def test_a_batch_takes_the_depth_that_is_best_for_all_rows_together() -> None:

@@ -281,17 +281,6 @@ def test_a_stream_may_be_left_and_the_decoder_used_again(num_chunks: int) -> Non
     assert_same(decoder.decode(mixed_requests("qwen3_5")[:2]), alone("qwen3_5")[:2])
 
 
-def test_results_come_in_the_order_of_the_requests_and_buffers_are_kept() -> None:
-    decoder = right("glm4_moe", rows=2)
-    requests = [Request(prompt_ids=prompt(length), max_new_tokens=9) for length in (2, 11, 5, 7)]
-    expected = [tuple(plain_text("glm4_moe", request.prompt_ids, 9)) for request in requests]
-    assert [result.token_ids for result in decoder.decode(requests)] == expected
-    rounds = decoder._rounds
-    assert [result.token_ids for result in decoder.decode(requests[::-1])] == expected[::-1]
-    assert decoder._rounds is rounds
-    assert decoder.decode([]) == []
-
-
 def test_a_batch_that_covers_later_requests_is_kept_and_freed_with_its_decoder() -> None:
     decoder = right("glm4_moe", rows=2)
 
