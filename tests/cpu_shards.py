@@ -21,7 +21,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from mtp_train.cli.main import main
-from mtp_train.runs import run, shared_files
+from mtp_train.runs import run
 from mtp_train.train import hidden_cache, loop
 from mtp_train.train.stopping import leave
 
@@ -80,5 +80,5 @@ if __name__ == "__main__":
     if "LOADS_WHOLE" in os.environ:
         run.layer_sharder = lambda _accelerator: None
     hidden_cache.SHARD_BYTES = int(os.environ.get("SHARD_BYTES", hidden_cache.SHARD_BYTES))
-    shared_files.ATTEMPTS = int(os.environ.get("ATTEMPTS", shared_files.ATTEMPTS))
+    run.ATTEMPTS = int(os.environ.get("ATTEMPTS", run.ATTEMPTS))
     leave(main(["run", *sys.argv[1:]]))

@@ -25,7 +25,7 @@ from mtp_inference.drafters.other_drafters import NgramDrafter, NgramDrafting
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.data.pack import PackedSequence, pack_documents
 from mtp_train.data.tokenize import Document
-from mtp_train.recipe.loading import recipe_from_mapping
+from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import make_accelerator, prepare, run_facts, takes_fused
@@ -62,7 +62,7 @@ def two_steps(
         Losses and gradient norms, and where and how that was done.
     """
     num_sequences = len(sequences(0))
-    recipe = recipe_from_mapping(
+    recipe = load_recipe(
         {
             "run_dir": "run",
             "model": {"trunk": "finetune", "head_from": "base"},

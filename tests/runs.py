@@ -14,7 +14,7 @@ from rich.console import Console
 from byte_tokenizer import byte_tokenizer
 from checkpoints import base_and_finetune
 from mtp_train.cli.main import main
-from mtp_train.recipe.loading import recipe_from_mapping
+from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs import probe
 from mtp_train.runs.pipeline import run_recipe
@@ -73,7 +73,7 @@ def tiny_mapping(directory: Path, run_dir: Path, **overrides: Any) -> dict[str, 
 
 def tiny_recipe(directory: Path, run_dir: Path, **overrides: Any) -> Recipe:
     """Return the recipe of ``tiny_mapping``."""
-    return recipe_from_mapping(tiny_mapping(directory, run_dir, **overrides))
+    return load_recipe(tiny_mapping(directory, run_dir, **overrides))
 
 
 def write_recipe(path: Path, directory: Path, run_dir: Path, **overrides: Any) -> Path:

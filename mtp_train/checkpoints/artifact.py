@@ -61,7 +61,6 @@ class OwnOutput:
 class HeadPlan:
     """Describe a head in the native layout of one checkpoint: the template by which a trained head is written."""
 
-    family: Family
     layout: HeadLayout
     num_modules: int
     convention: str
@@ -71,6 +70,11 @@ class HeadPlan:
     """int32, the tokens that the head may draft; None for all."""
     output: OwnOutput | None = None
     """None where the head drafts with the trunk's output matrix, or the family gives each module one."""
+
+    @property
+    def family(self) -> Family:
+        """The record of the trunk's family with a head of this kind."""
+        return self.layout.family
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +144,6 @@ def load_artifact(path: Path) -> Artifact:
     infos = scan_safetensors(path / WEIGHTS_FILE)
     tensors = tuple(_pending(path / WEIGHTS_FILE, key, info.dtype, info.shape) for key, info in infos.items())
     return Artifact(
-        family=family,
         layout=layout,
         num_modules=written.num_modules,
         num_depths=written.num_depths,

@@ -32,7 +32,6 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-OWN_CONFIG_FILE = "params.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Shards of transformers' distributed save, which it prefers to any other weights.
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -339,7 +338,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{path}: not a directory; expected a checkpoint directory or a hub id (owner/name). Check the spelling."
         )
     named_file(path, CONFIG_FILE, named_by=path)
-    config = _own_config(path)
+    config = read_config(path / CONFIG_FILE)
+    # Before the check of the weights: converting pickles would not help.
+    refuse_unserved_heads(config, where=str(path))
     _require_generation_config(path)
     _refuse_other_weights(path, config)
     for name in (SINGLE_FILE, INDEX_FILE):
@@ -404,23 +405,6 @@ def _require_one_model(indexed: Checkpoint, single: Checkpoint) -> None:
         "llama.cpp's converter reads all model*.safetensors in sorted order, where the last copy of a tensor counts; "
         f"expected one set of weights. Move {SINGLE_FILE}, or the index and its files, to another directory."
     )
-
-
-def _own_config(path: Path) -> dict[str, Any]:
-    config_file = path / CONFIG_FILE
-    # Meta's releases have params.json instead, or a directory with it for each of several models.
-    found = [] if config_file.exists() else [*path.glob(OWN_CONFIG_FILE), *path.glob(f"*/{OWN_CONFIG_FILE}")]
-    own = sorted(found)
-    configs = {file.parent: read_json(file) for file in own} if own else {path: read_config(config_file)}
-    # Before the check of the weights: they are pickles, and converting them would not help.
-    for directory, config in configs.items():
-        refuse_unserved_heads(config, where=str(directory))
-    if own:
-        raise CheckpointError(
-            f"{path}: in the layout of the authors' own code ({OWN_CONFIG_FILE}, no {CONFIG_FILE}); expected a "
-            "transformers checkpoint. Convert it once with transformers' script for the model, in a place you trust."
-        )
-    return configs[path]
 
 
 def read_config(path: Path) -> dict[str, Any]:

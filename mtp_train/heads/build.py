@@ -72,7 +72,7 @@ def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadP
     # Engines read stacked experts and single ones: the head keeps the layout of the base.
     layout = replace(layout, fused_experts=base_layout.fused_experts)
     template = native_head_of(base, base_layout, layout)
-    return HeadPlan(finetune.family, layout, diagnosis.present_modules, convention, template)
+    return HeadPlan(layout, diagnosis.present_modules, convention, template)
 
 
 def graft_artifact_plan(
@@ -104,7 +104,7 @@ def graft_artifact_plan(
     _require_shapes({one.key: one.shape for one in tensors}, layout.native_shapes(shapes))
     shared = tuple(artifact.layout.renamed(key, layout) for key in head.shared_keys)
     template = NativeHead(tensors, shared, head.config_fields)
-    return HeadPlan(family, layout, artifact.num_modules, convention, template, artifact.draft_vocab)
+    return HeadPlan(layout, artifact.num_modules, convention, template, artifact.draft_vocab)
 
 
 def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dtype) -> MtpHead:
@@ -237,7 +237,7 @@ def fresh_plan(
     # Heads of other kinds are exported as checkpoints of their own, which the trunk's config does not describe.
     inherited = head_config_fields(checkpoint) if kind == "mtp" else {}
     fields = {**inherited, **family.declaring(num_modules, checkpoint.config)}
-    return HeadPlan(family, layout, num_modules, convention, NativeHead(tensors, (), fields))
+    return HeadPlan(layout, num_modules, convention, NativeHead(tensors, (), fields))
 
 
 def _init_random(head: MtpHead, std: float, seed: int) -> None:

@@ -198,7 +198,7 @@ def draft_plan(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
     if draft.num_drafted is not None:
         output = OwnOutput(stored_tensor(draft.checkpoint, OUTPUT_KEY, OUTPUT_KEY), _drafted_tokens(draft))
     layout = replace(layout_of(trunk), family=family)
-    return HeadPlan(family, layout, draft.num_modules, "auto", NativeHead(tensors, (), {}), None, output)
+    return HeadPlan(layout, draft.num_modules, "auto", NativeHead(tensors, (), {}), None, output)
 
 
 def _drafted_tokens(draft: DraftModel) -> Tensor | None:

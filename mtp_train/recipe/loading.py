@@ -6,7 +6,7 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ import yaml
 from pydantic import ValidationError
 
 from mtp_train.errors import RecipeError
-from mtp_train.recipe.auto_fields import STAND_INS, auto_fields, with_values
 from mtp_train.recipe.json_schema import dotted, shown
 from mtp_train.recipe.problems import problems_of
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import near_names, recipe_names, recipe_path
 
+RecipeLike = Recipe | str | Path | Mapping[str, Any]
 _TAG = "tag:yaml.org,2002:"
 _NULL = re.compile(r"(?:~|null|Null|NULL|)\Z")
 _BOOL = re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z")
@@ -156,42 +156,54 @@ def _unparsable(where: str, found: str) -> RecipeError:
     )
 
 
-Resolve = Callable[[Recipe, Sequence[str]], Mapping[str, int | float]]
-"""A recipe with stand-ins for the fields that are ``auto``, and the names of these fields, to their values."""
-
-
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), resolve: Resolve | None = None) -> Recipe:
-    """Read a recipe file.
+def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> Recipe:
+    """Return the checked recipe of a file, of plain values or of a recipe.
 
     Args:
-        path: A YAML file, or the name of a recipe of the package.
+        recipe: A YAML file, the name of a recipe of the package, a mapping of the same shape, or a recipe. A mapping is
+            not changed.
         overrides: ``section.field=value`` each, the value in YAML; applied in order, before validation.
-        resolve: Resolves fields that are ``auto``; None refuses such fields.
 
     Raises:
         RecipeError: The file is missing, not YAML, or not a valid recipe; the message lists all problems.
     """
-    path = recipe_path(path)
-    try:
-        if path.exists() and not path.is_dir() and not path.is_file():
-            # Opening a FIFO waits for a writer, and reading a device may never end.
-            raise RecipeError([f"{path}: not a regular file; expected a recipe in YAML. Write it to a file."])
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-    data, repeated_keys = parse_yaml(text, str(path))
-    return _decode({} if data is None else data, overrides, repeated_keys, resolve)
+    return validated(*plain_recipe(recipe, overrides))
 
 
-def recipe_from_mapping(
-    data: Mapping[str, Any], overrides: Sequence[str] = (), resolve: Resolve | None = None
-) -> Recipe:
-    """Build a recipe from plain values, as :func:`load_recipe` does from a file. ``data`` is not changed.
+def plain_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Any, list[str]]:
+    """Return the plain values of a recipe with the overrides in them, and the problems of reading them."""
+    problems: list[str] = []
+    if isinstance(recipe, Recipe):
+        data: Any = recipe.model_dump(mode="json")
+    elif isinstance(recipe, Mapping):
+        data = copy.deepcopy(dict(recipe))
+    else:
+        path = recipe_path(recipe)
+        data, problems = parse_yaml(_read(path), str(path))
+        data = {} if data is None else data
+    if isinstance(data, dict):
+        for override in overrides:
+            problems += apply_override(data, override)
+    return data, problems
+
+
+def validated(data: object, problems: Sequence[str] = ()) -> Recipe:
+    """Return the recipe of plain values.
 
     Raises:
-        RecipeError: The values are not a valid recipe; the message lists all problems.
+        RecipeError: There are problems already, or the values are not a valid recipe; the message lists all problems.
     """
-    return _decode(copy.deepcopy(dict(data)), overrides, [], resolve)
+    found = list(problems)
+    try:
+        # Strict in JSON's types: a list is a tuple, a whole number a float. Other objects of YAML are text.
+        recipe = Recipe.model_validate_json(json.dumps(data, default=str))
+    except ValidationError as invalid:
+        found += problems_of(data, invalid)
+    except (ValueError, TypeError) as error:
+        found.append(f"recipe: {error}; expected plain values. Write aliases and keys out as text.")
+    if found:
+        raise RecipeError(found)
+    return recipe
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -199,28 +211,14 @@ def dump_recipe(recipe: Recipe) -> str:
     return dump_yaml(recipe.model_dump(mode="json"))
 
 
-def _decode(data: object, overrides: Sequence[str], problems: list[str], resolve: Resolve | None) -> Recipe:
-    if isinstance(data, dict):
-        for override in overrides:
-            problems = [*problems, *apply_override(data, override)]
-    fields = () if resolve is None else auto_fields(data)
-    if resolve is not None and fields and not problems:
-        stood_in = _validated(with_values(data, {field: STAND_INS[field] for field in fields}), [])
-        data = with_values(data, resolve(stood_in, fields))
-    return _validated(data, problems)
-
-
-def _validated(data: object, problems: list[str]) -> Recipe:
+def _read(path: Path) -> str:
     try:
-        # Strict in JSON's types: a list is a tuple, a whole number a float. Other objects of YAML are text.
-        recipe = Recipe.model_validate_json(json.dumps(data, default=str))
-    except ValidationError as invalid:
-        problems = [*problems, *problems_of(data, invalid)]
-    except (ValueError, TypeError) as error:
-        problems = [*problems, f"recipe: {error}; expected plain values. Write aliases and keys out as text."]
-    if problems:
-        raise RecipeError(problems)
-    return recipe
+        if path.exists() and not path.is_dir() and not path.is_file():
+            # Opening a FIFO waits for a writer, and reading a device may never end.
+            raise RecipeError([f"{path}: not a regular file; expected a recipe in YAML. Write it to a file."])
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> RecipeError:

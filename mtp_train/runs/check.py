@@ -22,12 +22,12 @@ from mtp_train.families.engines import engine_commands
 from mtp_train.families.spec import RawConfig
 from mtp_train.heads.diagnose import head_shapes, named_rejections, trunk_config
 from mtp_train.heads.lora import require_lora_targets
-from mtp_train.recipe.loading import dump_recipe
+from mtp_train.recipe.loading import RecipeLike, dump_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.head_source import require_source_model
 from mtp_train.runs.inputs import gather_text
 from mtp_train.runs.refusals import HeadOnTrunk, decoding_problem, raise_together, refusals
-from mtp_train.runs.resolve import Choice, Overrides, RecipeLike, launched_processes, resolved_recipe
+from mtp_train.runs.resolve import Choice, Overrides, launched_processes, resolved_recipe
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.settings import cache_bytes, memory_options, plan_of
 from mtp_train.runs.study.material import for_objective

@@ -62,15 +62,8 @@ def write_export(
 ) -> None:
     """Write a head to a new directory: an MTP head inside its trunk's checkpoint, other kinds as a draft model.
 
-    Args:
-        trunk: The trunk's checkpoint; it is only read.
-        artifact: The head.
-        out: The new directory.
-        adapter: Directory of the trunk's LoRA adapter, which is merged into the exported trunk; None without one.
-        link: Hard-link unchanged files if the file system allows it, or copy all files.
-        progress: Shows the progress of writing.
-        form: Format of a draft model; not used for an MTP head.
-        hub_id: The trunk's id on the hub; None if it is only on this machine.
+    An ``adapter`` is merged into the exported trunk. ``form`` is the format of a draft model, ``hub_id`` the trunk's
+    id in it.
 
     Raises:
         OutputExistsError: ``out`` exists.

@@ -149,12 +149,6 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
 def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progress | None = None) -> RunText:
     """Read, split and tokenize everything that a run trains on and evaluates on.
 
-    Args:
-        recipe: The recipe.
-        tokenizer: The trunk's tokenizer.
-        vocab_size: Tokens that the trunk has embeddings for.
-        progress: Shows the search for near-duplicates; None shows nothing.
-
     Raises:
         DataError: A source cannot be read, a side of the split is empty or too small, or a token has no embedding.
     """

@@ -30,6 +30,7 @@ from mtp_train.evaluation.settings import draft_depth
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.recipe.auto_fields import FROM_TEXT
+from mtp_train.recipe.loading import RecipeLike
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.study_table import study_summary
 from mtp_train.report.table import summary
@@ -37,11 +38,10 @@ from mtp_train.report.write import PAGE_FILE, write_report
 from mtp_train.runs.display import quiet_progress, rich_to_html
 from mtp_train.runs.evaluate_run import Evaluation, evaluate_run, served_commands, unjudged
 from mtp_train.runs.export import write_card, write_export
-from mtp_train.runs.out_of_memory import memory_is_named
 from mtp_train.runs.refusals import check_decoder
 from mtp_train.runs.regeneration import data_stage, generate_responses, regeneration_of, trained_documents
-from mtp_train.runs.resolve import Choice, Overrides, RecipeLike, recipe_of, resolve_training, resolved_recipe
-from mtp_train.runs.run import Run, RunTrunk, join_processes
+from mtp_train.runs.resolve import Choice, Overrides, recipe_of, resolve_training, resolved_recipe
+from mtp_train.runs.run import Run, RunTrunk, join_processes, memory_is_named
 from mtp_train.runs.run_directory import DONE, Attempt, Outcome, RunDirectory, is_main_process
 from mtp_train.runs.settings import plan_of
 from mtp_train.runs.training import STATE, train_stage

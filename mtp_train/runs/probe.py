@@ -72,7 +72,7 @@ SHORT = {
 
 
 @dataclass(frozen=True)
-class Level:
+class HeadLevel:
     """How well the base's head drafts for a model, greedily."""
 
     tau: float
@@ -92,9 +92,9 @@ class ProbeResult:
     """The figures that decided, in a sentence."""
     command: str
     """What to run next."""
-    graft: Level
+    graft: HeadLevel
     """The base's head on the fine-tune."""
-    base: Level
+    base: HeadLevel
     """The base's head on the base."""
     lost_overlap: float | None
     """What the head lost at depth 1 at equal target entropy; None if the texts share too few entropies."""
@@ -219,7 +219,7 @@ def judge(found: ProbeResult) -> tuple[Verdict, str]:
     )
 
 
-def is_at_fault(own: Level) -> bool:
+def is_at_fault(own: HeadLevel) -> bool:
     """Return whether the base's head is shown to draft badly for the base itself."""
     high = own.tau if own.tau_ci95 is None else own.tau_ci95[1]
     return high < LEAST_TAU
@@ -277,10 +277,10 @@ def _row(record: Record) -> dict[str, Any]:
             return row | {"text": content.text}
 
 
-def _level(report: StudyReport, name: str) -> Level:
+def _level(report: StudyReport, name: str) -> HeadLevel:
     arm = report.arms[name]
     overlap = None if not arm.overlap else arm.overlap[0]
-    return Level(arm.tau or 1.0, arm.tau_ci95, overlap)
+    return HeadLevel(arm.tau or 1.0, arm.tau_ci95, overlap)
 
 
 def _lost_overlap(report: StudyReport) -> tuple[float | None, Interval | None]:
@@ -314,5 +314,5 @@ def _interval(interval: Interval | None) -> str:
     return "(no interval)" if interval is None else f"[{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
-def _level_text(level: Level) -> str:
+def _level_text(level: HeadLevel) -> str:
     return f"tau {_number(level.tau)} {_interval(level.tau_ci95)}, overlap {_number(level.overlap)}"

@@ -268,11 +268,8 @@ def require_embedded(prompts: Sequence[Prompt], documents: Sequence[Document], v
 def decoding_problem(recipe: Recipe, trunk_bytes: int, head_bytes: int, memory_bytes: int) -> str | None:
     """Return why a run cannot decode with its trunk on a GPU; None if it can, or need not.
 
-    Args:
-        recipe: The recipe. Studies, and trunks that are offloaded or quantised, are not judged.
-        trunk_bytes: Bytes of the trunk.
-        head_bytes: Bytes of a head; the retrained one and its baseline are in memory together.
-        memory_bytes: Memory of the GPU.
+    Studies, and trunks that are offloaded or quantised, are not judged. The retrained head and its baseline are in
+    memory together.
     """
     model, needed = recipe.model, trunk_bytes + NUM_HEADS * head_bytes
     if not recipe.decodes or recipe.study is not None or model.offload or model.quantization:
@@ -291,13 +288,6 @@ def check_decoder(
     trunk: Trunk, prompts: Sequence[Sequence[int]], eos_ids: Collection[int], depth: int, console: Console
 ) -> None:
     """Decode some prompts plainly and with drafts from the prompt, and measure the errors of the decoder's windows.
-
-    Args:
-        trunk: The run's trunk, whole on this process or its group.
-        prompts: Token ids of prompts; the first :data:`CHECK_PROMPTS` are decoded.
-        eos_ids: Token ids that end a text.
-        depth: Drafts a round.
-        console: Where the measured noise is printed.
 
     Raises:
         NotLosslessError: The decoder changes a text, or its windows differ from the model by more than rounding.

@@ -30,10 +30,9 @@ from mtp_train.data.tokenize import Document, choose_prompts
 from mtp_train.errors import DataError, MtpError, RecipeError
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import RegenerateSpec
-from mtp_train.runs.run import Run
+from mtp_train.runs.run import Run, require_shared
 from mtp_train.runs.run_answers import DATA, SETTINGS_FILE, copy_answers
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
-from mtp_train.runs.shared_files import require_shared
 from mtp_train.runs.training import part_documents
 from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.machine import set_threads
@@ -242,14 +241,7 @@ def with_followers(trunk: Trunk, accelerator: RunAccelerator, answer: Callable[[
 
     Only the first process talks to the server, and its waiting for responses holds up no collective: before each
     forward, it sends the tokens to the others.
-
-    Args:
-        trunk: The trunk, which is sharded in place.
-        accelerator: The processes.
-        answer: Runs the trunk without a cache, through :meth:`Trunk.hidden`.
-
-    Returns:
-        The function's result; empty in the other processes.
+    The trunk is sharded in place, and run without a cache. Returns the function's result; empty in other processes.
 
     Raises:
         DataError: The function failed in the first process; every process raises its error.

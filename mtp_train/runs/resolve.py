@@ -26,8 +26,8 @@ from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
 from mtp_train.data.tokenize import Document, build_prompts, tokenize_records
 from mtp_train.errors import RecipeError
 from mtp_train.heads.diagnose import text_config_of
-from mtp_train.recipe.auto_fields import FROM_TEXT
-from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, recipe_from_mapping
+from mtp_train.recipe.auto_fields import FROM_TEXT, STAND_INS, auto_fields, with_values
+from mtp_train.recipe.loading import RecipeLike, plain_recipe, validated
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.inputs import load_sources
 from mtp_train.runs.run_directory import RunDirectory
@@ -36,7 +36,6 @@ from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import activation_bytes
 from mtp_train.trunk.tokenizer import load_tokenizer
 
-RecipeLike = Recipe | str | Path | Mapping[str, Any]
 Overrides = Mapping[str, Any] | Sequence[str]
 
 SAMPLE_RECORDS = 512
@@ -107,27 +106,17 @@ def resolved_recipe(
         RecipeError: A field is unknown, out of range or contradicts another one; the message lists all problems.
         MtpError: A field is ``auto``, and the model or the data that it depends on cannot be read.
     """
+    if isinstance(recipe, Recipe) and not overrides:
+        return ResolvedRecipe(recipe, ())
     choices: tuple[Choice, ...] = ()
-
-    def resolve(stood_in: Recipe, fields: Sequence[str]) -> dict[str, int | float]:
-        nonlocal choices
-        choices = automatic_values(
-            stood_in,
-            fields,
-            world_size or stood_in.train.processes or launched_processes(),
-            device or device_named(None),
-        )
-        return {choice.field: choice.value for choice in choices}
-
-    overrides = override_texts(overrides)
-    if isinstance(recipe, Recipe):
-        if not overrides:
-            return ResolvedRecipe(recipe, ())
-        plain = parse_yaml(dump_recipe(recipe), "recipe")[0]
-        return ResolvedRecipe(recipe_from_mapping(plain, overrides, resolve), choices)
-    if isinstance(recipe, Mapping):
-        return ResolvedRecipe(recipe_from_mapping(recipe, overrides, resolve), choices)
-    return ResolvedRecipe(load_recipe(recipe, overrides, resolve), choices)
+    data, problems = plain_recipe(recipe, override_texts(overrides))
+    fields = auto_fields(data)
+    if fields and not problems:
+        stood_in = validated(with_values(data, {field: STAND_INS[field] for field in fields}))
+        processes = world_size or stood_in.train.processes or launched_processes()
+        choices = automatic_values(stood_in, fields, processes, device or device_named(None))
+        data = with_values(data, {choice.field: choice.value for choice in choices})
+    return ResolvedRecipe(validated(data, problems), choices)
 
 
 def override_texts(overrides: Overrides) -> list[str]:
@@ -197,12 +186,6 @@ Found = tuple[int | float, str]
 def automatic_values(recipe: Recipe, fields: Collection[str], world_size: int, device: Device) -> tuple[Choice, ...]:
     """Return the values of fields that are ``auto``: those that the run directory records, or by the rules.
 
-    Args:
-        recipe: The recipe with stand-ins for these fields.
-        fields: The fields.
-        world_size: Processes that train.
-        device: What they run on.
-
     Raises:
         MtpError: The model or the data cannot be read, or a field cannot be ``auto`` in such a recipe.
     """
@@ -225,14 +208,7 @@ def automatic_values(recipe: Recipe, fields: Collection[str], world_size: int, d
 def resolve_training(
     recipe: Recipe, fields: Collection[str], documents: Sequence[Document], world_size: int
 ) -> tuple[Recipe, tuple[Choice, ...]]:
-    """Return a recipe with the length of training resolved for the text that it trains on, and these choices.
-
-    Args:
-        recipe: The recipe, with values from an estimate of the text.
-        fields: The fields that are ``auto``.
-        documents: The training text.
-        world_size: Processes that train.
-    """
+    """Return a recipe with the length of training resolved for the text that it trains on, and these choices."""
     tokens = sum(len(document.input_ids) for document in documents)
     if not recipe.data.pack:
         tokens = len(documents) * recipe.data.seq_len_tokens

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import hashlib
 import math
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 import torch
 from accelerate.utils import DistributedType, broadcast_object_list
 from rich.progress import Progress
 from torch import nn
 
+from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.identity import RECORD_FILE, Records
 from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.checkpoints.run_export import RECIPE_FILE
 from mtp_train.checkpoints.writing import LOCK_FILE
-from mtp_train.errors import RecipeError, TrainingError
+from mtp_train.data.tokenize import Document, Prompt
+from mtp_train.errors import OutOfMemoryError, RecipeError, TrainingError
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
+from mtp_train.runs.head_source import RunHead
 from mtp_train.runs.inputs import Inputs, gather_inputs
 from mtp_train.runs.refusals import decoding_problem
 from mtp_train.runs.run_answers import require_same_trunk
-from mtp_train.runs.run_directory import (
-    ADAPTER,
-    TRUNK,
-    Attempt,
-    RunDirectory,
-    checkpoint_identity,
-    environment_facts,
-)
-from mtp_train.runs.shared_files import checkpoints_checksum, require_alike, require_shared, text_checksum
+from mtp_train.runs.run_directory import ADAPTER, TRUNK, Attempt, RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_accelerator, require_processes
 from mtp_train.train.machine import device_named
 from mtp_train.train.shard import give_up_shards, layer_sharder, shards_trunk
@@ -39,6 +39,11 @@ from mtp_train.trunk.load import Trunk, empty_trunk_at, load_trunk
 from mtp_train.trunk.offload import offload_layers
 from mtp_train.trunk.precision import resolve_precision, trunk_dtype
 from mtp_train.trunk.progress import shown_loading
+
+ATTEMPTS, PAUSE_SECONDS = 60, 1.0
+"""A network file system may show new files only after its cache's time, by default up to a minute for NFS."""
+SMALL_BYTES = 1 << 16
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 
 def join_processes(recipe: Recipe, directory: RunDirectory, attempt: Attempt) -> tuple[RunAccelerator, Recipe]:
@@ -268,3 +273,118 @@ class RunTrunk:
             give_up_shards(self._trunk, self._run.accelerator)
         self._trunk, self.is_whole = None, False
         gc.collect()
+
+
+def require_shared(directory: Path, names: Sequence[str], accelerator: RunAccelerator) -> None:
+    """Wait for all processes, then until every one sees the same files; every process must call it.
+
+    Args:
+        directory: The directory that they share.
+        names: Files in it, or directories with all their files; they may be missing, but then for all processes.
+        accelerator: The processes.
+
+    Raises:
+        TrainingError: The files differ between processes, as on machines without a common file system.
+    """
+    for _ in range(ATTEMPTS):
+        first, *others = accelerator.gather_items([files_in(directory, names)])
+        odd = [rank for rank, seen in enumerate(others, start=1) if seen != first]
+        if not odd:
+            return
+        time.sleep(PAUSE_SECONDS)
+    differing = sorted({path for path, _ in first.items() ^ others[odd[0] - 1].items()})
+    raise TrainingError(
+        f"run_dir: {directory}: processes 0 and {odd[0]} see different files ({', '.join(differing[:3])}); expected "
+        "one directory for all machines. Put run_dir on a file system that they share."
+    )
+
+
+def files_in(directory: Path, names: Sequence[str]) -> dict[str, str]:
+    """Return the size of every file by its path, and of small ones a hash of the content."""
+    found = {}
+    for name in names:
+        top = directory / name
+        for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
+            if path.is_file():
+                size = path.stat().st_size
+                content = hashlib.sha256(path.read_bytes()).hexdigest() if size <= SMALL_BYTES else ""
+                found[str(path.relative_to(directory))] = f"{size} {content}"
+    return found
+
+
+def require_alike(what: str, checksum: str, accelerator: RunAccelerator) -> None:
+    """Check that all processes read the same inputs; every process must call it.
+
+    Raises:
+        TrainingError: A process reads others than the main process.
+    """
+    (first, _), *others = accelerator.gather_items([(checksum, socket.gethostname())])
+    for rank, (other, host) in enumerate(others, start=1):
+        if other != first:
+            raise TrainingError(
+                f"{what}: the files of process {rank} on {host} differ from those of process 0; expected the same on "
+                "all machines. Put them on a file system that the machines share, or copy them again."
+            )
+
+
+def checkpoints_checksum(checkpoints: Iterable[Checkpoint | RunHead | None]) -> str:
+    """Return a checksum of the configs and indices of checkpoints; weights are not read."""
+    found = [checkpoint_identity("", one)["sha256"] for one in checkpoints if one is not None]
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+def text_checksum(documents: Iterable[Document], prompts: Iterable[Prompt]) -> str:
+    """Return a checksum of tokens, targets and groups of documents, and of tokens and groups of prompts."""
+    checksum = hashlib.sha256()
+    for document in documents:
+        checksum.update(repr((document.id, document.group, len(document.input_ids))).encode())
+        checksum.update(document.input_ids.tobytes())
+        checksum.update(document.loss_mask.tobytes())
+    for prompt in prompts:
+        checksum.update(repr((prompt.id, prompt.group, list(prompt.prompt_ids))).encode())
+    return checksum.hexdigest()
+
+
+@contextlib.contextmanager
+def memory_is_named(recipe: Recipe, stage: Callable[[], str]) -> Iterator[None]:
+    """Turn an out-of-memory error of the device or the machine into one with a hint.
+
+    Args:
+        recipe: The recipe.
+        stage: Returns the stage that the run has reached.
+
+    Raises:
+        OutOfMemoryError: A memory allocation failed.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        is_full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _CPU_ALLOCATOR in str(error)
+        if not is_full:
+            raise
+        found = str(error).strip().partition("\n")[0].partition(" GPU ")[0] or "no memory left"
+        raise OutOfMemoryError(
+            f"stage '{stage()}': out of memory ({found.rstrip('. ')}); expected it to suffice. {cure(recipe, stage())}"
+        ) from error
+
+
+def cure(recipe: Recipe, stage: str) -> str:
+    """Return the hint for a stage that ran out of memory; settings that change no result come first."""
+    train, regenerate = recipe.train, recipe.data.regenerate
+    if stage == "data" and regenerate is not None:
+        return f"Lower data.regenerate.batch_size, or data.regenerate.max_new_tokens ({regenerate.max_new_tokens})."
+    if stage == "evaluate" and recipe.study is not None:
+        return f"Lower study.batch ({recipe.study.batch}), or evaluate.max_new_tokens."
+    if stage == "evaluate":
+        return f"Lower evaluate.dense_tokens ({recipe.evaluate.dense_tokens}), or write model.dtype: bfloat16."
+    if stage == "train" and train.micro_batch_sequences > 1:
+        return f"Write train.micro_batch_sequences: 1; it is {train.micro_batch_sequences}, and changes no result."
+    if stage == "train" and not train.gradient_checkpointing:
+        return "Write train.gradient_checkpointing: true; it changes no result."
+    shards = f"launch with {accelerate_file('fsdp2')} on several GPUs, which puts the trunk in shards"
+    if stage == "train" and train.hidden_cache is None:
+        return f"Write train.hidden_cache: {{}}, which trains without the trunk, or {shards}."
+    if stage == "train":
+        return f"Lower data.seq_len_tokens ({recipe.data.seq_len_tokens}), or {shards}."
+    offload = "" if recipe.model.offload or recipe.model.quantization else " or model.offload: cpu"
+    return f"Write model.dtype: bfloat16{offload}, or {shards}."

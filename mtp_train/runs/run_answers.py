@@ -58,16 +58,7 @@ def copy_answers(
     """Copy the responses of another run to prompts of this run into this run's directory of responses.
 
     A response belongs to a prompt with the same tokens: ids contain the path of the data as the recipe spells it.
-
-    Args:
-        location: The other run's directory, as the recipe names it.
-        directory: This run's directory of responses; one with a complete copy is left as it is.
-        prompts: The prompts to train on.
-        trunk: Content of the trunk.
-        adapter: Content of its adapter; None without one.
-
-    Returns:
-        Sentences for the log.
+    A directory with a complete copy is left as it is. Returns sentences for the log.
 
     Raises:
         DataError: The directory is no run's, or has no response of this trunk to one of the prompts.

@@ -62,7 +62,7 @@ from mtp_train.errors import (
     redacted,
 )
 from mtp_train.evaluation.suites import suite_location
-from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, recipe_from_mapping
+from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, validated
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.head_source import RunHead, open_head_source
 from mtp_train.train.stopping import Stopped
@@ -377,12 +377,7 @@ class RunDirectory:
     ) -> None:
         """Check that the inputs have not changed since the run began. A directory that is not claimed yet passes.
 
-        Args:
-            recipe: The run's recipe.
-            progress: Shows the progress of hashing.
-            anew: Whether hub ids stand for the hub's current revision, as for a new run; if not, for the snapshot in
-                use.
-            finished: Whether the run is finished.
+        Hub ids stand for the hub's current revision with ``anew``, as for a new run; else for the snapshot in use.
 
         Raises:
             ChangedInputError: An input changed, is missing, or cannot be shown to be the same.
@@ -427,7 +422,7 @@ def _is_recipe_of(recorded: str, recipe: Recipe) -> bool:
     that is ``auto``.
     """
     with contextlib.suppress(RecipeError):
-        before = recipe_from_mapping(parse_yaml(recorded, "recipe")[0])
+        before = validated(*parse_yaml(recorded, "recipe"))
         return before == _on_machines_of(before, recipe)
     return False
 
@@ -451,11 +446,8 @@ def claimed_by_run(run_dir: Path) -> Claimed:
 def _input_loaders(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> Loaders:
     """Return functions that locate the files of each input of a recipe.
 
-    Args:
-        recipe: The recipe. Datasets of the hub are not recorded: their files are not at hand to compare.
-        places: The recorded location of each input.
-        anew: Whether a hub id stands for the hub's current revision, as for a new run. If not, it stands for the
-            snapshot that was used, and nothing is downloaded.
+    Datasets of the hub are left out: their files are not at hand to compare. Unless ``anew``, a hub id stands for the
+    snapshot in ``places``, the recorded locations, and nothing is downloaded.
     """
     model, study = recipe.model, recipe.study
 

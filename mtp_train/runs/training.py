@@ -291,7 +291,6 @@ def trained_artifact(run: Run, weights: dict[str, torch.Tensor], draft_vocab: to
         head = build_head(plan, text_config_of(run.inputs.finetune), dtype=torch.float32)
         weights = merged_weights(head, recipe.head.lora, weights)
     return Artifact(
-        family=plan.family,
         layout=plan.layout,
         num_modules=plan.num_modules,
         num_depths=recipe.head.num_depths,

@@ -27,7 +27,7 @@ from mtp_train.families import most_served_kind, raw_text_config
 from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.recipe.auto_fields import STAND_INS, auto_fields, with_values
 from mtp_train.recipe.json_schema import dotted, schema_tree, walk_fields
-from mtp_train.recipe.loading import dump_yaml, recipe_from_mapping
+from mtp_train.recipe.loading import dump_yaml, load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import AUTO
 from mtp_train.recipe.shipped import SCHEMA_FILE
@@ -193,13 +193,6 @@ def _lacks_base(trunk: str, found: str, named: str | None) -> CheckpointError:
 def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: Sequence[str]) -> Plain:
     """Return the plain values of the recipe for a model.
 
-    Args:
-        start: Where the head comes from, see :func:`start_of`.
-        trunk: The model, or an adapter of ``base``.
-        base: The checkpoint with the head, for ``graft``.
-        run_dir: The run directory.
-        data: Paths of prompts or chats; empty for the demo's own or the built-in prompts.
-
     Raises:
         MtpError: A location cannot be opened.
     """
@@ -257,7 +250,7 @@ def _new_head(settings: Plain, trunk: Checkpoint) -> Plain:
             {"draft_vocab": _DRAFT_VOCAB} if vocab_size > 2 * _DRAFT_VOCAB else {}
         )
     stood_in = with_values(settings, {field: STAND_INS[field] for field in auto_fields(settings)})
-    copied: Recipe = recipe_from_mapping({**stood_in, "head": {"init": "copy_last_layer"}})
+    copied: Recipe = load_recipe({**stood_in, "head": {"init": "copy_last_layer"}})
     try:
         plan_head(copied, trunk, None)
     except CheckpointError:

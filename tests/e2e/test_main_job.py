@@ -22,7 +22,7 @@ from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.identity import RECORD_FILE
 from mtp_train.checkpoints.native import NativeHead
 from mtp_train.cli.main import main
-from mtp_train.errors import GateRefusedError, MtpError, RecipeError
+from mtp_train.errors import GateRefusedError, RecipeError
 from mtp_train.evaluation.results import UNJUDGED_SENTENCE
 from mtp_train.heads.build import build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
@@ -200,17 +200,6 @@ def test_a_finished_run_says_so_and_is_left_alone(tmp_path: Path) -> None:
     before = written(tmp_path / "run")
     assert run_quietly(recipe) == first
     assert written(tmp_path / "run") == before
-    with pytest.raises(MtpError, match="holds the run of another recipe"):
-        run_quietly(tiny_recipe(inputs, tmp_path / "run", **{**LEARNS, "train__lr": 2e-2}))
-
-
-def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:
-    inputs = write_inputs(tmp_path / "in")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.txt").write_text("mine")
-    with pytest.raises(MtpError, match=r"holds files that are not a run's \(thesis\.txt\)"):
-        run_quietly(tiny_recipe(inputs, tmp_path / "run"))
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
 
 
 def head_bytes(run_dir: Path) -> dict[str, bytes]:

@@ -18,7 +18,7 @@ from checkpoints import all_tensors, set_fields
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import rescue as rescue_module
-from mtp_train.runs.probe import Level, ProbeResult
+from mtp_train.runs.probe import HeadLevel, ProbeResult
 from mtp_train.runs.write_recipe import rescue_recipe
 from runs import GETS_NO_BETTER, LEARNS, TINY_RESCUE, document, overrides_of, shorten_probes, tree, write_inputs
 
@@ -101,7 +101,7 @@ def probed(monkeypatch: pytest.MonkeyPatch, verdict: Any) -> list[Path]:
     def found(tuned: str, donor: str, out: Path, *_: Any) -> ProbeResult:
         asked.append(out)
         out.mkdir(parents=True, exist_ok=True)
-        level = Level(2.0, (1.9, 2.1), 0.5)
+        level = HeadLevel(2.0, (1.9, 2.1), 0.5)
         return ProbeResult(verdict, "tau is what it is", "mtp-train inspect x", level, level, None, None)
 
     monkeypatch.setattr(rescue_module, "probe_with", found)

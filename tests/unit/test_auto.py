@@ -12,7 +12,7 @@ from byte_tokenizer import byte_tokenizer
 from checkpoints import base_and_finetune
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import RecipeError
-from mtp_train.recipe.auto_fields import FROM_TEXT, STAND_INS, auto_fields, with_values
+from mtp_train.recipe.auto_fields import FROM_TEXT, STAND_INS, with_values
 from mtp_train.runs import resolve
 from mtp_train.runs.resolve import (
     EPOCHS,
@@ -119,8 +119,8 @@ def test_plain_text_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seq_len", [512, 4096])
-@pytest.mark.parametrize("tokens", [600, 9_000, 200_000, 3_000_000, 400_000_000])
-@pytest.mark.parametrize("world_size", [1, 3, 8])
+@pytest.mark.parametrize("tokens", [600, 200_000, 400_000_000])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_the_text_is_repeated_only_as_often_as_the_rules_allow(
     monkeypatch: pytest.MonkeyPatch, tokens: int, seq_len: int, world_size: int
 ) -> None:
@@ -201,13 +201,6 @@ def test_a_study_sets_its_numbers_itself(inputs: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(inputs, tmp_path / "run").replaced(study=object())
     with pytest.raises(RecipeError, match=r"train\.lr: 'auto' with study; expected a number"):
         automatic_values(recipe, ["train.lr"], 1, HERE)
-
-
-def test_fields_are_found_where_a_recipe_has_them() -> None:
-    data = {"train": {"lr": "auto", "max_steps": 3}, "data": {"regenerate": None}, "evaluate": "auto"}
-    assert auto_fields(data) == ("train.lr",)
-    assert with_values(data, {"train.lr": 0.1})["train"] == {"lr": 0.1, "max_steps": 3}
-    assert data["train"] == {"lr": "auto", "max_steps": 3}
 
 
 def test_lengths_are_counted_in_tokens(tmp_path: Path) -> None:

@@ -63,19 +63,6 @@ def test_pickled_weights_are_refused(checkpoint: Path) -> None:
 HEADS_OF_META = r"extra heads of Meta's multi-token prediction \(n_future_tokens 4\), which vLLM, .* attached to Llama"
 
 
-def test_meta_s_multi_token_release_is_recognised_and_not_unpickled(tmp_path: Path) -> None:
-    futures: dict[str, dict[str, int]] = {"7B_1T_1": {}, "7B_1T_4": {"n_future_tokens": 4}}
-    for name, future in futures.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "params.json").write_text(json.dumps({"dim": 64, "n_layers": 4} | future))
-        (tmp_path / name / "consolidated.pth").write_bytes(b"not even a pickle")
-    for location in (tmp_path, tmp_path / "7B_1T_4"):
-        with pytest.raises(UnsupportedModelError, match="7B_1T_4: has 3 " + HEADS_OF_META):
-            open_checkpoint(location)
-    with pytest.raises(CheckpointError, match=r"7B_1T_1: in the layout of the authors' own code \(params\.json"):
-        open_checkpoint(tmp_path / "7B_1T_1")
-
-
 @pytest.mark.parametrize(
     ("fields", "named"),
     [

@@ -58,12 +58,6 @@ def test_files_that_are_not_ours_are_refused(beside: list[str], tmp_path: Path, 
     assert tree(tmp_path) == before
 
 
-def test_a_file_in_the_place_of_a_run_dir_is_refused(tmp_path: Path, recipe: Recipe) -> None:
-    (tmp_path / "run").write_text("mine")
-    with pytest.raises(OutputExistsError, match=r"run is a file; expected a directory\. Choose another run_dir\."):
-        RunDirectory(tmp_path / "run").require_ours(recipe)
-
-
 def test_a_claim_records_the_resolved_recipe_and_keeps_the_first_provenance(tmp_path: Path, recipe: Recipe) -> None:
     RunDirectory(tmp_path / "run").claim(recipe, {"seed": 0, "argv": ["first"]}, {})
     RunDirectory(tmp_path / "run").claim(recipe, {"seed": 0, "argv": ["second"]}, {})
@@ -193,12 +187,6 @@ def test_a_checkpoint_is_identified_by_path_and_small_files(tmp_path: Path) -> N
     assert hashes == {"config.json": config, "model.safetensors.index.json": index}
 
 
-def test_the_revision_of_a_hub_snapshot_is_its_directory(tmp_path: Path) -> None:
-    path = save_stripped(tiny_trunk("qwen3_5"), tmp_path / "models--owner--name" / "snapshots" / "abc123")
-    identity = checkpoint_identity("owner/name", open_checkpoint(path))
-    assert (identity["name"], identity["revision"]) == ("owner/name", "abc123")
-
-
 def test_environment_facts_do_not_need_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     facts = environment_facts()
@@ -214,8 +202,3 @@ def test_environment_facts_do_not_need_git(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_an_outcome_that_cannot_be_read_is_none(content: str, tmp_path: Path) -> None:
     (tmp_path / "outcome.json").write_text(content)
     assert RunDirectory(tmp_path).outcome is None
-
-
-def test_a_field_of_another_release_in_an_outcome_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "outcome.json").write_text(json.dumps({**dataclasses.asdict(REFUSED), "host": "elsewhere"}))
-    assert RunDirectory(tmp_path).outcome == REFUSED

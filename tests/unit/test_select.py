@@ -15,7 +15,7 @@ from torch import Tensor
 from mtp_train.data.pack import global_batches, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import StoppedError, TrainingError
-from mtp_train.recipe.loading import recipe_from_mapping
+from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.runs.training import part_documents, renumbered
@@ -31,7 +31,7 @@ SEQ_LEN, NUM_DEPTHS = 16, 2
 
 
 def recipe(select: dict[str, Any] | None, **train: Any) -> Recipe:
-    return recipe_from_mapping(
+    return load_recipe(
         {
             "run_dir": "run",
             "model": {"trunk": "finetune", "head_from": "base"},

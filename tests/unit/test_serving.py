@@ -14,7 +14,7 @@ from mtp_train.errors import CheckpointError
 from mtp_train.evaluation.prompt_records import Rule, Setting
 from mtp_train.evaluation.settings import greedy, left_out, served_settings
 from mtp_train.recipe import sections
-from mtp_train.recipe.loading import recipe_from_mapping
+from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.sections import EvaluateSection
 
 DEPTH = 3
@@ -118,13 +118,13 @@ RAW: dict[str, Any] = {
     [("0.0", (0.0,)), ("[0, 0.6]", (0.0, 0.6)), ("auto", "auto"), ("1", (1.0,))],
 )
 def test_a_value_a_list_or_auto(written: str, temperature: object) -> None:
-    recipe = recipe_from_mapping(RAW, [f"evaluate.temperature={written}"])
+    recipe = load_recipe(RAW, [f"evaluate.temperature={written}"])
     assert recipe.evaluate.temperature == temperature
-    assert recipe_from_mapping(RAW, [f"evaluate.temperature={written}", "evaluate.top_k=auto"]) == recipe
+    assert load_recipe(RAW, [f"evaluate.temperature={written}", "evaluate.top_k=auto"]) == recipe
 
 
 @pytest.mark.parametrize("field", ["top_p=0.9", "top_k=20", "rule=sampled"])
 def test_filters_need_a_temperature_to_filter(field: str) -> None:
     with pytest.raises(Exception, match=r"with evaluate\.temperature: 0, which takes the most probable token"):
-        recipe_from_mapping(RAW, ["evaluate.temperature=0", f"evaluate.{field}"])
-    assert recipe_from_mapping(RAW, ["evaluate.temperature=[0, 0.6]", f"evaluate.{field}"])
+        load_recipe(RAW, ["evaluate.temperature=0", f"evaluate.{field}"])
+    assert load_recipe(RAW, ["evaluate.temperature=[0, 0.6]", f"evaluate.{field}"])

@@ -104,7 +104,6 @@ def test_a_draft_model_repeats_the_lm_head_where_the_wrapper_has_it(tmp_path: Pa
     checkpoint = open_checkpoint(save_wrapped(tmp_path / "model", "mistral3", "mistral", num_layers=NUM_LAYERS))
     plan = fresh_plan(checkpoint, text_config_of(checkpoint), "auto", seed=0, kind="eagle3")
     artifact = Artifact(
-        family=plan.family,
         layout=HeadLayout(plan.family, "model.", NUM_LAYERS),
         num_modules=1,
         num_depths=3,

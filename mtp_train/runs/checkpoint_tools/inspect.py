@@ -51,6 +51,10 @@ class TrunkChange:
     largest_relative_change: float
     """Largest ``norm(new - old) / norm(old)`` over all tensors with a finite ratio."""
 
+    def __str__(self) -> str:
+        share, largest = self.share_of_tensors, self.largest_relative_change
+        return f"{share:.0%} of tensors differ from the base, by {largest:.2g} at most (relative)"
+
 
 @dataclass(frozen=True)
 class WeightsDiagnosis:
@@ -142,52 +146,44 @@ class Inspection:
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.checkpoint}: {self._state()}", *(f"{name}{text}" for name, text in self._details())]
-        lines += [f"{engine}: {text}" for engine, text in self.serves.items()]
-        lines.append(f"cure: {self.cure}" if self.cure else "nothing to cure")
-        if self.other_cure:
-            lines.append(f"or, with the base's head: {self.other_cure}")
-        return "\n".join(lines)
+        (_, status), *rows = self._rows()
+        return "\n".join([f"{self.checkpoint}: {status}", *(f"{label}: {text}" for label, text in rows)])
 
     def _repr_html_(self) -> str:
-        rows = [("status", self._state()), *((name.rstrip(": "), text) for name, text in self._details())]
-        rows += [(engine, text) for engine, text in self.serves.items()]
-        rows.append(("next command", self.cure or "none: nothing to cure"))
-        if self.other_cure:
-            rows.append(("or, with the base's head", self.other_cure))
-        return html_table(self.checkpoint, ("", ""), rows)
+        return html_table(self.checkpoint, ("", ""), self._rows())
 
-    def _state(self) -> str:
-        return self.status + (" (stale)" if self.stale else "")
+    def _rows(self) -> list[tuple[str, str]]:
+        """Return label and text of each line that people read."""
+        head, trunk, weights, change = self.head, self.trunk, self.weights, self.trunk_changed
+        found = {
+            "missing": head.missing_keys,
+            "unexpected": head.unexpected_keys,
+            "shape": head.shape_errors,
+            "dtype": head.dtype_errors,
+            "trunk missing": trunk.missing_keys,
+            "trunk shape": trunk.shape_errors,
+            "trunk dtype": trunk.dtype_errors,
+            "NaN or infinite": weights.non_finite_keys,
+            "not in the index": weights.unlisted_keys,
+            "no part of the checkpoint": tuple(map(str, weights.unnamed_files)),
+        }
+        rows = [
+            ("status", self.status + (" (stale)" if self.stale else "")),
+            ("family", f"{self.family}; modules declared {head.declared_modules}, present {head.present_modules}"),
+            ("note", self.note),
+            *((title, _first_three(keys)) for title, keys in found.items() if keys),
+            ("trunk", None if change is None else str(change)),
+            ("train, decode", None if self.runs_here == "yes" else self.runs_here),
+            *self.serves.items(),
+            ("cure", self.cure or "nothing to cure"),
+            ("or, with the base's head", self.other_cure),
+        ]
+        return [(label, text) for label, text in rows if text is not None]
 
-    def _details(self) -> list[tuple[str, str]]:
-        """Return label and text of each line between the status and the engines; a label may be empty."""
-        head, trunk, weights = self.head, self.trunk, self.weights
-        counts = f"{self.family}; modules declared {head.declared_modules}, present {head.present_modules}"
-        lines = [("family ", counts), *([("", self.note)] if self.note else [])]
-        for title, keys in (
-            ("missing", head.missing_keys),
-            ("unexpected", head.unexpected_keys),
-            ("shape", head.shape_errors),
-            ("dtype", head.dtype_errors),
-            ("trunk missing", trunk.missing_keys),
-            ("trunk shape", trunk.shape_errors),
-            ("trunk dtype", trunk.dtype_errors),
-            ("NaN or infinite", weights.non_finite_keys),
-            ("not in the index", weights.unlisted_keys),
-            ("no part of the checkpoint", tuple(map(str, weights.unnamed_files))),
-        ):
-            if keys:
-                more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-                lines.append((f"{title}: ", f"{', '.join(keys[:3])}{more}"))
-        if (change := self.trunk_changed) is not None:
-            share, largest = change.share_of_tensors, change.largest_relative_change
-            lines.append(
-                ("trunk: ", f"{share:.0%} of tensors differ from the base, by {largest:.2g} at most (relative)")
-            )
-        if self.runs_here != "yes":
-            lines.append(("train, decode: ", self.runs_here))
-        return lines
+
+def _first_three(keys: Sequence[str]) -> str:
+    """Return some keys, and how many more there are."""
+    return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
 
 
 def inspect(checkpoint: str | Path, base: str | Path | None = None, *, progress: Progress | None = None) -> Inspection:
