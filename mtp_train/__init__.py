@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from mtp_train.errors import StoppedError as StoppedError
     from mtp_train.errors import TrainingError as TrainingError
     from mtp_train.errors import UnsupportedModelError as UnsupportedModelError
-    from mtp_train.evaluation.cells import StudyReport as StudyReport
-    from mtp_train.evaluation.results import RunReport as RunReport
+    from mtp_train.evaluation.grid import EvaluationGrid as EvaluationGrid
+    from mtp_train.evaluation.results import Report as Report
     from mtp_train.hooks.keep_head import KeepHead as KeepHead
     from mtp_train.hooks.keep_head import keep_head as keep_head
     from mtp_train.hooks.train_beside import train_head_beside as train_head_beside
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from mtp_train.runs.checkpoint_tools.inspect import inspect as inspect
     from mtp_train.runs.checkpoint_tools.merge import MergeResult as MergeResult
     from mtp_train.runs.checkpoint_tools.merge import merge as merge
-    from mtp_train.runs.evaluate import EvaluationGrid as EvaluationGrid
     from mtp_train.runs.evaluate import EvaluationResult as EvaluationResult
     from mtp_train.runs.evaluate import compare as compare
     from mtp_train.runs.evaluate import evaluate as evaluate
@@ -74,8 +73,8 @@ _NAMES_BY_MODULE = {
         *("MtpError", "OutOfMemoryError", "OutputExistsError", "RecipeError", "StoppedError", "TrainingError"),
         "UnsupportedModelError",
     ),
-    "evaluation.cells": ("StudyReport",),
-    "evaluation.results": ("RunReport",),
+    "evaluation.grid": ("EvaluationGrid",),
+    "evaluation.results": ("Report",),
     "hooks.keep_head": ("KeepHead", "keep_head"),
     "hooks.train_beside": ("train_head_beside",),
     "runs.check": ("CheckResult", "check"),
@@ -83,7 +82,7 @@ _NAMES_BY_MODULE = {
     "runs.checkpoint_tools.graft": ("GraftResult", "graft"),
     "runs.checkpoint_tools.inspect": ("Inspection", "inspect"),
     "runs.checkpoint_tools.merge": ("MergeResult", "merge"),
-    "runs.evaluate": ("EvaluationGrid", "EvaluationResult", "compare", "evaluate"),
+    "runs.evaluate": ("EvaluationResult", "compare", "evaluate"),
     "runs.generate": ("GenerateResult", "generate"),
     "runs.probe": ("ProbeResult", "probe"),
     "runs.rescue": ("RescueResult", "rescue"),

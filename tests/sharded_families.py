@@ -28,8 +28,8 @@ from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import make_accelerator
 from mtp_train.train.loop import train_head
+from mtp_train.train.packed_rows import isolated_hidden
 from mtp_train.train.shard import HiddenInShards, give_up_shards, shards_trunk
-from mtp_train.trunk.isolate import isolated_hidden
 from mtp_train.trunk.load import Trunk
 from runs import tiny_recipe
 from tiny import ALL_FAMILIES, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk

@@ -87,7 +87,6 @@ def fit_of(
     """Return how probable responses are under the trunk, by one forward pass over each.
 
     Args:
-        trunk: The trunk.
         answers: Prompts and responses, with at least one response token in total.
         distribution: The distribution that the trunk's tokens are drawn from.
         is_greedy: Whether decoding is greedy.

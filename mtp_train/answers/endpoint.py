@@ -131,7 +131,6 @@ class Endpoint:
 
     Args:
         url: The server's address, up to and including the API version (``http://host:8000/v1``).
-        tokenizer: The trunk's tokenizer.
         eos_ids: The tokens that end a response.
         vocab_size: Size of the trunk's vocabulary.
         api_key: Sent as a bearer token; None sends no token.

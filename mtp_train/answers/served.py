@@ -45,7 +45,6 @@ def probe(endpoint: Endpoint, trunk: Trunk, prompts: Sequence[Prompt], *, seq_le
 
     Args:
         endpoint: The server. Its ``prompts_as`` is set here.
-        trunk: The trunk.
         prompts: A few prompts, spread over the data.
         seq_len_tokens: Limit of prompt and response together.
 
@@ -104,7 +103,6 @@ def regenerate_served(
         prompts: The prompts of this process that have no response yet
             (:func:`mtp_train.answers.generate.missing_prompts`).
         store: The store of this process.
-        endpoint: The server.
         sampling: Sampling settings (:meth:`Endpoint.payload`).
         answering: The settings of responses.
         on_prompt: Called with the number of prompts done and the number in all.

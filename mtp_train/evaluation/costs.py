@@ -25,7 +25,7 @@ from mtp_inference.drafters.head_drafter import ChainedDrafter, ChainedDraftsDra
 from mtp_inference.drafters.other_drafters import ModelDrafter, ModelDrafting
 from mtp_inference.requests import MAX_DEPTH, Request
 from mtp_inference.round import prefill
-from mtp_train.evaluation.cells import ArmCosts
+from mtp_train.evaluation.results import ArmCosts
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
 

@@ -34,8 +34,8 @@ from mtp_train.data.records import (
 from mtp_train.data.sources import MESSAGE_COLUMNS, Skipped, load_records, load_rows
 from mtp_train.data.tokenize import build_prompts, continuation_prompts
 from mtp_train.errors import DataError, UnsupportedRecordError
-from mtp_train.evaluation.cells import ALL_TASKS
 from mtp_train.evaluation.prompt_records import TaskPrompt
+from mtp_train.evaluation.results import ALL_TASKS
 from mtp_train.trunk.tokenizer import raw_tokens
 
 if TYPE_CHECKING:

@@ -177,7 +177,6 @@ def put_head(directory: Path, base: Checkpoint, values: list[Tensor] | None = No
     """Add the base's head to a saved checkpoint, unless it has a complete head.
 
     Args:
-        directory: The checkpoint.
         base: The checkpoint with the head.
         values: The head's tensors in the order of :func:`native_head_of`; None reads them from the base.
 

@@ -40,7 +40,7 @@ from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.experts import autocast_dtype
 from mtp_train.hooks.keep_head import inside, keep_head, kept_base, save_with
 from mtp_train.losses.chunked import depth_weights, frozen_head_loss
-from mtp_train.train.aligned import PackedBatch, aligned_rows
+from mtp_train.train.packed_rows import PackedBatch, aligned_rows
 from mtp_train.trunk.load import Trunk
 
 logger = logging.getLogger(__name__)

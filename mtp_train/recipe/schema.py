@@ -54,6 +54,11 @@ class Recipe(RecipeSection):
         return "none" if self.model.head_from is None else "graft"
 
     @property
+    def draft_depth(self) -> int:
+        """Drafts per round of the run's arms."""
+        return self.head.num_depths if self.evaluate.depth is None else self.evaluate.depth
+
+    @property
     def fresh_modules(self) -> int:
         """Number of modules of a new head: one, or one per depth where the modules are parallel."""
         return self.head.num_depths if find_head_kind(self.head.kind).parallel else 1
@@ -66,8 +71,8 @@ class Recipe(RecipeSection):
     @property
     def decodes(self) -> bool:
         """Whether a run decodes with the trunk, so that each process has to hold all of it."""
-        by_server = self.data.regenerate is not None and self.data.regenerate.endpoint is not None
-        return self.gate.enabled or (self.regenerates and not by_server)
+        answered = self.data.answered
+        return self.gate.enabled or (answered is not None and answered.endpoint is None)
 
     def contradictions(self) -> Iterator[str]:
         yield from self._of_arms()

@@ -23,7 +23,7 @@ from mtp_train.checkpoints.lora_merge import plan_changes, write_adapted
 from mtp_train.checkpoints.run_export import RECIPE_FILE
 from mtp_train.checkpoints.writing import write_text
 from mtp_train.errors import CheckpointError
-from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, RunReport, load_report
+from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, Report, load_report
 from mtp_train.families.engines import EngineSupport, engine_commands
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.diagnose import layout_of, text_config_of
@@ -144,7 +144,7 @@ def _write(out: Path, title: str, tags: Sequence[str], bases: Sequence[Identity 
         write_text(out / CARD_FILE, "\n\n".join([f"---\n{header}---", f"# {title}", *parts, _UPLOAD]))
 
 
-def _measured(report: RunReport) -> list[str]:
+def _measured(report: Report) -> list[str]:
     if report.settings.get("gate") == UNJUDGED:
         return [UNJUDGED_SENTENCE]
     groups = wording.group_arms(report)

@@ -24,19 +24,16 @@ from mtp_train.checkpoints.run_export import EXPORT, HEAD
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError
-from mtp_train.evaluation.cells import StudyReport
-from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, RunReport, read_report
-from mtp_train.evaluation.settings import draft_depth
+from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, Report, load_report
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.recipe.auto_fields import FROM_TEXT
 from mtp_train.recipe.loading import RecipeLike
 from mtp_train.recipe.schema import Recipe
-from mtp_train.report.study_table import study_summary
-from mtp_train.report.table import summary
+from mtp_train.report.summary import summary
 from mtp_train.report.write import PAGE_FILE, write_report
 from mtp_train.runs.display import quiet_progress, rich_to_html
-from mtp_train.runs.evaluate_run import Evaluation, evaluate_run, served_commands, unjudged
+from mtp_train.runs.evaluate_run import evaluate_run, served_commands, unjudged
 from mtp_train.runs.export import write_card, write_export
 from mtp_train.runs.refusals import check_decoder
 from mtp_train.runs.regeneration import data_stage, generate_responses, regeneration_of, trained_documents
@@ -165,18 +162,18 @@ def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcom
         train_stage(run, trunk.trunk, documents)
     run.require_shared(HEAD)
     run.attempt.stage = "evaluate"
-    evaluation = _evaluate(run, trunk)
+    report = _evaluate(run, trunk)
     if not run.is_main:
         return Outcome(0, "done", "", DONE)
-    _report(run, evaluation, console)
-    if evaluation.gate is not None and not evaluation.gate.passed:
-        raise GateRefusedError(evaluation.gate.reason)
+    _report(run, report, console)
+    if report.gate is not None and not report.gate.passed:
+        raise GateRefusedError(report.gate.reason)
     run.attempt.stage = "export"
     exported = _export(run) if run.recipe.export.enabled else ""
-    if evaluation.gate is None:
+    if report.gate is None:
         commands = served_commands(run.recipe, run.directory.path)
         return Outcome(0, UNJUDGED, f"{UNJUDGED_SENTENCE}{exported}\n{commands}", DONE)
-    return Outcome(0, "done", f"{evaluation.gate.reason}.{exported}", DONE)
+    return Outcome(0, "done", f"{report.gate.reason}.{exported}", DONE)
 
 
 def _open(run: Run, trunk: RunTrunk, *, is_trained: bool) -> None:
@@ -194,7 +191,7 @@ def _open(run: Run, trunk: RunTrunk, *, is_trained: bool) -> None:
 def _check_decoder(run: Run, trunk: RunTrunk) -> None:
     if run.recipe.gate.enabled and trunk.is_whole:
         prompts = [prompt.prompt_ids for prompt in run.inputs.held_out]
-        check_decoder(trunk.trunk, prompts, run.inputs.eos_ids, draft_depth(run.recipe), run.progress.console)
+        check_decoder(trunk.trunk, prompts, run.inputs.eos_ids, run.recipe.draft_depth, run.progress.console)
 
 
 def _resolve_length(run: Run, documents: Sequence[Document], auto: Collection[str]) -> None:
@@ -212,28 +209,20 @@ def _resolve_length(run: Run, documents: Sequence[Document], auto: Collection[st
             run.progress.console.print(str(choice), highlight=False)
 
 
-def _evaluate(run: Run, trunk: RunTrunk) -> Evaluation:
+def _evaluate(run: Run, trunk: RunTrunk) -> Report:
     if not run.recipe.gate.enabled:
         trunk.drop()
         return unjudged(run.recipe, run.inputs)
     documents = trained_documents(run)
     trunk.prepare_decoding()
-    return evaluate_run(
-        run.recipe, run.directory.path, run.inputs, trunk.trunk, documents, run.accelerator, run.progress
-    )
+    return evaluate_run(run, trunk.trunk, documents)
 
 
-def _report(run: Run, evaluation: Evaluation, console: Console) -> None:
+def _report(run: Run, report: Report, console: Console) -> None:
     """Write and print the report, after a check that no input was changed since the beginning."""
     run.directory.require_same_inputs(run.recipe, run.progress)
-    write_report(
-        evaluation.report,
-        run.directory.path,
-        provenance=run.directory.provenance,
-        marginal_ci95=evaluation.marginal_ci95,
-        metrics=read_metrics(run.directory.path),
-    )
-    console.print(summary(evaluation.report))
+    write_report(report, run.directory.path, run.directory.provenance, read_metrics(run.directory.path))
+    console.print(summary(report))
 
 
 def _export(run: Run) -> str:
@@ -298,7 +287,7 @@ def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progr
     return RegenerateResult(directory.path, counts)
 
 
-def open_report(source: str | Path) -> RunReport | StudyReport:
+def open_report(source: str | Path) -> Report:
     """Read the report of a run, an evaluation or a comparison.
 
     Args:
@@ -313,16 +302,7 @@ def open_report(source: str | Path) -> RunReport | StudyReport:
         >>> gain = report.arms["retrained"].tau - report.arms["graft"].tau
     """
     path = Path(source)
-    path = path / REPORT_FILE if path.is_dir() else path
-    raw = read_report(path)
-    # Only studies have a title.
-    is_study = isinstance(raw, dict) and "title" in raw
-    return StudyReport.from_json(raw, str(path)) if is_study else RunReport.from_json(raw, str(path))
-
-
-def report_table(report: RunReport | StudyReport) -> RenderableType:
-    """Return the verdict and the tables of a report, ready for a rich console."""
-    return study_summary(report) if isinstance(report, StudyReport) else summary(report)
+    return load_report(path / REPORT_FILE if path.is_dir() else path)
 
 
 @dataclass(frozen=True)
@@ -340,7 +320,7 @@ class RunResult:
     """The stage that the run reached: ``done``."""
 
     @property
-    def report(self) -> RunReport | StudyReport:
+    def report(self) -> Report:
         """The report in the run directory; see :func:`open_report`."""
         return open_report(self.run_dir)
 
@@ -374,7 +354,7 @@ class RunResult:
         return "\n".join(lines)
 
     def __rich__(self) -> RenderableType:
-        return Group(report_table(self.report), Text(f"\n{self.message}"))
+        return Group(summary(self.report), Text(f"\n{self.message}"))
 
     def _repr_html_(self) -> str:
         return rich_to_html(self.__rich__())

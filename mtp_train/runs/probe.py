@@ -24,6 +24,7 @@ from rich.console import Console
 
 from mtp_inference.opening import OWN
 from mtp_train.acceptance.counts import Interval
+from mtp_train.acceptance.names import GRAFT, RETRAINED
 from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.demo import GROUP_FIELD
 from mtp_train.checkpoints.run_export import RECIPE_FILE
@@ -33,15 +34,13 @@ from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
 from mtp_train.data.tokenize import Prompt, choose_evenly
 from mtp_train.errors import ChangedInputError, GateRefusedError
 from mtp_train.evaluation.arms import ArmSpec
-from mtp_train.evaluation.cells import ALL_TASKS, StudyReport
+from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK
-from mtp_train.evaluation.results import REPORT_FILE, load_report
+from mtp_train.evaluation.results import ALL_TASKS, REPORT_FILE, Report, load_report
 from mtp_train.evaluation.run import run_study
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.display import html_table
-from mtp_train.runs.evaluate import EvaluationGrid
-from mtp_train.runs.evaluate_run import RETRAINED
 from mtp_train.runs.inputs import split_records
 from mtp_train.runs.pipeline import run_recipe
 from mtp_train.runs.resolve import Overrides, override_texts, require_one_process
@@ -51,7 +50,7 @@ from mtp_train.trunk.progress import progress_on
 
 Verdict = Literal["graft", "retrain", "fault", "undecided"]
 
-GRAFT, OWN_BASE = "graft", "base"
+OWN_BASE = "base"
 TRAINING, COMPARISON, PROMPTS = "training", "comparison", "prompts.jsonl"
 PROMPTS_PER_MODEL = 32
 MARGIN = 0.03
@@ -225,7 +224,7 @@ def is_at_fault(own: HeadLevel) -> bool:
     return high < LEAST_TAU
 
 
-def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> StudyReport:
+def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> Report:
     """Measure the base's head on the fine-tune and on the base, on the recipe's held-out prompts."""
     trunk = recipe.model.trunk
     arms = (ArmSpec(GRAFT, trunk, donor, adapter=recipe.model.adapter), ArmSpec(OWN_BASE, donor, OWN))
@@ -277,13 +276,13 @@ def _row(record: Record) -> dict[str, Any]:
             return row | {"text": content.text}
 
 
-def _level(report: StudyReport, name: str) -> HeadLevel:
+def _level(report: Report, name: str) -> HeadLevel:
     arm = report.arms[name]
     overlap = None if not arm.overlap else arm.overlap[0]
     return HeadLevel(arm.tau or 1.0, arm.tau_ci95, overlap)
 
 
-def _lost_overlap(report: StudyReport) -> tuple[float | None, Interval | None]:
+def _lost_overlap(report: Report) -> tuple[float | None, Interval | None]:
     """Return what the head lost on the fine-tune, at equal target entropy."""
     row = next(one for one in report.comparisons if one.task == ALL_TASKS)
     row = row if row.first == OWN_BASE else row.swapped()

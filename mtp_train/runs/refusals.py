@@ -20,14 +20,13 @@ from mtp_train.checkpoints.files import Checkpoint, read_json
 from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import CheckpointError, DataError, MtpError, NotLosslessError, RecipeError
-from mtp_train.evaluation.settings import draft_depth, served_settings
 from mtp_train.families import Convention, Family, RawConfig, raw_text_config, require_served_trunk
 from mtp_train.heads.diagnose import diagnose_head, named_rejections
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.run_answers import require_answers
-from mtp_train.runs.settings import plan_of
+from mtp_train.runs.settings import plan_of, run_settings
 from mtp_train.train.plan import GIB
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.offload import Offload
@@ -86,7 +85,7 @@ def weight_refusals(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | Non
     # Served settings: an error now, not after training.
     checks: list[Callable[[], object]] = [
         partial(require_arms, recipe, finetune),
-        partial(served_settings, recipe.evaluate, finetune, draft_depth(recipe)),
+        partial(run_settings, recipe, finetune),
     ]
     if recipe.model.quantization is not None:
         checks.append(partial(require_bitsandbytes, recipe.model.quantization))

@@ -1,7 +1,10 @@
-"""Translate a recipe into the options of training: the division of a step, AdamW, and what decides memory."""
+"""Translate a recipe into the options of training (division of a step, AdamW, memory) and into settings to measure."""
 
 from __future__ import annotations
 
+from mtp_train.checkpoints.files import Checkpoint
+from mtp_train.evaluation.prompt_records import Setting
+from mtp_train.evaluation.settings import served_settings
 from mtp_train.recipe.schema import Recipe
 from mtp_train.train.plan import GIB, MemoryOptions, Plan, TrainOptions, make_plan
 from mtp_train.trunk.precision import COMPUTE_DTYPES
@@ -63,3 +66,9 @@ def cache_bytes(recipe: Recipe, plan: Plan, state_width: int) -> int:
     if spec is None:
         return 0
     return min(plan.total_tokens * state_width * _CACHED_BYTES[spec.dtype], int(spec.max_gib * GIB))
+
+
+def run_settings(recipe: Recipe, trunk: Checkpoint) -> list[Setting]:
+    """Return the settings that a run is measured and judged at; see :func:`served_settings`."""
+    asked = recipe.evaluate
+    return served_settings(trunk, recipe.draft_depth, asked.temperature, asked.top_p, asked.top_k, asked.rule)

@@ -49,9 +49,9 @@ from mtp_train.train.hidden_cache import (
 from mtp_train.train.log import RunLog
 from mtp_train.train.loop import train_head
 from mtp_train.train.machine import set_threads
+from mtp_train.train.packed_rows import isolated_hidden
 from mtp_train.train.select import Selection
 from mtp_train.train.shard import HiddenInShards, shards_trunk
-from mtp_train.trunk.isolate import isolated_hidden
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import COMPUTE_DTYPES
 

@@ -26,12 +26,11 @@ from torch import Tensor
 from mtp_train.data.pack import PackedSequence, collate, count_targets
 from mtp_train.heads.alignment import valid_targets
 from mtp_train.losses.chunked import align_to_targets
-from mtp_train.train.aligned import PackedBatch
 from mtp_train.train.head_training import Known
 from mtp_train.train.hidden_cache import HiddenCache
+from mtp_train.train.packed_rows import Forwards, PackedBatch, Segment, group_by_length, segments
 from mtp_train.train.plan import Plan
 from mtp_train.train.shard import shards_trunk
-from mtp_train.trunk.isolate import Forwards, Segment, group_by_length, segments
 
 BatchFn = Callable[[int], Sequence[PackedSequence]]
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from mtp_train.heads.module import MtpHead
 from mtp_train.losses.chunked import LossTerms, frozen_head_loss
-from mtp_train.train.aligned import AlignedRows, PackedBatch, aligned_rows, autocasting
+from mtp_train.train.packed_rows import AlignedRows, Forwards, PackedBatch, aligned_rows, autocasting
 from mtp_train.train.teacher_forced import DenseSums, dense_sums
-from mtp_train.trunk.isolate import Forwards
 from mtp_train.trunk.load import Trunk
 
 

@@ -96,7 +96,6 @@ def make_optimizer(head: nn.Module, options: TrainOptions, *, fused: bool = Fals
     """Build AdamW over the head; weight decay on matrices only.
 
     Args:
-        head: The head.
         options: The settings of AdamW.
         fused: Whether a step is one CUDA kernel for many tensors; on CPUs it would round in another way.
     """

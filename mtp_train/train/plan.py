@@ -198,7 +198,6 @@ def estimate_footprint(
     """Estimate the memory of training from shapes alone.
 
     Args:
-        options: The settings.
         trunk: The trunk, possibly on the meta device.
         head: Shapes of the head's weights.
         plan: The division of a step.
@@ -244,7 +243,6 @@ def activation_bytes(options: MemoryOptions, hidden: int, rows: int, seq_len_tok
     """Estimate the bytes that training keeps between forward and backward pass.
 
     Args:
-        options: The settings.
         hidden: Width of the head's states.
         rows: Tokens of a micro-batch.
         seq_len_tokens: Length of a sequence.
@@ -274,7 +272,6 @@ def converted_head_bytes(options: MemoryOptions, head: Mapping[str, Size]) -> in
     matrices to them. With checkpointing, the backward pass makes the copies again for one depth at a time.
 
     Args:
-        options: The settings.
         head: Shapes of the head's weights.
     """
     computed = options.compute_dtype.itemsize
@@ -296,7 +293,6 @@ def passing_expert_bytes(options: MemoryOptions, head: Mapping[str, Size]) -> in
     fp32, of which peft keeps one for each tensor during a forward pass.
 
     Args:
-        options: The settings.
         head: Shapes of the head's weights.
     """
     if options.lora is not None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from mtp_train.errors import TrainingError
 from mtp_train.train.head_training import HeadTraining
-from mtp_train.trunk.isolate import isolated_hidden
+from mtp_train.train.packed_rows import isolated_hidden
 from mtp_train.trunk.load import Trunk
 from mtp_train.upstream.deepspeed_private import fetch_as_a_whole, is_partitioned, partition_of
 
@@ -105,7 +105,6 @@ class HiddenInShards(nn.Module):
     Args:
         trunk: The trunk, on any device. Its layers are sharded in place, unless they are in shards already; the rest is
             moved to the accelerator's device.
-        accelerator: The accelerator.
 
     Raises:
         TrainingError: The trunk is quantised.

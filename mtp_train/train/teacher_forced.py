@@ -21,12 +21,12 @@ from torch import Tensor
 from mtp_train.acceptance.counts import entropy, overlap
 from mtp_train.heads.module import MtpHead
 from mtp_train.losses.chunked import chunk_rows, gpu_bytes_of, to_starts
-from mtp_train.train.aligned import PackedBatch, aligned_rows
+from mtp_train.train.packed_rows import PackedBatch, aligned_rows
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import slow_halves
 
 if TYPE_CHECKING:
-    from mtp_train.train.aligned import AlignedRows
+    from mtp_train.train.packed_rows import AlignedRows
 
 
 class TargetFigures(NamedTuple):
@@ -71,7 +71,6 @@ def target_figures(
     Args:
         rows: Aligned rows of trunk and head.
         trunk: Its output matrix gives p, and q if the head has none of its own.
-        head: The head.
         temperature: Divisor of the logits of p and q, above 0.
         draft_vocab_R: int, the tokens that the head may draft; q is 0 elsewhere. None for all.
     """

@@ -32,7 +32,6 @@ def non_finite_error(
 
     Args:
         source: Whether they are the trunk's logits or the drafter's.
-        trunk: The trunk.
         drafter: The batch's drafter; None without one.
         token_ids: The tokens before the logits, rejected drafts left out.
         depth: Number of drafts per round.

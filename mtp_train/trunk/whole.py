@@ -96,7 +96,6 @@ def require_whole_trunk(
     """Check that a trunk has every tensor that its config needs, in a shape and dtype that loads.
 
     Args:
-        checkpoint: The checkpoint.
         family: Its record, where it differs from the record that the config selects.
         trust_remote_code: Whether code beside the weights may run.
         adapter_beside: Whether an adapter may be in the model's directory, for commands that do not copy it.
@@ -123,7 +122,6 @@ def diagnose_trunk(
     their shape.
 
     Args:
-        checkpoint: The checkpoint.
         family: Its record, where it differs from the record that the config selects.
         trust_remote_code: Whether code beside the weights may run.
 

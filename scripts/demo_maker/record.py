@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +18,33 @@ from rich.progress import Progress
 from demo_maker.table import LONGEST, TableDrafting, make_table
 from demo_maker.texts import Texts
 from mtp_inference import HeadDrafting
+from mtp_inference.drafters.drafter import Drafting
+from mtp_train.acceptance.names import CEILING, CONTROL, NGRAM, RANDOM
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.records import PlainText, Record
 from mtp_train.data.tokenize import Document, tokenize_records
-from mtp_train.evaluation.results import ArmResult
-from mtp_train.evaluation.settings import draft_depth, greedy
+from mtp_train.evaluation.settings import greedy
+from mtp_train.evaluation.statistics import make_cell
 from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.runs.evaluate_run import decode, evaluation_settings, measure_dense, outputs, run_result
+from mtp_train.runs.evaluate_run import evaluation_settings, measure, trunk_facts
 from mtp_train.runs.regeneration import data_stage
 from mtp_train.runs.run import Run, load_run_trunk
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.training import train_stage
 from mtp_train.train.launch import RunAccelerator, make_accelerator
-from mtp_train.train.teacher_forced import DenseMetrics
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import resolve_precision
 
 CEILING_FACTOR = 10
 CONTROL_FILES_EVERY, CONTROL_CHARS = 2, 4000
-CONTROL, CEILING, RANDOM_HEAD, NGRAM = "control", "ceiling", "random", "ngram"
 ANSWERS = "the trunk's own answers to the recipe's prompts"
 DATA = {
     CONTROL: "the code that the base was trained on",
     CEILING: ANSWERS,
-    RANDOM_HEAD: ANSWERS,
+    RANDOM: ANSWERS,
     NGRAM: f"{ANSWERS}, counted after contexts of up to {LONGEST} tokens",
 }
 
@@ -75,7 +75,7 @@ def record_arms(texts: Texts, recipe_path: Path, work: Path, out: Path) -> None:
     changes = {
         CONTROL: ["data.regenerate.enabled=false"],
         CEILING: [f"train.max_steps={CEILING_FACTOR * steps}"],
-        RANDOM_HEAD: ["head.init=random"],
+        RANDOM: ["head.init=random"],
         NGRAM: [],
     }
     # The cache of hidden states halves the time over several epochs, with the same heads.
@@ -97,36 +97,25 @@ def record_arms(texts: Texts, recipe_path: Path, work: Path, out: Path) -> None:
 def _record(arm: str, run: Run, recording: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
     trunk = load_run_trunk(run)
     run.claim()
-    recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
-    documents = _documents(arm, run, trunk, recording)
-    setting = greedy(draft_depth(recipe))
-    if arm == NGRAM:
-        result = _measure_table(run, trunk, documents, recording)
-    else:
+    documents, setting = _documents(arm, run, trunk, recording), greedy(run.recipe.draft_depth)
+    drafting: Drafting = TableDrafting(make_table(documents))
+    if arm != NGRAM:
         train_stage(run, trunk, documents)
         # Load the trunk again: the cache of hidden states releases its layers.
         trunk = load_run_trunk(run)
         plan = load_artifact(run.directory.path / "head")
-        head = build_head(plan, text_config_of(inputs.finetune), dtype=trunk.lm_head_VD.dtype).eval()
-        heads = {arm: HeadDrafting(head)}
-        names = {arm: f"recorded:{arm}"}
-        (plain, drafted), _ = decode(recipe, inputs, trunk, heads, names, [setting], accelerator, progress)
-        dense = measure_dense(recipe, inputs, trunk, heads, outputs(plain, setting), progress)[arm]
-        recording.target_entropy = dense.target_entropy
-        result = run_result(drafted, setting, dense)
+        head = build_head(plan, text_config_of(run.inputs.finetune), dtype=trunk.lm_head_VD.dtype).eval()
+        drafting = HeadDrafting(head)
+    _, drafted = measure(run, trunk, {arm: drafting}, [setting])
+    result = make_cell(drafted, setting).result
+    # A table has no distribution to measure the entropy of the text with, which is the other arms'.
+    recording.target_entropy = result.target_entropy or recording.target_entropy
     # Speeds are not recorded, since they do not compare with speeds of another machine.
-    recorded = replace(result, measured_here=False, tokens_per_second=None, speedup=None)
+    no_speed = dict.fromkeys(("tokens_per_second", "speedup", "speedup_ci95", "break_even_tau"))
+    own = {"head": f"recorded:{arm}", "measured_here": False, "target_entropy": recording.target_entropy}
     facts = {"documents": len(documents), "tokens": sum(len(document.input_ids) for document in documents)}
-    told = {**evaluation_settings(recipe, inputs, trunk, [setting]), "data": DATA[arm], **facts}
-    return recorded.to_json(), told
-
-
-def _measure_table(run: Run, trunk: Trunk, documents: Sequence[Document], recording: Recording) -> ArmResult:
-    """Decode with a static n-gram table of the documents; the text is the trunk's, whatever drafts it."""
-    drafting, names = {NGRAM: TableDrafting(make_table(documents))}, {NGRAM: f"recorded:{NGRAM}"}
-    setting = greedy(draft_depth(run.recipe))
-    (_, drafted), _ = decode(run.recipe, run.inputs, trunk, drafting, names, [setting], run.accelerator, run.progress)
-    return run_result(drafted, setting, DenseMetrics([], [], recording.target_entropy, []))
+    told = evaluation_settings(run.recipe, run.inputs, [setting]) | trunk_facts(run.recipe, trunk)
+    return {**asdict(result), **no_speed, **own}, {**told, "data": DATA[arm], **facts}
 
 
 def _documents(arm: str, run: Run, trunk: Trunk, recording: Recording) -> Sequence[Document]:

@@ -20,16 +20,10 @@ from runs import LEARNS, document, refusal, tree, write_recipe
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.fixture(scope="module")
-def first(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def first(refused: Path) -> Path:
     """The directory of a run in float32 that the gate refused: it has responses and a head, and no export."""
-    run = tmp_path_factory.mktemp("first") / "run"
-    # One step changes the weights measurably, and the drafts hardly.
-    no_better = {"train__lr": 1e-4, "train__max_steps": 1, "model__dtype": "float32"}
-    recipe = write_recipe(run.parent / "recipe.yaml", pristine, run, **{**LEARNS, **no_better})
-    assert main(["run", str(recipe)]) == 3
-    assert not (run / "export").exists()
-    return run
+    return refused.parent / "run"
 
 
 def second(directory: Path, inputs: Path, first: Path, **fields: Any) -> Path:

@@ -39,9 +39,8 @@ from mtp_train.heads.lora import is_lora, merged_weights, put_on_lora
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.recipe.sections import LoraSection
-from mtp_train.train.aligned import PackedBatch, aligned_rows
 from mtp_train.train.head_training import HeadTraining
-from mtp_train.trunk.isolate import Segment, isolated_hidden, segments
+from mtp_train.train.packed_rows import PackedBatch, Segment, aligned_rows, isolated_hidden, segments
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
 from mtp_train.trunk.whole import diagnose_trunk

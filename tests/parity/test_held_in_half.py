@@ -11,7 +11,7 @@ from torch import Tensor
 from mtp_inference import SpeculativeDecoder, compare, round
 from mtp_inference.batch import WIDE_ROWS, Batch
 from mtp_inference.drafters.drafter import RoundPlan
-from mtp_train.train.aligned import PackedBatch as Rows
+from mtp_train.train.packed_rows import PackedBatch as Rows
 from mtp_train.train.teacher_forced import dense_metrics
 from mtp_train.trunk.load import Trunk
 from products import Products

@@ -60,14 +60,6 @@ def test_a_prompt_goes_as_token_ids_with_every_setting_that_a_server_has_a_defau
     assert served.headers[0]["Authorization"] == "Bearer secret"
 
 
-def test_a_prompt_goes_as_text_where_that_is_all_that_is_taken(connect: Connect) -> None:
-    endpoint, served, _ = connect(lambda payload: GOOD)
-    endpoint.prompts_as = "text"
-    endpoint.complete(endpoint.payload(QUESTION, GREEDY))
-    assert served.payloads[0]["prompt"] == "<|im_start|>hi"
-    assert served.payloads[0]["add_special_tokens"] is False
-
-
 CUT_OFF = Reply(body=GOOD.body, headers={"Content-Length": str(len(GOOD.body) + 1)})
 
 
@@ -141,15 +133,6 @@ def test_a_request_that_fails_for_good_lets_those_in_flight_end_and_sends_nothin
     with pytest.raises(DataError, match="expected an answer"):
         endpoint.complete(payloads[0])
     assert len(served.payloads) == 2
-
-
-def test_a_redirect_is_followed(connect: Connect) -> None:
-    target, _, _ = connect(lambda payload: GOOD)
-    moved = Reply(307, headers={"Location": f"{target.url}/completions"})
-    endpoint, _, waits = connect(lambda payload: moved)
-    answer = endpoint.complete(endpoint.payload(QUESTION, GREEDY))
-    assert not isinstance(answer, Refusal)
-    assert (answer["choices"][0]["text"], waits) == ("yes", [])
 
 
 def test_an_address_that_cannot_be_asked_is_refused_at_once() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from mtp_train.data.pack import collate, count_targets, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.train import teacher_forced as dense
-from mtp_train.train.aligned import AlignedRows, PackedBatch, aligned_rows
+from mtp_train.train.packed_rows import AlignedRows, PackedBatch, aligned_rows
 from mtp_train.train.teacher_forced import DenseMetrics, dense_metrics, dense_sums
 from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 

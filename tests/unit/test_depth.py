@@ -64,12 +64,12 @@ class Decoder:
             self.decode(text, 256)
         return self
 
-    def decode(self, text: Text, num_tokens: int) -> Decoded:
+    def decode(self, text: Text, num_tokens: int) -> PromptRecord:
         rng = random.Random(self.seed)
         self.seed += 1
         controller = DepthController(MAX_DEPTH, self.acceptance)
         unseen: deque[tuple[int, int]] = deque()
-        done = Decoded(drawn(rng, num_tokens))
+        done = PromptRecord(drawn(rng, num_tokens))
         while done.num_tokens < num_tokens:
             depth = next_depth(controller, self.costs)
             unseen.append((depth, done.run_round(text, depth, self.machine)))
@@ -82,7 +82,7 @@ class Decoder:
 
 
 @dataclass
-class Decoded:
+class PromptRecord:
     """A text as far as it is decoded. Its luck says which drafts are right where, whatever was drafted before."""
 
     luck: Sequence[float]
@@ -111,7 +111,7 @@ def drawn(rng: random.Random, num_tokens: int) -> list[float]:
 
 
 def fixed(depth: int, luck: Sequence[float], text: Text, num_tokens: int) -> float:
-    done = Decoded(luck)
+    done = PromptRecord(luck)
     while done.num_tokens < num_tokens:
         done.run_round(text, depth, Machine())
     return done.speed
@@ -322,7 +322,7 @@ def test_a_batch_of_unlike_rows_loses_little_to_the_best_fixed_depth() -> None:
         rng = random.Random(seed)
         costs, shared, machine = RoundCosts(), Acceptance(), Machine()
         controllers = [DepthController(MAX_DEPTH, shared) for _ in texts]
-        rows = [Decoded(drawn(rng, 8000)) for _ in texts]
+        rows = [PromptRecord(drawn(rng, 8000)) for _ in texts]
         for _ in range(800):
             depth = batch_depth(controllers, costs, len(texts), MAX_DEPTH)
             for text, controller, row in zip(texts, controllers, rows, strict=True):

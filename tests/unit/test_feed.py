@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -16,24 +14,21 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
 from test_training import NUM_DEPTHS, SEQ_LEN, make_documents, recipe, run_training, sequences_of, training_module
 from torch import Tensor
 
-from mtp_train.data.pack import PackedSequence, collate, count_targets, global_batches
-from mtp_train.errors import DataError, StoppedError, TrainingError
+from mtp_train.data.pack import PackedSequence, count_targets, global_batches
+from mtp_train.errors import DataError
 from mtp_train.losses.chunked import depth_weights
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train import feed
-from mtp_train.train.aligned import PackedBatch, aligned_rows
 from mtp_train.train.feed import Feed, MicroBatch, Preparation, Prepared
-from mtp_train.train.head_training import Known
 from mtp_train.train.log import read_metrics
 from mtp_train.train.loop import train_head
+from mtp_train.train.packed_rows import Forwards, aligned_rows, isolated_hidden
 from mtp_train.train.plan import Plan
 from mtp_train.train.state import newest_whole_step
-from mtp_train.trunk.isolate import Forwards, group_by_length, isolated_hidden, segments
 
 STEPS, EACH = 4, 2
 TIMED = {"seconds", "tokens_per_second"}
@@ -248,16 +243,6 @@ def test_every_tensor_is_put_into_page_locked_memory(monkeypatch: pytest.MonkeyP
     assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in pinned]
 
 
-def test_mapping_changes_every_tensor_and_nothing_else() -> None:
-    ones = torch.ones(2, dtype=torch.long)
-    forwards = Forwards(group_by_length(segments(np.zeros((1, 4), dtype=np.int64)), 4), 1)
-    one = MicroBatch(PackedBatch(ones, ones, ones, ones), ones, Known(forwards, ones), ones)
-    other = one.mapped(lambda tensor: tensor + 1)
-    assert all((tensor == 2).all() for tensor in other.tensors)
-    assert other.known.forwards is forwards
-    assert replace(one, hidden_BTD=None).mapped(torch.clone).hidden_BTD is None
-
-
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prepare steps ahead on the CPU too."""
@@ -315,27 +300,3 @@ def test_data_that_fail_end_the_run_at_their_step(tmp_path: Path) -> None:
     assert raised.value is error
     assert done == [0, 1, 2, 3]
     assert newest_whole_step(tmp_path / "state")[0] == 3
-
-
-@pytest.mark.usefixtures("ahead")
-def test_a_signal_ends_a_run_after_its_step(tmp_path: Path) -> None:
-    def on_step(done: int) -> None:
-        if done == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    before = threading.active_count()
-    with pytest.raises(StoppedError):
-        train(tmp_path, None, on_step)
-    assert newest_whole_step(tmp_path / "state")[0] == 3
-    assert threading.active_count() == before
-
-
-def test_the_batch_of_a_bad_step_is_that_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step is looked at after the next one is prepared."""
-    monkeypatch.setattr(feed, "works_ahead", lambda _device: True)
-    used = recipe(train__lr=1e30, train__max_steps=6, train__save_steps=1, train__schedule="constant")
-    with pytest.raises(TrainingError, match="step 2: loss"):
-        run_training(tmp_path, used)
-    bad = load_file(tmp_path / "bad_batch-00000002.safetensors")
-    expected = collate(batches(plan_of(used, 1))(1))
-    assert all(torch.equal(bad[name], value) for name, value in expected.items())

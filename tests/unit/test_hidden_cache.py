@@ -35,7 +35,7 @@ from mtp_train.train.hidden_cache import (
     layout_for,
     require_room,
 )
-from mtp_train.trunk.isolate import isolated_hidden
+from mtp_train.train.packed_rows import isolated_hidden
 from mtp_train.trunk.load import Trunk
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 from tolerances import assert_differs, assert_same, num_terms

@@ -15,7 +15,7 @@ from mtp_train.data.tokenize import Document
 from mtp_train.errors import RecipeError
 from mtp_train.losses import catalogue
 from mtp_train.losses.catalogue import Loss, RowLoss, find_loss, loss_names, register_loss
-from mtp_train.losses.rows import row_losses, softened
+from mtp_train.losses.rows import softened
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.settings import plan_of
 from mtp_train.runs.study.material import for_objective
@@ -56,7 +56,7 @@ def test_its_gradient_is_autograds(brier: str) -> None:
     logits_CV.requires_grad_()
     gap_CV = torch.softmax(logits_CV / 0.7, -1) - torch.softmax(teacher_CV / 0.7, -1)
     expected_C = gap_CV.square().sum(-1)
-    row = row_losses(brier, logits_CV.detach(), teacher_CV, torch.zeros(5, dtype=torch.long), 0.7)
+    row = find_loss(brier).rows_fn()(logits_CV.detach(), teacher_CV, torch.zeros(5, dtype=torch.long), 0.7)
     torch.testing.assert_close(row.loss_C, expected_C.detach())
     torch.testing.assert_close(row.gradient_CV, torch.autograd.grad(expected_C.sum(), logits_CV)[0])
 

@@ -53,7 +53,7 @@ FUNCTIONS = {
     "keep_head": "(model: Any, base: str | Path | None = None) -> None",
     "merge": "(checkpoint: str | Path, adapter: str | Path, out: str | Path, *, copy: bool = False, "
     "progress: Progress | None = None) -> MergeResult",
-    "open_report": "(source: str | Path) -> RunReport | StudyReport",
+    "open_report": "(source: str | Path) -> Report",
     "recipes": "() -> RecipesResult",
     "regenerate": "(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progress | None = None) "
     "-> RegenerateResult",
@@ -84,11 +84,9 @@ RECORDS = {
     "RegenerateResult": "run_dir counts",
     "ProbeResult": "verdict reason command graft base lost_overlap lost_overlap_ci95 trained_tau gain_ci95 "
     "trained_steps",
+    "Report": "title arms lossless gate settings cells comparisons positions costs findings endpoint depths samples",
     "RescueResult": "out head reason serves notes",
-    "RunReport": "arms lossless gate settings cells depths samples",
     "RunResult": "run_dir exit_code reason message stage",
-    "StudyReport": "arms lossless gate settings cells depths samples title comparisons positions costs findings "
-    "endpoint",
 }
 EXIT_CODES = {
     "ChangedInputError": 2,

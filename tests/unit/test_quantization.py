@@ -18,8 +18,8 @@ from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.data.pack import collate
 from mtp_train.errors import CheckpointError, RecipeError
-from mtp_train.train.aligned import PackedBatch, aligned_rows
 from mtp_train.train.head_training import HeadTraining
+from mtp_train.train.packed_rows import PackedBatch, aligned_rows
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.quantise import Quantization, pack_head, require_bitsandbytes, require_quantizable, trunk_bytes
 from tiny import ALL_FAMILIES, CACHE_KINDS, FAMILY_NAMES, tiny_head, tiny_trunk
@@ -117,13 +117,6 @@ def test_a_trunk_of_which_nothing_can_be_packed_is_refused(tmp_path: Path) -> No
     base, _ = base_and_finetune(tmp_path, "qwen3_5")
     with pytest.raises(CheckpointError, match=r"base: no linear layer that can be packed into 4bit; expected one with"):
         load_trunk(base, open_checkpoint(base).family, dtype=torch.float32, quantization="4bit")
-
-
-@needs_bitsandbytes
-@torch.no_grad()
-def test_8_bits_do_not_warn_of_every_product(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    packed(tmp_path, "qwen3_5", "8bit").hidden(torch.arange(9)[None])
-    assert not [record for record in caplog.records if "bitsandbytes" in record.name]
 
 
 @needs_bitsandbytes

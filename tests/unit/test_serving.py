@@ -15,7 +15,6 @@ from mtp_train.evaluation.prompt_records import Rule, Setting
 from mtp_train.evaluation.settings import greedy, left_out, served_settings
 from mtp_train.recipe import sections
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.recipe.sections import EvaluateSection
 
 DEPTH = 3
 GREEDY = greedy(DEPTH)
@@ -31,7 +30,8 @@ def settings(tmp_path: Path, config: dict[str, Any] | None = None, **evaluate: A
     if config is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(config))
     trunk: Any = Trunk(tmp_path)
-    return served_settings(EvaluateSection(arms=("none", "retrained"), **evaluate), trunk, DEPTH)
+    asked = {name: evaluate.get(name, "auto") for name in ("temperature", "top_p", "top_k", "rule")}
+    return served_settings(trunk, DEPTH, **asked)
 
 
 def drawn(temperature: float, rule: Rule = "argmax", top_p: float = 1.0, top_k: int = 0) -> Setting:

@@ -22,15 +22,14 @@ from mtp_train.errors import CheckpointError, LostProcessError, TrainingError
 from mtp_train.runs import run as run_module
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import (
-    describe_processes,
     lost_process_is_named,
     make_accelerator,
     prepare,
     require_as_asked,
     require_processes,
 )
+from mtp_train.train.packed_rows import isolated_hidden
 from mtp_train.train.shard import HiddenInShards, shard_layers, shards_trunk
-from mtp_train.trunk.isolate import isolated_hidden
 from mtp_train.trunk.load import load_trunk
 from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 
@@ -107,18 +106,6 @@ def test_another_number_of_processes_than_the_recipe_s_is_refused() -> None:
         TrainingError, match=r"^train\.processes: 4, and the launcher started 2; .* train\.processes: 2\.$"
     ):
         require_processes(4, two)
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        (joined(DistributedType.MULTI_CPU), "2 processes on cpu, no shards"),
-        (joined(DistributedType.FSDP, **FSDP), "2 processes on cpu, FSDP shards"),
-        (joined(DistributedType.DEEPSPEED, **zero(3)), "2 processes on cpu, DEEPSPEED ZeRO-3 shards"),
-    ],
-)
-def test_the_first_line_of_a_run_names_processes_and_shards(given: Any, text: str) -> None:
-    assert describe_processes(given) == text
 
 
 def test_deepspeed_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

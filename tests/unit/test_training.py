@@ -24,10 +24,10 @@ from mtp_train.losses.chunked import depth_weights
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train import state
-from mtp_train.train.aligned import PackedBatch, aligned_rows
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.log import RunLog, read_metrics
 from mtp_train.train.loop import make_optimizer, optimise, train_head
+from mtp_train.train.packed_rows import PackedBatch, aligned_rows
 from mtp_train.train.state import newest_whole_step
 from runs import tiny_recipe
 from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
@@ -185,21 +185,6 @@ def test_kl_is_softened_by_the_temperature_it_was_given() -> None:
     torch.testing.assert_close(terms.sum_K, (loss_KN * rows.valid_KN).sum(1))
 
 
-def test_a_compute_dtype_rounds_products_and_neither_weights_nor_losses() -> None:
-    batch = collate(four_sequences()).values()
-    sums: list[Tensor] = []
-    for compute_dtype in (torch.float32, torch.bfloat16):
-        module = training_module().train()
-        module.compute_dtype = compute_dtype
-        terms = module(*batch, torch.ones(NUM_DEPTHS))
-        terms.total.backward()
-        assert all(value.grad is not None and value.grad.dtype is torch.float32 for value in module.head.parameters())
-        assert terms.sum_K.dtype is torch.float32
-        sums.append(terms.sum_K)
-    assert (sums[0] != sums[1]).all()
-    torch.testing.assert_close(*sums, rtol=0.02, atol=0)
-
-
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
 def test_only_the_head_learns(family_name: str) -> None:
     module = training_module(family_name)
@@ -217,13 +202,6 @@ def test_only_the_head_learns(family_name: str) -> None:
     assert module.head.training
     still = [name for name, value in module.head.named_parameters() if torch.equal(value, head_before[name])]
     assert still == []
-
-
-def test_training_mode_never_reaches_the_trunk() -> None:
-    module = training_module()
-    for mode in (True, False, True):
-        assert module.train(mode) is module
-        assert (module.head.training, any(part.training for part in module.trunk.modules())) == (mode, False)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,8 +15,8 @@ from mtp_train.data.pack import collate, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.heads.step import mtp_step
 from mtp_train.losses.chunked import LossTerms
-from mtp_train.train.aligned import PackedBatch, aligned_rows
 from mtp_train.train.head_training import HeadTraining
+from mtp_train.train.packed_rows import PackedBatch, aligned_rows
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 
 NUM_DEPTHS, SEQ_LEN = 3, 16

@@ -9,45 +9,40 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 
 from mtp_inference.opening import OWN
+from mtp_train.acceptance.names import GRAFT, HOME, NATIVE, VANILLA
 from mtp_train.checkpoints.run_export import HEAD
 from mtp_train.data.tokenize import Document
 from mtp_train.evaluation.arms import ArmSpec
-from mtp_train.evaluation.assemble import Measured, assemble
-from mtp_train.evaluation.cells import StudyReport
-from mtp_train.evaluation.grid import Grid
-from mtp_train.evaluation.run import Processes, measure_study
+from mtp_train.evaluation.assemble import Measurements
+from mtp_train.evaluation.grid import EvaluationGrid
+from mtp_train.evaluation.results import Report
+from mtp_train.evaluation.run import Processes, measure_study, study_report
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import StudySection
-from mtp_train.report.study_table import study_summary
-from mtp_train.report.study_wording import verdict_title
-from mtp_train.report.study_write import log_study, write_study
-from mtp_train.report.wording import lossless_sentence
+from mtp_train.report.summary import summary
+from mtp_train.report.wording import lossless_sentence, verdict_title
+from mtp_train.report.write import log_report, write_report
 from mtp_train.runs.regeneration import data_stage
 from mtp_train.runs.run import Run, RunTrunk
 from mtp_train.runs.run_directory import Outcome, RunDirectory
 from mtp_train.runs.study.material import StudyInputs, for_objective, gather_study
 from mtp_train.runs.study.protocol import (
-    GRAFT,
-    HOME,
-    VANILLA,
-    Level,
+    LevelDifference,
     find,
     levels_at_home,
     levels_on_shared_prompts,
     retrained,
 )
 from mtp_train.runs.training import train_stage
-from mtp_train.train.launch import RunAccelerator
 
 HEADS, GRID_DIR, HOME_DIR = "heads", "grid", "home"
 
 
 def run_study_stages(run: Run, console: Console) -> Outcome:
     """Run all stages. The processes share training and the decoding of arms; the rest is the main process's."""
-    recipe, run_dir, accelerator, progress = run.recipe, run.directory.path, run.accelerator, run.progress
+    recipe, run_dir = run.recipe, run.directory.path
     study = section_of(recipe)
     found = gather_study(recipe, study, run.inputs)
     if run.is_main:
@@ -55,16 +50,16 @@ def run_study_stages(run: Run, console: Console) -> Outcome:
             RunDirectory(directory).clear_leftovers()
     run.claim()
     train_heads(run, study)
-    accelerator.wait_for_everyone()
+    run.accelerator.wait_for_everyone()
     run.attempt.stage = "evaluate"
-    measured = measure_arms(recipe, study, run_dir, found, accelerator, progress)
+    measured = measure_arms(run, study, found)
     if not run.is_main:
         return Outcome(0, "done", "", "done")
     report = report_of(recipe, study, measured, found)
-    run.directory.require_same_inputs(recipe, progress)
-    write_study(report, run_dir, run.directory.provenance)
-    log_study(report, run_dir, recipe.track.project, recipe.track.wandb)
-    console.print(study_summary(report))
+    run.directory.require_same_inputs(recipe, run.progress)
+    write_report(report, run_dir, run.directory.provenance)
+    log_report(report, run_dir, recipe.track.project, recipe.track.wandb)
+    console.print(summary(report))
     if report.lossless is not None and report.lossless.faults:
         return Outcome(1, "not_lossless", f"{lossless_sentence(report.lossless)} Please report it.", "done")
     claim_tested = report.findings[0]
@@ -107,15 +102,9 @@ def train_heads(run: Run, study: StudySection) -> None:
         trunk.drop()
 
 
-def measure_arms(
-    recipe: Recipe,
-    study: StudySection,
-    run_dir: Path,
-    found: StudyInputs,
-    accelerator: RunAccelerator,
-    progress: Progress,
-) -> Measured:
+def measure_arms(run: Run, study: StudySection, found: StudyInputs) -> Measurements:
     """Measure every arm on the same prompts, and vanilla also on its own. Every process must call it."""
+    recipe, run_dir, accelerator, progress = run.recipe, run.directory.path, run.accelerator, run.progress
     processes = Processes(accelerator.process_index, accelerator.num_processes, accelerator.gather_items)
     grid = grid_of(recipe, study)
     specs = arm_specs(recipe, study, run_dir)
@@ -127,14 +116,15 @@ def measure_arms(
     return measured
 
 
-def report_of(recipe: Recipe, study: StudySection, measured: Measured, found: StudyInputs) -> StudyReport:
+def report_of(recipe: Recipe, study: StudySection, measured: Measurements, found: StudyInputs) -> Report:
     """Compute the report of measured arms, and test the claims."""
     grid = grid_of(recipe, study)
     settings = [setting for setting in grid.settings() if setting.depth == grid.headline.depth]
-    report = assemble(measured, grid, title=f"vanilla and distilled: {recipe.model.head_from}, {recipe.model.trunk}")
+    title = f"vanilla and distilled: {recipe.model.head_from}, {recipe.model.trunk}"
+    report = study_report(measured, grid, title)
     by_name = {arm.name: arm for arm in measured.arms}
 
-    def levels(head: str) -> list[Level]:
+    def levels(head: str) -> list[LevelDifference]:
         if found.home:
             return levels_at_home(by_name[head], by_name[HOME], settings)
         return levels_on_shared_prompts(report, head, settings)
@@ -154,20 +144,18 @@ def arm_specs(recipe: Recipe, study: StudySection, run_dir: Path) -> list[ArmSpe
     def on_trunk(name: str, head: str) -> ArmSpec:
         return ArmSpec(name, model.trunk, head, model.adapter, model.quantization)
 
-    native = [on_trunk("native", OWN)] if "native" in recipe.evaluate.arms else []
+    native = [on_trunk(NATIVE, OWN)] if NATIVE in recipe.evaluate.arms else []
     heads = [on_trunk(retrained(one), str(head_dir(run_dir, one) / HEAD)) for one in study.objectives]
     vanilla = ArmSpec(VANILLA, base, OWN, quantization=model.quantization)
     return [on_trunk(GRAFT, base), *native, *heads, vanilla]
 
 
-def grid_of(recipe: Recipe, study: StudySection) -> Grid:
+def grid_of(recipe: Recipe, study: StudySection) -> EvaluationGrid:
     """Return the settings to measure."""
-    return Grid(
+    return EvaluationGrid(
         suite=study.suite or "held-out prompts",
-        tasks=None,
         prompts_per_task=study.prompts_per_task if study.suite else recipe.evaluate.prompts,
         temperatures=study.temperatures,
-        contexts=(None,),
         depths=study.depths,
         rules=study.rules,
         max_new_tokens=recipe.evaluate.max_new_tokens,

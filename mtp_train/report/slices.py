@@ -1,17 +1,14 @@
-"""Select the cells of a grid that the report shows: the headline setting, and one line through it along each axis.
+"""Select the cells of a report that are shown: the headline setting, and one line through it along each axis.
 
 A full grid has thousands of cells; all of them are in ``acceptance.csv``.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import cast
 
-from mtp_train.evaluation.cells import ALL_TASKS, ArmComparison, Cell, StudyReport
-from mtp_train.evaluation.prompt_records import Rule, Setting
+from mtp_train.evaluation.prompt_records import Setting
+from mtp_train.evaluation.results import ALL_TASKS, ArmComparison, Cell, Report
 
 RULES = ("greedy", "sampled", "argmax")
 """Verify rules by preference, for temperatures that have several; the rule of a server comes last."""
@@ -26,7 +23,7 @@ class Slices:
         arms: Arms that draft.
     """
 
-    report: StudyReport
+    report: Report
     headline: Setting | None
     arms: tuple[str, ...]
     tasks: tuple[str, ...]
@@ -41,10 +38,15 @@ class Slices:
         """Return the cells over all tasks at the headline setting, by arm."""
         return self.drafting(ALL_TASKS, self.headline) if self.headline else {}
 
+    def ranked(self) -> list[tuple[str, Cell, float]]:
+        """Return (arm, cell at the headline setting, tau) of the drafting arms, the highest tau first."""
+        known = [(name, cell, cell.tau) for name, cell in self.pooled().items() if cell.tau is not None]
+        return sorted(known, key=lambda entry: -entry[2])
+
     def temperatures(self) -> list[Setting]:
-        """Return every temperature and rule at the headline's context and depth."""
-        line = [s for s, h in self._settings() if replace(s, temperature=h.temperature, rule=h.rule) == h]
-        return sorted(line, key=lambda s: (s.temperature, (*RULES, s.rule).index(s.rule)))
+        """Return every temperature, filter and rule at the headline's context and depth."""
+        line = [s for s in self._settings() if (s.context_tokens, s.depth) == self._place()]
+        return sorted(line, key=lambda s: (s.temperature, (*RULES, s.rule).index(s.rule), -s.top_p, s.top_k))
 
     def main_temperatures(self) -> list[Setting]:
         """Return one setting per temperature: the headline's rule where measured, else the first of :data:`RULES`."""
@@ -56,50 +58,44 @@ class Slices:
 
     def depths(self) -> list[Setting]:
         """Return every depth at the headline's temperature, context and rule."""
-        line = [s for s, h in self._settings() if replace(s, depth=h.depth) == h]
+        line = [s for s in self._settings() if self.headline and replace(s, depth=self.headline.depth) == self.headline]
         return sorted(line, key=lambda s: s.depth)
+
+    def by_depth(self, arm: str) -> dict[int, Cell]:
+        """Return an arm's cells by number of drafts, at the headline's temperature, context and rule."""
+        cells = {one.depth: self.cells.get((arm, ALL_TASKS, one)) for one in self.depths()}
+        return {depth: cell for depth, cell in cells.items() if cell is not None}
 
     def contexts(self) -> list[Setting]:
         """Return every context length at the headline's temperature, depth and rule; unchanged prompts first."""
-        line = [s for s, h in self._settings() if replace(s, context_tokens=h.context_tokens) == h]
+        h = self.headline
+        line = [s for s in self._settings() if h and replace(s, context_tokens=h.context_tokens) == h]
         return sorted(line, key=lambda s: s.context_tokens or 0)
 
     def comparisons(self) -> list[ArmComparison]:
         """Return the comparisons at the headline setting, over all tasks and on single ones."""
-        return [row for row in self.report.comparisons if setting_of(row) == self.headline]
+        return [row for row in self.report.comparisons if row.setting == self.headline]
 
-    def _settings(self) -> list[tuple[Setting, Setting]]:
-        """Return (setting, headline setting) for each setting with drafts."""
+    def _settings(self) -> set[Setting]:
         every = {setting for _, task, setting in self.cells if task == ALL_TASKS and setting.rule != "none"}
-        return [(setting, self.headline) for setting in every] if self.headline else []
+        return every if self.headline else set()
+
+    def _place(self) -> tuple[int | None, int] | None:
+        return None if self.headline is None else (self.headline.context_tokens, self.headline.depth)
 
 
-def slice_report(report: StudyReport) -> Slices:
+def slice_report(report: Report) -> Slices:
     """Index a report by the axes of its grid."""
     drafting = [cell for cell in report.cells if cell.rule != "none"]
     names = [cell.arm for cell in drafting]
+    settings = [cell.setting for cell in drafting if cell.task == ALL_TASKS]
+    stated = report.settings.get("headline")
+    headline = None if stated is None else Setting(**stated)
     return Slices(
         report=report,
-        headline=_headline(report, drafting),
-        arms=tuple(sorted({cell.arm for cell in drafting}, key=[*report.arms, *names].index)),
+        # A server is measured with its own number of drafts.
+        headline=headline if headline in settings else next(iter(settings), None),
+        arms=tuple(sorted(dict.fromkeys(names), key=[*report.arms, *names].index)),
         tasks=tuple(dict.fromkeys(cell.task for cell in report.cells if cell.task != ALL_TASKS)),
-        cells={(cell.arm, cell.task, setting_of(cell)): cell for cell in report.cells},
-    )
-
-
-def setting_of(row: Cell | ArmComparison) -> Setting:
-    """Return the setting of a cell or a comparison."""
-    return Setting(row.temperature, row.context_tokens, row.depth, cast(Rule, row.rule))
-
-
-def _headline(report: StudyReport, drafting: Iterable[Cell]) -> Setting | None:
-    """Return the setting whose cells match the figures of the most arms in ``report.arms``."""
-    agreeing: Counter[Setting] = Counter()
-    for cell in drafting:
-        if cell.task == ALL_TASKS:
-            arm = report.arms.get(cell.arm)
-            stated = arm is not None and (arm.tau, arm.rounds, arm.speedup) == (cell.tau, cell.rounds, cell.speedup)
-            agreeing[setting_of(cell)] += int(stated)
-    return max(
-        agreeing, key=lambda s: (agreeing[s], -s.temperature, s.context_tokens is None, s.depth, s.rule), default=None
+        cells={(cell.arm, cell.task, cell.setting): cell for cell in (*report.depths, *report.cells)},
     )

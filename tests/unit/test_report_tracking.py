@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mtp_train.report.study_write import log_study
+from mtp_train.report.write import log_report
 from study_samples import BARE, STUDY
 
 
@@ -49,7 +49,7 @@ def test_tables_figures_and_numbers_are_logged(tmp_path: Path, monkeypatch: pyte
     (out / "figures" / "tau.png").write_bytes(b"png")
     recorder = Recorder()
     monkeypatch.setitem(sys.modules, "wandb", recorder)
-    log_study(STUDY, out, "tests", "offline")
+    log_report(STUDY, out, "tests", "offline")
     given = recorder.settings
     assert (given["project"], given["name"], given["dir"], given["mode"]) == ("tests", "study", out, "offline")
     assert given["config"] == dict(STUDY.settings)
@@ -70,16 +70,16 @@ def test_run_is_ended_where_logging_fails_and_logged_by_the_next(
     recorder = Recorder(fail=True)
     monkeypatch.setitem(sys.modules, "wandb", recorder)
     with pytest.raises(OSError, match="disk full"):
-        log_study(BARE, tmp_path, "tests", "online")
+        log_report(BARE, tmp_path, "tests", "online")
     assert recorder.finished == 1
     # Again, as a rerun does.
     recorder.fail = False
     for _ in range(2):
-        log_study(BARE, tmp_path, "tests", "online")
+        log_report(BARE, tmp_path, "tests", "online")
     assert (recorder.finished, "tables/acceptance" in recorder.logged) == (2, True)
 
 
 def test_off_does_not_import_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # an import would raise
-    log_study(STUDY, tmp_path, "tests", "off")
+    log_report(STUDY, tmp_path, "tests", "off")
     assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mtp_train.heads.alignment import PADDING_DOCUMENT, prefix_mask
-from mtp_train.trunk.isolate import Segment, group_by_length, isolated_hidden, segments
+from mtp_train.train.packed_rows import Segment, group_by_length, isolated_hidden, segments
 from tiny import VOCAB_SIZE, tiny_trunk
 from tolerances import assert_differs, assert_same, num_terms
 
