@@ -71,8 +71,8 @@ class Recipe(RecipeSection):
     @property
     def decodes(self) -> bool:
         """Whether a run decodes with the trunk, so that each process has to hold all of it."""
-        by_server = self.data.regenerate is not None and self.data.regenerate.endpoint is not None
-        return self.gate.enabled or (self.regenerates and not by_server)
+        answered = self.data.answered
+        return self.gate.enabled or (answered is not None and answered.endpoint is None)
 
     def contradictions(self) -> Iterator[str]:
         yield from self._of_arms()

@@ -5,7 +5,7 @@ Reads no weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,80 +89,69 @@ class CheckResult:
         }
 
     def __str__(self) -> str:
-        plan, memory, shards = self.plan, self.memory, self.memory_in_shards
-        shared = "" if shards is None else f"# in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}\n"
-        shared += "" if self.decoding is None else f"# a run is refused: {self.decoding}\n"
-        shared += self._room_text()
-        shared += self._loading_text()
-        chosen = "".join(f"# {choice}\n" for choice in self.choices)
-        return (
-            f"{dump_recipe(self.recipe)}\n{chosen}"
-            f"# train.precision: {self.recipe.train.precision}; {self.precision_reason}\n"
-            f"# {self.family}: trunk {memory.trunk_parameters / 1e6:.1f} M parameters, head "
-            f"{memory.head_parameters / 1e6:.2f} M ({memory.trained_parameters / 1e6:.2f} M trained)\n"
-            f"# {plan.max_steps} steps of {plan.sequences_per_step} x {plan.seq_len_tokens} tokens "
-            f"({plan.total_tokens / 1e6:.2f} M in all), {plan.world_size} process(es), {plan.accumulation} "
-            f"micro-batch(es) each\n# memory per process, {memory.to_text()}\n{shared}"
-            f"# disk: at most {self.disk_bytes / GIB:.2f} GiB besides answers"
-            f"{self._data_text()}{self._kind_text()}{self._holdout_text()}{self._serves_text()}"
-        )
+        return "\n".join([dump_recipe(self.recipe), *(f"# {line}" for line in self._lines())])
 
-    def _room_text(self) -> str:
+    def _lines(self) -> Iterator[str]:
+        recipe, plan, memory, shards = self.recipe, self.plan, self.memory, self.memory_in_shards
+        yield from map(str, self.choices)
+        yield f"train.precision: {recipe.train.precision}; {self.precision_reason}"
+        yield (
+            f"{self.family}: trunk {memory.trunk_parameters / 1e6:.1f} M parameters, head "
+            f"{memory.head_parameters / 1e6:.2f} M ({memory.trained_parameters / 1e6:.2f} M trained)"
+        )
+        yield (
+            f"{plan.max_steps} steps of {plan.sequences_per_step} x {plan.seq_len_tokens} tokens "
+            f"({plan.total_tokens / 1e6:.2f} M in all), {plan.world_size} process(es), {plan.accumulation} "
+            "micro-batch(es) each"
+        )
+        yield f"memory per process, {memory.to_text()}"
+        if shards is not None:
+            yield f"in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}"
+        if self.decoding is not None:
+            yield f"a run is refused: {self.decoding}"
+        yield from self._room()
+        if memory.loading_bytes:
+            others = "" if shards is None else f"; to train with fsdp2.yaml {shards.loading_bytes / GIB:.2f} GiB"
+            whole = f"whole {memory.loading_bytes / GIB:.2f} GiB"
+            yield f"main memory of each process while it loads the trunk: {whole}{others}"
+        yield f"disk: at most {self.disk_bytes / GIB:.2f} GiB besides answers"
+        yield f"data: {self.data or 'not read, as the trunk has no tokenizer; a run refuses such a trunk'}"
+        if recipe.study is not None:
+            heads = recipe.study.objectives
+            yield f"study: {len(heads)} head(s) ({', '.join(heads)}); disk is of all of them"
+        groups = "first user turn or file, near-duplicate prompts joined"
+        yield f"held out by {groups if recipe.data.group_field is None else f'the column {recipe.data.group_field!r}'}"
+        if not recipe.gate.enabled:
+            yield "gate: off; the head is not measured, and is exported unjudged"
+        if recipe.export.enabled:
+            yield from self._served()
+
+    def _room(self) -> Iterator[str]:
+        recipe, lora = self.recipe, self.recipe.head.lora
         least = min(one.total_bytes for one in (self.memory, self.memory_in_shards) if one is not None)
         if self.device_bytes is None or least <= self.device_bytes:
-            return ""
-        lora = self.recipe.head.lora
+            return
         less = [
             "more processes",
             *(["head.lora"] if lora is None else ["fewer head.lora.targets"] if lora.targets is None else []),
-            *([] if self.recipe.train.gradient_checkpointing else ["train.gradient_checkpointing"]),
+            *([] if recipe.train.gradient_checkpointing else ["train.gradient_checkpointing"]),
             "smaller data.seq_len_tokens",
         ]
-        return (
-            f"# training does not fit: {least / GIB:.0f} GiB on a process, and its device has "
-            f"{self.device_bytes / GIB:.0f} GiB. Less is needed with {', '.join(less[:-1])} or {less[-1]}\n"
+        yield (
+            f"training does not fit: {least / GIB:.0f} GiB on a process, and its device has "
+            f"{self.device_bytes / GIB:.0f} GiB. Less is needed with {', '.join(less[:-1])} or {less[-1]}"
         )
 
-    def _loading_text(self) -> str:
-        whole, shards = self.memory.loading_bytes, self.memory_in_shards
-        if not whole:
-            return ""
-        others = "" if shards is None else f"; to train with fsdp2.yaml {shards.loading_bytes / GIB:.2f} GiB"
-        return f"# main memory of each process while it loads the trunk: whole {whole / GIB:.2f} GiB{others}\n"
-
-    def _data_text(self) -> str:
-        return f"\n# data: {self.data or 'not read, as the trunk has no tokenizer; a run refuses such a trunk'}"
-
-    def _holdout_text(self) -> str:
-        field = self.recipe.data.group_field
-        if field is not None:
-            return f"\n# held out by the column {field!r}"
-        return "\n# held out by first user turn or file, near-duplicate prompts joined"
-
-    def _serves_text(self) -> str:
-        if not self.recipe.export.enabled:
-            return self._gate_text()
-        exported = "with its head" if self.recipe.head.kind == "mtp" else "a draft model beside its TRUNK"
-        engines = "\n".join(f"# {engine}: {text}" for engine, text in self.serves.items())
-        return f"{self._gate_text()}\n# the export, {exported}, in\n{engines}{self._kinds_text()}"
-
-    def _gate_text(self) -> str:
-        return "" if self.recipe.gate.enabled else "\n# gate: off; the head is not measured, and is exported unjudged"
-
-    def _kinds_text(self) -> str:
-        others = [
-            f"\n# head.kind={kind}{'' if kind == 'mtp' else ' head.init=random'}: {', '.join(engines) or 'no engine'}"
-            for kind, engines in self.kinds.items()
-            if kind != self.recipe.head.kind
-        ]
-        return f"\n# engines that draft with other kinds of head on this trunk{''.join(others)}" if others else ""
-
-    def _kind_text(self) -> str:
-        study = self.recipe.study
-        if study is None:
-            return ""
-        heads = ", ".join(study.objectives)
-        return f"\n# study: {len(study.objectives)} head(s) ({heads}); disk is of all of them"
+    def _served(self) -> Iterator[str]:
+        own = self.recipe.head.kind
+        yield f"the export, {'with its head' if own == 'mtp' else 'a draft model beside its TRUNK'}, in"
+        yield from (f"{engine}: {text}" for engine, text in self.serves.items())
+        others = {kind: engines for kind, engines in self.kinds.items() if kind != own}
+        if others:
+            yield "engines that draft with other kinds of head on this trunk"
+        for kind, engines in others.items():
+            init = "" if kind == "mtp" else " head.init=random"
+            yield f"head.kind={kind}{init}: {', '.join(engines) or 'no engine'}"
 
 
 def check(

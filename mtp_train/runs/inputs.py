@@ -61,7 +61,8 @@ class Inputs:
     """A run's checked inputs."""
 
     finetune: Checkpoint
-    base: Checkpoint | None
+    donor: Checkpoint | RunHead | None
+    """``model.head_from``: a checkpoint, or the head of a run without an export."""
     adapter: Path | None
     plan: Plan
     head_plan: HeadPlan
@@ -75,15 +76,13 @@ class Inputs:
     """Evaluation prompts, of groups that are not trained on."""
     home: Sequence[Prompt] = ()
     """Prompts of its own kind that the vanilla model decodes instead; empty if it decodes the held-out prompts."""
-    run_head: RunHead | None = None
-    """The head of ``model.head_from`` if that is a run without an export; ``base`` is then None."""
     contents: Mapping[str, Contents] = field(default_factory=dict)
     """Content identity of each input by recipe field; set once the run directory is claimed."""
 
     @property
-    def donor(self) -> Checkpoint | RunHead | None:
-        """The source of a grafted head."""
-        return self.base or self.run_head
+    def base(self) -> Checkpoint | None:
+        """The donor if it is a checkpoint."""
+        return self.donor if isinstance(self.donor, Checkpoint) else None
 
     def graft(self, recipe: Recipe) -> HeadPlan | None:
         """Return the plan of the head of ``model.head_from`` on the trunk; None if the recipe names none.
@@ -113,7 +112,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     finetune = open_location(recipe.model.trunk)
     require_source_model(recipe)
     donor = open_head_source(recipe.model.head_from) if recipe.model.head_from else None
-    base, run_head = (None, donor) if isinstance(donor, RunHead) else (donor, None)
+    base = donor if isinstance(donor, Checkpoint) else None
     head_plan = plan_head(recipe, finetune, donor)
     text_config = text_config_of(finetune, trust_remote_code=recipe.model.trust_remote_code)
     model = HeadOnTrunk(finetune.path, finetune.config, text_config, head_plan.family, head_plan.num_modules)
@@ -132,7 +131,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
         progress.console.print(f"data: {text.split}.")
     return Inputs(
         finetune=finetune,
-        base=base,
+        donor=donor,
         adapter=adapter,
         plan=plan_of(recipe, world_size),
         head_plan=head_plan,
@@ -142,7 +141,6 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
         prompts=text.prompts,
         held_out=text.held_out,
         home=home,
-        run_head=run_head,
     )
 
 
@@ -240,8 +238,8 @@ def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any)
         DataError: A record has no prompt, or no prompt leaves room for a response.
     """
     prompts = build_prompts(records, tokenizer)
-    if recipe.data.regenerate is not None and recipe.data.regenerate.max_prompts is not None:
-        prompts = choose_prompts(prompts, recipe.data.regenerate.max_prompts, recipe.seed)
+    if recipe.data.answered is not None and recipe.data.answered.max_prompts is not None:
+        prompts = choose_prompts(prompts, recipe.data.answered.max_prompts, recipe.seed)
     needed = min(len(prompt.prompt_ids) for prompt in prompts) + RESPONSE_ROOM_TOKENS
     if needed > recipe.data.seq_len_tokens:
         raise DataError(

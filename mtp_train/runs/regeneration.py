@@ -56,8 +56,8 @@ def data_stage(run: Run, trunk: Trunk, *, in_shards: bool = False) -> list[Docum
 
 def trained_documents(run: Run) -> list[Document]:
     """Return the documents that a head was trained on, without the text held out for ``train.select``."""
-    settings = run.recipe.data.regenerate
-    if settings is None or not settings.enabled:
+    settings = run.recipe.data.answered
+    if settings is None:
         documents = list(run.inputs.documents)
     else:
         directory = responses_directory(run, deciding_settings(run, settings))
@@ -125,8 +125,8 @@ def regeneration_of(recipe: Recipe) -> RegenerateSpec:
     Raises:
         RecipeError: The recipe does not regenerate.
     """
-    settings = recipe.data.regenerate
-    if settings is None or not settings.enabled:
+    settings = recipe.data.answered
+    if settings is None:
         raise RecipeError(["data.regenerate: off; expected it enabled. Write data.regenerate.enabled: true."])
     return settings
 

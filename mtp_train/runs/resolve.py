@@ -306,8 +306,8 @@ def _new_tokens(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
 
 def _seq_len(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
     longest = text.whole_long
-    if recipe.data.regenerate is not None and recipe.data.regenerate.enabled:
-        longest = text.prompt_long + recipe.data.regenerate.max_new_tokens
+    if recipe.data.answered is not None:
+        longest = text.prompt_long + recipe.data.answered.max_new_tokens
     length = min(model.max_positions, MOST_SEQ_LEN, max(LEAST_SEQ_LEN, _power_of_two(longest)))
     return length, f"for texts of up to {longest} tokens, from {LEAST_SEQ_LEN} to {MOST_SEQ_LEN}"
 
@@ -342,8 +342,8 @@ _RULES: Mapping[str, Callable[[Recipe, ModelFacts, TextFacts], Found]] = {
 def _expected_text(recipe: Recipe, text: TextFacts) -> _Text:
     """Estimate the training text before the trunk has answered: its answers are as long as the records' responses."""
     training = text.num_records * (1 - recipe.data.holdout)
-    spec = recipe.data.regenerate
-    if spec is None or not spec.enabled:
+    spec = recipe.data.answered
+    if spec is None:
         tokens = round(training * text.whole_mean)
         return _Text(tokens, f"about {tokens} tokens of training text")
     answer = spec.max_new_tokens if text.response_mean is None else min(text.response_mean, spec.max_new_tokens)
