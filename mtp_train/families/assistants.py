@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.engines import EngineSupport, complete, engine_commands, engine_table, no
+from mtp_train.families.engines import EngineSupport, choose_convention, complete, engine_commands, engine_table, no
 from mtp_train.families.spec import (
     Declaration,
     Family,
@@ -68,15 +67,7 @@ class Assistant:
         Raises:
             UnsupportedModelError: There is no convention for this engine.
         """
-        if name == "auto":
-            return self.default
-        for engine, convention in self.conventions.items():
-            if engine == name:
-                return convention
-        known = ", ".join(["auto", *self.conventions])
-        raise UnsupportedModelError(
-            f"convention: '{name}'; expected one of {known} for a {self.title}. Use auto unless you serve elsewhere."
-        )
+        return choose_convention(name, self.default, self.conventions, title=f"a {self.title}")
 
     def commands(self, config: RawConfig, path: str, depth: int) -> dict[str, str]:
         """Return, per engine, the command that serves a trunk with this drafter, or why there is none."""

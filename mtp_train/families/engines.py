@@ -10,7 +10,7 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.head_kinds import draft_kinds
@@ -48,6 +48,23 @@ LLAMA_CPP_POSITIONS = Convention(position_offset=1)
 state, one lower."""
 ZERO_FIRST = Convention(zero_first_embedding=True)
 BEFORE_NORM = Convention(hidden="before_final_norm", recycle="before_final_norm")
+
+_Wired = TypeVar("_Wired")
+
+
+def choose_convention(name: str, default: _Wired, by_engine: Mapping[str, _Wired], *, title: str) -> _Wired:
+    """Return the convention of a head or drafter for ``auto`` or for an engine.
+
+    Raises:
+        UnsupportedModelError: There is no convention for this engine.
+    """
+    known = {"auto": default, **by_engine}
+    if name not in known:
+        raise UnsupportedModelError(
+            f"head.convention: '{name}'; expected one of {', '.join(known)} for {title}. Use auto unless you serve "
+            "elsewhere."
+        )
+    return known[name]
 
 
 @dataclass(frozen=True)

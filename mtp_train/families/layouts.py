@@ -46,10 +46,7 @@ def expert_rules(
 ) -> tuple[KeyRule, ...]:
     """Return the rules for gated experts of a mixture that are stored as one tensor each.
 
-    Args:
-        layer: Native prefix of the decoder layer.
-        experts: Native name of the experts' module within the layer.
-        names: Native names of the gate, up and down matrices.
+    ``experts`` is the native name of their module within the layer, ``names`` those of the gate, up and down matrices.
     """
     ours, native = "layer.mlp.experts", [f"{layer}{experts}.{{expert}}.{name}.weight" for name in names]
     return (
@@ -133,10 +130,7 @@ KIMI_DELTA = RecurrentKernels(
 class AttentionThenMlp(nn.Module):
     """A pre-norm decoder layer, composed of an attention and an MLP that transformers has only in larger layers.
 
-    Args:
-        attention: A module that returns a tuple with the attention's output as first element.
-        mlp: Any MLP.
-        norms: The norm in front of the attention, and the norm in front of the MLP.
+    The attention returns a tuple with its output as first element; ``norms`` are the norms in front of the two.
     """
 
     def __init__(self, attention: nn.Module, mlp: nn.Module, norms: tuple[nn.Module, nn.Module]) -> None:

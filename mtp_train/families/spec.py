@@ -18,7 +18,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.engines import ENGINES, Convention, EngineSupport, complete
+from mtp_train.families.engines import ENGINES, Convention, EngineSupport, choose_convention, complete
 from mtp_train.families.mechanisms.residual_streams import Streams
 from mtp_train.upstream.transformers_private import load_from_wrapper
 
@@ -92,15 +92,9 @@ class Borrowed:
         rotary: str | None = "RotaryEmbedding",
         **options: Any,
     ) -> Borrowed:
-        """Return the classes of one model of transformers.
+        """Return the classes of one model of transformers, whose names begin with ``prefix``.
 
-        Args:
-            model: Its directory under ``transformers.models``.
-            prefix: How the names of its classes begin.
-            layer: The rest of the layer's name.
-            norm: The rest of the norm's name.
-            rotary: The rest of the rotary embedding's name, or None.
-            **options: Further fields of the record.
+        ``model`` is its directory under ``transformers.models``, ``options`` are further fields of the record.
         """
         return cls(
             python_module=f"transformers.models.{model}.modeling_{model}",
@@ -412,15 +406,7 @@ class Family:
         Raises:
             UnsupportedModelError: The family has no convention for this engine.
         """
-        if name == "auto":
-            return self.wiring.default
-        conventions = self.conventions
-        if name in conventions:
-            return conventions[name]
-        known = ", ".join(["auto", *conventions])
-        raise UnsupportedModelError(
-            f"head.convention: '{name}'; expected one of {known} for {self.title}. Use auto unless you serve elsewhere."
-        )
+        return choose_convention(name, self.wiring.default, self.conventions, title=self.title)
 
     def count_as_field(self, num_modules: int) -> dict[str, Any]:
         """Return the text-config fields that declare ``num_modules`` modules; empty if the text config has no count."""

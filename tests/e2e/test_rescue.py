@@ -80,6 +80,7 @@ def test_an_adapter_is_merged(inputs: Path, tmp_path: Path, capfd: Capture) -> N
     assert all("q_proj" in key for key in changed)
 
 
+@pytest.mark.slow
 def test_added_tokens_do_not_stand_in_the_way(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
     grown = write_inputs(tmp_path / "grown") / "finetune"
     file = grown / "model.safetensors"
@@ -135,11 +136,10 @@ def test_a_rescue_names_the_weight_files_that_it_leaves_out(
     assert rescued["notes"] == ["Left out, as no part of the checkpoint: old.safetensors (1 tensors, 1 of a head)."]
 
 
-@pytest.mark.parametrize("verdict", ["retrain", "undecided"])
 def test_a_rescue_trains_after_a_probe_that_does_not_advise_against_it(
-    verdict: str, inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = probed(monkeypatch, verdict)
+    asked = probed(monkeypatch, "undecided")
     short = [word for word in TINY_RESCUE if "max_steps" not in word]
     out = tmp_path / "out"
     argv = asking(inputs, out, inputs / "finetune")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from mtp_train.runs.inputs import gather_inputs
 from mtp_train.runs.study import study_run as stages
 from mtp_train.runs.study.material import gather_study
 from mtp_train.runs.study.protocol import CLAIM
-from runs import run_quietly, tiny_recipe, write_inputs, write_recipe
+from runs import copy_run, run_quietly, tiny_recipe, write_inputs, write_recipe
 
 STUDY: dict[str, Any] = {
     "data__regenerate": {"enabled": True, "max_new_tokens": 12, "batch_size": 4},
@@ -163,14 +162,7 @@ def test_check_plans_for_all_heads(inputs: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_measure_the_arms_as_one_does(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(unbroken, run_dir)
-    recorded = run_dir / "recipe.yaml"
-    recorded.write_text(recorded.read_text().replace(str(unbroken), str(run_dir)))
-    for measured in ("grid", "home"):
-        shutil.rmtree(run_dir / measured)
-    for finished in ("outcome.json", "report.json"):
-        (run_dir / finished).unlink()
+    run_dir = copy_run(unbroken, tmp_path / "run", "grid", "home", "report.json")
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, run_dir, **at_home(inputs))
     done = launch("cpu_ddp.yaml", recipe, run_dir, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr

@@ -6,11 +6,8 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
-
 from mtp_train.cli.main import build_parser
 from mtp_train.families import FAMILIES
-from mtp_train.recipe.loading import load_recipe
 from scripts.support_table import table, witnessed
 
 REPOSITORY = Path(__file__).parents[2]
@@ -37,22 +34,6 @@ def test_every_command_line_parses() -> None:
     assert len(commands) >= 3
     for command in commands:
         assert build_parser().parse_args(command).command == command[0]
-
-
-def test_the_recipe_that_is_written_is_the_one_that_is_checked_and_launched() -> None:
-    ((_, _, written, *_),) = ours("init")
-    launches = [command for command in ours("accelerate") if "-m" in command]
-    assert [command[command.index("mtp_train") + 1] for command in launches] == [written]
-    assert [command[2] for command in ours("check")] == [written]
-    run = Path(written).stem
-    served = [command for program in ("vllm", "sglang.launch_server") for command in ours(program)]
-    assert len(served) == 2
-    assert all(f"runs/{run}/export" in command for command in served)
-
-
-def test_a_mistyped_recipe_line_would_be_seen() -> None:
-    with pytest.raises(Exception, match=r"model\.trnk: unknown"):
-        load_recipe(REPOSITORY / "recipes" / "retrain_head.yaml", ["model.trnk=x"])
 
 
 def test_the_support_table_is_what_the_records_say() -> None:

@@ -100,19 +100,13 @@ def attached(
 ) -> Family:
     """Return the record of a trunk whose attached head is stored in the layout of transformers' ``MtpModel``.
 
+    Arguments without a description are fields of :class:`Family` or of its parts.
+
     Args:
         model_type: The config's ``model_type``; also the family's name.
-        title: See :class:`Family`.
         classes: Directory of the model under ``transformers.models``, and the prefix of its class names.
-        head_layer_config: See ``HeadLayer.config``.
-        rotary_by_layer_type: See :class:`HeadLayer`.
         norm: Class name of the norm, without the prefix.
-        norm_eps: See :class:`Borrowed`.
         layer_rules: Rules for keys of the head's layer that a release and transformers name differently.
-        trunk_rules: See :class:`Keys`.
-        wiring: See :class:`Family`.
-        trunk: See :class:`Family`.
-        engines: See :class:`Family`.
     """
     return Family(
         name=model_type,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from rich.progress import Progress
 
 from mtp_train.checkpoints.adapter import locate_adapter
-from mtp_train.checkpoints.artifact import Artifact, load_artifact
+from mtp_train.checkpoints.artifact import Artifact, HeadPlan, load_artifact
 from mtp_train.checkpoints.contents import left_out, unnamed_files, with_unnamed_head
 from mtp_train.checkpoints.draft_checkpoint import DraftForm
 from mtp_train.checkpoints.export import LinkMode, write_checkpoint, write_head_only
@@ -22,7 +22,7 @@ from mtp_train.checkpoints.gguf.tensors import gguf_tensors
 from mtp_train.checkpoints.identity import checkpoint_files, directory_files, require_same
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.locations import is_head_directory, open_location, refuse_adapter
-from mtp_train.checkpoints.native import NativeHead, native_head_of
+from mtp_train.checkpoints.native import native_head_of
 from mtp_train.checkpoints.run_export import HEAD, RECIPE_FILE
 from mtp_train.checkpoints.suggestions import draft_model_flag
 from mtp_train.checkpoints.values import require_finite_checkpoint
@@ -122,14 +122,15 @@ def export(
     trunk, layout = found.trunk, layout_of(found.holder)
     if gguf is not None:
         return ExportResult(out, trunk.path, file=_write_gguf(found, layout, out, gguf, progress))
-    if speculators and found.kind == "mtp":
+    if speculators and found.plan.family.kind == "mtp":
         raise CheckpointError(
             f"{trunk.path}: its head is an MTP head, which is part of the trunk's checkpoint; expected a head of kind "
             "eagle3. Leave --speculators out."
         )
     if head_only:
-        write_head_only(trunk, layout, found.head, out)
-        return ExportResult(out, trunk.path, flag=draft_model_flag(str(out), found.num_depths))
+        write_head_only(trunk, layout, found.plan.head, out)
+        depths = found.plan.num_depths if isinstance(found.plan, Artifact) else SUGGESTED_DEPTH
+        return ExportResult(out, trunk.path, flag=draft_model_flag(str(out), depths))
     form: DraftForm = "speculators" if speculators else "engines"
     notes = _write_with_trunk(source, found, out, form, "copy" if copy else "hard", progress)
     return ExportResult(out, trunk.path, notes=notes)
@@ -140,16 +141,16 @@ def _write_with_trunk(
 ) -> tuple[str, ...]:
     """Write the trunk's checkpoint with the head in it, or a run's draft model; return what to tell about it."""
     trunk, layout = found.trunk, layout_of(found.holder)
-    if found.artifact is None:
-        write_checkpoint(trunk, layout, found.head, out, link=link)
+    if not isinstance(found.plan, Artifact):
+        write_checkpoint(trunk, layout, found.plan.head, out, link=link)
         return _notes(found)
     adapter, hub_id = found.adapter, found.hub_id
-    write_export(trunk, found.artifact, out, adapter=adapter, link=link, progress=progress, form=form, hub_id=hub_id)
+    write_export(trunk, found.plan, out, adapter=adapter, link=link, progress=progress, form=form, hub_id=hub_id)
     with removed_on_failure(out):
         write_card(source, out)
-    notes = left_out(unnamed_files(trunk, layout)) if found.kind == "mtp" else ()
+    notes = left_out(unnamed_files(trunk, layout)) if found.plan.family.kind == "mtp" else ()
     if form == "speculators":
-        layers = found.artifact.family.wiring.trunk_layers(text_config_of(trunk))
+        layers = found.plan.family.wiring.trunk_layers(text_config_of(trunk))
         notes += (f"It reads the hidden states after the layers {', '.join(map(str, layers))} of its trunk.",)
     return notes
 
@@ -180,7 +181,7 @@ def _write_gguf(found: _HeadToExport, layout: HeadLayout, out: Path, kind: GgufK
     """
     trunk = found.trunk
     # A checkpoint may store its head in FP8; read without ``verbatim``, the tensors are plain floats.
-    head = native_head_of(found.holder, layout, layout) if found.artifact is None else found.head
+    head = native_head_of(found.holder, layout, layout) if not isinstance(found.plan, Artifact) else found.plan.head
     record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))
     text_config = text_config_of(trunk)
     # The raw config has fields that transformers drops. A config that lists its layers one by one has no layer count.
@@ -216,20 +217,12 @@ class _HeadToExport(NamedTuple):
     trunk: Checkpoint
     holder: Checkpoint
     """The checkpoint with the head: the trunk's, with the tensors of an unnamed weight file where it has no head."""
-    head: NativeHead
-    num_depths: int
-    """Number of drafts per round to suggest for it."""
-    adapter: Path | None
+    plan: HeadPlan
+    """The head; an artifact for the head of a run, whose adapter and hub id follow."""
+    adapter: Path | None = None
     """The LoRA adapter that the run's trunk was trained with; None without one."""
-    artifact: Artifact | None
-    """The head as the run stores it; None for the head of a checkpoint."""
-    hub_id: str | None
+    hub_id: str | None = None
     """Hub id of a run's trunk; None for a local one."""
-
-    @property
-    def kind(self) -> str:
-        """Kind of the head. A checkpoint's own head is an MTP head."""
-        return "mtp" if self.artifact is None else self.artifact.family.kind
 
 
 def _head_to_export(source: Path, progress: Progress, *, alone: bool) -> _HeadToExport:
@@ -252,7 +245,7 @@ def _located(source: Path, progress: Progress) -> _HeadToExport:
         refuse_adapter(source, str(source))
         trunk = open_checkpoint(source)
         holder = with_unnamed_head(trunk, layout_of(trunk))
-        return _HeadToExport(trunk, holder, _own_head(holder), SUGGESTED_DEPTH, None, None, None)
+        return _HeadToExport(trunk, holder, _own_head(holder))
     _require_exportable(source)
     identity = read_json(source / PROVENANCE_FILE)["trunk"]
     model = load_recipe(source / RECIPE_FILE).model
@@ -264,17 +257,16 @@ def _located(source: Path, progress: Progress) -> _HeadToExport:
         loaders[ADAPTER] = partial(directory_files, adapter)
     # keeps=False: an export writes nothing to the run directory, which may belong to another user.
     require_same(claimed_by_run(source), loaders, progress, finished=True, keeps=False)
-    artifact = load_artifact(source / HEAD)
     # A revision is recorded for trunks of the hub only.
     hub_id = identity["name"] if identity["revision"] else None
-    return _HeadToExport(trunk, trunk, artifact.head, artifact.num_depths, adapter, artifact, hub_id)
+    return _HeadToExport(trunk, trunk, load_artifact(source / HEAD), adapter, hub_id)
 
 
 def _require_alone(source: Path, found: _HeadToExport) -> None:
     """Raise a CheckpointError for a head that cannot be written without its trunk's checkpoint."""
-    if found.artifact is not None and found.kind != "mtp":
+    if found.plan.family.kind != "mtp":
         raise CheckpointError(
-            f"{found.trunk.path}: its head is {found.artifact.family.title}; expected an MTP head. Export it without "
+            f"{found.trunk.path}: its head is {found.plan.family.title}; expected an MTP head. Export it without "
             "--head-only or --gguf: it becomes a draft model, a directory of its own that llama.cpp's converter reads."
         )
     if found.adapter is not None:
@@ -295,7 +287,7 @@ def _require_exportable(run_dir: Path) -> None:
         raise GateRefusedError(gate.reason)
 
 
-def _own_head(checkpoint: Checkpoint) -> NativeHead:
+def _own_head(checkpoint: Checkpoint) -> HeadPlan:
     diagnosis = diagnose_head(checkpoint)
     if not diagnosis.complete:
         raise CheckpointError(
@@ -305,5 +297,5 @@ def _own_head(checkpoint: Checkpoint) -> NativeHead:
     layout = layout_of(checkpoint)
     template = native_head_of(checkpoint, layout, layout, verbatim=True)
     declared = checkpoint.family.declaring(diagnosis.present_modules, checkpoint.config)
-    fields = {**template.config_fields, **declared}
-    return NativeHead(template.tensors, template.shared_keys, fields)
+    head = replace(template, config_fields={**template.config_fields, **declared})
+    return HeadPlan(layout, diagnosis.present_modules, "auto", head)
