@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -50,7 +51,7 @@ class SpeculativeDecoder:
 
     Args:
         trunk: The target model.
-        drafting: An MTP head on the trunk's device (its dtype may differ), another maker of drafters, or None for plain
+        drafting: An MTP head on the trunk's device (its dtype may differ), another way of drafting, or None for plain
             decoding.
         depth: Drafts per round of requests that set no depth, 0 to 7.
         eos_ids: Token ids that end a text.
@@ -181,22 +182,18 @@ class SpeculativeDecoder:
         depth: int,
         device: torch.device,
         dtype: torch.dtype | None = None,
-        draft_sampling: DraftSampling = "argmax",
-        max_batch: int = 16,
-        captures: bool = True,
+        **options: Any,
     ) -> SpeculativeDecoder:
-        """Load the weights of files that were opened and checked; arguments as for :meth:`from_pretrained`."""
+        """Load the weights of files that were opened and checked; ``options`` are those of the class."""
         trunk = model.load_trunk(device, dtype)
         return cls(
             trunk,
-            model.load_drafting(trunk)[0] if depth else None,
+            model.load_drafting(trunk) if depth else None,
             depth,
             eos_token_ids(model.checkpoint, tokenizer),
-            draft_sampling=draft_sampling,
-            max_batch=max_batch,
             tokenizer=tokenizer,
-            captures=captures,
             image_ids=model.image_ids,
+            **options,
         )
 
     def generate(

@@ -1,4 +1,4 @@
-"""Compare a decoded text with plain decoding, by the rounding of the model's own dtype.
+"""Decode plainly, and compare a decoded text with plain decoding, by the rounding of the model's own dtype.
 
 Decoding with drafts multiplies other shapes than plain decoding, so that logits differ in their last bits, and two
 tokens that are nearly as good may change places. :func:`compare` therefore measures, at the first difference of two
@@ -13,7 +13,7 @@ Shapes: T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -85,6 +85,28 @@ class Errors(NamedTuple):
     def window_ratio(self) -> float | None:
         """Typical error of windows over that of plain decoding."""
         return None if self.typical_window is None else self.typical_window / self.typical_noise
+
+
+@torch.inference_mode()
+def plain_greedy(trunk: Trunk, prompt_ids: Sequence[int], max_new_tokens: int, eos_ids: Collection[int]) -> list[int]:
+    """Decode one prompt of at least one token greedily, token by token.
+
+    Returns:
+        The new token ids, the EOS that ended the text included.
+
+    Example:
+        >>> from mtp_inference import SpeculativeDecoder, plain_greedy
+        >>> trunk = SpeculativeDecoder.from_pretrained("demo:base", depth=0, device="cpu").trunk
+        >>> len(plain_greedy(trunk, [4, 5, 6], 8, eos_ids=()))
+        8
+    """
+    cache = DynamicCache(config=trunk.config)
+    tokens_1T = torch.tensor([list(prompt_ids)], device=trunk.lm_head_VD.device)
+    text: list[int] = []
+    while len(text) < max_new_tokens and not (text and text[-1] in eos_ids):
+        tokens_1T = trunk.logits(trunk.hidden(tokens_1T, cache=cache)[:, -1:]).argmax(dim=-1)
+        text.append(int(tokens_1T))
+    return text
 
 
 @torch.inference_mode()

@@ -28,7 +28,6 @@ from mtp_train.heads.assistant import load_assistant
 from mtp_train.heads.build import HeadPlan, build_head, deepest, graft_plan, native_plan, stored_head_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
 from mtp_train.heads.draft_model import draft_model, draft_plan
-from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.precision import trunk_dtype
 from mtp_train.trunk.quantise import Quantization, pack_head, require_bitsandbytes, require_quantizable
@@ -140,31 +139,26 @@ class OpenModel:
             quantization=self.quantization,
         )
 
-    def load_drafting(self, trunk: Trunk) -> tuple[Drafting | None, MtpHead | None]:
-        """Load the drafter in the trunk's dtype and on its device.
-
-        Returns:
-            The maker of drafters, None for plain decoding; and the head, None if the drafter has no head.
+    def load_drafting(self, trunk: Trunk) -> Drafting | None:
+        """Load the drafter in the trunk's dtype and on its device; None for plain decoding.
 
         Raises:
             CheckpointError: A weight of the drafter is missing, of another shape, NaN or infinite.
         """
-        weight = trunk.lm_head_VD
+        dtype, device = trunk.lm_head_VD.dtype, trunk.lm_head_VD.device
         if self.plan is not None:
-            head = build_head(self.plan, text_config_of(self.checkpoint), dtype=weight.dtype).to(weight.device).eval()
+            head = build_head(self.plan, text_config_of(self.checkpoint), dtype=dtype).to(device).eval()
             if self.head_quantization is not None:
                 pack_head(head, self.head_quantization)
-            return HeadDrafting(head, self.plan.draft_vocab), head
+            return HeadDrafting(head, self.plan.draft_vocab)
         if self.head == NGRAM:
-            return NgramDrafting(), None
-        dtype, device = weight.dtype, weight.device
+            return NgramDrafting()
         if self.external is not None:
             checkpoint, assistant = self.external.checkpoint, self.external.assistant
-            return AssistantDrafting(load_assistant(checkpoint, assistant, dtype=dtype, device=device), assistant), None
+            return AssistantDrafting(load_assistant(checkpoint, assistant, dtype=dtype, device=device), assistant)
         if self.draft_model is not None:
-            model = load_trunk(self.draft_model.path, self.draft_model.family, dtype=dtype, device=device)
-            return ModelDrafting(model), None
-        return None, None
+            return ModelDrafting(load_trunk(self.draft_model.path, self.draft_model.family, dtype=dtype, device=device))
+        return None
 
 
 def open_model(

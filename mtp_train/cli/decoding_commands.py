@@ -88,7 +88,7 @@ def _add_grid(add: Callable[..., Any]) -> None:
     rules = "greedy at temperature 0; above: argmax drafts, or sampled ones with rejection"
     add("--rules", nargs="+", choices=RULES, default=list(RULES), help=rules)
     add("--max-new-tokens", type=int, default=128, metavar="N", help="longest response, in tokens")
-    add("--batch", type=int, default=1, metavar="N", help="prompts decoded together")
+    add("--batch", type=int, default=16, metavar="N", help="most prompts decoded together for acceptance")
     add("--seed", type=int, default=0, metavar="S", help="of sampling and of the choice of prompts")
     add("--no-costs", dest="costs", action="store_false", help="leave out memory and prefill of heads")
     add("--wandb", choices=("off", "offline", "online"), default="off", help="track the report")

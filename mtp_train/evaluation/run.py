@@ -292,7 +292,7 @@ def _measure(study: _Study, group: Sequence[OpenArm], plain_name: str, found: Me
     prompts: Prompts = {None: study.prompts} if study.prompts is not None else _enough_prompts(grid, tokenizer)
     with shown_loading(progress, first.spec.trunk_name, first.model.checkpoint.num_bytes):
         trunk = load_arm_trunk(first, local_device())
-    drafting = {arm.spec.name: maker for arm in group if (maker := arm.model.load_drafting(trunk)[0]) is not None}
+    drafting = {arm.spec.name: maker for arm in group if (maker := arm.model.load_drafting(trunk)) is not None}
     for maker in drafting.values():
         maker.check(trunk, max(grid.depths or ()))
     heads = {arm.spec.name: str(arm.spec.head_name) for arm in group}

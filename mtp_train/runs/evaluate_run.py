@@ -83,7 +83,7 @@ def served_commands(recipe: Recipe, run_dir: Path) -> str:
     export = str(run_dir / EXPORT if recipe.export.enabled else run_dir)
     served, before = export if recipe.head.kind == "mtp" else trunk, trunk
     lines = ["Serve each of the two with its drafts, and measure it:", evaluate_command(served, f"{run_dir}-served")]
-    if baseline == "graft" and donor is not None and recipe.head.kind == "mtp":
+    if baseline == GRAFT and donor is not None and recipe.head.kind == "mtp":
         lines.append(graft_command(trunk, donor))
         before = grafted_name(trunk)
     return "\n  ".join([*lines, evaluate_command(before, f"{run_dir}-baseline")])

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from accelerate import PartialState
 from rich.progress import Progress
 
+from mtp_train.acceptance.names import VANILLA
 from mtp_train.answers.generate import RESPONSE_ROOM_TOKENS
 from mtp_train.checkpoints.adapter import locate_adapter
 from mtp_train.checkpoints.demo import GROUP_FIELD, home_source, resolve
@@ -116,7 +117,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     head_plan = plan_head(recipe, finetune, donor)
     text_config = text_config_of(finetune, trust_remote_code=recipe.model.trust_remote_code)
     model = HeadOnTrunk(finetune.path, finetune.config, text_config, head_plan.family, head_plan.num_modules)
-    loaded = base if "vanilla" in recipe.evaluate.arms else None
+    loaded = base if VANILLA in recipe.evaluate.arms else None
     raise_together([*refusals(recipe, model, world_size), *weight_refusals(recipe, finetune, loaded, world_size)])
     tokenizer = load_tokenizer(finetune, recipe.model.trust_remote_code)
     text = gather_text(recipe, tokenizer, text_config.vocab_size, progress)
@@ -267,7 +268,7 @@ def evaluation_prompts(recipe: Recipe, records: Sequence[Record], tokenizer: Any
 def home_prompts(recipe: Recipe, tokenizer: Any) -> list[Prompt]:
     """Return prompts of the vanilla model's own kind if they are distributed with it, else none."""
     source = home_source(recipe.model.head_from)
-    if source is None or "vanilla" not in recipe.evaluate.arms:
+    if source is None or VANILLA not in recipe.evaluate.arms:
         return []
     records = load_records(resolve(source), group_field=GROUP_FIELD, name=source)
     return choose_evenly(prompts_of(records, tokenizer), min(recipe.evaluate.prompts, HOME_PROMPTS), recipe.seed)

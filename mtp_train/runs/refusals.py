@@ -15,6 +15,7 @@ from rich.console import Console
 from mtp_inference import NgramDrafting, SpeculativeDecoder, compare
 from mtp_inference.lossless import NOISE_RATIO, measure_errors
 from mtp_train.acceptance.gate import min_gate_groups
+from mtp_train.acceptance.names import NATIVE
 from mtp_train.checkpoints.demo import PREFIX, demo_path
 from mtp_train.checkpoints.files import Checkpoint, read_json
 from mtp_train.checkpoints.quantised import quant_method
@@ -220,7 +221,7 @@ def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:
     Raises:
         CheckpointError: ``evaluate.arms`` has ``native`` and the fine-tune has no head.
     """
-    if "native" in recipe.evaluate.arms and not diagnose_head(finetune).complete:
+    if NATIVE in recipe.evaluate.arms and not diagnose_head(finetune).complete:
         raise CheckpointError(
             f"evaluate.arms: native, but {finetune.path} {diagnose_head(finetune).describe()}; expected a head of its "
             "own. Remove native from evaluate.arms."

@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
+from mtp_train.acceptance.names import GRAFT, RETRAINED
 from mtp_train.checkpoints.adapter import locate_adapter
 from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.files import open_checkpoint
@@ -124,7 +125,7 @@ def rescue(
         write_graft(recipe, out / EXPORT)
     # The refusal ends in the command for a graft, which has been written above.
     reason = "" if gate is None else gate.reason.partition(f". {GRAFT_INSTEAD}")[0]
-    return _result(recipe, "graft" if refused else "retrained", reason)
+    return _result(recipe, GRAFT if refused else RETRAINED, reason)
 
 
 def _probed(
@@ -159,7 +160,7 @@ def _grafted(recipe: Recipe, found: ProbeResult, console: Console) -> RescueResu
         if not (out / EXPORT).exists():
             write_graft(recipe, out / EXPORT)
     again = "To retrain the head all the same, choose another --out and add --set train.max_steps=500"
-    return _result(recipe, "graft", f"{found.reason}. {again}")
+    return _result(recipe, GRAFT, f"{found.reason}. {again}")
 
 
 def _result(recipe: Recipe, head: str, reason: str) -> RescueResult:
@@ -172,7 +173,7 @@ def _result(recipe: Recipe, head: str, reason: str) -> RescueResult:
 def write_graft(recipe: Recipe, out: Path) -> None:
     """Write the recipe's trunk with the base's own head; a trunk's adapter is merged."""
     model = recipe.model
-    if model.head_from is None or recipe.gate_baseline != "graft":
+    if model.head_from is None or recipe.gate_baseline != GRAFT:
         raise MtpError(
             f"gate.baseline: {recipe.gate_baseline} in a rescue; expected graft, which replaces a head that is not "
             "better. Leave the override out."

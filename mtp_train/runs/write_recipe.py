@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mtp_train.acceptance.names import PLAIN, RETRAINED
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter
 from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, resolve
 from mtp_train.checkpoints.files import Checkpoint, locate_checkpoint, read_json
@@ -206,12 +207,12 @@ def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: 
         "head": {"init": start},
         "data": {"sources": [{"path": path} for path in paths], **_DATA, "group_field": _group_field(paths)},
         "train": dict(_TRAIN),
-        "evaluate": {"arms": ["none", start, "retrained"], "prompts": AUTO},
+        "evaluate": {"arms": [PLAIN, start, RETRAINED], "prompts": AUTO},
     }
     if start == "graft":
         settings["model"] |= {"head_from": base, **({} if adapter is None else {"adapter": adapter})}
     if start == "attach":
-        settings["evaluate"]["arms"] = ["none", "retrained"]
+        settings["evaluate"]["arms"] = [PLAIN, RETRAINED]
         settings["head"] = _new_head(settings, open_location(trunk))
     return settings
 

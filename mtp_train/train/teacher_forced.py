@@ -2,17 +2,17 @@
 
 Unlike counts from decoding, the figures do not depend on where rounds begin or on the draft depth, so they compare
 heads with little noise. Sums run over all batches and processes before any ratio is taken. The steps:
-:func:`target_figures` (per target row), :func:`sum_figures` (:class:`DenseSums`), :meth:`DenseMetrics.of` (ratios).
+:func:`target_figures` (per target row), :func:`dense_sums` (:class:`DenseSums`), :meth:`DenseMetrics.of` (ratios).
 
 Shapes: K depths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor
 from mtp_train.acceptance.counts import entropy, overlap
 from mtp_train.heads.module import MtpHead
 from mtp_train.losses.chunked import chunk_rows, gpu_bytes_of, to_starts
-from mtp_train.train.packed_rows import PackedBatch, aligned_rows
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import slow_halves
 
@@ -99,14 +98,9 @@ def target_figures(
 
 
 def dense_sums(rows: AlignedRows, trunk: Trunk, head: MtpHead) -> DenseSums:
-    """Return the sums of :func:`target_figures` at temperature 1."""
-    return sum_figures(rows, target_figures(rows, trunk, head))
-
-
-def sum_figures(rows: AlignedRows, figures: TargetFigures) -> DenseSums:
-    """Return the sums of figures over the targets of the rows."""
+    """Return the sums of :func:`target_figures` at temperature 1 over the targets of the rows."""
     valid_KN = rows.valid_KN
-    agreed_KN, overlap_KN, entropy_N = figures
+    agreed_KN, overlap_KN, entropy_N = target_figures(rows, trunk, head)
     valid_KS, agreed_KS, overlap_KS = (to_starts(one) for one in (valid_KN, agreed_KN, overlap_KN))
     reached_KS = valid_KS.cumprod(0) * rows.starts_N
     return DenseSums(
@@ -137,8 +131,6 @@ class DenseMetrics:
     target_entropy: float | None
     """Mean entropy of p at depth 1's targets, nats."""
     num_targets: list[int]
-    median_entropy: float | None = None
-    """Median entropy of p at these targets, in nats: low for templated text."""
     tau_greedy: float | None = None
     """Mean tokens per round of greedy decoding, if a round began at every token of the responses."""
     tau_sampled: float | None = None
@@ -171,24 +163,6 @@ def many_rows(trunk: Trunk, head: MtpHead) -> Iterator[MtpHead]:
         return
     with trunk.computing_in(torch.float32):
         yield deepcopy(head).float()
-
-
-@torch.inference_mode()
-def dense_metrics(trunk: Trunk, head: MtpHead, batches: Iterable[PackedBatch], num_depths: int) -> DenseMetrics:
-    """Measure a head on packed text."""
-    total: DenseSums | None = None
-    entropies: list[Tensor] = []
-    with many_rows(trunk, head) as run:
-        for batch in batches:
-            rows = aligned_rows(trunk, run, batch, num_depths)
-            figures = target_figures(rows, trunk, run)
-            entropies.append(figures.entropy_N[rows.valid_KN[0]])
-            found = sum_figures(rows, figures)
-            total = found if total is None else total.plus(found)
-    if total is None:
-        return DenseMetrics([], [], None, [])
-    every_N = torch.cat(entropies)
-    return replace(DenseMetrics.of(total), median_entropy=float(every_N.median()) if len(every_N) else None)
 
 
 def _ratios(sums_K: Tensor, counts_K: Tensor) -> list[float | None]:

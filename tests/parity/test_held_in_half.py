@@ -12,9 +12,9 @@ from mtp_inference import SpeculativeDecoder, compare, round
 from mtp_inference.batch import WIDE_ROWS, Batch
 from mtp_inference.drafters.drafter import RoundPlan
 from mtp_train.train.packed_rows import PackedBatch as Rows
-from mtp_train.train.teacher_forced import dense_metrics
 from mtp_train.trunk.load import Trunk
 from products import Products
+from summed_metrics import dense_metrics
 from tiny import CACHE_KINDS, tiny_head, tiny_trunk
 
 PROMPT = [5, 9, 2, 11, 3, 7, 1, 8, 4]

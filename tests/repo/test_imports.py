@@ -237,7 +237,7 @@ def test_a_circle_is_found() -> None:
         ("mtp_train.families", "from .. import checkpoints", "mtp_train.checkpoints"),
         ("mtp_train.train.loop", "from mtp_train import recipe", "mtp_train.recipe"),
         ("mtp_train.checkpoints.files", "from mtp_train.recipe import loading", "mtp_train.recipe.loading"),
-        ("mtp_train.data.pack", "from mtp_inference import reference", "mtp_inference.reference"),
+        ("mtp_train.data.pack", "from mtp_inference import lossless", "mtp_inference.lossless"),
         ("mtp_train.train.loop", "import mtp_inference.decoder", "mtp_inference.decoder"),
         ("mtp_train.train.loop", "import mtp_train.runs.pipeline", "mtp_train.runs.pipeline"),
         ("mtp_train.runs.pipeline", "from mtp_train.cli import main", "mtp_train.cli.main"),

@@ -366,12 +366,6 @@ def test_plans_that_round_up_alike_share_a_graph_and_others_do_not(
     assert counting.counter.item() == len(same) + 3 * len(others) + 8
 
 
-def test_without_capturing_every_round_runs_as_planned(counting: CountingBatch) -> None:
-    rounds = Rounds(counting, captures=False)
-    assert [rounds.run(PLAN).rows() for _ in range(3)] == [[[1]], [[2]], [[3]]]
-    assert counting.runs == [PLAN] * 3
-
-
 def test_whatever_ends_a_capture_puts_the_stream_back(counting: CountingBatch, recorded: RecordedDevice) -> None:
     counting.errors = [KeyboardInterrupt()]
     rounds = Rounds(counting, captures=True)

@@ -21,12 +21,12 @@ from mtp_inference import (
 )
 from mtp_inference.drafters.drafter import BatchSize, RoundPlan
 from mtp_inference.drafters.head_drafter import ChainedDrafter, ChainedDraftsDrafter, RecursiveDrafter
-from mtp_train.errors import MtpError, UnsupportedModelError
+from mtp_train.errors import MtpError
 from mtp_train.heads.module import Unroll
 from mtp_train.trunk.load import Trunk
 from redrafted import drafts_from_scratch, drafts_of_training
 from scripted import BatchRun, ScriptedDrafting, greedy_chooser, made, plain_texts, random_prompt, spied_drafts
-from tiny import ALL_FAMILIES, FAMILY_NAMES, UNROLLS, chained_head, head_of, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, FAMILY_NAMES, UNROLLS, head_of, tiny_head, tiny_trunk
 
 PROMPT = random_prompt(5)
 OTHER_PROMPT = random_prompt(8, seed=1)
@@ -92,15 +92,6 @@ def test_eos_inside_a_draft_ends_the_text_and_not_the_counts(scripted: Decode, p
     assert counts(result) == (2, 6, (2, 2, 2))
 
 
-@pytest.mark.parametrize("case", ["eos", "limit"])
-def test_a_text_that_ends_at_prefill_has_no_round(case: str, scripted: Decode, plain: list[int]) -> None:
-    limit, eos_ids = (1, []) if case == "limit" else (40, plain[:1])
-    result = scripted([3], limit, eos_ids)
-    assert list(result.token_ids) == plain[:1]
-    assert result.finish_reason == ("stop" if case == "eos" else "length")
-    assert counts(result) == (0, 0, (0, 0, 0))
-
-
 def test_the_decoders_eos_ends_texts_as_a_requests_does(trunk: Trunk, plain: list[int]) -> None:
     request = Request(prompt_ids=PROMPT, max_new_tokens=20, stop_token_ids=frozenset([plain[9]]))
     for eos, length in ((plain[5], 6), (plain[22], 10)):
@@ -126,27 +117,6 @@ def test_each_row_drafts_as_deep_as_its_request_says(trunk: Trunk, texts: Texts)
         (6, 6, (6,)),
         (2, 10, (2, 2, 2, 2, 2)),
     ]
-
-
-def test_results_pool_as_prompt_counts(scripted: Decode) -> None:
-    pooled = scripted([2, 0, 3], max_new_tokens=6).counts("a", "a")
-    assert (pooled.prompt_id, pooled.rounds, pooled.num_draft_tokens, pooled.new_tokens) == ("a", 3, 9, 6)
-    assert pooled.accepted_per_pos == (2, 2, 1)
-    assert pooled.seconds is not None
-    assert pooled.seconds > 0
-
-
-def test_chunks_of_a_request_make_up_its_result(trunk: Trunk, texts: Texts) -> None:
-    decoder = SpeculativeDecoder(trunk, ScriptedDrafting(texts, [2, 0, 3]), 3, (), max_batch=1)
-    requests = [Request(prompt_ids=prompt, max_new_tokens=9) for prompt in (PROMPT, OTHER_PROMPT)]
-    chunks = list(decoder.decode_chunks(requests))
-    for index, prompt in enumerate((PROMPT, OTHER_PROMPT)):
-        own = [chunk for chunk in chunks if chunk.index == index]
-        assert [token for chunk in own for token in chunk.token_ids] == texts[tuple(prompt)][:9]
-        assert [chunk.result is None for chunk in own] == [True] * (len(own) - 1) + [False]
-    # A script that starts one further on for the second text: 1 from prefill, then 3 + 1 + 4, or 1 + 4 + 3.
-    assert [len(chunk.token_ids) for chunk in chunks if chunk.index == 0] == [1, 3, 1, 4]
-    assert [len(chunk.token_ids) for chunk in chunks if chunk.index == 1] == [1, 1, 4, 3]
 
 
 def test_a_row_whose_text_has_ended_commits_nothing(trunk: Trunk, texts: Texts, plain: list[int]) -> None:
@@ -178,15 +148,6 @@ def test_bad_requests_are_refused(trunk: Trunk) -> None:
         decoder.decode([request], sampling=Sampling())
     with pytest.raises(MtpError, match="no tokenizer"):
         decoder.decode([Request(prompt_ids=PROMPT, max_new_tokens=4, stop=("x",))])
-
-
-def test_a_chained_head_is_not_drafted_past_its_modules(trunk: Trunk) -> None:
-    head = chained_head(trunk, 2)
-    with pytest.raises(UnsupportedModelError, match="depth: 3; expected at most 2"):
-        SpeculativeDecoder(trunk, head, 3, ())
-    decoder = SpeculativeDecoder(trunk, head, 2, ())
-    with pytest.raises(UnsupportedModelError, match="depth: 4; expected at most 2"):
-        decoder.decode([Request(prompt_ids=PROMPT, max_new_tokens=4, depth=4)])
 
 
 PLACED = ("inkling", "glm5_next", "qwen4_exp", "dots3_note")
@@ -246,11 +207,6 @@ def test_a_controller_may_let_the_head_rest_and_ask_again(
     assert counts(result) == (46, 7, (0, 0, 0))
     with torch.inference_mode():
         assert script.real_drafts[-1].tolist() == [drafts_from_scratch(trunk, head, PROMPT + plain[:43], 3)]
-
-
-def test_a_text_may_be_longer_than_what_may_wait_for_the_head(trunk: Trunk, plain: list[int]) -> None:
-    (result,) = SpeculativeDecoder(trunk, tiny_head(trunk), 2, ()).decode([PROMPT], max_new_tokens=56)
-    assert list(result.token_ids) == plain[:56]
 
 
 @pytest.mark.parametrize("unroll_kind", UNROLLS)

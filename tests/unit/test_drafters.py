@@ -13,13 +13,12 @@ import mtp_inference.drafters.drafter
 import mtp_inference.drafters.head_drafter
 import mtp_inference.session
 from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
-from mtp_inference.batch import Batch
 from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
 from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafter, NgramDrafting
 from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts, DraftSampling
 from mtp_train.errors import MtpError, UnsupportedModelError
-from mtp_train.heads.module import OutputRows, Unroll
+from mtp_train.heads.module import Unroll
 from mtp_train.trunk.load import Trunk
 from scripted import made
 from tiny import CACHE_KINDS, UNROLLS, VOCAB_SIZE, chained_head, head_of, tiny_head, tiny_trunk
@@ -319,14 +318,6 @@ def outside(ids_R: Tensor) -> Tensor:
     return torch.ones(VOCAB_SIZE, dtype=torch.bool).index_fill(0, ids_R, False)
 
 
-def test_reduced_logits_are_the_trunks_own_inside_and_none_outside() -> None:
-    trunk = trunk_of("qwen3_5")
-    hidden_B1D = torch.randn(5, 1, trunk.config.hidden_size)
-    reduced_B1V = OutputRows(trunk.lm_head_VD[SOME_IDS], SOME_IDS, VOCAB_SIZE)(hidden_B1D)
-    torch.testing.assert_close(reduced_B1V[..., SOME_IDS], trunk.logits(hidden_B1D)[..., SOME_IDS])
-    assert bool((reduced_B1V[..., outside(SOME_IDS)] == -torch.inf).all())
-
-
 @pytest.mark.parametrize("draft_sampling", ["argmax", "sampled"])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "at_temperature"])
 @pytest.mark.parametrize("kind", UNROLLS)
@@ -358,15 +349,6 @@ def test_a_reduced_vocabulary_bounds_the_drafts_and_not_the_text(
     assert not drafted["all"] <= set(SOME_IDS.tolist())
 
 
-def test_a_reduced_vocabulary_without_the_trunks_tokens_gets_nothing_accepted() -> None:
-    text = plain_text("qwen3_5", tuple(prompt(4)), 20)
-    unsaid_R = torch.tensor([token for token in range(VOCAB_SIZE) if token not in text])
-    trunk = trunk_of("qwen3_5")
-    decoder = SpeculativeDecoder(trunk, HeadDrafting(tiny_head(trunk), unsaid_R), 3, ())
-    requests = [Request(prompt_ids=prompt(4), max_new_tokens=20)]
-    assert assert_plain("qwen3_5", decoder, requests) == [(19 * 3, 0)]
-
-
 def refusals() -> Iterator[tuple[type[MtpError], str, Callable[[], object]]]:
     trunk = trunk_of("glm4_moe")
     other = tiny_trunk("glm4_moe", vocab_size=50)
@@ -392,11 +374,3 @@ def test_what_cannot_draft_is_refused() -> None:
     for error, complaint, act in refusals():
         with pytest.raises(error, match=complaint):
             act()
-
-
-def test_a_batch_without_a_drafter_settles_nothing() -> None:
-    decoder = SpeculativeDecoder(trunk_of("glm4_moe"), None, 0, ())
-    assert decoder.decode([prompt(4)], 40)[0].token_ids == plain_text("glm4_moe", tuple(prompt(4)), 40)
-    assert decoder._rounds is not None
-    batch: Batch = decoder._rounds.batch
-    assert batch.drafter is None

@@ -171,14 +171,6 @@ def test_captured_rounds_keep_their_rows(forwards: Forwards, monkeypatch: pytest
     assert forwards.take() == [6] * 33
 
 
-def test_a_decoder_has_all_its_rows_again_in_the_next_call(forwards: Forwards) -> None:
-    decoder = SpeculativeDecoder(trunk_of("glm4_moe"), None, 0, ())
-    first = decoder.decode(requests_of())
-    num_rows = forwards.take()
-    assert [one.token_ids for one in decoder.decode(requests_of())] == [one.token_ids for one in first]
-    assert forwards.take() == num_rows
-
-
 def knowing(acceptance: float, max_depth: int = 3) -> DepthController:
     """Return a controller after many rounds of one outcome."""
     controller = DepthController(max_depth, None)
@@ -211,16 +203,6 @@ def test_a_smaller_batch_is_not_measured_again_and_a_larger_one_is() -> None:
     assert costs.depth_to_measure(3, 3) is None
     assert costs.depth_to_measure(5, 3) == 0
     assert costs.curve(2, 3) == [1.0, 1.4, 1.7, 2.0]
-
-
-def test_drafts_of_a_batch_are_measured_in_fewer_rounds() -> None:
-    costs = measured(4, 1.0)
-    assert costs.depth_to_measure(4, 1) == 1
-    costs.observe(4, 2, 1.7)
-    assert costs.depth_to_measure(4, 3) == 2
-    costs.observe(4, 2, 1.7)
-    assert costs.depth_to_measure(4, 3) is None
-    assert measured(1, 1.0).depth_to_measure(1, 3) == 3
 
 
 def drafted(requests: Sequence[Request], monkeypatch: pytest.MonkeyPatch, chosen: int) -> list[GenerationResult]:

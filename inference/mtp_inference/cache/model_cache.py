@@ -372,14 +372,6 @@ class WindowCache(RowState, Cache):
                 layer.keep_rows(rows_R)
         super().keep_rows(rows_R)
 
-    def snapshot(self) -> tuple[Tensor, ...]:
-        """Return a copy of the recurrent layers' states; later windows overwrite them."""
-        return self.recurrent.snapshot()
-
-    def restore(self, states: tuple[Tensor, ...]) -> None:
-        """Restore the states of a snapshot."""
-        self.recurrent.restore(states)
-
     def _layer(self, layer: Any, index: int) -> Any:
         """Return our layer in place of transformers' own."""
         if type(layer).__name__ in CONVOLVED_CACHE_LAYERS and layer.number_of_states > 1:

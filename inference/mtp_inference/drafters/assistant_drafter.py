@@ -21,7 +21,7 @@ from mtp_inference.cache.window import Window, attending_in_windows
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
 from mtp_inference.drafters.pending import state_at
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
-from mtp_train.errors import MtpError, UnsupportedModelError
+from mtp_train.errors import MtpError
 from mtp_train.families import Assistant
 from mtp_train.families.assistants import AssistantConvention
 from mtp_train.trunk.load import Trunk
@@ -52,13 +52,7 @@ class AssistantDrafting(Drafting):
         self.convention = assistant.convention(convention)
 
     def check(self, trunk: Trunk, depth: int) -> None:
-        """Check the trunk's model type, size and dtype."""
-        ours, found = self.assistant.trunk, str(trunk.config.model_type)
-        if found not in ours.model_types:
-            raise UnsupportedModelError(
-                f"{self.assistant.title}: given for a trunk of model_type '{found}'; expected {ours.title} "
-                f"({', '.join(ours.model_types)}). Use the trunk that it was made for."
-            )
+        """Check the trunk's size and dtype."""
         hidden, vocab = self.model.post_projection.out_features, self.model.lm_head.out_features
         if (hidden, vocab) != tuple(reversed(trunk.lm_head_VD.shape)):
             raise MtpError(

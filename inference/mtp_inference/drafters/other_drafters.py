@@ -78,14 +78,14 @@ class ModelDrafter(Drafter):
         hidden_BTD = self._read_pending(plan)
         if plan.depth == 0:
             return choice.result()
-        after_pending = self.cache.snapshot()
+        after_pending = self.cache.recurrent.snapshot()
         choice.add(self.model.logits(state_at(hidden_BTD, last_B)))
         for ahead in range(plan.depth - 1):
             hidden_BTD = self._run(choice.last_B1, (self.pending.first_B + ahead)[:, None], plan)
             self.cache.commit(torch.ones_like(last_B))
             choice.add(self.model.logits(hidden_BTD))
         # Undo the drafts in the recurrent states.
-        self.cache.restore(after_pending)
+        self.cache.recurrent.restore(after_pending)
         return choice.result()
 
     def _read_pending(self, plan: RoundPlan) -> Tensor:
