@@ -278,7 +278,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another kind": ({"peft_type": "IA3"}, "peft_type 'IA3'; expected LORA"),
     "changed base": ({"init_lora_weights": "pissa_niter_4"}, "changed the base's weights before training"),
     "activated": ({"alora_invocation_tokens": [1]}, "acts only after its invocation tokens"),
-    "wrong rank": ({"r": 3}, "expected rank 3"),
+    "wrong rank": ({"r": 3}, "expected matrices of rank 3"),
 }
 
 
