@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -56,6 +57,21 @@ def seed() -> None:
 def seeded_module() -> None:
     """Seed before the fixtures of a module, which would otherwise depend on the files that ran before."""
     seed()
+
+
+@contextlib.contextmanager
+def few_timed_prompts() -> Iterator[None]:
+    """Time three prompts of a run: decoding them one at a time is most of a tiny run's work, and no test reads it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mtp_train.evaluation.decoding.SPEED_PROMPTS", 3)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_runs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let whole runs time few prompts."""
+    with few_timed_prompts() if request.path.parent.name == "e2e" else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -134,5 +150,6 @@ def refused(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # One step changes the weights measurably, and the drafts hardly.
     no_better = {"train__lr": 1e-4, "train__max_steps": 1, "model__dtype": "float32"}
     path = write_recipe(directory / "recipe.yaml", pristine, directory / "run", **{**LEARNS, **no_better})
-    assert main(["run", str(path)]) == 3
+    with few_timed_prompts():
+        assert main(["run", str(path)]) == 3
     return path

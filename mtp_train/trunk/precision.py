@@ -220,10 +220,13 @@ class _Unit:
     @torch.no_grad()
     def before(self, _unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Replace the weights with converted copies, and convert the inputs."""
-        if self._held:
-            copies = self._scratch.copies([tensor for _, _, tensor in self._held], self._dtype)
-            for (held, name, _), copy in zip(self._held, copies, strict=True):
-                held[name] = copy
+        here = [tensor for _, _, tensor in self._held if not tensor.is_meta]
+        copies = iter(self._scratch.copies(here, self._dtype) if here else ())
+        for held, name, tensor in self._held:
+            # Of an offloaded layer: accelerate loads a weight in the dtype of the parameter in its place.
+            held[name] = (
+                nn.Parameter(torch.empty_like(tensor, dtype=self._dtype), False) if tensor.is_meta else next(copies)
+            )
         return tuple(map(self._converted, args)), {name: self._converted(one) for name, one in kwargs.items()}
 
     def after(self, _unit: nn.Module, _args: Any, output: Any) -> Any:

@@ -22,7 +22,7 @@ from checkpoints import all_tensors
 from mtp_inference import SpeculativeDecoder
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
-from runs import TINY_RESCUE, document, tree, write_recipe
+from runs import TINY_RESCUE, document, shorten_probes, tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
@@ -268,13 +268,14 @@ def test_json_is_one_document_and_all_there_is_on_stdout(
     command: str, recipe: Path, inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The demo's own checkpoints are large beside these.
+    shorten_probes(monkeypatch)
     small_demo = {"prompts": inputs / "chats.jsonl"}
     monkeypatch.setattr("mtp_train.checkpoints.demo.demo_path", lambda name: small_demo.get(name, inputs / name))
     small: list[Any] = ["--suite", inputs / "chats.jsonl", "--prompts-per-task", 2, "--depths", 1]
     small += ["--temperatures", 0, "--max-new-tokens", 4, "--no-costs", "--out"]
     out = ("--out", tmp_path / "out")
     argv: dict[str, list[Any]] = {
-        "run": ["run", recipe, f"run_dir={tmp_path / 'run'}"],
+        "run": ["run", recipe],
         "check": ["check", recipe],
         "recipes": ["recipes"],
         "init": ["init", tmp_path / "a.yaml", "--trunk", inputs / "finetune", "--base", inputs / "base"],

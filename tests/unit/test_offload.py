@@ -55,6 +55,21 @@ def test_layers_on_disk_are_read_from_there_and_go_with_the_trunk(tmp_path: Path
     assert devices(trunk.to("meta")) == {"meta"}
 
 
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_offloaded_layers_compute_in_another_dtype_than_they_are_held_in(
+    where: Offload, held: torch.dtype, tmp_path: Path
+) -> None:
+    other = torch.bfloat16 if held is torch.float32 else torch.float32
+    whole, parted = tiny_trunk("qwen3_5").to(held), offloaded(tiny_trunk("qwen3_5").to(held), where, tmp_path)
+    tokens_BT = torch.tensor([random_prompt(9)])
+    with whole.computing_in(other), parted.computing_in(other):
+        assert torch.equal(parted.hidden(tokens_BT), whole.hidden(tokens_BT))
+    assert {value.dtype for value in parted.layers.parameters()} == {held}
+    assert devices(parted.layers) == {"meta"}
+
+
 def test_what_moves_a_model_leaves_offloaded_layers_alone(tmp_path: Path) -> None:
     trunk = offloaded(tiny_trunk("qwen3_5"), "cpu", tmp_path)
     holder = torch.nn.ModuleList([trunk, torch.nn.Linear(2, 2)])
