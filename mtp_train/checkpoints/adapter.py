@@ -15,13 +15,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field
 from rich.progress import Progress
 from torch import Tensor
 
 from mtp_train.checkpoints.files import (
     TORCH_DTYPES,
     Checkpoint,
+    bounded,
     locate_checkpoint,
     read_json,
     scan_safetensors,
@@ -59,11 +59,12 @@ _UNMERGEABLE = {
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-class LoraConfigFile(BaseModel):
+@dataclass(frozen=True)
+class LoraConfigFile:
     """The fields of a LoRA adapter's ``adapter_config.json`` that determine how its weights are read."""
 
-    r: int = Field(ge=1)
-    lora_alpha: int | float = Field(allow_inf_nan=False)
+    r: int = bounded(1, math.inf)
+    lora_alpha: int | float = bounded(-1e30, 1e30)
     rank_pattern: dict[str, int] | None = None
     """Regular expressions of module names to ranks."""
     alpha_pattern: dict[str, int | float] | None = None

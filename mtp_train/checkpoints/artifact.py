@@ -6,14 +6,14 @@ A head with a draft vocabulary also has ``draft_vocab.safetensors``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field
 from torch import Tensor
 
-from mtp_train.checkpoints.files import read_json, scan_safetensors, validated
+from mtp_train.checkpoints.files import bounded, read_json, scan_safetensors, validated
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
@@ -26,21 +26,22 @@ VOCAB_FILE, VOCAB_KEY = "draft_vocab.safetensors", "token_ids"
 FORMAT_VERSION = 1
 
 
-class HeadConfigFile(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class HeadConfigFile:
     """The fields of ``head_config.json``."""
 
     format_version: int
     family: str
     kind: str
     trunk_prefix: str
-    num_hidden_layers: int = Field(ge=0, le=1000)
+    num_hidden_layers: int = bounded(0, 1000)
     """0 in layouts whose head keys do not count the trunk's layers."""
-    num_sublayers: int = Field(ge=1, le=1000)
+    num_sublayers: int = bounded(1, 1000)
     fused_experts: bool
-    num_modules: int = Field(ge=1, le=1000)
-    num_depths: int = Field(ge=1, le=1000)
+    num_modules: int = bounded(1, 1000)
+    num_depths: int = bounded(1, 1000)
     convention: str
-    draft_vocab: int | None = Field(ge=1)
+    draft_vocab: int | None = bounded(1, math.inf)
     shared_keys: list[str]
     config_fields: dict[str, Any]
     notes: dict[str, Any]
@@ -114,7 +115,7 @@ def save_artifact(artifact: Artifact, out: Path) -> None:
             config_fields=dict(head.config_fields),
             notes=artifact.notes,
         )
-        write_json(directory / HEAD_CONFIG_FILE, written.model_dump())
+        write_json(directory / HEAD_CONFIG_FILE, asdict(written))
 
 
 def load_artifact(path: Path) -> Artifact:
