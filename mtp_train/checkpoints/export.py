@@ -118,7 +118,6 @@ def copy_files(
 
 
 def name_in(source: Checkpoint, file: Path) -> str:
-    """Return the POSIX path of a file inside its checkpoint."""
     return file.relative_to(source.path).as_posix()
 
 

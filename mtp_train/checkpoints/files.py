@@ -72,7 +72,6 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the stored tensor."""
         return TORCH_DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
 
@@ -97,12 +96,10 @@ class Checkpoint:
 
     @property
     def text_config(self) -> RawConfig:
-        """The language model's part of the raw config."""
         return raw_text_config(self.config)
 
     @property
     def num_bytes(self) -> int:
-        """Size of all stored tensors."""
         return sum(info.num_bytes for info in self.tensors.values())
 
     @property

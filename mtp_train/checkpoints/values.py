@@ -25,7 +25,6 @@ _SMALLEST = 1e-31
 
 
 def find_non_finite(checkpoint: Checkpoint, progress: Progress) -> list[str]:
-    """Return the keys of floating-point tensors with NaN or infinities."""
     found = []
     for key in progress.track(sorted(checkpoint.tensors), description=f"looking for NaN in {checkpoint.path.name}"):
         if not all(all_finite(block) for block in checkpoint.read_in_blocks(key)):

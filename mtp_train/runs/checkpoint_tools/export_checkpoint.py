@@ -56,7 +56,6 @@ class ExportResult:
     reads."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, as ``mtp-train export --json`` prints them."""
         values: dict[str, Any] = {"out": str(self.out), "notes": self.notes}
         if self.file is not None:
             values["file"] = str(self.file)

@@ -117,7 +117,6 @@ class Inspection:
     """The command that puts the base's head in place, where ``cure`` takes one from an unnamed weight file."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, as ``mtp-train inspect --json`` prints them."""
         head, trunk, weights, change = self.head, self.trunk, self.weights, self.trunk_changed
         return {
             "checkpoint": self.checkpoint,
@@ -153,7 +152,6 @@ class Inspection:
         return html_table(self.checkpoint, ("", ""), self._rows())
 
     def _rows(self) -> list[tuple[str, str]]:
-        """Return label and text of each line that people read."""
         head, trunk, weights, change = self.head, self.trunk, self.weights, self.trunk_changed
         found = {
             "missing": head.missing_keys,
@@ -182,7 +180,6 @@ class Inspection:
 
 
 def _first_three(keys: Sequence[str]) -> str:
-    """Return some keys, and how many more there are."""
     return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
 
 
@@ -251,7 +248,6 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
 
 
 def _adapter_problems(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the phrase for an adapter in a model's directory; an empty tuple without one."""
     beside = (checkpoint.path / ADAPTER_CONFIG_FILE).is_file()
     return (f"{ADAPTER_CONFIG_FILE} beside the model, which transformers applies and engines do not",) if beside else ()
 
@@ -268,7 +264,6 @@ def _runs_here(diagnosis: HeadDiagnosis, problems: Sequence[str]) -> str:
 
 
 def _head_status(diagnosis: HeadDiagnosis, base_has_head: bool) -> Status:
-    """Return the status of a head from its keys and its declaration in the config."""
     if not diagnosis.found_keys:
         if diagnosis.declared_modules:
             return "declared_but_missing"
@@ -281,7 +276,6 @@ def _head_status(diagnosis: HeadDiagnosis, base_has_head: bool) -> Status:
 
 
 def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint, progress: Progress) -> TrunkChange:
-    """Compare two trunks of the same shape, a block of a tensor in memory at a time."""
     changed, largest = 0, 0.0
     shared = common_tensors(checkpoint, layout, base, layout_of(base))
     for key, base_key in progress.track(shared.values(), description="comparing with the base"):
