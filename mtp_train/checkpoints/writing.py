@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -227,14 +227,10 @@ def new_directory(target: Path, *, what: str) -> Iterator[Path]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if not target.exists():
-            _remove_empty(made)
-
-
-def _remove_empty(directories: Iterable[Path]) -> None:
-    """Remove directories, innermost first, up to the first that is not empty."""
-    with contextlib.suppress(OSError):
-        for directory in directories:
-            directory.rmdir()
+            # Innermost first, up to the first that is not empty.
+            with contextlib.suppress(OSError):
+                for parent in made:
+                    parent.rmdir()
 
 
 @contextlib.contextmanager
