@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import json
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -39,10 +39,10 @@ def problems_of(data: object, invalid: ValidationError) -> list[str]:
 
 def _between_readable_sections(data: Mapping[str, object], unreadable: Collection[str]) -> Iterator[str]:
     """Yield the contradictions between sections that have no problem of their own."""
-    readable: dict[str, Any] = {
-        name: TypeAdapter[Any](Annotated[field.annotation, field]).validate_json(json.dumps(data[name], default=str))
-        for name, field in Recipe.model_fields.items()
-        if name in data and name not in unreadable
+    types: dict[str, Any] = {name: field.annotation for name, field in Recipe.model_fields.items()}
+    readable = {
+        name: TypeAdapter(types[name]).validate_json(json.dumps(data[name], default=str))
+        for name in types.keys() & data.keys() - set(unreadable)
     }
     recipe = Recipe.model_construct(**readable)
     for name in unreadable:
