@@ -1,7 +1,7 @@
 """Define the sections and fields of a recipe, with types, limits, defaults and descriptions.
 
 This is the only place where a field is defined. Validation (``decode.py``), ``schema.json`` and the reference in
-``recipes/README.md`` are generated from it. This module does not import torch.
+``recipes/fields.md`` are generated from it. This module does not import torch.
 """
 
 from __future__ import annotations
