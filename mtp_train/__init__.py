@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from mtp_train.errors import StoppedError as StoppedError
     from mtp_train.errors import TrainingError as TrainingError
     from mtp_train.errors import UnsupportedModelError as UnsupportedModelError
-    from mtp_train.evaluation.cells import StudyReport as StudyReport
-    from mtp_train.evaluation.results import RunReport as RunReport
+    from mtp_train.evaluation.grid import EvaluationGrid as EvaluationGrid
+    from mtp_train.evaluation.results import Report as Report
     from mtp_train.hooks.keep_head import KeepHead as KeepHead
     from mtp_train.hooks.keep_head import keep_head as keep_head
     from mtp_train.hooks.train_beside import train_head_beside as train_head_beside
@@ -48,21 +48,20 @@ if TYPE_CHECKING:
     from mtp_train.runs.checkpoint_tools.inspect import inspect as inspect
     from mtp_train.runs.checkpoint_tools.merge import MergeResult as MergeResult
     from mtp_train.runs.checkpoint_tools.merge import merge as merge
-    from mtp_train.runs.evaluate import EvaluationGrid as EvaluationGrid
     from mtp_train.runs.evaluate import EvaluationResult as EvaluationResult
     from mtp_train.runs.evaluate import compare as compare
     from mtp_train.runs.evaluate import evaluate as evaluate
     from mtp_train.runs.generate import GenerateResult as GenerateResult
     from mtp_train.runs.generate import generate as generate
+    from mtp_train.runs.pipeline import RegenerateResult as RegenerateResult
+    from mtp_train.runs.pipeline import RunResult as RunResult
+    from mtp_train.runs.pipeline import open_report as open_report
+    from mtp_train.runs.pipeline import regenerate as regenerate
+    from mtp_train.runs.pipeline import run as run
     from mtp_train.runs.probe import ProbeResult as ProbeResult
     from mtp_train.runs.probe import probe as probe
     from mtp_train.runs.rescue import RescueResult as RescueResult
     from mtp_train.runs.rescue import rescue as rescue
-    from mtp_train.runs.start import RegenerateResult as RegenerateResult
-    from mtp_train.runs.start import RunResult as RunResult
-    from mtp_train.runs.start import open_report as open_report
-    from mtp_train.runs.start import regenerate as regenerate
-    from mtp_train.runs.start import run as run
     from mtp_train.runs.write_recipe import WriteRecipeResult as WriteRecipeResult
     from mtp_train.runs.write_recipe import write_recipe as write_recipe
 
@@ -74,8 +73,8 @@ _NAMES_BY_MODULE = {
         *("MtpError", "OutOfMemoryError", "OutputExistsError", "RecipeError", "StoppedError", "TrainingError"),
         "UnsupportedModelError",
     ),
-    "evaluation.cells": ("StudyReport",),
-    "evaluation.results": ("RunReport",),
+    "evaluation.grid": ("EvaluationGrid",),
+    "evaluation.results": ("Report",),
     "hooks.keep_head": ("KeepHead", "keep_head"),
     "hooks.train_beside": ("train_head_beside",),
     "runs.check": ("CheckResult", "check"),
@@ -83,11 +82,11 @@ _NAMES_BY_MODULE = {
     "runs.checkpoint_tools.graft": ("GraftResult", "graft"),
     "runs.checkpoint_tools.inspect": ("Inspection", "inspect"),
     "runs.checkpoint_tools.merge": ("MergeResult", "merge"),
-    "runs.evaluate": ("EvaluationGrid", "EvaluationResult", "compare", "evaluate"),
+    "runs.evaluate": ("EvaluationResult", "compare", "evaluate"),
     "runs.generate": ("GenerateResult", "generate"),
     "runs.probe": ("ProbeResult", "probe"),
     "runs.rescue": ("RescueResult", "rescue"),
-    "runs.start": ("RegenerateResult", "RunResult", "open_report", "regenerate", "run"),
+    "runs.pipeline": ("RegenerateResult", "RunResult", "open_report", "regenerate", "run"),
     "runs.write_recipe": ("WriteRecipeResult", "write_recipe"),
     "recipe.shipped": ("RecipesResult", "recipes"),
     "checkpoints.demo": ("DemoResult", "demo", "demo_path"),

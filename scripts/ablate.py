@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -38,17 +37,16 @@ from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.records import Record
 from mtp_train.data.tokenize import Document, tokenize_records
-from mtp_train.heads.build import artifact_plan, build_head
+from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.losses.catalogue import DEFAULT_LOSS, loss_names
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.input_identity import hash_run_inputs, require_run_inputs
-from mtp_train.runs.inputs import Inputs, gather_inputs, split_records
-from mtp_train.runs.run_dir import environment_facts, require_ours, with_recorded_precision, with_resolved_precision
-from mtp_train.runs.stages import claim_run, load_run_trunk, make_documents
+from mtp_train.runs.inputs import split_records
+from mtp_train.runs.regeneration import data_stage
+from mtp_train.runs.run import Run, join_processes, load_run_trunk
+from mtp_train.runs.run_directory import Attempt, RunDirectory, environment_facts
 from mtp_train.runs.training import train_stage
-from mtp_train.train.launch import make_accelerator
 from mtp_train.trunk.load import Trunk
 from recorded_ablation import LEVEL, over_seeds, p_value, together
 
@@ -73,13 +71,12 @@ class Cell:
 
     def recipe(self, recipe: Recipe, seed: int) -> Recipe:
         """Return the recipe of one run. The seed changes the order of the text, not the held-out prompts."""
-        objective = replace(
-            recipe.objective,
+        objective = recipe.objective.replaced(
             loss=self.loss,
             unroll="fastmtp" if self.unroll == "fastmtp" else "exact",
             on_policy=self.unroll == "on_policy",
         )
-        return replace(recipe, seed=seed, objective=objective)
+        return recipe.replaced(seed=seed, objective=objective)
 
 
 Counts = dict[float, list[PromptCounts]]
@@ -90,23 +87,21 @@ Counts = dict[float, list[PromptCounts]]
 class Bench:
     """The recipe, trunk and texts that all cells share."""
 
-    recipe: Recipe
-    inputs: Inputs
+    run: Run
     trunk: Trunk
     texts: dict[str, list[Document]]
-    accelerator: Accelerator
 
-    def train(self, cell: Cell, seed: int, directory: Path, progress: Progress) -> None:
+    def train(self, cell: Cell, seed: int, directory: Path) -> None:
         """Train the head of a cell, unless the directory holds it already."""
         if not (directory / "head").is_dir():
-            recipe = cell.recipe(self.recipe, seed)
-            train_stage(recipe, directory, self.inputs, self.trunk, self.texts[cell.text], self.accelerator, progress)
+            of_cell = replace(self.run, recipe=cell.recipe(self.run.recipe, seed), directory=RunDirectory(directory))
+            train_stage(of_cell, self.trunk, self.texts[cell.text])
 
     def measure(self, directory: Path | None) -> Counts:
         """Decode the held-out prompts with the head in a directory, or for None with the initial head."""
-        plan = self.inputs.head_plan if directory is None else artifact_plan(load_artifact(directory / "head"))
+        plan = self.run.inputs.head_plan if directory is None else load_artifact(directory / "head")
         weight = self.trunk.lm_head_VD
-        config = text_config_of(self.inputs.finetune)
+        config = text_config_of(self.run.inputs.finetune)
         drafting = HeadDrafting(build_head(plan, config, dtype=weight.dtype).to(weight.device).eval(), plan.draft_vocab)
         return {temperature: self._decode(drafting, temperature) for temperature in TEMPERATURES}
 
@@ -115,41 +110,38 @@ class Bench:
         decoder = SpeculativeDecoder(
             self.trunk,
             drafting,
-            self.recipe.head.num_depths,
-            self.inputs.eos_ids,
+            self.run.recipe.head.num_depths,
+            self.run.inputs.eos_ids,
             draft_sampling="sampled",
             max_batch=DECODED_TOGETHER,
         )
         requests = [
             Request(
                 prompt_ids=prompt.prompt_ids,
-                max_new_tokens=self.recipe.evaluate.max_new_tokens,
+                max_new_tokens=self.run.recipe.evaluate.max_new_tokens,
                 sampling=Sampling(temperature=temperature, seed=number),
             )
-            for number, prompt in enumerate(self.inputs.held_out)
+            for number, prompt in enumerate(self.run.inputs.held_out)
         ]
         results = decoder.decode(requests)
-        pairs = zip(results, self.inputs.held_out, strict=True)
+        pairs = zip(results, self.run.inputs.held_out, strict=True)
         return [result.counts(prompt.id, prompt.group) for result, prompt in pairs]
 
 
 def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:
     """Load the trunk and build both texts from the same prompts."""
-    recipe = with_recorded_precision(recipe, directory)
-    require_ours(directory, recipe)
-    require_run_inputs(recipe, directory, progress, anew=True)
-    accelerator = make_accelerator()
-    recipe = with_resolved_precision(recipe, accelerator.device)
-    inputs = gather_inputs(recipe, accelerator.num_processes, progress)
-    contents = hash_run_inputs(recipe, directory, progress)
-    trunk = load_run_trunk(recipe, inputs, accelerator, progress)
+    run_directory = RunDirectory(directory)
     # One directory must not mix heads and counts of two recipes or two trunks.
-    inputs = claim_run(recipe, directory, inputs, contents, accelerator, progress)
-    own = make_documents(recipe, directory, inputs, trunk, accelerator, progress)
+    run_directory.require_ours(recipe)
+    accelerator, recipe = join_processes(recipe, run_directory, Attempt())
+    run = Run.begin(recipe, run_directory, accelerator, progress)
+    trunk = load_run_trunk(run)
+    run.claim()
+    own = data_stage(run, trunk)
     records, _ = split_records(recipe)
-    answered = {prompt.id for prompt in inputs.prompts}
-    corpus, _ = tokenize_records(_of(records, answered), inputs.tokenizer, recipe.data.seq_len_tokens)
-    return Bench(recipe, inputs, trunk, {"self": own, "corpus": corpus}, accelerator)
+    answered = {prompt.id for prompt in run.inputs.prompts}
+    corpus, _ = tokenize_records(_of(records, answered), run.inputs.tokenizer, recipe.data.seq_len_tokens)
+    return Bench(run, trunk, {"self": own, "corpus": corpus})
 
 
 def _of(records: Sequence[Record], ids: set[str]) -> list[Record]:
@@ -308,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         graft = stored(out / "start.json", lambda: bench.measure(None))
         for seed, cell in progress.track(list(itertools.product(range(arguments.seeds), cells)), description="cells"):
             directory = out / f"{cell.name}-{seed}"
-            bench.train(cell, seed, directory, progress)
+            bench.train(cell, seed, directory)
             found[cell].append(stored(directory / "counts.json", lambda at=directory: bench.measure(at)))
             done = "  ".join(f"T={t:g} tau {tau(counts):.3f}" for t, counts in found[cell][-1].items())
             console.print(f"{directory.name}: {done}")
@@ -318,8 +310,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     result = {
         "reference": cells[0].name,
         "seeds": arguments.seeds,
-        "prompts": len(bench.inputs.held_out),
-        "groups": {prompt.id: prompt.group for prompt in bench.inputs.held_out},
+        "prompts": len(bench.run.inputs.held_out),
+        "groups": {prompt.id: prompt.group for prompt in bench.run.inputs.held_out},
         # Rounds and accepted drafts by cell, temperature, seed and prompt: raw data for other statistics.
         "counts": {
             cell.name: {
@@ -335,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         },
         "start": {f"{temperature:g}": tau(counts) for temperature, counts in graft.items()},
         "rows": [asdict(row) for row in rows],
-        "recipe": asdict(recipe),
+        "recipe": recipe.model_dump(mode="json"),
         "environment": environment_facts(),
     }
     write_json(out / "ablation.json", result)

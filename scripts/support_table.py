@@ -19,7 +19,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mtp_train.checkpoints.gguf.model_types import GGUF_HEADS
+from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
 from mtp_train.families import FAMILIES, Family
 
 REPOSITORY = Path(__file__).parents[1]
@@ -29,7 +29,7 @@ BEGIN, END = "<!-- families -->", "<!-- /families -->"
 ENGINE_TITLES = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp", "transformers": "`use_mtp`"}
 ENGINES = tuple(ENGINE_TITLES)
 HEADER = (
-    *("family", "`model_type`", "inspect, graft, export", "train, decode"),
+    *("family", "`model_type`"),
     *("vLLM", "SGLang", "llama.cpp", "GGUF sidecar", "transformers `use_mtp`"),
 )
 
@@ -55,8 +55,7 @@ def witnessed() -> set[tuple[str, str]]:
 
 def row(family: Family, runs: set[tuple[str, str]]) -> list[str]:
     """Return the cells of a family."""
-    cells = [family.title, ", ".join(f"`{name}`" for name in family.model_types), "yes"]
-    cells.append("yes" if family.layer.borrowed is not None else "no")
+    cells = [family.title, ", ".join(f"`{name}`" for name in family.model_types)]
     words = {True: "loads", False: "no", None: "?"}
     engines = [
         "run" if (engine, family.name) in runs else words[family.serving[engine].supported] for engine in ENGINES

@@ -38,3 +38,20 @@ def rename_keys(adapter: Path, old: str, new: str) -> None:
     """Rename an adapter's tensors."""
     file = adapter / "adapter_model.safetensors"
     save_file({key.replace(old, new): value for key, value in load_file(file).items()}, file, {"format": "pt"})
+
+
+def merged_by_peft(model: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of a model with its adapter merged."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state: dict[str, torch.Tensor] = model.merge_and_unload().state_dict()
+    return state
+
+
+def assert_like_peft(out: Path, model: Any) -> None:
+    """What transformers loads from our checkpoint is what peft merges."""
+    expected = merged_by_peft(model)
+    found = type(model.get_base_model()).from_pretrained(out).state_dict()
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, atol=2e-6, rtol=0, msg=key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -58,6 +59,21 @@ def seeded_module() -> None:
     seed()
 
 
+@contextlib.contextmanager
+def few_timed_prompts() -> Iterator[None]:
+    """Time three prompts of a run: decoding them one at a time is most of a tiny run's work, and no test reads it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mtp_train.evaluation.decoding.SPEED_PROMPTS", 3)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_runs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let whole runs time few prompts."""
+    with few_timed_prompts() if request.path.parent.name == "e2e" else contextlib.nullcontext():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
     """Seed before a test; put back what a test may have changed for the process after it."""
@@ -103,12 +119,17 @@ def inputs(pristine: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def recipe(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recipe of a run that has finished and exported, in ``run`` beside it."""
+    """The recipe of a run that has finished and exported, in ``run`` beside it; answers come in batches of two."""
     from mtp_train.cli.main import main
     from runs import LEARNS, write_recipe
 
     directory = tmp_path_factory.mktemp("finished")
-    path = write_recipe(directory / "recipe.yaml", pristine, directory / "run", **LEARNS)
+    settings = {
+        **LEARNS,
+        "data__regenerate": {**LEARNS["data__regenerate"], "batch_size": 2},
+        "evaluate__arms": ["none", "graft", "retrained", "vanilla"],
+    }
+    path = write_recipe(directory / "recipe.yaml", pristine, directory / "run", **settings)
     assert main(["run", str(path)]) == 0
     return path
 
@@ -117,3 +138,18 @@ def recipe(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_dir(recipe: Path) -> Path:
     """The run directory of that recipe."""
     return recipe.parent / "run"
+
+
+@pytest.fixture(scope="session")
+def refused(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe of a run in float32 that the gate refused: ``run`` beside it has responses, a head and no export."""
+    from mtp_train.cli.main import main
+    from runs import LEARNS, write_recipe
+
+    directory = tmp_path_factory.mktemp("refused")
+    # One step changes the weights measurably, and the drafts hardly.
+    no_better = {"train__lr": 1e-4, "train__max_steps": 1, "model__dtype": "float32"}
+    path = write_recipe(directory / "recipe.yaml", pristine, directory / "run", **{**LEARNS, **no_better})
+    with few_timed_prompts():
+        assert main(["run", str(path)]) == 3
+    return path

@@ -21,7 +21,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from mtp_train.cli.main import main
-from mtp_train.runs import shared_files, stages
+from mtp_train.runs import run
 from mtp_train.train import hidden_cache, loop
 from mtp_train.train.stopping import leave
 
@@ -78,7 +78,7 @@ if __name__ == "__main__":
     if (files := asked_of_this_process("FULL")) is not None:
         fill_disk_after(files)
     if "LOADS_WHOLE" in os.environ:
-        stages.layer_sharder = lambda _accelerator: None
+        run.layer_sharder = lambda _accelerator: None
     hidden_cache.SHARD_BYTES = int(os.environ.get("SHARD_BYTES", hidden_cache.SHARD_BYTES))
-    shared_files.ATTEMPTS = int(os.environ.get("ATTEMPTS", shared_files.ATTEMPTS))
+    run.ATTEMPTS = int(os.environ.get("ATTEMPTS", run.ATTEMPTS))
     leave(main(["run", *sys.argv[1:]]))

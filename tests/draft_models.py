@@ -50,7 +50,6 @@ class DraftModelToWrite:
         self.source: Checkpoint = open_checkpoint(save_stripped(self.trunk, directory / "trunk"))
         plan = fresh_plan(self.source, text_config_of(self.source), "auto", seed=0, kind=kind, num_modules=modules)
         self.artifact = Artifact(
-            family=plan.family,
             layout=plan.layout,
             num_modules=modules,
             num_depths=NUM_DEPTHS,

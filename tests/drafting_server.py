@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from mtp_inference import Request, Sampling, SpeculativeDecoder
-from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.requests import GenerationResult
 from mtp_train.trunk.load import Trunk
 from openai_server import Reply
@@ -36,7 +36,7 @@ class DraftingServer:
     """
 
     trunk: Trunk
-    drafting: DrafterMaker | None
+    drafting: Drafting | None
     depth: int
     eos_ids: Sequence[int]
     dialect: Dialect

@@ -19,16 +19,17 @@ from torch.distributed.tensor import DTensor
 
 from micro_batches import micro_batches
 from mtp_inference import SpeculativeDecoder
-from mtp_inference.drafters.drafter import Drafter, Place, Size
+from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.drafters.drafter import BatchSize, Drafter, RoundPlan
 from mtp_inference.drafters.other_drafters import NgramDrafter, NgramDrafting
-from mtp_inference.sampling.chooser import Chooser, Drafts
+from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.data.pack import PackedSequence, pack_documents
 from mtp_train.data.tokenize import Document
-from mtp_train.recipe.loading import recipe_from_mapping
+from mtp_train.recipe.loading import load_recipe
+from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train.head_training import HeadTraining
-from mtp_train.train.launch import make_accelerator, prepare, run_facts
+from mtp_train.train.launch import make_accelerator, prepare, run_facts, takes_fused
 from mtp_train.train.loop import make_optimizer, optimise
-from mtp_train.train.plan import make_plan
 from mtp_train.trunk.load import Trunk
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 
@@ -61,7 +62,7 @@ def two_steps(
         Losses and gradient norms, and where and how that was done.
     """
     num_sequences = len(sequences(0))
-    recipe = recipe_from_mapping(
+    recipe = load_recipe(
         {
             "run_dir": "run",
             "model": {"trunk": "finetune", "head_from": "base"},
@@ -81,9 +82,10 @@ def two_steps(
     compute_dtype = torch.bfloat16 if bf16 else torch.float32
     settings = {"kind": "kl", "temperature": 1.0, "recompute": recompute, "compute_dtype": compute_dtype}
     module = HeadTraining(trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, **settings)
-    plan = make_plan(recipe, accelerator.num_processes)
+    plan = plan_of(recipe, accelerator.num_processes)
     accelerator.gradient_accumulation_steps = plan.accumulation
-    wrapped, optimizer = prepare(module, make_optimizer(module.head, recipe), accelerator, plan, MAX_GRAD_NORM)
+    optimizer = make_optimizer(module.head, train_options(recipe), fused=takes_fused(accelerator))
+    wrapped, optimizer = prepare(module, optimizer, accelerator, plan, MAX_GRAD_NORM)
     wrapped.train()
     for group in optimizer.param_groups:
         group["lr"] = recipe.train.lr
@@ -91,14 +93,14 @@ def two_steps(
     for step, context in enumerate((nullcontext(), second or nullcontext())):
         given = micro_batches(sequences(step), recipe, plan, accelerator)
         with context:
-            found.append(optimise(wrapped, optimizer, accelerator, recipe, given))
+            found.append(optimise(wrapped, optimizer, accelerator, MAX_GRAD_NORM, given))
     joined = torch.distributed.is_initialized()
     return {
         "losses": [float(value) for sums_2K, _ in found for value in sums_2K[0]],
         "norms": [norm_1.item() for _, norm_1 in found],
         "sharded": sum(isinstance(parameter, DTensor) for parameter in module.trunk.layers.parameters()),
         "backend": torch.distributed.get_backend() if joined else None,
-        **run_facts(accelerator, wrapped, "bf16" if bf16 else "fp32"),
+        **run_facts(accelerator, wrapped, module.compute_dtype),
     }
 
 
@@ -112,17 +114,15 @@ def two_steps_on(family: str, *, on_cpu: bool, **settings: Any) -> dict[str, Any
 class WaitingDrafting(NgramDrafting):
     """Drafts are looked at by the host, which no graph can hold."""
 
-    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
-        """See :class:`DrafterMaker`."""
-        return WaitingDrafter(self.longest, self.shortest, size, depth, trunk.lm_head_VD.device)
+    def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
+        return WaitingDrafter(self.longest, self.shortest, size, trunk.lm_head_VD.device)
 
 
 class WaitingDrafter(NgramDrafter):
     """Looks up drafts, and waits for them."""
 
-    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
-        """See :class:`Drafter`."""
-        drafts = super().draft(depth, place, chooser)
+    def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
+        drafts = super().draft(plan, choice)
         drafts.tokens_BK.sum().item()
         return drafts
 

@@ -17,8 +17,8 @@ import stub_kernels
 from mtp_inference import HeadDrafting, Request, SpeculativeDecoder
 from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.forward import prefill_chunks
+from mtp_train.train.packed_rows import isolated_hidden
 from mtp_train.trunk import recurrent_kernels
-from mtp_train.trunk.isolate import isolated_hidden
 from mtp_train.trunk.load import Trunk
 from simulated_device import DEVICE
 from simulated_jobs import everything_there

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import asdict, replace
 
-from mtp_train.acceptance.gate import GateSetting
-from mtp_train.evaluation.results import RunCell, SampleText, TeacherForced
-from mtp_train.report import ArmResult, GateResult, Lossless, RunReport
+from mtp_train.acceptance.gate import GateSetting, GateVerdict
+from mtp_train.evaluation.prompt_records import Setting
+from mtp_train.evaluation.results import ArmResult, Cell, Lossless, Report, SampleText
 
 PLAIN = ArmResult(
     trunk="models/finetune",
     head=None,
     tau=1.0,
-    tau_ci95=None,
-    acceptance_rate=None,
-    marginal=None,
-    conditional=None,
-    teacher_forced=TeacherForced(dense=None, overlap=None, target_entropy=0.38),
+    target_entropy=0.38,
     repeated_8gram_share=0.002,
     tokens_per_second=312.5,
     speedup=1.0,
-    rounds=None,
     prompts=48,
     groups=12,
-    measured_here=True,
 )
 RETRAINED = replace(
     PLAIN,
@@ -34,7 +27,8 @@ RETRAINED = replace(
     acceptance_rate=0.8125,
     marginal=(0.88, 0.82, 0.74),
     conditional=(0.88, 0.93, None),
-    teacher_forced=TeacherForced(dense=(0.87, 0.81, 0.73), overlap=(0.8, 0.79, 0.78), target_entropy=0.38),
+    dense=(0.87, 0.81, 0.73),
+    overlap=(0.8, 0.79, 0.78),
     tokens_per_second=1691.25,
     speedup=2.21,
     rounds=1412,
@@ -45,7 +39,7 @@ VANILLA = replace(
     trunk="models/base",
     head="models/base",
     tau=2.41,
-    teacher_forced=replace(RETRAINED.teacher_forced, target_entropy=1.21),
+    target_entropy=1.21,
     speedup=1.58,
 )
 CEILING = replace(RETRAINED, tau=3.58, measured_here=False, tokens_per_second=None, speedup=None)
@@ -59,7 +53,7 @@ GREEDY = GateSetting(
     prompts=48,
     groups=12,
 )
-SERVED = replace(
+WARM_GATE = replace(
     GREEDY,
     setting="temperature 0.6, top-p 0.95, argmax drafts",
     tau=3.1,
@@ -67,31 +61,51 @@ SERVED = replace(
     delta_tau_ci95=(1.71, 1.9),
     detectable_gain=0.16,
 )
-PASSED = GateResult(
+PASSED = GateVerdict(
     passed=True,
     baseline="graft",
     delta_tau_ci95=(2.04, 2.18),
     reason="tau 3.44 against 1.33: the gain lies above 0",
     groups=12,
     detectable_gain=0.11,
-    settings=(GREEDY, SERVED),
+    settings=(GREEDY, WARM_GATE),
 )
 
 
-def served_cell(name: str, arm: ArmResult, tau: float) -> RunCell:
-    """Return an arm at the second setting."""
-    none = replace(arm.teacher_forced, dense=None, overlap=None)
-    found = replace(arm, tau=tau, teacher_forced=none)
-    shared: dict[str, Any] = {one.name: getattr(found, one.name) for one in fields(ArmResult)}
-    return RunCell(**shared, arm=name, temperature=0.6, top_p=0.95, depth=3 if arm.head else 0, rule="argmax")
+HEADLINE = Setting(0.0, None, 3, "greedy")
+WARM = Setting(0.6, None, 3, "argmax", top_p=0.95)
 
 
-SAMPLE = RunReport(
-    arms={"none": PLAIN, "graft": GRAFT, "retrained": RETRAINED, "vanilla": VANILLA, "ceiling": CEILING},
+def cell_of(name: str, arm: ArmResult, setting: Setting = HEADLINE) -> Cell:
+    """Return an arm at a setting."""
+    own = setting if arm.head else setting.plain
+    counts = {"draft_tokens": 0, "accepted_tokens": 0, "new_tokens": 96}
+    return Cell(**asdict(arm), **vars(own), **counts, arm=name, mean_prompt_tokens=32.0)
+
+
+def run_cells(arms: dict[str, ArmResult]) -> tuple[Cell, ...]:
+    """Return the cells of the arms that were measured, at the first setting."""
+    return tuple(cell_of(name, arm) for name, arm in arms.items() if arm.measured_here)
+
+
+ARMS = {"none": PLAIN, "graft": GRAFT, "retrained": RETRAINED, "vanilla": VANILLA, "ceiling": CEILING}
+SAMPLE = Report(
+    arms=ARMS,
     lossless=Lossless(checked=48, identical=48, near_tie_divergences=0),
     gate=PASSED,
-    settings={"temperature": 0.0, "verify_rule": "greedy", "depth": 3, "device": {"name": "cpu", "threads": 2}},
-    cells=(served_cell("none", PLAIN, 1.0), served_cell("graft", GRAFT, 1.3), served_cell("retrained", RETRAINED, 3.1)),
+    settings={
+        "headline": vars(HEADLINE),
+        "temperature": 0.0,
+        "verify_rule": "greedy",
+        "depth": 3,
+        "device": {"name": "cpu", "threads": 2},
+    },
+    cells=(
+        *run_cells(ARMS),
+        cell_of("none", PLAIN, WARM),
+        cell_of("graft", replace(GRAFT, tau=1.3), WARM),
+        cell_of("retrained", replace(RETRAINED, tau=3.1), WARM),
+    ),
     samples=(
         SampleText(
             prompt_id="p1", prompt="def add(a, b):", pieces=(("\n", False), ("    return a", True), (" + b\n", False))
@@ -107,7 +121,7 @@ METRICS = [
 ]
 
 
-def at_depths(report: RunReport, intervals: dict[int, tuple[float, float]]) -> RunReport:
+def at_depths(report: Report, intervals: dict[int, tuple[float, float]]) -> Report:
     """Return the report with the retrained head's speedup at each depth: the middle of its interval."""
     arms = {
         depth: replace(
@@ -115,12 +129,11 @@ def at_depths(report: RunReport, intervals: dict[int, tuple[float, float]]) -> R
         )
         for depth, (low, high) in intervals.items()
     }
-    cells = []
-    for depth, arm in arms.items():
-        shared: dict[str, Any] = {one.name: getattr(arm, one.name) for one in fields(ArmResult)}
-        cells.append(RunCell(**shared, arm="retrained", temperature=0.0, depth=depth, rule="greedy"))
     own = {**report.arms, "retrained": arms[3]}
-    return replace(report, arms=own, depths=tuple(cell for cell in cells if cell.depth < 3))
+    shallow = tuple(
+        cell_of("retrained", arm, replace(HEADLINE, depth=depth)) for depth, arm in arms.items() if depth < 3
+    )
+    return replace(report, arms=own, cells=run_cells(own), depths=shallow)
 
 
-EMPTY = RunReport(arms={}, lossless=None, gate=None, settings={})
+EMPTY = Report(arms={}, settings={})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from rich.console import Console
 
 from byte_tokenizer import byte_tokenizer
 from checkpoints import base_and_finetune
+from mtp_train.checkpoints.run_export import RECIPE_FILE
 from mtp_train.cli.main import main
-from mtp_train.recipe.loading import recipe_from_mapping
+from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs import probe
-from mtp_train.runs.pipeline import run
-from mtp_train.runs.run_dir import Outcome
+from mtp_train.runs.pipeline import run_recipe
+from mtp_train.runs.run_directory import Outcome
 
 BYTE_VOCAB_SIZE = 259
 
@@ -73,7 +75,7 @@ def tiny_mapping(directory: Path, run_dir: Path, **overrides: Any) -> dict[str, 
 
 def tiny_recipe(directory: Path, run_dir: Path, **overrides: Any) -> Recipe:
     """Return the recipe of ``tiny_mapping``."""
-    return recipe_from_mapping(tiny_mapping(directory, run_dir, **overrides))
+    return load_recipe(tiny_mapping(directory, run_dir, **overrides))
 
 
 def write_recipe(path: Path, directory: Path, run_dir: Path, **overrides: Any) -> Path:
@@ -83,7 +85,7 @@ def write_recipe(path: Path, directory: Path, run_dir: Path, **overrides: Any) -
 
 
 # Enough for a random tiny head to beat the random graft clearly on the trunk's own words.
-LEARNS = {
+LEARNS: dict[str, Any] = {
     # Greedily: of a model this random a head learns little from sampled text.
     "data__regenerate": {"enabled": True, "max_new_tokens": 24, "temperature": 0.0},
     "train__max_steps": 30,
@@ -152,6 +154,17 @@ def tree(directory: Path) -> dict[str, bytes | None]:
     }
 
 
+def copy_run(run_dir: Path, to: Path, *without: str) -> Path:
+    """Copy a finished run as one of its own, without the outcome and the other parts that are named."""
+    shutil.copytree(run_dir, to)
+    recorded = to / RECIPE_FILE
+    recorded.write_text(recorded.read_text().replace(str(run_dir), str(to)))
+    for name in ("outcome.json", *without):
+        path = to / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return to
+
+
 def run_quietly(recipe: Recipe) -> Outcome:
     """Run a recipe without a terminal."""
-    return run(recipe, Console(quiet=True))
+    return run_recipe(recipe, Console(quiet=True))

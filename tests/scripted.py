@@ -10,11 +10,12 @@ from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from mtp_inference import HeadDrafting, Sampling, plain_greedy
-from mtp_inference.batch import NO_TOKEN, Batch, RoundPlan
+from mtp_inference.batch import Batch
 from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, ConvolvedStore, WindowCache
 from mtp_inference.cache.recurrent import RecurrentStore
-from mtp_inference.drafters.drafter import Drafter, DrafterMaker, Place, Size
-from mtp_inference.sampling.chooser import Chooser, Drafts
+from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
+from mtp_inference.round import prefill, run_round, settle_drafter
+from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
 from tiny import VOCAB_SIZE
@@ -43,7 +44,7 @@ class ScriptedDrafting:
         beside: Makes a real drafter that sees the same rows; what it would have drafted is in ``real_drafts``.
     """
 
-    def __init__(self, texts: PlainTexts, num_right: Sequence[int], beside: DrafterMaker | None = None) -> None:
+    def __init__(self, texts: PlainTexts, num_right: Sequence[int], beside: Drafting | None = None) -> None:
         self.texts = texts
         self.num_right = num_right
         self.beside = beside
@@ -53,12 +54,12 @@ class ScriptedDrafting:
         if self.beside is not None:
             self.beside.check(trunk, depth)
 
-    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
-        real = None if self.beside is None else self.beside.make(trunk, size, depth)
+    def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
+        real = None if self.beside is None else self.beside.make(trunk, size, cache)
         return ScriptedDrafter(self, size.num_rows, real)
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Know every row's text and how much of it is committed."""
 
     def __init__(self, script: ScriptedDrafting, num_rows: int, real: Drafter | None) -> None:
@@ -77,27 +78,24 @@ class ScriptedDrafter:
         if self.real is not None:
             self.real.start(rows, hidden_RTD, prompt_RT, first_R)
 
-    def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
+    def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
         self.committed = [known + kept for known, kept in zip(self.committed, num_kept_B.tolist(), strict=True)]
         if self.real is not None:
-            self.real.extend(hidden_BTD, tokens_BT, num_kept_B)
+            self.real.observe(hidden_BTD, tokens_BT, num_kept_B)
 
-    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
+    def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
         if self.real is not None:
-            self.script.real_drafts.append(self.real.draft(depth, place, chooser).tokens_BK)
-        return Drafts(torch.tensor([self._draft_row(row, depth) for row in range(len(self.text))]))
-
-    def settle(self, place: Place) -> None:
-        if self.real is not None:
-            self.real.settle(place)
+            real = self.real.draft(plan, choice).tokens_BK
+            self.script.real_drafts += [real] if plan.depth else []
+        rows = range(len(self.text) if plan.depth else 0)
+        return Drafts(torch.tensor([self._draft_row(row, plan.depth) for row in rows]))
 
     def keep_rows(self, rows_R: Tensor) -> None:
+        super().keep_rows(rows_R)
         rows = rows_R.tolist()
         self.text = [self.text[row] for row in rows]
         self.committed = [self.committed[row] for row in rows]
         self.num_drafts = [self.num_drafts[row] for row in rows]
-        if self.real is not None:
-            self.real.keep_rows(rows_R)
 
     def _draft_row(self, row: int, depth: int) -> list[int]:
         if not self.text[row]:
@@ -111,32 +109,29 @@ class ScriptedDrafter:
         return drafts
 
 
-class RandomDrafting:
+class RandomDrafting(Drafting):
     """Draft any tokens, whatever the text."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
+    def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
+        return RandomDrafter()
 
-    def check(self, trunk: Trunk, depth: int) -> None:
-        pass
 
-    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
-        return self
+class RandomDrafter(Drafter):
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
 
-    def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
-        pass
+    def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None: ...
 
-    def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
-        pass
+    def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None: ...
 
-    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
-        return Drafts(torch.randint(VOCAB_SIZE, (len(place.last_B), depth), generator=self.generator))
+    def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
+        return Drafts(torch.randint(VOCAB_SIZE, (len(choice.length_B), plan.depth), generator=self.generator))
 
-    def settle(self, place: Place) -> None:
-        pass
 
-    def keep_rows(self, rows_R: Tensor) -> None:
-        pass
+def made(drafting: Drafting, trunk: Trunk, size: BatchSize) -> Drafter:
+    """Return a drafter outside of a batch."""
+    cache = WindowCache(trunk.config, num_rows=size.num_rows, capacity=size.capacity, max_window=size.max_window)
+    return drafting.make(trunk, size, cache)
 
 
 class BatchRun:
@@ -150,46 +145,41 @@ class BatchRun:
         prefill_chunk: Prompt tokens of one forward.
     """
 
-    MOST_PENDING = 32
-
     def __init__(
         self,
         trunk: Trunk,
-        drafting: DrafterMaker | None,
+        drafting: Drafting | None,
         prompts: Sequence[Sequence[int]],
         depth: int,
         prefill_chunk: int = 16,
     ) -> None:
-        num_rows, capacity = len(prompts), 128
-        self.cache = WindowCache(trunk.config, num_rows=num_rows, capacity=capacity, max_window=max(prefill_chunk, 8))
-        size = Size(num_rows, capacity, self.MOST_PENDING + depth + 1)
-        self.drafter = None if drafting is None else drafting.make(trunk, size, depth)
-        chooser = greedy_chooser(num_rows)
-        self.batch = Batch(trunk, self.drafter, chooser, self.cache, prefill_chunk, num_stops=1)
+        size = BatchSize(len(prompts), 128, depth, max_window=max(prefill_chunk, 8), num_stops=1)
+        self.batch = Batch(trunk, drafting, size, prefill_chunk=prefill_chunk)
+        self.cache, self.drafter = self.batch.cache, self.batch.drafter
         self.batch.depth_B.fill_(depth)
         self.tokens = [list(prompt) for prompt in prompts]
-        self.pending = [1] * num_rows
+        self.pending = [1] * len(prompts)
         for row, prompt in enumerate(prompts):
-            endless, no_stop = torch.tensor([capacity]), torch.tensor([[NO_TOKEN]])
-            first_R = self.batch.prefill(slice(row, row + 1), torch.tensor([prompt]), endless, no_stop)
-            self.tokens[row] += first_R.tolist()
+            rows = slice(row, row + 1)
+            self.batch.set_rows(rows, [Sampling()], [size.capacity], [frozenset()])
+            self.tokens[row] += prefill(self.batch, rows, torch.tensor([prompt])).tolist()
 
     def run_round(self, depth: int) -> None:
         """Run a round; a round without drafts leaves what is committed pending."""
-        for row, (*tokens, num_kept, _, _) in enumerate(self.batch.run_round(self.plan(depth)).tolist()):
+        for row, (*tokens, num_kept, _, _) in enumerate(run_round(self.batch, self.plan(depth)).tolist()):
             self.tokens[row] += tokens[:num_kept]
             self.pending[row] = num_kept + (0 if depth else self.pending[row])
 
     def settle(self) -> None:
         """Let the drafter take in what is pending."""
-        self.batch.settle(self.plan(0))
+        settle_drafter(self.batch, self.plan(0))
         self.pending = [0] * len(self.pending)
 
     def plan(self, depth: int) -> RoundPlan:
         """Return the plan of a round, its bounds as tight as they can be."""
         lengths = [len(tokens) for tokens in self.tokens]
         start = lengths[0] - 1 if len(set(lengths)) == 1 else None
-        return RoundPlan(depth, max(lengths) + depth, max(self.pending), self.MOST_PENDING, start)
+        return RoundPlan(depth, max(lengths) + depth, max(self.pending), start)
 
 
 def greedy_chooser(num_rows: int) -> Chooser:
@@ -240,7 +230,7 @@ def state_errors(cache: WindowCache, trunk: Trunk, tokens: Sequence[int], row: i
                     note("inputs", ours.inputs_BSX[name][row, places], inputs_1NX[0])
         if isinstance(ours, ConvolvedStore):
             for number, expected_1CW in expected.conv_states.items():
-                inputs_ZC = ours.rings[number][row]
+                inputs_ZC = ours.rings_BZC[number][row]
                 places = torch.arange(len(tokens) - min(len(tokens), expected_1CW.shape[2]), len(tokens))
                 note("conv", inputs_ZC[places % len(inputs_ZC)].T, expected_1CW[0, :, -len(places) :])
     assert errors, "some layer keeps a state"

@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor
 from cpu_shards import pretend_to_have_gpus
 from mtp_train.data.pack import PackedSequence, collate, pack_documents
 from mtp_train.data.tokenize import Document
+from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import make_accelerator
 from mtp_train.train.loop import train_head
-from mtp_train.train.plan import make_plan
+from mtp_train.train.packed_rows import isolated_hidden
 from mtp_train.train.shard import HiddenInShards, give_up_shards, shards_trunk
-from mtp_train.trunk.isolate import isolated_hidden
 from mtp_train.trunk.load import Trunk
 from runs import tiny_recipe
 from tiny import ALL_FAMILIES, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
@@ -153,12 +153,12 @@ def train(case: str, accelerator: Accelerator) -> Trained:
         train__save_steps=STEPS,
     )
     lines = Lines()
-    plan = make_plan(recipe, accelerator.num_processes)
+    plan = plan_of(recipe, accelerator.num_processes)
     accelerator.gradient_accumulation_steps = plan.accumulation
     with tempfile.TemporaryDirectory() as directory:
         train_head(
             module,
-            recipe=recipe,
+            options=train_options(recipe),
             plan=plan,
             batch_fn=sequences,
             accelerator=accelerator,

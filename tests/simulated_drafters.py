@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mtp_train.acceptance.counts import PromptCounts
 from mtp_train.evaluation.dense import DenseRows
-from mtp_train.evaluation.prompt_records import Decoded
+from mtp_train.evaluation.prompt_records import PromptRecord
 
 DEPTH = 3
 Ints = NDArray[np.int64]
@@ -51,7 +51,7 @@ def counts_of(rounds_PK1: Ints, groups: Sequence[str] = ()) -> list[PromptCounts
     ]
 
 
-def decoded_of(rounds_PK1: Ints, tasks: Sequence[str] = ("one",)) -> list[Decoded]:
+def decoded_of(rounds_PK1: Ints, tasks: Sequence[str] = ("one",)) -> list[PromptRecord]:
     """Return one record for each prompt; tasks take turns."""
     return [
         decoded(
@@ -69,11 +69,11 @@ def decoded(
     group: str | None = None,
     drafted: Sequence[int] | None = None,
     num_tokens: int | None = None,
-    seconds: tuple[float, float] = (0.5, 2.0),
-) -> Decoded:
+    seconds: tuple[float, float] | None = None,
+) -> PromptRecord:
     """Return a record of rounds that accepted so many drafts."""
     num_tokens = 1 + len(accepted) + sum(accepted) if num_tokens is None else num_tokens
-    return Decoded(
+    return PromptRecord(
         prompt_id=prompt_id,
         group=prompt_id if group is None else group,
         task=task,
@@ -81,9 +81,8 @@ def decoded(
         token_ids=tuple(range(num_tokens)),
         drafted=(DEPTH,) * len(accepted) if drafted is None else tuple(drafted),
         accepted=tuple(accepted),
-        seconds_prefill=seconds[0],
-        seconds_decode=seconds[1],
-        same_as_plain=None,
+        seconds_prefill=None if seconds is None else seconds[0],
+        seconds_decode=None if seconds is None else seconds[1],
     )
 
 

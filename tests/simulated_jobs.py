@@ -1,9 +1,9 @@
 """What is done on the simulated device.
 
-``python simulated_jobs.py refusals | waits DIR | decode KIND... | job DIR SETTINGS``
+``python simulated_jobs.py DIR '{"refusals": [], "waits": [], "decode": [KIND, ...], "job": SETTINGS}'``
 
-A process of its own prints what came of it as JSON: torch counts the devices there are once, at its first gradient, and
-what follows in the process would find one more.
+A process of its own does what is named and prints what came of it as JSON: torch counts the devices there are once, at
+its first gradient, and what follows in the process would find one more.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,10 @@ from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation import run as study_run
 from mtp_train.runs import generate
+from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train import feed
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.loop import train_head
-from mtp_train.train.plan import make_plan
 from mtp_train.trunk.load import Trunk
 from runs import run_quietly, tiny_recipe, write_inputs
 from simulated_device import Streams, simulated_device
@@ -127,7 +127,7 @@ def steps_waits(
         streams: Whether copies run beside the steps; a control if not.
     """
     used = tiny_recipe(directory, directory, **WAITS)
-    plan, trunk = make_plan(used, 1), tiny_trunk(name)
+    plan, trunk = plan_of(used, 1), tiny_trunk(name)
     settings: dict[str, Any] = {"draft_vocab": torch.arange(0, VOCAB_SIZE, 2)} if keeps else {"on_policy": True}
     module = HeadTraining(trunk, tiny_head(trunk), num_depths=3, kind="lk", temperature=1.0, **settings)
     sizes: dict[str, int] = {"seq_len_tokens": plan.seq_len_tokens, "sequences_per_step": plan.sequences_per_step}
@@ -140,7 +140,7 @@ def steps_waits(
             patch.setattr(HeadTraining, "forward", lambda *given, known: forward(*given))
         train_head(
             module,
-            recipe=used,
+            options=train_options(used),
             plan=plan,
             batch_fn=global_batches(documents(), **sizes, pack=True, seed=0),
             accelerator=accelerate.Accelerator(gradient_accumulation_steps=plan.accumulation),
@@ -185,16 +185,15 @@ def job(device: torch.device, directory: Path, settings: dict[str, Any]) -> dict
 
 def main() -> None:
     """Do what the command line names."""
-    what, *words = sys.argv[1:]
+    directory, asked = Path(sys.argv[1]), json.loads(sys.argv[2])
     with everything_there() as device:
-        if what == "refusals":
-            found = refusals(device)
-        elif what == "waits":
-            found = waits(Path(words[0]))
-        elif what == "decode":
-            found = decoded(device, words)
-        else:
-            found = job(device, Path(words[0]), json.loads(words[1]))
+        do: dict[str, Callable[[Any], Any]] = {
+            "refusals": lambda _: refusals(device),
+            "waits": lambda _: waits(directory),
+            "decode": lambda kinds: decoded(device, kinds),
+            "job": lambda settings: job(device, directory, settings),
+        }
+        found = {what: do[what](details) for what, details in asked.items()}
     print(json.dumps(found))
 
 

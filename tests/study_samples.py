@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from itertools import accumulate, combinations
 from operator import mul
 
-from mtp_train.evaluation.cells import (
+from mtp_train.evaluation.prompt_records import Setting
+from mtp_train.evaluation.results import (
     ALL_TASKS,
     ArmComparison,
     ArmCosts,
     Cell,
     Finding,
+    Lossless,
     PositionBin,
-    StudyReport,
+    Report,
 )
-from mtp_train.evaluation.prompt_records import Setting
-from mtp_train.evaluation.results import TeacherForced
-from mtp_train.report import ArmResult, Lossless
 
 PLAIN = "distilled"
 RATES = {"vanilla+native": 0.72, "distilled+graft": 0.38, "distilled+retrained": 0.8}
@@ -42,10 +40,7 @@ def make_cell(arm: str, task: str, setting: Setting) -> Cell:
     return Cell(
         arm=arm,
         task=task,
-        temperature=setting.temperature,
-        context_tokens=setting.context_tokens,
-        depth=depth,
-        rule=setting.rule,
+        **vars(setting),
         trunk=TRUNKS[arm],
         head=f"heads/{arm}" if depth else None,
         tau=tau,
@@ -55,11 +50,9 @@ def make_cell(arm: str, task: str, setting: Setting) -> Cell:
         marginal=marginal or None,
         marginal_ci95=tuple((share - 0.05, share + 0.04) for share in marginal) or None,
         conditional=(rate,) * depth or None,
-        teacher_forced=TeacherForced(
-            dense=tuple(rate - 0.01 * k for k in range(depth)) or None,
-            overlap=tuple(rate - 0.02 * k for k in range(depth)) or None,
-            target_entropy=1.21 if arm.startswith("vanilla") else 0.38,
-        ),
+        dense=tuple(rate - 0.01 * k for k in range(depth)) or None,
+        overlap=tuple(rate - 0.02 * k for k in range(depth)) or None,
+        target_entropy=1.21 if arm.startswith("vanilla") else 0.38,
         accepted_histogram=tuple(rounds // (depth + 1) for _ in range(depth + 1)) if depth else None,
         repeated_8gram_share=0.002,
         draft_tokens=rounds * depth,
@@ -75,7 +68,6 @@ def make_cell(arm: str, task: str, setting: Setting) -> Cell:
         rounds=rounds,
         prompts=prompts,
         groups=prompts // 2,
-        measured_here=True,
     )
 
 
@@ -105,10 +97,7 @@ def make_comparisons(
                         first=first,
                         second=second,
                         task=task,
-                        temperature=setting.temperature,
-                        context_tokens=setting.context_tokens,
-                        depth=setting.depth,
-                        rule=setting.rule,
+                        **vars(setting),
                         delta_tau=delta,
                         delta_tau_ci95=(delta - 0.18, delta + 0.17),
                         groups=24 if task == ALL_TASKS else 8,
@@ -122,28 +111,20 @@ def make_comparisons(
     return rows
 
 
-def arm_of(cell: Cell) -> ArmResult:
-    """Return the fields of a cell that a run's report has too."""
-    return ArmResult(**{field.name: getattr(cell, field.name) for field in fields(ArmResult)})
-
-
-STUDY = StudyReport(
+STUDY = Report(
     title="vanilla against distilled",
     arms={
-        PLAIN: arm_of(make_cell(PLAIN, ALL_TASKS, HEADLINE.plain)),
-        **{arm: arm_of(make_cell(arm, ALL_TASKS, HEADLINE)) for arm in RATES},
+        PLAIN: make_cell(PLAIN, ALL_TASKS, HEADLINE.plain).result,
+        **{arm: make_cell(arm, ALL_TASKS, HEADLINE).result for arm in RATES},
     },
     lossless=Lossless(checked=720, identical=718, near_tie_divergences=2),
-    gate=None,
-    settings={"suite": "builtin", "seed": 0, "device": {"name": "cpu", "threads": 2}},
+    settings={"headline": vars(HEADLINE), "suite": "builtin", "seed": 0, "device": {"name": "cpu", "threads": 2}},
     cells=make_cells(),
     comparisons=tuple(make_comparisons()),
     positions=tuple(
         PositionBin(
             arm=arm,
-            temperature=0.0,
-            depth=3,
-            rule="greedy",
+            **vars(HEADLINE),
             start=start,
             stop=2 * start or 16,
             tau=1 + 2 * rate + start / 400,
@@ -178,4 +159,4 @@ STUDY = StudyReport(
     ),
     endpoint={"url": "(given)", "engine": "vllm", "speeds": [{"temperature": 0.0, "requests": 48}], "depths": [1, 3]},
 )
-BARE = StudyReport(title="one", arms={}, lossless=None, gate=None, settings={}, cells=())
+BARE = Report(title="one", arms={}, settings={})

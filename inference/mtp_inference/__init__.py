@@ -10,8 +10,7 @@ from mtp_inference.decoder import SpeculativeDecoder
 from mtp_inference.drafters.assistant_drafter import AssistantDrafting
 from mtp_inference.drafters.head_drafter import HeadDrafting
 from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
-from mtp_inference.lossless import Comparison, compare
-from mtp_inference.reference import generate_equal_length, plain_greedy
+from mtp_inference.lossless import Comparison, compare, plain_greedy
 from mtp_inference.requests import MAX_DEPTH, Chunk, GenerationResult, Request
 from mtp_inference.sampling.distributions import Sampling
 
@@ -28,6 +27,5 @@ __all__ = [
     "Sampling",
     "SpeculativeDecoder",
     "compare",
-    "generate_equal_length",
     "plain_greedy",
 ]

@@ -20,25 +20,22 @@ import warnings
 import torch
 from torch import Tensor
 
-from mtp_inference.batch import Batch, RoundPlan
+from mtp_inference.batch import Batch
+from mtp_inference.drafters.drafter import PENDING_PLACES, RoundPlan
+from mtp_inference.round import run_round
 
 FINE_STEP, COARSE_STEP = 1024, 4096
 """Positions in use are rounded up to multiples of these: masked keys cost less than another graph."""
 FINE_LIMIT = 8192
 SLOWER = "Rounds run one operation at a time from now on, which is slower for small batches; the text is the same."
-RoundKey = tuple[RoundPlan, tuple[int, ...]]
+RoundKey = tuple[RoundPlan, tuple[bool, ...]]
 """A plan, and the sampling steps of the batch: the key of a graph."""
 _has_failed = False
 """Whether a capture failed in this process."""
 
 
 class Rounds:
-    """Run the rounds of a batch.
-
-    Args:
-        batch: The batch.
-        captures: Whether to capture rounds; only for CUDA devices.
-    """
+    """Run the rounds of a batch; ``captures`` only on CUDA devices."""
 
     def __init__(self, batch: Batch, captures: bool) -> None:
         self.batch = batch
@@ -46,23 +43,23 @@ class Rounds:
         self._graphs: dict[RoundKey, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._seen: set[RoundKey] = set()
 
-    def run(self, plan: RoundPlan) -> Outcome:
-        """Run a round; see :meth:`Batch.run_round`."""
+    def run(self, plan: RoundPlan) -> RoundOutcome:
+        """Run a round; see :func:`run_round`."""
         if not self.captures:
-            return Outcome(self.batch.run_round(plan))
+            return RoundOutcome(run_round(self.batch, plan))
         plan = round_up(plan, self.batch.cache.capacity)
-        key = plan, self.batch.chooser.steps
+        key = plan, self.batch.chooser.rows.steps
         if key not in self._seen:
             # The first round with a key runs uncaptured: libraries choose kernels and allocate workspaces in it.
             self._seen.add(key)
-            return Outcome(self.batch.run_round(plan))
+            return RoundOutcome(run_round(self.batch, plan))
         if key not in self._graphs and not self._capture(key):
             # A capture executes nothing: run the round now.
             self.captures = False
-            return Outcome(self.batch.run_round(plan))
+            return RoundOutcome(run_round(self.batch, plan))
         graph, outcome = self._graphs[key]
         graph.replay()
-        return Outcome(outcome)
+        return RoundOutcome(outcome)
 
     @property
     def num_captured(self) -> int:
@@ -90,18 +87,14 @@ class Rounds:
         return False
 
     def _graph(self, plan: RoundPlan) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Capture a round that ran before; return its graph and the outcome that each replay writes.
-
-        Raises:
-            RuntimeError: The capture fails. The caller's stream is current again.
-        """
+        """Capture a round that ran before; return its graph and the outcome that each replay writes."""
         pool = next((captured.pool() for captured, _ in self._graphs.values()), None)
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # Other threads may allocate, and copy batches to the device, while this one captures.
         recording = torch.cuda.graph(graph, pool=pool, stream=_stream(), capture_error_mode="thread_local")
         try:
-            with torch.inference_mode(), recording:
-                outcome = self.batch.run_round(plan)
+            with recording:
+                outcome = run_round(self.batch, plan)
         except BaseException as error:
             torch.cuda.set_stream(before)
             # Ending a failed capture raises too; the original error is then the context.
@@ -115,7 +108,7 @@ def _stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-class Outcome:
+class RoundOutcome:
     """The outcome of a round, copied to the host.
 
     On a GPU it is copied while later rounds run; only :meth:`rows` waits for the copy.
@@ -139,14 +132,9 @@ class Outcome:
 
 
 def round_up(plan: RoundPlan, capacity: int) -> RoundPlan:
-    """Return a rounded-up plan whose graph is valid for this plan and for many others.
-
-    Args:
-        plan: The plan.
-        capacity: Number of positions of a row.
-    """
+    """Return a rounded-up plan whose graph is valid for this plan and for many others."""
     step = FINE_STEP if plan.used <= FINE_LIMIT else COARSE_STEP
     used = min(capacity, -(-plan.used // step) * step)
     # After a round with drafts at most its window is pending in a row; after plain rounds, any number.
-    pending = plan.depth + 1 if plan.pending <= plan.depth + 1 else plan.most_pending
+    pending = plan.depth + 1 if plan.pending <= plan.depth + 1 else PENDING_PLACES
     return dataclasses.replace(plan, used=used, pending=pending, start=None)

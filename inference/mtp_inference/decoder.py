@@ -1,9 +1,4 @@
-"""Speculative decoding: draft, verify, accept and commit, round by round, until every text has ended.
-
-The drafts never change the text. The verify step runs the trunk over the last committed token and all drafts at once.
-It accepts drafts by a rule that leaves the trunk's distribution unchanged (see ``sampling/chooser.py``). Plain decoding
-is the same loop without drafts.
-"""
+"""The public API: load files, decode text and requests. ``round.py`` has the algorithm."""
 
 from __future__ import annotations
 
@@ -11,17 +6,16 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mtp_inference.batch import Batch, choose_widening
-from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.batch import Batch
 from mtp_inference.capture import Rounds
 from mtp_inference.cpu_layers import CpuLayers
 from mtp_inference.depth import Acceptance, DepthController, RoundCosts
-from mtp_inference.drafters.drafter import DrafterMaker, Size
+from mtp_inference.drafters.drafter import BatchSize, Drafting
 from mtp_inference.drafters.head_drafter import HeadDrafting
 from mtp_inference.forward import PREFILL_CHUNK
 from mtp_inference.opening import (
@@ -35,9 +29,9 @@ from mtp_inference.opening import (
     require_own_head,
 )
 from mtp_inference.requests import Chunk, GenerationResult, MtpMode, Request, require_depth
-from mtp_inference.sampling.chooser import Chooser, DraftSampling
+from mtp_inference.sampling.chooser import DraftSampling
 from mtp_inference.sampling.distributions import Sampling
-from mtp_inference.session import PENDING_PLACES, Lane, Session
+from mtp_inference.session import Lane, Session
 from mtp_inference.text import TextStream
 from mtp_train.errors import DataError, MtpError
 from mtp_train.heads.module import MtpHead
@@ -49,71 +43,6 @@ GPU_CAPACITY_STEP = 1024
 """On a GPU the number of positions is rounded up to a multiple of this, so that calls share buffers and graphs."""
 
 
-class Needs(NamedTuple):
-    """Sizes that a batch is built for. Calls whose needs it covers share its buffers and its captured rounds."""
-
-    num_rows: int
-    capacity: int
-    max_window: int
-    depth: int
-    num_stops: int
-    penalises: bool
-
-    def covers(self, other: Needs) -> bool:
-        """Return whether a batch for these needs serves others as fast as one of their own.
-
-        Further rows would cost time in every round, and a drafter in every prefill, also of texts without drafts.
-        """
-        same = self.num_rows == other.num_rows and (self.depth > 0) == (other.depth > 0)
-        return same and all(ours >= theirs for ours, theirs in zip(self, other, strict=True))
-
-
-def rounded_capacity(num_positions: int, on_gpu: bool) -> int:
-    """Return the number of positions to allocate for ``num_positions``."""
-    step = GPU_CAPACITY_STEP if on_gpu else 1
-    return -(-num_positions // step) * step
-
-
-def make_batch(
-    trunk: Trunk,
-    drafting: DrafterMaker | None,
-    needs: Needs,
-    draft_sampling: DraftSampling,
-    prefill_chunk: int,
-    cpu_layers: CpuLayers | None = None,
-) -> Batch:
-    """Build a batch with its buffers; at depth 0 it has no drafter."""
-    weight = trunk.lm_head_VD
-    widening = choose_widening(trunk, needs.num_rows)
-    chooser = Chooser(
-        [Sampling()] * needs.num_rows,
-        draft_sampling,
-        vocab_size=weight.shape[0],
-        device=weight.device,
-        penalises=needs.penalises,
-    )
-    cache = WindowCache(
-        trunk.config,
-        num_rows=needs.num_rows,
-        capacity=needs.capacity,
-        max_window=needs.max_window,
-        max_undecided=needs.depth + 1,
-        dtype=None if not widening.prefill or widening.rounds else weight.dtype,
-    )
-    if not cache.converts:
-        widening = widening._replace(prefill=widening.rounds)
-    drafter = None
-    if drafting is not None and needs.depth:
-        size = Size(needs.num_rows, needs.capacity, PENDING_PLACES + needs.depth + 1)
-        drafter = drafting.make(trunk, size, needs.depth)
-    return Batch(trunk, drafter, chooser, cache, prefill_chunk, needs.num_stops, widening, cpu_layers)
-
-
-def layers_on_cpu(trunk: Trunk, drafting: DrafterMaker | None) -> CpuLayers:
-    """Return the layers of a trunk and of its head that have a faster forward in rounds on a CPU."""
-    return CpuLayers([trunk.causal_lm, *([drafting.head] if isinstance(drafting, HeadDrafting) else [])])
-
-
 class SpeculativeDecoder:
     """Decode prompts in batches, with drafts or without. The text is the same either way.
 
@@ -122,7 +51,7 @@ class SpeculativeDecoder:
 
     Args:
         trunk: The target model.
-        drafting: An MTP head on the trunk's device (its dtype may differ), another maker of drafters, or None for plain
+        drafting: An MTP head on the trunk's device (its dtype may differ), another way of drafting, or None for plain
             decoding.
         depth: Drafts per round of requests that set no depth, 0 to 7.
         eos_ids: Token ids that end a text.
@@ -153,7 +82,7 @@ class SpeculativeDecoder:
     def __init__(
         self,
         trunk: Trunk,
-        drafting: MtpHead | DrafterMaker | None,
+        drafting: MtpHead | Drafting | None,
         depth: int,
         eos_ids: Collection[int],
         *,
@@ -166,7 +95,7 @@ class SpeculativeDecoder:
     ) -> None:
         require_depth(depth)
         self.trunk = trunk
-        self.drafting: DrafterMaker | None = HeadDrafting(drafting) if isinstance(drafting, MtpHead) else drafting
+        self.drafting: Drafting | None = HeadDrafting(drafting) if isinstance(drafting, MtpHead) else drafting
         self.depth = depth if drafting is not None else 0
         self.eos_ids = frozenset(eos_ids)
         self.draft_sampling = draft_sampling
@@ -177,9 +106,9 @@ class SpeculativeDecoder:
         self.image_ids = frozenset(image_ids)
         self.costs = RoundCosts()
         self.acceptance = Acceptance()
-        self._cpu_layers = layers_on_cpu(trunk, self.drafting)
+        heads = [self.drafting.head] if isinstance(self.drafting, HeadDrafting) else []
+        self._cpu_layers = CpuLayers([trunk.causal_lm, *heads])
         self._rounds: Rounds | None = None
-        self._needs_met: Needs | None = None
         self._captured_before = 0
         if self.drafting is not None:
             self.drafting.check(trunk, self.depth)
@@ -212,9 +141,7 @@ class SpeculativeDecoder:
             depth: Drafts per round, 0 to 7. At 0 no head is loaded, and decoding is plain.
             device: A torch device; None for the accelerator that torch finds, else the CPU.
             dtype: Of trunk and head; None for the stored dtype, on a CPU for fp32 if that fits in memory.
-            draft_sampling: See the class.
-            max_batch: See the class.
-            captures: See the class.
+            draft_sampling: See the class, also for ``max_batch`` and ``captures``.
 
         Raises:
             CheckpointError: A file is missing or damaged, or the checkpoint has no head and none is named.
@@ -255,27 +182,18 @@ class SpeculativeDecoder:
         depth: int,
         device: torch.device,
         dtype: torch.dtype | None = None,
-        draft_sampling: DraftSampling = "argmax",
-        max_batch: int = 16,
-        captures: bool = True,
+        **options: Any,
     ) -> SpeculativeDecoder:
-        """Load the weights of files that were opened and checked; arguments as for :meth:`from_pretrained`.
-
-        Raises:
-            CheckpointError: A weight is missing or does not fit, or one of the head is NaN or infinite.
-            UnsupportedModelError: The head cannot draft ``depth`` tokens.
-        """
+        """Load the weights of files that were opened and checked; ``options`` are those of the class."""
         trunk = model.load_trunk(device, dtype)
         return cls(
             trunk,
-            model.load_drafting(trunk)[0] if depth else None,
+            model.load_drafting(trunk) if depth else None,
             depth,
             eos_token_ids(model.checkpoint, tokenizer),
-            draft_sampling=draft_sampling,
-            max_batch=max_batch,
             tokenizer=tokenizer,
-            captures=captures,
             image_ids=model.image_ids,
+            **options,
         )
 
     def generate(
@@ -304,9 +222,6 @@ class SpeculativeDecoder:
             chat: Whether to apply the chat template, with the prompt as the user's message.
             mtp: ``on`` drafts ``depth`` tokens in every round, ``off`` drafts nothing, ``auto`` drafts the number of
                 tokens, up to ``depth``, that is fastest by the costs and the acceptance measured so far.
-
-        Returns:
-            A result for each prompt, in order; a list of one result for a single string.
 
         Raises:
             MtpError: The decoder has no tokenizer, or a number is out of range.
@@ -342,17 +257,6 @@ class SpeculativeDecoder:
         The pieces joined are the ``text`` of :meth:`generate` with the same arguments. The text lags behind the
         committed tokens while a character or a stop string may be incomplete.
 
-        Args:
-            prompt: The prompt.
-            max_new_tokens: See :meth:`generate`, as for the other arguments.
-            temperature: See :meth:`generate`.
-            top_p: See :meth:`generate`.
-            top_k: See :meth:`generate`.
-            seed: See :meth:`generate`.
-            stop: See :meth:`generate`.
-            chat: See :meth:`generate`.
-            mtp: See :meth:`generate`.
-
         Raises:
             MtpError: As for :meth:`generate`; raised before anything is decoded.
 
@@ -380,9 +284,6 @@ class SpeculativeDecoder:
             prompts: Requests, each with its own settings; or lists of token ids that share the other arguments.
             max_new_tokens: Limit for each list of token ids.
             sampling: Sampling settings for lists of token ids; None is greedy.
-
-        Returns:
-            A result for each prompt, in order.
 
         Raises:
             MtpError: A value is out of range, or a request needs a tokenizer or a depth that the decoder does not have.
@@ -466,29 +367,26 @@ class SpeculativeDecoder:
         # Equal lengths next to each other are prefilled together. The longest prompts come first: a long text that
         # begins last would run alone at the end.
         lanes = sorted(lanes, key=lambda lane: -len(lane.request.prompt_ids))
-        needs = self._needs(lanes)
-        met = self._needs_met
+        size = self._batch_size(lanes)
         # A session drops rows at its end.
-        has_rows = self._rounds is not None and self._rounds.batch.cache.num_rows == needs.num_rows
-        if self._rounds is None or met is None or not has_rows or not met.covers(needs):
+        kept = self._rounds is not None and self._rounds.batch.cache.num_rows == size.num_rows
+        if self._rounds is None or not kept or not self._rounds.batch.size.covers(size):
             self._captured_before = self.captured_rounds
             self._rounds = None  # Free its buffers before allocating new ones.
-            batch = make_batch(
-                self.trunk, self.drafting, needs, self.draft_sampling, self.prefill_chunk, self._cpu_layers
-            )
+            batch = Batch(self.trunk, self.drafting, size, self.draft_sampling, self.prefill_chunk, self._cpu_layers)
             self._rounds = Rounds(batch, captures=self._on_gpu and self.captures)
-            self._needs_met = needs
         self._rounds.batch.reset()
-        return Session(self._rounds, lanes, self.costs, needs.depth, max_in_flight=1 if self._on_gpu else 0)
+        return Session(self._rounds, lanes, self.costs, size.depth, max_in_flight=1 if self._on_gpu else 0)
 
-    def _needs(self, lanes: Sequence[Lane]) -> Needs:
+    def _batch_size(self, lanes: Sequence[Lane]) -> BatchSize:
         depth = max(lane.depth for lane in lanes)
         # Room for a round in flight past the limit, and for its window.
         capacity = max(len(lane.request.prompt_ids) + lane.request.max_new_tokens for lane in lanes) + 2 * (depth + 1)
+        step = GPU_CAPACITY_STEP if self._on_gpu else 1
         longest_prompt = max(len(lane.request.prompt_ids) for lane in lanes)
-        return Needs(
+        return BatchSize(
             num_rows=min(self.max_batch, len(lanes)),
-            capacity=rounded_capacity(capacity, self._on_gpu),
+            capacity=-(-capacity // step) * step,
             max_window=self.prefill_chunk if self._on_gpu else max(min(longest_prompt, self.prefill_chunk), depth + 1),
             depth=depth,
             num_stops=max(len(lane.stops) for lane in lanes),
@@ -500,23 +398,19 @@ class SpeculativeDecoder:
         # A captured graph reads weights at fixed addresses; offloaded weights are at another address each time.
         return self.trunk.lm_head_VD.device.type == "cuda" and not self.trunk.offloaded
 
-    def _require_embedded(self, prompt_ids: Sequence[int], where: str) -> None:
-        """Raise a DataError for a token id that the trunk has no embedding for."""
-        rows = self.trunk.causal_lm.get_input_embeddings().weight.shape[0]
-        beyond = next((token for token in prompt_ids if not 0 <= token < rows), None)
-        if beyond is not None:
-            raise DataError(
-                f"{where}: has the token id {int(beyond)}; expected ids from 0 to {rows - 1}, the rows of the trunk's "
-                "embedding. Use the tokenizer of this trunk."
-            )
-
     def _lane(self, index: int, request: Request) -> Lane:
         if request.stop and self.tokenizer is None:
             raise MtpError(
                 f"stop: {list(request.stop)}, and no tokenizer; expected one, to find stop strings in text. Give "
                 "SpeculativeDecoder a tokenizer, or use stop_token_ids."
             )
-        self._require_embedded(request.prompt_ids, f"prompt {index + 1}")
+        rows = self.trunk.causal_lm.get_input_embeddings().weight.shape[0]
+        beyond = next((token for token in request.prompt_ids if not 0 <= token < rows), None)
+        if beyond is not None:
+            raise DataError(
+                f"prompt {index + 1}: has the token id {int(beyond)}; expected ids from 0 to {rows - 1}, the rows of "
+                "the trunk's embedding. Use the tokenizer of this trunk."
+            )
         depth = self.depth if request.depth is None else request.depth
         if self.drafting is None or request.mtp == "off":
             depth = 0

@@ -1,4 +1,4 @@
-"""Compare a decoded text with plain decoding, by the rounding of the model's own dtype.
+"""Decode plainly, and compare a decoded text with plain decoding, by the rounding of the model's own dtype.
 
 Decoding with drafts multiplies other shapes than plain decoding, so that logits differ in their last bits, and two
 tokens that are nearly as good may change places. :func:`compare` therefore measures, at the first difference of two
@@ -13,7 +13,7 @@ Shapes: T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -21,14 +21,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mtp_inference.batch import RoundPlan
-from mtp_inference.decoder import Needs, layers_on_cpu, make_batch
+from mtp_inference.batch import Batch
+from mtp_inference.cpu_layers import CpuLayers
+from mtp_inference.drafters.drafter import BatchSize, RoundPlan
 from mtp_inference.forward import PREFILL_CHUNK
 from mtp_inference.requests import Round
+from mtp_inference.round import prefill
 from mtp_inference.sampling.distributions import TOKEN, Sampling, SamplingRows, probabilities, uniform
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import HALF_DTYPES
-from mtp_train.trunk.widen import widened
 
 CHECKED_POSITIONS = 16
 """Positions before a difference at which the errors of windows and of cached decoding are measured."""
@@ -48,13 +49,7 @@ PROBE_ROUNDS = (Round(3, 3), Round(3, 0), Round(3, 1), Round(3, 2))
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of comparing a decoded text with the text of plain decoding.
-
-    Example:
-        >>> from mtp_inference import Comparison
-        >>> Comparison("near_tie", position=3, gap=2e-6, noise=1e-5, window_ratio=0.9).verdict
-        'near_tie'
-    """
+    """The result of comparing a decoded text with the text of plain decoding."""
 
     verdict: Literal["identical", "near_tie", "divergence"]
     """``near_tie``: rounding decides between the two tokens of the first difference. ``divergence``: a bug."""
@@ -93,6 +88,28 @@ class Errors(NamedTuple):
 
 
 @torch.inference_mode()
+def plain_greedy(trunk: Trunk, prompt_ids: Sequence[int], max_new_tokens: int, eos_ids: Collection[int]) -> list[int]:
+    """Decode one prompt of at least one token greedily, token by token.
+
+    Returns:
+        The new token ids, the EOS that ended the text included.
+
+    Example:
+        >>> from mtp_inference import SpeculativeDecoder, plain_greedy
+        >>> trunk = SpeculativeDecoder.from_pretrained("demo:base", depth=0, device="cpu").trunk
+        >>> len(plain_greedy(trunk, [4, 5, 6], 8, eos_ids=()))
+        8
+    """
+    cache = DynamicCache(config=trunk.config)
+    tokens_1T = torch.tensor([list(prompt_ids)], device=trunk.lm_head_VD.device)
+    text: list[int] = []
+    while len(text) < max_new_tokens and not (text and text[-1] in eos_ids):
+        tokens_1T = trunk.logits(trunk.hidden(tokens_1T, cache=cache)[:, -1:]).argmax(dim=-1)
+        text.append(int(tokens_1T))
+    return text
+
+
+@torch.inference_mode()
 def compare(
     tokens: Sequence[int],
     plain_tokens: Sequence[int],
@@ -117,11 +134,7 @@ def compare(
         trunk: The target model that decoded both.
         prompt_ids: The prompt of both.
         sampling: The settings of both, without a repetition penalty; None for greedy texts.
-        rounds: The rounds that produced ``tokens`` (:attr:`GenerationResult.round_log`); if empty, rounds of three
-            drafts with some of them rejected.
-
-    Returns:
-        The verdict, with the position, the gap and the errors at the first difference.
+        rounds: The rounds that produced ``tokens``; if empty, rounds of three drafts, some of them rejected.
 
     Example:
         >>> from mtp_inference import SpeculativeDecoder, compare, plain_greedy
@@ -151,20 +164,13 @@ def compare(
 def measure_errors(
     trunk: Trunk, prompt_ids: Sequence[int], tokens: Sequence[int], rounds: Sequence[Round] = ()
 ) -> Errors:
-    """Measure the errors of plain decoding and of the decoder's windows over a text, against the reference.
-
-    Args:
-        trunk: The target model.
-        prompt_ids: The prompt.
-        tokens: New token ids of a text after it.
-        rounds: The rounds to replay (:func:`compare`).
-    """
+    """Measure the errors of plain decoding and of the decoder's windows over a text, against the reference."""
     text = [*prompt_ids, *tokens]
     whole_TV = _whole_logits(trunk, text)
     dtype = trunk.lm_head_VD.dtype
     widens = dtype in HALF_DTYPES and not trunk.offloaded
     if widens:
-        with widened(trunk):
+        with trunk.computing_in(torch.float32):
             reference_TV = _whole_logits(trunk, text)
     else:
         reference_TV = whole_TV
@@ -213,25 +219,24 @@ def _window_logits(trunk: Trunk, prompt_ids: Sequence[int], tokens: Sequence[int
     Drafts that a round rejected are not known: other tokens take their places, and are rolled back.
     """
     width = 1 + max(one.num_drafted for one in rounds)
-    needs = Needs(
+    size = BatchSize(
         num_rows=1,
         capacity=len(prompt_ids) + len(tokens) + 2 * width,
-        max_window=max(min(len(prompt_ids), PREFILL_CHUNK), width),
         depth=width - 1,
-        num_stops=0,
-        penalises=False,
+        max_window=max(min(len(prompt_ids), PREFILL_CHUNK), width),
     )
-    batch = make_batch(trunk, None, needs, "argmax", PREFILL_CHUNK, layers_on_cpu(trunk, None))
+    batch = Batch(trunk, None, size, cpu_layers=CpuLayers([trunk.causal_lm]))
     batch.reset()
-    device = batch.last_B.device
-    prompt_1T = torch.tensor([list(prompt_ids)], device=device)
-    room_1 = torch.full((1,), needs.capacity, device=device)
-    batch.prefill(slice(0, 1), prompt_1T, room_1, prompt_1T.new_zeros(1, 0))
+    batch.set_rows(slice(0, 1), [Sampling()], [size.capacity], [frozenset()])
+    prefill(batch, slice(0, 1), batch.last_B.new_tensor([list(prompt_ids)]))
     logits: list[Tensor] = []
     for start, window, num_kept in _windows(tokens, rounds, trunk.lm_head_VD.shape[0]):
         position = len(prompt_ids) + start
-        plan = RoundPlan(len(window) - 1, position + len(window), 0, 0, position)
-        logits_1TV = batch.replay(plan, torch.tensor([window], device=device), torch.tensor([num_kept], device=device))
+        plan = RoundPlan(len(window) - 1, position + len(window), 0, position)
+        with batch.in_round():
+            _, logits_1TV = batch.run_window(plan, batch.last_B.new_tensor([window]))
+            batch.cache.commit(batch.last_B.new_tensor([num_kept]))
+        batch.length_B += num_kept
         logits.append(logits_1TV[0, :num_kept].float())
     return torch.cat(logits)
 

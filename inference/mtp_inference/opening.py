@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from mtp_inference.drafters.assistant_drafter import AssistantDrafting
-from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.head_drafter import HeadDrafting
 from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
 from mtp_inference.requests import MAX_DEPTH
@@ -26,12 +25,11 @@ from mtp_train.checkpoints.locations import head_directory, is_head_directory, o
 from mtp_train.errors import CheckpointError, DataError, UnsupportedModelError
 from mtp_train.families import Assistant, Family, assistant_for
 from mtp_train.heads.assistant import load_assistant
-from mtp_train.heads.build import HeadPlan, build_head, graft_plan, native_plan, stored_head_plan
+from mtp_train.heads.build import HeadPlan, build_head, deepest, graft_plan, native_plan, stored_head_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
 from mtp_train.heads.draft_model import draft_model, draft_plan
-from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk, load_trunk
-from mtp_train.trunk.precision import automatic_dtype
+from mtp_train.trunk.precision import trunk_dtype
 from mtp_train.trunk.quantise import Quantization, pack_head, require_bitsandbytes, require_quantizable
 from mtp_train.trunk.tokenizer import chat_prompt_tokens, raw_tokens
 
@@ -54,11 +52,7 @@ class ExternalDrafter:
         return self.assistant.title
 
     def trunk_family(self, trunk: Checkpoint) -> Family:
-        """Return the family record to load the trunk with. No family of MTP heads covers such a trunk.
-
-        Raises:
-            UnsupportedModelError: The drafter was made for trunks of another model type.
-        """
+        """Return the family record to load the trunk with. No family of MTP heads covers such a trunk."""
         family, found = self.assistant.trunk, trunk.text_config.get("model_type")
         if found not in family.model_types:
             raise UnsupportedModelError(
@@ -67,41 +61,23 @@ class ExternalDrafter:
             )
         return family
 
-    def drafting(self, *, dtype: torch.dtype, device: torch.device) -> AssistantDrafting:
-        """Load the drafter's weights.
 
-        Raises:
-            CheckpointError: Weights are missing or do not fit, or transformers refuses the config.
-        """
-        model = load_assistant(self.checkpoint, self.assistant, dtype=dtype, device=device)
-        return AssistantDrafting(model, self.assistant)
-
-
-def external_drafter(head: str | None) -> ExternalDrafter | None:
-    """Open the external drafter at a location; return None if the location contains a head instead.
-
-    Raises:
-        CheckpointError: The location is neither a head directory nor a checkpoint.
-    """
-    if head is None or is_head_directory(Path(head)):
+def _external_drafter(head: str) -> ExternalDrafter | None:
+    """Open the external drafter at a location; return None if the location contains a head instead."""
+    if is_head_directory(Path(head)):
         return None
     checkpoint = open_location(head)
     assistant = assistant_for(checkpoint.config)
     return None if assistant is None else ExternalDrafter(checkpoint, assistant)
 
 
-def head_plan(checkpoint: Checkpoint, head: str | None) -> HeadPlan:
-    """Plan the head at a location.
-
-    Args:
-        checkpoint: The trunk's checkpoint.
-        head: A head directory, a draft model, or a checkpoint to graft the head from; None or ``own`` for the head
-            inside ``checkpoint``.
+def head_plan(checkpoint: Checkpoint, head: str) -> HeadPlan:
+    """Plan the head of a drafter's name for the trunk's ``checkpoint``.
 
     Raises:
         CheckpointError: The head is missing, damaged, or of another shape than the trunk.
     """
-    if head is None or head == OWN:
+    if head == OWN:
         return native_plan(checkpoint, "auto")
     if is_head_directory(Path(head)):
         return stored_head_plan(Path(head), checkpoint.family)
@@ -133,8 +109,8 @@ class OpenModel:
     @property
     def deepest(self) -> int:
         """Largest number of drafts per round: a head that chains its modules has one module for each depth."""
-        deepest = None if self.plan is None else self.plan.deepest
-        return MAX_DEPTH if deepest is None else min(deepest, MAX_DEPTH)
+        most = None if self.plan is None else deepest(self.plan)
+        return MAX_DEPTH if most is None else min(most, MAX_DEPTH)
 
     @property
     def draft_checkpoints(self) -> list[Checkpoint]:
@@ -149,11 +125,7 @@ class OpenModel:
         return frozenset(int(config[name]) for name in IMAGE_FIELDS if name in config)
 
     def load_trunk(self, device: torch.device, dtype: torch.dtype | None = None) -> Trunk:
-        """Load the trunk.
-
-        Args:
-            device: Where its weights go.
-            dtype: None for the stored dtype; on a CPU for fp32, if that fits in memory.
+        """Load the trunk; without a dtype in the stored one, on a CPU in fp32 if that fits in memory.
 
         Raises:
             CheckpointError: Weights are missing or do not fit the config, or the adapter does not fit the trunk.
@@ -161,35 +133,32 @@ class OpenModel:
         return load_trunk(
             self.checkpoint.path,
             self.family,
-            dtype=dtype or automatic_dtype(self.checkpoint, self.family, device),
+            dtype=dtype or trunk_dtype(self.checkpoint, self.family, device),
             device=device,
             adapter=self.adapter,
             quantization=self.quantization,
         )
 
-    def load_drafting(self, trunk: Trunk) -> tuple[DrafterMaker | None, MtpHead | None]:
-        """Load the drafter in the trunk's dtype and on its device.
-
-        Returns:
-            The maker of drafters, None for plain decoding; and the head, None if the drafter has no head.
+    def load_drafting(self, trunk: Trunk) -> Drafting | None:
+        """Load the drafter in the trunk's dtype and on its device; None for plain decoding.
 
         Raises:
             CheckpointError: A weight of the drafter is missing, of another shape, NaN or infinite.
         """
-        weight = trunk.lm_head_VD
+        dtype, device = trunk.lm_head_VD.dtype, trunk.lm_head_VD.device
         if self.plan is not None:
-            head = build_head(self.plan, text_config_of(self.checkpoint), dtype=weight.dtype).to(weight.device).eval()
+            head = build_head(self.plan, text_config_of(self.checkpoint), dtype=dtype).to(device).eval()
             if self.head_quantization is not None:
                 pack_head(head, self.head_quantization)
-            return HeadDrafting(head, self.plan.draft_vocab), head
+            return HeadDrafting(head, self.plan.draft_vocab)
         if self.head == NGRAM:
-            return NgramDrafting(), None
-        place: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+            return NgramDrafting()
         if self.external is not None:
-            return self.external.drafting(**place), None
+            checkpoint, assistant = self.external.checkpoint, self.external.assistant
+            return AssistantDrafting(load_assistant(checkpoint, assistant, dtype=dtype, device=device), assistant)
         if self.draft_model is not None:
-            return ModelDrafting(load_trunk(self.draft_model.path, self.draft_model.family, **place)), None
-        return None, None
+            return ModelDrafting(load_trunk(self.draft_model.path, self.draft_model.family, dtype=dtype, device=device))
+        return None
 
 
 def open_model(
@@ -203,13 +172,7 @@ def open_model(
 ) -> OpenModel:
     """Open the files of a trunk and its drafter, and check that they fit each other.
 
-    Args:
-        location: The trunk: a directory, a hub id or ``demo:NAME``.
-        head: Name of the drafter, see the module's text; None for plain decoding.
-        adapter: A peft adapter to apply to the trunk, unmerged.
-        quantization: Format to pack the trunk's linear layers in.
-        head_quantization: Format to pack the head's linear layers in.
-        where: Prefix of error messages about quantization.
+    ``where`` begins error messages about quantization; the other arguments are fields of :class:`OpenModel`.
 
     Raises:
         MtpError: A file is missing or damaged, or does not fit the trunk.
@@ -221,9 +184,9 @@ def open_model(
     stored = head_directory(head) if head is not None else None
     head = head if stored is None else str(stored)
     model = open_location(head.removeprefix(MODEL)) if head is not None and head.startswith(MODEL) else None
-    no_head = head is None or head == NGRAM or model is not None
-    external = None if no_head or head == OWN else external_drafter(head)
-    if head_quantization is not None and (no_head or external is not None):
+    name = None if head == NGRAM or model is not None else head
+    external = None if name is None or name == OWN else _external_drafter(name)
+    if head_quantization is not None and (name is None or external is not None):
         raise DataError(
             f"{where}: {head} packed into {head_quantization}; expected a head, which has linear layers to "
             "pack. Leave the bits out."
@@ -232,7 +195,7 @@ def open_model(
         if bits is not None:
             require_bitsandbytes(bits, where)
     family = checkpoint.family if external is None else external.trunk_family(checkpoint)
-    plan = None if no_head or external is not None else head_plan(checkpoint, head)
+    plan = None if name is None or external is not None else head_plan(checkpoint, name)
     return OpenModel(
         checkpoint, family, adapter_path, quantization, head, head_quantization, plan, external, draft_model=model
     )
@@ -240,8 +203,8 @@ def open_model(
 
 def export_of_run(location: str) -> str:
     """Return the export inside a run directory; any other location unchanged."""
-    export = Path(location) / "export"
-    return str(export) if is_checkpoint_directory(export) and not is_checkpoint_directory(Path(location)) else location
+    export, own = Path(location) / "export", Path(location) / CONFIG_FILE
+    return str(export) if (export / CONFIG_FILE).is_file() and not own.is_file() else location
 
 
 def head_of_run(location: str) -> str:
@@ -250,17 +213,8 @@ def head_of_run(location: str) -> str:
     return str(head) if is_head_directory(head) else location
 
 
-def is_checkpoint_directory(path: Path) -> bool:
-    """Return whether a directory contains a checkpoint."""
-    return (path / CONFIG_FILE).is_file()
-
-
 def require_own_head(location: str) -> None:
-    """Check that a checkpoint contains a complete MTP head.
-
-    Raises:
-        CheckpointError: It contains none, or an incomplete one.
-    """
+    """Raise a CheckpointError if a checkpoint contains no complete MTP head."""
     checkpoint = open_location(location)
     diagnosis = diagnose_head(checkpoint)
     if not diagnosis.complete:
@@ -271,13 +225,7 @@ def require_own_head(location: str) -> None:
 
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool, where: str) -> list[int]:
-    """Return the token ids of a prompt.
-
-    Args:
-        tokenizer: The trunk's tokenizer.
-        prompt: Text; with ``chat`` the content of a user message.
-        chat: Whether to apply the chat template.
-        where: Prefix of error messages.
+    """Return the token ids of a text; with ``chat``, of the chat template with the text as the user's message.
 
     Raises:
         DataError: The prompt has no token, or there is no chat template that accepts it.

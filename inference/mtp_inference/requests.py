@@ -31,12 +31,11 @@ class GenerationResult:
 
     Example:
         >>> from mtp_inference import GenerationResult
+        >>> from mtp_inference.requests import Round
         >>> result = GenerationResult(
         ...     token_ids=(5, 6, 7, 8),
-        ...     rounds=1,
-        ...     num_draft_tokens=3,
-        ...     accepted_per_pos=(1, 1, 0),
-        ...     round_log=(),
+        ...     depth=3,
+        ...     round_log=(Round(num_drafted=3, num_accepted=2),),
         ...     seconds_prefill=0.1,
         ...     seconds_decode=0.2,
         ... )
@@ -52,10 +51,8 @@ class GenerationResult:
     """Their text, cut before the stop string that ended it; empty without a tokenizer."""
     finish_reason: Literal["stop", "length"] = "length"
     """``stop``: a stop token or a stop string ended the text. ``length``: ``max_new_tokens`` did."""
-    rounds: int
-    num_draft_tokens: int
-    accepted_per_pos: tuple[int, ...]
-    """Number of rounds that accepted at least ``i + 1`` drafts, one entry per depth; empty for plain decoding."""
+    depth: int
+    """Largest number of drafts per round."""
     round_log: tuple[Round, ...]
     """Counts of every round, in order."""
     seconds_prefill: float
@@ -70,9 +67,24 @@ class GenerationResult:
         return (False, *rounds)[: len(self.token_ids)]
 
     @property
+    def rounds(self) -> int:
+        """Number of rounds."""
+        return len(self.round_log)
+
+    @property
     def num_drafts(self) -> int:
         """Number of rounds, under the name of vLLM's counter."""
         return self.rounds
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts of all rounds."""
+        return sum(one.num_drafted for one in self.round_log)
+
+    @property
+    def accepted_per_pos(self) -> tuple[int, ...]:
+        """Number of rounds that accepted at least ``i + 1`` drafts, one entry per depth; empty for plain decoding."""
+        return tuple(sum(one.num_accepted > place for one in self.round_log) for place in range(self.depth))
 
     @property
     def num_accepted_tokens(self) -> int:
@@ -85,15 +97,7 @@ class GenerationResult:
         return 1.0 + self.num_accepted_tokens / self.rounds if self.rounds else 1.0
 
     def counts(self, prompt_id: str, group: str) -> PromptCounts:
-        """Return the counts in the form that acceptance statistics pool over prompts.
-
-        ``seconds`` is the time of prefill and rounds together.
-
-        Args:
-            prompt_id: Name of the prompt, the same for every arm.
-            group: Group that the prompt is held out with, as intervals resample whole groups. Use the prompt's own id
-                if it belongs to no group.
-        """
+        """Return the counts in the form that acceptance statistics pool over prompts, by whole groups."""
         return PromptCounts(
             prompt_id=prompt_id,
             rounds=self.rounds,
@@ -120,11 +124,6 @@ class GenerationResult:
 _COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 
-def accepted_per_pos(rounds: Sequence[Round], depth: int) -> tuple[int, ...]:
-    """Return, for each of ``depth`` draft positions, the number of rounds that accepted its draft."""
-    return tuple(sum(one.num_accepted > position for one in rounds) for position in range(depth))
-
-
 MAX_DEPTH = 7
 """Largest number of drafts per round."""
 MtpMode = Literal["on", "off", "auto"]
@@ -133,9 +132,6 @@ MtpMode = Literal["on", "off", "auto"]
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt of token ids, with its settings.
-
-    Raises:
-        MtpError: A value is out of range.
 
     Example:
         >>> from mtp_inference import Request, Sampling
@@ -172,13 +168,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """The tokens and the text that prefill or one round added to one request.
-
-    Example:
-        >>> from mtp_inference import Chunk
-        >>> Chunk(index=0, token_ids=(5, 6), text="ab").result is None
-        True
-    """
+    """The tokens and the text that prefill or one round added to one request."""
 
     index: int
     """Index of the request in the call."""

@@ -15,20 +15,17 @@ from typing import NamedTuple
 
 import torch
 
-from mtp_inference.batch import BAD_DRAFTER, BAD_TRUNK, RoundPlan, padded_stops
-from mtp_inference.capture import Outcome, Rounds
+from mtp_inference.capture import RoundOutcome, Rounds
 from mtp_inference.depth import DepthController, RoundCosts, batch_depth
-from mtp_inference.requests import Chunk, GenerationResult, Request, Round, accepted_per_pos
+from mtp_inference.drafters.drafter import PENDING_PLACES, RoundPlan
+from mtp_inference.requests import Chunk, GenerationResult, Request, Round
+from mtp_inference.round import BAD_DRAFTER, BAD_TRUNK, prefill, settle_drafter
 from mtp_inference.text import TextStream
 from mtp_train.errors import MtpError
 from mtp_train.trunk.non_finite import Source, non_finite_error
 
 MAX_PREFILL_TOKENS = 16384
 """Largest number of prompt tokens prefilled together; a single prompt may be longer."""
-PENDING_PLACES = 32
-"""Largest number of committed tokens that may be pending for the drafter."""
-
-
 MIN_FREE_SHARE = 0.25
 """Smallest share of finished rows to drop. Dropping copies the caches of the other rows, which takes up to the time of
 a round; with this share, a batch of any size is copied only a few times."""
@@ -73,8 +70,8 @@ class Lane:
         """Whether a stop string ended the text."""
         return self.text_stream is not None and self.text_stream.stopped
 
-    def take(self, tokens: Sequence[int]) -> tuple[list[int], str]:
-        """Add committed tokens up to the end of the text; return the added tokens and the text that became certain."""
+    def extend(self, tokens: Sequence[int]) -> Chunk:
+        """Add committed tokens up to the end of the text; return them, and the result if the text has ended."""
         added: list[int] = []
         text = ""
         for token in tokens:
@@ -82,19 +79,13 @@ class Lane:
             self.tokens.append(token)
             if self.text_stream is not None:
                 text += self.text_stream.push(token)
-            self.is_done = token in self.stops or len(self.tokens) >= self.request.max_new_tokens
-            self.is_done |= self.met_stop_string
+            self.is_done = token in self.stops or self.tokens_left <= 0 or self.met_stop_string
             if self.is_done:
                 break
-        return added, text
-
-    def chunk(self, added: Sequence[int], text: str) -> Chunk:
-        """Return a chunk of the added tokens and text, with the result if the text has ended."""
-        if not self.is_done:
-            return Chunk(index=self.index, token_ids=tuple(added), text=text)
-        if self.text_stream is not None:
+        if self.is_done and self.text_stream is not None:
             text += self.text_stream.finish()
-        return Chunk(index=self.index, token_ids=tuple(added), text=text, result=self._result())
+        result = self._result() if self.is_done else None
+        return Chunk(index=self.index, token_ids=tuple(added), text=text, result=result)
 
     def _result(self) -> GenerationResult:
         by_stop = self.tokens[-1] in self.stops or self.met_stop_string
@@ -102,9 +93,7 @@ class Lane:
             token_ids=tuple(self.tokens),
             text=self.text_stream.text if self.text_stream is not None else "",
             finish_reason="stop" if by_stop else "length",
-            rounds=len(self.rounds),
-            num_draft_tokens=sum(one.num_drafted for one in self.rounds),
-            accepted_per_pos=accepted_per_pos(self.rounds, self.depth),
+            depth=self.depth,
             round_log=tuple(self.rounds),
             seconds_prefill=self.seconds_prefill,
             seconds_decode=time.perf_counter() - self.started - self.seconds_prefill,
@@ -114,7 +103,7 @@ class Lane:
 class InFlight(NamedTuple):
     """A round whose outcome the host has not read yet."""
 
-    outcome: Outcome
+    outcome: RoundOutcome
     lanes: dict[int, Lane]
     """Row of the outcome to its lane; later rounds may have fewer rows."""
     plan: RoundPlan
@@ -172,42 +161,33 @@ class Session:
         self._require_rows()
         started = time.perf_counter()
         lanes, rows = self._next_group()
-        device = self.batch.last_B.device
-        prompt_RT = torch.tensor([list(lane.request.prompt_ids) for lane in lanes], device=device)
-        room_R = torch.tensor([lane.request.max_new_tokens for lane in lanes], device=device)
-        width = self.batch.stop_BN.shape[1]
-        stop_RN = torch.tensor(padded_stops([lane.stops for lane in lanes], width), device=device, dtype=torch.long)
-        self.batch.chooser.set_rows(rows, [lane.request.sampling for lane in lanes])
-        first = self.batch.prefill(rows, prompt_RT, room_R, stop_RN).tolist()
+        prompt_RT = self.batch.last_B.new_tensor([list(lane.request.prompt_ids) for lane in lanes])
+        requests = [lane.request for lane in lanes]
+        limits, stops = [one.max_new_tokens for one in requests], [lane.stops for lane in lanes]
+        self.batch.set_rows(rows, [one.sampling for one in requests], limits, stops)
+        first = prefill(self.batch, rows, prompt_RT).tolist()
         now = time.perf_counter()
         for lane, token in zip(lanes, first, strict=True):
             lane.started, lane.seconds_prefill = started, now - started
             lane.position, lane.pending = prompt_RT.shape[1], 1
             if token == BAD_TRUNK:
                 raise self._non_finite("trunk", lane, [])
-            added, text = lane.take([token])
-            self._settle_lane(lane)
-            yield lane.chunk(added, text)
+            yield self._extend(lane, [token])
 
     def _next_group(self) -> tuple[list[Lane], slice]:
-        free = [row for row in range(self.batch.cache.num_rows) if row not in self.lanes]
+        first = row = next(row for row in range(self.batch.cache.num_rows) if row not in self.lanes)
         length = len(self.waiting[0].request.prompt_ids)
-        lanes: list[Lane] = []
-        for row in free:
-            fits = not lanes or (
-                row == lanes[-1].row + 1
-                and len(self.waiting[0].request.prompt_ids) == length
-                and (len(lanes) + 1) * length <= MAX_PREFILL_TOKENS
-            )
-            if not fits:
-                break
-            lane = self.waiting.popleft()
-            lane.row = row
-            self.lanes[row] = lane
-            lanes.append(lane)
-            if not self.waiting:
-                break
-        return lanes, slice(lanes[0].row, lanes[-1].row + 1)
+        while (
+            self.waiting
+            and row < self.batch.cache.num_rows
+            and row not in self.lanes
+            and len(self.waiting[0].request.prompt_ids) == length
+            and (row == first or (row + 1 - first) * length <= MAX_PREFILL_TOKENS)
+        ):
+            self.lanes[row] = self.waiting.popleft()
+            self.lanes[row].row = row
+            row += 1
+        return [self.lanes[each] for each in range(first, row)], slice(first, row)
 
     def _drop_rows(self) -> None:
         """Drop the rows of finished texts if that makes the remaining rounds enough smaller."""
@@ -219,7 +199,7 @@ class Session:
             return
         self._require_rows()
         rows = sorted(self.lanes)
-        self.batch.keep_rows(rows)
+        self.batch.keep_rows(self.batch.last_B.new_tensor(rows))
         self.lanes = {new: self.lanes[old] for new, old in enumerate(rows)}
         for row, lane in self.lanes.items():
             lane.row = row
@@ -230,8 +210,8 @@ class Session:
         self._require_rows()
         depth = self._depth()
         plan = self._plan(depth)
-        if depth == 0 and plan.pending + 1 > PENDING_PLACES and self.batch.drafter is not None:
-            self.batch.settle(plan)
+        if depth == 0 and plan.pending + 1 > PENDING_PLACES:
+            settle_drafter(self.batch, plan)
             for lane in self.lanes.values():
                 lane.pending = 0
         launched = self._round_clock()
@@ -255,7 +235,7 @@ class Session:
         same = known and all(lane.position == position for lane in lanes)
         pending = max(lane.pending for lane in lanes)
         start = position if same else None
-        return RoundPlan(depth, position + depth + 1, pending, PENDING_PLACES, start)
+        return RoundPlan(depth, position + depth + 1, pending, start)
 
     def _depth(self) -> int:
         """Return the depth of the round, and write each row's own depth to the batch.
@@ -311,19 +291,18 @@ class Session:
             lane.rounds.append(Round(num_drafted, num_accepted))
             if lane.controller is not None:
                 lane.controller.observe(num_drafted, num_accepted)
-            added, text = lane.take(tokens[:num_kept])
-            self._settle_lane(lane)
-            yield lane.chunk(added, text)
+            yield self._extend(lane, tokens[:num_kept])
 
     def _non_finite(self, source: Source, lane: Lane, accepted: Sequence[int]) -> Exception:
         token_ids = [*lane.request.prompt_ids, *lane.tokens, *accepted]
         return non_finite_error(source, self.batch.trunk, self.batch.drafter, token_ids, max(lane.depth, 1))
 
-    def _settle_lane(self, lane: Lane) -> None:
-        """Free the row of a lane if its text has ended."""
-        if not lane.is_done:
-            return
-        del self.lanes[lane.row]
-        # The device checks stop tokens and limits, but not stop strings.
-        if lane.met_stop_string:
-            self.batch.release(lane.row)
+    def _extend(self, lane: Lane, tokens: Sequence[int]) -> Chunk:
+        """Add committed tokens to a lane, and free its row if its text has ended."""
+        chunk = lane.extend(tokens)
+        if lane.is_done:
+            del self.lanes[lane.row]
+            # The device checks stop tokens and limits, but not stop strings.
+            if lane.met_stop_string:
+                self.batch.release(lane.row)
+        return chunk

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from mtp_train.errors import MtpError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Character that a tokenizer decodes incomplete or invalid bytes to."""
@@ -161,8 +158,7 @@ def marked_pieces(
 ) -> tuple[tuple[str, bool], ...]:
     """Return a text in pieces of accepted drafts (True) and of the trunk's own tokens (False).
 
-    A character of several tokens belongs to the piece of its last token. The arguments are those of
-    :class:`TextStream`, and for each token whether it was a draft.
+    A character of several tokens belongs to the piece of its last token.
     """
     stream = TextStream(tokenizer, prompt_ids, stop)
     pieces: list[tuple[str, bool]] = []

@@ -13,16 +13,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mtp_train.acceptance.counts import Interval, PromptCounts, num_groups, paired, tau
 from mtp_train.acceptance.intervals import POWER, Difference, Spread, holm_levels, tau_difference
-from mtp_train.acceptance.speed import SpeedTest, Verdict, break_even_tau, speed_difference
+from mtp_train.acceptance.names import PLAIN
+from mtp_train.acceptance.speed import SpeedTest, Verdict, break_even_tau, side, speed_difference
 
-PLAIN_BASELINE = "none"
-"""The baseline that drafts nothing."""
-Pair = tuple[Sequence[PromptCounts], Sequence[PromptCounts]]
-"""Counts of the retrained head and of the baseline, on the same prompts."""
+
+class Pair(NamedTuple):
+    """Counts of the retrained head and of the baseline, on the same prompts."""
+
+    head: Sequence[PromptCounts]
+    baseline: Sequence[PromptCounts]
+    timed_head: Sequence[PromptCounts] = ()
+    """Counts of the timed prompts, with their times; the gate against plain decoding judges the speed by them."""
+    timed_baseline: Sequence[PromptCounts] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,128 +116,122 @@ def decide_gate(
         target_break_even: Break-even tau of the engine that will serve the head, which then decides against plain
             decoding; None to decide by the speed measured here.
     """
-    needed, level = min_gate_groups(confidence), 1.0 - confidence
-    differences = [tau_difference(a, paired(a, b)) for a, b in measured.values()]
-    speeds = [
-        _speed_test(pair, difference, target_break_even) if baseline == PLAIN_BASELINE else None
-        for pair, difference in zip(measured.values(), differences, strict=True)
-    ]
-    p_values = [(speed or difference).p_value for difference, speed in zip(differences, speeds, strict=True)]
-    levels = holm_levels(p_values, level)
-    judged = [
-        _judge(name, pair, difference, own_level, level, len(measured))
-        if speed is None
-        else _judge_speed(name, pair, speed, own_level, level, len(measured))
-        for (name, pair), difference, speed, own_level in zip(
-            measured.items(), differences, speeds, levels, strict=True
-        )
-    ]
-    settings = tuple(setting for setting, _ in judged)
-    first = settings[0]
-    silent = [one.setting for one, (a, _) in zip(settings, measured.values(), strict=True) if not _rounds(a)]
+    level = 1.0 - confidence
+    pairs = {name: pair._replace(baseline=paired(pair.head, pair.baseline)) for name, pair in measured.items()}
+    silent = [name for name, pair in pairs.items() if not sum(one.rounds for one in pair.head)]
     if silent:
-        where = f" ({silent[0]})" if len(settings) > 1 else ""
+        where = f" ({silent[0]})" if len(pairs) > 1 else ""
         reason = f"the retrained head decoded no round{where}: there is nothing to judge it by"
         return GateVerdict(False, baseline, None, f"{reason}. Raise evaluate.max_new_tokens")
+    tests: dict[str, TauTest | SpeedTest] = {}
+    for name, pair in pairs.items():
+        gain = TauTest(tau_difference(pair.head, pair.baseline))
+        tests[name] = gain if baseline != PLAIN else _speed_test(pair, gain.difference, target_break_even)
+    levels = holm_levels([test.p_value for test in tests.values()], level)
+    judged = [
+        _judge(name, pairs[name], test, baseline, own_level, level, len(pairs))
+        for (name, test), own_level in zip(tests.items(), levels, strict=True)
+    ]
+    settings = tuple(setting for setting, _ in judged)
     passed = any(one.verdict == "above" for one in settings) and all(one.verdict != "below" for one in settings)
-    few = min(one.groups for one in settings)
-    told = "; ".join(
-        (f"{one.setting}: " if len(settings) > 1 else "")
-        + (_told_speed(one, interval) if baseline == PLAIN_BASELINE else _told(one, interval, baseline))
-        for one, interval in judged
-    )
+    told = "; ".join(f"{one.setting}: {words}" if len(settings) > 1 else words for one, words in judged)
+    needed, few = min_gate_groups(confidence), min(one.groups for one in settings)
     if few < needed:
         passed = False
         told = (
-            f"{_figures(first, baseline)}; {confidence:.4g} confidence needs prompts of at least {needed} groups. "
-            "Raise evaluate.prompts or data.holdout"
+            f"{_figures(settings[0], baseline)}; {confidence:.4g} confidence needs prompts of at least {needed} "
+            "groups. Raise evaluate.prompts or data.holdout"
         )
+    first = settings[0]
     return GateVerdict(passed, baseline, first.delta_tau_ci95, told, first.groups, first.detectable_gain, settings)
 
 
+class TauTest(NamedTuple):
+    """The test of a head against another one at one setting."""
+
+    difference: Difference
+
+    @property
+    def p_value(self) -> float | None:
+        """Two-sided p-value of heads with the same tau."""
+        return self.difference.p_value
+
+    def verdict(self, level: float) -> Verdict:
+        """Return what the interval of the gain at this two-sided level shows."""
+        spread = self.difference.spread
+        return "neither" if spread is None else side(spread.interval(self.difference.value, level), 0.0)
+
+
+def _speed_test(pair: Pair, difference: Difference, target_break_even: float | None) -> SpeedTest:
+    timed, plain = pair.timed_head, paired(pair.timed_head, pair.timed_baseline)
+    on_target = target_break_even is not None
+    needed = target_break_even if on_target else break_even_tau(timed, plain)
+    return SpeedTest(difference, speed_difference(timed, plain) if timed else None, needed, on_target)
+
+
 def _judge(
-    name: str, pair: Pair, difference: Difference, own_level: float, level: float, num_settings: int
+    name: str,
+    pair: Pair,
+    test: TauTest | SpeedTest,
+    baseline: str,
+    own_level: float,
+    level: float,
+    num_settings: int,
 ) -> tuple[GateSetting, str]:
-    """Return the result at one setting, and the deciding interval in words.
+    """Return the result at one setting, and in words what decided.
 
     Args:
         name: Name of the setting.
-        pair: Counts of both heads.
-        difference: Difference of their tau.
+        pair: Counts of both arms.
+        test: The test of the head.
+        baseline: Name of the other arm.
         own_level: Level at which Holm's procedure tests the setting for a gain.
         level: Level at which it is tested for a loss.
         num_settings: Number of settings that are judged together.
     """
     verdict: Verdict = "neither"
-    spread, decides_at = difference.spread, own_level
-    if spread is not None:
-        if spread.interval(difference.value, own_level)[0] > 0.0:
-            verdict = "above"
-        elif spread.interval(difference.value, level)[1] < 0.0:
-            verdict, decides_at = "below", level
+    if own_level and test.verdict(own_level) == "above":
+        verdict = "above"
+    elif test.verdict(level) == "below":
+        verdict = "below"
+    decides_at = level if verdict == "below" else own_level or level
+    gain = test.tau_gain if isinstance(test, SpeedTest) else test.difference
+    spread = gain.spread
     found = GateSetting(
         setting=name,
-        tau=tau(pair[0]),
-        baseline_tau=tau(pair[1]),
-        delta_tau_ci95=difference.ci95,
+        tau=tau(pair.head),
+        baseline_tau=tau(pair.baseline),
+        delta_tau_ci95=gain.ci95,
         verdict=verdict,
         # Heads without a difference in any group have no spread, so the power is unknown.
         detectable_gain=spread.detectable(level / num_settings) if spread is not None and spread.error else None,
-        prompts=len(pair[0]),
-        groups=num_groups(pair[0]),
+        prompts=len(pair.head),
+        groups=num_groups(pair.head),
     )
-    return found, "" if spread is None else _interval_words(spread, difference.value, decides_at)
-
-
-def _speed_test(pair: Pair, difference: Difference, target_break_even: float | None) -> SpeedTest:
-    plain = paired(*pair)
-    measured = break_even_tau(pair[0], plain)
-    on_target = target_break_even is not None
-    return SpeedTest(
-        difference, speed_difference(pair[0], plain), target_break_even if on_target else measured, on_target
+    if isinstance(test, TauTest):
+        interval = "" if spread is None else _interval_words(spread, gain.value, decides_at)
+        return found, _told(found, interval, baseline)
+    found = replace(
+        found,
+        tau_ci95=test.tau_interval(0.05),
+        break_even_tau=test.break_even_tau,
+        speedup=None if test.gain is None else 1.0 + test.gain.value,
+        speedup_ci95=test.speedup_interval(0.05),
     )
-
-
-def _judge_speed(
-    name: str, pair: Pair, speed: SpeedTest, own_level: float, level: float, num_settings: int
-) -> tuple[GateSetting, str]:
-    """Return the result at one setting against plain decoding, and in words what decided.
-
-    Arguments are those of :func:`_judge`.
-    """
-    if own_level and speed.verdict(own_level) == "above":
-        verdict: Verdict = "above"
-        decides_at = own_level
-    else:
-        verdict = "below" if speed.verdict(level) == "below" else "neither"
-        decides_at = level if verdict == "below" else own_level or level
-    spread = speed.tau_gain.spread
-    found = GateSetting(
-        setting=name,
-        tau=tau(pair[0]),
-        baseline_tau=tau(pair[1]),
-        delta_tau_ci95=speed.tau_gain.ci95,
-        verdict=verdict,
-        detectable_gain=spread.detectable(level / num_settings) if spread is not None and spread.error else None,
-        prompts=len(pair[0]),
-        groups=num_groups(pair[0]),
-        tau_ci95=speed.tau_interval(0.05),
-        break_even_tau=speed.break_even_tau,
-        speedup=None if speed.gain is None else 1.0 + speed.gain.value,
-        speedup_ci95=speed.speedup_interval(0.05),
-    )
-    intervals = ("tau", speed.tau_interval) if speed.on_target else ("speedup", speed.speedup_interval)
-    name, decides = intervals[0], intervals[1](decides_at)
-    return found, f"{100 * (1 - decides_at):.4g} % interval of {name} {_bounds(decides)}"
+    kind, decides = ("tau", test.tau_interval) if test.on_target else ("speedup", test.speedup_interval)
+    words = f"{100 * (1 - decides_at):.4g} % interval of {kind} {_bounds(decides(decides_at))}"
+    return found, _told_speed(found, words, num_groups(pair.timed_head))
 
 
 def _bounds(interval: Interval | None) -> str:
     return "without an interval" if interval is None else f"[{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
-def _told_speed(found: GateSetting, intervals: str) -> str:
+def _told_speed(found: GateSetting, intervals: str, timed_groups: int) -> str:
     """Return the result at one setting against plain decoding in words."""
-    speed = "no speed was measured" if found.speedup is None else f"measured speedup {found.speedup:.2f}x"
+    speed = "no speed was measured"
+    if found.speedup is not None:
+        speed = f"measured speedup {found.speedup:.2f}x over {timed_groups} groups"
     needed = "unknown" if found.break_even_tau is None else f"{found.break_even_tau:.2f}"
     shown = {
         "above": "drafts are shown to pay",
@@ -262,7 +263,3 @@ def _told(found: GateSetting, interval: str, baseline: str) -> str:
     if found.verdict == "neither" and found.detectable_gain is not None:
         power = f" (a gain of {found.detectable_gain:.2f} would have been seen with probability {POWER:g})"
     return f"{_figures(found, baseline)}: {interval} {lies}{power}"
-
-
-def _rounds(counts: Sequence[PromptCounts]) -> int:
-    return sum(one.rounds for one in counts)

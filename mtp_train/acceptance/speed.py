@@ -40,14 +40,15 @@ def pays(
         break_even_tau: Tau at which a round with drafts takes as long as plain decoding of the same tokens.
     """
     if speedup_interval is not None:
-        return _side(speedup_interval, 1.0)
-    by_tau = _side(tau_interval, break_even_tau)
-    if speedup is not None and by_tau != _side((speedup, speedup), 1.0):
+        return side(speedup_interval, 1.0)
+    by_tau = side(tau_interval, break_even_tau)
+    if speedup is not None and by_tau != side((speedup, speedup), 1.0):
         return "neither"
     return by_tau
 
 
-def _side(interval: Interval | None, value: float | None) -> Verdict:
+def side(interval: Interval | None, value: float | None) -> Verdict:
+    """Return where an interval lies: above or below a value, or neither."""
     if interval is None or value is None:
         return "neither"
     return "above" if interval[0] > value else "below" if interval[1] < value else "neither"
@@ -58,11 +59,12 @@ def break_even_tau(drafted: Sequence[PromptCounts], plain: Sequence[PromptCounts
 
     None where a time was not measured or nothing was decoded.
     """
-    with_drafts, without = _round_seconds(drafted), _round_seconds(plain)
+    with_drafts, without = round_seconds(drafted), round_seconds(plain)
     return with_drafts / without if with_drafts is not None and without else None
 
 
-def _round_seconds(counts: Sequence[PromptCounts]) -> float | None:
+def round_seconds(counts: Sequence[PromptCounts]) -> float | None:
+    """Return the mean time of a round, prefill excluded; None where it was not measured or nothing was decoded."""
     rounds, seconds = sum(one.rounds for one in counts), [one.seconds_decode for one in counts]
     known = [one for one in seconds if one is not None]
     return sum(known) / rounds if rounds and len(known) == len(seconds) else None

@@ -10,15 +10,24 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.progress import Progress
 from torch import Tensor
 
-from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint, locate_checkpoint, read_json, scan_safetensors
-from mtp_train.checkpoints.finite import require_finite_checkpoint
+from mtp_train.checkpoints.files import (
+    TORCH_DTYPES,
+    Checkpoint,
+    bounded,
+    locate_checkpoint,
+    read_json,
+    scan_safetensors,
+    validated,
+)
+from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.errors import CheckpointError
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -52,85 +61,47 @@ _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 Kind = Literal["linear", "embedding", "experts"]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+@dataclass(frozen=True)
+class LoraConfigFile:
+    """The fields of a LoRA adapter's ``adapter_config.json`` that determine how its weights are read."""
+
+    r: int = bounded(1, math.inf)
+    lora_alpha: int | float = bounded(-1e30, 1e30)
+    rank_pattern: dict[str, int] | None = None
+    """Regular expressions of module names to ranks."""
+    alpha_pattern: dict[str, int | float] | None = None
+    use_rslora: bool | None = None
+    use_dora: bool | None = None
+    fan_in_fan_out: bool | None = None
+    ensure_weight_tying: bool | None = None
+    target_parameters: list[str] | None = None
+
+    def targets(self, name: str) -> bool:
+        """Return whether ``target_parameters`` names a parameter."""
+        return any(f".{name}".endswith(f".{target}") for target in self.target_parameters or ())
+
+    def rank(self, name: str) -> int:
+        """Return the rank of a module or parameter."""
+        return _of_pattern(self.rank_pattern, name) or self.r
+
+    def scale(self, name: str) -> float:
+        """Return the factor of the low-rank product of a module or parameter."""
+        alpha, rank = _of_pattern(self.alpha_pattern, name), self.rank(name)
+        return (self.lora_alpha if alpha is None else alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def _is_rank(value: Any) -> bool:
-    return _is_number(value) and value == int(value) and value > 0
+def _of_pattern(patterns: Mapping[str, Any] | None, name: str) -> Any:
+    """Return the value of the first pattern that matches the end of a module's name, as peft looks it up."""
+    return next((value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", name)), None)
 
 
-def _is_flag(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
-
-
-def _is_pattern(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return a check for mappings from regular expressions to values."""
-
-    def holds(value: Any) -> bool:
-        if not isinstance(value, dict):
-            return value is None
-        try:
-            return all(re.compile(pattern) and of(one) for pattern, one in value.items())
-        except re.error:
-            return False
-
-    return holds
-
-
-# The fields of a LoRA adapter's config that we read: name, check, and the expected value for messages.
-_FIELDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("r", _is_rank, "a rank, 1 or more"),
-    ("lora_alpha", _is_number, "a number"),
-    ("rank_pattern", _is_pattern(_is_rank), "a mapping from patterns of module names to ranks"),
-    ("alpha_pattern", _is_pattern(_is_number), "a mapping from patterns of module names to numbers"),
-    *((name, _is_flag, "true or false") for name in ("use_rslora", "use_dora", "fan_in_fan_out")),
-    (
-        "target_parameters",
-        lambda value: value is None or (isinstance(value, list) and all(isinstance(one, str) for one in value)),
-        "a list of parameter names",
-    ),
-)
-
-
-class AdapterWeights:
-    """Read an adapter's stored tensors on demand, and keep the last few, which neighbouring modules share.
-
-    Args:
-        stored: The adapter's file, opened.
-    """
-
-    def __init__(self, stored: Checkpoint) -> None:
-        self.stored = stored
-        self._kept: dict[str, Tensor] = {}
-
-    def load(self, key: str) -> Tensor:
-        """Return a tensor in fp32."""
-        if key not in self._kept:
-            if len(self._kept) == _NUM_KEPT:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[key] = self.stored.read(key).float()
-        return self._kept[key]
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StoredMatrix:
     """A matrix of an adapter that is not loaded yet."""
 
-    weights: AdapterWeights
-    key: str
-    transposed: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape after the transposition."""
-        shape = self.weights.stored.tensors[self.key].shape
-        return shape[::-1] if self.transposed else shape
-
-    def load(self) -> Tensor:
-        """Return the matrix in fp32."""
-        value = self.weights.load(self.key)
-        return value.T if self.transposed else value
+    shape: tuple[int, ...]
+    load: Callable[[], Tensor]
+    """Returns the matrix in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +128,8 @@ class LowRank:
 class Adapter:
     """A LoRA adapter: the parameters that it changes, with its matrices still on disk."""
 
-    path: Path
-    weights: AdapterWeights
+    stored: Checkpoint
+    """Its directory, with the weights opened."""
     pairs: tuple[LowRank, ...]
     bias_steps: Mapping[str, Tensor]
     """Parameter name in transformers' tree to the values that are added to it."""
@@ -167,11 +138,16 @@ class Adapter:
     keeps_tied: bool
     """Whether it was trained with embedding and lm_head tied to each other."""
 
+    @property
+    def path(self) -> Path:
+        """Its directory."""
+        return self.stored.path
 
-@dataclass
-class _Parts:
-    keys: dict[str, str] = field(default_factory=dict)
-    """``lora_A``, ``lora_B`` and so on to the stored key."""
+
+_Parts = dict[str, str]
+"""``lora_A``, ``lora_B`` and so on to the stored key."""
+_Wrapped = tuple[str, int]
+"""A module's name, and how many times peft has wrapped it."""
 
 
 def is_adapter(path: Path) -> bool:
@@ -206,19 +182,18 @@ def locate_adapter(location: str, trunk: str) -> Path:
         raise CheckpointError(
             f"{location}: no {ADAPTER_CONFIG_FILE}; expected a peft adapter directory or a hub id. Check the spelling."
         )
-    config = _read_config(path)
-    weights = _open_weights(path, config)
-    keys = weights.stored.tensors
-    wrapped = next((key for key in keys if "language_model." in key or ".visual." in key), None)
+    stored = _open_weights(path)
+    wrapped = next((key for key in stored.tensors if "language_model." in key or ".visual." in key), None)
     if wrapped is not None:
         raise CheckpointError(
             f"{location}: adapts {wrapped}, a module of the vision-language model; expected modules of the text model, "
             f"which alone is loaded. Run '{merge_command(trunk, location)}' and use the result."
         )
     # Adapters of other kinds are checked when peft applies them, by the names that it gives their tensors.
-    if config["peft_type"] == "LORA":
-        for (module, _), parts in _group(weights)[0].items():
-            _require_whole(weights, config, module, parts)
+    if stored.config["peft_type"] == "LORA":
+        config = _lora_config(stored)
+        for (module, _), parts in _group(stored)[0].items():
+            _require_whole(stored, config, module, parts)
     return path
 
 
@@ -229,57 +204,82 @@ def read_adapter(path: Path) -> Adapter:
         CheckpointError: It is no LoRA adapter; its weights are missing, damaged, not finite or of another rank than the
             config declares; or it has an effect that merged weights cannot have.
     """
-    config = _read_config(path)
-    _require_mergeable(path, config)
-    weights = _open_weights(path, config)
-    groups, replacements = _group(weights)
-    names = _parameter_names(path, config, groups)
+    stored = _open_weights(path)
+    _require_mergeable(stored)
+    config = _lora_config(stored)
+    load = lru_cache(maxsize=_NUM_KEPT)(lambda key: stored.read(key).float())
+    groups, replacements = _group(stored)
+    names = _parameter_names(stored, config, groups)
     pairs, steps = [], {}
-    for place, parts in groups.items():
-        _require_whole(weights, config, place[0], parts)
-        pair = _pair(weights, config, place[0], names[place], parts)
+    for group, parts in groups.items():
+        _require_whole(stored, config, group[0], parts)
+        pair = _pair(stored, load, config, group[0], names[group], parts)
         pairs.append(pair)
-        if "lora_B_bias" in parts.keys:
-            steps[f"{pair.module}.bias"] = pair.scale * weights.load(parts.keys["lora_B_bias"])
-    return Adapter(path, weights, tuple(pairs), steps, replacements, bool(config.get("ensure_weight_tying")))
+        if "lora_B_bias" in parts:
+            steps[f"{pair.module}.bias"] = pair.scale * load(parts["lora_B_bias"])
+    return Adapter(stored, tuple(pairs), steps, replacements, bool(config.ensure_weight_tying))
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    """Read an adapter's config, and check the fields that determine how its weights are read."""
-    file = path / ADAPTER_CONFIG_FILE
-    config = read_json(file)
+def _open_weights(path: Path) -> Checkpoint:
+    """Open an adapter's weights, with its raw config."""
+    config, file = read_json(path / ADAPTER_CONFIG_FILE), path / ADAPTER_FILE
     if not isinstance(config.get("peft_type"), str):
         raise CheckpointError(
-            f"{file}: peft_type {config.get('peft_type')!r}; expected the kind of a peft adapter, such as LORA. "
-            "Restore the original, or save the adapter again."
+            f"{path / ADAPTER_CONFIG_FILE}: peft_type {config.get('peft_type')!r}; expected the kind of a peft "
+            "adapter, such as LORA. Restore the original, or save the adapter again."
         )
-    for name, holds, expected in _FIELDS if config["peft_type"] == "LORA" else ():
-        if not holds(config.get(name)):
-            raise CheckpointError(
-                f"{file}: {name} is {config.get(name)!r}; expected {expected}. Restore the original, or save the "
-                "adapter again."
-            )
+    if not file.is_file() and (path / "adapter_model.bin").is_file():
+        raise CheckpointError(
+            f"{path}: its weights are a pickle (adapter_model.bin), which can run code when read; expected "
+            f"{ADAPTER_FILE}. Save it once with safetensors in a place you trust."
+        )
+    stored = Checkpoint(path, config, None, scan_safetensors(file))
+    if not stored.tensors:
+        raise CheckpointError(f"{file}: holds no tensor; expected an adapter's weights. Save it again.")
+    whole = next((key for key, info in stored.tensors.items() if not TORCH_DTYPES[info.dtype].is_floating_point), None)
+    if whole is not None:
+        raise CheckpointError(
+            f"{file}: {whole} is stored as {stored.tensors[whole].dtype}; expected floating-point weights. Save the "
+            "adapter again."
+        )
+    require_finite_checkpoint(stored, Progress(disable=True))
+    return stored
+
+
+def _lora_config(stored: Checkpoint) -> LoraConfigFile:
+    file, hint = stored.path / ADAPTER_CONFIG_FILE, "Restore the original, or save the adapter again."
+    config = validated(LoraConfigFile, stored.config, file, hint)
+    for patterns in (config.rank_pattern, config.alpha_pattern):
+        for pattern, value in (patterns or {}).items():
+            if not _is_regex(pattern) or (patterns is config.rank_pattern and value < 1):
+                raise CheckpointError(f"{file}: {pattern!r}: {value}; expected a pattern and a rank, 1 or more. {hint}")
     return config
 
 
-def _group(weights: AdapterWeights) -> tuple[dict[tuple[str, int], _Parts], dict[str, str]]:
+def _is_regex(pattern: str) -> bool:
+    try:
+        return bool(re.compile(pattern))
+    except re.error:
+        return False
+
+
+def _group(stored: Checkpoint) -> tuple[dict[_Wrapped, _Parts], dict[str, str]]:
     """Return low-rank tensors by module and depth of peft's wrapping, and the tensors that replace a parameter."""
-    groups: dict[tuple[str, int], _Parts] = {}
+    groups: dict[_Wrapped, _Parts] = {}
     replacements: dict[str, str] = {}
-    for key in weights.stored.tensors:
+    for key in stored.tensors:
         name = key.removeprefix(_ROOT)
         match = _PART.match(name)
         if match is None:
             replacements[name.replace(".base_layer", "")] = key
             continue
-        depth = match["wraps"].count(".base_layer")
-        parts = groups.setdefault((match["module"], depth), _Parts())
-        parts.keys[match["part"] + ("_bias" if match["field"] == "bias" else "")] = key
+        parts = groups.setdefault((match["module"], match["wraps"].count(".base_layer")), {})
+        parts[match["part"] + ("_bias" if match["field"] == "bias" else "")] = key
     return groups, replacements
 
 
-def _require_mergeable(path: Path, config: Mapping[str, Any]) -> None:
-    where = path / ADAPTER_CONFIG_FILE
+def _require_mergeable(stored: Checkpoint) -> None:
+    where, config = stored.path / ADAPTER_CONFIG_FILE, stored.config
     if config.get("peft_type") != "LORA":
         raise CheckpointError(
             f"{where}: peft_type {config.get('peft_type')!r}; expected LORA, the only kind merged here. Merge it with "
@@ -300,116 +300,90 @@ def _require_mergeable(path: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def _open_weights(path: Path, config: Mapping[str, Any]) -> AdapterWeights:
-    file = path / ADAPTER_FILE
-    if not file.is_file() and (path / "adapter_model.bin").is_file():
-        raise CheckpointError(
-            f"{path}: its weights are a pickle (adapter_model.bin), which can run code when read; expected "
-            f"{ADAPTER_FILE}. Save it once with safetensors in a place you trust."
-        )
-    stored = Checkpoint(path, config, None, scan_safetensors(file))
-    if not stored.tensors:
-        raise CheckpointError(f"{file}: holds no tensor; expected an adapter's weights. Save it again.")
-    whole = next((key for key, info in stored.tensors.items() if not TORCH_DTYPES[info.dtype].is_floating_point), None)
-    if whole is not None:
-        raise CheckpointError(
-            f"{file}: {whole} is stored as {stored.tensors[whole].dtype}; expected floating-point weights. Save the "
-            "adapter again."
-        )
-    require_finite_checkpoint(stored, Progress(disable=True))
-    return AdapterWeights(stored)
-
-
-def _parameter_names(
-    path: Path, config: Mapping[str, Any], groups: Iterable[tuple[str, int]]
-) -> dict[tuple[str, int], str]:
+def _parameter_names(stored: Checkpoint, config: LoraConfigFile, groups: Iterable[_Wrapped]) -> dict[_Wrapped, str]:
     """Return the parameter that each group of tensors adapts, from the depth of peft's wrapping."""
     depths: dict[str, list[int]] = {}
     for module, depth in groups:
         depths.setdefault(module, []).append(depth)
-    named: dict[tuple[str, int], str] = {}
+    named: dict[_Wrapped, str] = {}
     for module, found in depths.items():
         experts = EXPERT_PARAMETERS if module.endswith("experts") else ()
-        ordered = [name for name in experts if _is_targeted(config, f"{module}.{name}")] or ["weight"]
+        ordered = [name for name in experts if config.targets(f"{module}.{name}")] or ["weight"]
         if sorted(found) != list(range(len(ordered))):
             raise CheckpointError(
-                f"{path}: {module} is adapted {len(found)} times, while target_parameters lists "
+                f"{stored.path}: {module} is adapted {len(found)} times, while target_parameters lists "
                 f"{', '.join(ordered)}; expected one adapter for each. Save it again with the peft that made it."
             )
         named |= {(module, len(ordered) - 1 - place): name for place, name in enumerate(ordered)}
     return named
 
 
-def _is_targeted(config: Mapping[str, Any], name: str) -> bool:
-    """Return whether ``target_parameters`` names a parameter."""
-    return any(f".{name}".endswith(f".{target}") for target in config.get("target_parameters") or ())
-
-
 def _matrices(parts: _Parts) -> tuple[str, str]:
-    embedding = any(part.startswith("lora_embedding") for part in parts.keys)
+    embedding = any(part.startswith("lora_embedding") for part in parts)
     return ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B")
 
 
-def _require_whole(weights: AdapterWeights, config: Mapping[str, Any], module: str, parts: _Parts) -> None:
+def _require_whole(stored: Checkpoint, config: LoraConfigFile, module: str, parts: _Parts) -> None:
     """Check that a module's adapter has both matrices, and DoRA's magnitude exactly if the config sets DoRA."""
-    file, (a, b) = weights.stored.path / ADAPTER_FILE, _matrices(parts)
-    if not {a, b} <= parts.keys.keys():
-        alone = next(iter(parts.keys.values()))
+    file, (a, b) = stored.path / ADAPTER_FILE, _matrices(parts)
+    if not {a, b} <= parts.keys():
         raise CheckpointError(
-            f"{file}: {alone} has no counterpart; expected both {a} and {b} of {module}. Save the adapter again."
+            f"{file}: {next(iter(parts.values()))} has no counterpart; expected both {a} and {b} of {module}. Save the "
+            "adapter again."
         )
-    if bool(config.get("use_dora")) != ("lora_magnitude_vector" in parts.keys):
-        found = "no lora_magnitude_vector" if config.get("use_dora") else "a lora_magnitude_vector"
+    if bool(config.use_dora) != ("lora_magnitude_vector" in parts):
+        found = "no lora_magnitude_vector" if config.use_dora else "a lora_magnitude_vector"
         raise CheckpointError(
-            f"{file}: {found} for {module}, while {ADAPTER_CONFIG_FILE} sets use_dora = {config.get('use_dora')!r}; "
+            f"{file}: {found} for {module}, while {ADAPTER_CONFIG_FILE} sets use_dora = {config.use_dora!r}; "
             "expected magnitudes for every module with DoRA, and none without. Save the adapter again."
         )
 
 
-def _pair(weights: AdapterWeights, config: Mapping[str, Any], module: str, parameter: str, parts: _Parts) -> LowRank:
-    path, infos = weights.stored.path, weights.stored.tensors
-    a, b = _matrices(parts)
-    embedding = a == "lora_embedding_A"
-    down, up = infos[parts.keys[a]].shape, infos[parts.keys[b]].shape
+def _pair(
+    stored: Checkpoint,
+    load: Callable[[str], Tensor],
+    config: LoraConfigFile,
+    module: str,
+    parameter: str,
+    parts: _Parts,
+) -> LowRank:
+    (a, b), path = _matrices(parts), stored.path
+    kind: Kind = "embedding" if a == "lora_embedding_A" else "linear" if parameter == "weight" else "experts"
+    down, up = stored.tensors[parts[a]].shape, stored.tensors[parts[b]].shape
     if len(down) != 2 or len(up) != 2:
         raise CheckpointError(
             f"{path / ADAPTER_FILE}: {module} is a convolution ({a} has {len(down)} axes); expected matrices. Merge it "
             "with peft's merge_and_unload, and put the head back with mtp-train graft."
         )
-    kind: Literal["linear", "embedding", "experts"] = (
-        "embedding" if embedding else "linear" if parameter == "weight" else "experts"
-    )
     # peft looks ranks up by the module's name, or by the parameter's name for target_parameters.
-    name = f"{module}.{parameter}" if _is_targeted(config, f"{module}.{parameter}") else module
-    rank = int(_pattern_value(config.get("rank_pattern"), name, config["r"]))
-    alpha = float(_pattern_value(config.get("alpha_pattern"), name, config["lora_alpha"]))
+    name = f"{module}.{parameter}" if config.targets(f"{module}.{parameter}") else module
+    rank = config.rank(name)
     if down[0] % rank or (kind != "experts" and down[0] != rank) or down[0] != up[1]:
         raise CheckpointError(
             f"{path / ADAPTER_FILE}: {module} has {a} {list(down)} and {b} {list(up)}; expected rank "
             f"{rank}, as {ADAPTER_CONFIG_FILE} declares. Save the adapter again."
         )
-    transposed = embedding or (bool(config.get("fan_in_fan_out")) and kind == "linear")
-    magnitude = parts.keys.get("lora_magnitude_vector")
+    transposed = kind == "embedding" or (kind == "linear" and bool(config.fan_in_fan_out))
+    magnitude = parts.get("lora_magnitude_vector")
     if magnitude is not None and transposed:
         raise CheckpointError(
             f"{path}: DoRA on {module}, whose norms run along the other axis of the stored weight; expected DoRA on "
             "linear layers. Merge it with peft's merge_and_unload, and put the head back with mtp-train graft."
         )
+
+    def matrix(key: str) -> StoredMatrix:
+        shape = stored.tensors[key].shape
+        if transposed:
+            return StoredMatrix(shape[::-1], lambda: load(key).T)
+        return StoredMatrix(shape, lambda: load(key))
+
     return LowRank(
         module=module,
         parameter=parameter,
         kind=kind,
-        left=StoredMatrix(weights=weights, key=parts.keys[a if transposed else b], transposed=transposed),
-        right=StoredMatrix(weights=weights, key=parts.keys[b if transposed else a], transposed=transposed),
+        left=matrix(parts[a if transposed else b]),
+        right=matrix(parts[b if transposed else a]),
         rank=rank,
-        scale=alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank,
-        magnitude=None if magnitude is None else weights.load(magnitude),
+        scale=config.scale(name),
+        magnitude=None if magnitude is None else load(magnitude),
     )
-
-
-def _pattern_value(patterns: Mapping[str, Any] | None, name: str, otherwise: Any) -> Any:
-    """Return the value of the first pattern that matches the end of a module's name, as peft looks it up."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return value
-    return otherwise

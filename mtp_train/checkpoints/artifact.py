@@ -6,14 +6,14 @@ A head with a draft vocabulary also has ``draft_vocab.safetensors``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from mtp_train.checkpoints.files import read_json, scan_safetensors
+from mtp_train.checkpoints.files import bounded, read_json, scan_safetensors, validated
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
@@ -26,53 +26,65 @@ VOCAB_FILE, VOCAB_KEY = "draft_vocab.safetensors", "token_ids"
 FORMAT_VERSION = 1
 
 
-@dataclass(frozen=True)
-class _Written:
-    """The fields of ``head_config.json`` that are read."""
+@dataclass(frozen=True, kw_only=True)
+class HeadConfigFile:
+    """The fields of ``head_config.json``."""
 
+    format_version: int
     family: str
+    kind: str
     trunk_prefix: str
-    num_hidden_layers: int
+    num_hidden_layers: int = bounded(0, 1000)
     """0 in layouts whose head keys do not count the trunk's layers."""
-    num_sublayers: int
+    num_sublayers: int = bounded(1, 1000)
     fused_experts: bool
-    num_modules: int
-    num_depths: int
+    num_modules: int = bounded(1, 1000)
+    num_depths: int = bounded(1, 1000)
     convention: str
+    draft_vocab: int | None = bounded(1, math.inf)
     shared_keys: list[str]
     config_fields: dict[str, Any]
     notes: dict[str, Any]
-    kind: str
-    draft_vocab: int | None
-
-
-_EXPECTED: Mapping[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("family", "trunk_prefix", "convention", "kind"), str),
-    **dict.fromkeys(("num_hidden_layers", "num_sublayers", "num_modules", "num_depths"), int),
-    "fused_experts": bool,
-    "shared_keys": list,
-    **dict.fromkeys(("config_fields", "notes"), dict),
-    "draft_vocab": (int, type(None)),
-}
-_LEAST = {"num_hidden_layers": 0, "num_sublayers": 1, "num_modules": 1, "num_depths": 1, "draft_vocab": 1}
-_MOST = dict.fromkeys(("num_hidden_layers", "num_sublayers", "num_modules", "num_depths"), 1000)
 
 
 @dataclass(frozen=True)
-class Artifact:
-    """A head on its own, with the metadata that is needed to run it and to put it into a checkpoint."""
+class OwnOutput:
+    """The head's own output matrix, which only the decoder uses."""
 
-    family: Family
+    weight: PendingTensor
+    """Shape (R, D)."""
+    token_ids_R: Tensor | None
+    """int, the token of each row; None where the rows are the whole vocabulary in order."""
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """Describe a head in the native layout of one checkpoint: the template by which a trained head is written."""
+
     layout: HeadLayout
     num_modules: int
-    num_depths: int
-    """The number of depths that it was trained for, and the default draft depth."""
     convention: str
     head: NativeHead
+    """Keys, dtypes and shapes to write; its loaders return the weights before training."""
+    draft_vocab: Tensor | None = None
+    """int32, the tokens that the head may draft; None for all."""
+    output: OwnOutput | None = None
+    """None where the head drafts with the trunk's output matrix, or the family gives each module one."""
+
+    @property
+    def family(self) -> Family:
+        """The record of the trunk's family with a head of this kind."""
+        return self.layout.family
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artifact(HeadPlan):
+    """A head on its own, with what a head directory tells of it besides."""
+
+    num_depths: int
+    """The number of depths that it was trained for, and the default draft depth."""
     notes: dict[str, Any]
     """The origin of the head, free-form; written and read back unchanged."""
-    draft_vocab: Tensor | None = None
-    """int32, the tokens that may be drafted; None for all."""
 
 
 def save_artifact(artifact: Artifact, out: Path) -> None:
@@ -86,25 +98,24 @@ def save_artifact(artifact: Artifact, out: Path) -> None:
         write_safetensors(directory / WEIGHTS_FILE, artifact.head.tensors)
         if artifact.draft_vocab is not None:
             write_safetensors(directory / VOCAB_FILE, [held_tensor(VOCAB_KEY, "I32", artifact.draft_vocab)])
-        write_json(
-            directory / HEAD_CONFIG_FILE,
-            {
-                "format_version": FORMAT_VERSION,
-                "family": artifact.family.name,
-                "kind": artifact.family.kind,
-                "trunk_prefix": artifact.layout.trunk_prefix,
-                "num_hidden_layers": artifact.layout.num_hidden_layers,
-                "num_sublayers": artifact.layout.num_sublayers,
-                "fused_experts": artifact.layout.fused_experts,
-                "num_modules": artifact.num_modules,
-                "num_depths": artifact.num_depths,
-                "convention": artifact.convention,
-                "draft_vocab": None if artifact.draft_vocab is None else len(artifact.draft_vocab),
-                "shared_keys": list(artifact.head.shared_keys),
-                "config_fields": dict(artifact.head.config_fields),
-                "notes": artifact.notes,
-            },
+        layout, head = artifact.layout, artifact.head
+        written = HeadConfigFile(
+            format_version=FORMAT_VERSION,
+            family=artifact.family.name,
+            kind=artifact.family.kind,
+            trunk_prefix=layout.trunk_prefix,
+            num_hidden_layers=layout.num_hidden_layers,
+            num_sublayers=layout.num_sublayers,
+            fused_experts=layout.fused_experts,
+            num_modules=artifact.num_modules,
+            num_depths=artifact.num_depths,
+            convention=artifact.convention,
+            draft_vocab=None if artifact.draft_vocab is None else len(artifact.draft_vocab),
+            shared_keys=list(head.shared_keys),
+            config_fields=dict(head.config_fields),
+            notes=artifact.notes,
         )
+        write_json(directory / HEAD_CONFIG_FILE, asdict(written))
 
 
 def load_artifact(path: Path) -> Artifact:
@@ -119,7 +130,7 @@ def load_artifact(path: Path) -> Artifact:
             f"{path / HEAD_CONFIG_FILE}: format_version {config.get('format_version')!r}; expected {FORMAT_VERSION}. "
             "Write the head again with this version of mtp-train."
         )
-    written = _checked(config, path / HEAD_CONFIG_FILE)
+    written = validated(HeadConfigFile, config, path / HEAD_CONFIG_FILE, "Write the head again.")
     try:
         family = of_kind(family_named(written.family), written.kind)
     except KeyError as error:
@@ -133,7 +144,6 @@ def load_artifact(path: Path) -> Artifact:
     infos = scan_safetensors(path / WEIGHTS_FILE)
     tensors = tuple(_pending(path / WEIGHTS_FILE, key, info.dtype, info.shape) for key, info in infos.items())
     return Artifact(
-        family=family,
         layout=layout,
         num_modules=written.num_modules,
         num_depths=written.num_depths,
@@ -142,29 +152,6 @@ def load_artifact(path: Path) -> Artifact:
         notes=written.notes,
         draft_vocab=_load_draft_vocab(path, written.draft_vocab),
     )
-
-
-def _checked(config: Mapping[str, Any], file: Path) -> _Written:
-    """Return the fields of a head's config.
-
-    Raises:
-        CheckpointError: A field is missing, or of another type.
-    """
-    for field in fields(_Written):
-        value = config.get(field.name, MISSING)
-        # A bool is an int in Python.
-        fits = isinstance(value, _EXPECTED[field.name]) and (field.type == "bool" or not isinstance(value, bool))
-        if isinstance(value, int) and fits and field.name in _LEAST:
-            fits = _LEAST[field.name] <= value <= _MOST.get(field.name, value)
-        if isinstance(value, list):
-            fits = all(isinstance(key, str) for key in value)
-        if not fits:
-            found = "missing" if value is MISSING else f"{value!r:.60}"
-            raise CheckpointError(
-                f"{file}: incomplete or damaged: {field.name} is {found}; expected a head that mtp-train wrote. Write "
-                "it again."
-            )
-    return _Written(**{field.name: config[field.name] for field in fields(_Written)})
 
 
 def _load_draft_vocab(path: Path, size: int | None) -> Tensor | None:

@@ -62,26 +62,6 @@ def home_source(base: str | None) -> str | None:
     return f"{PREFIX}code" if base == f"{PREFIX}base" else None
 
 
-def write_demo(target: Path) -> None:
-    """Copy both checkpoints to ``target/base`` and ``target/finetune``, and the prompts beside them, all or nothing.
-
-    Raises:
-        OutputExistsError: The target exists.
-        CheckpointError: The disk is full or not writable.
-    """
-    # Imported here: locating the demo must not import torch.
-    from mtp_train.checkpoints.writing import new_directory
-
-    with new_directory(target, what="the demo") as directory:
-        for name in ("base", "finetune"):
-            (directory / name).mkdir()
-            # Contents without permissions: an installed package may be read-only, and the copy belongs to the user. One
-            # file at a time: shutil.copytree collects errors, and with them loses that the disk is full.
-            for file in sorted(demo_path(name).iterdir()):
-                shutil.copyfile(file, directory / name / file.name)
-        shutil.copyfile(demo_path("prompts"), directory / PROMPTS_FILE)
-
-
 def recorded() -> dict[str, Any]:
     """Return the recorded figures that are too slow to measure in a recipe: ``arms`` and the ``settings`` of each."""
     content: dict[str, Any] = json.loads(RECORDED_FILE.read_text(encoding="utf-8"))
@@ -111,7 +91,7 @@ class DemoResult:
 
 
 def demo(out: str | Path) -> DemoResult:
-    """Write the two demo checkpoints and their prompts to a new directory.
+    """Write the two demo checkpoints and their prompts to a new directory, all or nothing.
 
     Args:
         out: The new directory. ``out/base`` and ``out/finetune`` are about 5 MB each, ``out/prompts.jsonl`` 1 MB.
@@ -125,6 +105,16 @@ def demo(out: str | Path) -> DemoResult:
         >>> mtp.demo("demo").finetune
         PosixPath('demo/finetune')
     """
+    # Imported here: locating the demo must not import torch.
+    from mtp_train.checkpoints.writing import new_directory
+
     out = Path(out)
-    write_demo(out)
+    with new_directory(out, what="the demo") as directory:
+        for name in ("base", "finetune"):
+            (directory / name).mkdir()
+            # Contents without permissions: an installed package may be read-only, and the copy belongs to the user. One
+            # file at a time: shutil.copytree collects errors, and with them loses that the disk is full.
+            for file in sorted(demo_path(name).iterdir()):
+                shutil.copyfile(file, directory / name / file.name)
+        shutil.copyfile(demo_path("prompts"), directory / PROMPTS_FILE)
     return DemoResult(out / "base", out / "finetune", out / PROMPTS_FILE)

@@ -46,13 +46,8 @@ def write_draft_checkpoint(
 ) -> None:
     """Write a draft model to a new directory: its weights, the rows of the lm_head that it uses, and its config.
 
-    Args:
-        source: The trunk's checkpoint; only read.
-        artifact: The head, of another kind than ``mtp``.
-        layer_config: The config of its layers (``head_layer_config`` of its family).
-        out: The new directory.
-        form: For engines, or for the speculators package, where it supports this kind.
-        verifier: The trunk that speculators and ``vllm serve OUT`` load; None for ``source``'s path.
+    ``layer_config`` is ``layer.config`` of the head's family. ``verifier`` is the trunk that speculators and
+    ``vllm serve OUT`` load, None for ``source``'s path.
 
     Raises:
         OutputExistsError: ``out`` exists.
@@ -120,16 +115,7 @@ def draft_config(
     num_drafted: int | None,
     dtype: str,
 ) -> dict[str, Any]:
-    """Return the ``config.json`` for engines.
-
-    Args:
-        kind: The kind of head.
-        layer_config: The config of the head's layers.
-        num_modules: The number of its modules.
-        trunk: The trunk's raw text config.
-        num_drafted: The number of the trunk's tokens that may be drafted; None for all.
-        dtype: The dtype of the head's tensors, in safetensors' spelling.
-    """
+    """Return the ``config.json`` for engines."""
     stored = parts_of(kind).format
     return {
         "architectures": list(stored.written_as),
@@ -142,15 +128,7 @@ def draft_config(
 def speculators_config(
     form: SpeculatorsForm, config: Mapping[str, Any], num_depths: int, verifier: str, architectures: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the ``config.json`` of a draft model for the speculators package.
-
-    Args:
-        form: Its names in that package.
-        config: The config for engines.
-        num_depths: The default draft depth.
-        verifier: Path or hub id of the trunk.
-        architectures: The trunk's architectures.
-    """
+    """Return the ``config.json`` of a draft model for the speculators package."""
     return {
         **{field: config[field] for field in _NOT_OF_THE_LAYER},
         "architectures": [form.architecture],

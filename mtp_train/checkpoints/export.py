@@ -21,7 +21,9 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,7 +51,7 @@ from mtp_train.checkpoints.writing import (
     PendingTensor,
     full_disk_is_named,
     new_directory,
-    patch_safetensors,
+    rewrite_safetensors,
     sync_directory,
     write_json,
     write_safetensors,
@@ -60,6 +62,8 @@ logger = logging.getLogger(__name__)
 
 HEAD_FILE = "model-mtp.safetensors"
 LinkMode = Literal["hard", "copy"]
+Rewrite = Callable[[Path, Path], None]
+"""From a file of weights and the new file to write."""
 # A hard link is not possible: another file system, one without links, too many links, or another user's file.
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
 
@@ -67,45 +71,59 @@ _NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EML
 def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, out: Path, *, link: LinkMode) -> None:
     """Write ``source`` with ``head`` to a new directory.
 
-    Args:
-        source: The checkpoint whose trunk is exported; only read.
-        layout: The head layout of ``source``.
-        head: The head to write, with keys in ``layout``.
-        out: The new directory.
-        link: Hard-link unchanged files where the file system supports it, or copy them all.
-
     Raises:
         OutputExistsError: ``out`` exists.
         CheckpointError: A head tensor does not fit the one it replaces, or the disk is full.
     """
     tensors = [*head.tensors, *shared_tensors(source, layout, head)]
-    dropped = _replaced_packed(source, layout, tensors)
-    patches, additions = _sort_by_place(source, layout, tensors, dropped)
-    trimmed = {source.tensors[key].file for key in dropped}
-    taken = {entry.name for entry in source.path.iterdir()}
-    added_to = _new_file(taken)
-    renames = _shard_names(source, additions, added_to, taken)
+    placed = _placed(source, layout, tensors, _replaced_packed(source, layout, tensors), _names_in(source.path))
+    rewritten: dict[str, Rewrite] = {
+        file: partial(rewrite_safetensors, changes={pending.key: pending for pending in patches})
+        for file, patches in placed.patches.items()
+    }
+    for file in {source.tensors[key].file for key in placed.dropped}:
+        rewritten[file] = partial(_write_without, source, placed)
     documents = patched_documents(source, layout, head)
-    files = source_files(source)
+    files = [file for file in source_files(source) if name_in(source, file) not in {INDEX_FILE, *documents}]
     with new_directory(out, what="the checkpoint") as directory:
-        skipped = {INDEX_FILE, *documents}
-        for file in files:
-            relative = file.relative_to(source.path)
-            target = directory / renames.get(str(relative), str(relative))
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if str(relative) in trimmed:
-                _write_without(source, str(relative), dropped, patches.get(str(relative), []), target)
-            elif str(relative) in patches:
-                copy_file(file, target)
-                patch_safetensors(target, patches[str(relative)])
-            elif str(relative) not in skipped:
-                place_file(file, target, link)
-        if additions:
-            write_safetensors(directory / renames.get(added_to, added_to), additions)
+        copy_files(source, files, directory, link, rewritten, placed.renames)
+        if placed.additions:
+            write_safetensors(directory / placed.shard, placed.additions)
         for name, document in documents.items():
             write_json(directory / name, document)
-        if source.index is not None or additions:
-            write_json(directory / INDEX_FILE, _index(source, additions, added_to, renames, dropped))
+        if source.index is not None or placed.additions:
+            write_json(directory / INDEX_FILE, placed.index(source))
+
+
+def copy_files(
+    source: Checkpoint,
+    files: Iterable[Path],
+    directory: Path,
+    link: LinkMode,
+    rewritten: Mapping[str, Rewrite],
+    renames: Mapping[str, str],
+) -> None:
+    """Copy files of a checkpoint into a new directory.
+
+    ``rewritten`` maps a path in the checkpoint to the function that writes the file anew, ``renames`` to a new path.
+    """
+    for file in files:
+        name = name_in(source, file)
+        target = directory / renames.get(name, name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if name in rewritten:
+            rewritten[name](file, target)
+        else:
+            place_file(file, target, link)
+
+
+def name_in(source: Checkpoint, file: Path) -> str:
+    """Return the POSIX path of a file inside its checkpoint."""
+    return file.relative_to(source.path).as_posix()
+
+
+def _names_in(directory: Path) -> set[str]:
+    return {entry.name for entry in directory.iterdir()}
 
 
 def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> None:
@@ -113,45 +131,37 @@ def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> No
 
     If this is interrupted, loaders find the checkpoint without the head or with it: the last rename decides.
 
-    Args:
-        source: The checkpoint; no other process may write to it.
-        layout: The head layout of ``source``.
-        head: The head to write, with keys in ``layout``.
-
     Raises:
         CheckpointError: The checkpoint has tensors of another head, or the disk is full.
     """
-    tensors = [*head.tensors, *shared_tensors(source, layout, head)]
-    patches, additions = _sort_by_place(source, layout, tensors, set())
-    if patches:
-        raise CheckpointError(
-            f"{source.path}: has {len(patches)} file(s) with head tensors already; expected a checkpoint without a "
-            "head. Use mtp-train graft, which writes a new checkpoint."
-        )
     # A head shard of an earlier save into this directory, whose index transformers has replaced.
     earlier = source.path / HEAD_FILE
     has_earlier = os.path.lexists(earlier) and HEAD_FILE not in {info.file for info in source.tensors.values()}
-    taken = {entry.name for entry in source.path.iterdir()} - ({HEAD_FILE} if has_earlier else set())
-    added_to = _new_file(taken)
-    renames = _shard_names(source, additions, added_to, taken)
-    shard = source.path / renames.get(added_to, added_to)
+    taken = _names_in(source.path) - ({HEAD_FILE} if has_earlier else set())
+    placed = _placed(source, layout, [*head.tensors, *shared_tensors(source, layout, head)], set(), taken)
+    if placed.patches:
+        raise CheckpointError(
+            f"{source.path}: has {len(placed.patches)} file(s) with head tensors already; expected a checkpoint "
+            "without a head. Use mtp-train graft, which writes a new checkpoint."
+        )
+    shard = source.path / placed.shard
     temporary = shard.with_name(f".{shard.name}.tmp")
     documents = patched_documents(source, layout, head)
     with full_disk_is_named(source.path, what="the head"):
         try:
             temporary.unlink(missing_ok=True)
-            write_safetensors(temporary, additions)
+            write_safetensors(temporary, placed.additions)
             if has_earlier:
                 _set_aside(earlier, temporary)
             temporary.replace(shard)
         finally:
             temporary.unlink(missing_ok=True)
-        write_json(source.path / INDEX_FILE, _index(source, additions, added_to, renames, set()))
+        write_json(source.path / INDEX_FILE, placed.index(source))
         for name, document in documents.items():
             write_json(source.path / name, document)
-        if SINGLE_FILE in renames:
+        if SINGLE_FILE in placed.renames:
             # transformers reads the single file while it exists, and the index after this rename.
-            (source.path / SINGLE_FILE).replace(source.path / renames[SINGLE_FILE])
+            (source.path / SINGLE_FILE).replace(source.path / placed.renames[SINGLE_FILE])
         sync_directory(source.path)
 
 
@@ -225,20 +235,58 @@ def _replaced_packed(source: Checkpoint, layout: HeadLayout, tensors: list[Pendi
     return packed | {weight for weight in map(parts.get, packed) if weight is not None and weight in source.tensors}
 
 
-def _write_without(
-    source: Checkpoint, file: str, dropped: set[str], patches: list[PendingTensor], target: Path
-) -> None:
-    """Write a shard without some of its tensors, or no shard where no tensor is left."""
-    patched = {pending.key: pending for pending in patches}
-    keys = [key for key, info in source.tensors.items() if info.file == file and key not in dropped]
+def _write_without(source: Checkpoint, placed: _Placed, file: Path, target: Path) -> None:
+    """Write a shard without the tensors that are dropped, or no shard where no tensor is left."""
+    name = name_in(source, file)
+    patched = {pending.key: pending for pending in placed.patches.get(name, ())}
+    keys = [key for key, info in source.tensors.items() if info.file == name and key not in placed.dropped]
     if keys:
         write_safetensors(target, [patched.get(key) or stored_tensor(source, key, key) for key in keys])
 
 
-def _sort_by_place(
-    source: Checkpoint, layout: HeadLayout, tensors: list[PendingTensor], dropped: set[str]
-) -> tuple[dict[str, list[PendingTensor]], list[PendingTensor]]:
-    """Split head tensors into replacements of stored tensors, by file, and tensors that have no place yet."""
+@dataclass(frozen=True)
+class _Placed:
+    """The places of a head's tensors in a copy of a checkpoint."""
+
+    patches: Mapping[str, Sequence[PendingTensor]] = field(default_factory=dict)
+    """By file, the tensors that replace stored ones of the same dtype and shape."""
+    additions: Sequence[PendingTensor] = ()
+    """The tensors of a new shard."""
+    shard: str = ""
+    """The new shard's file name."""
+    dropped: Collection[str] = ()
+    """Keys of stored tensors that the copy lacks."""
+    renames: Mapping[str, str] = field(default_factory=dict)
+    """Old file name to new one."""
+
+    def index(self, source: Checkpoint) -> dict[str, Any]:
+        """Return the copy's index, which lists every tensor, also those that the source's own index does not."""
+        tensors: dict[str, TensorInfo] = {key: info for key, info in source.tensors.items() if key not in self.dropped}
+        tensors.update({pending.key: pending.info(self.shard) for pending in self.additions})
+        old_metadata = (source.index or {}).get("metadata")
+        metadata = dict(old_metadata) if isinstance(old_metadata, dict) else {}
+        metadata["total_size"] = sum(info.num_bytes for info in tensors.values())
+        if isinstance(metadata.get("total_parameters"), int):
+            # Of packed weights the shapes say nothing, so the old count is corrected by what changed.
+            keys = source.tensors.keys() | tensors.keys()
+            changed = {key for key in keys if source.tensors.get(key) != tensors.get(key)}
+            for sign, held in ((-1, source.tensors), (1, tensors)):
+                metadata["total_parameters"] += sign * sum(math.prod(held[key].shape) for key in changed & held.keys())
+        return {
+            "metadata": metadata,
+            "weight_map": {key: self.renames.get(info.file, info.file) for key, info in sorted(tensors.items())},
+        }
+
+
+def full_index(source: Checkpoint) -> dict[str, Any]:
+    """Return a checkpoint's index with every tensor of its shards."""
+    return _Placed().index(source)
+
+
+def _placed(
+    source: Checkpoint, layout: HeadLayout, tensors: list[PendingTensor], dropped: set[str], taken: Collection[str]
+) -> _Placed:
+    """Sort head tensors into replacements of stored tensors and a new shard, beside the file names that are taken."""
     patches: dict[str, list[PendingTensor]] = {}
     additions: list[PendingTensor] = []
     for pending in tensors:
@@ -268,17 +316,20 @@ def _sort_by_place(
             f"{source.path}: has head tensors that the new head lacks ({', '.join(sorted(stray)[:3])}); expected the "
             "same keys. Use a head of this checkpoint's family."
         )
-    return patches, additions
+    shard = _free_name(HEAD_FILE, taken)
+    renames = _shard_names(source, additions, shard, taken)
+    return _Placed(patches, additions, renames.get(shard, shard), dropped, renames)
 
 
-def _new_file(taken: Collection[str]) -> str:
-    """Return a file name for a new shard that no file of the source has, whether the index names that file or not."""
-    names = itertools.chain([HEAD_FILE], (f"model-mtp-{number}.safetensors" for number in itertools.count(2)))
-    return next(name for name in names if name not in taken)
+def _free_name(name: str, taken: Collection[str]) -> str:
+    """Return a name that no file of the source has, whether its index names that file or not."""
+    stem = name.removesuffix(".safetensors")
+    numbered = (f"{stem}-{number}.safetensors" for number in itertools.count(2))
+    return next(one for one in itertools.chain([name], numbered) if one not in taken)
 
 
 def _shard_names(
-    source: Checkpoint, additions: list[PendingTensor], added_to: str, taken: Collection[str]
+    source: Checkpoint, additions: list[PendingTensor], shard: str, taken: Collection[str]
 ) -> Mapping[str, str]:
     """Return new names for shards, old name to new.
 
@@ -290,11 +341,8 @@ def _shard_names(
         return {}
     both = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     if files == {SINGLE_FILE} and not {*both} & {*taken}:
-        return dict(zip((SINGLE_FILE, added_to), both, strict=True))
-    names = itertools.chain(
-        ["model-trunk.safetensors"], (f"model-trunk-{number}.safetensors" for number in itertools.count(2))
-    )
-    return {SINGLE_FILE: next(name for name in names if name not in taken)}
+        return dict(zip((SINGLE_FILE, shard), both, strict=True))
+    return {SINGLE_FILE: _free_name("model-trunk.safetensors", taken)}
 
 
 def patched_documents(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> dict[str, Any]:
@@ -328,34 +376,6 @@ def _with_fields(source: Checkpoint, fields: Mapping[str, Any]) -> dict[str, Any
     for name, value in fields.items():
         (config if name == source.family.declaration.section else text_config)[name] = value
     return None if config == source.config else config
-
-
-def full_index(source: Checkpoint) -> dict[str, Any]:
-    """Return a checkpoint's index with every tensor of its shards, also those that its own index does not list."""
-    return _index(source, [], "", {}, set())
-
-
-def _index(
-    source: Checkpoint,
-    additions: list[PendingTensor],
-    added_to: str,
-    renames: Mapping[str, str],
-    dropped: set[str],
-) -> dict[str, Any]:
-    tensors: dict[str, TensorInfo] = {key: info for key, info in source.tensors.items() if key not in dropped}
-    tensors.update({pending.key: pending.info(added_to) for pending in additions})
-    old_metadata = (source.index or {}).get("metadata")
-    metadata = dict(old_metadata) if isinstance(old_metadata, dict) else {}
-    metadata["total_size"] = sum(info.num_bytes for info in tensors.values())
-    if isinstance(metadata.get("total_parameters"), int):
-        # Of packed weights the shapes say nothing, so the old count is corrected by what changed.
-        changed = {key for key in source.tensors.keys() | tensors.keys() if source.tensors.get(key) != tensors.get(key)}
-        for sign, held in ((-1, source.tensors), (1, tensors)):
-            metadata["total_parameters"] += sign * sum(math.prod(held[key].shape) for key in changed & held.keys())
-    return {
-        "metadata": metadata,
-        "weight_map": {key: renames.get(info.file, info.file) for key, info in sorted(tensors.items())},
-    }
 
 
 def place_file(file: Path, target: Path, link: LinkMode) -> None:

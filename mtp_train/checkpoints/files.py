@@ -13,12 +13,13 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar, cast, get_type_hints
 
 import torch
+from huggingface_hub.dataclasses import type_validator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -31,7 +32,6 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-OWN_CONFIG_FILE = "params.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Shards of transformers' distributed save, which it prefers to any other weights.
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -205,6 +205,36 @@ def read_json(path: Path) -> dict[str, Any]:
     return parsed
 
 
+_Model = TypeVar("_Model")
+
+
+def bounded(least: float, most: float, default: Any = MISSING) -> Any:
+    """Return a field of a dataclass for :func:`validated`, with the bounds of its number."""
+    return field(default=default, metadata={"bounds": (least, most)})
+
+
+def validated(model: type[_Model], content: Mapping[str, Any], file: Path, hint: str) -> _Model:
+    """Return the fields of a JSON object that a dataclass declares; other fields are ignored.
+
+    Raises:
+        CheckpointError: A field is missing, of another type or out of bounds; the message ends with ``hint``.
+    """
+    types, values = get_type_hints(model), {}
+    for one in fields(cast(Any, model)):
+        value = values[one.name] = content.get(one.name, one.default)
+        least, most = one.metadata.get("bounds", (-math.inf, math.inf))
+        try:
+            type_validator(one.name, value, types[one.name])
+            fits = "bounds" not in one.metadata or value is None or least <= value <= most
+        except TypeError:
+            fits = False
+        if not fits:
+            found = "missing" if value is MISSING else f"{value!r:.60}"
+            between = f" from {least} to {most}" if "bounds" in one.metadata else ""
+            raise CheckpointError(f"{file}: {one.name} is {found}; expected {one.type}{between}. {hint}")
+    return model(**values)
+
+
 def _read_text_file(path: Path) -> bytes:
     """Return the content of a small file of a checkpoint.
 
@@ -228,11 +258,6 @@ def named_file(directory: Path, name: object, *, named_by: Path) -> str:
     """Return the path of a file that the checkpoint names, relative to the checkpoint's directory.
 
     The file itself may be a link, as in the hub's cache. The directories above it may not.
-
-    Args:
-        directory: The checkpoint.
-        name: The name in its index or config.
-        named_by: The file that contains the name, for messages.
 
     Raises:
         CheckpointError: The name leads out of the checkpoint or through a link to a directory, or the link is broken.
@@ -265,10 +290,6 @@ def named_file(directory: Path, name: object, *, named_by: Path) -> str:
 def scan_safetensors(path: Path, name: str | None = None) -> dict[str, TensorInfo]:
     """List the tensors of one safetensors file from its header.
 
-    Args:
-        path: The file.
-        name: Its path inside the checkpoint; None for the file's own name.
-
     Raises:
         CheckpointError: The file is missing, truncated or not safetensors.
     """
@@ -277,10 +298,6 @@ def scan_safetensors(path: Path, name: str | None = None) -> dict[str, TensorInf
 
 def read_header(path: Path, name: str) -> dict[str, tuple[TensorInfo, int]]:
     """Return the tensors of a safetensors file, and the first byte of each in the file. Reads the header alone.
-
-    Args:
-        path: The file.
-        name: Its path inside the checkpoint.
 
     Raises:
         CheckpointError: The file is missing or damaged, or a tensor has a dtype that is not read here.
@@ -321,7 +338,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{path}: not a directory; expected a checkpoint directory or a hub id (owner/name). Check the spelling."
         )
     named_file(path, CONFIG_FILE, named_by=path)
-    config = _own_config(path)
+    config = read_config(path / CONFIG_FILE)
+    # Before the check of the weights: converting pickles would not help.
+    refuse_unserved_heads(config, where=str(path))
     _require_generation_config(path)
     _refuse_other_weights(path, config)
     for name in (SINGLE_FILE, INDEX_FILE):
@@ -386,23 +405,6 @@ def _require_one_model(indexed: Checkpoint, single: Checkpoint) -> None:
         "llama.cpp's converter reads all model*.safetensors in sorted order, where the last copy of a tensor counts; "
         f"expected one set of weights. Move {SINGLE_FILE}, or the index and its files, to another directory."
     )
-
-
-def _own_config(path: Path) -> dict[str, Any]:
-    config_file = path / CONFIG_FILE
-    # Meta's releases have params.json instead, or a directory with it for each of several models.
-    found = [] if config_file.exists() else [*path.glob(OWN_CONFIG_FILE), *path.glob(f"*/{OWN_CONFIG_FILE}")]
-    own = sorted(found)
-    configs = {file.parent: read_json(file) for file in own} if own else {path: read_config(config_file)}
-    # Before the check of the weights: they are pickles, and converting them would not help.
-    for directory, config in configs.items():
-        refuse_unserved_heads(config, where=str(directory))
-    if own:
-        raise CheckpointError(
-            f"{path}: in the layout of the authors' own code ({OWN_CONFIG_FILE}, no {CONFIG_FILE}); expected a "
-            "transformers checkpoint. Convert it once with transformers' script for the model, in a place you trust."
-        )
-    return configs[path]
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -565,3 +567,13 @@ def locate_checkpoint(name: str) -> Path:
             f"{name}: neither a local directory nor a hub model that can be downloaded "
             f"({type(error).__name__}); expected one of them. Check the spelling, your network and your token."
         ) from None
+
+
+def all_finite(block: Tensor) -> bool:
+    """Return whether a tensor has neither NaN nor infinities; true for integer and empty tensors."""
+    if not block.is_floating_point() or not block.numel():
+        return True
+    # Minimum and maximum are NaN or infinite if any element is: one pass without a copy, ten times as fast as isfinite.
+    # torch has no aminmax for float8.
+    ends = torch.aminmax(block) if block.dtype.itemsize > 1 else torch.aminmax(block.float())
+    return bool(torch.isfinite(torch.stack(ends)).all())

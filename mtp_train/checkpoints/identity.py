@@ -180,11 +180,6 @@ def write_records(directory: Path, records: Records) -> None:
 def hash_inputs(inputs: Mapping[str, InputFiles], known: Records, progress: Progress) -> dict[str, InputRecord]:
     """Return the records of inputs. Files with the status of a settled record are not read.
 
-    Args:
-        inputs: The inputs to identify.
-        known: Earlier records, of these inputs or of others.
-        progress: Shows the hashing.
-
     Raises:
         CheckpointError: A file cannot be read, or another process is writing to it.
     """
@@ -295,12 +290,7 @@ def require_same(claimed: Claimed, loaders: Loaders, progress: Progress, *, fini
 
     Inputs that were touched, copied or moved pass if their content is the same.
 
-    Args:
-        claimed: The directory.
-        loaders: The current inputs.
-        progress: Shows the hashing of files whose status changed.
-        finished: Whether the results are complete.
-        keeps: Whether to record the new status of files that were hashed again, if the directory is writable.
+    With ``keeps``, the new status of files that were hashed again is recorded, if the directory is writable.
 
     Raises:
         ChangedInputError: An input changed, is gone, or cannot be shown to be the same.

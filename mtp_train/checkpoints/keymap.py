@@ -151,12 +151,6 @@ class HeadLayout:
             for key, meta in self.split(name, torch.empty(shape, device="meta"))
         }
 
-    def spelt_out_keys(self, module: int) -> Iterator[str]:
-        """Yield the native keys of one module that the rules fully determine."""
-        for rule, _, _ in self._rules:
-            if not rule.optional and "{rest}" not in rule.native and "{expert}" not in rule.native:
-                yield rule.native.format(**self._placeholders(module))
-
     def _placeholders(self, module: int) -> dict[str, str | int]:
         return {
             "trunk": self.trunk_prefix,

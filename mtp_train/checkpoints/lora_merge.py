@@ -9,10 +9,10 @@ stay the same.
 from __future__ import annotations
 
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,15 +21,14 @@ from torch import Tensor
 
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, Adapter, LowRank, read_adapter
 from mtp_train.checkpoints.contents import source_files
-from mtp_train.checkpoints.export import LinkMode, full_index, place_file, write_checkpoint
+from mtp_train.checkpoints.export import LinkMode, Rewrite, copy_files, full_index, write_checkpoint
 from mtp_train.checkpoints.files import INDEX_FILE, Checkpoint, open_checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.quantised import quant_method
-from mtp_train.checkpoints.writing import RowChange, new_directory, rewrite_safetensors, write_json
+from mtp_train.checkpoints.writing import PendingTensor, RowChange, new_directory, rewrite_safetensors, write_json
 from mtp_train.errors import CheckpointError
 
-_BLOCK_BYTES = 1 << 25
 _FLOATS = ("F32", "F16", "BF16")
 _OF_A_LAYER = re.compile(r"layers\.(?P<layer>\d+)\.(?P<tail>.+)\Z")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
@@ -83,21 +82,14 @@ def write_merged(
         OutputExistsError: ``out`` exists.
         CheckpointError: A merged weight is not finite, or the disk is full.
     """
-    by_file: dict[str, dict[str, RowChange]] = {}
+    by_file: dict[str, dict[str, RowChange | PendingTensor]] = {}
     for key, change in changes.items():
         by_file.setdefault(source.tensors[key].file, {})[key] = change
+    rewritten: dict[str, Rewrite] = {file: partial(rewrite_safetensors, changes=one) for file, one in by_file.items()}
     # Beside a model, transformers would apply the adapter a second time.
     files = [file for file in source_files(source) if file.name != ADAPTER_CONFIG_FILE]
     with new_directory(out, what="the checkpoint") as directory:
-        for file in progress.track(files, description="merging"):
-            relative = file.relative_to(source.path)
-            target = directory / relative
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if str(relative) in by_file:
-                rewrite_safetensors(file, target, by_file[str(relative)], block_bytes=_BLOCK_BYTES)
-                shutil.copymode(file, target)
-            else:
-                place_file(file, target, link)
+        copy_files(source, progress.track(files, description="merging"), directory, link, rewritten, {})
         if source.unlisted_keys:
             write_json(directory / INDEX_FILE, full_index(source))
     shards = {info.file for info in source.tensors.values()}
@@ -140,15 +132,6 @@ def write_adapted(
     progress: Progress,
 ) -> None:
     """Write ``source`` with ``head`` to a new directory, after merging an adapter into its trunk.
-
-    Args:
-        source: The checkpoint that the adapter is for; only read.
-        layout: The head layout of ``source``.
-        head: The head to write.
-        out: The new directory.
-        adapter: A LoRA adapter's directory, None for the trunk as it is.
-        link: Hard-link unchanged files where the file system supports it, or copy them all.
-        progress: Shows the merge.
 
     Raises:
         OutputExistsError: ``out`` exists.
@@ -219,7 +202,7 @@ class _Plan:
 
     def replace(self, name: str, key: str) -> None:
         """Replace a stored tensor with a tensor of the adapter."""
-        stored = self.adapter.weights.stored
+        stored = self.adapter.stored
         num_rows, *columns = stored.tensors[key].shape
         for home, rows in self._rows_of(name, num_rows):
             change = self._change(home, (rows.stop - rows.start, *columns))

@@ -52,11 +52,7 @@ def native_head_of(
 
     Weights in FP8 and FP4 become bf16 without scales, unless ``verbatim`` is set.
 
-    Args:
-        source: A checkpoint with a complete head (``diagnose_head``).
-        source_layout: The layout of ``source``.
-        target_layout: The layout of the checkpoint that the head is written to.
-        verbatim: Keep every tensor as stored, for a head that stays in its own checkpoint.
+    ``verbatim`` is for a head that stays in its own checkpoint.
 
     Raises:
         CheckpointError: An FP8 weight has no scales.

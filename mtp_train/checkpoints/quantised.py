@@ -144,10 +144,7 @@ def _holder(config: RawConfig) -> RawConfig | None:
 def leave_alone(config: RawConfig, groups: Groups, *, where: str) -> dict[str, Any] | None:
     """Return a config whose quantisation leaves the head's modules in plain floats, None where it does so already.
 
-    Args:
-        config: The raw config.
-        groups: The key prefix of each head module, to the layers under it that are in plain floats.
-        where: The checkpoint's path, for the message.
+    ``groups`` maps the key prefix of each head module to the layers under it that are in plain floats.
 
     Raises:
         CheckpointError: The quantisation method is not one whose exceptions we support.

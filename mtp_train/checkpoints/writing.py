@@ -20,10 +20,11 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from mtp_train.checkpoints.files import TORCH_DTYPES, TensorInfo
-from mtp_train.checkpoints.finite import all_finite
+from mtp_train.checkpoints.files import TORCH_DTYPES, TensorInfo, all_finite
 from mtp_train.errors import CheckpointError, FullDiskError, OutputExistsError
 
+_BLOCK_BYTES = 1 << 25
+"""Approximate size of a block that is held in memory; at least one row is."""
 LOCK_FILE = "run.lock"
 """Names the process that writes to a directory of results."""
 
@@ -103,29 +104,11 @@ def write_safetensors(path: Path, tensors: Sequence[PendingTensor]) -> None:
         _flush(handle)
 
 
-def patch_safetensors(path: Path, tensors: Sequence[PendingTensor]) -> None:
-    """Overwrite tensors in place in a file of our own (never a linked file); names, dtypes and shapes stay."""
-    with path.open("r+b") as handle:
-        header_bytes = int.from_bytes(handle.read(8), "little")
-        header = json.loads(handle.read(header_bytes))
-        for pending in tensors:
-            start, end = header[pending.key]["data_offsets"]
-            data = raw_bytes(pending.load(), pending.dtype)
-            if len(data) != end - start:
-                raise CheckpointError(
-                    f"{path.name}: {pending.key} has {end - start} bytes, the new tensor {len(data)}; expected the "
-                    "same shape and dtype. Use a head of this model."
-                )
-            handle.seek(8 + header_bytes + start)
-            handle.write(data)
-        _flush(handle)
-
-
 RowChange = Callable[[int, Tensor], Tensor]
 """From the number of a block's first row, and the stored block, to the block that replaces it (in any dtype)."""
 
 
-def rewrite_safetensors(source: Path, target: Path, changes: Mapping[str, RowChange], *, block_bytes: int) -> None:
+def rewrite_safetensors(source: Path, target: Path, changes: Mapping[str, RowChange | PendingTensor]) -> None:
     """Write a copy of a safetensors file with some tensors changed, with one block of rows in memory at a time.
 
     Header, order, dtypes and shapes stay the same, and so does every byte of the other tensors.
@@ -133,8 +116,7 @@ def rewrite_safetensors(source: Path, target: Path, changes: Mapping[str, RowCha
     Args:
         source: The file to read.
         target: The new file.
-        changes: Key to the change of its tensor.
-        block_bytes: Approximate size of a block; at least one row is held.
+        changes: Key to the change of its tensor, or to the tensor of the same dtype and shape that replaces it.
 
     Raises:
         CheckpointError: A changed tensor is no longer finite in its stored dtype.
@@ -147,17 +129,23 @@ def rewrite_safetensors(source: Path, target: Path, changes: Mapping[str, RowCha
         header = {key: entry for key, entry in json.loads(encoded).items() if key != "__metadata__"}
         for key, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
             start, end = entry["data_offsets"]
-            if key not in changes:
-                for offset in range(start, end, block_bytes):
-                    writer.write(reader.read(min(block_bytes, end - offset)))
+            change = changes.get(key)
+            if change is None:
+                for offset in range(start, end, _BLOCK_BYTES):
+                    writer.write(reader.read(min(_BLOCK_BYTES, end - offset)))
+                continue
+            if isinstance(change, PendingTensor):
+                for part in change.parts():
+                    writer.write(raw_bytes(part, entry["dtype"]))
+                reader.seek(end - start, os.SEEK_CUR)
                 continue
             shape, dtype = entry["shape"] or [1], entry["dtype"]
             row_bytes = (end - start) // shape[0]
-            rows = max(1, block_bytes // row_bytes)
+            rows = max(1, _BLOCK_BYTES // row_bytes)
             for first in range(0, shape[0], rows):
                 data = bytearray(reader.read(min(rows, shape[0] - first) * row_bytes))
                 block = torch.frombuffer(data, dtype=TORCH_DTYPES[dtype]).view(-1, *shape[1:])
-                changed = changes[key](first, block).to(TORCH_DTYPES[dtype])
+                changed = change(first, block).to(TORCH_DTYPES[dtype])
                 if not all_finite(changed):
                     raise CheckpointError(
                         f"{source}: {key} would contain NaN or infinite values in {dtype}; expected finite weights. "
@@ -165,6 +153,7 @@ def rewrite_safetensors(source: Path, target: Path, changes: Mapping[str, RowCha
                     )
                 writer.write(raw_bytes(changed, dtype))
         _flush(writer)
+    shutil.copymode(source, target)
 
 
 def write_json(path: Path, content: Any) -> None:

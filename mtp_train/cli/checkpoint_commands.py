@@ -7,86 +7,62 @@ from pathlib import Path
 from typing import Any
 
 import mtp_train as mtp
-from mtp_train.cli.output import Result, add_command, add_output, progress_of
+from mtp_train.cli.output import Result, add_command, chosen, progress_of
 
 
-def add_inspect(commands: Any) -> None:
-    """Declare ``inspect``."""
-    command = add_command(commands, "inspect", "report the state of a checkpoint's head")
-    command.add_argument("checkpoint")
-    command.add_argument("--base", help="the checkpoint it was fine-tuned from")
-    command.set_defaults(handler=_inspect)
+def add_commands(commands: Any) -> None:
+    """Declare the commands."""
+    inspect = add_command(commands, "inspect", "report the state of a checkpoint's head", _inspect)
+    inspect.add_argument("checkpoint")
+    inspect.add_argument("--base", help="the checkpoint it was fine-tuned from")
 
+    graft = add_command(commands, "graft", "put the base's head back on a fine-tune", _graft)
+    graft.add_argument("finetune")
+    graft.add_argument("--from", dest="base", required=True, metavar="BASE")
+    _add_output(graft)
 
-def add_graft(commands: Any) -> None:
-    """Declare ``graft``."""
-    command = add_command(commands, "graft", "put the base's head back on a fine-tune")
-    command.add_argument("finetune")
-    command.add_argument("--from", dest="base", required=True, metavar="BASE")
-    add_output(command)
-    command.set_defaults(handler=_graft)
+    merge = add_command(commands, "merge", "merge a LoRA adapter into a checkpoint, head kept", _merge)
+    merge.add_argument("checkpoint")
+    merge.add_argument("--adapter", required=True, metavar="DIR", help="a peft LoRA adapter: a directory or a hub id")
+    _add_output(merge)
 
-
-def add_merge(commands: Any) -> None:
-    """Declare ``merge``."""
-    command = add_command(commands, "merge", "merge a LoRA adapter into a checkpoint, head kept")
-    command.add_argument("checkpoint")
-    command.add_argument("--adapter", required=True, metavar="DIR", help="a peft LoRA adapter: a directory or a hub id")
-    add_output(command)
-    command.set_defaults(handler=_merge)
-
-
-def add_export(commands: Any) -> None:
-    """Declare ``export``."""
-    command = add_command(commands, "export", "write a servable checkpoint of a run")
-    command.add_argument("source", type=Path, metavar="RUN|CKPT")
-    add_output(command)
-    form = command.add_mutually_exclusive_group()
+    export = add_command(commands, "export", "write a servable checkpoint of a run", _export)
+    export.add_argument("source", type=Path, metavar="RUN|CKPT")
+    _add_output(export)
+    form = export.add_mutually_exclusive_group()
     form.add_argument("--gguf", choices=("f32", "f16", "q8_0"), help="the head alone, as a GGUF file for llama.cpp")
     form.add_argument("--head-only", action="store_true", help="the head alone, as a draft model for vLLM")
     form.add_argument("--speculators", action="store_true", help="an EAGLE-3 head in the speculators package's format")
-    command.set_defaults(handler=_export)
+
+    demo = add_command(commands, "demo", "write the embedded demo: two checkpoints and prompts", _demo)
+    demo.add_argument("target", type=Path, metavar="DIR")
 
 
-def add_demo(commands: Any) -> None:
-    """Declare ``demo``."""
-    command = add_command(commands, "demo", "write the embedded demo: two checkpoints and prompts")
-    command.add_argument("target", type=Path, metavar="DIR")
-    command.set_defaults(handler=_demo)
+def _add_output(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory")
+    command.add_argument("--copy", action="store_true", help="copy unchanged shards instead of hard-linking them")
 
 
 def _inspect(args: argparse.Namespace) -> Result:
     with progress_of(args) as progress:
-        found = mtp.inspect(args.checkpoint, args.base, progress=progress)
-    return Result(found.to_json(), str(found))
+        return mtp.inspect(args.checkpoint, args.base, progress=progress)
 
 
 def _graft(args: argparse.Namespace) -> Result:
     with progress_of(args) as progress:
-        done = mtp.graft(args.finetune, args.base, args.out, copy=args.copy, progress=progress)
-    return Result(done.to_json(), str(done))
+        return mtp.graft(args.finetune, args.base, args.out, copy=args.copy, progress=progress)
 
 
 def _merge(args: argparse.Namespace) -> Result:
     with progress_of(args) as progress:
-        done = mtp.merge(args.checkpoint, args.adapter, args.out, copy=args.copy, progress=progress)
-    return Result(done.to_json(), str(done))
+        return mtp.merge(args.checkpoint, args.adapter, args.out, copy=args.copy, progress=progress)
 
 
 def _export(args: argparse.Namespace) -> Result:
+    form = chosen(args, "head_only", "gguf", "speculators", "copy")
     with progress_of(args) as progress:
-        done = mtp.export(
-            args.source,
-            args.out,
-            head_only=args.head_only,
-            gguf=args.gguf,
-            speculators=args.speculators,
-            copy=args.copy,
-            progress=progress,
-        )
-    return Result(done.to_json(), str(done))
+        return mtp.export(args.source, args.out, **form, progress=progress)
 
 
 def _demo(args: argparse.Namespace) -> Result:
-    done = mtp.demo(args.target)
-    return Result(done.to_json(), str(done))
+    return mtp.demo(args.target)

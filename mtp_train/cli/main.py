@@ -14,39 +14,11 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import mtp_train as mtp
-from mtp_train.cli.checkpoint_commands import add_demo, add_export, add_graft, add_inspect, add_merge
-from mtp_train.cli.decoding_commands import add_compare, add_evaluate, add_generate
-from mtp_train.cli.output import Result, is_main_process
-from mtp_train.cli.recipe_commands import (
-    add_check,
-    add_init,
-    add_probe,
-    add_recipes,
-    add_regenerate,
-    add_rescue,
-    add_run,
-)
+from mtp_train.cli import checkpoint_commands, decoding_commands, recipe_commands
+from mtp_train.cli.output import is_main_process, printed
 from mtp_train.errors import printable
 from mtp_train.train.stopping import Stopped, stopped_by_signals
 
-COMMANDS = (
-    add_run,
-    add_check,
-    add_recipes,
-    add_init,
-    add_regenerate,
-    add_inspect,
-    add_graft,
-    add_probe,
-    add_rescue,
-    add_merge,
-    add_export,
-    add_generate,
-    add_evaluate,
-    add_compare,
-    add_demo,
-)
-"""In the order of ``mtp-train --help``."""
 CLOSED_PIPE = 141
 """Exit code where nobody reads stdout any more, as of a program that SIGPIPE ends."""
 
@@ -84,7 +56,7 @@ def _run(arguments: list[str]) -> int:
     try:
         # With --json stdout is for the one document: output of libraries goes to stderr.
         with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
-            result: Result = args.handler(args)
+            result = printed(args.handler(args))
     except mtp.MtpError as error:
         if is_main_process() or error.of_one_process or _ends_this_node(error):
             print(f"mtp-train: {error}", file=sys.stderr)
@@ -150,8 +122,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mtp-train {mtp.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add_command in COMMANDS:
-        add_command(commands)
+    for group in (recipe_commands, checkpoint_commands, decoding_commands):
+        group.add_commands(commands)
     return parser
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console, RenderableType
 from rich.progress import Progress
@@ -13,8 +13,8 @@ from rich.progress import Progress
 from mtp_train.trunk.progress import progress_on
 
 
-class Result(NamedTuple):
-    """Output of a command."""
+class Printed(NamedTuple):
+    """Output of a command whose text or exit code is not that of its result."""
 
     document: Any
     """Plain JSON values, for ``--json``."""
@@ -22,6 +22,21 @@ class Result(NamedTuple):
     exit_code: int = 0
     styled: bool = False
     """Whether the text has the terminal's own control characters, as a table in colours has."""
+
+
+class Result(Protocol):
+    """A result of the public API; it prints as a short text."""
+
+    def to_json(self) -> Any:
+        """Return plain JSON values, for ``--json``."""
+
+
+Handler = Callable[[argparse.Namespace], Result | Printed]
+
+
+def printed(found: Result | Printed) -> Printed:
+    """Return what a command prints of its result."""
+    return found if isinstance(found, Printed) else Printed(found.to_json(), str(found))
 
 
 def is_main_process() -> bool:
@@ -54,15 +69,14 @@ class WithDefaults(argparse.HelpFormatter):
         return f"{text} (default: {shown})"
 
 
-def add_command(commands: Any, name: str, text: str, **settings: Any) -> argparse.ArgumentParser:
+def add_command(commands: Any, name: str, text: str, handler: Handler, **settings: Any) -> argparse.ArgumentParser:
     """Add a subcommand with ``--json`` to the parser's commands and return its parser."""
     command: argparse.ArgumentParser = commands.add_parser(name, help=text, formatter_class=WithDefaults, **settings)
     command.add_argument("--json", action="store_true", help="print one JSON document and nothing else on stdout")
-    command.set_defaults(parser=command)
+    command.set_defaults(parser=command, handler=handler)
     return command
 
 
-def add_output(command: argparse.ArgumentParser) -> None:
-    """Declare ``--out`` and ``--copy``."""
-    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory")
-    command.add_argument("--copy", action="store_true", help="copy unchanged shards instead of hard-linking them")
+def chosen(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return arguments by name, as keywords of a function of the public API."""
+    return {name: getattr(args, name) for name in names}

@@ -1,8 +1,8 @@
 """Read records from local files or a dataset of the hub.
 
-JSON and text files are read here: JSON line by line or as one document, text by paragraphs. Everything else goes
-through the builders of the ``datasets`` library. :func:`load_records` returns checked records, :func:`load_rows` plain
-rows.
+JSON and text files are read here: ``datasets`` turns text that looks like a date or a number into one, and does not
+tell which file a paragraph is from. Everything else goes through the builders of ``datasets``. :func:`load_records`
+returns checked records, :func:`load_rows` plain rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, repeat
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import datasets
 import fsspec
@@ -40,7 +40,6 @@ from mtp_train.errors import DataError, UnsupportedRecordError
 
 logger = logging.getLogger(__name__)
 
-BYTE_ORDER_MARK = "\ufeff"
 MAX_NESTING = 64
 """Most levels of lists and objects in a record. Deeper ones exhaust the stack of those who walk them."""
 UNREADABLE = (
@@ -54,114 +53,10 @@ UNREADABLE = (
     datasets.exceptions.DatasetsError,
 )
 """The errors of damaged files: of the file system, the decoders, the decompressors and ``datasets``."""
-
-Row = dict[str, Any]
-Files = Mapping[str, Sequence[str]]
-"""The files of each split."""
-
-
-def read_json(files: Files, split: str, max_rows: int | None, *, streaming: bool) -> tuple[list[str], Iterable[Row]]:
-    """Return the column names and the rows of JSON files, every row with all columns.
-
-    A file holds JSON lines, or one document: a list of objects, or one object.
-
-    Args:
-        files: The files of each split.
-        split: Which rows; slices are allowed where they are not streamed.
-        max_rows: Return no more than the first ``max_rows``.
-        streaming: Whether to read only these rows. Otherwise every row of the split is checked.
-
-    Raises:
-        ValueError: A row is not a JSON object, or there is no such split.
-    """
-    unit = _unit(files)
-    if streaming:
-        first = list(islice(_objects(_texts(files, unit, split=split, streaming=True)), max_rows))
-        names = list(dict.fromkeys(name for row in first for name in row))
-        return names, _filled(first, names)
-    texts = _texts(files, unit)
-    # Slices count rows: a line may be blank, and a document may hold many.
-    wanted = datasets.ReadInstruction.from_spec(split)
-    named = (part.splitname for part in wanted.to_absolute({name: len(table) for name, table in texts.items()}))
-    found, counts = dict[str, None](), dict.fromkeys(texts, 0)
-    for name in dict.fromkeys(named):
-        for row in _objects(texts[name]):
-            found |= dict.fromkeys(row)
-            counts[name] += 1
-    parts = wanted.to_absolute(counts)
-    rows = chain.from_iterable(islice(_objects(texts[part.splitname]), part.from_, part.to) for part in parts)
-    return list(found), _filled(islice(rows, max_rows), list(found))
-
-
-def _unit(files: Files) -> Literal["line", "document"]:
-    """Return whether a row is a line or a whole file, judged by the first line that is not blank."""
-    (first, *_), *_ = files.values()
-    lines = _texts({"train": [first]}, "line", split="train", streaming=True)
-    line = next((row["text"] for row in lines if row["text"].strip()), "{}")
-    try:
-        return "line" if isinstance(_parsed(line.lstrip(BYTE_ORDER_MARK)), dict) else "document"
-    except ValueError:
-        return "document"
-
-
-def _texts(files: Files, unit: str, *, split: str | None = None, streaming: bool = False) -> Any:
-    """Load files as texts in a column ``text``: one split, or all splits by name."""
-    named = {name: list(paths) for name, paths in files.items()}
-    return datasets.load_dataset("text", data_files=named, sample_by=unit, split=split, streaming=streaming)
-
-
-def _objects(texts: Iterable[Row]) -> Iterator[Row]:
-    number = 0
-    for row in texts:
-        text = row["text"].strip().removeprefix(BYTE_ORDER_MARK)
-        if not text:
-            continue
-        value = _parsed(text)
-        for entry in value if isinstance(value, list) else [value]:
-            number += 1
-            if not isinstance(entry, dict):
-                raise ValueError(f"record {number} is not an object")
-            yield entry
-
-
-def _parsed(text: str | bytes) -> Any:
-    """Parse JSON of at most ``MAX_NESTING`` levels.
-
-    Raises:
-        ValueError: The text is not JSON, or is nested deeper.
-    """
-    # A document is a list of records: one more level.
-    too_deep = f"more than {MAX_NESTING} levels of lists and objects"
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError(too_deep) from None
-    level = [value]
-    for _ in range(MAX_NESTING + 1):
-        level = [
-            child
-            for one in level
-            if isinstance(one, (dict, list))
-            for child in (one.values() if isinstance(one, dict) else one)
-            if isinstance(child, (dict, list))
-        ]
-        if not level:
-            return value
-    raise ValueError(too_deep)
-
-
-def _filled(rows: Iterable[Row], names: Sequence[str]) -> Iterator[Row]:
-    empty = dict.fromkeys(names)
-    return ({**empty, **row} for row in rows)
-
-
-Format = Literal["auto", "messages", "prompt_response", "text"]
-
 MAX_LISTED = 30
 """Most columns that a message lists."""
 COMPRESSIONS = (".gz", ".xz", ".bz2", ".zst")
 KNOWN_FILES = "a .json, .jsonl, .parquet or .txt file (.gz, .xz, .bz2 or .zst too)"
-SMALL_FILE_BYTES = 64
 TEXT_BLOCK_CHARS = 1 << 20
 ARROW_ROWS = 1024
 """Rows of a column that are examined at a time."""
@@ -169,6 +64,11 @@ BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "t
 MESSAGE_COLUMNS = ("messages", "conversations")
 RESPONSE_COLUMNS = ("response", "completion")
 KNOWN_COLUMNS = "`messages` or `conversations`, `prompt` with `response` or `completion`, or `text`"
+
+Format = Literal["auto", "messages", "prompt_response", "text"]
+Row = dict[str, Any]
+OwnedRow = tuple[Row, str | None]
+"""A row, and the text file that it is a paragraph of; None for rows of other kinds."""
 
 
 def load_records(
@@ -205,7 +105,7 @@ def load_records(
     files = local_files(path, name)
     if files is not None and config is not None and not Path(path).expanduser().is_dir():
         raise DataError(f"{name}: config {config!r} of local files; expected null, as they have none. Leave it out.")
-    names, rows, owners = _read(path, files, config, split, name, max_records, streaming)
+    names, rows = _read(path, files, config, split, name, max_records, streaming)
     columns = _content_columns(names, format, name)
     if group_field is not None and group_field not in names:
         raise DataError(
@@ -213,10 +113,11 @@ def load_records(
             "data.group_field to name a column. Correct it, or leave it out."
         )
     if isinstance(rows, datasets.Dataset):
-        rows = _selected(rows, list(dict.fromkeys([*columns, *([group_field] if group_field else [])])))
+        wanted = list(dict.fromkeys([*columns, *([group_field] if group_field else [])]))
+        rows = ((row, None) for row in _selected(rows, wanted))
     records = []
     skipped = Skipped(name)
-    for number, row in enumerate(_readable(rows, name, files), start=1):
+    for number, (row, file) in enumerate(_readable(rows, name, files), start=1):
         where = f"{name}, record {number}"
         try:
             require_text_only(row, where)
@@ -224,13 +125,30 @@ def load_records(
         except UnsupportedRecordError as error:
             skipped.add(error)
             continue
-        if group_field is not None:
-            group = _parse_group(row.get(group_field), group_field, where)
-        else:
-            group = content_group(content) if owners is None else owners[number - 1]
-        records.append(Record(id=f"{name}#{number}", group=group, content=content))
+        group = _parse_group(row.get(group_field), group_field, where) if group_field else file
+        records.append(Record(id=f"{name}#{number}", group=group or content_group(content), content=content))
     skipped.report(len(records))
     return records
+
+
+def load_rows(path: str, *, config: str | None = None, split: str = "train", name: str | None = None) -> list[Row]:
+    """Read the rows of one source with its columns as they are.
+
+    Args:
+        path: As for :func:`load_records`.
+        config: The configuration of a dataset on the hub; local files have none.
+        split: The split of a dataset on the hub or of a directory; a local file has one split, ``train``.
+        name: Name of the source in messages; None uses the path.
+
+    Raises:
+        DataError: There is no such file or dataset, it is empty, or it cannot be read.
+    """
+    name = name or path
+    files = local_files(path, name)
+    if files is not None:
+        config, split = None, split if Path(path).expanduser().is_dir() else "train"
+    _, rows = _read(path, files, config, split, name, None, False)
+    return [row for row, _ in _readable(rows, name, files)]
 
 
 class Skipped:
@@ -290,35 +208,16 @@ def _holds(table: datasets.Dataset, column: str) -> Iterator[bool]:
         yield from (bool(one) for one in known.to_pylist())
 
 
-def load_rows(
-    path: str, *, config: str | None = None, split: str = "train", name: str | None = None
-) -> list[dict[str, Any]]:
-    """Read the rows of one source with its columns as they are.
-
-    Args:
-        path: As for :func:`load_records`.
-        config: The configuration of a dataset on the hub; local files have none.
-        split: The split of a dataset on the hub or of a directory; a local file has one split, ``train``.
-        name: Name of the source in messages; None uses the path.
-
-    Raises:
-        DataError: There is no such file or dataset, it is empty, or it cannot be read.
-    """
-    name = name or path
-    files = local_files(path, name)
-    if files is not None:
-        config, split = None, split if Path(path).expanduser().is_dir() else "train"
-    return list(_readable(_read(path, files, config, split, name, None, False)[1], name, files))
-
-
-def _readable(rows: Iterable[Row], name: str, files: Sequence[Path] | None) -> Iterator[Row]:
+def _readable(
+    rows: Iterable[OwnedRow] | datasets.Dataset, name: str, files: Sequence[Path] | None
+) -> Iterator[OwnedRow]:
     """Yield rows, some of which are decoded only now.
 
     Raises:
         DataError: A row cannot be decoded.
     """
     try:
-        yield from rows
+        yield from zip(rows, repeat(None)) if isinstance(rows, datasets.Dataset) else rows
     except UNREADABLE as error:
         raise _unreadable(name, files, error) from error
 
@@ -331,92 +230,199 @@ def _read(
     name: str,
     max_records: int | None,
     streaming: bool,
-) -> tuple[list[str], Iterable[dict[str, Any]], list[str] | None]:
-    """Return the column names, the rows, and for text files the file of each row."""
+) -> tuple[list[str], Iterable[OwnedRow] | datasets.Dataset]:
+    """Return the column names and the rows."""
     try:
-        if files is not None and BUILDERS[_suffix(files[0])] == "text":
-            pairs = list(islice(_paragraphs(path, files, config, split), max_records))
-            if not pairs:
-                raise _empty(name)
-            return ["text"], [{"text": text} for text, _ in pairs], [owner for _, owner in pairs]
-        json_files = _json_files(path, files, config)
-        if json_files is not None:
-            names, rows = read_json(json_files, split, max_records, streaming=streaming)
-            num_rows = len(names)
-        elif isinstance(table := _open(path, files, config, split, streaming), datasets.IterableDataset):
-            rows = list(islice(table, max_records))
-            names, num_rows = list(rows[0]) if rows else [], len(rows)
+        by_split = _files_by_split(path, files, config, streaming)
+        if by_split is not None:
+            names, rows = _read_files(by_split, split, max_records, streaming)
         else:
-            names, num_rows = table.column_names, len(table)
-            rows = table if max_records is None else table.select(range(min(max_records, num_rows)))
-    # The JSON builder of `datasets` raises StopIteration on a file without a row.
-    except (*UNREADABLE, StopIteration) as error:
-        if files is not None and all(_is_empty(file) for file in files):
-            raise _empty(name) from error
+            names, rows = _read_table(path, files, config, split, max_records, streaming)
+    except UNREADABLE as error:
         raise _unreadable(name, files, error) from error
-    if num_rows == 0:
-        raise _empty(name)
-    return names, rows, None
+    if not names:
+        raise DataError(f"{name}: no record; expected at least one. Remove the source, or check its split.")
+    return names, rows
 
 
-def _paragraphs(path: str, files: Sequence[Path], config: str | None, split: str) -> Iterator[tuple[str, str]]:
-    """Yield every paragraph of a split of text files, with its file."""
-    by_split = {"train": list(files)}
-    where = Path(path).expanduser()
-    if where.is_dir():
-        found = datasets.load_dataset_builder(str(where), config, sample_by="paragraph").config.data_files
-        ours = {file.resolve(): file for file in files}
-        resolved = {str(one): [Path(file).resolve() for file in found[one]] for one in found}
-        by_split = {one: [ours[file] for file in some if file in ours] for one, some in resolved.items()}
-    if split in by_split:
-        return _owned_paragraphs(by_split[split])
-    # A slice, or a split that does not exist.
-    every = {one: list(_owned_paragraphs(some)) for one, some in by_split.items()}
-    parts = datasets.ReadInstruction.from_spec(split).to_absolute({one: len(pairs) for one, pairs in every.items()})
-    return (pair for part in parts for pair in every[part.splitname][part.from_ : part.to])
+def _read_table(
+    path: str,
+    files: Sequence[Path] | None,
+    config: str | None,
+    split: str,
+    max_records: int | None,
+    streaming: bool,
+) -> tuple[list[str], Iterable[OwnedRow] | datasets.Dataset]:
+    """Read a dataset of the hub or a directory by its own builder, and other files by the builder of their kind."""
+    given: dict[str, Any] = {"split": split, "streaming": streaming}
+    if files is None:
+        table = datasets.load_dataset(path, config, **given)
+    elif Path(path).expanduser().is_dir():
+        table = datasets.load_dataset(str(Path(path).expanduser()), config, **given)
+    else:
+        kind = BUILDERS[_suffix(files[0])]
+        table = datasets.load_dataset(kind, data_files=[str(file) for file in files], **given)
+    if isinstance(table, datasets.IterableDataset):
+        rows = list(islice(table, max_records))
+        return list(rows[0]) if rows else [], [(row, None) for row in rows]
+    if max_records is not None:
+        table = table.select(range(min(max_records, len(table))))
+    return table.column_names if len(table) else [], table
 
 
-def _owned_paragraphs(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
-    return ((text, str(file)) for file in files for text in _paragraphs_of(file))
+def _files_by_split(
+    path: str, files: Sequence[Path] | None, config: str | None, streaming: bool
+) -> Mapping[str, Sequence[str]] | None:
+    """Return the files of each split if they are read here, else None.
 
-
-def _paragraphs_of(file: Path) -> Iterator[str]:
-    """Yield the paragraphs of a text file, separated by blank lines. Reads the file in blocks."""
-    if file.suffix.lower() == ".zst" and "zstd" not in fsspec.available_compressions():
-        raise ValueError("zstd is not installed")
-    with fsspec.open(str(file), "rt", compression="infer", encoding="utf-8") as stream:
-        rest = ""
-        while block := stream.read(TEXT_BLOCK_CHARS):
-            *whole, rest = (rest + block).split("\n\n")
-            yield from (text for text in whole if text.strip("\n"))
-        if rest.strip("\n"):
-            yield rest
-
-
-def _json_files(path: str, files: Sequence[Path] | None, config: str | None) -> Files | None:
-    """Return the files of each split if they are JSON without a configured ``field`` for the rows, else None."""
+    These are local text files, and JSON files, local or of the hub, whose rows are not in a ``field`` of an object.
+    """
+    if files is not None and BUILDERS[_suffix(files[0])] == "parquet":
+        return None
     where = Path(path).expanduser()
     if files is not None and not where.is_dir():
-        return {"train": [str(file) for file in files]} if BUILDERS[_suffix(files[0])] == "json" else None
-    if files is not None and BUILDERS[_suffix(files[0])] != "json":
-        return None
+        return {"train": [str(file) for file in files]}
     builder = datasets.load_dataset_builder(path if files is None else str(where), config)
-    return builder.config.data_files if isinstance(builder, JsonBuilder) and builder.config.field is None else None
+    is_json = isinstance(builder, JsonBuilder)
+    if (files is None and not is_json) or (is_json and builder.config.field is not None):
+        return None
+    found = {str(split): list(map(str, some)) for split, some in (builder.config.data_files or {}).items()}
+    if files is not None:
+        # By the names that the user gave, without those that were left out.
+        ours = {file.resolve(): str(file) for file in files}
+        return {split: [ours[one] for one in map(_resolved, some) if one in ours] for split, some in found.items()}
+    if streaming:
+        return found
+    return {split: datasets.DownloadManager().download_and_extract(some) for split, some in found.items()}
 
 
-def _open(
-    path: str, files: Sequence[Path] | None, config: str | None, split: str, streaming: bool
-) -> datasets.Dataset | datasets.IterableDataset:
-    """Open a dataset of the hub or a directory by its own builder, and other files than text by the builder of their
-    kind."""
-    if files is None:
-        return datasets.load_dataset(path, config, split=split, streaming=streaming)
-    where = Path(path).expanduser()
-    if where.is_dir():
-        return datasets.load_dataset(str(where), config, split=split, streaming=streaming)
-    names = [str(file) for file in files]
-    kind = BUILDERS[_suffix(files[0])]
-    return datasets.load_dataset(kind, data_files=names, split=split, streaming=streaming)
+def _resolved(file: str) -> Path:
+    return Path(file).resolve()
+
+
+def _read_files(
+    by_split: Mapping[str, Sequence[str]], split: str, max_rows: int | None, streaming: bool
+) -> tuple[list[str], Iterable[OwnedRow]]:
+    """Return the column names and the rows of JSON or text files, every row with all columns.
+
+    Streaming reads only the first ``max_rows``; otherwise every row of the split is checked.
+    """
+
+    def every(name: str) -> Iterator[OwnedRow]:
+        return (pair for file in by_split[name] for pair in _rows_of(file))
+
+    def wanted() -> Iterator[OwnedRow]:
+        return chain.from_iterable(islice(every(name), start, end) for name, start, end in parts)
+
+    parts: list[tuple[str, int | None, int | None]] = [(split, None, None)]
+    if split not in by_split:
+        # A slice, or a split that does not exist.
+        counts = {name: sum(1 for _ in every(name)) for name in by_split}
+        absolute = datasets.ReadInstruction.from_spec(split).to_absolute(counts)
+        parts = [(part.splitname, part.from_, part.to) for part in absolute]
+    names = dict[str, None]()
+    if streaming:
+        first = list(islice(wanted(), max_rows))
+        names |= dict.fromkeys(name for row, _ in first for name in row)
+        return list(names), [(dict.fromkeys(names) | row, file) for row, file in first]
+    for row, _ in wanted():
+        names |= dict.fromkeys(row)
+    return list(names), ((dict.fromkeys(names) | row, file) for row, file in islice(wanted(), max_rows))
+
+
+class _BadLineError(ValueError):
+    """Report a line that is no JSON object: the file, the line's number and the cause."""
+
+
+def _rows_of(file: str) -> Iterator[OwnedRow]:
+    """Yield the rows of a JSON or text file: of JSON lines, of one JSON document, or the paragraphs of a text."""
+    if file.lower().endswith(".zst") and "zstd" not in fsspec.available_compressions():
+        raise ValueError("zstd is not installed")
+    # Bytes that are not UTF-8 are reported with their line, see _require_utf8.
+    how = {"compression": "infer", "encoding": "utf-8-sig", "errors": "surrogateescape"}
+    with fsspec.open(file, "rt", **how) as stream:
+        if BUILDERS.get(_suffix(Path(file))) == "text":
+            yield from (({"text": text}, file) for text in _paragraphs(stream))
+        else:
+            yield from ((row, None) for row in _objects(stream, file))
+
+
+def _paragraphs(stream: TextIO) -> Iterator[str]:
+    """Yield the paragraphs of a text, separated by blank lines. Reads in blocks."""
+    rest = ""
+    while block := stream.read(TEXT_BLOCK_CHARS):
+        _require_utf8(block)
+        *whole, rest = (rest + block).split("\n\n")
+        yield from (text for text in whole if text.strip("\n"))
+    if rest.strip("\n"):
+        yield rest
+
+
+def _objects(stream: TextIO, file: str) -> Iterator[Row]:
+    """Yield the objects of JSON lines, or of a document: a list of objects, or one object."""
+    lines = ((number, line) for number, line in enumerate(stream, start=1) if line.strip())
+    first = next(lines, (1, "[]"))
+    if _is_object(first[1]):
+        for number, line in chain([first], lines):
+            yield _object(line, file, number)
+        return
+    try:
+        value = _parsed(first[1] + stream.read())
+    except ValueError as error:
+        raise _BadLineError(file, first[0], error) if _suffix(Path(file)) == ".jsonl" else error from error
+    for number, entry in enumerate(value if isinstance(value, list) else [value], start=1):
+        if not isinstance(entry, dict):
+            raise ValueError(f"record {number} is not an object")
+        yield entry
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(_parsed(line), dict)
+    except ValueError:
+        return False
+
+
+def _object(line: str, file: str, number: int) -> Row:
+    try:
+        value = _parsed(line)
+    except ValueError as error:
+        raise _BadLineError(file, number, error) from error
+    if not isinstance(value, dict):
+        raise _BadLineError(file, number, "no object")
+    return value
+
+
+def _require_utf8(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("not UTF-8") from None
+
+
+def _parsed(text: str) -> Any:
+    """Parse JSON of at most ``MAX_NESTING`` levels.
+
+    Raises:
+        ValueError: The text is not JSON in UTF-8, or is nested deeper.
+    """
+    _require_utf8(text)
+    # A document is a list of records: one more level.
+    too_deep = f"more than {MAX_NESTING} levels of lists and objects"
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    level = [value]
+    for _ in range(MAX_NESTING + 1):
+        level = [child for one in level for child in _children(one) if isinstance(child, (dict, list))]
+        if not level:
+            return value
+    raise ValueError(too_deep)
+
+
+def _children(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def local_files(path: str, name: str) -> list[Path] | None:
@@ -490,14 +496,6 @@ def _suffix(file: Path) -> str:
     return next((suffix for suffix in reversed(suffixes) if suffix not in COMPRESSIONS), "")
 
 
-def _empty(name: str) -> DataError:
-    return DataError(f"{name}: no record; expected at least one. Remove the source, or check its split.")
-
-
-def _is_empty(file: Path) -> bool:
-    return file.stat().st_size < SMALL_FILE_BYTES and file.read_bytes().strip() in (b"", b"[]")
-
-
 def _unreadable(name: str, files: Sequence[Path] | None, error: Exception) -> DataError:
     """Return the error for a source that cannot be read; for JSON lines it names the faulty line."""
     cause = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
@@ -508,27 +506,13 @@ def _unreadable(name: str, files: Sequence[Path] | None, error: Exception) -> Da
         )
     if "zstd" in cause:
         return DataError(f"{name}: compressed by Zstandard; expected the package that reads it. pip install zstandard.")
-    for file in files:
-        line = _first_bad_line(file) if file.suffix.lower() == ".jsonl" else None
-        if line is not None:
-            name = f"{name if len(files) == 1 else file}, line {line}"
-            break
+    if isinstance(error, _BadLineError):
+        file, number, cause = error.args
+        name = f"{name if len(files) == 1 else file}, line {number}"
     return DataError(
         f"{name}: cannot be read ({cause}); expected a well-formed {_suffix(files[0])} file, whose one split is "
         "`train`. Repair the file, or correct the split."
     )
-
-
-def _first_bad_line(file: Path) -> int | None:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                is_object = not line.strip() or isinstance(_parsed(line), dict)
-            except ValueError:
-                is_object = False
-            if not is_object:
-                return number
-    return None
 
 
 def _content_columns(columns: Sequence[str], format: Format, name: str) -> tuple[str, ...]:

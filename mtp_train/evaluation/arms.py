@@ -9,16 +9,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import yaml
 from accelerate import PartialState
 
 from mtp_inference.opening import NGRAM, OWN, OpenModel, open_model
+from mtp_train.acceptance.names import PLAIN
 from mtp_train.checkpoints.identity import InputFiles, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import is_head_directory, open_location
 from mtp_train.checkpoints.run_export import RECIPE_FILE, is_run
 from mtp_train.errors import CheckpointError, DataError
-from mtp_train.evaluation.decoding import PLAIN
-from mtp_train.recipe.loading import load_recipe
-from mtp_train.train.threads import use_threads
+from mtp_train.train.machine import use_threads
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.quantise import Quantization
 
@@ -125,14 +125,15 @@ def arm_of_run(run_dir: Path, name: str = "") -> ArmSpec:
     Raises:
         CheckpointError: It has no head so far.
     """
-    recipe = load_recipe(run_dir / RECIPE_FILE)
+    model = yaml.safe_load((run_dir / RECIPE_FILE).read_text(encoding="utf-8"))["model"]
     head = run_dir / "head"
     if not head.is_dir():
         raise CheckpointError(
             f"{run_dir}: a run without a head so far; expected one that has trained. Run its recipe to the end first."
         )
-    model = recipe.model
-    return ArmSpec(name or _short(str(run_dir)), model.trunk, str(head), model.adapter, model.quantization)
+    return ArmSpec(
+        name or _short(str(run_dir)), model["trunk"], str(head), model.get("adapter"), model.get("quantization")
+    )
 
 
 def require_distinct(specs: Sequence[ArmSpec]) -> None:

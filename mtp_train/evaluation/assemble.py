@@ -1,10 +1,10 @@
-"""Assemble a study's report: comparisons of arms, settings."""
+"""From the records of arms to their report: figures at every setting, and comparisons of arms."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -12,17 +12,15 @@ import torch
 import transformers
 
 from mtp_train.acceptance.intervals import holm, tau_difference
-from mtp_train.evaluation.cells import ALL_TASKS, ArmComparison, ArmCosts, StudyReport
 from mtp_train.evaluation.entropy import EntropySums, fine_edges, overlap_difference
-from mtp_train.evaluation.grid import Grid
 from mtp_train.evaluation.prompt_records import Setting
-from mtp_train.evaluation.results import ArmResult
+from mtp_train.evaluation.results import ALL_TASKS, ArmComparison, ArmCosts, Report
 from mtp_train.evaluation.served import Served
 from mtp_train.evaluation.statistics import (
     MeasuredArm,
-    arm_result,
     checked_records,
     lossless,
+    make_cell,
     make_cells,
     position_bins,
 )
@@ -31,6 +29,56 @@ LEVEL = 0.05
 """Probability of any false finding among all comparisons of a report."""
 
 Sums = dict[tuple[str, float, int | None], EntropySums]
+
+
+@dataclass
+class Measurements:
+    """Everything that was measured of some arms."""
+
+    arms: list[MeasuredArm] = field(default_factory=list)
+    """By trunk: plain decoding, then the drafters."""
+    costs: list[ArmCosts] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """How the trunk was held: dtype, device and the like."""
+    served: Served | None = None
+    """Measurements of a server."""
+
+
+def assemble(found: Measurements, headline: Setting, settings: Mapping[str, Any]) -> Report:
+    """Compute the report of some arms: their figures at every setting, all tasks together.
+
+    Args:
+        found: The measurements.
+        headline: The setting of the report's ``arms``; an arm that was not measured there has cells only.
+        settings: How everything was measured. Figures measured with other settings are not comparable.
+    """
+    arms = [arm for arm in found.arms if arm.decoded.get(arm.own(headline))]
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "platform": platform.platform()}
+    return Report(
+        arms={arm.name: make_cell(arm, arm.own(headline)).result for arm in arms},
+        cells=tuple(make_cell(arm, setting) for arm in found.arms for setting in arm.settings),
+        lossless=lossless(checked_records(found.arms)),
+        settings={**settings, **found.facts, "threads": torch.get_num_threads(), **versions},
+        depths=tuple(make_cell(arm, setting) for arm in found.arms for setting in arm.timed_only),
+    )
+
+
+def compared(report: Report, found: Measurements, title: str) -> Report:
+    """Return the report of a study: with its tasks, comparisons, positions in the output, costs and server."""
+    drafted = [arm for arm in found.arms if arm.head is not None]
+    served, arms, cells = found.served, dict(report.arms), [cell for arm in found.arms for cell in make_cells(arm)]
+    if served is not None:
+        arms, cells = {**arms, served.cells[0].arm: served.cells[0].result}, [*cells, *served.cells]
+    return replace(
+        report,
+        title=title,
+        arms=arms,
+        cells=tuple(cells),
+        comparisons=compare_arms(drafted),
+        positions=tuple(one for arm in drafted for one in position_bins(arm)),
+        costs=tuple(found.costs),
+        endpoint=None if served is None else served.document,
+    )
 
 
 def compare_arms(arms: Sequence[MeasuredArm]) -> tuple[ArmComparison, ...]:
@@ -66,18 +114,14 @@ def _compare(first: MeasuredArm, second: MeasuredArm, setting: Setting, sums: Su
         at_equal = None if dense[0] is None or dense[1] is None else overlap_difference(dense[0], dense[1], task)
         compared.append(
             ArmComparison(
+                **vars(setting),
                 first=first.name,
                 second=second.name,
                 task=ALL_TASKS if task is None else task,
-                temperature=setting.temperature,
-                context_tokens=setting.context_tokens,
-                depth=setting.depth,
-                rule=setting.rule,
                 delta_tau=delta.value,
                 delta_tau_ci95=delta.ci95,
                 groups=delta.groups,
                 p_value=delta.p_value,
-                differs=False,
                 same_trunk=first.trunk == second.trunk,
                 delta_overlap_at_equal_entropy=None if at_equal is None else at_equal.value,
                 delta_overlap_at_equal_entropy_ci95=None if at_equal is None else at_equal.ci95,
@@ -95,53 +139,3 @@ def _corrected(found: Sequence[ArmComparison]) -> tuple[ArmComparison, ...]:
         for index, fell in zip(family, falls, strict=True):
             differs[index] = fell
     return tuple(replace(one, differs=differs[index]) for index, one in enumerate(found))
-
-
-@dataclass
-class Measured:
-    """The measurements of all arms."""
-
-    arms: list[MeasuredArm] = field(default_factory=list)
-    costs: list[ArmCosts] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-    """Dtype and device."""
-    served: Served | None = None
-    """Measurements of a server, its answers compared with the trunk's; None where that trunk was not measured."""
-
-
-def assemble(found: Measured, grid: Grid, title: str) -> StudyReport:
-    """Compute every figure of a report."""
-    drafted = [arm for arm in found.arms if arm.head is not None]
-    cells = tuple(cell for arm in found.arms for cell in make_cells(arm))
-    return StudyReport(
-        title=title,
-        arms=_headline(found.arms, grid),
-        cells=cells,
-        comparisons=compare_arms(drafted),
-        positions=tuple(one for arm in drafted for one in position_bins(arm)),
-        costs=tuple(found.costs),
-        lossless=lossless([record for arm in found.arms for record in checked_records([arm], arm.settings)]),
-        gate=None,
-        settings=_settings(found, grid),
-    )
-
-
-def _headline(arms: Sequence[MeasuredArm], grid: Grid) -> dict[str, ArmResult]:
-    headline = grid.headline
-    return {arm.name: arm_result(arm, arm.own(headline)) for arm in arms}
-
-
-def _settings(found: Measured, grid: Grid) -> dict[str, Any]:
-    """Return how everything was measured; figures measured with other settings are not comparable."""
-    shown = asdict(grid)
-    headline = grid.headline
-    return {
-        **{key: list(value) if isinstance(value, tuple) else value for key, value in shown.items()},
-        "contexts": ["own" if one is None else one for one in grid.contexts],
-        "headline": {key: getattr(headline, key) for key in ("temperature", "context_tokens", "depth", "rule")},
-        **found.facts,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "platform": platform.platform(),
-    }

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from mtp_inference import HeadDrafting, SpeculativeDecoder
+from mtp_inference.batch import Batch
+from mtp_inference.cache.convolved import NgramStore
 from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, ConvolvedStore, IndexedStore, WindowCache
-from mtp_inference.cache.ngrams import NgramStore
-from mtp_inference.cache.pooled import KeyPools
 from mtp_inference.cache.recurrent import RecurrentStore
-from mtp_inference.decoder import Needs, make_batch
 from mtp_inference.drafters.assistant_drafter import AssistantDrafting
-from mtp_inference.drafters.drafter import Drafter, DrafterMaker
+from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting
 from mtp_inference.drafters.head_drafter import ChainedDrafter, ChainedDraftsDrafter, RecursiveDrafter
 from mtp_inference.drafters.other_drafters import ModelDrafter, ModelDrafting
 from mtp_inference.requests import MAX_DEPTH, Request
-from mtp_train.evaluation.cells import ArmCosts
+from mtp_inference.round import prefill
+from mtp_train.evaluation.results import ArmCosts
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
 
@@ -55,7 +55,7 @@ class Kept(NamedTuple):
 def head_costs(
     arm: str,
     trunk: Trunk,
-    drafting: MtpHead | DrafterMaker | None,
+    drafting: MtpHead | Drafting | None,
     *,
     prefill_tokens: int = 2048,
     repeats: int = 3,
@@ -75,7 +75,7 @@ def head_costs(
         repeats: The most timed prompts.
         max_seconds: Time limit; one prompt is timed at least.
     """
-    maker: DrafterMaker | None = HeadDrafting(drafting) if isinstance(drafting, MtpHead) else drafting
+    maker: Drafting | None = HeadDrafting(drafting) if isinstance(drafting, MtpHead) else drafting
     depth = _deepest(maker)
     trunk_kept, head_kept = probe_caches(trunk, maker, depth)
     weights = own_weight_bytes(trunk, maker)
@@ -95,7 +95,7 @@ def head_costs(
     )
 
 
-def own_weight_bytes(trunk: Trunk, maker: DrafterMaker | None) -> int:
+def own_weight_bytes(trunk: Trunk, maker: Drafting | None) -> int:
     """Return the bytes of a drafter's weights, each tensor once, without tensors shared with the trunk."""
     shared = {tensor.data_ptr() for tensor in trunk.causal_lm.state_dict().values()}
     own = {tensor.data_ptr(): _size(tensor) for tensor in _tensors(maker) if tensor.data_ptr() not in shared}
@@ -106,7 +106,7 @@ def own_weight_bytes(trunk: Trunk, maker: DrafterMaker | None) -> int:
     return sum(own.values())
 
 
-def _tensors(maker: DrafterMaker | None) -> Iterable[Tensor]:
+def _tensors(maker: Drafting | None) -> Iterable[Tensor]:
     module: torch.nn.Module
     if isinstance(maker, HeadDrafting):
         module = maker.head
@@ -120,19 +120,18 @@ def _tensors(maker: DrafterMaker | None) -> Iterable[Tensor]:
     return tensors
 
 
-def _deepest(maker: DrafterMaker | None) -> int:
+def _deepest(maker: Drafting | None) -> int:
     """Return the smallest depth at which every module of the drafter is used; 0 for plain decoding."""
     if isinstance(maker, HeadDrafting) and maker.head.unroll in ("chained", "chained_drafts"):
         return min(len(maker.head.blocks), MAX_DEPTH)
     return 0 if maker is None else 1
 
 
-def probe_caches(trunk: Trunk, maker: DrafterMaker | None, depth: int) -> tuple[Kept, Kept]:
+def probe_caches(trunk: Trunk, maker: Drafting | None, depth: int) -> tuple[Kept, Kept]:
     """Run a short prompt and return the cache sizes of the trunk and of the drafter for one text."""
-    needs = Needs(1, PROBE_TOKENS, PROBE_TOKENS, depth, num_stops=0, penalises=False)
-    batch = make_batch(trunk, maker, needs, "argmax", PROBE_TOKENS)
+    batch = Batch(trunk, maker, BatchSize(1, capacity=PROBE_TOKENS, depth=depth, max_window=PROBE_TOKENS))
     prompt_BT = torch.zeros(1, PROBE_TOKENS - depth - 1, dtype=torch.long, device=trunk.lm_head_VD.device)
-    batch.prefill(slice(0, 1), prompt_BT, torch.ones_like(prompt_BT[:, 0]), prompt_BT[:, :0])
+    prefill(batch, slice(0, 1), prompt_BT)
     cache = _cache_of(batch.drafter)
     return kept_of(batch.cache), Kept(0, 0) if cache is None else kept_of(cache)
 
@@ -166,10 +165,10 @@ def _layer_bytes(layer: Any) -> tuple[float, float]:
         # Two groups of inputs: the one being filled, and the one before it, which is read too.
         fixed += sum(2 * layer.group_size * _size(one) / one.shape[1] for one in layer.inputs_BSX.values())
     if isinstance(layer, ConvolvedStore):
-        fixed += _placed_bytes(layer.rings.values(), layer.max_undecided)
-    if isinstance(layer, KeyPools) and layer.inputs_BSX is not None and layer.pools is not None:
-        of_a_pool = sum(_size(one) / one.shape[1] for one in layer.pools)
-        grows += _size(layer.inputs_BSX) / layer.size + of_a_pool / layer.pools.slots_BPN.shape[-1]
+        fixed += _placed_bytes(layer.rings_BZC.values(), layer.max_undecided)
+    if isinstance(layer, IndexedStore) and layer.inputs_BSX is not None and layer.pools_BP is not None:
+        of_a_pool = sum(_size(one) / one.shape[1] for one in layer.pools_BP)
+        grows += _size(layer.inputs_BSX) / layer.size + of_a_pool / layer.pools_BP.slots_BPN.shape[-1]
     return grows, fixed
 
 
@@ -180,7 +179,7 @@ def _placed_bytes(rings: Iterable[Tensor], max_undecided: int) -> float:
 
 def _prefill_rates(
     trunk: Trunk,
-    maker: DrafterMaker,
+    maker: Drafting,
     depth: int,
     num_tokens: int,
     repeats: int,

@@ -1,31 +1,40 @@
 """The measuring engine: decode prompts with every arm of one trunk at every setting, one record each.
 
-Run reports, ``evaluate``, ``compare`` and studies decode with :func:`decode_prompts` and compute every figure from its
-records (``mtp_train.evaluation.statistics``).
+All prompts are decoded in ragged batches, for acceptance and for the texts, which must equal those of plain decoding. A
+few of them are decoded again, one at a time, for the speed. Every figure of a report is computed from these records
+(``mtp_train.evaluation.statistics``).
 
-Arms and settings take turns prompt by prompt, so that a machine that slows down slows all of them down alike. Plain
-decoding runs through the same decoder at depth 0. A prompt has the same noise seed everywhere, so that every text must
-equal the plain one, unless its drafts were sampled: such a text follows the same distribution with other noise.
+Plain decoding runs through the same decoder at depth 0. A prompt has the same noise seed everywhere, so that every text
+must equal the plain one, unless its drafts were sampled: such a text follows the same distribution with other noise.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from mtp_inference import Comparison, GenerationResult, Request, Sampling, SpeculativeDecoder, compare
-from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.requests import Round
-from mtp_train.data.regenerated import noise_seed
-from mtp_train.evaluation.prompt_records import Decoded, Setting, TaskPrompt
+from mtp_train.acceptance.names import PLAIN
+from mtp_train.answers.generate import noise_seed
+from mtp_train.data.tokenize import choose_evenly
+from mtp_train.evaluation.prompt_records import PromptRecord, Setting, TaskPrompt
 from mtp_train.evaluation.store import Store
 from mtp_train.trunk.load import Trunk
 
-PLAIN = "none"
-"""Name of the arm that decodes without drafts."""
 Prompts = Mapping[int | None, Sequence[TaskPrompt]]
 """Prompts by the context length that they were extended to; None: as they are."""
+ArmRecords = dict[str, dict[Setting, list[PromptRecord]]]
+"""Records by arm and setting, in the order of the prompts; those of plain decoding at :attr:`Setting.plain`."""
+Lane = tuple[str, Setting]
+"""An arm at a setting."""
+MAX_BATCH, MAX_BATCH_TOKENS = 16, 65_536
+"""Most prompts decoded together, and the most positions of their caches."""
+BATCHES_AT_A_TIME = 4
+"""Batches that are decoded in one call, whose rows go to waiting prompts, and stored after it."""
+SPEED_PROMPTS = 8
+"""Prompts that are timed: round times vary little between prompts."""
 WARM_UP_TOKENS = 8
 
 
@@ -39,128 +48,192 @@ class DecodingOptions:
     """Tokens that end a text."""
     seed: int
     """With a prompt's id, the seed of its noise."""
-    batch: int = 1
-    """Prompts decoded together."""
+    batch: int = MAX_BATCH
+    """Most prompts decoded together."""
+    seq_len_tokens: int = 8192
+    """Longest text for teacher-forced metrics, prompt included; a longer text is cut at its end."""
+    dense_tokens: int | None = None
+    """Most tokens of these texts; None for no limit."""
+
+    def rows(self, prompts: Sequence[TaskPrompt]) -> int:
+        """Return how many of these prompts to decode together."""
+        longest = max(len(one.prompt_ids) for one in prompts) + self.max_new_tokens
+        return max(1, min(self.batch, len(prompts), MAX_BATCH_TOKENS // longest))
 
 
-@dataclass
-class RecordTable:
-    """Records of every arm of one trunk."""
-
-    decoded: dict[str, dict[Setting, list[Decoded]]]
-    """By arm and setting, in the order of the prompts; plain decoding at the settings' :attr:`Setting.plain`."""
-    captured_rounds: int = 0
-    """Captured CUDA graphs of all decoders (:attr:`SpeculativeDecoder.captured_rounds`)."""
-
-
-@dataclass
-class _Block:
-    """The settings that share one plain decoding, while they are decoded."""
+@dataclass(frozen=True)
+class TrunkArms:
+    """A trunk in memory, with what drafts for it."""
 
     trunk: Trunk
-    drafting: Mapping[str, DrafterMaker]
-    options: DecodingOptions
-    decoders: dict[tuple[str, Setting], SpeculativeDecoder] = field(default_factory=dict)
+    name: str
+    """The trunk as the report names it."""
+    drafting: Mapping[str, Drafting]
+    """The drafters, by arm."""
+    head_names: Mapping[str, str]
+    """The drafters as the report names them, by arm."""
+    plain_arm: str = PLAIN
+    """Name of plain decoding."""
+
+    def lanes(self, settings: Iterable[Setting]) -> list[Lane]:
+        """Return every drafter at every setting."""
+        return [(arm, setting) for setting in settings for arm in self.drafting]
+
+    def by_plain(self, lanes: Iterable[Lane]) -> dict[Setting, list[Lane]]:
+        """Return lanes by their plain setting, each list headed by plain decoding."""
+        found: dict[Setting, list[Lane]] = {}
+        for arm, setting in lanes:
+            found.setdefault(setting.plain, [(self.plain_arm, setting.plain)]).append((arm, setting))
+        return found
+
+    def num_decodings(self, lanes: Iterable[Lane], prompts: Prompts) -> int:
+        """Return how often ``on_prompt`` is called while lanes are decoded or timed."""
+        return sum(len(prompts[plain.context_tokens]) * len(some) for plain, some in self.by_plain(lanes).items())
+
+    def decoder(self, arm: str, setting: Setting, options: DecodingOptions, rows: int) -> SpeculativeDecoder:
+        """Return the decoder of an arm at a setting, for so many prompts at a time."""
+        return SpeculativeDecoder(
+            self.trunk,
+            self.drafting.get(arm),
+            setting.depth,
+            options.eos_ids,
+            draft_sampling="sampled" if setting.rule == "sampled" else "argmax",
+            max_batch=rows,
+        )
 
 
 def decode_prompts(
-    trunk: Trunk,
-    drafting: Mapping[str, DrafterMaker],
+    arms: TrunkArms,
     prompts: Prompts,
-    settings: Sequence[Setting],
+    lanes: Iterable[Lane],
     options: DecodingOptions,
     *,
-    plain_arm: str | None = PLAIN,
     store: Store | None = None,
-    on_prompt: Callable[[], None] = lambda: None,
-) -> RecordTable:
-    """Decode every prompt with every arm at every setting, and without drafts.
+    on_prompt: Callable[[], object] = lambda: None,
+) -> ArmRecords:
+    """Decode every prompt with drafters and without, in ragged batches.
 
     Settings that differ only in depth and rule share one plain decoding.
 
     Args:
-        trunk: The trunk.
-        drafting: Arm name to its drafter.
+        arms: The trunk and its drafters.
         prompts: The prompts of every context of the settings.
-        settings: Settings with drafts.
+        lanes: The drafters and their settings.
         options: Limits, seed and batch size.
-        plain_arm: Name of plain decoding in the table; None to leave it out, and with it every comparison.
         store: Holds records of an interrupted study, which are not decoded again, and receives the new ones.
-        on_prompt: Called for each prompt of each arm and setting, :func:`num_decodings` times in all.
+        on_prompt: Called for each prompt of each lane and of plain decoding (:meth:`TrunkArms.num_decodings`).
     """
-    table = RecordTable({arm: {} for arm in (plain_arm, *drafting) if arm is not None})
-    for plain, drafted in _by_plain(settings).items():
-        lanes = [(arm, setting) for setting in drafted for arm in drafting]
-        if plain_arm is not None:
-            lanes.insert(0, (plain_arm, plain))
-        found = {lane: {} if store is None else store.read(*lane) for lane in lanes}
-        block, given = _Block(trunk, drafting, options), prompts[plain.context_tokens]
-        for start in range(0, len(given), options.batch):
-            group = given[start : start + options.batch]
-            for lane in lanes:
-                if any(prompt.id not in found[lane] for prompt in group):
-                    decoded = _decode_group(block, lane, group, None if plain_arm is None else found[plain_arm, plain])
-                    if store is not None:
-                        store.add(*lane, decoded)
-                    found[lane].update({one.prompt_id: one for one in decoded})
-                for _ in group:
+    records: ArmRecords = {arm: {} for arm in (arms.plain_arm, *arms.drafting)}
+    for plain, some in arms.by_plain(lanes).items():
+        given = prompts[plain.context_tokens]
+        for arm, setting in some:
+            found = {} if store is None else store.read(arm, setting)
+            missing = [prompt for prompt in given if prompt.id not in found]
+            for _ in range(len(given) - len(missing)):
+                on_prompt()
+            references = {one.prompt_id: one for one in records[arms.plain_arm].get(plain, ())}
+            for group, results in _decode(arms, arm, setting, missing, options):
+                done = [record_of(*pair) for pair in zip(group, results, strict=True)]
+                if setting.rule in ("greedy", "argmax"):
+                    pairs = zip(group, done, strict=True)
+                    done = [_compared(arms, one, setting, mine, references[one.id], options) for one, mine in pairs]
+                found |= {one.prompt_id: one for one in done}
+                if store is not None:
+                    store.add(arm, setting, done)
+                for _ in done:
                     on_prompt()
+            records[arm][setting] = [found[prompt.id] for prompt in given]
+    return records
+
+
+def _decode(
+    arms: TrunkArms, arm: str, setting: Setting, prompts: Sequence[TaskPrompt], options: DecodingOptions
+) -> Iterator[tuple[Sequence[TaskPrompt], list[GenerationResult]]]:
+    """Yield some batches of prompts at a time, with their results."""
+    if not prompts:
+        return
+    rows = options.rows(prompts)
+    decoder = arms.decoder(arm, setting, options, rows)
+    for start in range(0, len(prompts), BATCHES_AT_A_TIME * rows):
+        group = prompts[start : start + BATCHES_AT_A_TIME * rows]
+        yield group, decoder.decode([request_of(prompt, setting, options) for prompt in group])
+
+
+def _compared(
+    arms: TrunkArms,
+    prompt: TaskPrompt,
+    setting: Setting,
+    drafted: PromptRecord,
+    plain: PromptRecord,
+    options: DecodingOptions,
+) -> PromptRecord:
+    """Return a record with the verdict of its comparison with the plain text of the same prompt."""
+    sampling = sampling_of(setting, noise_seed(prompt.id, options.seed))
+    found = compare_records(drafted, plain, arms.trunk, prompt, sampling)
+    return replace(drafted, same_as_plain=found.verdict, noise=found.noise)
+
+
+def time_prompts(
+    arms: TrunkArms,
+    prompts: Prompts,
+    lanes: Iterable[Lane],
+    options: DecodingOptions,
+    *,
+    store: Store | None = None,
+    on_prompt: Callable[[], object] = lambda: None,
+) -> ArmRecords:
+    """Decode prompts with drafters and without, one at a time; arguments as for :func:`decode_prompts`.
+
+    Lanes take turns prompt by prompt, so that a machine that slows down slows all of them down alike.
+    """
+    records: ArmRecords = {arm: {} for arm in (arms.plain_arm, *arms.drafting)}
+    for plain, some in arms.by_plain(lanes).items():
+        given = prompts[plain.context_tokens]
+        found = {lane: {} if store is None else store.read(*lane, timed=True) for lane in some}
+        decoders: dict[Lane, SpeculativeDecoder] = {}
+        for prompt in given:
+            for lane in some:
+                if prompt.id not in found[lane]:
+                    if lane not in decoders:
+                        decoders[lane] = arms.decoder(*lane, options, 1)
+                        # Lazy initialisation happens in the first call, which is therefore not timed.
+                        _timed(decoders[lane], prompt, lane[1], options, min(WARM_UP_TOKENS, options.max_new_tokens))
+                    one = _timed(decoders[lane], prompt, lane[1], options, options.max_new_tokens)
+                    found[lane][prompt.id] = one
+                    if store is not None:
+                        store.add(*lane, [one], timed=True)
+                on_prompt()
         for (arm, setting), by_prompt in found.items():
-            table.decoded[arm][setting] = [by_prompt[prompt.id] for prompt in given]
-        table.captured_rounds += sum(decoder.captured_rounds for decoder in block.decoders.values())
-    return table
+            records[arm][setting] = [by_prompt[prompt.id] for prompt in given]
+    return records
 
 
-def joined(tables: Sequence[RecordTable], order: Sequence[str]) -> RecordTable:
-    """Return the records of all processes, each of which decoded some of the prompts, in the order of prompt ids."""
-    whole = RecordTable({arm: {} for arm in tables[0].decoded})
-    for arm, settings in tables[0].decoded.items():
-        for setting in settings:
-            by_prompt = {one.prompt_id: one for table in tables for one in table.decoded[arm][setting]}
-            whole.decoded[arm][setting] = [by_prompt[prompt_id] for prompt_id in order]
-    whole.captured_rounds = sum(table.captured_rounds for table in tables)
-    return whole
-
-
-def num_decodings(num_arms: int, prompts: Prompts, settings: Sequence[Setting]) -> int:
-    """Return how often :func:`decode_prompts` calls ``on_prompt`` for so many drafting arms and plain decoding."""
-    return sum(
-        len(prompts[plain.context_tokens]) * (1 + num_arms * len(drafted))
-        for plain, drafted in _by_plain(settings).items()
+def _timed(
+    decoder: SpeculativeDecoder, prompt: TaskPrompt, setting: Setting, options: DecodingOptions, max_new_tokens: int
+) -> PromptRecord:
+    request = replace(request_of(prompt, setting, options), max_new_tokens=max_new_tokens)
+    (result,) = decoder.decode([request])
+    return replace(
+        record_of(prompt, result), seconds_prefill=result.seconds_prefill, seconds_decode=result.seconds_decode
     )
 
 
-def _by_plain(settings: Sequence[Setting]) -> dict[Setting, list[Setting]]:
-    """Return settings with drafts by their plain setting."""
-    found: dict[Setting, list[Setting]] = {}
-    for setting in settings:
-        found.setdefault(setting.plain, []).append(setting)
-    return found
+def speed_prompts(prompts: Prompts, seed: int) -> Prompts:
+    """Return the prompts to time, as evenly over their groups as possible, in the order of the prompts."""
+    chosen = {
+        context: {prompt.id for prompt in choose_evenly(some, SPEED_PROMPTS, seed)} for context, some in prompts.items()
+    }
+    return {context: [one for one in some if one.id in chosen[context]] for context, some in prompts.items()}
 
 
-def _decode_group(
-    block: _Block, lane: tuple[str, Setting], group: Sequence[TaskPrompt], plain: Mapping[str, Decoded] | None
-) -> list[Decoded]:
-    """Decode prompts together, and compare each text with the plain one of the same prompt."""
-    (arm, setting), options = lane, block.options
-    if lane not in block.decoders:
-        block.decoders[lane] = SpeculativeDecoder(
-            block.trunk,
-            block.drafting.get(arm),
-            setting.depth,
-            options.eos_ids,
-            draft_sampling="sampled" if setting.rule == "sampled" else "argmax",
-            max_batch=options.batch,
-        )
-        # Lazy initialisation happens in the first call, which is therefore not timed.
-        _generate(block.decoders[lane], group, setting, options, min(WARM_UP_TOKENS, options.max_new_tokens))
-    results, seconds = _generate(block.decoders[lane], group, setting, options, options.max_new_tokens)
-    decoded = [_record(prompt, result, seconds, len(group)) for prompt, result in zip(group, results, strict=True)]
-    if plain is None or setting.rule not in ("greedy", "argmax"):
-        return decoded
-    return [
-        _compared(block, prompt, setting, one, plain[prompt.id]) for prompt, one in zip(group, decoded, strict=True)
-    ]
+def joined(parts: Sequence[ArmRecords], prompts: Prompts) -> ArmRecords:
+    """Return the records of all processes, each of which decoded some of the prompts, in the order of the prompts."""
+    whole: ArmRecords = {arm: {} for arm in parts[0]}
+    for arm, settings in parts[0].items():
+        for setting in settings:
+            by_prompt = {one.prompt_id: one for part in parts for one in part[arm][setting]}
+            whole[arm][setting] = [by_prompt[prompt.id] for prompt in prompts[setting.context_tokens]]
+    return whole
 
 
 def sampling_of(setting: Setting, seed: int) -> Sampling:
@@ -168,31 +241,15 @@ def sampling_of(setting: Setting, seed: int) -> Sampling:
     return Sampling(temperature=setting.temperature, top_p=setting.top_p, top_k=setting.top_k, seed=seed)
 
 
-def _generate(
-    decoder: SpeculativeDecoder,
-    group: Sequence[TaskPrompt],
-    setting: Setting,
-    options: DecodingOptions,
-    max_new_tokens: int,
-) -> tuple[list[GenerationResult], float]:
-    """Decode prompts together; return the results and the wall time of the call."""
-    requests = [
-        Request(
-            prompt_ids=prompt.prompt_ids,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling_of(setting, noise_seed(prompt.id, options.seed)),
-        )
-        for prompt in group
-    ]
-    started = time.perf_counter()
-    results = decoder.decode(requests)
-    return results, time.perf_counter() - started
+def request_of(prompt: TaskPrompt, setting: Setting, options: DecodingOptions) -> Request:
+    """Return the request of a prompt at a setting."""
+    sampling = sampling_of(setting, noise_seed(prompt.id, options.seed))
+    return Request(prompt_ids=prompt.prompt_ids, max_new_tokens=options.max_new_tokens, sampling=sampling)
 
 
-def _record(prompt: TaskPrompt, result: GenerationResult, seconds: float, num_rows: int) -> Decoded:
-    """Return a prompt's record; the rows of a batch share its wall time equally."""
-    prefill = result.seconds_prefill / num_rows
-    return Decoded(
+def record_of(prompt: TaskPrompt, result: GenerationResult) -> PromptRecord:
+    """Return the record of a decoded prompt, without times."""
+    return PromptRecord(
         prompt_id=prompt.id,
         group=prompt.group,
         task=prompt.task,
@@ -200,22 +257,11 @@ def _record(prompt: TaskPrompt, result: GenerationResult, seconds: float, num_ro
         token_ids=tuple(result.token_ids),
         drafted=tuple(one.num_drafted for one in result.round_log),
         accepted=tuple(one.num_accepted for one in result.round_log),
-        seconds_prefill=prefill,
-        seconds_decode=max(seconds / num_rows - prefill, 0.0),
-        same_as_plain=None,
     )
-
-
-def _compared(block: _Block, prompt: TaskPrompt, setting: Setting, drafted: Decoded, plain: Decoded) -> Decoded:
-    """Return a record with the verdict of its comparison with the plain text of the same prompt."""
-    found = compare_records(
-        drafted, plain, block.trunk, prompt, sampling_of(setting, noise_seed(prompt.id, block.options.seed))
-    )
-    return replace(drafted, same_as_plain=found.verdict, noise=found.noise)
 
 
 def compare_records(
-    drafted: Decoded, plain: Decoded, trunk: Trunk, prompt: TaskPrompt, sampling: Sampling
+    drafted: PromptRecord, plain: PromptRecord, trunk: Trunk, prompt: TaskPrompt, sampling: Sampling
 ) -> Comparison:
     """Compare a text whose drafts were not sampled with plain decoding of the same prompt and sampling parameters."""
     rounds = [Round(*counts) for counts in zip(drafted.drafted, drafted.accepted, strict=True)]

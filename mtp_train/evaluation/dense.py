@@ -21,17 +21,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mtp_inference import HeadDrafting
 from mtp_train.checkpoints.writing import write_bytes
 from mtp_train.data.pack import collate, pack_documents
-from mtp_train.data.prompts import Prompt
-from mtp_train.data.tokenize import Document
+from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import DataError
-from mtp_train.evaluation.prompt_records import Decoded, TaskPrompt
+from mtp_train.evaluation.decoding import DecodingOptions
+from mtp_train.evaluation.prompt_records import PromptRecord, TaskPrompt
 from mtp_train.heads.module import MtpHead
-from mtp_train.train.aligned import Batch, aligned_rows
-from mtp_train.train.teacher_forced import target_figures
+from mtp_train.train.packed_rows import PackedBatch, aligned_rows
+from mtp_train.train.teacher_forced import many_rows, target_figures
 from mtp_train.trunk.load import Trunk
-from mtp_train.trunk.widen import many_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,31 +82,29 @@ class DenseRows:
 @torch.inference_mode()
 def dense_rows(
     trunk: Trunk,
-    head: MtpHead,
+    drafting: HeadDrafting,
     prompts: Sequence[TaskPrompt],
-    plain: Sequence[Decoded],
+    plain: Sequence[PromptRecord],
     num_depths: int,
     temperature: float,
-    seq_len_tokens: int,
-    draft_vocab_R: Tensor | None = None,
+    options: DecodingOptions,
 ) -> DenseRows:
     """Return a head's teacher-forced metrics on its trunk's plain outputs.
 
     Args:
         trunk: The trunk.
-        head: The head.
+        drafting: The head, and the tokens that it may draft.
         prompts: The prompts; prompts without a record are ignored.
         plain: Records of plain decoding.
         num_depths: K.
         temperature: p and q are ``softmax(logits / temperature)``. Temperature 0, where acceptance depends on the
             argmax tokens alone, is measured at 1.
-        seq_len_tokens: Texts are cut to this length, prompt included.
-        draft_vocab_R: int, the tokens that the head may draft; None for all.
+        options: Limits of the texts; prompts past ``dense_tokens`` are left out, except for the first.
 
     Raises:
         ValueError: A prompt and its record differ in length, or no prompt has a record.
     """
-    outputs = {one.prompt_id: one for one in plain}
+    head, draft_vocab_R, outputs = drafting.head, drafting.draft_vocab_R, {one.prompt_id: one for one in plain}
     decoded = [prompt for prompt in prompts if prompt.id in outputs]
     for prompt in decoded:
         if len(prompt.prompt_ids) != outputs[prompt.id].prompt_tokens:
@@ -114,9 +112,13 @@ def dense_rows(
                 f"prompt {prompt.id!r}: {len(prompt.prompt_ids)} tokens, {outputs[prompt.id].prompt_tokens} when it "
                 "was decoded; expected the same prompt. Pass prompts and outputs of one context."
             )
-    texts = own_text(decoded, [outputs[prompt.id].token_ids for prompt in decoded], seq_len_tokens)
+    texts = own_text(decoded, [outputs[prompt.id].token_ids for prompt in decoded], options.seq_len_tokens)
     if not texts:
         raise ValueError(f"{len(prompts)} prompts, {len(plain)} outputs, none of the same prompt; expected a pair.")
+    if options.dense_tokens is not None:
+        ends = np.cumsum([len(text.input_ids) for text in texts])
+        num_texts = max(1, int((ends <= options.dense_tokens).sum()))
+        decoded, texts = decoded[:num_texts], texts[:num_texts]
     with many_rows(trunk, head) as run:
         parts = [_text_rows(trunk, run, text, num_depths, temperature or 1.0, draft_vocab_R) for text in texts]
     return DenseRows(
@@ -161,7 +163,7 @@ def _text_rows(
     """Measure one text in a batch of its own, without padding."""
     device = trunk.lm_head_VD.device
     columns = collate(pack_documents([text], len(text.input_ids), pack=False, seed=0, epoch=0))
-    rows = aligned_rows(trunk, head, Batch(*(column.to(device) for column in columns.values())), num_depths)
+    rows = aligned_rows(trunk, head, PackedBatch(*(column.to(device) for column in columns.values())), num_depths)
     found = target_figures(rows, trunk, head, temperature=temperature, draft_vocab_R=draft_vocab_R)
     kept_N = rows.valid_KN.any(dim=0)
     return _TextRows(

@@ -2,38 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from mtp_train.evaluation.decoding import DecodingOptions
+from mtp_inference import MAX_DEPTH
+from mtp_train.checkpoints.demo import PREFIX
+from mtp_train.errors import DataError
+from mtp_train.evaluation.arms import ArmSpec, open_arm
+from mtp_train.evaluation.decoding import MAX_BATCH
 from mtp_train.evaluation.prompt_records import Rule, Setting, TaskPrompt
 from mtp_train.evaluation.suites import load_suite, suite_prompts
 
+AUTO = "auto"
+DEPTHS = (1, 2, 3, 5)
+RULES: tuple[Rule, ...] = ("greedy", "argmax", "sampled")
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
-    """The settings to measure and the prompts to measure them on."""
+class EvaluationGrid:
+    """The settings that :func:`evaluate` and :func:`compare` measure: every combination of the values below.
 
-    suite: str
-    tasks: tuple[str, ...] | None
-    """None: all tasks of the suite."""
-    prompts_per_task: int
-    temperatures: tuple[float, ...]
-    contexts: tuple[int | None, ...]
-    """Lengths that prompts are extended to; None leaves them as they are."""
-    depths: tuple[int, ...]
-    rules: tuple[Rule, ...]
-    """``greedy`` applies at temperature 0, the others above it."""
-    max_new_tokens: int
-    batch: int
-    """Prompts decoded together."""
-    seed: int
+    Example:
+        >>> import mtp_train as mtp
+        >>> mtp.EvaluationGrid(temperatures=[0.0, 0.6], contexts=[None, 8192], depths=[3])
+    """
+
+    suite: str = AUTO
+    """``builtin``, ``demo``, ``mt-bench:LOC``, ``spec-bench:LOC``, ``speed-bench:LOC``, ``humaneval:LOC``,
+    ``gsm8k:LOC``, or a file of prompts. ``auto``: ``demo`` for the demo's trunks, else ``builtin``."""
+    tasks: Sequence[str] | None = None
+    """Tasks of the suite; None for all."""
+    prompts_per_task: int = 8
+    temperatures: Sequence[float] = (0.0, 1.0)
+    contexts: Sequence[int | None] = (None,)
+    """Prompt lengths in tokens, reached by other text before the prompt; None leaves prompts as they are."""
+    depths: Sequence[int] | None = None
+    """Draft tokens per round, 1 to 7; None for 1, 2, 3 and 5 as far as the heads of all arms can draft."""
+    rules: Sequence[Rule] = RULES
+    """``greedy`` applies at temperature 0; above it, ``argmax`` drafts, or ``sampled`` drafts with rejection."""
+    max_new_tokens: int = 128
+    batch: int = MAX_BATCH
+    """Most prompts decoded together, for acceptance. Speed is measured on 8 prompts, one at a time."""
+    seed: int = 0
+
+    def settled(self, arms: Sequence[ArmSpec], trunks: Sequence[str]) -> EvaluationGrid:
+        """Return the grid with values in range and without repeats, suite and depths chosen for the arms.
+
+        Args:
+            arms: The arms, for the depths that all of them can draft.
+            trunks: Their trunks, or the served trunk, for the suite.
+
+        Raises:
+            MtpError: A value is out of range, or the files of an arm are missing or damaged.
+        """
+        # The demo's trunks were trained on two kinds of text and can write nothing else.
+        suite = "demo" if all(trunk.startswith(PREFIX) for trunk in trunks) else "builtin"
+        depths = self.depths
+        if depths is None:
+            deepest = min((open_arm(arm).model.deepest for arm in arms), default=MAX_DEPTH)
+            depths = [depth for depth in DEPTHS if depth <= deepest]
+        grid = replace(
+            self,
+            suite=suite if self.suite == AUTO else self.suite,
+            tasks=None if self.tasks is None else _unique(self.tasks),
+            temperatures=_unique(map(float, self.temperatures)),
+            contexts=_unique(self.contexts),
+            depths=_unique(depths),
+            rules=_unique(self.rules),
+        )
+        require_grid(grid)
+        return grid
 
     def drafted(self, temperature: float, context_tokens: int | None) -> list[Setting]:
         """Return the settings with drafts at one temperature and context."""
         rules = [rule for rule in self.rules if (rule == "greedy") == (temperature == 0.0)]
-        return [Setting(temperature, context_tokens, depth, rule) for rule in rules for depth in self.depths]
+        return [Setting(temperature, context_tokens, depth, rule) for rule in rules for depth in self.depths or ()]
 
     def settings(self) -> list[Setting]:
         """Return every setting with drafts."""
@@ -43,16 +89,50 @@ class Grid:
     def headline(self) -> Setting:
         """The setting of the report's table of arms: the lowest temperature, prompts as they are, depth 3."""
         context = None if None in self.contexts else min(one for one in self.contexts if one is not None)
-        depth = max((one for one in self.depths if one <= 3), default=min(self.depths))
         settings = self.drafted(min(self.temperatures), context)
+        depths = {one.depth for one in settings}
+        depth = max((one for one in depths if one <= 3), default=min(depths))
         return next(one for one in reversed(settings) if one.depth == depth)
 
-    def options(self, eos_ids: Collection[int]) -> DecodingOptions:
-        """Return what the engine needs besides settings and prompts."""
-        return DecodingOptions(max_new_tokens=self.max_new_tokens, eos_ids=eos_ids, seed=self.seed, batch=self.batch)
+
+def _unique(values: Iterable[T]) -> tuple[T, ...]:
+    return tuple(dict.fromkeys(values))
 
 
-def grid_prompts(grid: Grid, tokenizer: Any, contexts: Sequence[int | None]) -> dict[int | None, list[TaskPrompt]]:
+def require_grid(grid: EvaluationGrid) -> None:
+    """Check the numbers of a grid.
+
+    Raises:
+        DataError: A number is out of range, or no setting is left.
+    """
+    contexts = [one for one in grid.contexts if one is not None]
+    checks: tuple[tuple[str, Sequence[float], float, float, str], ...] = (
+        ("--depths", grid.depths or (), 1, MAX_DEPTH, f"1 to {MAX_DEPTH}"),
+        ("--temperatures", grid.temperatures, 0.0, math.inf, "0 or more"),
+        ("--contexts", contexts, 1, math.inf, "1 or more, or own"),
+        ("--prompts-per-task", [grid.prompts_per_task], 1, math.inf, "1 or more"),
+        ("--max-new-tokens", [grid.max_new_tokens], 2, math.inf, "2 or more, as the first token needs no round"),
+        ("--batch", [grid.batch], 1, math.inf, "1 or more"),
+    )
+    for flag, values, low, high, expected in checks:
+        for value in values:
+            if not low <= value <= high:
+                raise DataError(f"{flag}: {value:g}; expected {expected}. Correct it, or leave the flag out.")
+    for rule in grid.rules:
+        if rule not in RULES:
+            raise DataError(f"--rules: {rule!r}; expected {', '.join(RULES)}. Correct it.")
+    for temperature in grid.temperatures:
+        if not grid.drafted(temperature, None):
+            wanted = "greedy" if temperature == 0.0 else "argmax or sampled"
+            raise DataError(
+                f"--rules: {' '.join(grid.rules)}, none of them for temperature {temperature:g}; expected {wanted}. "
+                "Add it, or leave the temperature out."
+            )
+
+
+def grid_prompts(
+    grid: EvaluationGrid, tokenizer: Any, contexts: Sequence[int | None]
+) -> dict[int | None, list[TaskPrompt]]:
     """Return the prompts of the grid's suite, by the length that they are extended to.
 
     Raises:

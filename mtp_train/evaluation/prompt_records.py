@@ -6,14 +6,14 @@ interrupted study resumes after the last complete line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import ConfigDict
 
 from mtp_train.acceptance.counts import PromptCounts
 from mtp_train.acceptance.gate import setting_name
-from mtp_train.data.prompts import Prompt
-from mtp_train.errors import DataError
+from mtp_train.data.tokenize import Prompt
 
 HELD_OUT_TASK = "held-out"
 """Task of the prompts that a run holds out."""
@@ -45,7 +45,12 @@ class Setting:
     @property
     def plain(self) -> Setting:
         """Return the setting without drafts, whose speed and texts drafting arms are compared with."""
-        return replace(self, depth=0, rule="none")
+        return Setting(self.temperature, self.context_tokens, 0, "none", self.top_p, self.top_k)
+
+    @property
+    def setting(self) -> Setting:
+        """The setting alone, of a record that extends it."""
+        return Setting(self.temperature, self.context_tokens, self.depth, self.rule, self.top_p, self.top_k)
 
     @property
     def name(self) -> str:
@@ -73,7 +78,7 @@ class TaskPrompt(Prompt):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoded:
+class PromptRecord:
     """One prompt, decoded by one arm under one setting."""
 
     prompt_id: str
@@ -87,15 +92,25 @@ class Decoded:
     """Drafts of each round, in order: the depth, or fewer where the drafter proposed fewer."""
     accepted: tuple[int, ...]
     """Accepted drafts of each round. Before round r, ``1 + r + sum(accepted[:r])`` new tokens are committed."""
-    seconds_prefill: float
-    """Wall time until the first token; in a batch, an equal share of the batch's."""
-    seconds_decode: float
-    """Wall time of the rest; in a batch, an equal share of the batch's."""
-    same_as_plain: Literal["identical", "near_tie", "divergence"] | None
-    """How the tokens compare with plain decoding of the same seed. None for plain decoding itself and with rule
-    ``sampled``, whose text may differ."""
+    seconds_prefill: float | None = None
+    """Wall time until the first token. None for a prompt that was decoded in a batch: rows of a batch have no times of
+    their own."""
+    seconds_decode: float | None = None
+    """Wall time of the rest."""
+    same_as_plain: Literal["identical", "near_tie", "divergence"] | None = None
+    """How the tokens compare with plain decoding of the same seed. None for plain decoding itself, for timed
+    records, and with rule ``sampled``, whose text may differ."""
     noise: float | None = None
     """Largest error of a logit in plain decoding, measured where the text first differs; None where it does not."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    @property
+    def seconds(self) -> float | None:
+        """Wall time of prefill and rounds."""
+        if self.seconds_prefill is None or self.seconds_decode is None:
+            return None
+        return self.seconds_prefill + self.seconds_decode
 
     @property
     def from_drafts(self) -> tuple[bool, ...]:
@@ -111,27 +126,7 @@ class Decoded:
             num_draft_tokens=sum(self.drafted),
             accepted_per_pos=tuple(sum(one > position for one in self.accepted) for position in range(depth)),
             new_tokens=len(self.token_ids),
-            seconds=self.seconds_prefill + self.seconds_decode,
+            seconds=self.seconds,
             group=self.group,
             seconds_decode=self.seconds_decode,
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Decoded:
-        """Read a record back.
-
-        Raises:
-            DataError: A field is missing or unknown: another version wrote the record.
-        """
-        names = {field.name for field in fields(cls)}
-        if raw.keys() != names:
-            raise DataError(
-                f"a measured prompt: fields missing or unknown: {', '.join(sorted(names ^ raw.keys()))}; expected "
-                "those of this version. Measure into another directory, or go on with the version that wrote this one."
-            )
-        make: Callable[..., Decoded] = cls
-        return make(**{key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()})

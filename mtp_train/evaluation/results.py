@@ -1,24 +1,25 @@
-"""The fields of ``report.json``, and how they are written and read.
+"""The fields of ``report.json``, and how they are written and read: one report of runs, evaluations and studies.
 
-A figure without a meaning (the acceptance of an arm that drafts nothing) is None here and null in the file.
+A figure without a meaning (the acceptance of an arm that drafts nothing) is None here and null in the file. Every
+interval is a 95 % interval over groups of prompts.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from mtp_train.acceptance.counts import Interval
-from mtp_train.acceptance.gate import GateSetting, GateVerdict
+from mtp_train.acceptance.gate import GateVerdict
 from mtp_train.acceptance.speed import Verdict, pays
 from mtp_train.errors import DataError
-
-# The report contains the gate's verdict unchanged.
-GateResult = GateVerdict
+from mtp_train.evaluation.prompt_records import Setting
 
 REPORT_FILE = "report.json"
 UNJUDGED = "unjudged"
@@ -26,80 +27,61 @@ UNJUDGED = "unjudged"
 UNJUDGED_SENTENCE = (
     "Unjudged: gate.enabled is false, so nothing was measured, and the head may draft worse than the one before."
 )
-Record = TypeVar("Record")
+ALL_TASKS = "all"
+"""Task of a cell that pools all tasks."""
+VERDICTS = {"good": "confirmed", "bad": "refuted", "neutral": "undecided"}
+"""Verdict on a statement by the tone of its finding."""
+Tone = Literal["good", "bad", "neutral"]
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TeacherForced:
-    """Teacher-forced metrics: taken at every position of the trunk's own plain output, without decoding."""
-
-    dense: tuple[float | None, ...] | None
-    """Per depth, share of positions where the head's argmax token is the trunk's."""
-    overlap: tuple[float | None, ...] | None
-    """Per depth, mean of sum_v min(p, q)."""
-    target_entropy: float | None
-    """Mean entropy of p, nats per token."""
-
-
-NOT_TEACHER_FORCED = TeacherForced(dense=None, overlap=None, target_entropy=None)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ArmResult:
-    """The figures of one arm; None where a figure has no meaning.
+    """The figures of one arm; None where a figure has no meaning or was not measured.
 
-    In JSON and CSV the fields of :attr:`teacher_forced` are keys of the arm itself.
+    Acceptance is of all prompts, decoded in batches. Speed is of some of them, decoded one at a time.
     """
 
     trunk: str
     """The trunk, as the user named it."""
     head: str | None
     """Where the head came from; None for plain decoding."""
-    tau: float | None
+    tau: float | None = None
     """Mean tokens committed per round, bonus token included."""
-    tau_ci95: Interval | None
-    """95 % interval of tau over groups of prompts."""
-    acceptance_rate: float | None
+    tau_ci95: Interval | None = None
+    acceptance_rate: float | None = None
     """Accepted over drafted tokens."""
-    marginal: tuple[float, ...] | None
+    marginal: tuple[float, ...] | None = None
     """Per position, accepted over rounds."""
-    conditional: tuple[float | None, ...] | None
+    marginal_ci95: tuple[Interval | None, ...] | None = None
+    conditional: tuple[float | None, ...] | None = None
     """Per position, accepted over accepted at the position before."""
-    teacher_forced: TeacherForced
-    repeated_8gram_share: float | None
+    dense: tuple[float | None, ...] | None = None
+    """Per depth, share of positions of the trunk's plain output where the head's argmax token is the trunk's."""
+    overlap: tuple[float | None, ...] | None = None
+    """Per depth, mean of sum_v min(p, q) over these positions."""
+    target_entropy: float | None = None
+    """Mean entropy of p over these positions, nats per token."""
+    repeated_8gram_share: float | None = None
     """Share of 8-grams that already occurred in the same output."""
-    tokens_per_second: float | None
-    """New tokens per second of decoding."""
-    speedup: float | None
+    tokens_per_second: float | None = None
+    """New tokens per second of decoding, prefill included."""
+    speedup: float | None = None
     """Tokens per second over those of the same trunk without drafts."""
-    rounds: int | None
-    """Decoding rounds, all prompts together."""
-    prompts: int | None
-    """Prompts decoded."""
-    groups: int | None = None
-    """Groups of the prompts, which :attr:`tau_ci95` leaves out one at a time. None where it was not recorded."""
-    measured_here: bool
-    """False for an arm that was measured elsewhere and is shown for comparison."""
     speedup_ci95: Interval | None = None
-    """95 % interval of :attr:`speedup` over groups of prompts. None where it was not recorded."""
     break_even_tau: float | None = None
     """Tau at which this arm is as fast as plain decoding: the time of a round over that of a plain one, prefill
-    excluded. None for plain decoding, and where it was not recorded."""
+    excluded. None for plain decoding."""
+    rounds: int | None = None
+    """Decoding rounds, all prompts together."""
+    prompts: int | None = None
+    """Prompts decoded."""
+    groups: int | None = None
+    """Groups of the prompts, which :attr:`tau_ci95` leaves out one at a time."""
+    measured_here: bool = True
+    """False for an arm that was measured elsewhere and is shown for comparison."""
 
-    @property
-    def dense(self) -> tuple[float | None, ...] | None:
-        """See :attr:`TeacherForced.dense`."""
-        return self.teacher_forced.dense
-
-    @property
-    def overlap(self) -> tuple[float | None, ...] | None:
-        """See :attr:`TeacherForced.overlap`."""
-        return self.teacher_forced.overlap
-
-    @property
-    def target_entropy(self) -> float | None:
-        """See :attr:`TeacherForced.target_entropy`."""
-        return self.teacher_forced.target_entropy
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     @property
     def pays(self) -> Verdict | None:
@@ -108,29 +90,34 @@ class ArmResult:
             return None
         return pays(self.speedup, self.speedup_ci95, self.tau_ci95, self.break_even_tau)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures by the keys of :func:`json_keys`, in that order."""
-        return {key: getattr(self, key) for key in json_keys(type(self))}
 
-    @classmethod
-    def from_json(cls, raw: object, where: str) -> ArmResult:
-        """Read an arm from a report or from recorded arms; ``where`` is the start of error messages."""
-        return build(cls, raw, where)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunCell(ArmResult):
-    """One arm at one setting."""
+@dataclass(frozen=True, kw_only=True)
+class Cell(ArmResult, Setting):
+    """One arm at one setting, on one task or all."""
 
     arm: str
-    temperature: float
-    top_p: float = 1.0
-    top_k: int = 0
-    depth: int
-    """Drafts a round."""
-    rule: str
-    """``greedy``, ``argmax`` or ``sampled`` (``evaluation.prompt_records.Rule``). In a study also ``none`` for plain
-    decoding, and ``served`` for a server, which does not report its rule."""
+    task: str = ALL_TASKS
+    """:data:`ALL_TASKS` for all tasks together."""
+    tau_macro: float | None = None
+    """Mean over prompts of each prompt's tau. ``tau`` pools rounds, so that long texts have more weight."""
+    accepted_histogram: tuple[int, ...] | None = None
+    """Rounds that accepted exactly 0, 1, ... ``depth`` drafts."""
+    draft_tokens: int
+    accepted_tokens: int
+    new_tokens: int
+    """Tokens returned."""
+    mean_prompt_tokens: float
+    seconds_prefill: float | None = None
+    """Mean prefill time per prompt."""
+    round_seconds: float | None = None
+    """Mean wall time of a round, which for plain decoding is one token."""
+    break_even_acceptance: float | None = None
+    """Conditional acceptance, equal at all positions, that results in :attr:`break_even_tau`; None where none does."""
+
+    @property
+    def result(self) -> ArmResult:
+        """The figures without the setting, as the report's ``arms`` hold them."""
+        return ArmResult(**{field.name: getattr(self, field.name) for field in fields(ArmResult)})
 
 
 AnyArm = TypeVar("AnyArm", bound=ArmResult)
@@ -142,7 +129,106 @@ def recommended(arms: Iterable[AnyArm]) -> AnyArm | None:
     return max(paying, key=lambda arm: arm.speedup or 0.0, default=None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
+class ArmComparison(Setting):
+    """Two arms at one setting, paired by prompt."""
+
+    first: str
+    second: str
+    task: str
+    delta_tau: float
+    """tau(first) - tau(second)."""
+    delta_tau_ci95: Interval | None
+    groups: int
+    """Groups of prompts that the intervals leave out one at a time."""
+    p_value: float | None
+    """Two-sided p-value of no difference, before Holm's correction."""
+    differs: bool = False
+    """Whether the difference is significant at 5 % over all comparisons of the report (Holm's correction)."""
+    same_trunk: bool
+    """Whether both draft for the same trunk; otherwise texts and entropies differ too."""
+    delta_overlap_at_equal_entropy: float | None = None
+    """Difference of overlap at depth 1 at equal target entropy, which is positive for a better head and not for easier
+    text."""
+    delta_overlap_at_equal_entropy_ci95: Interval | None = None
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    def swapped(self) -> ArmComparison:
+        """Return the comparison with the arms exchanged."""
+        overlap = self.delta_overlap_at_equal_entropy
+        return replace(
+            self,
+            first=self.second,
+            second=self.first,
+            delta_tau=-self.delta_tau,
+            delta_tau_ci95=negated(self.delta_tau_ci95),
+            delta_overlap_at_equal_entropy=None if overlap is None else -overlap,
+            delta_overlap_at_equal_entropy_ci95=negated(self.delta_overlap_at_equal_entropy_ci95),
+        )
+
+
+def negated(interval: Interval | None) -> Interval | None:
+    """Return the interval of the negated difference."""
+    return None if interval is None else (-interval[1], -interval[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionBin(Setting):
+    """Acceptance over a stretch of the output; all tasks, prompts as they are."""
+
+    arm: str
+    start: int
+    """Index of the first new token."""
+    stop: int
+    """Index after the last new token."""
+    tau: float
+    tau_ci95: Interval | None
+    groups: int
+    """Groups with outputs this long."""
+    rounds: int
+    """Rounds that began there."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmCosts:
+    """Memory and prefill cost of a head, at any setting."""
+
+    arm: str
+    head_bytes: int
+    """Weights of the head, without the embedding and output matrix that it shares with the trunk."""
+    head_kv_bytes_per_token: int
+    """Like :attr:`trunk_kv_bytes_per_token`, for the head; 0 also where the head has sliding-window attention."""
+    trunk_kv_bytes_per_token: int
+    """Bytes of the KV cache per token in the dtype that runs; for latent attention, of the latent."""
+    trunk_state_bytes: int
+    """Bytes per text at any length: recurrent states and full sliding windows."""
+    context_tokens_lost: int | None
+    """Tokens of the trunk's KV cache that fit into the memory of the head's weights; None where the trunk has no KV
+    cache. The head's own KV cache takes a further share ``head_kv / (trunk_kv + head_kv)`` of the remaining tokens."""
+    prefill_ratio: float | None
+    """Prompt tokens per second with the head, divided by the same without."""
+    prefill_tokens: int | None
+    """Length of the prompt that prefill was timed on."""
+    plain_prefill_tokens_per_second: float | None = None
+    """Prompt tokens per second without the head, at that length."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A statement and the result of its test."""
+
+    tone: Tone
+    statement: str
+    evidence: str
+    """The figures and their intervals in one sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Lossless:
     """How many outputs of decoding with drafts were compared with plain decoding, and with what result."""
 
@@ -161,7 +247,7 @@ class Lossless:
         return self.checked - self.identical - self.near_tie_divergences
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SampleText:
     """A text that the retrained head drafted for, at the report's first setting."""
 
@@ -172,138 +258,70 @@ class SampleText:
     """The text in pieces, each with True where it consists of accepted drafts and False where the trunk added it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunReport:
-    """The report of one run."""
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a run, an evaluation or a study measured."""
 
+    title: str | None = None
+    """What was compared; None for a run, which judges one head."""
     arms: Mapping[str, ArmResult]
-    """Results by arm, in the order they are shown."""
-    lossless: Lossless | None
+    """Results by arm, all tasks together, at the headline setting, in the order they are shown."""
+    lossless: Lossless | None = None
     """None where the outputs were not compared."""
-    gate: GateResult | None
+    gate: GateVerdict | None = None
     """None where there was no head to judge, or ``gate.enabled`` is false."""
     settings: Mapping[str, Any]
     """How it was measured: temperature, draft sampling, verify rule, depth, dtype, device, ..."""
-    cells: tuple[RunCell, ...] = ()
-    """The arms at every setting but the first, which :attr:`arms` shows."""
-    depths: tuple[RunCell, ...] = ()
-    """The retrained head at fewer drafts a round, on some of the prompts, at the first setting. Empty for a study: its
-    cells contain every depth."""
+    cells: tuple[Cell, ...] = ()
+    """Every arm at every setting; tasks apart where there are several."""
+    comparisons: tuple[ArmComparison, ...] = ()
+    positions: tuple[PositionBin, ...] = ()
+    costs: tuple[ArmCosts, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    endpoint: Mapping[str, Any] | None = None
+    """Measurements of a served model, if there was one (``mtp_train.evaluation.served``)."""
+    depths: tuple[Cell, ...] = ()
+    """The retrained head of a run at fewer drafts a round: figures of the timed prompts alone."""
     samples: tuple[SampleText, ...] = ()
-    """Some texts of the retrained head, for the page."""
+    """Some texts of the retrained head of a run, for the page."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values; a number that is not finite becomes None."""
-        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
-
-    @classmethod
-    def from_json(cls, raw: object, where: str) -> RunReport:
-        """Read a report back; ``where`` is the start of error messages."""
-        found = _require_fields(raw, cls, where)
-        cells, depths = (
-            tuple(build(RunCell, cell, f"{where}: {key}.{number}") for number, cell in enumerate(found[key]))
-            for key in ("cells", "depths")
-        )
-        samples = tuple(
-            build(SampleText, one, f"{where}: samples.{number}") for number, one in enumerate(found["samples"])
-        )
-        return cls(**cls._shared(found, where), cells=cells, depths=depths, samples=samples)
-
-    @staticmethod
-    def _shared(report: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Read the fields that every report has."""
-        arms = _require_mapping(report["arms"], f"{where}: arms")
-        lossless, gate = report["lossless"], report["gate"]
-        return {
-            "arms": {name: ArmResult.from_json(arm, f"{where}: arms.{name}") for name, arm in arms.items()},
-            "lossless": None if lossless is None else build(Lossless, lossless, f"{where}: lossless"),
-            "gate": None if gate is None else _gate(gate, f"{where}: gate"),
-            "settings": _require_mapping(report["settings"], f"{where}: settings"),
-        }
+        values: dict[str, Any] = json.loads(_reader(type(self)).dump_json(self))
+        return values
 
 
-def load_report(path: Path) -> RunReport:
+_reader: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+
+
+def read_record(record: type[T], raw: str | bytes | Mapping[str, Any], where: str) -> T:
+    """Make a record of this module, or another dataclass, of JSON text or of values that were read from it.
+
+    Raises:
+        DataError: A field is missing, unknown or of another type; ``where`` is the start of the message.
+    """
+    reader: TypeAdapter[Any] = _reader(record)
+    try:
+        found: T = reader.validate_json(raw) if isinstance(raw, str | bytes) else reader.validate_python(raw)
+        return found
+    except ValidationError as error:
+        named = [f"{'.'.join(map(str, one['loc'])) or 'all of it'}: {one['msg']}" for one in error.errors()[:3]]
+        raise DataError(
+            f"{where}: {'; '.join(named)}; expected the fields of this version. Read it with the version that wrote "
+            "it, or measure again."
+        ) from error
+
+
+def load_report(path: Path) -> Report:
     """Read a ``report.json``.
 
     Raises:
         DataError: The file is missing, is not JSON, or is not a report.
     """
-    return RunReport.from_json(read_report(path), str(path))
-
-
-def read_report(path: Path) -> Any:
-    """Read the JSON of a report.
-
-    Raises:
-        DataError: The file is missing or is not JSON.
-    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        raw = path.read_bytes()
+    except OSError as error:
         raise DataError(f"{path}: {error}; expected a report in JSON. Run the evaluation again.") from error
-
-
-def json_keys(record: Any) -> list[str]:
-    """Return the JSON keys of a record in order: its fields, ``teacher_forced`` replaced by its own fields."""
-    names = [field.name for field in fields(record)]
-    if "teacher_forced" not in names:
-        return names
-    place = names.index("teacher_forced")
-    return [*names[:place], *_GROUPED, *names[place + 1 :]]
-
-
-_GROUPED = tuple(field.name for field in fields(TeacherForced))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, ArmResult):
-        return _plain(value.to_json())
-    if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _require_mapping(raw: object, where: str) -> dict[str, Any]:
-    if not isinstance(raw, dict):
-        raise DataError(f"{where}: {type(raw).__name__}; expected an object. Run the evaluation again.")
-    return raw
-
-
-def _gate(raw: object, where: str) -> GateVerdict:
-    found = _require_mapping(raw, where)
-    settings = [
-        build(GateSetting, setting, f"{where}.settings.{number}") for number, setting in enumerate(found["settings"])
-    ]
-    return replace(build(GateVerdict, {**found, "settings": []}, where), settings=tuple(settings))
-
-
-def _require_fields(raw: object, record: Any, where: str) -> dict[str, Any]:
-    """Return an object that has exactly the fields of a dataclass."""
-    found = _require_mapping(raw, where)
-    names = set(json_keys(record))
-    odd = sorted(names ^ found.keys())
-    if odd:
-        raise DataError(
-            f"{where}: fields missing or unknown: {', '.join(odd)}; expected exactly {', '.join(sorted(names))}. "
-            "Read it with the version that wrote it."
-        )
-    return found
-
-
-def build(record: type[Record], raw: object, where: str) -> Record:
-    """Make a dataclass of a JSON object that has its keys and no others; lists become tuples, at any depth."""
-    found = {key: _frozen(value) for key, value in _require_fields(raw, record, where).items()}
-    if issubclass(record, ArmResult):
-        found["teacher_forced"] = TeacherForced(**{key: found.pop(key) for key in _GROUPED})
-    make: Callable[..., Record] = record
-    return make(**found)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+    return read_record(Report, raw, str(path))

@@ -1,10 +1,11 @@
-"""Run a study: measure its arms with one trunk in memory at a time, store every measurement, return the report."""
+"""Run a study: measure its arms with one trunk in memory at a time, and store every measurement."""
 
 from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -12,15 +13,15 @@ from typing import Any
 
 from rich.progress import Progress
 
-from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference import HeadDrafting
+from mtp_train.acceptance.names import PLAIN, SERVED
 from mtp_train.checkpoints.files import Checkpoint, read_json
-from mtp_train.checkpoints.finite import require_finite_checkpoint
 from mtp_train.checkpoints.identity import InputFiles, Loaders, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import (
-    PLAIN,
     ArmSpec,
     OpenArm,
     load_arm_trunk,
@@ -29,19 +30,27 @@ from mtp_train.evaluation.arms import (
     require_distinct,
     trunk_label,
 )
-from mtp_train.evaluation.assemble import Measured, assemble
-from mtp_train.evaluation.cells import ArmCosts, StudyReport, load_study
+from mtp_train.evaluation.assemble import Measurements, assemble, compared
 from mtp_train.evaluation.costs import head_costs
-from mtp_train.evaluation.decoding import Prompts, RecordTable, decode_prompts, joined, num_decodings
+from mtp_train.evaluation.decoding import (
+    SPEED_PROMPTS,
+    DecodingOptions,
+    Lane,
+    Prompts,
+    TrunkArms,
+    decode_prompts,
+    joined,
+    speed_prompts,
+    time_prompts,
+)
 from mtp_train.evaluation.dense import DenseRows, dense_rows
-from mtp_train.evaluation.grid import Grid, grid_prompts
-from mtp_train.evaluation.prompt_records import Decoded, Setting, TaskPrompt
-from mtp_train.evaluation.results import REPORT_FILE, build
-from mtp_train.evaluation.served import SERVED, Served, Server, ask, judged, with_served
-from mtp_train.evaluation.statistics import MeasuredArm
+from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
+from mtp_train.evaluation.prompt_records import Setting, TaskPrompt
+from mtp_train.evaluation.results import REPORT_FILE, ArmCosts, Report, load_report, read_record
+from mtp_train.evaluation.served import Server, ask, judged
+from mtp_train.evaluation.statistics import MeasuredArm, Records
 from mtp_train.evaluation.store import Store
 from mtp_train.evaluation.suites import load_suite
-from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.progress import shown_loading
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
@@ -50,13 +59,11 @@ from mtp_train.trunk.whole import require_whole_trunk
 COSTS_FILE = "costs.json"
 FORMAT_VERSION = 1
 """Of a study's directory: its identity and its measurements."""
-DENSE_SEQ_LEN_TOKENS = 8192
-"""Longest text for teacher-forced metrics, prompt included; a longer text is cut at its end."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes that decode a study's prompts together, every n-th prompt each."""
+    """The processes that decode prompts together, every n-th prompt each."""
 
     index: int
     """Number of this process; 0 measures all that is not decoding."""
@@ -68,43 +75,112 @@ class Processes:
 ALONE = Processes(0, 1, lambda own: own)
 
 
+def measure_trunk(
+    arms: TrunkArms,
+    prompts: Prompts,
+    settings: Sequence[Setting],
+    options: DecodingOptions,
+    progress: Progress,
+    *,
+    processes: Processes = ALONE,
+    store: Store | None = None,
+    only_timed: Sequence[Lane] = (),
+) -> list[MeasuredArm]:
+    """Measure the arms of a trunk in memory: acceptance on all prompts, speed on a few, teacher-forced metrics.
+
+    Args:
+        arms: The trunk and its drafters.
+        prompts: The prompts of every context of the settings.
+        settings: The settings with drafts.
+        options: Limits, seed and batch size.
+        progress: Shows how many of this process's prompts are decoded.
+        processes: The processes, each of which must call this.
+        store: As for :func:`decode_prompts`.
+        only_timed: Drafters at further settings, whose speed alone is measured.
+
+    Returns:
+        Plain decoding, then the drafters; every process returns the same, but only the first has teacher-forced
+        metrics.
+    """
+    lanes, few = arms.lanes(settings), speed_prompts(prompts, options.seed)
+    own, own_few = (
+        {context: some[processes.index :: processes.count] for context, some in given.items()}
+        for given in (prompts, few)
+    )
+    to_time = [*lanes, *only_timed]
+    total = arms.num_decodings(lanes, own) + arms.num_decodings(to_time, own_few)
+    shown = partial(progress.advance, progress.add_task(f"decoding with {arms.name}", total=total))
+    decoded = decode_prompts(arms, own, lanes, options, store=store, on_prompt=shown)
+    timed = time_prompts(arms, own_few, to_time, options, store=store, on_prompt=shown)
+    decoded = joined(processes.gather([decoded]), prompts)
+    timed = joined(processes.gather([timed]), few)
+    plain, dense = decoded[arms.plain_arm], {}
+    if processes.index == 0:
+        heads = {name: one for name, one in arms.drafting.items() if isinstance(one, HeadDrafting)}
+        depth = max((setting.depth for setting in settings), default=0)
+        dense = {
+            name: _dense(arms.trunk, name, head, prompts, plain, depth, options, progress, store)
+            for name, head in heads.items()
+        }
+
+    def measured(name: str, head: str | None, own_dense: Any) -> MeasuredArm:
+        mine, my_times = ({**one[arms.plain_arm], **one[name]} for one in (decoded, timed))
+        return MeasuredArm(name, arms.name, head, mine, my_times, own_dense)
+
+    # The trunk's entropy is the same with any head, and plain decoding has no head to measure it with.
+    first = measured(arms.plain_arm, None, next(iter(dense.values()), {}))
+    return [first, *(measured(name, arms.head_names[name], dense.get(name, {})) for name in arms.drafting)]
+
+
+def _dense(
+    trunk: Trunk,
+    name: str,
+    drafting: HeadDrafting,
+    prompts: Prompts,
+    plain: Records,
+    depth: int,
+    options: DecodingOptions,
+    progress: Progress,
+    store: Store | None,
+) -> dict[tuple[float, int | None], DenseRows]:
+    """Return teacher-forced metrics at every position of the trunk's own texts, by temperature and context."""
+    found = {}
+    for setting, texts in progress.track(plain.items(), description=f"teacher-forced figures, {name}"):
+        path = None if store is None else store.file(name, f"dense-{setting.slug}.npz")
+        if path is not None and path.is_file():
+            rows = DenseRows.load(path)
+        else:
+            given = prompts[setting.context_tokens]
+            rows = dense_rows(trunk, drafting, given, texts, depth, setting.temperature, options)
+            if path is not None:
+                rows.save(path)
+        found[setting.temperature, setting.context_tokens] = rows
+    return found
+
+
 @dataclass(frozen=True)
 class _Study:
-    grid: Grid
+    arms: Sequence[OpenArm]
+    grid: EvaluationGrid
     store: Store
     progress: Progress
-    costs: bool
-    given: Sequence[TaskPrompt] | None
-    served: Served | None = None
-    served_trunk: str | None = None
-    """Location of the served model's trunk."""
+    prompts: Sequence[TaskPrompt] | None
+    """Prompts that are given; None for the suite's."""
+    costs: bool = False
+    server: Server | None = None
     processes: Processes = ALONE
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """A trunk in memory, and its drafters."""
-
-    name: str
-    plain_name: str
-    trunk: Trunk
-    arms: Sequence[OpenArm]
-    drafting: Mapping[str, DrafterMaker]
-    heads: Mapping[str, MtpHead]
-    prompts: Prompts
-    eos_ids: frozenset[int]
 
 
 def run_study(
     specs: Sequence[ArmSpec],
-    grid: Grid,
+    grid: EvaluationGrid,
     out: Path,
     progress: Progress,
     *,
     title: str,
     costs: bool,
     server: Server | None = None,
-) -> StudyReport:
+) -> Report:
     """Measure arms over a grid and return the report.
 
     Args:
@@ -123,27 +199,23 @@ def run_study(
     store = Store(out, _identity(arms, grid, costs, None, server))
     store.require_inputs(_inputs(arms, server), progress)
     if (out / REPORT_FILE).is_file():
-        return load_study(out / REPORT_FILE)
+        return load_report(out / REPORT_FILE)
     _require_sound(arms, progress)
     store.hash_inputs(progress)
-    served = None if server is None else ask(server, grid, progress)
-    served_trunk = None if server is None else server.checkpoint
-    found = _measure_all(arms, _Study(grid, store, progress, costs, None, served, served_trunk))
-    served = found.served or served
+    found = _measure_all(_Study(arms, grid, store, progress, None, costs, server))
     # With a server alone, nothing has been stored so far.
     store.claim()
-    report = assemble(found, grid, title)
-    return report if served is None else with_served(report, served)
+    return study_report(found, grid, title)
 
 
 def measure_study(
     specs: Sequence[ArmSpec],
-    grid: Grid,
+    grid: EvaluationGrid,
     out: Path,
     progress: Progress,
     prompts: Sequence[TaskPrompt],
     processes: Processes = ALONE,
-) -> Measured:
+) -> Measurements:
     """Measure arms on given prompts, without memory and prefill, for a caller that assembles the report itself.
 
     Args:
@@ -153,9 +225,6 @@ def measure_study(
         progress: Shows progress bars.
         prompts: The prompts to decode.
         processes: The processes, each of which must call this. Figures do not depend on their number, speeds excepted.
-
-    Returns:
-        The measurements; without arms for all processes but the first.
 
     Raises:
         MtpError: An arm cannot be measured, or ``out`` contains other files.
@@ -173,7 +242,18 @@ def measure_study(
     processes.gather([])
     if processes.index > 0:
         store = Store(out, identity, processes.index)
-    return _measure_all(arms, _Study(grid, store, progress, False, prompts, processes=processes))
+    return _measure_all(_Study(arms, grid, store, progress, prompts, processes=processes))
+
+
+def study_report(found: Measurements, grid: EvaluationGrid, title: str) -> Report:
+    """Compute the report of a grid's measurements."""
+    settings = {
+        **json.loads(json.dumps(asdict(grid))),
+        "contexts": ["own" if one is None else one for one in grid.contexts],
+        "speed_prompts": SPEED_PROMPTS,
+        "headline": {key: getattr(grid.headline, key) for key in ("temperature", "context_tokens", "depth", "rule")},
+    }
+    return compared(assemble(found, grid.headline, settings), found, title)
 
 
 def _open(specs: Sequence[ArmSpec]) -> list[OpenArm]:
@@ -191,19 +271,55 @@ def _require_sound(arms: Sequence[OpenArm], progress: Progress) -> None:
         require_finite_checkpoint(checkpoint, progress)
 
 
-def _measure_all(arms: Sequence[OpenArm], study: _Study) -> Measured:
+def _measure_all(study: _Study) -> Measurements:
+    server, served_trunk = study.server, None if study.server is None else study.server.checkpoint
+    found = Measurements(served=None if server is None else ask(server, study.grid, study.progress))
     by_trunk: dict[Any, list[OpenArm]] = {}
-    for arm in arms:
+    for arm in study.arms:
         by_trunk.setdefault(arm.spec.trunk_key, []).append(arm)
-    found = Measured()
     names = plain_names([group[0].spec for group in by_trunk.values()])
     for plain_name, group in zip(names, by_trunk.values(), strict=True):
-        loaded = _load(study, group, plain_name)
-        study.store.require_unchanged(study.progress)
-        _measure(study, loaded, found)
+        _measure(study, group, plain_name, found, group[0].spec.trunk == served_trunk)
         # Free the weights before the next trunk is loaded.
-        del loaded
         gc.collect()
+    return found
+
+
+def _measure(study: _Study, group: Sequence[OpenArm], plain_name: str, found: Measurements, is_served: bool) -> None:
+    """Load one trunk, measure all its arms, and add the results to ``found``."""
+    first, grid, progress = group[0], study.grid, study.progress
+    tokenizer = load_tokenizer(first.model.checkpoint, trust_remote_code=False)
+    prompts: Prompts = {None: study.prompts} if study.prompts is not None else _enough_prompts(grid, tokenizer)
+    with shown_loading(progress, first.spec.trunk_name, first.model.checkpoint.num_bytes):
+        trunk = load_arm_trunk(first, local_device())
+    drafting = {arm.spec.name: maker for arm in group if (maker := arm.model.load_drafting(trunk)) is not None}
+    for maker in drafting.values():
+        maker.check(trunk, max(grid.depths or ()))
+    heads = {arm.spec.name: str(arm.spec.head_name) for arm in group}
+    arms = TrunkArms(trunk, first.spec.trunk_name, drafting, heads, plain_name)
+    study.store.require_unchanged(progress)
+    eos_ids = eos_token_ids(first.model.checkpoint, tokenizer)
+    if is_served and found.served is not None:
+        found.served = judged(found.served, trunk, eos_ids)
+        for warning in found.served.document["warnings"]:
+            progress.console.print(f"{SERVED}: {warning}", highlight=False)
+    weight = trunk.lm_head_VD
+    found.facts = {"dtype": str(weight.dtype).removeprefix("torch."), "device": str(weight.device)}
+    options = DecodingOptions(max_new_tokens=grid.max_new_tokens, eos_ids=eos_ids, seed=grid.seed, batch=grid.batch)
+    found.arms += measure_trunk(
+        arms, prompts, grid.settings(), options, progress, processes=study.processes, store=study.store
+    )
+    if study.costs:
+        found.costs += _costs(study, arms)
+
+
+def _costs(study: _Study, arms: TrunkArms) -> list[ArmCosts]:
+    found = []
+    for name, maker in study.progress.track(arms.drafting.items(), description="memory and prefill"):
+        path = study.store.file(name, COSTS_FILE)
+        if not path.is_file():
+            write_json(path, {"costs": asdict(head_costs(name, arms.trunk, maker))})
+        found.append(read_record(ArmCosts, read_json(path)["costs"], str(path)))
     return found
 
 
@@ -223,7 +339,7 @@ def _checkpoints(arms: Sequence[OpenArm]) -> list[Checkpoint]:
 
 def _identity(
     arms: Sequence[OpenArm],
-    grid: Grid,
+    grid: EvaluationGrid,
     costs: bool,
     prompts: Sequence[TaskPrompt] | None,
     server: Server | None,
@@ -236,7 +352,7 @@ def _identity(
     return {
         "format_version": FORMAT_VERSION,
         "arms": [asdict(arm.spec) for arm in arms],
-        "grid": {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(grid).items()},
+        "grid": json.loads(json.dumps(asdict(grid))),
         "costs": costs,
         "prompts": None if prompts is None else [prompt.id for prompt in prompts],
         "prompt_texts": _suite_digest(grid.suite) if prompts is None else None,
@@ -266,26 +382,7 @@ def _inputs(arms: Sequence[OpenArm], server: Server | None) -> Loaders:
     return loaders
 
 
-def _load(study: _Study, group: Sequence[OpenArm], plain_name: str) -> _Loaded:
-    first = group[0]
-    tokenizer = load_tokenizer(first.model.checkpoint, trust_remote_code=False)
-    prompts: Prompts = {None: study.given} if study.given is not None else _enough_prompts(study.grid, tokenizer)
-    with shown_loading(study.progress, first.spec.trunk_name, first.model.checkpoint.num_bytes):
-        trunk = load_arm_trunk(first, local_device())
-    drafting: dict[str, DrafterMaker] = {}
-    heads: dict[str, MtpHead] = {}
-    for arm in group:
-        maker, head = arm.model.load_drafting(trunk)
-        if maker is not None:
-            maker.check(trunk, max(study.grid.depths))
-            drafting[arm.spec.name] = maker
-        if head is not None:
-            heads[arm.spec.name] = head
-    eos_ids = eos_token_ids(first.model.checkpoint, tokenizer)
-    return _Loaded(first.spec.trunk_name, plain_name, trunk, group, drafting, heads, prompts, eos_ids)
-
-
-def _enough_prompts(grid: Grid, tokenizer: Any) -> Prompts:
+def _enough_prompts(grid: EvaluationGrid, tokenizer: Any) -> Prompts:
     prompts = grid_prompts(grid, tokenizer, grid.contexts)
     for context, some in prompts.items():
         if len(some) < 2:
@@ -297,83 +394,3 @@ def _enough_prompts(grid: Grid, tokenizer: Any) -> Prompts:
                 f"of prompts. {cure}."
             )
     return prompts
-
-
-def _measure(study: _Study, loaded: _Loaded, found: Measured) -> None:
-    """Measure all arms of one trunk, and add the results to ``found``."""
-    if study.served is not None and loaded.arms[0].spec.trunk == study.served_trunk:
-        found.served = judged(study.served, loaded.trunk, loaded.eos_ids)
-        for warning in found.served.document["warnings"]:
-            study.progress.console.print(f"{SERVED}: {warning}", highlight=False)
-    weight = loaded.trunk.lm_head_VD
-    found.facts = {"dtype": str(weight.dtype).removeprefix("torch."), "device": str(weight.device)}
-    decoded = _decode(study, loaded).decoded
-    if study.processes.index > 0:
-        return
-    plain = decoded[loaded.plain_name]
-    dense = {name: _dense(study, loaded, name, plain) for name in loaded.heads}
-    # The trunk's entropy is the same with any head, and plain decoding has no head to measure it with.
-    found.arms.append(MeasuredArm(loaded.plain_name, loaded.name, None, plain, next(iter(dense.values()), {})))
-    for arm in loaded.arms:
-        name, head_name = arm.spec.name, arm.spec.head_name
-        if name not in loaded.drafting:
-            continue
-        both = {**plain, **decoded[name]}
-        found.arms.append(MeasuredArm(name, loaded.name, head_name, both, dense.get(name, {})))
-    if study.costs:
-        _measure_costs(study, loaded, found)
-
-
-def _decode(study: _Study, loaded: _Loaded) -> RecordTable:
-    """Decode this process's share of the prompts, and return the records of all."""
-    settings, processes = study.grid.settings(), study.processes
-    own = {context: some[processes.index :: processes.count] for context, some in loaded.prompts.items()}
-    total = num_decodings(len(loaded.drafting), own, settings)
-    task = study.progress.add_task(f"decoding with {loaded.name}", total=total)
-    found = decode_prompts(
-        loaded.trunk,
-        loaded.drafting,
-        own,
-        settings,
-        study.grid.options(loaded.eos_ids),
-        plain_arm=loaded.plain_name,
-        store=study.store,
-        on_prompt=partial(study.progress.advance, task),
-    )
-    tables = processes.gather([found])
-    if len(tables) == 1:
-        return found
-    # Only prompts that are given are shared, and those are decoded as they are.
-    return joined(tables, [prompt.id for prompt in loaded.prompts[None]])
-
-
-def _dense(
-    study: _Study, loaded: _Loaded, name: str, plain: Mapping[Setting, Sequence[Decoded]]
-) -> dict[tuple[float, int | None], DenseRows]:
-    """Return teacher-forced metrics at every position of the trunk's own texts, by temperature and context."""
-    found = {}
-    plan = next(arm.model.plan for arm in loaded.arms if arm.spec.name == name)
-    for setting, texts in study.progress.track(plain.items(), description=f"teacher-forced figures, {name}"):
-        path = study.store.file(name, f"dense-{setting.slug}.npz")
-        if not path.is_file():
-            rows = dense_rows(
-                loaded.trunk,
-                loaded.heads[name],
-                loaded.prompts[setting.context_tokens],
-                texts,
-                max(study.grid.depths),
-                setting.temperature,
-                DENSE_SEQ_LEN_TOKENS,
-                None if plan is None else plan.draft_vocab,
-            )
-            rows.save(path)
-        found[setting.temperature, setting.context_tokens] = DenseRows.load(path)
-    return found
-
-
-def _measure_costs(study: _Study, loaded: _Loaded, found: Measured) -> None:
-    for name, maker in study.progress.track(loaded.drafting.items(), description="memory and prefill"):
-        path = study.store.file(name, COSTS_FILE)
-        if not path.is_file():
-            write_json(path, {"costs": asdict(head_costs(name, loaded.trunk, maker))})
-        found.costs.append(build(ArmCosts, read_json(path)["costs"], str(path)))

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial, reduce
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -22,16 +22,16 @@ from rich.progress import Progress
 from mtp_inference.sampling.distributions import Sampling, distribution_of
 from mtp_train.acceptance.counts import repeated_ngram_share
 from mtp_train.acceptance.intervals import pooled_tau_interval, sum_by_group
+from mtp_train.acceptance.names import SERVED
+from mtp_train.answers.check import Answer, fit_of, spread
+from mtp_train.answers.draft_counts import SpecCounts, increase, response_counts
+from mtp_train.answers.endpoint import GREEDY, RESPONSE_TIMEOUT_SECONDS, Endpoint, Refusal, SettingNames, read_api_key
+from mtp_train.answers.generate import Answering
 from mtp_train.checkpoints.locations import open_location
-from mtp_train.data.answers import Answer, fit_of, spread
-from mtp_train.data.draft_counts import SpecCounts, increase, response_counts
-from mtp_train.data.endpoint import GREEDY, RESPONSE_TIMEOUT_SECONDS, Endpoint, Refusal, SettingNames, read_api_key
-from mtp_train.data.regenerated import ask as question_of
 from mtp_train.errors import DataError
-from mtp_train.evaluation.cells import ALL_TASKS, Cell, StudyReport
-from mtp_train.evaluation.grid import Grid, grid_prompts
+from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
 from mtp_train.evaluation.prompt_records import TaskPrompt
-from mtp_train.evaluation.results import NOT_TEACHER_FORCED, ArmResult
+from mtp_train.evaluation.results import ALL_TASKS, Cell
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
@@ -39,7 +39,6 @@ from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SERVED = "served"
 NAMES = SettingNames("--endpoint", "--served-model", "--api-key-env", "then run the command again")
 WARM_UP_TOKENS = 8
 SETTLE_LOOKS, SETTLE_SECONDS = 20, 0.1
@@ -74,10 +73,8 @@ class Server:
 class Served:
     """The measurements of a served model."""
 
-    arm: ArmResult
-    """The cell of all tasks at the first temperature."""
     cells: tuple[Cell, ...]
-    """One cell per temperature and task, and one per temperature for all tasks."""
+    """One cell per temperature for all tasks, followed by those of single tasks; the first is the headline."""
     document: dict[str, Any]
     """The server, request settings, throughput, failures, warnings and the verdict on the answers."""
     answers: Mapping[float, tuple[Answer, ...]]
@@ -115,7 +112,7 @@ class _Block:
         return told or [self]
 
 
-def ask(server: Server, grid: Grid, progress: Progress) -> Served:
+def ask(server: Server, grid: EvaluationGrid, progress: Progress) -> Served:
     """Send the grid's unchanged prompts to the server at each of the grid's temperatures, and return the measurements.
 
     Raises:
@@ -173,7 +170,7 @@ def measure_endpoint(
         api_key_env: The environment variable with the server's key.
         seed: Combined with a prompt's id to the sampling seed of its request.
         progress: The progress display.
-        wait: Function that waits a number of seconds (:class:`~mtp_train.data.endpoint.Endpoint`).
+        wait: Function that waits a number of seconds (:class:`~mtp_train.answers.endpoint.Endpoint`).
 
     Raises:
         DataError: The server cannot be used, fails permanently, was restarted, or serves other clients.
@@ -198,10 +195,7 @@ def measure_endpoint(
 
 def _warm_up(endpoint: Endpoint, prompt: TaskPrompt, seed: int) -> None:
     """Send one uncounted request, to warm up the server and to find out whether it accepts token ids."""
-    first = endpoint.finish(partial(_answer, endpoint, prompt, 0.0, WARM_UP_TOKENS, seed))
-    if isinstance(first, Refusal):
-        endpoint.prompts_as = "text"
-        first = endpoint.finish(partial(_answer, endpoint, prompt, 0.0, WARM_UP_TOKENS, seed))
+    first = endpoint.first(partial(_answer, endpoint, prompt, 0.0, WARM_UP_TOKENS, seed))
     if isinstance(first, Refusal):
         raise DataError(
             f"{endpoint.url}: {first.reason}, for prompt {prompt.id}; expected a response. Check the server's log, and "
@@ -212,8 +206,7 @@ def _warm_up(endpoint: Endpoint, prompt: TaskPrompt, seed: int) -> None:
 def _answer(
     endpoint: Endpoint, prompt: TaskPrompt, temperature: float, max_new_tokens: int, seed: int
 ) -> _Answered | Refusal:
-    length = len(prompt.prompt_ids)
-    question = question_of(prompt, max_new_tokens=max_new_tokens, seq_len_tokens=length + max_new_tokens, seed=seed)
+    question = Answering(max_new_tokens=max_new_tokens, seed=seed).ask(prompt)
     payload = endpoint.payload(question, {**GREEDY, "temperature": temperature})
     try:
         document = endpoint.complete_with_counts(payload)
@@ -352,8 +345,7 @@ def _served(endpoint: Endpoint, asked: Mapping[float, Sequence[_Block]], max_new
         temperature: tuple((one.prompt.prompt_ids, one.token_ids) for block in blocks for one in block.answered)
         for temperature, blocks in asked.items()
     }
-    arm = ArmResult(**{field.name: getattr(cells[0], field.name) for field in fields(ArmResult)})
-    return Served(arm=arm, cells=tuple(cells), document=document, answers=answers)
+    return Served(cells=tuple(cells), document=document, answers=answers)
 
 
 def _speed(temperature: float, blocks: Sequence[_Block]) -> dict[str, Any]:
@@ -387,28 +379,20 @@ def _cell(endpoint: Endpoint, parts: Sequence[_Block], task: str, temperature: f
         trunk=endpoint.model,
         head=None if drafts is False else endpoint.url,
         **_acceptance(parts, counts),
-        teacher_forced=NOT_TEACHER_FORCED,
         repeated_8gram_share=repeated_ngram_share([one.token_ids for one in answered]),
         tokens_per_second=new_tokens / sum(part.seconds for part in parts),
-        speedup=None,
         prompts=len(answered),
         groups=len({one.prompt.group for one in answered}),
-        measured_here=True,
         new_tokens=new_tokens,
         mean_prompt_tokens=sum(len(one.prompt.prompt_ids) for one in answered) / len(answered),
-        seconds_prefill=None,
-        round_seconds=None,
-        break_even_tau=None,
-        break_even_acceptance=None,
     )
 
 
 def _acceptance(parts: Sequence[_Block], counts: SpecCounts | None) -> dict[str, Any]:
     """Return the fields of a cell about rounds and drafts."""
-    none = dict.fromkeys(("tau_ci95", "acceptance_rate", "marginal", "conditional", "accepted_histogram"))
     if counts is None or not counts.rounds:
         plain = None if counts is None else 1.0
-        return {**none, "tau": plain, "tau_macro": plain, "rounds": None, "draft_tokens": 0, "accepted_tokens": 0}
+        return {"tau": plain, "tau_macro": plain, "draft_tokens": 0, "accepted_tokens": 0}
     single = [part for part in parts if len(part.answered) == 1]
     by_prompt = [part.counts for part in single if part.counts is not None]
     interval = macro = None
@@ -467,13 +451,3 @@ def judged(served: Served, trunk: Trunk, eos_ids: Collection[int]) -> Served:
                 f"within {fit.allowed:.3f}. The served model, its quantisation or its sampling differs."
             )
     return replace(served, document={**served.document, "answers": found, "warnings": warnings})
-
-
-def with_served(report: StudyReport, served: Served) -> StudyReport:
-    """Return the report with the served model as an additional arm."""
-    return replace(
-        report,
-        arms={**report.arms, SERVED: served.arm},
-        cells=(*report.cells, *served.cells),
-        endpoint=served.document,
-    )

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from mtp_train.checkpoints.files import GENERATION_CONFIG_FILE, Checkpoint, read_json
 from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.evaluation.decoding import sampling_of
 from mtp_train.evaluation.prompt_records import Rule, Setting
-from mtp_train.recipe.schema import EvaluateSection, Recipe
 
 LEFT_OUT = {"min_p": 0.0, "repetition_penalty": 1.0}
 """Sampling settings of a generation config that no arm is measured with, and the values that switch them off."""
-
-
-def draft_depth(recipe: Recipe) -> int:
-    """Return the drafts per round of a run's arms."""
-    return recipe.head.num_depths if recipe.evaluate.depth is None else recipe.evaluate.depth
 
 
 def greedy(depth: int) -> Setting:
@@ -25,49 +20,50 @@ def greedy(depth: int) -> Setting:
     return Setting(0.0, None, depth, "greedy")
 
 
-def served_settings(evaluate: EvaluateSection, trunk: Checkpoint, depth: int) -> list[Setting]:
-    """Return the settings of a recipe, ``auto`` resolved by the trunk's generation config, greedy first.
+def served_settings(
+    trunk: Checkpoint,
+    depth: int,
+    temperature: Sequence[float] | str,
+    top_p: Sequence[float] | str,
+    top_k: Sequence[int] | str,
+    rule: Sequence[Rule] | str,
+) -> list[Setting]:
+    """Return every combination of sampling parameters, greedy first; a text stands for the trunk's generation config.
 
     Args:
-        evaluate: The recipe's section.
         trunk: The trunk, whose generation config is read.
         depth: Drafts per round.
+        temperature: Temperatures. Values of the other parameters apply above 0.
+        top_p: Values of top-p.
+        top_k: Values of top-k; 0 for no limit.
+        rule: How drafts are made above temperature 0; a text for ``argmax``.
 
     Raises:
         CheckpointError: The generation config has a value that the decoder cannot sample with.
     """
     try:
-        settings = _settings(evaluate, trunk, depth)
-        for setting in settings:
+        served = generation_settings(trunk)
+        if isinstance(temperature, str):
+            temperature = (0.0, float(served.get("temperature", 1.0))) if served else (0.0,)
+        if isinstance(top_p, str):
+            top_p = (float(served.get("top_p", 1.0)),)
+        if isinstance(top_k, str):
+            # Engines write -1 for all tokens.
+            top_k = (max(0, int(served.get("top_k", 0))),)
+        rules: Sequence[Rule] = ("argmax",) if isinstance(rule, str) else rule
+        sampled = [
+            Setting(one, None, depth, its_rule, its_p, its_k)
+            for one, its_p, its_k, its_rule in product(temperature, top_p, top_k, rules)
+            if one > 0.0
+        ]
+        for setting in sampled:
             sampling_of(setting, seed=0)
     except (MtpError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{trunk.path / GENERATION_CONFIG_FILE}: {error} evaluate.temperature, top_p and top_k are read from it "
             "where they are auto; name their values in the recipe, or correct the file."
         ) from error
-    return settings
-
-
-def _settings(evaluate: EvaluateSection, trunk: Checkpoint, depth: int) -> list[Setting]:
-    served = generation_settings(trunk)
-    temperatures, top_ps, top_ks, rules = evaluate.temperature, evaluate.top_p, evaluate.top_k, evaluate.rule
-    if isinstance(temperatures, str):
-        temperatures = (0.0, float(served.get("temperature", 1.0))) if served else (0.0,)
-    if isinstance(top_ps, str):
-        top_ps = (float(served.get("top_p", 1.0)),)
-    if isinstance(top_ks, str):
-        # Engines write -1 for all tokens.
-        top_ks = (max(0, int(served.get("top_k", 0))),)
-    drafted: tuple[Rule, ...] = ("argmax",) if isinstance(rules, str) else rules
-    sampled = [
-        Setting(temperature, None, depth, rule, top_p, top_k)
-        for temperature in temperatures
-        for top_p in top_ps
-        for top_k in top_ks
-        for rule in drafted
-        if temperature > 0.0
-    ]
-    return [greedy(depth), *sampled] if 0.0 in temperatures else sampled
+    return [greedy(depth), *sampled] if 0.0 in temperature else sampled
 
 
 def generation_settings(trunk: Checkpoint) -> Mapping[str, Any]:

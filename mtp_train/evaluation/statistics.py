@@ -1,4 +1,4 @@
-"""Compute the figures of a report from the records of decoding: pure functions, the same for runs and studies.
+"""Compute the figures of a report from the records of decoding: pure functions.
 
 A drafter may propose fewer drafts than the depth, or none (an n-gram lookup). A position without a draft counts as not
 accepted in every figure that is a share of rounds: ``tau`` is the mean number of tokens a round commits, ``marginal``
@@ -7,7 +7,8 @@ accepted 0. Only ``acceptance_rate`` divides by the drafted tokens: it is high w
 accurate and rarely drafts. vLLM's counters omit rounds without drafts, so that it reports a higher mean acceptance
 length for such drafters. Where every round drafts, its figures equal these.
 
-Speed: tokens per second are all returned tokens over all wall time, prefill included; the time of a round excludes
+Acceptance is of prompts that were decoded in batches. Speed is of the timed records, a few of these prompts decoded one
+at a time: tokens per second are all returned tokens over all wall time, prefill included; the time of a round excludes
 prefill. So ``speedup`` is what a user measures, and ``break_even_tau`` depends on the cost of rounds alone.
 
 Whether drafts pay is decided by ``acceptance.speed.pays`` alone.
@@ -17,9 +18,9 @@ Shapes: K depths, N target positions, P prompts, G groups of prompts, B bins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -32,69 +33,66 @@ from mtp_train.acceptance.counts import (
     repeated_ngram_share,
     tau,
 )
-from mtp_train.acceptance.intervals import (
-    marginal_intervals,
-    pooled_tau_interval,
-    sum_by_group,
-    tau_interval,
-)
-from mtp_train.acceptance.speed import break_even_tau, speed_difference
-from mtp_train.evaluation.cells import ALL_TASKS, Cell, PositionBin
+from mtp_train.acceptance.intervals import marginal_intervals, pooled_tau_interval, sum_by_group, tau_interval
+from mtp_train.acceptance.speed import break_even_tau, round_seconds, speed_difference
 from mtp_train.evaluation.dense import DenseRows
-from mtp_train.evaluation.prompt_records import Decoded, Setting
-from mtp_train.evaluation.results import NOT_TEACHER_FORCED, ArmResult, Lossless, RunCell, TeacherForced
+from mtp_train.evaluation.prompt_records import PromptRecord, Setting
+from mtp_train.evaluation.results import ALL_TASKS, Cell, Lossless, PositionBin
 
 POSITION_EDGES = (0, *(8 << doubling for doubling in range(24)))
 """First new token of each stretch of the output."""
+Records = Mapping[Setting, Sequence[PromptRecord]]
+"""Records of an arm by setting, in the order of the prompts."""
 
 
 @dataclass(frozen=True, eq=False)
 class MeasuredArm:
-    """The records of an arm."""
+    """The records of an arm: its own settings, in the order they are shown, and the plain settings of its trunk."""
 
     name: str
     trunk: str
     """The trunk, as the user named it."""
     head: str | None
     """The drafter; None for an arm of plain decoding."""
-    decoded: Mapping[Setting, Sequence[Decoded]]
-    """The arm's own settings, in the order they are shown, and the plain settings of its trunk."""
+    decoded: Records
+    """All prompts, decoded in batches: what was accepted, and the texts."""
+    timed: Records = field(default_factory=dict)
+    """Some of the prompts, decoded one at a time: how long it took."""
     dense: Mapping[tuple[float, int | None], DenseRows] = field(default_factory=dict)
-    """Teacher-forced metrics by temperature and context, of as many depths as the deepest setting. Empty for a run, and
-    for drafters without a distribution q."""
+    """Teacher-forced metrics by temperature and context, of as many depths as the deepest setting. Empty for drafters
+    without a distribution q."""
 
     @property
     def settings(self) -> list[Setting]:
         """The arm's own settings: with drafts, or plain ones for an arm of plain decoding."""
-        return [
-            setting
-            for setting, decoded in self.decoded.items()
-            if decoded and (setting.depth > 0) == (self.head is not None)
-        ]
+        return [one for one, records in self.decoded.items() if records and self.is_own(one)]
+
+    @property
+    def timed_only(self) -> list[Setting]:
+        """The arm's own settings that were timed and not decoded with all prompts."""
+        return [one for one in self.timed if self.is_own(one) and one not in self.decoded]
+
+    def is_own(self, setting: Setting) -> bool:
+        """Whether a setting is the arm's and not the plain one of its trunk."""
+        return (setting.depth > 0) == (self.head is not None)
 
     def own(self, setting: Setting) -> Setting:
         """Return the arm's setting beside drafting arms at ``setting``: plain decoding is the same for all of them."""
         return setting if self.head is not None else setting.plain
 
-    def counts(self, setting: Setting) -> list[PromptCounts]:
-        """Return the counts of every prompt at the arm's own setting."""
+    def counts(self, setting: Setting, *, timed: bool = False) -> list[PromptCounts]:
+        """Return the counts of every prompt, or of every timed one, at the arm's own setting."""
         own = self.own(setting)
-        return [one.counts(own.depth) for one in self.decoded[own]]
+        return [one.counts(own.depth) for one in (self.timed if timed else self.decoded).get(own, ())]
 
 
-def checked_records(arms: Iterable[MeasuredArm], settings: Iterable[Setting]) -> list[Decoded]:
-    """Return the records that were compared with plain decoding, setting by setting."""
-    arms = list(arms)
-    return [
-        record
-        for setting in settings
-        for arm in arms
-        for record in arm.decoded.get(setting, ())
-        if record.same_as_plain is not None
-    ]
+def checked_records(arms: Iterable[MeasuredArm]) -> list[PromptRecord]:
+    """Return the records that were compared with plain decoding."""
+    own = [arm.decoded[setting] for arm in arms for setting in arm.settings]
+    return [record for records in own for record in records if record.same_as_plain is not None]
 
 
-def lossless(checked: Sequence[Decoded]) -> Lossless:
+def lossless(checked: Sequence[PromptRecord]) -> Lossless:
     """Count the verdicts of compared records."""
     verdicts = [one.same_as_plain for one in checked]
     return Lossless(
@@ -105,57 +103,110 @@ def lossless(checked: Sequence[Decoded]) -> Lossless:
     )
 
 
-class _Part(NamedTuple):
-    """The records of an arm at one setting, of one task or (None) all."""
-
-    arm: MeasuredArm
-    setting: Setting
-    task: str | None
-    decoded: list[Decoded]
-    counts: list[PromptCounts]
-
-
 def make_cells(arm: MeasuredArm) -> tuple[Cell, ...]:
-    """Return a cell per setting and task, all tasks first; of plain decoding only for an arm without a head."""
-    return tuple(_cell(part) for setting in arm.settings for part in _parts(arm, setting))
+    """Return a cell per own setting and task, all tasks first."""
+    return tuple(
+        make_cell(arm, setting, task)
+        for setting in arm.settings
+        for task in (ALL_TASKS, *dict.fromkeys(one.task for one in arm.decoded[setting]))
+    )
 
 
-def arm_result(arm: MeasuredArm, setting: Setting) -> ArmResult:
-    """Return the arm's figures at one setting, all tasks together.
+def make_cell(arm: MeasuredArm, setting: Setting, task: str = ALL_TASKS) -> Cell:
+    """Return an arm's figures at one of its own settings, on one task or all.
 
     Raises:
         ValueError: Nothing was decoded there.
     """
-    if not arm.decoded[setting]:
+
+    every = arm.decoded.get(setting) or arm.timed.get(setting, ())
+    decoded = [one for one in every if task in (ALL_TASKS, one.task)]
+    if not decoded:
         raise ValueError(f"{arm.name}, {setting.slug}: nothing was decoded; expected at least one prompt.")
-    return _result(_parts(arm, setting)[0])
-
-
-def run_cell(arm: MeasuredArm, setting: Setting) -> RunCell:
-    """Return the cell of an arm in a run's report. The plain arm has one beside every setting with drafts."""
-    own = arm.own(setting)
-    return RunCell(
-        **_shared(arm_result(arm, own)),
+    counts = [one.counts(setting.depth) for one in decoded]
+    dense = arm.dense.get((setting.temperature, setting.context_tokens))
+    return Cell(
+        **vars(setting),
         arm=arm.name,
-        temperature=setting.temperature,
-        top_p=setting.top_p,
-        top_k=setting.top_k,
-        depth=own.depth,
-        rule=setting.rule,
+        task=task,
+        trunk=arm.trunk,
+        head=arm.head,
+        tau=tau(counts),
+        repeated_8gram_share=repeated_ngram_share(one.token_ids for one in decoded),
+        rounds=sum(one.rounds for one in counts),
+        prompts=len(decoded),
+        groups=num_groups(counts),
+        tau_macro=_macro(counts),
+        draft_tokens=sum(one.num_draft_tokens for one in counts),
+        accepted_tokens=sum(one.num_accepted_tokens for one in counts),
+        new_tokens=sum(one.new_tokens for one in counts),
+        mean_prompt_tokens=_mean([float(one.prompt_tokens) for one in decoded]),
+        **({} if dense is None else _dense_means(dense, setting.depth, task)),
+        **(_draft_figures(decoded, counts, setting.depth) if setting.depth else {}),
+        # Too few prompts are timed to tell tasks apart.
+        **(_speed_figures(arm, setting) if task == ALL_TASKS else {}),
     )
 
 
-def position_bins(arm: MeasuredArm) -> tuple[PositionBin, ...]:
-    """Return acceptance over stretches of the output, at settings with drafts and prompts as they are.
+def _draft_figures(decoded: Sequence[PromptRecord], counts: Sequence[PromptCounts], depth: int) -> dict[str, Any]:
+    accepted = [number for one in decoded for number in one.accepted]
+    return {
+        "tau_ci95": tau_interval(counts),
+        "acceptance_rate": acceptance_rate(counts),
+        "marginal": tuple(marginal(counts)),
+        "marginal_ci95": tuple(marginal_intervals(counts)),
+        "conditional": tuple(conditional(counts)),
+        "accepted_histogram": tuple(np.bincount(np.array(accepted, dtype=np.int64), minlength=depth + 1).tolist()),
+    }
 
-    A round belongs to the stretch of its first token. Later stretches contain only prompts whose outputs are that long.
-    """
-    return tuple(
-        found
-        for setting in arm.settings
-        if setting.depth and setting.context_tokens is None
-        for found in _position_bins(arm, setting)
+
+def _speed_figures(arm: MeasuredArm, setting: Setting) -> dict[str, Any]:
+    """Return the figures of timed prompts, and those beside plain decoding of the same prompts."""
+    timed, plain = ([one.counts(at.depth) for one in arm.timed.get(at, ())] for at in (setting, setting.plain))
+    seconds = [one.seconds for one in timed if one.seconds is not None]
+    if not sum(seconds):
+        return {}
+    found: dict[str, Any] = {
+        "tokens_per_second": sum(one.new_tokens for one in timed) / sum(seconds),
+        "seconds_prefill": (sum(seconds) - sum(one.seconds_decode or 0.0 for one in timed)) / len(timed),
+        "round_seconds": round_seconds(timed),
+        "speedup": None if setting.depth else 1.0,
+    }
+    if not setting.depth or not plain:
+        return found
+    gain, needed = speed_difference(timed, plain), break_even_tau(timed, plain)
+    if gain is not None:
+        interval = None if gain.ci95 is None else (1.0 + gain.ci95[0], 1.0 + gain.ci95[1])
+        found |= {"speedup": 1.0 + gain.value, "speedup_ci95": interval}
+    acceptance = None if needed is None else break_even_acceptance(needed, setting.depth)
+    return {**found, "break_even_tau": needed, "break_even_acceptance": acceptance}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _macro(counts: Sequence[PromptCounts]) -> float | None:
+    """Return the mean of each prompt's tau, without prompts that ended with their first token."""
+    own = [tau([count]) for count in counts if count.rounds]
+    return _mean(own) if own else None
+
+
+def _dense_means(rows: DenseRows, depth: int, task: str) -> dict[str, Any]:
+    """Return the means of agreement, overlap and entropy over a task's positions."""
+    of_task_P = np.ones(len(rows.tasks), dtype=np.bool_) if task == ALL_TASKS else rows.tasks == task
+    valid_KN = rows.valid_KN & of_task_P[rows.prompt_N]
+    entropy = float(rows.entropy_N[valid_KN[0]].mean(dtype=np.float64)) if valid_KN[0].any() else None
+    if not depth:
+        return {"target_entropy": entropy}
+    agreed, overlap = (
+        tuple(
+            float(values_N[valid_N].mean(dtype=np.float64)) if valid_N.any() else None
+            for values_N, valid_N in zip(values_KN[:depth], valid_KN[:depth], strict=True)
+        )
+        for values_KN in (rows.agreed_KN, rows.overlap_KN)
     )
+    return {"dense": agreed, "overlap": overlap, "target_entropy": entropy}
 
 
 def break_even_acceptance(needed_tau: float, depth: int) -> float | None:
@@ -174,135 +225,17 @@ def break_even_acceptance(needed_tau: float, depth: int) -> float | None:
     return high if low else 0.0
 
 
-def _parts(arm: MeasuredArm, setting: Setting) -> list[_Part]:
-    """Return all prompts of a setting together, then the prompts of each task."""
-    decoded = list(arm.decoded[setting])
-    counts = [one.counts(setting.depth) for one in decoded]
-    parts = [_Part(arm, setting, None, decoded, counts)]
-    for task in dict.fromkeys(one.task for one in decoded):
-        chosen = [index for index, one in enumerate(decoded) if one.task == task]
-        parts.append(
-            _Part(arm, setting, task, [decoded[index] for index in chosen], [counts[index] for index in chosen])
-        )
-    return parts
+def position_bins(arm: MeasuredArm) -> tuple[PositionBin, ...]:
+    """Return acceptance over stretches of the output, at settings with drafts and prompts as they are.
 
-
-def _result(part: _Part) -> ArmResult:
-    arm, setting, _, decoded, counts = part
-    drafts = setting.depth > 0
-    mine, plain = _beside_plain(part) if drafts else ([], [])
-    gain = speed_difference(mine, plain)
-    dense = arm.dense.get((setting.temperature, setting.context_tokens))
-    found = NOT_TEACHER_FORCED if dense is None else _dense_means(dense, setting.depth, part.task)
-    return ArmResult(
-        trunk=arm.trunk,
-        head=arm.head,
-        tau=tau(counts),
-        tau_ci95=tau_interval(counts) if drafts else None,
-        acceptance_rate=acceptance_rate(counts),
-        marginal=tuple(marginal(counts)) if drafts else None,
-        conditional=tuple(conditional(counts)) if drafts else None,
-        teacher_forced=found,
-        repeated_8gram_share=repeated_ngram_share(one.token_ids for one in decoded),
-        tokens_per_second=_tokens_per_second(decoded),
-        speedup=_over_plain(part, _tokens_per_second),
-        rounds=sum(count.rounds for count in counts),
-        prompts=len(decoded),
-        groups=num_groups(counts),
-        measured_here=True,
-        speedup_ci95=None if gain is None or gain.ci95 is None else (1.0 + gain.ci95[0], 1.0 + gain.ci95[1]),
-        break_even_tau=break_even_tau(mine, plain),
+    A round belongs to the stretch of its first token. Later stretches contain only prompts whose outputs are that long.
+    """
+    return tuple(
+        found
+        for setting in arm.settings
+        if setting.depth and setting.context_tokens is None
+        for found in _position_bins(arm, setting)
     )
-
-
-def _shared(result: ArmResult) -> dict[str, Any]:
-    """Return the fields that a cell of the arm has too."""
-    return {one.name: getattr(result, one.name) for one in fields(ArmResult)}
-
-
-def _cell(part: _Part) -> Cell:
-    _, setting, task, decoded, counts = part
-    drafts = setting.depth > 0
-    result = _result(part)
-    break_even = result.break_even_tau
-    return Cell(
-        **_shared(result),
-        arm=part.arm.name,
-        task=ALL_TASKS if task is None else task,
-        temperature=setting.temperature,
-        top_p=setting.top_p,
-        top_k=setting.top_k,
-        context_tokens=setting.context_tokens,
-        depth=setting.depth,
-        rule=setting.rule,
-        marginal_ci95=tuple(marginal_intervals(counts)) if drafts else None,
-        tau_macro=_macro(counts),
-        accepted_histogram=_histogram(decoded, setting.depth) if drafts else None,
-        draft_tokens=sum(count.num_draft_tokens for count in counts),
-        accepted_tokens=sum(count.num_accepted_tokens for count in counts),
-        new_tokens=sum(count.new_tokens for count in counts),
-        mean_prompt_tokens=_mean([float(one.prompt_tokens) for one in decoded]),
-        seconds_prefill=_mean([one.seconds_prefill for one in decoded]),
-        round_seconds=_round_seconds(decoded),
-        break_even_acceptance=None if break_even is None else break_even_acceptance(break_even, setting.depth),
-    )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _macro(counts: Sequence[PromptCounts]) -> float | None:
-    """Return the mean of each prompt's tau, without prompts that ended with their first token."""
-    own = [tau([count]) for count in counts if count.rounds]
-    return _mean(own) if own else None
-
-
-def _histogram(decoded: Sequence[Decoded], depth: int) -> tuple[int, ...]:
-    accepted = [number for one in decoded for number in one.accepted]
-    return tuple(np.bincount(accepted, minlength=depth + 1).tolist()) if accepted else (0,) * (depth + 1)
-
-
-def _tokens_per_second(decoded: Sequence[Decoded]) -> float | None:
-    seconds = sum(one.seconds_prefill + one.seconds_decode for one in decoded)
-    return sum(len(one.token_ids) for one in decoded) / seconds if seconds else None
-
-
-def _round_seconds(decoded: Sequence[Decoded]) -> float | None:
-    rounds = sum(len(one.accepted) for one in decoded)
-    return sum(one.seconds_decode for one in decoded) / rounds if rounds else None
-
-
-def _beside_plain(part: _Part) -> tuple[list[PromptCounts], list[PromptCounts]]:
-    """Return the counts of the part and of plain decoding, on the prompts that both decoded."""
-    plain = {one.prompt_id: one.counts(0) for one in part.arm.decoded.get(part.setting.plain, ())}
-    mine = [one for one in part.counts if one.prompt_id in plain]
-    return mine, [plain[one.prompt_id] for one in mine]
-
-
-def _over_plain(part: _Part, figure: Callable[[Sequence[Decoded]], float | None]) -> float | None:
-    """Return a figure divided by the same figure of plain decoding, on the prompts that both decoded."""
-    plain = {one.prompt_id: one for one in part.arm.decoded.get(part.setting.plain, ())}
-    mine = [one for one in part.decoded if one.prompt_id in plain]
-    above, below = figure(mine), figure([plain[one.prompt_id] for one in mine])
-    return above / below if above is not None and below else None
-
-
-def _dense_means(rows: DenseRows, depth: int, task: str | None) -> TeacherForced:
-    """Return the means of agreement, overlap and entropy over a task's positions."""
-    of_task_P = np.ones(len(rows.tasks), dtype=np.bool_) if task is None else rows.tasks == task
-    valid_KN = rows.valid_KN & of_task_P[rows.prompt_N]
-    entropy = float(rows.entropy_N[valid_KN[0]].mean(dtype=np.float64)) if valid_KN[0].any() else None
-    if not depth:
-        return replace(NOT_TEACHER_FORCED, target_entropy=entropy)
-    agreed, overlap = (
-        tuple(
-            float(values_N[valid_N].mean(dtype=np.float64)) if valid_N.any() else None
-            for values_N, valid_N in zip(values_KN[:depth], valid_KN[:depth], strict=True)
-        )
-        for values_KN in (rows.agreed_KN, rows.overlap_KN)
-    )
-    return TeacherForced(dense=agreed, overlap=overlap, target_entropy=entropy)
 
 
 def _position_bins(arm: MeasuredArm, setting: Setting) -> list[PositionBin]:
@@ -322,10 +255,8 @@ def _position_bins(arm: MeasuredArm, setting: Setting) -> list[PositionBin]:
         rounds_G, accepted_G = rounds_GB[met_G, number], accepted_GB[met_G, number]
         found.append(
             PositionBin(
+                **vars(setting),
                 arm=arm.name,
-                temperature=setting.temperature,
-                depth=setting.depth,
-                rule=setting.rule,
                 start=POSITION_EDGES[number],
                 stop=POSITION_EDGES[number + 1],
                 tau=1.0 + float(accepted_G.sum() / rounds_G.sum()),

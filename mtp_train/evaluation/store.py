@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from mtp_train.checkpoints.identity import (
 )
 from mtp_train.checkpoints.writing import LOCK_FILE, write_json
 from mtp_train.errors import ChangedInputError, OutputExistsError
-from mtp_train.evaluation.prompt_records import Decoded, Setting
-from mtp_train.evaluation.results import REPORT_FILE
+from mtp_train.evaluation.prompt_records import PromptRecord, Setting
+from mtp_train.evaluation.results import REPORT_FILE, read_record
 
 STUDY_FILE = "study.json"
 MEASURED = "measured"
@@ -84,25 +85,26 @@ class Store:
                 "writes to. Start again with another --out when the writer is done."
             )
 
-    def read(self, arm: str, setting: Setting) -> dict[str, Decoded]:
+    def read(self, arm: str, setting: Setting, *, timed: bool = False) -> dict[str, PromptRecord]:
         """Return the records of an arm and setting by prompt id, without an incomplete last line."""
-        found: dict[str, Decoded] = {}
-        for path in self._of(arm).glob(f"{setting.slug}*.jsonl"):
-            # The slug of another setting may begin with this one.
-            if _WRITER.fullmatch(path.name.removeprefix(setting.slug)) is None:
+        found: dict[str, PromptRecord] = {}
+        stem = _stem(setting, timed)
+        for path in self._of(arm).glob(f"{stem}*.jsonl"):
+            # The stem of another setting may begin with this one.
+            if _WRITER.fullmatch(path.name.removeprefix(stem)) is None:
                 continue
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            whole = [Decoded.from_json(json.loads(line)) for line in lines if line.endswith("\n")]
+            whole = [read_record(PromptRecord, line, str(path)) for line in lines if line.endswith("\n")]
             found |= {one.prompt_id: one for one in whole}
         return found
 
-    def add(self, arm: str, setting: Setting, decoded: Iterable[Decoded]) -> None:
+    def add(self, arm: str, setting: Setting, records: Iterable[PromptRecord], *, timed: bool = False) -> None:
         """Append records."""
         self._claim(arm)
-        path = self._of(arm) / f"{setting.slug}{self._suffix}"
+        path = self._of(arm) / f"{_stem(setting, timed)}{self._suffix}"
         with path.open("a+b") as file:
             _drop_partial_line(file)
-            file.writelines(f"{json.dumps(one.to_json())}\n".encode() for one in decoded)
+            file.writelines(f"{json.dumps(asdict(one))}\n".encode() for one in records)
 
     def file(self, arm: str, name: str) -> Path:
         """Return the path of another file of an arm."""
@@ -126,6 +128,10 @@ class Store:
     def _claim(self, arm: str) -> None:
         self._of(arm).mkdir(parents=True, exist_ok=True)
         self.claim()
+
+
+def _stem(setting: Setting, timed: bool) -> str:
+    return f"timed-{setting.slug}" if timed else setting.slug
 
 
 def _drop_partial_line(file: Any) -> None:

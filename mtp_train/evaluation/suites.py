@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtp_train.checkpoints.demo import GROUP_FIELD, demo_path
-from mtp_train.data.prompts import build_prompts, continuation_prompts
+from mtp_train.data.groups import is_held_out, stable_share
 from mtp_train.data.records import (
     Chat,
     Content,
@@ -32,10 +32,10 @@ from mtp_train.data.records import (
     require_text_only,
 )
 from mtp_train.data.sources import MESSAGE_COLUMNS, Skipped, load_records, load_rows
-from mtp_train.data.split import is_held_out, stable_share
+from mtp_train.data.tokenize import build_prompts, continuation_prompts
 from mtp_train.errors import DataError, UnsupportedRecordError
-from mtp_train.evaluation.cells import ALL_TASKS
 from mtp_train.evaluation.prompt_records import TaskPrompt
+from mtp_train.evaluation.results import ALL_TASKS
 from mtp_train.trunk.tokenizer import raw_tokens
 
 if TYPE_CHECKING:

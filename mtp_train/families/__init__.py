@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from mtp_train.families.assistants import Assistant as Assistant
 from mtp_train.families.assistants import assistant_for as assistant_for
-from mtp_train.families.convention import Convention as Convention
 from mtp_train.families.drafts.derive import draft_engines as draft_engines
 from mtp_train.families.drafts.derive import draft_kind as draft_kind
 from mtp_train.families.drafts.derive import kinds_served as kinds_served
 from mtp_train.families.drafts.derive import most_served_kind as most_served_kind
 from mtp_train.families.drafts.derive import of_kind as of_kind
 from mtp_train.families.drafts.derive import require_served_trunk as require_served_trunk
+from mtp_train.families.engines import Convention as Convention
 from mtp_train.families.engines import register_engine as register_engine
 from mtp_train.families.engines import unregister_engine as unregister_engine
-from mtp_train.families.headless import refuse_unserved_heads as refuse_unserved_heads
 from mtp_train.families.registry import FAMILIES as FAMILIES
+from mtp_train.families.registry import WRAPPERS as WRAPPERS
 from mtp_train.families.registry import family_for as family_for
 from mtp_train.families.registry import family_named as family_named
+from mtp_train.families.registry import refuse_unserved_heads as refuse_unserved_heads
 from mtp_train.families.registry import register as register
 from mtp_train.families.registry import unregister as unregister
 from mtp_train.families.spec import Family as Family
@@ -24,4 +25,3 @@ from mtp_train.families.spec import KeyRule as KeyRule
 from mtp_train.families.spec import RawConfig as RawConfig
 from mtp_train.families.spec import SharedKey as SharedKey
 from mtp_train.families.spec import raw_text_config as raw_text_config
-from mtp_train.families.wrappers import WRAPPERS as WRAPPERS

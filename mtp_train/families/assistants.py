@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.engines import EngineSupport, complete, engine_commands, engine_table, no
+from mtp_train.families.engines import EngineSupport, choose_convention, complete, engine_commands, engine_table, no
 from mtp_train.families.spec import (
     Declaration,
-    Engines,
     Family,
     HeadLayer,
     Keys,
@@ -69,24 +67,10 @@ class Assistant:
         Raises:
             UnsupportedModelError: There is no convention for this engine.
         """
-        if name == "auto":
-            return self.default
-        for engine, convention in self.conventions.items():
-            if engine == name:
-                return convention
-        known = ", ".join(["auto", *self.conventions])
-        raise UnsupportedModelError(
-            f"convention: '{name}'; expected one of {known} for a {self.title}. Use auto unless you serve elsewhere."
-        )
+        return choose_convention(name, self.default, self.conventions, title=f"a {self.title}")
 
     def commands(self, config: RawConfig, path: str, depth: int) -> dict[str, str]:
-        """Return, per engine, the command that serves a trunk with this drafter, or why there is none.
-
-        Args:
-            config: The drafter's raw config.
-            path: The drafter's path.
-            depth: Drafts per round.
-        """
+        """Return, per engine, the command that serves a trunk with this drafter, or why there is none."""
         refused = {name: f"no: {why}" for name, why in self.refusals(config).items()}
         return engine_commands(self.engines, path, depth) | refused
 
@@ -121,9 +105,9 @@ _GEMMA4_TRUNK = Family(
     declaration=Declaration(count=None),
     keys=Keys(trunk_prefixes=("model.language_model.", "model."), head_prefixes=(), rules=()),
     wiring=Wiring(conventions={}),
-    layer=HeadLayer(why_not_run="its releases carry none"),
+    layer=HeadLayer(),
     trunk=TrunkTraits(masks_by_layer_type=True, logit_bound="final_logit_softcapping"),
-    engines=Engines(support=engine_table(vllm=_NO_HEAD, sglang=_NO_HEAD, llama_cpp=_NO_HEAD, transformers=_NO_HEAD)),
+    engines=engine_table(vllm=_NO_HEAD, sglang=_NO_HEAD, llama_cpp=_NO_HEAD, transformers=_NO_HEAD),
 )
 _AS_TRANSFORMERS = AssistantConvention(position_offset=1, more_sliding_keys=1)
 GEMMA4_ASSISTANT = Assistant(

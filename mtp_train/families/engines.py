@@ -1,4 +1,4 @@
-"""Serving engines: the commands that serve a head, or the reason why an engine does not use it.
+"""Serving engines: how each wires a head, and the commands that serve one, or why an engine does not use it.
 
 Family records name the engines of :data:`ENGINES` in :func:`engine_table`. An engine that is not built in is one
 :class:`ServingEngine` record, added with :func:`register_engine`.
@@ -10,10 +10,61 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.convention import Convention
 from mtp_train.head_kinds import draft_kinds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convention:
+    """One engine's wiring of a head, in the points where engines disagree."""
+
+    hidden: Literal["after_final_norm", "before_final_norm", "of_layers"] = "after_final_norm"
+    """The trunk's hidden state that the head reads: after or before the final norm. ``of_layers``: the inputs of the
+    layers in ``Wiring.trunk_layers``, concatenated along the feature axis."""
+    recycle: Literal["after_final_norm", "before_final_norm", "trunk"] = "after_final_norm"
+    """The hidden input of depth k + 1: the state of depth k after or before the head's final norm, or the trunk's
+    hidden state again."""
+    zero_first_embedding: bool = False
+    """Whether the row at position 0 gets a zero embedding (before the norm of the embedding)."""
+    modules: Literal["each", "first"] = "each"
+    """Module of depth k in a head with several modules: module k (``each``), or always the first one (``first``)."""
+    prefix: Literal["chained", "trunk"] = "chained"
+    """Input of a later module's rows over the given text. ``chained``: the output of the module before it at the same
+    row, and the token one position further on. ``trunk``: the input of the first module's rows (the trunk's hidden
+    state and the next token); only drafted rows are chained. Over a prompt, ``trunk`` needs no more than the keys and
+    values of every module, whereas ``chained`` runs all modules but the last in full. In training ``trunk`` needs more
+    passes; see ``heads.step.unroll``."""
+    position_offset: int = 0
+    """Added to every position in the head's rotary embedding. Rotary attention itself depends on differences of
+    positions only."""
+    centred: bool = False
+    """Whether the head's final norm is a LayerNorm, which first subtracts the mean of the state."""
+
+
+LLAMA_CPP_POSITIONS = Convention(position_offset=1)
+"""llama.cpp gives a row the position of the token that it reads; the Python engines give it the position of its hidden
+state, one lower."""
+ZERO_FIRST = Convention(zero_first_embedding=True)
+BEFORE_NORM = Convention(hidden="before_final_norm", recycle="before_final_norm")
+
+_Wired = TypeVar("_Wired")
+
+
+def choose_convention(name: str, default: _Wired, by_engine: Mapping[str, _Wired], *, title: str) -> _Wired:
+    """Return the convention of a head or drafter for ``auto`` or for an engine.
+
+    Raises:
+        UnsupportedModelError: There is no convention for this engine.
+    """
+    known = {"auto": default, **by_engine}
+    if name not in known:
+        raise UnsupportedModelError(
+            f"head.convention: '{name}'; expected one of {', '.join(known)} for {title}. Use auto unless you serve "
+            "elsewhere."
+        )
+    return known[name]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ Another package adds a family with :func:`register`, or declares it as an entry 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
 
@@ -17,8 +18,7 @@ from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.assistants import ASSISTANTS, assistant_for
 from mtp_train.families.drafts.derive import draft_kind
 from mtp_train.families.engines import ENGINES
-from mtp_train.families.headless import HEADLESS, NOT_ATTACHED
-from mtp_train.families.models.attached import ATTACHED
+from mtp_train.families.models.attached import ATTACHED, transformers_only
 from mtp_train.families.models.bailing import BAILING_HYBRID
 from mtp_train.families.models.deepseek import DEEPSEEK_V3, DEEPSEEK_V4, DEEPSEEK_V32
 from mtp_train.families.models.dots import DOTS3_NOTE
@@ -35,7 +35,6 @@ from mtp_train.families.models.nemotron import NEMOTRON_H
 from mtp_train.families.models.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN4_EXP
 from mtp_train.families.models.stepfun import STEP3P7
 from mtp_train.families.spec import Family, RawConfig, raw_text_config
-from mtp_train.families.wrappers import WRAPPERS, in_wrapper
 
 ENTRY_POINTS = "mtp_train.families"
 _FAMILIES: list[Family] = [
@@ -59,6 +58,35 @@ _FAMILIES: list[Family] = [
 FAMILIES: Sequence[Family] = _FAMILIES
 """All families, in the order in which tables list them; registered families follow the built-in ones. Read only: use
 :func:`register` to add one. Families of entry points are added by the first look-up."""
+_NONE = "its releases carry no MTP head"
+_UNSERVED = "no engine has an MTP head for it"
+_ASSISTED = f"{_NONE}: its drafter is a separate checkpoint, the assistant; pass it to generate as --head"
+
+HEADLESS: Mapping[str, str] = {
+    **dict.fromkeys(("llama4", "llama4_text", "mistral3", "mistral4", "gemma", "gemma3", "starcoder2"), _NONE),
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text", "minimax_m2", "granitemoehybrid"), _NONE),
+    "kimi_k3": "vLLM alone has an MTP head for it, and transformers no class",
+    **dict.fromkeys(("kimi_k2", "kimi_k25", "kimi_linear", "solar_open", "youtu", "axk1", "AXK1"), _UNSERVED),
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _ASSISTED),
+}
+"""Value of ``model_type`` to the reason why no head is handled."""
+
+NOT_ATTACHED = f"A head can be attached to {', '.join(family.title for family in ATTACHED)}."
+WRAPPERS: Mapping[str, str] = {
+    "gemma3": "Gemma 3",
+    "mistral3": "Mistral 3",
+    "llava": "LLaVA",
+    "llava_next": "LLaVA-NeXT",
+    "aya_vision": "Aya Vision",
+    "internvl": "InternVL",
+}
+"""Vision-language wrappers around a trunk that gets a head attached: ``model_type`` of the whole config to its name.
+
+All of them have one structure: the language model is ``model.language_model`` in transformers, and its tensors are
+``language_model.model.*`` in releases. The whole wrapper is loaded, so that an adapter trained on it fits. The head is
+trained on text, drafts text, and is stored in the layout of the language model alone. If the language model scales its
+logits (Granite, Command R), transformers omits the scale inside of a wrapper; engines and this package apply it.
+"""
 
 
 def register(family: Family) -> None:
@@ -83,7 +111,7 @@ def register(family: Family) -> None:
                 f"families.register: model_type '{model_type}' of '{family.name}' belongs to {owners[model_type]}; "
                 "expected model types without a family. Remove it from model_types."
             )
-    for engine in (*family.engines.support, *family.wiring.conventions):
+    for engine in (*family.engines, *family.wiring.conventions):
         if all(engine != one.name for one in ENGINES):
             raise UnsupportedModelError(
                 f"families.register: engine '{engine}' of '{family.name}' is unknown; expected one of "
@@ -133,10 +161,6 @@ def family_named(name: str) -> Family:
 def family_for(config: RawConfig, *, where: str) -> Family:
     """Return the family of a raw ``config.json``.
 
-    Args:
-        config: The parsed file, of a vision-language wrapper or a text-only model.
-        where: The path that messages name.
-
     Raises:
         UnsupportedModelError: No family has the model type, or the config is an external drafter's or a draft model's.
     """
@@ -173,3 +197,61 @@ def family_for(config: RawConfig, *, where: str) -> Family:
         f"{where}: config.json has model_type '{model_type}', an architecture without a known head layout; expected "
         f"one of {known}. Add a family record (mtp_train/families/README.md describes how) or use a supported model."
     )
+
+
+def in_wrapper(family: Family, config: RawConfig, *, where: str) -> Family:
+    """Return the family's record, adapted if the config is a vision-language wrapper's.
+
+    Raises:
+        UnsupportedModelError: A head can be attached to the language model alone, but not inside of this wrapper.
+    """
+    if not family.attached or raw_text_config(config) is config:
+        return family
+    wrapper = str(config.get("model_type"))
+    reason = None
+    if wrapper not in WRAPPERS:
+        reason = "the place of its language model in it is not known here"
+    elif family.declaration.beside.get("architectures"):
+        reason = "engines recognise such a head by the architecture's name, which has to stay the wrapper's"
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"{where}: model_type '{wrapper}' around {family.title}: its releases carry no MTP head, and none is "
+            f"attached inside of it ({reason}); expected a text-only model, or one of {', '.join(WRAPPERS)}. Use the "
+            "text-only model: mtp-train init writes the recipe that attaches a head."
+        )
+    return replace(
+        family,
+        title=f"{family.title} in {WRAPPERS[wrapper]}",
+        wrapper=wrapper,
+        keys=replace(family.keys, trunk_prefixes=("language_model.model.", "model.language_model.")),
+        trunk=replace(family.trunk, only_with_vision=True),
+        wiring=replace(family.wiring, conventions={}),
+        engines=transformers_only(family.engines["transformers"]),
+    )
+
+
+def refuse_unserved_heads(config: RawConfig, *, where: str) -> None:
+    """Refuse a model with heads of a kind that no engine loads.
+
+    Raises:
+        UnsupportedModelError: The config describes such heads.
+    """
+    found = _unserved_heads(raw_text_config(config))
+    if found is not None:
+        raise UnsupportedModelError(
+            f"{where}: has {found}, which vLLM, SGLang, llama.cpp and transformers do not load; expected a head that "
+            f"one of them serves. {NOT_ATTACHED}"
+        )
+
+
+def _unserved_heads(config: RawConfig) -> str | None:
+    # Gloeckle et al. 2024 (arXiv:2404.19737): the heads run in parallel to the last layer and read no drafted token.
+    future = config.get("n_future_tokens")
+    if isinstance(future, int) and future > 1:
+        return f"{future - 1} extra heads of Meta's multi-token prediction (n_future_tokens {future})"
+    # Medusa's own layout. The layout that vLLM reads is a separate draft model (drafts/medusa.py).
+    if config.get("medusa_num_heads"):
+        return "Medusa heads"
+    if config.get("model_type") == "mlp_speculator":
+        return "an MLP speculator"
+    return None

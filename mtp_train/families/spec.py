@@ -18,8 +18,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.convention import Convention
-from mtp_train.families.engines import ENGINES, EngineSupport, complete
+from mtp_train.families.engines import ENGINES, Convention, EngineSupport, choose_convention, complete
 from mtp_train.families.mechanisms.residual_streams import Streams
 from mtp_train.upstream.transformers_private import load_from_wrapper
 
@@ -52,8 +51,6 @@ class KeyRule:
     ``ours`` whose native tensors are concatenated; if they hold experts, the checkpoint has already stacked these."""
     order: int = 0
     """Position among the rules that share ``ours`` under ``experts_concat`` and ``concat``."""
-    optional: bool = False
-    """Whether a complete head may lack the key. Read only if the head cannot be built and compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +80,29 @@ class Borrowed:
     frozen: str | None = None
     """Submodule of the layer that only selects keys and so gets no gradient. It is frozen, because distributed training
     waits for a gradient of every trainable parameter."""
+
+    @classmethod
+    def of(
+        cls,
+        model: str,
+        prefix: str,
+        *,
+        layer: str = "DecoderLayer",
+        norm: str = "RMSNorm",
+        rotary: str | None = "RotaryEmbedding",
+        **options: Any,
+    ) -> Borrowed:
+        """Return the classes of one model of transformers, whose names begin with ``prefix``.
+
+        ``model`` is its directory under ``transformers.models``, ``options`` are further fields of the record.
+        """
+        return cls(
+            python_module=f"transformers.models.{model}.modeling_{model}",
+            layer=prefix + layer,
+            norm=prefix + norm,
+            rotary=None if rotary is None else prefix + rotary,
+            **options,
+        )
 
     def cls(self, name: str) -> Any:
         """Return a class of the Python module by name."""
@@ -236,8 +256,7 @@ class HeadLayer:
     """The decoder layer inside each head module, and the arguments that it is called with."""
 
     borrowed: Borrowed | None = None
-    """None if the head cannot be run by this package, only its weights be handled; ``why_not_run`` gives the reason."""
-    why_not_run: str | None = None
+    """None for a trunk without a head."""
     config: Callable[[PretrainedConfig, int], PretrainedConfig] = lambda config, num_modules: config
     """Text config and number of modules to the config that the borrowed layers are built from."""
     rotary_axes: int = 1
@@ -286,16 +305,6 @@ class TrunkTraits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engines:
-    """Which serving engines load the head."""
-
-    support: Mapping[str, EngineSupport]
-    """The family's own entries; see ``engine_table``."""
-    of_checkpoint: Callable[[Mapping[str, str]], Mapping[str, EngineSupport]] | None = None
-    """The entries for one checkpoint, from its keys and their safetensors dtypes. None: ``support`` holds for all."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Family:
     """One family of checkpoints that store an MTP head in the same way."""
 
@@ -309,20 +318,23 @@ class Family:
     attached: bool = False
     """Whether releases carry no head, so that a checkpoint has one only after it was attached."""
     wrapper: str | None = None
-    """Model type of the vision-language model around such a trunk; see ``wrappers.py``."""
-    declaration: Declaration
+    """Model type of the vision-language model around such a trunk; see ``registry.WRAPPERS``."""
+    declaration: Declaration = Declaration(count="num_nextn_predict_layers")
     keys: Keys
     wiring: Wiring = Wiring()
     layer: HeadLayer
     trunk: TrunkTraits = TrunkTraits()
-    engines: Engines
+    engines: Mapping[str, EngineSupport]
+    """Which serving engines load the head: the family's own entries; see ``engine_table``."""
+    engines_of: Callable[[Mapping[str, str]], Mapping[str, EngineSupport]] | None = None
+    """The entries for one checkpoint, from its keys and their safetensors dtypes. None: ``engines`` holds for all."""
 
     @property
     def classes(self) -> Borrowed:
         """The transformers classes to build the head from.
 
         Raises:
-            UnsupportedModelError: The head cannot be run by this package, or not with the installed transformers.
+            UnsupportedModelError: The installed transformers lacks them, or the family has no head.
         """
         needed = self.trunk.needs_transformers
         if needed is not None and Version(transformers.__version__) < Version(needed):
@@ -331,10 +343,7 @@ class Family:
                 f"{transformers.__version__}. Install a newer one; inspect, graft and export work with this one."
             )
         if self.layer.borrowed is None:
-            raise UnsupportedModelError(
-                f"head: a {self.title} head cannot be run here ({self.layer.why_not_run}); expected a family whose "
-                "head can be run. inspect, graft and export work without running it."
-            )
+            raise UnsupportedModelError(f"head: {self.title} has no head; expected a family with one. Attach another.")
         return self.layer.borrowed
 
     @property
@@ -363,7 +372,7 @@ class Family:
     @property
     def serving(self) -> dict[str, EngineSupport]:
         """Every engine with its support for the head."""
-        return complete(self.engines.support, self._in_engines)
+        return complete(self.engines, self._in_engines)
 
     def embedding(self, trunk_prefix: str) -> str:
         """Return the key of the trunk's input embedding in a checkpoint with this prefix."""
@@ -389,9 +398,7 @@ class Family:
         Args:
             dtypes: The checkpoint's keys and their safetensors dtypes.
         """
-        if self.engines.of_checkpoint is None:
-            return self.serving
-        return complete(self.engines.of_checkpoint(dtypes), self._in_engines)
+        return self.serving if self.engines_of is None else complete(self.engines_of(dtypes), self._in_engines)
 
     def convention(self, name: str) -> Convention:
         """Return the wiring for ``auto`` (this family's default) or for an engine.
@@ -399,15 +406,7 @@ class Family:
         Raises:
             UnsupportedModelError: The family has no convention for this engine.
         """
-        if name == "auto":
-            return self.wiring.default
-        conventions = self.conventions
-        if name in conventions:
-            return conventions[name]
-        known = ", ".join(["auto", *conventions])
-        raise UnsupportedModelError(
-            f"head.convention: '{name}'; expected one of {known} for {self.title}. Use auto unless you serve elsewhere."
-        )
+        return choose_convention(name, self.wiring.default, self.conventions, title=self.title)
 
     def count_as_field(self, num_modules: int) -> dict[str, Any]:
         """Return the text-config fields that declare ``num_modules`` modules; empty if the text config has no count."""

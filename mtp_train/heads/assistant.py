@@ -12,7 +12,7 @@ from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.quantised import is_scale
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Assistant
-from mtp_train.heads.diagnose import HeadDiagnosis, choose_attention, named_rejections
+from mtp_train.heads.diagnose import HeadDiagnosis, choose_attention, compare_shapes, named_rejections
 
 
 def assistant_config_of(checkpoint: Checkpoint) -> PretrainedConfig:
@@ -52,30 +52,14 @@ def diagnose_assistant(checkpoint: Checkpoint, assistant: Assistant) -> HeadDiag
     # named_parameters lists tied parameters once, under their first name.
     once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     found = {name: info.shape for name, info in checkpoint.tensors.items() if not is_scale(name, checkpoint.tensors)}
-    return HeadDiagnosis(
-        declared_modules=1,
-        present_modules=int(bool(found)),
-        found_keys=tuple(found),
-        missing_keys=tuple(sorted(known.keys() & once - found.keys())),
-        unexpected_keys=tuple(sorted(found.keys() - known.keys())),
-        shape_errors=tuple(
-            f"{name}: found {list(shape)}, expected {list(known[name])}"
-            for name, shape in found.items()
-            if name in known and known[name] != shape
-        ),
-    )
+    needed = {name: shape for name, shape in known.items() if name in once or name in found}
+    return HeadDiagnosis(1, int(bool(found)), tuple(found), *compare_shapes(found, needed))
 
 
 def load_assistant(
     checkpoint: Checkpoint, assistant: Assistant, *, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Any:
     """Load transformers' model of an external drafter, frozen and in eval mode.
-
-    Args:
-        checkpoint: The drafter's checkpoint.
-        assistant: The record that ``assistant_for`` returned.
-        dtype: The trunk's dtype.
-        device: The trunk's device.
 
     Raises:
         CheckpointError: Weights are missing or do not fit, or transformers rejects the config.

@@ -9,7 +9,7 @@ returns its weights in native keys.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from mtp_train.checkpoints.artifact import Artifact, load_artifact
-from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, Checkpoint
+from mtp_train.checkpoints.artifact import Artifact, HeadPlan, load_artifact
+from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, Checkpoint, all_finite
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import (
     NativeHead,
@@ -38,36 +38,10 @@ from mtp_train.heads.module import MtpHead, OutputRows, unroll_of
 FreshStart = Literal["copy_last_layer", "random"]
 
 
-@dataclass(frozen=True)
-class OwnOutput:
-    """The head's own output matrix, which only the decoder uses."""
-
-    weight: PendingTensor
-    """Shape (R, D)."""
-    token_ids_R: Tensor | None
-    """int, the token of each row; None where the rows are the whole vocabulary in order."""
-
-
-@dataclass(frozen=True)
-class HeadPlan:
-    """Describe a head in the native layout of one checkpoint: the template by which a trained head is written."""
-
-    family: Family
-    layout: HeadLayout
-    num_modules: int
-    convention: str
-    template: NativeHead
-    """Keys, dtypes and shapes to write; its loaders return the weights before training."""
-    draft_vocab: Tensor | None = None
-    """int32, the tokens that the head may draft; None for all."""
-    output: OwnOutput | None = None
-    """None where the head drafts with the trunk's output matrix, or the family gives each module one."""
-
-    @property
-    def deepest(self) -> int | None:
-        """The largest number of drafts in a round, where each depth has a module of its own; None for no limit."""
-        unroll = unroll_of(self.family, self.family.convention(self.convention), self.num_modules)
-        return None if unroll == "recursive" else self.num_modules
+def deepest(plan: HeadPlan) -> int | None:
+    """Return the largest number of drafts in a round, where each depth has a module of its own; None for no limit."""
+    unroll = unroll_of(plan.family, plan.family.convention(plan.convention), plan.num_modules)
+    return None if unroll == "recursive" else plan.num_modules
 
 
 def native_plan(checkpoint: Checkpoint, convention: str) -> HeadPlan:
@@ -98,20 +72,13 @@ def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadP
     # Engines read stacked experts and single ones: the head keeps the layout of the base.
     layout = replace(layout, fused_experts=base_layout.fused_experts)
     template = native_head_of(base, base_layout, layout)
-    return HeadPlan(finetune.family, layout, diagnosis.present_modules, convention, template)
+    return HeadPlan(layout, diagnosis.present_modules, convention, template)
 
 
 def graft_artifact_plan(
     finetune: Checkpoint, artifact: Artifact, directory: Path, convention: str, *, trust_remote_code: bool = False
 ) -> HeadPlan:
     """Plan to start from the head in a head directory on the fine-tune's trunk.
-
-    Args:
-        finetune: The fine-tune.
-        artifact: The opened head directory.
-        directory: The head directory, for messages.
-        convention: Name of the wiring to use.
-        trust_remote_code: Whether transformers may run Python code that the fine-tune contains.
 
     Raises:
         CheckpointError: The head is of another family or kind, was trained with another wiring, or has another shape.
@@ -137,7 +104,7 @@ def graft_artifact_plan(
     _require_shapes({one.key: one.shape for one in tensors}, layout.native_shapes(shapes))
     shared = tuple(artifact.layout.renamed(key, layout) for key in head.shared_keys)
     template = NativeHead(tensors, shared, head.config_fields)
-    return HeadPlan(family, layout, artifact.num_modules, convention, template, artifact.draft_vocab)
+    return HeadPlan(layout, artifact.num_modules, convention, template, artifact.draft_vocab)
 
 
 def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dtype) -> MtpHead:
@@ -148,7 +115,7 @@ def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dt
     """
     convention = plan.family.convention(plan.convention)
     head = MtpHead(plan.family, text_config, num_modules=plan.num_modules, convention=convention)
-    native = {pending.key: pending.load() for pending in plan.template.tensors}
+    native = {pending.key: pending.load() for pending in plan.head.tensors}
     require_finite(native)
     needed = plan.layout.native_shapes({name: value.shape for name, value in head.state_dict().items()})
     _require_shapes({key: value.shape for key, value in native.items()}, needed)
@@ -174,8 +141,8 @@ def _require_shapes(stored: Mapping[str, Sequence[int]], needed: Mapping[str, Se
             )
 
 
-def stored_head_plan(directory: Path, family: Family) -> HeadPlan:
-    """Plan to use the head in a head directory on a trunk of ``family``.
+def stored_head_plan(directory: Path, family: Family) -> Artifact:
+    """Open the head in a head directory, to use it on a trunk of ``family``.
 
     Raises:
         CheckpointError: The directory is damaged, or its head belongs to another family.
@@ -186,26 +153,14 @@ def stored_head_plan(directory: Path, family: Family) -> HeadPlan:
             f"{directory}: a head for {artifact.family.title}; expected a head for {family.title}. Use a head of "
             "this model."
         )
-    return artifact_plan(artifact)
-
-
-def artifact_plan(artifact: Artifact) -> HeadPlan:
-    """Plan to use the head of an opened head directory."""
-    return HeadPlan(
-        artifact.family,
-        artifact.layout,
-        artifact.num_modules,
-        artifact.convention,
-        artifact.head,
-        artifact.draft_vocab,
-    )
+    return artifact
 
 
 def trained_head(plan: HeadPlan, state: Mapping[str, Tensor]) -> NativeHead:
     """Return the plan's native head with trained values: the same keys, dtypes, shapes and config fields."""
-    dtypes = {pending.key: pending.dtype for pending in plan.template.tensors}
+    dtypes = {pending.key: pending.dtype for pending in plan.head.tensors}
     tensors = native_tensors(state, plan.layout, dtypes)
-    return NativeHead(tensors, plan.template.shared_keys, plan.template.config_fields)
+    return NativeHead(tensors, plan.head.shared_keys, plan.head.config_fields)
 
 
 def native_tensors(
@@ -223,7 +178,7 @@ def require_finite(tensors: Mapping[str, Tensor]) -> None:
         CheckpointError: A weight is; the message names its key.
     """
     for key, value in tensors.items():
-        if value.is_floating_point() and not torch.isfinite(value.float()).all():
+        if not all_finite(value):
             raise CheckpointError(
                 f"{key}: holds NaN or infinite values; expected finite weights. Use a checkpoint saved before it "
                 "diverged."
@@ -282,7 +237,7 @@ def fresh_plan(
     # Heads of other kinds are exported as checkpoints of their own, which the trunk's config does not describe.
     inherited = head_config_fields(checkpoint) if kind == "mtp" else {}
     fields = {**inherited, **family.declaring(num_modules, checkpoint.config)}
-    return HeadPlan(family, layout, num_modules, convention, NativeHead(tensors, (), fields))
+    return HeadPlan(layout, num_modules, convention, NativeHead(tensors, (), fields))
 
 
 def _init_random(head: MtpHead, std: float, seed: int) -> None:

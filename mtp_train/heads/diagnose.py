@@ -18,13 +18,13 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, PretrainedConfig
 
+from mtp_train.checkpoints.contents import unnamed_files
 from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout, Mapped
 from mtp_train.checkpoints.quantised import is_packed, is_scale, lacks_scales, method_of, packed_weight, plain_shape
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.unnamed import unnamed_files
 from mtp_train.upstream.transformers_private import attention_of, set_attention
 
 # Errors with a text of their own, and those that Python raises in code that did not expect such a config.
@@ -90,6 +90,15 @@ class HeadDiagnosis:
         known = self.missing_keys or tuple(key for key in self.found_keys if key not in self.unexpected_keys)
         close = difflib.get_close_matches(unknown, known, n=1)
         return f" (nearest known: {close[0]})" if close else ""
+
+
+def compare_shapes(
+    found: Mapping[str, Sequence[int]], needed: Mapping[str, Sequence[int]]
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return the missing keys, the unexpected keys, and the shape errors of tensors that a drafter needs."""
+    both = (key for key in found if key in needed and list(found[key]) != list(needed[key]))
+    errors = tuple(f"{key}: found {list(found[key])}, expected {list(needed[key])}" for key in both)
+    return tuple(sorted(needed.keys() - found.keys())), tuple(sorted(found.keys() - needed.keys())), errors
 
 
 def stored_dtype(checkpoint: Checkpoint, family: Family | None = None) -> str:
@@ -175,13 +184,13 @@ def _empty_head(family: Family, text_config: PretrainedConfig, num_modules: int)
 
 
 def _dtype_errors(
-    checkpoint: Checkpoint, mapped: Mapping[str, Mapped | None], head: Mapping[str, Tensor] | None, packed: Set[str]
+    checkpoint: Checkpoint, mapped: Mapping[str, Mapped | None], head: Mapping[str, Tensor], packed: Set[str]
 ) -> tuple[str, ...]:
     """Return errors for integer tensors and for FP8 tensors without scales in the head; packed tensors are skipped."""
     tensors, errors = checkpoint.tensors, []
     for key, entry in sorted(mapped.items()):
         dtype = tensors[key].dtype
-        known = None if head is None or entry is None else head.get(entry.ours)
+        known = None if entry is None else head.get(entry.ours)
         is_whole = known is not None and not known.is_floating_point()
         if key in packed or is_packed(key, tensors) or is_whole:
             continue
@@ -190,26 +199,6 @@ def _dtype_errors(
         elif lacks_scales(key, tensors):
             errors.append(f"{key}: found {dtype} without scales, expected scales beside it")
     return tuple(errors)
-
-
-def _diagnose_by_rules(
-    layout: HeadLayout, declared: int, found: Sequence[str], mapped: Mapping[str, Mapped | None], num_modules: int
-) -> HeadDiagnosis:
-    """Diagnose a head that transformers cannot build.
-
-    Every key that the rules fully determine has to be present, and at least one key of each layer.
-    """
-    needed = {key for module in range(num_modules) for key in layout.spelt_out_keys(module)}
-    have_layer = {entry.ours.split(".")[1] for entry in mapped.values() if entry and ".layer." in entry.ours}
-    no_layer = {f"module {module}: its layer" for module in range(num_modules) if str(module) not in have_layer}
-    return HeadDiagnosis(
-        declared_modules=declared,
-        present_modules=len({entry.ours.split(".")[1] for entry in mapped.values() if entry is not None}),
-        found_keys=tuple(found),
-        missing_keys=tuple(sorted((needed - set(found)) | no_layer)),
-        unexpected_keys=tuple(sorted(key for key, entry in mapped.items() if entry is None)),
-        shape_errors=(),
-    )
 
 
 def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
@@ -230,28 +219,18 @@ def _diagnose_head(checkpoint: Checkpoint, layout: HeadLayout) -> HeadDiagnosis:
     present = {entry.ours.split(".")[1] for entry in mapped.values() if entry is not None}
     # The declared number of modules; where the config lost that count, the number that is present.
     num_modules = max(declared, len(present), 1)
-    if layout.family.layer.borrowed is None:
-        diagnosis = _diagnose_by_rules(layout, declared, found, mapped, num_modules)
-        of_packed = {weight for key in found if (weight := packed_weight(key)) is not None}
-        return replace(diagnosis, dtype_errors=_dtype_errors(checkpoint, mapped, None, of_packed))
     text_config = text_config_of(checkpoint)
     with named_rejections(checkpoint.path):
         head = _empty_head(layout.family, text_config, num_modules)
     needed = layout.native_shapes({name: value.shape for name, value in head.items()})
     packed = {key: weight for key in mapped if (weight := packed_weight(key)) in needed}
     weights = set(packed.values())
-    shape_errors = tuple(
-        f"{key}: found {list(plain_shape(key, checkpoint.tensors))}, expected {list(needed[key])}"
-        for key in found
-        if key in needed and key not in weights and plain_shape(key, checkpoint.tensors) != needed[key]
-    )
+    shapes = {key: plain_shape(key, checkpoint.tensors) for key in mapped if key not in packed}
     return HeadDiagnosis(
-        declared_modules=declared,
-        present_modules=len(present),
-        found_keys=found,
-        missing_keys=tuple(sorted(set(needed) - set(found) - weights)),
-        unexpected_keys=tuple(sorted(key for key in mapped if key not in needed and key not in packed)),
-        shape_errors=shape_errors,
+        declared,
+        len(present),
+        found,
+        *compare_shapes({**shapes, **{key: needed[key] for key in weights}}, needed),
         dtype_errors=_dtype_errors(checkpoint, mapped, head, packed.keys() | weights),
         packed_keys=tuple(sorted(packed)),
         method=method_of(checkpoint) if packed else None,
@@ -278,9 +257,7 @@ def trunk_config(path: Path, family: Family, *, trust_remote_code: bool = False)
 def choose_attention(config: PretrainedConfig, path: Path) -> None:
     """Reset a stored choice of FlashAttention, which needs a package and a GPU, to the default of the model's class.
 
-    Args:
-        config: The config, changed in place. FlashAttention and the default compute the same function.
-        path: The checkpoint's directory.
+    The config is changed in place. FlashAttention and the default compute the same function.
 
     Raises:
         CheckpointError: Another implementation is stored that transformers does not know.
@@ -303,9 +280,6 @@ def named_rejections(path: Path) -> Iterator[None]:
     Enter it to read a config, or to build a model or a head on the meta device: no weight is read, so that the config
     is the only input. The classes check few fields themselves. A width that the number of heads does not divide, or an
     unknown activation, surfaces as whatever Python raises.
-
-    Args:
-        path: The checkpoint's directory.
 
     Raises:
         CheckpointError: The config is rejected.

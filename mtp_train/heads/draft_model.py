@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from mtp_train.checkpoints.artifact import HeadPlan, OwnOutput
 from mtp_train.checkpoints.draft_checkpoint import BIAS_KEY, CHOSEN_KEY, OFFSETS_KEY, OUTPUT_KEY
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
@@ -27,8 +28,14 @@ from mtp_train.families import Family, draft_kind, of_kind
 from mtp_train.families.drafts.record import DraftFormat, parts_of
 from mtp_train.families.models.attached import LLAMA
 from mtp_train.head_kinds import HeadKind
-from mtp_train.heads.build import HeadPlan, OwnOutput
-from mtp_train.heads.diagnose import HeadDiagnosis, head_shapes, layout_of, named_rejections, text_config_of
+from mtp_train.heads.diagnose import (
+    HeadDiagnosis,
+    compare_shapes,
+    head_shapes,
+    layout_of,
+    named_rejections,
+    text_config_of,
+)
 
 # Third-party draft models also store the trunk's embedding, and the token of each row of a Medusa head's output matrix.
 EMBED_KEY, TOKENS_KEY = "embed_tokens.weight", "token_map"
@@ -149,16 +156,10 @@ def diagnose_draft(draft: DraftModel) -> HeadDiagnosis:
         needed[OUTPUT_KEY] = (draft.num_drafted, hidden_size)
         found |= {key: info.shape for key, info in draft.checkpoint.tensors.items() if key == OUTPUT_KEY}
     return HeadDiagnosis(
-        declared_modules=draft.num_modules,
-        present_modules=draft.num_modules if found else 0,
-        found_keys=tuple(found),
-        missing_keys=tuple(sorted(needed.keys() - found.keys())),
-        unexpected_keys=tuple(sorted(found.keys() - needed.keys())),
-        shape_errors=tuple(
-            f"{key}: found {list(found[key])}, expected {list(shape)}"
-            for key, shape in needed.items()
-            if key in found and tuple(found[key]) != tuple(shape)
-        ),
+        num_modules,
+        num_modules if found else 0,
+        tuple(found),
+        *compare_shapes(found, needed),
         dtype_errors=tuple(
             f"{key}: found {info.dtype}, expected a floating-point dtype"
             for key, info in draft.checkpoint.tensors.items()
@@ -197,7 +198,7 @@ def draft_plan(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
     if draft.num_drafted is not None:
         output = OwnOutput(stored_tensor(draft.checkpoint, OUTPUT_KEY, OUTPUT_KEY), _drafted_tokens(draft))
     layout = replace(layout_of(trunk), family=family)
-    return HeadPlan(family, layout, draft.num_modules, "auto", NativeHead(tensors, (), {}), None, output)
+    return HeadPlan(layout, draft.num_modules, "auto", NativeHead(tensors, (), {}), None, output)
 
 
 def _drafted_tokens(draft: DraftModel) -> Tensor | None:

@@ -7,16 +7,12 @@ do neither, but multiply in the dtype in which the weights are held, also under 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Size, Tensor, nn
-from transformers import PretrainedConfig
 
-from mtp_train.heads.autocast import autocast_dtype
-from mtp_train.upstream.transformers_private import ALL_EXPERTS_FUNCTIONS, experts_of, set_experts
+from mtp_train.upstream.transformers_private import ALL_EXPERTS_FUNCTIONS
 
 GROUPED_EXPERTS = "mtp_grouped_mm"
 _STOCK = "grouped_mm"
@@ -55,20 +51,13 @@ def grouped_experts(experts: nn.Module, state_ND: Tensor, chosen_NE: Tensor, wei
     return output_ND
 
 
-@contextmanager
-def following_autocast(config: PretrainedConfig) -> Iterator[None]:
-    """Make the models of a config compute their experts in autocast's dtype inside the block.
-
-    Models that do not use transformers' grouped products are left alone.
-    """
-    follows = experts_of(config) == _STOCK
-    if follows:
-        set_experts(config, GROUPED_EXPERTS)
-    try:
-        yield
-    finally:
-        if follows:
-            set_experts(config, _STOCK)
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype in which autocast multiplies on a device; None where it is off, or the device has none."""
+    kind = device.type
+    # Some devices have no autocast: asking whether it is enabled raises there.
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 ALL_EXPERTS_FUNCTIONS.register(GROUPED_EXPERTS, grouped_experts)

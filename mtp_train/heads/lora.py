@@ -17,7 +17,7 @@ from mtp_train.heads.module import MtpHead
 _MATRICES = (".lora_A.", ".lora_B.")
 
 
-class LoraSpec(Protocol):
+class LoraSettings(Protocol):
     """Settings of LoRA, as the recipe's ``head.lora`` has them."""
 
     @property
@@ -33,7 +33,7 @@ class LoraSpec(Protocol):
         """Layers to adapt, by the last part of their names; None for all linear layers and experts."""
 
 
-def put_on_lora(head: MtpHead, spec: LoraSpec, *, seed: int) -> Any:
+def put_on_lora(head: MtpHead, spec: LoraSettings, *, seed: int) -> Any:
     """Add low-rank matrices to a head, in place, and leave only those matrices trainable.
 
     Modules that are frozen without LoRA get no matrices: indexers, and a module's own output matrix.
@@ -68,13 +68,10 @@ def is_target(name: str, targets: tuple[str, ...] | None) -> bool:
     return targets is None or name.rpartition(".")[-1] in targets
 
 
-def merged_weights(head: MtpHead, spec: LoraSpec, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merged_weights(head: MtpHead, spec: LoraSettings, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the state dict of a head with LoRA's matrices merged into its weights, under the head's usual names.
 
-    Args:
-        head: The head before training; changed in place.
-        spec: The LoRA settings of the recipe.
-        matrices: The trained matrices; modules that no depth uses have none.
+    The head, as it was before training, is changed in place. Modules that no depth uses have no matrices.
     """
     tuner = put_on_lora(head, spec, seed=0)
     head.load_state_dict(matrices, strict=False)
@@ -83,7 +80,7 @@ def merged_weights(head: MtpHead, spec: LoraSpec, matrices: Mapping[str, Tensor]
 
 
 def require_lora_targets(
-    spec: LoraSpec, family: Family, text_config: PretrainedConfig, num_modules: int, convention: Convention
+    spec: LoraSettings, family: Family, text_config: PretrainedConfig, num_modules: int, convention: Convention
 ) -> int:
     """Check that a head of these shapes has the layers that LoRA targets; allocates no weights.
 

@@ -87,31 +87,6 @@ def mtp_step(
     return StepOutput(logit_BTD, recycled[head.convention.recycle])
 
 
-def mtp_keys(
-    head: MtpHead,
-    hidden_BTD: Tensor,
-    embed_BTD: Tensor,
-    *,
-    depth: int,
-    positions_BT: Tensor,
-    mask_BTS: Tensor | None,
-    cache: Cache,
-) -> None:
-    """Run one depth only until its keys and values are stored, which is all that later queries need of a prefix.
-
-    The cache raises :class:`KeysWritten` inside the layer. That skips the attention, its output projection and the MLP,
-    whatever the layer's class.
-    """
-    try:
-        mtp_step(head, hidden_BTD, embed_BTD, depth=depth, positions_BT=positions_BT, mask_BTS=mask_BTS, cache=cache)
-    except KeysWritten:
-        return
-    raise RuntimeError(
-        "head: the forward went on after its keys; expected a cache that raises KeysWritten. Put the cache in "
-        "keys-only mode."
-    )
-
-
 def _position_embeddings(
     head: MtpHead, depth: int, fused_BTD: Tensor, positions_BT: Tensor
 ) -> tuple[Tensor, Tensor] | dict[str, tuple[Tensor, Tensor]] | None:

@@ -177,7 +177,6 @@ def put_head(directory: Path, base: Checkpoint, values: list[Tensor] | None = No
     """Add the base's head to a saved checkpoint, unless it has a complete head.
 
     Args:
-        directory: The checkpoint.
         base: The checkpoint with the head.
         values: The head's tensors in the order of :func:`native_head_of`; None reads them from the base.
 
@@ -188,7 +187,7 @@ def put_head(directory: Path, base: Checkpoint, values: list[Tensor] | None = No
     if diagnose_head(saved).complete:
         return
     plan = graft_plan(saved, base, "auto")
-    head = plan.template
+    head = plan.head
     if values is not None:
         tensors = (held_tensor(one.key, one.dtype, value) for one, value in zip(head.tensors, values, strict=True))
         head = NativeHead(tuple(tensors), head.shared_keys, head.config_fields)

@@ -19,6 +19,7 @@ import contextlib
 import functools
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,12 @@ from mtp_train.checkpoints.adapter import is_adapter
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.heads.alignment import PADDING_DOCUMENT
-from mtp_train.heads.autocast import autocast_dtype
 from mtp_train.heads.build import HeadPlan, build_head, native_plan, trained_head
 from mtp_train.heads.diagnose import text_config_of
+from mtp_train.heads.experts import autocast_dtype
 from mtp_train.hooks.keep_head import inside, keep_head, kept_base, save_with
 from mtp_train.losses.chunked import depth_weights, frozen_head_loss
-from mtp_train.train.aligned import Batch, aligned_rows
+from mtp_train.train.packed_rows import PackedBatch, aligned_rows
 from mtp_train.trunk.load import Trunk
 
 logger = logging.getLogger(__name__)
@@ -195,8 +196,9 @@ class HeadBeside(TrainerCallback):
         batch = batch_of(tokens_BT, named.get("attention_mask"), named.get("position_ids"), outer.get("labels"))
         # The trainer uses no autocast for a model in bf16, but the head is in fp32 and needs it.
         dtype = hidden_BTD.dtype
-        with torch.autocast(hidden_BTD.device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext():
-            rows = aligned_rows(self.trunk, self.head, batch, len(self.weight_K), hidden_BTD=hidden_BTD)
+        autocast = None if dtype == torch.float32 else dtype
+        depths = len(self.weight_K)
+        rows = aligned_rows(self.trunk, self.head, batch, depths, hidden_BTD=hidden_BTD, autocast=autocast)
         count_K = rows.valid_KN.sum(dim=1)
         scale_K = self.weight_K / count_K.clamp(min=1)
         terms = frozen_head_loss(
@@ -275,10 +277,8 @@ class HeadBeside(TrainerCallback):
 
     def artifact(self) -> Artifact:
         """Return the head as an artifact, to be saved as a head directory."""
-        plan, notes = self.plan, {"trained": "beside the model"}
-        head = trained_head(plan, self.head.state_dict())
-        depths = len(self.weight_K)
-        return Artifact(plan.family, plan.layout, plan.num_modules, depths, plan.convention, head, notes)
+        trained = replace(self.plan, head=trained_head(self.plan, self.head.state_dict()))
+        return Artifact(**vars(trained), num_depths=len(self.weight_K), notes={"trained": "beside the model"})
 
     def state(self) -> dict[str, Tensor]:
         """Return weights and AdamW's moments by name."""
@@ -317,7 +317,7 @@ def shards_model(state: AcceleratorState) -> str | None:
     return kind.value if kind in (DistributedType.FSDP, DistributedType.MEGATRON_LM) else None
 
 
-def batch_of(tokens_BT: Tensor, mask: Any, positions_BT: Tensor | None, labels_BT: Tensor | None) -> Batch:
+def batch_of(tokens_BT: Tensor, mask: Any, positions_BT: Tensor | None, labels_BT: Tensor | None) -> PackedBatch:
     """Return the tokens of a forward pass as a training batch of the head, with padding and packed documents separated.
 
     Args:
@@ -337,4 +337,4 @@ def batch_of(tokens_BT: Tensor, mask: Any, positions_BT: Tensor | None, labels_B
     document_BT = torch.nn.functional.pad((starts_BT & real_BT[:, :-1]).cumsum(dim=1), (1, 0))
     told = labels_BT is not None and labels_BT.shape == tokens_BT.shape
     wanted_BT = real_BT & (labels_BT != -100) if told else real_BT
-    return Batch(tokens_BT, positions_BT, document_BT.masked_fill(~real_BT, PADDING_DOCUMENT), wanted_BT)
+    return PackedBatch(tokens_BT, positions_BT, document_BT.masked_fill(~real_BT, PADDING_DOCUMENT), wanted_BT)

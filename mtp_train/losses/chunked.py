@@ -156,7 +156,7 @@ def _to_targets(starts_KN: Tensor) -> Tensor:
 
 
 def row_work(loss: Loss, teacher_logits_CV: Tensor | None, temperature: float) -> RowWork:
-    """Return a function that computes loss and gradient for one chunk of rows, equivalent to ``row_losses``.
+    """Return a function that computes loss and gradient for one chunk of rows.
 
     It is called for one depth at a time, with that depth's ``logits_CV`` and ``targets_C``, and may write the gradient
     into the logits.
@@ -197,71 +197,18 @@ def _blocks(logits_CV: Tensor) -> tuple[Tensor, ...]:
     return logits_CV.split(max(1, BLOCK_NUMBERS // vocab_size if logits_CV.device.type == "cpu" else num_rows))
 
 
-class _FrozenHeadLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        student_KND: Tensor,
-        teacher_ND: Tensor,
-        lm_head_VD: Tensor,
-        own_heads: Sequence[Tensor] | None,
-        targets_N: Tensor,
-        row_weight_KN: Tensor,
-        kind: str,
-        temperature: float,
-        on_policy: bool,
-        compute_dtype: torch.dtype,
-        num_rows: int,
-        used_N: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        loss = find_loss(kind)
-        # Convert once for all chunks. The matrix may be held in fp32 for a step in bf16, or in bf16 on a CPU without
-        # native bf16.
-        lm_head_VD = lm_head_VD.to(compute_dtype)
-        own_heads = None if own_heads is None else [own_VD.to(compute_dtype) for own_VD in own_heads]
-        gradient_KND = torch.zeros_like(student_KND)
-        loss_KN = torch.zeros_like(row_weight_KN)
-        hit_KN = torch.zeros_like(row_weight_KN, dtype=torch.bool)
-        buffer_CV = _logits_buffer(min(len(used_N), num_rows), lm_head_VD)
-        with torch.autocast(student_KND.device.type, enabled=False):
-            for rows_C in used_N.split(num_rows):
-                teacher_CV = teacher_ND[rows_C].to(compute_dtype) @ lm_head_VD.T if loss.distils else None
-                work = row_work(loss, teacher_CV, temperature)
-                # The work keeps what it reads of them.
-                del teacher_CV
-                for depth in range(len(student_KND)):
-                    output_VD = lm_head_VD if own_heads is None else own_heads[depth]
-                    logits_CV = torch.mm(
-                        student_KND[depth, rows_C].to(compute_dtype),
-                        output_VD.T,
-                        out=None if buffer_CV is None else buffer_CV[: len(rows_C)],
-                    )
-                    if on_policy:
-                        hit_KN[depth, rows_C] = logits_CV.argmax(dim=-1) == targets_N[rows_C]
-                    row = work(logits_CV, targets_N[rows_C])
-                    loss_KN[depth, rows_C] = row.loss_C
-                    step_CD = row.gradient_CV.to(compute_dtype) @ output_VD
-                    gradient_KND[depth, rows_C] = step_CD.to(student_KND.dtype)
-                    del logits_CV, row
-                # Before the next chunk's teacher logits are computed.
-                del work
-        if on_policy:
-            row_weight_KN = row_weight_KN * survivors(hit_KN)
-        slope_KN = row_weight_KN
-        combine = loss.combine_fn()
-        if combine is not None:
-            loss_KN, slope_KN = combine(loss_KN, row_weight_KN)
-        gradient_KND *= slope_KN[..., None].to(gradient_KND.dtype)
-        ctx.save_for_backward(gradient_KND)
-        counted_KN = row_weight_KN != 0
-        sum_K, count_K = (loss_KN * counted_KN).sum(dim=1), counted_KN.sum(dim=1).float()
-        ctx.mark_non_differentiable(sum_K, count_K)
-        return (row_weight_KN * loss_KN).sum(), sum_K, count_K
+class _KnownGradient(torch.autograd.Function):
+    """A loss whose gradient with respect to the hidden states was computed with it."""
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor, *_grads_K: Tensor) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, _student_KND: Tensor, total: Tensor, gradient_KND: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient_KND)
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None]:
         (gradient_KND,) = ctx.saved_tensors
-        return gradient_KND * grad_total, *[None] * 11
+        return gradient_KND * grad_total, None, None
 
 
 def frozen_head_loss(
@@ -297,23 +244,41 @@ def frozen_head_loss(
         used_N: int64, the rows of a weight other than 0, where the host knows them; None looks at the weights, for
             which the host waits for the device.
     """
-    compute_dtype = compute_dtype or lm_head_VD.dtype
+    loss, compute_dtype = find_loss(kind), compute_dtype or lm_head_VD.dtype
     if used_N is None:
         used_N = (row_weight_KN != 0).any(dim=0).nonzero().squeeze(1)
     if num_rows is None:
         num_rows = chunk_rows(len(lm_head_VD), gpu_bytes_of(lm_head_VD.device))
-    total, sum_K, count_K = _FrozenHeadLoss.apply(
-        student_KND,
-        teacher_ND.detach(),
-        lm_head_VD.detach(),
-        own_heads,
-        targets_N,
-        row_weight_KN,
-        kind,
-        temperature,
-        on_policy,
-        compute_dtype,
-        num_rows,
-        used_N,
-    )
-    return LossTerms(total, sum_K, count_K)
+    with torch.no_grad(), torch.autocast(student_KND.device.type, enabled=False):
+        # Convert once for all chunks.
+        lm_head_VD = lm_head_VD.to(compute_dtype)
+        heads = [lm_head_VD] * len(student_KND) if own_heads is None else [own.to(compute_dtype) for own in own_heads]
+        gradient_KND = torch.zeros_like(student_KND)
+        loss_KN, hit_KN = torch.zeros_like(row_weight_KN), torch.zeros_like(row_weight_KN, dtype=torch.bool)
+        buffer_CV = _logits_buffer(min(len(used_N), num_rows), lm_head_VD)
+        for rows_C in used_N.split(num_rows):
+            teacher_CV = teacher_ND[rows_C].to(compute_dtype) @ lm_head_VD.T if loss.distils else None
+            work = row_work(loss, teacher_CV, temperature)
+            # The work keeps what it reads of them.
+            del teacher_CV
+            for depth, output_VD in enumerate(heads):
+                state_CD = student_KND[depth, rows_C].to(compute_dtype)
+                logits_CV = torch.mm(state_CD, output_VD.T, out=None if buffer_CV is None else buffer_CV[: len(rows_C)])
+                if on_policy:
+                    hit_KN[depth, rows_C] = logits_CV.argmax(dim=-1) == targets_N[rows_C]
+                row = work(logits_CV, targets_N[rows_C])
+                loss_KN[depth, rows_C] = row.loss_C
+                gradient_KND[depth, rows_C] = (row.gradient_CV.to(compute_dtype) @ output_VD).to(gradient_KND.dtype)
+                del logits_CV, row
+            # Before the next chunk's teacher logits are computed.
+            del work
+        if on_policy:
+            row_weight_KN = row_weight_KN * survivors(hit_KN)
+        slope_KN, combine = row_weight_KN, loss.combine_fn()
+        if combine is not None:
+            loss_KN, slope_KN = combine(loss_KN, row_weight_KN)
+        gradient_KND *= slope_KN[..., None].to(gradient_KND.dtype)
+        counted_KN = row_weight_KN != 0
+        sum_K, count_K = (loss_KN * counted_KN).sum(dim=1), counted_KN.sum(dim=1).float()
+        total = (row_weight_KN * loss_KN).sum()
+    return LossTerms(_KnownGradient.apply(student_KND, total, gradient_KND), sum_K, count_K)

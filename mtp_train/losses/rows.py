@@ -30,8 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_train.losses.catalogue import RowLoss as RowLoss
-from mtp_train.losses.catalogue import find_loss
+from mtp_train.losses.catalogue import RowLoss
 
 LK_RATE = 3.0
 
@@ -42,27 +41,6 @@ class Teacher(NamedTuple):
     p_CV: Tensor
     negative_entropy_C: Tensor
     """``sum_v p log p``."""
-
-
-def row_losses(
-    kind: str, logits_CV: Tensor, teacher_logits_CV: Tensor | None, targets_C: Tensor, temperature: float
-) -> RowLoss:
-    """Return the losses of a chunk of rows and their gradients.
-
-    Args:
-        kind: The loss, by its registered name. ``e2e_tv`` gives the ``tv`` of each row.
-        logits_CV: The head's logits, of any float dtype.
-        teacher_logits_CV: The trunk's logits; None for a loss that does not distil.
-        targets_C: int64, the target tokens; only ``ce`` reads them.
-        temperature: T; ``ce`` ignores it.
-
-    Raises:
-        ValueError: There is no such loss, or one that distils has no teacher logits.
-    """
-    loss = find_loss(kind)
-    if loss.distils and teacher_logits_CV is None:
-        raise ValueError(f"{kind}: no teacher logits; expected the trunk's. Give them, or use ce.")
-    return loss.rows_fn()(logits_CV, loss.prepared(teacher_logits_CV, temperature), targets_C, temperature)
 
 
 def softened(logits_CV: Tensor, teacher_logits_CV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

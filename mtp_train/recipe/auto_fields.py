@@ -1,7 +1,7 @@
 """The fields of a recipe that may be ``auto``, and their replacement by values.
 
 A recipe is read in two steps where it has such fields: once with stand-ins, so that its other fields can be read, and
-then with the values that :mod:`mtp_train.runs.auto` derives from the model, the data and the machine.
+then with the values that :mod:`mtp_train.runs.resolve` derives from the model, the data and the machine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from functools import reduce
 from operator import getitem
 from typing import Any
 
-AUTO = "auto"
+from mtp_train.recipe.sections import AUTO
+
 STAND_INS: Mapping[str, int | float] = {
     "data.regenerate.max_prompts": 1,
     "data.regenerate.max_new_tokens": 1,

@@ -5,44 +5,22 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
-from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from mtp_train.head_kinds import head_kind_names
 from mtp_train.losses.catalogue import loss_names
-from mtp_train.recipe import schema
-from mtp_train.recipe.auto_fields import AUTO, STAND_INS
 from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import AUTO
 
 Node = dict[str, Any]
 _NULL = {"type": "null"}
 _AUTO: Node = {"const": AUTO}
-_SECTIONS = {
-    "data": "DataSection",
-    "data.regenerate": "RegenerateSpec",
-    "train": "TrainSection",
-    "evaluate": "EvaluateSection",
-}
-
-
-def recipe_adapter() -> TypeAdapter[Recipe]:
-    """Return pydantic's validator of recipes, built anew after a loss or a kind of head was registered."""
-    return _adapter(loss_names(), head_kind_names())
-
-
-@cache
-def _adapter(losses: tuple[str, ...], kinds: tuple[str, ...]) -> TypeAdapter[Recipe]:
-    return TypeAdapter(Recipe)
 
 
 class _WithoutFieldTitles(GenerateJsonSchema):
@@ -53,27 +31,7 @@ class _WithoutFieldTitles(GenerateJsonSchema):
 
 def recipe_schema() -> Node:
     """Return the JSON Schema of recipes, with the docstring under each field as its description."""
-    whole = recipe_adapter().json_schema(schema_generator=_WithoutFieldTitles)
-    sections = {Recipe.__name__: whole, **whole["$defs"]}
-    # pydantic's use_attribute_docstrings parses the module once per class, which doubles the time to load a recipe.
-    for definition in ast.parse(inspect.getsource(schema)).body:
-        if isinstance(definition, ast.ClassDef) and definition.name in sections:
-            for statement, after in pairwise(definition.body):
-                match statement, after:
-                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                        sections[definition.name]["properties"][name]["description"] = " ".join(text.split())
-    for field in STAND_INS:
-        section, _, name = field.rpartition(".")
-        properties = sections[_SECTIONS[section]]["properties"]
-        properties[name] = _or_auto(properties[name])
-    return whole
-
-
-def _or_auto(node: Node) -> Node:
-    """Return the node of a field that may also be ``auto``, which is replaced before the recipe is validated."""
-    beside: Node = {key: node[key] for key in ("default", "description") if key in node}
-    value = {key: part for key, part in node.items() if key not in beside}
-    return {"anyOf": [_AUTO, *value.get("anyOf", [value])], **beside}
+    return Recipe.model_json_schema(schema_generator=_WithoutFieldTitles)
 
 
 def schema_tree() -> Node:
@@ -175,7 +133,7 @@ def shown(value: object) -> str:
     """Return a value in short, as a recipe would contain it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, Mapping) or is_dataclass(value):
+    if isinstance(value, Mapping):
         return "a section"
     if isinstance(value, list):
         return f"a list of {len(value)}"

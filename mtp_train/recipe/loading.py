@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from mtp_train.errors import RecipeError
-from mtp_train.recipe.auto_fields import STAND_INS, auto_fields, with_values
-from mtp_train.recipe.decode import decode
 from mtp_train.recipe.json_schema import dotted, shown
-from mtp_train.recipe.rules import contradictions
+from mtp_train.recipe.problems import problems_of
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import near_names, recipe_names, recipe_path
 
+RecipeLike = Recipe | str | Path | Mapping[str, Any]
 _TAG = "tag:yaml.org,2002:"
-_NUMBER_TAGS = (_TAG + "bool", _TAG + "int", _TAG + "float")
 _NULL = re.compile(r"(?:~|null|Null|NULL|)\Z")
 _BOOL = re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z")
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)\Z")
@@ -40,15 +38,6 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self.where = where
         self.repeated_keys: list[str] = []
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuse ``!!bool``, ``!!int`` and ``!!float``: their constructors raise KeyErrors on other text."""
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.ScalarEvent) and event.tag in _NUMBER_TAGS:
-            place: Any = event.start_mark
-            problem = f"the tag {event.tag!r}, which values do not need"
-            raise yaml.composer.ComposerError(None, None, problem, place)
-        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Build a dictionary, and collect repeated keys: the base class would silently take the last one."""
@@ -107,8 +96,8 @@ def parse_yaml(text: str, where: str) -> tuple[Any, list[str]]:
         column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
         place = f"{where}, line {line}, column {column}"
         raise _unparsable(place, f"the control character U+{error.character:04X}") from error
-    # A number of thousands of digits, an escape beyond Unicode, brackets nested without end.
-    except (ValueError, OverflowError, RecursionError) as error:
+    # A number of thousands of digits, an escape beyond Unicode, brackets nested without end, !!bool on other text.
+    except (ValueError, OverflowError, RecursionError, LookupError) as error:
         raise _unparsable(where, str(error)) from error
     return value, loader.repeated_keys
 
@@ -167,70 +156,69 @@ def _unparsable(where: str, found: str) -> RecipeError:
     )
 
 
-Settle = Callable[[Recipe, Sequence[str]], Mapping[str, int | float]]
-"""A recipe with stand-ins for the fields that are ``auto``, and the names of these fields, to their values."""
-
-
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), settle: Settle | None = None) -> Recipe:
-    """Read a recipe file.
+def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> Recipe:
+    """Return the checked recipe of a file, of plain values or of a recipe.
 
     Args:
-        path: A YAML file, or the name of a recipe of the package.
+        recipe: A YAML file, the name of a recipe of the package, a mapping of the same shape, or a recipe. A mapping is
+            not changed.
         overrides: ``section.field=value`` each, the value in YAML; applied in order, before validation.
-        settle: Resolves fields that are ``auto``; None refuses such fields.
 
     Raises:
         RecipeError: The file is missing, not YAML, or not a valid recipe; the message lists all problems.
     """
-    path = recipe_path(path)
-    try:
-        if path.exists() and not path.is_dir() and not path.is_file():
-            # Opening a FIFO waits for a writer, and reading a device may never end.
-            raise RecipeError([f"{path}: not a regular file; expected a recipe in YAML. Write it to a file."])
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-    data, repeated_keys = parse_yaml(text, str(path))
-    return _decode({} if data is None else data, overrides, repeated_keys, settle)
+    return validated(*plain_recipe(recipe, overrides))
 
 
-def recipe_from_mapping(data: Mapping[str, Any], overrides: Sequence[str] = (), settle: Settle | None = None) -> Recipe:
-    """Build a recipe from plain values, as :func:`load_recipe` does from a file. ``data`` is not changed.
+def plain_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Any, list[str]]:
+    """Return the plain values of a recipe with the overrides in them, and the problems of reading them."""
+    problems: list[str] = []
+    if isinstance(recipe, Recipe):
+        data: Any = recipe.model_dump(mode="json")
+    elif isinstance(recipe, Mapping):
+        data = copy.deepcopy(dict(recipe))
+    else:
+        path = recipe_path(recipe)
+        data, problems = parse_yaml(_read(path), str(path))
+        data = {} if data is None else data
+    if isinstance(data, dict):
+        for override in overrides:
+            problems += apply_override(data, override)
+    return data, problems
+
+
+def validated(data: object, problems: Sequence[str] = ()) -> Recipe:
+    """Return the recipe of plain values.
 
     Raises:
-        RecipeError: The values are not a valid recipe; the message lists all problems.
+        RecipeError: There are problems already, or the values are not a valid recipe; the message lists all problems.
     """
-    return _decode(copy.deepcopy(dict(data)), overrides, [], settle)
+    found = list(problems)
+    try:
+        # Strict in JSON's types: a list is a tuple, a whole number a float. Other objects of YAML are text.
+        recipe = Recipe.model_validate_json(json.dumps(data, default=str))
+    except ValidationError as invalid:
+        found += problems_of(data, invalid)
+    except (ValueError, TypeError) as error:
+        found.append(f"recipe: {error}; expected plain values. Write aliases and keys out as text.")
+    if found:
+        raise RecipeError(found)
+    return recipe
 
 
 def dump_recipe(recipe: Recipe) -> str:
     """Return a recipe as YAML with every field; reading it gives an equal recipe."""
-    return dump_yaml(_plain(recipe))
+    return dump_yaml(recipe.model_dump(mode="json"))
 
 
-def _decode(data: object, overrides: Sequence[str], problems: list[str], settle: Settle | None) -> Recipe:
-    if isinstance(data, dict):
-        for override in overrides:
-            problems = [*problems, *apply_override(data, override)]
-    fields = () if settle is None else auto_fields(data)
-    if settle is not None and fields and not problems:
-        stood_in = decode(with_values(data, {field: STAND_INS[field] for field in fields}))
-        if stood_in.recipe is None or stood_in.problems:
-            raise RecipeError(stood_in.problems)
-        data = with_values(data, settle(stood_in.recipe, fields))
-    decoded = decode(data)
-    problems = [*problems, *decoded.problems]
-    if decoded.recipe is not None:
-        problems += contradictions(decoded.recipe, decoded.usable)
-    if decoded.recipe is None or problems:
-        raise RecipeError(problems)
-    return decoded.recipe
-
-
-def _plain(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe as plain values: sections as dictionaries, tuples as lists."""
-    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(recipe)))
-    return plain
+def _read(path: Path) -> str:
+    try:
+        if path.exists() and not path.is_dir() and not path.is_file():
+            # Opening a FIFO waits for a writer, and reading a device may never end.
+            raise RecipeError([f"{path}: not a regular file; expected a recipe in YAML. Write it to a file."])
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> RecipeError:

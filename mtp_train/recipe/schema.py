@@ -1,465 +1,31 @@
-"""Define the sections and fields of a recipe, with types, limits, defaults and descriptions.
-
-This is the only place where a field is defined. Validation (``decode.py``), ``schema.json`` and the reference in
-``recipes/fields.md`` are generated from it. This module does not import torch.
-"""
+"""Define the recipe: its sections, and the rules between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
-
-from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
-from pydantic_core import CoreSchema, core_schema
-
-from mtp_train.head_kinds import find_head_kind, head_kind_names
-from mtp_train.losses.catalogue import loss_choices, loss_names
-
-AUTO = "auto"
-T = TypeVar("T")
-
-
-class Section:
-    """Base class of the sections: pydantic refuses unknown keys, and converts whole numbers to floats but nothing else.
-
-    The sections are dataclasses of the standard library. :mod:`mtp_train.recipe.decode` validates what it reads;
-    constructing a section or ``dataclasses.replace`` does not.
-    """
-
-    __slots__ = ()
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema = handler(source)
-        section: Any = handler.resolve_ref_schema(schema)
-        # A strict dataclass accepts only its own instances, and refuses mappings.
-        section["strict"] = False
-        return schema
-
-
-def _list_to_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
-class _OneOrMore:
-    """Read ``auto``, a list, or one item in place of a list with one item."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        union: Any = handler(source)
-        return core_schema.no_info_wrap_validator_function(self._read, union["choices"][0])
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        listed = handler(schema)
-        return {"anyOf": [{"const": AUTO}, listed["items"], listed]}
-
-    @staticmethod
-    def _read(value: object, as_list: Callable[[object], object]) -> object:
-        if value == AUTO:
-            return value
-        return as_list(value if isinstance(value, list | tuple) else (value,))
-
-
-@dataclass(frozen=True)
-class _OneOf:
-    """Limit a text to choices that are read when the validator is built, since other packages may register more."""
-
-    choices: Callable[[], tuple[str, ...]]
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.literal_schema(list(self.choices()))
-
-
-Text = Annotated[str, Field(min_length=1)]
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Depth = Annotated[int, Field(ge=1, le=7)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(gt=0, lt=1)]
-UpToOne = Annotated[float, Field(gt=0, le=1)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Pair = Annotated[tuple[T, ...], Field(min_length=2, max_length=2), BeforeValidator(_list_to_tuple)]
-Items = Annotated[tuple[T, ...], BeforeValidator(_list_to_tuple)]
-NonEmpty = Annotated[tuple[T, ...], Field(min_length=1), BeforeValidator(_list_to_tuple)]
-OneOrMore = Annotated[NonEmpty[T] | Literal["auto"], _OneOrMore()]
-
-Objective = Annotated[str, _OneOf(loss_names)]
-InitKind = Literal["native", "graft", "copy_last_layer", "random"]
-Arm = Literal["none", "graft", "native", "retrained", "vanilla"]
-Baseline = Literal["graft", "native", "none"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSection(Section):
-    """The target model, called the trunk, and the checkpoint with its head."""
-
-    trunk: Text
-    """The fine-tuned checkpoint: a directory, a hub id, or `demo:NAME`. Its weights are frozen."""
-    head_from: Text | None = None
-    """The checkpoint whose head is grafted, usually the base of the fine-tune. Its own trunk with its own head is the
-    arm `vanilla`. Or a run directory: its export, or if it has none (a refused run) its trained head."""
-    adapter: Text | None = None
-    """A peft LoRA adapter. The trunk is then `trunk` with this adapter, unmerged; the export contains the merged
-    weights."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """The dtype of the trunk's weights in memory. `auto`: the dtype of the checkpoint, on a CPU float32."""
-    quantization: Literal["8bit", "4bit"] | None = None
-    """Quantise the trunk's linear layers with bitsandbytes while they are loaded, to train and measure on a small GPU.
-    Experts are not quantised. The export contains the original bytes of the checkpoint."""
-    offload: Literal["cpu", "disk"] | None = None
-    """Keep the trunk's layers in main memory (`cpu`) or in a folder of the run directory (`disk`), and copy them to the
-    device one at a time. Slow, but needs little device memory; the results are the same. For one process. With either
-    choice the trunk is loaded through main memory."""
-    trust_remote_code: bool = False
-    """Whether transformers may run Python code that a checkpoint contains."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoraSpec(Section):
-    """LoRA on the head: low-rank matrices are trained beside frozen weights, and merged into them when saved.
-
-    Norms, routers and all other modules that are no target are not trained.
-    """
-
-    r: Count = 16
-    """The rank. Of stacked experts, the rank of each expert."""
-    alpha: Count = 32
-    """The product of the low-rank matrices is scaled by `alpha / r`."""
-    targets: NonEmpty[Text] | None = None
-    """Layers to adapt, by the last part of their names, such as `q_proj`; null adapts all linear layers and the experts
-    of a mixture."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeadSection(Section):
-    """The head to train."""
-
-    kind: Annotated[str, _OneOf(head_kind_names)] = "mtp"
-    """The architecture. `mtp`: norms, a projection and a decoder layer of the trunk's own type, stored in the trunk's
-    checkpoint. The other kinds are for models that never had a head, and are exported as a separate checkpoint.
-    `eagle`: one Llama layer. `eagle3`: one Llama layer that reads the hidden states of three trunk layers. `medusa`:
-    one residual block per depth, each of which reads the trunk's last hidden state only."""
-    init: InitKind = "graft"
-    """The initial weights. `native`: the head in `model.trunk`. `graft`: the head in `model.head_from`.
-    `copy_last_layer`: a new head whose decoder layer is a copy of the trunk's last layer. `random`: a new head with
-    random weights."""
-    num_depths: Depth = 3
-    """Number of draft depths that are trained. Independent of the number of MTP modules in the checkpoint."""
-    lora: LoraSpec | None = None
-    """LoRA on the head; null trains all weights of the head."""
-    convention: Text = "auto"
-    """The engine whose wiring of the head is used, where engines differ: `vllm`, `sglang`, `llama.cpp`, or one that
-    another package has registered. `auto`: the usual wiring of the family. With
-    `llama.cpp`, all modules of Step-3.5 and MiMo-V2-Flash read the same tokens as the first module, as in llama.cpp."""
-    draft_vocab: Count | None = None
-    """Size of the draft vocabulary: this number of the most frequent tokens of the training text; null drafts from all
-    tokens. A smaller output matrix drafts faster and misses rare tokens. The built-in decoder uses it for every kind,
-    engines for `eagle3` only: they draft from all tokens with the other kinds."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceSpec(Section):
-    """One source of training records."""
-
-    path: Text
-    """A .json, .jsonl, .parquet or .txt file (also compressed: .gz, .xz, .bz2, .zst), a directory or a glob of files of
-    one type, the hub id of a dataset, or `demo:NAME`."""
-    config: Text | None = None
-    """The configuration of a hub dataset; null takes its default configuration."""
-    split: Text = "train"
-    """A split of the dataset. Slices such as `train[:1000]` are allowed."""
-    format: Literal["auto", "messages", "prompt_response", "text"] = "auto"
-    """The layout of the records. `auto`: by the names of the columns."""
-    weight: Positive | None = None
-    """Share of this source in the records, relative to the other weights. As many records are taken as possible without
-    taking one twice; `seed` determines which. Set it on every source or on none; null on all sources takes all
-    records."""
-    streaming: bool = False
-    """Whether to read only the first `data.max_documents` records, without a copy in the cache: for a source that is
-    too large to download."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RegenerateSpec(Section):
-    """Replace the responses in the sources by responses that the trunk generates, sampled or greedy.
-
-    The built-in decoder generates them. If `endpoint` is set, a server with an OpenAI-compatible API does (vLLM,
-    SGLang, llama.cpp).
-    """
-
-    enabled: bool = True
-    """Whether to regenerate. If false, the training text has the responses of the sources."""
-    max_prompts: Count | None = None
-    """Number of prompts to respond to; null takes all. `auto`: all, at most 20000."""
-    max_new_tokens: Count = 256
-    """Maximum length of a response, in tokens. `auto`: twice the 95th percentile of the records' own responses, at most
-    1024."""
-    batch_size: Count | None = None
-    """Prompts per batch of the built-in decoder on each process; null is 16. `auto`: 64 on a GPU, 32 on a CPU, or as
-    many as fit into memory."""
-    temperature: NonNegative = 1.0
-    """Sampling temperature; 0 is greedy. Above 0 every prompt has its own seed, derived from `seed` and recorded with
-    the response. Sampled responses follow the distribution that a server samples from
-    (`inference/benchmarks/objectives.md` compares sampled and greedy ones)."""
-    top_p: UpToOne = 1.0
-    """Sample from the smallest set of tokens whose probabilities sum to at least this value."""
-    top_k: Natural = 0
-    """Sample from the k most probable tokens; 0 samples from all."""
-    min_p: BelowOne = 0.0
-    """Sample from tokens with at least this probability, relative to the most probable token."""
-    max_repeated: UpToOne | None = None
-    """Leave out responses in which more than this share of the 8-grams are repetitions; null keeps all responses."""
-    endpoint: Text | None = None
-    """Address of the server, up to and including the API version: `http://localhost:8000/v1`. The server must serve the
-    trunk: its responses to a few prompts, and later to a sample of every thousand prompts, are compared with those of
-    the trunk. A run can be resumed with another address."""
-    model: Text | None = None
-    """The name of the trunk on the server; null if the server has one model."""
-    concurrency: Count | None = None
-    """Maximum number of concurrent requests to the server, over all processes; null is 32."""
-    api_key_env: Text | None = None
-    """Name of the environment variable with the API key of the server. The key itself is not written to any file."""
-    request_timeout_seconds: Positive | None = None
-    """Longest wait for the server to send a response, or a part of one; null is 3600. A run also ends when no request
-    finishes for ten minutes."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataSection(Section):
-    """The training text, and the part of it that is held out for evaluation."""
-
-    sources: NonEmpty[SourceSpec]
-    """The sources of the records. All records are pooled, or mixed by `weight`."""
-    regenerate: RegenerateSpec | None = None
-    """Train on responses that the trunk generates; null trains on the responses of the sources."""
-    responses: Text | None = None
-    """A run directory. Its responses, which the same trunk generated, are copied for prompts with the same tokens; the
-    trunk generates only the missing ones. Dtype, seed and sampling settings of that run may differ."""
-    seq_len_tokens: Count = 512
-    """Length of a training sequence, in tokens. `auto`: a power of two for 95 % of the texts, from 512 to 4096."""
-    pack: bool = True
-    """Whether to pack several documents into a sequence, with attention limited to each document. If false, a sequence
-    has one document and padding."""
-    holdout: Share = 0.05
-    """Share of the groups of records that is held out of training, for evaluation. `auto`: 64 records and 12
-    groups, from 5 % to 30 %."""
-    group_field: Text | None = None
-    """Name of a record field. Records with the same value are one group, and groups are not joined. Null groups chats
-    by their first user turn, pairs by their prompt and the paragraphs of a .txt by their file, and joins groups with
-    near-duplicate prompts (about 2 minutes and 0.5 GB for a million prompts of 500 characters)."""
-    max_documents: Count | None = None
-    """Maximum number of records read from each source; null reads all."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ObjectiveSection(Section):
-    """The loss of the head. p is the trunk's next-token distribution, q the head's."""
-
-    loss: Annotated[str, _OneOf(loss_choices)] = "auto"
-    """`ce`: cross-entropy with the token of the text. The other losses fit q to p. `kl` and `reverse_kl`: the two
-    divergences. `tv`: the probability that a sampled draft is rejected. `lk`: moves from `kl` to `tv` as the overlap of
-    p and q grows. `e2e_tv`: the probability that at least one of the drafts so far is rejected. `auto`: `kl`."""
-    temperature: Positive = 1.0
-    """Temperature of p and q, in all losses except `ce`."""
-    depth_decay: UpToOne = 0.6
-    """The weight of depth k is this value to the power k - 1. The weights are scaled to sum to 1."""
-    unroll: Literal["exact", "fastmtp"] = "exact"
-    """The teacher-forced rollout over the depths. `exact`: attention and positions as in decoding. `fastmtp`: a query
-    attends only to keys of its own depth, and positions do not advance with the depth; for heads with one MTP module,
-    and for comparison."""
-    on_policy: bool = False
-    """Train depth k + 1 as if it read the head's own draft: positions after a wrong draft, which decoding would reject,
-    are left out of the loss."""
-    vocab: Literal["all", "draft"] = "all"
-    """The tokens over which p and q are computed: all, or the `head.draft_vocab` most frequent ones."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HiddenCacheSpec(Section):
-    """The trunk's hidden states on disk: computed once, then read in every epoch and by every run with the same text.
-
-    The trunk's layers are removed from memory before the head is trained, whether the trunk is sharded or whole.
-    """
-
-    max_gib: Positive = 64.0
-    """Maximum size of the cache, in GiB. A run that needs more is refused before it starts."""
-    dtype: Literal["auto", "bf16", "fp8"] = "auto"
-    """The dtype of the stored states. `auto`: as the trunk computes them. `bf16`: 2 bytes per number. `fp8`: 1 byte per
-    number, with one scale per token."""
-    directory: Text | None = None
-    """The directory of the caches. Each cache has a name derived from trunk, text and precision. Null is `hidden` in
-    the run directory."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SelectSpec(Section):
-    """Measure acceptance during training, on text that is kept out of training, and keep the best head."""
-
-    every_steps: Count = 50
-    """Steps between measurements. The last step is always measured."""
-    share: Share = 0.05
-    """Share of the groups of training documents that is kept out of training."""
-    tokens: Count = 16384
-    """Maximum number of their tokens to measure on."""
-    prompts: Natural | None = None
-    """Number of their prompts to decode as well, for the log. Null is 4, or 0 where no process has a whole trunk in
-    memory (shards, or `train.hidden_cache`)."""
-    patience: Count | None = None
-    """Stop after this number of measurements without a better head; null trains all steps."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainSection(Section):
-    """Length and speed of training. The values do not depend on the number of processes."""
-
-    max_steps: Count
-    """Number of optimizer steps. `auto`: 3 passes over the text, up to 10 where they make fewer than 100 steps; twice
-    as many for a new head."""
-    tokens_per_step: Count
-    """Tokens per optimizer step over all processes, padding included. `auto`: 20 steps per pass over the text, from 4
-    sequences to 65536 tokens."""
-    lr: Positive
-    """Peak learning rate of AdamW. `auto`: 0.4096 / hidden size, ten times as much for `head.lora`."""
-    micro_batch_sequences: Count = 1
-    """Sequences per forward pass on one process. Changes memory use, not the result. `auto`: as many as fit into
-    memory, at most 16384 tokens on a GPU and 2048 on a CPU."""
-    processes: Count | None = None
-    """Number of processes that the launcher must have started; null accepts any."""
-    warmup_steps: Natural = 0
-    """Steps over which the learning rate rises linearly. `auto`: 5 % of the steps."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """The learning rate after the warm-up: a cosine down to 0, or constant."""
-    gradient_checkpointing: bool = False
-    """Whether to store less of the head's forward pass and recompute it in the backward pass: less memory, slower
-    steps."""
-    hidden_cache: HiddenCacheSpec | None = None
-    """Store the trunk's hidden states on disk; null runs the trunk in every step. Saves time from the second epoch
-    on."""
-    select: SelectSpec | None = None
-    """Keep the head with the best acceptance during training; null keeps the last."""
-    weight_decay: NonNegative = 0.0
-    """Weight decay of AdamW, on matrices only."""
-    betas: Pair[BelowOne] = (0.9, 0.95)
-    """The two decay rates of AdamW."""
-    max_grad_norm: Positive = 1.0
-    """Gradients with a larger norm are scaled down to this norm."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Precision of matrix products. The head's weights are always fp32. `auto`: bf16 where the device multiplies it
-    natively and faster than fp32, else fp32. The resolved value is written to the run directory, and a resumed run
-    keeps it."""
-    save_steps: Count = 100
-    """Steps between saved training states. The last step is always saved."""
-    log_steps: Count = 10
-    """Steps between lines of `metrics.jsonl`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluateSection(Section):
-    """The comparison after training, on held-out prompts."""
-
-    arms: NonEmpty[Arm]
-    """What to compare. On the trunk: no head (`none`), the grafted, the native or the retrained head. `vanilla`:
-    `model.head_from` with its own head."""
-    prompts: Count = 64
-    """Number of held-out prompts that each arm decodes. `auto`: all, at most 64."""
-    temperature: OneOrMore[NonNegative] = "auto"
-    """Sampling temperatures of the trunk; 0 is greedy. Each temperature above 0 is combined with every `top_p`, `top_k`
-    and `rule`, and the gate tests every combination. `auto`: 0, and the temperature in the trunk's
-    `generation_config.json` if that file enables sampling."""
-    top_p: OneOrMore[UpToOne] = "auto"
-    """Above temperature 0, sample from the smallest set of tokens whose probabilities sum to at least this value.
-    `auto`: the value in `generation_config.json` if that file enables sampling, else 1."""
-    top_k: OneOrMore[Natural] = "auto"
-    """Above temperature 0, sample from the k most probable tokens; 0 samples from all. `auto`: the value in
-    `generation_config.json` if that file enables sampling, else 0."""
-    rule: OneOrMore[Literal["argmax", "sampled"]] = "auto"
-    """How drafts are made and verified above temperature 0. `argmax`: the head's most probable token; the text is
-    compared with plain sampling with the same seed. `sampled`: drawn from the head's distribution, and verified by
-    rejection sampling. `auto`: `argmax`, as in most engines."""
-    max_new_tokens: Count = 256
-    """Maximum length of a response, in tokens."""
-    depth: Depth | None = None
-    """Number of tokens drafted per round; null takes `head.num_depths`."""
-    dense_tokens: Count = 16384
-    """Number of held-out tokens for the teacher-forced metrics (top-1 agreement, overlap of p and q)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GateSection(Section):
-    """The condition under which a retrained head is exported."""
-
-    enabled: bool = True
-    """Whether to measure the arms and judge the head. `false` exports it unjudged, for a trunk that is too large to
-    decode with here, or where an engine measures it."""
-    baseline: Literal["auto", "graft", "native", "none"] = "auto"
-    """The arm that the retrained head must beat. `auto`: the best head that exists without training, or `none` if there
-    is no such head."""
-    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
-    """Confidence level of the interval of the gain in tau. The interval must be above 0 at one setting of `evaluate` at
-    least, with Holm's correction over the settings, and must not lie below 0 at any setting. Against `none` the same
-    holds for the measured speedup above 1, or for tau above `break_even_tau`."""
-    break_even_tau: Annotated[float, Field(ge=1)] | None = None
-    """Tau from which drafts pay in the engine that will serve the head, as the report of `mtp-train compare` or the
-    engine's own benchmark gives it. Then it decides against `none`. Null: the speed measured here decides."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExportSection(Section):
-    """The checkpoint that is written if the gate is passed, or off."""
-
-    enabled: bool = True
-    """Whether to write it."""
-    link: Literal["hard", "copy"] = "hard"
-    """Whether unchanged files are hard-linked (where the file system supports it) or copied."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrackSection(Section):
-    """Experiment tracking, in addition to `metrics.jsonl`."""
-
-    wandb: Literal["off", "offline", "online"] = "offline"
-    """The mode of Weights & Biases. `offline` needs no network."""
-    project: Text = "mtp-train"
-    """The Weights & Biases project."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StudySection(Section):
-    """Compare `model.head_from` with its own head with `model.trunk` with the grafted head and with retrained heads.
-
-    One head is retrained for each objective, with the same data, steps and seed. All of `evaluate.arms` decode the same
-    prompts. The study tests the claim that retraining on the distilled distribution restores the vanilla acceptance.
-    Nothing is exported.
-    """
-
-    objectives: NonEmpty[Objective] = ("kl", "ce")
-    """The losses to retrain heads with, see `objective.loss`. Each is an arm, such as `retrained-kl`. The verdict is on
-    the first; the others are compared with it."""
-    suite: Text | None = None
-    """A prompt suite, as in `mtp-train evaluate --suite`, without the prompts that heads are trained on; null takes the
-    held-out prompts of `data.sources`."""
-    prompts_per_task: Count = 8
-    """Number of prompts of each task of the suite."""
-    vanilla_sources: Items[Text] = ()
-    """Sources (as in `data.sources[].path`) of text that `model.head_from` was made for. The vanilla level is then
-    measured on `evaluate.prompts` of their prompts; if empty, on the prompts of all arms."""
-    temperatures: NonEmpty[NonNegative] = (0.0, 1.0)
-    """Sampling temperatures; 0 is greedy."""
-    rules: NonEmpty[Literal["greedy", "argmax", "sampled"]] = ("greedy", "sampled")
-    """How drafts are made and verified. `greedy`: at temperature 0. Above it, `argmax`: the head's most probable token,
-    or `sampled`: drawn from the head's distribution and verified by rejection sampling."""
-    depths: NonEmpty[Depth] = (3,)
-    """Numbers of tokens drafted per round."""
-    batch: Count = 1
-    """Prompts decoded together. More than 1 is faster, and the speeds in the report are those at this batch size."""
-    margin: Share = 0.05
-    """Largest loss, as a share of the vanilla level, with which acceptance still counts as restored."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe(Section):
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
+
+from mtp_train.head_kinds import find_head_kind
+from mtp_train.recipe.sections import (
+    Baseline,
+    DataSection,
+    EvaluateSection,
+    ExportSection,
+    GateSection,
+    HeadSection,
+    ModelSection,
+    ObjectiveSection,
+    RecipeSection,
+    StudySection,
+    Text,
+    TrackSection,
+    TrainSection,
+)
+
+
+class Recipe(RecipeSection):
     """One run: from a trunk and training text to an exported head."""
 
     run_dir: Text
@@ -467,14 +33,14 @@ class Recipe(Section):
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of the held-out split, the order of the data and random weights."""
     model: ModelSection
-    head: HeadSection = field(default_factory=HeadSection)
+    head: HeadSection = Field(default_factory=HeadSection)
     data: DataSection
-    objective: ObjectiveSection = field(default_factory=ObjectiveSection)
+    objective: ObjectiveSection = Field(default_factory=ObjectiveSection)
     train: TrainSection
     evaluate: EvaluateSection
-    gate: GateSection = field(default_factory=GateSection)
-    export: ExportSection = field(default_factory=ExportSection)
-    track: TrackSection = field(default_factory=TrackSection)
+    gate: GateSection = Field(default_factory=GateSection)
+    export: ExportSection = Field(default_factory=ExportSection)
+    track: TrackSection = Field(default_factory=TrackSection)
     study: StudySection | None = None
     """Run a study with several retrained heads; null is the usual run with one head, a gate and an export."""
 
@@ -488,9 +54,9 @@ class Recipe(Section):
         return "none" if self.model.head_from is None else "graft"
 
     @property
-    def attaches(self) -> bool:
-        """Whether the head is new, rather than loaded from a checkpoint."""
-        return self.head.init in ("copy_last_layer", "random")
+    def draft_depth(self) -> int:
+        """Drafts per round of the run's arms."""
+        return self.head.num_depths if self.evaluate.depth is None else self.evaluate.depth
 
     @property
     def fresh_modules(self) -> int:
@@ -500,10 +66,123 @@ class Recipe(Section):
     @property
     def regenerates(self) -> bool:
         """Whether the trunk generates the responses in the training text."""
-        return self.data.regenerate is not None and self.data.regenerate.enabled
+        return self.data.answered is not None
 
     @property
     def decodes(self) -> bool:
         """Whether a run decodes with the trunk, so that each process has to hold all of it."""
-        by_server = self.data.regenerate is not None and self.data.regenerate.endpoint is not None
-        return self.gate.enabled or (self.regenerates and not by_server)
+        answered = self.data.answered
+        return self.gate.enabled or (answered is not None and answered.endpoint is None)
+
+    def contradictions(self) -> Iterator[str]:
+        yield from self._of_arms()
+        yield from self._of_the_head()
+        yield from self._of_training()
+        if self.study is not None:
+            yield from self._of_the_study()
+
+    def _of_arms(self) -> Iterator[str]:
+        donor, arms, baseline, init = self.model.head_from, self.evaluate.arms, self.gate_baseline, self.head.init
+        for arm in ("graft", "vanilla"):
+            if arm in arms and donor is None:
+                yield (
+                    f"evaluate.arms: {arm!r} while model.head_from is null; expected a checkpoint with a head. Name it "
+                    "in model.head_from, or remove the arm."
+                )
+        if donor is not None and not {init, baseline, *arms} & {"graft", "vanilla"}:
+            yield (
+                f"model.head_from: {donor!r}, which nothing uses; expected head.init: graft, or an arm 'graft' or "
+                "'vanilla'. Write one of the three, or model.head_from: null."
+            )
+        if self.export.enabled and "retrained" not in arms:
+            yield (
+                "evaluate.arms: no 'retrained' while export.enabled is true; expected an arm that measures the head "
+                "before its export. Add 'retrained', or write export.enabled: false."
+            )
+        if self.gate.baseline == "graft" and init == "native":
+            yield (
+                "gate.baseline: 'graft' with head.init: native; expected the head from which training starts. Write "
+                "gate.baseline: auto."
+            )
+        elif "retrained" in arms and baseline not in arms:
+            origin = f" ({baseline!r})" if self.gate.baseline == "auto" else ""
+            yield (
+                f"gate.baseline: {self.gate.baseline!r}{origin}, which is not in evaluate.arms; expected one of these "
+                f"arms. Add {baseline!r} to evaluate.arms."
+            )
+
+    def _of_the_head(self) -> Iterator[str]:
+        head, objective, depth = self.head, self.objective, self.evaluate.depth
+        if head.init == "graft" and self.model.head_from is None:
+            yield (
+                "head.init: 'graft' while model.head_from is null; expected a checkpoint to take the head from. Name "
+                "the fine-tune's base in model.head_from, or write head.init: native (the trunk has a head) or "
+                "copy_last_layer (it has none)."
+            )
+        if find_head_kind(head.kind).parallel and (depth or 0) > head.num_depths:
+            yield (
+                f"evaluate.depth: {depth} with head.kind: {head.kind} and head.num_depths: {head.num_depths}; expected "
+                f"at most {head.num_depths}, because each depth has its own module. Lower it, or raise head.num_depths."
+            )
+        if find_head_kind(head.kind).parallel and objective.unroll != "exact":
+            yield (
+                f"objective.unroll: {objective.unroll!r} with head.kind: {head.kind}, which has no attention; expected "
+                "exact. Write objective.unroll: exact."
+            )
+        if objective.vocab == "draft" and head.draft_vocab is None:
+            yield (
+                "objective.vocab: 'draft' while head.draft_vocab is null; expected the size of the draft vocabulary. "
+                "Set head.draft_vocab, or write objective.vocab: all."
+            )
+        if objective.on_policy and head.num_depths == 1:
+            yield (
+                "objective.on_policy: true with head.num_depths: 1, where the head reads no draft; expected 2 depths "
+                "or more. Write objective.on_policy: false."
+            )
+
+    def _of_training(self) -> Iterator[str]:
+        tokens, seq_len, sequences = (
+            self.train.tokens_per_step,
+            self.data.seq_len_tokens,
+            self.train.micro_batch_sequences,
+        )
+        unit = seq_len * sequences
+        if tokens % unit:
+            below = tokens // unit * unit
+            values = f"{below} or {below + unit}" if below else str(unit)
+            yield (
+                f"train.tokens_per_step: {tokens}; expected a multiple of {unit} (data.seq_len_tokens {seq_len} x "
+                f"train.micro_batch_sequences {sequences}). Write {values}."
+            )
+        # Depth k at row t predicts token t + k + 1, so row 0 needs num_depths + 2 tokens.
+        least = self.head.num_depths + 2
+        if seq_len < least:
+            yield (
+                f"data.seq_len_tokens: {seq_len}; expected {least} or more, so that depth {self.head.num_depths} has a "
+                "target. Raise it, or lower head.num_depths."
+            )
+
+    def _of_the_study(self) -> Iterator[str]:
+        missing = [arm for arm in ("graft", "retrained", "vanilla") if arm not in self.evaluate.arms]
+        if missing:
+            yield (
+                f"evaluate.arms: no {missing[0]!r} in a study; expected all three arms that its verdict compares. "
+                "Write evaluate.arms: [graft, retrained, vanilla]."
+            )
+        if self.head.convention != "auto":
+            yield (
+                f"head.convention: {self.head.convention!r} in a study, whose heads have the usual wiring of their "
+                "family; expected auto. Write head.convention: auto."
+            )
+        if self.model.offload is not None:
+            yield (
+                f"model.offload: {self.model.offload!r} in a study, which measures trunks that are whole on the "
+                "device; expected null. Write model.offload: null, or model.quantization: 4bit."
+            )
+        if self.export.enabled:
+            yield (
+                "export.enabled: true in a study, which has several heads and no gate; expected false. Write "
+                "export.enabled: false; a recipe without a study exports."
+            )
+        if not self.gate.enabled:
+            yield "gate.enabled: false with study, which measures in any case; expected true. Leave it out."

@@ -17,25 +17,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mtp_train.acceptance.counts import Interval
-from mtp_train.evaluation.cells import ALL_TASKS, Cell, StudyReport
+from mtp_train.acceptance.names import CEILING, CONTROL, GRAFT, NATIVE, PLAIN, RETRAINED, VANILLA
 from mtp_train.evaluation.prompt_records import Setting
-from mtp_train.evaluation.results import ArmResult, RunReport
-from mtp_train.report.study_slices import Slices, slice_report
-from mtp_train.report.wording import (
-    ArmGroups,
-    format_number,
-    format_seconds,
-    format_speedup,
-    group_arms,
-    over_groups,
-)
+from mtp_train.evaluation.results import ALL_TASKS, ArmResult, Cell, Report
+from mtp_train.report.slices import Slices, slice_report
+from mtp_train.report.tables import context_words
+from mtp_train.report.wording import format_number, format_seconds, format_speedup, group_arms, over_groups
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
-MarginalIntervals = Mapping[str, Sequence[Interval | None]]
 
 INK, FAINT = "#222222", "#d9d9d9"
 WIDTH_INCHES = 5.2
@@ -53,13 +45,13 @@ class Look:
 
 
 LOOKS = {
-    "none": Look("#666666", "X", ""),
-    "native": Look("#E69F00", "P", "\\\\\\"),
-    "graft": Look("#D55E00", "s", "///"),
-    "retrained": Look("#0072B2", "o", ""),
-    "vanilla": Look("#009E73", "^", "..."),
-    "control": Look("#CC79A7", "D", "xxx"),
-    "ceiling": Look("#56B4E9", "v", "---"),
+    PLAIN: Look("#666666", "X", ""),
+    NATIVE: Look("#E69F00", "P", "\\\\\\"),
+    GRAFT: Look("#D55E00", "s", "///"),
+    RETRAINED: Look("#0072B2", "o", ""),
+    VANILLA: Look("#009E73", "^", "..."),
+    CONTROL: Look("#CC79A7", "D", "xxx"),
+    CEILING: Look("#56B4E9", "v", "---"),
 }
 
 
@@ -101,34 +93,38 @@ class FigureFile:
     png: bytes
 
 
-FIGURE_STEMS = ("tau", "marginal_acceptance", "speedup", "loss", "held_out")
+FIGURE_STEM = r"tau|marginal_acceptance|speedup|loss|held_out|depth|context|output_position|costs|tasks_\d+"
+"""Pattern of the stem of every figure that a report can have."""
+MAX_TASK_CHARS = 18
 
 
-def render_figures(
-    report: RunReport, marginal_ci95: MarginalIntervals, metrics: Sequence[Mapping[str, Any]] = ()
-) -> list[FigureFile]:
-    """Draw every figure of a run that has data.
+def render_figures(report: Report, metrics: Sequence[Mapping[str, Any]] = ()) -> list[FigureFile]:
+    """Draw every figure of a report that has data.
 
     Args:
-        report: The report of the run.
-        marginal_ci95: By arm, the interval of the marginal acceptance at each position; arms may be missing.
-        metrics: The lines of ``metrics.jsonl``, for the curves of training.
+        report: The report.
+        metrics: The lines of a run's ``metrics.jsonl``, for the curves of training.
     """
-    drawn = _drawn_arms(group_arms(report))
+    slices, drawn = slice_report(report), _drawn_arms(report)
     with_tau = [d for d in drawn if d.arm.tau is not None]
     with_shares = [d for d in drawn if d.arm.marginal]
     with_speed = [d for d in drawn if d.arm.speedup is not None]
+    looks = assign_looks(slices.arms)
     figures = []
     if with_tau:
         over = over_groups(d.arm for d in with_tau if d.arm.tau_ci95)
         caption = f"Tokens committed per round (tau), with 95 % intervals over {over}. 1 is plain decoding."
-        figures.append(FigureFile(FIGURE_STEMS[0], caption, tau_figure(with_tau)))
+        figures.append(FigureFile("tau", caption, tau_figure(with_tau)))
     if with_shares:
-        caption = "Share of rounds that accepted the draft at each position (marginal acceptance)."
-        figures.append(FigureFile(FIGURE_STEMS[1], caption, marginal_figure(with_shares, marginal_ci95)))
+        caption = "Share of rounds that accepted the draft at each position (marginal acceptance), with 95 % intervals "
+        caption += f"over {over_groups(d.arm for d in with_shares)}."
+        figures.append(FigureFile("marginal_acceptance", caption, marginal_figure(with_shares)))
     if with_speed:
         caption = "Tokens per second, divided by tokens per second of the same trunk and decoder without drafts."
-        figures.append(FigureFile(FIGURE_STEMS[2], caption, speedup_figure(with_speed)))
+        figures.append(FigureFile("speedup", caption, speedup_figure(with_speed)))
+    figures += _heat_maps(slices)
+    draws = (_depth, _context, _output, _costs)
+    figures += [figure for draw in draws if (figure := draw(slices, looks)) is not None]
     return figures + _training_figures(metrics)
 
 
@@ -142,10 +138,10 @@ def _training_figures(metrics: Sequence[Mapping[str, Any]]) -> list[FigureFile]:
     figures = []
     if losses:
         caption = "Training loss by step: the weighted sum over depths, and each depth's mean over its target tokens."
-        figures.append(FigureFile(FIGURE_STEMS[3], caption, curve_figure(losses, "training loss")))
+        figures.append(FigureFile("loss", caption, curve_figure(losses, "training loss")))
     if held_out:
         caption = "Expected tau on text kept from training, by step, from teacher-forced acceptance."
-        figures.append(FigureFile(FIGURE_STEMS[4], caption, curve_figure(held_out, "tokens per round (tau)")))
+        figures.append(FigureFile("held_out", caption, curve_figure(held_out, "tokens per round (tau)")))
     return figures
 
 
@@ -194,14 +190,14 @@ def tau_figure(drawn: Sequence[Drawn]) -> bytes:
     return png(figure)
 
 
-def marginal_figure(drawn: Sequence[Drawn], marginal_ci95: MarginalIntervals) -> bytes:
+def marginal_figure(drawn: Sequence[Drawn]) -> bytes:
     """Draw marginal acceptance over the position in the draft, one line per arm."""
     figure, axes = canvas(3.3 + 0.25 * len(drawn))
     depth = max(len(d.arm.marginal or ()) for d in drawn)
     series = []
     for d in drawn:
         shares = d.arm.marginal or ()
-        intervals = [*marginal_ci95.get(d.name, ()), *[None] * len(shares)]
+        intervals = [*(d.arm.marginal_ci95 or ()), *[None] * len(shares)]
         series.append(Series(d, [(k, share, intervals[k - 1]) for k, share in enumerate(shares, 1)]))
     draw_series(figure, axes, series, shift=0.05)
     axes.set_ylim(-0.03, 1.03)
@@ -273,16 +269,18 @@ def draw_series(
 def assign_looks(names: Sequence[str]) -> dict[str, Look]:
     """Return a look for every arm: from :data:`LOOKS` for a known name, else an unused one while there are any."""
     # Grey is reserved for arms without drafts.
-    spare = [look for arm, look in LOOKS.items() if arm not in (*names, "none")] or list(LOOKS.values())
+    spare = [look for arm, look in LOOKS.items() if arm not in (*names, PLAIN)] or list(LOOKS.values())
     others = [name for name in names if name not in LOOKS]
     chosen = {name: spare[index % len(spare)] for index, name in enumerate(others)}
     return {name: LOOKS.get(name) or chosen[name] for name in names}
 
 
-def _drawn_arms(groups: ArmGroups) -> list[Drawn]:
+def _drawn_arms(report: Report) -> list[Drawn]:
+    """Return the arms that draft."""
+    groups = group_arms(report)
     shown = ((groups.alike, ""), (groups.apart, "other trunk"), (groups.recorded, "recorded"))
     looks = assign_looks([name for arms, _ in shown for name in arms])
-    return [Drawn(name, note, looks[name], arm) for arms, note in shown for name, arm in arms.items()]
+    return [Drawn(name, note, looks[name], arm) for arms, note in shown for name, arm in arms.items() if arm.head]
 
 
 def _marker(d: Subject) -> dict[str, Any]:
@@ -348,34 +346,6 @@ def png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
-
-
-STUDY_FIGURE_STEM = re.compile(r"(tau|marginal_acceptance|depth|context|output_position|costs|tasks_\d+)")
-"""Matches the stem of every figure that a study can have."""
-
-MAX_TASK_CHARS = 18
-
-
-def render_study_figures(report: StudyReport) -> list[FigureFile]:
-    """Draw every figure of a study that has data."""
-    slices = slice_report(report)
-    looks = assign_looks(slices.arms)
-    drawn = [Drawn(arm, "", looks[arm], cell) for arm, cell in slices.pooled().items() if cell.tau is not None]
-    figures = []
-    if len(drawn) > 1:
-        over = over_groups(d.arm for d in drawn)
-        caption = f"Tokens committed per round (tau), with 95 % intervals over {over}. 1 is plain decoding."
-        figures.append(FigureFile("tau", caption, tau_figure(drawn)))
-    if with_shares := [d for d in drawn if d.arm.marginal]:
-        caption = "Share of rounds that accepted the draft at each position (marginal acceptance), with 95 % intervals "
-        caption += f"over {over_groups(d.arm for d in with_shares)}."
-        intervals = {arm: cell.marginal_ci95 or () for arm, cell in slices.pooled().items()}
-        figures.append(FigureFile("marginal_acceptance", caption, marginal_figure(with_shares, intervals)))
-    figures += _heat_maps(slices)
-    figures += [figure for draw in (_depth, _context, _output) if (figure := draw(slices, looks))]
-    if (costs := _costs(slices)) is not None:
-        figures.append(costs)
-    return figures
 
 
 def _heat_maps(slices: Slices) -> list[FigureFile]:
@@ -457,7 +427,7 @@ def _context(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
     series = _series(slices, looks, list(enumerate(settings)), lambda cell: (cell.tau, cell.tau_ci95))
     if len(settings) < 2 or not series:
         return None
-    ticks = ["own" if s.context_tokens is None else f"{s.context_tokens:,}" for s in settings]
+    ticks = [context_words(setting.context_tokens) for setting in settings]
     over = over_groups(slices.pooled().values())
     caption = f"Tau by tokens of context, with 95 % intervals over {over}. Own: the unchanged prompts."
     return FigureFile("context", caption, _curves(series, ticks, "tokens of context", "tokens per round (tau)"))
@@ -488,7 +458,7 @@ def _output(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
     return FigureFile("output_position", caption, _curves(series, ticks, "new token", "tokens per round (tau)"))
 
 
-def _costs(slices: Slices) -> FigureFile | None:
+def _costs(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
     """Draw the time of a round as the time of one plain token plus the time added by drafting and verifying."""
     rows = [
         (arm, cell.round_seconds, cell.round_seconds / cell.break_even_tau)
@@ -498,7 +468,6 @@ def _costs(slices: Slices) -> FigureFile | None:
     if not rows:
         return None
     figure, axes = canvas(row_height(len(rows)) + 0.3)
-    looks = assign_looks(slices.arms)
     for y, (arm, seconds, plain) in enumerate(rows):
         axes.barh(y, 1000 * plain, height=0.62, color=FAINT)
         more = 1000 * max(0.0, seconds - plain)

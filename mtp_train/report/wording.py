@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from mtp_train.acceptance.counts import Interval
-from mtp_train.acceptance.gate import PLAIN_BASELINE, GateVerdict
+from mtp_train.acceptance.gate import GateVerdict
 from mtp_train.acceptance.intervals import POWER
-from mtp_train.evaluation.results import UNJUDGED, UNJUDGED_SENTENCE, ArmResult, Lossless, RunReport, recommended
+from mtp_train.acceptance.names import CEILING, CONTROL, GRAFT, NATIVE, NGRAM, PLAIN, RANDOM, RETRAINED, VANILLA
+from mtp_train.evaluation.prompt_records import Setting
+from mtp_train.evaluation.results import (
+    ALL_TASKS,
+    UNJUDGED,
+    UNJUDGED_SENTENCE,
+    VERDICTS,
+    ArmComparison,
+    ArmResult,
+    Cell,
+    Finding,
+    Lossless,
+    Report,
+    Tone,
+    recommended,
+)
+from mtp_train.report.slices import Slices, slice_report
 
 Arms = dict[str, ArmResult]
-Tone = Literal["good", "bad", "neutral"]
 
 GROUPS = "groups"
-COLUMNS = (
-    "tau [95 %]",
-    GROUPS,
-    "by position",
-    "tokens/s",
-    "speedup",
-    "repeats",
-    "entropy",
-)
+COLUMNS = ("tau [95 %]", GROUPS, "by position", "tokens/s", "speedup", "repeats", "entropy")
 
 GLOSSARY = (
     ("trunk", "The frozen target model. Drafts change its speed, never the distribution of its output."),
@@ -37,17 +44,16 @@ GLOSSARY = (
     ("by position", "Marginal acceptance: the share of all rounds that accepted the draft at position 1, 2, ..."),
     ("conditional", "The same among the rounds that accepted the position before."),
     ("dense", "Teacher-forced acceptance at every position of the trunk's own text: comparable across depths."),
-    ("overlap", "Mean of sum min(p, q): the acceptance that rejection sampling at temperature 1 would reach."),
     (
         "[95 %]",
         "Interval over groups of prompts. Rounds of one prompt are alike, and so are prompts of one group: only more "
         "groups narrow it.",
     ),
     ("groups", "Sets of related prompts (a module, a conversation, a file) that are held out as a whole."),
-    ("speedup", "Tokens per second with drafts, divided by tokens per second of the same trunk and decoder without."),
     (
-        "break-even tau",
-        "The tau from which drafts pay: the time of a round with drafts over that of a plain step, prefill excluded.",
+        "speedup",
+        "Tokens per second with drafts, divided by tokens per second of the same trunk and decoder without: on a few "
+        "prompts, one at a time. Acceptance is of all prompts, decoded in batches.",
     ),
     ("pays", "The interval of the speedup lies above 1; where it is unknown, that of tau above the break-even tau."),
     ("repeats", "Share of 8-grams that already occurred in the same output. Loops are easy to draft and inflate tau."),
@@ -55,13 +61,30 @@ GLOSSARY = (
     ("graft", "The base model's head, copied to the fine-tune without training."),
     ("retrained", "The head after training on the fine-tune's own output, or beside the trunk during fine-tuning."),
     ("vanilla", "The base model with its own head."),
+    ("macro", "Mean of tau over prompts. Tau itself pools rounds, so long texts weigh more."),
+    ("overlap", "Mean of sum min(p, q): the expected acceptance of rejection sampling."),
+    ("rule", "How drafts are made and verified; figures of different rules do not compare."),
+    ("greedy", "Temperature 0: drafts are accepted while they equal the trunk's most probable token."),
+    (
+        "argmax drafts",
+        "The head's most probable token, accepted with the trunk's probability of it. Most engines do this.",
+    ),
+    ("sampled drafts", "Drawn from the head's distribution and verified by rejection sampling."),
+    ("tau needed", "Break-even tau, from which drafts pay: the time of a round with drafts over that of a plain step."),
+    (
+        "real",
+        "The difference passes a test paired by prompt, over groups of prompts, at 5 % over all comparisons together "
+        "(Holm's correction).",
+    ),
+    ("the head", "Compared at equal target entropy, so that an easier text alone makes no difference."),
+    ("own context", "The unchanged prompts. A context of 512 is the same prompts with other text before them."),
 )
 
 RECORDED = {
-    "control": "the same training on the base's old text",
-    "ceiling": "ten times the steps",
-    "random": "the same training from random weights",
-    "ngram": "a static n-gram table of the same training text instead of a head: the gain from repeated phrases alone",
+    CONTROL: "the same training on the base's old text",
+    CEILING: "ten times the steps",
+    RANDOM: "the same training from random weights",
+    NGRAM: "a static n-gram table of the same training text instead of a head: the gain from repeated phrases alone",
 }
 
 OVERLAP_WARNED, SEEN_WARNED = 0.4, 0.1
@@ -72,7 +95,7 @@ module, which are more templated than most text. Measured with a leak: .64 and .
 one; .94 and .91 where each record has a copy in training.
 """
 
-BASELINES = {"graft": "the graft", "native": "the native head", "none": "plain decoding"}
+BASELINES = {GRAFT: "the graft", NATIVE: "the native head", PLAIN: "plain decoding"}
 
 
 @dataclass(frozen=True)
@@ -99,12 +122,12 @@ class ArmGroups:
     recorded: Arms
 
 
-def group_arms(report: RunReport) -> ArmGroups:
+def group_arms(report: Report) -> ArmGroups:
     """Split the arms by whether they were measured here and on the run's trunk."""
     here = {name: arm for name, arm in report.arms.items() if arm.measured_here}
     # The trunk of the first of these arms is the run's trunk. The vanilla arm has another one, the base model.
-    names = [name for name in ("retrained", "graft", "native", *here) if name in here and name != "vanilla"]
-    apart = {name: arm for name, arm in here.items() if name == "vanilla" or arm.trunk != here[names[0]].trunk}
+    names = [name for name in (RETRAINED, GRAFT, NATIVE, *here) if name in here and name != VANILLA]
+    apart = {name: arm for name, arm in here.items() if name == VANILLA or arm.trunk != here[names[0]].trunk}
     return ArmGroups(
         alike={name: arm for name, arm in here.items() if name not in apart},
         apart=apart,
@@ -112,25 +135,64 @@ def group_arms(report: RunReport) -> ArmGroups:
     )
 
 
-def headline(report: RunReport) -> Headline:
-    """Return the run's verdict. A lossless check that failed comes first: acceptance has no meaning without it."""
+def headline(slices: Slices) -> Headline:
+    """Return the verdict: a failed lossless check, else the gate's, else the first finding, else the best arm."""
+    report = slices.report
     if report.lossless and report.lossless.faults:
-        return lossy_headline(report.lossless)
+        # Acceptance has no meaning without it.
+        return Headline("bad", "Not lossless: do not trust these figures", lossless_sentence(report.lossless))
     if report.settings.get("gate") == UNJUDGED:
         return Headline("neutral", "Unjudged head", UNJUDGED_SENTENCE)
-    if report.gate is None:
-        return Headline("neutral", "Acceptance measured", "Nothing was retrained, so there is no gate.")
-    baseline = BASELINES.get(report.gate.baseline, report.gate.baseline)
-    detail = capitalised(report.gate.reason)
-    if not report.gate.passed:
-        shown = "no speedup" if report.gate.baseline == PLAIN_BASELINE else "no gain"
+    if report.gate is not None:
+        return _gate_headline(report.gate, report.arms.get(RETRAINED))
+    if report.findings:
+        first = report.findings[0]
+        return Headline(first.tone, verdict_title(first), first.evidence)
+    ranked = slices.ranked()
+    if not ranked:
+        return Headline("neutral", "Acceptance measured", "No arm drafted at a common setting.")
+    return _one_arm(*ranked[0]) if len(ranked) == 1 else _best_arm(slices, ranked)
+
+
+def _gate_headline(gate: GateVerdict, retrained: ArmResult | None) -> Headline:
+    baseline, detail = BASELINES.get(gate.baseline, gate.baseline), capitalised(gate.reason)
+    if not gate.passed:
+        shown = "no speedup" if gate.baseline == PLAIN else "no gain"
         return Headline("bad", f"Refused: {shown} shown over {baseline}", detail)
     title = f"The retrained head beats {baseline}"
-    retrained = report.arms.get("retrained")
     # Against plain decoding the gate itself requires that drafts pay, in the engine that serves them.
-    if retrained is None or report.gate.baseline == PLAIN_BASELINE:
+    if retrained is None or gate.baseline == PLAIN:
         return Headline("good", title, detail)
     return Headline(*payment(retrained, title), detail)
+
+
+def verdict_title(finding: Finding) -> str:
+    """Return a finding's statement after its verdict; alone, a refuted statement would read as confirmed."""
+    return f"{VERDICTS[finding.tone].capitalize()}: {finding.statement[:1].lower()}{finding.statement[1:]}"
+
+
+def _one_arm(name: str, cell: Cell, tau: float) -> Headline:
+    detail = f"Tau {format_tau(cell)} over {cell.prompts or 0} prompts of {cell.groups or 0} groups"
+    if cell.speedup is None:
+        return Headline("neutral", f"{name} commits {tau:.2f} tokens a round", f"{detail}.")
+    title = f"{name} drafts at {format_speedup(cell.speedup)} the speed without drafts"
+    needed = f"; {cell.break_even_tau:.2f} would break even" if cell.break_even_tau is not None else ""
+    return Headline(*payment(cell, title), f"{detail}{needed}.")
+
+
+def _best_arm(slices: Slices, ranked: Sequence[tuple[str, Cell, float]]) -> Headline:
+    (best, cell, tau), *rest = ranked
+    rows = [row for row in slices.comparisons() if row.task == ALL_TASKS]
+    against = {row.second: row for row in (*rows, *(row.swapped() for row in rows)) if row.first == best}
+    others = ", ".join(f"{name} {its_tau:.2f}" for name, _, its_tau in rest)
+    equals = [name for name, _, _ in rest if name not in against or not against[name].differs]
+    if equals:
+        title = f"No arm is shown to be ahead; {best} has the highest tau"
+        return Headline(
+            "neutral", title, f"Tau {tau:.2f} against {others}. No real difference from {' and '.join(equals)}."
+        )
+    detail = f"Against {others}; each difference is real. From {rest[0][0]}: {difference_words(against[rest[0][0]])}."
+    return Headline(*payment(cell, f"{best} has the highest tau: {tau:.2f}"), detail)
 
 
 def payment(arm: ArmResult, title: str) -> tuple[Tone, str]:
@@ -145,120 +207,110 @@ def payment(arm: ArmResult, title: str) -> tuple[Tone, str]:
     return "neutral", f"{title}, and is not shown to decode faster"
 
 
-def serving_depth(report: RunReport) -> int | None:
-    """Return the drafts per round to serve with; None where no measured depth is shown to pay, or none was measured."""
-    arms = depth_arms(report)
-    best = recommended(arms.values())
-    return next((depth for depth, arm in arms.items() if arm is best), None)
+def key_figures(slices: Slices) -> list[tuple[str, str]]:
+    """Return the (figure, meaning) pairs to show large; none without losslessness, or where no arm drafts."""
+    report, ranked = slices.report, slices.ranked()
+    if (report.lossless and report.lossless.faults) or not ranked:
+        return []
+    retrained, found = report.arms.get(RETRAINED), list[tuple[str, str]]()
+    if report.gate is not None and retrained is not None:
+        baseline = report.gate.baseline
+        shown = {BASELINES.get(baseline, baseline): report.arms.get(baseline), RETRAINED: retrained}
+        known = {name: arm.tau for name, arm in shown.items() if arm is not None and arm.tau is not None}
+        found += [(f"{tau:.2f}", f"tokens per round, {name}") for name, tau in known.items()]
+        if retrained.speedup is not None:
+            found.append((format_speedup(retrained.speedup), "the speed without drafts"))
+        return found
+    found.append((f"{ranked[0][2]:.2f}", f"tokens per round, {ranked[0][0]}"))
+    fast = [(cell.speedup, arm) for arm, cell in slices.pooled().items() if cell.speedup is not None]
+    if fast:
+        speedup, name = max(fast)
+        found.append((format_speedup(speedup), f"the speed without drafts, {name}"))
+    if report.comparisons:
+        found.append((count_real(report), "differences are real"))
+    prompts = max((cell.prompts or 0) for _, cell, _ in ranked)
+    return [*found, (f"{prompts:,}", f"prompts of {len(slices.tasks)} tasks" if len(slices.tasks) > 1 else "prompts")]
 
 
-def serving_sentence(report: RunReport) -> str:
-    """Return what to serve, from the depths measured here; empty where no speed was measured."""
-    return depth_sentence(depth_arms(report))
+def count_real(report: Report) -> str:
+    """Return the number of real differences of the whole report, as ``18 of 24``."""
+    rows = report.comparisons
+    return f"{sum(row.differs for row in rows):,} of {len(rows):,}"
 
 
-def depth_sentence(arms: Mapping[int, ArmResult]) -> str:
+def serving_depth(report: Report) -> int | None:
+    """Return the drafts per round to serve the retrained head with; None where no depth is shown to pay."""
+    cells = slice_report(report).by_depth(RETRAINED)
+    best = recommended(cells.values())
+    return None if best is None else best.depth
+
+
+def serving_sentences(slices: Slices) -> list[str]:
+    """Return for each arm the number of drafts to serve with, at the headline's temperature, context and rule.
+
+    Of a run, for the retrained head alone.
+    """
+    arms = [arm for arm in slices.arms if slices.report.title is not None or arm == RETRAINED]
+    told = {arm: depth_sentence(slices.by_depth(arm)) for arm in arms}
+    return [f"{arm}: {text}" if len(arms) > 1 else text for arm, text in told.items() if text]
+
+
+def depth_sentence(cells: Mapping[int, ArmResult]) -> str:
     """Return the number of drafts to serve with, given the figures of a head by number of drafts; may be empty."""
-    known = {depth: arm for depth, arm in arms.items() if arm.pays is not None}
+    known = {depth: cell for depth, cell in cells.items() if cell.pays is not None}
     if not known:
         return ""
     best, depths = recommended(known.values()), ", ".join(map(str, known))
     if best is None:
         return f"Serve without drafts: none of the depths measured here ({depths}) is shown to pay."
-    depth = next(depth for depth, arm in known.items() if arm is best)
+    depth = next(depth for depth, cell in known.items() if cell is best)
     return (
-        f"Serve with {_drafts(depth)} a round, the fastest of the depths measured here ({depths}) that are shown to "
-        f"pay: {format_estimate(best.speedup, best.speedup_ci95)} times the speed of plain decoding."
+        f"Serve with {depth_words(depth)} a round, the fastest of the depths measured here ({depths}) that are shown "
+        f"to pay: {format_estimate(best.speedup, best.speedup_ci95)} times the speed of plain decoding."
     )
 
 
-def _drafts(depth: int) -> str:
-    return f"{depth} draft{'s' * (depth > 1)}"
+def setting_words(setting: Setting) -> str:
+    """Describe a setting in one line."""
+    context = "own context" if setting.context_tokens is None else f"context of {setting.context_tokens:,} tokens"
+    # A server may not report the number of drafts.
+    drafts = f", {depth_words(setting.depth)} a round" if setting.depth else ""
+    return f"{setting.name}{drafts}, {context}"
 
 
-def depth_arms(report: RunReport) -> dict[int, ArmResult]:
-    """Return the retrained head's figures by number of drafts, ascending; empty without a retrained head."""
-    retrained, depth = report.arms.get("retrained"), report.settings.get("depth")
-    if retrained is None or not isinstance(depth, int):
-        return {}
-    return dict(sorted({**{cell.depth: cell for cell in report.depths}, depth: retrained}.items()))
+def depth_words(depth: int) -> str:
+    """Format a number of drafts."""
+    return "no drafts" if depth == 0 else f"{depth} draft{'s' * (depth > 1)}"
 
 
-DEPTH_COLUMNS = ("drafts", "prompts", "tau [95 %]", "break-even tau", "speedup [95 %]", "pays")
-PAYS = {"above": "yes", "below": "no", "neither": "not shown", None: "-"}
+def pair_words(row: ArmComparison) -> str:
+    """Return the name of a comparison: ``first - second``."""
+    return f"{row.first} - {row.second}"
 
 
-def depth_rows(report: RunReport) -> list[tuple[str, ...]]:
-    """Return tau, break-even tau and speed at each depth, one row of :data:`DEPTH_COLUMNS` each."""
-    return [
-        (
-            str(depth),
-            format_number(arm.prompts, 0),
-            format_tau(arm),
-            format_number(arm.break_even_tau, 2),
-            format_estimate(arm.speedup, arm.speedup_ci95),
-            PAYS[arm.pays],
-        )
-        for depth, arm in depth_arms(report).items()
-        if arm.break_even_tau is not None
-    ]
+def difference_words(row: ArmComparison) -> str:
+    """Describe what differs between two arms: tau, the head, or only the entropy of their texts."""
+    alone = row.delta_tau_ci95 is not None and not row.delta_tau_ci95[0] <= 0.0 <= row.delta_tau_ci95[1]
+    level = "not shown over so many comparisons" if alone else "no difference shown"
+    if row.same_trunk:
+        return "tau and head differ" if row.differs else level
+    interval = row.delta_overlap_at_equal_entropy_ci95
+    if interval is None:
+        return "tau differs, by text or head" if row.differs else level
+    head = (interval[0] > 0) - (interval[1] < 0)
+    if not row.differs:
+        return "tau not shown to differ, head does" if head else level
+    if not head:
+        return "tau differs, head does not"
+    return "tau and head differ" if head * row.delta_tau > 0 else "tau differs one way, head the other"
 
 
-def depth_lines(report: RunReport) -> list[str]:
-    """Return tau, break-even tau and speed at each depth, one line of text each."""
-    return [
-        f"{_drafts(int(drafts))} a round: tau {found}, break-even {needed}, speedup {speed}; pays: {pays}"
-        for drafts, _, found, needed, speed, pays in depth_rows(report)
-    ]
-
-
-def lossy_headline(lossless: Lossless) -> Headline:
-    """Return the verdict on a decoder whose output differs from plain decoding."""
-    return Headline("bad", "Not lossless: do not trust these figures", lossless_sentence(lossless))
-
-
-def key_figures(report: RunReport) -> list[tuple[str, str]]:
-    """Return the (figure, meaning) pairs to show large; none without a retrained head, or without losslessness."""
-    retrained = report.arms.get("retrained")
-    if retrained is None or retrained.tau is None or (report.lossless and report.lossless.faults):
-        return []
-    figures = [(f"{retrained.tau:.2f}", "tokens per round, retrained")]
-    baseline = report.gate.baseline if report.gate else "graft"
-    before = report.arms.get(baseline)
-    if before is not None and before.tau is not None:
-        figures.insert(0, (f"{before.tau:.2f}", f"tokens per round, {BASELINES.get(baseline, baseline)}"))
-    if retrained.speedup is not None:
-        figures.append((format_speedup(retrained.speedup), "the speed without drafts"))
-    return figures
-
-
-GATE_COLUMNS = ("setting", "prompts", "groups", "baseline", "retrained", "gain [95 %]", "verdict", "detectable")
-
-
-def gate_rows(gate: GateVerdict | None) -> list[tuple[str, ...]]:
-    """Return the gate's figures at each setting, one row of :data:`GATE_COLUMNS` each."""
-    verdicts = {"above": "gain shown", "below": "loss shown", "neither": "not shown"}
-    return [
-        (
-            one.setting,
-            str(one.prompts),
-            str(one.groups),
-            f"{one.baseline_tau:.2f}",
-            f"{one.tau:.2f}",
-            "-" if one.delta_tau_ci95 is None else "[{:+.2f}, {:+.2f}]".format(*one.delta_tau_ci95),
-            verdicts[one.verdict],
-            "-" if one.detectable_gain is None else f"+{one.detectable_gain:.2f}",
-        )
-        for one in (gate.settings if gate is not None else ())
-    ]
-
-
-def gate_lines(gate: GateVerdict | None) -> list[str]:
-    """Return the gate's figures at each setting, one line of text each."""
-    return [
-        f"Gate, {setting}: tau {before} to {after}, gain {interval} over {groups} groups: {verdict}"
-        for setting, _, groups, before, after, interval, verdict, _ in gate_rows(gate)
-    ]
+def signed(value: float | None, interval: Interval | None, decimals: int = 2) -> str:
+    """Format a difference with its sign, and its interval where it has one."""
+    if value is None:
+        return "-"
+    bounds = f" [{interval[0]:+.{decimals}f}, {interval[1]:+.{decimals}f}]" if interval else ""
+    return f"{value:+.{decimals}f}{bounds}"
 
 
 def group_sentence(arms: Mapping[str, ArmResult]) -> str:
@@ -337,7 +389,7 @@ def apart_sentence(groups: ArmGroups, settings: Mapping[str, Any]) -> str:
 
 
 def _vanilla_sentence(groups: ArmGroups, settings: Mapping[str, Any]) -> str:
-    vanilla = groups.apart.get("vanilla")
+    vanilla = groups.apart.get(VANILLA)
     if vanilla is None or "vanilla_prompts" not in settings:
         return ""
     source = settings["vanilla_prompts"]

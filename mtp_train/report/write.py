@@ -1,4 +1,4 @@
-"""Write the files of a report: ``report.json``, ``report.html``, ``acceptance.csv`` and ``figures/``."""
+"""Write the files of a report (``report.json``, ``report.html``, CSV, ``figures/``), and log it to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -6,87 +6,65 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from mtp_train.evaluation.results import REPORT_FILE, ArmResult, RunReport, json_keys
-from mtp_train.report.figures import FIGURE_STEMS, FigureFile, MarginalIntervals, render_figures
+from mtp_train.checkpoints.writing import write_json
+from mtp_train.evaluation.results import REPORT_FILE, ArmComparison, Cell, Report
+from mtp_train.report.figures import FIGURE_STEM, render_figures
 from mtp_train.report.page import render_page
 
 MARGINAL_CI95 = "marginal_ci95"
 PAGE_FILE = "report.html"
-SAMPLING = ("temperature", "top_p", "top_k", "draft_sampling")
 PER_POSITION = ("marginal", "conditional", "dense", "overlap")
+FIRST_COLUMNS = ("arm", "task", "temperature", "top_p", "top_k", "context_tokens", "depth", "rule")
+CELL_COLUMNS = tuple(dict.fromkeys((*FIRST_COLUMNS, *(field.name for field in fields(Cell)))))
+COMPARISON_COLUMNS = tuple(dict.fromkeys(("first", "second", "task", *(field.name for field in fields(ArmComparison)))))
+TRACKED_FILE = "tracked.json"
+"""Written after a study was logged, with the project and the mode."""
+WandbMode = Literal["off", "offline", "online"]
 
 
 def write_report(
-    report: RunReport,
-    run_dir: Path,
-    *,
-    provenance: Mapping[str, Any] | None = None,
-    marginal_ci95: MarginalIntervals | None = None,
-    metrics: Sequence[Mapping[str, Any]] = (),
+    report: Report, out: Path, provenance: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]] = ()
 ) -> None:
-    """Write the report into a run directory, replacing an earlier report.
+    """Write a report, replacing an earlier one.
 
     Everything is rendered before the first byte is written. Every file is written under a temporary name before the
     first is renamed, and ``report.json`` is renamed last. So an earlier report stays intact when something fails.
 
     Args:
-        report: The report of the run.
-        run_dir: The run directory; created where it is missing.
-        provenance: Origin of the run for the page; nested values are flattened.
-        marginal_ci95: By arm, the interval of the marginal acceptance at each position, for the figure.
-        metrics: The lines of the run's ``metrics.jsonl``, for the curves of training.
+        report: The report.
+        out: The directory of the run or study; created where it is missing.
+        provenance: Origin of the figures for the page; nested values are flattened.
+        metrics: The lines of a run's ``metrics.jsonl``, for the curves of training.
     """
-    figures = render_figures(report, marginal_ci95 or {}, metrics)
-    page = render_page(report, figures, provenance or {})
-    replace_report(run_dir, report, page, figures, {"acceptance.csv": csv_text(report)}, FIGURE_STEMS)
-
-
-def replace_report(
-    run_dir: Path,
-    report: RunReport,
-    page: str,
-    figures: Sequence[FigureFile],
-    tables: Mapping[str, str],
-    stems: Iterable[str],
-) -> None:
-    """Write the files of a rendered report over an earlier one, ``report.json`` last.
-
-    Args:
-        run_dir: The run directory.
-        report: The report, for ``report.json``.
-        page: The HTML, for ``report.html``.
-        figures: Figures, for ``figures/``.
-        tables: CSV texts by file name.
-        stems: Stems of figures that an earlier report may have; files that this report does not write are removed.
-    """
+    figures = render_figures(report, metrics)
     files = {Path("figures") / f"{figure.stem}.png": figure.png for figure in figures}
-    files[Path(PAGE_FILE)] = page.encode()
-    files |= {Path(name): text.encode() for name, text in tables.items()}
+    files[Path(PAGE_FILE)] = render_page(report, figures, provenance).encode()
+    files |= {Path(f"{name}.csv"): table.csv().encode() for name, table in csv_tables(report).items()}
     encoded = json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
     files[Path(REPORT_FILE)] = f"{encoded}\n".encode()
-    _replace_files(run_dir, files)
-    for stem in stems:
-        stale = Path("figures") / f"{stem}.png"
-        if stale not in files:
-            (run_dir / stale).unlink(missing_ok=True)
+    _replace_files(out, files)
+    for path in (out / "figures").glob("*.png"):
+        if re.fullmatch(FIGURE_STEM, path.stem) and path.relative_to(out) not in files:
+            path.unlink()
 
 
-def csv_text(report: RunReport) -> str:
-    """Return CSV with one row per arm, then one per arm and further setting, with the columns of :func:`flat_table`."""
-    # Recorded arms were measured with other settings, which older reports do not state.
-    first = {name: report.settings.get(name) for name in SAMPLING}
-    first["rule"] = "greedy" if report.settings.get("verify_rule") == "greedy" else first["draft_sampling"]
-    of_arms = [
-        {"arm": name, **(first if arm.measured_here else dict.fromkeys(first)), **arm.to_json()}
-        for name, arm in report.arms.items()
-    ]
-    columns = ["arm", *json_keys(ArmResult), "temperature", "top_p", "top_k", "rule"]
-    return flat_table(columns, [*of_arms, *(cell.to_json() for cell in report.cells)]).csv()
+def csv_tables(report: Report) -> dict[str, FlatTable]:
+    """Return the tables of all cells and all comparisons, by the stem of their file.
+
+    Arms that were recorded elsewhere are rows without a setting. A run has no comparisons.
+    """
+    none = dict.fromkeys(CELL_COLUMNS)
+    recorded = [{**none, "arm": name, **asdict(arm)} for name, arm in report.arms.items() if not arm.measured_here]
+    tables = {"acceptance": flat_table(CELL_COLUMNS, [*map(asdict, report.cells), *recorded])}
+    if report.title is not None:
+        tables["comparisons"] = flat_table(COMPARISON_COLUMNS, [asdict(row) for row in report.comparisons])
+    return tables
 
 
 @dataclass(frozen=True)
@@ -150,3 +128,36 @@ def _replace_files(run_dir: Path, files: Mapping[Path, bytes]) -> None:
     finally:
         for temporary in aside.values():
             temporary.unlink(missing_ok=True)
+
+
+def log_report(report: Report, out: Path, project: str, mode: WandbMode) -> None:
+    """Log a report that was written to ``out`` to Weights & Biases, once: :data:`TRACKED_FILE` marks a logged one.
+
+    A rerun of the command logs a report whose logging failed or was off.
+
+    Args:
+        report: The report.
+        out: Its directory; its ``figures`` are logged, and wandb writes its files there.
+        project: The Weights & Biases project.
+        mode: ``off`` does not import wandb; ``offline`` needs no network (upload later with ``wandb sync``).
+    """
+    if mode == "off" or (out / TRACKED_FILE).is_file():
+        return
+    import wandb
+
+    run = wandb.init(
+        project=project, name=out.name, dir=out, mode=mode, config=dict(report.settings), reinit="create_new"
+    )
+    try:
+        logged: dict[str, object] = {}
+        for name, table in csv_tables(report).items():
+            logged[f"tables/{name}"] = wandb.Table(columns=[*table.columns], data=table.rows)
+        for path in sorted((out / "figures").glob("*.png")):
+            logged[f"figures/{path.stem}"] = wandb.Image(str(path))
+        for name, arm in report.arms.items():
+            numbers = {"tau": arm.tau, "acceptance_rate": arm.acceptance_rate, "speedup": arm.speedup}
+            logged |= {f"arms/{name}/{key}": value for key, value in numbers.items() if value is not None}
+        run.log(logged)
+    finally:
+        run.finish()
+    write_json(out / TRACKED_FILE, {"project": project, "mode": mode})

@@ -5,7 +5,7 @@ Reads no weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,33 +17,24 @@ from mtp_train.checkpoints.demo import resolve
 from mtp_train.checkpoints.files import CONFIG_FILE, Checkpoint, locate_checkpoint, read_config
 from mtp_train.checkpoints.identity import TOKENIZER_PATTERNS
 from mtp_train.checkpoints.quantised import quant_method
-from mtp_train.families import family_for, kinds_served, of_kind, raw_text_config, require_served_trunk
+from mtp_train.families import family_for, kinds_served, of_kind, raw_text_config
 from mtp_train.families.engines import engine_commands
 from mtp_train.families.spec import RawConfig
 from mtp_train.heads.diagnose import head_shapes, named_rejections, trunk_config
 from mtp_train.heads.lora import require_lora_targets
-from mtp_train.recipe.loading import dump_recipe
+from mtp_train.recipe.loading import RecipeLike, dump_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.auto import Choice
 from mtp_train.runs.head_source import require_source_model
-from mtp_train.runs.inputs import (
-    decoding_problem,
-    gather_text,
-    require_draft_vocab,
-    require_offload,
-    require_own_data,
-    require_unroll,
-)
-from mtp_train.runs.run_answers import require_answers
-from mtp_train.runs.run_dir import require_place, with_recorded_precision, with_resolved_precision
-from mtp_train.runs.start import Overrides, RecipeLike, launched_processes, settled_recipe
+from mtp_train.runs.inputs import gather_text
+from mtp_train.runs.refusals import HeadOnTrunk, decoding_problem, raise_together, refusals
+from mtp_train.runs.resolve import Choice, Overrides, launched_processes, resolved_recipe
+from mtp_train.runs.run_directory import RunDirectory
+from mtp_train.runs.settings import cache_bytes, memory_options, plan_of
 from mtp_train.runs.study.material import for_objective
-from mtp_train.train.devices import Device, device_named
-from mtp_train.train.estimate import GIB, Footprint, estimate_disk, estimate_footprint, in_shards
-from mtp_train.train.plan import Plan, make_plan
+from mtp_train.train.machine import Device, device_named
+from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk, estimate_footprint, in_shards
 from mtp_train.trunk.load import Trunk, empty_trunk
 from mtp_train.trunk.precision import resolve_precision
-from mtp_train.trunk.quantise import require_quantizable
 from mtp_train.trunk.tokenizer import load_tokenizer
 
 
@@ -82,7 +73,7 @@ class CheckResult:
         """Return plain JSON values, as ``mtp-train check --json`` prints them."""
         plan = {**asdict(self.plan), "total_tokens": self.plan.total_tokens}
         return {
-            "recipe": asdict(self.recipe),
+            "recipe": self.recipe.model_dump(mode="json"),
             "auto": {choice.field: {"value": choice.value, "reason": choice.reason} for choice in self.choices},
             "precision_reason": self.precision_reason,
             "family": self.family,
@@ -98,80 +89,69 @@ class CheckResult:
         }
 
     def __str__(self) -> str:
-        plan, memory, shards = self.plan, self.memory, self.memory_in_shards
-        shared = "" if shards is None else f"# in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}\n"
-        shared += "" if self.decoding is None else f"# a run is refused: {self.decoding}\n"
-        shared += self._room_text()
-        shared += self._loading_text()
-        chosen = "".join(f"# {choice}\n" for choice in self.choices)
-        return (
-            f"{dump_recipe(self.recipe)}\n{chosen}"
-            f"# train.precision: {self.recipe.train.precision}; {self.precision_reason}\n"
-            f"# {self.family}: trunk {memory.trunk_parameters / 1e6:.1f} M parameters, head "
-            f"{memory.head_parameters / 1e6:.2f} M ({memory.trained_parameters / 1e6:.2f} M trained)\n"
-            f"# {plan.max_steps} steps of {plan.sequences_per_step} x {plan.seq_len_tokens} tokens "
-            f"({plan.total_tokens / 1e6:.2f} M in all), {plan.world_size} process(es), {plan.accumulation} "
-            f"micro-batch(es) each\n# memory per process, {memory.to_text()}\n{shared}"
-            f"# disk: at most {self.disk_bytes / GIB:.2f} GiB besides answers"
-            f"{self._data_text()}{self._kind_text()}{self._holdout_text()}{self._serves_text()}"
-        )
+        return "\n".join([dump_recipe(self.recipe), *(f"# {line}" for line in self._lines())])
 
-    def _room_text(self) -> str:
+    def _lines(self) -> Iterator[str]:
+        recipe, plan, memory, shards = self.recipe, self.plan, self.memory, self.memory_in_shards
+        yield from map(str, self.choices)
+        yield f"train.precision: {recipe.train.precision}; {self.precision_reason}"
+        yield (
+            f"{self.family}: trunk {memory.trunk_parameters / 1e6:.1f} M parameters, head "
+            f"{memory.head_parameters / 1e6:.2f} M ({memory.trained_parameters / 1e6:.2f} M trained)"
+        )
+        yield (
+            f"{plan.max_steps} steps of {plan.sequences_per_step} x {plan.seq_len_tokens} tokens "
+            f"({plan.total_tokens / 1e6:.2f} M in all), {plan.world_size} process(es), {plan.accumulation} "
+            "micro-batch(es) each"
+        )
+        yield f"memory per process, {memory.to_text()}"
+        if shards is not None:
+            yield f"in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}"
+        if self.decoding is not None:
+            yield f"a run is refused: {self.decoding}"
+        yield from self._room()
+        if memory.loading_bytes:
+            others = "" if shards is None else f"; to train with fsdp2.yaml {shards.loading_bytes / GIB:.2f} GiB"
+            whole = f"whole {memory.loading_bytes / GIB:.2f} GiB"
+            yield f"main memory of each process while it loads the trunk: {whole}{others}"
+        yield f"disk: at most {self.disk_bytes / GIB:.2f} GiB besides answers"
+        yield f"data: {self.data or 'not read, as the trunk has no tokenizer; a run refuses such a trunk'}"
+        if recipe.study is not None:
+            heads = recipe.study.objectives
+            yield f"study: {len(heads)} head(s) ({', '.join(heads)}); disk is of all of them"
+        groups = "first user turn or file, near-duplicate prompts joined"
+        yield f"held out by {groups if recipe.data.group_field is None else f'the column {recipe.data.group_field!r}'}"
+        if not recipe.gate.enabled:
+            yield "gate: off; the head is not measured, and is exported unjudged"
+        if recipe.export.enabled:
+            yield from self._served()
+
+    def _room(self) -> Iterator[str]:
+        recipe, lora = self.recipe, self.recipe.head.lora
         least = min(one.total_bytes for one in (self.memory, self.memory_in_shards) if one is not None)
         if self.device_bytes is None or least <= self.device_bytes:
-            return ""
-        lora = self.recipe.head.lora
+            return
         less = [
             "more processes",
             *(["head.lora"] if lora is None else ["fewer head.lora.targets"] if lora.targets is None else []),
-            *([] if self.recipe.train.gradient_checkpointing else ["train.gradient_checkpointing"]),
+            *([] if recipe.train.gradient_checkpointing else ["train.gradient_checkpointing"]),
             "smaller data.seq_len_tokens",
         ]
-        return (
-            f"# training does not fit: {least / GIB:.0f} GiB on a process, and its device has "
-            f"{self.device_bytes / GIB:.0f} GiB. Less is needed with {', '.join(less[:-1])} or {less[-1]}\n"
+        yield (
+            f"training does not fit: {least / GIB:.0f} GiB on a process, and its device has "
+            f"{self.device_bytes / GIB:.0f} GiB. Less is needed with {', '.join(less[:-1])} or {less[-1]}"
         )
 
-    def _loading_text(self) -> str:
-        whole, shards = self.memory.loading_bytes, self.memory_in_shards
-        if not whole:
-            return ""
-        others = "" if shards is None else f"; to train with fsdp2.yaml {shards.loading_bytes / GIB:.2f} GiB"
-        return f"# main memory of each process while it loads the trunk: whole {whole / GIB:.2f} GiB{others}\n"
-
-    def _data_text(self) -> str:
-        return f"\n# data: {self.data or 'not read, as the trunk has no tokenizer; a run refuses such a trunk'}"
-
-    def _holdout_text(self) -> str:
-        field = self.recipe.data.group_field
-        if field is not None:
-            return f"\n# held out by the column {field!r}"
-        return "\n# held out by first user turn or file, near-duplicate prompts joined"
-
-    def _serves_text(self) -> str:
-        if not self.recipe.export.enabled:
-            return self._gate_text()
-        exported = "with its head" if self.recipe.head.kind == "mtp" else "a draft model beside its TRUNK"
-        engines = "\n".join(f"# {engine}: {text}" for engine, text in self.serves.items())
-        return f"{self._gate_text()}\n# the export, {exported}, in\n{engines}{self._kinds_text()}"
-
-    def _gate_text(self) -> str:
-        return "" if self.recipe.gate.enabled else "\n# gate: off; the head is not measured, and is exported unjudged"
-
-    def _kinds_text(self) -> str:
-        others = [
-            f"\n# head.kind={kind}{'' if kind == 'mtp' else ' head.init=random'}: {', '.join(engines) or 'no engine'}"
-            for kind, engines in self.kinds.items()
-            if kind != self.recipe.head.kind
-        ]
-        return f"\n# engines that draft with other kinds of head on this trunk{''.join(others)}" if others else ""
-
-    def _kind_text(self) -> str:
-        study = self.recipe.study
-        if study is None:
-            return ""
-        heads = ", ".join(study.objectives)
-        return f"\n# study: {len(study.objectives)} head(s) ({heads}); disk is of all of them"
+    def _served(self) -> Iterator[str]:
+        own = self.recipe.head.kind
+        yield f"the export, {'with its head' if own == 'mtp' else 'a draft model beside its TRUNK'}, in"
+        yield from (f"{engine}: {text}" for engine, text in self.serves.items())
+        others = {kind: engines for kind, engines in self.kinds.items() if kind != own}
+        if others:
+            yield "engines that draft with other kinds of head on this trunk"
+        for kind, engines in others.items():
+            init = "" if kind == "mtp" else " head.init=random"
+            yield f"head.kind={kind}{init}: {', '.join(engines) or 'no engine'}"
 
 
 def check(
@@ -200,54 +180,51 @@ def check(
         (1, 0.31)
     """
     machine = device_named(device)
-    settled = settled_recipe(recipe, overrides, world_size=processes, device=machine)
-    world_size = processes or settled.recipe.train.processes or launched_processes()
-    found = _checked(settled.recipe, world_size, machine, is_here=device is None)
-    return replace(found, choices=settled.choices, device_bytes=machine.memory_bytes)
+    resolved = resolved_recipe(recipe, overrides, world_size=processes, device=machine)
+    world_size = processes or resolved.recipe.train.processes or launched_processes()
+    found = _checked(resolved.recipe, world_size, machine, is_here=device is None)
+    return replace(found, choices=resolved.choices, device_bytes=machine.memory_bytes)
 
 
 def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool) -> CheckResult:
-    recipe = with_recorded_precision(recipe, Path(recipe.run_dir))
-    require_place(Path(recipe.run_dir), recipe)
+    directory = RunDirectory(Path(recipe.run_dir))
+    directory.require_outside_inputs(recipe)
     require_source_model(recipe)
-    require_answers(recipe, Path(recipe.run_dir))
     device = PartialState().device if is_here else torch.device(machine.kind)
-    recipe, reason = _with_precision(recipe, None if is_here else machine, device)
+    if is_here:
+        recipe = directory.with_precision(recipe, resolve_precision("auto", device).precision)
+        reason = resolve_precision(recipe.train.precision, device).reason
+    else:
+        # As all devices that can be planned for do.
+        recipe, reason = directory.with_precision(recipe, "bf16"), f"{machine.name} multiplies bf16 natively"
     path = locate_checkpoint(resolve(recipe.model.trunk))
     raw = read_config(path / CONFIG_FILE)
     family = family_for(raw, where=str(path))
-    num_modules = recipe.fresh_modules if recipe.attaches else family.declared_modules(raw) or 1
+    num_modules = recipe.fresh_modules if recipe.head.is_new else family.declared_modules(raw) or 1
     head_family = of_kind(family, recipe.head.kind)
-    if recipe.model.quantization is not None:
-        require_quantizable(recipe.model.quantization, raw, where=path)
-    if recipe.model.offload is not None:
-        require_offload(recipe.model.offload, world_size, raw, where=path)
-    convention = head_family.convention(recipe.head.convention)
-    require_unroll(recipe, convention, num_modules)
-    # Raises an error for a head that cannot run here.
-    _ = head_family.classes
-    if recipe.export.enabled:
-        require_served_trunk(recipe.head.kind, raw_text_config(raw), where=str(path))
     config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code)
     text_config = config.get_text_config()
-    require_draft_vocab(recipe, text_config.vocab_size)
-    require_own_data(recipe, path)
-    plan = make_plan(recipe, world_size)
+    raise_together(refusals(recipe, HeadOnTrunk(path, raw, text_config, head_family, num_modules), world_size))
+    plan = plan_of(recipe, world_size)
     with named_rejections(path):
         trunk = empty_trunk(config, family, trust_remote_code=recipe.model.trust_remote_code)
         trunk.show_layers(head_family.wiring.trunk_layers(text_config))
         head = head_shapes(head_family, text_config, num_modules)
     trained = None
     if recipe.head.lora is not None:
+        convention = head_family.convention(recipe.head.convention)
         trained = require_lora_targets(recipe.head.lora, head_family, text_config, num_modules, convention)
     gpu_bytes = machine.memory_bytes if device.type == "cuda" else None
-    memory = estimate_footprint(recipe, trunk, head, plan, device, gpu_bytes, trained)
+    memory = estimate_footprint(memory_options(recipe), trunk, head, plan, device, gpu_bytes, trained)
     shards = _sharded(recipe, raw, memory, trunk, plan)
     disk_bytes = whole_disk(recipe, plan, trunk.state_width, memory)
     serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
     data = _data(recipe, path, raw, text_config.vocab_size)
-    kinds = kinds_served(family, raw_text_config(raw)) if recipe.attaches else {}
-    decoding = _decoding(recipe, memory, machine)
+    kinds = kinds_served(family, raw_text_config(raw)) if recipe.head.is_new else {}
+    decoding = None
+    if machine.kind == "cuda":
+        head_bytes = memory.trunk_bytes // memory.trunk_parameters * memory.head_parameters
+        decoding = decoding_problem(recipe, memory.trunk_bytes, head_bytes, machine.memory_bytes)
     title = head_family.title
     found = CheckResult(recipe, reason, title, plan, memory, shards, disk_bytes, serves, kinds)
     return replace(found, decoding=decoding, data=data)
@@ -259,14 +236,6 @@ def _sharded(recipe: Recipe, config: RawConfig, memory: Footprint, trunk: Trunk,
     if packed:
         return None
     return in_shards(memory, trunk, plan, is_adapted=recipe.model.adapter is not None)
-
-
-def _decoding(recipe: Recipe, memory: Footprint, machine: Device) -> str | None:
-    offloads = recipe.model.offload is not None or recipe.model.quantization is not None
-    if machine.kind != "cuda" or not recipe.decodes or offloads or recipe.study is not None:
-        return None
-    head_bytes = memory.trunk_bytes // memory.trunk_parameters * memory.head_parameters
-    return decoding_problem(memory.trunk_bytes, head_bytes, machine.memory_bytes)
 
 
 def _data(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> str | None:
@@ -282,20 +251,10 @@ def _data(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> st
     return gather_text(recipe, tokenizer, vocab_size).split
 
 
-def _with_precision(recipe: Recipe, planned: Device | None, device: torch.device) -> tuple[Recipe, str]:
-    """Return the recipe with its precision resolved, and why; all devices that can be planned for have native bf16."""
-    if planned is None:
-        recipe = with_resolved_precision(recipe, device)
-        return recipe, resolve_precision(recipe.train.precision, device).reason
-    precision = "bf16" if recipe.train.precision == "auto" else recipe.train.precision
-    train = replace(recipe.train, precision=precision)
-    return replace(recipe, train=train), f"{planned.name} multiplies bf16 natively"
-
-
 def whole_disk(recipe: Recipe, plan: Plan, state_width: int, memory: Footprint) -> int:
     """Estimate the disk bytes of all that a recipe trains."""
     if recipe.study is None:
         offloaded = memory.offloaded_bytes if recipe.model.offload == "disk" else 0
-        return estimate_disk(recipe, plan, state_width, memory) + offloaded
-    objectives = recipe.study.objectives
-    return sum(estimate_disk(for_objective(recipe, one), plan, state_width, memory) for one in objectives)
+        return estimate_disk(memory, cache_bytes(recipe, plan, state_width)) + offloaded
+    recipes = (for_objective(recipe, one) for one in recipe.study.objectives)
+    return sum(estimate_disk(memory, cache_bytes(one, plan, state_width)) for one in recipes)

@@ -3,95 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import RenderableType
 from rich.progress import Progress
 
-from mtp_inference import MAX_DEPTH
 from mtp_inference.opening import OWN
-from mtp_train.checkpoints.demo import PREFIX
+from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.run_export import is_run
 from mtp_train.checkpoints.writing import full_disk_is_named
-from mtp_train.data.endpoint import RESPONSE_TIMEOUT_SECONDS
 from mtp_train.errors import DataError
-from mtp_train.evaluation.arms import BITS_OPTIONS, ArmSpec, arm_of_run, named, open_arm, parse_arm
-from mtp_train.evaluation.cells import StudyReport
-from mtp_train.evaluation.grid import Grid
-from mtp_train.evaluation.prompt_records import Rule
-from mtp_train.evaluation.results import REPORT_FILE, ArmResult
+from mtp_train.evaluation.arms import BITS_OPTIONS, ArmSpec, arm_of_run, named, parse_arm
+from mtp_train.evaluation.grid import EvaluationGrid
+from mtp_train.evaluation.results import REPORT_FILE, ArmResult, Report
 from mtp_train.evaluation.run import run_study
 from mtp_train.evaluation.served import Server
-from mtp_train.report.study_table import study_summary
-from mtp_train.report.study_write import WandbMode, log_study, write_study
+from mtp_train.report.summary import summary
+from mtp_train.report.write import WandbMode, log_report, write_report
 from mtp_train.runs.display import quiet_progress, rich_to_html, rich_to_text
-from mtp_train.runs.run_dir import checkpoint_identity, environment_facts, held_by_one_run
+from mtp_train.runs.run_directory import RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.trunk.quantise import Quantization
 
-AUTO = "auto"
-DEPTHS = (1, 2, 3, 5)
-RULES: tuple[Rule, ...] = ("greedy", "argmax", "sampled")
 WANDB_PROJECT = "mtp-train"
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationGrid:
-    """The settings that :func:`evaluate` and :func:`compare` measure: every combination of the values below.
-
-    Example:
-        >>> import mtp_train as mtp
-        >>> mtp.EvaluationGrid(temperatures=[0.0, 0.6], contexts=[None, 8192], depths=[3])
-    """
-
-    suite: str = AUTO
-    """``builtin``, ``demo``, ``mt-bench:LOC``, ``spec-bench:LOC``, ``speed-bench:LOC``, ``humaneval:LOC``,
-    ``gsm8k:LOC``, or a file of prompts. ``auto``: ``demo`` for the demo's trunks, else ``builtin``."""
-    tasks: Sequence[str] | None = None
-    """Tasks of the suite; None for all."""
-    prompts_per_task: int = 8
-    temperatures: Sequence[float] = (0.0, 1.0)
-    contexts: Sequence[int | None] = (None,)
-    """Prompt lengths in tokens, reached by other text before the prompt; None leaves prompts as they are."""
-    depths: Sequence[int] | None = None
-    """Draft tokens per round, 1 to 7; None for 1, 2, 3 and 5 as far as the heads of all arms can draft."""
-    rules: Sequence[Rule] = RULES
-    """``greedy`` applies at temperature 0; above it, ``argmax`` drafts, or ``sampled`` drafts with rejection."""
-    max_new_tokens: int = 128
-    batch: int = 1
-    """Prompts decoded together."""
-    seed: int = 0
-
-    def settled(self, arms: Sequence[ArmSpec], trunks: Sequence[str]) -> Grid:
-        """Return the grid to measure: values in range and without repeats, suite and depths chosen for the arms.
-
-        Args:
-            arms: The arms, for the depths that all of them can draft.
-            trunks: Their trunks, or the served trunk, for the suite.
-
-        Raises:
-            MtpError: A value is out of range, or the files of an arm are missing or damaged.
-        """
-        # The demo's trunks were trained on two kinds of text and can write nothing else.
-        suite = "demo" if all(trunk.startswith(PREFIX) for trunk in trunks) else "builtin"
-        grid = Grid(
-            suite=suite if self.suite == AUTO else self.suite,
-            tasks=None if self.tasks is None else _unique(self.tasks),
-            prompts_per_task=self.prompts_per_task,
-            temperatures=_unique(map(float, self.temperatures)),
-            contexts=_unique(self.contexts),
-            depths=_default_depths(arms) if self.depths is None else _unique(self.depths),
-            rules=_unique(self.rules),
-            max_new_tokens=self.max_new_tokens,
-            batch=self.batch,
-            seed=self.seed,
-        )
-        require_grid(grid)
-        return grid
 
 
 @dataclass(frozen=True)
@@ -103,7 +40,7 @@ class EvaluationResult:
 
     out: Path
     """Directory with ``report.html``, ``report.json``, ``acceptance.csv``, ``comparisons.csv`` and ``figures/``."""
-    report: StudyReport = field(repr=False)
+    report: Report = field(repr=False)
     """All figures: ``arms``, ``cells``, ``comparisons``, ``costs`` and more."""
 
     @property
@@ -119,7 +56,7 @@ class EvaluationResult:
         return rich_to_text(self.__rich__())
 
     def __rich__(self) -> RenderableType:
-        return study_summary(self.report)
+        return summary(self.report)
 
     def _repr_html_(self) -> str:
         return rich_to_html(self.__rich__())
@@ -216,7 +153,7 @@ def compare(
 
 def _measure(
     specs: Sequence[ArmSpec],
-    grid: Grid,
+    grid: EvaluationGrid,
     out: Path,
     progress: Progress | None,
     costs: bool,
@@ -227,12 +164,12 @@ def _measure(
     names = [one.name for one in specs] + ([] if server is None else [server.url])
     title = f"{'evaluation' if len(names) == 1 else 'comparison'} of {', '.join(names)}"
     progress = progress or quiet_progress()
-    with full_disk_is_named(out, what="the report"), held_by_one_run(out, progress.console):
+    with full_disk_is_named(out, what="the report"), RunDirectory(out).held(progress.console):
         report = run_study(specs, grid, out, progress, title=title, costs=costs, server=server)
         if not (out / REPORT_FILE).is_file():
             identities = {one.name: checkpoint_identity(one.trunk, open_location(one.trunk)) for one in specs}
-            write_study(report, out, {"arms": identities, **environment_facts()})
-        log_study(report, out, WANDB_PROJECT, wandb)
+            write_report(report, out, {"arms": identities, **environment_facts()})
+        log_report(report, out, WANDB_PROJECT, wandb)
     return EvaluationResult(out, report)
 
 
@@ -268,7 +205,7 @@ def _quantizations(flag: str, names: Sequence[str]) -> tuple[Quantization | None
     for name in names:
         if name not in BITS_OPTIONS:
             raise DataError(f"{flag}: {name!r}; expected {', '.join(BITS_OPTIONS)}. Correct it.")
-    return _unique(BITS_OPTIONS[name] for name in names)
+    return tuple(dict.fromkeys(BITS_OPTIONS[name] for name in names))
 
 
 def server_of(
@@ -302,44 +239,3 @@ def server_of(
         concurrency=concurrency,
         request_timeout_seconds=request_timeout_seconds,
     )
-
-
-def _default_depths(specs: Sequence[ArmSpec]) -> tuple[int, ...]:
-    """Return the usual depths that the heads of all arms can draft."""
-    deepest = min((open_arm(spec).model.deepest for spec in specs), default=MAX_DEPTH)
-    return tuple(depth for depth in DEPTHS if depth <= deepest)
-
-
-def _unique(values: Iterable[T]) -> tuple[T, ...]:
-    return tuple(dict.fromkeys(values))
-
-
-def require_grid(grid: Grid) -> None:
-    """Check the numbers of a grid.
-
-    Raises:
-        DataError: A number is out of range, or no setting is left.
-    """
-    contexts = [one for one in grid.contexts if one is not None]
-    checks: tuple[tuple[str, Sequence[float], float, float, str], ...] = (
-        ("--depths", grid.depths, 1, MAX_DEPTH, f"1 to {MAX_DEPTH}"),
-        ("--temperatures", grid.temperatures, 0.0, math.inf, "0 or more"),
-        ("--contexts", contexts, 1, math.inf, "1 or more, or own"),
-        ("--prompts-per-task", [grid.prompts_per_task], 1, math.inf, "1 or more"),
-        ("--max-new-tokens", [grid.max_new_tokens], 2, math.inf, "2 or more, as the first token needs no round"),
-        ("--batch", [grid.batch], 1, math.inf, "1 or more"),
-    )
-    for flag, values, low, high, expected in checks:
-        for value in values:
-            if not low <= value <= high:
-                raise DataError(f"{flag}: {value:g}; expected {expected}. Correct it, or leave the flag out.")
-    for rule in grid.rules:
-        if rule not in RULES:
-            raise DataError(f"--rules: {rule!r}; expected {', '.join(RULES)}. Correct it.")
-    for temperature in grid.temperatures:
-        if not grid.drafted(temperature, None):
-            wanted = "greedy" if temperature == 0.0 else "argmax or sampled"
-            raise DataError(
-                f"--rules: {' '.join(grid.rules)}, none of them for temperature {temperature:g}; expected {wanted}. "
-                "Add it, or leave the temperature out."
-            )

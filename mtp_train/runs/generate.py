@@ -15,11 +15,11 @@ from mtp_inference.opening import OWN, OpenModel, open_model, prompt_tokens, ref
 from mtp_inference.requests import MtpMode
 from mtp_inference.sampling.chooser import DraftSampling
 from mtp_inference.text import marked_pieces
-from mtp_train.checkpoints.finite import require_finite_checkpoint
+from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.errors import DataError, printable
 from mtp_train.evaluation.arms import local_device
 from mtp_train.runs.display import html_table, quiet_progress
-from mtp_train.train.threads import use_threads
+from mtp_train.train.machine import use_threads
 from mtp_train.trunk.tokenizer import load_tokenizer
 from mtp_train.trunk.whole import require_whole_trunk
 

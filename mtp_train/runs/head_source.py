@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtp_train.acceptance.names import VANILLA
 from mtp_train.checkpoints.artifact import Artifact, load_artifact
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.locations import head_directory, open_location
@@ -57,8 +58,8 @@ def require_source_model(recipe: Recipe) -> None:
     found = f"model.head_from: {location} has a head and no exported checkpoint"
     if recipe.study is not None:
         raise RecipeError([f"{found}, with study; expected a checkpoint. Name the base in model.head_from."])
-    if "vanilla" in arms:
-        kept = ", ".join(arm for arm in arms if arm != "vanilla")
+    if VANILLA in arms:
+        kept = ", ".join(arm for arm in arms if arm != VANILLA)
         raise RecipeError(
             [
                 f"{found}, with the arm vanilla, the model of model.head_from; expected a checkpoint. Write "

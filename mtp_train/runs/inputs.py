@@ -1,7 +1,7 @@
 """Open and check all inputs of a run before anything is written or trained.
 
 :func:`gather_inputs` returns them as :class:`Inputs`: checkpoints, head plan, tokenizer, records or prompts to train on
-and held-out prompts. The ``require_*`` functions refuse settings that do not fit the model or the machine.
+and held-out prompts.
 """
 
 from __future__ import annotations
@@ -11,47 +11,47 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from accelerate import PartialState
 from rich.progress import Progress
 
-from mtp_train.acceptance.gate import min_gate_groups
+from mtp_train.acceptance.names import VANILLA
+from mtp_train.answers.generate import RESPONSE_ROOM_TOKENS
 from mtp_train.checkpoints.adapter import locate_adapter
-from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, demo_path, home_source, resolve
-from mtp_train.checkpoints.files import Checkpoint, read_json
-from mtp_train.checkpoints.finite import require_finite_checkpoint
+from mtp_train.checkpoints.demo import GROUP_FIELD, home_source, resolve
+from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.identity import Contents
 from mtp_train.checkpoints.locations import open_location
-from mtp_train.checkpoints.quantised import quant_method
-from mtp_train.data.groups import join_near_duplicates
-from mtp_train.data.prompts import Prompt, build_prompts, choose_evenly, choose_prompts, continuation_prompts
+from mtp_train.checkpoints.values import require_finite_checkpoint
+from mtp_train.data.groups import join_near_duplicates, mix, split_by_group
 from mtp_train.data.records import PlainText, Record
-from mtp_train.data.regenerated import RESPONSE_ROOM_TOKENS
 from mtp_train.data.sources import load_records
-from mtp_train.data.split import mix, split_by_group
-from mtp_train.data.tokenize import Document, tokenize_records
-from mtp_train.errors import CheckpointError, DataError, RecipeError
-from mtp_train.evaluation.settings import draft_depth, served_settings
-from mtp_train.families import Convention, RawConfig
+from mtp_train.data.tokenize import (
+    Document,
+    Prompt,
+    build_prompts,
+    choose_evenly,
+    choose_prompts,
+    continuation_prompts,
+    tokenize_records,
+)
+from mtp_train.errors import DataError
 from mtp_train.heads.build import HeadPlan, fresh_plan
-from mtp_train.heads.diagnose import diagnose_head, text_config_of
-from mtp_train.heads.lora import require_lora_targets
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.schema import Recipe
-from mtp_train.recipe.shipped import accelerate_file
-from mtp_train.runs.export_run import require_exportable
+from mtp_train.runs.export import require_exportable
 from mtp_train.runs.head_source import RunHead, open_head_source, require_source_model, source_plan
-from mtp_train.runs.run_answers import require_answers
-from mtp_train.train.estimate import GIB
-from mtp_train.train.plan import Plan, make_plan
-from mtp_train.trunk.offload import Offload
-from mtp_train.trunk.precision import automatic_dtype
-from mtp_train.trunk.quantise import require_bitsandbytes, require_quantizable
+from mtp_train.runs.refusals import (
+    HeadOnTrunk,
+    raise_together,
+    refusals,
+    require_embedded,
+    require_gate_groups,
+    weight_refusals,
+)
+from mtp_train.runs.settings import plan_of
+from mtp_train.train.plan import Plan
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
-from mtp_train.trunk.whole import require_whole_trunk
 
-NUM_HEADS, ROOM_SHARE = 2, 0.85
-"""Heads in memory while a run decodes, and the largest share of a GPU's memory for them and the trunk: caches and
-activations need the rest."""
 HOME_PROMPTS = 12
 """Most prompts of its own kind that the vanilla model decodes, each from another group. The demo's vanilla model writes
 code up to the limit of tokens, which takes longer than all other arms together."""
@@ -62,7 +62,8 @@ class Inputs:
     """A run's checked inputs."""
 
     finetune: Checkpoint
-    base: Checkpoint | None
+    donor: Checkpoint | RunHead | None
+    """``model.head_from``: a checkpoint, or the head of a run without an export."""
     adapter: Path | None
     plan: Plan
     head_plan: HeadPlan
@@ -76,15 +77,13 @@ class Inputs:
     """Evaluation prompts, of groups that are not trained on."""
     home: Sequence[Prompt] = ()
     """Prompts of its own kind that the vanilla model decodes instead; empty if it decodes the held-out prompts."""
-    run_head: RunHead | None = None
-    """The head of ``model.head_from`` if that is a run without an export; ``base`` is then None."""
     contents: Mapping[str, Contents] = field(default_factory=dict)
     """Content identity of each input by recipe field; set once the run directory is claimed."""
 
     @property
-    def donor(self) -> Checkpoint | RunHead | None:
-        """The source of a grafted head."""
-        return self.base or self.run_head
+    def base(self) -> Checkpoint | None:
+        """The donor if it is a checkpoint."""
+        return self.donor if isinstance(self.donor, Checkpoint) else None
 
     def graft(self, recipe: Recipe) -> HeadPlan | None:
         """Return the plan of the head of ``model.head_from`` on the trunk; None if the recipe names none.
@@ -111,35 +110,21 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     Raises:
         MtpError: An input is missing, malformed, or does not fit the recipe.
     """
-    plan = make_plan(recipe, world_size)
     finetune = open_location(recipe.model.trunk)
     require_source_model(recipe)
     donor = open_head_source(recipe.model.head_from) if recipe.model.head_from else None
-    base, run_head = (None, donor) if isinstance(donor, RunHead) else (donor, None)
-    # Raises if the head is not supported by the installed transformers.
-    _ = finetune.family.classes
+    base = donor if isinstance(donor, Checkpoint) else None
     head_plan = plan_head(recipe, finetune, donor)
-    convention = head_plan.family.convention(head_plan.convention)
-    require_unroll(recipe, convention, head_plan.num_modules)
     text_config = text_config_of(finetune, trust_remote_code=recipe.model.trust_remote_code)
-    for checkpoint in [finetune] if base is None or "vanilla" not in recipe.evaluate.arms else [finetune, base]:
-        _require_packable(recipe, checkpoint, world_size)
-    if recipe.head.lora is not None:
-        require_lora_targets(recipe.head.lora, head_plan.family, text_config, head_plan.num_modules, convention)
-    require_arms(recipe, finetune)
-    require_own_data(recipe, finetune.path)
-    require_answers(recipe, Path(recipe.run_dir))
-    require_draft_vocab(recipe, text_config.vocab_size)
-    # Raises if the trunk cannot be evaluated at its serving settings: now, not after training.
-    served_settings(recipe.evaluate, finetune, draft_depth(recipe))
+    model = HeadOnTrunk(finetune.path, finetune.config, text_config, head_plan.family, head_plan.num_modules)
+    loaded = base if VANILLA in recipe.evaluate.arms else None
+    raise_together([*refusals(recipe, model, world_size), *weight_refusals(recipe, finetune, loaded, world_size)])
     tokenizer = load_tokenizer(finetune, recipe.model.trust_remote_code)
     text = gather_text(recipe, tokenizer, text_config.vocab_size, progress)
     adapter = locate_adapter(recipe.model.adapter, recipe.model.trunk) if recipe.model.adapter else None
     if recipe.export.enabled:
         require_exportable(finetune, recipe.head.kind, adapter)
-    for checkpoint in [finetune] if base is None or "vanilla" not in recipe.evaluate.arms else [finetune, base]:
-        require_whole_trunk(checkpoint, trust_remote_code=recipe.model.trust_remote_code)
-    for checkpoint in [finetune] if base is None else [finetune, base]:
+    for checkpoint in filter(None, (finetune, base)):
         require_finite_checkpoint(checkpoint, progress)
     home = home_prompts(recipe, tokenizer)
     # Printed after all checks: a refusal is one message alone.
@@ -147,9 +132,9 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
         progress.console.print(f"data: {text.split}.")
     return Inputs(
         finetune=finetune,
-        base=base,
+        donor=donor,
         adapter=adapter,
-        plan=plan,
+        plan=plan_of(recipe, world_size),
         head_plan=head_plan,
         tokenizer=tokenizer,
         eos_ids=eos_token_ids(finetune, tokenizer),
@@ -157,18 +142,11 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
         prompts=text.prompts,
         held_out=text.held_out,
         home=home,
-        run_head=run_head,
     )
 
 
 def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progress | None = None) -> RunText:
     """Read, split and tokenize everything that a run trains on and evaluates on.
-
-    Args:
-        recipe: The recipe.
-        tokenizer: The trunk's tokenizer.
-        vocab_size: Tokens that the trunk has embeddings for.
-        progress: Shows the search for near-duplicates; None shows nothing.
 
     Raises:
         DataError: A source cannot be read, a side of the split is empty or too small, or a token has no embedding.
@@ -186,31 +164,6 @@ def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progr
     return RunText(documents, prompts, held_out, split_sentence(training, held_out_records, held_out))
 
 
-def require_gate_groups(recipe: Recipe, held_out: Sequence[Prompt]) -> None:
-    """Check that the evaluation prompts are of enough groups to show a gain: before training, not after it.
-
-    A study has no gate.
-
-    Raises:
-        DataError: They are not.
-    """
-    needed, found = min_gate_groups(recipe.gate.confidence), len({prompt.group for prompt in held_out})
-    if recipe.gate.enabled and recipe.study is None and found < needed:
-        raise DataError(
-            f"data.holdout: {recipe.data.holdout} gives {len(held_out)} evaluation prompts of {found} group(s); "
-            f"expected at least {needed} groups, the fewest that can show a gain at gate.confidence="
-            f"{recipe.gate.confidence:g}. Raise data.holdout or evaluate.prompts, or add records of other groups."
-        )
-
-
-def _require_packable(recipe: Recipe, checkpoint: Checkpoint, world_size: int) -> None:
-    if recipe.model.quantization is not None:
-        require_quantizable(recipe.model.quantization, checkpoint.config, where=checkpoint.path)
-        require_bitsandbytes(recipe.model.quantization)
-    if recipe.model.offload is not None:
-        require_offload(recipe.model.offload, world_size, checkpoint.config, where=checkpoint.path)
-
-
 def plan_head(recipe: Recipe, finetune: Checkpoint, donor: Checkpoint | RunHead | None) -> HeadPlan:
     """Return the plan of the head: its initial weights and its layout."""
     convention = recipe.head.convention
@@ -222,102 +175,6 @@ def plan_head(recipe: Recipe, finetune: Checkpoint, donor: Checkpoint | RunHead 
         )
     # A graft without a donor is refused when the recipe is read.
     return source_plan(recipe, finetune, finetune if recipe.head.init == "native" or donor is None else donor)
-
-
-def require_unroll(recipe: Recipe, convention: Convention, num_modules: int) -> None:
-    """Check that the head supports the recipe's ``objective.unroll``.
-
-    Raises:
-        RecipeError: It does not.
-    """
-    if recipe.objective.unroll == "fastmtp" and num_modules > 1 and convention.modules == "each":
-        raise RecipeError(
-            [
-                f"objective.unroll: 'fastmtp' with a head of {num_modules} chained modules, whose depths attend to "
-                "their own rows anyway; expected exact. Write objective.unroll: exact."
-            ]
-        )
-
-
-def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:
-    """Check that the fine-tune has a head if the recipe evaluates it.
-
-    Raises:
-        CheckpointError: ``evaluate.arms`` has ``native`` and the fine-tune has no head.
-    """
-    if "native" in recipe.evaluate.arms and not diagnose_head(finetune).complete:
-        raise CheckpointError(
-            f"evaluate.arms: native, but {finetune.path} {diagnose_head(finetune).describe()}; expected a head of its "
-            "own. Remove native from evaluate.arms."
-        )
-
-
-def decoding_problem(trunk_bytes: int, head_bytes: int, memory_bytes: int) -> str | None:
-    """Return why a run cannot decode with its trunk on a GPU; None if it can.
-
-    Args:
-        trunk_bytes: Bytes of the trunk.
-        head_bytes: Bytes of a head; the retrained one and its baseline are in memory together.
-        memory_bytes: Memory of the GPU.
-    """
-    needed = trunk_bytes + NUM_HEADS * head_bytes
-    if needed <= ROOM_SHARE * memory_bytes:
-        return None
-    return (
-        f"model.trunk: {needed / GIB:.0f} GiB with two heads, and a GPU has {memory_bytes / GIB:.0f} GiB; expected at "
-        f"most {ROOM_SHARE:.0%} of it, to answer prompts and to measure with. Write model.offload: cpu and use one "
-        "process, or leave both to servers: set data.regenerate.endpoint, and write gate.enabled: false, which exports "
-        "the head unjudged and names the commands that measure it"
-    )
-
-
-def require_own_data(recipe: Recipe, trunk: Path) -> None:
-    """Check that a recipe with the demo's data trains a head for a demo model, by the vocabulary of its tokenizer.
-
-    Copies and fine-tunes of the demo's checkpoints pass.
-
-    Raises:
-        RecipeError: The trunk has another vocabulary.
-    """
-    sources = [
-        (f"data.sources.{number}.path", source.path, f"data.sources.{number}.path=chats.jsonl data.group_field=null")
-        for number, source in enumerate(recipe.data.sources)
-    ]
-    if recipe.study is not None:
-        sources += [
-            (f"study.vanilla_sources.{number}", path, "study.vanilla_sources=[chats.jsonl]")
-            for number, path in enumerate(recipe.study.vanilla_sources)
-        ]
-    named = [source for source in sources if source[1].startswith(PREFIX)]
-    if named and _vocabulary(trunk) != _vocabulary(demo_path("base")):
-        at, found, instead = named[0]
-        raise RecipeError(
-            [
-                f"{at}: {found}, the demo's data, while model.trunk is {recipe.model.trunk}; expected text like the "
-                f"model will serve. Add {instead} with a file of your own, or use mtp-train init, which fits a recipe "
-                "to the model."
-            ]
-        )
-
-
-def _vocabulary(checkpoint: Path) -> object:
-    """Return the tokens of a checkpoint's fast tokenizer; None without one."""
-    file = checkpoint / "tokenizer.json"
-    model = read_json(file).get("model") if file.is_file() else None
-    return model.get("vocab") if isinstance(model, dict) else None
-
-
-def require_draft_vocab(recipe: Recipe, vocab_size: int) -> None:
-    """Check that the draft vocabulary is smaller than the vocabulary.
-
-    Raises:
-        RecipeError: It is as large, or larger.
-    """
-    asked = recipe.head.draft_vocab
-    if asked is not None and asked >= vocab_size:
-        raise RecipeError(
-            [f"head.draft_vocab: {asked}; expected fewer than the trunk's {vocab_size} tokens. Write null for all."]
-        )
 
 
 def split_records(recipe: Recipe, progress: Progress | None = None) -> tuple[list[Record], list[Record]]:
@@ -382,8 +239,8 @@ def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any)
         DataError: A record has no prompt, or no prompt leaves room for a response.
     """
     prompts = build_prompts(records, tokenizer)
-    if recipe.data.regenerate is not None and recipe.data.regenerate.max_prompts is not None:
-        prompts = choose_prompts(prompts, recipe.data.regenerate.max_prompts, recipe.seed)
+    if recipe.data.answered is not None and recipe.data.answered.max_prompts is not None:
+        prompts = choose_prompts(prompts, recipe.data.answered.max_prompts, recipe.seed)
     needed = min(len(prompt.prompt_ids) for prompt in prompts) + RESPONSE_ROOM_TOKENS
     if needed > recipe.data.seq_len_tokens:
         raise DataError(
@@ -408,30 +265,10 @@ def evaluation_prompts(recipe: Recipe, records: Sequence[Record], tokenizer: Any
     return prompts
 
 
-def require_embedded(prompts: Sequence[Prompt], documents: Sequence[Document], vocab_size: int, tokenizer: Any) -> None:
-    """Check that the trunk has an embedding for every token of the text.
-
-    Tokenizers may have added tokens without one: Gemma 3's text models have a token for images.
-
-    Raises:
-        DataError: It has none for a token of a record.
-    """
-    largest_ids = [(prompt.id, max(prompt.prompt_ids)) for prompt in prompts]
-    largest_ids += [(document.id, int(document.input_ids.max())) for document in documents]
-    for name, largest in largest_ids:
-        if largest >= vocab_size:
-            source, _, number = name.rpartition("#")
-            token = tokenizer.convert_ids_to_tokens(largest)
-            raise DataError(
-                f"{source}, record {number}: has the token {token!r} with the id {largest}; expected ids below "
-                f"{vocab_size}, for which the trunk has embeddings. Remove the token or the record."
-            )
-
-
 def home_prompts(recipe: Recipe, tokenizer: Any) -> list[Prompt]:
     """Return prompts of the vanilla model's own kind if they are distributed with it, else none."""
     source = home_source(recipe.model.head_from)
-    if source is None or "vanilla" not in recipe.evaluate.arms:
+    if source is None or VANILLA not in recipe.evaluate.arms:
         return []
     records = load_records(resolve(source), group_field=GROUP_FIELD, name=source)
     return choose_evenly(prompts_of(records, tokenizer), min(recipe.evaluate.prompts, HOME_PROMPTS), recipe.seed)
@@ -442,32 +279,3 @@ def prompts_of(records: Sequence[Record], tokenizer: Any) -> list[Prompt]:
     texts = [record for record in records if isinstance(record.content, PlainText)]
     others = [record for record in records if not isinstance(record.content, PlainText)]
     return build_prompts(others, tokenizer) + continuation_prompts(texts, tokenizer)
-
-
-def require_offload(offload: Offload, world_size: int, config: RawConfig, *, where: Path) -> None:
-    """Check that a run has one process, and a checkpoint whose layers accelerate can load one at a time.
-
-    Raises:
-        RecipeError: There are several processes.
-        CheckpointError: The weights are quantised.
-    """
-    if world_size > 1:
-        raise RecipeError(
-            [
-                f"model.offload: {offload}, with {world_size} processes; expected one process. Launch with "
-                f"{accelerate_file('single')}; or write model.offload: null and use {accelerate_file('fsdp2')}."
-            ]
-        )
-    method = quant_method(config)
-    if method is not None:
-        raise CheckpointError(
-            f"{where}: quantised with {method}, while model.offload is {offload}; expected plain weights. Write "
-            "model.offload: null, or point model.trunk at the unquantised checkpoint."
-        )
-
-
-def trunk_dtype(recipe: Recipe, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype in which a trunk is held: the recipe's, or for ``auto`` :func:`automatic_dtype`."""
-    if recipe.model.dtype != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[recipe.model.dtype]
-    return automatic_dtype(checkpoint, checkpoint.family, device)

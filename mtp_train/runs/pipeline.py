@@ -1,4 +1,4 @@
-"""The main job from end to end: check, graft, regenerate, train, evaluate, gate, export.
+"""Run a recipe from end to end: data, train, evaluate, judge, report, export.
 
 Every stage writes a complete result to the run directory and is skipped if that result exists, so a killed run resumes
 from the stage that it had reached. ``train`` and ``data`` do not import the decoder: it is passed to them here.
@@ -6,74 +6,88 @@ from the stage that it had reached. ``train`` and ``data`` do not import the dec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, replace
-from functools import partial
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.progress import Progress
+from rich.text import Text
 
+from mtp_train.answers.store import ResponseCounts
 from mtp_train.checkpoints.artifact import load_artifact
-from mtp_train.checkpoints.files import read_json
+from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.run_export import EXPORT, HEAD
-from mtp_train.checkpoints.writing import LOCK_FILE, full_disk_is_named
+from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.data.tokenize import Document
-from mtp_train.errors import GateRefusedError, LostProcessError, MtpError, OutputExistsError, RecipeError, StoppedError
-from mtp_train.evaluation.results import UNJUDGED, UNJUDGED_SENTENCE
-from mtp_train.evaluation.settings import draft_depth
+from mtp_train.errors import GateRefusedError
+from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, Report, load_report
+from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import layout_of
-from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.recipe.auto_fields import FROM_TEXT
+from mtp_train.recipe.loading import RecipeLike
 from mtp_train.recipe.schema import Recipe
-from mtp_train.report.table import summary
-from mtp_train.report.write import write_report
-from mtp_train.runs.auto import Choice, settle_training, tell_choices
-from mtp_train.runs.decoder_check import check_decoder
-from mtp_train.runs.evaluate_run import Evaluation, evaluate_run, served_commands, unjudged
-from mtp_train.runs.export_run import write_export
-from mtp_train.runs.input_identity import hash_run_inputs, require_run_inputs
-from mtp_train.runs.inputs import Inputs, gather_inputs
-from mtp_train.runs.model_card import write_card
-from mtp_train.runs.regeneration import regenerate_stage
-from mtp_train.runs.run_dir import (
-    FIRST_STAGE,
-    PROVENANCE_FILE,
-    Outcome,
-    clear_leftovers,
-    forget_outcome,
-    held_by_one_run,
-    is_main_process,
-    read_outcome,
-    record_failure,
-    record_recipe,
-    require_ours,
-    require_still_held,
-    tell_precision,
-    with_recorded_precision,
-    with_resolved_precision,
-    write_outcome,
-)
-from mtp_train.runs.shared_files import require_shared
-from mtp_train.runs.stages import RunTrunks, Stage, claim_run, make_documents, trained_documents
+from mtp_train.report.summary import summary
+from mtp_train.report.write import PAGE_FILE, write_report
+from mtp_train.runs.display import quiet_progress, rich_to_html
+from mtp_train.runs.evaluate_run import evaluate_run, served_commands, unjudged
+from mtp_train.runs.export import write_card, write_export
+from mtp_train.runs.refusals import check_decoder
+from mtp_train.runs.regeneration import data_stage, generate_responses, regeneration_of, trained_documents
+from mtp_train.runs.resolve import Choice, Overrides, recipe_of, resolve_training, resolved_recipe
+from mtp_train.runs.run import Run, RunTrunk, join_processes, memory_is_named
+from mtp_train.runs.run_directory import DONE, Attempt, Outcome, RunDirectory, is_main_process
+from mtp_train.runs.settings import plan_of
 from mtp_train.runs.training import STATE, train_stage
-from mtp_train.train.estimate import memory_is_named
-from mtp_train.train.launch import (
-    RunAccelerator,
-    describe_processes,
-    lost_process_is_named,
-    make_accelerator,
-    require_processes,
-)
+from mtp_train.train.launch import describe_processes, lost_process_is_named
 from mtp_train.train.log import read_metrics
-from mtp_train.train.plan import make_plan
-from mtp_train.train.stopping import Stopped, stopped_by_signals
+from mtp_train.train.stopping import stopped_by_signals
+from mtp_train.trunk.precision import resolve_precision
 from mtp_train.trunk.progress import progress_on
 
 
-def run(recipe: Recipe, console: Console, choices: Sequence[Choice] = ()) -> Outcome:
+def run(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | None = None) -> RunResult:
+    """Run a recipe: regenerate responses, train the head, evaluate, apply the gate, export.
+
+    A run directory with the same recipe and inputs is resumed at the stage it reached; a finished one is returned.
+    Runs in this process. For several GPUs, use ``accelerate launch -m mtp_train RECIPE``.
+
+    Args:
+        recipe: A YAML file, the name of a recipe of the package (see :func:`recipes`), or a mapping of the same shape.
+        overrides: Dotted field to value, ``{"train.lr": 1e-4, "data.sources.0.path": "chats.jsonl"}``; a list is
+            replaced as a whole. Strings ``"train.lr=1e-4"`` work too.
+        console: Where progress bars and the table of results are printed; None prints nothing.
+
+    Raises:
+        RecipeError: The recipe is wrong; the message lists all problems.
+        GateRefusedError: The trained head is not better than its baseline. Its ``run_dir`` holds the report.
+        MtpError: A checkpoint or data cannot be used, the run directory holds something else, or memory ran out.
+
+    Example:
+        >>> import mtp_train as mtp
+        >>> done = mtp.run("retrain_head", {"run_dir": "runs/a", "train.max_steps": 50})
+        >>> done.report.arms["retrained"].tau
+        3.21
+        >>> done.export
+        PosixPath('runs/a/export')
+    """
+    checked, choices = resolved_recipe(recipe, overrides)
+    run_dir = Path(checked.run_dir)
+    try:
+        outcome = run_recipe(checked, console or Console(quiet=True), choices)
+        # A finished run returns the outcome that it recorded, which may be the gate's refusal.
+        if outcome.exit_code == GateRefusedError.exit_code:
+            raise GateRefusedError(outcome.message)
+    except GateRefusedError as error:
+        error.run_dir = run_dir
+        raise
+    return RunResult(run_dir, outcome.exit_code, outcome.reason, outcome.message, outcome.stage)
+
+
+def run_recipe(recipe: Recipe, console: Console, choices: Sequence[Choice] = ()) -> Outcome:
     """Run a recipe to its outcome, and record it in the run directory.
 
     Args:
@@ -88,230 +102,259 @@ def run(recipe: Recipe, console: Console, choices: Sequence[Choice] = ()) -> Out
         MtpError: The user's input is wrong, the gate refused, or a process was lost. The outcome is recorded first if
             the run directory belongs to this run.
     """
-    run_dir = Path(recipe.run_dir)
-    with stopped_by_signals(), full_disk_is_named(run_dir, what="the run"):
-        recipe = with_recorded_precision(recipe, run_dir)
-        require_ours(run_dir, recipe)
-        earlier = read_outcome(run_dir)
+    directory = RunDirectory(Path(recipe.run_dir))
+    with stopped_by_signals(), full_disk_is_named(directory.path, what="the run"):
+        directory.require_ours(recipe)
+        earlier = directory.outcome
         if earlier is not None and earlier.finished:
-            if is_main_process():
-                with progress_on(console) as progress:
-                    require_run_inputs(recipe, run_dir, progress, finished=True)
-            console.print(f"{run_dir}: finished before ({earlier.reason}); nothing left to do.")
-            return earlier
-        with held_by_one_run(run_dir, console):
-            return _run(recipe, run_dir, console, choices)
+            return _finished_before(recipe, directory, earlier, console)
+        with directory.held(console), directory.recording() as attempt:
+            with _joined(recipe, directory, attempt, console, choices) as run:
+                attempt.outcome = run_stages(run, console, [choice.field for choice in choices])
+            return attempt.outcome
 
 
-def _run(recipe: Recipe, run_dir: Path, console: Console, choices: Sequence[Choice]) -> Outcome:
-    """Run the stages in a run directory that this run holds, and record the outcome."""
-    forget_outcome(run_dir)
-    stage = Stage()
-    try:
-        accelerator = join_processes(recipe, stage)
-        console.print(describe_processes(accelerator), highlight=False)
-        tell_choices(choices, console)
-        recipe = settle(recipe, accelerator)
-        progress_bars = progress_on(console, is_main=accelerator.is_main_process)
-        named = memory_is_named(recipe, lambda: stage.name)
-        with full_disk_is_named(run_dir, what="the run"), lost_process_is_named(), named, progress_bars as progress:
-            if accelerator.is_main_process:
-                require_run_inputs(recipe, run_dir, progress, anew=True)
-            stages = stages_of(recipe, [choice.field for choice in choices])
-            outcome = stages(recipe, run_dir, accelerator, console, progress, stage)
-    except MtpError as error:
-        require_still_held(run_dir)
-        reached = "done" if isinstance(error, GateRefusedError) else stage.name
-        # A process that never joined the others may belong to a launch that was refused the directory.
-        unjoined = isinstance(error, LostProcessError) and not (stage.joined or is_main_process())
-        if not (isinstance(error, OutputExistsError) or unjoined):
-            said = record_failure(run_dir, Outcome(error.exit_code, error.reason, str(error), reached))
-            if said is not None and isinstance(error, LostProcessError):
-                raise LostProcessError(f"launcher: another process of this run is gone. {said.message}") from error
-        raise
-    except Stopped as stopped:
-        told = StoppedError(
-            f"{run_dir}: stopped by {stopped.name} in the stage {stage.name!r}.\n"
-            "Start the same command again: it goes on from what that stage has saved.",
-            stopped.exit_code,
-        )
-        # A process that has not joined the others may belong to a launch that does not hold the directory.
-        if is_main_process() or stage.name != FIRST_STAGE:
-            record_failure(run_dir, Outcome(told.exit_code, told.reason, str(told), stage.name))
-        raise told from None
-    except Exception as error:
-        require_still_held(run_dir)
-        record_failure(run_dir, Outcome(1, "bug", f"{type(error).__name__}: {error}", stage.name))
-        raise
-    if accelerator.is_main_process:
-        write_outcome(run_dir, outcome)
+def _finished_before(recipe: Recipe, directory: RunDirectory, outcome: Outcome, console: Console) -> Outcome:
+    if is_main_process():
+        with progress_on(console) as progress:
+            directory.require_same_inputs(recipe, progress, finished=True)
+    console.print(f"{directory.path}: finished before ({outcome.reason}); nothing left to do.")
     return outcome
 
 
-def join_processes(recipe: Recipe, stage: Stage) -> RunAccelerator:
-    """Join the processes of the launch, and check that all nodes share the run directory.
-
-    Raises:
-        TrainingError: They do not, their number is not ``train.processes``, or accelerate's state differs from the
-            launcher's settings.
-        LostProcessError: Another process ended before all had joined.
-    """
-    with lost_process_is_named():
-        accelerator = make_accelerator()
-        stage.joined = True
-        require_processes(recipe.train.processes, accelerator)
-        # The main process holds the lock. Machines without a common file system are found before any trunk is loaded.
-        require_shared(Path(recipe.run_dir), [LOCK_FILE], accelerator)
-    return accelerator
-
-
-def settle(recipe: Recipe, accelerator: Accelerator) -> Recipe:
-    """Return a recipe with ``precision: auto`` resolved, to the same precision on all machines of a launch."""
-    resolved: Recipe = broadcast_object_list([with_resolved_precision(recipe, accelerator.device)])[0]
-    return resolved
+@contextlib.contextmanager
+def _joined(
+    recipe: Recipe, directory: RunDirectory, attempt: Attempt, console: Console, choices: Sequence[Choice]
+) -> Iterator[Run]:
+    """Join the processes, and yield the run with checked inputs. Errors of memory and disk name what to change."""
+    accelerator, recipe = join_processes(recipe, directory, attempt)
+    console.print(describe_processes(accelerator), highlight=False)
+    for choice in choices:
+        console.print(str(choice), highlight=False)
+    bars, memory = (
+        progress_on(console, is_main=accelerator.is_main_process),
+        memory_is_named(recipe, lambda: attempt.stage),
+    )
+    with full_disk_is_named(directory.path, what="the run"), lost_process_is_named(), memory, bars as progress:
+        run = Run.begin(recipe, directory, accelerator, progress, attempt)
+        precision, reason = resolve_precision(recipe.train.precision, accelerator.device)
+        progress.console.print(f"training in {precision}: {reason}", highlight=False)
+        yield run
 
 
-def stages_of(
-    recipe: Recipe, auto: Collection[str] = ()
-) -> Callable[[Recipe, Path, RunAccelerator, Console, Progress, Stage], Outcome]:
-    """Return the function that runs the stages of a run or a study; the import of studies is local."""
-    if recipe.study is not None:
+def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcome:
+    """Run all stages. The processes share all but the report and the export, which are the main process's."""
+    if run.recipe.study is not None:
         from mtp_train.runs.study.study_run import run_study_stages
 
-        return run_study_stages
-    return partial(run_stages, auto=auto)
-
-
-def run_stages(
-    recipe: Recipe,
-    run_dir: Path,
-    accelerator: RunAccelerator,
-    console: Console,
-    progress: Progress,
-    stage: Stage,
-    *,
-    auto: Collection[str] = (),
-) -> Outcome:
-    """Run all stages. The processes share all but the report and the export, which are the main process's."""
-    inputs = gather_inputs(recipe, accelerator.num_processes, progress)
-    tell_precision(recipe, accelerator.device, progress.console)
+        return run_study_stages(run, console)
+    trunk = RunTrunk(run)
     # As the main process finds it: a network file system may show a new directory to other machines later.
-    trained = accelerator.gather_items([(run_dir / HEAD).is_dir()])[0]
-    main = accelerator.is_main_process
-    records = hash_run_inputs(recipe, run_dir, progress) if main else {}
-    trunks = RunTrunks(recipe, run_dir, inputs, accelerator, progress)
-    if not trained:
-        trunks.load(decodes=recipe.regenerates and recipe.decodes)
-    elif recipe.gate.enabled:
-        trunks.load(decodes=True)
-    # Nothing is written before all inputs are checked, so that a corrected recipe can use the same directory.
-    if main:
-        clear_leftovers(run_dir)
-    inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
-    trunks.offload()
-    if not trained:
-        if recipe.gate.enabled and trunks.evaluates:
-            held_out = [prompt.prompt_ids for prompt in inputs.held_out]
-            check_decoder(trunks.trunk, held_out, inputs.eos_ids, draft_depth(recipe), progress.console)
-        stage.name = "data"
-        in_shards = not trunks.evaluates
-        documents = make_documents(recipe, run_dir, inputs, trunks.trunk, accelerator, progress, in_shards=in_shards)
-        recipe, inputs = settle_length(recipe, run_dir, inputs, documents, accelerator, auto, progress)
-        stage.name = "train"
-        trunks.prepare_training()
-        train_stage(recipe, run_dir, inputs, trunks.trunk, documents, accelerator, progress)
-    require_shared(run_dir, [HEAD], accelerator)
-    stage.name = "evaluate"
-    if recipe.gate.enabled:
-        training = trained_documents(recipe, run_dir, inputs)
-        trunks.prepare_decoding()
-        evaluation = evaluate_run(recipe, run_dir, inputs, trunks.trunk, training, accelerator, progress)
-    else:
-        trunks.drop()
-        evaluation = unjudged(recipe, inputs)
-    if not main:
-        return Outcome(0, "done", "", "done")
-    report_on(evaluation, recipe, run_dir, console, progress)
-    gate = evaluation.gate
-    if gate is not None and not gate.passed:
-        raise GateRefusedError(gate.reason)
-    stage.name = "export"
-    exported = export_head(recipe, run_dir, inputs, progress) if recipe.export.enabled else ""
-    if gate is None:
-        return Outcome(0, UNJUDGED, f"{UNJUDGED_SENTENCE}{exported}\n{served_commands(recipe, run_dir)}", "done")
-    return Outcome(0, "done", f"{gate.reason}.{exported}", "done")
+    is_trained = run.accelerator.gather_items([(run.directory.path / HEAD).is_dir()])[0]
+    _open(run, trunk, is_trained=is_trained)
+    if not is_trained:
+        _check_decoder(run, trunk)
+        run.attempt.stage = "data"
+        documents = data_stage(run, trunk.trunk, in_shards=not trunk.is_whole)
+        _resolve_length(run, documents, auto)
+        run.attempt.stage = "train"
+        trunk.prepare_training()
+        train_stage(run, trunk.trunk, documents)
+    run.require_shared(HEAD)
+    run.attempt.stage = "evaluate"
+    report = _evaluate(run, trunk)
+    if not run.is_main:
+        return Outcome(0, "done", "", DONE)
+    _report(run, report, console)
+    if report.gate is not None and not report.gate.passed:
+        raise GateRefusedError(report.gate.reason)
+    run.attempt.stage = "export"
+    exported = _export(run) if run.recipe.export.enabled else ""
+    if report.gate is None:
+        commands = served_commands(run.recipe, run.directory.path)
+        return Outcome(0, UNJUDGED, f"{UNJUDGED_SENTENCE}{exported}\n{commands}", DONE)
+    return Outcome(0, "done", f"{report.gate.reason}.{exported}", DONE)
 
 
-def report_on(evaluation: Evaluation, recipe: Recipe, run_dir: Path, console: Console, progress: Progress) -> None:
-    """Write and print the report, after a check that no input was changed since the beginning."""
-    require_run_inputs(recipe, run_dir, progress)
-    write_report(
-        evaluation.report,
-        run_dir,
-        provenance=read_json(run_dir / PROVENANCE_FILE),
-        marginal_ci95=evaluation.marginal_ci95,
-        metrics=read_metrics(run_dir),
-    )
-    console.print(summary(evaluation.report))
+def _open(run: Run, trunk: RunTrunk, *, is_trained: bool) -> None:
+    """Load the trunk in the form that comes first, then claim the directory: a refused trunk leaves it free."""
+    if not is_trained:
+        trunk.load(decodes=run.recipe.regenerates and run.recipe.decodes)
+    elif run.recipe.gate.enabled:
+        trunk.load(decodes=True)
+    if run.is_main:
+        run.directory.clear_leftovers()
+    run.claim()
+    trunk.offload()
 
 
-def export_head(recipe: Recipe, run_dir: Path, inputs: Inputs, progress: Progress) -> str:
-    """Write the exported checkpoint and its card, and return a sentence that says where."""
-    if not (run_dir / EXPORT).exists():
-        artifact, link = load_artifact(run_dir / HEAD), recipe.export.link
-        write_export(inputs.finetune, artifact, run_dir / EXPORT, adapter=inputs.adapter, link=link, progress=progress)
-    write_card(run_dir, run_dir / EXPORT)
-    unnamed = unnamed_files(inputs.finetune, layout_of(inputs.finetune))
-    return " ".join([f" Exported to {run_dir / EXPORT}.", *left_out(unnamed)])
+def _check_decoder(run: Run, trunk: RunTrunk) -> None:
+    if run.recipe.gate.enabled and trunk.is_whole:
+        prompts = [prompt.prompt_ids for prompt in run.inputs.held_out]
+        check_decoder(trunk.trunk, prompts, run.inputs.eos_ids, run.recipe.draft_depth, run.progress.console)
 
 
-def settle_length(
-    recipe: Recipe,
-    run_dir: Path,
-    inputs: Inputs,
-    documents: Sequence[Document],
-    accelerator: Accelerator,
-    auto: Collection[str],
-    progress: Progress,
-) -> tuple[Recipe, Inputs]:
+def _resolve_length(run: Run, documents: Sequence[Document], auto: Collection[str]) -> None:
     """Resolve the length of training for its text, if it is ``auto``, and record it, unless training had begun."""
     fields = [field for field in auto if field in FROM_TEXT]
-    if not fields or broadcast_object_list([(run_dir / STATE).exists()])[0]:
-        return recipe, inputs
-    settled = settle_training(recipe, fields, documents, accelerator.num_processes)
-    recipe, choices = broadcast_object_list([settled])[0]
-    if accelerator.is_main_process:
-        record_recipe(run_dir, recipe)
-        tell_choices(choices, progress.console)
-    return recipe, replace(inputs, plan=make_plan(recipe, accelerator.num_processes))
+    if not fields or broadcast_object_list([(run.directory.path / STATE).exists()])[0]:
+        return
+    processes = run.accelerator.num_processes
+    resolved = resolve_training(run.recipe, fields, documents, processes)
+    run.recipe, choices = broadcast_object_list([resolved])[0]
+    run.inputs = replace(run.inputs, plan=plan_of(run.recipe, processes))
+    if run.is_main:
+        run.directory.record_recipe(run.recipe)
+        for choice in choices:
+            run.progress.console.print(str(choice), highlight=False)
 
 
-def regenerate_only(recipe: Recipe, progress: Progress) -> dict[str, int]:
-    """Run the regeneration of a recipe alone; a later ``run`` of the recipe reuses the responses.
+def _evaluate(run: Run, trunk: RunTrunk) -> Report:
+    if not run.recipe.gate.enabled:
+        trunk.drop()
+        return unjudged(run.recipe, run.inputs)
+    documents = trained_documents(run)
+    trunk.prepare_decoding()
+    return evaluate_run(run, trunk.trunk, documents)
+
+
+def _report(run: Run, report: Report, console: Console) -> None:
+    """Write and print the report, after a check that no input was changed since the beginning."""
+    run.directory.require_same_inputs(run.recipe, run.progress)
+    write_report(report, run.directory.path, run.directory.provenance, read_metrics(run.directory.path))
+    console.print(summary(report))
+
+
+def _export(run: Run) -> str:
+    """Write the exported checkpoint and its card, and return a sentence that says where."""
+    run_dir, inputs, link = run.directory.path, run.inputs, run.recipe.export.link
+    out = run_dir / EXPORT
+    if not out.exists():
+        artifact = load_artifact(run_dir / HEAD)
+        write_export(inputs.finetune, artifact, out, adapter=inputs.adapter, link=link, progress=run.progress)
+    write_card(run_dir, out)
+    unnamed = unnamed_files(inputs.finetune, layout_of(inputs.finetune))
+    return " ".join([f" Exported to {out}.", *left_out(unnamed)])
+
+
+@dataclass(frozen=True)
+class RegenerateResult:
+    """Directory and counts of the responses that :func:`regenerate` wrote."""
+
+    run_dir: Path
+    """The responses are in ``run_dir/data``."""
+    counts: ResponseCounts
+    """Responses, the documents made of them, their tokens, and the responses that were left out or cut."""
+
+    def to_json(self) -> dict[str, int]:
+        """Return plain JSON values, as ``mtp-train regenerate --json`` prints them."""
+        return asdict(self.counts)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in asdict(self.counts).items())
+
+
+def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progress | None = None) -> RegenerateResult:
+    """Let the trunk answer a recipe's prompts and stop. A later :func:`run` of the recipe resumes from the responses.
+
+    Args:
+        recipe: As for :func:`run`; ``data.regenerate`` must be enabled.
+        overrides: As for :func:`run`.
+        progress: A started rich progress bar; None shows nothing.
 
     Raises:
-        RecipeError: The recipe does not regenerate.
+        RecipeError: The recipe is wrong, or does not regenerate.
+        MtpError: The trunk or the prompts cannot be read, or the run directory holds something else.
+
+    Example:
+        >>> import mtp_train as mtp
+        >>> mtp.regenerate("retrain_head", {"data.regenerate.max_prompts": 40}).counts.responses
+        40
     """
-    settings = recipe.data.regenerate
-    if settings is None or not settings.enabled:
-        raise RecipeError(["data.regenerate: off; expected it enabled. Write data.regenerate.enabled: true."])
-    run_dir = Path(recipe.run_dir)
-    recipe = with_recorded_precision(recipe, run_dir)
-    require_ours(run_dir, recipe)
-    with full_disk_is_named(run_dir, what="the responses"), held_by_one_run(run_dir, progress.console):
-        accelerator = join_processes(recipe, Stage())
-        recipe = settle(recipe, accelerator)
-        main = accelerator.is_main_process
-        if main:
-            require_run_inputs(recipe, run_dir, progress, anew=True)
-        inputs = gather_inputs(recipe, accelerator.num_processes, progress)
-        records = hash_run_inputs(recipe, run_dir, progress) if main else {}
-        trunks = RunTrunks(recipe, run_dir, inputs, accelerator, progress)
-        trunks.load(decodes=settings.endpoint is None)
-        inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
-        trunks.offload()
-        in_shards = not trunks.evaluates
-        _, counts = regenerate_stage(
-            recipe, settings, run_dir, inputs, trunks.trunk, accelerator, progress, in_shards=in_shards
-        )
-    return asdict(counts)
+    checked = recipe_of(recipe, overrides)
+    settings, directory = regeneration_of(checked), RunDirectory(Path(checked.run_dir))
+    progress = progress or quiet_progress()
+    directory.require_ours(checked)
+    with full_disk_is_named(directory.path, what="the responses"), directory.held(progress.console):
+        attempt = Attempt()
+        accelerator, checked = join_processes(checked, directory, attempt)
+        run = Run.begin(checked, directory, accelerator, progress, attempt)
+        trunk = RunTrunk(run)
+        trunk.load(decodes=settings.endpoint is None)
+        run.claim()
+        trunk.offload()
+        _, counts = generate_responses(run, trunk.trunk, in_shards=not trunk.is_whole)
+    return RegenerateResult(directory.path, counts)
+
+
+def open_report(source: str | Path) -> Report:
+    """Read the report of a run, an evaluation or a comparison.
+
+    Args:
+        source: Its directory, or its ``report.json``.
+
+    Raises:
+        DataError: There is no report, or another version of mtp-train wrote it.
+
+    Example:
+        >>> import mtp_train as mtp
+        >>> report = mtp.open_report("runs/retrain_head")
+        >>> gain = report.arms["retrained"].tau - report.arms["graft"].tau
+    """
+    path = Path(source)
+    return load_report(path / REPORT_FILE if path.is_dir() else path)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Outcome of a finished run, as :func:`run` returns it. In a notebook it shows the table of the arms."""
+
+    run_dir: Path
+    exit_code: int
+    """0; 1 for a study or a fine-tune whose drafts changed a text, which is a bug of the decoder."""
+    reason: str
+    """``done``, or ``not_lossless`` with exit code 1."""
+    message: str
+    """The verdict, and where the checkpoint was exported."""
+    stage: str
+    """The stage that the run reached: ``done``."""
+
+    @property
+    def report(self) -> Report:
+        """The report in the run directory; see :func:`open_report`."""
+        return open_report(self.run_dir)
+
+    @property
+    def export(self) -> Path | None:
+        """The exported checkpoint; None for a recipe that exports nothing."""
+        path = self.run_dir / EXPORT
+        return path if path.is_dir() else None
+
+    @property
+    def page(self) -> str | None:
+        """URI of the report for people, which terminals open; None where there is no report."""
+        path = self.run_dir / PAGE_FILE
+        return path.resolve().as_uri() if path.is_file() else None
+
+    @property
+    def serves(self) -> dict[str, str]:
+        """Engine to the command that serves the export, or ``no: REASON``; empty without an export."""
+        if self.export is None or not (self.run_dir / HEAD).is_dir():
+            return {}
+        head = load_artifact(self.run_dir / HEAD)
+        return engine_commands(head.family.serving, str(self.export), head.num_depths)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, as ``mtp-train run --json`` prints them."""
+        return {**asdict(self), "run_dir": str(self.run_dir)}
+
+    def __str__(self) -> str:
+        lines = [self.message, *([] if self.page is None else [f"report: {self.page}"])]
+        lines += [f"{engine}: {text}" for engine, text in self.serves.items()]
+        return "\n".join(lines)
+
+    def __rich__(self) -> RenderableType:
+        return Group(summary(self.report), Text(f"\n{self.message}"))
+
+    def _repr_html_(self) -> str:
+        return rich_to_html(self.__rich__())

@@ -24,33 +24,33 @@ from rich.console import Console
 
 from mtp_inference.opening import OWN
 from mtp_train.acceptance.counts import Interval
+from mtp_train.acceptance.names import GRAFT, RETRAINED
 from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.demo import GROUP_FIELD
+from mtp_train.checkpoints.run_export import RECIPE_FILE
 from mtp_train.checkpoints.suggestions import graft_command, inspect_command, last_name, retrain_command
 from mtp_train.checkpoints.writing import full_disk_is_named, write_text
-from mtp_train.data.prompts import Prompt, choose_evenly
 from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
+from mtp_train.data.tokenize import Prompt, choose_evenly
 from mtp_train.errors import ChangedInputError, GateRefusedError
 from mtp_train.evaluation.arms import ArmSpec
-from mtp_train.evaluation.cells import ALL_TASKS, StudyReport
+from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK
-from mtp_train.evaluation.results import REPORT_FILE, load_report
+from mtp_train.evaluation.results import ALL_TASKS, REPORT_FILE, Report, load_report
 from mtp_train.evaluation.run import run_study
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs import pipeline
 from mtp_train.runs.display import html_table
-from mtp_train.runs.evaluate import EvaluationGrid
-from mtp_train.runs.evaluate_run import RETRAINED
 from mtp_train.runs.inputs import split_records
-from mtp_train.runs.run_dir import RECIPE_FILE, held_by_one_run
-from mtp_train.runs.start import Overrides, override_texts, require_one_process
+from mtp_train.runs.pipeline import run_recipe
+from mtp_train.runs.resolve import Overrides, override_texts, require_one_process
+from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.write_recipe import rescue_recipe
 from mtp_train.trunk.progress import progress_on
 
 Verdict = Literal["graft", "retrain", "fault", "undecided"]
 
-GRAFT, OWN_BASE = "graft", "base"
+OWN_BASE = "base"
 TRAINING, COMPARISON, PROMPTS = "training", "comparison", "prompts.jsonl"
 PROMPTS_PER_MODEL = 32
 MARGIN = 0.03
@@ -71,7 +71,7 @@ SHORT = {
 
 
 @dataclass(frozen=True)
-class Level:
+class HeadLevel:
     """How well the base's head drafts for a model, greedily."""
 
     tau: float
@@ -91,9 +91,9 @@ class ProbeResult:
     """The figures that decided, in a sentence."""
     command: str
     """What to run next."""
-    graft: Level
+    graft: HeadLevel
     """The base's head on the fine-tune."""
-    base: Level
+    base: HeadLevel
     """The base's head on the base."""
     lost_overlap: float | None
     """What the head lost at depth 1 at equal target entropy; None if the texts share too few entropies."""
@@ -176,7 +176,7 @@ def probe_with(
         # Two models were loaded before this one.
         gc.collect()
         with contextlib.suppress(GateRefusedError):
-            pipeline.run(recipe, console, choices)
+            run_recipe(recipe, console, choices)
         found = _with_training(found, out / TRAINING)
     verdict, reason = judge(found)
     command = retrain_command(tuned, donor, paths)
@@ -218,13 +218,13 @@ def judge(found: ProbeResult) -> tuple[Verdict, str]:
     )
 
 
-def is_at_fault(own: Level) -> bool:
+def is_at_fault(own: HeadLevel) -> bool:
     """Return whether the base's head is shown to draft badly for the base itself."""
     high = own.tau if own.tau_ci95 is None else own.tau_ci95[1]
     return high < LEAST_TAU
 
 
-def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> StudyReport:
+def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> Report:
     """Measure the base's head on the fine-tune and on the base, on the recipe's held-out prompts."""
     trunk = recipe.model.trunk
     arms = (ArmSpec(GRAFT, trunk, donor, adapter=recipe.model.adapter), ArmSpec(OWN_BASE, donor, OWN))
@@ -239,7 +239,7 @@ def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> StudyRe
         seed=recipe.seed,
     ).settled(arms, [trunk, donor])
     held = out / COMPARISON
-    with progress_on(console) as progress, full_disk_is_named(held, what="the probe"), held_by_one_run(held, console):
+    with progress_on(console) as progress, full_disk_is_named(held, what="the probe"), RunDirectory(held).held(console):
         return run_study(arms, grid, held, progress, title=f"probe of {trunk}", costs=False)
 
 
@@ -276,13 +276,13 @@ def _row(record: Record) -> dict[str, Any]:
             return row | {"text": content.text}
 
 
-def _level(report: StudyReport, name: str) -> Level:
+def _level(report: Report, name: str) -> HeadLevel:
     arm = report.arms[name]
     overlap = None if not arm.overlap else arm.overlap[0]
-    return Level(arm.tau or 1.0, arm.tau_ci95, overlap)
+    return HeadLevel(arm.tau or 1.0, arm.tau_ci95, overlap)
 
 
-def _lost_overlap(report: StudyReport) -> tuple[float | None, Interval | None]:
+def _lost_overlap(report: Report) -> tuple[float | None, Interval | None]:
     """Return what the head lost on the fine-tune, at equal target entropy."""
     row = next(one for one in report.comparisons if one.task == ALL_TASKS)
     row = row if row.first == OWN_BASE else row.swapped()
@@ -313,5 +313,5 @@ def _interval(interval: Interval | None) -> str:
     return "(no interval)" if interval is None else f"[{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
-def _level_text(level: Level) -> str:
+def _level_text(level: HeadLevel) -> str:
     return f"tau {_number(level.tau)} {_interval(level.tau_ci95)}, overlap {_number(level.overlap)}"

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress
 
 from mtp_inference import Request, Sampling, SpeculativeDecoder
 from mtp_inference.sampling.distributions import distribution_of
-from mtp_train.checkpoints.writing import write_json
-from mtp_train.data.answers import AnswerFit, CheckedStore, JudgeFn, fit_of
-from mtp_train.data.endpoint import RESPONSE_TIMEOUT_SECONDS, Endpoint, read_api_key
-from mtp_train.data.prompts import choose_prompts
-from mtp_train.data.regenerated import Question, fitting_prompts, regenerate
-from mtp_train.data.responses import (
+from mtp_train.answers.check import AnswerFit, CheckedStore, JudgeFn, fit_of
+from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS, Endpoint, read_api_key
+from mtp_train.answers.generate import Answering, Question, fitting_prompts, missing_prompts, regenerate
+from mtp_train.answers.served import PROBE_PROMPTS, probe, regenerate_served
+from mtp_train.answers.store import (
     COPIED_FILE,
     RegeneratedRow,
     RegeneratedStore,
@@ -27,17 +25,18 @@ from mtp_train.data.responses import (
     rows_after,
     settings_key,
 )
-from mtp_train.data.served import PROBE_PROMPTS, missing_prompts, probe, regenerate_served
-from mtp_train.data.tokenize import Document
-from mtp_train.errors import DataError, MtpError
-from mtp_train.recipe.schema import Recipe, RegenerateSpec
-from mtp_train.runs.input_identity import ADAPTER, TRUNK
-from mtp_train.runs.inputs import Inputs
+from mtp_train.checkpoints.writing import write_json
+from mtp_train.data.tokenize import Document, choose_prompts
+from mtp_train.errors import DataError, MtpError, RecipeError
+from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import RegenerateSpec
+from mtp_train.runs.run import Run, require_shared
 from mtp_train.runs.run_answers import DATA, SETTINGS_FILE, copy_answers
-from mtp_train.runs.shared_files import require_shared
+from mtp_train.runs.run_directory import ADAPTER, TRUNK
+from mtp_train.runs.training import part_documents
 from mtp_train.train.launch import RunAccelerator
+from mtp_train.train.machine import set_threads
 from mtp_train.train.shard import shard_decoder
-from mtp_train.train.threads import settle_threads
 from mtp_train.trunk.load import Trunk
 
 COUNTS_FILE = "counts.json"
@@ -45,30 +44,48 @@ BATCH_SIZE, CONCURRENCY = 16, 32
 """Defaults of ``data.regenerate.batch_size`` and ``data.regenerate.concurrency``."""
 
 
-def regenerate_stage(
-    recipe: Recipe,
-    settings: RegenerateSpec,
-    run_dir: Path,
-    inputs: Inputs,
-    trunk: Trunk,
-    accelerator: RunAccelerator,
-    progress: Progress,
-    *,
-    in_shards: bool = False,
-) -> tuple[list[Document], ResponseCounts]:
+def data_stage(run: Run, trunk: Trunk, *, in_shards: bool = False) -> list[Document]:
+    """Return the documents to train on: the trunk's own responses, or the sources' text.
+
+    See :func:`generate_responses` for ``in_shards``.
+    """
+    if not run.recipe.regenerates:
+        return list(run.inputs.documents)
+    return generate_responses(run, trunk, in_shards=in_shards)[0]
+
+
+def trained_documents(run: Run) -> list[Document]:
+    """Return the documents that a head was trained on, without the text held out for ``train.select``."""
+    settings = run.recipe.data.answered
+    if settings is None:
+        documents = list(run.inputs.documents)
+    else:
+        directory = responses_directory(run, deciding_settings(run, settings))
+        documents = documents_of(run, settings, RegeneratedStore(directory))[0]
+    training, _ = part_documents(run.recipe, documents)
+    return [documents[index] for index in training]
+
+
+def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tuple[list[Document], ResponseCounts]:
     """Generate responses to the training prompts, and return the documents made from them.
 
     Prompts with a stored response at the same settings are skipped.
 
-    With ``in_shards``, the trunk is to be sharded and only checks a server's responses: the first process asks the
-    server, and the trunk cannot train afterwards.
+    Args:
+        run: The run.
+        trunk: Its trunk.
+        in_shards: The trunk is to be sharded and only checks a server's responses: the first process asks the server,
+            and the trunk cannot train afterwards.
 
     Raises:
+        RecipeError: The recipe does not regenerate.
         DataError: No prompt leaves room for a response, or no response can be trained on.
         TrainingError: The processes do not share the run directory.
     """
-    deciding = deciding_settings(recipe, settings, inputs)
-    directory = responses_directory(run_dir, deciding)
+    recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
+    settings = regeneration_of(recipe)
+    deciding = deciding_settings(run, settings)
+    directory = responses_directory(run, deciding)
     rank, world = (0, 1) if in_shards else (accelerator.process_index, accelerator.num_processes)
     store = RegeneratedStore(directory, rank=rank, world=world, keeps=accelerator.is_main_process or not in_shards)
     if accelerator.is_main_process and not (directory / SETTINGS_FILE).is_file():
@@ -86,15 +103,15 @@ def regenerate_stage(
 
     if settings.endpoint is None:
         rows = settings.batch_size or BATCH_SIZE
-        settle_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
-        answer_by_decoder(recipe, settings, inputs, trunk, store, on_progress)
+        set_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
+        answer_by_decoder(run, settings, trunk, store, on_progress)
     else:
-        answer = partial(answer_by_server, recipe, settings, inputs, trunk, store, on_progress)
+        answer = partial(answer_by_server, run, settings, trunk, store, on_progress)
         said = with_followers(trunk, accelerator, answer) if in_shards else answer()
         if said and accelerator.is_main_process:
             progress.console.print(said)
     require_shared(directory, ["."], accelerator)
-    documents, counts = learnt_from(recipe, settings, inputs, store)
+    documents, counts = documents_of(run, settings, store)
     if accelerator.is_main_process:
         write_json(directory / COUNTS_FILE, asdict(counts))
         found = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in asdict(counts).items() if value)
@@ -102,37 +119,38 @@ def regenerate_stage(
     return documents, counts
 
 
-def learnt_from(
-    recipe: Recipe, settings: RegenerateSpec, inputs: Inputs, store: RegeneratedStore
-) -> tuple[list[Document], ResponseCounts]:
+def regeneration_of(recipe: Recipe) -> RegenerateSpec:
+    """Return the settings of regeneration.
+
+    Raises:
+        RecipeError: The recipe does not regenerate.
+    """
+    settings = recipe.data.answered
+    if settings is None:
+        raise RecipeError(["data.regenerate: off; expected it enabled. Write data.regenerate.enabled: true."])
+    return settings
+
+
+def documents_of(run: Run, settings: RegenerateSpec, store: RegeneratedStore) -> tuple[list[Document], ResponseCounts]:
     """Return the documents made from the responses to the run's own prompts.
 
     Raises:
         DataError: No response can be trained on.
     """
     return store.to_documents(
-        recipe.data.seq_len_tokens,
-        groups={prompt.id: prompt.group for prompt in inputs.prompts},
+        run.recipe.data.seq_len_tokens,
+        groups={prompt.id: prompt.group for prompt in run.inputs.prompts},
         max_repeated=settings.max_repeated,
-        special_ids=frozenset(inputs.tokenizer.all_special_ids),
+        special_ids=frozenset(run.inputs.tokenizer.all_special_ids),
     )
 
 
-def stored_documents(recipe: Recipe, settings: RegenerateSpec, run_dir: Path, inputs: Inputs) -> list[Document]:
-    """Return the documents of :func:`regenerate_stage` again, from the stored responses.
-
-    Raises:
-        DataError: There are no stored responses.
-    """
-    directory = responses_directory(run_dir, deciding_settings(recipe, settings, inputs))
-    return learnt_from(recipe, settings, inputs, RegeneratedStore(directory))[0]
-
-
-def deciding_settings(recipe: Recipe, settings: RegenerateSpec, inputs: Inputs) -> dict[str, object]:
+def deciding_settings(run: Run, settings: RegenerateSpec) -> dict[str, object]:
     """Return every setting that a response depends on, as plain JSON values."""
+    recipe, contents = run.recipe, run.inputs.contents
     return {
-        "trunk": dict(inputs.contents[TRUNK]),
-        "adapter": dict(inputs.contents[ADAPTER]) if inputs.adapter else None,
+        "trunk": dict(contents[TRUNK]),
+        "adapter": dict(contents[ADAPTER]) if run.inputs.adapter else None,
         "dtype": recipe.model.dtype,
         "seq_len_tokens": recipe.data.seq_len_tokens,
         "max_new_tokens": settings.max_new_tokens,
@@ -143,30 +161,35 @@ def deciding_settings(recipe: Recipe, settings: RegenerateSpec, inputs: Inputs) 
     }
 
 
-def responses_directory(run_dir: Path, deciding: Mapping[str, object]) -> Path:
+def responses_directory(run: Run, deciding: Mapping[str, object]) -> Path:
     """Return the directory of the responses at some settings."""
-    return run_dir / DATA / f"responses-{settings_key(deciding)}"
+    return run.directory.path / DATA / f"responses-{settings_key(deciding)}"
 
 
-def sampling_of(settings: RegenerateSpec) -> dict[str, float]:
+def sampling_of(settings: RegenerateSpec) -> dict[str, Any]:
     """Return the sampling settings."""
-    return {
-        "temperature": settings.temperature,
-        "top_p": settings.top_p,
-        "top_k": settings.top_k,
-        "min_p": settings.min_p,
-    }
+    return {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+
+
+def answering_of(run: Run, settings: RegenerateSpec) -> Answering:
+    """Return the settings of responses besides sampling."""
+    return Answering(
+        max_new_tokens=settings.max_new_tokens,
+        seq_len_tokens=run.recipe.data.seq_len_tokens,
+        eos_ids=run.inputs.eos_ids,
+        seed=run.recipe.seed,
+    )
 
 
 def answer_by_decoder(
-    recipe: Recipe,
+    run: Run,
     settings: RegenerateSpec,
-    inputs: Inputs,
     trunk: Trunk,
     store: RegeneratedStore,
     on_progress: Callable[[int, int], None],
 ) -> None:
     """Generate the responses to this process's prompts with the built-in decoder."""
+    inputs = run.inputs
     # Without copied responses: a batch with one missing response is decoded whole.
     copied = {row.id for row in rows_after(store.directory / COPIED_FILE, 0)}
     prompts = [prompt for prompt in inputs.prompts if prompt.id not in copied]
@@ -174,19 +197,14 @@ def answer_by_decoder(
         return
     batch_size = settings.batch_size or BATCH_SIZE
     decoder = SpeculativeDecoder(trunk, None, 0, inputs.eos_ids, max_batch=batch_size)
+    sampling = Sampling(**sampling_of(settings))
 
     def generate(questions: list[Question]) -> list[list[int]]:
         requests = [
             Request(
                 prompt_ids=question.prompt_ids,
                 max_new_tokens=question.max_new_tokens,
-                sampling=Sampling(
-                    temperature=settings.temperature,
-                    top_p=settings.top_p,
-                    top_k=settings.top_k,
-                    min_p=settings.min_p,
-                    seed=question.seed,
-                ),
+                sampling=replace(sampling, seed=question.seed),
             )
             for question in questions
         ]
@@ -196,23 +214,15 @@ def answer_by_decoder(
         prompts,
         store,
         generate,
-        seq_len_tokens=recipe.data.seq_len_tokens,
+        answering_of(run, settings),
         batch_size=batch_size,
-        max_new_tokens=settings.max_new_tokens,
-        eos_ids=inputs.eos_ids,
-        seed=recipe.seed,
-        rank=store.rank,
-        world=store.world,
         on_batch=on_progress,
     )
 
 
 def judge_of(settings: RegenerateSpec, trunk: Trunk, eos_ids: Collection[int]) -> JudgeFn:
     """Return a function that computes how probable responses are under the trunk, at the recipe's sampling settings."""
-    sampling = Sampling(
-        temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k, min_p=settings.min_p
-    )
-    distribution = distribution_of(sampling, trunk.lm_head_VD.device)
+    distribution = distribution_of(Sampling(**sampling_of(settings)), trunk.lm_head_VD.device)
 
     def judge(read: Sequence[RegeneratedRow]) -> AnswerFit:
         return fit_of(
@@ -231,14 +241,7 @@ def with_followers(trunk: Trunk, accelerator: RunAccelerator, answer: Callable[[
 
     Only the first process talks to the server, and its waiting for responses holds up no collective: before each
     forward, it sends the tokens to the others.
-
-    Args:
-        trunk: The trunk, which is sharded in place.
-        accelerator: The processes.
-        answer: Runs the trunk without a cache, through :meth:`Trunk.hidden`.
-
-    Returns:
-        The function's result; empty in the other processes.
+    The trunk is sharded in place, and run without a cache. Returns the function's result; empty in other processes.
 
     Raises:
         DataError: The function failed in the first process; every process raises its error.
@@ -274,9 +277,8 @@ def _follow(trunk: Trunk, accelerator: RunAccelerator) -> None:
 
 
 def answer_by_server(
-    recipe: Recipe,
+    run: Run,
     settings: RegenerateSpec,
-    inputs: Inputs,
     trunk: Trunk,
     store: RegeneratedStore,
     on_progress: Callable[[int, int], None],
@@ -289,13 +291,13 @@ def answer_by_server(
     Raises:
         DataError: The server does not serve the trunk, or fails for good.
     """
-    rank, world = store.rank, store.world
-    room = recipe.data.seq_len_tokens
+    recipe, inputs = run.recipe, run.inputs
+    rank, world, room = store.rank, store.world, recipe.data.seq_len_tokens
     judge = judge_of(settings, trunk, inputs.eos_ids)
     # Check responses that a kill left unchecked first: prompts whose responses are deleted are missing again.
     checked = CheckedStore(store, judge, str(settings.endpoint), others=store.files_of_others() if rank == 0 else ())
     checked.check()
-    missing = missing_prompts(inputs.prompts, store, seq_len_tokens=room, rank=rank, world=world)
+    missing = missing_prompts(inputs.prompts, store, room)
     if not missing:
         return ""
     endpoint = Endpoint(
@@ -311,17 +313,8 @@ def answer_by_server(
         endpoint.choose_model(settings.model)
         asked = choose_prompts(fitting_prompts(inputs.prompts, room), PROBE_PROMPTS, recipe.seed)
         agreement = probe(endpoint, trunk, asked, seq_len_tokens=room)
-        counts = regenerate_served(
-            missing,
-            checked,
-            endpoint,
-            sampling_of(settings),
-            seq_len_tokens=room,
-            max_new_tokens=settings.max_new_tokens,
-            eos_ids=inputs.eos_ids,
-            seed=recipe.seed,
-            on_prompt=on_progress,
-        )
+        sampling, answering = sampling_of(settings), answering_of(run, settings)
+        counts = regenerate_served(missing, checked, endpoint, sampling, answering, on_progress)
     facts = {"url": endpoint.url, "model": endpoint.model, "prompts_as": endpoint.prompts_as, "agreement": agreement}
     write_json(store.directory / f"server-{rank:05d}-of-{world:05d}.json", {**facts, **asdict(counts)})
     refused = f", {counts.refused} refused ({counts.refusal})" if counts.refused else ""

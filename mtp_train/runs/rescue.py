@@ -18,7 +18,9 @@ from typing import Any
 
 from rich.console import Console
 
+from mtp_train.acceptance.names import GRAFT, RETRAINED
 from mtp_train.checkpoints.adapter import locate_adapter
+from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.lora_merge import write_adapted
@@ -28,16 +30,15 @@ from mtp_train.errors import ChangedInputError, CheckpointError, GateRefusedErro
 from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
-from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs import pipeline
 from mtp_train.runs.checkpoint_tools.inspect import serving_commands
 from mtp_train.runs.display import html_table, quiet_progress
 from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
-from mtp_train.runs.model_card import write_untrained_card
+from mtp_train.runs.export import write_untrained_card
+from mtp_train.runs.pipeline import run_recipe
 from mtp_train.runs.probe import ProbeResult, default_out, probe_with
-from mtp_train.runs.run_dir import PROBE, checkpoint_identity, held_by_one_run, require_ours
-from mtp_train.runs.start import Overrides, require_one_process
+from mtp_train.runs.resolve import Overrides, require_one_process
+from mtp_train.runs.run_directory import PROBE, RunDirectory, checkpoint_identity
 from mtp_train.runs.write_recipe import rescue_recipe
 
 
@@ -109,7 +110,7 @@ def rescue(
     # A user who sets the length of the training has decided to train; a run that has begun goes on.
     if any(choice.field == "train.max_steps" for choice in choices) and not is_run(out):
         if not (out / PROBE).exists():
-            require_ours(out, recipe)
+            RunDirectory(out).require_ours(recipe)
         found = _probed(tuned, donor, out, paths, overrides, console)
         if found.verdict == "fault":
             raise _at_fault(donor, found)
@@ -117,14 +118,14 @@ def rescue(
             return _grafted(recipe, found, console)
     # After a refusal the base's head is exported below.
     with contextlib.suppress(GateRefusedError):
-        pipeline.run(recipe, console, choices)
+        run_recipe(recipe, console, choices)
     gate = load_report(out / REPORT_FILE).gate
     refused = gate is not None and not gate.passed
     if refused and not (out / EXPORT).exists():
         write_graft(recipe, out / EXPORT)
     # The refusal ends in the command for a graft, which has been written above.
     reason = "" if gate is None else gate.reason.partition(f". {GRAFT_INSTEAD}")[0]
-    return _result(recipe, "graft" if refused else "retrained", reason)
+    return _result(recipe, GRAFT if refused else RETRAINED, reason)
 
 
 def _probed(
@@ -155,11 +156,11 @@ def _at_fault(donor: str, found: ProbeResult) -> CheckpointError:
 def _grafted(recipe: Recipe, found: ProbeResult, console: Console) -> RescueResult:
     """Export the base's head as it is, as the probe advises."""
     out = Path(recipe.run_dir)
-    with full_disk_is_named(out, what="the rescue"), held_by_one_run(out, console):
+    with full_disk_is_named(out, what="the rescue"), RunDirectory(out).held(console):
         if not (out / EXPORT).exists():
             write_graft(recipe, out / EXPORT)
     again = "To retrain the head all the same, choose another --out and add --set train.max_steps=500"
-    return _result(recipe, "graft", f"{found.reason}. {again}")
+    return _result(recipe, GRAFT, f"{found.reason}. {again}")
 
 
 def _result(recipe: Recipe, head: str, reason: str) -> RescueResult:
@@ -172,7 +173,7 @@ def _result(recipe: Recipe, head: str, reason: str) -> RescueResult:
 def write_graft(recipe: Recipe, out: Path) -> None:
     """Write the recipe's trunk with the base's own head; a trunk's adapter is merged."""
     model = recipe.model
-    if model.head_from is None or recipe.gate_baseline != "graft":
+    if model.head_from is None or recipe.gate_baseline != GRAFT:
         raise MtpError(
             f"gate.baseline: {recipe.gate_baseline} in a rescue; expected graft, which replaces a head that is not "
             "better. Leave the override out."
@@ -182,7 +183,7 @@ def write_graft(recipe: Recipe, out: Path) -> None:
     plan = graft_plan(finetune, base, recipe.head.convention)
     adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
     link, progress = recipe.export.link, quiet_progress()
-    write_adapted(finetune, layout_of(finetune), plan.template, out, adapter=adapter, link=link, progress=progress)
+    write_adapted(finetune, layout_of(finetune), plan.head, out, adapter=adapter, link=link, progress=progress)
     with removed_on_failure(out):
         identities = checkpoint_identity(model.trunk, finetune), checkpoint_identity(model.head_from, base)
         write_untrained_card(out, *identities, model.adapter, recipe.head.num_depths)

@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mtp_train.answers.store import COPIED_FILE, RegeneratedRow, response_files, stored_rows, write_copied
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.identity import Contents, changed_files
 from mtp_train.checkpoints.run_export import RECIPE_FILE, is_run
 from mtp_train.checkpoints.writing import write_json
-from mtp_train.data.prompts import Prompt
-from mtp_train.data.responses import COPIED_FILE, RegeneratedRow, response_files, stored_rows, write_copied
+from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
 from mtp_train.recipe.schema import Recipe
 
@@ -58,16 +58,7 @@ def copy_answers(
     """Copy the responses of another run to prompts of this run into this run's directory of responses.
 
     A response belongs to a prompt with the same tokens: ids contain the path of the data as the recipe spells it.
-
-    Args:
-        location: The other run's directory, as the recipe names it.
-        directory: This run's directory of responses; one with a complete copy is left as it is.
-        prompts: The prompts to train on.
-        trunk: Content of the trunk.
-        adapter: Content of its adapter; None without one.
-
-    Returns:
-        Sentences for the log.
+    A directory with a complete copy is left as it is. Returns sentences for the log.
 
     Raises:
         DataError: The directory is no run's, or has no response of this trunk to one of the prompts.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,25 +16,25 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate import Accelerator
-from rich.progress import Progress
 
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.acceptance.counts import tau
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.checkpoints.run_export import HEAD
-from mtp_train.data.frequency import frequent_tokens
+from mtp_train.data.groups import split_by_group
 from mtp_train.data.pack import PackedSequence, global_batches, pack_documents
-from mtp_train.data.split import split_by_group
-from mtp_train.data.tokenize import Document
+from mtp_train.data.tokenize import Document, frequent_tokens
 from mtp_train.errors import TrainingError
 from mtp_train.heads.build import build_head, trained_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.lora import merged_weights, put_on_lora
 from mtp_train.heads.module import MtpHead
 from mtp_train.losses.catalogue import find_loss
-from mtp_train.recipe.schema import Recipe, SelectSpec
-from mtp_train.runs.input_identity import ADAPTER, TRUNK
-from mtp_train.runs.inputs import Inputs
+from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import SelectSpec
+from mtp_train.runs.run import Run
+from mtp_train.runs.run_directory import ADAPTER, TRUNK
+from mtp_train.runs.settings import train_options
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.hidden_cache import (
     HiddenCache,
@@ -48,10 +48,10 @@ from mtp_train.train.hidden_cache import (
 )
 from mtp_train.train.log import RunLog
 from mtp_train.train.loop import train_head
+from mtp_train.train.machine import set_threads
+from mtp_train.train.packed_rows import isolated_hidden
 from mtp_train.train.select import Selection
 from mtp_train.train.shard import HiddenInShards, shards_trunk
-from mtp_train.train.threads import settle_threads
-from mtp_train.trunk.isolate import isolated_hidden
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import COMPUTE_DTYPES
 
@@ -74,10 +74,10 @@ MIN_PROMPT_TOKENS = 8
 """Fewest tokens of a decoded prompt. Plain text is a target from its first token on, and would give an empty prompt."""
 
 
-class Place(NamedTuple):
+class IndexedGroup(NamedTuple):
     """The index and the group of a document."""
 
-    place: int
+    number: int
     group: str
 
 
@@ -89,44 +89,38 @@ def part_documents(recipe: Recipe, documents: Sequence[Document]) -> tuple[list[
     """
     if recipe.train.select is None:
         return list(range(len(documents))), []
-    items = [Place(index, document.group) for index, document in enumerate(documents)]
+    items = [IndexedGroup(index, document.group) for index, document in enumerate(documents)]
     # Use another seed: by the recipe's own, all of these groups lie above its share `data.holdout`.
     seed = (recipe.seed + 1) % (1 << 32)
     training, measured = split_by_group(items, recipe.train.select.share, seed, "train.select.share")
-    return [one.place for one in training], [one.place for one in measured]
+    return [one.number for one in training], [one.number for one in measured]
 
 
-def renumbered(sequences: Sequence[PackedSequence], places: Sequence[int]) -> list[PackedSequence]:
+def renumbered(sequences: Sequence[PackedSequence], indices: Sequence[int]) -> list[PackedSequence]:
     """Return packed sequences whose members are indices into all documents, instead of the packed subset."""
-    return [replace(one, members=tuple(places[index] for index in one.members)) for one in sequences]
+    return [replace(one, members=tuple(indices[member] for member in one.members)) for one in sequences]
 
 
 def make_selection(
-    recipe: Recipe,
-    inputs: Inputs,
-    trunk: Trunk,
-    documents: Sequence[Document],
-    measured: Sequence[int],
-    cache: HiddenCache | None,
-    state_dir: Path,
-    accelerator: Accelerator,
+    run: Run, trunk: Trunk, documents: Sequence[Document], measured: Sequence[int], cache: HiddenCache | None
 ) -> Selection | None:
     """Return the selection of the best head; None if the recipe takes the last head.
 
     Raises:
         TrainingError: The recipe decodes for it, but no process holds a whole trunk.
     """
+    recipe = run.recipe
     spec, seq_len = recipe.train.select, recipe.data.seq_len_tokens
     if spec is None:
         return None
     text = [documents[index] for index in measured]
     sequences = pack_documents(text, seq_len, pack=recipe.data.pack, seed=recipe.seed, epoch=0)
     kept = renumbered(sequences[: max(1, spec.tokens // seq_len)], measured)
-    number = _prompts_to_decode(spec, accelerator, cache)
+    number = _prompts_to_decode(spec, run.accelerator, cache)
     decode: Callable[[MtpHead], dict[str, float]] | None = None
     if number:
-        decode = partial(_decode, trunk, inputs, recipe, [_prompt(document) for document in text[:number]])
-    return Selection(spec, kept, cache, state_dir, decode)
+        decode = partial(_decode, run, trunk, [_prompt(document) for document in text[:number]])
+    return Selection(spec.every_steps, spec.patience, kept, cache, run.directory.path / STATE, decode)
 
 
 def _prompts_to_decode(spec: SelectSpec, accelerator: Accelerator, cache: HiddenCache | None) -> int:
@@ -148,38 +142,30 @@ def _prompt(document: Document) -> list[int]:
 
 
 @torch.no_grad()
-def _decode(
-    trunk: Trunk, inputs: Inputs, recipe: Recipe, prompts: Sequence[Sequence[int]], head: MtpHead
-) -> dict[str, float]:
-    decoder = SpeculativeDecoder(trunk, HeadDrafting(head), recipe.head.num_depths, inputs.eos_ids)
-    results = decoder.decode(prompts, recipe.evaluate.max_new_tokens)
+def _decode(run: Run, trunk: Trunk, prompts: Sequence[Sequence[int]], head: MtpHead) -> dict[str, float]:
+    decoder = SpeculativeDecoder(trunk, HeadDrafting(head), run.recipe.head.num_depths, run.inputs.eos_ids)
+    results = decoder.decode(prompts, run.recipe.evaluate.max_new_tokens)
     return {"decoded_tau": tau([result.counts(str(number), str(number)) for number, result in enumerate(results)])}
 
 
 STATE, HIDDEN = "state", "hidden"
 
 
-def train_stage(
-    recipe: Recipe,
-    run_dir: Path,
-    inputs: Inputs,
-    trunk: Trunk,
-    documents: Sequence[Document],
-    accelerator: Accelerator,
-    progress: Progress,
-) -> None:
+def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document]) -> None:
     """Train the head and save it as the run's artifact. A trunk that is sharded for it stays in shards."""
-    settle_threads("training", inputs.plan.micro_batch_tokens, inputs.finetune, accelerator.device, progress.console)
+    recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
+    run_dir = run.directory.path
+    set_threads("training", inputs.plan.micro_batch_tokens, inputs.finetune, accelerator.device, progress.console)
     accelerator.gradient_accumulation_steps = inputs.plan.accumulation
     head = build_head(inputs.head_plan, text_config_of(inputs.finetune), dtype=torch.float32)
     if recipe.head.lora is not None:
         put_on_lora(head, recipe.head.lora, seed=recipe.seed)
-    draft_vocab = chosen_vocab(recipe, inputs, documents, len(trunk.lm_head_VD))
+    draft_vocab = chosen_vocab(run, documents, len(trunk.lm_head_VD))
     if draft_vocab is not None and recipe.objective.vocab == "draft":
         documents = keep_targets(documents, set(draft_vocab.tolist()))
     module = head_training(recipe, trunk, head, draft_vocab)
     training, measured = part_documents(recipe, documents)
-    cache = hidden_cache(recipe, run_dir, inputs, module, documents, accelerator, progress)
+    cache = hidden_cache(run, module, documents)
     batches = global_batches(
         [documents[index] for index in training],
         seq_len_tokens=recipe.data.seq_len_tokens,
@@ -196,25 +182,25 @@ def train_stage(
             run_dir,
             wandb=recipe.track.wandb,
             project=recipe.track.project,
-            config=asdict(recipe),
+            config=recipe.model_dump(mode="json"),
             resume_step=resume_step,
             on_log=lambda metrics: progress.update(task, description=described(metrics)),
         )
 
     weights = train_head(
         module,
-        recipe=recipe,
+        options=train_options(recipe),
         plan=inputs.plan,
         batch_fn=lambda step: renumbered(batches(step), training),
         accelerator=accelerator,
         cache=cache,
-        selection=make_selection(recipe, inputs, trunk, documents, measured, cache, run_dir / STATE, accelerator),
+        selection=make_selection(run, trunk, documents, measured, cache),
         state_dir=run_dir / STATE,
         make_log=make_log,
         on_step=lambda done: progress.update(task, completed=done),
     )
-    if accelerator.is_main_process:
-        save_artifact(trained_artifact(recipe, inputs, weights, draft_vocab), run_dir / HEAD)
+    if run.is_main:
+        save_artifact(trained_artifact(run, weights, draft_vocab), run_dir / HEAD)
 
 
 def described(metrics: Mapping[str, Any]) -> str:
@@ -245,20 +231,13 @@ def head_training(recipe: Recipe, trunk: Trunk, head: MtpHead, draft_vocab: torc
     )
 
 
-def hidden_cache(
-    recipe: Recipe,
-    run_dir: Path,
-    inputs: Inputs,
-    module: HeadTraining,
-    documents: Sequence[Document],
-    accelerator: Accelerator,
-    progress: Progress,
-) -> HiddenCache | None:
+def hidden_cache(run: Run, module: HeadTraining, documents: Sequence[Document]) -> HiddenCache | None:
     """Build the cache of the trunk's hidden states, then drop the trunk's layers; None if the recipe has no cache.
 
     Raises:
         TrainingError: The disk has no room, or a quantised trunk would have to be sharded.
     """
+    recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
     spec, trunk, device = recipe.train.hidden_cache, module.trunk, accelerator.device
     if spec is None:
         return None
@@ -267,12 +246,12 @@ def hidden_cache(
         hidden_fn = HiddenInShards(trunk, accelerator)
     else:
         hidden_fn = partial(isolated_hidden, trunk.to(device))
-    with module.computing():
+    with trunk.computing_in(module.compute_dtype):
         layout = layout_for(hidden_fn, documents, spec.dtype, device)
         precision, quantization = recipe.train.precision, recipe.model.quantization
         adapter = inputs.contents[ADAPTER] if inputs.adapter else None
         identity = cache_identity(inputs.contents[TRUNK], adapter, documents, layout, precision, quantization)
-        directory = Path(spec.directory or run_dir / HIDDEN) / digest_of(identity)
+        directory = Path(spec.directory or run.directory.path / HIDDEN) / digest_of(identity)
         require_room(layout, directory, int(spec.max_gib * (1 << 30)))
         task = progress.add_task("keeping hidden states", total=None)
         if accelerator.is_main_process:
@@ -297,25 +276,21 @@ def hidden_cache(
     return HiddenCache(directory, layout)
 
 
-def chosen_vocab(recipe: Recipe, inputs: Inputs, documents: Sequence[Document], vocab_size: int) -> torch.Tensor | None:
+def chosen_vocab(run: Run, documents: Sequence[Document], vocab_size: int) -> torch.Tensor | None:
     """Return the tokens that the head may draft, int32 and ascending; None for all."""
-    if recipe.head.draft_vocab is None:
+    asked = run.recipe.head.draft_vocab
+    if asked is None:
         return None
-    return torch.tensor(
-        frequent_tokens(documents, recipe.head.draft_vocab, vocab_size, inputs.eos_ids), dtype=torch.int32
-    )
+    return torch.tensor(frequent_tokens(documents, asked, vocab_size, run.inputs.eos_ids), dtype=torch.int32)
 
 
-def trained_artifact(
-    recipe: Recipe, inputs: Inputs, weights: dict[str, torch.Tensor], draft_vocab: torch.Tensor | None
-) -> Artifact:
+def trained_artifact(run: Run, weights: dict[str, torch.Tensor], draft_vocab: torch.Tensor | None) -> Artifact:
     """Return the trained weights as an artifact, with LoRA's matrices merged."""
-    plan = inputs.head_plan
+    recipe, plan = run.recipe, run.inputs.head_plan
     if recipe.head.lora is not None:
-        head = build_head(plan, text_config_of(inputs.finetune), dtype=torch.float32)
+        head = build_head(plan, text_config_of(run.inputs.finetune), dtype=torch.float32)
         weights = merged_weights(head, recipe.head.lora, weights)
     return Artifact(
-        family=plan.family,
         layout=plan.layout,
         num_modules=plan.num_modules,
         num_depths=recipe.head.num_depths,

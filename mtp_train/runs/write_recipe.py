@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mtp_train.acceptance.names import PLAIN, RETRAINED
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter
 from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, resolve
 from mtp_train.checkpoints.files import Checkpoint, locate_checkpoint, read_json
@@ -25,15 +26,15 @@ from mtp_train.errors import CheckpointError, DataError, MtpError
 from mtp_train.evaluation.suites import BUILTIN_FILE
 from mtp_train.families import most_served_kind, raw_text_config
 from mtp_train.heads.diagnose import diagnose_head
-from mtp_train.recipe.auto_fields import AUTO, STAND_INS, auto_fields, with_values
+from mtp_train.recipe.auto_fields import STAND_INS, auto_fields, with_values
 from mtp_train.recipe.json_schema import dotted, schema_tree, walk_fields
-from mtp_train.recipe.loading import dump_yaml, recipe_from_mapping
+from mtp_train.recipe.loading import dump_yaml, load_recipe
 from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import AUTO
 from mtp_train.recipe.shipped import SCHEMA_FILE
-from mtp_train.runs.auto import Choice
 from mtp_train.runs.check import check
 from mtp_train.runs.inputs import plan_head
-from mtp_train.runs.start import Overrides, Settled, settled_recipe
+from mtp_train.runs.resolve import Choice, Overrides, ResolvedRecipe, resolved_recipe
 
 Plain = dict[str, Any]
 Start = Literal["graft", "native", "attach"]
@@ -193,13 +194,6 @@ def _lacks_base(trunk: str, found: str, named: str | None) -> CheckpointError:
 def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: Sequence[str]) -> Plain:
     """Return the plain values of the recipe for a model.
 
-    Args:
-        start: Where the head comes from, see :func:`start_of`.
-        trunk: The model, or an adapter of ``base``.
-        base: The checkpoint with the head, for ``graft``.
-        run_dir: The run directory.
-        data: Paths of prompts or chats; empty for the demo's own or the built-in prompts.
-
     Raises:
         MtpError: A location cannot be opened.
     """
@@ -213,23 +207,25 @@ def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: 
         "head": {"init": start},
         "data": {"sources": [{"path": path} for path in paths], **_DATA, "group_field": _group_field(paths)},
         "train": dict(_TRAIN),
-        "evaluate": {"arms": ["none", start, "retrained"], "prompts": AUTO},
+        "evaluate": {"arms": [PLAIN, start, RETRAINED], "prompts": AUTO},
     }
     if start == "graft":
         settings["model"] |= {"head_from": base, **({} if adapter is None else {"adapter": adapter})}
     if start == "attach":
-        settings["evaluate"]["arms"] = ["none", "retrained"]
+        settings["evaluate"]["arms"] = [PLAIN, RETRAINED]
         settings["head"] = _new_head(settings, open_location(trunk))
     return settings
 
 
-def rescue_recipe(finetune: str, base: str, out: Path, data: Sequence[str], overrides: Overrides = ()) -> Settled:
+def rescue_recipe(
+    finetune: str, base: str, out: Path, data: Sequence[str], overrides: Overrides = ()
+) -> ResolvedRecipe:
     """Return the recipe of a rescue, and how its settings were chosen.
 
     Raises:
         MtpError: A location cannot be opened, or an override is wrong.
     """
-    return settled_recipe(settings_of("graft", finetune, base, str(out), data), overrides)
+    return resolved_recipe(settings_of("graft", finetune, base, str(out), data), overrides)
 
 
 def _group_field(paths: Sequence[str]) -> str | None:
@@ -255,7 +251,7 @@ def _new_head(settings: Plain, trunk: Checkpoint) -> Plain:
             {"draft_vocab": _DRAFT_VOCAB} if vocab_size > 2 * _DRAFT_VOCAB else {}
         )
     stood_in = with_values(settings, {field: STAND_INS[field] for field in auto_fields(settings)})
-    copied: Recipe = recipe_from_mapping({**stood_in, "head": {"init": "copy_last_layer"}})
+    copied: Recipe = load_recipe({**stood_in, "head": {"init": "copy_last_layer"}})
     try:
         plan_head(copied, trunk, None)
     except CheckpointError:

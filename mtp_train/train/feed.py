@@ -25,14 +25,12 @@ from torch import Tensor
 
 from mtp_train.data.pack import PackedSequence, collate, count_targets
 from mtp_train.heads.alignment import valid_targets
-from mtp_train.losses.chunked import align_to_targets, depth_weights
-from mtp_train.recipe.schema import Recipe
-from mtp_train.train.aligned import Batch
+from mtp_train.losses.chunked import align_to_targets
 from mtp_train.train.head_training import Known
 from mtp_train.train.hidden_cache import HiddenCache
+from mtp_train.train.packed_rows import Forwards, PackedBatch, Segment, group_by_length, segments
 from mtp_train.train.plan import Plan
 from mtp_train.train.shard import shards_trunk
-from mtp_train.trunk.isolate import Forwards, Segment, group_by_length, segments
 
 BatchFn = Callable[[int], Sequence[PackedSequence]]
 
@@ -51,7 +49,7 @@ def streams_of(device: torch.device) -> Any:
 class MicroBatch:
     """The inputs of one forward of :class:`HeadTraining`."""
 
-    batch: Batch
+    batch: PackedBatch
     scale_K: Tensor
     known: Known
     hidden_BTD: Tensor | None
@@ -66,7 +64,7 @@ class MicroBatch:
         """Return the same with every tensor changed."""
         *batch, scale_K, used_N = map(change, self.tensors[:6])
         hidden_BTD = None if self.hidden_BTD is None else change(self.hidden_BTD)
-        return MicroBatch(Batch(*batch), scale_K, replace(self.known, used_N=used_N), hidden_BTD)
+        return MicroBatch(PackedBatch(*batch), scale_K, replace(self.known, used_N=used_N), hidden_BTD)
 
 
 class Prepared(NamedTuple):
@@ -85,26 +83,28 @@ class Preparation:
     accelerate's averaging over micro-batches.
 
     Attributes:
-        recipe: The recipe.
-        plan: The recipe's numbers.
+        plan: The division of a step.
+        weight_K: The weight of each depth, which sum to 1.
         rank: This process.
         cache: The trunk's hidden states; None if the trunk computes them.
         in_shards: Whether all processes run the trunk's passes together.
         pins: Whether to put the tensors into page-locked memory.
     """
 
-    recipe: Recipe
     plan: Plan
+    weight_K: Sequence[float]
     rank: int
     cache: HiddenCache | None
     in_shards: bool
     pins: bool
 
     @classmethod
-    def of(cls, recipe: Recipe, plan: Plan, accelerator: Accelerator, cache: HiddenCache | None) -> Preparation:
+    def of(
+        cls, plan: Plan, weight_K: Sequence[float], accelerator: Accelerator, cache: HiddenCache | None
+    ) -> Preparation:
         """Return the preparation of a process."""
         pins = streams_of(accelerator.device) is not None
-        return cls(recipe, plan, accelerator.process_index, cache, shards_trunk(accelerator), pins)
+        return cls(plan, weight_K, accelerator.process_index, cache, shards_trunk(accelerator), pins)
 
     def steps(self, batch_fn: BatchFn, first: int) -> Iterator[Prepared]:
         """Yield the micro-batches of every step from ``first`` to the last one of the run, on the host."""
@@ -113,19 +113,19 @@ class Preparation:
 
     def step(self, sequences: Sequence[PackedSequence]) -> Iterator[Prepared]:
         """Yield the micro-batches of a step, on the host."""
-        num_depths, plan = self.recipe.head.num_depths, self.plan
-        totals = [sum(column) for column in zip(*(count_targets(one, num_depths) for one in sequences), strict=True)]
-        weights = depth_weights(num_depths, self.recipe.objective.depth_decay)
+        plan, depths = self.plan, len(self.weight_K)
+        totals = [sum(column) for column in zip(*(count_targets(one, depths) for one in sequences), strict=True)]
         rounds = plan.world_size * plan.accumulation
-        scale_K = torch.tensor([rounds * weight / max(1, total) for weight, total in zip(weights, totals, strict=True)])
+        pairs = zip(self.weight_K, totals, strict=True)
+        scale_K = torch.tensor([rounds * weight / max(1, total) for weight, total in pairs])
         for micro in range(plan.accumulation):
             batch = self._micro_batch(sequences, micro, scale_K)
             yield Prepared(batch.mapped(Tensor.pin_memory) if self.pins else batch, sequences)
 
     def _micro_batch(self, sequences: Sequence[PackedSequence], micro: int, scale_K: Tensor) -> MicroBatch:
         own = list(sequences[self.plan.share(micro, self.rank)])
-        batch = Batch(*collate(own).values())
-        depths = range(1, self.recipe.head.num_depths + 1)
+        batch = PackedBatch(*collate(own).values())
+        depths = range(1, len(self.weight_K) + 1)
         valid = [valid_targets(batch.document_BT, batch.loss_mask_BT, depth) for depth in depths]
         used_N = align_to_targets(valid).flatten(1, 2).any(dim=0).nonzero().squeeze(1)
         if self.cache is not None:

@@ -7,23 +7,17 @@ Shapes: B packed rows, T tokens, K depths, N = B * T target rows, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from mtp_train.heads.experts import following_autocast
 from mtp_train.heads.module import MtpHead
 from mtp_train.losses.chunked import LossTerms, frozen_head_loss
-from mtp_train.train.aligned import AlignedRows, Batch, aligned_rows
+from mtp_train.train.packed_rows import AlignedRows, Forwards, PackedBatch, aligned_rows, autocasting
 from mtp_train.train.teacher_forced import DenseSums, dense_sums
-from mtp_train.trunk.isolate import Forwards
 from mtp_train.trunk.load import Trunk
-from mtp_train.trunk.precision import HALF_DTYPES
-from mtp_train.trunk.widen import widened
 
 
 @dataclass(frozen=True)
@@ -54,8 +48,11 @@ class HeadTraining(nn.Module):
         draft_vocab: int, shape (R,), ascending: p and q are distributions over these tokens alone, and no other token
             may be a target. None for all.
         loss_rows: Target rows of one chunk of the loss; None for the device's (``losses.chunked.chunk_rows``).
-        compute_dtype: The dtype of all matrix products, including the trunk's, whatever dtype the weights are held in:
-            bfloat16 (by autocast) or float32. Packed quantised weights use the products of their own kernels.
+        compute_dtype: bfloat16 or float32, the dtype of all matrix products, whatever dtype the weights are held in:
+            the head's by autocast, the trunk's by :meth:`~mtp_train.trunk.load.Trunk.computing_in`, so that it computes
+            what it does in decoding. Packed quantised weights use the products of their own kernels. accelerate's mixed
+            precision is not used: under FSDP2 and DeepSpeed it also rounds the inputs of the loss and the head's
+            weights.
     """
 
     def __init__(
@@ -75,8 +72,6 @@ class HeadTraining(nn.Module):
     ) -> None:
         super().__init__()
         self.trunk = trunk.requires_grad_(False).eval()
-        # Quantised experts have products of their own.
-        self._is_packed = any(value.dtype not in (torch.float32, *HALF_DTYPES) for value in trunk.parameters())
         # Before the first forward pass: states of shown layers are recorded during the pass.
         self.trunk.show_layers(head.trunk_layers)
         self.head = head
@@ -92,21 +87,6 @@ class HeadTraining(nn.Module):
         self.recompute = recompute
         self.compute_dtype = compute_dtype
         self.register_buffer("draft_vocab", None if draft_vocab is None else draft_vocab.long(), persistent=False)
-
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Compute in ``compute_dtype`` within the block.
-
-        accelerate's precision setting is not used: the mixed precision of FSDP2 and DeepSpeed also rounds the inputs of
-        the loss and the head's weights.
-        """
-        if self.compute_dtype is torch.float32:
-            with widened(self.trunk):
-                yield
-            return
-        experts = nullcontext() if self._is_packed else following_autocast(self.trunk.config)
-        with experts, torch.autocast(self.trunk.lm_head_VD.device.type, self.compute_dtype):
-            yield
 
     def train(self, mode: bool = True) -> HeadTraining:
         """Set the mode of the head; the trunk stays in eval mode."""
@@ -140,8 +120,9 @@ class HeadTraining(nn.Module):
             measures: Return the sums for acceptance figures instead of the loss. They are computed in this forward
                 because sharded weights are whole only within it.
         """
-        batch = Batch(tokens_BT, positions_BT, document_BT, loss_mask_BT)
-        with self.computing():
+        batch = PackedBatch(tokens_BT, positions_BT, document_BT, loss_mask_BT)
+        autocast = None if self.compute_dtype is torch.float32 else self.compute_dtype
+        with self.trunk.computing_in(self.compute_dtype):
             rows = aligned_rows(
                 self.trunk,
                 self.head,
@@ -151,9 +132,11 @@ class HeadTraining(nn.Module):
                 forwards=None if known is None else known.forwards,
                 apart=self.apart,
                 recompute=self.recompute,
+                autocast=autocast,
             )
             if measures:
-                return dense_sums(rows, self.trunk, self.head)
+                with autocasting(tokens_BT.device, autocast):
+                    return dense_sums(rows, self.trunk, self.head)
         return self._loss(rows, scale_K, None if known is None else known.used_N)
 
     def _loss(self, rows: AlignedRows, scale_K: Tensor, used_N: Tensor | None) -> LossTerms:

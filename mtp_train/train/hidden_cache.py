@@ -46,8 +46,8 @@ _FP8_MAX = 448.0
 
 HiddenFn = Callable[[Tensor, Tensor, int], Tensor]
 """From tokens (1, S), their document numbers (1, S) and the most tokens of one forward pass to the trunk's hidden
-states (1, S, D), as :func:`mtp_train.trunk.isolate.isolated_hidden`. With a trunk in shards, all processes have to call
-it equally often."""
+states (1, S, D), as :func:`mtp_train.train.packed_rows.isolated_hidden`. With a trunk in shards, all processes have to
+call it equally often."""
 StoredDtype = Literal["auto", "bf16", "fp8"]
 
 
@@ -198,7 +198,6 @@ def build_cache(
     Args:
         hidden_fn: Runs the trunk; the caller sets up autocast.
         documents: The documents of the layout.
-        layout: The layout.
         directory: The directory of this cache, created if it does not exist.
         device: The trunk's device.
         max_tokens: Most tokens of one forward pass, padding included.

@@ -19,11 +19,11 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 
 from mtp_train.errors import CheckpointError, LostProcessError, MtpError, TrainingError
-from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.train.head_training import HeadTraining
-from mtp_train.train.moments import ZeroMoments
 from mtp_train.train.plan import Plan
 from mtp_train.train.shard import shard_layers, shards_trunk, whole
+from mtp_train.train.state import ZeroMoments
+from mtp_train.trunk.precision import COMPUTE_DTYPES
 from mtp_train.upstream.transformers_private import forget_deepspeed
 
 _STALLED = timedelta(minutes=30)
@@ -103,7 +103,7 @@ def make_accelerator() -> RunAccelerator:
     if _asked_for("ACCELERATE_USE_DEEPSPEED") and importlib.util.find_spec("deepspeed") is None:
         raise TrainingError(
             "launcher: asks for DeepSpeed, which is not installed; expected it to be. Run pip install "
-            f'"mtp-train[deepspeed]", or launch with {accelerate_file("fsdp2")}, which needs nothing more.'
+            '"mtp-train[deepspeed]", or launch with fsdp2.yaml, which needs nothing more.'
         )
     # accelerate sets no backend for DeepSpeed on a machine without an accelerator.
     on_cpu = _asked_for("ACCELERATE_USE_DEEPSPEED") and not torch.accelerator.is_available()
@@ -135,7 +135,7 @@ def require_as_asked(accelerator: Accelerator) -> None:
     if launched != accelerator.num_processes:
         raise TrainingError(
             f"launcher: started {launched} processes, of which accelerate joins {accelerator.num_processes}; expected "
-            f"one group. On CPUs set ACCELERATE_USE_CPU=true and use {accelerate_file('cpu_ddp')}."
+            "one group. On CPUs set ACCELERATE_USE_CPU=true and use cpu_ddp.yaml (mtp-train recipes shows its path)."
         )
     found = accelerator.distributed_type
     for variable, asked in (
@@ -145,16 +145,16 @@ def require_as_asked(accelerator: Accelerator) -> None:
         if _asked_for(variable) and found is not asked:
             raise TrainingError(
                 f"launcher: asks for {asked.value}, accelerate gives {found.value}; expected what was asked for. "
-                f"accelerate shards on GPUs only: on CPUs use {accelerate_file('cpu_ddp')}."
+                "accelerate shards on GPUs only: on CPUs use cpu_ddp.yaml (mtp-train recipes shows its path)."
             )
     if found is DistributedType.FSDP and accelerator.state.fsdp_plugin.fsdp_version != 2:
         raise TrainingError(
-            f"launcher: asks for FSDP 1; expected FSDP 2. Set fsdp_version: 2, as {accelerate_file('fsdp2')} does."
+            "launcher: asks for FSDP 1; expected FSDP 2. Set fsdp_version: 2, as fsdp2.yaml of mtp-train recipes does."
         )
     if found is DistributedType.DEEPSPEED and accelerator.state.deepspeed_plugin.zero_stage not in _ZERO_STAGES:
         raise TrainingError(
             f"launcher: asks for ZeRO stage {accelerator.state.deepspeed_plugin.zero_stage}; expected 2 or 3. Use "
-            f"{accelerate_file('zero2')} or {accelerate_file('zero3')}."
+            "zero2.yaml or zero3.yaml (mtp-train recipes shows their paths)."
         )
 
 
@@ -168,7 +168,7 @@ def require_processes(expected: int | None, accelerator: Accelerator) -> None:
         raise TrainingError(
             f"train.processes: {expected}, and the launcher started {accelerator.num_processes}; expected as many. Add "
             f"--num_processes {expected} to accelerate launch (on CPUs with ACCELERATE_USE_CPU=true and "
-            f"{accelerate_file('cpu_ddp')}), or write train.processes: {accelerator.num_processes}."
+            f"cpu_ddp.yaml), or write train.processes: {accelerator.num_processes}."
         )
 
 
@@ -250,13 +250,18 @@ def clip_gradient(accelerator: Accelerator, wrapped: nn.Module, max_grad_norm: f
     return whole(accelerator.clip_grad_norm_(wrapped.parameters(), max_grad_norm))
 
 
-def run_facts(accelerator: Accelerator, wrapped: nn.Module, precision: str) -> dict[str, Any]:
+def takes_fused(accelerator: Accelerator) -> bool:
+    """Return whether AdamW takes a step in fused kernels: on CUDA and ROCm, but not in DeepSpeed's own flat tensors."""
+    return accelerator.device.type == "cuda" and accelerator.distributed_type is not DistributedType.DEEPSPEED
+
+
+def run_facts(accelerator: Accelerator, wrapped: nn.Module, compute_dtype: torch.dtype) -> dict[str, Any]:
     """Return the processes, the wrapper and the precision that training really uses, for ``metrics.jsonl``."""
     return {
         "world_size": accelerator.num_processes,
         "distributed_type": _kind(accelerator),
         "wrapper": type(wrapped).__name__,
-        "precision": precision,
+        "precision": next(name for name, dtype in COMPUTE_DTYPES.items() if dtype is compute_dtype),
         "device": str(accelerator.device),
     }
 

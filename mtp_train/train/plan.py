@@ -1,12 +1,36 @@
-"""Derive the numbers of a run (steps, micro-batches, learning rates) from a recipe and a world size."""
+"""Plan a run's steps, and estimate their memory and disk from shapes alone.
+
+- :class:`Plan`: how an optimiser step is divided into micro-batches and processes.
+- :class:`TrainOptions`: the settings of AdamW, of its learning rate and of the loop.
+- :func:`estimate_footprint` and :func:`in_shards`: bytes per process in training, whole and in shards.
+- :func:`estimate_disk`: the most bytes that a run adds to the disk.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Size
 
 from mtp_train.errors import RecipeError
-from mtp_train.recipe.schema import Recipe
+from mtp_train.heads.experts import is_stacked
+from mtp_train.heads.lora import LoraSettings, is_target
+from mtp_train.losses.chunked import CHUNK_ROWS, LOGIT_BYTES, chunk_rows
+from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.precision import held_dtype
+from mtp_train.trunk.quantise import Quantization, trunk_bytes
+
+GIB = 1 << 30
+_MASTER_BYTES = 4
+"""Bytes of each of the head's weights, which are in fp32."""
+_STATE_BYTES = 12
+"""Bytes per weight in a resume state: the weight and AdamW's two moments, in fp32."""
+_STATES_AT_ONCE = 3
+"""Resume states on disk at a time: two are kept, and the oldest is removed after the new one is complete."""
 
 
 @dataclass(frozen=True)
@@ -37,40 +61,274 @@ class Plan:
         return slice(start, start + self.micro_batch_sequences)
 
 
-def make_plan(recipe: Recipe, world_size: int) -> Plan:
-    """Derive the accumulation from ``train.tokens_per_step``.
+def make_plan(
+    *, max_steps: int, tokens_per_step: int, seq_len_tokens: int, micro_batch_sequences: int, world_size: int
+) -> Plan:
+    """Derive the accumulation from the tokens of a step.
 
     Raises:
         RecipeError: A step's sequences are not divisible by the processes; the message names the nearest values.
     """
-    sequences = recipe.train.tokens_per_step // recipe.data.seq_len_tokens
-    per_micro_step = recipe.train.micro_batch_sequences * world_size
+    sequences = tokens_per_step // seq_len_tokens
+    per_micro_step = micro_batch_sequences * world_size
     if sequences % per_micro_step:
-        unit = per_micro_step * recipe.data.seq_len_tokens
-        below = max(1, recipe.train.tokens_per_step // unit) * unit
+        unit = per_micro_step * seq_len_tokens
+        below = max(1, tokens_per_step // unit) * unit
         raise RecipeError(
             [
-                f"train.tokens_per_step: {recipe.train.tokens_per_step} is {sequences} sequences; expected a multiple "
-                f"of {per_micro_step} (micro_batch_sequences x {world_size} processes). Write {below} or "
-                f"{below + unit}."
+                f"train.tokens_per_step: {tokens_per_step} is {sequences} sequences; expected a multiple of "
+                f"{per_micro_step} (micro_batch_sequences x {world_size} processes). Write {below} or {below + unit}."
             ]
         )
-    return Plan(
-        max_steps=recipe.train.max_steps,
-        seq_len_tokens=recipe.data.seq_len_tokens,
-        sequences_per_step=sequences,
-        micro_batch_sequences=recipe.train.micro_batch_sequences,
-        world_size=world_size,
-        accumulation=sequences // per_micro_step,
+    accumulation = sequences // per_micro_step
+    return Plan(max_steps, seq_len_tokens, sequences, micro_batch_sequences, world_size, accumulation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """The settings of AdamW, of its learning rate and of the loop, as the recipe's ``train`` describes them."""
+
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+    max_grad_norm: float
+    schedule: Literal["constant", "cosine"]
+    warmup_steps: int
+    max_steps: int
+    log_steps: int
+    save_steps: int
+    depth_decay: float
+    """The weight of depth k is proportional to this to the power k - 1."""
+
+    def lr_at(self, step: int) -> float:
+        """Return the learning rate of a 0-based step: linear warm-up, then constant or a cosine down to 0."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        progress = (step - self.warmup_steps) / max(1, self.max_steps - self.warmup_steps)
+        return self.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Estimated bytes per process."""
+
+    trunk_parameters: int
+    head_parameters: int
+    trained_parameters: int
+    trunk_bytes: int
+    head_and_optimizer_bytes: int
+    loss_bytes: int
+    activation_bytes: int
+    loss_rows: int = CHUNK_ROWS
+    """Target rows of one chunk of the loss."""
+    converted_bytes: int = 0
+    """Bytes of weights that are held a second time in the dtype of the products: the output matrix and one layer of
+    the trunk, and the head if products are in bf16. Also those of experts' gradients in passing."""
+    offloaded_bytes: int = 0
+    """Bytes of the trunk's layers in main memory or on disk."""
+    loading_bytes: int = 0
+    """Bytes of main memory while the trunk is loaded for another device; 0 on a CPU, where they are in the sum."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of all bytes on the device."""
+        weights = self.trunk_bytes + self.converted_bytes + self.head_and_optimizer_bytes
+        return weights + self.loss_bytes + self.activation_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {**asdict(self), "total_bytes": self.total_bytes}
+
+    def to_text(self) -> str:
+        """Return total and parts for a reader."""
+        elsewhere = f" ({self.offloaded_bytes / GIB:.2f} offloaded)" if self.offloaded_bytes else ""
+        elsewhere += f", converted weights {self.converted_bytes / GIB:.2f}" if self.converted_bytes else ""
+        return (
+            f"about {self.total_bytes / GIB:.2f} GiB: trunk {self.trunk_bytes / GIB:.2f}{elsewhere}, head with "
+            f"optimiser {self.head_and_optimizer_bytes / GIB:.2f}, loss {self.loss_bytes / GIB:.2f} in chunks of "
+            f"{self.loss_rows} rows, activations {self.activation_bytes / GIB:.2f}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """The settings that decide how much memory training takes."""
+
+    num_depths: int
+    compute_dtype: torch.dtype
+    """The dtype of matrix products."""
+    recompute: bool
+    """Whether the head's activations are recomputed in the backward pass."""
+    held: str = "auto"
+    """``model.dtype``."""
+    quantization: Quantization | None = None
+    offloads: bool = False
+    loss_vocab: int | None = None
+    """Tokens that p and q are distributions over; None for the whole vocabulary."""
+    lora: LoraSettings | None = None
+
+    def adapts_experts(self, name: str, shape: Size) -> bool:
+        """Return whether a weight of the head is of experts with LoRA."""
+        return self.lora is not None and is_target(name, self.lora.targets) and is_stacked(name, shape)
+
+
+def estimate_disk(memory: Footprint, cache_bytes: int) -> int:
+    """Estimate the most bytes that training a head adds to the disk: resume states, hidden states, head and export.
+
+    The export's other shards are links to the trunk's.
+
+    Args:
+        memory: Weights of the head.
+        cache_bytes: The most bytes of a hidden-state cache.
+    """
+    return memory.trained_parameters * _STATE_BYTES * _STATES_AT_ONCE + memory.head_parameters * 2 * 2 + cache_bytes
+
+
+def estimate_footprint(
+    options: MemoryOptions,
+    trunk: Trunk,
+    head: Mapping[str, Size],
+    plan: Plan,
+    device: torch.device,
+    gpu_bytes: int | None,
+    lora_parameters: int | None = None,
+) -> Footprint:
+    """Estimate the memory of training from shapes alone.
+
+    Args:
+        trunk: The trunk, possibly on the meta device.
+        head: Shapes of the head's weights.
+        plan: The division of a step.
+        device: The device of a process.
+        gpu_bytes: Its memory; None for any device but a CUDA or ROCm one.
+        lora_parameters: Number of LoRA's weights; None if all of the head is trained.
+    """
+    sizes = [parameter.numel() for parameter in trunk.parameters()]
+    head_parameters = sum(shape.numel() for shape in head.values())
+    trained = head_parameters if lora_parameters is None else lora_parameters
+    # Nearly all releases are in bf16. The dtype of a model that is not downloaded yet is unknown here.
+    held = held_dtype(options.held, torch.bfloat16, sum(sizes), device).itemsize
+    vocab = options.loss_vocab or trunk.config.vocab_size
+    layers = _layer_bytes(trunk, held)
+    on_device, offloaded = trunk_bytes(trunk.causal_lm, options.quantization, held, where="model.trunk"), 0
+    if options.offloads:
+        on_device, offloaded = on_device - sum(layers) + max(layers), sum(layers)
+    loading = 0
+    if device.type != "cpu":
+        # bitsandbytes packs each matrix on the device, as soon as it is read.
+        loading = held * (sum(sizes) if options.quantization is None else max(sizes))
+    loss_rows = chunk_rows(vocab, gpu_bytes)
+    width = trunk.family.state_width(trunk.config)
+    return Footprint(
+        trunk_parameters=sum(sizes),
+        head_parameters=head_parameters,
+        trained_parameters=trained,
+        trunk_bytes=on_device,
+        # Weights, gradients and AdamW's two moments, all in fp32.
+        head_and_optimizer_bytes=(head_parameters + (lora_parameters or 0)) * 4 + trained * 12,
+        loss_bytes=loss_rows * vocab * LOGIT_BYTES,
+        activation_bytes=activation_bytes(options, width, plan.micro_batch_tokens, plan.seq_len_tokens),
+        loss_rows=loss_rows,
+        converted_bytes=_converted_bytes(options, trunk, held, vocab)
+        + converted_head_bytes(options, head)
+        + passing_expert_bytes(options, head),
+        offloaded_bytes=offloaded,
+        loading_bytes=loading,
     )
 
 
-def learning_rate(recipe: Recipe, step: int) -> float:
-    """Return the learning rate of a 0-based step: linear warm-up, then constant or a cosine down to 0."""
-    train = recipe.train
-    if step < train.warmup_steps:
-        return train.lr * (step + 1) / train.warmup_steps
-    if train.schedule == "constant":
-        return train.lr
-    progress = (step - train.warmup_steps) / max(1, train.max_steps - train.warmup_steps)
-    return train.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
+def activation_bytes(options: MemoryOptions, hidden: int, rows: int, seq_len_tokens: int) -> int:
+    """Estimate the bytes that training keeps between forward and backward pass.
+
+    Args:
+        hidden: Width of the head's states.
+        rows: Tokens of a micro-batch.
+        seq_len_tokens: Length of a sequence.
+    """
+    depths = options.num_depths
+    # The backward pass needs about 30 hidden-sized states per row and depth. With checkpointing, all but two of these
+    # and the keys and values are recomputed, one depth at a time.
+    states = 30 + 4 * depths if options.recompute else 30 * depths
+    # One number per row and key of each depth.
+    masks = rows * seq_len_tokens * depths * (depths + 1) // 2
+    return rows * hidden * 4 * states + masks
+
+
+def _converted_bytes(options: MemoryOptions, trunk: Trunk, held: int, vocab: int) -> int:
+    computed = options.compute_dtype.itemsize
+    if held == computed:
+        return 0
+    matrix = vocab * int(trunk.config.hidden_size)
+    return (matrix + max(_layer_bytes(trunk, 1), default=0)) * computed
+
+
+def converted_head_bytes(options: MemoryOptions, head: Mapping[str, Size]) -> int:
+    """Return the bytes of the copies of a head's matrices that a backward pass needs.
+
+    autocast makes one copy of a trained matrix for all depths. Experts, and with LoRA all frozen matrices, are copied
+    for each depth that their module computes. Experts with LoRA are copied in fp32 too: peft adds the product of LoRA's
+    matrices to them. With checkpointing, the backward pass makes the copies again for one depth at a time.
+
+    Args:
+        head: Shapes of the head's weights.
+    """
+    computed = options.compute_dtype.itemsize
+    num_modules = len({name.split(".")[1] for name in head if name.startswith("blocks.")})
+    depths = 1 if options.recompute else max(1, options.num_depths // max(1, num_modules))
+    copied = 0
+    for name, shape in head.items():
+        if len(shape) < 2 or "embed" in name:
+            continue
+        if computed < _MASTER_BYTES or options.adapts_experts(name, shape):
+            copied += shape.numel() * (depths if options.lora is not None or is_stacked(name, shape) else 1)
+    return computed * copied
+
+
+def passing_expert_bytes(options: MemoryOptions, head: Mapping[str, Size]) -> int:
+    """Return the bytes of tensors that are as large as those of all experts, and soon freed.
+
+    Trained experts: the gradient of one depth, and its transpose. Experts with LoRA: the product of LoRA's matrices, in
+    fp32, of which peft keeps one for each tensor during a forward pass.
+
+    Args:
+        head: Shapes of the head's weights.
+    """
+    if options.lora is not None:
+        return _MASTER_BYTES * sum(shape.numel() for name, shape in head.items() if options.adapts_experts(name, shape))
+    largest = max((shape.numel() for name, shape in head.items() if is_stacked(name, shape)), default=0)
+    return 2 * largest * options.compute_dtype.itemsize
+
+
+def _layer_bytes(trunk: Trunk, itemsize: int) -> list[int]:
+    return [sum(parameter.numel() for parameter in layer.parameters()) * itemsize for layer in trunk.layers]
+
+
+def in_shards(whole: Footprint, trunk: Trunk, plan: Plan, *, is_adapted: bool) -> Footprint | None:
+    """Return the footprint of a process with trunk and head in shards (FSDP2, ZeRO-3); None for one process.
+
+    Two of the trunk's layers are whole at a time. The rest of the trunk is whole during a step, and so are the head's
+    weights and their gradients. ``loading_bytes`` is that of FSDP2: ZeRO-3 loads the whole trunk first.
+
+    Args:
+        whole: The footprint of a process with the whole trunk, unquantised.
+        trunk: The trunk, possibly on the meta device.
+        plan: Gives the number of processes.
+        is_adapted: Whether an adapter is put on the trunk, which is loaded whole then.
+    """
+    if plan.world_size == 1:
+        return None
+    layers = _layer_bytes(trunk, whole.trunk_bytes // whole.trunk_parameters)
+    beside = whole.trunk_bytes - sum(layers) + sum(sorted(layers)[-2:])
+    in_step = 4 * (whole.head_parameters + whole.trained_parameters)
+    loading = whole.loading_bytes
+    if loading and not is_adapted:
+        # One layer, and copies of its experts while they are merged.
+        loading = whole.trunk_bytes - sum(layers) + 2 * max(layers)
+    return replace(
+        whole,
+        loading_bytes=loading,
+        trunk_bytes=whole.trunk_bytes // plan.world_size + beside,
+        head_and_optimizer_bytes=whole.head_and_optimizer_bytes // plan.world_size + in_step,
+    )

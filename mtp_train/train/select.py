@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from mtp_train.data.pack import PackedSequence, collate, full_batches
 from mtp_train.errors import TrainingError
 from mtp_train.heads.module import MtpHead
-from mtp_train.recipe.schema import SelectSpec
 from mtp_train.train.hidden_cache import HiddenCache
 from mtp_train.train.state import Best, best_weights, head_state, save_best
 from mtp_train.train.teacher_forced import DenseMetrics, DenseSums
@@ -29,7 +28,8 @@ class Selection:
     """Measures the head, stores the best weights, and ends training when measures stop improving.
 
     Args:
-        spec: The recipe's ``train.select``.
+        every_steps: Steps between measures.
+        patience: Training ends after so many measures without a better one; None for no limit.
         sequences: Packed text to measure on, the same on every process.
         cache: The trunk's states of the text; None computes them.
         directory: Directory of resume states.
@@ -38,13 +38,15 @@ class Selection:
 
     def __init__(
         self,
-        spec: SelectSpec,
+        every_steps: int,
+        patience: int | None,
         sequences: Sequence[PackedSequence],
         cache: HiddenCache | None,
         directory: Path,
         decode: Callable[[MtpHead], dict[str, float]] | None,
     ) -> None:
-        self.spec = spec
+        self.every_steps = every_steps
+        self.patience = patience
         self.sequences = sequences
         self.cache = cache
         self.directory = directory
@@ -54,11 +56,11 @@ class Selection:
     @property
     def is_exhausted(self) -> bool:
         """Whether measures have not improved for ``patience`` measures."""
-        return self.spec.patience is not None and self.best.since >= self.spec.patience
+        return self.patience is not None and self.best.since >= self.patience
 
     def is_due(self, done: int, max_steps: int) -> bool:
         """Return whether a measure is due after ``done`` steps."""
-        return done % self.spec.every_steps == 0 or done == max_steps
+        return done % self.every_steps == 0 or done == max_steps
 
     def measure(self, wrapped: nn.Module, head: MtpHead, num_depths: int, accelerator: Accelerator) -> dict[str, Any]:
         """Measure the head; every process must call it.

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mtp_train.errors import TrainingError
-from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.train.head_training import HeadTraining
-from mtp_train.trunk.isolate import isolated_hidden
+from mtp_train.train.packed_rows import isolated_hidden
 from mtp_train.trunk.load import Trunk
 from mtp_train.upstream.deepspeed_private import fetch_as_a_whole, is_partitioned, partition_of
 
@@ -106,7 +105,6 @@ class HiddenInShards(nn.Module):
     Args:
         trunk: The trunk, on any device. Its layers are sharded in place, unless they are in shards already; the rest is
             moved to the accelerator's device.
-        accelerator: The accelerator.
 
     Raises:
         TrainingError: The trunk is quantised.
@@ -134,8 +132,9 @@ def _make_ready(trunk: Trunk, accelerator: Accelerator) -> None:
     if packed:
         raise TrainingError(
             f"model.trunk: quantised ({packed[0]} and {len(packed) - 1} more); expected weights that can be cut "
-            f"anywhere. Launch with {accelerate_file('ddp')} or {accelerate_file('zero2')}, which keep the trunk whole."
+            "anywhere. Launch with ddp.yaml or zero2.yaml, which keep the trunk whole."
         )
+    trunk.in_shards = True
     trunk.calls_together = functools.partial(most_of_all, device=accelerator.device)
 
 

@@ -4,6 +4,10 @@ Each saved step has a directory, written under another name and renamed. The two
 resumes from the newest one that is whole. Data order, learning rate and random numbers are functions of the step, so a
 state holds weights, optimiser moments and the step. It also holds the sums since the last log line, so that the log
 equals an unbroken run's.
+
+AdamW's moments are stored as whole tensors. torch has them by parameter, in shards under FSDP2 (:class:`TorchMoments`).
+DeepSpeed flattens the parameters of a group, partitions the result over the processes, and maps partitions to
+parameters (:class:`ZeroMoments`).
 """
 
 from __future__ import annotations
@@ -15,17 +19,20 @@ import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, read_json
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 from mtp_train.errors import CheckpointError, TrainingError
 from mtp_train.heads.lora import is_lora
-from mtp_train.train.moments import FIELDS, Moments, moments_of
-from mtp_train.train.shard import whole_state
+from mtp_train.train.shard import whole, whole_state
+from mtp_train.upstream.deepspeed_private import flat_groups, is_zero_3, link_moments, partition_of
 
 _WEIGHTS, _OPTIMIZER, _META = "head.safetensors", "optimizer.safetensors", "state.json"
 _DIGEST = "digest"
@@ -124,7 +131,7 @@ def save_state(
     head: nn.Module,
     optimizer: Any,
     best: Best | None = None,
-    window: Mapping[str, Any] | None = None,
+    sums: Mapping[str, Any] | None = None,
     *,
     writes: bool = True,
 ) -> None:
@@ -139,7 +146,7 @@ def save_state(
         head: The head, sharded or whole.
         optimizer: AdamW, prepared by accelerate or not.
         best: The best head so far, None without a selection. Earlier best heads are removed.
-        window: The sums since the last log line.
+        sums: The sums since the last log line.
         writes: Whether this process writes.
     """
     weights = head_state(head)
@@ -156,7 +163,7 @@ def save_state(
             "step": step,
             "optimizer": numbers,
             "best": asdict(best or Best()),
-            "window": window,
+            "window": sums,
             "sha256": {name: _sha256(directory / name) for name in files},
         }
         # The file holds the numbers as JSON has them: the checksum is of what a reader gets.
@@ -204,7 +211,7 @@ def load_best(state_dir: Path, step: int) -> Best:
     return Best(**read_json(_step_directory(state_dir, step) / _META)["best"])
 
 
-def load_window(state_dir: Path, step: int) -> dict[str, Any] | None:
+def load_sums(state_dir: Path, step: int) -> dict[str, Any] | None:
     """Load a step's sums since the last log line; None for a state of an earlier release, which has none."""
     return read_json(_step_directory(state_dir, step) / _META).get("window")
 
@@ -252,3 +259,96 @@ def _flatten_optimizer(head: nn.Module, optimizer: Any) -> tuple[dict[str, Tenso
 
 def _pending(tensors: dict[str, Tensor]) -> list[PendingTensor]:
     return [held_tensor(key, SAFETENSORS_DTYPES[value.dtype], value) for key, value in tensors.items()]
+
+
+FIELDS = ("exp_avg", "exp_avg_sq")
+
+
+class Moments(NamedTuple):
+    """AdamW's state of one parameter."""
+
+    step: float
+    """The parameter's count of steps, for the bias correction."""
+    values: dict[str, Tensor]
+    """The moments by name, each of the parameter's shape."""
+
+
+class TorchMoments:
+    """The moments of a torch optimiser."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.state = optimizer.state
+        self.is_fused = bool(optimizer.defaults.get("fused"))
+
+    def get(self, parameter: nn.Parameter) -> Moments | None:
+        """Return a parameter's moments; None before its first gradient."""
+        entry = self.state.get(parameter)
+        return Moments(float(entry["step"]), {field: whole(entry[field]) for field in FIELDS}) if entry else None
+
+    def put(self, parameter: nn.Parameter, moments: Moments) -> None:
+        """Give a parameter moments."""
+        values = {field: _laid_out_as(parameter, value) for field, value in moments.values.items()}
+        # A fused step reads the count on the parameter's device, any other on the CPU.
+        step = torch.tensor(moments.step, device=parameter.device if self.is_fused else "cpu")
+        self.state[parameter] = {"step": step, **values}
+
+
+class ZeroMoments:
+    """The moments of DeepSpeed's ZeRO-2 and ZeRO-3."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.zero = optimizer
+        self.state = optimizer.optimizer.state
+
+    def get(self, parameter: nn.Parameter) -> Moments | None:
+        """Return a parameter's moments."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        values = {field: safe_get_full_optimizer_state(parameter, field) for field in FIELDS}
+        return Moments(float(next(iter(self.state.values()))["step"]), values)
+
+    def put(self, parameter: nn.Parameter, moments: Moments) -> None:
+        """Give a parameter moments."""
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        for entry in self.state.values():
+            entry["step"] = torch.tensor(moments.step)
+        partition = partition_of(parameter)
+        for field, value in moments.values.items():
+            if partition is None:
+                safe_set_full_optimizer_state(parameter, value, field)
+            else:
+                # DeepSpeed's own partitioning of a whole value leaves out the padding of the last partition.
+                safe_set_local_optimizer_state(parameter, _own_part(value, partition.numel()), field)
+
+    def make_room(self) -> None:
+        """Allocate all moments, as the optimiser does at its first step.
+
+        By default ZeRO-2 links parameters to their moments after the first step of its first group, and then finds no
+        moments for the parameters of the other groups.
+        """
+        zero = self.zero
+        for flat in flat_groups(zero):
+            self.state[flat] = {"step": torch.tensor(0.0), **{field: torch.zeros_like(flat) for field in FIELDS}}
+        if not is_zero_3(zero):
+            link_moments(zero)
+
+
+def moments_of(optimizer: Any) -> TorchMoments | ZeroMoments:
+    """Return the moments of an optimiser, prepared by accelerate or not."""
+    inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    return TorchMoments(inner) if isinstance(inner, torch.optim.Optimizer) else ZeroMoments(inner)
+
+
+def _laid_out_as(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    value = value.to(parameter.device)
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    return value
+
+
+def _own_part(value: Tensor, size: int) -> Tensor:
+    """Return this process's partition of a flattened value; partitions have equal size, the last one is padded."""
+    padded = value.new_zeros(size * torch.distributed.get_world_size())
+    padded[: value.numel()] = value.flatten()
+    return padded[size * torch.distributed.get_rank() :][:size]

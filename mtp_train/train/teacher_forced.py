@@ -2,15 +2,17 @@
 
 Unlike counts from decoding, the figures do not depend on where rounds begin or on the draft depth, so they compare
 heads with little noise. Sums run over all batches and processes before any ratio is taken. The steps:
-:func:`target_figures` (per target row), :func:`sum_figures` (:class:`DenseSums`), :meth:`DenseMetrics.of` (ratios).
+:func:`target_figures` (per target row), :func:`dense_sums` (:class:`DenseSums`), :meth:`DenseMetrics.of` (ratios).
 
 Shapes: K depths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,12 +21,11 @@ from torch import Tensor
 from mtp_train.acceptance.counts import entropy, overlap
 from mtp_train.heads.module import MtpHead
 from mtp_train.losses.chunked import chunk_rows, gpu_bytes_of, to_starts
-from mtp_train.train.aligned import Batch, aligned_rows
 from mtp_train.trunk.load import Trunk
-from mtp_train.trunk.widen import many_rows
+from mtp_train.trunk.precision import slow_halves
 
 if TYPE_CHECKING:
-    from mtp_train.train.aligned import AlignedRows
+    from mtp_train.train.packed_rows import AlignedRows
 
 
 class TargetFigures(NamedTuple):
@@ -69,7 +70,6 @@ def target_figures(
     Args:
         rows: Aligned rows of trunk and head.
         trunk: Its output matrix gives p, and q if the head has none of its own.
-        head: The head.
         temperature: Divisor of the logits of p and q, above 0.
         draft_vocab_R: int, the tokens that the head may draft; q is 0 elsewhere. None for all.
     """
@@ -98,14 +98,9 @@ def target_figures(
 
 
 def dense_sums(rows: AlignedRows, trunk: Trunk, head: MtpHead) -> DenseSums:
-    """Return the sums of :func:`target_figures` at temperature 1."""
-    return sum_figures(rows, target_figures(rows, trunk, head))
-
-
-def sum_figures(rows: AlignedRows, figures: TargetFigures) -> DenseSums:
-    """Return the sums of figures over the targets of the rows."""
+    """Return the sums of :func:`target_figures` at temperature 1 over the targets of the rows."""
     valid_KN = rows.valid_KN
-    agreed_KN, overlap_KN, entropy_N = figures
+    agreed_KN, overlap_KN, entropy_N = target_figures(rows, trunk, head)
     valid_KS, agreed_KS, overlap_KS = (to_starts(one) for one in (valid_KN, agreed_KN, overlap_KN))
     reached_KS = valid_KS.cumprod(0) * rows.starts_N
     return DenseSums(
@@ -136,8 +131,6 @@ class DenseMetrics:
     target_entropy: float | None
     """Mean entropy of p at depth 1's targets, nats."""
     num_targets: list[int]
-    median_entropy: float | None = None
-    """Median entropy of p at these targets, in nats: low for templated text."""
     tau_greedy: float | None = None
     """Mean tokens per round of greedy decoding, if a round began at every token of the responses."""
     tau_sampled: float | None = None
@@ -157,22 +150,19 @@ class DenseMetrics:
         )
 
 
-@torch.inference_mode()
-def dense_metrics(trunk: Trunk, head: MtpHead, batches: Iterable[Batch], num_depths: int) -> DenseMetrics:
-    """Measure a head on packed text."""
-    total: DenseSums | None = None
-    entropies: list[Tensor] = []
-    with many_rows(trunk, head) as run:
-        for batch in batches:
-            rows = aligned_rows(trunk, run, batch, num_depths)
-            figures = target_figures(rows, trunk, run)
-            entropies.append(figures.entropy_N[rows.valid_KN[0]])
-            found = sum_figures(rows, figures)
-            total = found if total is None else total.plus(found)
-    if total is None:
-        return DenseMetrics([], [], None, [])
-    every_N = torch.cat(entropies)
-    return replace(DenseMetrics.of(total), median_entropy=float(every_N.median()) if len(every_N) else None)
+@contextmanager
+def many_rows(trunk: Trunk, head: MtpHead) -> Iterator[MtpHead]:
+    """Run a trunk over many rows in the faster precision, and yield the head to run with it.
+
+    Where the device is slow in the dtype in which they are held, the trunk computes in fp32 and the head is a copy in
+    fp32.
+    """
+    weight = trunk.lm_head_VD
+    if not slow_halves(weight.dtype, weight.device):
+        yield head
+        return
+    with trunk.computing_in(torch.float32):
+        yield deepcopy(head).float()
 
 
 def _ratios(sums_K: Tensor, counts_K: Tensor) -> list[float | None]:

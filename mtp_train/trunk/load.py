@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Convention, Family
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.heads.diagnose import layout_of, trunk_config
-from mtp_train.trunk.precision import HALF_DTYPES
+from mtp_train.trunk.precision import HALF_DTYPES, Scratch, computing_in
 from mtp_train.trunk.quantise import Quantization, packing
 from mtp_train.trunk.recurrent_kernels import choose_kernels
 from mtp_train.upstream.transformers_private import (
@@ -102,6 +102,8 @@ class Trunk(nn.Module):
         """From the number of forwards that this process needs to the number that it must make. Where the trunk is
         sharded, every process takes part in each forward of the others.
         """
+        self.in_shards = False
+        """Whether each process holds a part of the layers' weights."""
         self.offloaded = False
         """Whether the layers' weights are in main memory or on disk between forwards, see
         :mod:`mtp_train.trunk.offload`.
@@ -144,6 +146,19 @@ class Trunk(nn.Module):
         """Release the decoder's layers and their memory; embedding, final norm and output matrix stay."""
         self.decoder.layers = nn.ModuleList()
         self.offloaded = False
+
+    def computing_in(self, dtype: torch.dtype, scratch: Scratch | None = None) -> AbstractContextManager[None]:
+        """Make the trunk multiply in a dtype and return it inside this context, whatever dtype it is held in.
+
+        The same trunk loaded in that dtype gives equal results. Weights of that dtype and packed weights stay
+        unchanged, and so does a trunk in shards, which are gathered in the dtype that they are held in. Weights that
+        are read outside of their module's forward (``lm_head_VD``) keep their dtype.
+
+        Args:
+            dtype: fp32 or a dtype in half precision.
+            scratch: A buffer to reuse. Share it only among callers that are always, or never, in inference mode.
+        """
+        return nullcontext() if self.in_shards else computing_in(self.causal_lm, set(self.layers), dtype, scratch)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Trunk:
         # Between forwards, the parameters of offloaded layers have no data to move or cast. The other parts are on the

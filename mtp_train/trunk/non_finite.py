@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mtp_train.checkpoints.finite import all_finite
+from mtp_train.checkpoints.files import all_finite
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
@@ -32,7 +32,6 @@ def non_finite_error(
 
     Args:
         source: Whether they are the trunk's logits or the drafter's.
-        trunk: The trunk.
         drafter: The batch's drafter; None without one.
         token_ids: The tokens before the logits, rejected drafts left out.
         depth: Number of drafts per round.

@@ -1,29 +1,37 @@
-"""Choose the dtypes of a run: the precision of matrix products, and the dtype in which the trunk's weights are held.
+"""Choose and apply the dtypes of a run: of matrix products, and of the trunk's weights in memory.
 
 Products use bf16 where the device computes it natively and faster, and fp32 elsewhere (:func:`resolve_precision`).
 Without native bf16, torch multiplies bf16 matrices on a CPU in a slow loop of its own, 4 to 8 times slower than fp32
 for many rows; Intel's AVX512_BF16 without AMX takes 1.1 to 2 times as long as fp32. The choice depends on feature
 queries and never on a timing, so that equal machines choose alike. Weights are held as stored, or in fp32 on a CPU with
 enough memory (:func:`held_dtype`).
+
+A trunk can multiply in another dtype than it is held in (:meth:`mtp_train.trunk.load.Trunk.computing_in`): the weights
+of one layer at a time are converted while the layer runs, which takes the memory of one layer.
 """
 
 from __future__ import annotations
 
 import math
 import platform
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import psutil
 import torch
+from torch import Tensor, nn
 
 from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint
 from mtp_train.families import Family
 from mtp_train.heads.diagnose import stored_dtype
+from mtp_train.upstream.transformers_private import kept_in_fp32
 
 Precision = Literal["fp32", "bf16"]
 COMPUTE_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HALF_DTYPES = (torch.bfloat16, torch.float16)
+FLOAT_DTYPES = (torch.float32, *HALF_DTYPES)
 MEMORY_SHARE = 0.6
 """The largest share of a machine's memory for the trunk: the head, its optimiser and activations need the rest."""
 
@@ -88,19 +96,28 @@ def _has(native: bool) -> str:
     return "multiplies bf16 natively" if native else "has no native bf16"
 
 
-def held_dtype(stored: torch.dtype, num_weights: int, device: torch.device) -> torch.dtype:
-    """Return the dtype in which a trunk's weights are held where the user sets none.
+def held_dtype(asked: str, stored: torch.dtype, num_weights: int, device: torch.device) -> torch.dtype:
+    """Return the dtype in which a trunk's weights are held.
 
-    It is the stored dtype, except on a CPU with enough memory for fp32, which decodes exactly and multiplies fast on
-    every processor. With less memory, ``widen.py`` converts one layer at a time.
+    For ``auto`` it is the stored dtype, except on a CPU with enough memory for fp32, which decodes exactly and
+    multiplies fast on every processor.
 
     Args:
+        asked: ``auto``, ``float32`` or ``bfloat16``.
         stored: The checkpoint's dtype.
         num_weights: The number of weights of the trunk.
         device: The device on which it will run.
     """
+    if asked != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[asked]
     fits = 4 * num_weights <= MEMORY_SHARE * main_memory_bytes()
     return torch.float32 if device.type == "cpu" and fits else stored
+
+
+def trunk_dtype(checkpoint: Checkpoint, family: Family, device: torch.device, asked: str = "auto") -> torch.dtype:
+    """Return the dtype in which the trunk of a checkpoint is held, see :func:`held_dtype`."""
+    num_weights = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
+    return held_dtype(asked, TORCH_DTYPES[stored_dtype(checkpoint, family)], num_weights, device)
 
 
 def main_memory_bytes() -> int:
@@ -113,7 +130,114 @@ def main_memory_bytes() -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
-def automatic_dtype(checkpoint: Checkpoint, family: Family, device: torch.device) -> torch.dtype:
-    """Return the dtype in which a trunk is held where the user sets none, see :func:`held_dtype`."""
-    num_weights = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
-    return held_dtype(TORCH_DTYPES[stored_dtype(checkpoint, family)], num_weights, device)
+_ALIGNED = 16
+"""Numbers, 64 bytes: kernels sum in another order where a matrix starts at another alignment."""
+
+
+class Scratch:
+    """One buffer for all units, as one unit runs at a time: allocating memory costs more than the conversion."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0)
+
+    def copies(self, tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Return copies of the tensors in a dtype, in the buffer."""
+        sizes = [-(-tensor.numel() // _ALIGNED) * _ALIGNED for tensor in tensors]
+        total, device = sum(sizes), tensors[0].device
+        if self._buffer.numel() < total or self._buffer.device != device or self._buffer.dtype != dtype:
+            self._buffer = torch.empty(total, dtype=dtype, device=device)
+        parts = zip(self._buffer[:total].split(sizes), tensors, strict=True)
+        return [part[: tensor.numel()].view(tensor.shape).copy_(tensor) for part, tensor in parts]
+
+
+@contextmanager
+def computing_in(
+    model: nn.Module, layers: Collection[nn.Module], dtype: torch.dtype, scratch: Scratch | None
+) -> Iterator[None]:
+    """Make a model multiply in a dtype inside this context, see :meth:`mtp_train.trunk.load.Trunk.computing_in`.
+
+    A layer is converted as a unit, because some layers read the weights of their submodules without calling them.
+    """
+    kept = kept_in_fp32(model)
+    scratch = scratch or Scratch()
+    with ExitStack() as stack:
+        for unit in _units(model, layers, dtype, kept):
+            converted = _Unit(unit, dtype, kept, scratch)
+            for handle in (
+                unit.register_forward_pre_hook(converted.before, with_kwargs=True),
+                # always_call: a forward may end with an exception, such as KeysWritten from a cache in keys-only mode.
+                unit.register_forward_hook(converted.after, always_call=True),
+            ):
+                stack.callback(handle.remove)
+            # Hooks do not run on KeyboardInterrupt.
+            stack.callback(converted.restore)
+        yield
+
+
+Held = tuple[dict[str, Any], str, Tensor]
+"""A weight: the dict of its module that holds it, its name there, and its value."""
+
+
+def _to_convert(module: nn.Module, dtype: torch.dtype, kept: tuple[str, ...]) -> list[Held]:
+    """Return the weights of a module that are held in another floating-point dtype.
+
+    In half precision, buffers such as rotary frequencies stay in fp32, and so do the parameters named by ``kept``.
+    """
+    wide = dtype is torch.float32
+    return [
+        (held, name, tensor)
+        for path, part in module.named_modules()
+        for held in ((part._parameters, part._buffers) if wide else (part._parameters,))
+        for name, tensor in held.items()
+        if tensor is not None and tensor.dtype in FLOAT_DTYPES and tensor.dtype is not dtype
+        if wide or not any(one in f"{path}.{name}" for one in kept)
+    ]
+
+
+def _units(
+    module: nn.Module, layers: Collection[nn.Module], dtype: torch.dtype, kept: tuple[str, ...]
+) -> Iterator[nn.Module]:
+    """Yield the modules to convert as a unit: layers, and other modules with weights in another dtype."""
+    if module in layers or not any(child in layers for child in module.modules()):
+        if _to_convert(module, dtype, kept):
+            yield module
+        return
+    for child in module.children():
+        yield from _units(child, layers, dtype, kept)
+
+
+class _Unit:
+    """Convert a unit's weights and inputs before its forward, and restore the weights afterwards.
+
+    Of an embedding the output is converted and not the matrix, which is large and not multiplied.
+    """
+
+    def __init__(self, unit: nn.Module, dtype: torch.dtype, kept: tuple[str, ...], scratch: Scratch) -> None:
+        self._dtype, self._scratch = dtype, scratch
+        self._embeds = type(unit) is nn.Embedding
+        self._held = [] if self._embeds else _to_convert(unit, dtype, kept)
+
+    @torch.no_grad()
+    def before(self, _unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Replace the weights with converted copies, and convert the inputs."""
+        here = [tensor for _, _, tensor in self._held if not tensor.is_meta]
+        copies = iter(self._scratch.copies(here, self._dtype) if here else ())
+        for held, name, tensor in self._held:
+            # Of an offloaded layer: accelerate loads a weight in the dtype of the parameter in its place.
+            held[name] = (
+                nn.Parameter(torch.empty_like(tensor, dtype=self._dtype), False) if tensor.is_meta else next(copies)
+            )
+        return tuple(map(self._converted, args)), {name: self._converted(one) for name, one in kwargs.items()}
+
+    def after(self, _unit: nn.Module, _args: Any, output: Any) -> Any:
+        """Restore the weights."""
+        self.restore()
+        return self._converted(output) if self._embeds else None
+
+    def restore(self) -> None:
+        """Restore the weights."""
+        for held, name, tensor in self._held:
+            held[name] = tensor
+
+    def _converted(self, value: Any) -> Any:
+        return value.to(self._dtype) if isinstance(value, Tensor) and value.dtype in FLOAT_DTYPES else value

@@ -93,7 +93,6 @@ def raw_tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, start: bool = T
     """Return the token ids of raw text, without the end-of-text token that some tokenizers append.
 
     Args:
-        tokenizer: The trunk's tokenizer.
         text: Raw text.
         start: Whether the text opens a document. The begin-of-text token is then added if the tokenizer adds one.
     """

@@ -96,7 +96,6 @@ def require_whole_trunk(
     """Check that a trunk has every tensor that its config needs, in a shape and dtype that loads.
 
     Args:
-        checkpoint: The checkpoint.
         family: Its record, where it differs from the record that the config selects.
         trust_remote_code: Whether code beside the weights may run.
         adapter_beside: Whether an adapter may be in the model's directory, for commands that do not copy it.
@@ -123,7 +122,6 @@ def diagnose_trunk(
     their shape.
 
     Args:
-        checkpoint: The checkpoint.
         family: Its record, where it differs from the record that the config selects.
         trust_remote_code: Whether code beside the weights may run.
 
@@ -172,8 +170,6 @@ def _whole_numbers(tensors: Mapping[str, TensorInfo], model: Any) -> list[str]:
 
 def _model_without_weights(checkpoint: Checkpoint, family: Family, trust_remote_code: bool) -> Any | None:
     """Return transformers' model on the meta device; None for a family that cannot be built here."""
-    if family.layer.borrowed is None:
-        return None
     try:
         _ = family.classes
         config = trunk_config(checkpoint.path, family, trust_remote_code=trust_remote_code)

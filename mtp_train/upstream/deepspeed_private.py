@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mtp_train.upstream.symbols import Symbol
+from mtp_train.upstream import Symbol
 
 _ZERO_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
@@ -18,15 +18,15 @@ SYMBOLS = (
     Symbol(
         _ZERO_2,
         "single_partition_of_fp32_groups",
-        "train/moments.py",
+        "train/state.py",
         "moments can be set through deepspeed.utils only after a first step, which would change the weights",
     ),
-    Symbol(_ZERO_2, "_lazy_init_hp_params_optimizer_state", "train/moments.py", "as single_partition_of_fp32_groups"),
-    Symbol(_ZERO_3, "fp32_partitioned_groups_flat", "train/moments.py", "as single_partition_of_fp32_groups"),
+    Symbol(_ZERO_2, "_lazy_init_hp_params_optimizer_state", "train/state.py", "as single_partition_of_fp32_groups"),
+    Symbol(_ZERO_3, "fp32_partitioned_groups_flat", "train/state.py", "as single_partition_of_fp32_groups"),
     Symbol(
         _PARAMETERS,
         "ds_tensor",
-        "train/moments.py, train/shard.py",
+        "train/state.py, train/shard.py",
         "there is no documented way to free a partition, or to learn its size with padding",
     ),
     Symbol(_PARAMETERS, "ds_id", "train/shard.py", "no documented query tells whether a parameter is partitioned"),

@@ -15,36 +15,15 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import masking_utils
-from transformers.activations import ACT2FN
-from transformers.cache_utils import DynamicIndexedLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.activations import ACT2FN as ACT2FN
+from transformers.cache_utils import DynamicIndexedLayer as DynamicIndexedLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer as DynamicSlidingWindowLayer
+from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLayer
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask as sdpa_mask
 
-from mtp_train.upstream.symbols import Symbol
-
-__all__ = [
-    "ACT2FN",
-    "ALL_EXPERTS_FUNCTIONS",
-    "SYMBOLS",
-    "DynamicIndexedLayer",
-    "DynamicSlidingWindowLayer",
-    "LinearAttentionLayer",
-    "attention_of",
-    "experts_of",
-    "forget_deepspeed",
-    "load_from_wrapper",
-    "loading_layer_by_layer",
-    "renamed_keys",
-    "sdpa_attention_forward",
-    "sdpa_mask",
-    "set_attention",
-    "set_experts",
-    "torch_function_of",
-    "unpack_mxfp4",
-    "without_deepspeed",
-    "without_packed_rows",
-]
+from mtp_train.upstream import Symbol
 
 SYMBOLS = (
     Symbol(
@@ -148,6 +127,12 @@ SYMBOLS = (
     ),
     Symbol(
         "transformers:PreTrainedModel",
+        "_keep_in_fp32_modules_strict",
+        "trunk/precision.py",
+        "a model class does not document which of its parameters stay in fp32",
+    ),
+    Symbol(
+        "transformers:PreTrainedModel",
         "_keys_to_ignore_on_load_unexpected",
         "families/models/attached.py (in a hint)",
         "no argument of from_pretrained accepts the tensors of a head that the model class does not have",
@@ -168,15 +153,14 @@ def set_attention(config: Any, name: str | None) -> None:
     config._attn_implementation = name
 
 
-def experts_of(config: Any) -> str | None:
-    """Return the name of the function that computes a mixture's experts in models of a config."""
-    name: str | None = config._experts_implementation
-    return name
-
-
 def set_experts(config: Any, name: str | None) -> None:
     """Make models of a config compute a mixture's experts with the function that is registered under a name."""
     config._experts_implementation = name
+
+
+def kept_in_fp32(model: nn.Module) -> tuple[str, ...]:
+    """Return parts of the names of parameters that stay in fp32 in a model that is loaded in half precision."""
+    return tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
 
 
 def forget_deepspeed() -> None:

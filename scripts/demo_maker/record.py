@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +18,33 @@ from rich.progress import Progress
 from demo_maker.table import LONGEST, TableDrafting, make_table
 from demo_maker.texts import Texts
 from mtp_inference import HeadDrafting
+from mtp_inference.drafters.drafter import Drafting
+from mtp_train.acceptance.names import CEILING, CONTROL, NGRAM, RANDOM
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.records import PlainText, Record
 from mtp_train.data.tokenize import Document, tokenize_records
-from mtp_train.evaluation.results import ArmResult
-from mtp_train.evaluation.settings import draft_depth, greedy
-from mtp_train.heads.build import artifact_plan, build_head
+from mtp_train.evaluation.settings import greedy
+from mtp_train.evaluation.statistics import make_cell
+from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.evaluate_run import decode, evaluation_settings, measure_dense, outputs, run_result
-from mtp_train.runs.input_identity import hash_run_inputs
-from mtp_train.runs.inputs import Inputs, gather_inputs
-from mtp_train.runs.run_dir import with_resolved_precision
-from mtp_train.runs.stages import claim_run, load_run_trunk, make_documents
+from mtp_train.runs.evaluate_run import evaluation_settings, measure, trunk_facts
+from mtp_train.runs.regeneration import data_stage
+from mtp_train.runs.run import Run, load_run_trunk
+from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.training import train_stage
 from mtp_train.train.launch import RunAccelerator, make_accelerator
-from mtp_train.train.teacher_forced import DenseMetrics
 from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.precision import resolve_precision
 
 CEILING_FACTOR = 10
 CONTROL_FILES_EVERY, CONTROL_CHARS = 2, 4000
-CONTROL, CEILING, RANDOM_HEAD, NGRAM = "control", "ceiling", "random", "ngram"
 ANSWERS = "the trunk's own answers to the recipe's prompts"
 DATA = {
     CONTROL: "the code that the base was trained on",
     CEILING: ANSWERS,
-    RANDOM_HEAD: ANSWERS,
+    RANDOM: ANSWERS,
     NGRAM: f"{ANSWERS}, counted after contexts of up to {LONGEST} tokens",
 }
 
@@ -76,7 +75,7 @@ def record_arms(texts: Texts, recipe_path: Path, work: Path, out: Path) -> None:
     changes = {
         CONTROL: ["data.regenerate.enabled=false"],
         CEILING: [f"train.max_steps={CEILING_FACTOR * steps}"],
-        RANDOM_HEAD: ["head.init=random"],
+        RANDOM: ["head.init=random"],
         NGRAM: [],
     }
     # The cache of hidden states halves the time over several epochs, with the same heads.
@@ -85,62 +84,48 @@ def record_arms(texts: Texts, recipe_path: Path, work: Path, out: Path) -> None:
         recording = Recording(texts, make_accelerator(), progress)
         for arm, overrides in changes.items():
             asked = load_recipe(recipe_path, [*shared, f"run_dir={work / arm}", *overrides])
-            recipe = with_resolved_precision(asked, recording.accelerator.device)
+            automatic = resolve_precision("auto", recording.accelerator.device).precision
+            directory = RunDirectory(work / arm)
+            recipe = directory.with_precision(asked, automatic)
             started = time.perf_counter()
-            arms[arm], settings[arm] = _record(arm, recipe, recording)
+            run = Run.begin(recipe, directory, recording.accelerator, progress)
+            arms[arm], settings[arm] = _record(arm, run, recording)
             progress.console.print(f"{arm}: tau {arms[arm]['tau']:.3f}, {time.perf_counter() - started:.0f} s")
     write_json(out, {"settings": settings, "arms": arms})
 
 
-def _record(arm: str, recipe: Recipe, recording: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
-    accelerator, progress, run_dir = recording.accelerator, recording.progress, Path(recipe.run_dir)
-    inputs = gather_inputs(recipe, accelerator.num_processes, progress)
-    contents = hash_run_inputs(recipe, run_dir, progress)
-    trunk = load_run_trunk(recipe, inputs, accelerator, progress)
-    inputs = claim_run(recipe, run_dir, inputs, contents, accelerator, progress)
-    documents = _documents(arm, recipe, inputs, trunk, recording)
-    setting = greedy(draft_depth(recipe))
-    if arm == NGRAM:
-        result = _measure_table(recipe, inputs, trunk, documents, recording)
-    else:
-        train_stage(recipe, run_dir, inputs, trunk, documents, accelerator, progress)
+def _record(arm: str, run: Run, recording: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
+    trunk = load_run_trunk(run)
+    run.claim()
+    documents, setting = _documents(arm, run, trunk, recording), greedy(run.recipe.draft_depth)
+    drafting: Drafting = TableDrafting(make_table(documents))
+    if arm != NGRAM:
+        train_stage(run, trunk, documents)
         # Load the trunk again: the cache of hidden states releases its layers.
-        trunk = load_run_trunk(recipe, inputs, accelerator, progress)
-        plan = artifact_plan(load_artifact(run_dir / "head"))
-        head = build_head(plan, text_config_of(inputs.finetune), dtype=trunk.lm_head_VD.dtype).eval()
-        heads = {arm: HeadDrafting(head)}
-        names = {arm: f"recorded:{arm}"}
-        (plain, drafted), _ = decode(recipe, inputs, trunk, heads, names, [setting], accelerator, progress)
-        dense = measure_dense(recipe, inputs, trunk, heads, outputs(plain, setting), progress)[arm]
-        recording.target_entropy = dense.target_entropy
-        result = run_result(drafted, setting, dense)
+        trunk = load_run_trunk(run)
+        plan = load_artifact(run.directory.path / "head")
+        head = build_head(plan, text_config_of(run.inputs.finetune), dtype=trunk.lm_head_VD.dtype).eval()
+        drafting = HeadDrafting(head)
+    _, drafted = measure(run, trunk, {arm: drafting}, [setting])
+    result = make_cell(drafted, setting).result
+    # A table has no distribution to measure the entropy of the text with, which is the other arms'.
+    recording.target_entropy = result.target_entropy or recording.target_entropy
     # Speeds are not recorded, since they do not compare with speeds of another machine.
-    recorded = replace(result, measured_here=False, tokens_per_second=None, speedup=None)
+    no_speed = dict.fromkeys(("tokens_per_second", "speedup", "speedup_ci95", "break_even_tau"))
+    own = {"head": f"recorded:{arm}", "measured_here": False, "target_entropy": recording.target_entropy}
     facts = {"documents": len(documents), "tokens": sum(len(document.input_ids) for document in documents)}
-    told = {**evaluation_settings(recipe, inputs, trunk, [setting]), "data": DATA[arm], **facts}
-    return recorded.to_json(), told
+    told = evaluation_settings(run.recipe, run.inputs, [setting]) | trunk_facts(run.recipe, trunk)
+    return {**asdict(result), **no_speed, **own}, {**told, "data": DATA[arm], **facts}
 
 
-def _measure_table(
-    recipe: Recipe, inputs: Inputs, trunk: Trunk, documents: Sequence[Document], recording: Recording
-) -> ArmResult:
-    """Decode with a static n-gram table of the documents; the text is the trunk's, whatever drafts it."""
-    drafting, names = {NGRAM: TableDrafting(make_table(documents))}, {NGRAM: f"recorded:{NGRAM}"}
-    setting = greedy(draft_depth(recipe))
-    accelerator, progress = recording.accelerator, recording.progress
-    (_, drafted), _ = decode(recipe, inputs, trunk, drafting, names, [setting], accelerator, progress)
-    return run_result(drafted, setting, DenseMetrics([], [], recording.target_entropy, []))
-
-
-def _documents(arm: str, recipe: Recipe, inputs: Inputs, trunk: Trunk, recording: Recording) -> Sequence[Document]:
+def _documents(arm: str, run: Run, trunk: Trunk, recording: Recording) -> Sequence[Document]:
     if arm != CONTROL:
         if recording.answers is None:
-            run_dir, accelerator = Path(recipe.run_dir), recording.accelerator
-            recording.answers = make_documents(recipe, run_dir, inputs, trunk, accelerator, recording.progress)
+            recording.answers = data_stage(run, trunk)
         return recording.answers
     records = [
         Record(f"code#{number}", file.top, PlainText(file.text[:CONTROL_CHARS]))
         for number, file in enumerate(recording.texts.code[::CONTROL_FILES_EVERY], start=1)
     ]
-    documents, _ = tokenize_records(records, inputs.tokenizer, recipe.data.seq_len_tokens)
+    documents, _ = tokenize_records(records, run.inputs.tokenizer, run.recipe.data.seq_len_tokens)
     return documents

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from mtp_inference.drafters.drafter import Drafter, Place, Size
+from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
 from mtp_inference.drafters.other_drafters import NgramDrafter
-from mtp_inference.sampling.chooser import Chooser, Drafts
+from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.data.tokenize import Document
 from mtp_train.trunk.load import Trunk
 
@@ -33,7 +34,7 @@ def make_table(documents: Iterable[Document], longest: int = LONGEST) -> Table:
     return {context: min(found, key=lambda token: (-found[token], token)) for context, found in counts.items()}
 
 
-class TableDrafting:
+class TableDrafting(Drafting):
     """Draft the most frequent target of the longest known context.
 
     Args:
@@ -45,12 +46,8 @@ class TableDrafting:
         self.table = table
         self.longest = longest
 
-    def check(self, trunk: Trunk, depth: int) -> None:
-        """See :class:`DrafterMaker`."""
-
-    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
-        """See :class:`DrafterMaker`."""
-        return TableDrafter(self, size, depth, trunk.lm_head_VD.device)
+    def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
+        return TableDrafter(self, size, trunk.lm_head_VD.device)
 
     def next_token(self, text: Sequence[int]) -> int | None:
         """Return the token to draft after a text; None where the table has none of its contexts."""
@@ -61,17 +58,17 @@ class TableDrafting:
 class TableDrafter(NgramDrafter):
     """Store every text like prompt lookup, and look up its last tokens in the table."""
 
-    def __init__(self, maker: TableDrafting, size: Size, depth: int, device: torch.device) -> None:
-        super().__init__(maker.longest, 1, size, depth, device)
+    def __init__(self, maker: TableDrafting, size: BatchSize, device: torch.device) -> None:
+        super().__init__(maker.longest, 1, size, device)
         self.maker = maker
 
-    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
-        """See :class:`Drafter`. A row without a known context drafts no further tokens."""
-        tokens_BK = torch.zeros(len(self.length_B), depth, dtype=torch.long)
+    def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
+        """A row without a known context drafts no further tokens."""
+        tokens_BK = torch.zeros(len(self.length_B), plan.depth, dtype=torch.long)
         num_drafted_B = torch.zeros(len(self.length_B), dtype=torch.long)
         for row, length in enumerate(self.length_B.tolist()):
             text = self.text_BS[row, max(0, length - self.longest) : length].tolist()
-            for index in range(depth):
+            for index in range(plan.depth):
                 token = self.maker.next_token(text)
                 if token is None:
                     break

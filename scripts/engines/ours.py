@@ -14,8 +14,9 @@ from torch import Tensor
 
 from engines.traces import Round, Text
 from mtp_inference import HeadDrafting, Request, SpeculativeDecoder
-from mtp_inference.drafters.drafter import Drafter, Place, Size
-from mtp_inference.sampling.chooser import Chooser, Drafts
+from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
+from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.heads.build import build_head, native_plan, stored_head_plan
 from mtp_train.heads.diagnose import text_config_of
@@ -63,7 +64,7 @@ def with_state_before_norm(trunk: Trunk) -> Trunk:
     return Trunk(trunk.model, replace(family, wiring=replace(family.wiring, default=default))).eval()
 
 
-class _Recorder:
+class _Recorder(Drafter):
     """Wrap a drafter and record its drafts.
 
     Args:
@@ -78,7 +79,6 @@ class _Recorder:
         self._leading_row = leading_row
 
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
-        """See :class:`Drafter`."""
         if self._leading_row:
             # A row pairs a hidden state with the token after it: the added row pairs zeros with the first token. All
             # rows move by one position, which does not change rotary attention.
@@ -86,26 +86,17 @@ class _Recorder:
             prompt_RT = torch.cat([prompt_RT[:, :1], prompt_RT], dim=1)
         self._drafter.start(rows, hidden_RTD, prompt_RT, first_R)
 
-    def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
-        """See :class:`Drafter`."""
-        self._drafter.extend(hidden_BTD, tokens_BT, num_kept_B)
+    def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
+        self._drafter.observe(hidden_BTD, tokens_BT, num_kept_B)
 
-    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
-        """See :class:`Drafter`."""
-        drafts = self._drafter.draft(depth, place, chooser)
-        self._drafted.append(tuple(drafts.tokens_BK[0].tolist()))
+    def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
+        drafts = self._drafter.draft(plan, choice)
+        if plan.depth:
+            self._drafted.append(tuple(drafts.tokens_BK[0].tolist()))
         return drafts
 
-    def settle(self, place: Place) -> None:
-        """See :class:`Drafter`."""
-        self._drafter.settle(place)
 
-    def keep_rows(self, rows_R: Tensor) -> None:
-        """See :class:`Drafter`."""
-        self._drafter.keep_rows(rows_R)
-
-
-class RecordedDrafting:
+class RecordedDrafting(Drafting):
     """Draft with a head, one text at a time, and record the drafts of every round in ``drafted``."""
 
     def __init__(self, subject: Subject, *, leading_row: bool) -> None:
@@ -114,13 +105,11 @@ class RecordedDrafting:
         self.drafted: list[tuple[int, ...]] = []
 
     def check(self, trunk: Trunk, depth: int) -> None:
-        """See :class:`DrafterMaker`."""
         self._drafting.check(trunk, depth)
 
-    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
-        """See :class:`DrafterMaker`."""
+    def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
         roomier = size._replace(capacity=size.capacity + 1)
-        return _Recorder(self._drafting.make(trunk, roomier, depth), self.drafted, self._leading_row)
+        return _Recorder(self._drafting.make(trunk, roomier, cache), self.drafted, self._leading_row)
 
 
 def decode(

@@ -226,7 +226,6 @@ def save_beside(trunk: Trunk, head: MtpHead, shape: WitnessShape, directory: Pat
     text_config = text_config_of(checkpoint)
     plan = fresh_plan(checkpoint, text_config, "auto", seed=0, kind=kind, num_modules=shape.num_modules)
     artifact = Artifact(
-        family=plan.family,
         layout=plan.layout,
         num_modules=plan.num_modules,
         num_depths=TRAINED_DEPTHS,

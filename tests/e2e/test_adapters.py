@@ -160,11 +160,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: rewrite_config(path, peft_type="LARO"),
         "peft cannot apply it to the trunk|peft_type 'LARO'; expected LORA",
     ),
-    "a rank of text": (lambda path: rewrite_config(path, r="eight"), "r is 'eight'; expected a rank, 1 or more"),
-    "no alpha": (lambda path: rewrite_config(path, lora_alpha=None), "lora_alpha is None; expected a number"),
+    "a rank of text": (lambda path: rewrite_config(path, r="eight"), "r is 'eight'; expected int"),
+    "no alpha": (lambda path: rewrite_config(path, lora_alpha=None), "lora_alpha is None; expected int"),
     "patterns of text": (
         lambda path: rewrite_config(path, rank_pattern="4"),
-        "rank_pattern is '4'; expected a mapping",
+        "rank_pattern is '4'; expected dict",
     ),
     "no targets": (lambda path: rewrite_config(path, target_modules=["nothing"]), "peft cannot apply it to the trunk"),
 }

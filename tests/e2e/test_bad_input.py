@@ -7,23 +7,132 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from damages import DAMAGES, Damage, poison
+from checkpoints import all_tensors, shard
 from mtp_train.checkpoints import artifact as artifact_module
 from mtp_train.checkpoints import export as export_module
+from mtp_train.checkpoints.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from mtp_train.cli.main import main
-from runs import tree, write_inputs, write_recipe
+from runs import copy_run, tree, write_inputs, write_recipe
 from tiny import ALL_FAMILIES
 
 Capture = pytest.CaptureFixture[str]
 # Where, what was found, what was expected, what to do about it.
 FOUR_ANSWERS = re.compile(r"[^\n]+: [^\n]+; expected [^\n]+\. [A-Z][^\n]+[.?]")
+
+
+class Damage(NamedTuple):
+    """Something wrong with ``base`` or ``finetune``."""
+
+    do: Callable[[Path], None]
+    """Given the directory that holds both."""
+    message: str
+    """Pattern of the message it must cause."""
+
+
+def save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+
+
+def lose_a_shard(inputs: Path) -> None:
+    shard(inputs / "finetune")
+    (inputs / "finetune" / "model-00002-of-00003.safetensors").unlink()
+
+
+def truncate_a_shard(inputs: Path) -> None:
+    shard(inputs / "finetune")
+    file = inputs / "finetune" / "model-00003-of-00003.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def index_a_file_that_never_was(inputs: Path) -> None:
+    shard(inputs / "base")
+    index = json.loads((inputs / "base" / INDEX_FILE).read_text())
+    index["weight_map"]["lm_head.weight"] = "model-00004-of-00003.safetensors"
+    (inputs / "base" / INDEX_FILE).write_text(json.dumps(index))
+
+
+def reshape_the_head(inputs: Path) -> None:
+    save(inputs / "base", load_file(inputs / "base" / SINGLE_FILE) | {"mtp.fc.weight": torch.zeros(32, 48)})
+
+
+def poison(inputs: Path, name: str, key: str) -> None:
+    """Put one NaN into a tensor of a single-file checkpoint."""
+    tensors = load_file(inputs / name / SINGLE_FILE)
+    tensors[key].view(-1)[-1] = float("nan")
+    save(inputs / name, tensors)
+
+
+def narrow_the_base(inputs: Path) -> None:
+    tensors = all_tensors(inputs / "base")
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"][:-1]
+    shutil.copytree(inputs / "base", inputs / "narrow", ignore=shutil.ignore_patterns("model*"))
+    save_file(tensors, inputs / "narrow" / SINGLE_FILE, {"format": "pt"})
+    shutil.rmtree(inputs / "base")
+    (inputs / "narrow").rename(inputs / "base")
+
+
+def rename_the_architecture(inputs: Path) -> None:
+    config = json.loads((inputs / "finetune" / CONFIG_FILE).read_text()) | {"model_type": "gpt2"}
+    (inputs / "finetune" / CONFIG_FILE).write_text(json.dumps(config))
+
+
+def pickle_the_weights(inputs: Path) -> None:
+    (inputs / "finetune" / SINGLE_FILE).rename(inputs / "finetune" / "pytorch_model.bin")
+
+
+DAMAGES = {
+    "missing shard": Damage(
+        lose_a_shard,
+        r"finetune/model\.safetensors\.index\.json: names model-00002-of-00003\.safetensors, which is not there .*; "
+        r"expected every shard beside the index\. Download the missing shards\.",
+    ),
+    "truncated shard": Damage(
+        truncate_a_shard,
+        r"finetune/model-00003-of-00003\.safetensors: truncated or damaged .*; expected a whole safetensors file\. "
+        r"Download or copy it again\.",
+    ),
+    "index of a missing file": Damage(
+        index_a_file_that_never_was,
+        r"base/model\.safetensors\.index\.json: names model-00004-of-00003\.safetensors, which is not there",
+    ),
+    "head of another shape": Damage(
+        reshape_the_head,
+        r"base: head shape mismatch: mtp\.fc\.weight: found \[32, 48\], expected \[32, 64\] .*; expected a complete "
+        r"head\. Point at the base with its original weights\.",
+    ),
+    "NaN in the trunk": Damage(
+        lambda inputs: poison(inputs, "finetune", "model.norm.weight"),
+        r"finetune: model\.norm\.weight holds NaN or infinite values \(1 such tensors\); expected finite weights\. "
+        r"Use a checkpoint saved before training diverged\.",
+    ),
+    "NaN in the head": Damage(
+        lambda inputs: poison(inputs, "base", "mtp.norm.weight"),
+        r"mtp\.norm\.weight.* holds NaN or infinite values.*; expected finite weights\. Use a checkpoint saved before",
+    ),
+    "base of another trunk": Damage(
+        narrow_the_base,
+        r"base: trunk tensor layers\.0\.mlp\.up_proj\.weight is \[47, 32\], in .*finetune it is \[48, 32\]; "
+        r"expected the same trunk shape\. Point at the base that the fine-tune came from\.",
+    ),
+    "unknown architecture": Damage(
+        rename_the_architecture,
+        r"finetune: config\.json has model_type 'gpt2', an architecture without a known head layout; expected one of "
+        r".*qwen3_5_text.*\. Add a family record .* or use a supported model\.",
+    ),
+    "pickle": Damage(
+        pickle_the_weights,
+        r"finetune: weights are pickles \(pytorch_model\.bin\), which can run code when read; expected safetensors\. "
+        r"Convert them once",
+    ),
+}
 
 
 @pytest.fixture
@@ -61,17 +170,15 @@ def assert_recorded(run_dir: Path, message: str, stage: str) -> None:
 # Damaged checkpoints
 
 
-@pytest.mark.parametrize("command", ["run", "regenerate", "graft", "generate"])
+@pytest.mark.parametrize("command", ["run", "graft", "generate"])
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_a_damaged_checkpoint_is_refused_by_every_command_that_needs_it(
     damage: Damage, command: str, inputs: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     damage.do(inputs)
-    regenerate = {"data__regenerate": {"enabled": True}} if command == "regenerate" else {}
-    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **regenerate)
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run")
     argv = {
         "run": ["run", recipe],
-        "regenerate": ["regenerate", recipe],
         "graft": ["graft", inputs / "finetune", "--from", inputs / "base", "--out", tmp_path / "out"],
         "generate": ["generate", inputs / "finetune", "--head", inputs / "base", "--prompt", "say 1"],
     }[command]
@@ -147,10 +254,10 @@ def test_an_unknown_recipe_key_is_named_with_the_one_that_was_meant(
     assert message == "data.seq_len: unknown; expected a field of data. Did you mean data.seq_len_tokens?"
 
 
-def test_contradictory_settings_are_all_named_at_once(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
-    message = refused_recipe(inputs, tmp_path, capfd, model__head_from=None, train__warmup_steps=4)
+def test_wrong_settings_of_all_sections_are_named_at_once(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    message = refused_recipe(inputs, tmp_path, capfd, data__holdout=2.0, train__warmup_steps=4)
     lines = message.splitlines()
-    assert any(line.startswith("head.init: 'graft' while model.head_from is null; expected") for line in lines)
+    assert any(line.startswith("data.holdout: 2.0; expected a number above 0 and below 1") for line in lines)
     assert any(line.startswith("train.warmup_steps: 4; expected fewer than train.max_steps (4).") for line in lines)
     assert all(FOUR_ANSWERS.fullmatch(line) for line in lines)
 
@@ -303,20 +410,13 @@ def test_a_full_disk_leaves_nothing_behind(
 def test_a_run_that_met_a_full_disk_goes_on_to_its_export(
     finished: Path, inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(finished, tmp_path / "again")
-    run_dir = tmp_path / "again" / "run"
-    shutil.rmtree(run_dir / "export")
-    (run_dir / "outcome.json").unlink()
-    recipe = (finished / "recipe.yaml").read_text().replace(str(finished), str(tmp_path / "again"))
-    (tmp_path / "again" / "recipe.yaml").write_text(recipe)
-    (run_dir / "recipe.yaml").write_text(
-        (run_dir / "recipe.yaml").read_text().replace(str(finished), str(tmp_path / "again"))
-    )
+    run_dir = copy_run(finished / "run", tmp_path / "run", "export")
+    command = ["run", str(finished / "recipe.yaml"), f"run_dir={run_dir}"]
     whole = tree(run_dir / "head")
     with monkeypatch.context() as full:
         fill_the_disk(full)
         capfd.readouterr()
-        assert main(["run", str(tmp_path / "again" / "recipe.yaml")]) == 2
+        assert main(command) == 2
         message = capfd.readouterr().err
     assert "writing the checkpoint failed (No space left on device)" in message
     outcome = json.loads((run_dir / "outcome.json").read_text())
@@ -325,7 +425,7 @@ def test_a_run_that_met_a_full_disk_goes_on_to_its_export(
     assert not list(run_dir.glob("*export*"))
     assert not list(run_dir.glob(".*"))
     assert tree(run_dir / "head") == whole
-    assert main(["run", str(tmp_path / "again" / "recipe.yaml")]) == 0
+    assert main(command) == 0
     again, whole = tree(run_dir / "export"), tree(finished / "run" / "export")
     # The model card names speeds, which no two runs share.
     assert again.pop("README.md") is not None
@@ -340,6 +440,18 @@ def test_a_chain_of_modules_is_not_trained_as_one(tmp_path: Path, capfd: Capture
     message = refusal(["check", recipe], capfd)
     assert message.startswith("objective.unroll: 'fastmtp' with a head of 3 chained modules")
     assert FOUR_ANSWERS.fullmatch(message)
+
+
+def test_check_and_run_report_the_same_problems_at_once(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    wrong = {"head__draft_vocab": 100_000, "data__responses": str(tmp_path / "no run"), "data__regenerate": {}}
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **wrong)
+    said = []
+    for command in ("check", "run"):
+        assert main([command, str(recipe)]) == 2
+        said.append(capfd.readouterr().err.splitlines()[-2:])
+    assert said[0] == said[1]
+    assert "head.draft_vocab: 100000; expected fewer" in said[0][0]
+    assert said[0][1].startswith("data.responses: ")
 
 
 # What is no bad input

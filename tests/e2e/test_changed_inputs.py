@@ -18,7 +18,7 @@ from mtp_train.errors import ChangedInputError
 from mtp_train.evaluation import run as study_run
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline
-from runs import LEARNS, document, run_quietly, tree, write_inputs, write_recipe
+from runs import document, run_quietly, tree, write_inputs, write_recipe
 
 Capture = pytest.CaptureFixture[str]
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -133,11 +133,14 @@ def test_a_killed_run_goes_on_with_files_that_were_copied_or_touched(place: Path
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(pristine: Path, run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has finished and exported, and inputs of its own."""
-    directory = write_inputs(tmp_path_factory.mktemp("finished"))
-    recipe = write_recipe(directory / "recipe.yaml", directory, directory / "run", export__link="copy", **LEARNS)
-    assert main(["run", str(recipe)]) == 0
+    directory = Path(shutil.copytree(pristine, tmp_path_factory.mktemp("finished") / "in"))
+    shutil.copytree(run_dir, directory / "run")
+    shutil.copy(run_dir.parent / "recipe.yaml", directory)
+    for path in (directory / "recipe.yaml", *(directory / "run").glob("*.yaml"), *(directory / "run").glob("*.json")):
+        text = path.read_text().replace(str(run_dir), str(directory / "run"))
+        path.write_text(text.replace(str(pristine), str(directory)))
     return directory
 
 

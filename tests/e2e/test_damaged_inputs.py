@@ -139,7 +139,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (directory / name / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
     base, finetune = (open_checkpoint(directory / name) for name in ("base", "finetune"))
     plan = graft_plan(finetune, base, "auto")
-    save_artifact(Artifact(plan.family, plan.layout, 1, 3, plan.convention, plan.template, {}), directory / "head")
+    save_artifact(Artifact(**vars(plan), num_depths=3, notes={}), directory / "head")
     write_recipe(directory / "recipe.yaml", Path(), Path("run"))
     return directory
 
@@ -187,7 +187,7 @@ def test_intact_inputs_are_used(part: str, command: str, inputs: Path, capfd: Ca
 
 
 EVERY = [(part, command) for part, commands in COMMANDS.items() for command in commands]
-CASES = [(*EVERY[seed % len(EVERY)], seed) for seed in range(100)]
+CASES = [(*EVERY[seed % len(EVERY)], seed) for seed in range(60)]
 
 
 @pytest.mark.parametrize(("part", "command", "seed"), CASES)

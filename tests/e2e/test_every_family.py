@@ -1,4 +1,4 @@
-"""Every family's way from a stripped fine-tune to a checkpoint that is healthy again, in one test for all.
+"""A family's way from a stripped fine-tune to a checkpoint that is healthy again; ``test_families.py`` has its stages.
 
 Random tiny checkpoints in the released layout: key names and expert layout are what transformers' own
 ``save_pretrained`` and the family's key rules make of them.
@@ -17,11 +17,11 @@ from checkpoints import all_tensors
 from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greedy
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.heads.build import build_head, native_plan
-from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.trunk.load import load_trunk
 from runs import LEARNS, document, run_quietly, write_inputs, write_recipe
-from tiny import ALL_FAMILIES, CACHE_KINDS
+from tiny import ALL_FAMILIES
 
 NEW_TOKENS = 24
 PROMPT = [5, 9, 3, 44, 60]
@@ -30,8 +30,10 @@ SHORT = {**LEARNS, "train__max_steps": 40, "evaluate__arms": ["none", "graft", "
 LONGER = {"inkling": {"train__max_steps": 80}}
 
 
-# The fast tier goes the whole way with one family of each kind of cache; the slow tier with the others.
-EVERY_ONE = [pytest.param(name, marks=[pytest.mark.slow] * (name not in CACHE_KINDS.values())) for name in ALL_FAMILIES]
+# The fast tier goes the whole way with a mixture whose head is one more layer, and with one of several streams (the run
+# of conftest.py has a recurrent state and its head beside the trunk); the slow tier with all others.
+QUICK = ("glm4_moe", "deepseek_v4")
+EVERY_ONE = [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in ALL_FAMILIES]
 
 
 @pytest.mark.parametrize("family_name", EVERY_ONE)
@@ -58,7 +60,8 @@ def test_a_stripped_fine_tune_gets_a_head_that_is_better_than_the_graft(
     assert lossless["identical"] + lossless["near_tie_divergences"] == lossless["checked"] > 0
 
     export = run_dir / "export"
-    assert_export_is_faithful(export, finetune, base)
+    written = all_tensors(export)
+    assert all(torch.equal(written[key], value) for key, value in all_tensors(finetune).items())
     exported = inspected(capfd, export, "--base", base)
     assert (exported["status"], exported["stale"]) == ("healthy", False)
     assert_lossless(export)
@@ -79,19 +82,3 @@ def assert_lossless(path: Path) -> None:
         (result,) = SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).decode([PROMPT], NEW_TOKENS)
         assert result.num_drafts > 0
         assert compare(result.token_ids, plain, trunk, PROMPT).verdict == "identical", depth
-
-
-def assert_export_is_faithful(export: Path, finetune: Path, base: Path) -> None:
-    """Trunk bits are the fine-tune's; head keys, shapes, dtypes and config fields are the base's."""
-    written, tuned, original = all_tensors(export), all_tensors(finetune), all_tensors(base)
-    assert all(torch.equal(written[key], value) for key, value in tuned.items())
-    layout = layout_of(open_checkpoint(base))
-    head_keys = {key for key in original if layout.is_head_key(key)}
-    assert written.keys() - tuned.keys() == head_keys
-    for key in head_keys:
-        assert (written[key].shape, written[key].dtype) == (original[key].shape, original[key].dtype)
-    trained = [key for key in head_keys if not torch.equal(written[key], original[key])]
-    assert len(trained) > len(head_keys) // 2
-    fields = open_checkpoint(base).family.declaration.fields
-    written_config, base_config = (json.loads((path / "config.json").read_text()) for path in (export, base))
-    assert all(written_config.get(field) == base_config.get(field) for field in fields)

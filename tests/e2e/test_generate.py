@@ -14,7 +14,7 @@ import torch
 import mtp_train as mtp
 from byte_tokenizer import byte_tokenizer
 from checkpoints import wrap_as_vision_language
-from mtp_inference.reference import plain_greedy
+from mtp_inference import plain_greedy
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.cli import decoding_commands
 from mtp_train.cli.main import main

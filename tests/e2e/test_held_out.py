@@ -6,7 +6,6 @@ import json
 import random
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from mtp_train.data.records import PromptResponse, Record
 from mtp_train.errors import DataError, GateRefusedError
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.inputs import Inputs, gather_inputs
-from mtp_train.runs.pipeline import run
+from mtp_train.runs.pipeline import run_recipe
 from mtp_train.runs.study.material import near_trained
 from mtp_train.runs.training import part_documents
 from runs import GETS_NO_BETTER, tiny_recipe, write_inputs
@@ -129,7 +128,7 @@ def few_groups(directory: Path, run_dir: Path, holdout: float) -> Recipe:
 
 def test_too_few_groups_for_the_gate_are_refused_before_training(chats: Path, tmp_path: Path) -> None:
     recipe = few_groups(chats, tmp_path / "run", 0.15)
-    for refusing in (lambda: check(recipe, processes=1), lambda: run(recipe, Console(quiet=True))):
+    for refusing in (lambda: check(recipe, processes=1), lambda: run_recipe(recipe, Console(quiet=True))):
         with pytest.raises(DataError) as caught:
             refusing()
         assert "data.holdout: 0.15 gives " in str(caught.value)
@@ -156,11 +155,10 @@ def test_check_plans_for_a_config_alone_and_says_that_it_read_no_data(chats: Pat
     recipe = few_groups(chats, tmp_path / "run", 0.5)
     (tmp_path / "config").mkdir()
     shutil.copy(Path(recipe.model.trunk) / "config.json", tmp_path / "config")
-    source = replace(recipe.data.sources[0], path="missing.jsonl")
-    recipe = replace(
-        recipe,
-        model=replace(recipe.model, trunk=str(tmp_path / "config")),
-        data=replace(recipe.data, sources=[source]),
+    source = recipe.data.sources[0].replaced(path="missing.jsonl")
+    recipe = recipe.replaced(
+        model=recipe.model.replaced(trunk=str(tmp_path / "config")),
+        data=recipe.data.replaced(sources=(source,)),
     )
     found = check(recipe, processes=1)
     assert found.data is None
@@ -177,10 +175,10 @@ def test_the_report_says_how_much_of_the_held_out_text_was_trained_on(
         rows = [{**row, "group": f"g{number}"} for number, row in enumerate(rows)]
     write_chats(directory, rows)
     recipe = by_content(directory, tmp_path / "run", evaluate__prompts=16, evaluate__max_new_tokens=4, **GETS_NO_BETTER)
-    recipe = replace(recipe, data=replace(recipe.data, group_field="group"))
+    recipe = recipe.replaced(data=recipe.data.replaced(group_field="group"))
     console = Console(record=True, width=200, quiet=False)
     with pytest.raises(GateRefusedError):
-        run(recipe, console)
+        run_recipe(recipe, console)
     found = json.loads((tmp_path / "run" / "report.json").read_text())["settings"]["held_out"]
     assert found["prompts"] <= 16
     assert 2 <= found["groups"] <= found["prompts"]

@@ -13,8 +13,8 @@ import mtp_train as mtp
 from adapters import write_adapter
 from checkpoints import set_count
 from mtp_train.cli.main import main
-from mtp_train.runs.run_dir import claim, require_ours
-from mtp_train.runs.start import recipe_of
+from mtp_train.runs.resolve import recipe_of
+from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.write_recipe import rescue_recipe
 from runs import document, refusal, tree, write_inputs
 
@@ -135,13 +135,13 @@ def test_the_number_of_processes_is_planned_for_and_resumes_with_another(inputs:
     document(["init", "my.yaml", "--trunk", inputs / "finetune", "--base", inputs / "base", "--processes", "2"], capfd)
     assert mtp.check("my.yaml").plan.world_size == 2
     run_dir = Path("run")
-    claim(run_dir, recipe_of("my.yaml", {"run_dir": "run"}), {})
-    require_ours(run_dir, recipe_of("my.yaml", {"run_dir": "run", "train.processes": 4}))
+    RunDirectory(run_dir).claim(recipe_of("my.yaml", {"run_dir": "run"}), {}, {})
+    RunDirectory(run_dir).require_ours(recipe_of("my.yaml", {"run_dir": "run", "train.processes": 4}))
     with pytest.raises(mtp.OutputExistsError, match="holds the run of another recipe"):
-        require_ours(run_dir, recipe_of("my.yaml", {"run_dir": "run", "train.log_steps": 4}))
+        RunDirectory(run_dir).require_ours(recipe_of("my.yaml", {"run_dir": "run", "train.log_steps": 4}))
     (run_dir / "provenance.json").write_text("{}")
     with pytest.raises(mtp.OutputExistsError, match=r"a run of format_version None, .*; expected 1\. Choose another"):
-        require_ours(run_dir, recipe_of("my.yaml", {"run_dir": "run"}))
+        RunDirectory(run_dir).require_ours(recipe_of("my.yaml", {"run_dir": "run"}))
 
 
 def test_an_existing_file_is_refused(inputs: Path, capfd: Capture) -> None:

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,81 +21,41 @@ from launching import COMMAND_LINE, DEADLINE_SECONDS, environment, head, launch,
 from mtp_train.checkpoints.run_export import RECIPE_FILE
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.recipe.shipped import accelerate_file
-from mtp_train.runs.run_dir import PROVENANCE_FILE
-from runs import GETS_NO_BETTER, LEARNS, tree, write_inputs, write_recipe
+from mtp_train.runs.run_directory import PROVENANCE_FILE
+from runs import GETS_NO_BETTER, LEARNS, copy_run, tree, write_inputs, write_recipe
 
 POLL_SECONDS = 0.01
-# Small files beside the weights: they make an export take long enough to be killed in the middle.
-NUM_NOTES = 3000
-# Batches of two prompts, so that two processes share the regeneration and a kill can fall between batches.
-# Greedy, as in LEARNS: on sampled text of a model this random the gain is near the gate's limit on some processors.
-DATA = {"data__regenerate": {**LEARNS["data__regenerate"], "batch_size": 2}}
-ARMS = {"evaluate__arms": ["none", "graft", "retrained", "vanilla"], "train__log_steps": 1, "export__link": "copy"}
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = write_inputs(tmp_path_factory.mktemp("launch") / "in", num_records=48)
-    notes = directory / "finetune" / "notes"
-    notes.mkdir()
-    for number in range(NUM_NOTES):
-        (notes / f"{number}.txt").write_text(str(number))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def recipe(inputs: Path) -> Path:
-    """A recipe that regenerates and passes the gate; every test gives it a run directory of its own."""
-    return write_recipe(inputs / "recipe.yaml", inputs, inputs / "run", **{**LEARNS, **DATA, **ARMS})
-
-
-@pytest.fixture(scope="module")
-def unbroken(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of one launched process that nothing disturbed."""
-    run_dir = tmp_path_factory.mktemp("unbroken") / "run"
-    done = launch("single.yaml", recipe, run_dir)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["exit_code"] == 0
-    return run_dir
-
-
-def test_two_processes_train_as_one_does(recipe: Path, unbroken: Path, tmp_path: Path) -> None:
+def test_two_processes_train_as_one_does(recipe: Path, run_dir: Path, tmp_path: Path) -> None:
     done = launch("cpu_ddp.yaml", recipe, tmp_path / "run", ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
     # Only one process prints.
     assert json.loads(done.stdout) == {"run_dir": str(tmp_path / "run"), **outcome(tmp_path / "run")}
     assert outcome(tmp_path / "run")["exit_code"] == 0
-    one, two = metrics(unbroken), metrics(tmp_path / "run")
+    one, two = metrics(run_dir), metrics(tmp_path / "run")
     facts = [
         {(line["world_size"], line["distributed_type"], line["wrapper"]) for line in lines} for lines in (one, two)
     ]
     assert facts == [{(1, "NO", "HeadTraining")}, {(2, "MULTI_CPU", "DistributedDataParallel")}]
-    assert [line["step"] for line in two] == [line["step"] for line in one] == list(range(1, 31))
+    assert [line["step"] for line in two] == [line["step"] for line in one] == [10, 20, 30]
     for field in ("loss", "loss_depth_1", "loss_depth_2", "lr", "tokens"):
         assert [line[field] for line in two] == pytest.approx([line[field] for line in one], abs=1e-4), field
-    ours, theirs = head(tmp_path / "run"), head(unbroken)
-    torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(head(tmp_path / "run"), head(run_dir), atol=1e-3, rtol=1e-3)
     # Both answered prompts, and together they gave the answers that one gives alone.
     first, second = (responses(tmp_path / "run", rank, world=2) for rank in (0, 1))
     assert first
     assert second
-    assert sorted(first + second) == responses(unbroken)
+    assert sorted(first + second) == responses(run_dir)
 
 
-def test_two_processes_measure_a_head_as_one_does(recipe: Path, unbroken: Path, tmp_path: Path) -> None:
+def test_two_processes_measure_a_head_as_one_does(recipe: Path, run_dir: Path, tmp_path: Path) -> None:
     """Each decodes half of the prompts."""
-    run_dir = tmp_path / "run"
-    shutil.copytree(unbroken, run_dir)
-    recorded = run_dir / RECIPE_FILE
-    recorded.write_text(recorded.read_text().replace(str(unbroken), str(run_dir)))
-    for path in ("report.json", "outcome.json"):
-        (run_dir / path).unlink()
-    shutil.rmtree(run_dir / "export")
-    done = launch("cpu_ddp.yaml", recipe, run_dir, ACCELERATE_USE_CPU="true")
+    both = copy_run(run_dir, tmp_path / "run", "report.json", "export")
+    done = launch("cpu_ddp.yaml", recipe, both, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
     found, expected = (
-        json.loads((path / "report.json").read_text().replace(str(path), "RUN")) for path in (run_dir, unbroken)
+        json.loads((path / "report.json").read_text().replace(str(path), "RUN")) for path in (both, run_dir)
     )
     assert (found["settings"].pop("processes"), expected["settings"].pop("processes")) == (2, 1)
     assert [without_speed(found[part]) for part in FIGURES] == [without_speed(expected[part]) for part in FIGURES]
@@ -115,26 +74,13 @@ def without_speed(found: Any) -> Any:
     return {key: without_speed(one) for key, one in found.items() if not any(word in key for word in SPEEDS)}
 
 
-def test_two_processes_resolve_auto_alike(recipe: Path, tmp_path: Path) -> None:
-    fields = ("lr", "max_steps", "tokens_per_step", "micro_batch_sequences", "warmup_steps")
-    settings = [*(f"train.{field}=auto" for field in fields), "evaluate.prompts=6", "evaluate.max_new_tokens=8"]
-    run_dir = tmp_path / "run"
-    program = (*COMMAND_LINE, recipe, f"run_dir={run_dir}", "data.seq_len_tokens=auto", *settings, "--json")
-    done = start("cpu_ddp.yaml", *program, ACCELERATE_USE_CPU="true")
-    assert outcome(run_dir)["stage"] == "done", done.stderr
-    train = load_recipe(run_dir / RECIPE_FILE).train
-    lines = metrics(run_dir)
-    assert (lines[-1]["step"], lines[-1]["world_size"]) == (train.max_steps, 2)
-    assert train.tokens_per_step % (2 * train.micro_batch_sequences) == 0
-
-
 def test_processes_that_do_not_know_one_another_are_refused(recipe: Path, tmp_path: Path) -> None:
     """Without its variable the launcher starts two processes that would train apart and both report success."""
     done = launch("cpu_ddp.yaml", recipe, tmp_path / "run")
     assert done.returncode == 1
     message = (
         "launcher: started 2 processes, of which accelerate joins 1; expected one group. On CPUs set "
-        f"ACCELERATE_USE_CPU=true and use {accelerate_file('cpu_ddp')}."
+        "ACCELERATE_USE_CPU=true and use cpu_ddp.yaml (mtp-train recipes shows its path)."
     )
     assert done.stderr.count(f"mtp-train: {message}\n") == 1
     assert done.stdout == ""
@@ -142,6 +88,7 @@ def test_processes_that_do_not_know_one_another_are_refused(recipe: Path, tmp_pa
     assert list(tree(tmp_path / "run")) == ["outcome.json"]
 
 
+@pytest.mark.slow
 def test_processes_that_the_launcher_drops_are_refused(recipe: Path, tmp_path: Path) -> None:
     """With ``--cpu`` accelerate starts one plain process instead, whose environment does not record the request."""
     run_dir = tmp_path / "run"
@@ -155,21 +102,52 @@ def test_processes_that_the_launcher_drops_are_refused(recipe: Path, tmp_path: P
     assert list(tree(run_dir)) == ["outcome.json"]
 
 
-def test_the_verdict_of_the_gate_outlives_the_launcher(inputs: Path, tmp_path: Path) -> None:
-    recipe = write_recipe(
-        tmp_path / "recipe.yaml", inputs, tmp_path / "run", **GETS_NO_BETTER, train__tokens_per_step=384
-    )
-    done = launch("cpu_ddp.yaml", recipe, tmp_path / "run", ACCELERATE_USE_CPU="true")
+def test_two_processes_resolve_auto_alike_and_their_verdict_outlives_the_launcher(
+    pristine: Path, tmp_path: Path
+) -> None:
+    auto = {f"train__{field}": "auto" for field in ("tokens_per_step", "micro_batch_sequences", "warmup_steps")}
+    run_dir = tmp_path / "run"
+    settings = {**GETS_NO_BETTER, **auto, "data__seq_len_tokens": "auto"}
+    recipe = write_recipe(tmp_path / "recipe.yaml", pristine, run_dir, **settings)
+    done = launch("cpu_ddp.yaml", recipe, run_dir, ACCELERATE_USE_CPU="true")
     assert done.returncode == 1
-    verdict = outcome(tmp_path / "run")
-    assert (verdict["exit_code"], verdict["reason"], verdict["stage"]) == (3, "gate_refused", "done")
+    verdict = outcome(run_dir)
+    assert (verdict["exit_code"], verdict["reason"], verdict["stage"]) == (3, "gate_refused", "done"), done.stderr
     assert "does not lie above 0" in verdict["message"]
-    assert metrics(tmp_path / "run")[0]["world_size"] == 2
-    assert not (tmp_path / "run" / "export").exists()
-    assert (tmp_path / "run" / "report.html").exists()
+    assert not (run_dir / "export").exists()
+    assert (run_dir / "report.html").exists()
+    train, (line,) = load_recipe(run_dir / RECIPE_FILE).train, metrics(run_dir)
+    assert (line["step"], line["world_size"]) == (1, 2)
+    assert train.tokens_per_step % (2 * train.micro_batch_sequences) == 0
 
 
 # Kills
+
+# Small files beside the weights: they make an export take long enough to be killed in the middle.
+NUM_NOTES = 3000
+
+
+@pytest.fixture(scope="module")
+def noted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe whose fine-tune has many notes; every test gives it a run directory of its own."""
+    directory = write_inputs(tmp_path_factory.mktemp("launch") / "in", num_records=48)
+    (directory / "finetune" / "notes").mkdir()
+    for number in range(NUM_NOTES):
+        (directory / "finetune" / "notes" / f"{number}.txt").write_text(str(number))
+    # A kill can fall between batches of answers.
+    batches = {"data__regenerate": {**LEARNS["data__regenerate"], "batch_size": 2}}
+    settings = {**LEARNS, **batches, "train__log_steps": 1, "export__link": "copy"}
+    return write_recipe(directory / "recipe.yaml", directory, directory / "run", **settings)
+
+
+@pytest.fixture(scope="module")
+def unbroken(noted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of one launched process that nothing disturbed."""
+    run_dir = tmp_path_factory.mktemp("unbroken") / "run"
+    done = launch("single.yaml", noted, run_dir)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["exit_code"] == 0
+    return run_dir
 
 
 def num_steps(run_dir: Path) -> int:
@@ -203,7 +181,7 @@ def kill_at(recipe: Path, run_dir: Path, reached: Callable[[], bool]) -> None:
 
 @pytest.mark.slow
 def test_a_run_killed_in_every_stage_ends_as_an_unbroken_one(
-    recipe: Path, unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    noted: Path, unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "run"
     latest = {"responses": 12, "steps": 22, "looks": 20, "notes": 500}
@@ -211,24 +189,24 @@ def test_a_run_killed_in_every_stage_ends_as_an_unbroken_one(
     # Shown where the test fails.
     print(moments)
 
-    kill_at(recipe, run_dir, lambda: len(responses(run_dir)) >= moments["responses"])
+    kill_at(noted, run_dir, lambda: len(responses(run_dir)) >= moments["responses"])
     assert len(responses(run_dir)) < len(responses(unbroken))
     assert num_steps(run_dir) == 0
 
-    kill_at(recipe, run_dir, lambda: num_steps(run_dir) >= moments["steps"])
+    kill_at(noted, run_dir, lambda: num_steps(run_dir) >= moments["steps"])
     assert num_steps(run_dir) < 30
     assert not (run_dir / "head").exists()
 
     looks = itertools.count()
-    kill_at(recipe, run_dir, lambda: (run_dir / "head").exists() and next(looks) >= moments["looks"])
+    kill_at(noted, run_dir, lambda: (run_dir / "head").exists() and next(looks) >= moments["looks"])
     assert not (run_dir / "report.json").exists()
 
-    kill_at(recipe, run_dir, lambda: num_notes(run_dir) >= moments["notes"])
+    kill_at(noted, run_dir, lambda: num_notes(run_dir) >= moments["notes"])
     assert num_notes(run_dir) < NUM_NOTES
     assert not (run_dir / "export").exists()
     assert not (run_dir / "outcome.json").exists()
 
-    done = launch("single.yaml", recipe, run_dir)
+    done = launch("single.yaml", noted, run_dir)
     assert done.returncode == 0, done.stderr
     assert_same_end(run_dir, unbroken)
     capsys.readouterr()

@@ -176,7 +176,7 @@ def test_nodes_with_other_data_are_refused(recipe: Path, tmp_path: Path) -> None
 HOLD = """
 import sys
 from filelock import SoftFileLease
-from mtp_train.runs.run_dir import LEASE_SECONDS
+from mtp_train.runs.run_directory import LEASE_SECONDS
 lock = SoftFileLease(sys.argv[1], lease_duration=LEASE_SECONDS)
 lock.acquire()
 print("held", flush=True)

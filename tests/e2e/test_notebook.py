@@ -6,7 +6,6 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,54 +29,10 @@ def sources() -> dict[str, str]:
     return {cell["id"]: "".join(cell["source"]) for cell in cells("code")}
 
 
-def private_names(source: str) -> Iterator[str]:
-    """Yield what code uses beyond the public API: other modules of ours, private names, and names that mtp lacks."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            modules = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-            yield from (name for name in modules if name.startswith(("mtp_train.", "mtp_inference.", "_")))
-            if modules[0] == "mtp_train":
-                yield from (name for name in modules[1:] if name not in mtp.__all__)
-        elif isinstance(node, ast.Name) and node.id.startswith("_"):
-            yield node.id
-        elif isinstance(node, ast.Attribute):
-            of_ours = isinstance(node.value, ast.Name) and node.value.id == "mtp"
-            if node.attr.startswith("_") or (of_ours and node.attr not in mtp.__all__):
-                yield ast.unparse(node)
-
-
-@pytest.mark.parametrize(("name", "source"), sources().items(), ids=list(sources()))
-def test_every_code_cell_compiles_and_uses_public_names_only(name: str, source: str) -> None:
-    compile(source, name, "exec")
-    assert list(private_names(source)) == []
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from mtp_train.runs import rescue",
-        "from mtp_train import runs",
-        "import mtp_train.runs",
-        "mtp._MODULES",
-        "mtp.rescued(1)",
-        "from x import _y",
-    ],
-)
-def test_a_private_name_would_be_found(source: str) -> None:
-    assert list(private_names(source)) != []
-
-
 def test_the_notebook_is_stored_without_outputs_and_machine_paths() -> None:
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells("code"))
     assert MACHINE_PATH.search(NOTEBOOK.read_text(encoding="utf-8")) is None
     assert NOTEBOOK.stat().st_size < 20_000
-
-
-def test_links_of_the_notebook_exist() -> None:
-    text = "".join(line for cell in cells("markdown") for line in cell["source"])
-    links = re.findall(r"\]\(([^)#]+)\)", text)
-    assert len(links) > 2
-    assert all((NOTEBOOK.parent / link).is_file() for link in links)
 
 
 def tiny_demo(out: Path) -> None:

@@ -12,24 +12,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
 
+from mtp_train.answers.store import stored_rows
 from mtp_train.cli.main import main
-from mtp_train.data.responses import stored_rows
 from mtp_train.runs import regeneration
 from runs import LEARNS, document, refusal, tree, write_recipe
 
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.fixture(scope="module")
-def first(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def first(refused: Path) -> Path:
     """The directory of a run in float32 that the gate refused: it has responses and a head, and no export."""
-    run = tmp_path_factory.mktemp("first") / "run"
-    # One step changes the weights measurably, and the drafts hardly.
-    no_better = {"train__lr": 1e-4, "train__max_steps": 1, "model__dtype": "float32"}
-    recipe = write_recipe(run.parent / "recipe.yaml", pristine, run, **{**LEARNS, **no_better})
-    assert main(["run", str(recipe)]) == 3
-    assert not (run / "export").exists()
-    return run
+    return refused.parent / "run"
 
 
 def second(directory: Path, inputs: Path, first: Path, **fields: Any) -> Path:
@@ -145,7 +139,8 @@ def test_a_refused_run_lends_its_head_to_commands(first: Path, pristine: Path, t
     words = ["generate", pristine / "finetune", "--prompt", "x", "--max-new-tokens", "6", "--head"]
     of_run, of_head = (document([*words, place], capfd)["requests"] for place in (first, first / "head"))
     assert of_run == of_head
-    short = ["--prompts", "1", "--max-new-tokens", "4", "--out", tmp_path / "out"]
+    short = ["--suite", pristine / "chats.jsonl", "--prompts-per-task", "2", "--temperatures", "0", "--depths", "1"]
+    short += ["--max-new-tokens", "4", "--no-costs", "--out", tmp_path / "out"]
     assert main([str(word) for word in ("evaluate", pristine / "finetune", "--head", first, *short)]) == 0
     assert (tmp_path / "out" / "report.json").is_file()
 

@@ -12,7 +12,7 @@ import torch
 from checkpoints import all_tensors
 from launching import head, metrics
 from mtp_train.runs import evaluate_run as evaluation
-from mtp_train.runs import stages
+from mtp_train.runs import run
 from mtp_train.trunk import offload
 from mtp_train.trunk.load import Trunk
 from runs import LEARNS, run_quietly, tiny_recipe, write_inputs
@@ -63,7 +63,7 @@ def test_an_offloaded_run_ends_as_any_other(
         offload.offload_layers(trunk, *args)
         offloaded.append({parameter.device.type for parameter in trunk.layers.parameters()})
 
-    for module in (stages, evaluation):
+    for module in (run, evaluation):
         monkeypatch.setattr(module, "offload_layers", noted)
     assert run_quietly(recipe).reason == "done"
     # Both trunks; the fine-tune's twice where training lets go of its layers.

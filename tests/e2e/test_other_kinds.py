@@ -151,6 +151,7 @@ def test_one_comparison_has_them_all(
     assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
 
 
+@pytest.mark.slow
 def test_states_on_disk_give_the_same_head_and_serve_no_other_kind(inputs: Path, tmp_path: Path) -> None:
     kept = {"train__hidden_cache": {"directory": str(tmp_path / "shared"), "max_gib": 0.01}}
     found = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 from pathlib import Path
@@ -16,7 +15,6 @@ from checkpoints import set_count
 from mtp_train.cli.main import main
 from runs import overrides_of, write_inputs
 
-PACKAGE = Path(mtp.__file__).parent
 # The built-in prompts are long for a tokenizer of bytes; all else is as small as it can be.
 TINY = overrides_of(
     head__num_depths=1,
@@ -112,22 +110,3 @@ def test_a_graft_from_a_model_without_a_head_names_the_command_that_attaches_one
     (command,) = re.findall(r"Attach one: (mtp-train .*)", str(refused.value))
     assert paste(command.partition(" && ")[0]) == [0]
     assert main(["check", "finetune.yaml"]) == 0
-
-
-def messages(source: str) -> list[str]:
-    """Return the texts of a module, docstrings left out."""
-    tree = ast.parse(source)
-    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    return [
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
-    ]
-
-
-def test_no_message_names_a_file_that_only_a_clone_has() -> None:
-    # It prints a page of the clone, for those who change the package.
-    modules = [path for path in PACKAGE.rglob("*.py") if path.name != "field_reference.py"]
-    named = {path.name: text for path in modules for text in messages(path.read_text("utf-8")) if "recipes/" in text}
-    assert named == {}
-    assert messages('"""recipes/a.md"""\nx = f"see recipes/a.yaml {x}"') == ["see recipes/a.yaml "]

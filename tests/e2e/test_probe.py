@@ -47,18 +47,11 @@ def test_a_head_that_does_not_draft_for_its_own_base_is_at_fault(inputs: Path, c
     assert tree(inputs) == before
 
 
-@pytest.mark.parametrize("adapted", [False, True])
-def test_a_probe_trains_and_goes_on_where_it_was_stopped(
-    adapted: bool, inputs: Path, monkeypatch: Monkey, capfd: Capture
-) -> None:
+def test_a_probe_trains_and_goes_on_where_it_was_stopped(inputs: Path, monkeypatch: Monkey) -> None:
     monkeypatch.setattr(probing, "LEAST_TAU", 1.0)
-    tuned = inputs / "finetune"
-    if adapted:
-        tuned = inputs / "lora"
-        write_adapter(inputs / "base", tuned, target_modules=["q_proj"])
 
     def probe() -> mtp.ProbeResult:
-        return mtp.probe(tuned, inputs / "base", "found", data=[inputs / "chats.jsonl"])
+        return mtp.probe(inputs / "finetune", inputs / "base", "found", data=[inputs / "chats.jsonl"])
 
     class Killed(BaseException):
         pass
@@ -67,7 +60,7 @@ def test_a_probe_trains_and_goes_on_where_it_was_stopped(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(probing.pipeline, "run", killed)
+        patch.setattr(probing, "run_recipe", killed)
         with pytest.raises(Killed):
             probe()
     measured = tree(Path("found/comparison/measured"))
@@ -85,8 +78,7 @@ def test_a_probe_trains_and_goes_on_where_it_was_stopped(
         probe()
 
 
-@pytest.mark.parametrize("verdict", ["graft", "retrain"])
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(("verdict", "adapted"), [("graft", True), ("retrain", False)])
 def test_the_proposed_command_runs(verdict: str, adapted: bool, inputs: Path, monkeypatch: Monkey) -> None:
     monkeypatch.setattr(probing, "LEAST_TAU", 1.0)
     monkeypatch.setattr(probing, "judge", lambda found: (verdict, "said"))

@@ -45,7 +45,7 @@ def test_check_counts_packed_weights_and_refuses_packed_checkpoints(
     assert sizes[0] > sizes[1]
     # These layers are 32 columns wide.
     assert main(["check", str(recipe), "model.quantization=4bit"]) == 2
-    assert "finetune: no linear layer that can be packed into 4bit; expected one with rows in" in capfd.readouterr().err
+    assert "model.trunk: no linear layer that can be packed into 4bit; expected one with rows" in capfd.readouterr().err
     quantised = Path(shutil.copytree(inputs / "finetune", tmp_path / "fp8"))
     set_fields(quantised, {"quantization_config": {"quant_method": "fp8"}})
     assert main(["check", str(recipe), f"model.trunk={quantised}", "model.quantization=8bit"]) == 2

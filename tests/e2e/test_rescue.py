@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from checkpoints import all_tensors, set_fields
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import rescue as rescue_module
-from mtp_train.runs.probe import Level, ProbeResult
+from mtp_train.runs.probe import HeadLevel, ProbeResult
 from mtp_train.runs.write_recipe import rescue_recipe
 from runs import GETS_NO_BETTER, LEARNS, TINY_RESCUE, document, overrides_of, shorten_probes, tree, write_inputs
 
@@ -81,6 +80,7 @@ def test_an_adapter_is_merged(inputs: Path, tmp_path: Path, capfd: Capture) -> N
     assert all("q_proj" in key for key in changed)
 
 
+@pytest.mark.slow
 def test_added_tokens_do_not_stand_in_the_way(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
     grown = write_inputs(tmp_path / "grown") / "finetune"
     file = grown / "model.safetensors"
@@ -102,7 +102,7 @@ def probed(monkeypatch: pytest.MonkeyPatch, verdict: Any) -> list[Path]:
     def found(tuned: str, donor: str, out: Path, *_: Any) -> ProbeResult:
         asked.append(out)
         out.mkdir(parents=True, exist_ok=True)
-        level = Level(2.0, (1.9, 2.1), 0.5)
+        level = HeadLevel(2.0, (1.9, 2.1), 0.5)
         return ProbeResult(verdict, "tau is what it is", "mtp-train inspect x", level, level, None, None)
 
     monkeypatch.setattr(rescue_module, "probe_with", found)
@@ -136,11 +136,10 @@ def test_a_rescue_names_the_weight_files_that_it_leaves_out(
     assert rescued["notes"] == ["Left out, as no part of the checkpoint: old.safetensors (1 tensors, 1 of a head)."]
 
 
-@pytest.mark.parametrize("verdict", ["retrain", "undecided"])
 def test_a_rescue_trains_after_a_probe_that_does_not_advise_against_it(
-    verdict: str, inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = probed(monkeypatch, verdict)
+    asked = probed(monkeypatch, "undecided")
     short = [word for word in TINY_RESCUE if "max_steps" not in word]
     out = tmp_path / "out"
     argv = asking(inputs, out, inputs / "finetune")
@@ -229,7 +228,7 @@ def test_a_rescue_sets_what_the_text_decides_once_it_exists(
     # The command finds the settings that the run recorded, and nothing is done twice.
     assert rescue_recipe(str(inputs / "finetune"), str(inputs / "base"), out, [str(inputs / "chats.jsonl")], short)[
         0
-    ] == (replace(recipe, train=replace(recipe.train, precision="auto")))
+    ] == (recipe.replaced(train=recipe.train.replaced(precision="auto")))
     assert document([*argv, "--set", *short], capfd) == rescued
 
 
@@ -247,7 +246,7 @@ def test_a_rescue_without_prompts_takes_built_in_ones_or_the_demos(inputs: Path,
     assert ours.data.sources[0].path == "demo:prompts"
     # The demo has no settings of its own.
     assert [choice.field for choice in same] == [choice.field for choice in choices]
-    assert replace(ours.evaluate, prompts=1) == replace(recipe.evaluate, prompts=1)
+    assert ours.evaluate.replaced(prompts=1) == recipe.evaluate.replaced(prompts=1)
 
 
 @pytest.mark.parametrize(

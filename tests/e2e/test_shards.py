@@ -253,10 +253,10 @@ def test_one_process_goes_on_where_two_with_shards_were_lost(inputs: Path, one_p
 @pytest.mark.parametrize(
     ("place", "stage"),
     [
-        ("mtp_train.runs.pipeline:claim_run", "check"),
+        ("mtp_train.runs.run:require_alike", "check"),
         ("mtp_train.runs.regeneration:answer_by_decoder", "data"),
         ("mtp_train.runs.training:build_cache", "train"),
-        ("mtp_train.runs.evaluate_run:decode_prompts", "evaluate"),
+        ("mtp_train.evaluation.run:decode_prompts", "evaluate"),
     ],
 )
 def test_a_process_that_is_lost_in_any_stage_is_named(place: str, stage: str, inputs: Path, tmp_path: Path) -> None:

@@ -18,16 +18,16 @@ from filelock import SoftFileLease, Timeout
 from rich.console import Console
 
 from launching import environment, head, metrics, outcome, responses
+from mtp_train.answers.generate import RegeneratedStore
 from mtp_train.checkpoints.writing import LOCK_FILE
 from mtp_train.cli.main import main
-from mtp_train.data.regenerated import RegeneratedStore
 from mtp_train.errors import OutputExistsError, StoppedError
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.runs import pipeline
-from mtp_train.runs import run_dir as run_dir_module
-from mtp_train.runs.run_dir import held_by_one_run, read_outcome
+from mtp_train.runs import pipeline, run_directory
+from mtp_train.runs import run as run_module
+from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.train.stopping import Stopped, noted_signal, stopped_by_signals
-from runs import LEARNS, run_quietly, tree, write_inputs, write_recipe
+from runs import copy_run, run_quietly, tree
 
 QUIET = Console(quiet=True)
 
@@ -40,38 +40,9 @@ def heard() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("stopped") / "in", num_records=48)
-
-
-@pytest.fixture(scope="module")
-def recipe_file(inputs: Path) -> Path:
-    # Several batches, so that a signal can fall between two.
-    batches = {**LEARNS["data__regenerate"], "batch_size": 4}
-    return write_recipe(inputs / "recipe.yaml", inputs, inputs / "run", **{**LEARNS, "data__regenerate": batches})
-
-
-@pytest.fixture(scope="module")
-def unbroken(recipe_file: Path) -> Path:
-    assert run_quietly(load_recipe(recipe_file)).exit_code == 0
-    return recipe_file.parent / "run"
-
-
-def copied(unbroken: Path, run_dir: Path, *without: str) -> Path:
-    """Copy a finished run as one of its own, without the outcome and what else is named."""
-    shutil.copytree(unbroken, run_dir)
-    recorded = run_dir / "recipe.yaml"
-    recorded.write_text(recorded.read_text().replace(str(unbroken), str(run_dir)))
-    for name in ("outcome.json", *without):
-        path = run_dir / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return run_dir
-
-
 # The stage, what the signal interrupts, and what of a finished run the stopped one does not have yet.
 STAGES = {
-    "check": (pipeline, "gather_inputs", ()),
+    "check": (run_module, "gather_inputs", ()),
     "data": (RegeneratedStore, "append", None),
     "evaluate": (pipeline, "evaluate_run", ("export", "report.json")),
     "export": (pipeline, "write_card", ("export",)),
@@ -85,15 +56,15 @@ STAGES = {
 def test_a_signal_ends_any_stage_with_two_lines_and_the_run_goes_on(
     stage: str,
     number: signal.Signals,
-    recipe_file: Path,
-    unbroken: Path,
+    recipe: Path,
+    run_dir: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     owner, name, without = STAGES[stage]
     if without is not None:
-        copied(unbroken, tmp_path / "run", *without)
+        copy_run(run_dir, tmp_path / "run", *without)
     stock, calls = getattr(owner, name), iter(range(9))
 
     def told_the_last_time(*arguments: Any, **settings: Any) -> Any:
@@ -102,7 +73,7 @@ def test_a_signal_ends_any_stage_with_two_lines_and_the_run_goes_on(
             os.kill(os.getpid(), number)
         return stock(*arguments, **settings)
 
-    command = ["run", str(recipe_file), f"run_dir={tmp_path / 'run'}"]
+    command = ["run", str(recipe), f"run_dir={tmp_path / 'run'}"]
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, told_the_last_time)
         capfd.readouterr()
@@ -117,12 +88,12 @@ def test_a_signal_ends_any_stage_with_two_lines_and_the_run_goes_on(
     assert (said["exit_code"], said["reason"], said["stage"]) == (128 + number, "stopped", stage)
     assert not (tmp_path / "run" / LOCK_FILE).exists()
     if stage == "data":
-        assert 0 < len(responses(tmp_path / "run")) < len(responses(unbroken))
+        assert 0 < len(responses(tmp_path / "run")) < len(responses(run_dir))
     assert main(command) == 0
-    assert responses(tmp_path / "run") == responses(unbroken)
-    assert [line["loss"] for line in metrics(tmp_path / "run")] == [line["loss"] for line in metrics(unbroken)]
-    assert all((head(tmp_path / "run")[key] == value).all() for key, value in head(unbroken).items())
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {path.name for path in unbroken.iterdir()}
+    assert responses(tmp_path / "run") == responses(run_dir)
+    assert [line["loss"] for line in metrics(tmp_path / "run")] == [line["loss"] for line in metrics(run_dir)]
+    assert all((head(tmp_path / "run")[key] == value).all() for key, value in head(run_dir).items())
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {path.name for path in run_dir.iterdir()}
 
 
 def test_the_second_signal_of_a_kind_ends_the_process_at_once() -> None:
@@ -173,8 +144,8 @@ HOLD = """
 import sys
 from pathlib import Path
 from rich.console import Console
-from mtp_train.runs.run_dir import held_by_one_run
-with held_by_one_run(Path(sys.argv[1]), Console(quiet=True)):
+from mtp_train.runs.run_directory import RunDirectory
+with RunDirectory(Path(sys.argv[1])).held(Console(quiet=True)):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -194,30 +165,30 @@ def other_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_second_start_is_refused_and_a_killed_one_is_taken_over(
-    recipe_file: Path, tmp_path: Path, other_run: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+    recipe: Path, tmp_path: Path, other_run: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = load_recipe(recipe_file, [f"run_dir={tmp_path / 'run'}"])
+    again = load_recipe(recipe, [f"run_dir={tmp_path / 'run'}"])
     before = tree(tmp_path)
     with pytest.raises(OutputExistsError, match=rf"run is in use by process {other_run.pid} on .*; expected one run"):
-        run_quietly(recipe)
+        run_quietly(again)
     assert tree(tmp_path) == before
     other_run.kill()
     other_run.wait()
     assert (tmp_path / "run" / LOCK_FILE).exists()
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "gather_inputs", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        patched.setattr(run_module, "gather_inputs", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         with pytest.raises(StoppedError):
-            run_quietly(recipe)
+            run_quietly(again)
     assert not (tmp_path / "run" / LOCK_FILE).exists()
 
 
 def test_a_lock_of_another_machine_is_taken_over_only_without_a_sign_of_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_dir_module, "LEASE_SECONDS", 0.2)
+    monkeypatch.setattr(run_directory, "LEASE_SECONDS", 0.2)
     record = f"filelock/2\npid=7\nhost=elsewhere\nmode=lease\ntoken={'0' * 32}\nduration=0.2\nstart=1\n"
     (tmp_path / LOCK_FILE).write_text(record)
-    with held_by_one_run(tmp_path, QUIET):
+    with RunDirectory(tmp_path).held(QUIET):
         assert "host=elsewhere" not in (tmp_path / LOCK_FILE).read_text()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / LOCK_FILE).write_text(record)
@@ -226,31 +197,31 @@ def test_a_lock_of_another_machine_is_taken_over_only_without_a_sign_of_life(
         raise Timeout(lock.lock_file)
 
     monkeypatch.setattr(SoftFileLease, "acquire", never)
-    with pytest.raises(OutputExistsError, match="in use by process 7 on elsewhere"), held_by_one_run(tmp_path, QUIET):
+    with pytest.raises(OutputExistsError, match="in use by process 7 on elsewhere"), RunDirectory(tmp_path).held(QUIET):
         pass
     assert (tmp_path / LOCK_FILE).read_text() == record
 
 
 def test_a_refused_run_leaves_no_directory_behind(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), held_by_one_run(tmp_path / "runs" / "a", QUIET):
+    with pytest.raises(KeyError), RunDirectory(tmp_path / "runs" / "a").held(QUIET):
         raise KeyError
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_directory_that_is_removed_is_named_and_not_made_again(
-    recipe_file: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Path, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir = copied(unbroken, tmp_path / "run", "report.json", "export")
+    gone = copy_run(run_dir, tmp_path / "run", "report.json", "export")
     stock = pipeline.evaluate_run
 
     def removed(*arguments: Any) -> Any:
-        shutil.rmtree(run_dir)
+        shutil.rmtree(gone)
         return stock(*arguments)
 
     monkeypatch.setattr(pipeline, "evaluate_run", removed)
     with pytest.raises(OutputExistsError, match=r"run was removed, or run\.lock in it, while this run wrote there"):
-        run_quietly(load_recipe(recipe_file, [f"run_dir={run_dir}"]))
-    assert read_outcome(run_dir) is None
+        run_quietly(load_recipe(recipe, [f"run_dir={gone}"]))
+    assert RunDirectory(gone).outcome is None
 
 
 # Places that cannot be written
@@ -258,13 +229,13 @@ def test_a_run_directory_that_is_removed_is_named_and_not_made_again(
 
 @pytest.mark.parametrize("command", ["run", "regenerate", "demo", "evaluate"])
 def test_a_place_that_cannot_be_written_is_named(
-    command: str, recipe_file: Path, inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    command: str, recipe: Path, inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("mine")
     target = tmp_path / "file" / "run"
     words = {
-        "run": ["run", recipe_file, f"run_dir={target}"],
-        "regenerate": ["regenerate", recipe_file, f"run_dir={target}"],
+        "run": ["run", recipe, f"run_dir={target}"],
+        "regenerate": ["regenerate", recipe, f"run_dir={target}"],
         "demo": ["demo", target],
         "evaluate": ["evaluate", inputs / "base", "--out", target],
     }[command]

@@ -14,7 +14,7 @@ from drafting_server import DraftingServer
 from mtp_train.cli.main import main
 from mtp_train.evaluation import run
 from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
-from mtp_train.evaluation.cells import load_study
+from mtp_train.evaluation.results import load_report
 from mtp_train.runs import evaluate
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from openai_server import openai_server, served_by
@@ -68,7 +68,7 @@ def test_a_finished_study_is_read_and_another_grid_refused(
     report = document(command, capfd)
     monkeypatch.setattr(run, "load_arm_trunk", None)
     logged: list[Path] = []
-    monkeypatch.setattr(evaluate, "log_study", lambda report, out, *_: logged.append(out))
+    monkeypatch.setattr(evaluate, "log_report", lambda report, out, *_: logged.append(out))
     assert document(command, capfd) == report
     assert logged == [out]
     assert main([str(one) for one in [*command, "--seed", 7]]) == 2
@@ -91,7 +91,7 @@ def test_compare_pairs_every_arm(inputs: Path, tmp_path: Path, capfd: pytest.Cap
     }  # fmt: skip
     assert {one["same_trunk"] for one in pooled if "vanilla" in (one["first"], one["second"])} == {False}
     assert report["arms"]["lookup"]["overlap"] is None
-    assert load_study(out / "report.json").to_json() == report
+    assert load_report(out / "report.json").to_json() == report
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -101,7 +101,7 @@ def test_a_server_is_asked_the_same(
     arm = open_arm(ArmSpec("base", str(inputs / "base"), "own"))
     trunk = load_arm_trunk(arm, torch.device("cpu"))
     eos_ids = eos_token_ids(arm.model.checkpoint, load_tokenizer(arm.model.checkpoint, trust_remote_code=False))
-    engine = DraftingServer(trunk, arm.model.load_drafting(trunk)[0], 2, sorted(eos_ids), "vllm")
+    engine = DraftingServer(trunk, arm.model.load_drafting(trunk), 2, sorted(eos_ids), "vllm")
     with openai_server(engine.reply, owner="vllm", shows=engine.shows) as served:
         flags = ["--endpoint", served.url, "--temperatures", 0, *(["--served-only"] if alone else [])]
         command = ["evaluate", inputs / "base", *suite(inputs), *flags, "--out", tmp_path / "out"]

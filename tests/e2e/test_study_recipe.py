@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,14 @@ from rich.progress import Progress
 from launching import ROOT, launch, metrics, outcome
 from mtp_train import check
 from mtp_train.errors import DataError, OutputExistsError
-from mtp_train.evaluation.cells import StudyReport, load_study
+from mtp_train.evaluation.results import Report, load_report
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.recipe.schema import StudySection
+from mtp_train.recipe.sections import StudySection
 from mtp_train.runs.inputs import gather_inputs
 from mtp_train.runs.study import study_run as stages
 from mtp_train.runs.study.material import gather_study
 from mtp_train.runs.study.protocol import CLAIM
-from runs import run_quietly, tiny_recipe, write_inputs, write_recipe
+from runs import copy_run, run_quietly, tiny_recipe, write_inputs, write_recipe
 
 STUDY: dict[str, Any] = {
     "data__regenerate": {"enabled": True, "max_new_tokens": 12, "batch_size": 4},
@@ -58,7 +57,7 @@ def unbroken(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_study_leaves_what_a_run_leaves_and_its_findings(unbroken: Path) -> None:
-    report = load_study(unbroken / "report.json")
+    report = load_report(unbroken / "report.json")
     assert list(report.arms) == [*ARMS, "vanilla-home"]
     assert {cell.task for cell in report.cells if cell.arm == "vanilla-home"} == {"all", "vanilla's own"}
     assert {cell.task for cell in report.cells if cell.arm == "graft"} == {"all", "held-out"}
@@ -93,7 +92,7 @@ class KilledError(Exception):
     """Stands for the end of the process."""
 
 
-def stable(report: StudyReport) -> Any:
+def stable(report: Report) -> Any:
     """Return what does not depend on the clock."""
     figures = [
         (cell.arm, cell.task, cell.temperature, cell.rule, cell.tau, cell.overlap, cell.target_entropy)
@@ -104,7 +103,7 @@ def stable(report: StudyReport) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "call"), [("train_stage", 2), ("measure_study", 1), ("measure_study", 2), ("write_study", 1)]
+    ("name", "call"), [("train_stage", 2), ("measure_study", 1), ("measure_study", 2), ("write_report", 1)]
 )
 def test_a_study_killed_in_any_stage_ends_the_same(
     name: str, call: int, inputs: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -124,9 +123,9 @@ def test_a_study_killed_in_any_stage_ends_the_same(
         with pytest.raises(KilledError):
             run_quietly(recipe)
     run_quietly(recipe)
-    assert stable(load_study(tmp_path / "run" / "report.json")) == stable(load_study(unbroken / "report.json"))
+    assert stable(load_report(tmp_path / "run" / "report.json")) == stable(load_report(unbroken / "report.json"))
     # Finished: nothing is done again.
-    monkeypatch.setattr(stages, "gather_inputs", lambda *_: pytest.fail("run again"))
+    monkeypatch.setattr("mtp_train.runs.run.gather_inputs", lambda *_: pytest.fail("run again"))
     run_quietly(recipe)
 
 
@@ -163,18 +162,11 @@ def test_check_plans_for_all_heads(inputs: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_measure_the_arms_as_one_does(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    shutil.copytree(unbroken, run_dir)
-    recorded = run_dir / "recipe.yaml"
-    recorded.write_text(recorded.read_text().replace(str(unbroken), str(run_dir)))
-    for measured in ("grid", "home"):
-        shutil.rmtree(run_dir / measured)
-    for finished in ("outcome.json", "report.json"):
-        (run_dir / finished).unlink()
+    run_dir = copy_run(unbroken, tmp_path / "run", "grid", "home", "report.json")
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, run_dir, **at_home(inputs))
     done = launch("cpu_ddp.yaml", recipe, run_dir, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
-    assert stable(load_study(run_dir / "report.json")) == stable(load_study(unbroken / "report.json"))
+    assert stable(load_report(run_dir / "report.json")) == stable(load_report(unbroken / "report.json"))
     # Each decoded its share of every arm's prompts.
     shares = [
         len(path.read_text().splitlines()) for path in sorted((run_dir / "grid" / "measured" / "graft").glob("t0-*"))
@@ -188,7 +180,7 @@ def test_two_processes_make_the_study_of_one(inputs: Path, unbroken: Path, tmp_p
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **at_home(inputs))
     done = launch("cpu_ddp.yaml", recipe, tmp_path / "run", ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
-    ours, theirs = (load_study(path / "report.json") for path in (tmp_path / "run", unbroken))
+    ours, theirs = (load_report(path / "report.json") for path in (tmp_path / "run", unbroken))
     assert list(ours.arms) == list(theirs.arms)
     assert [one.statement for one in ours.findings] == [one.statement for one in theirs.findings]
 
@@ -212,7 +204,7 @@ def test_the_demos_study_shows_a_stale_head_recovering(tmp_path: Path) -> None:
         ],
     )
     run_quietly(recipe)
-    report = load_study(tmp_path / "run" / "report.json")
+    report = load_report(tmp_path / "run" / "report.json")
     tones = {finding.statement: finding.tone for finding in report.findings}
     assert tones["Retraining beats the grafted head on the distilled trunk (greedy)."] == "good"
     assert report.lossless is not None

@@ -76,7 +76,7 @@ def test_a_run_out_of_memory_says_what_to_change_and_goes_on_once_it_is(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8")
 
     with monkeypatch.context() as patch:
-        patch.setattr("mtp_train.train.aligned.isolated_hidden", full)
+        patch.setattr("mtp_train.train.packed_rows.isolated_hidden", full)
         with pytest.raises(OutOfMemoryError, match=r"stage 'train': .*gradient_checkpointing: true"):
             run_quietly(load_recipe(recipe, ["data.regenerate.enabled=false"]))
     outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())

@@ -14,7 +14,6 @@ import pytest
 from adapters import write_adapter
 from mtp_train.checkpoints.files import CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from mtp_train.cli.main import main
-from mtp_train.runs import model_card
 from runs import tree, write_recipe
 
 Monkey = pytest.MonkeyPatch
@@ -138,7 +137,7 @@ def test_a_copy_whose_card_cannot_be_written_is_removed(
     def fail(*_: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(model_card, "write_text", fail)
+    monkeypatch.setattr("mtp_train.runs.export.write_text", fail)
     before = tree(tmp_path)
     argv = ["graft", str(inputs / "finetune"), "--from", str(inputs / "base"), "--out", str(tmp_path / "out")]
     with pytest.raises(RuntimeError, match="a bug"):

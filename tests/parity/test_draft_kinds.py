@@ -7,14 +7,18 @@ Shapes: T rows, D hidden, H heads, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import silu
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from draft_models import CHOSEN, DraftModelToWrite
 from mtp_inference import HeadDrafting, SpeculativeDecoder
+from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import FAMILIES, of_kind
@@ -132,7 +136,7 @@ def by_hand(trunk: Trunk, head: MtpHead, **wrongly: object) -> Callable[[Sequenc
     return lambda tokens, num_depths: forward(tokens, num_depths, **wrongly)
 
 
-def models(trunk_name: str, kind: str) -> tuple[Trunk, MtpHead]:
+def draft_models(trunk_name: str, kind: str) -> tuple[Trunk, MtpHead]:
     trunk = tiny_trunk(trunk_name)
     return trunk, draft_head(trunk, kind, num_modules=4 if kind == "medusa" else 1)
 
@@ -140,7 +144,7 @@ def models(trunk_name: str, kind: str) -> tuple[Trunk, MtpHead]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("trunk_name", TRUNKS)
 def test_drafts_are_those_of_the_paper(trunk_name: str, kind: str) -> None:
-    trunk, head = models(trunk_name, kind)
+    trunk, head = draft_models(trunk_name, kind)
     with torch.inference_mode():
         forward = by_hand(trunk, head)
         for rows in spied_drafts(trunk, head, [4, 0, 0, 2, 1, 0, 4, 3]):
@@ -148,19 +152,9 @@ def test_drafts_are_those_of_the_paper(trunk_name: str, kind: str) -> None:
                 assert drafts == [int(trunk.project(state_D).argmax()) for state_D in forward(tokens, len(drafts))]
 
 
-@pytest.mark.parametrize("trunk_name", [family.name for family in FAMILIES if family.attached])
-def test_trunks_of_every_family_without_a_head_are_read_between_their_layers(trunk_name: str) -> None:
-    trunk, head = models(trunk_name, "eagle3")
-    with torch.inference_mode():
-        forward = by_hand(trunk, head)
-        ((one, other),) = spied_drafts(trunk, head, [2])
-        for tokens, drafts in (one, other):
-            assert drafts == [int(trunk.project(state_D).argmax()) for state_D in forward(tokens, 2)]
-
-
 @pytest.mark.parametrize("trunk_name", TRUNKS)
 def test_a_layer_that_adds_to_the_normed_state_is_read_too(trunk_name: str) -> None:
-    trunk, head = models(trunk_name, "eagle3")
+    trunk, head = draft_models(trunk_name, "eagle3")
     layer = head.get_submodule("blocks.0.layer")
     assert isinstance(layer, Eagle3Layer)
     tokens = random_prompt(9, seed=5)
@@ -197,7 +191,7 @@ def unrolled(trunk: Trunk, head: MtpHead, tokens: list[int], num_depths: int) ->
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("trunk_name", TRUNKS)
 def test_training_unrolls_what_decoding_drafts(trunk_name: str, kind: str) -> None:
-    trunk, head = models(trunk_name, kind)
+    trunk, head = draft_models(trunk_name, kind)
     trunk.show_layers(head.trunk_layers)
     tokens = random_prompt(9, seed=5)
     with torch.inference_mode():
@@ -208,7 +202,7 @@ def test_training_unrolls_what_decoding_drafts(trunk_name: str, kind: str) -> No
 
 @pytest.mark.parametrize("wrongly", [{"later": 1}, {"recycles_normed": True}])
 def test_what_is_wired_otherwise_shows(wrongly: dict[str, object]) -> None:
-    trunk, head = models("qwen3_5", "eagle3")
+    trunk, head = draft_models("qwen3_5", "eagle3")
     trunk.show_layers(head.trunk_layers)
     tokens = random_prompt(9, seed=5)
     with torch.inference_mode():
@@ -220,7 +214,7 @@ def test_what_is_wired_otherwise_shows(wrongly: dict[str, object]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("trunk_name", TRUNKS)
 def test_the_text_is_the_trunks_at_any_depth(trunk_name: str, kind: str) -> None:
-    trunk, head = models(trunk_name, kind)
+    trunk, head = draft_models(trunk_name, kind)
     prompts = [random_prompt(length, seed=length) for length in (4, 1, 11)]
     texts = plain_texts(trunk, prompts, 16)
     for depth in range(5):
@@ -255,3 +249,43 @@ def test_trunks_with_heads_of_their_own_keep_to_those() -> None:
     family = next(family for family in FAMILIES if family.name == "deepseek_v3")
     with pytest.raises(UnsupportedModelError, match=r"Write head\.kind: mtp"):
         of_kind(family, "eagle3")
+
+
+# What was exported
+
+
+class FromExport(ByHand):
+    """EAGLE-3's forward with nothing but the exported tensors; the embedding and the states are the trunk's."""
+
+    def __init__(self, written: DraftModelToWrite, layer: str) -> None:
+        super().__init__(written.trunk, written.head)
+        found = load_file(written.out / SINGLE_FILE)
+        self.weights = {key.replace(layer, "midlayer."): value for key, value in found.items()}
+
+    def choice(self, state_D: Tensor) -> int:
+        row = int(self.times("lm_head", state_D).argmax())
+        return row + int(self.weights["d2t"][row])
+
+    def drafts(self, rounds: list[tuple[list[int], list[int]]], **wrongly: int) -> list[list[int]]:
+        return [
+            [self.choice(state_D) for state_D in self.eagle3(tokens, len(drafts), **wrongly)]
+            for tokens, drafts in rounds
+        ]
+
+
+@pytest.mark.parametrize(("form", "layer"), [("engines", "midlayer."), ("speculators", "layers.0.")])
+@torch.inference_mode()
+def test_what_the_export_drafts_by_hand_is_what_we_draft(form: str, layer: str, tmp_path: Path) -> None:
+    written = DraftModelToWrite(tmp_path, "eagle3", CHOSEN)
+    written.write(form=form)
+    by_hand = FromExport(written, layer)
+    found = spied_drafts(written.trunk, written.head, [3, 0, 2, 4, 3], CHOSEN.long())
+    rounds = [row for rows in found for row in rows]
+    ours = [drafts for _, drafts in rounds]
+    assert by_hand.drafts(rounds) == ours
+    assert len({token for drafts in ours for token in drafts}) > 2
+    # Neither states of other layers nor tokens in the place of offsets would go unseen.
+    assert by_hand.drafts(rounds, later=1) != ours
+    by_hand.weights["d2t"] = CHOSEN.long()
+    with pytest.raises(IndexError):
+        by_hand.drafts(rounds)

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtp_inference import SpeculativeDecoder, batch, compare
+from mtp_inference import SpeculativeDecoder, compare, round
 from mtp_inference.batch import WIDE_ROWS, Batch
-from mtp_train.train.aligned import Batch as Rows
-from mtp_train.train.teacher_forced import dense_metrics
+from mtp_inference.drafters.drafter import RoundPlan
+from mtp_train.train.packed_rows import PackedBatch as Rows
 from mtp_train.trunk.load import Trunk
 from products import Products
+from summed_metrics import dense_metrics
 from tiny import CACHE_KINDS, tiny_head, tiny_trunk
 
 PROMPT = [5, 9, 2, 11, 3, 7, 1, 8, 4]
@@ -67,18 +68,18 @@ def test_prompts_run_in_fp32_and_few_rows_in_bf16_where_bf16_is_slow(
 ) -> None:
     half, _ = half_and_full(kind)
     prompts, rounds = Products(), Products()
-    run_prompts, run_round = batch.prefill_chunks, Batch._round
+    run_prompts, run_window = round.prefill_chunks, Batch.run_window
 
     def noted_prompts(*args: Any) -> list[Tensor]:
         with prompts:
             return list(run_prompts(*args))
 
-    def noted_round(self: Batch, plan: batch.RoundPlan) -> Tensor:
+    def noted_round(batch: Batch, plan: RoundPlan, window_BT: Tensor) -> tuple[Tensor, Tensor]:
         with rounds:
-            return run_round(self, plan)
+            return run_window(batch, plan, window_BT)
 
-    monkeypatch.setattr(batch, "prefill_chunks", noted_prompts)
-    monkeypatch.setattr(Batch, "_round", noted_round)
+    monkeypatch.setattr(round, "prefill_chunks", noted_prompts)
+    monkeypatch.setattr(Batch, "run_window", noted_round)
     (plain,), (drafted,) = decode(half, 1), decode(half, 1, depth=2)
     # Routers multiply in fp32 in any case.
     assert (torch.bfloat16 in prompts.dtypes) is native

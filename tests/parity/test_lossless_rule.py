@@ -21,10 +21,10 @@ import mtp_inference.cache.recurrent
 from mtp_inference import Comparison, HeadDrafting, NgramDrafting, SpeculativeDecoder, batch, compare
 from mtp_inference.cache.model_cache import AttentionStore, WindowCache
 from mtp_inference.cache.window import Window
-from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.lossless import NOISE_RATIO, measure_errors
 from mtp_train.errors import NotLosslessError
-from mtp_train.runs.decoder_check import check_decoder
+from mtp_train.runs.refusals import check_decoder
 from mtp_train.trunk.load import Trunk
 from tiny import CACHE_KINDS, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
 
@@ -43,7 +43,7 @@ def bf16_trunk(name: str) -> Trunk:
     return tiny_trunk(name).bfloat16()
 
 
-def drafting_of(name: str, kind: str) -> DrafterMaker:
+def drafting_of(name: str, kind: str) -> Drafting:
     if kind == "ngram":
         return NgramDrafting()
     trunk = bf16_trunk(name)
@@ -51,7 +51,7 @@ def drafting_of(name: str, kind: str) -> DrafterMaker:
 
 
 def compared(
-    trunk: Trunk, drafting: DrafterMaker, prompts: Sequence[Sequence[int]], fault: Callable[[pytest.MonkeyPatch], None]
+    trunk: Trunk, drafting: Drafting, prompts: Sequence[Sequence[int]], fault: Callable[[pytest.MonkeyPatch], None]
 ) -> list[Comparison]:
     """Compare texts decoded with a fault with the texts of correct plain decoding."""
     plain = SpeculativeDecoder(trunk, None, 0, ()).decode(prompts, NEW_TOKENS)

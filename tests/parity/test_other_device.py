@@ -17,65 +17,77 @@ pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this torch takes no devic
 TELLING = ("full", "recurrent")
 
 
-def on_the_device(*words: object) -> Any:
+ANSWERED = {"data__regenerate": {"enabled": True, "max_new_tokens": 8}}
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"train__precision": "bf16"},
+    {"train__select": {"every_steps": 1, "share": 0.3, "prompts": 2}},
+    {"train__hidden_cache": {"max_gib": 0.01}},
+    {"head__lora": {"r": 4, "alpha": 8}},
+    {"head__draft_vocab": 40, "objective__vocab": "draft", "objective__loss": "tv"},
+    {"objective__unroll": "fastmtp", "objective__loss": "ce"},
+    {"objective__loss": "e2e_tv"},
+    {"objective__loss": "lk", "objective__on_policy": True},
+    {"data__pack": True, "objective__loss": "reverse_kl"},
+)
+
+
+def on_the_device(directory: Path, **asked: object) -> dict[str, Any]:
     """Return what ``simulated_jobs.py`` found."""
-    return told_by("simulated_jobs.py", *words, env=environment())
+    found: dict[str, Any] = told_by("simulated_jobs.py", directory, json.dumps(asked), env=environment())
+    return found
 
 
-def test_a_tensor_of_the_cpu_is_refused_there() -> None:
-    found = on_the_device("refusals")
-    added, selected = found["refused"]
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process found of everything that the fast tier asks."""
+    return on_the_device(tmp_path_factory.mktemp("device"), refusals=[], waits=[], decode=TELLING, job=ANSWERED)
+
+
+def test_a_tensor_of_the_cpu_is_refused_there(found: dict[str, Any]) -> None:
+    said = found["refusals"]
+    added, selected = said["refused"]
     assert "add.Tensor: CPU tensors of shapes [(3,)] beside" in added
     assert "index_select" in selected
-    assert (found["allowed"], found["devices"]) == ([2.0], [DEVICE, "cpu"])
+    assert (said["allowed"], said["devices"]) == ([2.0], [DEVICE, "cpu"])
 
 
-def test_a_training_step_waits_for_the_device_once(tmp_path: Path) -> None:
+def test_a_training_step_waits_for_the_device_once(found: dict[str, Any]) -> None:
     """For the losses, the gradient norm and other processes' signals together; nothing else needs a value."""
-    found = on_the_device("waits", tmp_path)
-    once = ["loop.gather: tolist"]
-    assert found["with the trunk"] == found["with states"] == found["with experts"] == [once]
+    waits, once = found["waits"], ["loop.gather: tolist"]
+    assert waits["with the trunk"] == waits["with states"] == waits["with experts"] == [once]
     # Two micro-batches: documents that are looked at on the device, and target rows that are looked for there.
     looked = ["isolate.isolated_hidden: _to_copy", "chunked.frozen_head_loss: nonzero"]
-    assert found["unknown"] == [[*looked, *looked, *once]]
-    assert [set(places) for places in found["in order"]] == [{"feed.<lambda>: _to_copy", *once}]
+    assert waits["unknown"] == [[*looked, *looked, *once]]
+    assert [set(places) for places in waits["in order"]] == [{"feed.<lambda>: _to_copy", *once}]
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    [TELLING, *(pytest.param([kind], marks=pytest.mark.slow) for kind in CACHE_KINDS if kind not in TELLING)],
-    ids=" ".join,
-)
-def test_every_kind_of_cache_decodes_there_as_on_the_cpu(kinds: list[str]) -> None:
-    found = on_the_device("decode", *kinds)
-    assert found.keys() == set(kinds)
-    for on_cpu, there in found.values():
+def check_decoded(decoded: dict[str, Any], kinds: tuple[str, ...]) -> None:
+    assert decoded.keys() == set(kinds)
+    for on_cpu, there in decoded.values():
         assert on_cpu == there
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"data__regenerate": {"enabled": True, "max_new_tokens": 8}},
-        *(
-            pytest.param(settings, marks=pytest.mark.slow)
-            for settings in (
-                {"train__precision": "bf16"},
-                {"train__select": {"every_steps": 1, "share": 0.3, "prompts": 2}},
-                {"train__hidden_cache": {"max_gib": 0.01}},
-                {"head__lora": {"r": 4, "alpha": 8}},
-                {"head__draft_vocab": 40, "objective__vocab": "draft", "objective__loss": "tv"},
-                {"objective__unroll": "fastmtp", "objective__loss": "ce"},
-                {"objective__loss": "e2e_tv"},
-                {"objective__loss": "lk", "objective__on_policy": True},
-                {"data__pack": True, "objective__loss": "reverse_kl"},
-            )
-        ),
-    ],
-    ids=lambda settings: " ".join(settings),
-)
-def test_jobs_run_there_up_to_their_evaluation(settings: dict[str, Any], tmp_path: Path) -> None:
-    found = on_the_device("job", tmp_path, json.dumps(settings))
+def test_caches_decode_there_as_on_the_cpu(found: dict[str, Any]) -> None:
+    check_decoded(found["decode"], TELLING)
+
+
+@pytest.mark.slow
+def test_every_kind_of_cache_decodes_there_as_on_the_cpu(tmp_path: Path) -> None:
+    kinds = tuple(kind for kind in CACHE_KINDS if kind not in TELLING)
+    check_decoded(on_the_device(tmp_path, decode=kinds)["decode"], kinds)
+
+
+def check_job(found: dict[str, Any]) -> None:
     assert found["codes"] == [0, 0]
     assert found["rounds"] > 0
     assert len(set(found["devices"])) == 1, found["devices"]
+
+
+def test_a_job_runs_there_up_to_its_evaluation(found: dict[str, Any]) -> None:
+    check_job(found["job"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: " ".join(settings))
+def test_jobs_of_other_settings_run_there_up_to_their_evaluation(settings: dict[str, Any], tmp_path: Path) -> None:
+    check_job(on_the_device(tmp_path, job=settings)["job"])

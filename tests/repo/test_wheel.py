@@ -22,8 +22,12 @@ MAX_ASSET_BYTES = 12_000_000
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """Build the wheel from a copy of everything in the checkout, so that a stray directory could slip in."""
     source, out = tmp_path_factory.mktemp("source") / "copy", tmp_path_factory.mktemp("wheel")
-    leave = shutil.ignore_patterns(".git", ".venv", "runs", "*_cache", "__pycache__", "build", "dist", "*.egg-info")
-    shutil.copytree(REPOSITORY, source, ignore=leave)
+    leave = shutil.ignore_patterns(".git", ".venv", "*_cache", "__pycache__", "build", "dist", "*.egg-info")
+
+    def left(directory: str, names: list[str]) -> set[str]:
+        return leave(directory, names) | ({"runs"} if Path(directory) == REPOSITORY else set())
+
+    shutil.copytree(REPOSITORY, source, ignore=left)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     done = subprocess.run([*command, "-w", out, source], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

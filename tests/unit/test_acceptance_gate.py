@@ -16,7 +16,7 @@ from simulated_drafters import counts_of, rounds_by_accepted
 
 
 def gate(after: Sequence[PromptCounts], before: Sequence[PromptCounts], confidence: float = 0.95) -> GateVerdict:
-    return decide_gate({"greedy": (after, before)}, "graft", confidence)
+    return decide_gate({"greedy": Pair(after, before)}, "graft", confidence)
 
 
 def arms(
@@ -141,9 +141,9 @@ def test_gate_reports_a_95_interval_at_any_confidence() -> None:
 # Several settings
 
 SHARES = difficulty(20)
-BETTER: Pair = (decoded(SHARES + 0.1, seed=2), decoded(SHARES, seed=1))
-SAME: Pair = (decoded(SHARES, seed=2), decoded(SHARES, seed=1))
-WORSE: Pair = (decoded(SHARES - 0.1, seed=2), decoded(SHARES, seed=1))
+BETTER = Pair(decoded(SHARES + 0.1, seed=2), decoded(SHARES, seed=1))
+SAME = Pair(decoded(SHARES, seed=2), decoded(SHARES, seed=1))
+WORSE = Pair(decoded(SHARES - 0.1, seed=2), decoded(SHARES, seed=1))
 
 
 @pytest.mark.parametrize(
@@ -167,25 +167,25 @@ def test_one_setting_must_gain_and_none_may_lose(greedy: Pair, served: Pair, pas
 
 def test_a_gain_that_one_setting_shows_alone_needs_more_among_many() -> None:
     """Holm: what just passes at 5 % by itself does not among three settings, and its interval is the wider one."""
-    candidates = ((decoded(SHARES + 0.02, seed=1000 + seed), decoded(SHARES, seed=seed)) for seed in range(200))
-    barely = next(pair for pair in candidates if gate(*pair).passed and 0.03 < p_value(pair) < 0.049)
+    candidates = (Pair(decoded(SHARES + 0.02, seed=1000 + seed), decoded(SHARES, seed=seed)) for seed in range(200))
+    barely = next(pair for pair in candidates if gate(pair.head, pair.baseline).passed and 0.03 < p_value(pair) < 0.049)
     among = decide_gate({"greedy": barely, "a": SAME, "b": SAME}, "graft")
     assert not among.passed
     assert "the 98.33 % interval of the gain" in among.reason
 
 
 def p_value(pair: Pair) -> float:
-    found = tau_difference(*pair).p_value
+    found = tau_difference(pair.head, pair.baseline).p_value
     assert found is not None
     return found
 
 
 def test_equal_heads_at_three_settings_pass_no_more_often() -> None:
     rng = np.random.default_rng(9)
-    runs = [{name: arms(rng, 12) for name in "abc"} for _ in range(300)]
+    runs = [{name: Pair(*arms(rng, 12)) for name in "abc"} for _ in range(300)]
     assert np.mean([decide_gate(run, "graft").passed for run in runs]) <= 0.025 + 3 * 0.009
     # The control: without the correction.
-    assert np.mean([any(gate(*pair).passed for pair in run.values()) for run in runs]) > 0.04
+    assert np.mean([any(gate(pair.head, pair.baseline).passed for pair in run.values()) for run in runs]) > 0.04
 
 
 def test_settings_have_names() -> None:

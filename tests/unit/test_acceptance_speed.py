@@ -35,7 +35,7 @@ def pair(shares: list[float], cost: float, spread: float = 0.0, seed: int = 0) -
         name = f"p{number}"
         drafted.append(PromptCounts(name, ROUNDS, ROUNDS, (accepted,), tokens, PREFILL + seconds, name, seconds))
         plain.append(PromptCounts(name, tokens - 1, 0, (), tokens, PREFILL + plain_seconds, name, plain_seconds))
-    return drafted, plain
+    return Pair(drafted, plain, drafted, plain)
 
 
 SHARES = [0.5, 0.6, 0.4, 0.55, 0.45, 0.5, 0.6, 0.4]
@@ -71,7 +71,7 @@ def test_drafts_pay_where_an_interval_shows_it(
 
 
 def test_break_even_and_speedup_of_known_times() -> None:
-    drafted, plain = pair([0.5] * 4, cost=1.25)
+    drafted, plain, *_ = pair([0.5] * 4, cost=1.25)
     assert break_even_tau(drafted, plain) == pytest.approx(1.25)
     gain = speed_difference(drafted, plain)
     assert gain is not None
@@ -119,9 +119,9 @@ def test_a_setting_that_is_slowed_down_refuses_whatever_the_others_show() -> Non
 
 
 def test_without_times_there_is_no_speedup_to_pass_with() -> None:
-    drafted, plain = pair(SHARES, cost=1.0)
+    drafted, plain, *_ = pair(SHARES, cost=1.0)
     unknown = [replace(one, seconds=None, seconds_decode=None) for one in drafted]
-    verdict = gate((unknown, plain))
+    verdict = gate(Pair(unknown, plain, unknown, plain))
     assert not verdict.passed
     assert "break-even tau unknown, no speed was measured" in verdict.reason
 
@@ -141,9 +141,9 @@ def test_the_gate_rarely_passes_drafts_that_neither_pay_nor_cost() -> None:
 
 
 def test_another_baseline_is_judged_by_tau_alone() -> None:
-    drafted, _ = pair(SHARES, cost=1.9)
-    weak, _ = pair([share / 2 for share in SHARES], cost=1.0)
-    assert decide_gate({"greedy": (drafted, weak)}, "graft").passed
+    drafted = pair(SHARES, cost=1.9).head
+    weak = pair([share / 2 for share in SHARES], cost=1.0).head
+    assert decide_gate({"greedy": Pair(drafted, weak)}, "graft").passed
 
 
 def test_the_fastest_depth_that_is_shown_to_pay_is_recommended() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,21 @@ from byte_tokenizer import byte_tokenizer
 from checkpoints import base_and_finetune
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import RecipeError
-from mtp_train.recipe.auto_fields import FROM_TEXT, STAND_INS, auto_fields, with_values
-from mtp_train.recipe.schema import Recipe
-from mtp_train.runs import auto
-from mtp_train.runs.auto import EPOCHS, MOST_EPOCHS, Choice, ModelFacts, TextFacts, settle_training, settle_values
-from mtp_train.runs.start import recipe_of, settled_recipe
-from mtp_train.train.devices import device_named
+from mtp_train.recipe.auto_fields import FROM_TEXT, STAND_INS, with_values
+from mtp_train.runs import resolve
+from mtp_train.runs.resolve import (
+    EPOCHS,
+    MOST_EPOCHS,
+    Choice,
+    ModelFacts,
+    TextFacts,
+    automatic_values,
+    recipe_of,
+    resolve_training,
+    resolved_recipe,
+)
+from mtp_train.runs.run_directory import RunDirectory
+from mtp_train.train.machine import device_named
 from runs import BYTE_VOCAB_SIZE, tiny_mapping, tiny_recipe, write_inputs
 
 FIELDS = tuple(STAND_INS)
@@ -50,16 +58,16 @@ FEW = CHATS._replace(
 )
 
 
-def settled(monkeypatch: pytest.MonkeyPatch, model: ModelFacts, text: TextFacts, **overrides: Any) -> dict[str, Any]:
+def resolved(monkeypatch: pytest.MonkeyPatch, model: ModelFacts, text: TextFacts, **overrides: Any) -> dict[str, Any]:
     """Return the value of every field by the rules."""
-    monkeypatch.setattr(auto, "model_facts", lambda recipe, world_size, device: model)
-    monkeypatch.setattr(auto, "text_facts", lambda recipe: text)
+    monkeypatch.setattr(resolve, "model_facts", lambda recipe, world_size, device: model)
+    monkeypatch.setattr(resolve, "text_facts", lambda recipe: text)
     recipe = tiny_recipe(Path("nowhere"), Path("nowhere/run"), data__regenerate={}, **overrides)
-    return {choice.field: choice.value for choice in settle_values(recipe, FIELDS, model.world_size, HERE)}
+    return {choice.field: choice.value for choice in automatic_values(recipe, FIELDS, model.world_size, HERE)}
 
 
 def test_a_large_model_with_many_chats(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert settled(monkeypatch, LARGE, CHATS) == {
+    assert resolved(monkeypatch, LARGE, CHATS) == {
         "data.holdout": 0.05,
         "evaluate.prompts": 64,
         "data.regenerate.max_prompts": 20_000,
@@ -79,7 +87,7 @@ def test_a_large_model_with_many_chats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_small_model_with_few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = settled(monkeypatch, DEMO, FEW)
+    found = resolved(monkeypatch, DEMO, FEW)
     assert (found["data.holdout"], found["evaluate.prompts"]) == (0.3, 30)
     assert found["data.regenerate.max_prompts"] == 70
     # No responses to go by, and half of the positions would be more.
@@ -94,34 +102,34 @@ def test_a_small_model_with_few_prompts(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_few_groups_are_held_out_enough_for_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = settled(monkeypatch, DEMO, CHATS._replace(num_groups=80))
+    found = resolved(monkeypatch, DEMO, CHATS._replace(num_groups=80))
     assert (found["data.holdout"], found["data.regenerate.max_prompts"]) == (0.15, 20_000)
-    assert settled(monkeypatch, DEMO, CHATS._replace(num_groups=40))["data.holdout"] == 0.3
+    assert resolved(monkeypatch, DEMO, CHATS._replace(num_groups=40))["data.holdout"] == 0.3
     # 5 groups are the fewest that show a gain; those of very little data are held out by a larger chance.
-    assert settled(monkeypatch, DEMO, CHATS._replace(num_groups=25))["data.holdout"] == 0.4
-    assert settled(monkeypatch, DEMO, CHATS._replace(num_groups=3))["data.holdout"] == 0.5
+    assert resolved(monkeypatch, DEMO, CHATS._replace(num_groups=25))["data.holdout"] == 0.4
+    assert resolved(monkeypatch, DEMO, CHATS._replace(num_groups=3))["data.holdout"] == 0.5
 
 
 def test_plain_text_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "model_facts", lambda recipe, world_size, device: DEMO)
-    monkeypatch.setattr(auto, "text_facts", lambda recipe: CHATS)
+    monkeypatch.setattr(resolve, "model_facts", lambda recipe, world_size, device: DEMO)
+    monkeypatch.setattr(resolve, "text_facts", lambda recipe: CHATS)
     recipe = tiny_recipe(Path("nowhere"), Path("nowhere/run"))
-    (choice,) = settle_values(recipe, ["data.seq_len_tokens"], 1, HERE)
+    (choice,) = automatic_values(recipe, ["data.seq_len_tokens"], 1, HERE)
     assert choice.value == 2048
 
 
 @pytest.mark.parametrize("seq_len", [512, 4096])
-@pytest.mark.parametrize("tokens", [600, 9_000, 200_000, 3_000_000, 400_000_000])
-@pytest.mark.parametrize("world_size", [1, 3, 8])
+@pytest.mark.parametrize("tokens", [600, 200_000, 400_000_000])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_the_text_is_repeated_only_as_often_as_the_rules_allow(
     monkeypatch: pytest.MonkeyPatch, tokens: int, seq_len: int, world_size: int
 ) -> None:
-    monkeypatch.setattr(auto, "model_facts", lambda recipe, world, device: LARGE._replace(world_size=world))
+    monkeypatch.setattr(resolve, "model_facts", lambda recipe, world, device: LARGE._replace(world_size=world))
     recipe = tiny_recipe(
         Path("nowhere"), Path("nowhere/run"), data__seq_len_tokens=seq_len, train__tokens_per_step=seq_len
     )
     text = Document(np.zeros(tokens, dtype=np.int64), np.ones(tokens, dtype=np.bool_), "d", "g")
-    found, choices = settle_training(recipe, FROM_TEXT, [text], world_size)
+    found, choices = resolve_training(recipe, FROM_TEXT, [text], world_size)
     train = found.train
     assert {choice.field for choice in choices} == set(FROM_TEXT)
     passes = train.max_steps * train.tokens_per_step / tokens
@@ -130,13 +138,15 @@ def test_the_text_is_repeated_only_as_often_as_the_rules_allow(
     assert EPOCHS <= passes <= max(MOST_EPOCHS, EPOCHS) + slack
     sequences = train.tokens_per_step // seq_len
     assert sequences % (train.micro_batch_sequences * world_size) == 0
-    twice, _ = settle_training(replace(recipe, head=replace(recipe.head, init="random")), FROM_TEXT, [text], world_size)
+    twice, _ = resolve_training(
+        recipe.replaced(head=recipe.head.replaced(init="random")), FROM_TEXT, [text], world_size
+    )
     assert twice.train.max_steps == pytest.approx(2 * train.max_steps, abs=2)
 
 
 def test_lora_learns_faster_and_memory_bounds_the_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert settled(monkeypatch, LARGE, CHATS, head__lora={})["train.lr"] == pytest.approx(8e-4)
-    assert settled(monkeypatch, LARGE._replace(spare_bytes=1 << 30), CHATS)["train.micro_batch_sequences"] == 1
+    assert resolved(monkeypatch, LARGE, CHATS, head__lora={})["train.lr"] == pytest.approx(8e-4)
+    assert resolved(monkeypatch, LARGE._replace(spare_bytes=1 << 30), CHATS)["train.micro_batch_sequences"] == 1
 
 
 def mapping(inputs: Path, run_dir: Path, **overrides: Any) -> dict[str, Any]:
@@ -150,7 +160,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_recipe_leaves_fields_to_the_rules_and_keeps_those_of_the_user(inputs: Path, tmp_path: Path) -> None:
-    found, choices = settled_recipe(mapping(inputs, tmp_path / "run"), ["evaluate.prompts=5"])
+    found, choices = resolved_recipe(mapping(inputs, tmp_path / "run"), ["evaluate.prompts=5"])
     assert found.evaluate.prompts == 5
     assert found.train.lr == 1e-3
     assert {choice.field for choice in choices} == set(FIELDS) - {"train.lr", "evaluate.prompts"}
@@ -158,25 +168,26 @@ def test_a_recipe_leaves_fields_to_the_rules_and_keeps_those_of_the_user(inputs:
     assert found == recipe_of(mapping(inputs, tmp_path / "run"), ["evaluate.prompts=5"])
 
 
-def test_a_resumed_run_keeps_what_it_recorded(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, _ = settled_recipe(mapping(inputs, tmp_path / "run"))
-    recorded = replace(before, train=replace(before.train, max_steps=77))
-    monkeypatch.setattr(auto, "recorded_recipe", lambda run_dir: recorded if run_dir == tmp_path / "run" else None)
-    again, choices = settled_recipe(mapping(inputs, tmp_path / "run"))
+def test_a_resumed_run_keeps_what_it_recorded(inputs: Path, tmp_path: Path) -> None:
+    before, _ = resolved_recipe(mapping(inputs, tmp_path / "run"))
+    recorded = before.replaced(train=before.train.replaced(max_steps=77))
+    RunDirectory(tmp_path / "run").path.mkdir()
+    RunDirectory(tmp_path / "run").record_recipe(recorded)
+    again, choices = resolved_recipe(mapping(inputs, tmp_path / "run"))
     assert again == recorded
     assert Choice("train.max_steps", 77, f"recorded in {tmp_path / 'run'}") in choices
-    elsewhere, _ = settled_recipe(mapping(inputs, tmp_path / "other"))
+    elsewhere, _ = resolved_recipe(mapping(inputs, tmp_path / "other"))
     assert elsewhere.train == before.train
 
 
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("seed=auto", r"seed: 'auto' \(text\); expected a whole number"),
-        ("train.lr=quick", r"train\.lr: 'quick' \(text\); expected a number above 0, or auto"),
+        ("seed=auto", r"seed: 'auto'; expected a whole number"),
+        ("train.lr=quick", r"train\.lr: 'quick'; expected a number above 0, or auto"),
         (
             "data.regenerate.max_prompts=many",
-            r"max_prompts: 'many' \(text\); expected a whole number of 1 or more, or null, or auto",
+            r"max_prompts: 'many'; expected a whole number of 1 or more, or null, or auto",
         ),
         ("train.max_step=3", r"train\.max_step: unknown"),
     ],
@@ -187,16 +198,9 @@ def test_other_text_is_refused(inputs: Path, tmp_path: Path, override: str, says
 
 
 def test_a_study_sets_its_numbers_itself(inputs: Path, tmp_path: Path) -> None:
-    recipe: Recipe = replace(tiny_recipe(inputs, tmp_path / "run"), study=object())  # type: ignore[arg-type]
+    recipe = tiny_recipe(inputs, tmp_path / "run").replaced(study=object())
     with pytest.raises(RecipeError, match=r"train\.lr: 'auto' with study; expected a number"):
-        settle_values(recipe, ["train.lr"], 1, HERE)
-
-
-def test_fields_are_found_where_a_recipe_has_them() -> None:
-    data = {"train": {"lr": "auto", "max_steps": 3}, "data": {"regenerate": None}, "evaluate": "auto"}
-    assert auto_fields(data) == ("train.lr",)
-    assert with_values(data, {"train.lr": 0.1})["train"] == {"lr": 0.1, "max_steps": 3}
-    assert data["train"] == {"lr": "auto", "max_steps": 3}
+        automatic_values(recipe, ["train.lr"], 1, HERE)
 
 
 def test_lengths_are_counted_in_tokens(tmp_path: Path) -> None:
@@ -209,7 +213,7 @@ def test_lengths_are_counted_in_tokens(tmp_path: Path) -> None:
         tmp_path, tmp_path / "run", data__group_field=None, data__sources=[{"path": str(tmp_path / "pairs.jsonl")}]
     )
     mapped["model"]["trunk"] = str(base)
-    facts = auto.text_facts(recipe_of(mapped))
+    facts = resolve.text_facts(recipe_of(mapped))
     # With the end-of-text token; the record without a response counts as a prompt only.
     assert facts == TextFacts(
         num_records=4,

@@ -17,22 +17,21 @@ from torch import Tensor
 
 import mtp_inference.capture
 import mtp_inference.decoder
+import mtp_inference.drafters.drafter
 import mtp_inference.session
 from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
-from mtp_inference.batch import Batch, RoundPlan
-from mtp_inference.capture import Outcome, Rounds, round_up
-from mtp_inference.drafters.drafter import Drafter, DrafterMaker, Place, Size
+from mtp_inference.batch import Batch
+from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.capture import RoundOutcome, Rounds, round_up
+from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
 from mtp_inference.drafters.other_drafters import ModelDrafter, ModelDrafting, NgramDrafting
-from mtp_inference.sampling.chooser import Chooser, Drafts
-from mtp_train.evaluation.decoding import DecodingOptions, decode_prompts
-from mtp_train.evaluation.prompt_records import TaskPrompt
-from mtp_train.evaluation.settings import greedy
+from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts
 from mtp_train.trunk.load import Trunk
 from recorded_graph import DEFAULT_STREAM, RecordedDevice, RecordedGraph, stand_in
 from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, chained_head, nearly_tiny, tiny_head, tiny_trunk
 
 
-class CopiedOutcome(Outcome):
+class CopiedOutcome(RoundOutcome):
     """An outcome that is copied at once, as a GPU's is: the next replay writes over the original."""
 
     def __init__(self, outcome: Tensor) -> None:
@@ -42,7 +41,7 @@ class CopiedOutcome(Outcome):
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordedDevice:
     """Put the stand-ins in place; return the device."""
-    monkeypatch.setattr(mtp_inference.capture, "Outcome", CopiedOutcome)
+    monkeypatch.setattr(mtp_inference.capture, "RoundOutcome", CopiedOutcome)
     return stand_in(monkeypatch)
 
 
@@ -92,7 +91,7 @@ def counts(results: list[GenerationResult]) -> list[tuple[tuple[int, ...], int, 
 
 
 def decoded(
-    trunk: Trunk, drafting: DrafterMaker | None, requests: list[Request], *, captures: bool, depth: int = 3
+    trunk: Trunk, drafting: Drafting | None, requests: list[Request], *, captures: bool, depth: int = 3
 ) -> list[GenerationResult]:
     """Decode on two rows, so that rows are filled again."""
     return SpeculativeDecoder(
@@ -101,7 +100,7 @@ def decoded(
 
 
 def assert_replays_as_it_runs(
-    trunk: Trunk, drafting: DrafterMaker | None, requests: list[Request], graphs: list[RecordedGraph]
+    trunk: Trunk, drafting: Drafting | None, requests: list[Request], graphs: list[RecordedGraph]
 ) -> None:
     """Compare a decoder that captures with one that does not."""
     eager = decoded(trunk, drafting, requests, captures=False)
@@ -116,7 +115,7 @@ def assert_replays_as_it_runs(
             assert list(result.token_ids) == plain_greedy(trunk, request.prompt_ids, request.max_new_tokens, ())
 
 
-DRAFTING: dict[str, Callable[[str], DrafterMaker | None]] = {
+DRAFTING: dict[str, Callable[[str], Drafting | None]] = {
     "plain": lambda name: None,
     "recursive": lambda name: HeadDrafting(tiny_head(trunk_of(name))),
     "chained": lambda name: HeadDrafting(chained_head(trunk_of(name), 3)),
@@ -166,8 +165,8 @@ def test_a_longer_text_takes_a_graph_for_each_step(as_on_a_gpu: list[RecordedGra
 
 def test_rounds_of_changing_depth_replay(as_on_a_gpu: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch) -> None:
     depths = [3, 3, 0, 0, 3, 1, 1, 0, *[0] * 20, 3, 3, 1]
-    monkeypatch.setattr(mtp_inference.session, "PENDING_PLACES", 8)
-    monkeypatch.setattr(mtp_inference.decoder, "PENDING_PLACES", 8)
+    for module in (mtp_inference.session, mtp_inference.drafters.drafter, mtp_inference.capture):
+        monkeypatch.setattr(module, "PENDING_PLACES", 8)
     requests = [dataclasses.replace(one, mtp="auto", max_new_tokens=50) for one in requests_of(3, Sampling(), (9, 5))]
     results = []
     for captures in (False, True):
@@ -185,23 +184,19 @@ class FaultyDrafting(ModelDrafting):
         super().__init__(model)
         self.fault = fault
 
-    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
-        return FaultyDrafter(self.model, size, depth, self.fault)
+    def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
+        return FaultyDrafter(self.model, size, self.fault)
 
 
 class FaultyDrafter(ModelDrafter):
-    def __init__(self, model: Trunk, size: Size, depth: int, fault: str) -> None:
-        super().__init__(model, size, depth)
+    def __init__(self, model: Trunk, size: BatchSize, fault: str) -> None:
+        super().__init__(model, size)
         self.fault = fault
         self.num_rounds = 0
         self.shift_B = torch.zeros(size.num_rows, dtype=torch.long)
 
-    def keep_rows(self, rows_R: Tensor) -> None:
-        super().keep_rows(rows_R)
-        self.shift_B = self.shift_B[rows_R]
-
-    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
-        tokens_BK = super().draft(depth, place, chooser).tokens_BK
+    def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
+        tokens_BK = super().draft(plan, choice).tokens_BK
         self.num_rounds += 1
         if self.fault == "tolist":
             tokens_BK = torch.tensor(tokens_BK.tolist())
@@ -264,13 +259,6 @@ def test_captured_rounds_are_counted_over_all_batches_of_a_decoder(as_on_a_gpu: 
     assert decoder.captured_rounds == first + len(as_on_a_gpu) > first
 
 
-def test_measurements_say_how_many_rounds_were_captured(as_on_a_gpu: list[RecordedGraph]) -> None:
-    prompts = [TaskPrompt(id="a", group="a", prompt_ids=tuple(prompt(5)), task="any")]
-    options = DecodingOptions(max_new_tokens=9, eos_ids=(), seed=0)
-    table = decode_prompts(trunk_of("glm4_moe"), {}, {None: prompts}, [greedy(1)], options)
-    assert table.captured_rounds == len(as_on_a_gpu) > 0
-
-
 @pytest.mark.parametrize("fault", ["counter", "new tensor"])
 def test_a_drafter_that_keeps_python_state_is_found_out(fault: str, as_on_a_gpu: list[RecordedGraph]) -> None:
     trunk, requests = trunk_of("qwen3_5"), requests_of(3, Sampling())
@@ -282,7 +270,7 @@ def test_a_drafter_that_keeps_python_state_is_found_out(fault: str, as_on_a_gpu:
     assert [result.token_ids for result in replayed] == [result.token_ids for result in eager]
 
 
-PLAN = RoundPlan(depth=3, used=100, pending=4, most_pending=32, start=96)
+PLAN = RoundPlan(depth=3, used=100, pending=4, start=96)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +290,7 @@ PLAN = RoundPlan(depth=3, used=100, pending=4, most_pending=32, start=96)
     ],
 )
 def test_plans_are_rounded_up_to_few(plan: RoundPlan, used: int, pending: int) -> None:
-    assert round_up(plan, 19500) == RoundPlan(plan.depth, used, pending, 32, start=None)
+    assert round_up(plan, 19500) == RoundPlan(plan.depth, used, pending, start=None)
 
 
 class CountingBatch(Batch):
@@ -318,29 +306,38 @@ class CountingBatch(Batch):
         device = torch.device("cpu")
         self.chooser = Chooser(settings, "argmax", vocab_size=9, device=device, penalises=False)
 
-    def run_round(self, plan: RoundPlan) -> Tensor:
-        self.runs.append(plan)
-        if len(self.runs) > 1 and self.errors:
-            raise self.errors.pop()
-        return self.counter.add_(1) + 0
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> CountingBatch:
+    """Return a batch whose rounds count, and do nothing else."""
+
+    @torch.inference_mode()
+    def count(batch: CountingBatch, plan: RoundPlan) -> Tensor:
+        batch.runs.append(plan)
+        if len(batch.runs) > 1 and batch.errors:
+            raise batch.errors.pop()
+        return batch.counter.add_(1) + 0
+
+    monkeypatch.setattr(mtp_inference.capture, "run_round", count)
+    return CountingBatch()
 
 
-def test_a_round_runs_then_is_captured_then_replayed(graphs: list[RecordedGraph]) -> None:
-    batch = CountingBatch()
-    rounds = Rounds(batch, captures=True)
+def test_a_round_runs_then_is_captured_then_replayed(counting: CountingBatch, graphs: list[RecordedGraph]) -> None:
+    rounds = Rounds(counting, captures=True)
     rounded = round_up(PLAN, 5000)
     history = []
     for _ in range(4):
         outcome = rounds.run(PLAN).rows()
-        history.append((outcome, len(batch.runs), len(graphs), sum(graph.num_replays for graph in graphs)))
+        history.append((outcome, len(counting.runs), len(graphs), sum(graph.num_replays for graph in graphs)))
     # The counter on the device counts every round once, also the one that was captured.
     assert history == [([[1]], 1, 0, 0), ([[2]], 2, 1, 1), ([[3]], 2, 1, 2), ([[4]], 2, 1, 3)]
-    assert batch.runs == [rounded, rounded]
+    assert counting.runs == [rounded, rounded]
 
 
-def test_plans_that_round_up_alike_share_a_graph_and_others_do_not(graphs: list[RecordedGraph]) -> None:
-    batch = CountingBatch()
-    rounds = Rounds(batch, captures=True)
+def test_plans_that_round_up_alike_share_a_graph_and_others_do_not(
+    counting: CountingBatch, graphs: list[RecordedGraph]
+) -> None:
+    rounds = Rounds(counting, captures=True)
     same = [PLAN, dataclasses.replace(PLAN, used=900), dataclasses.replace(PLAN, pending=2, start=None)]
     others = [
         dataclasses.replace(PLAN, depth=2),
@@ -350,11 +347,11 @@ def test_plans_that_round_up_alike_share_a_graph_and_others_do_not(graphs: list[
     ]
     for plan in same:
         rounds.run(plan)
-    assert (len(batch.runs), len(graphs)) == (2, 1)
+    assert (len(counting.runs), len(graphs)) == (2, 1)
     for number, plan in enumerate(others, start=2):
         for _ in range(3):
             rounds.run(plan)
-        assert (len(batch.runs), len(graphs)) == (2 * number, number)
+        assert (len(counting.runs), len(graphs)) == (2 * number, number)
     # The settings of the rows belong to the key as far as they choose what runs, not by their values.
     for sampling, number in (
         (SAMPLED, 6),
@@ -362,24 +359,16 @@ def test_plans_that_round_up_alike_share_a_graph_and_others_do_not(graphs: list[
         (Sampling(temperature=0.5), 7),
         (Sampling(), 7),
     ):
-        batch.chooser.set_rows(slice(0, 1), [sampling])
+        counting.chooser.set_rows(slice(0, 1), [sampling])
         for _ in range(2):
             rounds.run(PLAN)
         assert len(graphs) == number
-    assert batch.counter.item() == len(same) + 3 * len(others) + 8
+    assert counting.counter.item() == len(same) + 3 * len(others) + 8
 
 
-def test_without_capturing_every_round_runs_as_planned() -> None:
-    batch = CountingBatch()
-    rounds = Rounds(batch, captures=False)
-    assert [rounds.run(PLAN).rows() for _ in range(3)] == [[[1]], [[2]], [[3]]]
-    assert batch.runs == [PLAN] * 3
-
-
-def test_whatever_ends_a_capture_puts_the_stream_back(recorded: RecordedDevice) -> None:
-    batch = CountingBatch()
-    batch.errors = [KeyboardInterrupt()]
-    rounds = Rounds(batch, captures=True)
+def test_whatever_ends_a_capture_puts_the_stream_back(counting: CountingBatch, recorded: RecordedDevice) -> None:
+    counting.errors = [KeyboardInterrupt()]
+    rounds = Rounds(counting, captures=True)
     rounds.run(PLAN)
     with pytest.raises(KeyboardInterrupt):
         rounds.run(PLAN)
@@ -388,12 +377,11 @@ def test_whatever_ends_a_capture_puts_the_stream_back(recorded: RecordedDevice) 
 
 @pytest.mark.parametrize("num_errors", [1, 2])
 def test_a_capture_without_memory_is_tried_once_more(
-    num_errors: int, recorded: RecordedDevice, monkeypatch: pytest.MonkeyPatch
+    num_errors: int, counting: CountingBatch, recorded: RecordedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: graph.recorder)
-    batch = CountingBatch()
-    batch.errors = [torch.OutOfMemoryError("no memory") for _ in range(num_errors)]
-    rounds = Rounds(batch, captures=True)
+    counting.errors = [torch.OutOfMemoryError("no memory") for _ in range(num_errors)]
+    rounds = Rounds(counting, captures=True)
     rounds.run(PLAN)
     warned = pytest.warns(UserWarning, match=r"captured \(no memory\)") if num_errors > 1 else nullcontext()
     with warned:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from mtp_inference import HeadDrafting, SpeculativeDecoder
-from mtp_inference.drafters.drafter import Size
+from mtp_inference.drafters.drafter import BatchSize
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
 from redrafted import drafts_from_scratch, drafts_of_training, states_from_scratch, states_of_training
-from scripted import plain_texts, random_prompt, spied_drafts
+from scripted import made, plain_texts, random_prompt, spied_drafts
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
 
 FAMILIES = [name for name in ("step3p7", "mimo_v2_flash") if name in ALL_FAMILIES]
@@ -79,7 +79,7 @@ def test_a_prompt_takes_every_module_no_further_than_keys(convention: str, num_r
     rows: list[int] = []
     for block in head.blocks:
         block.layer.mlp.register_forward_hook(lambda _module, _inputs, output: rows.append(output.shape[1]))
-    drafter = HeadDrafting(head).make(trunk, Size(1, 64, 8), NUM_MODULES)
+    drafter = made(HeadDrafting(head), trunk, BatchSize(1, 64, NUM_MODULES, 64))
     prompt_1T = torch.tensor([random_prompt(12)])
     drafter.start(slice(0, 1), trunk.hidden(prompt_1T), prompt_1T, torch.tensor([5]))
     assert sum(rows) == num_rows

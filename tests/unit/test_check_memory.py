@@ -10,7 +10,7 @@ from transformers import Qwen3_5TextConfig
 
 from mtp_train import CheckResult, check
 from mtp_train.errors import DataError
-from mtp_train.train.devices import device_named
+from mtp_train.train.machine import device_named
 
 # Qwen3.5 9B: 32 layers, every fourth with full attention, the others with Gated DeltaNet.
 VOCAB, WIDTH, LAYERS, FULL = 248_320, 4096, 32, 8

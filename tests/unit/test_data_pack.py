@@ -146,11 +146,6 @@ def test_a_resumed_run_meets_the_same_batches() -> None:
     assert [contents(resumed(step)) for step in (11, 3, 7)] == [expected[step] for step in (11, 3, 7)]
 
 
-def test_a_step_may_be_larger_than_an_epoch() -> None:
-    batch = global_batches(of_lengths(2), seq_len_tokens=4, pack=True, sequences_per_step=3, seed=0)
-    assert contents(batch(0)) == [[1, 1, 0, 0]] * 3
-
-
 def test_documents_that_cannot_be_packed_are_refused() -> None:
     with pytest.raises(DataError, match="data: no document; expected at least one to train on"):
         global_batches([], seq_len_tokens=4, pack=True, sequences_per_step=1, seed=0)

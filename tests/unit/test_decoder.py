@@ -17,17 +17,16 @@ from mtp_inference import (
     Sampling,
     SpeculativeDecoder,
     compare,
-    generate_equal_length,
     plain_greedy,
 )
-from mtp_inference.drafters.drafter import Place, Size
+from mtp_inference.drafters.drafter import BatchSize, RoundPlan
 from mtp_inference.drafters.head_drafter import ChainedDrafter, ChainedDraftsDrafter, RecursiveDrafter
-from mtp_train.errors import MtpError, UnsupportedModelError
+from mtp_train.errors import MtpError
 from mtp_train.heads.module import Unroll
 from mtp_train.trunk.load import Trunk
 from redrafted import drafts_from_scratch, drafts_of_training
-from scripted import BatchRun, ScriptedDrafting, greedy_chooser, plain_texts, random_prompt, spied_drafts
-from tiny import ALL_FAMILIES, FAMILY_NAMES, UNROLLS, chained_head, head_of, tiny_head, tiny_trunk
+from scripted import BatchRun, ScriptedDrafting, greedy_chooser, made, plain_texts, random_prompt, spied_drafts
+from tiny import ALL_FAMILIES, FAMILY_NAMES, UNROLLS, head_of, tiny_head, tiny_trunk
 
 PROMPT = random_prompt(5)
 OTHER_PROMPT = random_prompt(8, seed=1)
@@ -93,15 +92,6 @@ def test_eos_inside_a_draft_ends_the_text_and_not_the_counts(scripted: Decode, p
     assert counts(result) == (2, 6, (2, 2, 2))
 
 
-@pytest.mark.parametrize("case", ["eos", "limit"])
-def test_a_text_that_ends_at_prefill_has_no_round(case: str, scripted: Decode, plain: list[int]) -> None:
-    limit, eos_ids = (1, []) if case == "limit" else (40, plain[:1])
-    result = scripted([3], limit, eos_ids)
-    assert list(result.token_ids) == plain[:1]
-    assert result.finish_reason == ("stop" if case == "eos" else "length")
-    assert counts(result) == (0, 0, (0, 0, 0))
-
-
 def test_the_decoders_eos_ends_texts_as_a_requests_does(trunk: Trunk, plain: list[int]) -> None:
     request = Request(prompt_ids=PROMPT, max_new_tokens=20, stop_token_ids=frozenset([plain[9]]))
     for eos, length in ((plain[5], 6), (plain[22], 10)):
@@ -127,27 +117,6 @@ def test_each_row_drafts_as_deep_as_its_request_says(trunk: Trunk, texts: Texts)
         (6, 6, (6,)),
         (2, 10, (2, 2, 2, 2, 2)),
     ]
-
-
-def test_results_pool_as_prompt_counts(scripted: Decode) -> None:
-    pooled = scripted([2, 0, 3], max_new_tokens=6).counts("a", "a")
-    assert (pooled.prompt_id, pooled.rounds, pooled.num_draft_tokens, pooled.new_tokens) == ("a", 3, 9, 6)
-    assert pooled.accepted_per_pos == (2, 2, 1)
-    assert pooled.seconds is not None
-    assert pooled.seconds > 0
-
-
-def test_chunks_of_a_request_make_up_its_result(trunk: Trunk, texts: Texts) -> None:
-    decoder = SpeculativeDecoder(trunk, ScriptedDrafting(texts, [2, 0, 3]), 3, (), max_batch=1)
-    requests = [Request(prompt_ids=prompt, max_new_tokens=9) for prompt in (PROMPT, OTHER_PROMPT)]
-    chunks = list(decoder.decode_chunks(requests))
-    for index, prompt in enumerate((PROMPT, OTHER_PROMPT)):
-        own = [chunk for chunk in chunks if chunk.index == index]
-        assert [token for chunk in own for token in chunk.token_ids] == texts[tuple(prompt)][:9]
-        assert [chunk.result is None for chunk in own] == [True] * (len(own) - 1) + [False]
-    # A script that starts one further on for the second text: 1 from prefill, then 3 + 1 + 4, or 1 + 4 + 3.
-    assert [len(chunk.token_ids) for chunk in chunks if chunk.index == 0] == [1, 3, 1, 4]
-    assert [len(chunk.token_ids) for chunk in chunks if chunk.index == 1] == [1, 1, 4, 3]
 
 
 def test_a_row_whose_text_has_ended_commits_nothing(trunk: Trunk, texts: Texts, plain: list[int]) -> None:
@@ -179,17 +148,6 @@ def test_bad_requests_are_refused(trunk: Trunk) -> None:
         decoder.decode([request], sampling=Sampling())
     with pytest.raises(MtpError, match="no tokenizer"):
         decoder.decode([Request(prompt_ids=PROMPT, max_new_tokens=4, stop=("x",))])
-    with pytest.raises(ValueError, match=r"prompts: lengths \[2, 3\]"):
-        generate_equal_length(trunk, [[1, 2], [1, 2, 3]], 4, ())
-
-
-def test_a_chained_head_is_not_drafted_past_its_modules(trunk: Trunk) -> None:
-    head = chained_head(trunk, 2)
-    with pytest.raises(UnsupportedModelError, match="depth: 3; expected at most 2"):
-        SpeculativeDecoder(trunk, head, 3, ())
-    decoder = SpeculativeDecoder(trunk, head, 2, ())
-    with pytest.raises(UnsupportedModelError, match="depth: 4; expected at most 2"):
-        decoder.decode([Request(prompt_ids=PROMPT, max_new_tokens=4, depth=4)])
 
 
 PLACED = ("inkling", "glm5_next", "qwen4_exp", "dots3_note")
@@ -251,11 +209,6 @@ def test_a_controller_may_let_the_head_rest_and_ask_again(
         assert script.real_drafts[-1].tolist() == [drafts_from_scratch(trunk, head, PROMPT + plain[:43], 3)]
 
 
-def test_a_text_may_be_longer_than_what_may_wait_for_the_head(trunk: Trunk, plain: list[int]) -> None:
-    (result,) = SpeculativeDecoder(trunk, tiny_head(trunk), 2, ()).decode([PROMPT], max_new_tokens=56)
-    assert list(result.token_ids) == plain[:56]
-
-
 @pytest.mark.parametrize("unroll_kind", UNROLLS)
 def test_drafts_follow_the_heads_convention(unroll_kind: Unroll, trunk: Trunk) -> None:
     head = head_of(trunk, unroll_kind, 4)
@@ -277,10 +230,10 @@ def drafts_along(
     drafter.start(slice(0, 1), hidden_BTD[:, :4], torch.tensor([text[:4]]), torch.tensor([text[4]]))
     drafted = []
     for end in range(4, 24, 4):
-        place = Place(64, 4 if end > 4 else 1, torch.tensor([text[end]]), torch.tensor([end]))
-        drafted.append(drafter.draft(4, place, greedy_chooser(1)).tokens_BK[0].tolist())
+        choice = greedy_chooser(1).begin_draft(torch.tensor([text[end]]), torch.tensor([end]))
+        drafted.append(drafter.draft(RoundPlan(4, 64, 4 if end > 4 else 1, None), choice).tokens_BK[0].tolist())
         drafter.pending.first_B += spoil
-        drafter.extend(hidden_BTD[:, end : end + 4], torch.tensor([text[end + 1 : end + 5]]), torch.tensor([4]))
+        drafter.observe(hidden_BTD[:, end : end + 4], torch.tensor([text[end + 1 : end + 5]]), torch.tensor([4]))
     return drafted
 
 
@@ -291,7 +244,7 @@ def test_a_stale_row_in_the_heads_cache_shows(unroll_kind: Unroll) -> None:
     text = random_prompt(25)
     expected = [drafts_from_scratch(trunk, head, text[: end + 1], 4) for end in range(4, 24, 4)]
     for spoil, is_right in ((0, True), (1, False)):
-        drafter = HeadDrafting(head).make(trunk, Size(1, 64, 8), 4)
+        drafter = made(HeadDrafting(head), trunk, BatchSize(1, 64, 4, 64))
         assert (drafts_along(drafter, trunk, text, spoil) == expected) is is_right, spoil
 
 
@@ -301,19 +254,6 @@ def test_a_fp32_head_drafts_for_a_bf16_trunk() -> None:
     (result,) = SpeculativeDecoder(trunk.bfloat16(), head, 3, ()).decode([PROMPT], max_new_tokens=8)
     assert len(result.token_ids) == 8
     assert next(head.parameters()).dtype == torch.float32
-
-
-@pytest.mark.parametrize("family_name", FAMILY_NAMES)
-def test_equal_length_prompts_decode_together_as_alone(family_name: str) -> None:
-    trunk = tiny_trunk(family_name)
-    prompts = [random_prompt(4, seed) for seed in range(3)]
-    alone = [plain_greedy(trunk, prompt, 16, ()) for prompt in prompts]
-    eos = alone[1][5]
-    texts = generate_equal_length(trunk, prompts, 16, [eos])
-    assert texts == [plain_greedy(trunk, prompt, 16, [eos]) for prompt in prompts]
-    assert len(texts[1]) <= 6
-    assert [len(text) == 16 or text[-1] == eos for text in texts] == [True] * 3
-    assert generate_equal_length(trunk, prompts, 16, [text[0] for text in alone]) == [text[:1] for text in alone]
 
 
 def test_compare_tells_a_tie_from_a_divergence() -> None:

@@ -115,23 +115,6 @@ def test_a_single_token_gives_the_stock_kernels_output_and_state(normalise: bool
     assert state is inputs["initial_state"], "the buffer itself is updated"
 
 
-def test_the_new_state_may_replace_the_one_before() -> None:
-    inputs, num_kept_B = drawn(4), torch.tensor([1, 3])
-    _, window = gated_delta_window(**inputs, use_qk_l2norm_in_kernel=True)
-    beside = torch.empty_like(inputs["initial_state"])
-    window.commit(num_kept_B, beside)
-    window.commit(num_kept_B, inputs["initial_state"])
-    assert torch.equal(inputs["initial_state"], beside)
-
-
-def test_a_row_that_keeps_nothing_stays_where_it_was_to_the_bit() -> None:
-    inputs = drawn(4)
-    _, window = gated_delta_window(**inputs, use_qk_l2norm_in_kernel=True)
-    found = torch.full_like(inputs["initial_state"], torch.nan)
-    window.commit(torch.tensor([0, 4]), found)
-    assert (found == inputs["initial_state"]).flatten(1).all(1).tolist() == [True, False]
-
-
 def test_states_stay_fp32_under_bf16_inputs() -> None:
     inputs = {name: part if name == "initial_state" else part.bfloat16() for name, part in drawn(4).items()}
     output, window = gated_delta_window(**inputs, use_qk_l2norm_in_kernel=True)
@@ -224,14 +207,6 @@ def test_a_ring_without_room_for_a_window_is_found() -> None:
     assert mask_errors(6 + 8 - 2, 6, 8, ragged=True) > 0
 
 
-def test_slots_past_those_in_use_are_left_out() -> None:
-    window = Window(slice(0, 2), torch.tensor([[4, 5], [1, 2]]), used=6)
-    for mask in (window.mask(50, None), window.mask(50, 20)):
-        assert mask is not None
-        assert mask.shape == (2, 1, 2, 6)
-        assert mask.sum(-1).flatten().tolist() == [5, 6, 2, 3]
-
-
 def test_a_mask_is_left_out_only_where_the_bounds_are_tight() -> None:
     for positions, start in (([4], 4), ([0, 1, 2], 0)):
         used = positions[-1] + 1
@@ -315,12 +290,12 @@ def test_a_snapshot_takes_back_what_came_after_it(kind: str) -> None:
         texts = [
             prompt + window[:kept] for prompt, window, kept in zip(PROMPTS, WINDOW_BT.tolist(), num_kept, strict=True)
         ]
-        saved = cache.snapshot()
+        saved = cache.recurrent.snapshot()
         drafts_BT = torch.tensor([[7]] * len(PROMPTS))
         for ahead in range(3):
             continue_rows(trunk, cache, [len(text) + ahead for text in texts], drafts_BT)
             cache.commit(torch.ones(len(PROMPTS), dtype=torch.long))
-        cache.restore(saved)
+        cache.recurrent.restore(saved)
     for row, text in enumerate(texts):
         assert max(state_errors(cache, trunk, text, row).values()) < state_bound(trunk)
 
@@ -356,16 +331,6 @@ def test_a_window_beyond_the_buffers_is_refused() -> None:
         cache.begin(Window(slice(0, 1), torch.arange(10, 13)[None], 13))
     sizes = [layer.size for layer in cache.layers if isinstance(layer, AttentionStore)]
     assert sizes == [min(12, SLIDING_WINDOW + 4)] * 3
-
-
-def test_a_forward_without_a_window_is_refused() -> None:
-    trunk = tiny_trunk("qwen3_5")
-    cache = WindowCache(trunk.config, num_rows=1, capacity=16, max_window=8)
-    with pytest.raises(RuntimeError, match="no window announced"), torch.inference_mode():
-        trunk.hidden(torch.tensor([PROMPTS[0]]), cache=cache)
-    with pytest.raises(RuntimeError, match="no window"):
-        cache.commit(None)
-    assert cache.snapshot() is None
 
 
 def test_rejecting_tokens_of_a_window_that_was_decided_is_refused() -> None:

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder
-from mtp_inference.drafters.drafter import Drafter, DrafterMaker, Place, Size
+from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
 from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
-from mtp_inference.sampling.chooser import Chooser, Drafts
+from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.trunk.load import Trunk
+from scripted import RandomDrafting
 from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
 
 SETTINGS = [
@@ -49,29 +51,7 @@ def nearly(name: str, vocab_size: int = VOCAB_SIZE, noise: float = 0.1) -> Trunk
     return model
 
 
-class RandomDrafting:
-    """Draft any tokens."""
-
-    def check(self, trunk: Trunk, depth: int) -> None: ...
-
-    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
-        return RandomDrafter()
-
-
-class RandomDrafter:
-    def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None: ...
-
-    def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None: ...
-
-    def settle(self, place: Place) -> None: ...
-
-    def keep_rows(self, rows_R: Tensor) -> None: ...
-
-    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
-        return Drafts(torch.randint(VOCAB_SIZE, (len(place.last_B), depth)))
-
-
-DRAFTING: dict[str, Callable[[str], DrafterMaker]] = {
+DRAFTING: dict[str, Callable[[str], Drafting]] = {
     "head": lambda name: HeadDrafting(tiny_head(trunk_of(name))),
     "chained": lambda name: HeadDrafting(chained_head(trunk_of(name), 4)),
     "random": lambda name: RandomDrafting(),
@@ -157,7 +137,7 @@ PLAIN = Sampling(temperature=1.0)
 TOP_K = Sampling(temperature=1.0, top_k=4)
 
 
-def small(name: str, drafting: str) -> tuple[Trunk, DrafterMaker]:
+def small(name: str, drafting: str) -> tuple[Trunk, Drafting]:
     trunk = trunk_of(name, vocab_size=VOCAB)
     if drafting == "model":
         return trunk, ModelDrafting(nearly(name, VOCAB, noise=0.3))
@@ -185,7 +165,7 @@ def joint(steps: Sequence[Tensor]) -> Tensor:
 
 
 def sampled_texts(
-    trunk: Trunk, drafting: DrafterMaker | None, sampling: Sampling, num_prompts: int
+    trunk: Trunk, drafting: Drafting | None, sampling: Sampling, num_prompts: int
 ) -> list[list[GenerationResult]]:
     """Decode every prompt with every seed, all in one batch."""
     requests = [
@@ -220,7 +200,7 @@ def deviation(results: Sequence[GenerationResult], p_N: Tensor) -> float:
     return ((chi_square / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
 
 
-def worst_deviation(trunk: Trunk, drafting: DrafterMaker | None, sampling: Sampling, num_prompts: int = 2) -> float:
+def worst_deviation(trunk: Trunk, drafting: Drafting | None, sampling: Sampling, num_prompts: int = 2) -> float:
     by_prompt = zip(sampled_texts(trunk, drafting, sampling, num_prompts), PROMPTS, strict=False)
     return max(deviation(results, joint(exact_steps(trunk, prompt, sampling.top_k))) for results, prompt in by_prompt)
 
@@ -242,25 +222,30 @@ def test_drawn_drafts_leave_the_distribution_of_a_recurrent_trunk_as_it_is() -> 
 class MistoldDrafting:
     """Draft as another maker does, and report another q."""
 
-    def __init__(self, maker: DrafterMaker, fault: str) -> None:
+    def __init__(self, maker: Drafting, fault: str) -> None:
         self.maker = maker
         self.fault = fault
 
     def check(self, trunk: Trunk, depth: int) -> None:
         self.maker.check(trunk, depth)
 
-    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
-        return MistoldDrafter(self.maker.make(trunk, size, depth), self.fault)
+    def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
+        return MistoldDrafter(self.maker.make(trunk, size, cache), self.fault)
 
 
-class MistoldDrafter:
+class MistoldDrafter(Drafter):
     def __init__(self, drafter: Drafter, fault: str) -> None:
         self.inner = drafter
         self.fault = fault
-        self.start, self.extend, self.settle = drafter.start, drafter.extend, drafter.settle
 
-    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
-        drafts = self.inner.draft(depth, place, chooser)
+    def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
+        self.inner.start(rows, hidden_RTD, prompt_RT, first_R)
+
+    def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
+        self.inner.observe(hidden_BTD, tokens_BT, num_kept_B)
+
+    def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
+        drafts = self.inner.draft(plan, choice)
         assert drafts.q_BKV is not None
         if self.fault == "flatter":
             flat_BKV = drafts.q_BKV.sqrt()
@@ -291,16 +276,16 @@ def test_drawn_drafts_are_accepted_as_often_as_the_distributions_overlap() -> No
     overlaps: list[Tensor] = []
 
     class Watching(MistoldDrafter):
-        def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
-            drafts = self.inner.draft(depth, place, chooser)
+        def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
+            p_BV = exact_steps(trunk, PROMPTS[0], 0)[1][choice.last_B1[:, 0]]
+            drafts = self.inner.draft(plan, choice)
             assert drafts.q_BKV is not None
-            p_BV = exact_steps(trunk, PROMPTS[0], 0)[1][place.last_B]
             overlaps.append(torch.minimum(p_BV, drafts.q_BKV[:, 0].double()).sum(-1))
             return drafts
 
     class Watched(MistoldDrafting):
-        def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
-            return Watching(self.maker.make(trunk, size, depth), self.fault)
+        def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
+            return Watching(self.maker.make(trunk, size, cache), self.fault)
 
     requests = [
         Request(prompt_ids=PROMPTS[0], max_new_tokens=2, sampling=dataclasses.replace(PLAIN, seed=seed))

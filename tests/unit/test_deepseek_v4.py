@@ -18,7 +18,7 @@ from checkpoints import all_tensors, base_and_finetune, save_with_head
 from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greedy
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
-from mtp_train.heads.build import build_head, fresh_plan, native_plan
+from mtp_train.heads.build import build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
@@ -150,18 +150,6 @@ def test_an_adapter_of_the_lm_head_and_of_an_indexer_is_merged(tmp_path: Path) -
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     indexers = {f"layers.{layer}.attn.indexer.weights_proj.weight" for layer in (1, 3)}
     assert changed == {"head.weight", "mtp.0.head.weight", *indexers}
-
-
-def test_a_fresh_head_begins_with_nothing_uninitialised(tmp_path: Path) -> None:
-    _, finetune = base_and_finetune(tmp_path, NAME)
-    checkpoint = open_checkpoint(finetune)
-    config = text_config_of(checkpoint)
-    head = build_head(fresh_plan(checkpoint, config, "auto", seed=1), config, dtype=torch.float32)
-    flat = {name: value for name, value in head.named_parameters() if value.ndim == 1}
-    begins = {name: value.unique().tolist() for name, value in flat.items()}
-    zero = {name for name, values in begins.items() if values == [0.0]}
-    assert zero == {name for name in flat if name.endswith(("sinks", "base"))} != set()
-    assert all(values == [1.0] for name, values in begins.items() if name not in zero)
 
 
 def spoil_mixer(trunk: Trunk, head: MtpHead) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from demo_maker.corpus import TWINS, held_out_with
-from mtp_train.checkpoints.demo import demo_path, recorded, resolve, write_demo
+from mtp_train.checkpoints.demo import demo, demo_path, recorded, resolve
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
 from mtp_train.errors import MtpError, OutputExistsError
@@ -166,7 +165,7 @@ def test_vanilla_decodes_code_in_the_demo_and_the_held_out_prompts_elsewhere() -
     prompts = home_prompts(recipe, tokenizer)
     assert len({prompt.group for prompt in prompts}) == len(prompts) == HOME_PROMPTS < recipe.evaluate.prompts
     assert all(prompt.id.startswith("demo:code#") for prompt in prompts)
-    assert home_prompts(replace(recipe, model=replace(recipe.model, head_from="my/base")), tokenizer) == []
+    assert home_prompts(recipe.replaced(model=recipe.model.replaced(head_from="my/base")), tokenizer) == []
 
 
 @pytest.mark.parametrize("name", ["prompts", "code"])
@@ -195,7 +194,7 @@ def test_an_unknown_part_of_the_demo_is_refused_with_the_known_ones() -> None:
 
 
 def test_the_written_demo_equals_the_packaged_one(tmp_path: Path) -> None:
-    write_demo(tmp_path / "demo")
+    demo(tmp_path / "demo")
     assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == sorted([*CHECKPOINTS, "prompts.jsonl"])
     assert (tmp_path / "demo" / "prompts.jsonl").read_bytes() == demo_path("prompts").read_bytes()
     for name in CHECKPOINTS:
@@ -206,7 +205,7 @@ def test_the_written_demo_equals_the_packaged_one(tmp_path: Path) -> None:
 def test_an_existing_target_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("mine")
     with pytest.raises(OutputExistsError, match="already exists"):
-        write_demo(tmp_path)
+        demo(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mtp_train.data.pack import collate, count_targets, pack_documents
 from mtp_train.data.tokenize import Document
-from mtp_train.train import teacher_forced as dense
-from mtp_train.train.aligned import AlignedRows, Batch, aligned_rows
-from mtp_train.train.teacher_forced import DenseMetrics, dense_metrics, dense_sums
+from mtp_train.train.packed_rows import AlignedRows, PackedBatch, aligned_rows
+from mtp_train.train.teacher_forced import DenseMetrics, dense_sums
+from summed_metrics import dense_metrics, metrics_of
 from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 
 A, B, C, UNIFORM = [0.7, 0.1, 0.1, 0.1], [0.1, 0.7, 0.1, 0.1], [0.4, 0.3, 0.2, 0.1], [0.25] * 4
@@ -31,12 +31,10 @@ class LogitModel:
         return self
 
 
-def measure(monkeypatch: pytest.MonkeyPatch, *batches: AlignedRows) -> DenseMetrics:
-    """Run the metrics over rows that are given as they come out of trunk and head."""
-    monkeypatch.setattr(dense, "aligned_rows", lambda trunk, head, batch, num_depths: batch)
+def measure(*batches: AlignedRows) -> DenseMetrics:
+    """Return the metrics of rows as they come out of trunk and head."""
     model: Any = LogitModel()
-    given: Any = batches
-    return dense_metrics(model, model, given, len(batches[0].student_KND))
+    return metrics_of(model, model, batches)
 
 
 def rows(p: list[list[float]], q: list[list[list[float]]], valid: list[str], starts: str | None = None) -> AlignedRows:
@@ -47,8 +45,8 @@ def rows(p: list[list[float]], q: list[list[list[float]]], valid: list[str], sta
     return AlignedRows(torch.tensor(q).log(), torch.tensor(p).log(), targets_N, valid_KN, starts_N)
 
 
-def test_figures_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = measure(monkeypatch, rows([A, B, C], [[A, A, A], [B, B, C]], ["xxx", ".xx"]))
+def test_figures_by_hand() -> None:
+    metrics = measure(rows([A, B, C], [[A, A, A], [B, B, C]], ["xxx", ".xx"]))
     assert metrics.num_targets == [3, 2]
     assert metrics.agreement == pytest.approx([2 / 3, 1.0])  # C's largest is A's
     assert metrics.overlap == pytest.approx([(1.0 + 0.4 + 0.7) / 3, 1.0])
@@ -57,45 +55,45 @@ def test_figures_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_head_that_says_what_the_trunk_says_is_perfect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_says_what_the_trunk_says_is_perfect() -> None:
     p = torch.softmax(3 * torch.randn(700, 4), dim=-1)
     every = torch.ones(2, 700, dtype=torch.bool)
     perfect = AlignedRows(p.log().repeat(2, 1, 1), p.log(), torch.zeros(700), every, every[0])
-    metrics = measure(monkeypatch, perfect)
+    metrics = measure(perfect)
     assert metrics.num_targets == [700, 700]
     assert metrics.agreement == [1.0, 1.0]
     assert metrics.overlap == pytest.approx([1.0, 1.0], abs=1e-6)
     shifted = perfect._replace(student_KND=perfect.student_KND.roll(1, dims=1))
-    worse = measure(monkeypatch, shifted)
+    worse = measure(shifted)
     assert all(value is not None and value < 0.9 for value in worse.agreement + worse.overlap)
 
 
-def test_sums_are_taken_over_batches_before_the_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_taken_over_batches_before_the_ratio() -> None:
     one = rows([A], [[A]], ["x"])
     three = rows([A, A, A], [[B, B, B]], ["xxx"])
-    metrics = measure(monkeypatch, one, three)
+    metrics = measure(one, three)
     assert metrics.num_targets == [4]
     assert metrics.agreement == [0.25]
     assert metrics.overlap == pytest.approx([(1 + 3 * 0.4) / 4])
 
 
-def test_a_draft_counts_in_tau_only_where_those_before_it_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_counts_in_tau_only_where_those_before_it_are_accepted() -> None:
     # Depth 1 of starts 0, 1, 2 is at rows 1, 2, 3, depth 2 of starts 0, 1 at rows 2, 3. Start 1 misses at depth 1.
     p = [UNIFORM, A, A, A]
-    found = measure(monkeypatch, rows(p, [[A, A, B, A], [A, A, A, A]], [".xxx", "..xx"]))
+    found = measure(rows(p, [[A, A, B, A], [A, A, A, A]], [".xxx", "..xx"]))
     assert found.agreement == pytest.approx([2 / 3, 1.0])
     assert found.tau_greedy == pytest.approx(1 + 2 / 3 + 1 / 2)
     # A and B overlap by 0.4.
     assert found.tau_sampled == pytest.approx(1 + 2.4 / 3 + 1.4 / 2)
-    both = measure(monkeypatch, rows(p, [[A, B, A, A], [A, A, A, A]], [".xxx", "..xx"]))
+    both = measure(rows(p, [[A, B, A, A], [A, A, A, A]], [".xxx", "..xx"]))
     assert both.agreement == pytest.approx(found.agreement)
     # The miss is start 0's now: start 1 goes on, as far as there are targets.
     assert both.tau_greedy == pytest.approx(1 + 2 / 3 + 1 / 2)
-    neither = measure(monkeypatch, rows(p, [[A, B, B, A], [A, A, A, A]], [".xxx", "..xx"]))
+    neither = measure(rows(p, [[A, B, B, A], [A, A, A, A]], [".xxx", "..xx"]))
     assert neither.tau_greedy == pytest.approx(1 + 1 / 3)
 
 
-def test_rounds_inside_the_prompt_are_no_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_inside_the_prompt_are_no_misses() -> None:
     """Tokens ``P P P P a b c``: four of prompt, three of response; the head is right everywhere.
 
     Rows 0 to 6 follow tokens P P P P a b c. Targets b and c are met by depth 1 from rows 3 and 4 (after the first
@@ -104,13 +102,13 @@ def test_rounds_inside_the_prompt_are_no_misses(monkeypatch: pytest.MonkeyPatch)
     """
     valid = ["...xxx.", "...xxx."]  # targets a, b, c sit at rows 3, 4, 5, for depth 1 and depth 2 alike
     perfect = [[A] * 7, [A] * 7]
-    found = measure(monkeypatch, rows([A] * 7, perfect, valid, starts="...xxx."))
+    found = measure(rows([A] * 7, perfect, valid, starts="...xxx."))
     assert found.num_targets == [3, 3]
     assert found.agreement == [1.0, 1.0]
     assert (found.tau_greedy, found.tau_sampled) == (3.0, pytest.approx(3.0))
     # A miss at row 4 costs depth 1 from row 3, and depth 2 from there with it; not a round from row 2.
     missed = [[A, A, A, A, B, A, A], [A] * 7]
-    assert measure(monkeypatch, rows([A] * 7, missed, valid, starts="...xxx.")).tau_greedy == 1 + 1 / 2 + 0 / 1
+    assert measure(rows([A] * 7, missed, valid, starts="...xxx.")).tau_greedy == 1 + 1 / 2 + 0 / 1
 
 
 @pytest.mark.parametrize("prompt_length", [1, 2, 6])
@@ -120,7 +118,7 @@ def test_tau_of_a_short_answer_is_what_rounds_from_each_of_its_tokens_accept(pro
     trunk = tiny_trunk("qwen3_5")
     length = prompt_length + answer
     document = Document(tuple(range(1, 1 + length)), tuple(i >= prompt_length for i in range(length)), "g", "d")
-    batch = Batch(*collate(pack_documents([document], 16, pack=True, seed=0, epoch=0)).values())
+    batch = PackedBatch(*collate(pack_documents([document], 16, pack=True, seed=0, epoch=0)).values())
     found = aligned_rows(trunk, tiny_head(trunk), batch, num_depths)
     right = found._replace(student_KND=found.teacher_ND.expand_as(found.student_KND).clone())
     head: Any = SharedOutput()
@@ -146,18 +144,18 @@ class SharedOutput:
         return found
 
 
-def test_rows_without_a_target_count_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = measure(monkeypatch, rows([A, UNIFORM], [[A, B]], ["x."]))
+def test_rows_without_a_target_count_nowhere() -> None:
+    metrics = measure(rows([A, UNIFORM], [[A, B]], ["x."]))
     assert (metrics.num_targets, metrics.agreement) == ([1], [1.0])
     assert metrics.target_entropy == pytest.approx(-sum(value * math.log(value) for value in A))
 
 
-def test_a_depth_without_targets_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = measure(monkeypatch, rows([A, A], [[A, A], [B, B]], ["xx", ".."]))
+def test_a_depth_without_targets_has_no_figures() -> None:
+    metrics = measure(rows([A, A], [[A, A], [B, B]], ["xx", ".."]))
     assert metrics.num_targets == [2, 0]
     assert metrics.agreement == [1.0, None]
     assert metrics.overlap == [pytest.approx(1.0), None]
-    nothing = measure(monkeypatch, rows([A], [[A]], ["."]))
+    nothing = measure(rows([A], [[A]], ["."]))
     assert (nothing.target_entropy, nothing.agreement) == (None, [None])
 
 
@@ -170,7 +168,7 @@ def test_real_rows_are_those_that_training_counts(family_name: str) -> None:
         for first, length in ((1, 7), (20, 4), (40, 2))
     ]
     sequences = pack_documents(documents, 16, pack=True, seed=0, epoch=0)
-    batch = Batch(*collate(sequences).values())
+    batch = PackedBatch(*collate(sequences).values())
     metrics = dense_metrics(trunk, tiny_head(trunk), [batch], 3)
     counts = [count_targets(sequence, 3) for sequence in sequences]
     assert metrics.num_targets == [sum(column) for column in zip(*counts, strict=True)] == [7, 5, 3]

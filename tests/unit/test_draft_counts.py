@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtp_train.data.draft_counts import SpecCounts, increase, read_counters, response_counts
+from mtp_train.answers.draft_counts import SpecCounts, increase, read_counters, response_counts
 from mtp_train.errors import DataError
 
 VLLM = """

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import re
-import shlex
 from pathlib import Path
 
 import pytest
 
 from mtp_train.cli.main import main
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families import FAMILIES, draft_engines, kinds_served, most_served_kind, of_kind
+from mtp_train.families import FAMILIES, draft_engines, kinds_served, of_kind
 from mtp_train.families.engines import engine_commands
 from tiny import tiny_trunk
 
 KINDS: tuple[str, ...] = ("eagle", "eagle3", "medusa")
-HOW_TO = Path(__file__).parents[2] / "recipes" / "attach.md"
+RECIPE = Path(__file__).parents[2] / "recipes" / "attach_head.yaml"
 OUT, DEPTH = "my runs/export", 3
 
 
@@ -41,58 +38,10 @@ def test_every_trunk_has_an_answer_for_every_engine(kind: str) -> None:
         assert commands["transformers"].startswith("no: ")
 
 
-def test_the_page_names_the_models_whose_new_head_is_an_mtp_head() -> None:
-    attached = [family for family in FAMILIES if family.attached]
-    names = {family.name for family in attached if most_served_kind(family, {"num_hidden_layers": 32}) == "mtp"}
-    assert names == {"qwen2", "qwen2_moe", "gemma2", "glm4", "exaone4", "cohere", "cohere2", "cohere2_moe"}
-    assert "for Qwen2, Qwen2 MoE, Gemma 2, GLM-4, EXAONE 4 and\nCommand an MTP head" in HOW_TO.read_text(
-        encoding="utf-8"
-    )
-
-
 def test_a_trunk_of_few_layers_has_no_eagle3_head() -> None:
     (llama,) = (family for family in FAMILIES if family.name == "llama")
     assert kinds_served(llama, {"num_hidden_layers": 32})["eagle3"] == ("vllm", "sglang", "llama.cpp")
     assert "eagle3" not in kinds_served(llama, {"num_hidden_layers": 4})
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_vllm_is_given_the_method_by_name(kind: str) -> None:
-    # It guesses from the path else, and takes any other for a model of its own.
-    words = shlex.split(engine_commands(draft_engines(kind, "llama"), OUT, DEPTH)["vllm"], comments=True)
-    assert words[:4] == ["vllm", "serve", "TRUNK", "--speculative-config"]
-    assert json.loads(words[4]) == {"method": kind, "model": OUT, "num_speculative_tokens": DEPTH}
-
-
-def test_sglang_and_llama_cpp_are_given_the_directory_and_the_trunk() -> None:
-    commands = engine_commands(draft_engines("eagle3", "qwen3"), OUT, DEPTH)
-    sglang, llama_cpp = shlex.split(commands["sglang"]), shlex.split(commands["llama.cpp"])
-    assert sglang[sglang.index("--speculative-algorithm") + 1] == "EAGLE3"
-    assert sglang[sglang.index("--speculative-draft-model-path") + 1] == OUT
-    assert sglang[sglang.index("--speculative-num-draft-tokens") + 1] == str(DEPTH + 1)
-    assert llama_cpp[llama_cpp.index("--target-model-dir") - 1] == OUT
-    assert llama_cpp[llama_cpp.index("--spec-type") + 1] == "draft-eagle3"
-
-
-@pytest.mark.parametrize(("family", "engine"), [("gemma3_text", "vllm"), ("olmo2", "sglang"), ("qwen2", "llama.cpp")])
-def test_an_engine_without_the_states_says_so(family: str, engine: str) -> None:
-    command = engine_commands(draft_engines("eagle3", family), OUT, DEPTH)[engine]
-    assert command == "no: does not pass the states between this model's layers to a head"
-
-
-def test_the_how_to_names_the_commands_that_check_prints() -> None:
-    commands = engine_commands(draft_engines("eagle3", "llama"), "eagle3/export", DEPTH)
-    printed = [commands[engine].replace("TRUNK", "my-model") for engine in ("vllm", "sglang", "llama.cpp")]
-    *_, block = re.findall(r"```bash\n(.*?)```", HOW_TO.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert block.replace("\\\n  ", "").replace("\n", " && ").removesuffix(" && ") == " && ".join(printed)
-
-
-def test_without_drafts_the_trunk_is_served_alone() -> None:
-    assert engine_commands(draft_engines("eagle3", "llama"), OUT, 0) == {
-        "vllm": "vllm serve TRUNK",
-        "sglang": "python -m sglang.launch_server --model-path TRUNK",
-        "llama.cpp": "llama-server -m TRUNK.gguf",
-    }
 
 
 def test_a_trunk_of_few_layers_is_refused_before_training_but_for_our_own_decoder(
@@ -101,7 +50,7 @@ def test_a_trunk_of_few_layers_is_refused_before_training_but_for_our_own_decode
     tiny_trunk("llama", num_layers=6).causal_lm.save_pretrained(tmp_path / "model")
     settings = [f"model.trunk={tmp_path / 'model'}", "head.kind=eagle3", "head.init=random"]
     settings.append("data.sources.0.path=chats.jsonl")
-    check = ["check", str(HOW_TO.with_name("attach_head.yaml")), *settings]
+    check = ["check", str(RECIPE), *settings]
     assert main(check) == 2
     assert "model: 6 layers; expected 7 or more" in capfd.readouterr().err
     assert main([*check, "export.enabled=false"]) == 0

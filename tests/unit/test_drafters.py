@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-import mtp_inference.decoder
+import mtp_inference.drafters.drafter
 import mtp_inference.drafters.head_drafter
 import mtp_inference.session
 from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
-from mtp_inference.batch import Batch
-from mtp_inference.drafters.drafter import Drafter, DrafterMaker, Place, Size
+from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
 from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafter, NgramDrafting
-from mtp_inference.sampling.chooser import Chooser, Drafts, DraftSampling
+from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts, DraftSampling
 from mtp_train.errors import MtpError, UnsupportedModelError
-from mtp_train.heads.module import OutputRows, Unroll
+from mtp_train.heads.module import Unroll
 from mtp_train.trunk.load import Trunk
+from scripted import made
 from tiny import CACHE_KINDS, UNROLLS, VOCAB_SIZE, chained_head, head_of, tiny_head, tiny_trunk
 
 SOME_IDS = torch.tensor([3, 60, 14, 15, 9, 2, 6, 53, 58, 40, 7, 33])
@@ -58,7 +59,7 @@ def ragged(depths: Sequence[int], max_new_tokens: int = 24) -> list[Request]:
 class Recorded:
     """Make drafters as another maker does, and keep every draft."""
 
-    def __init__(self, maker: DrafterMaker) -> None:
+    def __init__(self, maker: Drafting) -> None:
         self.maker = maker
         self.drafts: list[Drafts] = []
         self.num_settled = 0
@@ -66,31 +67,33 @@ class Recorded:
     def check(self, trunk: Trunk, depth: int) -> None:
         self.maker.check(trunk, depth)
 
-    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
-        return RecordedDrafter(self, self.maker.make(trunk, size, depth))
+    def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
+        return RecordedDrafter(self, self.maker.make(trunk, size, cache))
 
 
-class RecordedDrafter:
+class RecordedDrafter(Drafter):
     """Pass everything on."""
 
     def __init__(self, record: Recorded, drafter: Drafter) -> None:
         self.record = record
-        self.start = drafter.start
-        self.extend = drafter.extend
-        self.keep_rows = drafter.keep_rows
         self.inner = drafter
 
-    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
-        drafts = self.inner.draft(depth, place, chooser)
-        self.record.drafts.append(drafts)
+    def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
+        self.inner.start(rows, hidden_RTD, prompt_RT, first_R)
+
+    def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
+        self.inner.observe(hidden_BTD, tokens_BT, num_kept_B)
+
+    def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
+        drafts = self.inner.draft(plan, choice)
+        if plan.depth:
+            self.record.drafts.append(drafts)
+        else:
+            self.record.num_settled += 1
         return drafts
 
-    def settle(self, place: Place) -> None:
-        self.record.num_settled += 1
-        self.inner.settle(place)
 
-
-MAKERS: dict[str, Callable[[], DrafterMaker]] = {
+MAKERS: dict[str, Callable[[], Drafting]] = {
     "recursive": lambda: HeadDrafting(tiny_head(trunk_of("qwen3_5"))),
     "chained": lambda: HeadDrafting(chained_head(trunk_of("qwen3_5"), 3)),
     "chained_drafts": lambda: HeadDrafting(chained_head(trunk_of("qwen3_5"), 3, drafts_only=True)),
@@ -139,8 +142,8 @@ def places(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Set how many committed tokens may wait for a drafter."""
 
     def set_places(number: int) -> None:
-        monkeypatch.setattr(mtp_inference.session, "PENDING_PLACES", number)
-        monkeypatch.setattr(mtp_inference.decoder, "PENDING_PLACES", number)
+        for module in (mtp_inference.session, mtp_inference.drafters.drafter):
+            monkeypatch.setattr(module, "PENDING_PLACES", number)
 
     return set_places
 
@@ -190,7 +193,9 @@ def test_a_drafter_that_misses_a_stretch_drafts_otherwise(maker: str, monkeypatc
         scheduled([0, 0, 0, 0, 3], monkeypatch)
         record = Recorded(MAKERS[maker]())
         if not settles:
-            monkeypatch.setattr(RecordedDrafter, "settle", lambda drafter, place: drafter.inner.pending.take())
+            monkeypatch.setattr(
+                mtp_inference.session, "settle_drafter", lambda batch, _: batch.drafter.inner.pending.clear()
+            )
         decoder = SpeculativeDecoder(trunk_of("qwen3_5"), record, 3, ())
         assert_plain("qwen3_5", decoder, adaptive([9], [40], depth=3))
         drafted.append([draft.tokens_BK.tolist() for draft in record.drafts])
@@ -205,10 +210,10 @@ def test_a_wide_plan_at_the_end_of_the_buffers_drafts_the_same(maker: str) -> No
     with torch.inference_mode():
         hidden_1TD = trunk.hidden(prompt_1T)
         for pending in (1, 33):
-            drafter = MAKERS[maker]().make(trunk, Size(1, 16, 36), 3)
+            drafter = made(MAKERS[maker](), trunk, BatchSize(1, 16, 3, 16))
             drafter.start(slice(0, 1), hidden_1TD, prompt_1T, first_1)
-            place = Place(used=16, pending=pending, last_B=first_1, length_B=torch.tensor([12]))
-            drafted.append(drafter.draft(3, place, chooser).tokens_BK.tolist())
+            choice = chooser.begin_draft(first_1, torch.tensor([12]))
+            drafted.append(drafter.draft(RoundPlan(3, 16, pending, None), choice).tokens_BK.tolist())
     assert drafted[0] == drafted[1]
 
 
@@ -226,7 +231,7 @@ def test_a_long_prompt_is_read_in_parts(maker: str, monkeypatch: pytest.MonkeyPa
 
 def ngrams(text: Sequence[int], longest: int = 3, shortest: int = 1, depth: int = 3) -> list[int]:
     """Return what is drafted after a text, the last token of which is the trunk's."""
-    drafter = NgramDrafting(longest, shortest).make(trunk_of("glm4_moe"), Size(1, 32, 1), depth)
+    drafter = made(NgramDrafting(longest, shortest), trunk_of("glm4_moe"), BatchSize(1, 32, depth, 32))
     start_ngrams(drafter, text)
     return drafted_ngrams(drafter, depth)[0]
 
@@ -238,10 +243,9 @@ def start_ngrams(drafter: Drafter, text: Sequence[int], row: int = 0) -> None:
 
 def drafted_ngrams(drafter: Drafter, depth: int = 3) -> list[list[int]]:
     assert isinstance(drafter, NgramDrafter)
-    nowhere = Place(0, 0, drafter.length_B, drafter.length_B)
     device = torch.device("cpu")
     chooser = Chooser([Sampling()] * len(drafter.length_B), "argmax", vocab_size=9, device=device, penalises=False)
-    drafts = drafter.draft(depth, nowhere, chooser)
+    drafts = drafter.draft(RoundPlan(depth, 0, 0, None), chooser.begin_draft(drafter.length_B, drafter.length_B))
     assert drafts.num_drafted_B is not None
     assert drafts.tokens_BK.shape == (len(drafter.length_B), depth)
     pairs = zip(drafts.tokens_BK.tolist(), drafts.num_drafted_B.tolist(), strict=True)
@@ -280,15 +284,15 @@ def test_the_lengths_looked_for_are_kept_to() -> None:
 
 
 def test_rows_search_their_own_committed_texts() -> None:
-    drafter = NgramDrafting().make(trunk_of("glm4_moe"), Size(3, 32, 1), 3)
+    drafter = made(NgramDrafting(), trunk_of("glm4_moe"), BatchSize(3, 32, 3, 32))
     for row, text in enumerate(([1, 2, 3, 1], [0, 0, 3, 3, 3], [7, 8, 5, 9])):
         start_ngrams(drafter, text, row)
     assert drafted_ngrams(drafter) == [[2, 3, 1], [3], []]
     # Two tokens of the first row count, none of the second, four of the third.
     window_BT = torch.tensor([[2, 8, 8, 8], [0, 0, 0, 0], [6, 6, 7, 8]])
-    drafter.extend(torch.empty(3, 4, 0), window_BT, torch.tensor([2, 0, 4]))
+    drafter.observe(torch.empty(3, 4, 0), window_BT, torch.tensor([2, 0, 4]))
     assert drafted_ngrams(drafter) == [[], [3], [5, 9, 6]]
-    drafter.extend(torch.empty(3, 4, 0), window_BT, torch.tensor([1, 1, 1]))
+    drafter.observe(torch.empty(3, 4, 0), window_BT, torch.tensor([1, 1, 1]))
     assert drafted_ngrams(drafter) == [[8, 2], [3, 3, 3], [7, 8, 6]]
     start_ngrams(drafter, [4, 4, 5, 6], row=0)
     assert drafted_ngrams(drafter) == [[], [3, 3, 3], [7, 8, 6]]
@@ -312,14 +316,6 @@ def test_only_what_was_found_counts_as_drafted() -> None:
 
 def outside(ids_R: Tensor) -> Tensor:
     return torch.ones(VOCAB_SIZE, dtype=torch.bool).index_fill(0, ids_R, False)
-
-
-def test_reduced_logits_are_the_trunks_own_inside_and_none_outside() -> None:
-    trunk = trunk_of("qwen3_5")
-    hidden_B1D = torch.randn(5, 1, trunk.config.hidden_size)
-    reduced_B1V = OutputRows(trunk.lm_head_VD[SOME_IDS], SOME_IDS, VOCAB_SIZE)(hidden_B1D)
-    torch.testing.assert_close(reduced_B1V[..., SOME_IDS], trunk.logits(hidden_B1D)[..., SOME_IDS])
-    assert bool((reduced_B1V[..., outside(SOME_IDS)] == -torch.inf).all())
 
 
 @pytest.mark.parametrize("draft_sampling", ["argmax", "sampled"])
@@ -353,15 +349,6 @@ def test_a_reduced_vocabulary_bounds_the_drafts_and_not_the_text(
     assert not drafted["all"] <= set(SOME_IDS.tolist())
 
 
-def test_a_reduced_vocabulary_without_the_trunks_tokens_gets_nothing_accepted() -> None:
-    text = plain_text("qwen3_5", tuple(prompt(4)), 20)
-    unsaid_R = torch.tensor([token for token in range(VOCAB_SIZE) if token not in text])
-    trunk = trunk_of("qwen3_5")
-    decoder = SpeculativeDecoder(trunk, HeadDrafting(tiny_head(trunk), unsaid_R), 3, ())
-    requests = [Request(prompt_ids=prompt(4), max_new_tokens=20)]
-    assert assert_plain("qwen3_5", decoder, requests) == [(19 * 3, 0)]
-
-
 def refusals() -> Iterator[tuple[type[MtpError], str, Callable[[], object]]]:
     trunk = trunk_of("glm4_moe")
     other = tiny_trunk("glm4_moe", vocab_size=50)
@@ -387,11 +374,3 @@ def test_what_cannot_draft_is_refused() -> None:
     for error, complaint, act in refusals():
         with pytest.raises(error, match=complaint):
             act()
-
-
-def test_a_batch_without_a_drafter_settles_nothing() -> None:
-    decoder = SpeculativeDecoder(trunk_of("glm4_moe"), None, 0, ())
-    assert decoder.decode([prompt(4)], 40)[0].token_ids == plain_text("glm4_moe", tuple(prompt(4)), 40)
-    assert decoder._rounds is not None
-    batch: Batch = decoder._rounds.batch
-    assert batch.drafter is None

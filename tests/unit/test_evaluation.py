@@ -8,28 +8,19 @@ from typing import Any
 
 import pytest
 
-from mtp_train.data.prompts import Prompt
-from mtp_train.evaluation.decoding import PLAIN
+from mtp_train.acceptance.gate import GateVerdict
+from mtp_train.acceptance.names import PLAIN
+from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.dense import own_text
-from mtp_train.evaluation.prompt_records import Decoded
-from mtp_train.evaluation.results import ArmResult, Lossless, TeacherForced
-from mtp_train.evaluation.settings import draft_depth, greedy
-from mtp_train.evaluation.statistics import MeasuredArm, lossless
+from mtp_train.evaluation.prompt_records import PromptRecord
+from mtp_train.evaluation.results import ArmResult, Cell, Lossless
+from mtp_train.evaluation.settings import greedy
+from mtp_train.evaluation.statistics import MeasuredArm, checked_records, lossless, make_cell
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.evaluate_run import (
-    NUM_SAMPLES,
-    SAMPLE_PROMPT_CHARS,
-    MeasuredRun,
-    draft_pieces,
-    judge,
-    run_result,
-    sample_texts,
-)
-from mtp_train.train.teacher_forced import DenseMetrics
+from mtp_train.runs import evaluate_run
+from mtp_train.runs.evaluate_run import NUM_SAMPLES, SAMPLE_PROMPT_CHARS, sample_texts
 from runs import tiny_recipe
 
-DENSE = DenseMetrics(agreement=[0.75, 0.5], overlap=[0.5, 0.25], target_entropy=1.5, num_targets=[8, 4])
-NO_DENSE = DenseMetrics([], [], 1.5, [])
 DEPTH, ROUNDS = 2, 10
 GREEDY = greedy(DEPTH)
 
@@ -40,9 +31,9 @@ def recipe(**overrides: Any) -> Recipe:
 
 def record(
     prompt_id: str, accepted: tuple[int, ...], depth: int = DEPTH, tokens: tuple[int, ...] = (), seconds: float = 1.0
-) -> Decoded:
+) -> PromptRecord:
     """Return a record of rounds that each drafted ``depth`` tokens."""
-    return Decoded(
+    return PromptRecord(
         prompt_id=prompt_id,
         group=prompt_id,
         task="held-out",
@@ -74,16 +65,18 @@ def with_verdicts(arm: MeasuredArm, verdicts: dict[str, Any]) -> MeasuredArm:
     return replace(arm, decoded={GREEDY: records})
 
 
-def measured(*arms: MeasuredArm) -> MeasuredRun:
-    return MeasuredRun(arms, (GREEDY,), {}, {})
+def judge(asked: Recipe, arms: tuple[MeasuredArm, ...], depths: tuple[Cell, ...] = ()) -> GateVerdict:
+    return evaluate_run.judge(asked, arms, [GREEDY], depths)
 
 
 WEAK = [(3, 0), (2, 1), (4, 1), (3, 1), (2, 0), (3, 0), (4, 2), (3, 1)]
 STRONG = [(9, 5), (8, 6), (9, 7), (8, 4), (9, 6), (7, 5), (9, 8), (8, 5)]
 
 
-def runs(retrained: list[tuple[int, int]], baseline: list[tuple[int, int]], name: str = "graft") -> MeasuredRun:
-    return measured(planted(name, baseline), planted("retrained", retrained))
+def runs(
+    retrained: list[tuple[int, int]], baseline: list[tuple[int, int]], name: str = "graft"
+) -> tuple[MeasuredArm, ...]:
+    return planted(name, baseline), planted("retrained", retrained)
 
 
 # The gate
@@ -131,21 +124,21 @@ def test_other_baselines_have_no_command_to_name() -> None:
 )
 def test_the_automatic_baseline_is_the_best_head_without_training(overrides: dict[str, Any], baseline: str) -> None:
     arms = [planted(name, WEAK) for name in (PLAIN, "graft", "native")]
-    assert judge(recipe(**overrides), measured(*arms, planted("retrained", STRONG))).baseline == baseline
+    assert judge(recipe(**overrides), (*arms, planted("retrained", STRONG))).baseline == baseline
 
 
 @pytest.mark.parametrize("arm", ["graft", "retrained", "vanilla"])
 def test_an_output_that_decoding_changed_refuses_whatever_the_gain(arm: str) -> None:
     arms = [planted("graft", WEAK), planted("retrained", STRONG), planted("vanilla", WEAK)]
     broken = {"p4": "divergence", "p6": "divergence", "p7": "near_tie"}
-    verdict = judge(recipe(), measured(*(with_verdicts(one, broken) if one.name == arm else one for one in arms)))
+    verdict = judge(recipe(), tuple(with_verdicts(one, broken) if one.name == arm else one for one in arms))
     assert (verdict.passed, verdict.delta_tau_ci95) == (False, None)
     assert "changed the output of 2 prompts (p4 first), and no near tie explains it" in verdict.reason
 
 
 def test_a_near_tie_refuses_nothing() -> None:
-    graft, retrained = runs(STRONG, WEAK).arms
-    assert judge(recipe(), measured(graft, with_verdicts(retrained, {"p2": "near_tie"}))).passed
+    graft, retrained = runs(STRONG, WEAK)
+    assert judge(recipe(), (graft, with_verdicts(retrained, {"p2": "near_tie"}))).passed
 
 
 def test_too_few_prompts_are_refused_however_good_they_look() -> None:
@@ -160,7 +153,7 @@ def timed(name: str, shares: list[tuple[int, int]], seconds: float) -> MeasuredA
     texts = [(0,) * (1 + ROUNDS + first + second) for first, second in shares]
     return replace(
         arm,
-        decoded={
+        timed={
             setting: [
                 replace(
                     one,
@@ -180,19 +173,20 @@ def timed(name: str, shares: list[tuple[int, int]], seconds: float) -> MeasuredA
 def test_against_plain_decoding_a_slow_head_is_refused_with_the_depth_that_pays() -> None:
     ask = recipe(gate__baseline="none")
     plain, slow = timed(PLAIN, STRONG, 1.0), timed("retrained", STRONG, 1.3)
-    verdict = judge(ask, measured(plain, slow))
+    verdict = judge(ask, (plain, slow))
     assert not verdict.passed
     assert "measured speedup 0.7" in verdict.reason
     assert verdict.reason.endswith(
         "Serve without drafts, or train for longer. If another engine will serve the head, set gate.break_even_tau to "
         "that engine's"
     )
-    assert judge(ask, measured(plain, timed("retrained", STRONG, 0.6))).passed
-    assert judge(recipe(gate__baseline="none", gate__break_even_tau=1.8), measured(plain, slow)).passed
+    assert judge(ask, (plain, timed("retrained", STRONG, 0.6))).passed
+    assert judge(recipe(gate__baseline="none", gate__break_even_tau=1.8), (plain, slow)).passed
 
     shallow = replace(GREEDY, depth=1)
-    fast = replace(slow, decoded={shallow: timed("retrained", STRONG, 0.5).decoded[GREEDY], **plain.decoded})
-    cured = judge(ask, replace(measured(plain, slow), by_depth=[(fast, shallow)]))
+    fast = replace(slow, timed={shallow: timed("retrained", STRONG, 0.5).timed[GREEDY], **plain.timed})
+    assert fast.timed_only == [shallow]
+    cured = judge(ask, (plain, slow), (make_cell(fast, shallow),))
     assert cured.reason.endswith("Fewer drafts a round are shown to pay: set evaluate.depth to 1")
 
 
@@ -221,54 +215,44 @@ def test_sample_texts_are_the_retrained_heads_first_at_the_first_setting() -> No
     arm = MeasuredArm(
         "retrained", "in/finetune", "run/head", {other: [record("p3", (0,), tokens=(9,))], GREEDY: records}
     )
-    first, second = sample_texts(measured(planted("graft", WEAK), arm), held_out)
+    first, second = sample_texts([planted("graft", WEAK), arm], GREEDY, held_out)
     assert (first.prompt_id, first.prompt) == ("p0", "ef")
     assert first.pieces == (("a", False), ("b", True), ("c", False))
     # The end of a long prompt is shown.
     assert (second.prompt_id, second.prompt) == ("p1", "a" * (SAMPLE_PROMPT_CHARS - 1) + "b")
     many = replace(arm, decoded={GREEDY: records * NUM_SAMPLES})
-    assert len(sample_texts(measured(many), held_out)) == NUM_SAMPLES
-    assert sample_texts(measured(planted("graft", WEAK)), held_out) == ()
+    assert len(sample_texts([many], GREEDY, held_out)) == NUM_SAMPLES
+    assert sample_texts([planted("graft", WEAK)], GREEDY, held_out) == ()
 
 
 def test_tokens_of_accepted_drafts_are_told_apart() -> None:
     # The first token is of prefill; the last round's bonus token is past the limit.
     decoded = record("p", (2, 0, 1), tokens=(1, 2, 3, 4, 5, 6))
     assert decoded.from_drafts == (False, True, True, False, False, True)
-    assert draft_pieces(decoded, (9,), Letters()) == (("a", False), ("bc", True), ("de", False), ("f", True))
 
 
 # The figures
-
-
-def arms_of(drafted: list[Decoded], plain: list[Decoded]) -> tuple[MeasuredArm, MeasuredArm]:
-    """Return plain decoding and a head on one trunk."""
-    return (
-        MeasuredArm(PLAIN, "in/finetune", None, {GREEDY.plain: plain}),
-        MeasuredArm("retrained", "in/finetune", "run/head", {GREEDY.plain: plain, GREEDY: drafted}),
-    )
 
 
 PLAIN_TEXTS = [
     record("a", (0,) * 5, depth=0, tokens=(1,) * 6, seconds=0.5),
     record("b", (0,) * 3, depth=0, tokens=(2, 3, 4, 5), seconds=0.5),
 ]
+DRAFTED = [
+    record("a", (2, 1, 1, 0), tokens=(1,) * 9, seconds=0.25),
+    record("b", (2, 0), tokens=(2,) * 5, seconds=0.25),
+]
 
 
 def test_figures_of_an_arm_are_pooled_over_its_prompts() -> None:
-    drafted = [
-        record("a", (2, 1, 1, 0), tokens=(1,) * 9, seconds=0.25),
-        record("b", (2, 0), tokens=(2,) * 5, seconds=0.25),
-    ]
-    result = run_result(arms_of(drafted, PLAIN_TEXTS)[1], GREEDY, DENSE)
-    interval = result.tau_ci95
+    records = {GREEDY.plain: PLAIN_TEXTS, GREEDY: DRAFTED}
+    result = make_cell(MeasuredArm("retrained", "in/finetune", "run/head", records, records), GREEDY).result
+    interval, faster = result.tau_ci95, result.speedup_ci95
     assert interval is not None
-    assert interval[0] <= 2.0 <= interval[1]
-    faster = result.speedup_ci95
     assert faster is not None
+    assert interval[0] <= 2.0 <= interval[1]
     assert faster[0] <= 2.8 <= faster[1]
     assert result == ArmResult(
-        speedup_ci95=faster,
         # 0.375 s for 6 rounds, 0.75 s for 8 plain ones.
         break_even_tau=pytest.approx((0.375 / 6) / (0.75 / 8)),
         trunk="in/finetune",
@@ -277,43 +261,44 @@ def test_figures_of_an_arm_are_pooled_over_its_prompts() -> None:
         tau_ci95=interval,
         acceptance_rate=6 / 12,
         marginal=(4 / 6, 2 / 6),
+        marginal_ci95=result.marginal_ci95,
         conditional=(4 / 6, 2 / 4),
-        teacher_forced=TeacherForced(dense=(0.75, 0.5), overlap=(0.5, 0.25), target_entropy=1.5),
         # Of the nine equal tokens, the second 8-gram repeats the first; five tokens have none.
         repeated_8gram_share=1 / 2,
         tokens_per_second=14 / 0.5,
         speedup=(14 / 0.5) / (10 / 1.0),
+        speedup_ci95=faster,
         rounds=6,
         prompts=2,
         groups=2,
-        measured_here=True,
     )
 
 
 def test_plain_decoding_has_no_figures_of_drafts() -> None:
-    result = run_result(arms_of([], PLAIN_TEXTS)[0], GREEDY, NO_DENSE)
+    records = {GREEDY.plain: PLAIN_TEXTS}
+    result = make_cell(MeasuredArm(PLAIN, "in/finetune", None, records, records), GREEDY.plain)
     assert (result.tau_ci95, result.acceptance_rate, result.marginal, result.conditional) == (None,) * 4
-    assert (result.dense, result.overlap, result.target_entropy) == (None, None, 1.5)
     assert (result.tau, result.speedup, result.tokens_per_second, result.rounds) == (1.0, 1.0, 10.0, 8)
 
 
-def test_a_depth_without_a_target_is_left_out_of_the_dense_figures() -> None:
-    short = DenseMetrics([0.5, None], [0.25, None], 1.0, [3, 0])
-    result = run_result(planted("retrained", WEAK), GREEDY, short)
-    assert (result.dense, result.overlap) == ((0.5,), (0.25,))
+def test_speed_is_of_the_timed_prompts_and_acceptance_of_all() -> None:
+    """The other prompts were decoded in a batch, whose rows have no times."""
+    every = {GREEDY.plain: PLAIN_TEXTS, GREEDY: DRAFTED}
+    timed = {setting: records[:1] for setting, records in every.items()}
+    cell = make_cell(MeasuredArm("retrained", "in/finetune", "run/head", every, timed), GREEDY)
+    assert (cell.prompts, cell.tau) == (2, 2.0)
+    assert (cell.tokens_per_second, cell.speedup, cell.speedup_ci95) == (9 / 0.25, 9 / 0.25 / (6 / 0.5), None)
+    assert cell.round_seconds == 0.1875 / 4
+    untimed = make_cell(MeasuredArm("retrained", "in/finetune", "run/head", every), GREEDY)
+    assert (untimed.tau, untimed.tokens_per_second, untimed.speedup, untimed.pays) == (2.0, None, None, None)
 
 
 def test_lossless_adds_up_every_checked_arm() -> None:
     first = planted("graft", WEAK)
     second = with_verdicts(planted("retrained", STRONG), {"p3": "divergence", "p5": "near_tie"})
-    summed = lossless(measured(planted(PLAIN, WEAK), first, second).checked)
+    summed = lossless(checked_records([planted(PLAIN, WEAK), first, second]))
     assert summed == Lossless(checked=16, identical=14, near_tie_divergences=1)
     assert summed.faults == 1
-
-
-def test_arms_draft_as_deep_as_the_head_was_trained_unless_told() -> None:
-    assert draft_depth(recipe()) == 2
-    assert draft_depth(recipe(evaluate__depth=5)) == 5
 
 
 def test_dense_figures_are_taken_on_the_output_and_not_on_the_prompt() -> None:

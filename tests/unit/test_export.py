@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -20,10 +18,9 @@ from checkpoints import (
     wrap_as_vision_language,
 )
 from mtp_train import export, graft, inspect
-from mtp_train.checkpoints import export as export_module
 from mtp_train.checkpoints.export import write_checkpoint
 from mtp_train.checkpoints.files import INDEX_FILE, open_checkpoint
-from mtp_train.errors import CheckpointError, OutputExistsError
+from mtp_train.errors import CheckpointError
 from mtp_train.heads.build import build_head, fresh_plan, graft_plan, trained_head
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
 from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_trunk
@@ -62,16 +59,6 @@ def test_graft_puts_the_head_back_and_leaves_the_trunk_alone(
     assert (tmp_path / "out" / "config.json").read_bytes() == (finetune / "config.json").read_bytes()
 
 
-def test_shared_copies_are_written_from_the_trunk_that_is_exported(tmp_path: Path) -> None:
-    base, finetune = base_and_finetune(tmp_path, "glm4_moe")
-    graft(finetune, base, tmp_path / "out")
-    written, original = all_tensors(tmp_path / "out"), all_tensors(base)
-    embedding = written["model.layers.3.embed_tokens.weight"]
-    assert torch.equal(embedding, written["model.embed_tokens.weight"])
-    assert not torch.equal(embedding, original["model.layers.3.embed_tokens.weight"])
-    assert torch.equal(written["model.layers.3.shared_head.head.weight"], written["lm_head.weight"])
-
-
 def test_a_wrapped_fine_tune_takes_the_head_of_a_text_only_base(tmp_path: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     wrap_as_vision_language(finetune)
@@ -99,19 +86,6 @@ def test_unchanged_files_are_links_and_copies_on_request(tmp_path: Path) -> None
     assert all(file.stat().st_nlink == 1 for file in (tmp_path / "linked").glob("*.json"))
 
 
-def test_the_index_counts_the_parameters_of_the_head(tmp_path: Path) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
-    shard(finetune)
-    path = finetune / INDEX_FILE
-    index = json.loads(path.read_text())
-    count = sum(value.numel() for value in all_tensors(finetune).values())
-    index["metadata"]["total_parameters"] = count
-    path.write_text(json.dumps(index))
-    graft(finetune, base, tmp_path / "out")
-    written = json.loads((tmp_path / "out" / INDEX_FILE).read_text())["metadata"]
-    assert written["total_parameters"] == sum(value.numel() for value in all_tensors(tmp_path / "out").values()) > count
-
-
 def test_a_head_in_place_is_replaced_without_touching_the_source(tmp_path: Path) -> None:
     base, _ = base_and_finetune(tmp_path, "glm4_moe")
     before = all_tensors(base)
@@ -126,29 +100,6 @@ def test_a_head_in_place_is_replaced_without_touching_the_source(tmp_path: Path)
         own = plan.layout.is_head_key(key) and plan.layout.shared_key(key) is None
         assert torch.equal(written[key], value * 2 if own else value), key
     assert all(torch.equal(value, before[key]) for key, value in all_tensors(base).items())
-
-
-def test_an_existing_target_is_refused_and_kept(tmp_path: Path) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("mine")
-    with pytest.raises(OutputExistsError, match="out: already exists; expected a new path for the checkpoint"):
-        graft(finetune, base, tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
-
-
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
-    before = {path.name: path.read_bytes() for path in finetune.iterdir()}
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(export_module, "write_safetensors", full)
-    with pytest.raises(CheckpointError, match=r"No space left on device.*Earlier files are unchanged"):
-        graft(finetune, base, tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "finetune"]
-    assert {path.name: path.read_bytes() for path in finetune.iterdir()} == before
 
 
 def test_training_leftovers_and_pickles_are_not_copied(tmp_path: Path) -> None:
@@ -207,13 +158,6 @@ def test_a_base_of_another_width_is_refused(tmp_path: Path) -> None:
         graft(finetune, base, tmp_path / "out")
 
 
-def test_a_base_of_another_family_is_refused(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path / "glm", "glm4_moe")
-    _, finetune = base_and_finetune(tmp_path / "qwen", "qwen3_5")
-    with pytest.raises(CheckpointError, match=r"is GLM-4\.5 .*, but .* is Qwen3\.5"):
-        graft(finetune, base, tmp_path / "out")
-
-
 def test_a_head_that_does_not_fit_its_trunk_is_refused(tmp_path: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     tensors = all_tensors(base) | {"mtp.fc.weight": torch.zeros(32, 60)}
@@ -221,13 +165,6 @@ def test_a_head_that_does_not_fit_its_trunk_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"head shape mismatch: mtp\.fc\.weight: found \[32, 60\], expected \[32, 64\]"
     ):
-        graft(finetune, base, tmp_path / "out")
-
-
-def test_unknown_head_keys_are_refused(tmp_path: Path) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
-    _save(base, all_tensors(base) | {"mtp.surprise.weight": torch.zeros(2)})
-    with pytest.raises(CheckpointError, match=r"unknown head keys mtp\.surprise\.weight"):
         graft(finetune, base, tmp_path / "out")
 
 
@@ -293,7 +230,7 @@ def test_a_fresh_head_is_declared_in_the_section_that_its_family_has(repeated: b
     (finetune / "config.json").write_text(json.dumps(config))
     checkpoint = open_checkpoint(finetune)
     plan = fresh_plan(checkpoint, text_config_of(checkpoint), "auto", seed=1)
-    write_checkpoint(checkpoint, plan.layout, plan.template, tmp_path / "out", link="hard")
+    write_checkpoint(checkpoint, plan.layout, plan.head, tmp_path / "out", link="hard")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["mtp_config"] == {**config["mtp_config"], "num_nextn_predict_layers": 1}
     assert written["text_config"].get("num_mtp_layers") == (1 if repeated else None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -16,22 +14,21 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
 from test_training import NUM_DEPTHS, SEQ_LEN, make_documents, recipe, run_training, sequences_of, training_module
 from torch import Tensor
 
-from mtp_train.data.pack import PackedSequence, collate, count_targets, global_batches
-from mtp_train.errors import DataError, StoppedError, TrainingError
+from mtp_train.data.pack import PackedSequence, count_targets, global_batches
+from mtp_train.errors import DataError
 from mtp_train.losses.chunked import depth_weights
+from mtp_train.recipe.schema import Recipe
+from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train import feed
-from mtp_train.train.aligned import Batch, aligned_rows
 from mtp_train.train.feed import Feed, MicroBatch, Preparation, Prepared
-from mtp_train.train.head_training import Known
 from mtp_train.train.log import read_metrics
 from mtp_train.train.loop import train_head
-from mtp_train.train.plan import Plan, make_plan
+from mtp_train.train.packed_rows import Forwards, aligned_rows, isolated_hidden
+from mtp_train.train.plan import Plan
 from mtp_train.train.state import newest_whole_step
-from mtp_train.trunk.isolate import Forwards, group_by_length, isolated_hidden, segments
 
 STEPS, EACH = 4, 2
 TIMED = {"seconds", "tokens_per_second"}
@@ -166,10 +163,14 @@ def batches(plan: Plan) -> Any:
     )
 
 
+def weights_of(used: Recipe) -> list[float]:
+    return depth_weights(used.head.num_depths, used.objective.depth_decay)
+
+
 def prepared_by(rank: int, world: int, sequences: list[PackedSequence], *, in_shards: bool = False) -> list[MicroBatch]:
     """Return a process's micro-batches of one sequence each."""
     used = recipe(train__micro_batch_sequences=1)
-    preparation = Preparation(used, make_plan(used, world), rank, None, in_shards, pins=False)
+    preparation = Preparation(plan_of(used, world), weights_of(used), rank, None, in_shards, pins=False)
     return [one.micro_batch for one in preparation.step(sequences)]
 
 
@@ -234,22 +235,12 @@ def test_every_tensor_is_put_into_page_locked_memory(monkeypatch: pytest.MonkeyP
             return torch.zeros(len(sequences), SEQ_LEN, 4)
 
     used = recipe()
-    plan = make_plan(used, 1)
-    preparation = Preparation(used, plan, 0, Cache(), False, pins=True)  # type: ignore[arg-type]
+    plan = plan_of(used, 1)
+    preparation = Preparation(plan, weights_of(used), 0, Cache(), False, pins=True)  # type: ignore[arg-type]
     made = [one.micro_batch for one in preparation.step(batches(plan)(0))]
     tensors = [tensor for one in made for tensor in one.tensors]
     assert len(made[0].tensors) == 7
     assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in pinned]
-
-
-def test_mapping_changes_every_tensor_and_nothing_else() -> None:
-    ones = torch.ones(2, dtype=torch.long)
-    forwards = Forwards(group_by_length(segments(np.zeros((1, 4), dtype=np.int64)), 4), 1)
-    one = MicroBatch(Batch(ones, ones, ones, ones), ones, Known(forwards, ones), ones)
-    other = one.mapped(lambda tensor: tensor + 1)
-    assert all((tensor == 2).all() for tensor in other.tensors)
-    assert other.known.forwards is forwards
-    assert replace(one, hidden_BTD=None).mapped(torch.clone).hidden_BTD is None
 
 
 @pytest.fixture
@@ -281,10 +272,10 @@ def test_a_run_that_is_fed_ahead_is_the_run_that_is_not(tmp_path: Path, monkeypa
 
 def train(directory: Path, batch_fn: Any, on_step: Any) -> None:
     used = recipe(train__max_steps=6, train__save_steps=1)
-    plan = make_plan(used, 1)
+    plan = plan_of(used, 1)
     train_head(
         training_module(),
-        recipe=used,
+        options=train_options(used),
         plan=plan,
         batch_fn=batch_fn or batches(plan),
         accelerator=Accelerator(cpu=True, gradient_accumulation_steps=plan.accumulation),
@@ -301,7 +292,7 @@ def test_data_that_fail_end_the_run_at_their_step(tmp_path: Path) -> None:
     def batch_fn(step: int) -> list[PackedSequence]:
         if step == 3:
             raise error
-        return list(batches(make_plan(recipe(), 1))(step))
+        return list(batches(plan_of(recipe(), 1))(step))
 
     done: list[int] = []
     with pytest.raises(DataError) as raised:
@@ -309,27 +300,3 @@ def test_data_that_fail_end_the_run_at_their_step(tmp_path: Path) -> None:
     assert raised.value is error
     assert done == [0, 1, 2, 3]
     assert newest_whole_step(tmp_path / "state")[0] == 3
-
-
-@pytest.mark.usefixtures("ahead")
-def test_a_signal_ends_a_run_after_its_step(tmp_path: Path) -> None:
-    def on_step(done: int) -> None:
-        if done == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    before = threading.active_count()
-    with pytest.raises(StoppedError):
-        train(tmp_path, None, on_step)
-    assert newest_whole_step(tmp_path / "state")[0] == 3
-    assert threading.active_count() == before
-
-
-def test_the_batch_of_a_bad_step_is_that_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step is looked at after the next one is prepared."""
-    monkeypatch.setattr(feed, "works_ahead", lambda _device: True)
-    used = recipe(train__lr=1e30, train__max_steps=6, train__save_steps=1, train__schedule="constant")
-    with pytest.raises(TrainingError, match="step 2: loss"):
-        run_training(tmp_path, used)
-    bad = load_file(tmp_path / "bad_batch-00000002.safetensors")
-    expected = collate(batches(make_plan(used, 1))(1))
-    assert all(torch.equal(bad[name], value) for name, value in expected.items())

@@ -74,13 +74,6 @@ def test_the_layer_starts_as_the_trunks_last_of_its_kind(family_name: str, tmp_p
     assert torch.equal(head.blocks[0].final_norm.weight, trunk.decoder.norm.weight)
 
 
-def test_a_random_start_has_nothing_of_the_trunk(tmp_path: Path) -> None:
-    trunk = tiny_trunk("llama")
-    head = fresh_head(save_stripped(trunk, tmp_path / "trunk"), "random")
-    assert num_equal(head, trunk, LAST["llama"])[1] == 0
-    assert not torch.equal(head.blocks[0].final_norm.weight, trunk.decoder.norm.weight)
-
-
 @pytest.mark.parametrize("family_name", ["llama", "gemma3_text", "qwen2"])
 def test_eagle3_starts_with_the_trunks_last_norm_in_the_flavour_that_it_has(family_name: str, tmp_path: Path) -> None:
     trunk = tiny_trunk(family_name)

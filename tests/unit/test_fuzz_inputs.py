@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mtp_train.data.records import PlainText
 from mtp_train.data.sources import load_records
 from mtp_train.errors import DataError, RecipeError
-from mtp_train.recipe.loading import dump_recipe, load_recipe, recipe_from_mapping
+from mtp_train.recipe.loading import dump_recipe, load_recipe
 
 FUZZ = settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -110,7 +110,7 @@ def refused_or_equal(path: Path, content: bytes) -> None:
     if recipe is None:
         assert problems
     else:
-        assert recipe_from_mapping(yaml.safe_load(dump_recipe(recipe))) == recipe
+        assert load_recipe(yaml.safe_load(dump_recipe(recipe))) == recipe
     assert [one.name for one in path.parent.iterdir()] == [path.name]
 
 

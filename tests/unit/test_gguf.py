@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from byte_tokenizer import byte_tokenizer
 from checkpoints import all_tensors
 from gguf_files import VOCAB_SIZE, checkpoint_with_head, exported, metadata, values
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
-from mtp_train.checkpoints.gguf.model_types import GGUF_HEADS
+from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
 from mtp_train.checkpoints.gguf.tensors import GgufTensor, gguf_tensors, trunk_names
 from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.writing import held_tensor
@@ -25,7 +24,6 @@ from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import FAMILIES
 from mtp_train.heads.diagnose import layout_of
-from mtp_train.runs.checkpoint_tools.export_gguf import checkpoint_name
 from tiny import ALL_FAMILIES, IS_OLD
 
 SERVED = [one.name for one in FAMILIES if set(one.model_types) & GGUF_HEADS.keys() and one.name in ALL_FAMILIES]
@@ -107,34 +105,6 @@ def test_a_head_kept_as_a_layer_stacks_its_experts(glm: Path, tmp_path: Path) ->
     assert np.array_equal(found["blk.3.nextn.shared_head_head.weight"], found["output.weight"])
 
 
-def test_norms_get_the_one_that_the_model_adds(qwen: Path, tmp_path: Path) -> None:
-    stored, found = all_tensors(qwen), values(exported(qwen, tmp_path / "out"))
-    norms = {
-        "output_norm.weight": "model.norm.weight",
-        "blk.4.nextn.enorm.weight": "mtp.pre_fc_norm_embedding.weight",
-        "blk.4.nextn.hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
-        "blk.4.nextn.shared_head_norm.weight": "mtp.norm.weight",
-        "blk.4.attn_norm.weight": "mtp.layers.0.input_layernorm.weight",
-        "blk.4.attn_k_norm.weight": "mtp.layers.0.self_attn.k_norm.weight",
-    }
-    for name, key in norms.items():
-        assert np.array_equal(found[name], (stored[key].float() + 1).numpy()), name
-        assert not np.allclose(found[name], stored[key].float().numpy()), name
-
-
-def test_plain_norms_stay_as_they_are(glm: Path, tmp_path: Path) -> None:
-    stored, found = all_tensors(glm), values(exported(glm, tmp_path / "out"))
-    assert np.array_equal(found["blk.3.nextn.enorm.weight"], stored["model.layers.3.enorm.weight"].float().numpy())
-    assert np.array_equal(found["output_norm.weight"], stored["model.norm.weight"].float().numpy())
-
-
-def test_f32_keeps_every_weight_as_it_is(qwen: Path, tmp_path: Path) -> None:
-    reader = exported(qwen, tmp_path / "f32", "f32")
-    assert {tensor.tensor_type for tensor in reader.tensors} == {gguf.GGMLQuantizationType.F32}
-    embedding_VD = all_tensors(qwen)["model.embed_tokens.weight"].float()
-    assert np.array_equal(values(reader)["token_embd.weight"], embedding_VD.numpy())
-
-
 def test_q8_0_is_near_and_spares_what_it_cannot_hold(qwen: Path, tmp_path: Path) -> None:
     exact = values(exported(qwen, tmp_path / "f16"))
     reader = exported(qwen, tmp_path / "q8_0", "q8_0")
@@ -174,14 +144,6 @@ def test_latent_attention_is_cut_into_keys_and_values(tmp_path: Path) -> None:
     assert (keys.shape, its_values.shape) == ((heads, latent, 3), (heads, 2, latent))
     assert torch.equal(keys[1, :, 2], kv_b[5 + 2])
     assert torch.equal(its_values[1, 0], kv_b[5 + 3])
-
-
-def test_fused_experts_are_cut_into_gate_and_up(tmp_path: Path) -> None:
-    fused = torch.randn(4, 6, 8)
-    key = "mtp.layers.0.mlp.experts.gate_up_proj"
-    found = hand_made(tmp_path / "tuned", "qwen3_5", {key: fused}, "qwen3_5_moe_text")
-    assert torch.equal(whole(found["blk.4.ffn_gate_exps.weight"]), fused[:, :3])
-    assert torch.equal(whole(found["blk.4.ffn_up_exps.weight"]), fused[:, 3:])
 
 
 def test_an_unknown_head_tensor_is_refused_not_dropped(tmp_path: Path) -> None:
@@ -237,26 +199,6 @@ def test_metadata_of_a_hybrid_trunk(qwen: Path, tmp_path: Path) -> None:
     assert not any("expert" in key or "scaling" in key for key in found)
 
 
-def test_metadata_of_a_mixture_of_experts(glm: Path, tmp_path: Path) -> None:
-    found = metadata(exported(glm, tmp_path / "out", "q8_0"))
-    expected = {
-        "general.architecture": "glm4moe",
-        "general.file_type": 7,
-        "glm4moe.block_count": 4,
-        "glm4moe.nextn_predict_layers": 1,
-        "glm4moe.expert_count": 4,
-        "glm4moe.expert_used_count": 2,
-        "glm4moe.expert_feed_forward_length": 16,
-        "glm4moe.expert_shared_count": 1,
-        "glm4moe.expert_gating_func": 2,
-        "glm4moe.expert_weights_norm": True,
-        "glm4moe.expert_weights_scale": 1.0,
-        "glm4moe.leading_dense_block_count": 1,
-        "glm4moe.rope.dimension_count": 8,
-    }
-    assert {key: found.get(key) for key in expected} == expected
-
-
 def test_the_vocabulary_fills_the_embedding(glm: Path, tmp_path: Path) -> None:
     found, tokenizer = metadata(exported(glm, tmp_path / "out")), byte_tokenizer()
     tokens, kinds = found["tokenizer.ggml.tokens"], found["tokenizer.ggml.token_type"]
@@ -297,25 +239,6 @@ def test_the_router_is_named_where_the_config_names_it(config: dict[str, str], n
 # The command
 
 
-def test_the_result_names_the_file_and_the_command(qwen: Path, tmp_path: Path, capfd: Capture) -> None:
-    argv = ["export", str(qwen), "--out", str(tmp_path / "out"), "--gguf", "f16"]
-    assert main([*argv, "--json"]) == 0
-    file = tmp_path / "out" / "mtp-tuned.gguf"
-    document = json.loads(capfd.readouterr().out)
-    assert document == {"out": str(tmp_path / "out"), "notes": [], "file": str(file)}
-    assert file.is_file()
-    argv[3] = str(tmp_path / "again")
-    assert main(argv) == 0
-    assert f"-md {tmp_path / 'again'}/mtp-tuned.gguf --spec-type draft-mtp" in capfd.readouterr().out
-
-
-def test_a_target_that_exists_is_left_alone(qwen: Path, tmp_path: Path, capfd: Capture) -> None:
-    (tmp_path / "out").mkdir()
-    message = refusal(["export", qwen, "--out", tmp_path / "out", "--gguf", "f16"], capfd)
-    assert "already exists; expected a new path for the GGUF file" in message
-    assert list((tmp_path / "out").iterdir()) == []
-
-
 def test_a_head_that_llama_cpp_does_not_draft_with_is_refused_with_the_reason(tmp_path: Path, capfd: Capture) -> None:
     checkpoint = checkpoint_with_head(tmp_path / "tuned", "exaone_moe")
     message = refusal(["export", checkpoint, "--out", tmp_path / "out", "--gguf", "f16"], capfd)
@@ -326,11 +249,6 @@ def test_a_head_that_llama_cpp_does_not_draft_with_is_refused_with_the_reason(tm
 def test_every_head_that_llama_cpp_drafts_with_has_a_record_and_no_other() -> None:
     served = {name for family in FAMILIES if family.serving["llama.cpp"].supported for name in family.model_types}
     assert served == GGUF_HEADS.keys()
-
-
-def test_copy_has_nothing_to_copy(qwen: Path, tmp_path: Path, capfd: Capture) -> None:
-    message = refusal(["export", qwen, "--out", tmp_path / "out", "--gguf", "f16", "--copy"], capfd)
-    assert "--copy: given with --gguf" in message
 
 
 @pytest.mark.parametrize(
@@ -362,9 +280,3 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(qwen: Path, tmp_path: 
     tokenizer.save_pretrained(qwen)
     message = refusal(["export", qwen, "--out", tmp_path / "out", "--gguf", "f16"], capfd)
     assert f"has token 278; expected ids below the embedding's {VOCAB_SIZE} rows" in message
-
-
-def test_a_cached_hub_model_gives_its_name_not_its_hash(tmp_path: Path) -> None:
-    snapshot = tmp_path / "models--Qwen--Qwen3.6-27B" / "snapshots" / "0a1b2c"
-    assert checkpoint_name(snapshot) == "Qwen3.6-27B"
-    assert checkpoint_name(tmp_path / "my-27b") == "my-27b"

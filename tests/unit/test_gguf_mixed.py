@@ -17,7 +17,7 @@ from checkpoints import all_tensors
 from gguf_files import checkpoint_with_head, exported, metadata, values
 from mtp_train.families import FAMILIES
 from mtp_train.families.engines import engine_commands
-from mtp_train.runs.checkpoint_tools import head_to_export
+from mtp_train.runs.checkpoint_tools import export_checkpoint
 from tiny import ALL_FAMILIES
 
 SLIDING = "sliding_attention"
@@ -188,7 +188,7 @@ def test_a_released_config_is_described_block_by_block(
     family_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Some released fields are of other sizes than the tiny trunk.
-    monkeypatch.setattr(head_to_export, "require_whole_trunk", lambda trunk: None)
+    monkeypatch.setattr(export_checkpoint, "require_whole_trunk", lambda trunk: None)
     found = metadata(exported(as_released(tmp_path / "tuned", family_name), tmp_path / "out"))
     arch = found["general.architecture"]
     expected = EXPECTED[family_name]

@@ -11,7 +11,7 @@ from mtp_train import head_kinds
 from mtp_train.errors import RecipeError, UnsupportedModelError
 from mtp_train.families import draft_kind, family_named, of_kind
 from mtp_train.families.drafts.record import parts_of
-from mtp_train.head_kinds import draft_kinds, find_head_kind, head_kind_names, register_head_kind
+from mtp_train.head_kinds import draft_kinds, find_head_kind, register_head_kind
 from mtp_train.recipe.schema import Recipe
 from runs import tiny_recipe
 from toy_kind import TOY
@@ -56,22 +56,9 @@ def test_parallel_modules_follow_the_rules_of_medusa(monkeypatch: pytest.MonkeyP
         recipe_with(head__kind="flat", head__num_depths=2, evaluate__depth=3)
 
 
-def test_a_name_belongs_to_one_kind(toy: str) -> None:
-    register_head_kind(TOY)
-    for name in ("mtp", "eagle", toy):
-        with pytest.raises(ValueError, match=f"'{name}': the name of another kind of head"):
-            register_head_kind(replace(TOY, name=name, title="Other"))
-    assert head_kind_names()[-1] == toy
-
-
 def test_every_draft_model_has_names_of_its_own() -> None:
     formats = [parts_of(kind).format for kind in draft_kinds()]
     names = [name for stored in formats for name in (*stored.written_as, *stored.read_as)]
     assert len(set(names)) == len(names) >= len(formats)
     with pytest.raises(ValueError, match="mtp: stored in its trunk's checkpoint"):
         parts_of(find_head_kind("mtp"))
-
-
-def test_parts_that_cannot_be_imported_are_named() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"^head\.kind: toy: toy_kind:NOTHING cannot be imported \("):
-        parts_of(replace(TOY, draft_parts="toy_kind:NOTHING"))

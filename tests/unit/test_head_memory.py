@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from mtp_train.heads.lora import put_on_lora
 from mtp_train.heads.module import MtpHead
 from mtp_train.recipe.schema import Recipe
-from mtp_train.train.estimate import converted_head_bytes, passing_expert_bytes
+from mtp_train.runs.settings import memory_options
 from mtp_train.train.head_training import HeadTraining
+from mtp_train.train.plan import converted_head_bytes, passing_expert_bytes
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import COMPUTE_DTYPES
 from peak_memory import PeakMemory
@@ -96,7 +97,7 @@ class Step:
 def test_the_copies_of_a_heads_weights_are_planned(name: str, lora: dict[str, Any] | None, depths: int) -> None:
     trunk, used = tiny_trunk(name), recipe("bf16", depths, lora)
     step = Step(trunk, tiny_head(trunk), used)
-    planned = converted_head_bytes(used, step.shapes)
+    planned = converted_head_bytes(memory_options(used), step.shapes)
     # Not kept: the router's matrix, which is multiplied in fp32, and with LoRA the projection of depth 1, whose input
     # needs no gradient.
     unneeded = depths * step.shapes.get("blocks.0.layer.mlp.gate.weight", Size([0])).numel()
@@ -108,7 +109,9 @@ def test_with_checkpointing_copies_are_planned_for_one_depth() -> None:
     trunk = tiny_trunk("qwen3_5_moe")
     one, three = recipe("bf16", 3, LORA, True), recipe("bf16", 3, LORA)
     step = Step(trunk, tiny_head(trunk), one)
-    assert 3 * converted_head_bytes(one, step.shapes) == converted_head_bytes(three, step.shapes)
+    assert 3 * converted_head_bytes(memory_options(one), step.shapes) == converted_head_bytes(
+        memory_options(three), step.shapes
+    )
     assert step.kept_copies() == 0
 
 
@@ -117,9 +120,14 @@ def with_experts(num_experts: int, used: Recipe) -> tuple[int, int]:
     config = tiny_config("qwen3_5_moe", num_layers=1)
     config.num_experts, config.moe_intermediate_size = num_experts, 64
     trunk = Trunk(AutoModelForCausalLM.from_config(config).requires_grad_(False).eval(), family_of("qwen3_5_moe"))
-    step = Step(trunk, random_head(trunk), used)
+    # Held as it computes: no layer of the trunk is converted.
+    step = Step(trunk.to(memory_options(used).compute_dtype), random_head(trunk).float(), used)
     gradients = 4 * sum(shape.numel() for shape in step.shapes.values()) if used.head.lora is None else 0
-    planned = gradients + converted_head_bytes(used, step.shapes) + passing_expert_bytes(used, step.shapes)
+    planned = (
+        gradients
+        + converted_head_bytes(memory_options(used), step.shapes)
+        + passing_expert_bytes(memory_options(used), step.shapes)
+    )
     return step.peak_bytes(), planned
 
 

@@ -101,13 +101,6 @@ def test_the_command_says_how_to_draft_with_it(tmp_path: Path, capfd: Capture) -
     assert document(["inspect", base], capfd)["serves"]["vllm"].startswith("vllm serve")
 
 
-def test_a_checkpoint_without_a_head_has_none_to_write(tmp_path: Path, capfd: Capture) -> None:
-    _, finetune = base_and_finetune(tmp_path, "qwen3_5")
-    assert main(["export", str(finetune), "--out", str(tmp_path / "out"), "--head-only"]) == 2
-    assert "holds no head tensors" in capfd.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_checkpoint_s_mtp_head_is_none_that_speculators_reads(tmp_path: Path, capfd: Capture) -> None:
     base = base_of(tmp_path, "qwen3_5")
     assert main(["export", str(base), "--out", str(tmp_path / "out"), "--speculators"]) == 2

@@ -35,9 +35,9 @@ from mtp_train.train.hidden_cache import (
     layout_for,
     require_room,
 )
-from mtp_train.trunk.isolate import isolated_hidden
+from mtp_train.train.packed_rows import isolated_hidden
 from mtp_train.trunk.load import Trunk
-from tiny import ALL_FAMILIES, VOCAB_SIZE, tiny_head, tiny_trunk
+from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 from tolerances import assert_differs, assert_same, num_terms
 
 CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ def computed(trunk: Trunk, sequences: Sequence[PackedSequence]) -> Tensor:
     return isolated_hidden(trunk, batch["input_ids_BT"], batch["document_BT"])
 
 
-@pytest.mark.parametrize("family_name", ALL_FAMILIES)
+@pytest.mark.parametrize("family_name", ["qwen3_5", "deepseek_v4"])
 @pytest.mark.parametrize("world", [1, 3])
 def test_states_are_what_the_trunk_computes_in_every_epoch(family_name: str, world: int, tmp_path: Path) -> None:
     trunk = tiny_trunk(family_name)

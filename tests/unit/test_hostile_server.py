@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from byte_tokenizer import byte_tokenizer
-from mtp_train.data import endpoint as endpoint_module
-from mtp_train.data.answers import AnswerFit, CheckedStore
-from mtp_train.data.draft_counts import as_completion
-from mtp_train.data.endpoint import GREEDY, LIST_TIMEOUT, Endpoint, Refusal
-from mtp_train.data.prompts import Prompt
-from mtp_train.data.regenerated import Question
-from mtp_train.data.responses import RegeneratedStore
-from mtp_train.data.served import regenerate_served
+from mtp_train.answers import endpoint as endpoint_module
+from mtp_train.answers.check import AnswerFit, CheckedStore
+from mtp_train.answers.draft_counts import as_completion
+from mtp_train.answers.endpoint import GREEDY, LIST_TIMEOUT, Endpoint, Refusal
+from mtp_train.answers.generate import Answering, Question
+from mtp_train.answers.served import regenerate_served
+from mtp_train.answers.store import RegeneratedStore
+from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError, MtpError
 from openai_server import Reply, completion, openai_server
 
@@ -102,11 +102,8 @@ def test_a_server_that_finishes_nothing_is_given_up(tmp_path: Path, monkeypatch:
                     store,
                     endpoint,
                     GREEDY,
-                    seq_len_tokens=64,
-                    max_new_tokens=8,
-                    eos_ids={EOS},
-                    seed=0,
-                    on_prompt=lambda done, total: None,
+                    Answering(max_new_tokens=8, seq_len_tokens=64, eos_ids={EOS}),
+                    lambda done, total: None,
                 )
         finally:
             ended.set()

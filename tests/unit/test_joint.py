@@ -16,7 +16,7 @@ from mtp_train import inspect
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.heads.build import artifact_plan, build_head
+from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.hooks.train_beside import HEAD_DIRECTORY, HeadBeside, batch_of, train_head_beside
 from preserving import load, make_trainer
@@ -130,7 +130,7 @@ def test_an_adapters_checkpoint_has_the_head_beside_it_and_the_merged_model_hold
     train_head_beside(trainer, lr=1e-2)
     trainer.train()
     artifact = load_artifact(tmp_path / "out" / "checkpoint-2" / HEAD_DIRECTORY)
-    head = build_head(artifact_plan(artifact), text_config_of(open_checkpoint(base)), dtype=torch.float32)
+    head = build_head(artifact, text_config_of(open_checkpoint(base)), dtype=torch.float32)
     theirs = head_of(trainer).head.state_dict()
     assert all(torch.equal(value, theirs[name]) for name, value in head.state_dict().items())
     trainer.model.merge_and_unload().save_pretrained(tmp_path / "merged")

@@ -5,8 +5,6 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.families import FAMILIES, Family
@@ -21,42 +19,6 @@ def family_of(name: str) -> Family:
 @cache
 def shapes_of(family_name: str, num_modules: int) -> dict[str, torch.Size]:
     return head_shapes(family_of(family_name), tiny_trunk(family_name).config.get_text_config(), num_modules)
-
-
-def takes_several_modules(family: Family) -> bool:
-    """Whether the layout has a place for more than one module."""
-    return all("{module}" in rule.native or "{layer}" in rule.native for rule in family.keys.rules)
-
-
-@given(data=st.data())
-@settings(max_examples=150, deadline=None)
-def test_native_to_ours_and_back_is_the_identity(data: st.DataObject) -> None:
-    family = family_of(data.draw(st.sampled_from(ALL_FAMILIES)))
-    num_modules = data.draw(st.integers(1, 3)) if takes_several_modules(family) else 1
-    layout = HeadLayout(
-        family,
-        data.draw(st.sampled_from(family.keys.trunk_prefixes)),
-        data.draw(st.integers(1, 120)),
-        num_sublayers=2 if family.name == "nemotron_h" else 1,
-        fused_experts=data.draw(st.booleans()),
-    )
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
-    state = {
-        name: torch.randint(-(2**15), 2**15, shape, generator=generator, dtype=torch.int16)
-        for name, shape in shapes_of(family.name, num_modules).items()
-    }
-    pieces = [(key, part) for name, value in state.items() for key, part in layout.split(name, value)]
-    native = dict(pieces)
-    assert len(native) == len(pieces), "no two tensors share a key"
-    assert all(layout.is_head_key(key) and layout.shared_key(key) is None for key in native)
-    has_single_experts = any(re.search(r"\.experts\.\d+\.", key) for key in native)
-    assert not (layout.fused_experts and has_single_experts)
-    joined = layout.join(native)
-    assert joined.keys() == state.keys()
-    assert all(torch.equal(joined[name], value) for name, value in state.items())
-    again = {key: part for name, value in joined.items() for key, part in layout.split(name, value)}
-    assert again.keys() == native.keys()
-    assert all(torch.equal(again[key], part) for key, part in native.items())
 
 
 @pytest.mark.parametrize("family_name", ["qwen3_5_moe", "qwen3_next", "glm4_moe"])
@@ -101,13 +63,6 @@ def test_glm_experts_are_one_key_each_gate_before_up() -> None:
     assert parts["model.layers.46.mlp.experts.1.gate_proj.weight"].flatten().tolist() == [6, 7, 8]
     assert parts["model.layers.46.mlp.experts.1.up_proj.weight"].flatten().tolist() == [9, 10, 11]
     assert torch.equal(layout.join(parts)["blocks.0.layer.mlp.experts.gate_up_proj"], fused)
-
-
-def test_experts_beyond_nine_keep_their_order() -> None:
-    layout = HeadLayout(family_of("glm4_moe"), "model.", 46)
-    stacked = torch.arange(12.0).reshape(12, 1, 1)
-    parts = dict(layout.split("blocks.0.layer.mlp.experts.down_proj", stacked))
-    assert torch.equal(layout.join(parts)["blocks.0.layer.mlp.experts.down_proj"], stacked)
 
 
 @pytest.mark.parametrize(
@@ -160,28 +115,6 @@ def test_inkling_keys_are_those_of_the_releases() -> None:
         12,
         8,
     ]
-
-
-def test_a_shared_expert_is_two_keys_gate_above_up() -> None:
-    layout = HeadLayout(family_of("minimax_m3"), "model.", 46)
-    name, value = "blocks.0.layer.mlp.shared_experts.gate_up_proj.weight", torch.arange(12.0).reshape(6, 2)
-    parts = dict(layout.split(name, value))
-    prefix = "model.mtp.layers.0.transformer_layer.block_sparse_moe.shared_experts."
-    assert parts.keys() == {f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"}
-    assert torch.equal(parts[f"{prefix}gate_proj.weight"], value[:3])
-    assert torch.equal(layout.join(parts)[name], value)
-
-
-def test_glm_shared_keys_repeat_the_trunk() -> None:
-    layout = HeadLayout(family_of("glm4_moe"), "model.", 46)
-    embed, head = "model.layers.46.embed_tokens.weight", "model.layers.46.shared_head.head.weight"
-    assert layout.shared_key("model.layers.46.shared_head.norm.weight") is None
-    shared_embed, shared_head = layout.shared_key(embed), layout.shared_key(head)
-    assert shared_embed is not None
-    assert shared_head is not None
-    assert layout.trunk_key(shared_embed, ["model.embed_tokens.weight"]) == "model.embed_tokens.weight"
-    assert layout.trunk_key(shared_head, ["lm_head.weight", "model.embed_tokens.weight"]) == "lm_head.weight"
-    assert layout.trunk_key(shared_head, ["model.embed_tokens.weight"]) == "model.embed_tokens.weight"
 
 
 def test_renaming_follows_the_decoder_prefix_only_where_keys_carry_it() -> None:

@@ -17,18 +17,17 @@ from mtp_train.data.pack import collate, global_batches
 from mtp_train.errors import RecipeError
 from mtp_train.heads.lora import is_lora, merged_weights, put_on_lora, require_lora_targets
 from mtp_train.heads.module import MtpHead
-from mtp_train.recipe.schema import LoraSpec, Recipe
-from mtp_train.train.aligned import Batch, aligned_rows
+from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import LoraSection
+from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.loop import make_optimizer, train_head
-from mtp_train.train.plan import make_plan
-from tiny import ALL_FAMILIES, num_released_modules, tiny_head, tiny_trunk
-from tolerances import assert_differs, assert_same, num_terms
+from tiny import num_released_modules, tiny_head, tiny_trunk
 
 WITH_EXPERTS = "glm4_moe"
 
 
-def worn(family_name: str, spec: LoraSpec) -> HeadTraining:
+def worn(family_name: str, spec: LoraSection) -> HeadTraining:
     trunk = tiny_trunk(family_name)
     head = tiny_head(trunk)
     put_on_lora(head, spec, seed=0)
@@ -44,61 +43,23 @@ def randomise(head: MtpHead) -> dict[str, Tensor]:
     return matrices
 
 
-@torch.no_grad()
-def drafted(module: HeadTraining) -> Tensor:
-    batch = Batch(*collate(four_sequences()).values())
-    return aligned_rows(module.trunk, module.head, batch, NUM_DEPTHS).student_KND
-
-
-@pytest.mark.parametrize("family_name", ALL_FAMILIES)
-def test_merged_weights_draft_as_the_matrices_did(family_name: str) -> None:
-    """In every family, under the names of a head that never had any; a start changes nothing."""
-    spec = LoraSpec(r=4, alpha=8)
-    module = worn(family_name, spec).eval()
-    plain = HeadTraining(
-        module.trunk, tiny_head(module.trunk), num_depths=NUM_DEPTHS, kind="kl", temperature=1.0
-    ).eval()
-    before = drafted(plain)
-    torch.testing.assert_close(drafted(module), before)
-    merged = merged_weights(tiny_head(module.trunk), spec, randomise(module.head))
-    assert {name: value.shape for name, value in merged.items()} == {
-        name: value.shape for name, value in plain.head.state_dict().items()
-    }
-    found, terms = drafted(module), NUM_DEPTHS * num_terms(module.head)
-    assert_differs(found, before, terms)
-    plain.head.load_state_dict(merged)
-    assert_same(drafted(plain), found, terms)
-
-
-@pytest.mark.parametrize("family_name", ALL_FAMILIES)
-def test_the_matrices_and_nothing_else_get_a_gradient(family_name: str) -> None:
-    module = worn(family_name, LoraSpec(r=2)).train()
-    randomise(module.head)
-    module(*collate(four_sequences()).values(), torch.ones(NUM_DEPTHS)).total.backward()
-    reached = {name for name, value in module.named_parameters() if value.grad is not None}
-    assert reached == {name for name, value in module.named_parameters() if value.requires_grad}
-    assert reached
-    assert all(is_lora(name) for name in reached)
-    assert not any(".indexer." in name or ".lm_head." in name for name in reached)
-
-
 def test_the_optimiser_holds_the_matrices_alone_and_one_step_moves_the_head() -> None:
-    module = worn(WITH_EXPERTS, LoraSpec(r=32, alpha=32)).train()
+    module = worn(WITH_EXPERTS, LoraSection(r=32, alpha=32)).train()
     plain = {name: value for name, value in tiny_head(module.trunk).named_parameters()}
-    optimizer = make_optimizer(module.head, recipe(train__lr=0.1))
+    optimizer = make_optimizer(module.head, train_options(recipe(train__lr=0.1)))
     held = {id(value) for group in optimizer.param_groups for value in group["params"]}
     assert held == {id(value) for value in module.head.parameters() if value.requires_grad}
     module(*collate(four_sequences()).values(), torch.ones(NUM_DEPTHS)).total.backward()
     optimizer.step()
     matrices = {name: value for name, value in module.head.named_parameters() if value.requires_grad}
-    merged = merged_weights(tiny_head(module.trunk), LoraSpec(r=32, alpha=32), matrices)
+    merged = merged_weights(tiny_head(module.trunk), LoraSection(r=32, alpha=32), matrices)
     moved = {name for name, value in plain.items() if not torch.equal(merged[name], value)}
     assert moved == {name for name, value in plain.items() if value.ndim > 1 and not name.endswith("mlp.gate.weight")}
 
 
 def test_only_the_layers_that_are_named_are_adapted() -> None:
     head = tiny_head(tiny_trunk(WITH_EXPERTS))
-    put_on_lora(head, LoraSpec(r=2, targets=("q_proj", "gate_up_proj")), seed=0)
+    put_on_lora(head, LoraSection(r=2, targets=("q_proj", "gate_up_proj")), seed=0)
     adapted = {name.partition(".lora_")[0] for name, value in head.named_parameters() if value.requires_grad}
     assert adapted == {"blocks.0.layer.self_attn.q_proj", "blocks.0.layer.mlp.experts"}
 
@@ -106,10 +67,10 @@ def test_only_the_layers_that_are_named_are_adapted() -> None:
 def test_a_layer_that_is_not_there_is_named_before_anything_is_built() -> None:
     trunk = tiny_trunk("qwen3_5")
     with pytest.raises(RecipeError, match=r"head\.lora\.targets\.1: 'qproj'; expected a layer of the head: down_proj,"):
-        require_lora_targets(LoraSpec(targets=("q_proj", "qproj")), *shape_of("qwen3_5"))
-    put_on_lora(head := tiny_head(trunk), LoraSpec(r=3), seed=0)
+        require_lora_targets(LoraSection(targets=("q_proj", "qproj")), *shape_of("qwen3_5"))
+    put_on_lora(head := tiny_head(trunk), LoraSection(r=3), seed=0)
     trained = sum(value.numel() for value in head.parameters() if value.requires_grad)
-    assert require_lora_targets(LoraSpec(r=3), *shape_of("qwen3_5")) == trained
+    assert require_lora_targets(LoraSection(r=3), *shape_of("qwen3_5")) == trained
 
 
 def shape_of(family_name: str) -> tuple[Any, ...]:
@@ -121,7 +82,7 @@ def test_the_start_follows_the_seed_and_leaves_other_random_numbers_alone() -> N
     found = []
     for seed in (1, 1, 2):
         torch.manual_seed(9)
-        put_on_lora(head := tiny_head(tiny_trunk("qwen3_5")), LoraSpec(), seed=seed)
+        put_on_lora(head := tiny_head(tiny_trunk("qwen3_5")), LoraSection(), seed=seed)
         found.append((head.state_dict()["blocks.0.proj.lora_A.default.weight"], torch.rand(1)))
     assert torch.equal(found[0][0], found[1][0])
     assert not torch.equal(found[0][0], found[2][0])
@@ -131,7 +92,7 @@ def test_the_start_follows_the_seed_and_leaves_other_random_numbers_alone() -> N
 @torch.no_grad()
 def test_a_head_that_wears_lora_decodes() -> None:
     """Acceptance during training is measured with it; the text still equals the trunk's."""
-    module = worn(WITH_EXPERTS, LoraSpec(r=4)).eval()
+    module = worn(WITH_EXPERTS, LoraSection(r=4)).eval()
     randomise(module.head)
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
     plain = SpeculativeDecoder(module.trunk, None, 0, frozenset()).decode(prompts, 12)
@@ -144,11 +105,11 @@ def train(directory: Path, used: Recipe, *, stop_after: int | None = None) -> di
         if done == stop_after:
             raise KeyboardInterrupt
 
-    plan = make_plan(used, 1)
+    plan = plan_of(used, 1)
     documents = make_documents(16, 9, 14, 11, 7, 12, 5, 8)
     return train_head(
-        worn(WITH_EXPERTS, LoraSpec(r=4)),
-        recipe=used,
+        worn(WITH_EXPERTS, LoraSection(r=4)),
+        options=train_options(used),
         plan=plan,
         batch_fn=global_batches(
             documents, seq_len_tokens=SEQ_LEN, pack=True, sequences_per_step=plan.sequences_per_step, seed=0

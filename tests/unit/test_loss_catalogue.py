@@ -15,12 +15,12 @@ from mtp_train.data.tokenize import Document
 from mtp_train.errors import RecipeError
 from mtp_train.losses import catalogue
 from mtp_train.losses.catalogue import Loss, RowLoss, find_loss, loss_names, register_loss
-from mtp_train.losses.rows import row_losses, softened
+from mtp_train.losses.rows import softened
 from mtp_train.recipe.schema import Recipe
+from mtp_train.runs.settings import plan_of
 from mtp_train.runs.study.material import for_objective
 from mtp_train.runs.training import head_training
 from mtp_train.train.loop import optimise
-from mtp_train.train.plan import make_plan
 from runs import tiny_recipe
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 
@@ -56,7 +56,7 @@ def test_its_gradient_is_autograds(brier: str) -> None:
     logits_CV.requires_grad_()
     gap_CV = torch.softmax(logits_CV / 0.7, -1) - torch.softmax(teacher_CV / 0.7, -1)
     expected_C = gap_CV.square().sum(-1)
-    row = row_losses(brier, logits_CV.detach(), teacher_CV, torch.zeros(5, dtype=torch.long), 0.7)
+    row = find_loss(brier).rows_fn()(logits_CV.detach(), teacher_CV, torch.zeros(5, dtype=torch.long), 0.7)
     torch.testing.assert_close(row.loss_C, expected_C.detach())
     torch.testing.assert_close(row.gradient_CV, torch.autograd.grad(expected_C.sum(), logits_CV)[0])
 
@@ -67,7 +67,7 @@ def test_a_head_learns_by_it(brier: str) -> None:
     drawn = torch.randint(VOCAB_SIZE, (2, 16), generator=generator).tolist()
     documents = [Document(tuple(ids), (True,) * 16, str(number), "g") for number, ids in enumerate(drawn)]
     sequences = pack_documents(documents, 16, pack=False, seed=0, epoch=0)
-    trunk, plan = tiny_trunk("qwen3_5"), make_plan(used, 1)
+    trunk, plan = tiny_trunk("qwen3_5"), plan_of(used, 1)
     module = head_training(used, trunk, tiny_head(trunk), None)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=plan.accumulation)
     wrapped, optimizer = accelerator.prepare(module, torch.optim.Adam(module.head.parameters(), lr=1e-2))
@@ -75,7 +75,7 @@ def test_a_head_learns_by_it(brier: str) -> None:
     totals = []
     for _ in range(12):
         given = micro_batches(sequences, used, plan, accelerator)
-        (sums_K, _), _ = optimise(wrapped, optimizer, accelerator, used, given)
+        (sums_K, _), _ = optimise(wrapped, optimizer, accelerator, used.train.max_grad_norm, given)
         totals.append(float(sums_K.sum()))
     assert totals[-1] < 0.5 * totals[0]
 

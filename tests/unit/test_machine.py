@@ -8,19 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from rich.console import Console
-from rich.progress import Progress
 
 from mtp_train.checkpoints.run_export import RECIPE_FILE
 from mtp_train.errors import GateRefusedError, OutputExistsError
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs import pipeline
-from mtp_train.runs.input_identity import hash_run_inputs, record_run_inputs
-from mtp_train.runs.run_dir import Outcome, claim
-from mtp_train.train import threads as machine
-from mtp_train.train.threads import threads_are_set, threads_for, use_threads
+from mtp_train.runs.run import Run
+from mtp_train.train import machine
+from mtp_train.train.machine import threads_are_set, threads_for, use_threads
 from runs import tiny_recipe, write_inputs
 
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no"}
@@ -91,19 +88,18 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
     """Stand in for a run's stages: claim the directory, then stop as a kill would."""
     seen: list[Recipe] = []
 
-    def stand_in(recipe: Recipe, run_dir: Path, _accelerator: Accelerator, *_rest: Any) -> Outcome:
-        seen.append(recipe)
-        record_run_inputs(run_dir, hash_run_inputs(recipe, run_dir, Progress(disable=True)))
-        claim(run_dir, recipe, {})
+    def stand_in(run: Run, *_rest: Any) -> None:
+        seen.append(run.recipe)
+        run.claim()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipeline, "stages_of", lambda _recipe, _auto: stand_in)
+    monkeypatch.setattr(pipeline, "run_stages", stand_in)
     return seen
 
 
 def run_once(recipe: Recipe) -> None:
     with pytest.raises(KeyboardInterrupt):
-        pipeline.run(recipe, Console(quiet=True))
+        pipeline.run_recipe(recipe, Console(quiet=True))
 
 
 def test_the_resolved_precision_is_recorded_and_kept_on_another_machine(
@@ -120,7 +116,9 @@ def test_the_resolved_precision_is_recorded_and_kept_on_another_machine(
     assert stages[-1].train.precision == "bf16"
     # What is named is another recipe.
     with pytest.raises(OutputExistsError):
-        pipeline.run(tiny_recipe(tmp_path / "in", tmp_path / "run", train__precision="bf16"), Console(quiet=True))
+        pipeline.run_recipe(
+            tiny_recipe(tmp_path / "in", tmp_path / "run", train__precision="bf16"), Console(quiet=True)
+        )
 
 
 @pytest.mark.parametrize(("precision", "native", "warned"), [("bf16", False, 1), ("bf16", True, 0), ("auto", False, 0)])
@@ -133,7 +131,7 @@ def test_a_slow_precision_is_obeyed_with_one_warning(
     )
     told = io.StringIO()
     with pytest.raises(GateRefusedError):
-        pipeline.run(recipe, Console(file=told, width=200))
+        pipeline.run_recipe(recipe, Console(file=told, width=200))
     assert told.getvalue().startswith("1 process on cpu, no shards\n")
     assert told.getvalue().count("expect slower steps than in fp32, up to 5 times") == warned
     assert told.getvalue().count("training with 1 thread(s), as set") == 1
@@ -146,5 +144,5 @@ def test_regeneration_alone_records_what_a_later_run_needs(tmp_path: Path, monke
     inputs = write_inputs(tmp_path / "in")
     recipe = tiny_recipe(inputs, tmp_path / "run", train__precision="auto", data__regenerate=regenerate)
     resolve_as(monkeypatch, False)
-    pipeline.regenerate_only(recipe, Progress(disable=True))
+    pipeline.regenerate(recipe)
     assert load_recipe(tmp_path / "run" / RECIPE_FILE).train.precision == "fp32"

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mtp_train.errors import OutOfMemoryError
-from mtp_train.recipe.loading import recipe_from_mapping
+from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.train.estimate import memory_is_named
+from mtp_train.runs.run import memory_is_named
 
 SMALLEST = {
     "run_dir": "run",
@@ -33,7 +33,7 @@ STUDY = ["study={batch: 4}", "export.enabled=false", "evaluate.arms=[graft, retr
 
 
 def recipe(*overrides: str) -> Recipe:
-    return recipe_from_mapping(SMALLEST, overrides)
+    return load_recipe(SMALLEST, overrides)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
-from adapters import rename_keys, rewrite_config, write_adapter
+from adapters import assert_like_peft, merged_by_peft, rename_keys, rewrite_config, write_adapter
 from checkpoints import (
     all_tensors,
     base_and_finetune,
@@ -23,11 +21,11 @@ from checkpoints import (
     shard,
     wrap_as_vision_language,
 )
-from mtp_train.checkpoints import lora_merge as merge_module
+from mtp_train.checkpoints import writing
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.heads.diagnose import diagnose_head, layout_of
-from mtp_train.runs.model_card import CARD_FILE
+from mtp_train.runs.export import CARD_FILE
 from mtp_train.trunk.load import load_trunk
 from runs import document, tree
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
@@ -55,22 +53,6 @@ def refusal(checkpoint: Path, adapter: Path, out: Path, capfd: Capture) -> str:
     message = capfd.readouterr().err
     assert re.fullmatch(r"mtp-train: [^\n]+: [^\n]+; expected [^\n]+\. [A-Z][^\n]+\.\n", message)
     return message
-
-
-def merged_by_peft(model: Any) -> dict[str, Tensor]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        state: dict[str, Tensor] = model.merge_and_unload().state_dict()
-    return state
-
-
-def assert_like_peft(out: Path, model: Any) -> None:
-    """What transformers loads from our checkpoint is what peft merges."""
-    expected = merged_by_peft(model)
-    found = type(model.get_base_model()).from_pretrained(out).state_dict()
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, atol=2e-6, rtol=0, msg=key)
 
 
 def assert_only_trunk_moved(out: Path, source: Path, names: str) -> None:
@@ -133,23 +115,6 @@ def test_adapters_of_fused_experts_reach_each_expert_s_own_tensor(targets: list[
     assert_only_trunk_moved(tmp_path / "out", base, rf"layers\.[012]\..*({names})")
 
 
-# Those whose trunk an AutoModel loads and saves under the names of the releases; of hy_v4 transformers' own
-# save_pretrained gets some names wrong (every gate_proj becomes a linear_gate).
-# peft refuses to adapt a part of Mamba layers.
-TARGETS: dict[str, Any] = {"nemotron_h": ["q_proj", "in_proj", "up_proj"]}
-COMPARED = [name for name in ALL_FAMILIES if name not in ("mimo", "step3p7", "hy_v4", "minimax_m3", "inkling")]
-
-
-@pytest.mark.parametrize("family_name", COMPARED)
-def test_what_peft_adapts_by_all_linear_has_a_home(family_name: str, tmp_path: Path) -> None:
-    base = with_head(tmp_path, family_name)
-    wrapped = open_checkpoint(base).family.trunk.only_with_vision
-    auto = AutoModelForImageTextToText if wrapped else AutoModelForCausalLM
-    model = write_adapter(base, tmp_path / "lora", auto, target_modules=TARGETS.get(family_name, "all-linear"))
-    merge(base, tmp_path / "lora", tmp_path / "out")
-    assert_like_peft(tmp_path / "out", model)
-
-
 # Settings of an adapter, and the stored tensors that it moves.
 MINIMAX: dict[str, tuple[dict[str, Any], str]] = {
     "linear": (
@@ -198,7 +163,7 @@ def test_stacked_experts_stay_stacked(tmp_path: Path, monkeypatch: pytest.Monkey
     base = fuse_experts(with_head(tmp_path, "glm4_moe"))
     model = write_adapter(base, tmp_path / "lora", target_parameters=EXPERTS[:2])
     # Less than two experts: blocks begin within a tensor.
-    monkeypatch.setattr(merge_module, "_BLOCK_BYTES", 5000)
+    monkeypatch.setattr(writing, "_BLOCK_BYTES", 5000)
     merge(base, tmp_path / "lora", tmp_path / "out")
     assert_like_peft(tmp_path / "out", model)
     assert_only_trunk_moved(tmp_path / "out", base, r"layers\.[12]\.mlp\.experts\.(gate_up|down)_proj$")
@@ -368,14 +333,6 @@ def test_an_adapter_that_does_not_fit_is_refused_by_the_tensor_s_name(tmp_path: 
         shutil.copytree(tmp_path / "lora", tmp_path / f"lora{number}")
         rename_keys(tmp_path / f"lora{number}", old, new)
         assert reason in refusal(base, tmp_path / f"lora{number}", tmp_path / "out", capfd)
-
-
-def test_a_quantised_checkpoint_is_refused(tmp_path: Path, capfd: Capture) -> None:
-    base = with_head(tmp_path)
-    write_adapter(base, tmp_path / "lora", target_modules=LINEAR)
-    config = json.loads((base / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
-    (base / "config.json").write_text(json.dumps(config))
-    assert "quantised (fp8); expected plain weights" in refusal(base, tmp_path / "lora", tmp_path / "out", capfd)
 
 
 def test_weights_that_overflow_or_were_never_finite_are_refused(tmp_path: Path, capfd: Capture) -> None:

@@ -10,7 +10,7 @@ import yaml
 
 from checkpoints import base_and_finetune
 from mtp_train.recipe.loading import dump_recipe
-from mtp_train.runs.model_card import write_card, write_untrained_card
+from mtp_train.runs.export import write_card, write_untrained_card
 from report_samples import SAMPLE, at_depths
 from runs import tiny_recipe
 

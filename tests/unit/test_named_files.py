@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from adapters import write_adapter
 from checkpoints import all_tensors, same, shard
 from left_over import into_hub_cache
-from mtp_train.checkpoints.contents import source_files
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
@@ -194,17 +193,6 @@ def test_a_checkpoint_in_the_hub_s_cache_is_read_and_copied(
     assert same(all_tensors(tmp_path / "out"), expected)
 
 
-def test_files_that_a_checkpoint_names_may_be_links(base: Path, tmp_path: Path, capfd: Capture) -> None:
-    linked = tmp_path / "linked"
-    linked.mkdir()
-    for file in base.iterdir():
-        (linked / file.name).symlink_to(file)
-    assert same(all_tensors(linked), all_tensors(base))
-    assert generated(linked, capfd) == generated(base, capfd)
-    assert main(["export", str(linked), "--out", str(tmp_path / "out")]) == 0
-    assert not any(file.is_symlink() for file in (tmp_path / "out").rglob("*"))
-
-
 def link_of_a_file(base: Path, outside: Path) -> str:
     (base / "notes.txt").symlink_to(outside / "secret")
     return r"notes\.txt: a link, which could bring in files from anywhere"
@@ -244,15 +232,6 @@ def test_any_other_link_is_refused_where_files_are_copied_and_does_not_hinder_re
         assert re.search(message, refusal(argv, capfd))
     assert tree(tmp_path) == before
     assert document(["inspect", base], capfd)["status"] == "healthy"
-
-
-def test_hidden_files_pickles_other_weights_and_training_checkpoints_may_be_links_as_nobody_copies_them(
-    base: Path, tmp_path: Path
-) -> None:
-    names = {file.name for file in source_files(open_checkpoint(base))}
-    for name in (".cache", "optimizer.pt", "consolidated.safetensors", "checkpoint-latest"):
-        (base / name).symlink_to(tmp_path)
-    assert {file.name for file in source_files(open_checkpoint(base))} == names
 
 
 @pytest.mark.parametrize("directory", ["weights", "weights/fp32"])

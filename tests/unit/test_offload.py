@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -16,13 +15,13 @@ from checkpoints import save_stripped
 from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greedy
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError, RecipeError, TrainingError
-from mtp_train.runs.inputs import require_offload
-from mtp_train.runs.stages import load_run_trunk
+from mtp_train.runs.refusals import require_offload
+from mtp_train.runs.run import load_run_trunk
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import Offload, offload_layers
 from runs import tiny_recipe
 from scripted import random_prompt
-from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
+from tiny import tiny_head, tiny_trunk
 
 CPU = torch.device("cpu")
 
@@ -40,31 +39,6 @@ def folders(directory: Path) -> list[Path]:
     return list(directory.glob(".offload-*"))
 
 
-@pytest.mark.parametrize("where", ["cpu", "disk"])
-@pytest.mark.parametrize("family_name", ALL_FAMILIES)
-@torch.inference_mode()
-def test_every_family_says_the_same_and_holds_one_layer_at_a_time(
-    family_name: str, where: Offload, tmp_path: Path
-) -> None:
-    trunk = tiny_trunk(family_name)
-    tokens_BT = torch.tensor([random_prompt(19), random_prompt(19)])
-    expected = trunk.logits(trunk.hidden(tokens_BT))
-    offloaded(trunk, where, tmp_path)
-    seen: list[list[str]] = []
-
-    def look(*_: Any) -> None:
-        seen.append([min(devices(layer)) for layer in trunk.layers])
-
-    for layer in trunk.layers:
-        inner = next(child for child in layer.modules() if child is not layer and not list(child.children()))
-        inner.register_forward_pre_hook(look)
-    assert torch.equal(trunk.logits(trunk.hidden(tokens_BT)), expected)
-    assert seen
-    assert all(places.count("cpu") == 1 for places in seen)
-    assert devices(trunk.layers) == {"meta"}
-    assert trunk.lm_head_VD.device == trunk.causal_lm.get_input_embeddings().weight.device == CPU
-
-
 @torch.inference_mode()
 def test_layers_on_disk_are_read_from_there_and_go_with_the_trunk(tmp_path: Path) -> None:
     trunk = offloaded(tiny_trunk("qwen3_5"), "disk", tmp_path)
@@ -79,6 +53,21 @@ def test_layers_on_disk_are_read_from_there_and_go_with_the_trunk(tmp_path: Path
     assert folders(tmp_path) == []
     # The rest can be moved like any other trunk.
     assert devices(trunk.to("meta")) == {"meta"}
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_offloaded_layers_compute_in_another_dtype_than_they_are_held_in(
+    where: Offload, held: torch.dtype, tmp_path: Path
+) -> None:
+    other = torch.bfloat16 if held is torch.float32 else torch.float32
+    whole, parted = tiny_trunk("qwen3_5").to(held), offloaded(tiny_trunk("qwen3_5").to(held), where, tmp_path)
+    tokens_BT = torch.tensor([random_prompt(9)])
+    with whole.computing_in(other), parted.computing_in(other):
+        assert torch.equal(parted.hidden(tokens_BT), whole.hidden(tokens_BT))
+    assert {value.dtype for value in parted.layers.parameters()} == {held}
+    assert devices(parted.layers) == {"meta"}
 
 
 def test_what_moves_a_model_leaves_offloaded_layers_alone(tmp_path: Path) -> None:
@@ -117,10 +106,10 @@ def test_an_adapter_is_offloaded_with_the_layers_that_wear_it(tmp_path: Path) ->
 
 
 def test_a_wrapper_around_one_process_is_refused_too(tmp_path: Path) -> None:
-    recipe, launched = tiny_recipe(tmp_path, tmp_path / "run", model__offload="cpu"), Mock()
-    launched.distributed_type = DistributedType.DEEPSPEED
+    run = Mock(recipe=tiny_recipe(tmp_path, tmp_path / "run", model__offload="cpu"))
+    run.accelerator.distributed_type = DistributedType.DEEPSPEED
     with pytest.raises(TrainingError, match=r"model\.offload: cpu, and the launcher asks for DEEPSPEED; expected one"):
-        load_run_trunk(recipe, Mock(), launched, Mock())
+        load_run_trunk(run)
 
 
 def test_several_processes_and_quantised_weights_are_refused(tmp_path: Path) -> None:

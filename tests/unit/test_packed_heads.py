@@ -128,15 +128,6 @@ def test_what_is_lost_beside_is_still_damage(packed: Path, capfd: Capture) -> No
     assert document(["inspect", packed], capfd)["unexpected_keys"] == ["mtp.extra.qweight"]
 
 
-def test_a_config_that_lost_the_method_is_not_asked_for_its_name(packed: Path, capfd: Capture) -> None:
-    config = json.loads((packed / "config.json").read_text())
-    del config["quantization_config"]
-    (packed / "config.json").write_text(json.dumps(config))
-    assert "quantised with a method that config.json does not name" in document(["inspect", packed], capfd)["runs_here"]
-    (packed / "hf_quant_config.json").write_text("{}")
-    assert "quantised with modelopt" in document(["inspect", packed], capfd)["runs_here"]
-
-
 def test_training_and_decoding_say_what_the_head_is(packed: Path, original: Path, capfd: Capture) -> None:
     for donor in (packed, original):
         with pytest.raises(CheckpointError, match=r"head quantised with awq, which is not read here \(mtp\.layers\.0"):

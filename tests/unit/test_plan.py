@@ -8,7 +8,7 @@ import pytest
 
 from mtp_train.errors import RecipeError
 from mtp_train.recipe.schema import Recipe
-from mtp_train.train.plan import learning_rate, make_plan
+from mtp_train.runs.settings import plan_of, train_options
 from runs import tiny_recipe
 
 PLACE = Path("anywhere")
@@ -24,7 +24,7 @@ def recipe(**train: Any) -> Recipe:
 def test_a_step_is_the_same_sequences_however_it_is_shared_out(
     world_size: int, micro_batch_sequences: int, accumulation: int
 ) -> None:
-    plan = make_plan(recipe(tokens_per_step=12 * 96, micro_batch_sequences=micro_batch_sequences), world_size)
+    plan = plan_of(recipe(tokens_per_step=12 * 96, micro_batch_sequences=micro_batch_sequences), world_size)
     assert (plan.sequences_per_step, plan.accumulation) == (12, accumulation)
     sequences = list(range(12))
     taken = [
@@ -35,7 +35,7 @@ def test_a_step_is_the_same_sequences_however_it_is_shared_out(
 
 
 def test_ranks_take_neighbouring_shares_of_a_micro_batch() -> None:
-    plan = make_plan(recipe(tokens_per_step=8 * 96, micro_batch_sequences=2), 2)
+    plan = plan_of(recipe(tokens_per_step=8 * 96, micro_batch_sequences=2), 2)
     shares = [(plan.share(micro, rank).start, plan.share(micro, rank).stop) for micro in (0, 1) for rank in (0, 1)]
     assert shares == [(0, 2), (2, 4), (4, 6), (6, 8)]
 
@@ -48,16 +48,16 @@ def test_a_step_that_does_not_divide_is_refused_with_values_that_do(
 ) -> None:
     refused = recipe(tokens_per_step=sequences * 96, micro_batch_sequences=micro)
     with pytest.raises(RecipeError, match=r"train\.tokens_per_step: .* expected a multiple of") as caught:
-        make_plan(refused, world_size)
+        plan_of(refused, world_size)
     written = re.search(r"Write (\d+) or (\d+)\.", str(caught.value))
     assert written is not None
     for value in map(int, written.groups()):
-        assert make_plan(recipe(tokens_per_step=value, micro_batch_sequences=micro), world_size).accumulation >= 1
+        assert plan_of(recipe(tokens_per_step=value, micro_batch_sequences=micro), world_size).accumulation >= 1
 
 
 def test_the_refusal_by_hand() -> None:
     with pytest.raises(RecipeError) as caught:
-        make_plan(recipe(tokens_per_step=12 * 96, micro_batch_sequences=1), 5)
+        plan_of(recipe(tokens_per_step=12 * 96, micro_batch_sequences=1), 5)
     assert caught.value.problems == [
         "train.tokens_per_step: 1152 is 12 sequences; expected a multiple of 5 (micro_batch_sequences x 5 processes). "
         "Write 960 or 1440."
@@ -76,4 +76,4 @@ def test_the_refusal_by_hand() -> None:
 )
 def test_learning_rates_by_hand(schedule: str, warmup_steps: int, expected: list[float]) -> None:
     planned = recipe(lr=8.0, max_steps=6, schedule=schedule, warmup_steps=warmup_steps)
-    assert [learning_rate(planned, step) for step in range(6)] == pytest.approx(expected)
+    assert [train_options(planned).lr_at(step) for step in range(6)] == pytest.approx(expected)

@@ -134,15 +134,6 @@ def test_saving_over_the_base_keeps_its_head(base: Path, tmp_path: Path) -> None
         assert_keeps_the_head(tmp_path / "own", base)
 
 
-def test_added_tokens_are_no_hindrance(base: Path, tmp_path: Path) -> None:
-    model = load(base)
-    model.resize_token_embeddings(80)
-    trainer = make_trainer(model, tmp_path / "out", KeepHead())
-    trainer.train()
-    assert_keeps_the_head(tmp_path / "out" / "checkpoint-2", base)
-    assert open_checkpoint(tmp_path / "out" / "checkpoint-2").text_config["vocab_size"] == 80
-
-
 def test_the_text_model_of_a_wrapper_gets_the_wrappers_head(base: Path, tmp_path: Path) -> None:
     wrapped = wrap_as_vision_language(shutil.copytree(base, tmp_path / "wrapped"))
     model = load(base)

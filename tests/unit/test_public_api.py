@@ -20,7 +20,7 @@ import mtp_train as mtp
 from mtp_train.checkpoints.demo import demo_path
 from mtp_train.errors import RecipeError
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.runs.start import recipe_of
+from mtp_train.runs.resolve import recipe_of
 from runs import document
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "retrain_head.yaml"
@@ -53,7 +53,7 @@ FUNCTIONS = {
     "keep_head": "(model: Any, base: str | Path | None = None) -> None",
     "merge": "(checkpoint: str | Path, adapter: str | Path, out: str | Path, *, copy: bool = False, "
     "progress: Progress | None = None) -> MergeResult",
-    "open_report": "(source: str | Path) -> RunReport | StudyReport",
+    "open_report": "(source: str | Path) -> Report",
     "recipes": "() -> RecipesResult",
     "regenerate": "(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progress | None = None) "
     "-> RegenerateResult",
@@ -77,18 +77,16 @@ RECORDS = {
     "ExportResult": "out trunk file flag notes",
     "GenerateResult": "requests settings pieces",
     "GraftResult": "out fine_tune base notes",
-    "Inspection": "checkpoint family status stale head trunk trunk_changed non_finite_keys problems serves cure "
-    "runs_here note unlisted_keys unnamed_weights other_cure",
+    "Inspection": "checkpoint family status stale head trunk trunk_changed weights problems serves cure runs_here note "
+    "other_cure",
     "MergeResult": "out checkpoint adapter merged attached notes",
     "RecipesResult": "recipes accelerate",
     "RegenerateResult": "run_dir counts",
     "ProbeResult": "verdict reason command graft base lost_overlap lost_overlap_ci95 trained_tau gain_ci95 "
     "trained_steps",
+    "Report": "title arms lossless gate settings cells comparisons positions costs findings endpoint depths samples",
     "RescueResult": "out head reason serves notes",
-    "RunReport": "arms lossless gate settings cells depths samples",
     "RunResult": "run_dir exit_code reason message stage",
-    "StudyReport": "arms lossless gate settings cells depths samples title comparisons positions costs findings "
-    "endpoint",
 }
 EXIT_CODES = {
     "ChangedInputError": 2,

@@ -18,8 +18,8 @@ from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.data.pack import collate
 from mtp_train.errors import CheckpointError, RecipeError
-from mtp_train.train.aligned import Batch, aligned_rows
 from mtp_train.train.head_training import HeadTraining
+from mtp_train.train.packed_rows import PackedBatch, aligned_rows
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.quantise import Quantization, pack_head, require_bitsandbytes, require_quantizable, trunk_bytes
 from tiny import ALL_FAMILIES, CACHE_KINDS, FAMILY_NAMES, tiny_head, tiny_trunk
@@ -120,13 +120,6 @@ def test_a_trunk_of_which_nothing_can_be_packed_is_refused(tmp_path: Path) -> No
 
 
 @needs_bitsandbytes
-@torch.no_grad()
-def test_8_bits_do_not_warn_of_every_product(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    packed(tmp_path, "qwen3_5", "8bit").hidden(torch.arange(9)[None])
-    assert not [record for record in caplog.records if "bitsandbytes" in record.name]
-
-
-@needs_bitsandbytes
 @pytest.mark.parametrize("family_name", [name for name in ("deepseek_v32", "glm5_next") if name in ALL_FAMILIES])
 @torch.no_grad()
 def test_a_packed_head_chooses_keys_as_its_weights_say(family_name: str) -> None:
@@ -134,7 +127,7 @@ def test_a_packed_head_chooses_keys_as_its_weights_say(family_name: str) -> None
     trunk = tiny_trunk(family_name, width=WIDTH)
     module = HeadTraining(trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, kind="kl", temperature=1.0).eval()
     assert any(name.endswith("weights_proj") for name, _ in module.head.named_modules())
-    batch = Batch(*collate(sequences_of(make_documents(16, 9), pack=False)).values())
+    batch = PackedBatch(*collate(sequences_of(make_documents(16, 9), pack=False)).values())
     plain = tiny_head(module.trunk)
     pack_head(module.head, "4bit")
     linear = {name: part for name, part in module.head.named_modules() if isinstance(part, nn.Linear)}

@@ -14,11 +14,12 @@ import mtp_inference.batch
 import mtp_inference.decoder
 import mtp_inference.session
 from mtp_inference import GenerationResult, HeadDrafting, NgramDrafting, Request, Sampling, SpeculativeDecoder
-from mtp_inference.batch import Batch, RoundPlan
-from mtp_inference.capture import Outcome
+from mtp_inference.batch import Batch
+from mtp_inference.capture import RoundOutcome
 from mtp_inference.depth import DepthController, RoundCosts, batch_depth
-from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.drafter import Drafting, RoundPlan
 from mtp_inference.drafters.other_drafters import ModelDrafting
+from mtp_inference.round import run_round
 from mtp_inference.sampling.chooser import DraftSampling
 from mtp_inference.session import Session, is_worth_dropping
 from mtp_train.trunk.load import Trunk
@@ -116,7 +117,7 @@ DRAFTING = {
 def test_dropped_rows_change_no_draft_of_any_drafter(
     drafter: str, draft_sampling: DraftSampling, forwards: Forwards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafting: DrafterMaker | None = DRAFTING[drafter]()
+    drafting: Drafting | None = DRAFTING[drafter]()
     decoder = SpeculativeDecoder(trunk_of("qwen3_5"), drafting, 3, (), draft_sampling=draft_sampling)
     assert_dropping_changes_no_text(decoder, requests_of(heat=0.8, penalty=1.3), forwards, monkeypatch)
 
@@ -162,20 +163,12 @@ def test_captured_rounds_keep_their_rows(forwards: Forwards, monkeypatch: pytest
     def capturing(batch: Batch, **_unused: object) -> mtp_inference.decoder.Rounds:
         rounds = make(batch, captures=False)
         rounds.captures = True
-        monkeypatch.setattr(rounds, "run", lambda plan: Outcome(batch.run_round(plan)))
+        monkeypatch.setattr(rounds, "run", lambda plan: RoundOutcome(run_round(batch, plan)))
         return rounds
 
     monkeypatch.setattr(mtp_inference.decoder, "Rounds", capturing)
     decoder.decode(requests_of())
     assert forwards.take() == [6] * 33
-
-
-def test_a_decoder_has_all_its_rows_again_in_the_next_call(forwards: Forwards) -> None:
-    decoder = SpeculativeDecoder(trunk_of("glm4_moe"), None, 0, ())
-    first = decoder.decode(requests_of())
-    num_rows = forwards.take()
-    assert [one.token_ids for one in decoder.decode(requests_of())] == [one.token_ids for one in first]
-    assert forwards.take() == num_rows
 
 
 def knowing(acceptance: float, max_depth: int = 3) -> DepthController:
@@ -210,16 +203,6 @@ def test_a_smaller_batch_is_not_measured_again_and_a_larger_one_is() -> None:
     assert costs.depth_to_measure(3, 3) is None
     assert costs.depth_to_measure(5, 3) == 0
     assert costs.curve(2, 3) == [1.0, 1.4, 1.7, 2.0]
-
-
-def test_drafts_of_a_batch_are_measured_in_fewer_rounds() -> None:
-    costs = measured(4, 1.0)
-    assert costs.depth_to_measure(4, 1) == 1
-    costs.observe(4, 2, 1.7)
-    assert costs.depth_to_measure(4, 3) == 2
-    costs.observe(4, 2, 1.7)
-    assert costs.depth_to_measure(4, 3) is None
-    assert measured(1, 1.0).depth_to_measure(1, 3) == 3
 
 
 def drafted(requests: Sequence[Request], monkeypatch: pytest.MonkeyPatch, chosen: int) -> list[GenerationResult]:

@@ -26,13 +26,12 @@ from mtp_train.families import (
     unregister,
     unregister_engine,
 )
-from mtp_train.families.convention import Convention
-from mtp_train.families.engines import EngineSupport, ServingEngine, engine_table, no
+from mtp_train.families.engines import Convention, EngineSupport, ServingEngine, engine_table, no
 from mtp_train.families.layouts import with_layers
+from mtp_train.families.registry import HEADLESS
 from mtp_train.families.spec import (
     Borrowed,
     Declaration,
-    Engines,
     Family,
     HeadLayer,
     KeyRule,
@@ -75,7 +74,7 @@ TOY = Family(
         ),
     ),
     trunk=TrunkTraits(stand_in=TrunkClass(model_type="llama")),
-    engines=Engines(support=engine_table(transformers=no("has no class for it"))),
+    engines=engine_table(transformers=no("has no class for it")),
 )
 """All of a family of a known shape: this record, and one call that registers it."""
 
@@ -152,7 +151,7 @@ def test_the_commands_know_it(toy: Family, tmp_path: Path, capfd: pytest.Capture
         ({"name": "other"}, r"model_type 'toy_model' of 'other' belongs to Toy"),
         ({"name": "other", "model_types": ("gemma4_assistant",)}, r"belongs to Gemma 4 assistant"),
         (
-            {"name": "other", "model_types": ("new",), "engines": Engines(support={"x": no("")})},
+            {"name": "other", "model_types": ("new",), "engines": {"x": no("")}},
             r"engine 'x' of 'other'",
         ),
     ],
@@ -225,12 +224,26 @@ def test_a_registered_engine_is_in_every_table_until_it_is_removed(
     assert "toy engine" not in qwen.serving
 
 
-def test_a_name_of_an_engine_that_is_taken_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="name 'vllm' is taken"):
-        register_engine(replace(TOY_ENGINE, name="vllm"))
-
-
 def test_every_record_names_known_engines_only() -> None:
     known = set(family_named("llama").serving)
     for family in FAMILIES:
-        assert {*family.engines.support, *family.wiring.conventions} <= known, family.name
+        assert {*family.engines, *family.wiring.conventions} <= known, family.name
+
+
+@pytest.mark.parametrize("model_type", HEADLESS)
+def test_a_model_without_heads_is_recognised(model_type: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"no MTP head|external drafter|has an MTP head for it"):
+        family_for({"model_type": model_type}, where="here")
+    assert model_type not in {one for family in FAMILIES for one in family.model_types}
+
+
+@pytest.mark.parametrize("says", ["text_config", "wrapper", "both"])
+def test_a_wrapper_or_its_text_config_says_what_it_is(says: str) -> None:
+    section = {"num_nextn_predict_layers": 8}
+    config: dict[str, Any] = {"text_config": {}, "mtp_config": section}
+    if says != "wrapper":
+        config["text_config"]["model_type"] = "inkling_text"
+    if says != "text_config":
+        config["model_type"] = "inkling_mm_model"
+    family = family_for(config, where="here")
+    assert (family.name, family.declared_modules(config)) == ("inkling", 8)

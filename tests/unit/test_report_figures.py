@@ -1,60 +1,83 @@
-"""Figures: valid images that contain the given data."""
+"""Figures: valid images that contain the given data, one for each kind of data that is present."""
 
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
 from PIL import Image
 
-from mtp_train.report.figures import FIGURE_STEMS, FigureFile, curves, render_figures
-from report_samples import EMPTY, METRICS, PLAIN, RETRAINED, SAMPLE
+from mtp_train.evaluation.results import Report
+from mtp_train.report.figures import FIGURE_STEM, LOOKS, FigureFile, assign_looks, curves, render_figures
+from report_samples import EMPTY, METRICS, PLAIN, RETRAINED, SAMPLE, run_cells
+from study_samples import BARE, RATES, STUDY
+
+OF_A_RUN = ["tau", "marginal_acceptance", "speedup"]
+OF_A_STUDY = [*OF_A_RUN, "tasks_1", "tasks_2", "tasks_3", "depth", "context", "output_position", "costs"]
+
+
+@pytest.fixture(scope="module")
+def full() -> list[FigureFile]:
+    """Return the figures of the full study, drawn once."""
+    return render_figures(STUDY)
+
+
+def stems(figures: list[FigureFile]) -> list[str]:
+    return [figure.stem for figure in figures]
 
 
 def pixels(figure: FigureFile) -> Image.Image:
     return Image.open(io.BytesIO(figure.png)).convert("RGB")
 
 
-def by_stem(figures: list[FigureFile]) -> dict[str, FigureFile]:
-    return {figure.stem: figure for figure in figures}
+def only(name: str) -> Report:
+    """Return the report of a run with one arm that drafts, under this name."""
+    arms = {name: RETRAINED, "none": PLAIN}
+    return replace(SAMPLE, arms=arms, cells=run_cells(arms))
 
 
-def test_figures_are_png_with_ink_on_white() -> None:
-    figures = render_figures(SAMPLE, {}, METRICS)
-    assert tuple(figure.stem for figure in figures) == FIGURE_STEMS
-    for figure in figures:
-        assert figure.png.startswith(b"\x89PNG\r\n\x1a\n")
+def test_every_figure_is_drawn_on_white(full: list[FigureFile]) -> None:
+    of_run = render_figures(SAMPLE, METRICS)
+    assert stems(full) == OF_A_STUDY
+    assert stems(of_run) == [*OF_A_RUN, "loss", "held_out"]
+    for figure in (*full, *of_run):
         image = pixels(figure)
         assert image.width > 900
         assert image.getpixel((0, 0)) == (255, 255, 255)
         assert len(image.getcolors(maxcolors=1 << 20) or ()) > 10
-
-
-def test_arms_keep_their_colour_in_every_figure() -> None:
-    for figure in render_figures(SAMPLE, {}):
-        colours = {colour for _, colour in pixels(figure).getcolors(maxcolors=1 << 20) or ()}
-        assert (0x00, 0x72, 0xB2) in colours, f"{figure.stem} lost the retrained arm"
-
-
-def test_intervals_are_drawn_where_they_are_given() -> None:
-    without = by_stem(render_figures(SAMPLE, {}))
-    given = by_stem(render_figures(SAMPLE, {"retrained": [(0.6, 0.95), None, (0.5, 0.9)]}))
-    assert given["marginal_acceptance"].png != without["marginal_acceptance"].png
-    assert given["tau"].png == without["tau"].png
+        assert re.fullmatch(FIGURE_STEM, figure.stem)
 
 
 def test_figures_without_data_are_left_out() -> None:
-    assert render_figures(EMPTY, {}) == []
-    silent = replace(PLAIN, tau=None, speedup=None)
-    assert render_figures(replace(SAMPLE, arms={"none": silent}), {}) == []
-    unmeasured = replace(SAMPLE, arms={"ceiling": replace(RETRAINED, speedup=None)})
-    assert [figure.stem for figure in render_figures(unmeasured, {})] == ["tau", "marginal_acceptance"]
+    assert render_figures(EMPTY) == render_figures(BARE) == []
+    unmeasured = replace(SAMPLE, arms={"ceiling": replace(RETRAINED, speedup=None)}, cells=())
+    assert stems(render_figures(unmeasured)) == ["tau", "marginal_acceptance"]
+
+
+def test_figures_show_the_cells(full: list[FigureFile]) -> None:
+    figures = {"tau": 1.2, "tau_ci95": (1.1, 1.3), "marginal": (0.2,) * 3, "speedup": 0.4}
+    arm = "distilled+retrained"
+    changed = [replace(one, **figures, round_seconds=0.09) if one.arm == arm else one for one in STUDY.cells]
+    arms = {**STUDY.arms, arm: replace(STUDY.arms[arm], **figures)}
+    drawn = render_figures(replace(STUDY, arms=arms, cells=tuple(changed)))
+    assert [one.stem for one, other in zip(drawn, full, strict=True) if one.png == other.png] == ["output_position"]
+
+
+def test_arms_keep_their_colour_in_every_figure() -> None:
+    for figure in render_figures(SAMPLE):
+        colours = {colour for _, colour in pixels(figure).getcolors(maxcolors=1 << 20) or ()}
+        assert (0x00, 0x72, 0xB2) in colours, f"{figure.stem} lost the retrained arm"
+    looks = assign_looks([*RATES, "graft", "none"])
+    assert len(set(looks.values())) == 5
+    assert looks["graft"] == LOOKS["graft"]
+    assert len(assign_looks([f"arm {number}" for number in range(20)])) == 20
 
 
 @pytest.mark.parametrize("name", [r"$\frac$", "x" * 300, "<b>&"], ids=["mathematics", "long", "markup"])
 def test_names_of_any_kind_are_drawn(name: str) -> None:
-    figures = render_figures(replace(SAMPLE, arms={name: RETRAINED, "none": PLAIN}), {})
+    figures = render_figures(only(name))
     assert len(figures) == 3
     assert all(pixels(figure).width == pixels(figures[0]).width for figure in figures)
 
@@ -67,8 +90,5 @@ def test_curves_of_training_skip_what_was_not_measured() -> None:
         "greedy": [(10, 1.5), (20, 1.8)],
     }
     assert len({one.subject.look.colour for one in found}) == 3
-
-
-def test_a_single_logged_step_has_no_curve() -> None:
-    drawn = [figure.stem for figure in render_figures(SAMPLE, {}, METRICS[:2])]
-    assert drawn == ["tau", "marginal_acceptance", "speedup"]
+    # A single logged step has no curve.
+    assert stems(render_figures(SAMPLE, METRICS[:2])) == OF_A_RUN

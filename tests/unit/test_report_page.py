@@ -1,107 +1,166 @@
-"""report.html: self-contained, escaped, and clear about which arms compare."""
+"""report.html: self-contained, escaped, clear about which arms compare, and without empty sections."""
 
 from __future__ import annotations
 
-import base64
 import re
 from dataclasses import replace
 
 import pytest
 
-from mtp_train.report import GateResult, RunReport
+from mtp_train.acceptance.gate import GateVerdict
+from mtp_train.evaluation.prompt_records import Setting
+from mtp_train.evaluation.results import Lossless, Report
 from mtp_train.report.figures import FigureFile
 from mtp_train.report.page import render_page
 from rendering import HOSTILE, Reader
 from report_samples import EMPTY, RETRAINED, SAMPLE, at_depths
+from study_samples import BARE, STUDY, make_comparisons
 
-FIGURE = FigureFile("tau", "Tokens per round.", b"\x89PNG fake")
-
-
-def page_of(report: RunReport, **provenance: object) -> str:
-    return render_page(report, [FIGURE], provenance)
+FIGURES = [FigureFile(stem, f"Caption of {stem}.", b"\x89PNG fake") for stem in ("tau", "tasks_1", "depth", "costs")]
 
 
-@pytest.mark.parametrize("report", [SAMPLE, EMPTY], ids=["full", "empty"])
-def test_page_is_well_formed(report: RunReport) -> None:
-    reader = Reader(page_of(report))
-    assert reader.open == []
-    assert [tag for tag, _ in reader.tags[:2]] == ["html", "head"]
+def page_of(report: Report, **provenance: object) -> str:
+    return render_page(report, FIGURES if report.cells else [], provenance)
 
 
-def test_page_asks_nothing_of_the_network_and_runs_nothing() -> None:
-    page = page_of(SAMPLE, argv=["mtp-train", "run"])
-    assert not re.search(r"https?:|//|<script|<link|<iframe|@import|url\(", page)
-    sources = [attrs["src"] for _, attrs in Reader(page).tags if "src" in attrs]
-    assert sources == ["data:image/png;base64," + base64.b64encode(FIGURE.png).decode()]
+def section(page: str, title: str) -> str:
+    """Return the text between a heading and the next."""
+    return Reader(page.split(f">{title}</h2>")[1].split("<h2")[0]).text
 
 
-def test_hostile_names_are_shown_as_text() -> None:
-    arm = replace(RETRAINED, trunk=HOSTILE, head=HOSTILE)
-    gate = GateResult(passed=False, baseline=HOSTILE, delta_tau_ci95=None, reason=HOSTILE)
-    page = page_of(replace(SAMPLE, arms={HOSTILE: arm}, gate=gate, settings={HOSTILE: HOSTILE}), origin=HOSTILE)
+PAGE = page_of(STUDY, versions={"torch": "2.13.0"})
+
+
+@pytest.mark.parametrize("report", [SAMPLE, EMPTY, STUDY, BARE], ids=["run", "empty", "study", "bare"])
+def test_page_is_well_formed_and_asks_nothing_of_the_network(report: Report) -> None:
+    page = page_of(report, argv=["mtp-train", "run"])
     reader = Reader(page)
-    clean = Reader(page_of(replace(SAMPLE, arms={"one": arm}, gate=replace(gate, baseline="one", reason="two"))))
-    assert {tag for tag, _ in reader.tags} == {tag for tag, _ in clean.tags}
-    assert not any("onerror" in attrs for _, attrs in reader.tags)
-    assert reader.text.count(HOSTILE) >= 8
-
-
-def test_vanilla_and_recorded_arms_stand_apart() -> None:
-    text = Reader(page_of(SAMPLE)).text
-    alike, rest = text.split("Another trunk, shown apart")
-    apart, recorded = rest.split("Recorded, not measured here")
-    assert "vanilla" not in alike
-    assert "1.21 for vanilla, against 0.38" in apart
-    assert "vanilla (other trunk)" in apart
-    assert "ceiling (recorded)" in recorded
-    assert "ceiling" not in alike + apart
-
-
-def test_page_says_verdict_lossless_settings_and_provenance() -> None:
-    text = Reader(page_of(SAMPLE, versions={"torch": "2.13.0"})).text
-    for expected in (
-        "The retrained head beats the graft",
-        "48 of 48 outputs equal plain decoding",
-        "[+2.04, +2.18]",
-        "it detects a true gain in tau of 0.11 (greedy)",
-        "The same at temperature 0.6, top-p 0.95, argmax drafts",
-        "device.threads",
-        "versions.torch",
-        "How to read this",
-    ):
-        assert expected in text
+    assert reader.open == []
+    assert not re.search(r"https?:|//|<script|<link|<iframe|@import|url\(", page)
+    sources = [attrs["src"] or "" for _, attrs in reader.tags if "src" in attrs]
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    links = [attrs["href"] for tag, attrs in reader.tags if tag == "a"]
+    assert links == [f"#{attrs['id']}" for _, attrs in reader.tags if "id" in attrs]
 
 
 def test_sections_without_content_are_left_out() -> None:
-    text = Reader(page_of(EMPTY)).text
-    for heading in ("Same trunk", "Another trunk", "Recorded", "The gate", "Settings", "Provenance"):
-        assert heading not in text
+    found = {
+        name: re.findall(r"<h2[^>]*>(.*?)</h2>", page_of(report)) for name, report in (("run", SAMPLE), ("", EMPTY))
+    }
+    assert found[""] == ["Is it lossless?", "How to read this"]
+    assert "Differences" not in found["run"]
+    study = re.findall(r"<h2[^>]*>(.*?)</h2>", PAGE)
+    for title in ("Differences", "By task", "By temperature", "By depth", "By context", "What it costs"):
+        assert title in study
+    assert "The gate" not in study
 
 
-def test_shorter_arms_leave_their_last_positions_blank() -> None:
-    rows = re.findall(r"<tr><th scope=\"rowgroup\".*?</tr>", page_of(SAMPLE), flags=re.DOTALL)
-    graft = next(row for row in rows if "graft" in row)
-    assert re.findall(r"<td>(.*?)</td>", graft) == ["0.240", "0.070", "-"]
+def test_hostile_names_are_shown_as_text() -> None:
+    gate = GateVerdict(passed=False, baseline=HOSTILE, delta_tau_ci95=None, reason=HOSTILE)
+    arm = "distilled+retrained"
+    hostile = replace(
+        STUDY,
+        title=HOSTILE,
+        arms={HOSTILE: replace(STUDY.arms[arm], trunk=HOSTILE, head=HOSTILE)},
+        gate=gate,
+        settings={HOSTILE: HOSTILE},
+        cells=tuple(replace(c, arm=HOSTILE, task=HOSTILE) for c in STUDY.cells if c.arm == arm and c.task == "all"),
+        comparisons=tuple(replace(c, first=HOSTILE, task=HOSTILE) for c in STUDY.comparisons),
+        costs=tuple(replace(c, arm=HOSTILE) for c in STUDY.costs),
+        findings=tuple(replace(c, statement=HOSTILE + "!", evidence=HOSTILE) for c in STUDY.findings),
+        endpoint={HOSTILE: [HOSTILE]},
+        samples=(replace(SAMPLE.samples[0], pieces=((HOSTILE, True),)),),
+    )
+    reader = Reader(page_of(hostile, origin=HOSTILE))
+    known = {tag for page in (PAGE, page_of(SAMPLE)) for tag, _ in Reader(page).tags}
+    assert {tag for tag, _ in reader.tags} <= known
+    assert not any("onerror" in attrs for _, attrs in reader.tags)
+    assert reader.open == []
+    assert reader.text.count(HOSTILE) > 15
+
+
+def test_vanilla_and_recorded_arms_stand_apart() -> None:
+    page = page_of(SAMPLE)
+    alike, apart = section(page, "Same trunk, same prompts"), section(page, "Another trunk, shown apart")
+    assert "vanilla" not in alike
+    assert "1.21 for vanilla, against 0.38" in apart
+    assert "vanilla (other trunk)" in apart
+    assert "ceiling (recorded)" in section(page, "Recorded, not measured here")
+
+
+def test_page_of_a_run_says_verdict_gate_settings_and_provenance() -> None:
+    page = page_of(SAMPLE, versions={"torch": "2.13.0"})
+    text = Reader(page).text
+    for expected in (
+        "The retrained head beats the graft",
+        "48 of 48 outputs equal",
+        "device.threads",
+        "versions.torch",
+    ):
+        assert expected in text
+    assert "[+2.04, +2.18]" in section(page, "The gate")
+    assert "it detects a true gain in tau of 0.11 (greedy)" in section(page, "The gate")
+    assert "temperature 0.6, top-p 0.95, argmax drafts" in section(page, "By temperature")
+    assert "<span>def add(a, b):</span><mark>" not in page
+    assert "<mark>    return a</mark> + b\n</pre>" in page
 
 
 def test_command_in_the_reason_can_be_copied() -> None:
     command = "mtp-train graft one --from two --out three"
-    gate = GateResult(passed=False, baseline="graft", delta_tau_ci95=None, reason=f"no gain. Use: {command}")
-    page = page_of(replace(SAMPLE, gate=gate))
-    assert page.count(f"No gain. Use: {command}</") == 2
+    gate = GateVerdict(passed=False, baseline="graft", delta_tau_ci95=None, reason=f"no gain. Use: {command}")
+    assert page_of(replace(SAMPLE, gate=gate)).count(f"No gain. Use: {command}</") == 2
 
 
-def test_accepted_drafts_of_sample_texts_are_marked() -> None:
-    page = page_of(SAMPLE)
-    assert "<span>def add(a, b):</span>\n<mark>    return a</mark> + b\n</pre>" in page
-    hostile = replace(SAMPLE.samples[0], pieces=(("<script>", True),))
-    assert "<mark>&lt;script&gt;</mark>" in page_of(replace(SAMPLE, samples=(hostile,)))
-    assert "Sample texts" not in page_of(replace(SAMPLE, samples=()))
+def test_shorter_arms_leave_their_last_positions_blank() -> None:
+    table = page_of(SAMPLE).split(">By position in the draft</h2>")[1].split("</table>")[0]
+    graft = table.split("<span>graft</span>")[1].split("</tr>")[1]
+    assert re.findall(r"<td>(.*?)</td>", graft) == ["0.240", "0.070", "-"]
 
 
 def test_page_recommends_one_depth_and_lists_the_break_even_of_each() -> None:
-    text = Reader(page_of(at_depths(SAMPLE, {1: (1.1, 1.3), 3: (0.9, 1.2)}))).text
-    section = text.split("What to serve")[1].split("By position")[0]
-    assert "Serve with 1 draft a round" in section
-    assert "break-even tau" in section
-    assert "not shown" in text
+    page = page_of(at_depths(SAMPLE, {1: (1.1, 1.3), 3: (0.9, 1.2)}))
+    assert "Serve with 1 draft a round" in section(page, "What to serve")
+    assert "1.20 [1.10, 1.30]" in section(page, "By depth")
+    assert "not shown" in section(page, "By depth")
+
+
+def test_lossy_decoder_is_said_before_any_finding() -> None:
+    lossy = Lossless(checked=9, identical=0, near_tie_divergences=0)
+    text = Reader(page_of(replace(STUDY, lossless=lossy))).text.split("mtp-train report: ")[1]
+    assert text.index("do not trust") < text.index(STUDY.findings[0].statement)
+
+
+def test_findings_are_told_once_each() -> None:
+    body = Reader(PAGE).text.split("mtp-train report: ")[1]
+    assert [body.lower().count(finding.statement.lower()) for finding in STUDY.findings] == [1, 1, 1]
+
+
+def test_tables_of_a_study_are_slices_at_the_headline() -> None:
+    assert "18 of 24" in section(PAGE, "Differences")
+    assert "tau differs, head does not" in section(PAGE, "Differences")
+    assert "2.86 [2.71, 3.00]" in section(PAGE, "By task")
+    assert "temperature 0.6, sampled drafts" in section(PAGE, "By temperature")
+    assert re.findall(r"\d drafts?\b", section(PAGE, "By depth")) == ["1 draft", "2 drafts", "3 drafts", "5 drafts"]
+    assert "2,048" in section(PAGE, "By context")
+    assert "0.97x at 2,048 tokens" in section(PAGE, "What it costs")
+    assert "All 756 cells are in acceptance.csv" in PAGE
+
+
+def test_one_arm_has_one_line_a_point() -> None:
+    arm = "distilled+retrained"
+    cells = tuple(cell for cell in STUDY.cells if cell.arm == arm)
+    page = page_of(replace(STUDY, arms={arm: STUDY.arms[arm]}, cells=cells))
+    rows = re.findall(r'<th scope="row"><span class="name">(.*?)</span>', page.split(">By task</h2>")[1])
+    assert rows[:3] == ["coding", "math", "writing"]
+
+
+def test_page_of_a_large_grid_stays_short() -> None:
+    settings = tuple(Setting(0.0, None, depth, "greedy") for depth in range(1, 40))
+    large = replace(STUDY, comparisons=tuple(make_comparisons((Setting(0.0, None, 3, "greedy"), *settings))))
+    assert len(page_of(large)) < 1.1 * len(PAGE)
+
+
+def test_the_arm_that_was_trained_is_highlighted() -> None:
+    assert re.findall(
+        r'class="focus">\s*<th scope="row">(\w+)', page_of(replace(SAMPLE, arms={"retrained": RETRAINED}))
+    ) == ["retrained"]

@@ -3,97 +3,64 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mtp_train.errors import DataError
-from mtp_train.evaluation.results import TeacherForced
-from mtp_train.report import Lossless, RunReport, load_report
-from report_samples import EMPTY, PLAIN, SAMPLE, at_depths
-
-
-def stored(report: RunReport) -> Any:
-    return json.loads(json.dumps(report.to_json(), allow_nan=False))
-
+from mtp_train.evaluation.results import Lossless, Report, load_report
+from report_samples import EMPTY, SAMPLE, at_depths
+from study_samples import BARE, STUDY
 
 DEEP = at_depths(SAMPLE, {1: (1.1, 1.3), 2: (1.2, 1.6), 3: (0.9, 1.9)})
 
 
-@pytest.mark.parametrize("report", [SAMPLE, DEEP, EMPTY], ids=["full", "depths", "empty"])
-def test_report_reads_back_as_it_was_written(report: RunReport) -> None:
-    assert RunReport.from_json(stored(report), "here") == report
+def stored(report: Report) -> Any:
+    return json.loads(json.dumps(report.to_json(), allow_nan=False))
+
+
+def read(raw: Any, directory: Path) -> Report:
+    (directory / "report.json").write_text(json.dumps(raw))
+    return load_report(directory / "report.json")
+
+
+@pytest.mark.parametrize("report", [SAMPLE, DEEP, EMPTY, STUDY, BARE], ids=["run", "depths", "empty", "study", "bare"])
+def test_report_reads_back_as_it_was_written(report: Report, tmp_path: Path) -> None:
+    assert read(stored(report), tmp_path) == report
 
 
 def test_report_has_the_promised_fields() -> None:
     raw = stored(SAMPLE)
-    assert set(raw) == {"arms", "lossless", "gate", "settings", "cells", "depths", "samples"}
-    assert set(raw["arms"]["retrained"]) == {
-        "trunk",
-        "head",
-        "tau",
-        "tau_ci95",
-        "acceptance_rate",
-        "marginal",
-        "conditional",
-        "dense",
-        "overlap",
-        "target_entropy",
-        "repeated_8gram_share",
-        "tokens_per_second",
-        "speedup",
-        "rounds",
-        "prompts",
-        "groups",
-        "measured_here",
-        "speedup_ci95",
-        "break_even_tau",
+    assert raw.keys() >= {"arms", "lossless", "gate", "settings", "cells"}
+    arm = {
+        *("trunk", "head", "tau", "tau_ci95", "acceptance_rate", "marginal", "conditional", "dense", "overlap"),
+        *("target_entropy", "repeated_8gram_share", "tokens_per_second", "speedup", "rounds", "prompts", "groups"),
+        *("measured_here", "speedup_ci95", "break_even_tau"),
     }
-    setting = {"arm", "temperature", "top_p", "top_k", "rule", "depth"}
-    assert [set(cell) for cell in raw["cells"]] == [set(raw["arms"]["retrained"]) | setting] * 3
-    assert set(raw["lossless"]) == {"checked", "identical", "near_tie_divergences", "noise"}
-    assert set(raw["gate"]) == {
-        *("passed", "baseline", "delta_tau_ci95", "reason", "groups", "detectable_gain", "settings")
-    }
-    assert [one["setting"] for one in raw["gate"]["settings"]] == [
-        "greedy",
-        "temperature 0.6, top-p 0.95, argmax drafts",
-    ]
-
-
-def test_figures_without_a_meaning_are_null() -> None:
-    raw = stored(SAMPLE)["arms"]
-    assert raw["none"]["marginal"] is None
-    assert raw["none"]["head"] is None
-    assert raw["retrained"]["conditional"] == [0.88, 0.93, None]
-    assert stored(EMPTY)["gate"] is None
+    assert raw["arms"]["retrained"].keys() >= arm
+    setting = {"arm", "task", "temperature", "context_tokens", "top_p", "top_k", "depth", "rule"}
+    assert all(cell.keys() >= arm | setting for cell in raw["cells"])
+    assert raw["lossless"].keys() == {field.name for field in fields(Lossless)}
+    assert raw["gate"].keys() >= {"passed", "baseline", "delta_tau_ci95", "reason"}
+    assert raw["arms"]["none"]["marginal"] is raw["arms"]["none"]["head"] is stored(EMPTY)["gate"] is None
 
 
 def test_numbers_that_are_not_finite_become_null() -> None:
-    nans = TeacherForced(dense=None, overlap=(0.5, float("nan")), target_entropy=float("nan"))
-    odd = replace(PLAIN, speedup=float("inf"), teacher_forced=nans)
-    raw = stored(replace(EMPTY, arms={"odd": odd}, settings={"deep": [{"value": float("nan")}]}))
-    assert raw["arms"]["odd"]["speedup"] is None
-    assert raw["arms"]["odd"]["target_entropy"] is None
-    assert raw["arms"]["odd"]["overlap"] == [0.5, None]
-    assert raw["settings"] == {"deep": [{"value": None}]}
+    nan = float("nan")
+    odd = replace(SAMPLE.arms["none"], speedup=float("inf"), overlap=(0.5, nan), target_entropy=nan)
+    raw = stored(replace(EMPTY, arms={"odd": odd}, settings={"deep": [{"value": nan}]}))["arms"]["odd"]
+    assert (raw["speedup"], raw["target_entropy"], raw["overlap"]) == (None, None, [0.5, None])
 
 
-def test_unknown_and_missing_fields_are_refused() -> None:
-    raw = stored(SAMPLE)
-    raw["arms"]["retrained"]["tua"] = raw["arms"]["retrained"].pop("tau")
-    with pytest.raises(DataError, match=r"old\.json: arms\.retrained: fields missing or unknown: tau, tua; expected"):
-        RunReport.from_json(raw, "old.json")
-
-
-@pytest.mark.parametrize("field", ["arms", "settings"])
-def test_wrong_shape_is_refused(field: str) -> None:
-    raw = stored(SAMPLE)
-    raw[field] = [1]
-    with pytest.raises(DataError, match=rf"old\.json: {field}: list; expected an object"):
-        RunReport.from_json(raw, "old.json")
+def test_fields_of_another_version_are_refused_by_their_place(tmp_path: Path) -> None:
+    raw = stored(STUDY)
+    raw["cells"][2]["tua"] = raw["cells"][2].pop("depth")
+    with pytest.raises(DataError, match=r"report\.json: cells\.2\.depth: .* cells\.2\.tua: .*; expected the fields of"):
+        read(raw, tmp_path)
+    with pytest.raises(DataError, match=r"arms: Input should be an object"):
+        read({**stored(SAMPLE), "arms": [1]}, tmp_path)
 
 
 @pytest.mark.parametrize("content", [None, "{", '"text"'], ids=["missing", "cut off", "not an object"])
@@ -103,8 +70,3 @@ def test_unreadable_file_is_refused(tmp_path: Path, content: str | None) -> None
         path.write_text(content)
     with pytest.raises(DataError, match=r"report\.json: .*; expected"):
         load_report(path)
-
-
-def test_faults_are_differences_without_a_near_tie() -> None:
-    assert Lossless(checked=48, identical=46, near_tie_divergences=2).faults == 0
-    assert Lossless(checked=48, identical=46, near_tie_divergences=1).faults == 1

@@ -3,27 +3,48 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from mtp_train.evaluation.results import NOT_TEACHER_FORCED
-from mtp_train.report import Lossless
+from mtp_train.acceptance.counts import Interval
+from mtp_train.evaluation.prompt_records import Setting
+from mtp_train.evaluation.results import ALL_TASKS, Lossless, Report
+from mtp_train.report.slices import Slices, slice_report
 from mtp_train.report.wording import (
     COLUMNS,
     ArmGroups,
+    Headline,
     apart_sentence,
     arm_cells,
-    depth_rows,
+    difference_words,
     flatten,
     group_arms,
-    headline,
     held_out_sentence,
-    key_figures,
     lossless_sentence,
     recorded_sentence,
-    serving_sentence,
+    serving_sentences,
+    setting_words,
 )
+from mtp_train.report.wording import headline as headline_of
+from mtp_train.report.wording import key_figures as key_figures_of
 from report_samples import CEILING, EMPTY, GRAFT, PASSED, RETRAINED, SAMPLE, VANILLA, at_depths
+from study_samples import BARE, HEADLINE, RATES, STUDY, TASKS
+
+UNTESTED = replace(STUDY, findings=())
+BEST = "distilled+retrained"
+
+
+def headline(report: Report) -> Headline:
+    return headline_of(slice_report(report))
+
+
+def key_figures(report: Report) -> list[str]:
+    return [value for value, _ in key_figures_of(slice_report(report))]
+
+
+def serving(report: Report) -> list[str]:
+    return serving_sentences(slice_report(report))
 
 
 def test_arms_are_grouped_by_what_they_compare_with() -> None:
@@ -53,7 +74,7 @@ def test_vanilla_is_explained_by_both_entropies() -> None:
 
 
 def test_vanilla_is_explained_without_entropies() -> None:
-    arms = {"retrained": replace(RETRAINED, teacher_forced=NOT_TEACHER_FORCED), "vanilla": VANILLA}
+    arms = {"retrained": replace(RETRAINED, target_entropy=None), "vanilla": VANILLA}
     assert apart_sentence(group_arms(replace(SAMPLE, arms=arms)), {}).endswith("the arms above.")
 
 
@@ -88,7 +109,7 @@ def test_lossless_sentence_claims_no_more_than_was_checked(lossless: Lossless | 
 
 
 def test_key_figures_are_before_after_and_speed() -> None:
-    assert [value for value, _ in key_figures(SAMPLE)] == ["1.33", "3.44", "2.21x"]
+    assert key_figures(SAMPLE) == ["1.33", "3.44", "2.21x"]
     assert key_figures(EMPTY) == []
 
 
@@ -152,17 +173,13 @@ PAYING = {1: (1.1, 1.3), 2: (1.2, 1.6), 3: (0.9, 1.9)}
 def test_one_depth_is_recommended_the_fastest_that_is_shown_to_pay() -> None:
     """Depth 3 is as fast on average, and no interval shows it."""
     report = at_depths(SAMPLE, PAYING)
-    assert serving_sentence(report) == (
+    assert serving(report) == [
         "Serve with 2 drafts a round, the fastest of the depths measured here (1, 2, 3) that are shown to pay: "
         "1.40 [1.20, 1.60] times the speed of plain decoding."
-    )
-    assert depth_rows(report) == [
-        ("1", "16", "3.44 [3.38, 3.50]", "1.25", "1.20 [1.10, 1.30]", "yes"),
-        ("2", "16", "3.44 [3.38, 3.50]", "1.50", "1.40 [1.20, 1.60]", "yes"),
-        ("3", "16", "3.44 [3.38, 3.50]", "1.75", "1.40 [0.90, 1.90]", "not shown"),
     ]
-    none = serving_sentence(at_depths(SAMPLE, {1: (0.8, 0.9), 3: (0.9, 1.2)}))
-    assert none == "Serve without drafts: none of the depths measured here (1, 3) is shown to pay."
+    none = serving(at_depths(SAMPLE, {1: (0.8, 0.9), 3: (0.9, 1.2)}))
+    assert none == ["Serve without drafts: none of the depths measured here (1, 3) is shown to pay."]
+    assert serving(SAMPLE) == serving(EMPTY) == []
 
 
 @pytest.mark.parametrize(
@@ -189,6 +206,173 @@ def test_headline_against_plain_decoding_is_the_gates() -> None:
     assert (passed.tone, passed.title) == ("good", "The retrained head beats plain decoding")
 
 
-def test_reports_without_intervals_of_speed_recommend_nothing() -> None:
-    assert (serving_sentence(SAMPLE), depth_rows(SAMPLE), serving_sentence(EMPTY)) == ("", [], "")
-    assert headline(SAMPLE).tone == "good"
+# Studies
+
+
+def slices_of(*arms: str) -> Slices:
+    """Return the slices of the study with these arms only, without findings."""
+    kept = {name: arm for name, arm in UNTESTED.arms.items() if name in arms}
+    return slice_report(replace(UNTESTED, arms=kept, cells=tuple(c for c in UNTESTED.cells if c.arm in arms)))
+
+
+def pooled_differ(report: Report, differs: bool) -> Report:
+    rows = (replace(row, differs=differs) if row.task == ALL_TASKS else row for row in report.comparisons)
+    return replace(report, comparisons=tuple(rows))
+
+
+def test_headline_setting_is_the_one_that_the_arms_state() -> None:
+    assert slice_report(STUDY).headline == HEADLINE
+    # A server drafts at a depth of its own.
+    served = tuple(cell for cell in STUDY.cells if cell.depth in (0, 2))
+    assert slice_report(replace(STUDY, cells=served)).headline == replace(HEADLINE, depth=2)
+    assert slice_report(BARE).headline is None
+
+
+def test_slices_run_through_the_headline() -> None:
+    slices = slice_report(STUDY)
+    assert [(s.temperature, s.rule) for s in slices.temperatures()] == [
+        *((0.0, "greedy"), (0.6, "sampled"), (0.6, "argmax"), (1.0, "sampled"), (1.0, "argmax"))
+    ]
+    assert [(s.temperature, s.rule) for s in slices.main_temperatures()] == [
+        *((0.0, "greedy"), (0.6, "sampled"), (1.0, "sampled"))
+    ]
+    assert [s.depth for s in slices.depths()] == [1, 2, 3, 5]
+    assert [s.context_tokens for s in slices.contexts()] == [None, 512, 2048]
+    assert slices.arms == tuple(RATES)
+    assert slices.tasks == tuple(TASKS)
+
+
+def test_rule_of_the_headline_stands_for_its_temperature() -> None:
+    setting = Setting(0.6, None, 3, "argmax")
+    slices = replace(slice_report(STUDY), headline=setting)
+    assert setting in slices.main_temperatures()
+
+
+def test_cells_of_a_server_are_told_as_far_as_it_tells() -> None:
+    cell = replace(STUDY.cells[-1], arm="served", task=ALL_TASKS, temperature=0.6, context_tokens=None, depth=0)
+    served = replace(cell, rule="served", tau=None, speedup=None)
+    slices = slice_report(replace(BARE, cells=(served,), arms={"served": served.result}))
+    assert [s.rule for s in slices.temperatures()] == ["served"]
+    assert slices.headline is not None
+    assert setting_words(slices.headline) == "temperature 0.6, served drafts, own context"
+    assert headline_of(slices).title == "Acceptance measured"
+
+
+def test_headline_of_a_lossy_decoder_goes_first() -> None:
+    slices = slice_report(replace(STUDY, lossless=Lossless(checked=9, identical=1, near_tie_divergences=1)))
+    assert "do not trust" in headline_of(slices).title
+    assert key_figures_of(slices) == []
+
+
+def test_headline_is_the_first_finding() -> None:
+    verdict = headline(STUDY)
+    statement = STUDY.findings[0].statement
+    assert (verdict.tone, verdict.title) == ("good", f"Confirmed: {statement[0].lower()}{statement[1:]}")
+    open_question = replace(STUDY, findings=(replace(STUDY.findings[0], tone="neutral"),))
+    assert headline(open_question).title.startswith("Undecided: ")
+
+
+def test_headline_names_the_best_arm_only_where_every_difference_is_real() -> None:
+    ahead = headline(UNTESTED)
+    assert (ahead.tone, ahead.title) == ("good", f"{BEST} has the highest tau: 2.95")
+    assert ahead.detail.endswith("From vanilla+native: tau differs, head does not.")
+    level = headline(pooled_differ(UNTESTED, False))
+    assert level.tone == "neutral"
+    assert level.title.startswith("No arm is shown to be ahead")
+    assert level.detail.endswith("No real difference from vanilla+native and distilled+graft.")
+    uncompared = headline(replace(UNTESTED, comparisons=()))
+    assert uncompared.title == level.title
+
+
+def test_headline_of_one_arm_is_what_its_drafts_bring() -> None:
+    verdict = headline_of(slices_of(BEST, "distilled"))
+    assert (verdict.tone, verdict.title) == ("good", f"{BEST} drafts at 2.17x the speed without drafts")
+    assert "1.36 would break even" in verdict.detail
+
+
+def test_headline_of_drafts_that_do_not_pay_is_bad() -> None:
+    assert headline_at(speedup=0.9, speedup_ci95=(0.85, 0.95)).tone == "bad"
+
+
+def headline_at(**figures: Any) -> Headline:
+    """Return the headline of a study of one arm with these figures at every setting."""
+    cells = tuple(replace(cell, **figures) for cell in STUDY.cells if cell.arm == BEST)
+    return headline(replace(UNTESTED, cells=cells, arms={BEST: STUDY.arms[BEST]}))
+
+
+@pytest.mark.parametrize("speed", [None, (0.7, 1.7)])
+def test_headline_is_green_only_where_an_interval_shows_the_speedup(speed: Interval | None) -> None:
+    unsure = {"speedup": 1.2, "speedup_ci95": speed, "tau": 3.0, "tau_ci95": (1.0, 4.0), "break_even_tau": 2.2}
+    verdict = headline_at(**unsure)
+    assert verdict.tone == "neutral"
+    assert verdict.title.endswith("the speed without drafts, and is not shown to decode faster")
+    assert headline_at(**{**unsure, "speedup_ci95": None, "tau_ci95": (2.3, 3.7)}).tone == "good"
+
+
+def test_the_arm_with_the_highest_tau_is_green_only_where_its_drafts_pay() -> None:
+    cells = tuple(replace(c, speedup_ci95=(0.5, 0.9)) if c.arm == BEST else c for c in UNTESTED.cells)
+    verdict = headline(replace(UNTESTED, cells=cells))
+    assert (verdict.tone, verdict.title) == (
+        "bad",
+        f"{BEST} has the highest tau: 2.95, and drafts slow decoding down here",
+    )
+
+
+@pytest.mark.parametrize(
+    ("same_trunk", "differs", "overlap", "words"),
+    [
+        (True, True, (-0.1, 0.1), "tau and head differ"),
+        (True, False, None, "no difference shown"),
+        (False, True, (-0.02, 0.01), "tau differs, head does not"),
+        (False, True, (0.1, 0.2), "tau and head differ"),
+        (False, True, (-0.2, -0.1), "tau differs one way, head the other"),
+        (False, True, None, "tau differs, by text or head"),
+        (False, False, (0.1, 0.2), "tau not shown to differ, head does"),
+        (False, False, (-0.1, 0.2), "no difference shown"),
+        (False, False, None, "no difference shown"),
+    ],
+)
+def test_entropy_control_decides_what_differs(
+    same_trunk: bool, differs: bool, overlap: Interval | None, words: str
+) -> None:
+    row = replace(
+        STUDY.comparisons[0],
+        delta_tau=0.5,
+        delta_tau_ci95=(-0.1, 1.1),
+        same_trunk=same_trunk,
+        differs=differs,
+        delta_overlap_at_equal_entropy_ci95=overlap,
+    )
+    assert difference_words(row) == words
+    assert difference_words(row.swapped()) == words
+
+
+def test_interval_beyond_zero_that_the_correction_does_not_pass_is_said() -> None:
+    row = replace(STUDY.comparisons[0], same_trunk=True, differs=False, delta_tau_ci95=(0.1, 0.9))
+    assert difference_words(row) == difference_words(row.swapped()) == "not shown over so many comparisons"
+
+
+def test_swapped_comparison_turns_its_signs() -> None:
+    row = replace(STUDY.comparisons[0], delta_tau=0.5, delta_tau_ci95=(0.1, 0.8))
+    other = row.swapped()
+    assert (other.first, other.delta_tau, other.delta_tau_ci95) == (row.second, -0.5, (-0.8, -0.1))
+    assert other.swapped() == row
+
+
+def test_key_figures_are_tau_speed_differences_and_prompts() -> None:
+    assert key_figures(STUDY) == ["2.95", "2.17x", "18 of 24", "48"]
+    assert key_figures(BARE) == []
+
+
+def test_one_depth_is_recommended_with_its_interval() -> None:
+    cells = tuple(replace(c, speedup=1.6, speedup_ci95=(1.5, 1.7)) if c.depth == 3 else c for c in UNTESTED.cells)
+    slower = tuple(c if c.depth in (0, 3) else replace(c, speedup=0.8, speedup_ci95=(0.7, 0.9)) for c in cells)
+    assert serving(replace(UNTESTED, cells=slower))[1:] == [
+        f"{arm}: Serve with 3 drafts a round, the fastest of the depths measured here (1, 2, 3, 5) that are shown to "
+        "pay: 1.60 [1.50, 1.70] times the speed of plain decoding."
+        for arm in list(RATES)[1:]
+    ]
+    none = tuple(c if not c.depth else replace(c, speedup=0.8, speedup_ci95=(0.7, 0.9)) for c in UNTESTED.cells)
+    (told,) = {one.partition(": ")[2] for one in serving(replace(UNTESTED, cells=none))}
+    assert told == "Serve without drafts: none of the depths measured here (1, 2, 3, 5) is shown to pay."
+    assert serving(BARE) == []

@@ -3,120 +3,133 @@
 from __future__ import annotations
 
 import csv
-import io
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mtp_train.report import figures, load_report, write_report
-from mtp_train.report.write import FlatTable, csv_text
-from report_samples import EMPTY, RETRAINED, SAMPLE
+from mtp_train.evaluation.results import Report, load_report
+from mtp_train.report import write
+from mtp_train.report.figures import FigureFile
+from mtp_train.report.write import FlatTable, write_report
+from report_samples import EMPTY, SAMPLE
+from study_samples import STUDY
 
-FILES = ["acceptance.csv", "figures/marginal_acceptance.png", "figures/speedup.png", "figures/tau.png"]
-FILES += ["report.html", "report.json"]
-# Differs from SAMPLE in every file.
-OTHER = replace(SAMPLE, arms={"retrained": replace(RETRAINED, tau=2.0, marginal=(0.5, 0.3, 0.2), speedup=1.5)})
+PROVENANCE = {"versions": {"torch": "2.13.0"}}
 
 
-def contents(run_dir: Path) -> dict[str, bytes]:
-    return {path.relative_to(run_dir).as_posix(): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+@pytest.fixture(autouse=True)
+def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw no figures, since they have their own tests."""
+
+    def draw(report: Report, metrics: object) -> list[FigureFile]:
+        stems = ("tau", *(f"tasks_{number}" for number in range(1, len(report.arms))))
+        return [FigureFile(stem, "A figure.", str(report.title).encode()) for stem in stems if report.cells]
+
+    monkeypatch.setattr(write, "render_figures", draw)
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as handle:
+        return list(csv.DictReader(handle))
 
 
 def test_report_writes_its_files_and_nothing_else(tmp_path: Path) -> None:
-    write_report(SAMPLE, tmp_path / "runs" / "one", provenance={"versions": {"torch": "2.13.0"}})
-    written = contents(tmp_path / "runs" / "one")
-    assert sorted(written) == FILES
-    assert load_report(tmp_path / "runs" / "one" / "report.json") == SAMPLE
-    assert b"2.13.0" in written["report.html"]
+    figures = [f"figures/{stem}.png" for stem in ("tasks_1", "tasks_2", "tasks_3", "tau")]
+    write_report(STUDY, tmp_path / "studies" / "one", PROVENANCE)
+    files = contents(tmp_path / "studies" / "one")
+    assert sorted(files) == ["acceptance.csv", "comparisons.csv", *figures, "report.html", "report.json"]
+    assert load_report(tmp_path / "studies" / "one" / "report.json") == STUDY
+    assert b"2.13.0" in files["report.html"]
+    write_report(EMPTY, tmp_path / "run", {})
+    assert sorted(contents(tmp_path / "run")) == ["acceptance.csv", "report.html", "report.json"]
+    assert rows_of(tmp_path / "run" / "acceptance.csv") == []
 
 
 def test_files_are_readable_by_others(tmp_path: Path) -> None:
-    write_report(SAMPLE, tmp_path)
+    write_report(EMPTY, tmp_path, {})
     plain = tmp_path / "plain"
     plain.touch()
     assert (tmp_path / "report.json").stat().st_mode == plain.stat().st_mode
 
 
-def test_new_report_replaces_every_file(tmp_path: Path) -> None:
-    write_report(SAMPLE, tmp_path)
-    before = contents(tmp_path)
-    write_report(OTHER, tmp_path)
-    assert [name for name, content in contents(tmp_path).items() if content == before[name]] == []
-
-
-def test_csv_has_one_row_an_arm_and_one_column_a_figure() -> None:
-    first, served = SAMPLE.arms, [cell.arm for cell in SAMPLE.cells]
-    lines = list(csv.DictReader(io.StringIO(csv_text(SAMPLE))))
-    assert [line["arm"] for line in lines] == [*first, *served]
-    assert [(line["temperature"], line["top_p"], line["tau"]) for line in lines[-2:]] == [
-        ("0.6", "0.95", "1.3"),
-        ("0.6", "0.95", "3.1"),
+def test_acceptance_csv_has_one_row_a_cell(tmp_path: Path) -> None:
+    write_report(STUDY, tmp_path, {})
+    rows = rows_of(tmp_path / "acceptance.csv")
+    assert len(rows) == len(STUDY.cells)
+    keys = ("distilled+graft", "math", "0.6", "1.0", "0", "512", "2", "argmax")
+    (row,) = [row for row in rows if tuple(row.values())[:8] == keys]
+    (cell,) = [
+        one
+        for one in STUDY.cells
+        if (one.arm, one.task, one.temperature, one.context_tokens, one.depth, one.rule)
+        == ("distilled+graft", "math", 0.6, 512, 2, "argmax")
     ]
-    rows = {line["arm"]: line for line in lines[: len(first)]}
-    assert (rows["retrained"]["groups"], rows["retrained"]["temperature"]) == ("12", "0.0")
-    assert rows["retrained"]["rule"] == "greedy"
-    assert rows["ceiling"]["rule"] == ""
-    assert list(rows) == ["none", "graft", "retrained", "vanilla", "ceiling"]
-    assert list(rows["none"])[:8] == [
-        *("arm", "trunk", "head", "tau", "tau_ci95_low", "tau_ci95_high", "acceptance_rate", "marginal_1")
-    ]
-    assert rows["retrained"]["marginal_3"] == "0.74"
-    assert rows["retrained"]["tau_ci95_low"] == "3.38"
-    assert rows["retrained"]["conditional_3"] == ""
-    assert rows["graft"]["marginal_3"] == ""
-    assert rows["none"]["marginal_1"] == rows["none"]["tau_ci95_high"] == rows["none"]["head"] == ""
-    assert rows["ceiling"]["measured_here"] == "False"
+    assert cell.marginal is not None
+    assert cell.marginal_ci95 is not None
+    assert cell.accepted_histogram is not None
+    assert row["marginal_2"] == str(cell.marginal[1])
+    assert row["marginal_2_ci95_high"] == str((cell.marginal_ci95[1] or (0, 0))[1])
+    assert row["marginal_3"] == row["marginal_3_ci95_low"] == row["accepted_histogram_3"] == ""
+    assert row["accepted_histogram_0"] == str(cell.accepted_histogram[0])
+    plain = rows[0]
+    assert plain["rule"] == "none"
+    assert plain["context_tokens"] == plain["marginal_1"] == plain["tau_ci95_low"] == plain["break_even_tau"] == ""
 
 
-def test_csv_of_no_arms_is_its_header() -> None:
-    assert csv_text(EMPTY).splitlines()[0].startswith("arm,trunk,head,tau,")
-    assert len(csv_text(EMPTY).splitlines()) == 1
+def test_recorded_arms_are_rows_without_a_setting(tmp_path: Path) -> None:
+    write_report(SAMPLE, tmp_path, {})
+    rows = rows_of(tmp_path / "acceptance.csv")
+    assert [row["arm"] for row in rows] == [*(cell.arm for cell in SAMPLE.cells), "ceiling"]
+    assert (rows[-1]["rule"], rows[-1]["tau"], rows[-1]["measured_here"]) == ("", "3.58", "False")
 
 
-def test_failing_figure_leaves_the_previous_report_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_report(SAMPLE, tmp_path)
+def test_comparisons_csv_has_one_row_a_comparison(tmp_path: Path) -> None:
+    write_report(STUDY, tmp_path, {})
+    rows = rows_of(tmp_path / "comparisons.csv")
+    assert len(rows) == len(STUDY.comparisons)
+    assert rows[0]["delta_tau"] == str(STUDY.comparisons[0].delta_tau)
+    assert rows[0]["delta_overlap_at_equal_entropy_ci95_high"] == "0.24"
+
+
+def test_figures_of_an_earlier_report_are_removed(tmp_path: Path) -> None:
+    write_report(STUDY, tmp_path, {})
+    (tmp_path / "figures" / "mine.png").write_bytes(b"kept")
+    write_report(replace(STUDY, arms=dict(list(STUDY.arms.items())[:2])), tmp_path, {})
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["mine.png", "tasks_1.png", "tau.png"]
+
+
+def test_failing_page_leaves_the_previous_report_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_report(STUDY, tmp_path, {})
     before = contents(tmp_path)
 
-    def fail(drawn: object) -> bytes:
-        raise RuntimeError("no font")
+    def fail(*arguments: object) -> str:
+        raise RuntimeError("no template")
 
-    monkeypatch.setattr(figures, "speedup_figure", fail)
-    with pytest.raises(RuntimeError, match="no font"):
-        write_report(OTHER, tmp_path)
+    monkeypatch.setattr(write, "render_page", fail)
+    with pytest.raises(RuntimeError, match="no template"):
+        write_report(EMPTY, tmp_path, {})
     assert contents(tmp_path) == before
 
 
 def test_failing_disk_leaves_the_previous_report_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_report(SAMPLE, tmp_path)
+    write_report(STUDY, tmp_path, {})
     before = contents(tmp_path)
     written = []
 
     def fill_up(descriptor: int) -> None:
         written.append(descriptor)
-        if len(written) == 3:
+        if len(written) == 4:
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", fill_up)
     with pytest.raises(OSError, match="No space left"):
-        write_report(OTHER, tmp_path)
+        write_report(replace(STUDY, title="another"), tmp_path, PROVENANCE)
     assert contents(tmp_path) == before
-
-
-def test_figure_that_no_longer_applies_is_removed(tmp_path: Path) -> None:
-    write_report(SAMPLE, tmp_path)
-    (tmp_path / "figures" / "mine.png").write_bytes(b"kept")
-    write_report(replace(SAMPLE, arms={"retrained": replace(RETRAINED, speedup=None)}), tmp_path)
-    names = sorted(path.name for path in (tmp_path / "figures").iterdir())
-    assert names == ["marginal_acceptance.png", "mine.png", "tau.png"]
-
-
-def test_json_holds_no_nan(tmp_path: Path) -> None:
-    nan = replace(RETRAINED.teacher_forced, target_entropy=float("nan"))
-    write_report(replace(SAMPLE, arms={"retrained": replace(RETRAINED, teacher_forced=nan)}), tmp_path)
-    raw = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
-    assert raw["arms"]["retrained"]["target_entropy"] is None
 
 
 def test_no_cell_of_a_table_is_a_formula() -> None:

@@ -45,25 +45,6 @@ def test_resuming_drops_the_steps_that_will_be_done_again(tmp_path: Path) -> Non
     assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)[-2:]] == [(3, 1 / 3), (4, 9.0)]
 
 
-def test_starting_again_drops_every_line(tmp_path: Path) -> None:
-    fill(tmp_path, 2)
-    open_log(tmp_path)
-    assert steps(tmp_path) == []
-
-
-def test_a_line_torn_by_a_kill_is_left_out_and_not_written_after(tmp_path: Path) -> None:
-    fill(tmp_path, 3)
-    with (tmp_path / METRICS_FILE).open("a") as file:
-        file.write('{"step": 4, "lo')
-    assert steps(tmp_path) == [1, 2, 3]
-    open_log(tmp_path, resume_step=3).log(4, {"loss": 1.0})
-    assert steps(tmp_path) == [1, 2, 3, 4]
-
-
-def test_no_file_is_no_metrics(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path) == []
-
-
 def test_wandb_gets_the_numbers_but_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, Any]] = []
     run = SimpleNamespace(

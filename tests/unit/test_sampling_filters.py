@@ -152,7 +152,7 @@ def test_the_sort_reads_no_value_and_a_growing_list_does() -> None:
 
 
 def test_batches_of_usual_settings_share_graphs() -> None:
-    def steps(*settings: Sampling) -> tuple[int, ...]:
+    def steps(*settings: Sampling) -> tuple[bool, ...]:
         return SamplingRows.stack(settings, "cpu").steps
 
     usual = steps(Sampling(temperature=0.6, top_k=20, top_p=0.95))
@@ -160,24 +160,12 @@ def test_batches_of_usual_settings_share_graphs() -> None:
     others = [
         steps(Sampling(temperature=1.0, top_p=0.95)),
         steps(Sampling(temperature=1.0, top_k=20)),
-        steps(Sampling(temperature=1.0, top_k=5000, top_p=0.95)),
-        steps(Sampling(temperature=1.0, top_k=20, top_p=0.9), Sampling(temperature=1.0, top_p=0.9)),
     ]
-    assert len({usual, *others}) == 5
+    assert len({usual, *others}) == 3
+    # A GPU sorts: the lengths of a CPU's lists need no graphs of their own.
+    assert usual == steps(Sampling(temperature=1.0, top_k=5000, top_p=0.95))
+    assert usual == steps(Sampling(temperature=1.0, top_k=20, top_p=0.9), Sampling(temperature=1.0, top_p=0.9))
     assert steps(Sampling(top_k=20, top_p=0.5)) == steps(Sampling())
-
-
-@pytest.mark.parametrize(
-    ("vocab", "shape"),
-    [(248_320, (485, 512)), (151_936, (1187, 128)), (50_257, (99, 512)), (8, (1, 8)), (600, (2, 512))],
-)
-def test_a_vocabulary_is_divided_without_a_copy_where_a_size_divides_it(vocab: int, shape: tuple[int, int]) -> None:
-    values_BTV = torch.arange(vocab).float()[None, None]
-    blocks_BTNS = in_blocks(values_BTV)
-    assert blocks_BTNS.shape[2:] == shape
-    assert (blocks_BTNS.data_ptr() == values_BTV.data_ptr()) == (math.prod(shape) == vocab)
-    assert torch.equal(blocks_BTNS.flatten()[:vocab], values_BTV.flatten())
-    assert not blocks_BTNS.flatten()[vocab:].any()
 
 
 @pytest.mark.parametrize("vocab", [2560, 1500])
@@ -218,11 +206,3 @@ def test_a_weight_of_0_is_never_drawn_from_many_blocks(places: list[int], weight
     assert int(tokens_T[0]) == places[0]
     if weight > 1e-40:
         assert int(tokens_T[-1]) == places[-1]
-
-
-def test_a_draw_depends_neither_on_the_batch_nor_on_the_window() -> None:
-    p_BTV = (3.0 * torch.randn(5, 4, 2560)).softmax(-1)
-    u_BT = torch.rand(5, 4)
-    together_BT = draw(p_BTV, u_BT)
-    for row in range(5):
-        assert torch.equal(draw(p_BTV[row : row + 1, 1:2], u_BT[row : row + 1, 1:2])[0, 0], together_BT[row, 1])

@@ -13,7 +13,7 @@ from torch import Tensor
 import mtp_train.heads.step
 from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
 from mtp_inference import AssistantDrafting, HeadDrafting, SpeculativeDecoder, plain_greedy
-from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.other_drafters import ModelDrafting
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads.attention import without_cudnn_attention
@@ -67,12 +67,12 @@ def test_a_forward_that_is_not_ours_is_seen(seen: list[bool], monkeypatch: pytes
     assert set(seen) == {True, False}
 
 
-def heads(name: str) -> tuple[Trunk, DrafterMaker]:
+def heads(name: str) -> tuple[Trunk, Drafting]:
     trunk = tiny_trunk(name)
     return trunk, HeadDrafting(tiny_head(trunk))
 
 
-MODELS: dict[str, Callable[[], tuple[Trunk, DrafterMaker]]] = {
+MODELS: dict[str, Callable[[], tuple[Trunk, Drafting]]] = {
     "full": lambda: heads("glm4_moe"),
     "recurrent": lambda: heads("qwen3_5"),
     "latent": lambda: heads("deepseek_v3"),

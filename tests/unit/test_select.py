@@ -15,14 +15,14 @@ from torch import Tensor
 from mtp_train.data.pack import global_batches, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import StoppedError, TrainingError
-from mtp_train.recipe.loading import recipe_from_mapping
-from mtp_train.recipe.schema import Recipe, SelectSpec
+from mtp_train.recipe.loading import load_recipe
+from mtp_train.recipe.schema import Recipe
+from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.runs.training import part_documents, renumbered
 from mtp_train.train import loop
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.log import RunLog, read_metrics
 from mtp_train.train.loop import train_head
-from mtp_train.train.plan import make_plan
 from mtp_train.train.select import Selection
 from mtp_train.train.state import Best, load_best, newest_whole_step
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
@@ -31,7 +31,7 @@ SEQ_LEN, NUM_DEPTHS = 16, 2
 
 
 def recipe(select: dict[str, Any] | None, **train: Any) -> Recipe:
-    return recipe_from_mapping(
+    return load_recipe(
         {
             "run_dir": "run",
             "model": {"trunk": "finetune", "head_from": "base"},
@@ -86,16 +86,18 @@ def run_training(
     after: dict[int, dict[str, Tensor]] = {}
     trunk = tiny_trunk("qwen3_5")
     module = HeadTraining(trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, kind="kl", temperature=1.0)
-    plan = make_plan(used, 1)
+    plan = plan_of(used, 1)
     spec = used.train.select
     assert spec is not None
     kept = pack_documents(documents(3, first=20), SEQ_LEN, pack=True, seed=0, epoch=0)
-    selection = (Selection if scores is None else Scripted)(spec, kept, None, directory / "state", None)
+    selection = (Selection if scores is None else Scripted)(
+        spec.every_steps, spec.patience, kept, None, directory / "state", None
+    )
     if isinstance(selection, Scripted):
         selection.scores = list(scores or [])
     weights = train_head(
         module,
-        recipe=used,
+        options=train_options(used),
         plan=plan,
         batch_fn=global_batches(
             documents(12), seq_len_tokens=SEQ_LEN, pack=True, sequences_per_step=plan.sequences_per_step, seed=0
@@ -234,7 +236,7 @@ def test_a_text_without_targets_cannot_choose(tmp_path: Path) -> None:
     trunk = tiny_trunk("qwen3_5")
     module = HeadTraining(trunk, tiny_head(trunk), num_depths=2, kind="kl", temperature=1.0)
     kept = pack_documents(text, SEQ_LEN, pack=True, seed=0, epoch=0)
-    selection = Selection(SelectSpec(every_steps=1), kept, None, tmp_path, None)
+    selection = Selection(1, None, kept, None, tmp_path, None)
     with pytest.raises(TrainingError, match=r"train\.select\.share"):
         selection.measure(module, module.head, 2, Accelerator(cpu=True))
 
@@ -247,7 +249,7 @@ def test_a_measure_is_the_same_however_many_processes_share_it(world: int, tmp_p
     sequences = pack_documents(documents(5), SEQ_LEN, pack=True, seed=0, epoch=0)
 
     def sums_of(world: int) -> list[Tensor]:
-        selection = Selection(SelectSpec(every_steps=1), sequences, None, tmp_path, None)
+        selection = Selection(1, None, sequences, None, tmp_path, None)
         found = []
         for rank in range(world):
             accelerator: Any = SimpleNamespace(num_processes=world, process_index=rank, device=torch.device("cpu"))

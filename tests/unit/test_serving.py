@@ -13,9 +13,8 @@ from mtp_inference.sampling.distributions import MIN_TEMPERATURE
 from mtp_train.errors import CheckpointError
 from mtp_train.evaluation.prompt_records import Rule, Setting
 from mtp_train.evaluation.settings import greedy, left_out, served_settings
-from mtp_train.recipe import rules as recipe_rules
-from mtp_train.recipe.loading import recipe_from_mapping
-from mtp_train.recipe.schema import EvaluateSection
+from mtp_train.recipe import sections
+from mtp_train.recipe.loading import load_recipe
 
 DEPTH = 3
 GREEDY = greedy(DEPTH)
@@ -31,7 +30,8 @@ def settings(tmp_path: Path, config: dict[str, Any] | None = None, **evaluate: A
     if config is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(config))
     trunk: Any = Trunk(tmp_path)
-    return served_settings(EvaluateSection(arms=("none", "retrained"), **evaluate), trunk, DEPTH)
+    asked = {name: evaluate.get(name, "auto") for name in ("temperature", "top_p", "top_k", "rule")}
+    return served_settings(trunk, DEPTH, **asked)
 
 
 def drawn(temperature: float, rule: Rule = "argmax", top_p: float = 1.0, top_k: int = 0) -> Setting:
@@ -101,7 +101,7 @@ def test_what_is_served_and_not_measured_is_named(tmp_path: Path) -> None:
 
 
 def test_the_recipe_knows_the_decoders_lowest_temperature() -> None:
-    assert recipe_rules.MIN_TEMPERATURE == MIN_TEMPERATURE
+    assert sections.MIN_TEMPERATURE == MIN_TEMPERATURE
 
 
 RAW: dict[str, Any] = {
@@ -118,13 +118,13 @@ RAW: dict[str, Any] = {
     [("0.0", (0.0,)), ("[0, 0.6]", (0.0, 0.6)), ("auto", "auto"), ("1", (1.0,))],
 )
 def test_a_value_a_list_or_auto(written: str, temperature: object) -> None:
-    recipe = recipe_from_mapping(RAW, [f"evaluate.temperature={written}"])
+    recipe = load_recipe(RAW, [f"evaluate.temperature={written}"])
     assert recipe.evaluate.temperature == temperature
-    assert recipe_from_mapping(RAW, [f"evaluate.temperature={written}", "evaluate.top_k=auto"]) == recipe
+    assert load_recipe(RAW, [f"evaluate.temperature={written}", "evaluate.top_k=auto"]) == recipe
 
 
 @pytest.mark.parametrize("field", ["top_p=0.9", "top_k=20", "rule=sampled"])
 def test_filters_need_a_temperature_to_filter(field: str) -> None:
     with pytest.raises(Exception, match=r"with evaluate\.temperature: 0, which takes the most probable token"):
-        recipe_from_mapping(RAW, ["evaluate.temperature=0", f"evaluate.{field}"])
-    assert recipe_from_mapping(RAW, ["evaluate.temperature=[0, 0.6]", f"evaluate.{field}"])
+        load_recipe(RAW, ["evaluate.temperature=0", f"evaluate.{field}"])
+    assert load_recipe(RAW, ["evaluate.temperature=[0, 0.6]", f"evaluate.{field}"])

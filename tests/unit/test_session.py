@@ -21,7 +21,7 @@ import mtp_inference.session
 from byte_tokenizer import byte_tokenizer
 from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
 from mtp_inference.depth import RoundCosts
-from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.other_drafters import ModelDrafting
 from mtp_inference.session import Lane, Session
 from mtp_train.errors import MtpError
@@ -44,7 +44,7 @@ def trunk_of(name: str) -> Trunk:
 nearly = functools.cache(nearly_tiny)
 
 
-def decoder_of(name: str, drafting: DrafterMaker | None, *, depth: int = 3, rows: int = 3) -> SpeculativeDecoder:
+def decoder_of(name: str, drafting: Drafting | None, *, depth: int = 3, rows: int = 3) -> SpeculativeDecoder:
     return SpeculativeDecoder(trunk_of(name), drafting, depth, (), max_batch=rows, tokenizer=TOKENIZER, prefill_chunk=8)
 
 
@@ -221,18 +221,6 @@ def test_a_row_ended_by_a_stop_string_is_out_of_use_on_the_device() -> None:
     assert not decoder._rounds.batch.active_B.any()
 
 
-def test_a_stop_token_may_end_inside_an_accepted_draft() -> None:
-    plain = plain_text("qwen3_5", prompt(6))
-    assert plain[6] not in plain[:6]
-    trunk = trunk_of("qwen3_5")
-    of_request = Request(prompt_ids=prompt(6), max_new_tokens=28, stop_token_ids=frozenset([plain[6]]))
-    of_decoder = dataclasses.replace(of_request, stop_token_ids=frozenset())
-    for eos_ids, request in (([], of_request), ([plain[6]], of_decoder), ([plain[9]], of_request)):
-        (result,) = SpeculativeDecoder(trunk, ModelDrafting(trunk), 3, eos_ids).decode([request])
-        assert (result.token_ids, result.finish_reason, result.text) == (tuple(plain[:7]), "stop", "")
-        assert counts(result) == (2, 6, 6, (2, 2, 2))
-
-
 def test_a_text_may_end_at_prefill_and_leaves_its_row_to_the_next() -> None:
     plain = plain_text("glm4_moe", prompt(5), 3)
     requests = [
@@ -284,19 +272,6 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
     assert [chunk.result.text for chunk in chunks if chunk.result is not None] == [""]
 
 
-def test_characters_of_several_tokens_come_out_whole() -> None:
-    trunk = tiny_trunk("qwen3_5", vocab_size=len(TOKENIZER))
-    decoder = SpeculativeDecoder(trunk, ModelDrafting(trunk), 3, (), tokenizer=TOKENIZER)
-    prompt_ids = TOKENIZER.encode("na\N{LATIN SMALL LETTER I WITH DIAERESIS}ve")
-    chunks = list(decoder.decode_chunks([Request(prompt_ids=prompt_ids, max_new_tokens=40)]))
-    result = chunks[-1].result
-    assert result is not None
-    whole = TOKENIZER.decode([*prompt_ids, *result.token_ids], skip_special_tokens=True)
-    assert "".join(chunk.text for chunk in chunks) == result.text
-    assert TOKENIZER.decode(prompt_ids) + result.text == whole
-    assert "\N{REPLACEMENT CHARACTER}" in whole, "random bytes that are all characters prove little"
-
-
 @pytest.mark.parametrize("num_chunks", [1, 4, 11])
 def test_a_stream_may_be_left_and_the_decoder_used_again(num_chunks: int) -> None:
     decoder = decoder_of("qwen3_5", ModelDrafting(nearly("qwen3_5")))
@@ -304,17 +279,6 @@ def test_a_stream_may_be_left_and_the_decoder_used_again(num_chunks: int) -> Non
     assert len(list(itertools.islice(left, num_chunks))) == num_chunks
     assert_same(decoder.decode(mixed_requests("qwen3_5")[:5]), alone("qwen3_5")[:5])
     assert_same(decoder.decode(mixed_requests("qwen3_5")[:2]), alone("qwen3_5")[:2])
-
-
-def test_results_come_in_the_order_of_the_requests_and_buffers_are_kept() -> None:
-    decoder = right("glm4_moe", rows=2)
-    requests = [Request(prompt_ids=prompt(length), max_new_tokens=9) for length in (2, 11, 5, 7)]
-    expected = [tuple(plain_text("glm4_moe", request.prompt_ids, 9)) for request in requests]
-    assert [result.token_ids for result in decoder.decode(requests)] == expected
-    rounds = decoder._rounds
-    assert [result.token_ids for result in decoder.decode(requests[::-1])] == expected[::-1]
-    assert decoder._rounds is rounds
-    assert decoder.decode([]) == []
 
 
 def test_a_batch_that_covers_later_requests_is_kept_and_freed_with_its_decoder() -> None:
@@ -406,12 +370,6 @@ def test_other_work_on_the_cpu_does_not_make_auto_draft(monkeypatch: pytest.Monk
     # By the wall clock a round without drafts would be dearer than one with four.
     busy = Clock(seconds_per_draft=2.0, seconds_interrupted=20.0)
     assert list(timed(right("qwen3_5"), busy, monkeypatch)).count(0) > 30
-
-
-def test_a_request_of_other_depth_than_the_decoders_is_served() -> None:
-    decoder = right("qwen3_5", depth=1)
-    requests = [Request(prompt_ids=prompt(4), max_new_tokens=15, depth=depth) for depth in (None, 6)]
-    assert [result.accepted_per_pos for result in decoder.decode(requests)] == [(7,), (2,) * 6]
 
 
 def test_what_cannot_be_served_is_refused_before_anything_is_decoded() -> None:

@@ -19,18 +19,17 @@ from transformers import core_model_loading
 from checkpoints import save_stripped
 from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.errors import CheckpointError, LostProcessError, TrainingError
-from mtp_train.runs import stages
+from mtp_train.runs import run as run_module
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import (
-    describe_processes,
     lost_process_is_named,
     make_accelerator,
     prepare,
     require_as_asked,
     require_processes,
 )
+from mtp_train.train.packed_rows import isolated_hidden
 from mtp_train.train.shard import HiddenInShards, shard_layers, shards_trunk
-from mtp_train.trunk.isolate import isolated_hidden
 from mtp_train.trunk.load import load_trunk
 from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
 
@@ -109,18 +108,6 @@ def test_another_number_of_processes_than_the_recipe_s_is_refused() -> None:
         require_processes(4, two)
 
 
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        (joined(DistributedType.MULTI_CPU), "2 processes on cpu, no shards"),
-        (joined(DistributedType.FSDP, **FSDP), "2 processes on cpu, FSDP shards"),
-        (joined(DistributedType.DEEPSPEED, **zero(3)), "2 processes on cpu, DEEPSPEED ZeRO-3 shards"),
-    ],
-)
-def test_the_first_line_of_a_run_names_processes_and_shards(given: Any, text: str) -> None:
-    assert describe_processes(given) == text
-
-
 def test_deepspeed_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
@@ -150,7 +137,7 @@ def test_processes_that_nothing_wraps_are_refused(monkeypatch: pytest.MonkeyPatc
 def test_a_quantised_trunk_is_not_sharded(dtype: torch.dtype) -> None:
     module = training_module()
     module.trunk.decoder.norm.weight = nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False)
-    message = r"quantised \(.*norm\.weight and 0 more\); .* Launch with recipes/accelerate/ddp\.yaml"
+    message = r"quantised \(.*norm\.weight and 0 more\); .* Launch with ddp\.yaml"
     accelerator = joined(DistributedType.FSDP, **FSDP)
     for cuts in (lambda: shard_layers(module, accelerator), lambda: HiddenInShards(module.trunk, accelerator)):
         with pytest.raises(TrainingError, match=message):
@@ -247,9 +234,11 @@ def test_only_plain_trunks_under_fsdp2_are_sharded_while_they_are_loaded(
     plugins = zero(3) | {"fsdp_plugin": SimpleNamespace(fsdp_version=2, reshard_after_forward=True)}
     accelerator = joined(kind, **plugins)
     accelerator.failing_together = nullcontext
-    monkeypatch.setattr(stages, "load_trunk", lambda _path, _family, **settings: settings)
+    monkeypatch.setattr(run_module, "trunk_dtype", lambda *_args: torch.float32)
+    monkeypatch.setattr(run_module, "load_trunk", lambda _path, _family, **settings: settings)
     no_bar: Any = SimpleNamespace(add_task=lambda *_args, **_kwargs: 0, remove_task=lambda _task: None)
-    settings: Any = stages.load_run_trunk(recipe, inputs, accelerator, no_bar, to_shard=to_shard)
+    run: Any = SimpleNamespace(recipe=recipe, inputs=inputs, accelerator=accelerator, progress=no_bar)
+    settings: Any = run_module.load_run_trunk(run, to_shard=to_shard)
     assert (settings["on_layer"] is not None) is is_handed_over
 
 

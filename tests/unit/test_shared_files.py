@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from mtp_train.data.prompts import Prompt
-from mtp_train.data.tokenize import Document
+from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import TrainingError
-from mtp_train.runs import shared_files
-from mtp_train.runs.shared_files import files_in, require_alike, require_shared, text_checksum
+from mtp_train.runs import run as run_module
+from mtp_train.runs.run import files_in, require_alike, require_shared, text_checksum
 
 
 class Launch:
@@ -31,7 +30,7 @@ class Launch:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses that were made, without making them."""
     made: list[float] = []
-    monkeypatch.setattr(shared_files.time, "sleep", made.append)
+    monkeypatch.setattr(run_module.time, "sleep", made.append)
     return made
 
 
@@ -62,7 +61,7 @@ def test_different_files_are_named(how: str, directories: tuple[Path, Path]) -> 
         case "missing":
             shutil.rmtree(theirs / "head")
         case "longer":
-            file.write_text("{}" + " " * shared_files.SMALL_BYTES)
+            file.write_text("{}" + " " * run_module.SMALL_BYTES)
         case _:
             file.write_text("[]")
     launch: Any = Launch(theirs, NAMES)
@@ -70,7 +69,7 @@ def test_different_files_are_named(how: str, directories: tuple[Path, Path]) -> 
         TrainingError, match=r"processes 0 and 1 see different files \(head/config.json\); expected one"
     ):
         require_shared(mine, NAMES, launch)
-    assert launch.calls == shared_files.ATTEMPTS
+    assert launch.calls == run_module.ATTEMPTS
 
 
 def test_a_file_system_that_shows_files_late_is_waited_for(
@@ -79,7 +78,7 @@ def test_a_file_system_that_shows_files_late_is_waited_for(
     mine, theirs = directories
     (theirs / "recipe.yaml").unlink()
     launch: Any = Launch(theirs, NAMES)
-    monkeypatch.setattr(shared_files.time, "sleep", lambda _: shutil.copy(mine / "recipe.yaml", theirs / "recipe.yaml"))
+    monkeypatch.setattr(run_module.time, "sleep", lambda _: shutil.copy(mine / "recipe.yaml", theirs / "recipe.yaml"))
     require_shared(mine, NAMES, launch)
     assert launch.calls == 2
 

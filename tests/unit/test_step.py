@@ -326,19 +326,6 @@ def test_modules_may_each_read_the_trunk_or_leave_all_to_the_first() -> None:
         assert torch.equal(ours, expected)
 
 
-@pytest.mark.parametrize("family_name", ALL_FAMILIES)
-@torch.inference_mode()
-def test_where_all_rows_stand_changes_nothing(family_name: str) -> None:
-    """llama.cpp counts positions from the token and not from the hidden state."""
-    trunk = tiny_trunk(family_name)
-    head = tiny_head(trunk)
-    tokens_1T = random_tokens()
-    plain = one_document(trunk, head, tokens_1T)
-    head.convention = dataclasses.replace(head.convention, position_offset=1)
-    for moved, expected in zip(one_document(trunk, head, tokens_1T), plain, strict=True):
-        torch.testing.assert_close(moved, expected, atol=2e-4, rtol=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
 def test_a_centred_final_norm_is_a_layer_norm(dtype: torch.dtype) -> None:

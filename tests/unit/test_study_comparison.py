@@ -18,9 +18,9 @@ from mtp_train.acceptance.intervals import (
     two_sided_p,
 )
 from mtp_train.evaluation.assemble import compare_arms
-from mtp_train.evaluation.cells import ALL_TASKS, ArmComparison
 from mtp_train.evaluation.entropy import ENTROPY_EDGES, FINER, fine_edges
-from mtp_train.evaluation.prompt_records import Decoded, Setting
+from mtp_train.evaluation.prompt_records import PromptRecord, Setting
+from mtp_train.evaluation.results import ALL_TASKS, ArmComparison
 from mtp_train.evaluation.statistics import MeasuredArm
 from simulated_drafters import DEPTH, Floats, Ints, counts_of, decoded, decoded_of, dense_of, rounds_by_accepted
 
@@ -29,7 +29,7 @@ SAMPLED = Setting(1.0, 2048, DEPTH, "sampled")
 PLACE = (GREEDY.temperature, GREEDY.context_tokens)
 
 
-def arm(name: str, records: Sequence[Decoded], trunk: str = "trunk") -> MeasuredArm:
+def arm(name: str, records: Sequence[PromptRecord], trunk: str = "trunk") -> MeasuredArm:
     return MeasuredArm(name, trunk, f"heads/{name}", {GREEDY.plain: records, GREEDY: records})
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from mtp_inference import SpeculativeDecoder
+from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.data.pack import collate, pack_documents
 from mtp_train.errors import DataError
+from mtp_train.evaluation.decoding import DecodingOptions
 from mtp_train.evaluation.dense import DenseRows, dense_rows, own_text
-from mtp_train.evaluation.prompt_records import Decoded, TaskPrompt
+from mtp_train.evaluation.prompt_records import PromptRecord, TaskPrompt
 from mtp_train.heads.module import MtpHead
-from mtp_train.train.aligned import Batch
-from mtp_train.train.teacher_forced import DenseMetrics, dense_metrics
+from mtp_train.train.packed_rows import PackedBatch
+from mtp_train.train.teacher_forced import DenseMetrics
 from mtp_train.trunk.load import Trunk
 from simulated_drafters import decoded
+from summed_metrics import dense_metrics
 from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 
 DEPTHS = 3
@@ -26,7 +28,7 @@ LENGTHS = ((7, 9), (2, 5), (12, 1), (4, 6))
 """Tokens of each prompt and of its output."""
 
 
-def texts() -> tuple[list[TaskPrompt], list[Decoded]]:
+def texts() -> tuple[list[TaskPrompt], list[PromptRecord]]:
     rng = np.random.default_rng(0)
     prompts, outputs = [], []
     for number, (length, new) in enumerate(LENGTHS):
@@ -34,12 +36,14 @@ def texts() -> tuple[list[TaskPrompt], list[Decoded]]:
         task = ("code", "prose")[number % 2]
         prompts.append(TaskPrompt(id=f"p{number}", group="g", prompt_ids=ids, task=task))
         output = tuple(rng.integers(0, VOCAB_SIZE, new).tolist())
-        outputs.append(_with(decoded([], f"p{number}", task), token_ids=output, prompt_tokens=length))
+        outputs.append(replace(decoded([], f"p{number}", task), token_ids=output, prompt_tokens=length))
     return prompts, outputs
 
 
-def _with(record: Decoded, *, token_ids: tuple[int, ...], prompt_tokens: int) -> Decoded:
-    return Decoded.from_json({**record.to_json(), "token_ids": token_ids, "prompt_tokens": prompt_tokens})
+def options(seq_len_tokens: int = 32, dense_tokens: int | None = None) -> DecodingOptions:
+    return DecodingOptions(
+        max_new_tokens=1, eos_ids=(), seed=0, seq_len_tokens=seq_len_tokens, dense_tokens=dense_tokens
+    )
 
 
 def model(family: str = "glm4_moe") -> tuple[Trunk, MtpHead]:
@@ -49,7 +53,7 @@ def model(family: str = "glm4_moe") -> tuple[Trunk, MtpHead]:
 
 def rows_of(family: str = "glm4_moe", temperature: float = 1.0, seq_len_tokens: int = 32) -> DenseRows:
     trunk, head = model(family)
-    return dense_rows(trunk, head, *texts(), DEPTHS, temperature, seq_len_tokens)
+    return dense_rows(trunk, HeadDrafting(head), *texts(), DEPTHS, temperature, options(seq_len_tokens))
 
 
 def metrics_of(trunk: Trunk, head: MtpHead, seq_len_tokens: int = 32) -> DenseMetrics:
@@ -57,7 +61,7 @@ def metrics_of(trunk: Trunk, head: MtpHead, seq_len_tokens: int = 32) -> DenseMe
     documents = own_text(prompts, [one.token_ids for one in outputs], seq_len_tokens)
     sequences = pack_documents(documents, seq_len_tokens, pack=True, seed=0, epoch=0)
     assert len(sequences) < len(documents)
-    return dense_metrics(trunk, head, [Batch(*collate(sequences).values())], DEPTHS)
+    return dense_metrics(trunk, head, [PackedBatch(*collate(sequences).values())], DEPTHS)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -103,9 +107,12 @@ def test_a_reduced_vocabulary_drafts_nothing_else() -> None:
     whole = rows_of()
     # As heads are stored with it.
     stored_R = torch.arange(VOCAB_SIZE, dtype=torch.int32)
-    everything = dense_rows(trunk, head, *texts(), DEPTHS, 1.0, 32, stored_R)
+    everything = dense_rows(trunk, HeadDrafting(head, stored_R), *texts(), DEPTHS, 1.0, options())
     assert everything.overlap_KN == pytest.approx(whole.overlap_KN)
-    single = [dense_rows(trunk, head, *texts(), 1, 1.0, 32, torch.tensor([token])) for token in range(VOCAB_SIZE)]
+    single = [
+        dense_rows(trunk, HeadDrafting(head, torch.tensor([token])), *texts(), 1, 1.0, options())
+        for token in range(VOCAB_SIZE)
+    ]
     assert sum(one.overlap_KN for one in single) == pytest.approx(np.ones_like(single[0].overlap_KN), rel=1e-4)
     assert sum(one.agreed_KN.astype(int) for one in single).tolist() == np.ones_like(single[0].agreed_KN).tolist()
 
@@ -113,9 +120,11 @@ def test_a_reduced_vocabulary_drafts_nothing_else() -> None:
 def test_texts_are_cut_and_others_left_out() -> None:
     trunk, head = model()
     prompts, outputs = texts()
-    cut = dense_rows(trunk, head, prompts, outputs[:3], DEPTHS, 1.0, 12)
+    cut = dense_rows(trunk, HeadDrafting(head), prompts, outputs[:3], DEPTHS, 1.0, options(12))
     assert cut.prompt_ids.tolist() == ["p0", "p1", "p2"]
     assert np.bincount(cut.prompt_N, minlength=3).tolist() == [5, 5, 0]
+    few = dense_rows(trunk, HeadDrafting(head), prompts, outputs, DEPTHS, 1.0, options(dense_tokens=23))
+    assert few.prompt_ids.tolist() == ["p0", "p1"]
     whole = rows_of()
     assert cut.overlap_KN[:, :5] == pytest.approx(whole.overlap_KN[:, :5], rel=1e-4)
 
@@ -125,9 +134,9 @@ def test_prompts_are_those_that_were_decoded() -> None:
     prompts, outputs = texts()
     longer = [TaskPrompt(id=one.id, group="g", prompt_ids=(1, *one.prompt_ids), task=one.task) for one in prompts]
     with pytest.raises(ValueError, match=r"'p0': 8 tokens, 7 when it was decoded"):
-        dense_rows(trunk, head, longer, outputs, DEPTHS, 1.0, 32)
+        dense_rows(trunk, HeadDrafting(head), longer, outputs, DEPTHS, 1.0, options())
     with pytest.raises(ValueError, match="none of the same prompt"):
-        dense_rows(trunk, head, prompts[:1], outputs[1:], DEPTHS, 1.0, 32)
+        dense_rows(trunk, HeadDrafting(head), prompts[:1], outputs[1:], DEPTHS, 1.0, options())
 
 
 def test_saved_and_read_back(tmp_path: Path) -> None:

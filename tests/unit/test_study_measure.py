@@ -13,33 +13,29 @@ import pytest
 import torch
 
 from mtp_inference import HeadDrafting, Sampling, SpeculativeDecoder
-from mtp_inference.drafters.drafter import DrafterMaker
+from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.other_drafters import NgramDrafting
 from mtp_inference.lossless import compare, gap_of_draws
 from mtp_inference.sampling.distributions import TOKEN, SamplingRows, probabilities, uniform
-from mtp_train.data.regenerated import noise_seed
+from mtp_train.answers.generate import noise_seed
 from mtp_train.errors import OutputExistsError
-from mtp_train.evaluation import decoding
-from mtp_train.evaluation.decoding import decode_prompts
-from mtp_train.evaluation.grid import Grid
-from mtp_train.evaluation.prompt_records import Decoded, Setting, TaskPrompt
+from mtp_train.evaluation.decoding import ArmRecords, DecodingOptions, TrunkArms, decode_prompts, time_prompts
+from mtp_train.evaluation.grid import EvaluationGrid
+from mtp_train.evaluation.prompt_records import Setting, TaskPrompt
 from mtp_train.evaluation.store import Store
 from mtp_train.trunk.load import Trunk
 from tiny import tiny_head, tiny_trunk
 
-GRID = Grid(
+GRID = EvaluationGrid(
     suite="demo",
-    tasks=None,
     prompts_per_task=2,
     temperatures=(0.0, 1.0),
-    contexts=(None,),
     depths=(1, 3),
     rules=("greedy", "argmax", "sampled"),
     max_new_tokens=12,
-    batch=1,
+    batch=2,
     seed=0,
 )
-Measured = dict[str, dict[Setting, list[Decoded]]]
 
 
 def prompts() -> list[TaskPrompt]:
@@ -57,25 +53,25 @@ def trunk() -> Trunk:
 
 
 @pytest.fixture(scope="module")
-def drafting(trunk: Trunk) -> dict[str, DrafterMaker]:
+def drafting(trunk: Trunk) -> dict[str, Drafting]:
     return {"head": HeadDrafting(tiny_head(trunk)), "lookup": NgramDrafting()}
 
 
 def block(
-    trunk: Trunk, drafting: dict[str, DrafterMaker], out: Path, temperature: float, grid: Grid = GRID
-) -> tuple[Measured, int]:
+    trunk: Trunk, drafting: dict[str, Drafting], out: Path, temperature: float, grid: EvaluationGrid = GRID
+) -> tuple[ArmRecords, int]:
     done: list[None] = []
-    table = decode_prompts(
-        trunk,
-        drafting,
-        {None: prompts()},
-        grid.drafted(temperature, None),
-        grid.options(eos_ids=()),
-        plain_arm="none",
-        store=Store(out, {"grid": repr(grid)}),
-        on_prompt=lambda: done.append(None),
-    )
-    return table.decoded, len(done)
+    arms = TrunkArms(trunk, "trunk", drafting, {})
+    options = DecodingOptions(max_new_tokens=grid.max_new_tokens, eos_ids=(), seed=grid.seed, batch=grid.batch)
+    lanes = arms.lanes(grid.drafted(temperature, None))
+    store = Store(out, {"grid": repr(grid)})
+    found = [
+        decode(arms, {None: prompts()}, lanes, options, store=store, on_prompt=lambda: done.append(None))
+        for decode in (decode_prompts, time_prompts)
+    ]
+    assert len(done) == 2 * arms.num_decodings(lanes, {None: prompts()})
+    assert texts_of(found[0]) == texts_of(found[1])
+    return found[0], len(done)
 
 
 def test_rules_go_with_temperatures() -> None:
@@ -88,12 +84,12 @@ def test_rules_go_with_temperatures() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_arm_says_what_plain_decoding_says(
-    trunk: Trunk, drafting: dict[str, DrafterMaker], tmp_path: Path, temperature: float
+    trunk: Trunk, drafting: dict[str, Drafting], tmp_path: Path, temperature: float
 ) -> None:
     measured, done = block(trunk, drafting, tmp_path / "out", temperature)
     plain = measured["none"][Setting(temperature, None, 0, "none")]
     settings = GRID.drafted(temperature, None)
-    assert done == 3 * (1 + 2 * len(settings))
+    assert done == 2 * 3 * (1 + 2 * len(settings))
     for arm in drafting:
         for setting in settings:
             for ours, reference, prompt in zip(measured[arm][setting], plain, prompts(), strict=True):
@@ -115,44 +111,35 @@ def test_every_arm_says_what_plain_decoding_says(
     assert all(one.drafted == (0,) * (GRID.max_new_tokens - 1) and one.same_as_plain is None for one in plain)
 
 
-def test_batches_give_the_same_texts(trunk: Trunk, drafting: dict[str, DrafterMaker], tmp_path: Path) -> None:
+def test_batches_give_the_same_texts(trunk: Trunk, drafting: dict[str, Drafting], tmp_path: Path) -> None:
     alone, _ = block(trunk, drafting, tmp_path / "alone", 1.0)
-    together, _ = block(trunk, drafting, tmp_path / "together", 1.0, replace(GRID, batch=2))
+    together, _ = block(trunk, drafting, tmp_path / "together", 1.0, replace(GRID, batch=1))
     for arm in alone:
         for setting, texts in alone[arm].items():
             others = together[arm][setting]
             assert [(one.token_ids, one.accepted) for one in texts] == [(one.token_ids, one.accepted) for one in others]
 
 
-def test_without_plain_decoding_there_is_nothing_to_compare(trunk: Trunk, drafting: dict[str, DrafterMaker]) -> None:
-    settings = GRID.drafted(0.0, None)
-    table = decode_prompts(trunk, drafting, {None: prompts()}, settings, GRID.options(eos_ids=()), plain_arm=None)
-    assert {arm: list(found) for arm, found in table.decoded.items()} == {arm: settings for arm in drafting}
-    records = [one for found in table.decoded.values() for some in found.values() for one in some]
-    assert {one.same_as_plain for one in records} == {None}
-
-
 def test_a_broken_off_study_goes_on(
-    trunk: Trunk, drafting: dict[str, DrafterMaker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trunk: Trunk, drafting: dict[str, Drafting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, _ = block(trunk, drafting, tmp_path / "whole", 0.0)
-    left = iter(range(7))
-    stock = decoding._generate
+    left = iter(range(9))
+    stock = SpeculativeDecoder.decode
 
     def breaking(*args: Any) -> Any:
         if next(left, None) is None:
             raise KeyboardInterrupt
         return stock(*args)
 
-    monkeypatch.setattr(decoding, "_generate", breaking)
+    monkeypatch.setattr(SpeculativeDecoder, "decode", breaking)
     out = tmp_path / "broken"
     with pytest.raises(KeyboardInterrupt):
         block(trunk, drafting, out, 0.0)
     monkeypatch.undo()
     files = sorted(out.glob("measured/*/*.jsonl"))
     # A kill may leave half a line.
-    with files[0].open("a", encoding="utf-8") as file:
-        file.write('{"prompt_id": "p1", "ta')
+    files[0].write_bytes(files[0].read_bytes()[:-20])
     kept = {path: path.read_text(encoding="utf-8").splitlines()[0] for path in files}
     again, _ = block(trunk, drafting, out, 0.0)
     assert texts_of(again) == texts_of(whole)
@@ -162,7 +149,7 @@ def test_a_broken_off_study_goes_on(
         assert [json.loads(line)["prompt_id"] for line in lines] == ["p0", "p1", "p2"]
 
 
-def texts_of(measured: Measured) -> dict[str, Any]:
+def texts_of(measured: ArmRecords) -> dict[str, Any]:
     return {
         f"{arm} {setting.slug}": [(one.token_ids, one.drafted, one.accepted) for one in texts]
         for arm, by_setting in measured.items()

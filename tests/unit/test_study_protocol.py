@@ -9,18 +9,17 @@ import pytest
 
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.intervals import Difference
-from mtp_train.evaluation.cells import ALL_TASKS, ArmComparison, Cell, StudyReport
 from mtp_train.evaluation.dense import DenseRows
-from mtp_train.evaluation.prompt_records import Decoded, Setting
-from mtp_train.evaluation.results import TeacherForced
+from mtp_train.evaluation.prompt_records import PromptRecord, Setting
+from mtp_train.evaluation.results import ALL_TASKS, ArmComparison, Cell, Report
 from mtp_train.evaluation.statistics import MeasuredArm
-from mtp_train.recipe.schema import StudySection
+from mtp_train.recipe.sections import StudySection
 from mtp_train.runs.study.protocol import (
     CLAIM,
     GRAFT,
     HOME,
     VANILLA,
-    Level,
+    LevelDifference,
     back_at_vanilla,
     comparison_of,
     find,
@@ -44,8 +43,11 @@ def cell(arm: str, tau: float, overlap: float = 0.6) -> Cell:
         "temperature": 0.0,
         "depth": 3,
         "rule": "greedy",
+        "top_p": 1.0,
+        "top_k": 0,
         "tau": tau,
-        "teacher_forced": TeacherForced(dense=None, overlap=(overlap,), target_entropy=0.5),
+        "overlap": (overlap,),
+        "target_entropy": 0.5,
         "repeated_8gram_share": 0.02,
     }
     return Cell(**{**empty, **known})
@@ -71,8 +73,8 @@ def comparison(first: str, second: str, delta: float, ci95: Interval | None, ove
     )
 
 
-def report(cells: list[Cell], comparisons: list[ArmComparison]) -> StudyReport:
-    return StudyReport(
+def report(cells: list[Cell], comparisons: list[ArmComparison]) -> Report:
+    return Report(
         title="t",
         arms={},
         lossless=None,
@@ -124,7 +126,7 @@ def test_an_interval_confirms_refutes_or_leaves_open(interval: Interval | None, 
 def test_the_prediction_is_judged_raw_and_at_equal_entropy(
     tau: tuple[float, Interval], overlap: tuple[float, Interval], tones: list[str]
 ) -> None:
-    level = Level(GREEDY, Difference(*tau, None, 12), Difference(*overlap, None, 12))
+    level = LevelDifference(GREEDY, Difference(*tau, None, 12), Difference(*overlap, None, 12))
     found = back_at_vanilla(USUAL, level, STUDY)
     assert [one.tone for one in found] == tones
     assert found[0].statement == "Back at the vanilla level by tau (greedy)."
@@ -137,7 +139,7 @@ def test_the_prediction_is_judged_raw_and_at_equal_entropy(
 
 
 def test_texts_with_no_entropy_in_common_are_not_compared_at_equal_entropy() -> None:
-    level = Level(GREEDY, Difference(0.5, (0.2, 0.8), None, 12), None)
+    level = LevelDifference(GREEDY, Difference(0.5, (0.2, 0.8), None, 12), None)
     assert len(back_at_vanilla(USUAL, level, STUDY)) == 1
 
 
@@ -153,14 +155,16 @@ def test_texts_with_no_entropy_in_common_are_not_compared_at_equal_entropy() -> 
     ],
 )
 def test_the_prediction_needs_every_measure(overlap: tuple[float, Interval], tone: str, said: str) -> None:
-    level = Level(GREEDY, Difference(0.5, (0.2, 0.8), None, 12), Difference(*overlap, None, 12))
+    level = LevelDifference(GREEDY, Difference(0.5, (0.2, 0.8), None, 12), Difference(*overlap, None, 12))
     first = find(USUAL, STUDY, [level], [])[0]
     assert (first.tone, first.evidence) == (tone, said)
     assert first.statement.endswith("brings acceptance back to the vanilla level.")
 
 
 def test_a_prediction_that_every_measure_refutes_is_refuted() -> None:
-    level = Level(GREEDY, Difference(-0.5, (-0.8, -0.2), None, 12), Difference(-0.1, (-0.12, -0.08), None, 12))
+    level = LevelDifference(
+        GREEDY, Difference(-0.5, (-0.8, -0.2), None, 12), Difference(-0.1, (-0.12, -0.08), None, 12)
+    )
     assert find(USUAL, STUDY, [level], [])[0].tone == "bad"
     assert prediction([]).evidence == "Not measured."
 
@@ -177,7 +181,7 @@ def test_a_comparison_is_found_whichever_way_round_it_was_made() -> None:
 
 def test_every_claim_is_put_to_the_test_the_prediction_first() -> None:
     (level,) = levels_on_shared_prompts(USUAL, KL, [GREEDY])
-    stale = Level(GREEDY, Difference(-1.1, (-1.2, -1.0), None, 12), Difference(-0.3, (-0.4, -0.2), None, 12))
+    stale = LevelDifference(GREEDY, Difference(-1.1, (-1.2, -1.0), None, 12), Difference(-0.3, (-0.4, -0.2), None, 12))
     found = find(USUAL, STUDY, [level], [stale])
     assert [(one.tone, one.statement.split(" (")[0].split(":")[0]) for one in found] == [
         ("good", f"{CLAIM}."),
@@ -198,16 +202,16 @@ def test_a_graft_that_is_better_refutes_retraining() -> None:
 def test_a_head_that_is_as_good_as_vanilla_at_equal_entropy_is_not_called_stale() -> None:
     for interval, tone in (((0.1, 0.3), "bad"), ((-0.1, 0.1), "neutral"), ((-0.3, -0.1), "good")):
         (found,) = is_stale(
-            Level(GREEDY, Difference(-1.0, (-1.2, -0.8), None, 12), Difference(0.0, interval, None, 12))
+            LevelDifference(GREEDY, Difference(-1.0, (-1.2, -0.8), None, 12), Difference(0.0, interval, None, 12))
         )
         assert found.tone == tone
-    assert is_stale(Level(GREEDY, Difference(-1.0, (-1.2, -0.8), None, 12), None)) == []
+    assert is_stale(LevelDifference(GREEDY, Difference(-1.0, (-1.2, -0.8), None, 12), None)) == []
 
 
 def arm(name: str, prompts: list[str], accepted: list[int], entropy: float, overlap: list[float]) -> MeasuredArm:
     """Each prompt decodes in ten rounds, and has ten positions of one overlap."""
     decoded = [
-        Decoded(
+        PromptRecord(
             prompt_id=prompt,
             group=prompt,
             task="t",
@@ -231,7 +235,7 @@ def arm(name: str, prompts: list[str], accepted: list[int], entropy: float, over
         agreed_KN=np.ones((1, 10 * len(prompts)), np.bool_),
         valid_KN=np.ones((1, 10 * len(prompts)), np.bool_),
     )
-    return MeasuredArm(name, name, "head", {GREEDY: decoded}, {(0.0, None): rows})
+    return MeasuredArm(name, name, "head", {GREEDY: decoded}, dense={(0.0, None): rows})
 
 
 def test_arms_on_prompts_of_their_own_are_compared_as_independent() -> None:

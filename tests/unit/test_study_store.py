@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from mtp_train.checkpoints.identity import directory_files
 from mtp_train.errors import ChangedInputError, OutputExistsError
-from mtp_train.evaluation.prompt_records import Decoded, Setting
+from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.store import Store
 
 SILENT = Progress(disable=True)
@@ -69,8 +69,8 @@ def test_a_record_that_a_kill_left_without_its_claim_is_not_the_next_ones(tmp_pa
         opened(tmp_path / "out", arm(), trunk)
 
 
-def record(prompt_id: str) -> Decoded:
-    return Decoded(
+def record(prompt_id: str) -> PromptRecord:
+    return PromptRecord(
         prompt_id=prompt_id,
         group="g",
         task="t",
@@ -78,9 +78,6 @@ def record(prompt_id: str) -> Decoded:
         token_ids=(1, 2),
         drafted=(1,),
         accepted=(1,),
-        seconds_prefill=0.0,
-        seconds_decode=0.0,
-        same_as_plain=None,
     )
 
 
@@ -98,3 +95,4 @@ def test_several_processes_write_and_each_reads_all(tmp_path: Path) -> None:
         store = Store(tmp_path, arm(), writer=number)
         assert sorted(store.read("a", setting)) == ["p0", "p1"]
         assert sorted(store.read("a", filtered)) == ["p2"]
+        assert store.read("a", setting, timed=True) == {}

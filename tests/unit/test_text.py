@@ -133,11 +133,6 @@ def test_a_word_after_a_prompt_keeps_its_space(llama: PreTrainedTokenizerFast) -
     assert pushed(TextStream(llama, [*ids(llama, "▁he"), *ids(llama, "</s>") * 40]), word) == [" wor", "ld"]
 
 
-def test_a_character_comes_whole(byte_level: PreTrainedTokenizerFast) -> None:
-    stream = TextStream(byte_level, of_text(byte_level, "hello"))
-    assert pushed(stream, of_text(byte_level, "a🙂é!")) == ["a", "", "", "", "🙂", "", "é", "!"]
-
-
 def test_a_prompt_that_ends_inside_a_character_is_completed(byte_level: PreTrainedTokenizerFast) -> None:
     character = of_text(byte_level, "🙂")
     stream = TextStream(byte_level, [*of_text(byte_level, "so "), *character[:2]])
@@ -162,14 +157,6 @@ def test_bytes_that_are_no_character_do_not_hold_the_text_back(byte_level: PreTr
     assert stream.finish() == "\ufffd"
 
 
-def test_an_incomplete_character_comes_out_at_the_end(byte_level: PreTrainedTokenizerFast) -> None:
-    stream = TextStream(byte_level, ())
-    assert pushed(stream, of_text(byte_level, "a🙂")[:3]) == ["a", "", ""]
-    assert stream.finish() == "\ufffd"
-    assert stream.finish() == ""
-    assert stream.text == "a\ufffd"
-
-
 def test_a_run_of_byte_tokens_waits_for_its_last_byte(llama: PreTrainedTokenizerFast) -> None:
     """One wrong byte spoils the whole run, characters that were complete included: none of it is certain."""
     run = ids(llama, "<0xE2>", "<0x82>", "<0xAC>")
@@ -178,12 +165,6 @@ def test_a_run_of_byte_tokens_waits_for_its_last_byte(llama: PreTrainedTokenizer
     assert pushed(stream, [*run, *run, *ids(llama, "h")]) == ["", "", "", "", "", "", "€€h"]
     stream = TextStream(llama, ())
     assert pushed(stream, [*run, *ids(llama, "<0xFF>", "</s>", "h")]) == ["", "", "", "", "", "\ufffd" * 4 + "h"]
-
-
-def test_a_run_of_byte_tokens_may_begin_in_the_prompt(llama: PreTrainedTokenizerFast) -> None:
-    euros = ids(llama, "<0xE2>", "<0x82>", "<0xAC>") * 7
-    stream = TextStream(llama, [*ids(llama, "h"), *euros])
-    assert pushed(stream, [*euros[:3], *ids(llama, "h")]) == ["", "", "", "€h"]
 
 
 def test_special_tokens_and_ids_without_a_token_are_silent(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -241,40 +222,6 @@ def test_text_is_held_while_it_may_become_a_stop_string(
     assert pushed(stream, of_text(byte_level, text)) == pieces
     assert stream.stopped is stopped
     assert stream.text == first_complete_stop(text, stop)
-
-
-@pytest.mark.parametrize(
-    ("stop", "pieces"),
-    [
-        (["lo w"], ["he", "l", "", ""]),
-        (["wor", "o w"], ["he", "ll", "", ""]),
-        (["wor", "o"], ["he", "ll", "", ""]),
-        (["lo", "o", "e"], ["h", "", "", ""]),
-        (["or", "wor"], ["he", "ll", "o ", ""]),
-    ],
-)
-def test_a_stop_string_inside_a_token_counts_as_letters_would(
-    llama: PreTrainedTokenizerFast, stop: list[str], pieces: list[str]
-) -> None:
-    stream = TextStream(llama, (), stop)
-    assert pushed(stream, ids(llama, "▁he", "llo", "▁wor", "ld")) == pieces
-    assert stream.stopped
-    assert stream.finish() == ""
-    assert stream.text == first_complete_stop("hello world", stop)
-
-
-def test_an_incomplete_character_is_no_stop_string(byte_level: PreTrainedTokenizerFast) -> None:
-    stream = TextStream(byte_level, (), ["\ufffd"])
-    assert pushed(stream, of_text(byte_level, "🙂")) == ["", "", "", "🙂"]
-    assert pushed(stream, [*of_text(byte_level, "🙂")[:2], *of_text(byte_level, "a")]) == ["", "", ""]
-    assert stream.stopped
-
-
-def test_what_only_looked_like_a_stop_string_comes_out_at_the_end(byte_level: PreTrainedTokenizerFast) -> None:
-    stream = TextStream(byte_level, (), ["END"])
-    assert pushed(stream, of_text(byte_level, "aEN")) == ["a", "", ""]
-    assert stream.finish() == "EN"
-    assert not stream.stopped
 
 
 def test_a_stop_string_counts_at_once_in_a_run_of_bytes(llama: PreTrainedTokenizerFast) -> None:

@@ -80,19 +80,8 @@ def nested(depth: int) -> bytes:
 
 HEADERS: dict[str, object] = {
     "dtype of another type": {"x": entry(32)},
-    "no dtype": {"x": {"shape": [2], "data_offsets": [0, 8]}},
-    "negative shape": {"x": entry(shape=[-2])},
-    "fractional shape": {"x": entry(shape=[2.0])},
-    "shape beyond 64 bits": {"x": entry(shape=[0, 2**40, 2**40], offsets=[0, 0])},
-    "shape of another size": {"x": entry(shape=[3])},
     "offsets beyond the file": {"x": entry(shape=[4], offsets=[0, 16])},
-    "negative offsets": {"x": entry(offsets=[-8, 0])},
-    "three offsets": {"x": entry(offsets=[0, 4, 8])},
     "overlapping offsets": {"x": entry(), "y": entry("F16", [2], [4, 8])},
-    "a gap": {"x": entry(shape=[1], offsets=[4, 8])},
-    "an entry that is no object": {"x": 3},
-    "a list": [entry()],
-    "metadata of another type": {"__metadata__": {"format": 3}, "x": entry()},
 }
 
 
@@ -105,14 +94,9 @@ def test_a_broken_safetensors_header_is_named(header: object, tmp_path: Path) ->
     assert refusal(lambda: scan_safetensors(file)).startswith(f"{file}: truncated or damaged (")
 
 
-@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "C64", "F128"])
-def test_a_dtype_that_is_not_read_is_named(dtype: str, tmp_path: Path) -> None:
-    sizes = {"F4": (0, 1), "F6_E2M3": (0, 3), "C64": (0, 16), "F128": (0, 32)}
-    shape = [4] if dtype == "F6_E2M3" else [2]
-    write_header(
-        tmp_path / SINGLE_FILE, json.dumps({"x": entry(dtype, shape, sizes[dtype])}).encode(), bytes(sizes[dtype][1])
-    )
-    assert dtype in refusal(lambda: scan_safetensors(tmp_path / SINGLE_FILE))
+def test_a_dtype_that_is_not_read_is_named(tmp_path: Path) -> None:
+    write_header(tmp_path / SINGLE_FILE, json.dumps({"x": entry("C64", [2], (0, 16))}).encode(), bytes(16))
+    assert "C64" in refusal(lambda: scan_safetensors(tmp_path / SINGLE_FILE))
 
 
 @pytest.mark.parametrize(
@@ -121,9 +105,7 @@ def test_a_dtype_that_is_not_read_is_named(dtype: str, tmp_path: Path) -> None:
         b"",
         b"\x08\0\0",
         (10**9).to_bytes(8, "little") + b"{}",
-        (2**63).to_bytes(8, "little") + b"{}",
         (6).to_bytes(8, "little") + b"{nope}",
-        (4).to_bytes(8, "little") + b'"\xff"}',
         (600_001).to_bytes(8, "little") + nested(100_000),
     ],
 )
@@ -139,12 +121,8 @@ def test_a_file_that_is_not_safetensors_is_named(content: bytes, tmp_path: Path)
     ("weight_map", "message"),
     [
         ([1, 2], r"weight_map is \[1, 2\]; expected an object"),
-        (None, "weight_map is None; expected an object"),
-        (3, "weight_map is 3; expected an object"),
         ({"x": 3}, "names 3; expected the path"),
-        ({"x": None}, "names None; expected the path"),
         ({"x": {"y": "z"}}, r"names \{'y': 'z'\}; expected the path"),
-        ({"x": ["a"]}, r"names \['a'\]; expected the path"),
         ({"x": ""}, "names ''; expected the path"),
         ({"x": "a\0b"}, r"names 'a\\x00b'; expected the path"),
         ({"x": "\ud800"}, r"names '\\ud800'; expected the path"),
@@ -196,12 +174,9 @@ FIELDS: list[tuple[str, object, str]] = [
     *(("hidden_size", value, "transformers rejects it") for value in ("64", -1, None, [32])),
     ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000; expected a number up to 1000"),
     ("num_hidden_layers", 10**400, "num_hidden_layers is 1000.*; expected a number up to 1000"),
-    ("num_hidden_layers", "2", "num_hidden_layers is '2'; expected a number up to 1000"),
     ("mtp_num_hidden_layers", "1", "mtp_num_hidden_layers is '1'; expected an integer"),
     ("mtp_num_hidden_layers", 10**9, "mtp_num_hidden_layers is 1000000000; expected an integer up to 1000"),
     *((name, None, "transformers rejects it") for name in ("num_attention_heads", "num_hidden_layers")),
-    ("num_key_value_heads", 0, "transformers rejects it"),
-    ("vocab_size", -1, "transformers rejects it"),
     ("rms_norm_eps", "small", "transformers rejects it"),
     ("hidden_act", "nope", "transformers rejects it .KeyError"),
     ("layer_types", 3, "transformers rejects it"),
@@ -217,7 +192,6 @@ FIELDS: list[tuple[str, object, str]] = [
     ("quantization_config", [1], r"quantization_config is \[1\]; expected an object"),
     ("rope_parameters", 3, "rope_parameters is 3; expected an object"),
     ("model_type", ["qwen3_5_text"], "model_type is .*; expected the name of an architecture"),
-    ("architectures", 3, "architectures is 3; expected a list of names"),
     ("architectures", [3], r"architectures is \[3\]; expected a list of names"),
     ("eos_token_id", {"a": 1}, "eos_token_id is .*; expected a token id"),
     ("eos_token_id", 10**400, "eos_token_id is 1000.*; expected a token id"),
@@ -253,13 +227,11 @@ def test_a_nested_config_is_checked_too(checkpoint: Path) -> None:
         ({"temperature": "hot"}, "temperature is 'hot'; expected a number"),
         ({"temperature": float("nan")}, "temperature is nan; expected a number"),
         ({"temperature": 10**400}, "temperature is 1000.*; expected a number"),
-        ({"top_p": [0.9]}, r"top_p is \[0.9\]; expected a number"),
         ({"top_k": 0.5}, "top_k is 0.5; expected an integer"),
         ({"do_sample": "yes"}, "do_sample is 'yes'; expected true or false"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; expected a token id"),
         ({"eos_token_id": [1, None]}, r"eos_token_id is \[1, None\]; expected a token id"),
         ({"suppress_tokens": 3}, "transformers rejects it"),
-        ({"watermarking_config": "x"}, "transformers rejects it"),
         ({"max_new_tokens": "8"}, "transformers rejects it"),
     ],
 )

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mtp_train.upstream import deepspeed_private, transformers_private
-from mtp_train.upstream.symbols import Symbol
+from mtp_train.upstream import Symbol, deepspeed_private, transformers_private
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = (REPOSITORY / "mtp_train", REPOSITORY / "inference" / "mtp_inference")

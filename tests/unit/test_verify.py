@@ -31,7 +31,6 @@ from mtp_inference.sampling.distributions import (
     seen_before,
     uniform,
 )
-from mtp_train.acceptance.counts import overlap
 
 ROWS, VOCAB, DEPTH, LENGTH, START = 20_000, 8, 3, 3, 0
 FAR_OUT = 6.0
@@ -249,16 +248,6 @@ def test_rejection_on_tables_worked_by_hand(
     assert verdict.tokens_BK1[0, : accepted + 1].tolist() == committed
 
 
-def test_rejection_without_a_draft_draws_from_p() -> None:
-    none_BK = torch.empty(2, 0)
-    p_BK1V = torch.tensor([[[0.5, 0.5, 0.0]], [[0.0, 0.0, 1.0]]])
-    verdict = verify_rejection(
-        none_BK.long(), torch.empty(2, 0, 3), p_BK1V, none_BK, torch.tensor([[0.6], [0.1]]), torch.tensor([0, 0])
-    )
-    assert verdict.num_accepted_B.tolist() == [0, 0]
-    assert verdict.tokens_BK1.tolist() == [[1], [2]]
-
-
 def test_a_draft_that_the_trunk_cannot_say_is_refused_at_every_number() -> None:
     p_BK1V, q_BKV = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]]), torch.tensor([[[1.0, 0.0]]])
     for u in (0.0, 1.0 - 2.0**-24):
@@ -363,31 +352,3 @@ def test_greedy_rows_among_sampled_ones_say_what_the_trunk_says_first() -> None:
         expected.append(token)
     assert tokens_BL[::2].tolist() == [expected] * 50
     assert tokens_BL[1::2].tolist() != [expected] * 50
-
-
-def test_each_rule_accepts_as_often_as_its_theory_says() -> None:
-    rows, last_B1 = many(FILTERS["plain"]), torch.full((ROWS, 1), START)
-    state = (rows, last_B1, one_hot(last_B1[:, 0], VOCAB).bool(), torch.arange(1, DEPTH + 2).expand(ROWS, -1))
-    p_V, q_V = TRUNK_VV[START].softmax(-1), HEAD_VV[START].softmax(-1)
-    expectations = (
-        (matching_round, float(p_V[q_V.argmax()])),
-        (rejection_round, float(overlap(p_V[None], q_V[None])[0])),
-    )
-    for one_round, share in expectations:
-        accepted = float((one_round(*state, depth_of(ROWS)).num_accepted_B > 0).double().mean())
-        assert abs(accepted - share) < FAR_OUT * math.sqrt(share * (1.0 - share) / ROWS)
-
-
-def test_nothing_waits_for_the_device() -> None:
-    # A meta tensor has a shape and no values: whatever asks for one fails.
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    ids_BK1, counts_B = empty(2, 4, dtype=torch.int64), empty(2, dtype=torch.int64)
-    p_BK1V = empty(2, 4, 250_000)
-    for verdict in (
-        verify_matching(ids_BK1[:, 1:], ids_BK1, counts_B),
-        verify_rejection(ids_BK1[:, 1:], p_BK1V[:, 1:], p_BK1V, empty(2, 3), empty(2, 4), counts_B),
-    ):
-        assert verdict.num_accepted_B.shape == (2,)
-        assert verdict.tokens_BK1.shape == (2, 4)

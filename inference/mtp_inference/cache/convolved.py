@@ -1,22 +1,26 @@
-"""Cache the inputs of short convolutions in attention layers, by position like keys.
+"""Cache the inputs of short convolutions, and the last tokens, by position like keys.
 
 The inputs of a rejected draft stay at positions that the next window overwrites before they are read, so rollback is
 not needed.
 
-Shapes: B rows, T tokens of the window, C channels, W kernel width, N = W - 1 + T, Z places of a ring.
+Shapes: B rows, T tokens of the window, C channels, W kernel width, N = W - 1 + T, M tokens before a window, Z places of
+a ring.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
+from mtp_inference.cache.recurrent import RecurrentStore
+from mtp_inference.cache.rows import RowState
 from mtp_inference.cache.window import Window, announced
-from mtp_train.errors import UnsupportedModelError
 from mtp_train.upstream.transformers_private import LinearAttentionLayer
 
 
-class ConvolutionInputs(LinearAttentionLayer):
+class ConvolutionInputs(LinearAttentionLayer, RowState):
     """Inputs of a layer's convolutions, with the cache interface of transformers' models and of the head's.
 
     Args:
@@ -30,15 +34,13 @@ class ConvolutionInputs(LinearAttentionLayer):
         self.num_rows = num_rows
         self.max_undecided = max_undecided
         self.window: Window | None = None
-        self.rings: dict[int, Tensor] = {}
+        self.rings_BZC: dict[int, Tensor] = {}
         """Index of the convolution to a ring buffer (B, Z, C): its input at position p is at place ``p % Z``."""
 
     def update_conv_state(
-        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_unused: object
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int = 0, **_unused: object
     ) -> Tensor:
         """Write the window's inputs (B, C, T); return the W - 1 earlier inputs followed by them, (B, C, N)."""
-        if conv_kernel_size is None:
-            raise RuntimeError("convolution: no kernel size; expected one. Use transformers 5.17 or later.")
         inputs_BTC = conv_states.transpose(1, 2)
         window, num_before = announced(self.window), conv_kernel_size - 1
         ring_BZC = self._ring(inputs_BTC, state_idx, num_before)
@@ -57,19 +59,75 @@ class ConvolutionInputs(LinearAttentionLayer):
         num_tokens = inputs_BTC.shape[1]
         return [known_BNC[:, first : first + num_tokens] for first in range(width - 1, -1, -1)]
 
-    def update_recurrent_state(self, *_unused: object, **_also_unused: object) -> Tensor:
-        """Refuse a recurrent state.
-
-        Raises:
-            UnsupportedModelError: Always.
-        """
-        raise UnsupportedModelError(
-            "trunk: a layer with an attention and several convolutions keeps a recurrent state too, which cannot undo "
-            "a rejected draft; expected no such state. Decode this model elsewhere."
-        )
-
     def _ring(self, inputs_BTC: Tensor, state_idx: int, num_before: int) -> Tensor:
-        if state_idx not in self.rings:
+        if state_idx not in self.rings_BZC:
             shape = (self.num_rows, num_before + self.max_undecided, inputs_BTC.shape[-1])
-            self.rings[state_idx] = inputs_BTC.new_zeros(shape)
-        return self.rings[state_idx]
+            self.rings_BZC[state_idx] = inputs_BTC.new_zeros(shape)
+        return self.rings_BZC[state_idx]
+
+
+_CONVOLUTION, _TOKENS = 1, 2
+NGRAM_STATES = 3
+"""States of such a layer: the recurrent layer's own convolution, a second convolution, and tokens."""
+
+
+class NgramStore(RowState, RecurrentStore):
+    """State of a recurrent layer with a second convolution that also reads the tokens before a window (Qwen4-Exp).
+
+    Args:
+        num_rows: B.
+        max_undecided: Longest window whose tokens may be rejected.
+    """
+
+    def __init__(self, num_rows: int, max_undecided: int) -> None:
+        super().__init__()
+        self.num_rows, self.max_undecided = num_rows, max_undecided
+        self.number_of_states = NGRAM_STATES
+        self._inputs = ConvolutionInputs(num_rows, max_undecided, NGRAM_STATES)
+        self._tokens_BZ: Tensor | None = None
+        self._num_before = 0
+        for state in (_CONVOLUTION, _TOKENS):
+            self.conv_states[state] = None
+            self.is_conv_states_initialized[state] = self.has_previous_state[state] = False
+
+    def begin(self, window: Window) -> None:
+        """Expose the states of the window's rows, and the tokens before the window, to the model."""
+        super().begin(window)
+        self._inputs.window = window
+        earlier = not window.is_fresh and self._tokens_BZ is not None
+        self.is_conv_states_initialized[_TOKENS] = self.has_previous_state[_TOKENS] = earlier
+        self.conv_states[_TOKENS] = self._before(window) if earlier else None
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int = 0, **unused: object
+    ) -> Tensor:
+        """Store the window's inputs; return them after the earlier inputs, (B, C, W + T), and tokens unchanged."""
+        if state_idx == _TOKENS:
+            self._write(conv_states, conv_kernel_size)
+            return conv_states
+        if state_idx == _CONVOLUTION:
+            # This convolution reads ``conv_kernel_size`` earlier inputs, not one less as others do.
+            return self._inputs.update_conv_state(conv_states, state_idx, conv_kernel_size + 1)
+        return super().update_conv_state(conv_states, state_idx, conv_kernel_size, **unused)
+
+    def placed(self) -> Iterable[Tensor]:
+        """Return the ring buffers: inputs of the second convolution, and tokens. Each (B, Z, ...)."""
+        return [*self._inputs.rings_BZC.values(), *([] if self._tokens_BZ is None else [self._tokens_BZ])]
+
+    def _before(self, window: Window) -> Tensor | None:
+        if self._tokens_BZ is None:
+            return None
+        before_M = torch.arange(-self._num_before, 0, device=self._tokens_BZ.device)
+        places_BM = (window.positions_BT[:, :1] + before_M) % self._tokens_BZ.shape[1]
+        return self._tokens_BZ[window.row_index_B1, places_BM]
+
+    def _write(self, tokens_BT: Tensor, num_before: int) -> None:
+        """Store the last tokens of a window, padding included if the text is shorter."""
+        window = announced(self._inputs.window)
+        if self._tokens_BZ is None:
+            self._num_before = num_before
+            self._tokens_BZ = tokens_BT.new_zeros(self.num_rows, num_before + self.max_undecided)
+        num_places = self._tokens_BZ.shape[1]
+        kept_BT = tokens_BT[:, -num_places:]
+        back_T = torch.arange(1 - kept_BT.shape[1], 1, device=tokens_BT.device)
+        self._tokens_BZ[window.row_index_B1, (window.positions_BT[:, -1:] + back_T) % num_places] = kept_BT

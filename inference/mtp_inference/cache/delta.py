@@ -38,7 +38,7 @@ MAX_WINDOW = 8
 
 
 class DeltaWindow(NamedTuple):
-    """Additions ``k_t u_t^T`` of a window to a decaying state; see ``Undecided`` in ``cache/recurrent.py``."""
+    """Additions ``k_t u_t^T`` of a window to a decaying state, until the number of accepted tokens is known."""
 
     key_NTK: Tensor
     correction_NTV: Tensor
@@ -48,7 +48,7 @@ class DeltaWindow(NamedTuple):
     """State before the window."""
 
     def joined(self, windows: Sequence[DeltaWindow], state_BHKV: Tensor) -> DeltaWindow:
-        """Return the windows of several layers as one window with all their rows."""
+        """Return the windows of several layers as one, with all their rows; their states are in ``state_BHKV``."""
         return DeltaWindow(
             torch.cat([window.key_NTK for window in windows]),
             torch.cat([window.correction_NTV for window in windows]),
@@ -61,7 +61,10 @@ class DeltaWindow(NamedTuple):
         return self
 
     def commit(self, num_kept_B: Tensor, out: Tensor) -> None:
-        """Write ``c S_0 + sum over kept t of (c / c_t) k_t u_t^T``."""
+        """Write the state after each row's first ``num_kept_B`` tokens, ``c S_0 + sum of (c / c_t) k_t u_t^T``.
+
+        ``out`` may be the state that the window started from.
+        """
         num_kept_N1 = num_kept_B.repeat_interleave(out.shape[1])[:, None]
         is_rejected_NT = torch.arange(self.log_decay_NTX.shape[1], device=num_kept_B.device) >= num_kept_N1
         is_rejected_NT1 = is_rejected_NT[..., None]
@@ -104,7 +107,7 @@ def gated_delta_window(
     Raises:
         ValueError: The window is longer than ``MAX_WINDOW``.
     """
-    num_rows, num_tokens, num_heads, value_width = value.shape
+    num_tokens, num_heads = value.shape[1:3]
     require_short(num_tokens)
     readers_NRK = _readers(query, key, num_heads, use_qk_l2norm_in_kernel)
     log_decay_NT = heads_first(g.float()[..., None], num_heads)[..., 0].cumsum(-1)
@@ -112,10 +115,8 @@ def gated_delta_window(
     key_NTK = readers_NRK[:, num_tokens:]
     read_NRV = (readers_NRK @ initial_state.flatten(0, 1)) * log_decay_NT.exp().repeat(1, 2)[..., None]
     score_NRT = (readers_NRK @ key_NTK.mT) * decay_NTT.repeat(1, 2, 1)
-    corrected = _correct(read_NRV, score_NRT, heads_first(value.float(), num_heads), beta)
-    output = (corrected.output_NTV * key.shape[-1] ** -0.5).view(num_rows, num_heads, num_tokens, value_width)
-    window = DeltaWindow(key_NTK, corrected.correction_NTV, log_decay_NT[..., None], initial_state)
-    return output.transpose(1, 2).to(query.dtype), window
+    output, correction_NTV = _correct(read_NRV, score_NRT, value, beta, key.shape[-1])
+    return output.to(query.dtype), DeltaWindow(key_NTK, correction_NTV, log_decay_NT[..., None], initial_state)
 
 
 def gated_delta_token(
@@ -174,11 +175,8 @@ def kimi_delta_window(
     """Run a window of Kimi Delta Attention: :func:`gated_delta_window` with ``g`` of shape (B, T, H, Kd).
 
     The function replaces transformers' ``chunk_kimi_delta_attention``.
-
-    Raises:
-        ValueError: The window is longer than ``MAX_WINDOW``.
     """
-    num_rows, num_tokens, num_heads, value_width = value.shape
+    num_tokens, num_heads = value.shape[1:3]
     require_short(num_tokens)
     readers_NRK = _readers(query, key, num_heads, use_qk_l2norm_in_kernel)
     log_decay_NTK = heads_first(g.float(), num_heads).cumsum(1)
@@ -187,26 +185,27 @@ def kimi_delta_window(
     key_NTK = readers_NRK[:, num_tokens:]
     read_NRV = (readers_NRK * log_decay_NTK.exp().repeat(1, 2, 1)) @ initial_state.flatten(0, 1)
     score_NRT = (readers_NRK[:, :, None] * left_NTTK.repeat(1, 2, 1, 1) * key_NTK[:, None]).sum(-1)
-    corrected = _correct(read_NRV, score_NRT, heads_first(value.float(), num_heads), beta)
-    output = (corrected.output_NTV * key.shape[-1] ** -0.5).view(num_rows, num_heads, num_tokens, value_width)
-    window = DeltaWindow(key_NTK, corrected.correction_NTV, log_decay_NTK, initial_state)
-    return output.transpose(1, 2).to(query.dtype), window
+    output, correction_NTV = _correct(read_NRV, score_NRT, value, beta, key.shape[-1])
+    return output.to(query.dtype), DeltaWindow(key_NTK, correction_NTV, log_decay_NTK, initial_state)
 
 
-class _Corrected(NamedTuple):
-    output_NTV: Tensor
-    correction_NTV: Tensor
+def _correct(read_NRV: Tensor, score_NRT: Tensor, value: Tensor, beta: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
+    """Solve for the corrections; return the output (B, T, H, Vd) and the corrections (N, T, Vd), in fp32.
 
-
-def _correct(read_NRV: Tensor, score_NRT: Tensor, value_NTV: Tensor, beta: Tensor) -> _Corrected:
-    """Solve for the corrections, and add their part of the output to the part read from the state before the window."""
-    num_tokens, num_heads = value_NTV.shape[1], beta.shape[-1]
+    Args:
+        read_NRV: What queries (the first T of R = 2T) and keys read from the state before the window.
+        score_NRT: Decayed products of queries and keys with the window's keys.
+        value: Shape (B, T, H, Vd).
+        beta: Shape (B, T, H).
+        key_width: Kd.
+    """
+    num_rows, num_tokens, num_heads, value_width = value.shape
     beta_NT1 = heads_first(beta.float()[..., None], num_heads)
     lower_NTT = (score_NRT[:, num_tokens:] * beta_NT1).tril(-1)
-    correction_NTV = _solve(lower_NTT, (value_NTV - read_NRV[:, num_tokens:]) * beta_NT1)
-    return _Corrected(
-        torch.baddbmm(read_NRV[:, :num_tokens], score_NRT[:, :num_tokens], correction_NTV), correction_NTV
-    )
+    right_NTV = (heads_first(value.float(), num_heads) - read_NRV[:, num_tokens:]) * beta_NT1
+    correction_NTV = _solve(lower_NTT, right_NTV)
+    output_NTV = torch.baddbmm(read_NRV[:, :num_tokens], score_NRT[:, :num_tokens], correction_NTV) * key_width**-0.5
+    return output_NTV.view(num_rows, num_heads, num_tokens, value_width).transpose(1, 2), correction_NTV
 
 
 def require_short(num_tokens: int) -> None:

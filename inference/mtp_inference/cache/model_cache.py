@@ -5,26 +5,26 @@ call :meth:`WindowCache.commit` with the number of tokens that each row keeps. A
 next window overwrites rejected tokens. Recurrent layers are rolled back in ``cache/recurrent.py``. Rows are
 independent: they may be at different positions and keep different numbers of tokens.
 
-Shapes: B rows, T tokens of the window, S slots, H heads, X width, G groups, N positions of a group, E entries.
+Shapes: B rows, T tokens of the window, S slots, H heads, X width, G groups, N positions of a group or
+keys of a pool, P pools, E entries.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, PretrainedConfig
 
-from mtp_inference.cache.convolved import ConvolutionInputs
-from mtp_inference.cache.ngrams import NGRAM_STATES, NgramStore
-from mtp_inference.cache.pooled import KeyPools
-from mtp_inference.cache.recurrent import RecurrentLayers, RecurrentStore, States
-from mtp_inference.cache.rows import keep_rows_of
+from mtp_inference.cache.convolved import NGRAM_STATES, ConvolutionInputs, NgramStore
+from mtp_inference.cache.recurrent import RecurrentLayers, RecurrentStore
+from mtp_inference.cache.rows import RowState, select_rows
 from mtp_inference.cache.window import Window, announced
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.mechanisms.compressed_keys import COMPRESSED_CACHE_LAYERS
 from mtp_train.families.mechanisms.key_blocks import BLOCK_CACHE_LAYER
+from mtp_train.families.mechanisms.key_pools import Pools
 from mtp_train.families.mechanisms.relative_positions import CONVOLVED_CACHE_LAYERS
 from mtp_train.heads.step import KeysWritten
 from mtp_train.upstream.transformers_private import DynamicIndexedLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
@@ -35,7 +35,7 @@ BEFORE_ANY_TEXT = -(1 << 40)
 """A position lower than any real one."""
 
 
-class AttentionStore(CacheLayerMixin):
+class AttentionStore(CacheLayerMixin, RowState):
     """Keys and values of one attention layer, (B, H, S, width), allocated at the first update.
 
     Args:
@@ -55,8 +55,6 @@ class AttentionStore(CacheLayerMixin):
     keys_suffice = True
     """Whether later tokens read nothing of a token but its keys and values (an indexer's included). If so, the drafter
     runs tokens that no draft starts from as keys-only windows; else it runs the whole layer for them."""
-    row_buffers: tuple[str, ...] = ("keys", "values")
-    """Names of the buffers that have a row for each batch row."""
 
     def __init__(self, num_rows: int, size: int, sliding_window: int | None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -95,10 +93,13 @@ class AttentionStore(CacheLayerMixin):
         keys, values = self.keys[window.rows, :, :used], self.values[window.rows, :, :used]
         return keys.to(key_states.dtype), values.to(value_states.dtype)
 
+    @torch.no_grad()
     def keep_rows(self, rows_R: Tensor) -> None:
-        """Keep these rows and drop all others."""
-        keep_rows_of(self, self.row_buffers, rows_R)
-        self.num_rows = len(rows_R)
+        super().keep_rows(rows_R)
+        if self.is_initialized:
+            is_shared = self.values is self.keys
+            self.keys = select_rows(self.keys, rows_R)
+            self.values = self.keys if is_shared else select_rows(self.values, rows_R)
 
     def mask(self, window: Window, always: bool) -> Tensor | None:
         """Return the layer's attention mask; None if plain causal attention is equivalent and ``always`` is False."""
@@ -117,38 +118,48 @@ class AttentionStore(CacheLayerMixin):
         return self.size
 
 
-class IndexedStore(AttentionStore, KeyPools):
+class IndexedStore(AttentionStore):
     """Cache of a sparse attention layer: its keys and values, and the indexer's keys, by which it chooses among them.
 
-    The indexer stores one key per token (:meth:`update_indexer`), or one per pool of tokens (:class:`KeyPools`).
-
-    Args:
-        num_rows: B.
-        size: S.
+    The indexer stores one key per token (:meth:`update_indexer`), or one per pool of N tokens, as a ``PoolStore``
+    (``mtp_train.families.mechanisms.key_pools``) with a slot for every position. Pools of a rejected draft stay at
+    places that the next window overwrites before they are read.
     """
 
     last_to_write = False
     needs_mask = True
-    row_buffers: tuple[str, ...] = ("keys", "values", "indexer_keys_BSX", "inputs_BSX", "pools")
 
     def __init__(self, num_rows: int, size: int) -> None:
         super().__init__(num_rows, size, None)
         self.kind = "indexed_attention"
         self.indexer_keys_BSX: Tensor | None = None
+        self.inputs_BSX: Tensor | None = None
+        self.pools_BP: Pools | None = None
+        self._keys_of: Window | None = None
+        """The window whose keys are written. An indexer may choose before its window's keys are written, or after."""
+        self._pools_of: Window | None = None
+
+    @property
+    def indexer_position_ids(self) -> None:
+        """Always None: transformers would store all positions for its indexers here, ours do not need them."""
+        return None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        """Discard the positions."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_unused: object, **_also_unused: object
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`AttentionStore`."""
         found = super().update(key_states, value_states)
-        self.keys_of = announced(self.window)
+        self._keys_of = announced(self.window)
         # Pools are written before the keys or after them: whichever comes second ends a keys-only window.
-        if self.keys_of.keys_only and self.pools_of is self.keys_of:
+        if self._keys_of.keys_only and self._pools_of is self._keys_of:
             raise KeysWritten
         return found
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write the window's indexer keys (B, T, width); return the indexer keys in use, (B, used, width)."""
+        """Write the window's indexer keys (B, T, X); return the indexer keys in use, (B, used, X)."""
         if self.indexer_keys_BSX is None:
             width = indexer_key_states.shape[-1]
             self.indexer_keys_BSX = indexer_key_states.new_zeros(self.num_rows, self.size, width)
@@ -158,6 +169,33 @@ class IndexedStore(AttentionStore, KeyPools):
             raise KeysWritten
         return self.indexer_keys_BSX[window.rows, : min(window.used, self.size)]
 
+    def ending_with(self, inputs_BTX: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        window = announced(self.window)
+        if self.inputs_BSX is None:
+            self.inputs_BSX = inputs_BTX.new_zeros(self.num_rows, self.size, inputs_BTX.shape[-1])
+        slots_BT = window.slots_BT(self.size)
+        self.inputs_BSX[window.row_index_B1, slots_BT] = inputs_BTX
+        back_N = torch.arange(size - 1, -1, -1, device=inputs_BTX.device)
+        slots_BTN = (slots_BT[..., None] - back_N).clamp(min=0)
+        return self.inputs_BSX[window.row_index_B1[..., None], slots_BTN], slots_BTN
+
+    def write_pools(self, new: Pools, number_BT: Tensor) -> Pools:
+        window = announced(self.window)
+        num_keys = new.slots_BPN.shape[-1]
+        num_pools = self.size // num_keys
+        if self.pools_BP is None:
+            # The last place takes tokens that complete no pool.
+            keys_BPX = new.keys_BPX.new_zeros(self.num_rows, num_pools + 1, new.keys_BPX.shape[-1])
+            self.pools_BP = Pools(keys_BPX, new.slots_BPN.new_full((self.num_rows, num_pools + 1, num_keys), -1))
+        places_BT = torch.where(number_BT < 0, num_pools, number_BT)
+        for buffer, made in zip(self.pools_BP, new, strict=True):
+            buffer[window.row_index_B1, places_BT] = made
+        self._pools_of = window
+        if window.keys_only and self._keys_of is window:
+            raise KeysWritten
+        used = min(window.used // num_keys, num_pools)
+        return Pools(*(buffer[window.rows, :used] for buffer in self.pools_BP))
+
 
 class BlockStore(IndexedStore):
     """Cache of an attention layer whose indexer chooses blocks of keys.
@@ -165,14 +203,9 @@ class BlockStore(IndexedStore):
     A trunk's indexer, transformers' own, counts blocks by slot. A head's indexer
     (``mtp_train.families.mechanisms.key_blocks``) counts them by position, and stores positions by
     :meth:`update_positions`.
-
-    Args:
-        num_rows: B.
-        size: S.
     """
 
     needs_mask = False
-    row_buffers: tuple[str, ...] = (*IndexedStore.row_buffers, "positions_BS")
 
     def __init__(self, num_rows: int, size: int) -> None:
         super().__init__(num_rows, size)
@@ -196,19 +229,11 @@ class CompressedStore(AttentionStore):
     """Cache of a layer that attends to compressed keys and a sliding window.
 
     See ``mtp_train.families.mechanisms.compressed_keys``. Inputs and entries are stored by the name of their
-    compressor, in slots by position like keys.
-
-    Args:
-        num_rows: B.
-        capacity: Number of positions of a row.
-        max_window: Longest window.
-        sliding_window: Number of positions that a query attends to.
-        group_size: N.
+    compressor, in slots by position like keys. N is ``group_size``.
     """
 
     last_to_write = False
     needs_mask = True
-    row_buffers: tuple[str, ...] = ("keys", "inputs_BSX", "entries_BEX")
 
     def __init__(self, num_rows: int, capacity: int, max_window: int, sliding_window: int, group_size: int) -> None:
         super().__init__(num_rows, min(capacity, sliding_window + max_window), sliding_window)
@@ -225,13 +250,7 @@ class CompressedStore(AttentionStore):
         super().lazy_initialization(key_states, value_states)
         self.values = self.keys
 
-    def keep_rows(self, rows_R: Tensor) -> None:
-        """See :class:`AttentionStore`."""
-        super().keep_rows(rows_R)
-        self.values = self.keys
-
     def groups(self, name: str, inputs_BTX: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`~mtp_train.families.mechanisms.compressed_keys.EntryStore`."""
         window = announced(self.window)
         if name not in self.inputs_BSX:
             self.inputs_BSX[name] = inputs_BTX.new_zeros(self.num_rows, self.num_inputs, inputs_BTX.shape[-1])
@@ -246,7 +265,6 @@ class CompressedStore(AttentionStore):
         return groups_BG, buffer_BSX[window.row_index_B1[..., None], positions_BGN % self.num_inputs]
 
     def write_entries(self, name: str, groups_BG: Tensor, entries_BGX: Tensor) -> Tensor:
-        """See :class:`~mtp_train.families.mechanisms.compressed_keys.EntryStore`."""
         window = announced(self.window)
         if name not in self.entries_BEX:
             self.entries_BEX[name] = entries_BGX.new_zeros(self.num_rows, self.num_entries, entries_BGX.shape[-1])
@@ -256,19 +274,10 @@ class CompressedStore(AttentionStore):
 
 
 class ConvolvedStore(AttentionStore, ConvolutionInputs):
-    """Cache of an attention layer with relative positions and short convolutions.
-
-    Args:
-        num_rows: B.
-        size: S.
-        sliding_window: Number of positions that a query attends to; None for all.
-        max_undecided: Longest window whose tokens may be rejected.
-        num_convolutions: Number of convolutions in the layer.
-    """
+    """Cache of an attention layer with relative positions and short convolutions."""
 
     last_to_write = False
     keys_suffice = False
-    row_buffers: tuple[str, ...] = ("keys", "values", "rings")
 
     def __init__(
         self, num_rows: int, size: int, sliding_window: int | None, max_undecided: int, num_convolutions: int
@@ -289,7 +298,7 @@ class ConvolvedStore(AttentionStore, ConvolutionInputs):
         return BEFORE_ANY_TEXT
 
 
-class WindowCache(Cache):
+class WindowCache(RowState, Cache):
     """Cache of a model for a batch of rows, written a window at a time.
 
     Args:
@@ -315,12 +324,13 @@ class WindowCache(Cache):
         max_undecided: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        stock = DynamicCache(config=config).layers
-        room = _Room(num_rows, capacity, max_window, max_undecided or max_window, dtype)
-        super().__init__(layers=[_store(layer, i, room) for i, layer in enumerate(stock)])
         self.num_rows = num_rows
         self.capacity = capacity
         self.max_window = max_window
+        self.max_undecided = max_undecided or max_window
+        self.dtype = dtype
+        stock = DynamicCache(config=config).layers
+        super().__init__(layers=[self._layer(layer, index) for index, layer in enumerate(stock)])
         # Layers of one kind share a mask.
         self._attention = [one for one in self.layers if isinstance(one, AttentionStore)]
         self._kinds_with_mask = {one.kind for one in self._attention if one.needs_mask}
@@ -357,58 +367,39 @@ class WindowCache(Cache):
         self.recurrent.commit(num_kept_B)
 
     def keep_rows(self, rows_R: Tensor) -> None:
-        """Keep these rows, in this order, and drop all others. Buffers move: a captured round is no longer valid."""
         for layer in self.layers:
             if isinstance(layer, AttentionStore | NgramStore):
                 layer.keep_rows(rows_R)
-        self.recurrent.keep_rows(rows_R)
-        self.num_rows = len(rows_R)
+        super().keep_rows(rows_R)
 
-    def snapshot(self) -> States | None:
-        """Return a copy of the recurrent layers' states; later windows overwrite them."""
-        return self.recurrent.snapshot()
-
-    def restore(self, states: States | None) -> None:
-        """Restore the states of a snapshot."""
-        self.recurrent.restore(states)
-
-
-class _Room(NamedTuple):
-    """Sizes of a cache; see :class:`WindowCache`."""
-
-    num_rows: int
-    capacity: int
-    max_window: int
-    max_undecided: int
-    dtype: torch.dtype | None
-
-
-def _store(layer: Any, index: int, room: _Room) -> Any:
-    num_rows, capacity, max_window, max_undecided, dtype = room
-    if type(layer).__name__ in CONVOLVED_CACHE_LAYERS and layer.number_of_states > 1:
-        window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-        size = capacity if window is None else min(capacity, window + max_window)
-        return ConvolvedStore(num_rows, size, window, max_undecided, layer.number_of_states)
-    if type(layer) is DynamicLayer:
-        return AttentionStore(num_rows, capacity, None, dtype)
-    if type(layer) is DynamicIndexedLayer:
-        return IndexedStore(num_rows, capacity)
-    if type(layer).__name__ == BLOCK_CACHE_LAYER:
-        return BlockStore(num_rows, capacity)
-    if type(layer).__name__ in COMPRESSED_CACHE_LAYERS:
-        return CompressedStore(num_rows, capacity, max_window, layer.sliding_window, layer.compress_rate)
-    if type(layer).__name__ == _STATELESS:
-        return layer
-    if type(layer) is DynamicSlidingWindowLayer:
-        # One more window than the layer attends to: writing a window must not overwrite keys that its first token
-        # needs.
-        size = min(capacity, layer.sliding_window + max_window)
-        return AttentionStore(num_rows, size, layer.sliding_window, dtype)
-    if type(layer) is LinearAttentionLayer and layer.number_of_states == 1:
-        return RecurrentStore()
-    if type(layer) is LinearAttentionLayer and layer.number_of_states == NGRAM_STATES:
-        return NgramStore(num_rows, max_undecided)
-    raise UnsupportedModelError(
-        f"trunk layer {index}: keeps its state in a {type(layer).__name__}, which cannot undo a rejected draft; "
-        "expected full or sliding attention, or a recurrent layer with one state. Decode this model elsewhere."
-    )
+    def _layer(self, layer: Any, index: int) -> Any:
+        """Return our layer in place of transformers' own."""
+        if type(layer).__name__ in CONVOLVED_CACHE_LAYERS and layer.number_of_states > 1:
+            window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+            size = self.capacity if window is None else min(self.capacity, window + self.max_window)
+            return ConvolvedStore(self.num_rows, size, window, self.max_undecided, layer.number_of_states)
+        if type(layer) is DynamicLayer:
+            return AttentionStore(self.num_rows, self.capacity, None, self.dtype)
+        if type(layer) is DynamicIndexedLayer:
+            return IndexedStore(self.num_rows, self.capacity)
+        if type(layer).__name__ == BLOCK_CACHE_LAYER:
+            return BlockStore(self.num_rows, self.capacity)
+        if type(layer).__name__ in COMPRESSED_CACHE_LAYERS:
+            return CompressedStore(
+                self.num_rows, self.capacity, self.max_window, layer.sliding_window, layer.compress_rate
+            )
+        if type(layer).__name__ == _STATELESS:
+            return layer
+        if type(layer) is DynamicSlidingWindowLayer:
+            # One more window than the layer attends to: writing a window must not overwrite keys that its first token
+            # needs.
+            size = min(self.capacity, layer.sliding_window + self.max_window)
+            return AttentionStore(self.num_rows, size, layer.sliding_window, self.dtype)
+        if type(layer) is LinearAttentionLayer and layer.number_of_states == 1:
+            return RecurrentStore()
+        if type(layer) is LinearAttentionLayer and layer.number_of_states == NGRAM_STATES:
+            return NgramStore(self.num_rows, self.max_undecided)
+        raise UnsupportedModelError(
+            f"trunk layer {index}: keeps its state in a {type(layer).__name__}, which cannot undo a rejected draft; "
+            "expected full or sliding attention, or a recurrent layer with one state. Decode this model elsewhere."
+        )

@@ -12,14 +12,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from mtp_inference.cache.delta import DeltaWindow, gated_delta_token, gated_delta_window, heads_first, kimi_delta_window
-from mtp_inference.cache.rows import select_rows
+from mtp_inference.cache.rows import RowState
 from mtp_inference.cache.window import Window, announced
 from mtp_train.families import Family
 from mtp_train.upstream.transformers_private import ACT2FN, LinearAttentionLayer
@@ -109,22 +109,6 @@ def mamba2_token(
     return y_B1HP[:, 0].to(hidden_states.dtype)
 
 
-class Undecided(Protocol):
-    """Intermediate values of a window, stored until the number of accepted tokens is known."""
-
-    def joined(self, windows: Sequence[Any], state_BHKV: Tensor) -> Undecided:
-        """Return the windows of several layers as one window with all their rows.
-
-        ``state_BHKV`` is the state before the window.
-        """
-
-    def commit(self, num_kept_B: Tensor, out: Tensor) -> None:
-        """Write the state after each row's first ``num_kept_B`` tokens, 0 or more.
-
-        ``out`` may be the state that the window started from.
-        """
-
-
 def window_conv(
     hidden_states: Tensor,
     weight: Tensor,
@@ -201,7 +185,7 @@ class RecurrentStore(LinearAttentionLayer):
     """One recurrent layer with a convolution, with the cache interface of transformers' models.
 
     ``conv_BCW`` holds the last inputs of the convolution and ``state_BHKV`` the recurrent state, for all rows. Both are
-    views of the buffers that all layers share (:class:`States`), and None until the first window is committed.
+    views of the buffers of :class:`RecurrentLayers`, and None until the first window is committed.
     """
 
     def __init__(self) -> None:
@@ -211,7 +195,7 @@ class RecurrentStore(LinearAttentionLayer):
         self.conv_BCW: Tensor | None = None
         self.state_BHKV: Tensor | None = None
         self._window_conv: Tensor | None = None
-        self._window_state: Tensor | Undecided | None = None
+        self._window_state: Tensor | DeltaWindow | None = None
         self._in_place = False
 
     def begin(self, window: Window) -> None:
@@ -227,11 +211,9 @@ class RecurrentStore(LinearAttentionLayer):
             shown[0] = ours[window.rows] if earlier and ours is not None else None
 
     def update_conv_state(
-        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_unused: object
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int = 0, **_unused: object
     ) -> Tensor:
         """Return the inputs before the window followed by the window's inputs, (B, C, W + T)."""
-        if conv_kernel_size is None:
-            raise RuntimeError("convolution: no kernel size; expected one. Use transformers 5.17 or later.")
         before = self.conv_states[state_idx]
         if before is None:
             before = conv_states.new_zeros(*conv_states.shape[:2], conv_kernel_size)
@@ -244,7 +226,7 @@ class RecurrentStore(LinearAttentionLayer):
         self._window_state = recurrent_states
         return recurrent_states
 
-    def take_window(self) -> tuple[Tensor, Tensor | Undecided]:
+    def take_window(self) -> tuple[Tensor, Tensor | DeltaWindow]:
         """Return and clear the convolution's inputs, (B, C, W + T), and the kernel's result."""
         conv, state = self._window_conv, self._window_state
         self._window_conv = self._window_state = None
@@ -263,15 +245,7 @@ class RecurrentStore(LinearAttentionLayer):
         return shown
 
 
-class States(NamedTuple):
-    """The states of all layers."""
-
-    conv_LBWC: Tensor
-    """Inputs of the convolutions, with the channels of a position next to each other: see :func:`window_conv`."""
-    state_LBHKV: Tensor
-
-
-class RecurrentLayers:
+class RecurrentLayers(RowState):
     """The recurrent layers of one cache.
 
     Args:
@@ -284,8 +258,10 @@ class RecurrentLayers:
         self.stores = list(stores)
         self.num_rows = num_rows
         self.conv_dtype = conv_dtype
+        self.conv_LBWC: Tensor | None = None
+        """Inputs of the convolutions, with the channels of a position next to each other: see :func:`window_conv`."""
+        self.state_LBHKV: Tensor | None = None
         self._window: Window | None = None
-        self._states: States | None = None
 
     def begin(self, window: Window) -> None:
         """Announce the next window."""
@@ -300,28 +276,25 @@ class RecurrentLayers:
         taken = [store.take_window() for store in self.stores]
         conv = [inputs_BCN.transpose(1, 2) for inputs_BCN, _ in taken]
         decided = [state for _, state in taken if isinstance(state, Tensor)]
-        undecided = [state for _, state in taken if not isinstance(state, Tensor)]
+        undecided = [state for _, state in taken if isinstance(state, DeltaWindow)]
         if undecided:
             self._commit_undecided(torch.stack(conv), undecided, num_kept_B)
         else:
             self._commit_decided(conv, decided, num_kept_B)
 
-    def snapshot(self) -> States | None:
-        """Return a copy of the states."""
-        return None if self._states is None else States(*(buffer.clone() for buffer in self._states))
+    def snapshot(self) -> tuple[Tensor, ...]:
+        """Return copies of the states."""
+        return tuple(buffer.clone() for buffer in (self.conv_LBWC, self.state_LBHKV) if buffer is not None)
 
-    def restore(self, states: States | None) -> None:
+    def restore(self, states: tuple[Tensor, ...]) -> None:
         """Restore the states of a snapshot."""
-        if self._states is not None and states is not None:
-            for buffer, saved in zip(self._states, states, strict=True):
+        if self.conv_LBWC is not None and self.state_LBHKV is not None:
+            for buffer, saved in zip((self.conv_LBWC, self.state_LBHKV), states, strict=True):
                 buffer.copy_(saved)
 
     def keep_rows(self, rows_R: Tensor) -> None:
-        """Keep these rows of the states and drop all others."""
-        self.num_rows = len(rows_R)
-        if self._states is not None:
-            self._states = select_rows(self._states, rows_R, dim=1)
-            self._show(self._states)
+        super().keep_rows(rows_R)
+        self._show()
 
     def _commit_decided(self, conv: list[Tensor], state: list[Tensor], num_kept_B: Tensor | None) -> None:
         window = announced(self._window)
@@ -331,40 +304,42 @@ class RecurrentLayers:
                 "it under undecided_states()."
             )
         # Slice before stacking: the inputs of a long prompt are large.
-        conv_LBWC = torch.stack([inputs_BNC[:, window.num_tokens :] for inputs_BNC in conv])
-        states = self._states or self._allocate(conv_LBWC, state[0])
+        new_LBWC = torch.stack([inputs_BNC[:, window.num_tokens :] for inputs_BNC in conv])
+        conv_LBWC, state_LBHKV = self._buffers(new_LBWC, state[0])
         # In place, here and below: a captured round refers to these buffers by address.
-        states.conv_LBWC[:, window.rows] = conv_LBWC
-        for ours_BHKV, new_BHKV in zip(states.state_LBHKV[:, window.rows], state, strict=True):
+        conv_LBWC[:, window.rows] = new_LBWC
+        for ours_BHKV, new_BHKV in zip(state_LBHKV[:, window.rows], state, strict=True):
             # The rule for a single token updates the state in place.
             if new_BHKV.data_ptr() != ours_BHKV.data_ptr():
                 ours_BHKV.copy_(new_BHKV)
 
-    def _commit_undecided(self, conv_LBNC: Tensor, windows: Sequence[Undecided], num_kept_B: Tensor | None) -> None:
-        window, states = announced(self._window), self._states
-        num_layers, num_rows, _, channels = conv_LBNC.shape
-        if states is None or num_rows != self.num_rows:
+    def _commit_undecided(self, new_LBNC: Tensor, windows: Sequence[DeltaWindow], num_kept_B: Tensor | None) -> None:
+        window, conv_LBWC, state_LBHKV = announced(self._window), self.conv_LBWC, self.state_LBHKV
+        num_layers, num_rows, _, channels = new_LBNC.shape
+        if conv_LBWC is None or state_LBHKV is None or num_rows != self.num_rows:
             raise RuntimeError("recurrent cache: undecided; expected a prefill of all rows first, and all rows now.")
         if num_kept_B is None:
-            num_kept_B = torch.full((num_rows,), window.num_tokens, device=conv_LBNC.device)
+            num_kept_B = torch.full((num_rows,), window.num_tokens, device=new_LBNC.device)
         # The number of an inactive row may be out of range. From here on, layers are further rows.
         num_kept_R = num_kept_B.clamp(0, window.num_tokens).repeat(num_layers)
-        state_RHKV = states.state_LBHKV.flatten(0, 1)
+        state_RHKV = state_LBHKV.flatten(0, 1)
         windows[0].joined(windows, state_RHKV).commit(num_kept_R, state_RHKV)
-        taken_RW = num_kept_R[:, None] + torch.arange(states.conv_LBWC.shape[2], device=conv_LBNC.device)
-        kept_RWC = conv_LBNC.flatten(0, 1).gather(1, taken_RW[..., None].expand(-1, -1, channels))
-        states.conv_LBWC.copy_(kept_RWC.view_as(states.conv_LBWC))
+        taken_RW = num_kept_R[:, None] + torch.arange(conv_LBWC.shape[2], device=new_LBNC.device)
+        kept_RWC = new_LBNC.flatten(0, 1).gather(1, taken_RW[..., None].expand(-1, -1, channels))
+        conv_LBWC.copy_(kept_RWC.view_as(conv_LBWC))
 
-    def _allocate(self, conv_LBWC: Tensor, state_BHKV: Tensor) -> States:
-        def zeros(like: Tensor, shape: torch.Size) -> Tensor:
-            return like.new_zeros(len(self.stores), self.num_rows, *shape)
+    def _buffers(self, conv_LBWC: Tensor, state_BHKV: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the buffers of all layers; allocate them at the first window."""
+        if self.conv_LBWC is None or self.state_LBHKV is None:
+            shape = (len(self.stores), self.num_rows)
+            dtype = self.conv_dtype or conv_LBWC.dtype
+            self.conv_LBWC = conv_LBWC.new_zeros(*shape, *conv_LBWC.shape[2:], dtype=dtype)
+            self.state_LBHKV = state_BHKV.new_zeros(*shape, *state_BHKV.shape[1:])
+            self._show()
+        return self.conv_LBWC, self.state_LBHKV
 
-        conv_LBWC = conv_LBWC.to(self.conv_dtype or conv_LBWC.dtype)
-        self._states = States(zeros(conv_LBWC, conv_LBWC.shape[2:]), zeros(state_BHKV, state_BHKV.shape[1:]))
-        self._show(self._states)
-        return self._states
-
-    def _show(self, states: States) -> None:
+    def _show(self) -> None:
         """Give each layer its part of the states."""
-        for store, conv_BWC, state_BHKV in zip(self.stores, *states, strict=True):
-            store.conv_BCW, store.state_BHKV = conv_BWC.transpose(1, 2), state_BHKV
+        if self.conv_LBWC is not None and self.state_LBHKV is not None:
+            for store, conv_BWC, state_BHKV in zip(self.stores, self.conv_LBWC, self.state_LBHKV, strict=True):
+                store.conv_BCW, store.state_BHKV = conv_BWC.transpose(1, 2), state_BHKV

@@ -164,14 +164,12 @@ AttentionMaskInterface.register(WINDOW_ATTENTION, sdpa_mask)
 
 
 @contextmanager
-def attending_in_windows(*configs: PretrainedConfig) -> Iterator[None]:
-    """Make the models of these configs use :func:`window_attention` inside the block."""
-    stock = [attention_of(config) for config in configs]
-    for config in configs:
-        set_attention(config, WINDOW_ATTENTION)
+def attending_in_windows(config: PretrainedConfig) -> Iterator[None]:
+    """Make the model of a config use :func:`window_attention` inside the block."""
+    stock = attention_of(config)
+    set_attention(config, WINDOW_ATTENTION)
     try:
         with without_cudnn_attention():
             yield
     finally:
-        for config, attention in zip(configs, stock, strict=True):
-            set_attention(config, attention)
+        set_attention(config, stock)

@@ -10,6 +10,7 @@ each (N = C * M), D the trunk's hidden size, E = 2 D, A the drafter's hidden siz
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +18,16 @@ from torch import Tensor
 
 from mtp_inference.cache.model_cache import AttentionStore, WindowCache
 from mtp_inference.cache.window import Window, attending_in_windows
-from mtp_inference.drafters.drafter import Drafter, Place, Size
-from mtp_inference.sampling.chooser import Chooser, Drafts
-from mtp_train.errors import MtpError, UnsupportedModelError
+from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
+from mtp_inference.drafters.pending import state_at
+from mtp_inference.sampling.chooser import DraftChoice, Drafts
+from mtp_train.errors import MtpError
 from mtp_train.families import Assistant
 from mtp_train.families.assistants import AssistantConvention
 from mtp_train.trunk.load import Trunk
 
 
-class AssistantDrafting:
+class AssistantDrafting(Drafting):
     """Draft with an assistant model that attends to the trunk's keys, such as Gemma 4's.
 
     Args:
@@ -50,18 +52,7 @@ class AssistantDrafting:
         self.convention = assistant.convention(convention)
 
     def check(self, trunk: Trunk, depth: int) -> None:
-        """See :class:`DrafterMaker`.
-
-        Raises:
-            UnsupportedModelError: The trunk has another model type.
-            MtpError: The assistant was made for a trunk of another size, or has another dtype.
-        """
-        ours, found = self.assistant.trunk, str(trunk.config.model_type)
-        if found not in ours.model_types:
-            raise UnsupportedModelError(
-                f"{self.assistant.title}: given for a trunk of model_type '{found}'; expected {ours.title} "
-                f"({', '.join(ours.model_types)}). Use the trunk that it was made for."
-            )
+        """Check the trunk's size and dtype."""
         hidden, vocab = self.model.post_projection.out_features, self.model.lm_head.out_features
         if (hidden, vocab) != tuple(reversed(trunk.lm_head_VD.shape)):
             raise MtpError(
@@ -76,9 +67,8 @@ class AssistantDrafting:
                 "reads. Load both in one dtype."
             )
 
-    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
-        """See :class:`DrafterMaker`."""
-        return AssistantDrafter(trunk, self.model, self.convention, size)
+    def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
+        return AssistantDrafter(trunk, cache, self.model, self.convention, size.num_rows)
 
 
 class SharedKeys(NamedTuple):
@@ -92,11 +82,7 @@ class SharedKeys(NamedTuple):
 def shared_keys(cache: WindowCache, seen_B1: Tensor, used: int, more_sliding_keys: int) -> SharedKeys:
     """Return the keys of the trunk's last attention layer of each type, up to position ``seen_B1``.
 
-    Args:
-        cache: The trunk's cache.
-        seen_B1: int64, the last position that each row attends to.
-        used: Positions in use, an upper bound known on the host.
-        more_sliding_keys: Keys of a sliding-window layer to attend to beyond its window.
+    ``more_sliding_keys`` are keys of a sliding-window layer to attend to beyond its window.
     """
     window = Window(slice(0, len(seen_B1)), seen_B1, used)
     shared = SharedKeys({}, {})
@@ -110,62 +96,43 @@ def shared_keys(cache: WindowCache, seen_B1: Tensor, used: int, more_sliding_key
     return shared
 
 
-class AssistantDrafter:
+class AssistantDrafter(Drafter):
     """Store the trunk's last hidden state of every row, and draft from it.
 
-    Args:
-        trunk: The trunk whose embedding and keys are read.
-        model: transformers' model of the assistant.
-        convention: Position of a draft, and the keys it attends to.
-        size: Number of rows.
+    ``convention`` declares the position of a draft, and the keys it attends to.
     """
 
-    def __init__(self, trunk: Trunk, model: Any, convention: AssistantConvention, size: Size) -> None:
+    def __init__(
+        self, trunk: Trunk, cache: WindowCache, model: Any, convention: AssistantConvention, num_rows: int
+    ) -> None:
         self.trunk = trunk
+        # Not the cache as an attribute: the batch itself drops its rows.
+        self.shared_keys = partial(shared_keys, cache, more_sliding_keys=convention.more_sliding_keys)
         self.model = model
         self.convention = convention
         weight_AE = model.pre_projection.weight
-        self.hidden_B1D = weight_AE.new_zeros(size.num_rows, 1, model.post_projection.out_features)
-        self.rows_B1 = torch.arange(size.num_rows, device=weight_AE.device)[:, None]
+        self.hidden_B1D = weight_AE.new_zeros(num_rows, 1, model.post_projection.out_features)
 
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
-        """See :class:`Drafter`."""
         self.hidden_B1D[rows] = self.trunk.normed(hidden_RTD[:, -1:])
 
-    def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
-        """See :class:`Drafter`. A row that keeps no token keeps its state."""
-        last_B1 = (num_kept_B - 1).clamp(min=0)[:, None]
-        new_B1D = self.trunk.normed(hidden_BTD[self.rows_B1, last_B1])
+    def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
+        """A row that keeps no token keeps its state."""
+        new_B1D = self.trunk.normed(state_at(hidden_BTD, (num_kept_B - 1).clamp(min=0)))
         self.hidden_B1D.copy_(torch.where((num_kept_B > 0)[:, None, None], new_B1D, self.hidden_B1D))
 
-    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
-        """See :class:`Drafter`.
-
-        Raises:
-            RuntimeError: ``place`` has no trunk cache.
-        """
-        if place.trunk_cache is None:
-            raise RuntimeError("assistant drafter: no trunk cache in the place; expected one. Draft within a Batch.")
+    def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
         # An inactive row has length 0 and attends to its first slot. Its drafts are discarded.
-        seen_B1 = (place.length_B - 1).clamp(min=0)[:, None]
-        shared = shared_keys(place.trunk_cache, seen_B1, place.used, self.convention.more_sliding_keys)
+        seen_B1 = (choice.length_B - 1).clamp(min=0)[:, None]
+        shared = self.shared_keys(seen_B1, plan.used)
         positions_B1 = seen_B1 + self.convention.position_offset
-        choice = chooser.begin_draft(place.last_B, place.length_B)
         hidden_B1D = self.hidden_B1D
-        for _ in range(depth):
+        for _ in range(plan.depth):
             inputs_B1E = torch.cat([self.trunk.embed(choice.last_B1), hidden_B1D], dim=-1)
             state_B1A = self._run(inputs_B1E, positions_B1, shared)
             choice.add(self._logits(state_B1A))
             hidden_B1D = self.model.post_projection(state_B1A)
         return choice.result()
-
-    def settle(self, place: Place) -> None:
-        """See :class:`Drafter`. There are no pending tokens."""
-
-    def keep_rows(self, rows_R: Tensor) -> None:
-        """See :class:`Drafter`."""
-        self.hidden_B1D = self.hidden_B1D[rows_R]
-        self.rows_B1 = self.rows_B1[: len(rows_R)]
 
     def _run(self, inputs_B1E: Tensor, positions_B1: Tensor, shared: SharedKeys) -> Tensor:
         decoder = self.model.model

@@ -1,75 +1,96 @@
-"""The protocol of a drafter, and the types that the decoder passes to it.
+"""The protocol of a drafter, and the sizes and plans that the decoder passes to it.
 
 A drafter keeps its state in tensors that are written in place, and it does not synchronise with the device, unless its
 docstring states otherwise. A round can therefore be captured and replayed.
 
-Shapes: B rows of the batch, R rows that start together, T tokens of a window, D hidden, K depths, V vocabulary.
+Shapes: B rows of the batch, R rows that start together, T tokens of a window, D hidden.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from mtp_inference.cache.model_cache import WindowCache
-from mtp_inference.sampling.chooser import Chooser, Drafts
+from mtp_inference.cache.rows import RowState
+from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.trunk.load import Trunk
 
+PENDING_PLACES = 32
+"""Largest number of committed tokens of a row that may be pending for the drafter before a round."""
 
-class Size(NamedTuple):
-    """Sizes of a drafter's buffers."""
+
+class BatchSize(NamedTuple):
+    """Sizes that a batch is built for."""
 
     num_rows: int
-    """Rows of the batch."""
     capacity: int
     """Number of positions of a row."""
-    num_pending: int
-    """Largest number of committed tokens of a row that may be pending until the next draft."""
+    depth: int
+    """Largest number of drafts per round."""
+    max_window: int
+    """Longest window of a forward, prefill included."""
+    num_stops: int = 0
+    """Largest number of stop tokens of a row."""
+    penalises: bool = False
+    """Whether a row may have a repetition penalty."""
+
+    @property
+    def num_pending(self) -> int:
+        """Largest number of committed tokens of a row that may be pending after a round."""
+        return PENDING_PLACES + self.depth + 1
+
+    def covers(self, other: BatchSize) -> bool:
+        """Return whether a batch of this size serves another size as fast as one of its own.
+
+        Further rows would cost time in every round, and a drafter in every prefill, also of texts without drafts.
+        """
+        same = self.num_rows == other.num_rows and (self.depth > 0) == (other.depth > 0)
+        return same and all(ours >= theirs for ours, theirs in zip(self, other, strict=True))
 
 
-class Place(NamedTuple):
-    """Positions of a round."""
+@dataclass(frozen=True)
+class RoundPlan:
+    """Settings of a round, known on the host. A captured round is replayed only for an equal plan."""
 
+    depth: int
+    """Drafts per row; 0 is plain decoding."""
     used: int
-    """Positions in use after the round, an upper bound known on the host."""
+    """Positions in use after the round, an upper bound."""
     pending: int
-    """Pending tokens of a row, an upper bound known on the host."""
-    last_B: Tensor
-    """int64, the last committed tokens."""
-    length_B: Tensor
-    """int64, the positions of the last committed tokens."""
-    trunk_cache: WindowCache | None = None
-    """The trunk's cache of earlier positions; None if the drafter does not read it."""
+    """Committed tokens of a row that the drafter has not processed yet, an upper bound over rows."""
+    start: int | None
+    """The first position of the window, if it is the same for all rows and known on the host; else None."""
 
 
-class DrafterMaker(Protocol):
-    """Builds the drafter of a batch."""
+class Drafting(Protocol):
+    """A way of drafting, such as a head; makes the drafter of each batch."""
 
     def check(self, trunk: Trunk, depth: int) -> None:
-        """Raise an MtpError if ``depth`` tokens cannot be drafted for this trunk."""
+        """Raise an MtpError if ``depth`` tokens cannot be drafted for this trunk; by default any number can."""
+        return
 
-    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
-        """Return a drafter for a batch; ``depth`` is the largest number of drafts per round."""
+    def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
+        """Return a drafter for a batch, whose trunk writes ``cache``."""
 
 
-class Drafter(Protocol):
+class Drafter(RowState, ABC):
     """Drafts tokens for the rows of a batch, and follows the tokens that are committed."""
 
+    @abstractmethod
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
         """Start rows: prompts of one length, the trunk's hidden states for them, and the first committed tokens."""
 
-    def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
+    @abstractmethod
+    def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
         """Add a committed window: the trunk's hidden states, and the token after each of its tokens.
 
-        Only the first ``num_kept_B`` of each row count. They are pending until the next ``draft`` or ``settle``.
+        Only the first ``num_kept_B`` of each row count. They are pending until the next ``draft``.
         """
 
-    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
-        """Process the pending tokens, and return ``depth`` drafted tokens for every row."""
-
-    def settle(self, place: Place) -> None:
-        """Process the pending tokens without drafting."""
-
-    def keep_rows(self, rows_R: Tensor) -> None:
-        """Keep these rows, int64 indices in the new order, and drop all others."""
+    @abstractmethod
+    def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
+        """Process the pending tokens, and return ``plan.depth`` drafted tokens for every row; may be 0."""

@@ -12,15 +12,15 @@ from torch import Tensor
 from mtp_inference.cache.delta import MAX_WINDOW
 from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.cache.window import Window
-from mtp_inference.drafters.drafter import Drafter, Place, Size
-from mtp_inference.drafters.pending import Pending
+from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
+from mtp_inference.drafters.pending import Pending, state_at
 from mtp_inference.forward import PREFILL_CHUNK, prefill_chunks, window_states
-from mtp_inference.sampling.chooser import Chooser, Drafts
+from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.errors import MtpError
 from mtp_train.trunk.load import Trunk
 
 
-class ModelDrafting:
+class ModelDrafting(Drafting):
     """Draft with a smaller model that shares the trunk's tokenizer (Leviathan et al., arXiv:2211.17192).
 
     Args:
@@ -39,11 +39,6 @@ class ModelDrafting:
         self.model = model
 
     def check(self, trunk: Trunk, depth: int) -> None:
-        """See :class:`DrafterMaker`.
-
-        Raises:
-            MtpError: The vocabularies differ in size.
-        """
         ours, theirs = self.model.lm_head_VD.shape[0], trunk.lm_head_VD.shape[0]
         if ours != theirs:
             raise MtpError(
@@ -51,83 +46,70 @@ class ModelDrafting:
                 "same tokenizer."
             )
 
-    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
-        """See :class:`DrafterMaker`."""
-        return ModelDrafter(self.model, size, depth)
+    def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
+        return ModelDrafter(self.model, size)
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Run the draft model over the committed tokens, then draft token by token."""
 
-    def __init__(self, model: Trunk, size: Size, depth: int) -> None:
+    def __init__(self, model: Trunk, size: BatchSize) -> None:
         self.model = model
-        self.depth = depth
+        self.depth = size.depth
         self.cache = WindowCache(
             model.config,
             num_rows=size.num_rows,
             # Drafts and rejected tokens are written past the trunk's last position.
-            capacity=size.capacity + size.num_pending + depth,
+            capacity=size.capacity + size.num_pending + size.depth,
             max_window=max(PREFILL_CHUNK, size.num_pending),
         )
         self.pending = Pending(size, model.lm_head_VD.device)
 
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
-        """See :class:`Drafter`."""
         for _ in prefill_chunks(self.model, self.cache, rows, prompt_RT, PREFILL_CHUNK):
             pass
         self.pending.begin(rows, first_R, prompt_RT.shape[1])
 
-    def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
-        """See :class:`Drafter`."""
+    def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
         self.pending.add(tokens_BT, num_kept_B)
 
-    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
-        """See :class:`Drafter`."""
-        last_B = self.pending.last(place)
-        hidden_BTD = self._take_pending(place)
-        after_pending = self.cache.snapshot()
-        choice = chooser.begin_draft(place.last_B, place.length_B)
-        choice.add(self.model.logits(self.pending.row(hidden_BTD, last_B)))
-        for ahead in range(depth - 1):
-            hidden_BTD = self._run(choice.last_B1, (self.pending.first_B + ahead)[:, None], place)
+    def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
+        last_B = self.pending.last(plan)
+        hidden_BTD = self._read_pending(plan)
+        if plan.depth == 0:
+            return choice.result()
+        after_pending = self.cache.recurrent.snapshot()
+        choice.add(self.model.logits(state_at(hidden_BTD, last_B)))
+        for ahead in range(plan.depth - 1):
+            hidden_BTD = self._run(choice.last_B1, (self.pending.first_B + ahead)[:, None], plan)
             self.cache.commit(torch.ones_like(last_B))
             choice.add(self.model.logits(hidden_BTD))
         # Undo the drafts in the recurrent states.
-        self.cache.restore(after_pending)
+        self.cache.recurrent.restore(after_pending)
         return choice.result()
 
-    def settle(self, place: Place) -> None:
-        """See :class:`Drafter`."""
-        self._take_pending(place)
-
-    def keep_rows(self, rows_R: Tensor) -> None:
-        """See :class:`Drafter`."""
-        self.cache.keep_rows(rows_R)
-        self.pending.keep_rows(rows_R)
-
-    def _take_pending(self, place: Place) -> Tensor:
-        positions_BT = self.pending.positions(place)
+    def _read_pending(self, plan: RoundPlan) -> Tensor:
+        """Run the pending tokens and commit them; return their hidden states."""
+        positions_BP = self.pending.positions(plan.pending + 1)
         hidden: list[Tensor] = []
-        for start in range(0, place.pending, MAX_WINDOW):
+        for start in range(0, plan.pending, MAX_WINDOW):
             # After the first window, at least two tokens: some rows may keep none, and a window of one token is always
             # kept.
-            end = max(min(start + MAX_WINDOW, place.pending), min(start, 1) * (start + 2))
-            tokens_BT = self.pending.tokens_BP[:, start:end]
-            first_B1 = positions_BT[:, :1] + start
-            ahead_T = torch.arange(end - start, device=first_B1.device)
-            hidden.append(self._run(tokens_BT, first_B1 + ahead_T, place))
+            end = max(min(start + MAX_WINDOW, plan.pending), min(start, 1) * (start + 2))
+            part = slice(start, end)
+            hidden.append(self._run(self.pending.tokens_BP[:, part], positions_BP[:, part], plan))
             self.cache.commit(self.pending.num_B - start)
-        self.pending.take()
+        self.pending.clear()
         return torch.cat(hidden, dim=1)
 
-    def _run(self, tokens_BT: Tensor, positions_BT: Tensor, place: Place) -> Tensor:
-        used = place.used + self.depth
+    def _run(self, tokens_BT: Tensor, positions_BT: Tensor, plan: RoundPlan) -> Tensor:
+        used = plan.used + self.depth
         # An inactive row may be at a position beyond all others, outside the keys in use.
         window = Window(slice(0, len(tokens_BT)), positions_BT.clamp(max=used - 1), used)
         return window_states(self.model, self.cache, tokens_BT, window)
 
 
-class NgramDrafting:
+class NgramDrafting(Drafting):
     """Draft by prompt lookup: repeat the tokens that followed the previous occurrence of the last tokens.
 
     The longest match counts. A text whose last token occurs nowhere before drafts nothing.
@@ -155,55 +137,41 @@ class NgramDrafting:
         self.longest = longest
         self.shortest = shortest
 
-    def check(self, trunk: Trunk, depth: int) -> None:
-        """See :class:`DrafterMaker`."""
-
-    def make(self, trunk: Trunk, size: Size, depth: int) -> Drafter:
-        """See :class:`DrafterMaker`."""
-        return NgramDrafter(self.longest, self.shortest, size, depth, trunk.lm_head_VD.device)
+    def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
+        return NgramDrafter(self.longest, self.shortest, size, trunk.lm_head_VD.device)
 
 
-class NgramDrafter:
-    """Store every text on the device and search it there."""
+class NgramDrafter(Drafter):
+    """Store every text on the device and search it there. No tokens are pending."""
 
-    def __init__(self, longest: int, shortest: int, size: Size, depth: int, device: torch.device) -> None:
+    def __init__(self, longest: int, shortest: int, size: BatchSize, device: torch.device) -> None:
         self.longest = longest
         self.shortest = shortest
-        self.text_BS = torch.zeros(size.num_rows, size.capacity + depth + 1, dtype=torch.long, device=device)
+        shape = (size.num_rows, size.capacity + size.depth + 1)
+        self.text_BS = torch.zeros(shape, dtype=torch.long, device=device)
         self.length_B = torch.zeros(size.num_rows, dtype=torch.long, device=device)
-        self.rows_B1 = torch.arange(size.num_rows, device=device)[:, None]
 
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
-        """See :class:`Drafter`."""
         num_tokens = prompt_RT.shape[1]
         self.text_BS[rows, :num_tokens] = prompt_RT
         self.text_BS[rows, num_tokens] = first_R
         self.length_B[rows] = num_tokens + 1
 
-    def extend(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
-        """See :class:`Drafter`."""
+    def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
         places_BT = self.length_B[:, None] + torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        self.text_BS[self.rows_B1, places_BT] = tokens_BT
+        self.text_BS.scatter_(1, places_BT, tokens_BT)
         self.length_B += num_kept_B
 
-    def draft(self, depth: int, place: Place, chooser: Chooser) -> Drafts:
-        """See :class:`Drafter`. A row without an earlier occurrence of its last tokens drafts nothing."""
+    def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
+        """A row without an earlier occurrence of its last tokens drafts nothing."""
         end_B = torch.full_like(self.length_B, -1)
         for num_tokens in range(self.shortest, self.longest + 1):
             found_B = self._last_end(num_tokens)
             end_B = torch.where(found_B >= 0, found_B, end_B)
-        ahead_K = torch.arange(1, depth + 1, device=end_B.device)
-        tokens_BK = self.text_BS[self.rows_B1, end_B[:, None] + ahead_K]
-        num_known_B = (self.length_B - 1 - end_B).clamp(0, depth)
+        ahead_K = torch.arange(1, plan.depth + 1, device=end_B.device)
+        tokens_BK = self.text_BS.gather(1, end_B[:, None] + ahead_K)
+        num_known_B = (self.length_B - 1 - end_B).clamp(0, plan.depth)
         return Drafts(tokens_BK, num_drafted_B=num_known_B * (end_B >= 0))
-
-    def settle(self, place: Place) -> None:
-        """See :class:`Drafter`. There are no pending tokens."""
-
-    def keep_rows(self, rows_R: Tensor) -> None:
-        """See :class:`Drafter`."""
-        self.text_BS, self.length_B = self.text_BS[rows_R], self.length_B[rows_R]
-        self.rows_B1 = self.rows_B1[: len(rows_R)]
 
     def _last_end(self, num_tokens: int) -> Tensor:
         """Return the index where the last ``num_tokens`` tokens ended before, int64 (B,); -1 if they did not occur."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mtp_inference.cache.rows import keep_rows_of
-from mtp_inference.drafters.drafter import Place, Size
+from mtp_inference.cache.rows import RowState
+from mtp_inference.drafters.drafter import BatchSize, RoundPlan
 
 
-class Pending:
+class Pending(RowState):
     """The pending tokens of every row, at consecutive positions.
 
     Args:
@@ -25,15 +25,11 @@ class Pending:
         dtype: Dtype of the hidden states.
     """
 
-    def __init__(self, size: Size, device: torch.device, width: int = 0, dtype: torch.dtype = torch.float32) -> None:
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dtype=torch.long, device=device)
-
-        self.tokens_BP = zeros(size.num_rows, size.num_pending)
-        self.num_B = zeros(size.num_rows)
-        self.first_B = zeros(size.num_rows)
+    def __init__(self, size: BatchSize, device: torch.device, width: int = 0, dtype: torch.dtype = torch.float32):
+        self.tokens_BP = torch.zeros(size.num_rows, size.num_pending, dtype=torch.long, device=device)
+        self.num_B = self.tokens_BP.new_zeros(size.num_rows)
+        self.first_B = self.tokens_BP.new_zeros(size.num_rows)
         """Position of the head row of the first pending token."""
-        self.rows_B1 = torch.arange(size.num_rows, device=device)[:, None]
         self.hidden_BPD = torch.zeros(size.num_rows, size.num_pending, width, dtype=dtype, device=device)
 
     def begin(self, rows: slice, token_R: Tensor, first: int, hidden_RD: Tensor | None = None) -> None:
@@ -47,30 +43,27 @@ class Pending:
     def add(self, tokens_BT: Tensor, num_kept_B: Tensor, hidden_BTD: Tensor | None = None) -> None:
         """Add the first ``num_kept_B`` tokens of a window; the rest is written too, and overwritten later."""
         places_BT = self.num_B[:, None] + torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        self.tokens_BP[self.rows_B1, places_BT] = tokens_BT
+        self.tokens_BP.scatter_(1, places_BT, tokens_BT)
         if hidden_BTD is not None:
-            self.hidden_BPD[self.rows_B1, places_BT] = hidden_BTD.to(self.hidden_BPD.dtype)
+            places_BTD = places_BT[..., None].expand_as(hidden_BTD)
+            self.hidden_BPD.scatter_(1, places_BTD, hidden_BTD.to(self.hidden_BPD.dtype))
         self.num_B += num_kept_B
 
-    def positions(self, place: Place) -> Tensor:
-        """Return the positions of ``place.pending`` tokens of each row, (B, pending)."""
-        return self.first_B[:, None] + torch.arange(place.pending, device=self.first_B.device)
+    def positions(self, num_places: int) -> Tensor:
+        """Return the positions of the first places of each row, (B, num_places)."""
+        return self.first_B[:, None] + torch.arange(num_places, device=self.first_B.device)
 
-    def last(self, place: Place) -> Tensor:
+    def last(self, plan: RoundPlan) -> Tensor:
         """Return the index of each row's last pending token, (B,)."""
         # An inactive row may have no pending token, or a stale count.
-        return (self.num_B - 1).clamp(0, place.pending - 1)
+        return (self.num_B - 1).clamp(0, plan.pending - 1)
 
-    def row(self, states_BTD: Tensor, index_B: Tensor) -> Tensor:
-        """Return the state at one index of each batch row, (B, 1, D)."""
-        return states_BTD[self.rows_B1, index_B[:, None]]
-
-    def keep_rows(self, rows_R: Tensor) -> None:
-        """Keep these rows and drop all others."""
-        keep_rows_of(self, ("tokens_BP", "num_B", "first_B", "hidden_BPD"), rows_R)
-        self.rows_B1 = self.rows_B1[: len(rows_R)]
-
-    def take(self) -> None:
+    def clear(self) -> None:
         """Remove all pending tokens."""
         self.first_B += self.num_B
         self.num_B.zero_()
+
+
+def state_at(states_BTD: Tensor, index_B: Tensor) -> Tensor:
+    """Return the state at one index of each batch row, (B, 1, D)."""
+    return states_BTD.take_along_dim(index_B[:, None, None], dim=1)

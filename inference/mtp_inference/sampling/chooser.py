@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from mtp_inference.cache.rows import RowState
 from mtp_inference.sampling.distributions import (
     ACCEPT,
     DRAFT,
@@ -46,13 +47,9 @@ class Verdict(NamedTuple):
 
 
 def verify_matching(drafts_BK: Tensor, choices_BK1: Tensor, num_drafted_B: Tensor) -> Verdict:
-    """Accept drafts up to the first that differs from the trunk's own token: for greedy decoding and argmax drafts.
+    """Accept drafts up to the first that differs from the trunk's own choice: for greedy decoding and argmax drafts.
 
-    Args:
-        drafts_BK: Drafted tokens, int64; columns from ``num_drafted`` on are ignored.
-        choices_BK1: The trunk's token at every window position, int64: its argmax, or the token drawn from p with the
-            random number of that position.
-        num_drafted_B: Number of drafts of each row, int64, 0 to K.
+    Columns of the drafts from ``num_drafted`` on, 0 to K, are ignored.
     """
     # No token is -1, so an ignored draft never equals a choice.
     counted_BK = drafts_BK.masked_fill(~_is_drafted(drafts_BK, num_drafted_B), -1)
@@ -125,7 +122,7 @@ class Drafts(NamedTuple):
     """The largest logit at each draft, NaN if any logit is NaN; None if the drafter has no logits."""
 
 
-class Chooser:
+class Chooser(RowState):
     """Choose the tokens of one batch.
 
     Args:
@@ -164,16 +161,9 @@ class Chooser:
         self.rows = self.rows.replaced(SamplingRows.stack(self.settings, self.rows.seed_B.device))
 
     def keep_rows(self, rows_R: Tensor) -> None:
-        """Keep the settings and the texts of these rows and drop all others."""
+        super().keep_rows(rows_R)
         self.settings = [self.settings[row] for row in rows_R.tolist()]
         self.rows = SamplingRows.stack(self.settings, self.rows.seed_B.device)
-        if self.seen_BV is not None:
-            self.seen_BV = self.seen_BV[rows_R]
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """Return which sampling steps run. A round captured as a CUDA graph is valid only for equal steps."""
-        return self.rows.steps
 
     def read_prompts(self, rows: slice, prompt_RT: Tensor) -> None:
         """Record the tokens of prompts, (R, tokens), in place of the earlier texts of these rows."""
@@ -189,13 +179,7 @@ class Chooser:
             self.seen_BV.scatter_(1, read_BT, True)
 
     def first(self, rows: slice, logits_R1V: Tensor, position: int) -> Tensor:
-        """Return the first token after each prompt, (R,), and record it.
-
-        Args:
-            rows: The R rows, whose prompts are equally long.
-            logits_R1V: The trunk's logits after the prompts.
-            position: Position of the returned tokens: the length of the prompts.
-        """
+        """Return the first token after prompts of one length, (R,), and record it; ``position`` is that length."""
         seen_R1V = None if self.seen_BV is None else self.seen_BV[rows, None]
         of_rows = SamplingRows.stack(self.settings[rows], logits_R1V.device)
         position_R1 = torch.full(logits_R1V.shape[:2], position, device=logits_R1V.device)
@@ -214,11 +198,7 @@ class Chooser:
             window_BT: The last committed token and the drafts.
             length_B: The position of the last committed token.
             drafts: The drafts.
-            limit_B: Number of drafts of each row that count, int64, at most ``drafts.num_drafted_B``, which is not read
-                here. For sampled drafts, the rule of :func:`verify_rejection` applies to it.
-
-        Returns:
-            The number of accepted drafts, and the tokens to commit.
+            limit_B: Number of drafts of each row that count: ``num_drafted_B`` of the rules above.
         """
         positions_BT = length_B[:, None] + torch.arange(1, window_BT.shape[1] + 1, device=window_BT.device)
         seen_BTV = None if self.seen_BV is None else seen_before(self.seen_BV, window_BT)
@@ -236,7 +216,7 @@ class Chooser:
         )
 
     def begin_draft(self, last_B: Tensor, length_B: Tensor) -> DraftChoice:
-        """Begin a draft after the last committed tokens, at positions ``length_B``."""
+        """Begin a draft after the last committed tokens, whose positions are ``length_B``."""
         return DraftChoice(self, last_B, length_B)
 
 
@@ -245,7 +225,7 @@ class DraftChoice:
 
     def __init__(self, chooser: Chooser, last_B: Tensor, length_B: Tensor) -> None:
         self._chooser = chooser
-        self._length_B = length_B
+        self.length_B = length_B
         self._read = [last_B[:, None]]
         self._q: list[Tensor] = []
         self._peaks: list[Tensor] = []
@@ -264,7 +244,7 @@ class DraftChoice:
             seen_B1V = seen_before(chooser.seen_BV, torch.cat(self._read, dim=1))[:, -1:]
         if chooser.samples_drafts:
             q_B1V = probabilities(logits_B1V, chooser.rows, seen_B1V)
-            position_B1 = (self._length_B + len(self._read))[:, None]
+            position_B1 = (self.length_B + len(self._read))[:, None]
             self._q.append(q_B1V)
             self._read.append(draw(q_B1V, uniform(chooser.rows.seed_B, position_B1, DRAFT)))
         else:
@@ -274,7 +254,9 @@ class DraftChoice:
             self._read.append(logits_B1V.argmax(dim=-1))
 
     def result(self) -> Drafts:
-        """Return the drafted tokens."""
+        """Return the drafted tokens, none if no token was added."""
+        if not self._peaks:
+            return Drafts(self.last_B1[:, :0])
         q_BKV = torch.cat(self._q, dim=1) if self._q else None
         return Drafts(torch.cat(self._read[1:], dim=1), q_BKV, peak_BK=torch.cat(self._peaks, dim=1))
 

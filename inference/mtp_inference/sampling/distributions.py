@@ -8,7 +8,7 @@ decides, and a stream, one for each decision at a position. A text therefore doe
 and a position that is decided again, after a rejected draft, gets the same number.
 
 All functions run on the tensors' device in fixed shapes and do not synchronise, so a CUDA graph can capture them. The
-Python values of :class:`SamplingRows` select the steps that run and their shapes, so they are part of the key of a
+Python values of :class:`SamplingRows` select the steps that run, so they are part of the key of a
 captured graph. On a CPU, where reading a value costs nothing, one filter reads values (``filters.py``).
 
 Shapes: B rows of the batch, T positions, V vocabulary.
@@ -105,10 +105,9 @@ class SamplingRows(TopRows):
     any_penalty: bool
 
     @property
-    def steps(self) -> tuple[int, ...]:
-        """Return which steps run, and in which shapes: equal for batches that run the same operations."""
-        flags = (self.any_sampled, self.any_top_k, self.any_top_p, self.any_min_p, self.any_penalty)
-        return (*flags, self.any_listed, self.any_searched, self.top_k_width)
+    def steps(self) -> tuple[bool, ...]:
+        """Return which steps run: equal for batches that run the same operations on a GPU, where lists are not used."""
+        return self.any_sampled, self.any_top_k, self.any_top_p, self.any_min_p, self.any_penalty
 
     @classmethod
     def stack(cls, settings: Sequence[Sampling], device: torch.device | str) -> SamplingRows:
@@ -149,14 +148,9 @@ class SamplingRows(TopRows):
 
 
 def seen_before(seen_BV: Tensor, window_tokens_BT: Tensor) -> Tensor:
-    """Return the set of tokens before and at each position of a window.
+    """Return the set of tokens before and at each position of a window, bool (B, T, V).
 
-    Args:
-        seen_BV: Bool, the tokens of the committed text.
-        window_tokens_BT: Int64, the tokens of the window; position t follows tokens 0..t.
-
-    Returns:
-        Bool (B, T, V).
+    ``seen_BV`` is the set of the committed text's tokens.
     """
     num_tokens = window_tokens_BT.shape[1]
     read_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=seen_BV.device).tril()
@@ -178,13 +172,10 @@ def probabilities(logits_BTV: Tensor, rows: SamplingRows, seen_BTV: Tensor | Non
     Args:
         logits_BTV: Logits of any float dtype.
         rows: Settings of the rows.
-        seen_BTV: Bool, tokens before each position (:func:`seen_before`); needed if a row has a penalty.
+        seen_BTV: Tokens before each position (:func:`seen_before`); needed if a row has a penalty.
 
     Returns:
         Probabilities, fp32 (B, T, V). Rows of temperature 0 are one-hot at the first of the largest logits.
-
-    Raises:
-        ValueError: A row has a penalty and ``seen_BTV`` is None.
     """
     scores_BTV = logits_BTV.float()
     if rows.any_penalty:

@@ -60,7 +60,7 @@ class TopRows:
 
 
 def listed_width(top_k: int) -> int:
-    """Return the number of scores to list for the largest top-k of a batch: one of few, as graphs depend on it."""
+    """Return the number of scores to list for the largest top-k of a batch."""
     width = LISTED
     while width < top_k:
         width *= GROWTH

@@ -17,8 +17,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from mtp_train.checkpoints.files import read_json
-from mtp_train.checkpoints.gguf.fields import NUM_MODULES, Value
-from mtp_train.checkpoints.gguf.head_record import GgufHead
+from mtp_train.checkpoints.gguf.record import NUM_MODULES, GgufHead, Value
 from mtp_train.checkpoints.gguf.tensors import GgufTensor
 from mtp_train.errors import CheckpointError
 
@@ -52,15 +51,8 @@ def write_gguf(
 ) -> None:
     """Write a GGUF file, one block of one tensor in memory at a time.
 
-    Args:
-        path: The new file.
-        record: The head's GGUF names and metadata.
-        tensors: The file's tensors.
-        kind: Storage type of matrices.
-        trunk: The checkpoint's directory, for its model card and tokenizer files.
-        config: The text config, defaults filled in.
-        tokenizer: The checkpoint's tokenizer.
-        progress: The progress display.
+    ``trunk`` is the checkpoint's directory, for its model card and tokenizer files; ``config`` its text config with
+    defaults filled in.
 
     Raises:
         CheckpointError: A weight is NaN, infinite or beyond what f16 can hold, or the tokenizer does not fit.
@@ -183,13 +175,6 @@ def _encode(name: str, block: Tensor, stored: Stored) -> np.ndarray[Any, Any]:
 
 def add_vocabulary(writer: gguf.GGUFWriter, path: Path, tokenizer: Any, record: GgufHead, vocab_size: int) -> None:
     """Write a byte-level BPE vocabulary, padded to the embedding's number of rows.
-
-    Args:
-        writer: The file's writer.
-        path: The checkpoint's directory, for merges, special tokens and the chat template.
-        tokenizer: Its tokenizer.
-        record: The pre-tokenizer's name, and special tokens that the tokenizer's files do not declare.
-        vocab_size: Rows of the embedding.
 
     Raises:
         CheckpointError: The tokenizer has more tokens than the embedding, or no merges.

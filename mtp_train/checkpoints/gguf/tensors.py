@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtp_train.checkpoints.files import Checkpoint
-from mtp_train.checkpoints.gguf.head_record import Cut, GgufHead
+from mtp_train.checkpoints.gguf.record import Cut, GgufHead
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.quantised import plain_shape, read_plain_in_blocks
@@ -24,7 +24,7 @@ _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor under its GGUF name, in the shape torch would give it."""
+    """A tensor under its GGUF name, or a native one on the way to it, in the shape torch would give it."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,25 +32,10 @@ class GgufTensor:
     """Returns its values in consecutive slices along the first axis."""
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A native tensor of the head, or a part of one."""
-
-    shape: tuple[int, ...]
-    blocks: Callable[[], Iterator[Tensor]]
-
-
 def gguf_tensors(
     trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: Mapping[str, Any]
 ) -> list[GgufTensor]:
     """Return the head's tensors and the trunk's tensors that llama.cpp's loader requires, without loading them.
-
-    Args:
-        trunk: The checkpoint that the head is for.
-        layout: The checkpoint's head layout, with the keys of ``head``.
-        head: The head to write.
-        record: The GGUF names.
-        config: The text config, defaults filled in.
 
     Raises:
         CheckpointError: The record has no name for a tensor of the head.
@@ -92,26 +77,30 @@ def _of_head(
     trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: Mapping[str, Any]
 ) -> Iterator[GgufTensor]:
     """Yield the head's tensors; experts stored as one tensor each are stacked in the order of their indices."""
-    stacks: dict[str, dict[int, _Piece]] = {}
-    parts: dict[str, dict[str, _Piece]] = {}
+    stacks: dict[str, dict[int, GgufTensor]] = {}
+    parts: dict[str, dict[str, GgufTensor]] = {}
     part_of = {tail: name for name, join in record.joined.items() for tail in join.parts}
     num_layers = int(config["num_hidden_layers"])
-    for key, source in _native_pieces(trunk, layout, head):
-        block, tail = _place(key, layout, record, num_layers)
+    for native in _native_tensors(trunk, layout, head):
+        block, tail = _place(native.name, layout, record, num_layers)
         if tail in record.outside:
             if block != num_layers:
-                raise _second_of_one(key, record)
-            yield GgufTensor(record.outside[tail], source.shape, source.blocks)
+                raise CheckpointError(
+                    f"{native.name}: llama.cpp's {record.arch} has one tensor for all modules; expected a head of one "
+                    "module. Export without --gguf."
+                )
+            yield replace(native, name=record.outside[tail])
             continue
         if tail in part_of:
-            parts.setdefault(f"blk.{block}.{part_of[tail]}", {})[tail] = source
+            parts.setdefault(f"blk.{block}.{part_of[tail]}", {})[tail] = native
             continue
         expert = _EXPERT.search(tail)
-        for name, piece in _named(key, _EXPERT.sub("{expert}", tail), source, record, config):
+        for piece in _named(native, _EXPERT.sub("{expert}", tail), record, config):
+            name = f"blk.{block}.{piece.name}"
             if expert is None:
-                yield GgufTensor(f"blk.{block}.{name}", piece.shape, piece.blocks)
+                yield replace(piece, name=name)
             else:
-                stacks.setdefault(f"blk.{block}.{name}", {})[int(expert[0])] = piece
+                stacks.setdefault(name, {})[int(expert[0])] = piece
     for name, experts in stacks.items():
         pieces = [experts[number] for number in sorted(experts)]
         yield GgufTensor(name, (len(pieces), *pieces[0].shape), _stacked(pieces))
@@ -120,26 +109,26 @@ def _of_head(
         yield _joined(name, [found[tail] for tail in join.parts], join.axis)
 
 
-def _native_pieces(trunk: Checkpoint, layout: HeadLayout, head: NativeHead) -> Iterator[tuple[str, _Piece]]:
+def _native_tensors(trunk: Checkpoint, layout: HeadLayout, head: NativeHead) -> Iterator[GgufTensor]:
     for pending in head.tensors:
         # Read in parts, an FP8 weight is dequantised to fp32, like in the converter; read whole, it is rounded to bf16.
-        yield pending.key, _Piece(pending.shape, _one_block(partial(_whole, pending)))
+        yield GgufTensor(pending.key, pending.shape, _one_block(partial(_whole, pending)))
     for key in head.shared_keys:
         shared = layout.shared_key(key)
         if shared is not None:
             stored = layout.trunk_key(shared, trunk.tensors)
-            yield key, _Piece(plain_shape(stored, trunk.tensors), _stored_blocks(trunk, stored))
+            yield GgufTensor(key, plain_shape(stored, trunk.tensors), _stored_blocks(trunk, stored))
 
 
 def _one_block(load: Callable[[], Tensor]) -> Callable[[], Iterator[Tensor]]:
     return lambda: iter((load(),))
 
 
-def _stacked(pieces: Iterable[_Piece]) -> Callable[[], Iterator[Tensor]]:
+def _stacked(pieces: Iterable[GgufTensor]) -> Callable[[], Iterator[Tensor]]:
     return lambda: (block[None] for piece in pieces for block in piece.blocks())
 
 
-def _joined(name: str, pieces: Sequence[_Piece], axis: int) -> GgufTensor:
+def _joined(name: str, pieces: Sequence[GgufTensor], axis: int) -> GgufTensor:
     shape = list(pieces[0].shape)
     shape[axis] = sum(piece.shape[axis] for piece in pieces)
 
@@ -168,16 +157,16 @@ def _place(key: str, layout: HeadLayout, record: GgufHead, num_layers: int) -> t
     raise _no_name(key, record)
 
 
-def _named(
-    key: str, tail: str, source: _Piece, record: GgufHead, config: Mapping[str, Any]
-) -> Iterator[tuple[str, _Piece]]:
+def _named(native: GgufTensor, tail: str, record: GgufHead, config: Mapping[str, Any]) -> Iterator[GgufTensor]:
+    """Yield a native tensor, or the parts that it is cut into, under names within the block."""
     if tail in record.cuts:
         cut = record.cuts[tail]
-        yield from zip(cut.names, _cut(cut, source, config), strict=True)
+        for name, (shape, change) in zip(cut.names, _cut(cut, native.shape, config), strict=True):
+            yield GgufTensor(name, shape, _changed(native, change))
     elif tail in record.names:
-        yield record.names[tail], source
+        yield replace(native, name=record.names[tail])
     else:
-        raise _no_name(key, record)
+        raise _no_name(native.name, record)
 
 
 def _no_name(key: str, record: GgufHead) -> CheckpointError:
@@ -186,33 +175,30 @@ def _no_name(key: str, record: GgufHead) -> CheckpointError:
     )
 
 
-def _second_of_one(key: str, record: GgufHead) -> CheckpointError:
-    return CheckpointError(
-        f"{key}: llama.cpp's {record.arch} has one tensor for all modules; expected a head of one module. Export "
-        "without --gguf."
-    )
+def _changed(tensor: GgufTensor, change: Callable[[Tensor], Tensor]) -> Callable[[], Iterator[Tensor]]:
+    return lambda: map(change, tensor.blocks())
 
 
-def _cut(cut: Cut, source: _Piece, config: Mapping[str, Any]) -> tuple[_Piece, ...]:
+def _cut(
+    cut: Cut, shape: tuple[int, ...], config: Mapping[str, Any]
+) -> tuple[tuple[tuple[int, ...], Callable[[Tensor], Tensor]], ...]:
+    """Return, per part of a tensor, its shape and the function of a block that returns the part."""
     if cut.how in ("query_pairs", "key_pairs"):
         count = int(config["num_attention_heads" if cut.how == "query_pairs" else "num_key_value_heads"])
-        return (_Piece(source.shape, lambda: (_paired(block, count) for block in source.blocks())),)
+        return ((shape, lambda block: _paired(block, count)),)
     if cut.how == "halves":
-        *outer, rows, columns = source.shape
+        *outer, rows, columns = shape
         half = (*outer, rows // 2, columns)
-        return (
-            _Piece(half, lambda: (block[..., : rows // 2, :] for block in source.blocks())),
-            _Piece(half, lambda: (block[..., rows // 2 :, :] for block in source.blocks())),
-        )
+        return (half, lambda block: block[..., : rows // 2, :]), (half, lambda block: block[..., rows // 2 :, :])
     key_dims, value_dims = int(config["qk_nope_head_dim"]), int(config["v_head_dim"])
-    heads, latent = source.shape[0] // (key_dims + value_dims), source.shape[1]
+    heads, latent = shape[0] // (key_dims + value_dims), shape[1]
 
-    def by_head() -> Iterator[Tensor]:
-        return (block.view(heads, key_dims + value_dims, latent) for block in source.blocks())
+    def by_head(block: Tensor) -> Tensor:
+        return block.view(heads, key_dims + value_dims, latent)
 
     return (
-        _Piece((heads, latent, key_dims), lambda: (block[:, :key_dims].transpose(1, 2) for block in by_head())),
-        _Piece((heads, value_dims, latent), lambda: (block[:, key_dims:] for block in by_head())),
+        ((heads, latent, key_dims), lambda block: by_head(block)[:, :key_dims].transpose(1, 2)),
+        ((heads, value_dims, latent), lambda block: by_head(block)[:, key_dims:]),
     )
 
 
@@ -224,4 +210,4 @@ def _with_offset(tensor: GgufTensor, offset: float) -> GgufTensor:
     """Add the offset to a norm's weight, in fp32 like the converter."""
     if not offset or not tensor.name.endswith("norm.weight"):
         return tensor
-    return GgufTensor(tensor.name, tensor.shape, lambda: (block.float() + offset for block in tensor.blocks()))
+    return replace(tensor, blocks=_changed(tensor, lambda block: block.float() + offset))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.drafts.record import parts_of
 from mtp_train.families.engines import EngineSupport, complete
-from mtp_train.families.spec import Declaration, Engines, Family, RawConfig, Wiring
+from mtp_train.families.spec import Declaration, Family, RawConfig, Wiring
 from mtp_train.head_kinds import HeadKind, draft_kinds, find_head_kind, head_kind_names
 
 _BEYOND_ATTACHED = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -72,7 +72,7 @@ def of_kind(family: Family, kind: str) -> Family:
             conventions={"vllm": parts.convention, "sglang": parts.convention, "llama.cpp": parts.convention},
         ),
         layer=parts.layer,
-        engines=Engines(support=draft_engines(kind, family.wrapper or family.name)),
+        engines=draft_engines(kind, family.wrapper or family.name),
     )
 
 

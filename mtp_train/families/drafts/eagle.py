@@ -6,7 +6,6 @@ Shapes: B rows, T tokens, D hidden.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from mtp_train.families.drafts.served_trunks import (
     in_vllm,
 )
 from mtp_train.families.engines import EngineSupport, engine_table
-from mtp_train.families.spec import Borrowed, Family, KeyRule, RawConfig
+from mtp_train.families.spec import Borrowed, Family, KeyRule
 
 
 class EagleModule(Block):
@@ -44,12 +43,6 @@ def _without_input_norm(borrowed: Borrowed, config: PretrainedConfig, layer_idx:
     layer: nn.Module = borrowed.cls(borrowed.layer)(config, layer_idx)
     layer.set_submodule("input_layernorm", nn.Identity())
     return layer
-
-
-def _config(
-    layer_config: PretrainedConfig, num_modules: int, trunk: RawConfig, num_drafted: int | None
-) -> dict[str, Any]:
-    return llama_draft_config(layer_config, trunk)
 
 
 def _serving(trunk: str) -> Mapping[str, EngineSupport]:
@@ -73,7 +66,7 @@ PARTS = DraftParts(
     format=DraftFormat(
         # SGLang has its own name for EAGLE heads.
         written_as=("EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
-        config=_config,
+        config=lambda layer_config, num_modules, trunk, num_drafted: llama_draft_config(layer_config, trunk),
         has_output=False,
         plain_settings=PLAIN_SETTINGS,
         # SGLang's projection has a bias. vLLM's has none, and ignores a stored one.

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import Cache, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.convention import Convention
 from mtp_train.families.drafts.llama import PLAIN_SETTINGS, llama_draft_config, llama_layer
 from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts, SpeculatorsForm
 from mtp_train.families.drafts.served_trunks import (
@@ -24,7 +23,7 @@ from mtp_train.families.drafts.served_trunks import (
     in_sglang,
     in_vllm,
 )
-from mtp_train.families.engines import EngineSupport, engine_table, no
+from mtp_train.families.engines import Convention, EngineSupport, engine_table, no
 from mtp_train.families.spec import Borrowed, Family, KeyRule, RawConfig
 
 _NUM_STATES = 3

@@ -34,23 +34,17 @@ _TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def llama_layer(
-    build_layer: Callable[[Borrowed, PretrainedConfig, int], nn.Module], *, rotary: str | None = "LlamaRotaryEmbedding"
+    build_layer: Callable[[Borrowed, PretrainedConfig, int], nn.Module], *, rotary: str | None = "RotaryEmbedding"
 ) -> HeadLayer:
     """Return a head's layer with the sizes and the rotary base of its trunk.
 
     Args:
         build_layer: Transformers' Llama classes, the layer's config and the module's number to the layer.
-        rotary: The rotary embedding's class; None for a layer without attention.
+        rotary: The rotary embedding's name without ``Llama``; None for a layer without attention.
     """
     return HeadLayer(
         config=llama_config,
-        borrowed=Borrowed(
-            python_module="transformers.models.llama.modeling_llama",
-            layer="LlamaDecoderLayer",
-            norm="LlamaRMSNorm",
-            rotary=rotary,
-            build_layer=build_layer,
-        ),
+        borrowed=Borrowed.of("llama", "Llama", rotary=rotary, build_layer=build_layer),
     )
 
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.convention import Convention
-from mtp_train.families.engines import EngineSupport
+from mtp_train.families.engines import Convention, EngineSupport
 from mtp_train.families.spec import Family, HeadLayer, KeyRule, RawConfig
 from mtp_train.head_kinds import HeadKind
 

@@ -8,29 +8,29 @@ MiMo-7B stores one, because MiMo-7B has a Qwen2 trunk; a head for Command A+ as 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig
 
-from mtp_train.families.convention import Convention
-from mtp_train.families.engines import EngineSupport, engine_table, no
-from mtp_train.families.layouts import AFTER_THE_TRUNK, beside_the_trunk, expert_rules, with_layers
-from mtp_train.families.mechanisms.longrope import keep_short_factors, short_factors
+from mtp_train.errors import UnsupportedModelError
+from mtp_train.families.engines import Convention, EngineSupport, engine_table, no
+from mtp_train.families.layouts import (
+    AFTER_THE_TRUNK,
+    BESIDE_THE_TRUNK,
+    beside_the_trunk,
+    every_layer_sparse,
+    expert_rules,
+    full,
+    layers_of,
+    with_layers,
+)
 from mtp_train.families.models.cohere import COHERE2_MOE
 from mtp_train.families.models.mimo import MIMO
-from mtp_train.families.spec import (
-    Borrowed,
-    Declaration,
-    Engines,
-    Family,
-    HeadLayer,
-    KeyRule,
-    Keys,
-    TrunkTraits,
-    Wiring,
-)
+from mtp_train.families.spec import Borrowed, Declaration, Family, HeadLayer, KeyRule, TrunkTraits, Wiring
 from mtp_train.upstream.transformers_private import attention_of, set_attention
 
 # transformers' causal language models of these types declare no head keys, so the caller has to name them.
@@ -73,33 +73,14 @@ _PLAIN_TRUNK = TrunkTraits()
 _SEVERAL_LAYER_TYPES = TrunkTraits(masks_by_layer_type=True)
 
 
-def _full(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    return with_layers(text_config, num_modules, layer_types=["full_attention"] * num_modules)
-
-
-def _without_window(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    # transformers builds the head's KV cache from the trunk's config: in a trunk with a sliding window it drops keys
-    # beyond the window.
-    return with_layers(text_config, num_modules, sliding_window=None)
-
-
-def _without_dropout(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    return _without_window(
-        with_layers(text_config, num_modules, attention_dropout=0.0, residual_dropout=0.0), num_modules
-    )
-
-
-def _sparse(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    return with_layers(text_config, num_modules, sliding_window=None, mlp_only_layers=[], decoder_sparse_step=1)
-
-
-def _sparse_full(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    return _full(with_layers(text_config, num_modules, mlp_only_layers=[], decoder_sparse_step=1), num_modules)
+# transformers builds the head's KV cache from the trunk's config: in a trunk with a sliding window it drops keys beyond
+# the window.
+_without_window = layers_of(sliding_window=None)
 
 
 def _rotated(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
     # transformers builds the head from the first layer's fields. The trunk's last layer may have no positions.
-    return _full(with_layers(text_config, num_modules, no_rope_layers=[1] * num_modules), num_modules)
+    return full(with_layers(text_config, num_modules, no_rope_layers=[1] * num_modules), num_modules)
 
 
 def attached(
@@ -119,82 +100,58 @@ def attached(
 ) -> Family:
     """Return the record of a trunk whose attached head is stored in the layout of transformers' ``MtpModel``.
 
+    Arguments without a description are fields of :class:`Family` or of its parts.
+
     Args:
         model_type: The config's ``model_type``; also the family's name.
-        title: See :class:`Family`.
         classes: Directory of the model under ``transformers.models``, and the prefix of its class names.
-        head_layer_config: See ``HeadLayer.config``.
-        rotary_by_layer_type: See :class:`HeadLayer`.
         norm: Class name of the norm, without the prefix.
-        norm_eps: See :class:`Borrowed`.
         layer_rules: Rules for keys of the head's layer that a release and transformers name differently.
-        trunk_rules: See :class:`Keys`.
-        wiring: See :class:`Family`.
-        trunk: See :class:`Family`.
-        engines: See ``Engines.support``.
     """
-    module, beginning = classes
     return Family(
         name=model_type,
         title=title,
         model_types=(model_type,),
         attached=True,
         declaration=_DECLARATION,
-        keys=Keys(head_prefixes=("mtp.",), rules=beside_the_trunk(*layer_rules), trunk_rules=trunk_rules),
+        keys=beside_the_trunk(*layer_rules, trunk_rules=trunk_rules),
         wiring=wiring,
         layer=HeadLayer(
             config=head_layer_config,
-            borrowed=Borrowed(
-                python_module=f"transformers.models.{module}.modeling_{module}",
-                layer=f"{beginning}DecoderLayer",
-                norm=f"{beginning}{norm}",
-                rotary=f"{beginning}RotaryEmbedding",
-                norm_eps=norm_eps,
-            ),
+            borrowed=Borrowed.of(*classes, norm=norm, norm_eps=norm_eps),
             rotary_by_layer_type=rotary_by_layer_type,
         ),
         trunk=trunk,
-        engines=Engines(support=engines),
+        engines=engines,
     )
 
 
 # vLLM and SGLang load the head because of the architecture's name. The model type stays, so that transformers still
 # loads the trunk. vLLM reads the state before the trunk's final norm, SGLang the state after it.
-_MIMO_IN_VLLM = MIMO.wiring.conventions["vllm"]
 QWEN2 = Family(
     name="qwen2",
     title="Qwen2 / Qwen2.5",
     model_types=("qwen2",),
     attached=True,
-    declaration=Declaration(
-        count=MIMO.declaration.count,
-        beside={"architectures": ["MiMoForCausalLM"]},
-        others=("architectures",),
-    ),
-    keys=Keys(trunk_prefixes=MIMO.keys.trunk_prefixes, head_prefixes=MIMO.keys.head_prefixes, rules=MIMO.keys.rules),
-    wiring=Wiring(concat=MIMO.wiring.concat, default=_MIMO_IN_VLLM, conventions=MIMO.wiring.conventions),
-    layer=HeadLayer(config=_full, borrowed=MIMO.layer.borrowed),
+    declaration=replace(MIMO.declaration, beside={"architectures": ["MiMoForCausalLM"]}, others=("architectures",)),
+    keys=MIMO.keys,
+    wiring=replace(MIMO.wiring, default=MIMO.wiring.conventions["vllm"]),
+    layer=HeadLayer(config=full, borrowed=MIMO.layer.borrowed),
     trunk=_SEVERAL_LAYER_TYPES,
-    engines=Engines(
-        support=engine_table(
-            transformers=no("loads the trunk and ignores the head"),
-            llama_cpp=no(
-                "has no graph for this head; to convert the trunk, put Qwen2ForCausalLM back into config.json"
-            ),
-        ),
+    engines=engine_table(
+        transformers=no("loads the trunk and ignores the head"),
+        llama_cpp=no("has no graph for this head; to convert the trunk, put Qwen2ForCausalLM back into config.json"),
     ),
 )
 LLAMA = attached("llama", "Llama 2 / 3", classes=("llama", "Llama"))
 MISTRAL = attached("mistral", "Mistral", classes=("mistral", "Mistral"))
-QWEN3 = attached(
-    "qwen3", "Qwen3 dense", classes=("qwen3", "Qwen3"), head_layer_config=_full, trunk=_SEVERAL_LAYER_TYPES
-)
+QWEN3 = attached("qwen3", "Qwen3 dense", classes=("qwen3", "Qwen3"), head_layer_config=full, trunk=_SEVERAL_LAYER_TYPES)
 QWEN3_MOE = attached(
     "qwen3_moe",
     "Qwen3 MoE",
     classes=("qwen3_moe", "Qwen3Moe"),
-    head_layer_config=_sparse,
-    layer_rules=expert_rules("mtp.layers.{module}."),
+    head_layer_config=layers_of(sliding_window=None, mlp_only_layers=[], decoder_sparse_step=1),
+    layer_rules=expert_rules(BESIDE_THE_TRUNK),
     wiring=Wiring(conventions={"sglang": Convention()}),
     engines=engine_table(transformers=_USE_MTP_TOLD, vllm=_NO_VLLM, llama_cpp=_NO_LLAMA_CPP),
 )
@@ -203,7 +160,7 @@ GEMMA3 = attached(
     "gemma3_text",
     "Gemma 3 (text)",
     classes=("gemma3", "Gemma3"),
-    head_layer_config=_full,
+    head_layer_config=full,
     rotary_by_layer_type=True,
     trunk=TrunkTraits(masks_by_layer_type=True, logit_bound="final_logit_softcapping"),
 )
@@ -220,11 +177,56 @@ GEMMA2 = attached(
     "gemma2",
     "Gemma 2",
     classes=("gemma2", "Gemma2"),
-    head_layer_config=_full,
+    head_layer_config=full,
     trunk=TrunkTraits(masks_by_layer_type=True, logit_bound="final_logit_softcapping", prepare=_keep_score_bounds),
     engines=_UNSCALED,
 )
-# The rotary frequencies are fixed in the trunk and in the head; longrope.py gives the reason.
+
+
+# LongRoPE (arXiv:2402.13753) in Phi has one set of rotary frequencies for short texts, another for long texts.
+# transformers selects the set by the last position of each forward, for all of its rows. A draft beyond the limit, or
+# another row of the batch, would change a token's keys. Here the set for short texts is always used, and
+# longer texts are refused.
+def short_factors(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a config whose rotary embedding has the frequencies for short texts only: a copy, or the config itself if
+    it has no LongRoPE."""
+    rope = config.rope_parameters
+    if rope["rope_type"] != "longrope":
+        return config
+    changed = copy.deepcopy(config)
+    changed.rope_parameters = {**rope, "long_factor": rope["short_factor"]}
+    return changed
+
+
+def keep_short_factors(decoder: nn.Module) -> None:
+    """Fix a trunk's frequencies to the set for short texts, and make its forward raise for longer texts.
+
+    The forward has to be called with ``input_ids`` as a keyword. It raises an UnsupportedModelError.
+    """
+    trunk: Any = decoder
+    rope = trunk.config.rope_parameters
+    if rope["rope_type"] != "longrope":
+        return
+    # transformers computes the set for long texts from this config, at the first forward.
+    trunk.rotary_emb.config = short_factors(trunk.config)
+    limit = int(rope["original_max_position_embeddings"])
+
+    def refuse_longer(_decoder: nn.Module, _arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
+        num_tokens, cache = given["input_ids"].shape[1], given.get("past_key_values")
+        # get_mask_sizes returns the number of keys and the first position without a device synchronisation. Their sum
+        # bounds the length of the longest row's text, this window included.
+        last = num_tokens if cache is None else sum(cache.layers[0].get_mask_sizes(num_tokens))
+        # A window that begins within the limit may end beyond it: its last tokens may be drafts that are rejected.
+        if last - num_tokens >= limit or num_tokens > limit:
+            raise UnsupportedModelError(
+                f"trunk: a text of up to {last} tokens; expected at most {limit} (original_max_position_embeddings): "
+                "beyond it this model has other rotary frequencies. Shorten prompts, max_new_tokens or "
+                "data.seq_len_tokens."
+            )
+
+    decoder.register_forward_pre_hook(refuse_longer, with_kwargs=True)
+
+
 PHI3 = attached(
     "phi3",
     "Phi-3 / Phi-4",
@@ -233,13 +235,13 @@ PHI3 = attached(
     trunk=TrunkTraits(prepare=keep_short_factors),
 )
 GPT_OSS = attached(
-    "gpt_oss", "gpt-oss", classes=("gpt_oss", "GptOss"), head_layer_config=_full, trunk=_SEVERAL_LAYER_TYPES
+    "gpt_oss", "gpt-oss", classes=("gpt_oss", "GptOss"), head_layer_config=full, trunk=_SEVERAL_LAYER_TYPES
 )
 OLMO3 = attached(
     "olmo3",
     "OLMo 3",
     classes=("olmo3", "Olmo3"),
-    head_layer_config=_full,
+    head_layer_config=full,
     rotary_by_layer_type=True,
     trunk=_SEVERAL_LAYER_TYPES,
 )
@@ -262,35 +264,23 @@ SMOLLM3 = attached(
 
 def _mixtral_layer(layer: str) -> tuple[KeyRule, ...]:
     """Return the rules of a layer with the native prefix ``layer``."""
-    native, experts = f"{layer}block_sparse_moe.", "layer.mlp.experts"
-    return (
-        *(
-            KeyRule(
-                native=f"{native}experts.{{expert}}.{name}.weight",
-                ours=f"{experts}.gate_up_proj",
-                stack="experts_concat",
-                order=order,
-            )
-            for order, name in enumerate(("w1", "w3"))
-        ),
-        KeyRule(native=f"{native}experts.{{expert}}.w2.weight", ours=f"{experts}.down_proj", stack="experts"),
-        KeyRule(native=f"{native}{{rest}}", ours="layer.mlp.{rest}"),
-    )
+    rest = KeyRule(native=f"{layer}block_sparse_moe.{{rest}}", ours="layer.mlp.{rest}")
+    return (*expert_rules(layer, "block_sparse_moe.experts", ("w1", "w3", "w2")), rest)
 
 
 MIXTRAL = attached(
     "mixtral",
     "Mixtral",
     classes=("mixtral", "Mixtral"),
-    layer_rules=_mixtral_layer("mtp.layers.{module}."),
+    layer_rules=_mixtral_layer(BESIDE_THE_TRUNK),
     trunk_rules=_mixtral_layer(AFTER_THE_TRUNK),
 )
 QWEN2_MOE = attached(
     "qwen2_moe",
     "Qwen2 MoE",
     classes=("qwen2_moe", "Qwen2Moe"),
-    head_layer_config=_sparse_full,
-    layer_rules=expert_rules("mtp.layers.{module}."),
+    head_layer_config=every_layer_sparse,
+    layer_rules=expert_rules(BESIDE_THE_TRUNK),
     trunk=_SEVERAL_LAYER_TYPES,
 )
 # Queries are scaled by their position in steps of thousands, and transformers runs the head's rows one position later
@@ -301,7 +291,7 @@ SEED_OSS = attached(
     "seed_oss",
     "Seed-OSS",
     classes=("seed_oss", "SeedOss"),
-    head_layer_config=_without_dropout,
+    head_layer_config=layers_of(sliding_window=None, attention_dropout=0.0, residual_dropout=0.0),
     engines=transformers_only(
         EngineSupport(
             True,
@@ -311,7 +301,7 @@ SEED_OSS = attached(
     ),
 )
 EXAONE4 = attached(
-    "exaone4", "EXAONE 4", classes=("exaone4", "Exaone4"), head_layer_config=_full, trunk=_SEVERAL_LAYER_TYPES
+    "exaone4", "EXAONE 4", classes=("exaone4", "Exaone4"), head_layer_config=full, trunk=_SEVERAL_LAYER_TYPES
 )
 # Queries and keys are normed after the rotation, so absolute positions matter: they have to equal transformers'.
 HUNYUAN_DENSE = attached(
@@ -333,7 +323,7 @@ COHERE2 = attached(
     "cohere2",
     "Command R7B / A",
     classes=("cohere2", "Cohere2"),
-    head_layer_config=_full,
+    head_layer_config=full,
     norm="LayerNorm",
     norm_eps="layer_norm_eps",
     trunk=TrunkTraits(masks_by_layer_type=True, logit_divisor=lambda config: 1.0 / config["logit_scale"]),

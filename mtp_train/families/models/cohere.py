@@ -7,16 +7,9 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from mtp_train.families.convention import LLAMA_CPP_POSITIONS
-from mtp_train.families.engines import HEAD_IGNORED, engine_table, no
-from mtp_train.families.layouts import (
-    AFTER_THE_TRUNK,
-    REPEATED_AFTER_THE_TRUNK,
-    after_the_trunk,
-    expert_rules,
-    sparse_full,
-)
-from mtp_train.families.spec import Borrowed, Declaration, Engines, Family, HeadLayer, Keys, TrunkTraits, Wiring
+from mtp_train.families.engines import HEAD_IGNORED, LLAMA_CPP_POSITIONS, engine_table, no
+from mtp_train.families.layouts import EXPERTS_AFTER_THE_TRUNK, sparse_full
+from mtp_train.families.spec import Borrowed, Family, HeadLayer, TrunkTraits, Wiring
 
 
 class _EitherNorm(Borrowed):
@@ -44,30 +37,18 @@ COHERE2_MOE = Family(
     title="Command A+ / North",
     model_types=("cohere2_moe",),
     attached=True,
-    declaration=Declaration(count="num_nextn_predict_layers"),
-    keys=Keys(
-        head_prefixes=(AFTER_THE_TRUNK,),
-        rules=after_the_trunk(*expert_rules(AFTER_THE_TRUNK)),
-        shared=REPEATED_AFTER_THE_TRUNK,
-    ),
+    keys=EXPERTS_AFTER_THE_TRUNK,
     wiring=Wiring(conventions={"llama.cpp": LLAMA_CPP_POSITIONS}),
     layer=HeadLayer(
         config=sparse_full,
-        borrowed=_EitherNorm(
-            python_module="transformers.models.cohere2_moe.modeling_cohere2_moe",
-            layer="Cohere2MoeDecoderLayer",
-            norm="Cohere2MoeLayerNorm",
-            rotary="Cohere2MoeRotaryEmbedding",
-            norm_eps="layer_norm_eps",
-            build_layer=_build_layer,
+        borrowed=_EitherNorm.of(
+            "cohere2_moe", "Cohere2Moe", norm="LayerNorm", norm_eps="layer_norm_eps", build_layer=_build_layer
         ),
     ),
     trunk=TrunkTraits(masks_by_layer_type=True, logit_divisor=lambda config: 1.0 / config["logit_scale"]),
-    engines=Engines(
-        support=engine_table(
-            transformers=HEAD_IGNORED,
-            vllm=no("has no head for this model, and refuses a checkpoint with a layer after the trunk's last"),
-            sglang=no("has no head for this model; it loads the trunk and leaves the head's layer out"),
-        ),
+    engines=engine_table(
+        transformers=HEAD_IGNORED,
+        vllm=no("has no head for this model, and refuses a checkpoint with a layer after the trunk's last"),
+        sglang=no("has no head for this model; it loads the trunk and leaves the head's layer out"),
     ),
 )

@@ -3,96 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from transformers import PretrainedConfig
-
-from mtp_train.families.convention import LLAMA_CPP_POSITIONS, Convention
 from mtp_train.families.engines import (
+    BEFORE_NORM,
     HEAD_IGNORED,
     LLAMA_CPP,
     LLAMA_CPP_BESIDE,
+    LLAMA_CPP_POSITIONS,
     USE_MTP,
+    ZERO_FIRST,
+    Convention,
     EngineSupport,
     engine_table,
     no,
 )
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
+    EXPERTS_AFTER_THE_TRUNK,
     INDEXER,
-    REPEATED_AFTER_THE_TRUNK,
-    after_the_trunk,
     expert_rules,
+    layers_of,
     sparse_from_the_first,
     sparse_indexed,
-    with_layers,
+    weight_rules,
 )
 from mtp_train.families.mechanisms.compressed_keys import compressing_in_windows
 from mtp_train.families.mechanisms.residual_streams import Streams
-from mtp_train.families.spec import (
-    Borrowed,
-    Declaration,
-    Engines,
-    Family,
-    HeadLayer,
-    KeyRule,
-    Keys,
-    SharedKey,
-    TrunkTraits,
-    Wiring,
-)
+from mtp_train.families.spec import Borrowed, Family, HeadLayer, KeyRule, Keys, SharedKey, TrunkTraits, Wiring
 
-_KEY_RULES = after_the_trunk(*expert_rules(AFTER_THE_TRUNK))
-_VLLM = Convention(zero_first_embedding=True)
+_WIRING = Wiring(conventions={"vllm": ZERO_FIRST, "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS})
 
 
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     title="DeepSeek V3 / R1",
     model_types=("deepseek_v3",),
-    declaration=Declaration(count="num_nextn_predict_layers"),
-    keys=Keys(head_prefixes=(AFTER_THE_TRUNK,), rules=_KEY_RULES, shared=REPEATED_AFTER_THE_TRUNK),
-    wiring=Wiring(conventions={"vllm": _VLLM, "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS}),
-    layer=HeadLayer(
-        config=sparse_from_the_first,
-        borrowed=Borrowed(
-            python_module="transformers.models.deepseek_v3.modeling_deepseek_v3",
-            layer="DeepseekV3DecoderLayer",
-            norm="DeepseekV3RMSNorm",
-            rotary="DeepseekV3RotaryEmbedding",
-        ),
-    ),
-    engines=Engines(
-        # llama.cpp's converter drops the head, but its graph, which also serves GLM-4.7-Flash, loads it.
-        support=engine_table(transformers=USE_MTP, llama_cpp=LLAMA_CPP_BESIDE),
-    ),
+    keys=EXPERTS_AFTER_THE_TRUNK,
+    wiring=_WIRING,
+    layer=HeadLayer(config=sparse_from_the_first, borrowed=Borrowed.of("deepseek_v3", "DeepseekV3")),
+    # llama.cpp's converter drops the head, but its graph, which also serves GLM-4.7-Flash, loads it.
+    engines=engine_table(transformers=USE_MTP, llama_cpp=LLAMA_CPP_BESIDE),
 )
 
 DEEPSEEK_V32 = Family(
     name="deepseek_v32",
     title="DeepSeek V3.2",
     model_types=("deepseek_v32",),
-    declaration=Declaration(count="num_nextn_predict_layers"),
-    keys=Keys(head_prefixes=(AFTER_THE_TRUNK,), rules=_KEY_RULES, shared=REPEATED_AFTER_THE_TRUNK),
-    wiring=Wiring(
-        # llama.cpp's head has no indexer: it attends to every key in texts longer than index_topk too.
-        conventions={"vllm": _VLLM, "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS},
-    ),
-    layer=HeadLayer(
-        config=sparse_indexed,
-        borrowed=Borrowed(
-            python_module="transformers.models.deepseek_v32.modeling_deepseek_v32",
-            layer="DeepseekV32DecoderLayer",
-            norm="DeepseekV32RMSNorm",
-            rotary="DeepseekV32RotaryEmbedding",
-            frozen=INDEXER,
-        ),
-    ),
+    keys=EXPERTS_AFTER_THE_TRUNK,
+    # llama.cpp's head has no indexer: it attends to every key in texts longer than index_topk too.
+    wiring=_WIRING,
+    layer=HeadLayer(config=sparse_indexed, borrowed=Borrowed.of("deepseek_v32", "DeepseekV32", frozen=INDEXER)),
     trunk=TrunkTraits(masks_by_layer_type=True, needs_transformers="5.23"),
-    engines=Engines(support=engine_table(transformers=HEAD_IGNORED)),
+    engines=engine_table(transformers=HEAD_IGNORED),
 )
 
-_MODULE, _TRUNK_LAYER = "mtp.{module}.", "{trunk}layers.{layer}."
-_EXPERTS, _GATE_UP = f"{_MODULE}ffn.experts.", "layer.mlp.experts.gate_up_proj"
+_MODULE = "mtp.{module}."
+_ENDS = {
+    "e_proj": "token_proj",
+    "h_proj": "hidden_proj",
+    "enorm": "embed_norm",
+    "hnorm": "hidden_norm",
+    "norm": "final_norm",
+}
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -125,26 +98,8 @@ _EXPERT_NAMES = {
 }
 _SAVED_NAMES = {"embed_tokens.": "embed.", "hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."}
 # In all engines the head reads the streams before they are mixed, and recycles the streams of its layer.
-_STREAMS = Convention(hidden="before_final_norm", recycle="before_final_norm")
-_VLLM_V4 = Convention(hidden="before_final_norm", recycle="before_final_norm", zero_first_embedding=True)
-_LLAMA_CPP = Convention(hidden="before_final_norm", recycle="before_final_norm", position_offset=1)
-
-
-def _weights(layer: str, names: dict[str, str]) -> tuple[KeyRule, ...]:
-    return tuple(
-        KeyRule(native=f"{layer}{native}.weight", ours=f"layer.{ours}.weight") for native, ours in names.items()
-    )
-
-
-def _sliding(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    """Return the config of vLLM's head layers: without compressed keys and without routing by token id."""
-    return with_layers(
-        text_config,
-        num_modules,
-        layer_types=["sliding_attention"] * num_modules,
-        mlp_layer_types=["moe"] * num_modules,
-    )
-
+_VLLM_V4 = replace(BEFORE_NORM, zero_first_embedding=True)
+_LLAMA_CPP = replace(BEFORE_NORM, position_offset=1)
 
 _ENGINES = engine_table(
     transformers=HEAD_IGNORED,
@@ -190,7 +145,6 @@ DEEPSEEK_V4 = Family(
     name="deepseek_v4",
     title="DeepSeek V4",
     model_types=("deepseek_v4",),
-    declaration=Declaration(count="num_nextn_predict_layers"),
     keys=Keys(
         # Releases have no prefix. transformers' save_pretrained adds one, and does not restore all release names.
         trunk_prefixes=("model.", ""),
@@ -199,11 +153,7 @@ DEEPSEEK_V4 = Family(
         saved_names=_SAVED_NAMES,
         head_prefixes=("mtp.",),
         rules=(
-            KeyRule(native=f"{_MODULE}e_proj.weight", ours="token_proj.weight"),
-            KeyRule(native=f"{_MODULE}h_proj.weight", ours="hidden_proj.weight"),
-            KeyRule(native=f"{_MODULE}enorm.weight", ours="embed_norm.weight"),
-            KeyRule(native=f"{_MODULE}hnorm.weight", ours="hidden_norm.weight"),
-            KeyRule(native=f"{_MODULE}norm.weight", ours="final_norm.weight"),
+            *weight_rules(_MODULE, _ENDS),
             *(KeyRule(native=f"{_MODULE}hc_head_{one}", ours=f"mixer.hc_{one}") for one in ("fn", "base", "scale")),
             *(
                 KeyRule(native=f"{_MODULE}hc_{part}_{one}", ours=f"layer.{part}_hc.{one}")
@@ -212,39 +162,34 @@ DEEPSEEK_V4 = Family(
             ),
             KeyRule(native=f"{_MODULE}attn.attn_sink", ours="layer.self_attn.sinks"),
             KeyRule(native=f"{_MODULE}ffn.gate.bias", ours="layer.mlp.gate.e_score_correction_bias"),
-            KeyRule(native=f"{_EXPERTS}{{expert}}.w1.weight", ours=_GATE_UP, stack="experts_concat", order=0),
-            KeyRule(native=f"{_EXPERTS}{{expert}}.w3.weight", ours=_GATE_UP, stack="experts_concat", order=1),
-            KeyRule(native=f"{_EXPERTS}{{expert}}.w2.weight", ours="layer.mlp.experts.down_proj", stack="experts"),
-            KeyRule(native=f"{_EXPERTS}{{rest}}", ours="layer.mlp.experts.{rest}"),
-            *_weights(_MODULE, _LAYER_NAMES),
+            *expert_rules(_MODULE, "ffn.experts", ("w1", "w3", "w2")),
+            KeyRule(native=f"{_MODULE}ffn.experts.{{rest}}", ours="layer.mlp.experts.{rest}"),
+            *weight_rules(_MODULE, _LAYER_NAMES, "layer."),
         ),
         shared=(
             SharedKey(native=f"{_MODULE}emb.tok_emb.weight", trunk="embed.weight"),
             SharedKey(native=f"{_MODULE}head.weight", trunk="head.weight"),
         ),
         trunk_rules=(
-            *_weights(_TRUNK_LAYER, _LAYER_NAMES | _COMPRESSOR_NAMES),
-            *_weights(f"{_TRUNK_LAYER}ffn.experts.{{expert}}.", _EXPERT_NAMES),
+            *weight_rules(AFTER_THE_TRUNK, _LAYER_NAMES | _COMPRESSOR_NAMES, "layer."),
+            *weight_rules(f"{AFTER_THE_TRUNK}ffn.experts.{{expert}}.", _EXPERT_NAMES, "layer."),
         ),
     ),
     wiring=Wiring(
         concat="sum",
         default=_VLLM_V4,
-        conventions={"vllm": _VLLM_V4, "sglang": _STREAMS, "llama.cpp": _LLAMA_CPP},
+        conventions={"vllm": _VLLM_V4, "sglang": BEFORE_NORM, "llama.cpp": _LLAMA_CPP},
     ),
     layer=HeadLayer(
-        config=_sliding,
-        borrowed=Borrowed(
-            python_module="transformers.models.deepseek_v4.modeling_deepseek_v4",
-            layer="DeepseekV4DecoderLayer",
-            norm="DeepseekV4RMSNorm",
-            rotary="DeepseekV4RotaryEmbedding",
-        ),
+        # Of vLLM's head layers: without compressed keys and without routing by token id.
+        config=layers_of(layer_types="sliding_attention", mlp_layer_types="moe"),
+        borrowed=Borrowed.of("deepseek_v4", "DeepseekV4"),
         rotary_kind="main",
     ),
     trunk=TrunkTraits(
         streams=Streams(count="hc_mult", mixer="DeepseekV4HyperHead", trunk_mixer="hc_head"),
         running_windows=compressing_in_windows,
     ),
-    engines=Engines(support=_ENGINES, of_checkpoint=_engines_of),
+    engines=_ENGINES,
+    engines_of=_engines_of,
 )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from mtp_train.families.convention import Convention
-from mtp_train.families.engines import HEAD_IGNORED, engine_table, no
+from mtp_train.families.engines import HEAD_IGNORED, ZERO_FIRST, engine_table, no
 from mtp_train.families.layouts import with_layers
-from mtp_train.families.spec import Borrowed, Declaration, Engines, Family, HeadLayer, KeyRule, Keys, Wiring
+from mtp_train.families.spec import Borrowed, Family, HeadLayer, KeyRule, Keys, Wiring
 
 
 def _never_sparse(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
@@ -18,7 +17,6 @@ ERNIE4_5_MOE = Family(
     name="ernie4_5_moe",
     title="ERNIE-4.5 MoE",
     model_types=("ernie4_5_moe",),
-    declaration=Declaration(count="num_nextn_predict_layers"),
     keys=Keys(
         head_prefixes=("model.mtp_",),
         rules=(
@@ -32,17 +30,9 @@ ERNIE4_5_MOE = Family(
         final_norm=False,
         # vLLM's head rotates halves like Llama, vLLM's trunk rotates neighbouring channels, as both do here. vLLM's
         # drafts differ from ours for this reason alone.
-        default=Convention(zero_first_embedding=True),
-        conventions={"vllm": Convention(zero_first_embedding=True), "sglang": Convention(zero_first_embedding=True)},
+        default=ZERO_FIRST,
+        conventions={"vllm": ZERO_FIRST, "sglang": ZERO_FIRST},
     ),
-    layer=HeadLayer(
-        config=_never_sparse,
-        borrowed=Borrowed(
-            python_module="transformers.models.ernie4_5_moe.modeling_ernie4_5_moe",
-            layer="Ernie4_5_MoeDecoderLayer",
-            norm="Ernie4_5_MoeRMSNorm",
-            rotary="Ernie4_5_MoeRotaryEmbedding",
-        ),
-    ),
-    engines=Engines(support=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("its converter drops this head"))),
+    layer=HeadLayer(config=_never_sparse, borrowed=Borrowed.of("ernie4_5_moe", "Ernie4_5_Moe")),
+    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("its converter drops this head")),
 )

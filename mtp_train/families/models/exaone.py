@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from mtp_train.families.convention import Convention
-from mtp_train.families.engines import HEAD_IGNORED, LLAMA_CPP_KEEPS, engine_table, no
-from mtp_train.families.layouts import beside_the_trunk, with_layers
-from mtp_train.families.spec import Borrowed, Declaration, Engines, Family, HeadLayer, Keys, TrunkTraits, Wiring
+from mtp_train.families.engines import HEAD_IGNORED, LLAMA_CPP_KEEPS, Convention, engine_table, no
+from mtp_train.families.layouts import beside_the_trunk, dense_sliding, with_layers
+from mtp_train.families.spec import Borrowed, Declaration, Family, HeadLayer, TrunkTraits, Wiring
 
 
 def _dense_with_rotary(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
@@ -19,13 +18,7 @@ def _dense_with_rotary(text_config: PretrainedConfig, num_modules: int) -> Pretr
     window = (fields.get("mtp_sliding_windows") or [None])[0] or fields["sliding_window"]
     if kind == "full_attention":
         window = fields["max_position_embeddings"]
-    return with_layers(
-        text_config,
-        num_modules,
-        layer_types=["sliding_attention"] * num_modules,
-        mlp_layer_types=["dense"] * num_modules,
-        sliding_window=window,
-    )
+    return dense_sliding(with_layers(text_config, num_modules, sliding_window=window), num_modules)
 
 
 def _as_the_first(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
@@ -39,19 +32,11 @@ EXAONE_MOE = Family(
     title="K-EXAONE",
     model_types=("exaone_moe",),
     declaration=Declaration(count="num_nextn_predict_layers", others=("mtp_layer_types", "mtp_sliding_windows")),
-    keys=Keys(head_prefixes=("mtp.",), rules=beside_the_trunk()),
+    keys=beside_the_trunk(),
     wiring=Wiring(conventions={"vllm": Convention(), "sglang": Convention()}),
-    layer=HeadLayer(
-        config=_dense_with_rotary,
-        borrowed=Borrowed(
-            python_module="transformers.models.exaone_moe.modeling_exaone_moe",
-            layer="ExaoneMoeDecoderLayer",
-            norm="ExaoneMoeRMSNorm",
-            rotary="ExaoneMoeRotaryEmbedding",
-        ),
-    ),
+    layer=HeadLayer(config=_dense_with_rotary, borrowed=Borrowed.of("exaone_moe", "ExaoneMoe")),
     trunk=TrunkTraits(masks_by_layer_type=True),
-    engines=Engines(support=engine_table(transformers=HEAD_IGNORED, llama_cpp=LLAMA_CPP_KEEPS)),
+    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=LLAMA_CPP_KEEPS),
 )
 
 EXAONE4_5 = Family(
@@ -64,21 +49,11 @@ EXAONE4_5 = Family(
         implied=1,
         others=("mtp_share_layers",),
     ),
-    keys=Keys(trunk_prefixes=("model.language_model.",), head_prefixes=("mtp.",), rules=beside_the_trunk()),
+    keys=beside_the_trunk(trunk_prefixes=("model.language_model.",)),
     wiring=Wiring(conventions={"vllm": Convention()}),
-    layer=HeadLayer(
-        config=_as_the_first,
-        borrowed=Borrowed(
-            python_module="transformers.models.exaone4.modeling_exaone4",
-            layer="Exaone4DecoderLayer",
-            norm="Exaone4RMSNorm",
-            rotary="Exaone4RotaryEmbedding",
-        ),
-    ),
+    layer=HeadLayer(config=_as_the_first, borrowed=Borrowed.of("exaone4", "Exaone4")),
     trunk=TrunkTraits(only_with_vision=True, masks_by_layer_type=True),
-    engines=Engines(
-        support=engine_table(
-            transformers=HEAD_IGNORED, sglang=no("has no class for this model"), llama_cpp=LLAMA_CPP_KEEPS
-        ),
+    engines=engine_table(
+        transformers=HEAD_IGNORED, sglang=no("has no class for this model"), llama_cpp=LLAMA_CPP_KEEPS
     ),
 )

@@ -7,14 +7,12 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from mtp_train.families.convention import Convention
-from mtp_train.families.engines import USE_MTP, EngineSupport, engine_table, no
-from mtp_train.families.layouts import with_layers
+from mtp_train.families.engines import USE_MTP, Convention, EngineSupport, engine_table, no
+from mtp_train.families.layouts import AFTER_THE_TRUNK, end_rules, weight_rules, with_layers
 from mtp_train.families.mechanisms.relative_positions import LogScaling, RelativeProfiles, ShortConvolution
 from mtp_train.families.spec import (
     Borrowed,
     Declaration,
-    Engines,
     Family,
     HeadLayer,
     KeyRule,
@@ -44,13 +42,8 @@ _LAYER_NAMES = {
 
 
 def _layer_rules(layer: str) -> tuple[KeyRule, ...]:
-    return (
-        *(
-            KeyRule(native=f"{layer}{native}.weight", ours=f"layer.{ours}.weight")
-            for native, ours in _LAYER_NAMES.items()
-        ),
-        KeyRule(native=f"{layer}attn.{{rest}}", ours="layer.self_attn.{rest}"),
-    )
+    rest = KeyRule(native=f"{layer}attn.{{rest}}", ours="layer.self_attn.{rest}")
+    return (*weight_rules(layer, _LAYER_NAMES, "layer."), rest)
 
 
 class _InterleavedMlp(nn.Module):
@@ -127,14 +120,12 @@ INKLING = Family(
         embed_norm="{trunk}embed_norm.weight",
         head_prefixes=("model.mtp.",),
         rules=(
-            KeyRule(native=f"{_HEAD}input_proj.weight", ours="proj.weight"),
-            KeyRule(native=f"{_HEAD}embed_norm.weight", ours="embed_norm.weight"),
-            KeyRule(native=f"{_HEAD}hidden_norm.weight", ours="hidden_norm.weight"),
+            *end_rules(_HEAD, proj="input_proj", embed_norm="embed_norm", hidden_norm="hidden_norm", final_norm=None),
             KeyRule(native="model.mtp.chain_norm.weight", ours="final_norm.weight"),
             *_layer_rules(f"{_HEAD}transformer_block."),
             KeyRule(native=f"{_HEAD}transformer_block.mlp.{{rest}}", ours="layer.mlp.{rest}"),
         ),
-        trunk_rules=_layer_rules("{trunk}layers.{layer}."),
+        trunk_rules=_layer_rules(AFTER_THE_TRUNK),
     ),
     wiring=Wiring(
         concat="hidden_first",
@@ -144,13 +135,7 @@ INKLING = Family(
     ),
     layer=HeadLayer(
         config=_head_layer_config,
-        borrowed=Borrowed(
-            python_module="transformers.models.inkling.modeling_inkling",
-            layer="InklingDecoderLayer",
-            norm="InklingRMSNorm",
-            rotary=None,
-            build_layer=_build_layer,
-        ),
+        borrowed=Borrowed.of("inkling", "Inkling", rotary=None, build_layer=_build_layer),
         masks_of_distances=True,
     ),
     trunk=TrunkTraits(
@@ -161,14 +146,12 @@ INKLING = Family(
         real_vocab="unpadded_vocab_size",
         needs_transformers="5.23",
     ),
-    engines=Engines(
-        support=engine_table(
-            transformers=EngineSupport(
-                True,
-                f"{USE_MTP.text}; 5.23 leaves out the trunk's norm of the embedding, which costs accepted drafts",
-                plain=USE_MTP.plain,
-            ),
-            llama_cpp=no("has no graph for this model"),
+    engines=engine_table(
+        transformers=EngineSupport(
+            True,
+            f"{USE_MTP.text}; 5.23 leaves out the trunk's norm of the embedding, which costs accepted drafts",
+            plain=USE_MTP.plain,
         ),
+        llama_cpp=no("has no graph for this model"),
     ),
 )

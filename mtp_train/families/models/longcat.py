@@ -10,18 +10,16 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from mtp_train.families.blocks import AttentionThenMlp
-from mtp_train.families.convention import Convention
-from mtp_train.families.engines import HEAD_IGNORED, engine_table, no
-from mtp_train.families.layouts import repeated_embedding, with_layers
+from mtp_train.families.engines import HEAD_IGNORED, Convention, engine_table, no
+from mtp_train.families.layouts import AttentionThenMlp, end_rules, with_layers
 from mtp_train.families.spec import (
     Borrowed,
     Declaration,
-    Engines,
     Family,
     HeadLayer,
     KeyRule,
     Keys,
+    SharedKey,
     TrunkTraits,
     Wiring,
 )
@@ -79,26 +77,18 @@ LONGCAT_FLASH = Family(
     keys=Keys(
         head_prefixes=("model.mtp.",),
         rules=(
-            KeyRule(native=f"{_LAYER}eh_proj.weight", ours="proj.weight"),
-            KeyRule(native=f"{_LAYER}enorm.m.weight", ours="embed_norm.weight"),
-            KeyRule(native=f"{_LAYER}hnorm.m.weight", ours="hidden_norm.weight"),
+            *end_rules(_LAYER, embed_norm="enorm.m", hidden_norm="hnorm.m", final_norm=None),
             KeyRule(native="model.mtp.norm.weight", ours="final_norm.weight"),
             KeyRule(native=f"{_LAYER}transformer_layer.mlp.{{rest}}", ours="layer.mlp.{rest}"),
             KeyRule(native=f"{_LAYER}{{rest}}", ours="layer.{rest}"),
         ),
-        shared=(repeated_embedding("model.mtp.embed_tokens.weight"),),
+        shared=(SharedKey(native="model.mtp.embed_tokens.weight", trunk="{trunk}embed_tokens.weight"),),
     ),
     wiring=Wiring(conventions={"vllm": Convention(), "sglang": Convention()}),
     layer=HeadLayer(
         config=_head_layer_config,
-        borrowed=Borrowed(
-            python_module="transformers.models.longcat_flash.modeling_longcat_flash",
-            layer="LongcatFlashMLA",
-            norm="LongcatFlashRMSNorm",
-            rotary="LongcatFlashRotaryEmbedding",
-            build_layer=_build_layer,
-        ),
+        borrowed=Borrowed.of("longcat_flash", "LongcatFlash", layer="MLA", build_layer=_build_layer),
     ),
     trunk=TrunkTraits(loading=_without_idle_gates),
-    engines=Engines(support=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("has no graph for this model"))),
+    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("has no graph for this model")),
 )

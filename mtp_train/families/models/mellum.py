@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from mtp_train.families.convention import Convention
-from mtp_train.families.engines import USE_MTP, engine_table, no
-from mtp_train.families.layouts import beside_the_trunk, expert_rules, with_layers
-from mtp_train.families.spec import Borrowed, Declaration, Engines, Family, HeadLayer, Keys, TrunkTraits, Wiring
+from mtp_train.families.engines import USE_MTP, Convention, engine_table, no
+from mtp_train.families.layouts import BESIDE_THE_TRUNK, beside_the_trunk, expert_rules, with_layers
+from mtp_train.families.spec import Borrowed, Declaration, Family, HeadLayer, TrunkTraits, Wiring
 
 
 def _as_declared(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
@@ -26,27 +25,14 @@ MELLUM = Family(
     title="Mellum 2",
     model_types=("mellum",),
     declaration=Declaration(count="num_nextn_predict_layers", others=("mtp_layer_types", "mtp_mlp_layer_types")),
-    keys=Keys(head_prefixes=("mtp.",), rules=beside_the_trunk(*expert_rules("mtp.layers.{module}."))),
-    wiring=Wiring(
-        # vLLM runs transformers' own head.
-        conventions={"vllm": Convention()},
-    ),
-    layer=HeadLayer(
-        config=_as_declared,
-        borrowed=Borrowed(
-            python_module="transformers.models.mellum.modeling_mellum",
-            layer="MellumDecoderLayer",
-            norm="MellumRMSNorm",
-            rotary="MellumRotaryEmbedding",
-        ),
-        rotary_by_layer_type=True,
-    ),
+    keys=beside_the_trunk(*expert_rules(BESIDE_THE_TRUNK)),
+    # vLLM runs transformers' own head.
+    wiring=Wiring(conventions={"vllm": Convention()}),
+    layer=HeadLayer(config=_as_declared, borrowed=Borrowed.of("mellum", "Mellum"), rotary_by_layer_type=True),
     trunk=TrunkTraits(masks_by_layer_type=True),
-    engines=Engines(
-        support=engine_table(
-            transformers=USE_MTP,
-            sglang=no("loads the trunk and has no MTP for this model"),
-            llama_cpp=no("has no graph for this head, and its converter refuses the head's keys"),
-        ),
+    engines=engine_table(
+        transformers=USE_MTP,
+        sglang=no("loads the trunk and has no MTP for this model"),
+        llama_cpp=no("has no graph for this head, and its converter refuses the head's keys"),
     ),
 )

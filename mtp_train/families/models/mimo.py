@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
+from dataclasses import replace
 
-from mtp_train.families.convention import Convention
-from mtp_train.families.engines import HEAD_IGNORED, LLAMA_CPP_SIDECAR, engine_table, no
-from mtp_train.families.layouts import with_layers
+from mtp_train.families.engines import (
+    BEFORE_NORM,
+    HEAD_IGNORED,
+    LLAMA_CPP_SIDECAR,
+    ZERO_FIRST,
+    Convention,
+    engine_table,
+    no,
+)
+from mtp_train.families.layouts import dense_sliding, end_rules, full
 from mtp_train.families.spec import (
     Borrowed,
     Declaration,
-    Engines,
     Family,
     HeadLayer,
     KeyRule,
@@ -20,33 +26,15 @@ from mtp_train.families.spec import (
     Wiring,
 )
 
-
-def _dense(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    return with_layers(text_config, num_modules, layer_types=["full_attention"] * num_modules)
-
-
-def _dense_sliding(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    return with_layers(
-        text_config,
-        num_modules,
-        layer_types=["sliding_attention"] * num_modules,
-        mlp_layer_types=["dense"] * num_modules,
-    )
-
-
 _MIMO = "model.mtp_layers.{module}."
 MIMO = Family(
     name="mimo",
     title="MiMo-7B",
     model_types=("mimo",),
-    declaration=Declaration(count="num_nextn_predict_layers"),
     keys=Keys(
         head_prefixes=("model.mtp_layers.",),
         rules=(
-            KeyRule(native=f"{_MIMO}input_proj.weight", ours="proj.weight"),
-            KeyRule(native=f"{_MIMO}token_layernorm.weight", ours="embed_norm.weight"),
-            KeyRule(native=f"{_MIMO}hidden_layernorm.weight", ours="hidden_norm.weight"),
-            KeyRule(native=f"{_MIMO}final_layernorm.weight", ours="final_norm.weight"),
+            *end_rules(_MIMO, proj="input_proj", embed_norm="token_layernorm", hidden_norm="hidden_layernorm"),
             KeyRule(native=f"{_MIMO}{{rest}}", ours="layer.{rest}"),
         ),
     ),
@@ -57,24 +45,14 @@ MIMO = Family(
         default=Convention(hidden="before_final_norm"),
         conventions={
             "vllm": Convention(hidden="before_final_norm", zero_first_embedding=True),
-            "sglang": Convention(zero_first_embedding=True),
+            "sglang": ZERO_FIRST,
         },
     ),
-    layer=HeadLayer(
-        config=_dense,
-        borrowed=Borrowed(
-            python_module="transformers.models.qwen2.modeling_qwen2",
-            layer="Qwen2DecoderLayer",
-            norm="Qwen2RMSNorm",
-            rotary="Qwen2RotaryEmbedding",
-        ),
-    ),
+    layer=HeadLayer(config=full, borrowed=Borrowed.of("qwen2", "Qwen2")),
     trunk=TrunkTraits(masks_by_layer_type=True, stand_in=TrunkClass(model_type="qwen2")),
-    engines=Engines(
-        support=engine_table(
-            transformers=no("has no class for MiMo-7B; its own code, with trust_remote_code, ignores the head"),
-            llama_cpp=no("has no graph for this head"),
-        ),
+    engines=engine_table(
+        transformers=no("has no class for MiMo-7B; its own code, with trust_remote_code, ignores the head"),
+        llama_cpp=no("has no graph for this head"),
     ),
 )
 
@@ -91,10 +69,7 @@ MIMO_V2 = Family(
     keys=Keys(
         head_prefixes=("model.mtp.",),
         rules=(
-            KeyRule(native=f"{_V2}eh_proj.weight", ours="proj.weight"),
-            KeyRule(native=f"{_V2}enorm.weight", ours="embed_norm.weight"),
-            KeyRule(native=f"{_V2}hnorm.weight", ours="hidden_norm.weight"),
-            KeyRule(native=f"{_V2}final_layernorm.weight", ours="final_norm.weight"),
+            *end_rules(_V2),
             KeyRule(native=f"{_V2}pre_mlp_layernorm.weight", ours="layer.post_attention_layernorm.weight"),
             KeyRule(native=f"{_V2}self_attn.attention_sink_bias", ours="layer.self_attn.sinks"),
             KeyRule(native=f"{_V2}{{rest}}", ours="layer.{rest}"),
@@ -103,28 +78,19 @@ MIMO_V2 = Family(
     wiring=Wiring(
         # The three engines differ in every field; two of them read the state before the norm. Measure acceptance in
         # the engine that serves. vLLM's window, in trunk and head, is one key narrower: it includes the row itself.
-        default=Convention(hidden="before_final_norm", recycle="before_final_norm"),
+        default=BEFORE_NORM,
         conventions={
             "vllm": Convention(modules="first"),
             "sglang": Convention(hidden="before_final_norm", recycle="trunk"),
-            "llama.cpp": Convention(
-                hidden="before_final_norm", recycle="before_final_norm", prefix="trunk", position_offset=1
-            ),
+            "llama.cpp": replace(BEFORE_NORM, prefix="trunk", position_offset=1),
         },
     ),
     layer=HeadLayer(
-        config=_dense_sliding,
-        borrowed=Borrowed(
-            python_module="transformers.models.mimo_v2_flash.modeling_mimo_v2_flash",
-            layer="MiMoV2FlashDecoderLayer",
-            norm="MiMoV2FlashRMSNorm",
-            rotary="MiMoV2FlashRotaryEmbedding",
-        ),
+        config=dense_sliding,
+        borrowed=Borrowed.of("mimo_v2_flash", "MiMoV2Flash"),
         rotary_by_layer_type=True,
     ),
     trunk=TrunkTraits(masks_by_layer_type=True),
-    engines=Engines(
-        # llama.cpp's converter writes separate query, key and value matrices; its graph of the head aborts on these.
-        support=engine_table(transformers=HEAD_IGNORED, llama_cpp=LLAMA_CPP_SIDECAR),
-    ),
+    # llama.cpp's converter writes separate query, key and value matrices; its graph of the head aborts on these.
+    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=LLAMA_CPP_SIDECAR),
 )

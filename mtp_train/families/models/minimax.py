@@ -7,24 +7,12 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
-from mtp_train.families.convention import Convention
-from mtp_train.families.engines import HEAD_IGNORED, engine_table, no
-from mtp_train.families.layouts import INDEXER, with_layers
+from mtp_train.families.engines import HEAD_IGNORED, Convention, engine_table, no
+from mtp_train.families.layouts import AFTER_THE_TRUNK, INDEXER, end_rules, expert_rules, layers_of
 from mtp_train.families.mechanisms.key_blocks import BlockIndexer
-from mtp_train.families.spec import (
-    Borrowed,
-    Declaration,
-    Engines,
-    Family,
-    HeadLayer,
-    KeyRule,
-    Keys,
-    TrunkTraits,
-    Wiring,
-)
+from mtp_train.families.spec import Borrowed, Declaration, Family, HeadLayer, KeyRule, Keys, TrunkTraits, Wiring
 
 _MODULE = "{trunk}mtp.layers.{module}."
-_TRUNK_LAYER = "{trunk}layers.{layer}."
 # vLLM's head reads the trunk's state after the final norm and recycles the layer's own output.
 _VLLM = Convention(recycle="before_final_norm", zero_first_embedding=True)
 
@@ -39,13 +27,10 @@ def _gate_up_rules(native: str, ours: str) -> tuple[KeyRule, ...]:
 
 
 def _layer_rules(layer: str) -> tuple[KeyRule, ...]:
-    moe, experts, shared = f"{layer}block_sparse_moe.", "layer.mlp.experts.", "shared_experts."
-    gate_up = f"{experts}gate_up_proj"
+    moe = f"{layer}block_sparse_moe."
     return (
-        KeyRule(native=f"{moe}experts.{{expert}}.w1.weight", ours=gate_up, stack="experts_concat", order=0),
-        KeyRule(native=f"{moe}experts.{{expert}}.w3.weight", ours=gate_up, stack="experts_concat", order=1),
-        KeyRule(native=f"{moe}experts.{{expert}}.w2.weight", ours=f"{experts}down_proj", stack="experts"),
-        *_gate_up_rules(f"{moe}{shared}", f"layer.mlp.{shared}"),
+        *expert_rules(layer, "block_sparse_moe.experts", ("w1", "w3", "w2")),
+        *_gate_up_rules(f"{moe}shared_experts.", "layer.mlp.shared_experts."),
         KeyRule(native=f"{moe}e_score_correction_bias", ours="layer.mlp.gate.e_score_correction_bias"),
         KeyRule(native=f"{moe}{{rest}}", ours="layer.mlp.{rest}"),
         *(
@@ -53,15 +38,6 @@ def _layer_rules(layer: str) -> tuple[KeyRule, ...]:
             for part in ("q_proj", "k_proj", "q_norm", "k_norm")
         ),
         KeyRule(native=f"{layer}{{rest}}", ours="layer.{rest}"),
-    )
-
-
-def _sparse(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    return with_layers(
-        text_config,
-        num_modules,
-        layer_types=["minimax_m3_sparse"] * num_modules,
-        mlp_layer_types=["sparse"] * num_modules,
     )
 
 
@@ -81,14 +57,11 @@ MINIMAX_M3 = Family(
         trunk_prefixes=("language_model.model.", "model.language_model.", "model."),
         head_prefixes=("{trunk}mtp.",),
         rules=(
-            KeyRule(native=f"{_MODULE}eh_proj.weight", ours="proj.weight"),
-            KeyRule(native=f"{_MODULE}enorm.weight", ours="embed_norm.weight"),
-            KeyRule(native=f"{_MODULE}hnorm.weight", ours="hidden_norm.weight"),
-            KeyRule(native=f"{_MODULE}final_layernorm.weight", ours="final_norm.weight"),
+            *end_rules(_MODULE),
             *_layer_rules(f"{_MODULE}transformer_layer."),
         ),
         # Only the trunk has layers without experts.
-        trunk_rules=(*_gate_up_rules(f"{_TRUNK_LAYER}mlp.", "layer.mlp."), *_layer_rules(_TRUNK_LAYER)),
+        trunk_rules=(*_gate_up_rules(f"{AFTER_THE_TRUNK}mlp.", "layer.mlp."), *_layer_rules(AFTER_THE_TRUNK)),
         wrapper_names={
             "vision_tower.layers.": "vision_tower.vision_model.encoder.layers.",
             "multi_modal_projector.merge_linear_": "patch_merge_mlp.linear_",
@@ -96,22 +69,13 @@ MINIMAX_M3 = Family(
     ),
     wiring=Wiring(default=_VLLM, conventions={"vllm": _VLLM}),
     layer=HeadLayer(
-        config=_sparse,
-        borrowed=Borrowed(
-            python_module="transformers.models.minimax_m3_vl.modeling_minimax_m3_vl",
-            layer="MiniMaxM3VLDecoderLayer",
-            norm="MiniMaxM3VLRMSNorm",
-            rotary="MiniMaxM3VLRotaryEmbedding",
-            build_layer=_build_layer,
-            frozen=INDEXER,
-        ),
+        config=layers_of(layer_types="minimax_m3_sparse", mlp_layer_types="sparse"),
+        borrowed=Borrowed.of("minimax_m3_vl", "MiniMaxM3VL", build_layer=_build_layer, frozen=INDEXER),
     ),
     trunk=TrunkTraits(only_with_vision=True, needs_transformers="5.23"),
-    engines=Engines(
-        support=engine_table(
-            transformers=HEAD_IGNORED,
-            sglang=no("has no MTP for this model"),
-            llama_cpp=no("has no graph for this head"),
-        ),
+    engines=engine_table(
+        transformers=HEAD_IGNORED,
+        sglang=no("has no MTP for this model"),
+        llama_cpp=no("has no graph for this head"),
     ),
 )

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-from transformers import PretrainedConfig
+from torch import Tensor, nn
+from transformers import Cache, PretrainedConfig
 
-from mtp_train.families.blocks import LayersInTurn
-from mtp_train.families.convention import LLAMA_CPP_POSITIONS, Convention
-from mtp_train.families.engines import NO_RECURRENT_ROLLBACK, engine_table
-from mtp_train.families.layouts import with_layers
+from mtp_train.families.engines import LLAMA_CPP_POSITIONS, NO_RECURRENT_ROLLBACK, Convention, engine_table
+from mtp_train.families.layouts import end_rules, with_layers
 from mtp_train.families.spec import (
     Borrowed,
     Declaration,
-    Engines,
     Family,
     HeadLayer,
     KeyRule,
@@ -39,9 +37,39 @@ def _head_layer_config(text_config: PretrainedConfig, num_modules: int) -> Pretr
     return with_layers(text_config, num_modules, layers_block_type=list(text_config.mtp_layers_block_type))
 
 
+class _LayersInTurn(nn.Module):
+    """Several borrowed layers that run one after the other as one layer; none of them takes position embeddings.
+
+    Args:
+        layers: Layers with their own norm and residual connection.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        past_key_values: Cache | None,
+    ) -> Tensor:
+        """Run the layers, (B, T, D) to (B, T, D); arguments as in transformers' decoder layers."""
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                past_key_values=past_key_values,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+            )
+        return hidden_states
+
+
 def _build_layer(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
     block = borrowed.cls(borrowed.layer)
-    return LayersInTurn([block(config, number) for number in range(len(config.layers_block_type))])
+    return _LayersInTurn([block(config, number) for number in range(len(config.layers_block_type))])
 
 
 def _unlimited_time_steps(decoder: Any) -> None:
@@ -54,7 +82,7 @@ def _unlimited_time_steps(decoder: Any) -> None:
             layer.mixer.time_step_limit = (0.0, math.inf)
 
 
-_SUB = "mtp.layers.{sub}."
+_SUB, _OURS, _EXPERTS = "mtp.layers.{sub}.", "layer.layers.{sub}.", "mixer.experts"
 NEMOTRON_H = Family(
     name="nemotron_h",
     title="Nemotron-H / Nemotron 3",
@@ -65,21 +93,15 @@ NEMOTRON_H = Family(
         embed="{trunk}embeddings.weight",
         head_prefixes=("mtp.",),
         rules=(
-            KeyRule(native="mtp.layers.0.eh_proj.weight", ours="proj.weight"),
-            KeyRule(native="mtp.layers.0.enorm.weight", ours="embed_norm.weight"),
-            KeyRule(native="mtp.layers.0.hnorm.weight", ours="hidden_norm.weight"),
+            *end_rules("mtp.layers.0.", final_norm=None),
             KeyRule(native="mtp.layers.{last}.final_layernorm.weight", ours="final_norm.weight"),
-            KeyRule(
-                native=f"{_SUB}mixer.experts.{{expert}}.up_proj.weight",
-                ours="layer.layers.{sub}.mixer.experts.up_proj",
-                stack="experts",
+            *(
+                KeyRule(
+                    native=f"{_SUB}{_EXPERTS}.{{expert}}.{one}.weight", ours=f"{_OURS}{_EXPERTS}.{one}", stack="experts"
+                )
+                for one in ("up_proj", "down_proj")
             ),
-            KeyRule(
-                native=f"{_SUB}mixer.experts.{{expert}}.down_proj.weight",
-                ours="layer.layers.{sub}.mixer.experts.down_proj",
-                stack="experts",
-            ),
-            KeyRule(native=f"{_SUB}{{rest}}", ours="layer.layers.{sub}.{rest}"),
+            KeyRule(native=f"{_SUB}{{rest}}", ours=f"{_OURS}{{rest}}"),
         ),
         num_sublayers=_num_sublayers,
     ),
@@ -93,10 +115,10 @@ NEMOTRON_H = Family(
     ),
     layer=HeadLayer(
         config=_head_layer_config,
-        borrowed=Borrowed(
-            python_module="transformers.models.nemotron_h.modeling_nemotron_h",
-            layer="NemotronHBlock",
-            norm="NemotronHRMSNorm",
+        borrowed=Borrowed.of(
+            "nemotron_h",
+            "NemotronH",
+            layer="Block",
             rotary=None,
             norm_eps="layer_norm_epsilon",
             build_layer=_build_layer,
@@ -114,5 +136,5 @@ NEMOTRON_H = Family(
         ),
         needs_transformers="5.23",
     ),
-    engines=Engines(support=engine_table(transformers=NO_RECURRENT_ROLLBACK)),
+    engines=engine_table(transformers=NO_RECURRENT_ROLLBACK),
 )

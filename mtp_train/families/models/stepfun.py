@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import PretrainedConfig
 
-from mtp_train.families.convention import Convention
-from mtp_train.families.engines import engine_table, no
+from mtp_train.families.engines import BEFORE_NORM, engine_table, no
 from mtp_train.families.layouts import AFTER_THE_TRUNK, after_the_trunk, with_layers
-from mtp_train.families.spec import (
-    Borrowed,
-    Declaration,
-    Engines,
-    Family,
-    HeadLayer,
-    KeyRule,
-    Keys,
-    TrunkTraits,
-    Wiring,
-)
+from mtp_train.families.spec import Borrowed, Family, HeadLayer, KeyRule, TrunkTraits, Wiring
 
-_BEFORE_NORM = Convention(hidden="before_final_norm", recycle="before_final_norm")
 _MOE = f"{AFTER_THE_TRUNK}moe."
 
 
@@ -42,45 +32,28 @@ STEP3P7 = Family(
     name="step3p7",
     title="Step-3.5 / 3.7",
     model_types=("step3p5",),
-    declaration=Declaration(count="num_nextn_predict_layers"),
-    keys=Keys(
-        head_prefixes=(AFTER_THE_TRUNK,),
-        rules=after_the_trunk(
-            KeyRule(native=f"{AFTER_THE_TRUNK}transformer.shared_head.output.weight", ours="lm_head.weight"),
-            KeyRule(native=f"{_MOE}gate.weight", ours="layer.mlp.gate.weight"),
-            KeyRule(native=f"{_MOE}router_bias", ours="layer.mlp.gate.e_score_correction_bias"),
-            KeyRule(native=f"{_MOE}gate_proj.weight", ours="layer.mlp.experts.gate_up_proj", stack="concat", order=0),
-            KeyRule(native=f"{_MOE}up_proj.weight", ours="layer.mlp.experts.gate_up_proj", stack="concat", order=1),
-            KeyRule(native=f"{_MOE}down_proj.weight", ours="layer.mlp.experts.down_proj"),
-            KeyRule(native=f"{AFTER_THE_TRUNK}share_expert.{{rest}}", ours="layer.mlp.shared_experts.{rest}"),
-            final_norm="transformer.shared_head.norm",
-        ),
+    keys=after_the_trunk(
+        KeyRule(native=f"{AFTER_THE_TRUNK}transformer.shared_head.output.weight", ours="lm_head.weight"),
+        KeyRule(native=f"{_MOE}gate.weight", ours="layer.mlp.gate.weight"),
+        KeyRule(native=f"{_MOE}router_bias", ours="layer.mlp.gate.e_score_correction_bias"),
+        KeyRule(native=f"{_MOE}gate_proj.weight", ours="layer.mlp.experts.gate_up_proj", stack="concat", order=0),
+        KeyRule(native=f"{_MOE}up_proj.weight", ours="layer.mlp.experts.gate_up_proj", stack="concat", order=1),
+        KeyRule(native=f"{_MOE}down_proj.weight", ours="layer.mlp.experts.down_proj"),
+        KeyRule(native=f"{AFTER_THE_TRUNK}share_expert.{{rest}}", ours="layer.mlp.shared_experts.{rest}"),
+        final_norm="transformer.shared_head.norm",
     ),
     wiring=Wiring(
         own_lm_head=True,
-        default=_BEFORE_NORM,
+        default=BEFORE_NORM,
         conventions={
-            "vllm": _BEFORE_NORM,
-            "sglang": _BEFORE_NORM,
-            "llama.cpp": Convention(
-                hidden="before_final_norm", recycle="before_final_norm", prefix="trunk", position_offset=1
-            ),
+            "vllm": BEFORE_NORM,
+            "sglang": BEFORE_NORM,
+            "llama.cpp": replace(BEFORE_NORM, prefix="trunk", position_offset=1),
         },
     ),
-    layer=HeadLayer(
-        config=_head_layer_config,
-        borrowed=Borrowed(
-            python_module="transformers.models.step3p7.modeling_step3p7",
-            layer="Step3p7DecoderLayer",
-            norm="Step3p7RMSNorm",
-            rotary="Step3p7RotaryEmbedding",
-        ),
-        rotary_by_layer_type=True,
-    ),
+    layer=HeadLayer(config=_head_layer_config, borrowed=Borrowed.of("step3p7", "Step3p7"), rotary_by_layer_type=True),
     trunk=TrunkTraits(only_with_vision=True, masks_by_layer_type=True),
-    engines=Engines(
-        support=engine_table(
-            transformers=no("generate(use_mtp=True) reads and recycles other states and the trunk's lm_head")
-        ),
+    engines=engine_table(
+        transformers=no("generate(use_mtp=True) reads and recycles other states and the trunk's lm_head")
     ),
 )

@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
+from mtp_train.checkpoints.adapter import locate_adapter
+from mtp_train.checkpoints.artifact import Artifact, HeadPlan, load_artifact
+from mtp_train.checkpoints.contents import left_out, unnamed_files, with_unnamed_head
 from mtp_train.checkpoints.draft_checkpoint import DraftForm
-from mtp_train.checkpoints.export import LinkMode, write_head_only
-from mtp_train.checkpoints.gguf.sidecar import GgufKind
-from mtp_train.checkpoints.lora_merge import write_adapted
+from mtp_train.checkpoints.export import LinkMode, write_checkpoint, write_head_only
+from mtp_train.checkpoints.files import Checkpoint, open_checkpoint, read_json
+from mtp_train.checkpoints.gguf.architectures import gguf_head_for
+from mtp_train.checkpoints.gguf.sidecar import GgufKind, write_gguf
+from mtp_train.checkpoints.gguf.tensors import gguf_tensors
+from mtp_train.checkpoints.identity import checkpoint_files, directory_files, require_same
+from mtp_train.checkpoints.keymap import HeadLayout
+from mtp_train.checkpoints.locations import is_head_directory, open_location, refuse_adapter
+from mtp_train.checkpoints.native import native_head_of
+from mtp_train.checkpoints.run_export import HEAD, RECIPE_FILE
 from mtp_train.checkpoints.suggestions import draft_model_flag
-from mtp_train.checkpoints.writing import refuse_existing, removed_on_failure
-from mtp_train.errors import CheckpointError, MtpError
-from mtp_train.heads.diagnose import layout_of, text_config_of
-from mtp_train.heads.unnamed import left_out, unnamed_files
-from mtp_train.runs.checkpoint_tools.export_gguf import export_gguf
-from mtp_train.runs.checkpoint_tools.head_to_export import HeadToExport, head_to_export
+from mtp_train.checkpoints.values import require_finite_checkpoint
+from mtp_train.checkpoints.writing import new_directory, refuse_existing, removed_on_failure
+from mtp_train.errors import CheckpointError, GateRefusedError, MtpError
+from mtp_train.evaluation.results import REPORT_FILE, load_report
+from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
+from mtp_train.recipe.loading import load_recipe
+from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
 from mtp_train.runs.display import quiet_progress
-from mtp_train.runs.export_run import write_export
-from mtp_train.runs.model_card import write_card
+from mtp_train.runs.export import write_card, write_export
+from mtp_train.runs.run_directory import ADAPTER, PROVENANCE_FILE, TRUNK, claimed_by_run
+from mtp_train.trunk.tokenizer import load_tokenizer
+from mtp_train.trunk.whole import require_whole_trunk
 
 
 @dataclass(frozen=True)
@@ -103,10 +117,42 @@ def export(
     """
     source, out, progress = Path(source), Path(out), progress or quiet_progress()
     _require_one_form(head_only=head_only, gguf=gguf is not None, speculators=speculators, copy=copy)
+    refuse_existing(out, what="the checkpoint" if gguf is None else "the GGUF file")
+    found = _head_to_export(source, progress, alone=head_only or gguf is not None)
+    trunk, layout = found.trunk, layout_of(found.holder)
     if gguf is not None:
-        return _as_gguf(source, out, gguf, progress)
+        return ExportResult(out, trunk.path, file=_write_gguf(found, layout, out, gguf, progress))
+    if speculators and found.plan.family.kind == "mtp":
+        raise CheckpointError(
+            f"{trunk.path}: its head is an MTP head, which is part of the trunk's checkpoint; expected a head of kind "
+            "eagle3. Leave --speculators out."
+        )
+    if head_only:
+        write_head_only(trunk, layout, found.plan.head, out)
+        depths = found.plan.num_depths if isinstance(found.plan, Artifact) else SUGGESTED_DEPTH
+        return ExportResult(out, trunk.path, flag=draft_model_flag(str(out), depths))
     form: DraftForm = "speculators" if speculators else "engines"
-    return _as_checkpoint(source, out, head_only, form, "copy" if copy else "hard", progress)
+    notes = _write_with_trunk(source, found, out, form, "copy" if copy else "hard", progress)
+    return ExportResult(out, trunk.path, notes=notes)
+
+
+def _write_with_trunk(
+    source: Path, found: _HeadToExport, out: Path, form: DraftForm, link: LinkMode, progress: Progress
+) -> tuple[str, ...]:
+    """Write the trunk's checkpoint with the head in it, or a run's draft model; return what to tell about it."""
+    trunk, layout = found.trunk, layout_of(found.holder)
+    if not isinstance(found.plan, Artifact):
+        write_checkpoint(trunk, layout, found.plan.head, out, link=link)
+        return _notes(found)
+    adapter, hub_id = found.adapter, found.hub_id
+    write_export(trunk, found.plan, out, adapter=adapter, link=link, progress=progress, form=form, hub_id=hub_id)
+    with removed_on_failure(out):
+        write_card(source, out)
+    notes = left_out(unnamed_files(trunk, layout)) if found.plan.family.kind == "mtp" else ()
+    if form == "speculators":
+        layers = found.plan.family.wiring.trunk_layers(text_config_of(trunk))
+        notes += (f"It reads the hidden states after the layers {', '.join(map(str, layers))} of its trunk.",)
+    return notes
 
 
 def _require_one_form(*, head_only: bool, gguf: bool, speculators: bool, copy: bool) -> None:
@@ -117,45 +163,139 @@ def _require_one_form(*, head_only: bool, gguf: bool, speculators: bool, copy: b
         raise MtpError("--copy: given with --gguf, which links no files; expected one of them. Leave --copy out.")
 
 
-def _as_gguf(source: Path, out: Path, kind: GgufKind, progress: Progress) -> ExportResult:
-    trunk, file = export_gguf(source, out, kind=kind, progress=progress)
-    return ExportResult(out, trunk, file=file)
-
-
-def _as_checkpoint(
-    source: Path, out: Path, head_only: bool, form: DraftForm, link: LinkMode, progress: Progress
-) -> ExportResult:
-    refuse_existing(out, what="the checkpoint")
-    found = head_to_export(source, progress, alone=head_only)
-    trunk, head = found.trunk, found.head
-    if form != "engines" and found.kind == "mtp":
-        raise CheckpointError(
-            f"{trunk.path}: its head is an MTP head, which is part of the trunk's checkpoint; expected a head of kind "
-            "eagle3. Leave --speculators out."
-        )
-    if head_only:
-        write_head_only(trunk, layout_of(found.holder), head, out)
-        return ExportResult(out, trunk.path, flag=draft_model_flag(str(out), found.num_depths))
-    if found.artifact is not None:
-        adapter, hub_id = found.adapter, found.hub_id
-        write_export(
-            trunk, found.artifact, out, adapter=adapter, link=link, progress=progress, form=form, hub_id=hub_id
-        )
-        with removed_on_failure(out):
-            write_card(source, out)
-        notes = left_out(unnamed_files(trunk, layout_of(trunk))) if found.kind == "mtp" else ()
-        if form == "speculators":
-            layers = found.artifact.family.wiring.trunk_layers(text_config_of(trunk))
-            notes += (f"It reads the hidden states after the layers {', '.join(map(str, layers))} of its trunk.",)
-        return ExportResult(out, trunk.path, notes=notes)
-    write_adapted(trunk, layout_of(found.holder), head, out, adapter=None, link=link, progress=progress)
-    return ExportResult(out, trunk.path, notes=_notes(found))
-
-
-def _notes(found: HeadToExport) -> tuple[str, ...]:
+def _notes(found: _HeadToExport) -> tuple[str, ...]:
     """Return the sentences about weight files that are no part of the checkpoint: the head's, and those left out."""
     files = unnamed_files(found.trunk, layout_of(found.trunk))
     taken = [one for one in files if found.holder is not found.trunk and one.num_head_tensors]
     others = [one for one in files if one not in taken or one.num_tensors > one.num_head_tensors]
     head = f"Its head is that of {', '.join(map(str, taken))}, which {found.trunk.path} does not name."
     return (*([head] if taken else []), *left_out(others))
+
+
+def _write_gguf(found: _HeadToExport, layout: HeadLayout, out: Path, kind: GgufKind, progress: Progress) -> Path:
+    """Write ``mtp-NAME.gguf``, named after the trunk, into a new directory; return its path.
+
+    Raises:
+        UnsupportedModelError: llama.cpp has no known graph for the head.
+        CheckpointError: The tokenizer does not fit.
+    """
+    trunk = found.trunk
+    # A checkpoint may store its head in FP8; read without ``verbatim``, the tensors are plain floats.
+    head = native_head_of(found.holder, layout, layout) if not isinstance(found.plan, Artifact) else found.plan.head
+    record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))
+    text_config = text_config_of(trunk)
+    # The raw config has fields that transformers drops. A config that lists its layers one by one has no layer count.
+    config = {**trunk.text_config, **text_config.to_dict(), "num_hidden_layers": text_config.num_hidden_layers}
+    tensors = gguf_tensors(trunk, layout, head, record, config)
+    tokenizer = load_tokenizer(trunk, trust_remote_code=False)
+    name = f"mtp-{checkpoint_name(trunk.path)}.gguf"
+    with new_directory(out, what="the GGUF file") as directory:
+        write_gguf(
+            directory / name,
+            record,
+            tensors,
+            kind=kind,
+            trunk=trunk.path,
+            config=config,
+            tokenizer=tokenizer,
+            progress=progress,
+        )
+    return out / name
+
+
+def checkpoint_name(path: Path) -> str:
+    """Return the name of a checkpoint's directory; in the hub's cache, with its hashes, the model's name."""
+    path = path.resolve()
+    if path.parent.name == "snapshots":
+        return path.parents[1].name.rsplit("--", 1)[-1]
+    return path.name
+
+
+class _HeadToExport(NamedTuple):
+    """A head and the checkpoint of its trunk."""
+
+    trunk: Checkpoint
+    holder: Checkpoint
+    """The checkpoint with the head: the trunk's, with the tensors of an unnamed weight file where it has no head."""
+    plan: HeadPlan
+    """The head; an artifact for the head of a run, whose adapter and hub id follow."""
+    adapter: Path | None = None
+    """The LoRA adapter that the run's trunk was trained with; None without one."""
+    hub_id: str | None = None
+    """Hub id of a run's trunk; None for a local one."""
+
+
+def _head_to_export(source: Path, progress: Progress, *, alone: bool) -> _HeadToExport:
+    """Return the head of a run that passed its gate, or the head of a checkpoint, beside a sound trunk.
+
+    A run that fine-tuned its trunk has already exported it with the head that its gate chose: that checkpoint is read.
+    With ``alone``, the head is written without its trunk's checkpoint, which then has to be whole as it is.
+    """
+    found = _located(source, progress)
+    if alone:
+        _require_alone(source, found)
+    require_whole_trunk(found.trunk)
+    # A head on its own repeats only a few of the trunk's tensors, but is loaded beside all of them.
+    require_finite_checkpoint(found.holder, progress)
+    return found
+
+
+def _located(source: Path, progress: Progress) -> _HeadToExport:
+    if not is_head_directory(source / HEAD):
+        refuse_adapter(source, str(source))
+        trunk = open_checkpoint(source)
+        holder = with_unnamed_head(trunk, layout_of(trunk))
+        return _HeadToExport(trunk, holder, _own_head(holder))
+    _require_exportable(source)
+    identity = read_json(source / PROVENANCE_FILE)["trunk"]
+    model = load_recipe(source / RECIPE_FILE).model
+    # The recipe may name the trunk by a link or a hub id that leads elsewhere by now: the recorded path comes first.
+    trunk = open_location(identity["path"] if Path(identity["path"]).exists() else model.trunk)
+    adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
+    loaders = {TRUNK: partial(checkpoint_files, trunk)}
+    if adapter is not None:
+        loaders[ADAPTER] = partial(directory_files, adapter)
+    # keeps=False: an export writes nothing to the run directory, which may belong to another user.
+    require_same(claimed_by_run(source), loaders, progress, finished=True, keeps=False)
+    # A revision is recorded for trunks of the hub only.
+    hub_id = identity["name"] if identity["revision"] else None
+    return _HeadToExport(trunk, trunk, load_artifact(source / HEAD), adapter, hub_id)
+
+
+def _require_alone(source: Path, found: _HeadToExport) -> None:
+    """Raise a CheckpointError for a head that cannot be written without its trunk's checkpoint."""
+    if found.plan.family.kind != "mtp":
+        raise CheckpointError(
+            f"{found.trunk.path}: its head is {found.plan.family.title}; expected an MTP head. Export it without "
+            "--head-only or --gguf: it becomes a draft model, a directory of its own that llama.cpp's converter reads."
+        )
+    if found.adapter is not None:
+        raise CheckpointError(
+            f"{source}: its trunk has the unmerged adapter {found.adapter}; expected a trunk in one checkpoint, as the "
+            "head's file repeats some of its weights. Export the run, then take the head alone from the export."
+        )
+
+
+def _require_exportable(run_dir: Path) -> None:
+    if not (run_dir / REPORT_FILE).is_file():
+        raise CheckpointError(
+            f"{run_dir}: its head has not been measured; expected a run that reached the gate. Run its recipe again: "
+            "it goes on from where it stands."
+        )
+    gate = load_report(run_dir / REPORT_FILE).gate
+    if gate is not None and not gate.passed:
+        raise GateRefusedError(gate.reason)
+
+
+def _own_head(checkpoint: Checkpoint) -> HeadPlan:
+    diagnosis = diagnose_head(checkpoint)
+    if not diagnosis.complete:
+        raise CheckpointError(
+            f"{checkpoint.path}: {diagnosis.describe()}; expected a run directory or a checkpoint with a complete "
+            "head. Use mtp-train graft to put the base's head back."
+        )
+    layout = layout_of(checkpoint)
+    template = native_head_of(checkpoint, layout, layout, verbatim=True)
+    declared = checkpoint.family.declaring(diagnosis.present_modules, checkpoint.config)
+    head = replace(template, config_fields={**template.config_fields, **declared})
+    return HeadPlan(layout, diagnosis.present_modules, "auto", head)

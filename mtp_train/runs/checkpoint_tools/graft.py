@@ -8,18 +8,18 @@ from typing import Any
 
 from rich.progress import Progress
 
+from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.export import write_checkpoint
-from mtp_train.checkpoints.finite import require_finite_checkpoint
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.suggestions import export_command
+from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import refuse_existing, removed_on_failure
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head
-from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
 from mtp_train.runs.display import quiet_progress
-from mtp_train.runs.model_card import write_untrained_card
-from mtp_train.runs.run_dir import checkpoint_identity
+from mtp_train.runs.export import write_untrained_card
+from mtp_train.runs.run_directory import checkpoint_identity
 from mtp_train.trunk.whole import require_whole_trunk
 
 
@@ -78,7 +78,7 @@ def graft(
     require_whole_trunk(trunk)
     require_finite_checkpoint(trunk, progress)
     require_finite_checkpoint(donor, progress)
-    write_checkpoint(trunk, plan.layout, plan.template, result.out, link="copy" if copy else "hard")
+    write_checkpoint(trunk, plan.layout, plan.head, result.out, link="copy" if copy else "hard")
     with removed_on_failure(result.out):
         identities = checkpoint_identity(result.fine_tune, trunk), checkpoint_identity(result.base, donor)
         write_untrained_card(result.out, *identities, None, SUGGESTED_DEPTH)

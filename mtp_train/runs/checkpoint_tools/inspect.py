@@ -13,10 +13,8 @@ import torch
 from rich.progress import Progress
 
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, merge_command
-from mtp_train.checkpoints.change import paired_rows, shared_tensors, squared_change
-from mtp_train.checkpoints.contents import unnamed_weights
+from mtp_train.checkpoints.contents import UnnamedFile, unnamed_files, unnamed_weights, with_unnamed_head
 from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint
-from mtp_train.checkpoints.finite import find_non_finite
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import native_head_of, plain_tensor, require_same_trunk_shape, trunk_tensors
@@ -29,14 +27,14 @@ from mtp_train.checkpoints.suggestions import (
     retrain_command,
     train_command,
 )
+from mtp_train.checkpoints.values import common_tensors, find_non_finite, paired_rows, squared_change
 from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families import Family, assistant_for, draft_engines, of_kind
+from mtp_train.families import Assistant, assistant_for, draft_engines, of_kind
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.assistant import diagnose_assistant
 from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
 from mtp_train.heads.draft_model import DraftModel, diagnose_draft, draft_model, draft_plan, vocabulary_problem
-from mtp_train.heads.unnamed import UnnamedFile, unnamed_files, with_unnamed_head
 from mtp_train.runs.display import html_table, quiet_progress
 from mtp_train.trunk.whole import TrunkDiagnosis, diagnose_trunk, first_of, holds_trunk
 
@@ -52,6 +50,33 @@ class TrunkChange:
     """Tensors that differ over tensors compared."""
     largest_relative_change: float
     """Largest ``norm(new - old) / norm(old)`` over all tensors with a finite ratio."""
+
+    def __str__(self) -> str:
+        share, largest = self.share_of_tensors, self.largest_relative_change
+        return f"{share:.0%} of tensors differ from the base, by {largest:.2g} at most (relative)"
+
+
+@dataclass(frozen=True)
+class WeightsDiagnosis:
+    """What is wrong with the weight files of a checkpoint, whatever they are the weights of."""
+
+    non_finite_keys: tuple[str, ...]
+    """Tensors that contain NaN or infinities."""
+    unlisted_keys: tuple[str, ...]
+    """Tensors in the index's shards that the index does not list: transformers, vLLM and SGLang read them, llama.cpp's
+    converter refuses them."""
+    unnamed_files: tuple[UnnamedFile, ...]
+    """Weight files in the directory that are no part of the checkpoint, and the number of their tensors."""
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """The phrase that names tensors with NaN or infinities; empty without such tensors."""
+        return (f"NaN or infinite values: {first_of(self.non_finite_keys)}",) if self.non_finite_keys else ()
+
+
+def _diagnose_weights(checkpoint: Checkpoint, layout: HeadLayout | None, progress: Progress) -> WeightsDiagnosis:
+    non_finite = tuple(find_non_finite(checkpoint, progress))
+    return WeightsDiagnosis(non_finite, checkpoint.unlisted_keys, unnamed_files(checkpoint, layout))
 
 
 @dataclass(frozen=True)
@@ -76,8 +101,8 @@ class Inspection:
     """Missing parameters, shape and dtype errors of the trunk; empty for a checkpoint without one."""
     trunk_changed: TrunkChange | None
     """None without a base."""
-    non_finite_keys: tuple[str, ...]
-    """Tensors that contain NaN or infinities."""
+    weights: WeightsDiagnosis
+    """Tensors with NaN, and tensors and files that the checkpoint does not name."""
     problems: tuple[str, ...]
     """Why ``generate`` and ``export`` refuse the checkpoint, a phrase each, whatever its head's status."""
     serves: Mapping[str, str]
@@ -88,17 +113,12 @@ class Inspection:
     """``yes``, or why the head can be inspected, grafted and exported, but not trained or decoded with."""
     note: str | None = None
     """Description of a checkpoint that is a drafter and holds no trunk; None otherwise."""
-    unlisted_keys: tuple[str, ...] = ()
-    """Tensors in the index's shards that the index does not list: transformers, vLLM and SGLang read them, llama.cpp's
-    converter refuses them."""
-    unnamed_weights: tuple[UnnamedFile, ...] = ()
-    """Weight files in the directory that are no part of the checkpoint, and the number of their tensors."""
     other_cure: str | None = None
     """The command that puts the base's head in place, where ``cure`` takes one from an unnamed weight file."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train inspect --json`` prints them."""
-        head, trunk, change = self.head, self.trunk, self.trunk_changed
+        head, trunk, weights, change = self.head, self.trunk, self.weights, self.trunk_changed
         return {
             "checkpoint": self.checkpoint,
             "family": self.family,
@@ -113,65 +133,57 @@ class Inspection:
             "trunk_missing_keys": trunk.missing_keys,
             "trunk_shape_errors": trunk.shape_errors,
             "trunk_dtype_errors": trunk.dtype_errors,
-            "non_finite_keys": self.non_finite_keys,
+            "non_finite_keys": weights.non_finite_keys,
             "problems": self.problems,
             "trunk_changed": None if change is None else asdict(change),
             "serves": dict(self.serves),
             "cure": self.cure,
             "other_cure": self.other_cure,
-            "unlisted_keys": self.unlisted_keys,
-            "unnamed_weights": [asdict(one) for one in self.unnamed_weights],
+            "unlisted_keys": weights.unlisted_keys,
+            "unnamed_weights": [asdict(one) for one in weights.unnamed_files],
             "runs_here": self.runs_here,
             "note": self.note,
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.checkpoint}: {self._state()}", *(f"{name}{text}" for name, text in self._details())]
-        lines += [f"{engine}: {text}" for engine, text in self.serves.items()]
-        lines.append(f"cure: {self.cure}" if self.cure else "nothing to cure")
-        if self.other_cure:
-            lines.append(f"or, with the base's head: {self.other_cure}")
-        return "\n".join(lines)
+        (_, status), *rows = self._rows()
+        return "\n".join([f"{self.checkpoint}: {status}", *(f"{label}: {text}" for label, text in rows)])
 
     def _repr_html_(self) -> str:
-        rows = [("status", self._state()), *((name.rstrip(": "), text) for name, text in self._details())]
-        rows += [(engine, text) for engine, text in self.serves.items()]
-        rows.append(("next command", self.cure or "none: nothing to cure"))
-        if self.other_cure:
-            rows.append(("or, with the base's head", self.other_cure))
-        return html_table(self.checkpoint, ("", ""), rows)
+        return html_table(self.checkpoint, ("", ""), self._rows())
 
-    def _state(self) -> str:
-        return self.status + (" (stale)" if self.stale else "")
+    def _rows(self) -> list[tuple[str, str]]:
+        """Return label and text of each line that people read."""
+        head, trunk, weights, change = self.head, self.trunk, self.weights, self.trunk_changed
+        found = {
+            "missing": head.missing_keys,
+            "unexpected": head.unexpected_keys,
+            "shape": head.shape_errors,
+            "dtype": head.dtype_errors,
+            "trunk missing": trunk.missing_keys,
+            "trunk shape": trunk.shape_errors,
+            "trunk dtype": trunk.dtype_errors,
+            "NaN or infinite": weights.non_finite_keys,
+            "not in the index": weights.unlisted_keys,
+            "no part of the checkpoint": tuple(map(str, weights.unnamed_files)),
+        }
+        rows = [
+            ("status", self.status + (" (stale)" if self.stale else "")),
+            ("family", f"{self.family}; modules declared {head.declared_modules}, present {head.present_modules}"),
+            ("note", self.note),
+            *((title, _first_three(keys)) for title, keys in found.items() if keys),
+            ("trunk", None if change is None else str(change)),
+            ("train, decode", None if self.runs_here == "yes" else self.runs_here),
+            *self.serves.items(),
+            ("cure", self.cure or "nothing to cure"),
+            ("or, with the base's head", self.other_cure),
+        ]
+        return [(label, text) for label, text in rows if text is not None]
 
-    def _details(self) -> list[tuple[str, str]]:
-        """Return label and text of each line between the status and the engines; a label may be empty."""
-        head, trunk = self.head, self.trunk
-        counts = f"{self.family}; modules declared {head.declared_modules}, present {head.present_modules}"
-        lines = [("family ", counts), *([("", self.note)] if self.note else [])]
-        for title, keys in (
-            ("missing", head.missing_keys),
-            ("unexpected", head.unexpected_keys),
-            ("shape", head.shape_errors),
-            ("dtype", head.dtype_errors),
-            ("trunk missing", trunk.missing_keys),
-            ("trunk shape", trunk.shape_errors),
-            ("trunk dtype", trunk.dtype_errors),
-            ("NaN or infinite", self.non_finite_keys),
-            ("not in the index", self.unlisted_keys),
-            ("no part of the checkpoint", tuple(map(str, self.unnamed_weights))),
-        ):
-            if keys:
-                more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-                lines.append((f"{title}: ", f"{', '.join(keys[:3])}{more}"))
-        if (change := self.trunk_changed) is not None:
-            share, largest = change.share_of_tensors, change.largest_relative_change
-            lines.append(
-                ("trunk: ", f"{share:.0%} of tensors differ from the base, by {largest:.2g} at most (relative)")
-            )
-        if self.runs_here != "yes":
-            lines.append(("train, decode: ", self.runs_here))
-        return lines
+
+def _first_three(keys: Sequence[str]) -> str:
+    """Return some keys, and how many more there are."""
+    return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
 
 
 def inspect(checkpoint: str | Path, base: str | Path | None = None, *, progress: Progress | None = None) -> Inspection:
@@ -194,46 +206,32 @@ def inspect(checkpoint: str | Path, base: str | Path | None = None, *, progress:
         >>> found.cure
         'mtp-train graft ...'
     """
-    opened_base = None if base is None else open_location(str(base))
-    return inspect_anything(open_location(str(checkpoint)), opened_base, progress or quiet_progress())
-
-
-def inspect_anything(checkpoint: Checkpoint, base: Checkpoint | None, progress: Progress) -> Inspection:
-    """Inspect a model, a draft model or an external drafter, whichever the checkpoint's config describes.
-
-    Raises:
-        UnsupportedModelError: No family record fits the checkpoint.
-        CheckpointError: The checkpoint cannot be read, or does not fit the base.
-    """
-    if assistant_for(checkpoint.config) is not None:
-        return inspect_assistant(checkpoint, base, progress)
-    draft = draft_model(checkpoint)
+    opened, trunk = open_location(str(checkpoint)), None if base is None else open_location(str(base))
+    progress = progress or quiet_progress()
+    assistant, draft = assistant_for(opened.config), draft_model(opened)
+    if assistant is not None:
+        return _inspect_assistant(opened, assistant, trunk, progress)
     if draft is not None:
-        return inspect_draft(draft, base, progress)
-    return inspect_checkpoint(checkpoint, base, progress)
+        return _inspect_draft(draft, trunk, progress)
+    return _inspect_checkpoint(opened, trunk, progress)
 
 
-def inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progress: Progress) -> Inspection:
-    """Inspect a model, and compare it with the base it was fine-tuned from.
-
-    Raises:
-        UnsupportedModelError: No family record fits the checkpoint.
-        CheckpointError: The checkpoint cannot be read, or the base's trunk has another shape.
-    """
+def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progress: Progress) -> Inspection:
+    """Inspect a model, and compare it with the base that it was fine-tuned from."""
     layout = layout_of(checkpoint)
     diagnosis = diagnose_head(checkpoint)
     base_head = base is not None and bool(diagnose_head(base).found_keys)
+    change = stale = None
     if base is not None:
         require_same_trunk_shape(checkpoint, layout, base, layout_of(base))
+        change = compare_trunks(checkpoint, layout, base, progress)
+        if diagnosis.found_keys:
+            stale = change.share_of_tensors > 0 and _same_head(checkpoint, layout, base)
     trunk = diagnose_trunk(checkpoint) if holds_trunk(checkpoint, layout) else TrunkDiagnosis()
-    change = compare_trunks(checkpoint, layout, base, progress) if base is not None else None
-    stale = None
-    if base is not None and change is not None and diagnosis.found_keys:
-        stale = change.share_of_tensors > 0 and _same_head(checkpoint, layout, base)
-    non_finite = tuple(find_non_finite(checkpoint, progress))
-    problems = (*trunk.problems, *non_finite_problems(non_finite), *adapter_problems(checkpoint))
+    weights = _diagnose_weights(checkpoint, layout, progress)
+    problems = (*trunk.problems, *weights.problems, *_adapter_problems(checkpoint))
+    status = _whole_status(_head_status(diagnosis, base_head), problems)
     chooses = not problems and _has_unnamed_head(checkpoint)
-    status = whole_status(head_status(diagnosis, base_head), problems)
     return Inspection(
         checkpoint=str(checkpoint.path),
         family=layout.family.name,
@@ -243,42 +241,33 @@ def inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progress
         head=replace(diagnosis, missing_keys=()) if status == "none" else diagnosis,
         trunk=trunk,
         trunk_changed=change,
-        non_finite_keys=non_finite,
+        weights=weights,
         problems=problems,
         serves=serving_commands(checkpoint, diagnosis, status, problems),
-        cure=find_cure(checkpoint, base, status, stale, problems),
-        runs_here=_runs_here(layout.family, diagnosis, problems),
-        unlisted_keys=checkpoint.unlisted_keys,
-        unnamed_weights=unnamed_files(checkpoint, layout),
+        cure=_find_cure(checkpoint, base, status, stale, problems),
+        runs_here=_runs_here(diagnosis, problems),
         other_cure=graft_command(*_with_donor(checkpoint, base)) if chooses else None,
     )
 
 
-def non_finite_problems(keys: Sequence[str]) -> tuple[str, ...]:
-    """Return the phrase that names tensors with NaN or infinities; an empty tuple without such tensors."""
-    return (f"NaN or infinite values: {first_of(keys)}",) if keys else ()
-
-
-def adapter_problems(checkpoint: Checkpoint) -> tuple[str, ...]:
+def _adapter_problems(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the phrase for an adapter in a model's directory; an empty tuple without one."""
     beside = (checkpoint.path / ADAPTER_CONFIG_FILE).is_file()
     return (f"{ADAPTER_CONFIG_FILE} beside the model, which transformers applies and engines do not",) if beside else ()
 
 
-def whole_status(of_head: Status, problems: Sequence[str]) -> Status:
+def _whole_status(of_head: Status, problems: Sequence[str]) -> Status:
     """Return the checkpoint's status: a missing or incomplete head comes before problems of the checkpoint."""
     return "damaged" if problems and of_head in ("healthy", "undeclared", "quantised") else of_head
 
 
-def _runs_here(family: Family, diagnosis: HeadDiagnosis, problems: Sequence[str]) -> str:
-    if family.layer.borrowed is None:
-        return f"no: {family.layer.why_not_run}"
+def _runs_here(diagnosis: HeadDiagnosis, problems: Sequence[str]) -> str:
     if problems:
         return f"no: {problems[0]}"
     return f"no: {diagnosis.describe()}" if diagnosis.quantised else "yes"
 
 
-def head_status(diagnosis: HeadDiagnosis, base_has_head: bool) -> Status:
+def _head_status(diagnosis: HeadDiagnosis, base_has_head: bool) -> Status:
     """Return the status of a head from its keys and its declaration in the config."""
     if not diagnosis.found_keys:
         if diagnosis.declared_modules:
@@ -294,7 +283,7 @@ def head_status(diagnosis: HeadDiagnosis, base_has_head: bool) -> Status:
 def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint, progress: Progress) -> TrunkChange:
     """Compare two trunks of the same shape, a block of a tensor in memory at a time."""
     changed, largest = 0, 0.0
-    shared = shared_tensors(checkpoint, layout, base, layout_of(base))
+    shared = common_tensors(checkpoint, layout, base, layout_of(base))
     for key, base_key in progress.track(shared.values(), description="comparing with the base"):
         difference, size = squared_change(checkpoint, key, base, base_key)
         # NaN counts as changed: it differs from everything.
@@ -338,7 +327,8 @@ def serving_commands(
             engine: never[engine] if status == "none" and support.supported is False else reason
             for engine, support in checkpoint.family.serving.items()
         }
-    if not holds_layers(checkpoint):
+    # ``export --head-only`` writes none of the trunk's layers.
+    if not any(name.startswith("layers.") for name in trunk_tensors(checkpoint, layout_of(checkpoint))):
         flag = draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
         reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
         return dict.fromkeys(checkpoint.family.serving, reason)
@@ -372,26 +362,15 @@ def _misread(checkpoint: Checkpoint) -> dict[str, str]:
     return {engine: reason for engine, reason in found.items() if engine in checkpoint.engines.keys() - unserved}
 
 
-def holds_layers(checkpoint: Checkpoint) -> bool:
-    """Return whether the checkpoint holds the trunk's layers; ``export --head-only`` writes none."""
-    layout = layout_of(checkpoint)
-    return any(name.startswith("layers.") for name in trunk_tensors(checkpoint, layout))
-
-
-def find_cure(
-    checkpoint: Checkpoint,
-    base: Checkpoint | None,
-    status: Status,
-    stale: bool | None,
-    problems: Sequence[str] = (),
+def _find_cure(
+    checkpoint: Checkpoint, base: Checkpoint | None, status: Status, stale: bool | None, problems: Sequence[str]
 ) -> str | None:
     """Return the command to run next; None for a checkpoint that needs no repair."""
-    path = str(checkpoint.path)
-    if problems and problems == adapter_problems(checkpoint):
+    path, donor = _with_donor(checkpoint, base)
+    if problems and problems == _adapter_problems(checkpoint):
         return merge_command(path, path)
     if problems:
         return f"hf download CHECKPOINT --local-dir {shlex.quote(path)}"
-    _, donor = _with_donor(checkpoint, base)
     if status not in ("partial", "quantised") and _has_unnamed_head(checkpoint):
         return export_command(path)
     if status in ("declared_but_missing", "stripped", "partial", "quantised"):
@@ -416,67 +395,53 @@ def _has_unnamed_head(checkpoint: Checkpoint) -> bool:
     return holder is not checkpoint and diagnose_head(holder).complete
 
 
-def inspect_assistant(checkpoint: Checkpoint, base: Checkpoint | None, progress: Progress) -> Inspection:
-    """Inspect an external drafter, such as a Gemma 4 assistant.
-
-    Raises:
-        UnsupportedModelError: The checkpoint is no external drafter, or a base is given: a drafter has no trunk to
-            compare.
-        CheckpointError: transformers refuses its config.
-    """
-    assistant = assistant_for(checkpoint.config)
-    if assistant is None:
-        raise UnsupportedModelError(
-            f"{checkpoint.path}: model_type {checkpoint.config.get('model_type')!r}; expected an assistant. Inspect it "
-            "as a checkpoint."
-        )
+def _inspect_assistant(
+    checkpoint: Checkpoint, assistant: Assistant, base: Checkpoint | None, progress: Progress
+) -> Inspection:
+    """Inspect an external drafter, such as a Gemma 4 assistant, which has no trunk to compare."""
     if base is not None:
         raise UnsupportedModelError(
             f"--base {base.path}: given with {checkpoint.path}, a {assistant.title}, which holds no trunk to compare; "
             "expected the assistant alone. Leave --base out."
         )
-    diagnosis = diagnose_assistant(checkpoint, assistant)
     size = checkpoint.config.get(assistant.trunk_hidden_size)
-    return drafter_inspection(
+    return _inspect_drafter(
         checkpoint,
-        diagnosis,
+        diagnose_assistant(checkpoint, assistant),
         progress,
         family=assistant.name,
         serves=assistant.commands(checkpoint.config, str(checkpoint.path), SUGGESTED_DEPTH),
         what="ASSISTANT",
         runs_here="no: as a head; decode with",
-        note=f"a {assistant.title}: an external drafter for {assistant.trunk.title} trunks of hidden size {size}, not "
-        "a checkpoint with a head; TRUNK is a placeholder for its trunk",
+        note=f"a {assistant.title}: an external drafter for {assistant.trunk.title} trunks of hidden size {size}",
     )
 
 
-def inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progress) -> Inspection:
-    """Inspect a draft model. With ``trunk``, check that the two fit and name the engines that serve both.
-
-    Raises:
-        UnsupportedModelError: The trunk's family has no such heads.
-        CheckpointError: The draft model was made for a trunk of another size or with another embedding.
-    """
-    diagnosis = diagnose_draft(draft)
+def _inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progress) -> Inspection:
+    """Inspect a draft model. With ``trunk``, check that the two fit and name the engines that serve both."""
+    diagnosis, name = diagnose_draft(draft), draft.kind.name
     problem = vocabulary_problem(draft) if diagnosis.complete else None
     if trunk is not None and diagnosis.complete and problem is None and draft.unsupported is None:
         draft_plan(draft, trunk)
-    return drafter_inspection(
+    if trunk is None:
+        serves = dict.fromkeys(draft_engines(name, ""), "depends on the trunk: inspect it again with --base TRUNK")
+    else:
+        serves = engine_commands(of_kind(trunk.family, name).serving, str(draft.checkpoint.path), SUGGESTED_DEPTH)
+    return _inspect_drafter(
         draft.checkpoint,
         diagnosis,
         progress,
-        family=draft.kind.name,
-        serves=_draft_serving_commands(draft, trunk),
+        family=name,
+        serves=serves,
         what="DRAFT",
         runs_here="beside its trunk:",
         problems=() if problem is None else (problem,),
         unsupported=draft.unsupported,
-        note=f"{draft.title} for a trunk of hidden size {draft.config.get('hidden_size')}, not a checkpoint with a "
-        "head; TRUNK is a placeholder for its trunk",
+        note=f"{draft.title} for a trunk of hidden size {draft.config.get('hidden_size')}",
     )
 
 
-def drafter_inspection(
+def _inspect_drafter(
     checkpoint: Checkpoint,
     diagnosis: HeadDiagnosis,
     progress: Progress,
@@ -491,48 +456,27 @@ def drafter_inspection(
 ) -> Inspection:
     """Return the inspection of a checkpoint that drafts for a trunk and holds none.
 
-    Args:
-        checkpoint: The drafter.
-        diagnosis: Its keys against its config.
-        progress: A started progress bar.
-        family: Name of its kind, such as ``eagle3``.
-        serves: Per engine, the command that serves a trunk with it, or ``no: REASON``. A damaged drafter gets the
-            damage as every engine's reason.
-        what: Placeholder for the drafter in the command that downloads it again.
-        runs_here: Text before the command that decodes with it.
-        note: Description of the drafter.
-        problems: What is wrong with its tensors' values, besides NaN and infinities.
-        unsupported: Why it cannot be decoded with here although it is whole.
+    A damaged drafter gets the damage as the reason of every engine in ``serves``. ``unsupported`` tells why a whole one
+    cannot be decoded with here.
     """
     path = shlex.quote(str(checkpoint.path))
-    non_finite = tuple(find_non_finite(checkpoint, progress))
-    problems = (*problems, *non_finite_problems(non_finite))
+    weights = _diagnose_weights(checkpoint, None, progress)
+    problems = (*problems, *weights.problems)
     whole = diagnosis.complete and not problems
     reason = problems[0] if diagnosis.complete and problems else diagnosis.describe()
     refusal = problems[0] if problems else unsupported
     return Inspection(
         checkpoint=str(checkpoint.path),
         family=family,
-        status=whole_status("healthy" if diagnosis.complete else "partial", problems),
+        status=_whole_status("healthy" if diagnosis.complete else "partial", problems),
         stale=None,
         head=diagnosis,
         trunk=TrunkDiagnosis(),
         trunk_changed=None,
-        non_finite_keys=non_finite,
+        weights=weights,
         problems=problems,
-        serves=dict(serves) if whole else dict.fromkeys(serves, f"no: {reason}"),
+        serves=serves if whole else dict.fromkeys(serves, f"no: {reason}"),
         cure=None if whole else f"hf download {what} --local-dir {path}",
         runs_here=f"{runs_here} mtp-train generate TRUNK --head {path}" if refusal is None else f"no: {refusal}",
-        note=note,
-        unlisted_keys=checkpoint.unlisted_keys,
-        unnamed_weights=unnamed_files(checkpoint, None),
+        note=f"{note}, not a checkpoint with a head; TRUNK is a placeholder for its trunk",
     )
-
-
-def _draft_serving_commands(draft: DraftModel, trunk: Checkpoint | None) -> dict[str, str]:
-    if trunk is None:
-        return dict.fromkeys(
-            draft_engines(draft.kind.name, ""), "depends on the trunk: inspect it again with --base TRUNK"
-        )
-    engines = of_kind(trunk.family, draft.kind.name).serving
-    return engine_commands(engines, str(draft.checkpoint.path), SUGGESTED_DEPTH)

@@ -9,18 +9,18 @@ from typing import Any
 from rich.progress import Progress
 
 from mtp_train.checkpoints.adapter import read_adapter
+from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.files import locate_checkpoint
-from mtp_train.checkpoints.finite import require_finite_checkpoint
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.lora_merge import Merged, plan_changes, write_merged
 from mtp_train.checkpoints.suggestions import graft_command, retrain_command, train_command
+from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import refuse_existing, removed_on_failure
 from mtp_train.heads.diagnose import layout_of
-from mtp_train.heads.unnamed import left_out, unnamed_files
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
 from mtp_train.runs.display import quiet_progress
-from mtp_train.runs.model_card import write_untrained_card
-from mtp_train.runs.run_dir import checkpoint_identity
+from mtp_train.runs.export import write_untrained_card
+from mtp_train.runs.run_directory import checkpoint_identity
 from mtp_train.trunk.whole import require_whole_trunk
 
 

@@ -8,14 +8,15 @@ from pathlib import Path
 
 from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, resolve
 from mtp_train.data.groups import join_near_duplicates
-from mtp_train.data.prompts import choose_evenly
 from mtp_train.data.records import Record, content_group
 from mtp_train.data.sources import load_records
+from mtp_train.data.tokenize import choose_evenly
 from mtp_train.errors import DataError
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, TaskPrompt
 from mtp_train.evaluation.suites import load_suite, suite_prompts
 from mtp_train.losses.catalogue import find_loss
-from mtp_train.recipe.schema import Recipe, StudySection
+from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import StudySection
 from mtp_train.runs.inputs import Inputs, prompts_of, split_records
 from mtp_train.runs.training import HIDDEN
 
@@ -114,9 +115,8 @@ def for_objective(recipe: Recipe, objective: str) -> Recipe:
     temperature = recipe.objective.temperature if find_loss(objective).distils else 1.0
     cache = recipe.train.hidden_cache
     if cache is not None and cache.directory is None:
-        cache = replace(cache, directory=str(Path(recipe.run_dir) / HIDDEN))
-    return replace(
-        recipe,
-        objective=replace(recipe.objective, loss=objective, temperature=temperature),
-        train=replace(recipe.train, hidden_cache=cache),
+        cache = cache.replaced(directory=str(Path(recipe.run_dir) / HIDDEN))
+    return recipe.replaced(
+        objective=recipe.objective.replaced(loss=objective, temperature=temperature),
+        train=recipe.train.replaced(hidden_cache=cache),
     )

@@ -11,39 +11,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
 from mtp_train.acceptance.counts import Interval, PromptCounts
 from mtp_train.acceptance.intervals import Difference, tau_difference
-from mtp_train.evaluation.cells import (
+from mtp_train.acceptance.names import GRAFT, HOME, RETRAINED, VANILLA
+from mtp_train.evaluation.entropy import EntropySums, fine_edges, overlap_difference
+from mtp_train.evaluation.prompt_records import Setting
+from mtp_train.evaluation.results import (
     ALL_TASKS,
     VERDICTS,
     ArmComparison,
     Cell,
     Finding,
-    StudyReport,
+    Report,
+    Tone,
     negated,
 )
-from mtp_train.evaluation.entropy import EntropySums, fine_edges, overlap_difference
-from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.statistics import MeasuredArm
-from mtp_train.recipe.schema import StudySection
+from mtp_train.recipe.sections import StudySection
 
-VANILLA, GRAFT, HOME = "vanilla", "graft", "vanilla-home"
-Tone = Literal["good", "bad", "neutral"]
 CLAIM = "Retraining on the distilled trunk's own responses brings acceptance back to the vanilla level"
 BACK = "Back at the vanilla level by "
 
 
 def retrained(objective: str) -> str:
     """Return the arm name of a head that was retrained towards an objective."""
-    return f"retrained-{objective}"
+    return f"{RETRAINED}-{objective}"
 
 
 @dataclass(frozen=True)
-class Level:
+class LevelDifference:
     """The difference of a retrained head on the distilled trunk and the vanilla level, at one setting."""
 
     setting: Setting
@@ -60,18 +59,20 @@ def tone_of(interval: Interval | None, limit: float = 0.0) -> Tone:
     return "good" if low > limit else "bad" if high < limit else "neutral"
 
 
-def levels_on_shared_prompts(report: StudyReport, head: str, settings: Sequence[Setting]) -> list[Level]:
+def levels_on_shared_prompts(report: Report, head: str, settings: Sequence[Setting]) -> list[LevelDifference]:
     """Compare a retrained head with vanilla on the prompts of all arms, paired."""
     found = []
     for setting in settings:
         one = comparison_of(report, head, VANILLA, setting)
         delta, ci95 = one.delta_overlap_at_equal_entropy, one.delta_overlap_at_equal_entropy_ci95
         overlap = None if delta is None else Difference(delta, ci95, None, one.groups)
-        found.append(Level(setting, Difference(one.delta_tau, one.delta_tau_ci95, one.p_value, one.groups), overlap))
+        found.append(
+            LevelDifference(setting, Difference(one.delta_tau, one.delta_tau_ci95, one.p_value, one.groups), overlap)
+        )
     return found
 
 
-def levels_at_home(head: MeasuredArm, vanilla: MeasuredArm, settings: Sequence[Setting]) -> list[Level]:
+def levels_at_home(head: MeasuredArm, vanilla: MeasuredArm, settings: Sequence[Setting]) -> list[LevelDifference]:
     """Compare a retrained head with vanilla, each on prompts of its own; a prompt counts only for its own arm."""
     found = []
     for setting in settings:
@@ -79,7 +80,7 @@ def levels_at_home(head: MeasuredArm, vanilla: MeasuredArm, settings: Sequence[S
         tau = tau_difference([*mine, *map(_unmet, theirs)], [*map(_unmet, mine), *theirs])
         place = setting.temperature, setting.context_tokens
         first, second = (EntropySums.of(arm.dense[place], fine_edges()) for arm in (head, vanilla))
-        found.append(Level(setting, tau, overlap_difference(*_over_all(first, second), None)))
+        found.append(LevelDifference(setting, tau, overlap_difference(*_over_all(first, second), None)))
     return found
 
 
@@ -91,32 +92,20 @@ def _unmet(counts: PromptCounts) -> PromptCounts:
 
 def _over_all(first: EntropySums, second: EntropySums) -> tuple[EntropySums, EntropySums]:
     """Return both sums over the prompts of both arms, with no positions for prompts of the other arm."""
-    ids, groups = first.prompt_ids + second.prompt_ids, first.groups + second.groups
-    tasks = first.tasks + second.tasks
-    none_of_first, none_of_second = np.zeros_like(second.counts_PB), np.zeros_like(first.counts_PB)
-    return (
-        EntropySums(
-            ids,
-            groups,
-            tasks,
-            np.concatenate([first.counts_PB, none_of_first]),
-            np.concatenate([first.overlaps_PB, none_of_first]),
-        ),
-        EntropySums(
-            ids,
-            groups,
-            tasks,
-            np.concatenate([none_of_second, second.counts_PB]),
-            np.concatenate([none_of_second, second.overlaps_PB]),
-        ),
-    )
+    names = first.prompt_ids + second.prompt_ids, first.groups + second.groups, first.tasks + second.tasks
+    before, after = (0, len(second.prompt_ids)), (len(first.prompt_ids), 0)
+
+    def padded(sums: EntropySums, rows: tuple[int, int]) -> EntropySums:
+        return EntropySums(*names, *(np.pad(one, (rows, (0, 0))) for one in (sums.counts_PB, sums.overlaps_PB)))
+
+    return padded(first, before), padded(second, after)
 
 
 def find(
-    report: StudyReport,
+    report: Report,
     study: StudySection,
-    levels: Sequence[Level],
-    grafted: Sequence[Level],
+    levels: Sequence[LevelDifference],
+    grafted: Sequence[LevelDifference],
 ) -> tuple[Finding, ...]:
     """Test every claim, the prediction first.
 
@@ -157,7 +146,7 @@ def _finding(tone: Tone, statement: str, evidence: str) -> Finding:
     return Finding(tone=tone, statement=f"{statement}.", evidence=f"{VERDICTS[tone].capitalize()}: {evidence}")
 
 
-def back_at_vanilla(report: StudyReport, level: Level, study: StudySection) -> list[Finding]:
+def back_at_vanilla(report: Report, level: LevelDifference, study: StudySection) -> list[Finding]:
     """Test the prediction at one setting: raw, and at equal target entropy if the texts share enough entropies."""
     head = retrained(study.objectives[0])
     home = HOME if any(cell.arm == HOME for cell in report.cells) else VANILLA
@@ -191,7 +180,7 @@ def back_at_vanilla(report: StudyReport, level: Level, study: StudySection) -> l
     return findings
 
 
-def beats_graft(report: StudyReport, head: str, setting: Setting) -> Finding:
+def beats_graft(report: Report, head: str, setting: Setting) -> Finding:
     """Test whether retraining helps on the distilled trunk: same trunk, same prompts."""
     one = comparison_of(report, head, GRAFT, setting)
     mine, theirs = cell_of(report, head, setting), cell_of(report, GRAFT, setting)
@@ -203,7 +192,7 @@ def beats_graft(report: StudyReport, head: str, setting: Setting) -> Finding:
     )
 
 
-def is_stale(level: Level) -> list[Finding]:
+def is_stale(level: LevelDifference) -> list[Finding]:
     """Test whether the untouched head is worse on the distilled trunk at equal target entropy."""
     if level.overlap is None:
         return []
@@ -216,7 +205,7 @@ def is_stale(level: Level) -> list[Finding]:
     ]
 
 
-def objectives_differ(report: StudyReport, first: str, other: str, setting: Setting) -> Finding:
+def objectives_differ(report: Report, first: str, other: str, setting: Setting) -> Finding:
     """Test whether the first objective gives the better head: same trunk, prompts, data, steps and seed."""
     one = comparison_of(report, retrained(first), retrained(other), setting)
     mine, theirs = (cell_of(report, retrained(name), setting) for name in (first, other))
@@ -228,26 +217,17 @@ def objectives_differ(report: StudyReport, first: str, other: str, setting: Sett
     )
 
 
-def cell_of(report: StudyReport, arm: str, setting: Setting) -> Cell:
+def cell_of(report: Report, arm: str, setting: Setting) -> Cell:
     """Return an arm's cell at a setting, all tasks together."""
-    return next(cell for cell in report.cells if cell.arm == arm and cell.task == ALL_TASKS and _at(cell, setting))
+    return next(cell for cell in report.cells if cell.arm == arm and cell.task == ALL_TASKS and cell.setting == setting)
 
 
-def comparison_of(report: StudyReport, first: str, second: str, setting: Setting) -> ArmComparison:
+def comparison_of(report: Report, first: str, second: str, setting: Setting) -> ArmComparison:
     """Return the comparison of two arms at a setting, all tasks together, in either stored order."""
     for one in report.comparisons:
-        if {one.first, one.second} == {first, second} and one.task == ALL_TASKS and _at(one, setting):
+        if {one.first, one.second} == {first, second} and one.task == ALL_TASKS and one.setting == setting:
             return one if one.first == first else one.swapped()
     raise LookupError(f"no comparison of {first} and {second} at {setting.slug}")
-
-
-def _at(row: Cell | ArmComparison, setting: Setting) -> bool:
-    return (row.temperature, row.context_tokens, row.depth, row.rule) == (
-        setting.temperature,
-        setting.context_tokens,
-        setting.depth,
-        setting.rule,
-    )
 
 
 def _where(setting: Setting) -> str:

@@ -5,74 +5,61 @@ Stages that are done are skipped, as in ``mtp_train.runs.pipeline``. A measureme
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 
 from mtp_inference.opening import OWN
-from mtp_train.checkpoints.files import read_json
+from mtp_train.acceptance.names import GRAFT, HOME, NATIVE, VANILLA
 from mtp_train.checkpoints.run_export import HEAD
 from mtp_train.data.tokenize import Document
 from mtp_train.evaluation.arms import ArmSpec
-from mtp_train.evaluation.assemble import Measured, assemble
-from mtp_train.evaluation.cells import StudyReport
-from mtp_train.evaluation.grid import Grid
-from mtp_train.evaluation.run import Processes, measure_study
-from mtp_train.recipe.schema import Recipe, StudySection
-from mtp_train.report.study_table import study_summary
-from mtp_train.report.study_wording import verdict_title
-from mtp_train.report.study_write import log_study, write_study
-from mtp_train.report.wording import lossless_sentence
-from mtp_train.runs.input_identity import hash_run_inputs, require_run_inputs
-from mtp_train.runs.inputs import Inputs, gather_inputs
-from mtp_train.runs.run_dir import PROVENANCE_FILE, Outcome, clear_leftovers, tell_precision
-from mtp_train.runs.stages import Stage, claim_run, load_run_trunk, make_documents
+from mtp_train.evaluation.assemble import Measurements
+from mtp_train.evaluation.grid import EvaluationGrid
+from mtp_train.evaluation.results import Report
+from mtp_train.evaluation.run import Processes, measure_study, study_report
+from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import StudySection
+from mtp_train.report.summary import summary
+from mtp_train.report.wording import lossless_sentence, verdict_title
+from mtp_train.report.write import log_report, write_report
+from mtp_train.runs.regeneration import data_stage
+from mtp_train.runs.run import Run, RunTrunk
+from mtp_train.runs.run_directory import Outcome, RunDirectory
 from mtp_train.runs.study.material import StudyInputs, for_objective, gather_study
 from mtp_train.runs.study.protocol import (
-    GRAFT,
-    HOME,
-    VANILLA,
-    Level,
+    LevelDifference,
     find,
     levels_at_home,
     levels_on_shared_prompts,
     retrained,
 )
 from mtp_train.runs.training import train_stage
-from mtp_train.train.launch import RunAccelerator
-from mtp_train.train.shard import give_up_shards, shards_trunk
 
 HEADS, GRID_DIR, HOME_DIR = "heads", "grid", "home"
 
 
-def run_study_stages(
-    recipe: Recipe, run_dir: Path, accelerator: RunAccelerator, console: Console, progress: Progress, stage: Stage
-) -> Outcome:
+def run_study_stages(run: Run, console: Console) -> Outcome:
     """Run all stages. The processes share training and the decoding of arms; the rest is the main process's."""
+    recipe, run_dir = run.recipe, run.directory.path
     study = section_of(recipe)
-    inputs = gather_inputs(recipe, accelerator.num_processes, progress)
-    tell_precision(recipe, accelerator.device, progress.console)
-    found = gather_study(recipe, study, inputs)
-    main = accelerator.is_main_process
-    records = hash_run_inputs(recipe, run_dir, progress) if main else {}
-    if main:
+    found = gather_study(recipe, study, run.inputs)
+    if run.is_main:
         for directory in (run_dir, *(head_dir(run_dir, objective) for objective in study.objectives)):
-            clear_leftovers(directory)
-    inputs = claim_run(recipe, run_dir, inputs, records, accelerator, progress)
-    train_heads(recipe, study, run_dir, inputs, accelerator, progress, stage)
-    accelerator.wait_for_everyone()
-    stage.name = "evaluate"
-    measured = measure_arms(recipe, study, run_dir, found, accelerator, progress)
-    if not main:
+            RunDirectory(directory).clear_leftovers()
+    run.claim()
+    train_heads(run, study)
+    run.accelerator.wait_for_everyone()
+    run.attempt.stage = "evaluate"
+    measured = measure_arms(run, study, found)
+    if not run.is_main:
         return Outcome(0, "done", "", "done")
     report = report_of(recipe, study, measured, found)
-    require_run_inputs(recipe, run_dir, progress)
-    write_study(report, run_dir, read_json(run_dir / PROVENANCE_FILE))
-    log_study(report, run_dir, recipe.track.project, recipe.track.wandb)
-    console.print(study_summary(report))
+    run.directory.require_same_inputs(recipe, run.progress)
+    write_report(report, run_dir, run.directory.provenance)
+    log_report(report, run_dir, recipe.track.project, recipe.track.wandb)
+    console.print(summary(report))
     if report.lossless is not None and report.lossless.faults:
         return Outcome(1, "not_lossless", f"{lossless_sentence(report.lossless)} Please report it.", "done")
     claim_tested = report.findings[0]
@@ -95,46 +82,29 @@ def head_dir(run_dir: Path, objective: str) -> Path:
     return run_dir / HEADS / objective
 
 
-def train_heads(
-    recipe: Recipe,
-    study: StudySection,
-    run_dir: Path,
-    inputs: Inputs,
-    accelerator: RunAccelerator,
-    progress: Progress,
-    stage: Stage,
-) -> None:
+def train_heads(run: Run, study: StudySection) -> None:
     """Retrain a head for each objective without one; the responses are generated once for all heads."""
     documents: list[Document] | None = None
-    in_shards = shards_trunk(accelerator)
+    trunk = RunTrunk(run)
     for objective in study.objectives:
-        directory = head_dir(run_dir, objective)
-        if accelerator.gather_items([(directory / HEAD).is_dir()])[0]:
+        directory = head_dir(run.directory.path, objective)
+        if run.accelerator.gather_items([(directory / HEAD).is_dir()])[0]:
             continue
-        writes = documents is None and recipe.regenerates
         # A trunk that was sharded, or whose layers were dropped for a hidden-state cache, is gone: load it again.
-        trunk = load_run_trunk(recipe, inputs, accelerator, progress, to_shard=in_shards and not writes)
+        trunk.load(decodes=documents is None and run.recipe.regenerates)
         if documents is None:
-            stage.name = "data"
-            documents = make_documents(recipe, run_dir, inputs, trunk, accelerator, progress)
-        stage.name = "train"
-        variant = for_objective(recipe, objective)
-        train_stage(variant, directory, inputs, trunk, documents, accelerator, progress)
-        accelerator.wait_for_everyone()
-        give_up_shards(trunk, accelerator)
-        del trunk
-        gc.collect()
+            run.attempt.stage = "data"
+            documents = data_stage(run, trunk.trunk)
+        run.attempt.stage = "train"
+        of_head = replace(run, recipe=for_objective(run.recipe, objective), directory=RunDirectory(directory))
+        train_stage(of_head, trunk.trunk, documents)
+        run.accelerator.wait_for_everyone()
+        trunk.drop()
 
 
-def measure_arms(
-    recipe: Recipe,
-    study: StudySection,
-    run_dir: Path,
-    found: StudyInputs,
-    accelerator: RunAccelerator,
-    progress: Progress,
-) -> Measured:
+def measure_arms(run: Run, study: StudySection, found: StudyInputs) -> Measurements:
     """Measure every arm on the same prompts, and vanilla also on its own. Every process must call it."""
+    recipe, run_dir, accelerator, progress = run.recipe, run.directory.path, run.accelerator, run.progress
     processes = Processes(accelerator.process_index, accelerator.num_processes, accelerator.gather_items)
     grid = grid_of(recipe, study)
     specs = arm_specs(recipe, study, run_dir)
@@ -146,14 +116,15 @@ def measure_arms(
     return measured
 
 
-def report_of(recipe: Recipe, study: StudySection, measured: Measured, found: StudyInputs) -> StudyReport:
+def report_of(recipe: Recipe, study: StudySection, measured: Measurements, found: StudyInputs) -> Report:
     """Compute the report of measured arms, and test the claims."""
     grid = grid_of(recipe, study)
     settings = [setting for setting in grid.settings() if setting.depth == grid.headline.depth]
-    report = assemble(measured, grid, title=f"vanilla and distilled: {recipe.model.head_from}, {recipe.model.trunk}")
+    title = f"vanilla and distilled: {recipe.model.head_from}, {recipe.model.trunk}"
+    report = study_report(measured, grid, title)
     by_name = {arm.name: arm for arm in measured.arms}
 
-    def levels(head: str) -> list[Level]:
+    def levels(head: str) -> list[LevelDifference]:
         if found.home:
             return levels_at_home(by_name[head], by_name[HOME], settings)
         return levels_on_shared_prompts(report, head, settings)
@@ -173,20 +144,18 @@ def arm_specs(recipe: Recipe, study: StudySection, run_dir: Path) -> list[ArmSpe
     def on_trunk(name: str, head: str) -> ArmSpec:
         return ArmSpec(name, model.trunk, head, model.adapter, model.quantization)
 
-    native = [on_trunk("native", OWN)] if "native" in recipe.evaluate.arms else []
+    native = [on_trunk(NATIVE, OWN)] if NATIVE in recipe.evaluate.arms else []
     heads = [on_trunk(retrained(one), str(head_dir(run_dir, one) / HEAD)) for one in study.objectives]
     vanilla = ArmSpec(VANILLA, base, OWN, quantization=model.quantization)
     return [on_trunk(GRAFT, base), *native, *heads, vanilla]
 
 
-def grid_of(recipe: Recipe, study: StudySection) -> Grid:
+def grid_of(recipe: Recipe, study: StudySection) -> EvaluationGrid:
     """Return the settings to measure."""
-    return Grid(
+    return EvaluationGrid(
         suite=study.suite or "held-out prompts",
-        tasks=None,
         prompts_per_task=study.prompts_per_task if study.suite else recipe.evaluate.prompts,
         temperatures=study.temperatures,
-        contexts=(None,),
         depths=study.depths,
         rules=study.rules,
         max_new_tokens=recipe.evaluate.max_new_tokens,

@@ -1,0 +1,439 @@
+"""A client of OpenAI's completions API, for vLLM, SGLang, llama.cpp and servers like them.
+
+:class:`Endpoint` builds requests, sends them (again after failures that may pass), returns response tokens, and reads
+the server's counts of drafts.
+
+- A prompt is sent as token ids, which vLLM, SGLang and llama.cpp accept, so that no template or tokenizer of the server
+  can change it. A server that accepts only text gets the decoded text.
+- vLLM and SGLang return responses as token ids (``return_token_ids``). Text from other servers is tokenised here.
+- Every sampling setting is sent, because servers have other defaults: vLLM and SGLang read the checkpoint's
+  generation_config.json, llama.cpp has its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+import httpx
+
+from mtp_train.answers.draft_counts import COUNTING, Counters, as_completion, native_payload, read_counters
+from mtp_train.answers.generate import Question
+from mtp_train.errors import DataError, MtpError, printable, redacted
+from mtp_train.trunk.tokenizer import raw_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class _UnusableError(Exception):
+    """Report a server that cannot be used: what was found, what was expected, and what to do."""
+
+
+def _parts(response: httpx.Response) -> Iterator[bytes]:
+    """Yield a response as it arrives, unpacked.
+
+    Raises:
+        _UnusableError: It is too large: a server that sends without end must not fill the memory.
+    """
+    size = 0
+    for part in response.iter_bytes():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            found = f"answers more than {MAX_BODY_BYTES >> 20} MiB"
+            raise _UnusableError(found, "a response to one prompt", "Check the address")
+        yield part
+
+
+MAX_ATTEMPTS = 8
+LONGEST_WAIT_SECONDS = 60.0
+CONNECT_TIMEOUT_SECONDS = 10.0
+RESPONSE_TIMEOUT_SECONDS = 3600.0
+STALL_SECONDS = 600.0
+"""A server that finishes no request for so long is given up."""
+LIST_TIMEOUT = httpx.Timeout(10.0, connect=CONNECT_TIMEOUT_SECONDS)
+"""Of the list of models and the counters, which a server has at hand."""
+MAX_BODY_BYTES = 2**26
+"""The largest response, unpacked: 64 MiB, above any response of text."""
+_DETAIL_BYTES = 2**12
+PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+"""HTTP statuses after which the same request may succeed."""
+
+Answer = TypeVar("Answer")
+
+GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+
+
+class SettingNames(NamedTuple):
+    """Names of the user's settings of a server, for messages."""
+
+    url: str
+    model: str
+    api_key_env: str
+    restart: str
+    """What the user can do once a lost server is back."""
+
+
+_OF_RECIPE = ("data.regenerate.endpoint", "data.regenerate.model", "data.regenerate.api_key_env")
+RECIPE_NAMES = SettingNames(*_OF_RECIPE, "then the same command resumes from here")
+
+
+class StalledError(DataError):
+    """Report a server that finishes nothing; its requests are not waited for."""
+
+
+def _in_thread(work: Callable[[], Answer]) -> Future[Answer]:
+    """Do some work in a thread of its own, which does not keep the process alive: a server may never answer."""
+    future: Future[Answer] = Future()
+
+    def complete() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=complete, daemon=True).start()
+    return future
+
+
+class Refusal(NamedTuple):
+    """Why a server did not answer one prompt."""
+
+    reason: str
+
+
+def read_api_key(variable: str | None, names: SettingNames = RECIPE_NAMES) -> str | None:
+    """Return the server's API key from an environment variable; None if no variable is named.
+
+    Raises:
+        DataError: The variable is not set, or is empty.
+    """
+    if variable is None:
+        return None
+    # A line end is not allowed in a header, and the error about it would print the key.
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise DataError(
+            f"{names.api_key_env}: the variable {variable} is not set; expected the server's key in it. Set it, or "
+            f"leave {names.api_key_env.rpartition('.')[2]} out."
+        )
+    return key
+
+
+class Endpoint:
+    """A client of one server.
+
+    Args:
+        url: The server's address, up to and including the API version (``http://host:8000/v1``).
+        eos_ids: The tokens that end a response.
+        vocab_size: Size of the trunk's vocabulary.
+        api_key: Sent as a bearer token; None sends no token.
+        concurrency: Most requests at a time.
+        timeout_seconds: Longest wait for a part of a response. A server sends nothing until a response is complete, and
+            a busy one queues requests first.
+        wait: Called to wait a number of seconds. The default returns after that time, or when :meth:`close` is called.
+        names: Names of the settings in messages.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_ids: Collection[int],
+        vocab_size: int,
+        *,
+        api_key: str | None = None,
+        concurrency: int = 1,
+        timeout_seconds: float = RESPONSE_TIMEOUT_SECONDS,
+        wait: Callable[[float], object] | None = None,
+        names: SettingNames = RECIPE_NAMES,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.concurrency = concurrency
+        self.model = ""
+        # vllm, sglang, llamacpp, ...: `owned_by` of the model.
+        self.served_with = ""
+        self.prompts_as: Literal["token ids", "text"] = "token ids"
+        self._tokenizer = tokenizer
+        self._eos_ids = frozenset(eos_ids)
+        self._vocab_size = vocab_size
+        self._names = names
+        self._api_key = api_key
+        self._timeout = httpx.Timeout(timeout_seconds, connect=CONNECT_TIMEOUT_SECONDS)
+        self._closed = threading.Event()
+        self.wait = wait or self._closed.wait
+        self._client = httpx.Client(
+            # As bytes: httpx refuses text that is not ASCII.
+            headers={} if api_key is None else {b"Authorization": f"Bearer {api_key}".encode()},
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=concurrency),
+            follow_redirects=True,
+            event_hooks={"request": [self._stays]},
+        )
+
+    def _stays(self, request: httpx.Request) -> None:
+        """Check a request, which a redirect may have made: prompts and key are for the host that the user named."""
+        if request.url.host != httpx.URL(self.url).host:
+            cure = "Write the address that it leads to"
+            raise _UnusableError(f"redirects to {request.url.host}", "no other host", cure)
+
+    def _shown(self, text: str) -> str:
+        """Return text of the server for messages: without the key, should it send that back."""
+        return printable(redacted(text.replace(self._api_key, "***") if self._api_key else text))
+
+    def close(self) -> None:
+        """End all waits and close the connections; nothing more is sent."""
+        self._closed.set()
+        self._client.close()
+
+    def run_all(
+        self, work: Iterable[Callable[[], Answer]], on_done: Callable[[dict[int, Future[Answer]]], object]
+    ) -> None:
+        """Do the work of requests in threads, ``concurrency`` at a time.
+
+        Args:
+            work: The requests.
+            on_done: Called with the requests that are finished, by their number; its errors end the others.
+
+        Raises:
+            StalledError: No request finishes for ten minutes.
+        """
+        queue, waiting = enumerate(work), dict[Future[Answer], int]()
+        try:
+            while True:
+                waiting |= {_in_thread(one): number for number, one in islice(queue, self.concurrency - len(waiting))}
+                if not waiting:
+                    return
+                done, _ = wait(waiting, timeout=STALL_SECONDS, return_when=FIRST_COMPLETED)
+                if not done:
+                    raise StalledError(
+                        f"{self._names.url}: {self.url} finished none of its requests in {STALL_SECONDS / 60:g} "
+                        f"minutes; expected responses. Check the server's log, {self._names.restart}."
+                    )
+                on_done({waiting.pop(future): future for future in done})
+        except BaseException as error:
+            # If one request failed for good, the others have to stop retrying; those in flight are read to their end.
+            self._closed.set()
+            if isinstance(error, MtpError | OSError) and not isinstance(error, StalledError):
+                wait(waiting)
+            raise
+
+    def finish(self, work: Callable[[], Answer]) -> Answer:
+        """Do the work of one request, within the time limit of :meth:`run_all`."""
+        found: list[Future[Answer]] = []
+        self.run_all([work], lambda done: found.extend(done.values()))
+        return found[0].result()
+
+    def first(self, work: Callable[[], Answer | Refusal]) -> Answer | Refusal:
+        """Do the work of a first request, as text again where the server refuses a prompt of token ids."""
+        found = self.finish(work)
+        if isinstance(found, Refusal) and self.prompts_as == "token ids":
+            self.prompts_as = "text"
+            found = self.finish(work)
+        return found
+
+    def choose_model(self, wanted: str | None) -> None:
+        """Select the model that requests name.
+
+        With None, it is the only model that is served.
+
+        Raises:
+            DataError: The model is not served, or several are served and none was named.
+        """
+        document = self._request("GET", self.url + "/models", None, LIST_TIMEOUT)
+        if isinstance(document, Refusal):
+            raise self._unusable(document.reason, "the list of its models", "Check the address, with its version")
+        entries = _entries(document, "data")
+        served = [str(entry.get("id")) for entry in entries]
+        if wanted is None and len(served) != 1:
+            found = f"serves {', '.join(served) or 'no model'}"
+            raise self._unusable(found, "one model, or its name", f"Name it in {self._names.model}")
+        if wanted is not None and wanted not in served:
+            found = f"serves {', '.join(served) or 'no model'}, not {wanted}"
+            raise self._unusable(found, f"{self._names.model} among them", "Correct the name")
+        self.model = wanted if wanted is not None else served[0]
+        self.served_with = str(entries[served.index(self.model)].get("owned_by") or "")
+
+    def payload(self, question: Question, sampling: Mapping[str, float]) -> dict[str, Any]:
+        """Return the JSON body of a completion request.
+
+        Args:
+            question: The prompt, the limit of new tokens and the seed.
+            sampling: ``temperature``, ``top_p``, ``top_k`` (0 takes all tokens) and ``min_p``.
+        """
+        as_text = self.prompts_as == "text"
+        return {
+            "model": self.model,
+            "prompt": self._text(question.prompt_ids) if as_text else list(question.prompt_ids),
+            "max_tokens": question.max_new_tokens,
+            "seed": question.seed,
+            **sampling,
+            # vLLM, SGLang and llama.cpp all read -1 as "all tokens".
+            "top_k": sampling["top_k"] or -1,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "n": 1,
+            "stream": False,
+            "stop_token_ids": sorted(self._eos_ids),
+            "return_token_ids": True,
+            "skip_special_tokens": False,
+            # The decoded text contains the special tokens already.
+            **({"add_special_tokens": False} if as_text else {}),
+        }
+
+    def complete(self, payload: Mapping[str, Any]) -> dict[str, Any] | Refusal:
+        """Send a request, again until it is answered or refused. Thread-safe.
+
+        Raises:
+            DataError: The server cannot be reached, or refuses access.
+        """
+        return self._request("POST", self.url + "/completions", payload)
+
+    def complete_with_counts(self, payload: dict[str, Any]) -> dict[str, Any] | Refusal:
+        """Send a request as :meth:`complete` does, to SGLang's own API, whose responses have its counts of drafts.
+
+        No server takes the prompt from a cache.
+        """
+        if self.served_with != "sglang":
+            return self.complete({**payload, "cache_salt": secrets.token_hex(8), "cache_prompt": False})
+        found = self._request("POST", self.url.removesuffix("/v1") + "/generate", native_payload(payload))
+        return found if isinstance(found, Refusal) else as_completion(found)
+
+    def counters(self) -> Counters | None:
+        """Return the current counters of the server; None where it exposes none."""
+        text = self.look("/metrics") if self.served_with in COUNTING else None
+        return (None if text is None else read_counters(text)) or None
+
+    def look(self, path: str) -> str | None:
+        """Return the text under a path from the server's root; None if there is none."""
+        try:
+            with self._client.stream("GET", self.url.removesuffix("/v1") + path, timeout=LIST_TIMEOUT) as response:
+                body = b"".join(_parts(response))
+                return body.decode("utf-8", errors="replace") if response.status_code == 200 else None
+        except (httpx.HTTPError, _UnusableError):
+            return None
+
+    def response_ids(self, question: Question, document: Mapping[str, Any]) -> list[int] | Refusal:
+        """Return the tokens of a response, with the end-of-text token if the response is finished.
+
+        Raises:
+            DataError: The server counted other prompt tokens, or returned tokens outside the trunk's vocabulary.
+        """
+        choices = _entries(document, "choices")
+        if not choices or not isinstance(choices[0].get("text"), str):
+            raise self._unusable("answers without a text", "OpenAI's completions", "Use a server that has them")
+        read = _object(document.get("usage")).get("prompt_tokens")
+        if read is not None and read != len(question.prompt_ids):
+            found = f"reads {read} tokens where the prompt has {len(question.prompt_ids)}"
+            raise self._unusable(found, "the trunk's tokenizer", "Serve the trunk with its own files")
+        choice = choices[0]
+        if choice.get("finish_reason") not in ("stop", "length"):
+            return Refusal(f"finish_reason {choice.get('finish_reason')!r}")
+        token_ids = choice.get("token_ids")
+        if token_ids is None:
+            token_ids = raw_tokens(self._tokenizer, choice["text"], start=False)
+        if not isinstance(token_ids, list) or not all(self._is_token(token) for token in token_ids):
+            raise self._unusable("returns tokens that the trunk does not have", "the trunk", "Serve the trunk itself")
+        token_ids = token_ids[: question.max_new_tokens]
+        if choice["finish_reason"] == "stop" and self._eos_ids.isdisjoint(token_ids):
+            token_ids.append(self._end(choice))
+        return token_ids
+
+    def _is_token(self, value: object) -> bool:
+        return type(value) is int and 0 <= value < self._vocab_size
+
+    def _end(self, choice: Mapping[str, Any]) -> int:
+        """Return the token that ended a response, for servers that leave it out of the response."""
+        told = (choice.get("stop_reason"), choice.get("matched_stop"), self._tokenizer.eos_token_id)
+        return next((token for token in told if type(token) is int and token in self._eos_ids), min(self._eos_ids))
+
+    def _text(self, token_ids: Collection[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
+    def _request(
+        self,
+        method: str,
+        url: str,
+        payload: Mapping[str, Any] | None,
+        timeout: httpx.Timeout | None = None,
+    ) -> dict[str, Any] | Refusal:
+        """Send one request, up to ``MAX_ATTEMPTS`` times while failures may pass, and return the JSON object."""
+        cause, wanted_seconds = "", 0.0
+        for attempt in range(MAX_ATTEMPTS):
+            if attempt:
+                self.wait(min(max(2.0 ** (attempt - 1), wanted_seconds), LONGEST_WAIT_SECONDS))
+            if self._closed.is_set():
+                break
+            try:
+                with self._client.stream(method, url, json=payload, timeout=timeout or self._timeout) as response:
+                    if response.status_code == 200:
+                        return _read_json(response)
+                    detail = self._shown(_detail(response))
+            except _UnusableError as error:
+                raise self._unusable(*error.args) from None
+            except (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL) as error:
+                raise self._unusable(f"cannot be asked ({error})", "an address", "Correct it") from None
+            except httpx.TransportError as error:
+                cause = f"does not answer ({type(error).__name__})"
+                continue
+            except (ValueError, RecursionError):
+                cause = "answers something else than JSON"
+                continue
+            except httpx.HTTPError as error:
+                raise self._unusable(f"cannot be asked ({error})", "an address", "Correct it") from None
+            cause = f"answers {response.status_code} ({detail})"
+            if response.status_code not in PASSING:
+                return self._refusal(response.status_code, cause)
+            wanted_seconds = _retry_after(response)
+        raise self._unusable(f"{cause}, {MAX_ATTEMPTS} times", "an answer", f"Start it again; {self._names.restart}")
+
+    def _refusal(self, status: int, cause: str) -> Refusal:
+        if status in (401, 403):
+            raise self._unusable(cause, "access", f"Name the variable with its key in {self._names.api_key_env}")
+        if status in (404, 405):
+            raise self._unusable(cause, "OpenAI's completions there", "Check the address, with its version")
+        return Refusal(cause)
+
+    def _unusable(self, found: str, expected: str, cure: str) -> DataError:
+        return DataError(f"{self._names.url}: {self.url} {found}; expected {expected}. {cure}.")
+
+
+def _entries(document: object, name: str) -> list[dict[str, Any]]:
+    """Return the objects of a list in a server's response; empty if there is no such list."""
+    found = document.get(name) if isinstance(document, dict) else None
+    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+
+
+def _read_json(response: httpx.Response) -> dict[str, Any]:
+    """Return a response that is one JSON object.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    document = json.loads(b"".join(_parts(response)))
+    if not isinstance(document, dict):
+        raise ValueError("no JSON object")
+    return document
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    """Return a JSON object; an empty one in place of anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def _detail(response: httpx.Response) -> str:
+    """Return the start of a server's error text as one short line."""
+    body = next(response.iter_bytes(_DETAIL_BYTES), b"")
+    return " ".join(body.decode("utf-8", errors="replace").split())[:200] or response.reason_phrase
+
+
+def _retry_after(response: httpx.Response) -> float:
+    """Return the seconds of a ``Retry-After`` header; 0 if it is missing or a date."""
+    value = response.headers.get("Retry-After", "")
+    return float(value) if value.isdecimal() else 0.0

@@ -1,0 +1,162 @@
+"""Generate responses to prompts with the trunk, in batches; responses stored before a kill are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mtp_train.answers.store import RegeneratedRow, RegeneratedStore
+from mtp_train.data.groups import stable_share
+from mtp_train.data.tokenize import Prompt
+from mtp_train.errors import DataError
+
+RESPONSE_ROOM_TOKENS = 16
+"""Least room for a response: prompts that leave less in a sequence are skipped."""
+PROMPTS_PER_ROW = 4
+"""Prompts of a batch per row of the decoder: a row whose response ends early takes the next prompt."""
+
+MAX_SEED = 2**31
+"""Upper bound of seeds; every server accepts seeds below it."""
+
+
+class Question(NamedTuple):
+    """A prompt with the limit and the seed of its response."""
+
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    seed: int
+
+
+GenerateFn = Callable[[list[Question]], list[list[int]]]
+"""From questions to responses, each including its end-of-text token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answering:
+    """The settings of responses besides sampling."""
+
+    max_new_tokens: int
+    seq_len_tokens: int | None = None
+    """Limit of prompt and response together; None for no limit."""
+    eos_ids: Collection[int] = ()
+    """The tokens that end a response."""
+    seed: int = 0
+    """The run's seed; with the prompt's id it gives the seed of a response."""
+
+    def ask(self, prompt: Prompt) -> Question:
+        """Return a prompt as a question, limited by the room that it leaves in a sequence."""
+        room = self.max_new_tokens
+        if self.seq_len_tokens is not None:
+            room = min(room, self.seq_len_tokens - len(prompt.prompt_ids))
+        return Question(prompt.prompt_ids, room, noise_seed(prompt.id, self.seed))
+
+    def row(self, prompt: Prompt, response_ids: Sequence[int]) -> RegeneratedRow:
+        """Return the row to store for a response, cut after its first end-of-text token."""
+        ends = [index for index, token in enumerate(response_ids) if token in self.eos_ids]
+        kept = tuple(int(token) for token in (response_ids[: ends[0] + 1] if ends else response_ids))
+        seed = noise_seed(prompt.id, self.seed)
+        return RegeneratedRow(prompt.id, prompt.group, prompt.prompt_ids, kept, bool(ends), seed)
+
+
+def noise_seed(prompt_id: str, seed: int) -> int:
+    """Return the seed of a prompt's sampling noise, derived from its id and the run's seed."""
+    return int(stable_share(f"noise of {prompt_id}", seed) * MAX_SEED)
+
+
+def regenerate(
+    prompts: Sequence[Prompt],
+    store: RegeneratedStore,
+    generate_fn: GenerateFn,
+    answering: Answering,
+    *,
+    batch_size: int,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> int:
+    """Generate responses to prompts with the trunk and store them; prompts with a stored response are skipped.
+
+    The batches do not depend on the number of processes or on the stored responses, because in bf16 a response may
+    depend on the other rows of its batch. A process takes every ``store.world``-th batch.
+
+    Args:
+        prompts: The prompts of all processes, in any order.
+        store: The store of this process.
+        generate_fn: Decodes with the trunk.
+        answering: The settings of responses.
+        batch_size: Prompts that are decoded together; a batch has ``PROMPTS_PER_ROW`` times as many.
+        on_batch: Called with the number of batches done and the number in all, of this process.
+
+    Returns:
+        The number of prompts that this process answered now.
+
+    Raises:
+        DataError: Every prompt is too long, or the store holds responses to other prompts.
+    """
+    fitting = fitting_prompts(prompts, answering.seq_len_tokens)
+    stored = answered(fitting, store)
+    own_batches = batches_by_length(fitting, PROMPTS_PER_ROW * batch_size)[store.rank :: store.world]
+    generated = 0
+    for number, batch in enumerate(own_batches, start=1):
+        missing = [prompt for prompt in batch if prompt.id not in stored]
+        if missing:
+            responses = generate_fn([answering.ask(prompt) for prompt in batch])
+            rows = [answering.row(prompt, ids) for prompt, ids in zip(batch, responses, strict=True)]
+            store.append([row for row in rows if row.id not in stored])
+            generated += len(missing)
+        if on_batch is not None:
+            on_batch(number, len(own_batches))
+    return generated
+
+
+def fitting_prompts(prompts: Sequence[Prompt], seq_len_tokens: int | None) -> list[Prompt]:
+    """Return the prompts that leave room for a response.
+
+    Raises:
+        DataError: No prompt does.
+    """
+    if seq_len_tokens is None:
+        return list(prompts)
+    fitting = [prompt for prompt in prompts if len(prompt.prompt_ids) + RESPONSE_ROOM_TOKENS <= seq_len_tokens]
+    if not fitting:
+        raise DataError(
+            f"data.regenerate: {len(prompts)} prompts, none of at most {seq_len_tokens - RESPONSE_ROOM_TOKENS} tokens; "
+            "expected prompts that leave room for a response. Raise data.seq_len_tokens, or use shorter prompts."
+        )
+    return fitting
+
+
+def answered(prompts: Sequence[Prompt], store: RegeneratedStore) -> set[str]:
+    """Return the ids of the prompts that have a response in the store.
+
+    Raises:
+        DataError: A stored response answers another prompt of that id.
+    """
+    asked = {prompt.id: prompt.prompt_ids for prompt in prompts}
+    stored = set()
+    for row in store:
+        if row.id in asked:
+            stored.add(row.id)
+            if asked[row.id] != row.prompt_ids:
+                raise DataError(
+                    f"{store.directory}: the stored response of {row.id} answers another prompt; expected the prompt "
+                    "of the current data. The data or the tokenizer changed: remove that directory, or use a new "
+                    "run_dir."
+                )
+    return stored
+
+
+def missing_prompts(prompts: Sequence[Prompt], store: RegeneratedStore, seq_len_tokens: int) -> list[Prompt]:
+    """Return the prompts of a process that have no response yet: every ``store.world``-th, from ``store.rank``.
+
+    Raises:
+        DataError: Every prompt is too long, or the store holds responses to other prompts.
+    """
+    fitting = sorted(fitting_prompts(prompts, seq_len_tokens), key=lambda prompt: prompt.id)
+    stored = answered(fitting, store)
+    return [prompt for prompt in fitting[store.rank :: store.world] if prompt.id not in stored]
+
+
+def batches_by_length(prompts: Sequence[Prompt], batch_size: int) -> list[list[Prompt]]:
+    """Divide prompts into batches of similar length, the longest first, so that a lack of memory shows at once."""
+    ordered = sorted(prompts, key=lambda prompt: (-len(prompt.prompt_ids), prompt.id))
+    return [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]

@@ -1,0 +1,638 @@
+"""GGUF records of heads by model type.
+
+A record has everything llama.cpp needs to load a head as a file of its own: tensor names and metadata. A model type has
+no record if llama.cpp has no graph for its head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from mtp_train.checkpoints.gguf.record import (
+    ATTENTION,
+    BEFORE_FFN,
+    DECODER,
+    DENSE,
+    EACH_EXPERT,
+    EXPERTS,
+    INDEXER,
+    LATENT_ATTENTION,
+    NEXTN,
+    NUM_MODULES,
+    PARTS,
+    POST_ATTENTION,
+    ROUTER,
+    SIGMOID_ROUTER,
+    Cut,
+    Field,
+    GgufHead,
+    Join,
+    Value,
+    always,
+    either,
+    flag,
+    limits,
+    of_kind,
+    only_if_true,
+    product,
+    real,
+    rope_of,
+    rope_scaling,
+    rotated,
+    router,
+    sections_always,
+    total,
+    weights,
+    whole,
+    window_theta,
+    yarn_log_multiplier,
+)
+from mtp_train.errors import UnsupportedModelError
+from mtp_train.families.spec import Family, RawConfig
+
+_SLIDING = "sliding_attention"
+
+
+def _kinds(config: RawConfig) -> list[str]:
+    """Return the attention type of each block."""
+    modules = list(config.get("mtp_layer_types") or [_SLIDING] * config[NUM_MODULES])
+    return [*config["layer_types"], *modules[: config[NUM_MODULES]]]
+
+
+# Releases have rope_theta outside of the rotary parameters, where transformers may ignore it.
+_THETA = either(real("rope_theta"), DECODER["rope.freq_base"])
+
+# MiMo-V2
+
+
+def _mimo_windows(config: RawConfig) -> list[int]:
+    """List for each block whether it has a sliding window; head modules have one."""
+    pattern = config.get("hybrid_layer_pattern") or [int(kind == _SLIDING) for kind in config["layer_types"]]
+    return [*pattern, *[1] * config[NUM_MODULES]]
+
+
+def _mimo_key_heads(config: RawConfig) -> Value:
+    full = config["num_key_value_heads"]
+    # transformers' sliding layers always have twice the number of key heads.
+    sliding = config.get("swa_num_key_value_heads", 2 * full)
+    return [sliding if window else full for window in _mimo_windows(config)]
+
+
+_QKV = tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
+_MIMO_V2 = GgufHead(
+    arch="mimo2",
+    pre_tokenizer="qwen2",
+    roots=("model.mtp.layers.{module}.",),
+    names={
+        **NEXTN,
+        "final_layernorm.weight": "layer_output_norm.weight",
+        **{native: ours for native, ours in ATTENTION.items() if native not in _QKV},
+        "self_attn.attention_sink_bias": "attn_sinks.weight",
+        "pre_mlp_layernorm.weight": "ffn_norm.weight",
+        **DENSE,
+    },
+    # llama.cpp's graph aborts on separate query, key and value matrices, and its converter does not join them.
+    joined={"attn_qkv.weight": Join(0, _QKV)},
+    fields={
+        **DECODER,
+        **EXPERTS,
+        "attention.head_count_kv": _mimo_key_heads,
+        "attention.value_length": whole("v_head_dim"),
+        "attention.value_scale": real("attention_value_scale"),
+        "attention.layer_norm_rms_epsilon": real("layernorm_epsilon", "rms_norm_eps"),
+        # The release's number excludes the row itself, which transformers adds to the window.
+        "attention.sliding_window": whole("sliding_window_size", "sliding_window"),
+        "attention.sliding_window_pattern": _mimo_windows,
+        "rope.freq_base": _THETA,
+        "rope.freq_base_swa": either(real("swa_rope_theta"), window_theta),
+        "rope.dimension_count": rotated("head_dim", 0.334),
+    },
+)
+
+# Step-3.5
+
+
+def _step_heads(config: RawConfig) -> Value:
+    full, sliding = config["num_attention_heads"], config["num_sliding_attention_heads"]
+    return [sliding if kind == _SLIDING else full for kind in _kinds(config)]
+
+
+def _step_key_heads(config: RawConfig) -> Value:
+    return [config["num_key_value_heads"]] * len(_kinds(config))
+
+
+def _step_windows(config: RawConfig) -> Value:
+    return [kind == _SLIDING for kind in _kinds(config)]
+
+
+def _step_first_sparse(config: RawConfig) -> Value:
+    kinds = config["mlp_layer_types"]
+    return kinds.index("sparse") if "sparse" in kinds else 0
+
+
+def _is_llama3(config: RawConfig) -> bool:
+    return rope_of(config).get("rope_type") == "llama3"
+
+
+def _step_rope_type(config: RawConfig) -> Value | None:
+    return None if _is_llama3(config) else DECODER["rope.scaling.type"](config)
+
+
+def _llama3_factors(config: RawConfig) -> list[float] | None:
+    """Return the divisors of full attention's rotary frequencies; 1 for dimensions without rotation."""
+    if not _is_llama3(config):
+        return None
+    rope, size = rope_of(config), int(config["head_dim"])
+    rotated_dims = int(size * rope.get("partial_rotary_factor", 0.5))
+    factor, low, high = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    old_context = int(rope["original_max_position_embeddings"])
+
+    def factor_of(dim: int) -> float:
+        wavelength = 2 * math.pi * float(rope["rope_theta"]) ** (dim / rotated_dims)
+        # 0 for wavelengths that are long in the old context (fully scaled), 1 for short ones (not scaled).
+        smooth = min(1.0, max(0.0, (old_context / wavelength - low) / (high - low)))
+        return 1 / ((1 - smooth) / factor + smooth)
+
+    scaled = [factor_of(dim) for dim in range(0, rotated_dims, 2)]
+    return scaled + [1.0] * (size // 2 - len(scaled))
+
+
+_STEP = GgufHead(
+    arch="step35",
+    pre_tokenizer="deepseek-v3",
+    names={
+        **NEXTN,
+        "transformer.shared_head.norm.weight": "nextn.shared_head_norm.weight",
+        "transformer.shared_head.output.weight": "nextn.shared_head_head.weight",
+        **ATTENTION,
+        "self_attn.g_proj.weight": "attn_gate.weight",
+        **BEFORE_FFN,
+        **DENSE,
+        "moe.gate.weight": "ffn_gate_inp.weight",
+        "moe.router_bias": "exp_probs_b.bias",
+        **{f"moe.{part}_proj.weight": f"ffn_{part}_exps.weight" for part in PARTS},
+        **{f"share_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in PARTS},
+    },
+    norm_offset=1.0,
+    generated={"rope_freqs.weight": _llama3_factors},
+    fields={
+        **DECODER,
+        **EXPERTS,
+        "attention.head_count": _step_heads,
+        "attention.head_count_kv": _step_key_heads,
+        "attention.sliding_window": whole("sliding_window"),
+        "attention.sliding_window_pattern": _step_windows,
+        "expert_shared_feed_forward_length": whole("share_expert_dim"),
+        "expert_weights_scale": real("moe_router_scaling_factor"),
+        "expert_weights_norm": flag("norm_expert_weight"),
+        "leading_dense_block_count": _step_first_sparse,
+        "moe_every_n_layers": whole("moe_every_n_layer", default=1),
+        "rope.freq_base_swa": window_theta,
+        "rope.scaling.type": _step_rope_type,
+        "swiglu_clamp_exp": limits("swiglu_limits"),
+        "swiglu_clamp_shexp": limits("swiglu_limits_shared"),
+    },
+)
+
+# Nemotron 3
+
+
+def _nemotron_blocks(kind: str, field: str) -> Field:
+    """Read a number for blocks of one type, 0 for other blocks; the head's block has both types."""
+
+    def read(config: RawConfig) -> Value:
+        return [config[field] if found in (kind, "head") else 0 for found in [*config["layers_block_type"], "head"]]
+
+    return read
+
+
+# llama.cpp's graph of the head is attention, then experts. Its converter rounds this architecture's router, apparently
+# by oversight; here it is written in fp32, like the converter writes all other routers.
+_ATTENTION, _EXPERTS = "layers.0.", "layers.1."
+_NEMOTRON = GgufHead(
+    arch="nemotron_h_moe",
+    pre_tokenizer="pixtral",
+    roots=("mtp.",),
+    names={
+        **weights(
+            {
+                f"{_ATTENTION}eh_proj": "nextn.eh_proj",
+                f"{_ATTENTION}enorm": "nextn.enorm",
+                f"{_ATTENTION}hnorm": "nextn.hnorm",
+                f"{_EXPERTS}final_layernorm": "nextn.shared_head_norm",
+                f"{_ATTENTION}norm": "attn_norm",
+                f"{_ATTENTION}mixer.v_proj": "attn_v",
+                f"{_ATTENTION}mixer.o_proj": "attn_output",
+                f"{_EXPERTS}norm": "post_attention_norm",
+                f"{_EXPERTS}mixer.gate": "ffn_gate_inp",
+                f"{_EXPERTS}mixer.experts.{{expert}}.up_proj": "ffn_up_exps",
+                f"{_EXPERTS}mixer.experts.{{expert}}.down_proj": "ffn_down_exps",
+                f"{_EXPERTS}mixer.shared_experts.up_proj": "ffn_up_shexp",
+                f"{_EXPERTS}mixer.shared_experts.down_proj": "ffn_down_shexp",
+                f"{_EXPERTS}mixer.fc1_latent_proj": "ffn_latent_down",
+                f"{_EXPERTS}mixer.fc2_latent_proj": "ffn_latent_up",
+            }
+        ),
+        f"{_EXPERTS}mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    },
+    # The row order of a rotary embedding. This attention has none, so any order works that both matrices share.
+    cuts={
+        f"{_ATTENTION}mixer.q_proj.weight": Cut("query_pairs", ("attn_q.weight",)),
+        f"{_ATTENTION}mixer.k_proj.weight": Cut("key_pairs", ("attn_k.weight",)),
+    },
+    fields={
+        **DECODER,
+        **EXPERTS,
+        "vocab_size": whole("vocab_size"),
+        "context_length": always(1 << 20),
+        "feed_forward_length": _nemotron_blocks("moe", "moe_intermediate_size"),
+        "attention.head_count_kv": _nemotron_blocks("full_attention", "num_key_value_heads"),
+        "attention.layer_norm_epsilon": real("layer_norm_epsilon"),
+        "attention.layer_norm_rms_epsilon": real("norm_eps"),
+        "rope.freq_base": _THETA,
+        "rope.dimension_count": whole("head_dim"),
+        "rope.scaling.finetuned": always(False),
+        "ssm.conv_kernel": whole("conv_kernel"),
+        "ssm.state_size": whole("ssm_state_size"),
+        "ssm.group_count": whole("n_groups"),
+        "ssm.inner_size": product("mamba_num_heads", "mamba_head_dim"),
+        "ssm.time_step_rank": whole("mamba_num_heads"),
+        "expert_shared_count": whole("n_shared_experts"),
+        "expert_shared_feed_forward_length": whole("moe_shared_expert_intermediate_size"),
+        "expert_weights_norm": flag("norm_topk_prob"),
+        "expert_weights_scale": real("routed_scaling_factor"),
+        "moe_latent_size": whole("moe_latent_size"),
+    },
+)
+
+# Ling 3
+
+
+def _ling_key_heads(config: RawConfig) -> Value:
+    """List 1 for latent attention (all heads share one latent) and 0 for layers with a recurrent state."""
+    return [int(kind == "full_attention") for kind in config["layer_types"]] + [1] * config[NUM_MODULES]
+
+
+_LING_NAMES = {native.replace("self_attn.", "attention."): ours for native, ours in LATENT_ATTENTION.items()}
+_LING = GgufHead(
+    arch="bailingmoe3",
+    pre_tokenizer="bailingmoe2",
+    names={
+        **NEXTN,
+        "final_layernorm.weight": "layer_output_norm.weight",
+        **_LING_NAMES,
+        "attention.dense.weight": "attn_output.weight",
+        "attention.g_proj.weight": "attn_gate.weight",
+        **BEFORE_FFN,
+        **ROUTER,
+        "mlp.gate.expert_bias": "exp_probs_b.bias",
+    },
+    cuts={"attention.kv_b_proj.weight": Cut("latent_kv", ("attn_k_b.weight", "attn_v_b.weight"))},
+    fields={
+        **DECODER,
+        **EXPERTS,
+        "vocab_size": whole("vocab_size"),
+        "context_length": whole("max_position_embeddings", "model_max_length"),
+        "attention.head_count_kv": _ling_key_heads,
+        "attention.q_lora_rank": whole("q_lora_rank"),
+        "attention.kv_lora_rank": whole("kv_lora_rank"),
+        "attention.key_length": total("kv_lora_rank", "qk_rope_head_dim"),
+        # In transformers head_dim is the number of the latent attention's rotary dimensions.
+        "attention.value_length": whole("linear_head_dim"),
+        "attention.key_length_mla": total("qk_nope_head_dim", "qk_rope_head_dim"),
+        "attention.value_length_mla": whole("v_head_dim"),
+        "rope.dimension_count": whole("qk_rope_head_dim"),
+        "ssm.conv_kernel": whole("short_conv_kernel_size"),
+        "kda.head_dim": whole("linear_head_dim"),
+        "kda.safe_gate": flag("kda_safe_gate"),
+        "kda.gate_lower_bound": real("kda_lower_bound"),
+        "expert_used_count": whole("num_experts_per_tok", "num_experts_per_token"),
+        "expert_group_count": whole("n_group", "num_expert_group"),
+        "expert_shared_count": whole("num_shared_experts"),
+        "expert_shared_feed_forward_length": either(
+            whole("moe_shared_expert_intermediate_size"), product("moe_intermediate_size", "num_shared_experts")
+        ),
+        "expert_gating_func": router(default="sigmoid"),
+        "expert_weights_scale": real("routed_scaling_factor"),
+        "expert_weights_norm": flag("norm_topk_prob", "moe_renormalize"),
+        "leading_dense_block_count": whole("first_k_dense_replace"),
+        "swiglu_clamp_exp": limits("expert_swiglu_limit_list"),
+        "swiglu_clamp_shexp": limits("share_expert_swiglu_limit_list"),
+    },
+)
+
+# Command A+
+
+
+def _command_first_sparse(config: RawConfig) -> Value:
+    kinds = config["mlp_layer_types"]
+    return next((index for index, kind in enumerate(kinds) if kind != "dense"), len(kinds))
+
+
+def _if_shared(field: Field) -> Field:
+    return lambda config: field(config) if config["num_shared_experts"] else None
+
+
+_COMMAND = GgufHead(
+    arch="cohere2moe",
+    pre_tokenizer="cohere2moe",
+    names={**NEXTN, **ATTENTION, **ROUTER},
+    fields={
+        **DECODER,
+        **EXPERTS,
+        "vocab_size": whole("vocab_size"),
+        "logit_scale": real("logit_scale"),
+        "feed_forward_length": either(whole("prefix_dense_intermediate_size"), whole("intermediate_size")),
+        "attention.layer_norm_epsilon": real("layer_norm_eps"),
+        "attention.sliding_window": whole("sliding_window"),
+        # Like the converter, list the trunk's layers only: a head module attends to all keys.
+        "attention.sliding_window_pattern": of_kind(_SLIDING),
+        "rope.dimension_count": whole("head_dim"),
+        "rope.scaling.type": always("none"),
+        "leading_dense_block_count": _command_first_sparse,
+        "expert_feed_forward_length": whole("intermediate_size"),
+        "expert_shared_count": _if_shared(whole("num_shared_experts")),
+        "expert_shared_feed_forward_length": _if_shared(product("intermediate_size", "num_shared_experts")),
+        "expert_weights_norm": flag("norm_topk_prob"),
+    },
+)
+
+# Qwen, GLM, DeepSeek and Hunyuan
+
+_EXPERTS_OF = {"gate": "w1", "down": "w2", "up": "w3"}
+_MIXING = ("fn", "base", "scale")
+
+
+# Only layers with compressed keys scale their rotary embedding. They have no attention factor, although transformers
+# adds one to the config.
+_STRETCHED = {
+    name: field for name, field in rope_scaling("compress").items() if name != "rope.scaling.yarn_attn_factor"
+}
+
+
+def _ratios(config: RawConfig) -> Value:
+    """List the compression rate of each block's attention; 0 for no compression, as in all head modules."""
+    rates = {"sliding_attention": 0, **config["compress_rates"]}
+    return [*(rates[kind] for kind in config["layer_types"]), *[0] * config[NUM_MODULES]]
+
+
+def _bounds(config: RawConfig) -> Value:
+    return [float(config["swiglu_limit"])] * (config["num_hidden_layers"] + config[NUM_MODULES])
+
+
+def _by_token(config: RawConfig) -> Value:
+    """Count the first layers, which route by token id."""
+    return list(config["mlp_layer_types"]).count("hash_moe")
+
+
+_DEEPSEEK_V4 = GgufHead(
+    arch="deepseek4",
+    pre_tokenizer="joyai-llm",
+    roots=("mtp.{module}.",),
+    names={
+        **weights(
+            {
+                "enorm": "nextn.enorm",
+                "hnorm": "nextn.hnorm",
+                "norm": "nextn.shared_head_norm",
+                # Releases share these two with the trunk. The converter has no name for them, but the loader has.
+                "emb.tok_emb": "nextn.embed_tokens",
+                "head": "nextn.shared_head_head",
+                "attn_norm": "attn_norm",
+                "attn.wq_a": "attn_q_a",
+                "attn.q_norm": "attn_q_a_norm",
+                "attn.wq_b": "attn_q_b",
+                "attn.wkv": "attn_kv",
+                "attn.kv_norm": "attn_kv_a_norm",
+                "attn.wo_a": "attn_output_a",
+                "attn.wo_b": "attn_output_b",
+                "ffn_norm": "ffn_norm",
+                "ffn.gate": "ffn_gate_inp",
+                **{f"ffn.shared_experts.{theirs}": f"ffn_{ours}_shexp" for ours, theirs in _EXPERTS_OF.items()},
+                **{f"ffn.experts.{{expert}}.{theirs}": f"ffn_{ours}_exps" for ours, theirs in _EXPERTS_OF.items()},
+            }
+        ),
+        "attn.attn_sink": "attn_sinks.weight",
+        "ffn.gate.bias": "exp_probs_b.bias",
+        **{f"hc_{part}_{one}": f"hc_{part}_{one}.weight" for part in ("attn", "ffn") for one in _MIXING},
+    },
+    outside={f"hc_head_{one}": f"output_hc_{one}.weight" for one in _MIXING},
+    joined={"nextn.eh_proj.weight": Join(1, ("e_proj.weight", "h_proj.weight"))},
+    fields={
+        **DECODER,
+        **EXPERTS,
+        "embedding_length_out": product("hidden_size", "hc_mult"),
+        "attention.q_lora_rank": whole("q_lora_rank"),
+        "attention.sliding_window": whole("sliding_window"),
+        "attention.indexer.head_count": whole("index_n_heads"),
+        "attention.indexer.key_length": whole("index_head_dim"),
+        "attention.indexer.top_k": whole("index_topk"),
+        "attention.output_group_count": whole("o_groups"),
+        "attention.output_lora_rank": whole("o_lora_rank"),
+        "attention.compress_ratios": _ratios,
+        "attention.compress_rope_freq_base": real("compress_rope_theta"),
+        **_STRETCHED,
+        "rope.freq_base": real("rope_theta"),
+        "rope.dimension_count": whole("qk_rope_head_dim"),
+        "expert_shared_count": whole("n_shared_experts"),
+        "expert_weights_scale": real("routed_scaling_factor"),
+        "expert_weights_norm": flag("norm_topk_prob"),
+        "swiglu_clamp_exp": _bounds,
+        "swiglu_clamp_shexp": _bounds,
+        "hyper_connection.count": whole("hc_mult"),
+        "hyper_connection.sinkhorn_iterations": whole("hc_sinkhorn_iters"),
+        "hyper_connection.epsilon": real("hc_eps"),
+        "hash_layer_count": _by_token,
+    },
+)
+_QWEN = GgufHead(
+    arch="qwen35",
+    pre_tokenizer="qwen35",
+    roots=("mtp.layers.{module}.", "mtp."),
+    names={
+        **weights(
+            {
+                "fc": "nextn.eh_proj",
+                "pre_fc_norm_embedding": "nextn.enorm",
+                "pre_fc_norm_hidden": "nextn.hnorm",
+                "norm": "nextn.shared_head_norm",
+            }
+        ),
+        **ATTENTION,
+        **POST_ATTENTION,
+        **DENSE,
+    },
+    norm_offset=1.0,
+    fields={
+        **DECODER,
+        "rope.dimension_count": rotated("head_dim", 0.25),
+        "rope.dimension_sections": sections_always,
+        "ssm.conv_kernel": whole("linear_conv_kernel_dim"),
+        "ssm.state_size": whole("linear_key_head_dim"),
+        "ssm.group_count": whole("linear_num_key_heads"),
+        "ssm.time_step_rank": whole("linear_num_value_heads"),
+        "ssm.inner_size": product("linear_value_head_dim", "linear_num_value_heads"),
+        "attention.recurrent_layers": of_kind("linear_attention", modules=False),
+        "full_attention_interval": whole("full_attention_interval", default=4),
+    },
+)
+_QWEN_MOE = dataclasses.replace(
+    _QWEN,
+    arch="qwen35moe",
+    names={
+        **{native: ours for native, ours in _QWEN.names.items() if native not in DENSE},
+        "mlp.gate.weight": "ffn_gate_inp.weight",
+        **EACH_EXPERT,
+        "mlp.experts.down_proj": "ffn_down_exps.weight",
+        "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
+        **{f"mlp.shared_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in PARTS},
+    },
+    cuts={"mlp.experts.gate_up_proj": Cut("halves", ("ffn_gate_exps.weight", "ffn_up_exps.weight"))},
+    fields={
+        **_QWEN.fields,
+        **EXPERTS,
+        "expert_shared_feed_forward_length": whole("shared_expert_intermediate_size"),
+    },
+)
+_QWEN3_NEXT = dataclasses.replace(
+    _QWEN_MOE,
+    arch="qwen3next",
+    pre_tokenizer="qwen2",
+    fields={**_QWEN_MOE.fields, "rope.dimension_sections": DECODER["rope.dimension_sections"]},
+)
+
+_GLM_TOKENS = {"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom": "<|observation|>"}
+_GLM4_MOE = GgufHead(
+    arch="glm4moe",
+    pre_tokenizer="glm4",
+    names={**NEXTN, **ATTENTION, **POST_ATTENTION, **ROUTER},
+    special_tokens=_GLM_TOKENS,
+    fields={
+        **DECODER,
+        **EXPERTS,
+        "rope.dimension_count": rotated("head_dim", 0.5),
+        "expert_shared_count": whole("n_shared_experts"),
+        "leading_dense_block_count": whole("first_k_dense_replace"),
+        "expert_gating_func": SIGMOID_ROUTER,
+        "expert_weights_scale": real("routed_scaling_factor"),
+        "expert_weights_norm": flag("norm_topk_prob"),
+    },
+)
+
+# GGUF describes latent attention as attention with one key-value head over the latent.
+_LATENT = GgufHead(
+    arch="deepseek2",
+    pre_tokenizer="glm4",
+    names={**NEXTN, **LATENT_ATTENTION, **BEFORE_FFN, **ROUTER},
+    cuts={"self_attn.kv_b_proj.weight": Cut("latent_kv", ("attn_k_b.weight", "attn_v_b.weight"))},
+    special_tokens=_GLM_TOKENS,
+    fields={
+        **DECODER,
+        **EXPERTS,
+        "vocab_size": whole("vocab_size"),
+        "attention.head_count_kv": always(1),
+        "attention.q_lora_rank": whole("q_lora_rank"),
+        "attention.kv_lora_rank": whole("kv_lora_rank"),
+        "attention.key_length": total("kv_lora_rank", "qk_rope_head_dim"),
+        "attention.value_length": whole("kv_lora_rank"),
+        "attention.key_length_mla": total("qk_nope_head_dim", "qk_rope_head_dim"),
+        "attention.value_length_mla": whole("v_head_dim"),
+        "rope.dimension_count": whole("qk_rope_head_dim"),
+        "rope.scaling.yarn_log_multiplier": yarn_log_multiplier,
+        "expert_shared_count": whole("n_shared_experts", default=0),
+        "leading_dense_block_count": whole("first_k_dense_replace", default=0),
+        "expert_weights_scale": real("routed_scaling_factor"),
+        "expert_weights_norm": only_if_true("norm_topk_prob"),
+    },
+)
+_DEEPSEEK_V3 = dataclasses.replace(
+    _LATENT,
+    pre_tokenizer="deepseek-v3",
+    special_tokens={},
+    # Without the field the loader assumes DeepSeek V2's router.
+    fields={**_LATENT.fields, "expert_gating_func": router(default="sigmoid")},
+)
+_SPARSE_FIELDS: Mapping[str, Field] = {
+    **_LATENT.fields,
+    "attention.indexer.head_count": whole("index_n_heads"),
+    "attention.indexer.key_length": whole("index_head_dim"),
+    "attention.indexer.top_k": whole("index_topk"),
+}
+_GLM_DSA = dataclasses.replace(
+    _LATENT,
+    arch="glm-dsa",
+    names={**_LATENT.names, **INDEXER},
+    fields={
+        **_SPARSE_FIELDS,
+        "rope.dimension_count": rotated("qk_rope_head_dim", 1.0),
+        "attention.indexer.types": of_kind("full", "indexer_types"),
+    },
+)
+_DEEPSEEK_V32 = dataclasses.replace(
+    _LATENT,
+    arch="deepseek32",
+    pre_tokenizer="deepseek-v3",
+    names={**_LATENT.names, **INDEXER},
+    special_tokens={},
+    # The loader has no default router function.
+    fields={**_SPARSE_FIELDS, "expert_gating_func": router(default="sigmoid")},
+)
+
+_HY_V3 = GgufHead(
+    arch="hy_v3",
+    pre_tokenizer="hunyuan-dense",
+    names={
+        **NEXTN,
+        "final_layernorm.weight": "nextn.shared_head_norm.weight",
+        **ATTENTION,
+        **BEFORE_FFN,
+        "mlp.router.gate.weight": "ffn_gate_inp.weight",
+        "mlp.expert_bias": "exp_probs_b",
+        **EACH_EXPERT,
+        **{f"mlp.shared_mlp.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in PARTS},
+    },
+    fields={
+        **DECODER,
+        **EXPERTS,
+        "expert_shared_feed_forward_length": product("moe_intermediate_size", "num_shared_experts"),
+        "expert_gating_func": SIGMOID_ROUTER,
+        "expert_weights_scale": real("router_scaling_factor", default=1.0),
+        "expert_weights_norm": flag("route_norm", default=True),
+    },
+)
+
+GGUF_HEADS: Mapping[str, GgufHead] = {
+    "qwen3_5_text": _QWEN,
+    "qwen3_5_moe_text": _QWEN_MOE,
+    "qwen3_next": _QWEN3_NEXT,
+    "glm4_moe": _GLM4_MOE,
+    "glm4_moe_lite": _LATENT,
+    "glm_moe_dsa": _GLM_DSA,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": _DEEPSEEK_V32,
+    "hy_v3": _HY_V3,
+    "mimo_v2_flash": _MIMO_V2,
+    "step3p5": _STEP,
+    "nemotron_h": _NEMOTRON,
+    "bailing_hybrid": _LING,
+    "cohere2_moe": _COMMAND,
+    "deepseek_v4": _DEEPSEEK_V4,
+}
+"""Text-config model type to its record."""
+
+
+def gguf_head_for(family: Family, model_type: str, *, where: str) -> GgufHead:
+    """Return the record of a text config's model type.
+
+    Raises:
+        UnsupportedModelError: The model type has no record.
+    """
+    if model_type not in GGUF_HEADS:
+        reason = family.serving["llama.cpp"].text
+        raise UnsupportedModelError(
+            f"{where}: llama.cpp does not draft with a head of {family.title}: {reason}; expected one of "
+            f"{', '.join(GGUF_HEADS)}. Export without --gguf, for another engine."
+        )
+    return GGUF_HEADS[model_type]

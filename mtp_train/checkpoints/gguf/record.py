@@ -1,0 +1,342 @@
+"""The ``GgufHead`` record of a head's tensor names and metadata in GGUF, and the names and fields that records share.
+
+The source is llama.cpp's converter (``--mtp``) and loaders. Tensor names are keyed by the checkpoint's own names; names
+and defaults of metadata fields equal the converter's. This module does not need the ``gguf`` package.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mtp_train.errors import UnsupportedModelError
+from mtp_train.families.spec import RawConfig
+
+Value = int | float | bool | str | list[int] | list[bool] | list[float]
+Field = Callable[[RawConfig], Value | None]
+"""Text config (defaults filled in) to a value; None writes no field. The Python type determines the GGUF type."""
+NUM_MODULES = "num_head_modules"
+"""Key under which the writer adds the number of head modules to the config that the readers get."""
+DEFAULT_SECTIONS = [11, 11, 10, 0]
+_FULL = "full_attention"
+_ROUTERS = {"softmax": 1, "sigmoid": 2, "sqrtsoftplus": 4}
+_ROUTER_FIELDS = ("score_function", "scoring_func", "score_func", "moe_router_activation", "expert_selection_fn")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A native tensor that GGUF stores as two tensors, or with its rows in another order."""
+
+    how: Literal["halves", "latent_kv", "query_pairs", "key_pairs"]
+    """``halves``: two halves along the next to last axis. ``latent_kv``: each head's key part, transposed, and its
+    value part. ``query_pairs``, ``key_pairs``: one tensor with the rows of each head's two halves interleaved."""
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Join:
+    """Native matrices that GGUF stores as one tensor."""
+
+    axis: Literal[0, 1]
+    """Axis of the concatenation: 0 appends rows, 1 appends columns."""
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufHead:
+    """GGUF names and metadata of the heads of one llama.cpp architecture."""
+
+    arch: str
+    """llama.cpp's name of the architecture, and the prefix of ``fields``."""
+    pre_tokenizer: str
+    """llama.cpp's name of the pre-tokenizer. Its converter derives the name from a hash of the tokenization of a fixed
+    text, which fails for a tokenizer with added tokens. Loaders need a known name, although drafts are token ids."""
+    names: Mapping[str, str]
+    """Native head key without its root, to the name within its block. Tensors of keys with ``{expert}`` are stacked."""
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    """Native head key without its root, to the change of a tensor that is split or reordered."""
+    joined: Mapping[str, Join] = field(default_factory=dict)
+    """Name within the block to the native tensors that are concatenated."""
+    outside: Mapping[str, str] = field(default_factory=dict)
+    """Native head key without its root, to a name outside of the blocks, for parts that the trunk has too."""
+    generated: Mapping[str, Callable[[RawConfig], list[float] | None]] = field(default_factory=dict)
+    """Name to a function of the text config (defaults filled in) that returns the tensor's values; None: no tensor."""
+    fields: Mapping[str, Field]
+    """Metadata fields. The writer adds the numbers of blocks and head modules."""
+    roots: tuple[str, ...] = ("{trunk}layers.{layer}.",)
+    """Prefixes of native head keys, longest first. A prefix without a number belongs to the first module."""
+    norm_offset: float = 0.0
+    """Added to every norm's weight: 1 for checkpoints that store w for models that multiply by 1 + w."""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Kind of special token to its text, for tokens that the tokenizer's files do not declare."""
+
+
+def _first(kind: Callable[[Any], Value], names: tuple[str, ...], default: Value | None) -> Field:
+    def read(config: RawConfig) -> Value | None:
+        value = next((config[name] for name in names if name in config), default)
+        return None if value is None else kind(value)
+
+    return read
+
+
+def whole(*names: str, default: int | None = None) -> Field:
+    """Read an integer from the first of these fields that the config has."""
+    return _first(int, names, default)
+
+
+def real(*names: str, default: float | None = None) -> Field:
+    """Read a float from the first of these fields that the config has."""
+    return _first(float, names, default)
+
+
+def flag(*names: str, default: bool | None = None) -> Field:
+    """Read a boolean from the first of these fields that the config has."""
+    return _first(bool, names, default)
+
+
+def total(*names: str) -> Field:
+    """Add integer fields."""
+    return lambda config: sum(int(config[name]) for name in names)
+
+
+def product(*names: str) -> Field:
+    """Multiply integer fields."""
+    return lambda config: math.prod(int(config[name]) for name in names)
+
+
+def rotated(dims: str, partial: float) -> Field:
+    """Compute the number of rotated dimensions of an attention head.
+
+    Args:
+        dims: Field with the head's size.
+        partial: Rotated share if the config has none.
+    """
+
+    def read(config: RawConfig) -> Value:
+        size = config.get(dims) or config["hidden_size"] // config["num_attention_heads"]
+        # The release's own field comes first, because transformers may ignore it.
+        share = config.get("partial_rotary_factor") or rope_of(config).get("partial_rotary_factor", partial)
+        return int(size * share)
+
+    return read
+
+
+def sections(config: RawConfig) -> Value | None:
+    """Read the split of the rotary dimensions over time, height and width, padded to four."""
+    found = rope_of(config).get("mrope_section")
+    return None if found is None else ([int(size) for size in found] + [0] * 4)[:4]
+
+
+def sections_always(config: RawConfig) -> Value:
+    """Read the same for loaders that require the field."""
+    return sections(config) or DEFAULT_SECTIONS
+
+
+def of_kind(kind: str, field: str = "layer_types", *, modules: bool | None = None) -> Field:
+    """List for each layer whether it is of a kind; ``modules`` is the value of head modules, None for none."""
+
+    def read(config: RawConfig) -> Value | None:
+        kinds, heads = config.get(field), [] if modules is None else [modules] * config[NUM_MODULES]
+        return None if kinds is None else [found == kind for found in kinds] + heads
+
+    return read
+
+
+def yarn_log_multiplier(config: RawConfig) -> Value | None:
+    """Read YaRN's attention multiplier in the form that llama.cpp stores for this architecture."""
+    scale = rope_of(config).get("mscale_all_dim")
+    return None if scale is None else 0.1 * float(scale)
+
+
+def router(default: str | None = None) -> Field:
+    """Read llama.cpp's number of the function that turns router logits into weights."""
+
+    def read(config: RawConfig) -> Value | None:
+        name = next((config[field] for field in _ROUTER_FIELDS if field in config), default)
+        if name is not None and name not in _ROUTERS:
+            raise UnsupportedModelError(
+                f"config.json: router function '{name}' is unknown to GGUF; expected one of {', '.join(_ROUTERS)}. "
+                "Export without --gguf."
+            )
+        return None if name is None else _ROUTERS[name]
+
+    return read
+
+
+def only_if_true(name: str) -> Field:
+    """Read a boolean that is written only if it is true."""
+    return lambda config: True if config.get(name) else None
+
+
+def either(*fields: Field) -> Field:
+    """Return the first value of these readers that is not None."""
+    return lambda config: next((value for read in fields if (value := read(config)) is not None), None)
+
+
+def limits(name: str) -> Field:
+    """Read one bound per block; 0 means no bound, also for blocks beyond the config's list."""
+
+    def read(config: RawConfig) -> Value | None:
+        found = config.get(name)
+        blocks = config["num_hidden_layers"] + config[NUM_MODULES]
+        return None if found is None else [float(bound or 0.0) for bound in [*found, *[0.0] * blocks][:blocks]]
+
+    return read
+
+
+def always(value: Value) -> Field:
+    """Return a reader of a constant."""
+    return lambda config: value
+
+
+def rope_of(config: RawConfig, kind: str = _FULL) -> RawConfig:
+    """Return the rotary embedding's parameters, for layer type ``kind`` if layer types have different ones."""
+    parameters: RawConfig = config.get("rope_parameters") or {}
+    nested: RawConfig = parameters.get(kind, parameters)
+    return nested
+
+
+def _rope_real(*names: str, kinds: tuple[str, ...] = (), of: str = _FULL) -> Field:
+    """Read a float from the rotary parameters; with ``kinds``, only if the scaling is one of these."""
+
+    def read(config: RawConfig) -> Value | None:
+        rope = rope_of(config, of)
+        value = next((rope[name] for name in names if name in rope), None)
+        wanted = not kinds or rope.get("rope_type") in kinds
+        return float(value) if wanted and value is not None else None
+
+    return read
+
+
+def window_theta(config: RawConfig) -> Value | None:
+    """Read the rotary base of layers with a sliding window."""
+    theta = rope_of(config, "sliding_attention").get("rope_theta")
+    return None if theta is None else float(theta)
+
+
+def _rope_type(of: str) -> Field:
+    def read(config: RawConfig) -> Value | None:
+        kind = rope_of(config, of).get("rope_type", "default")
+        if kind not in ("default", "linear", "yarn"):
+            raise UnsupportedModelError(
+                f"config.json: rope_type '{kind}' cannot be written to GGUF here; expected default, linear or yarn. "
+                "Export without --gguf and use llama.cpp's own converter."
+            )
+        return None if kind == "default" else str(kind)
+
+    return read
+
+
+def _original_context(of: str) -> Field:
+    def read(config: RawConfig) -> Value | None:
+        rope = rope_of(config, of)
+        return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == "yarn" else None
+
+    return read
+
+
+def rope_scaling(of: str) -> Mapping[str, Field]:
+    """Return the fields that describe the rotary scaling of one layer type."""
+    return {
+        "rope.scaling.type": _rope_type(of),
+        "rope.scaling.factor": _rope_real("factor", kinds=("linear", "yarn"), of=of),
+        "rope.scaling.original_context_length": _original_context(of),
+        "rope.scaling.yarn_ext_factor": _rope_real("extrapolation_factor", kinds=("yarn",), of=of),
+        "rope.scaling.yarn_attn_factor": _rope_real("attention_factor", "attn_factor", kinds=("yarn",), of=of),
+        "rope.scaling.yarn_beta_fast": _rope_real("beta_fast", kinds=("yarn",), of=of),
+        "rope.scaling.yarn_beta_slow": _rope_real("beta_slow", kinds=("yarn",), of=of),
+    }
+
+
+DECODER: Mapping[str, Field] = {
+    "context_length": whole("max_position_embeddings"),
+    "embedding_length": whole("hidden_size"),
+    "feed_forward_length": whole("intermediate_size"),
+    "attention.head_count": whole("num_attention_heads"),
+    "attention.head_count_kv": whole("num_key_value_heads"),
+    "attention.key_length": whole("head_dim"),
+    "attention.value_length": whole("head_dim"),
+    "attention.layer_norm_rms_epsilon": real("rms_norm_eps"),
+    "rope.freq_base": _rope_real("rope_theta"),
+    "rope.dimension_sections": sections,
+    **rope_scaling(_FULL),
+}
+SIGMOID_ROUTER = always(_ROUTERS["sigmoid"])
+EXPERTS: Mapping[str, Field] = {
+    "expert_count": whole("num_local_experts", "num_experts", "n_routed_experts"),
+    "expert_used_count": whole("num_experts_per_tok"),
+    "expert_group_count": whole("n_group"),
+    "expert_group_used_count": whole("topk_group"),
+    "expert_feed_forward_length": whole("moe_intermediate_size"),
+    "expert_gating_func": router(),
+}
+
+
+def weights(names: Mapping[str, str]) -> dict[str, str]:
+    """Return names of modules as names of their weights."""
+    return {f"{native}.weight": f"{ours}.weight" for native, ours in names.items()}
+
+
+NEXTN = weights(
+    {
+        "eh_proj": "nextn.eh_proj",
+        "enorm": "nextn.enorm",
+        "hnorm": "nextn.hnorm",
+        "embed_tokens": "nextn.embed_tokens",
+        "shared_head.norm": "nextn.shared_head_norm",
+        "shared_head.head": "nextn.shared_head_head",
+    }
+)
+ATTENTION = {
+    **weights(
+        {
+            "input_layernorm": "attn_norm",
+            "self_attn.q_proj": "attn_q",
+            "self_attn.k_proj": "attn_k",
+            "self_attn.v_proj": "attn_v",
+            "self_attn.o_proj": "attn_output",
+            "self_attn.q_norm": "attn_q_norm",
+            "self_attn.k_norm": "attn_k_norm",
+        }
+    ),
+    "self_attn.q_proj.bias": "attn_q.bias",
+    "self_attn.k_proj.bias": "attn_k.bias",
+    "self_attn.v_proj.bias": "attn_v.bias",
+}
+LATENT_ATTENTION = weights(
+    {
+        "input_layernorm": "attn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.q_a_proj": "attn_q_a",
+        "self_attn.q_a_layernorm": "attn_q_a_norm",
+        "self_attn.q_b_proj": "attn_q_b",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "self_attn.o_proj": "attn_output",
+    }
+)
+INDEXER = {
+    **weights(
+        {
+            "self_attn.indexer.wq_b": "indexer.attn_q_b",
+            "self_attn.indexer.wk": "indexer.attn_k",
+            "self_attn.indexer.k_norm": "indexer.k_norm",
+            "self_attn.indexer.weights_proj": "indexer.proj",
+        }
+    ),
+    "self_attn.indexer.k_norm.bias": "indexer.k_norm.bias",
+}
+# llama.cpp has two names for the norm in front of the MLP, depending on the architecture.
+POST_ATTENTION = {"post_attention_layernorm.weight": "post_attention_norm.weight"}
+BEFORE_FFN = {"post_attention_layernorm.weight": "ffn_norm.weight"}
+PARTS = ("gate", "up", "down")
+DENSE = {f"mlp.{part}_proj.weight": f"ffn_{part}.weight" for part in PARTS}
+EACH_EXPERT = {f"mlp.experts.{{expert}}.{part}_proj.weight": f"ffn_{part}_exps.weight" for part in PARTS}
+ROUTER = {
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    **EACH_EXPERT,
+    **{f"mlp.shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in PARTS},
+}

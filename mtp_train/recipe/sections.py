@@ -1,0 +1,616 @@
+"""Define the sections of a recipe: fields with types, limits, defaults and descriptions, and the rules between them.
+
+This is the only place where a field is defined: ``schema.json`` and the reference in ``recipes/README.md`` are
+generated from it. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from mtp_train.head_kinds import head_kind_names
+from mtp_train.losses.catalogue import find_loss, loss_choices, loss_names
+
+AUTO = "auto"
+CONTRADICTION = "contradiction"
+"""Type of pydantic's error for rules between fields; its context has the ``problems``."""
+MIN_TEMPERATURE = 1e-3
+"""Lowest temperature above 0 that the decoder samples at (``mtp_inference.sampling.distributions``)."""
+T = TypeVar("T")
+S = TypeVar("S", bound="RecipeSection")
+
+
+class RecipeSection(BaseModel):
+    """Base class of the sections. Unknown keys are refused, and no value is converted but a whole number to a float."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield every broken rule between the fields: ``"{field}: {found}; expected {rule}. {hint}"``."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _follows_its_rules(self: S) -> S:
+        problems = list(self.contradictions())
+        if problems:
+            raise PydanticCustomError(CONTRADICTION, "fields contradict each other", {"problems": problems})
+        return self
+
+    def replaced(self: S, **values: Any) -> S:
+        """Return a copy with other values, which are not checked."""
+        return self.model_copy(update=values)
+
+
+@dataclass(frozen=True)
+class _OneOf:
+    """Limit a text to choices that are read when a recipe is, since other packages may register more."""
+
+    choices: Callable[[], tuple[str, ...]]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": list(self.choices()), "type": "string"}
+
+    def _check(self, value: str) -> str:
+        if value not in self.choices():
+            raise PydanticCustomError("literal_error", "not one of the choices")
+        return value
+
+
+class _OneOrMore:
+    """Read ``auto``, a list, or one item in place of a list with one item."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        union: Any = handler(source)
+        plain = core_schema.simple_ser_schema("any")
+        return core_schema.no_info_wrap_validator_function(self._read, union["choices"][0], serialization=plain)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        listed = handler(schema)
+        return {"anyOf": [{"const": AUTO}, listed["items"], listed]}
+
+    @staticmethod
+    def _read(value: object, as_list: Callable[[object], object]) -> object:
+        if value == AUTO:
+            return value
+        return as_list(tuple(value) if isinstance(value, list | tuple) else (value,))
+
+
+def _or_auto(node: dict[str, Any]) -> None:
+    """Add ``auto``, which is replaced by a number before the recipe is validated, to a field's JSON Schema."""
+    value = {key: node.pop(key) for key in list(node) if key not in ("default", "description")}
+    node["anyOf"] = [{"const": AUTO}, *value.get("anyOf", [value])]
+
+
+Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Depth = Annotated[int, Field(ge=1, le=7)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, lt=1)]
+UpToOne = Annotated[float, Field(gt=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Pair = Annotated[tuple[T, ...], Field(min_length=2, max_length=2)]
+NonEmpty = Annotated[tuple[T, ...], Field(min_length=1)]
+OneOrMore = Annotated[NonEmpty[T] | Literal["auto"], _OneOrMore()]
+OrAuto = Annotated[T, Field(json_schema_extra=_or_auto)]
+
+Objective = Annotated[str, _OneOf(loss_names)]
+InitKind = Literal["native", "graft", "copy_last_layer", "random"]
+Arm = Literal["none", "graft", "native", "retrained", "vanilla"]
+Baseline = Literal["graft", "native", "none"]
+
+
+def _repeats(lists: Mapping[str, Sequence[object] | str]) -> Iterator[str]:
+    for name, values in lists.items():
+        if len(set(values)) < len(values) and not isinstance(values, str):
+            yield f"{name}: {list(values)} has a value twice; expected each value once. Remove the repeats."
+
+
+class ModelSection(RecipeSection):
+    """The target model, called the trunk, and the checkpoint with its head."""
+
+    trunk: Text
+    """The fine-tuned checkpoint: a directory, a hub id, or `demo:NAME`. Its weights are frozen."""
+    head_from: Text | None = None
+    """The checkpoint whose head is grafted, usually the base of the fine-tune. Its own trunk with its own head is the
+    arm `vanilla`. Or a run directory: its export, or if it has none (a refused run) its trained head."""
+    adapter: Text | None = None
+    """A peft LoRA adapter. The trunk is then `trunk` with this adapter, unmerged; the export contains the merged
+    weights."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """The dtype of the trunk's weights in memory. `auto`: the dtype of the checkpoint, on a CPU float32."""
+    quantization: Literal["8bit", "4bit"] | None = None
+    """Quantise the trunk's linear layers with bitsandbytes while they are loaded, to train and measure on a small GPU.
+    Experts are not quantised. The export contains the original bytes of the checkpoint."""
+    offload: Literal["cpu", "disk"] | None = None
+    """Keep the trunk's layers in main memory (`cpu`) or in a folder of the run directory (`disk`), and copy them to the
+    device one at a time. Slow, but needs little device memory; the results are the same. For one process. With either
+    choice the trunk is loaded through main memory."""
+    trust_remote_code: bool = False
+    """Whether transformers may run Python code that a checkpoint contains."""
+
+    def contradictions(self) -> Iterator[str]:
+        if self.offload is not None and self.quantization is not None:
+            yield (
+                f"offload: {self.offload!r} with model.quantization: {self.quantization!r}; expected one of them. "
+                "Write null for the other."
+            )
+
+
+class LoraSection(RecipeSection):
+    """LoRA on the head: low-rank matrices are trained beside frozen weights, and merged into them when saved.
+
+    Norms, routers and all other modules that are no target are not trained.
+    """
+
+    r: Count = 16
+    """The rank. Of stacked experts, the rank of each expert."""
+    alpha: Count = 32
+    """The product of the low-rank matrices is scaled by `alpha / r`."""
+    targets: NonEmpty[Text] | None = None
+    """Layers to adapt, by the last part of their names, such as `q_proj`; null adapts all linear layers and the experts
+    of a mixture."""
+
+
+class HeadSection(RecipeSection):
+    """The head to train."""
+
+    kind: Annotated[str, _OneOf(head_kind_names)] = "mtp"
+    """The architecture. `mtp`: norms, a projection and a decoder layer of the trunk's own type, stored in the trunk's
+    checkpoint. The other kinds are for models that never had a head, and are exported as a separate checkpoint.
+    `eagle`: one Llama layer. `eagle3`: one Llama layer that reads the hidden states of three trunk layers. `medusa`:
+    one residual block per depth, each of which reads the trunk's last hidden state only."""
+    init: InitKind = "graft"
+    """The initial weights. `native`: the head in `model.trunk`. `graft`: the head in `model.head_from`.
+    `copy_last_layer`: a new head whose decoder layer is a copy of the trunk's last layer. `random`: a new head with
+    random weights."""
+    num_depths: Depth = 3
+    """Number of draft depths that are trained. Independent of the number of MTP modules in the checkpoint."""
+    lora: LoraSection | None = None
+    """LoRA on the head; null trains all weights of the head."""
+    convention: Text = "auto"
+    """The engine whose wiring of the head is used, where engines differ: `vllm`, `sglang`, `llama.cpp`, or one that
+    another package has registered. `auto`: the usual wiring of the family. With
+    `llama.cpp`, all modules of Step-3.5 and MiMo-V2-Flash read the same tokens as the first module, as in llama.cpp."""
+    draft_vocab: Count | None = None
+    """Size of the draft vocabulary: this number of the most frequent tokens of the training text; null drafts from all
+    tokens. A smaller output matrix drafts faster and misses rare tokens. The built-in decoder uses it for every kind,
+    engines for `eagle3` only: they draft from all tokens with the other kinds."""
+
+    def contradictions(self) -> Iterator[str]:
+        if self.kind != "mtp" and self.init != "random":
+            yield (
+                f"init: {self.init!r} with head.kind: {self.kind}; expected 'random', because no layer of a trunk fits "
+                "into such a head. Write head.init: random."
+            )
+        if self.lora is not None and self.is_new:
+            yield (
+                f"lora: set with head.init: {self.init}, a new head whose own weights would never be trained; expected "
+                "an existing head. Write head.lora: null, or head.init: graft or native."
+            )
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the head is new, rather than loaded from a checkpoint."""
+        return self.init in ("copy_last_layer", "random")
+
+
+class SourceSpec(RecipeSection):
+    """One source of training records."""
+
+    path: Text
+    """A .json, .jsonl, .parquet or .txt file (also compressed: .gz, .xz, .bz2, .zst), a directory or a glob of files of
+    one type, the hub id of a dataset, or `demo:NAME`."""
+    config: Text | None = None
+    """The configuration of a hub dataset; null takes its default configuration."""
+    split: Text = "train"
+    """A split of the dataset. Slices such as `train[:1000]` are allowed."""
+    format: Literal["auto", "messages", "prompt_response", "text"] = "auto"
+    """The layout of the records. `auto`: by the names of the columns."""
+    weight: Positive | None = None
+    """Share of this source in the records, relative to the other weights. As many records are taken as possible without
+    taking one twice; `seed` determines which. Set it on every source or on none; null on all sources takes all
+    records."""
+    streaming: bool = False
+    """Whether to read only the first `data.max_documents` records, without a copy in the cache: for a source that is
+    too large to download."""
+
+
+class RegenerateSpec(RecipeSection):
+    """Replace the responses in the sources by responses that the trunk generates, sampled or greedy.
+
+    The built-in decoder generates them. If `endpoint` is set, a server with an OpenAI-compatible API does (vLLM,
+    SGLang, llama.cpp).
+    """
+
+    enabled: bool = True
+    """Whether to regenerate. If false, the training text has the responses of the sources."""
+    max_prompts: OrAuto[Count | None] = None
+    """Number of prompts to respond to; null takes all. `auto`: all, at most 20000."""
+    max_new_tokens: OrAuto[Count] = 256
+    """Maximum length of a response, in tokens. `auto`: twice the 95th percentile of the records' own responses, at most
+    1024."""
+    batch_size: OrAuto[Count | None] = None
+    """Prompts per batch of the built-in decoder on each process; null is 16. `auto`: 64 on a GPU, 32 on a CPU, or as
+    many as fit into memory."""
+    temperature: NonNegative = 1.0
+    """Sampling temperature; 0 is greedy. Above 0 every prompt has its own seed, derived from `seed` and recorded with
+    the response. Sampled responses follow the distribution that a server samples from
+    (`inference/benchmarks/objectives.md` compares sampled and greedy ones)."""
+    top_p: UpToOne = 1.0
+    """Sample from the smallest set of tokens whose probabilities sum to at least this value."""
+    top_k: Natural = 0
+    """Sample from the k most probable tokens; 0 samples from all."""
+    min_p: BelowOne = 0.0
+    """Sample from tokens with at least this probability, relative to the most probable token."""
+    max_repeated: UpToOne | None = None
+    """Leave out responses in which more than this share of the 8-grams are repetitions; null keeps all responses."""
+    endpoint: Text | None = None
+    """Address of the server, up to and including the API version: `http://localhost:8000/v1`. The server must serve the
+    trunk: its responses to a few prompts, and later to a sample of every thousand prompts, are compared with those of
+    the trunk. A run can be resumed with another address."""
+    model: Text | None = None
+    """The name of the trunk on the server; null if the server has one model."""
+    concurrency: Count | None = None
+    """Maximum number of concurrent requests to the server, over all processes; null is 32."""
+    api_key_env: Text | None = None
+    """Name of the environment variable with the API key of the server. The key itself is not written to any file."""
+    request_timeout_seconds: Positive | None = None
+    """Longest wait for the server to send a response, or a part of one; null is 3600. A run also ends when no request
+    finishes for ten minutes."""
+
+    def contradictions(self) -> Iterator[str]:
+        if self.endpoint is not None and self.batch_size is not None:
+            yield (
+                f"batch_size: {self.batch_size} with data.regenerate.endpoint, whose server makes its own batches; "
+                "expected null. Use data.regenerate.concurrency."
+            )
+        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
+            yield (
+                f"endpoint: {self.endpoint!r}; expected an address that starts with http:// or https://. Write, for "
+                "example, http://localhost:8000/v1."
+            )
+        if self.endpoint is not None and re.search(r"://[^/]*@|[?#]", self.endpoint):
+            yield (
+                "endpoint: an address with a name, a password or parameters; expected none, as the recipe is written "
+                "to files. Put the key into a variable, and name it in data.regenerate.api_key_env."
+            )
+        for name in ("model", "concurrency", "api_key_env", "request_timeout_seconds"):
+            if self.endpoint is None and getattr(self, name) is not None:
+                yield (
+                    f"{name}: {getattr(self, name)!r} while data.regenerate.endpoint is null; expected the address of "
+                    "a server. Set data.regenerate.endpoint, or leave it out."
+                )
+        for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            if self.temperature == 0 and getattr(self, name) != off:
+                yield (
+                    f"{name}: {getattr(self, name)} with data.regenerate.temperature: 0, which takes the most probable "
+                    f"token in any case; expected {off}. Leave it out, or raise the temperature."
+                )
+
+
+class DataSection(RecipeSection):
+    """The training text, and the part of it that is held out for evaluation."""
+
+    sources: NonEmpty[SourceSpec]
+    """The sources of the records. All records are pooled, or mixed by `weight`."""
+    regenerate: RegenerateSpec | None = None
+    """Train on responses that the trunk generates; null trains on the responses of the sources."""
+    responses: Text | None = None
+    """A run directory. Its responses, which the same trunk generated, are copied for prompts with the same tokens; the
+    trunk generates only the missing ones. Dtype, seed and sampling settings of that run may differ."""
+    seq_len_tokens: OrAuto[Count] = 512
+    """Length of a training sequence, in tokens. `auto`: a power of two for 95 % of the texts, from 512 to 4096."""
+    pack: bool = True
+    """Whether to pack several documents into a sequence, with attention limited to each document. If false, a sequence
+    has one document and padding."""
+    holdout: OrAuto[Share] = 0.05
+    """Share of the groups of records that is held out of training, for evaluation. `auto`: 64 records and 12
+    groups, from 5 % to 30 %."""
+    group_field: Text | None = None
+    """Name of a record field. Records with the same value are one group, and groups are not joined. Null groups chats
+    by their first user turn, pairs by their prompt and the paragraphs of a .txt by their file, and joins groups with
+    near-duplicate prompts (about 2 minutes and 0.5 GB for a million prompts of 500 characters)."""
+    max_documents: Count | None = None
+    """Maximum number of records read from each source; null reads all."""
+
+    @property
+    def answered(self) -> RegenerateSpec | None:
+        """How the trunk generates the responses in the training text; None if they are those of the sources."""
+        return self.regenerate if self.regenerate is not None and self.regenerate.enabled else None
+
+    def contradictions(self) -> Iterator[str]:
+        if self.responses is not None and self.answered is None:
+            yield (
+                f"responses: {self.responses!r} while data.regenerate is off; expected it on, as the trunk answers the "
+                "prompts that the run did not. Write data.regenerate.enabled: true, or data.responses: null."
+            )
+        for number, source in enumerate(self.sources):
+            if self.answered is not None and source.format == "text":
+                yield (
+                    f"sources.{number}.format: 'text' while data.regenerate is on; expected records with a prompt. "
+                    "Write data.regenerate: null, or use chats or records with prompt and response."
+                )
+            if source.streaming and self.max_documents is None:
+                yield (
+                    f"sources.{number}.streaming: true while data.max_documents is null; expected the number of "
+                    "records to read. Set data.max_documents."
+                )
+            if source.streaming and "[" in source.split:
+                yield (
+                    f"sources.{number}.split: {source.split!r} of a stream; expected a whole split. Leave the slice "
+                    "out; data.max_documents limits the number of records."
+                )
+        weighted = [number for number, source in enumerate(self.sources) if source.weight is not None]
+        bare = [number for number in range(len(self.sources)) if number not in weighted]
+        if weighted and len(self.sources) == 1:
+            yield (
+                "sources.0.weight: set on the only source; expected a second source to mix it with. Leave it out; "
+                "data.max_documents limits the number of records."
+            )
+        elif weighted and bare:
+            yield (
+                f"sources.{bare[0]}.weight: null while data.sources.{weighted[0]}.weight is set; expected a weight on "
+                "every source or on none. Add it, or remove the others."
+            )
+
+
+class ObjectiveSection(RecipeSection):
+    """The loss of the head. p is the trunk's next-token distribution, q the head's."""
+
+    loss: Annotated[str, _OneOf(loss_choices)] = "auto"
+    """`ce`: cross-entropy with the token of the text. The other losses fit q to p. `kl` and `reverse_kl`: the two
+    divergences. `tv`: the probability that a sampled draft is rejected. `lk`: moves from `kl` to `tv` as the overlap of
+    p and q grows. `e2e_tv`: the probability that at least one of the drafts so far is rejected. `auto`: `kl`."""
+    temperature: Positive = 1.0
+    """Temperature of p and q, in all losses except `ce`."""
+    depth_decay: UpToOne = 0.6
+    """The weight of depth k is this value to the power k - 1. The weights are scaled to sum to 1."""
+    unroll: Literal["exact", "fastmtp"] = "exact"
+    """The teacher-forced rollout over the depths. `exact`: attention and positions as in decoding. `fastmtp`: a query
+    attends only to keys of its own depth, and positions do not advance with the depth; for heads with one MTP module,
+    and for comparison."""
+    on_policy: bool = False
+    """Train depth k + 1 as if it read the head's own draft: positions after a wrong draft, which decoding would reject,
+    are left out of the loss."""
+    vocab: Literal["all", "draft"] = "all"
+    """The tokens over which p and q are computed: all, or the `head.draft_vocab` most frequent ones."""
+
+    def contradictions(self) -> Iterator[str]:
+        if self.temperature != 1.0 and not find_loss(self.loss).distils:
+            yield (
+                f"temperature: {self.temperature} with objective.loss: {self.loss}, which has none; expected 1.0. "
+                "Leave it out, or write objective.loss: kl."
+            )
+
+
+class HiddenCacheSpec(RecipeSection):
+    """The trunk's hidden states on disk: computed once, then read in every epoch and by every run with the same text.
+
+    The trunk's layers are removed from memory before the head is trained, whether the trunk is sharded or whole.
+    """
+
+    max_gib: Positive = 64.0
+    """Maximum size of the cache, in GiB. A run that needs more is refused before it starts."""
+    dtype: Literal["auto", "bf16", "fp8"] = "auto"
+    """The dtype of the stored states. `auto`: as the trunk computes them. `bf16`: 2 bytes per number. `fp8`: 1 byte per
+    number, with one scale per token."""
+    directory: Text | None = None
+    """The directory of the caches. Each cache has a name derived from trunk, text and precision. Null is `hidden` in
+    the run directory."""
+
+
+class SelectSpec(RecipeSection):
+    """Measure acceptance during training, on text that is kept out of training, and keep the best head."""
+
+    every_steps: Count = 50
+    """Steps between measurements. The last step is always measured."""
+    share: Share = 0.05
+    """Share of the groups of training documents that is kept out of training."""
+    tokens: Count = 16384
+    """Maximum number of their tokens to measure on."""
+    prompts: Natural | None = None
+    """Number of their prompts to decode as well, for the log. Null is 4, or 0 where no process has a whole trunk in
+    memory (shards, or `train.hidden_cache`)."""
+    patience: Count | None = None
+    """Stop after this number of measurements without a better head; null trains all steps."""
+
+
+class TrainSection(RecipeSection):
+    """Length and speed of training. The values do not depend on the number of processes."""
+
+    max_steps: OrAuto[Count]
+    """Number of optimizer steps. `auto`: 3 passes over the text, up to 10 where they make fewer than 100 steps; twice
+    as many for a new head."""
+    tokens_per_step: OrAuto[Count]
+    """Tokens per optimizer step over all processes, padding included. `auto`: 20 steps per pass over the text, from 4
+    sequences to 65536 tokens."""
+    lr: OrAuto[Positive]
+    """Peak learning rate of AdamW. `auto`: 0.4096 / hidden size, ten times as much for `head.lora`."""
+    micro_batch_sequences: OrAuto[Count] = 1
+    """Sequences per forward pass on one process. Changes memory use, not the result. `auto`: as many as fit into
+    memory, at most 16384 tokens on a GPU and 2048 on a CPU."""
+    processes: Count | None = None
+    """Number of processes that the launcher must have started; null accepts any."""
+    warmup_steps: OrAuto[Natural] = 0
+    """Steps over which the learning rate rises linearly. `auto`: 5 % of the steps."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """The learning rate after the warm-up: a cosine down to 0, or constant."""
+    gradient_checkpointing: bool = False
+    """Whether to store less of the head's forward pass and recompute it in the backward pass: less memory, slower
+    steps."""
+    hidden_cache: HiddenCacheSpec | None = None
+    """Store the trunk's hidden states on disk; null runs the trunk in every step. Saves time from the second epoch
+    on."""
+    select: SelectSpec | None = None
+    """Keep the head with the best acceptance during training; null keeps the last."""
+    weight_decay: NonNegative = 0.0
+    """Weight decay of AdamW, on matrices only."""
+    betas: Pair[BelowOne] = (0.9, 0.95)
+    """The two decay rates of AdamW."""
+    max_grad_norm: Positive = 1.0
+    """Gradients with a larger norm are scaled down to this norm."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Precision of matrix products. The head's weights are always fp32. `auto`: bf16 where the device multiplies it
+    natively and faster than fp32, else fp32. The resolved value is written to the run directory, and a resumed run
+    keeps it."""
+    save_steps: Count = 100
+    """Steps between saved training states. The last step is always saved."""
+    log_steps: Count = 10
+    """Steps between lines of `metrics.jsonl`."""
+
+    def contradictions(self) -> Iterator[str]:
+        if self.warmup_steps >= self.max_steps:
+            yield (
+                f"warmup_steps: {self.warmup_steps}; expected fewer than train.max_steps ({self.max_steps}). Lower it, "
+                "or train longer."
+            )
+        if self.select is not None and self.select.every_steps > self.max_steps:
+            yield (
+                f"select.every_steps: {self.select.every_steps} with train.max_steps: {self.max_steps}; expected at "
+                f"most {self.max_steps}. Lower it, or write train.select: null."
+            )
+        if self.select is not None and self.select.prompts and self.hidden_cache is not None:
+            yield (
+                f"select.prompts: {self.select.prompts} with train.hidden_cache, which removes the trunk from memory; "
+                "expected 0 or null. Write null, or train.hidden_cache: null."
+            )
+
+
+class EvaluateSection(RecipeSection):
+    """The comparison after training, on held-out prompts."""
+
+    arms: NonEmpty[Arm]
+    """What to compare. On the trunk: no head (`none`), the grafted, the native or the retrained head. `vanilla`:
+    `model.head_from` with its own head."""
+    prompts: OrAuto[Count] = 64
+    """Number of held-out prompts that each arm decodes. `auto`: all, at most 64."""
+    temperature: OneOrMore[NonNegative] = "auto"
+    """Sampling temperatures of the trunk; 0 is greedy. Each temperature above 0 is combined with every `top_p`, `top_k`
+    and `rule`, and the gate tests every combination. `auto`: 0, and the temperature in the trunk's
+    `generation_config.json` if that file enables sampling."""
+    top_p: OneOrMore[UpToOne] = "auto"
+    """Above temperature 0, sample from the smallest set of tokens whose probabilities sum to at least this value.
+    `auto`: the value in `generation_config.json` if that file enables sampling, else 1."""
+    top_k: OneOrMore[Natural] = "auto"
+    """Above temperature 0, sample from the k most probable tokens; 0 samples from all. `auto`: the value in
+    `generation_config.json` if that file enables sampling, else 0."""
+    rule: OneOrMore[Literal["argmax", "sampled"]] = "auto"
+    """How drafts are made and verified above temperature 0. `argmax`: the head's most probable token; the text is
+    compared with plain sampling with the same seed. `sampled`: drawn from the head's distribution, and verified by
+    rejection sampling. `auto`: `argmax`, as in most engines."""
+    max_new_tokens: Count = 256
+    """Maximum length of a response, in tokens."""
+    depth: Depth | None = None
+    """Number of tokens drafted per round; null takes `head.num_depths`."""
+    dense_tokens: Count = 16384
+    """Number of held-out tokens for the teacher-forced metrics (top-1 agreement, overlap of p and q)."""
+
+    def contradictions(self) -> Iterator[str]:
+        for arm in dict.fromkeys(arm for arm in self.arms if self.arms.count(arm) > 1):
+            yield f"arms: {arm!r} {self.arms.count(arm)} times; expected each arm once. Remove the repeats."
+        filters = {"top_p": self.top_p, "top_k": self.top_k, "rule": self.rule}
+        yield from _repeats({"temperature": self.temperature, **filters})
+        temperatures = () if isinstance(self.temperature, str) else self.temperature
+        for name, values in filters.items():
+            if temperatures and not any(temperatures) and values != AUTO:
+                yield (
+                    f"{name}: {list(values)} with evaluate.temperature: 0, which takes the most probable token in any "
+                    "case; expected auto. Leave it out, or add a temperature above 0."
+                )
+        for value in temperatures:
+            if 0.0 < value < MIN_TEMPERATURE:
+                yield (
+                    f"temperature: {value:g}; expected 0 or a number from {MIN_TEMPERATURE:g}. Write 0 for greedy "
+                    "decoding."
+                )
+
+
+class GateSection(RecipeSection):
+    """The condition under which a retrained head is exported."""
+
+    enabled: bool = True
+    """Whether to measure the arms and judge the head. `false` exports it unjudged, for a trunk that is too large to
+    decode with here, or where an engine measures it."""
+    baseline: Literal["auto", "graft", "native", "none"] = "auto"
+    """The arm that the retrained head must beat. `auto`: the best head that exists without training, or `none` if there
+    is no such head."""
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
+    """Confidence level of the interval of the gain in tau. The interval must be above 0 at one setting of `evaluate` at
+    least, with Holm's correction over the settings, and must not lie below 0 at any setting. Against `none` the same
+    holds for the measured speedup above 1, or for tau above `break_even_tau`."""
+    break_even_tau: Annotated[float, Field(ge=1)] | None = None
+    """Tau from which drafts pay in the engine that will serve the head, as the report of `mtp-train compare` or the
+    engine's own benchmark gives it. Then it decides against `none`. Null: the speed measured here decides."""
+
+
+class ExportSection(RecipeSection):
+    """The checkpoint that is written if the gate is passed, or off."""
+
+    enabled: bool = True
+    """Whether to write it."""
+    link: Literal["hard", "copy"] = "hard"
+    """Whether unchanged files are hard-linked (where the file system supports it) or copied."""
+
+
+class TrackSection(RecipeSection):
+    """Experiment tracking, in addition to `metrics.jsonl`."""
+
+    wandb: Literal["off", "offline", "online"] = "offline"
+    """The mode of Weights & Biases. `offline` needs no network."""
+    project: Text = "mtp-train"
+    """The Weights & Biases project."""
+
+
+class StudySection(RecipeSection):
+    """Compare `model.head_from` with its own head with `model.trunk` with the grafted head and with retrained heads.
+
+    One head is retrained for each objective, with the same data, steps and seed. All of `evaluate.arms` decode the same
+    prompts. The study tests the claim that retraining on the distilled distribution restores the vanilla acceptance.
+    Nothing is exported.
+    """
+
+    objectives: NonEmpty[Objective] = ("kl", "ce")
+    """The losses to retrain heads with, see `objective.loss`. Each is an arm, such as `retrained-kl`. The verdict is on
+    the first; the others are compared with it."""
+    suite: Text | None = None
+    """A prompt suite, as in `mtp-train evaluate --suite`, without the prompts that heads are trained on; null takes the
+    held-out prompts of `data.sources`."""
+    prompts_per_task: Count = 8
+    """Number of prompts of each task of the suite."""
+    vanilla_sources: tuple[Text, ...] = ()
+    """Sources (as in `data.sources[].path`) of text that `model.head_from` was made for. The vanilla level is then
+    measured on `evaluate.prompts` of their prompts; if empty, on the prompts of all arms."""
+    temperatures: NonEmpty[NonNegative] = (0.0, 1.0)
+    """Sampling temperatures; 0 is greedy."""
+    rules: NonEmpty[Literal["greedy", "argmax", "sampled"]] = ("greedy", "sampled")
+    """How drafts are made and verified. `greedy`: at temperature 0. Above it, `argmax`: the head's most probable token,
+    or `sampled`: drawn from the head's distribution and verified by rejection sampling."""
+    depths: NonEmpty[Depth] = (3,)
+    """Numbers of tokens drafted per round."""
+    batch: Count = 16
+    """Most prompts decoded together, for acceptance. Speed is measured on 8 prompts, one at a time."""
+    margin: Share = 0.05
+    """Largest loss, as a share of the vanilla level, with which acceptance still counts as restored."""
+
+    def contradictions(self) -> Iterator[str]:
+        yield from _repeats({name: getattr(self, name) for name in ("objectives", "temperatures", "rules", "depths")})
+        for temperature in self.temperatures:
+            if not any((rule == "greedy") == (temperature == 0) for rule in self.rules):
+                wanted = "greedy" if temperature == 0 else "sampled"
+                yield (
+                    f"rules: {list(self.rules)} has no rule for temperature {temperature:g}; expected one. Add "
+                    f"{wanted!r}, or remove the temperature."
+                )

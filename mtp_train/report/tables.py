@@ -1,0 +1,253 @@
+"""Tables of a report as text, shared by the page and the terminal.
+
+``wording.GLOSSARY`` explains the headings to the report's readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mtp_train.acceptance.gate import GateVerdict
+from mtp_train.evaluation.prompt_records import Setting
+from mtp_train.evaluation.results import ALL_TASKS, ArmResult, Cell, Report
+from mtp_train.report.slices import Slices
+from mtp_train.report.wording import (
+    count_words,
+    depth_words,
+    difference_words,
+    format_bytes,
+    format_estimate,
+    format_groups,
+    format_number,
+    format_seconds,
+    format_shares,
+    format_speedup,
+    format_tau,
+    pair_words,
+    signed,
+)
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table of text.
+
+    Attributes:
+        columns: Headings; the first is for the names of the rows.
+        groups: Rows by the title of their group; an empty title is not shown.
+        prose: Whether the last column holds sentences.
+    """
+
+    columns: tuple[str, ...]
+    groups: Mapping[str, Sequence[tuple[str, ...]]]
+    prose: bool = False
+
+
+MAX_INTERVALS = 3
+"""The most columns with intervals that fit in 80 characters; a table of more arms shows tau alone."""
+PAYS = {"above": "yes", "below": "no", "neither": "not shown", None: "-"}
+
+_CELL_COLUMNS: dict[str, Callable[[Cell], str]] = {
+    "prompts": lambda cell: format_number(cell.prompts, 0),
+    "tau [95 %]": format_tau,
+    "groups": format_groups,
+    "macro": lambda cell: format_number(cell.tau_macro, 2),
+    "by position": lambda cell: format_shares(cell.marginal),
+    "overlap": lambda cell: format_shares((cell.overlap or ())[:1]),
+    "entropy": lambda cell: format_number(cell.target_entropy, 2),
+    "prompt tokens": lambda cell: format_number(cell.mean_prompt_tokens, 0),
+    "prefill": lambda cell: format_seconds(cell.seconds_prefill),
+    "round": lambda cell: format_seconds(cell.round_seconds),
+    "tau needed": lambda cell: format_number(cell.break_even_tau, 2),
+    "speedup [95 %]": lambda cell: format_estimate(cell.speedup, cell.speedup_ci95),
+    "pays": lambda cell: PAYS[cell.pays],
+}
+TASK_COLUMNS = ("tau [95 %]", "groups", "macro", "by position", "overlap", "entropy")
+
+
+def make_table(
+    columns: Sequence[str], groups: Mapping[str, Sequence[tuple[str, ...]]], *, prose: bool = False
+) -> TextTable | None:
+    """Return a table without its empty groups; None where all are empty."""
+    kept = {title: rows for title, rows in groups.items() if rows}
+    return TextTable(tuple(columns), kept, prose) if kept else None
+
+
+def task_table(slices: Slices) -> TextTable | None:
+    """Return the arms on every task, at the headline setting; None for a single task."""
+    if slices.headline is None or len(slices.tasks) < 2:
+        return None
+    return _point_table(slices, "task", [(task, task, slices.headline) for task in slices.tasks], TASK_COLUMNS)
+
+
+def temperature_table(slices: Slices) -> TextTable | None:
+    """Return the arms at every temperature, filter and rule, over all tasks; None for a single setting."""
+    points = [(setting.name, ALL_TASKS, setting) for setting in slices.temperatures()]
+    columns = (*TASK_COLUMNS, "speedup [95 %]")
+    return _point_table(slices, "setting", points, columns) if len(points) > 1 else None
+
+
+def depth_table(slices: Slices) -> TextTable | None:
+    """Return the arms at every depth, over all tasks; None for a single depth."""
+    points = [(depth_words(s.depth), ALL_TASKS, s) for s in slices.depths()]
+    columns = ("prompts", "tau [95 %]", "groups", "tau needed", "round", "speedup [95 %]", "pays")
+    return _point_table(slices, "drafts", points, columns) if len(points) > 1 else None
+
+
+def context_table(slices: Slices) -> TextTable | None:
+    """Return the arms at every context length, over all tasks; None for a single length."""
+    points = [(context_words(s.context_tokens), ALL_TASKS, s) for s in slices.contexts()]
+    columns = ("tau [95 %]", "groups", "by position", "prompt tokens", "prefill", "speedup [95 %]")
+    return _point_table(slices, "context", points, columns) if len(points) > 1 else None
+
+
+def context_words(context_tokens: int | None) -> str:
+    """Format the length of a context; ``own`` for unchanged prompts."""
+    return "own" if context_tokens is None else f"{context_tokens:,}"
+
+
+def _point_table(
+    slices: Slices, name: str, points: Sequence[tuple[str, str, Setting]], columns: Sequence[str]
+) -> TextTable | None:
+    """Return a group per point (label, task, setting) with a row per arm; with a single arm, one row per point.
+
+    Args:
+        slices: The report.
+        name: Heading of the points, for a single arm.
+        points: What the rows are about.
+        columns: Keys of :data:`_CELL_COLUMNS`.
+    """
+    groups: dict[str, list[tuple[str, ...]]] = {}
+    alone = len(slices.arms) == 1
+    for label, task, setting in points:
+        for arm, cell in slices.drafting(task, setting).items():
+            row = (label if alone else arm, *(_CELL_COLUMNS[column](cell) for column in columns))
+            groups.setdefault("" if alone else label, []).append(row)
+    return make_table((name if alone else "arm", *columns), groups)
+
+
+def tau_matrix(slices: Slices) -> TextTable | None:
+    """Return tau by task and arm, at the headline setting; None for a single task."""
+    if slices.headline is None or len(slices.tasks) < 2:
+        return None
+    show = format_tau if len(slices.arms) <= MAX_INTERVALS else lambda cell: format_number(cell.tau, 2)
+    texts: dict[str, dict[str, str]] = {}
+    for task in slices.tasks:
+        cells = slices.drafting(task, slices.headline)
+        if cells:
+            name = _task_words(task, [cell.groups for cell in cells.values() if cell.tau_ci95])
+            texts[name] = {arm: show(cell) for arm, cell in cells.items()}
+    return _matrix(slices.arms, texts)
+
+
+def difference_table(slices: Slices) -> TextTable | None:
+    """Return the comparisons over all tasks together, at the headline setting; None without comparisons."""
+    rows = [
+        (
+            pair_words(row),
+            signed(row.delta_tau, row.delta_tau_ci95),
+            str(row.groups),
+            _p_value(row.p_value),
+            "yes" if row.differs else "no",
+            signed(row.delta_overlap_at_equal_entropy, row.delta_overlap_at_equal_entropy_ci95, 3),
+            difference_words(row),
+        )
+        for row in slices.comparisons()
+        if row.task == ALL_TASKS
+    ]
+    columns = ("first - second", "tau [95 %]", "groups", "p", "real", "overlap at equal entropy", "in words")
+    return make_table(columns, {"": rows}, prose=True)
+
+
+def difference_matrix(slices: Slices) -> TextTable | None:
+    """Return the comparisons on single tasks, at the headline setting; None without comparisons.
+
+    "not shown" stands for a difference that is not significant.
+    """
+    texts: dict[str, dict[str, str]] = {}
+    for row in slices.comparisons():
+        if row.task != ALL_TASKS:
+            text = signed(row.delta_tau, row.delta_tau_ci95) if row.differs else "not shown"
+            texts.setdefault(_task_words(row.task, [row.groups]), {})[pair_words(row)] = text
+    return _matrix(tuple(dict.fromkeys(pair for by_pair in texts.values() for pair in by_pair)), texts)
+
+
+def _task_words(task: str, groups: Iterable[int | None]) -> str:
+    """Return a task's name with the number of groups behind its intervals."""
+    known = [count for count in groups if count is not None]
+    return f"{task} ({count_words(known)})" if known else task
+
+
+def _matrix(columns: Sequence[str], texts: Mapping[str, Mapping[str, str]]) -> TextTable | None:
+    """Return texts by task and column as a table, with a dash in empty cells."""
+    rows = [(task, *(by_column.get(column, "-") for column in columns)) for task, by_column in texts.items()]
+    return make_table(("task", *columns), {"": rows})
+
+
+def _p_value(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if value >= 0.001 else "<0.001"
+
+
+def gate_table(gate: GateVerdict | None) -> TextTable | None:
+    """Return the gate's figures at each setting; None without any."""
+    verdicts = {"above": "gain shown", "below": "loss shown", "neither": "not shown"}
+    rows = [
+        (
+            one.setting,
+            str(one.prompts),
+            str(one.groups),
+            f"{one.baseline_tau:.2f}",
+            f"{one.tau:.2f}",
+            "-" if one.delta_tau_ci95 is None else "[{:+.2f}, {:+.2f}]".format(*one.delta_tau_ci95),
+            verdicts[one.verdict],
+            "-" if one.detectable_gain is None else f"+{one.detectable_gain:.2f}",
+        )
+        for one in (gate.settings if gate is not None else ())
+    ]
+    columns = ("setting", "prompts", "groups", "baseline", "retrained", "gain [95 %]", "verdict", "detectable")
+    return make_table(columns, {"": rows})
+
+
+def position_table(report: Report) -> TextTable | None:
+    """Return the figures of every arm by position in the draft."""
+    figures = {name: _by_position(arm) for name, arm in report.arms.items()}
+    depth = max((len(shares) for by_kind in figures.values() for shares in by_kind.values()), default=0)
+    groups = {
+        name: [
+            (kind, *(format_number(share, 3) for share in (*shares, *[None] * (depth - len(shares)))))
+            for kind, shares in by_kind.items()
+        ]
+        for name, by_kind in figures.items()
+    }
+    return make_table(("figure", *(str(k) for k in range(1, depth + 1))), groups)
+
+
+def _by_position(arm: ArmResult) -> dict[str, Sequence[float | None]]:
+    kinds = {"marginal": arm.marginal, "conditional": arm.conditional, "dense": arm.dense, "overlap": arm.overlap}
+    return {kind: shares for kind, shares in kinds.items() if shares}
+
+
+def cost_table(report: Report) -> TextTable | None:
+    """Return memory and prefill costs of each head; None where none were measured."""
+    rows = [
+        (
+            cost.arm,
+            format_bytes(cost.head_bytes),
+            f"{format_bytes(cost.head_kv_bytes_per_token)} on {format_bytes(cost.trunk_kv_bytes_per_token)}",
+            format_bytes(cost.trunk_state_bytes),
+            format_number(cost.context_tokens_lost, 0),
+            _prefill(cost.prefill_ratio, cost.prefill_tokens),
+        )
+        for cost in report.costs
+    ]
+    columns = ("arm", "weights", "KV cache per token", "trunk's state", "context given up", "prompt speed")
+    return make_table(columns, {"": rows})
+
+
+def _prefill(ratio: float | None, tokens: int | None) -> str:
+    if ratio is None:
+        return "-"
+    return format_speedup(ratio) + (f" at {tokens:,} tokens" if tokens else "")

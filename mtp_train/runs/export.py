@@ -1,0 +1,180 @@
+"""Write an export and its model card: the trunk with its MTP head, or a draft model for EAGLE and Medusa heads.
+
+The card states where the parts are from, what was measured, and how to serve and upload the export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from mtp_train import __version__
+from mtp_train.checkpoints.adapter import read_adapter
+from mtp_train.checkpoints.artifact import Artifact, load_artifact
+from mtp_train.checkpoints.contents import source_files
+from mtp_train.checkpoints.draft_checkpoint import DraftForm, require_readable, write_draft_checkpoint
+from mtp_train.checkpoints.export import LinkMode
+from mtp_train.checkpoints.files import Checkpoint, open_checkpoint, read_json
+from mtp_train.checkpoints.lora_merge import plan_changes, write_adapted
+from mtp_train.checkpoints.run_export import RECIPE_FILE
+from mtp_train.checkpoints.writing import write_text
+from mtp_train.errors import CheckpointError
+from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, Report, load_report
+from mtp_train.families.engines import EngineSupport, engine_commands
+from mtp_train.head_kinds import find_head_kind
+from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.recipe.loading import dump_yaml, load_recipe
+from mtp_train.report import wording
+from mtp_train.runs.run_directory import PROVENANCE_FILE
+
+Identity = Mapping[str, Any]
+CARD_FILE, _TAG = "README.md", "speculative-decoding"
+_PURPOSE = (
+    "The head drafts the next tokens and the model verifies them in one pass. Generation is faster, with an unchanged "
+    "distribution of the output; in bf16, near ties between tokens may fall otherwise."
+)
+_UNTRAINED = "It was not trained for these weights. `mtp-train evaluate .` measures its acceptance on them."
+_SETTINGS = ("temperature", "depth", "verify_rule", "draft_sampling", "dtype", "device", "max_new_tokens")
+_UPLOAD = """## Upload it
+
+This uploads every file of this directory. First add the `license` of the base model to the metadata above.
+
+```bash
+hf upload OWNER/NAME . --private
+```
+"""
+
+
+def write_export(
+    trunk: Checkpoint,
+    artifact: Artifact,
+    out: Path,
+    *,
+    adapter: Path | None,
+    link: LinkMode,
+    progress: Progress,
+    form: DraftForm = "engines",
+    hub_id: str | None = None,
+) -> None:
+    """Write a head to a new directory: an MTP head inside its trunk's checkpoint, other kinds as a draft model.
+
+    An ``adapter`` is merged into the exported trunk. ``form`` is the format of a draft model, ``hub_id`` the trunk's
+    id in it.
+
+    Raises:
+        OutputExistsError: ``out`` exists.
+        CheckpointError: The adapter cannot be merged, no engine reads such a draft model, or the disk is full.
+    """
+    if artifact.family.kind == "mtp":
+        write_adapted(trunk, layout_of(trunk), artifact.head, out, adapter=adapter, link=link, progress=progress)
+        return
+    require_exportable(trunk, artifact.family.kind, adapter)
+    layer_config = artifact.family.layer.config(text_config_of(trunk), artifact.num_modules)
+    on_trunk = replace(artifact, layout=layout_of(trunk, artifact.family))
+    write_draft_checkpoint(trunk, on_trunk, layer_config, out, form=form, verifier=hub_id)
+
+
+def require_exportable(trunk: Checkpoint, kind: str, adapter: Path | None) -> None:
+    """Check that a head of a kind can be exported for a trunk, before anything is trained.
+
+    Raises:
+        CheckpointError: The adapter cannot be merged, no engine reads such a draft model for this trunk, or the trunk's
+            directory contains links that are not copied.
+    """
+    layout = layout_of(trunk)
+    # Raises if a link prevents copying.
+    source_files(trunk)
+    changed = {} if adapter is None else plan_changes(trunk, layout, read_adapter(adapter))
+    if kind == "mtp":
+        return
+    require_readable(trunk, kind)
+    # A draft model contains copies of these tensors of its trunk.
+    repeated = sorted({layout.embed_key, layout.lm_head_key} & changed.keys())
+    if repeated:
+        raise CheckpointError(
+            f"{adapter}: changes {', '.join(repeated)}, which a draft model copies; expected an adapter of the "
+            "layers. Merge it first (mtp-train merge) and attach the head to the result."
+        )
+
+
+def write_card(run_dir: Path, out: Path) -> None:
+    """Write the card of the export ``out`` of an evaluated run."""
+    recipe, provenance = load_recipe(run_dir / RECIPE_FILE), read_json(run_dir / PROVENANCE_FILE)
+    report, trunk, base = load_report(run_dir / REPORT_FILE), provenance["trunk"], provenance["head_from"]
+    tool = f"mtp-train {provenance['versions']['mtp-train']}"
+    if recipe.head.kind == "mtp":
+        engines, title = open_checkpoint(out).engines, f"{_name(trunk)}, with its MTP head"
+        start = f"the head of `{_name(base)}`" if recipe.head.init == "graft" else f"`head.init: {recipe.head.init}`"
+        origin = f"The weights of `{_name(trunk)}`{_state(recipe.model.adapter)}, and a multi-token-prediction head "
+        origin += f"that was retrained for them with {tool}, started from {start}."
+    else:
+        engines, base = load_artifact(run_dir / "head").family.serving, None
+        title = f"{find_head_kind(recipe.head.kind).title} draft model for {_name(trunk)}"
+        origin = f"A head that was trained for `{_name(trunk)}` with {tool}, to be served beside it."
+    # The depth that the report recommends, which the commands must not contradict.
+    depth = wording.serving_depth(report) or recipe.head.num_depths
+    parts = [f"{origin} {_PURPOSE}", *_measured(report), *_serving(engines, depth)]
+    _write(out, title, [recipe.head.kind, _TAG], [trunk, base], parts)
+
+
+def write_untrained_card(
+    out: Path, trunk: Identity, head_from: Identity | None, adapter: str | None, num_depths: int
+) -> None:
+    """Write the card of a graft or a merge: the identities of trunk and head (None: no head), the merged adapter."""
+    title, tags, parts = f"{_name(trunk)}, with an adapter merged", list[str](), list[str]()
+    origin = f"Written by mtp-train {__version__}: the weights of `{_name(trunk)}`{_state(adapter)}"
+    if head_from is not None:
+        title, tags = f"{_name(trunk)}, with an MTP head", ["mtp", _TAG]
+        origin += f", and the multi-token-prediction head of `{_name(head_from)}` as it is"
+        parts = [f"{_PURPOSE} {_UNTRAINED}", *_serving(open_checkpoint(out).engines, num_depths)]
+    _write(out, title, tags, [trunk, head_from], [f"{origin}.", *parts])
+
+
+def _write(out: Path, title: str, tags: Sequence[str], bases: Sequence[Identity | None], parts: Sequence[str]) -> None:
+    """Write the card in place of the trunk's; its ``base_model`` is the first of ``bases`` that is on the hub."""
+    hub_id = next((base["name"] for base in bases if base is not None and base["revision"]), None)
+    fields = {"base_model": hub_id, "library_name": "transformers", "tags": tags}
+    header = dump_yaml({name: value for name, value in fields.items() if value})
+    # `write_text` renames a new file into place: the existing one may be a hard link to the trunk's card.
+    if not (out / CARD_FILE).is_dir():
+        write_text(out / CARD_FILE, "\n\n".join([f"---\n{header}---", f"# {title}", *parts, _UPLOAD]))
+
+
+def _measured(report: Report) -> list[str]:
+    if report.settings.get("gate") == UNJUDGED:
+        return [UNJUDGED_SENTENCE]
+    groups = wording.group_arms(report)
+    rows = [("arm", *wording.COLUMNS), ("---",) * (1 + len(wording.COLUMNS))]
+    marked = ((groups.alike, ""), (groups.apart, " \\*"), (groups.recorded, " +"))
+    rows += [(name + mark, *wording.arm_cells(arm)) for arms, mark in marked for name, arm in arms.items()]
+    parts = [
+        "\n".join(f"| {' | '.join(row)} |" for row in rows),
+        f"\\* {wording.apart_sentence(groups, report.settings)}" if groups.apart else "",
+        "\\+ Recorded earlier with settings of its own." if groups.recorded else "",
+        wording.held_out_sentence(report.settings),
+        f"Lossless: {wording.lossless_sentence(report.lossless)}",
+        f"Gate: {wording.capitalised(report.gate.reason)}." if report.gate else "",
+    ]
+    settings = ", ".join(f"{name} {report.settings[name]}" for name in _SETTINGS if name in report.settings)
+    return ["## Acceptance", *filter(None, parts), f"Measured with mtp-train's own decoder: {settings}."]
+
+
+def _serving(engines: Mapping[str, EngineSupport], num_depths: int) -> list[str]:
+    known = {name: engines[name] for name in ("vllm", "sglang", "llama.cpp") if engines[name].supported}
+    commands = "\n".join(f"# {name}\n{line}" for name, line in engine_commands(known, ".", num_depths).items())
+    where = "In this directory; elsewhere replace `.` by the model's name. TRUNK is the target model of a draft model."
+    return ["## Serve it", where, f"```bash\n{commands}\n```"] if commands else []
+
+
+def _state(adapter: str | None) -> str:
+    return f", with the adapter `{Path(adapter).name}` merged into them" if adapter else ", bit for bit"
+
+
+def _name(identity: Identity) -> str:
+    """Return the id on the hub, or the last part of a path of this machine: the card may be published."""
+    name, revision = identity["name"], identity["revision"]
+    return f"{name}@{revision[:7]}" if revision else Path(name).resolve().name

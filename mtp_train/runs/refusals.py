@@ -1,0 +1,316 @@
+"""Refuse what a recipe asks of a model, its data or its machine that cannot work, before anything is written.
+
+:func:`refusals` is the list that ``check`` and ``run`` share. ``run`` adds those that need weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from mtp_inference import NgramDrafting, SpeculativeDecoder, compare
+from mtp_inference.lossless import NOISE_RATIO, measure_errors
+from mtp_train.acceptance.gate import min_gate_groups
+from mtp_train.acceptance.names import NATIVE
+from mtp_train.checkpoints.demo import PREFIX, demo_path
+from mtp_train.checkpoints.files import Checkpoint, read_json
+from mtp_train.checkpoints.quantised import quant_method
+from mtp_train.data.tokenize import Document, Prompt
+from mtp_train.errors import CheckpointError, DataError, MtpError, NotLosslessError, RecipeError
+from mtp_train.families import Convention, Family, RawConfig, raw_text_config, require_served_trunk
+from mtp_train.heads.diagnose import diagnose_head, named_rejections
+from mtp_train.heads.lora import require_lora_targets
+from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.shipped import accelerate_file
+from mtp_train.runs.run_answers import require_answers
+from mtp_train.runs.settings import plan_of, run_settings
+from mtp_train.train.plan import GIB
+from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.offload import Offload
+from mtp_train.trunk.quantise import require_bitsandbytes, require_quantizable
+from mtp_train.trunk.whole import require_whole_trunk
+
+NUM_HEADS, ROOM_SHARE = 2, 0.85
+"""Heads in memory while a run decodes, and the largest share of a GPU's memory for them and the trunk: caches and
+activations need the rest."""
+
+
+CHECK_PROMPTS, CHECK_PROMPT_TOKENS, CHECK_NEW_TOKENS = 3, 512, 16
+"""Prompts of the check of the decoder, the most tokens of each, and the tokens decoded after them."""
+
+
+class HeadOnTrunk(NamedTuple):
+    """A trunk by its config, and the head that is to be trained on it."""
+
+    path: Path
+    config: RawConfig
+    text_config: Any
+    family: Family
+    """Of the head."""
+    num_modules: int
+
+
+def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpError]:
+    """Return every problem of a recipe with its model, its other inputs and the number of processes; reads no weights.
+
+    Raises:
+        UnsupportedModelError: The installed transformers, or the family, does not know such a head.
+    """
+    convention = model.family.convention(recipe.head.convention)
+    # Raises if the head is not supported by the installed transformers.
+    _ = model.family.classes
+    checks: list[Callable[[], object]] = [
+        partial(plan_of, recipe, world_size),
+        partial(require_unroll, recipe, convention, model.num_modules),
+        partial(require_draft_vocab, recipe, model.text_config.vocab_size),
+        partial(require_own_data, recipe, model.path),
+        partial(require_answers, recipe, Path(recipe.run_dir)),
+        *_packing(recipe, model.path, model.config, world_size),
+    ]
+    if recipe.head.lora is not None:
+        shape = model.family, model.text_config, model.num_modules, convention
+        checks.append(partial(require_lora_targets, recipe.head.lora, *shape))
+    if recipe.export.enabled:
+        served = recipe.head.kind, raw_text_config(model.config)
+        checks.append(partial(require_served_trunk, *served, where=str(model.path)))
+    with named_rejections(model.path):
+        return _errors_of(checks)
+
+
+def weight_refusals(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | None, world_size: int) -> list[MtpError]:
+    """Return every problem of a recipe with its checkpoints, by their indices; ``base`` is None if nothing loads it."""
+    # Served settings: an error now, not after training.
+    checks: list[Callable[[], object]] = [
+        partial(require_arms, recipe, finetune),
+        partial(run_settings, recipe, finetune),
+    ]
+    if recipe.model.quantization is not None:
+        checks.append(partial(require_bitsandbytes, recipe.model.quantization))
+    if base is not None:
+        checks += _packing(recipe, base.path, base.config, world_size)
+    for checkpoint in filter(None, (finetune, base)):
+        checks.append(partial(require_whole_trunk, checkpoint, trust_remote_code=recipe.model.trust_remote_code))
+    return _errors_of(checks)
+
+
+def raise_together(problems: Sequence[MtpError]) -> None:
+    """Raise problems, if there are any: one as it is, several as one error that lists them.
+
+    Raises:
+        MtpError: There are problems.
+    """
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise RecipeError([str(problem) for problem in problems])
+
+
+def _errors_of(checks: Sequence[Callable[[], object]]) -> list[MtpError]:
+    found = []
+    for check in checks:
+        try:
+            check()
+        except MtpError as error:
+            found.append(error)
+    return found
+
+
+def _packing(recipe: Recipe, path: Path, config: RawConfig, world_size: int) -> list[Callable[[], object]]:
+    quantization, offload = recipe.model.quantization, recipe.model.offload
+    checks: list[Callable[[], object]] = []
+    if quantization is not None:
+        checks.append(partial(require_quantizable, quantization, config, where=path))
+    if offload is not None:
+        checks.append(partial(require_offload, offload, world_size, config, where=path))
+    return checks
+
+
+def require_unroll(recipe: Recipe, convention: Convention, num_modules: int) -> None:
+    """Check that the head supports the recipe's ``objective.unroll``.
+
+    Raises:
+        RecipeError: It does not.
+    """
+    if recipe.objective.unroll == "fastmtp" and num_modules > 1 and convention.modules == "each":
+        raise RecipeError(
+            [
+                f"objective.unroll: 'fastmtp' with a head of {num_modules} chained modules, whose depths attend to "
+                "their own rows anyway; expected exact. Write objective.unroll: exact."
+            ]
+        )
+
+
+def require_draft_vocab(recipe: Recipe, vocab_size: int) -> None:
+    """Check that the draft vocabulary is smaller than the vocabulary.
+
+    Raises:
+        RecipeError: It is as large, or larger.
+    """
+    asked = recipe.head.draft_vocab
+    if asked is not None and asked >= vocab_size:
+        raise RecipeError(
+            [f"head.draft_vocab: {asked}; expected fewer than the trunk's {vocab_size} tokens. Write null for all."]
+        )
+
+
+def require_own_data(recipe: Recipe, trunk: Path) -> None:
+    """Check that a recipe with the demo's data trains a head for a demo model, by the vocabulary of its tokenizer.
+
+    Copies and fine-tunes of the demo's checkpoints pass.
+
+    Raises:
+        RecipeError: The trunk has another vocabulary.
+    """
+    sources = [
+        (f"data.sources.{number}.path", source.path, f"data.sources.{number}.path=chats.jsonl data.group_field=null")
+        for number, source in enumerate(recipe.data.sources)
+    ]
+    if recipe.study is not None:
+        sources += [
+            (f"study.vanilla_sources.{number}", path, "study.vanilla_sources=[chats.jsonl]")
+            for number, path in enumerate(recipe.study.vanilla_sources)
+        ]
+    named = [source for source in sources if source[1].startswith(PREFIX)]
+    if named and _vocabulary(trunk) != _vocabulary(demo_path("base")):
+        at, found, instead = named[0]
+        raise RecipeError(
+            [
+                f"{at}: {found}, the demo's data, while model.trunk is {recipe.model.trunk}; expected text like the "
+                f"model will serve. Add {instead} with a file of your own, or use mtp-train init, which fits a recipe "
+                "to the model."
+            ]
+        )
+
+
+def _vocabulary(checkpoint: Path) -> object:
+    """Return the tokens of a checkpoint's fast tokenizer; None without one."""
+    file = checkpoint / "tokenizer.json"
+    model = read_json(file).get("model") if file.is_file() else None
+    return model.get("vocab") if isinstance(model, dict) else None
+
+
+def require_offload(offload: Offload, world_size: int, config: RawConfig, *, where: Path) -> None:
+    """Check that a run has one process, and a checkpoint whose layers accelerate can load one at a time.
+
+    Raises:
+        RecipeError: There are several processes.
+        CheckpointError: The weights are quantised.
+    """
+    if world_size > 1:
+        raise RecipeError(
+            [
+                f"model.offload: {offload}, with {world_size} processes; expected one process. Launch with "
+                f"{accelerate_file('single')}; or write model.offload: null and use {accelerate_file('fsdp2')}."
+            ]
+        )
+    method = quant_method(config)
+    if method is not None:
+        raise CheckpointError(
+            f"{where}: quantised with {method}, while model.offload is {offload}; expected plain weights. Write "
+            "model.offload: null, or point model.trunk at the unquantised checkpoint."
+        )
+
+
+def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:
+    """Check that the fine-tune has a head if the recipe evaluates it.
+
+    Raises:
+        CheckpointError: ``evaluate.arms`` has ``native`` and the fine-tune has no head.
+    """
+    if NATIVE in recipe.evaluate.arms and not diagnose_head(finetune).complete:
+        raise CheckpointError(
+            f"evaluate.arms: native, but {finetune.path} {diagnose_head(finetune).describe()}; expected a head of its "
+            "own. Remove native from evaluate.arms."
+        )
+
+
+def require_gate_groups(recipe: Recipe, held_out: Sequence[Prompt]) -> None:
+    """Check that the evaluation prompts are of enough groups to show a gain: before training, not after it.
+
+    A study has no gate.
+
+    Raises:
+        DataError: They are not.
+    """
+    needed, found = min_gate_groups(recipe.gate.confidence), len({prompt.group for prompt in held_out})
+    if recipe.gate.enabled and recipe.study is None and found < needed:
+        raise DataError(
+            f"data.holdout: {recipe.data.holdout} gives {len(held_out)} evaluation prompts of {found} group(s); "
+            f"expected at least {needed} groups, the fewest that can show a gain at gate.confidence="
+            f"{recipe.gate.confidence:g}. Raise data.holdout or evaluate.prompts, or add records of other groups."
+        )
+
+
+def require_embedded(prompts: Sequence[Prompt], documents: Sequence[Document], vocab_size: int, tokenizer: Any) -> None:
+    """Check that the trunk has an embedding for every token of the text.
+
+    Tokenizers may have added tokens without one: Gemma 3's text models have a token for images.
+
+    Raises:
+        DataError: It has none for a token of a record.
+    """
+    largest_ids = [(prompt.id, max(prompt.prompt_ids)) for prompt in prompts]
+    largest_ids += [(document.id, int(document.input_ids.max())) for document in documents]
+    for name, largest in largest_ids:
+        if largest >= vocab_size:
+            source, _, number = name.rpartition("#")
+            token = tokenizer.convert_ids_to_tokens(largest)
+            raise DataError(
+                f"{source}, record {number}: has the token {token!r} with the id {largest}; expected ids below "
+                f"{vocab_size}, for which the trunk has embeddings. Remove the token or the record."
+            )
+
+
+def decoding_problem(recipe: Recipe, trunk_bytes: int, head_bytes: int, memory_bytes: int) -> str | None:
+    """Return why a run cannot decode with its trunk on a GPU; None if it can, or need not.
+
+    Studies, and trunks that are offloaded or quantised, are not judged. The retrained head and its baseline are in
+    memory together.
+    """
+    model, needed = recipe.model, trunk_bytes + NUM_HEADS * head_bytes
+    if not recipe.decodes or recipe.study is not None or model.offload or model.quantization:
+        return None
+    if needed <= ROOM_SHARE * memory_bytes:
+        return None
+    return (
+        f"model.trunk: {needed / GIB:.0f} GiB with two heads, and a GPU has {memory_bytes / GIB:.0f} GiB; expected at "
+        f"most {ROOM_SHARE:.0%} of it, to answer prompts and to measure with. Write model.offload: cpu and use one "
+        "process, or leave both to servers: set data.regenerate.endpoint, and write gate.enabled: false, which exports "
+        "the head unjudged and names the commands that measure it"
+    )
+
+
+def check_decoder(
+    trunk: Trunk, prompts: Sequence[Sequence[int]], eos_ids: Collection[int], depth: int, console: Console
+) -> None:
+    """Decode some prompts plainly and with drafts from the prompt, and measure the errors of the decoder's windows.
+
+    Raises:
+        NotLosslessError: The decoder changes a text, or its windows differ from the model by more than rounding.
+    """
+    chosen = [list(prompt)[-CHECK_PROMPT_TOKENS:] for prompt in prompts[:CHECK_PROMPTS]]
+    plain = SpeculativeDecoder(trunk, None, 0, eos_ids).decode(chosen, CHECK_NEW_TOKENS)
+    drafted = SpeculativeDecoder(trunk, NgramDrafting(), depth, eos_ids).decode(chosen, CHECK_NEW_TOKENS)
+    noise = 0.0
+    for number, prompt in enumerate(chosen):
+        tokens = plain[number].token_ids
+        found = compare(drafted[number].token_ids, tokens, trunk, prompt, rounds=drafted[number].round_log)
+        errors = measure_errors(trunk, prompt, tokens[:-1])
+        noise = max(noise, errors.noise)
+        if found.verdict == "divergence" or not errors.is_rounding:
+            ratio = max(one for one in (found.window_ratio, errors.window_ratio, 0.0) if one is not None)
+            raise NotLosslessError(
+                f"decoder: differs from this trunk by more than rounding (prompt {number + 1}: text {found.verdict}; "
+                f"typical error of logits {ratio:.1f} times that of plain decoding); expected equal texts or near "
+                f"ties, and at most {NOISE_RATIO:g} times. Acceptance measured with it would mean nothing, so nothing "
+                "was trained. Please report it with the trunk's config.json."
+            )
+    dtype = str(trunk.lm_head_VD.dtype).removeprefix("torch.")
+    console.print(
+        f"Decoder checked on {len(chosen)} prompts: lossless. In {dtype}, rounding moves this trunk's logits by up to "
+        f"{noise:.2g}."
+    )

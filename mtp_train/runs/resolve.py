@@ -1,0 +1,421 @@
+"""Read a recipe in any of its forms, and derive its settings that are ``auto`` from model, data and machine.
+
+The rules follow published trainings of MTP heads: FastMTP (arXiv:2509.18362, section 3: 3 epochs, 5 % warm-up), the MTP
+training of speculators (3 epochs, learning rate 1e-4 at 4096 channels), SpecForge (up to 10 epochs of small data).
+Learning rates fall with the width, as those of hidden matrices do in maximal update parametrisation (arXiv:2203.03466).
+``inference/benchmarks/auto.md`` compares the rules with tuned settings.
+
+Most fields are resolved before a run starts (:func:`automatic_values`). The length of training depends on the number of
+tokens, which is known once the trunk has answered the prompts (:func:`resolve_training`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtp_train.acceptance.gate import min_gate_groups
+from mtp_train.checkpoints.locations import open_location
+from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
+from mtp_train.data.tokenize import Document, build_prompts, tokenize_records
+from mtp_train.errors import RecipeError
+from mtp_train.heads.diagnose import text_config_of
+from mtp_train.recipe.auto_fields import FROM_TEXT, STAND_INS, auto_fields, with_values
+from mtp_train.recipe.loading import RecipeLike, plain_recipe, validated
+from mtp_train.recipe.schema import Recipe
+from mtp_train.runs.inputs import load_sources
+from mtp_train.runs.run_directory import RunDirectory
+from mtp_train.runs.settings import memory_options
+from mtp_train.train.machine import Device, device_named
+from mtp_train.train.plan import activation_bytes
+from mtp_train.trunk.tokenizer import load_tokenizer
+
+Overrides = Mapping[str, Any] | Sequence[str]
+
+SAMPLE_RECORDS = 512
+"""Records whose tokens are counted, taken at even distances."""
+LEAST_HELD_OUT, MOST_HELD_OUT = 0.05, 0.3
+EVALUATION_PROMPTS, EVALUATION_GROUPS = 64, 12
+"""Prompts and groups to hold out: the gate's intervals are over groups."""
+MOST_PROMPTS = 20_000
+MOST_NEW_TOKENS, LEAST_SEQ_LEN, MOST_SEQ_LEN = 1024, 512, 4096
+STEPS_PER_EPOCH, LEAST_SEQUENCES, MOST_TOKENS_PER_STEP = 20, 4, 65_536
+EPOCHS, MOST_EPOCHS, LEAST_STEPS = 3, 10, 100
+"""Passes over the text; up to the second number of them where the first gives fewer steps than the third."""
+NEW_HEAD = 2
+"""Factor of the steps for a head that starts from random weights or from a copied layer."""
+WARMUP_SHARE = 0.05
+LEARNING_RATE, WIDTH = 1e-4, 4096
+LORA_FACTOR = 10
+CPU_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS = 2048, 16_384
+"""Most tokens of a micro-batch; larger ones are not faster."""
+CPU_ROWS, ROWS = 32, 64
+"""Most prompts of a batch that the built-in decoder answers."""
+CACHE_SHARE, ACTIVATION_SHARE = 0.3, 0.5
+"""Shares of the memory beside the weights, for keys and values of answers and for activations of training."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting that was ``auto``, its value and the reason for it."""
+
+    field: str
+    value: int | float
+    reason: str
+
+    @property
+    def shown(self) -> str:
+        """The value for a reader."""
+        return f"{self.value:.3g}" if isinstance(self.value, float) else str(self.value)
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.shown} ({self.reason})"
+
+
+class ResolvedRecipe(NamedTuple):
+    """A recipe without fields that are ``auto``, and how they were resolved."""
+
+    recipe: Recipe
+    choices: tuple[Choice, ...]
+
+
+def recipe_of(recipe: RecipeLike, overrides: Overrides = ()) -> Recipe:
+    """Return a checked recipe from any of its forms; see :func:`resolved_recipe`."""
+    return resolved_recipe(recipe, overrides).recipe
+
+
+def resolved_recipe(
+    recipe: RecipeLike, overrides: Overrides = (), *, world_size: int | None = None, device: Device | None = None
+) -> ResolvedRecipe:
+    """Return a checked recipe from any of its forms, with fields that are ``auto`` resolved.
+
+    Args:
+        recipe: A YAML file, the name of a recipe of the package, a mapping of the same shape, or a recipe, which is
+            returned as it is.
+        overrides: Dotted field to value, ``{"train.lr": 1e-4}``, or strings ``section.field=value`` with YAML values.
+        world_size: Processes that will train; None for ``train.processes``, else ``WORLD_SIZE`` of a launcher, else 1.
+        device: What they will run on; None for this machine's.
+
+    Raises:
+        RecipeError: A field is unknown, out of range or contradicts another one; the message lists all problems.
+        MtpError: A field is ``auto``, and the model or the data that it depends on cannot be read.
+    """
+    if isinstance(recipe, Recipe) and not overrides:
+        return ResolvedRecipe(recipe, ())
+    choices: tuple[Choice, ...] = ()
+    data, problems = plain_recipe(recipe, override_texts(overrides))
+    fields = auto_fields(data)
+    if fields and not problems:
+        stood_in = validated(with_values(data, {field: STAND_INS[field] for field in fields}))
+        processes = world_size or stood_in.train.processes or launched_processes()
+        choices = automatic_values(stood_in, fields, processes, device or device_named(None))
+        data = with_values(data, {choice.field: choice.value for choice in choices})
+    return ResolvedRecipe(validated(data, problems), choices)
+
+
+def override_texts(overrides: Overrides) -> list[str]:
+    """Return overrides as ``section.field=value`` with YAML values."""
+    if not isinstance(overrides, Mapping):
+        return list(overrides)
+    texts = {field: json.dumps(value, default=str, ensure_ascii=False) for field, value in overrides.items()}
+    return [f"{field}={text}" for field, text in texts.items()]
+
+
+def require_one_process(command: str) -> None:
+    """Refuse a launch of several processes for a command that runs on one.
+
+    Raises:
+        RecipeError: There are several.
+    """
+    if launched_processes() > 1:
+        found = f"mtp-train {command}: launched with {launched_processes()} processes"
+        raise RecipeError(
+            [f"{found}; expected one. For several, write the recipe with mtp-train init, and launch that."]
+        )
+
+
+def launched_processes() -> int:
+    """Return the number of processes of this launch."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class TextFacts(NamedTuple):
+    """Lengths of the records, in tokens; ``long`` is the 95th percentile."""
+
+    num_records: int
+    num_groups: int
+    prompt_mean: float
+    prompt_long: int
+    response_mean: float | None
+    """None where the records have no responses."""
+    response_long: int | None
+    whole_mean: float
+    whole_long: int
+
+
+class ModelFacts(NamedTuple):
+    """Sizes of the model, and the machine that runs it."""
+
+    hidden_size: int
+    max_positions: int
+    cache_bytes: int
+    """Bytes of keys and values of a token in all layers, if every layer has full attention."""
+    device: str
+    spare_bytes: int
+    """Memory of the device beside the weights; a tenth of it where they do not fit and will be in shards."""
+    world_size: int
+
+
+class _Text(NamedTuple):
+    """The training text."""
+
+    tokens: int
+    told: str
+    """How the number is known."""
+
+
+Found = tuple[int | float, str]
+
+
+def automatic_values(recipe: Recipe, fields: Collection[str], world_size: int, device: Device) -> tuple[Choice, ...]:
+    """Return the values of fields that are ``auto``: those that the run directory records, or by the rules.
+
+    Raises:
+        MtpError: The model or the data cannot be read, or a field cannot be ``auto`` in such a recipe.
+    """
+    if recipe.study is not None:
+        raise RecipeError([f"{field}: 'auto' with study; expected a number. Write one." for field in fields])
+    recorded = RunDirectory(Path(recipe.run_dir)).recipe
+    if recorded is not None:
+        return tuple(Choice(field, _value(recorded, field), f"recorded in {recipe.run_dir}") for field in fields)
+    model, text = model_facts(recipe, world_size, device), text_facts(recipe)
+    chosen = []
+    for field, rule in _RULES.items():
+        if field in fields:
+            value, reason = rule(recipe, model, text)
+            chosen.append(Choice(field, value, reason))
+            recipe = _with(recipe, {field: value})
+    expected = _expected_text(recipe, text)
+    return (*chosen, *_training(recipe, fields, model, expected))
+
+
+def resolve_training(
+    recipe: Recipe, fields: Collection[str], documents: Sequence[Document], world_size: int
+) -> tuple[Recipe, tuple[Choice, ...]]:
+    """Return a recipe with the length of training resolved for the text that it trains on, and these choices."""
+    tokens = sum(len(document.input_ids) for document in documents)
+    if not recipe.data.pack:
+        tokens = len(documents) * recipe.data.seq_len_tokens
+    model = model_facts(recipe, world_size, device_named(None))
+    choices = _training(recipe, fields, model, _Text(tokens, f"{tokens} tokens of training text"))
+    return _with(recipe, {choice.field: choice.value for choice in choices}), choices
+
+
+def model_facts(recipe: Recipe, world_size: int, device: Device) -> ModelFacts:
+    """Read the model's config and the sizes of its tensors."""
+    checkpoint = open_location(recipe.model.trunk)
+    text_config = text_config_of(checkpoint, trust_remote_code=recipe.model.trust_remote_code)
+    fields = text_config.to_dict()
+    heads = fields.get("num_key_value_heads") or text_config.num_attention_heads
+    head_dim = fields.get("head_dim") or text_config.hidden_size // text_config.num_attention_heads
+    on_gpu = device.kind == "cuda"
+    weights = sum(info.num_bytes for info in checkpoint.tensors.values())
+    return ModelFacts(
+        hidden_size=text_config.hidden_size,
+        max_positions=int(fields.get("max_position_embeddings") or MOST_SEQ_LEN),
+        cache_bytes=text_config.num_hidden_layers * 2 * heads * head_dim * (2 if on_gpu else 4),
+        device=device.kind,
+        spare_bytes=max(device.memory_bytes - (1 if on_gpu else 2) * weights, device.memory_bytes // 10),
+        world_size=world_size,
+    )
+
+
+def text_facts(recipe: Recipe) -> TextFacts:
+    """Read the data, and count the tokens of a sample of it."""
+    records = [record for source in load_sources(recipe) for record in source]
+    tokenizer = load_tokenizer(open_location(recipe.model.trunk), recipe.model.trust_remote_code)
+    sample = records[:: max(1, len(records) // SAMPLE_RECORDS)][:SAMPLE_RECORDS]
+    asked = [record for record in sample if not isinstance(record.content, PlainText)]
+    prompts = [len(prompt.prompt_ids) for prompt in build_prompts(asked, tokenizer)] or [0]
+    told = [record for record in sample if _has_response(record)]
+    documents = tokenize_records(told, tokenizer, 1 << 30)[0] if told else []
+    wholes = [len(document.input_ids) for document in documents] or prompts
+    responses = [int(document.loss_mask.sum()) for document in documents]
+    return TextFacts(
+        num_records=len(records),
+        num_groups=len({record.group for record in records}),
+        prompt_mean=sum(prompts) / len(prompts),
+        prompt_long=_long(prompts),
+        response_mean=sum(responses) / len(responses) if responses else None,
+        response_long=_long(responses) if responses else None,
+        whole_mean=sum(wholes) / len(wholes),
+        whole_long=_long(wholes),
+    )
+
+
+def _has_response(record: Record) -> bool:
+    match record.content:
+        case Chat(messages=messages):
+            return any(message["role"] == "assistant" for message in messages)
+        case PromptResponse(response=response):
+            return bool(response)
+    return True
+
+
+def _long(lengths: Sequence[int]) -> int:
+    return sorted(lengths)[math.ceil(0.95 * len(lengths)) - 1]
+
+
+def _power_of_two(least: float) -> int:
+    """Return the smallest power of two that is at least this number."""
+    return 1 << math.ceil(math.log2(max(1.0, least)))
+
+
+def _holdout(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
+    wanted = max(EVALUATION_PROMPTS / text.num_records, EVALUATION_GROUPS / text.num_groups)
+    # Each group is held out by chance: twice the fewest that the gate needs, of very little data up to a half.
+    most = max(MOST_HELD_OUT, min(0.5, 2 * min_gate_groups(recipe.gate.confidence) / text.num_groups))
+    share = min(most, max(LEAST_HELD_OUT, wanted))
+    whole = f"{EVALUATION_PROMPTS} of {text.num_records} records and {EVALUATION_GROUPS} of {text.num_groups} groups"
+    return round(share, 3), f"{whole}, from {LEAST_HELD_OUT:g} to {most:.3g}"
+
+
+def _prompts_to_evaluate(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
+    held_out = max(1, int(text.num_records * recipe.data.holdout))
+    return min(EVALUATION_PROMPTS, held_out), f"of about {held_out} held-out records, at most {EVALUATION_PROMPTS}"
+
+
+def _prompts_to_answer(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
+    training = max(1, round(text.num_records * (1 - recipe.data.holdout)))
+    return min(training, MOST_PROMPTS), f"of about {training} records for training, at most {MOST_PROMPTS}"
+
+
+def _new_tokens(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
+    most = min(MOST_NEW_TOKENS, model.max_positions // 2)
+    if text.response_long is None:
+        return most, f"at most {MOST_NEW_TOKENS} and half of the positions; the records have no responses"
+    limit = min(most, max(128, _power_of_two(2 * text.response_long)))
+    return limit, f"twice the records' long responses, {text.response_long} tokens, at most {MOST_NEW_TOKENS}"
+
+
+def _seq_len(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
+    longest = text.whole_long
+    if recipe.data.answered is not None:
+        longest = text.prompt_long + recipe.data.answered.max_new_tokens
+    length = min(model.max_positions, MOST_SEQ_LEN, max(LEAST_SEQ_LEN, _power_of_two(longest)))
+    return length, f"for texts of up to {longest} tokens, from {LEAST_SEQ_LEN} to {MOST_SEQ_LEN}"
+
+
+def _rows(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
+    most = CPU_ROWS if model.device == "cpu" else ROWS
+    per_row = model.cache_bytes * recipe.data.seq_len_tokens
+    fitting = max(1, int(CACHE_SHARE * model.spare_bytes / per_row))
+    return min(most, fitting), f"keys and values of {fitting} rows fit; at most {most} on {model.device}"
+
+
+def _lr(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
+    rate = LEARNING_RATE * WIDTH / model.hidden_size
+    reason = f"{LEARNING_RATE:g} x {WIDTH} / {model.hidden_size} channels"
+    if recipe.head.lora is not None:
+        return LORA_FACTOR * rate, f"{reason} x {LORA_FACTOR} for LoRA"
+    return rate, reason
+
+
+_RULES: Mapping[str, Callable[[Recipe, ModelFacts, TextFacts], Found]] = {
+    "data.holdout": _holdout,
+    "evaluate.prompts": _prompts_to_evaluate,
+    "data.regenerate.max_prompts": _prompts_to_answer,
+    "data.regenerate.max_new_tokens": _new_tokens,
+    "data.seq_len_tokens": _seq_len,
+    "data.regenerate.batch_size": _rows,
+    "train.lr": _lr,
+}
+"""In this order: a rule reads the fields before it."""
+
+
+def _expected_text(recipe: Recipe, text: TextFacts) -> _Text:
+    """Estimate the training text before the trunk has answered: its answers are as long as the records' responses."""
+    training = text.num_records * (1 - recipe.data.holdout)
+    spec = recipe.data.answered
+    if spec is None:
+        tokens = round(training * text.whole_mean)
+        return _Text(tokens, f"about {tokens} tokens of training text")
+    answer = spec.max_new_tokens if text.response_mean is None else min(text.response_mean, spec.max_new_tokens)
+    tokens = round(min(training, spec.max_prompts or training) * (text.prompt_mean + answer))
+    known = "at most" if text.response_mean is None else "about"
+    return _Text(tokens, f"{known} {tokens} tokens of training text; fixed once they are generated")
+
+
+def _training(recipe: Recipe, fields: Collection[str], model: ModelFacts, text: _Text) -> tuple[Choice, ...]:
+    """Return the choices of the fields that depend on the training text."""
+    chosen = []
+    for field in FROM_TEXT:
+        if field in fields:
+            value, reason = _TRAINING_RULES[field](recipe, model, text)
+            chosen.append(Choice(field, value, reason))
+            recipe = _with(recipe, {field: value})
+    return tuple(chosen)
+
+
+def _tokens_per_step(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
+    seq_len, world = recipe.data.seq_len_tokens, model.world_size
+    most = max(1, MOST_TOKENS_PER_STEP // seq_len)
+    nearest = 1 << max(0, round(math.log2(max(1.0, text.tokens / STEPS_PER_EPOCH / seq_len))))
+    wanted = min(most, max(LEAST_SEQUENCES, nearest))
+    sequences = math.ceil(wanted / world) * world
+    return sequences * seq_len, f"{sequences} sequences: about {STEPS_PER_EPOCH} steps per pass over {text.told}"
+
+
+def _max_steps(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
+    per_pass = text.tokens / recipe.train.tokens_per_step
+    steps = max(EPOCHS * per_pass, min(LEAST_STEPS, MOST_EPOCHS * per_pass))
+    factor, new = (NEW_HEAD, ", twice for a new head") if recipe.head.is_new else (1, "")
+    select = recipe.train.select
+    whole = max(1, math.ceil(steps * factor), 1 if select is None else select.every_steps)
+    return whole, f"{whole / per_pass:.3g} passes over {text.told}{new}"
+
+
+def _micro_batch(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
+    seq_len = recipe.data.seq_len_tokens
+    sequences = recipe.train.tokens_per_step // seq_len // model.world_size
+    tokens = CPU_MICRO_BATCH_TOKENS if model.device == "cpu" else MICRO_BATCH_TOKENS
+    per_sequence = activation_bytes(memory_options(recipe), model.hidden_size, seq_len, seq_len)
+    fitting = int(ACTIVATION_SHARE * model.spare_bytes / per_sequence)
+    most = max(1, min(tokens // seq_len, fitting))
+    count = max(number for number in range(1, max(1, sequences) + 1) if number <= most and sequences % number == 0)
+    return count, f"activations of {fitting} sequences fit; at most {tokens} tokens on {model.device}"
+
+
+def _warmup(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
+    steps = round(WARMUP_SHARE * recipe.train.max_steps)
+    return min(steps, recipe.train.max_steps - 1), f"{WARMUP_SHARE:.0%} of the steps"
+
+
+_TRAINING_RULES: Mapping[str, Callable[[Recipe, ModelFacts, _Text], Found]] = {
+    "train.tokens_per_step": _tokens_per_step,
+    "train.max_steps": _max_steps,
+    "train.micro_batch_sequences": _micro_batch,
+    "train.warmup_steps": _warmup,
+}
+
+
+def _with(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """Return a recipe with other values; the whole is checked once all fields have theirs."""
+    for field, value in values.items():
+        *parents, name = field.split(".")
+        sections = [reduce(getattr, parents[:depth], recipe) for depth in range(len(parents) + 1)]
+        changed: Any = value
+        for section, part in zip(reversed(sections), reversed([*parents, name]), strict=True):
+            changed = section.replaced(**{part: changed})
+        recipe = changed
+    return recipe
+
+
+def _value(recipe: Recipe, field: str) -> Any:
+    return reduce(getattr, field.split("."), recipe)

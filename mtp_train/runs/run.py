@@ -1,0 +1,390 @@
+"""A run in progress, and its trunk: what the stages of runs, studies and regenerations share."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import math
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+from accelerate.utils import DistributedType, broadcast_object_list
+from rich.progress import Progress
+from torch import nn
+
+from mtp_train.checkpoints.files import Checkpoint
+from mtp_train.checkpoints.identity import RECORD_FILE, Records
+from mtp_train.checkpoints.quantised import quant_method
+from mtp_train.checkpoints.run_export import RECIPE_FILE
+from mtp_train.checkpoints.writing import LOCK_FILE
+from mtp_train.data.tokenize import Document, Prompt
+from mtp_train.errors import OutOfMemoryError, RecipeError, TrainingError
+from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.shipped import accelerate_file
+from mtp_train.runs.head_source import RunHead
+from mtp_train.runs.inputs import Inputs, gather_inputs
+from mtp_train.runs.refusals import decoding_problem
+from mtp_train.runs.run_answers import require_same_trunk
+from mtp_train.runs.run_directory import ADAPTER, TRUNK, Attempt, RunDirectory, checkpoint_identity, environment_facts
+from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_accelerator, require_processes
+from mtp_train.train.machine import device_named
+from mtp_train.train.shard import give_up_shards, layer_sharder, shards_trunk
+from mtp_train.trunk.load import Trunk, empty_trunk_at, load_trunk
+from mtp_train.trunk.offload import offload_layers
+from mtp_train.trunk.precision import resolve_precision, trunk_dtype
+from mtp_train.trunk.progress import shown_loading
+
+ATTEMPTS, PAUSE_SECONDS = 60, 1.0
+"""A network file system may show new files only after its cache's time, by default up to a minute for NFS."""
+SMALL_BYTES = 1 << 16
+_CPU_ALLOCATOR = "DefaultCPUAllocator"
+
+
+def join_processes(recipe: Recipe, directory: RunDirectory, attempt: Attempt) -> tuple[RunAccelerator, Recipe]:
+    """Join the processes of the launch. Return them, and the recipe with ``precision: auto`` resolved for all of them.
+
+    Raises:
+        TrainingError: They do not share the run directory, their number is not ``train.processes``, or accelerate's
+            state differs from the launcher's settings.
+        LostProcessError: Another process ended before all had joined.
+    """
+    with lost_process_is_named():
+        accelerator = make_accelerator()
+        attempt.joined = True
+        require_processes(recipe.train.processes, accelerator)
+        # The main process holds the lock. Machines without a common file system are found before any trunk is loaded.
+        require_shared(directory.path, [LOCK_FILE], accelerator)
+        resolved = directory.with_precision(recipe, resolve_precision("auto", accelerator.device).precision)
+        return accelerator, broadcast_object_list([resolved])[0]
+
+
+@dataclass
+class Run:
+    """A run in progress. Every process of a launch has one, and all make the same calls."""
+
+    recipe: Recipe
+    directory: RunDirectory
+    inputs: Inputs
+    accelerator: RunAccelerator
+    progress: Progress
+    attempt: Attempt = field(default_factory=Attempt)
+    records: Records = field(default_factory=dict)
+    """Content hashes of the inputs from before they were loaded; of the main process."""
+
+    @classmethod
+    def begin(
+        cls,
+        recipe: Recipe,
+        directory: RunDirectory,
+        accelerator: RunAccelerator,
+        progress: Progress,
+        attempt: Attempt | None = None,
+    ) -> Run:
+        """Gather, check and hash the inputs of a run. Writes nothing, so that a corrected recipe can use the directory.
+
+        Raises:
+            MtpError: An input is missing, malformed, does not fit the recipe, or changed since the run began.
+        """
+        is_main = accelerator.is_main_process
+        if is_main:
+            directory.require_same_inputs(recipe, progress, anew=True)
+        inputs = gather_inputs(recipe, accelerator.num_processes, progress)
+        records = directory.hash_inputs(recipe, progress) if is_main else {}
+        if is_main:
+            adapter = records[ADAPTER].contents if ADAPTER in records else None
+            require_same_trunk(recipe, directory.path, records[TRUNK].contents, adapter)
+        return cls(recipe, directory, inputs, accelerator, progress, attempt or Attempt(), records)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes and prints for all."""
+        return self.accelerator.is_main_process
+
+    def claim(self) -> None:
+        """Claim the directory for the recipe and its inputs, and give the inputs their recorded identities.
+
+        Raises:
+            ChangedInputError: An input changed while it was loaded.
+            TrainingError: The processes do not share the directory, or read other inputs than the main process.
+        """
+        inputs, accelerator = self.inputs, self.accelerator
+        if accelerator.num_processes > 1:
+            require_alike("model", checkpoints_checksum([inputs.finetune, inputs.donor]), accelerator)
+            text = text_checksum(inputs.documents, [*inputs.prompts, *inputs.held_out])
+            require_alike("data", text, accelerator)
+        if self.is_main:
+            self.directory.claim(self.recipe, self._provenance(), self.records)
+            self.directory.require_same_inputs(self.recipe, self.progress)
+        require_shared(self.directory.path, [RECIPE_FILE, RECORD_FILE], accelerator)
+        self.inputs = replace(inputs, contents=self.directory.contents)
+
+    def _provenance(self) -> dict[str, object]:
+        model, inputs = self.recipe.model, self.inputs
+        return {
+            "trunk": checkpoint_identity(model.trunk, inputs.finetune),
+            "head_from": checkpoint_identity(model.head_from or "", inputs.donor) if inputs.donor else None,
+            "seed": self.recipe.seed,
+            "plan": asdict(inputs.plan),
+            **environment_facts(),
+        }
+
+    def require_shared(self, *names: str) -> None:
+        """Wait for all processes, and check that every one sees the same files of the directory."""
+        require_shared(self.directory.path, names, self.accelerator)
+
+
+def load_run_trunk(run: Run, *, to_shard: bool = False) -> Trunk:
+    """Load the trunk on the process's device, or into main memory if it is offloaded.
+
+    Args:
+        run: The run.
+        to_shard: Load a trunk that is only going to be sharded: in shards under FSDP2 (:func:`layer_sharder`), else
+            into main memory. Every process must call it.
+
+    Raises:
+        TrainingError: The recipe offloads the trunk, and the launcher asks for a wrapper.
+        CheckpointError: The trunk cannot be loaded; with ``to_shard``, by this process or another.
+    """
+    model, inputs, accelerator = run.recipe.model, run.inputs, run.accelerator
+    device, on_layer = accelerator.device, None
+    if to_shard:
+        device, on_layer = torch.device("cpu"), _sharder_while_loading(run)
+    if model.offload is not None:
+        if accelerator.distributed_type is not DistributedType.NO:
+            raise TrainingError(
+                f"model.offload: {model.offload}, and the launcher asks for {accelerator.distributed_type.value}; "
+                f"expected one process without a wrapper. Launch with {accelerate_file('single')}, or write "
+                "model.offload: null."
+            )
+        device = torch.device("cpu")
+    dtype = trunk_dtype(inputs.finetune, inputs.finetune.family, accelerator.device, model.dtype)
+    if shards_trunk(accelerator) and run.recipe.train.precision == "fp32":
+        # Shards are gathered in the dtype that they are held in, and no hook can convert them.
+        dtype = torch.float32
+    together = accelerator.failing_together() if to_shard else nullcontext()
+    with together, shown_loading(run.progress, model.trunk, inputs.finetune.num_bytes):
+        return load_trunk(
+            inputs.finetune.path,
+            inputs.finetune.family,
+            dtype=dtype,
+            device=device,
+            adapter=inputs.adapter,
+            quantization=model.quantization,
+            trust_remote_code=model.trust_remote_code,
+            on_layer=on_layer,
+        )
+
+
+def _sharder_while_loading(run: Run) -> Callable[[nn.Module], object] | None:
+    """Return the function that shards a layer while the trunk is loaded; None if all of it has to be loaded first."""
+    # peft adapts modules of a whole trunk, and quantised trunks are refused once their dtypes are known.
+    is_plain = run.recipe.model.quantization is None and quant_method(run.inputs.finetune.config) is None
+    return layer_sharder(run.accelerator) if is_plain and run.inputs.adapter is None else None
+
+
+def require_room(run: Run) -> None:
+    """Check, before a trunk is loaded, that the GPU of each process holds the trunk that a run decodes with.
+
+    Raises:
+        RecipeError: It does not.
+    """
+    checkpoint, device = run.inputs.finetune, run.accelerator.device
+    if device.type != "cuda":
+        return
+    itemsize = trunk_dtype(checkpoint, checkpoint.family, device, run.recipe.model.dtype).itemsize
+    if quant_method(checkpoint.config) is not None:
+        trunk_bytes = checkpoint.num_bytes
+    else:
+        trusts = run.recipe.model.trust_remote_code
+        trunk = empty_trunk_at(checkpoint.path, checkpoint.family, trust_remote_code=trusts)
+        trunk_bytes = itemsize * sum(parameter.numel() for parameter in trunk.parameters())
+    head_bytes = itemsize * sum(math.prod(tensor.shape) for tensor in run.inputs.head_plan.head.tensors)
+    problem = decoding_problem(run.recipe, trunk_bytes, head_bytes, device_named(None).memory_bytes)
+    if problem is not None:
+        raise RecipeError([f"{problem}."])
+
+
+class RunTrunk:
+    """The trunk of a run, loaded again where a stage needs another form. One is in memory at a time.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._trunk: Trunk | None = None
+        self.is_whole = False
+        """Whether the trunk in memory can decode."""
+
+    @property
+    def trunk(self) -> Trunk:
+        """The trunk in memory.
+
+        Raises:
+            ValueError: None was loaded.
+        """
+        if self._trunk is None:
+            raise ValueError("no trunk in memory; expected load() before.")
+        return self._trunk
+
+    def load(self, *, decodes: bool) -> None:
+        """Load the trunk to decode with it, or to train a head on it.
+
+        Raises:
+            MtpError: It cannot be loaded, or the GPUs are too small to decode with it.
+        """
+        require_room(self._run)
+        to_shard = not decodes and shards_trunk(self._run.accelerator)
+        self._trunk = load_run_trunk(self._run, to_shard=to_shard)
+        self.is_whole = not to_shard
+
+    def offload(self) -> None:
+        """Offload the layers of the trunk in memory, into the claimed directory, if the recipe asks for it."""
+        offload = self._run.recipe.model.offload
+        if self._trunk is not None and offload is not None:
+            offload_layers(self._trunk, offload, self._run.accelerator.device, self._run.directory.path)
+
+    def prepare_training(self) -> None:
+        """Load the trunk again if its shards have checked a server's responses, as they cannot train after that."""
+        recipe, accelerator = self._run.recipe, self._run.accelerator
+        if recipe.regenerates and not self.is_whole:
+            self.drop()
+            self.load(decodes=False)
+        # Sharding changes the trunk in place, and a hidden-state cache replaces its layers.
+        self.is_whole &= not shards_trunk(accelerator) and recipe.train.hidden_cache is None
+
+    def prepare_decoding(self) -> None:
+        """Load the trunk again if it is not in the form that evaluation needs."""
+        if not self.is_whole:
+            self.drop()
+            self.load(decodes=True)
+            self.offload()
+
+    def drop(self) -> None:
+        """Free the trunk, and the memory of a training on it."""
+        if self._trunk is not None:
+            give_up_shards(self._trunk, self._run.accelerator)
+        self._trunk, self.is_whole = None, False
+        gc.collect()
+
+
+def require_shared(directory: Path, names: Sequence[str], accelerator: RunAccelerator) -> None:
+    """Wait for all processes, then until every one sees the same files; every process must call it.
+
+    Args:
+        directory: The directory that they share.
+        names: Files in it, or directories with all their files; they may be missing, but then for all processes.
+        accelerator: The processes.
+
+    Raises:
+        TrainingError: The files differ between processes, as on machines without a common file system.
+    """
+    for _ in range(ATTEMPTS):
+        first, *others = accelerator.gather_items([files_in(directory, names)])
+        odd = [rank for rank, seen in enumerate(others, start=1) if seen != first]
+        if not odd:
+            return
+        time.sleep(PAUSE_SECONDS)
+    differing = sorted({path for path, _ in first.items() ^ others[odd[0] - 1].items()})
+    raise TrainingError(
+        f"run_dir: {directory}: processes 0 and {odd[0]} see different files ({', '.join(differing[:3])}); expected "
+        "one directory for all machines. Put run_dir on a file system that they share."
+    )
+
+
+def files_in(directory: Path, names: Sequence[str]) -> dict[str, str]:
+    """Return the size of every file by its path, and of small ones a hash of the content."""
+    found = {}
+    for name in names:
+        top = directory / name
+        for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
+            if path.is_file():
+                size = path.stat().st_size
+                content = hashlib.sha256(path.read_bytes()).hexdigest() if size <= SMALL_BYTES else ""
+                found[str(path.relative_to(directory))] = f"{size} {content}"
+    return found
+
+
+def require_alike(what: str, checksum: str, accelerator: RunAccelerator) -> None:
+    """Check that all processes read the same inputs; every process must call it.
+
+    Raises:
+        TrainingError: A process reads others than the main process.
+    """
+    (first, _), *others = accelerator.gather_items([(checksum, socket.gethostname())])
+    for rank, (other, host) in enumerate(others, start=1):
+        if other != first:
+            raise TrainingError(
+                f"{what}: the files of process {rank} on {host} differ from those of process 0; expected the same on "
+                "all machines. Put them on a file system that the machines share, or copy them again."
+            )
+
+
+def checkpoints_checksum(checkpoints: Iterable[Checkpoint | RunHead | None]) -> str:
+    """Return a checksum of the configs and indices of checkpoints; weights are not read."""
+    found = [checkpoint_identity("", one)["sha256"] for one in checkpoints if one is not None]
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
+def text_checksum(documents: Iterable[Document], prompts: Iterable[Prompt]) -> str:
+    """Return a checksum of tokens, targets and groups of documents, and of tokens and groups of prompts."""
+    checksum = hashlib.sha256()
+    for document in documents:
+        checksum.update(repr((document.id, document.group, len(document.input_ids))).encode())
+        checksum.update(document.input_ids.tobytes())
+        checksum.update(document.loss_mask.tobytes())
+    for prompt in prompts:
+        checksum.update(repr((prompt.id, prompt.group, list(prompt.prompt_ids))).encode())
+    return checksum.hexdigest()
+
+
+@contextlib.contextmanager
+def memory_is_named(recipe: Recipe, stage: Callable[[], str]) -> Iterator[None]:
+    """Turn an out-of-memory error of the device or the machine into one with a hint.
+
+    Args:
+        recipe: The recipe.
+        stage: Returns the stage that the run has reached.
+
+    Raises:
+        OutOfMemoryError: A memory allocation failed.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        is_full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _CPU_ALLOCATOR in str(error)
+        if not is_full:
+            raise
+        found = str(error).strip().partition("\n")[0].partition(" GPU ")[0] or "no memory left"
+        raise OutOfMemoryError(
+            f"stage '{stage()}': out of memory ({found.rstrip('. ')}); expected it to suffice. {cure(recipe, stage())}"
+        ) from error
+
+
+def cure(recipe: Recipe, stage: str) -> str:
+    """Return the hint for a stage that ran out of memory; settings that change no result come first."""
+    train, regenerate = recipe.train, recipe.data.regenerate
+    if stage == "data" and regenerate is not None:
+        return f"Lower data.regenerate.batch_size, or data.regenerate.max_new_tokens ({regenerate.max_new_tokens})."
+    if stage == "evaluate" and recipe.study is not None:
+        return f"Lower study.batch ({recipe.study.batch}), or evaluate.max_new_tokens."
+    if stage == "evaluate":
+        return f"Lower evaluate.dense_tokens ({recipe.evaluate.dense_tokens}), or write model.dtype: bfloat16."
+    if stage == "train" and train.micro_batch_sequences > 1:
+        return f"Write train.micro_batch_sequences: 1; it is {train.micro_batch_sequences}, and changes no result."
+    if stage == "train" and not train.gradient_checkpointing:
+        return "Write train.gradient_checkpointing: true; it changes no result."
+    shards = f"launch with {accelerate_file('fsdp2')} on several GPUs, which puts the trunk in shards"
+    if stage == "train" and train.hidden_cache is None:
+        return f"Write train.hidden_cache: {{}}, which trains without the trunk, or {shards}."
+    if stage == "train":
+        return f"Lower data.seq_len_tokens ({recipe.data.seq_len_tokens}), or {shards}."
+    offload = "" if recipe.model.offload or recipe.model.quantization else " or model.offload: cpu"
+    return f"Write model.dtype: bfloat16{offload}, or {shards}."

@@ -1,0 +1,540 @@
+"""The directory of a run: whose it is, which process writes to it, its recorded inputs, and how its last attempt ended.
+
+A claimed directory has ``recipe.yaml`` (the resolved recipe), ``provenance.json`` and ``inputs.json``.
+``outcome.json`` is how the last attempt ended. ``run.lock`` names the process that writes to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from filelock import SoftFileLease, Timeout
+from rich.console import Console
+from rich.progress import Progress
+
+from mtp_train.checkpoints.artifact import HEAD_CONFIG_FILE
+from mtp_train.checkpoints.demo import resolve
+from mtp_train.checkpoints.files import CONFIG_FILE, INDEX_FILE, Checkpoint, locate_checkpoint, read_json
+from mtp_train.checkpoints.identity import (
+    RECORD_FILE,
+    Claimed,
+    Contents,
+    InputFiles,
+    InputRecord,
+    Loaders,
+    Records,
+    checkpoint_files,
+    directory_files,
+    hash_inputs,
+    loaded,
+    read_records,
+    require_same,
+    write_records,
+)
+from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.run_export import RECIPE_FILE, is_run
+from mtp_train.checkpoints.writing import LOCK_FILE, write_json, write_text
+from mtp_train.data.sources import local_files
+from mtp_train.errors import (
+    CheckpointError,
+    DataError,
+    GateRefusedError,
+    LostProcessError,
+    MtpError,
+    OutputExistsError,
+    RecipeError,
+    StoppedError,
+    printable,
+    redacted,
+)
+from mtp_train.evaluation.suites import suite_location
+from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, validated
+from mtp_train.recipe.schema import Recipe
+from mtp_train.runs.head_source import RunHead, open_head_source
+from mtp_train.train.stopping import Stopped
+
+FIRST_STAGE, DONE = "check", "done"
+OUTCOME_FILE, PROVENANCE_FILE = "outcome.json", "provenance.json"
+FORMAT_VERSION = 1
+"""Of a run directory: its records, states and responses."""
+PROBE = "probe"
+"""The directory of the probe that goes before a rescue."""
+LEASE_SECONDS = 30.0
+"""A lock of another machine is taken over after this time without a sign of life from its process."""
+TRUNK, HEAD_FROM, ADAPTER = "model.trunk", "model.head_from", "model.adapter"
+_PACKAGES = ("mtp-train", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy")
+_LEFTOVERS = (
+    *(".offload-*", ".head.*", ".tuned.*", ".adapter.*", ".export.*", ".*.tmp"),
+    *("figures/.*.tmp", "state/.step-*"),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. ``stage`` is ``done`` if every stage was completed."""
+
+    exit_code: int
+    reason: str
+    message: str
+    stage: str
+
+    @property
+    def finished(self) -> bool:
+        """Whether a repeated call has nothing left to do."""
+        return self.stage == DONE
+
+
+@dataclass
+class Attempt:
+    """How far one attempt to run a recipe has come."""
+
+    stage: str = FIRST_STAGE
+    joined: bool = False
+    """Whether this process has joined the others of its launch."""
+    outcome: Outcome | None = None
+    """Set by the last stage; the main process records it."""
+
+
+def is_main_process() -> bool:
+    """Return whether this is rank 0 of the launch, by the launcher's variable: valid before accelerate is set up."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The directory of a run. Processes of a launch share it; the main process writes its records."""
+
+    path: Path
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether a run has begun here."""
+        return is_run(self.path)
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recorded recipe; None where there is none, or one of another version, which ``require_ours`` refuses."""
+        try:
+            return load_recipe(self.path / RECIPE_FILE) if self.is_claimed else None
+        except RecipeError:
+            return None
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """The content of ``provenance.json``."""
+        return read_json(self.path / PROVENANCE_FILE)
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The recorded outcome, without fields of other releases; None if there is none that can be read."""
+        try:
+            found = read_json(self.path / OUTCOME_FILE)
+            exit_code, *texts = (found[field.name] for field in fields(Outcome))
+        except (CheckpointError, KeyError):
+            return None
+        whole = type(exit_code) is int and all(isinstance(text, str) for text in texts)
+        return Outcome(exit_code, *texts) if whole else None
+
+    @property
+    def contents(self) -> dict[str, Contents]:
+        """The recorded content hashes of the inputs, which caches and responses are keyed by."""
+        return {label: one.contents for label, one in read_records(self.path).items()}
+
+    # Whose it is
+
+    def require_ours(self, recipe: Recipe) -> None:
+        """Check that the directory is new, or holds a run of the same resolved recipe.
+
+        Raises:
+            OutputExistsError: It holds the run of another recipe, or other files; it is the root, no directory, or lies
+                within an input.
+        """
+        self.require_outside_inputs(recipe)
+        entries = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+        # Files of a refused run, and of a claim that was killed.
+        claims = {OUTCOME_FILE, PROVENANCE_FILE, RECORD_FILE, LOCK_FILE}
+        if entries <= {PROBE} | claims | {f".{name}.tmp" for name in (*claims, RECIPE_FILE)}:
+            return
+        if not self.is_claimed:
+            raise OutputExistsError(
+                f"run_dir: {self.path} holds files that are not a run's ({', '.join(sorted(entries)[:3])}); expected a "
+                "new or empty directory. Choose another run_dir."
+            )
+        found = self.provenance.get("format_version")
+        if found != FORMAT_VERSION:
+            raise OutputExistsError(
+                f"run_dir: {self.path} holds a run of format_version {found!r}, which another version of mtp-train "
+                f"began; expected {FORMAT_VERSION}. Choose another run_dir, or remove this one."
+            )
+        recorded = self.path / RECIPE_FILE
+        if not _is_recipe_of(recorded.read_text(encoding="utf-8"), recipe):
+            raise OutputExistsError(
+                f"run_dir: {self.path} holds the run of another recipe ({recorded}); expected the same resolved recipe "
+                "to resume. Choose another run_dir, or remove this one."
+            )
+
+    def require_outside_inputs(self, recipe: Recipe) -> None:
+        """Refuse the root, a path below a file, and directories within an input: a run would change that input.
+
+        ``check`` calls this alone: it accepts the directory of another recipe, to compare its overrides.
+
+        Raises:
+            OutputExistsError: The run directory is in such a place.
+        """
+        run_dir, place = self.path, self.path.resolve()
+        if place == Path(place.anchor):
+            raise OutputExistsError(
+                f"run_dir: {run_dir} is the root; expected a new directory. Choose another run_dir."
+            )
+        if run_dir.exists() and not run_dir.is_dir():
+            raise OutputExistsError(f"run_dir: {run_dir} is a file; expected a directory. Choose another run_dir.")
+        above = next(one for one in place.parents if one.exists())
+        if not above.is_dir():
+            raise OutputExistsError(
+                f"run_dir: {run_dir} lies below the file {above}; expected a new directory. Choose another run_dir."
+            )
+        model = recipe.model
+        inputs = {TRUNK: model.trunk, HEAD_FROM: model.head_from, ADAPTER: model.adapter}
+        inputs["data.responses"] = recipe.data.responses
+        inputs |= {f"data.sources.{number}": source.path for number, source in enumerate(recipe.data.sources)}
+        for field, name in inputs.items():
+            location = None if name is None else Path(resolve(name)).resolve()
+            if location is not None and location.is_dir() and place.is_relative_to(location):
+                raise OutputExistsError(
+                    f"run_dir: {run_dir} lies within {field} ({name}); expected a directory outside of the inputs. "
+                    "Choose another run_dir."
+                )
+
+    # Who writes to it
+
+    @contextlib.contextmanager
+    def held(self, console: Console) -> Iterator[None]:
+        """Hold the directory for this launch within the block: two runs would delete each other's files.
+
+        The main process writes ``run.lock`` with its machine and process id, and removes it in the end. A lock whose
+        process is gone is taken over: at once on this machine, after ``LEASE_SECONDS`` without a sign of life
+        elsewhere.
+
+        Raises:
+            OutputExistsError: Another run holds the directory, or it was removed within the block.
+        """
+        if not is_main_process():
+            yield
+            return
+        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        # A second is enough to find that the process of a lock on this machine is gone.
+        lock = SoftFileLease(self.path / LOCK_FILE, lease_duration=LEASE_SECONDS, timeout=1.0, poll_interval=0.1)
+        try:
+            _acquire(lock, self.path / LOCK_FILE, console)
+            try:
+                yield
+                self._require_held()
+            finally:
+                lock.release()
+        finally:
+            # A refused run leaves nothing behind.
+            with contextlib.suppress(OSError):
+                for directory in missing:
+                    directory.rmdir()
+
+    def _require_held(self) -> None:
+        if is_main_process() and not (self.path / LOCK_FILE).exists():
+            raise OutputExistsError(
+                f"run_dir: {self.path} was removed, or {LOCK_FILE} in it, while this run wrote there; expected it to "
+                "stay. What is there now is incomplete: remove it, and start the same command again."
+            )
+
+    # How the last attempt ended
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Attempt]:
+        """Record how an attempt ends, in ``outcome.json``, on every way out of the block.
+
+        Raises:
+            StoppedError: A signal stopped the block.
+            MtpError: The block raised it, or the directory was removed within the block.
+        """
+        attempt = Attempt()
+        # The main process holds the directory of all nodes.
+        if is_main_process():
+            (self.path / OUTCOME_FILE).unlink(missing_ok=True)
+        try:
+            yield attempt
+        except MtpError as error:
+            self._require_held()
+            reached = DONE if isinstance(error, GateRefusedError) else attempt.stage
+            # A process that never joined the others may belong to a launch that was refused the directory.
+            unjoined = isinstance(error, LostProcessError) and not (attempt.joined or is_main_process())
+            if not (isinstance(error, OutputExistsError) or unjoined):
+                earlier = self.record_failure(Outcome(error.exit_code, error.reason, str(error), reached))
+                if earlier is not None and isinstance(error, LostProcessError):
+                    raise LostProcessError(
+                        f"launcher: another process of this run is gone. {earlier.message}"
+                    ) from error
+            raise
+        except Stopped as stopped:
+            told = StoppedError(
+                f"{self.path}: stopped by {stopped.name} in the stage {attempt.stage!r}.\n"
+                "Start the same command again: it goes on from what that stage has saved.",
+                stopped.exit_code,
+            )
+            if is_main_process() or attempt.stage != FIRST_STAGE:
+                self.record_failure(Outcome(told.exit_code, told.reason, str(told), attempt.stage))
+            raise told from None
+        except Exception as error:
+            self._require_held()
+            self.record_failure(Outcome(1, "bug", f"{type(error).__name__}: {error}", attempt.stage))
+            raise
+        if is_main_process() and attempt.outcome is not None:
+            self.write_outcome(attempt.outcome)
+
+    def write_outcome(self, outcome: Outcome) -> None:
+        """Write ``outcome.json``."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_json(self.path / OUTCOME_FILE, outcome.__dict__)
+
+    def record_failure(self, outcome: Outcome) -> Outcome | None:
+        """Record how a process of a run failed.
+
+        Rank 0's error replaces an earlier one, unless rank 0 failed or was stopped only because another rank died.
+        Other ranks record an error only if there is none. Ranks are the launcher's: processes that are not connected
+        would all count as the main process. An error in the first stage concerns all ranks, so its message names no
+        rank.
+
+        Returns:
+            The earlier outcome that is kept instead; None if this outcome was recorded.
+        """
+        rank = int(os.environ.get("RANK", "0"))
+        follows = outcome.reason in (LostProcessError.reason, StoppedError.reason)
+        # A failure to write the outcome, such as a full disk, must not hide the error itself.
+        with contextlib.suppress(OSError):
+            if (rank or follows) and (earlier := self.outcome) is not None:
+                return earlier
+            alone = rank > 0 and not follows and outcome.stage != FIRST_STAGE
+            named = f"process {rank}: {outcome.message}" if alone else outcome.message
+            self.write_outcome(replace(outcome, message=printable(redacted(named))))
+        return None
+
+    # What it records
+
+    def claim(self, recipe: Recipe, provenance: Mapping[str, Any], records: Records) -> None:
+        """Record inputs, provenance and recipe, unless a run has begun here. The recipe comes last: it is the claim."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not self.is_claimed:
+            write_records(self.path, records)
+            write_json(self.path / PROVENANCE_FILE, {"format_version": FORMAT_VERSION, **provenance})
+            self.record_recipe(recipe)
+
+    def record_recipe(self, recipe: Recipe) -> None:
+        """Write the recipe, or replace it by one whose last fields are resolved."""
+        write_text(self.path / RECIPE_FILE, dump_recipe(recipe))
+
+    def with_precision(self, recipe: Recipe, automatic: Literal["fp32", "bf16"]) -> Recipe:
+        """Return a recipe with ``precision: auto`` replaced by the recorded precision, without one by ``automatic``.
+
+        A run that resumes on another machine keeps its precision: steps in another one would give another head.
+        """
+        if recipe.train.precision != "auto":
+            return recipe
+        recorded = self.recipe
+        precision = automatic if recorded is None else recorded.train.precision
+        return recipe.replaced(train=recipe.train.replaced(precision=precision))
+
+    def clear_leftovers(self) -> None:
+        """Remove temporary files of writes that a kill interrupted."""
+        for pattern in _LEFTOVERS:
+            for path in self.path.glob(pattern):
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+
+    def hash_inputs(self, recipe: Recipe, progress: Progress) -> dict[str, InputRecord]:
+        """Return the content hashes of the recipe's inputs. Files with a valid record here are not read.
+
+        Raises:
+            MtpError: An input is missing.
+        """
+        return hash_inputs(loaded(_input_loaders(recipe, {}, anew=True)), read_records(self.path), progress)
+
+    def require_same_inputs(
+        self, recipe: Recipe, progress: Progress, *, anew: bool = False, finished: bool = False
+    ) -> None:
+        """Check that the inputs have not changed since the run began. A directory that is not claimed yet passes.
+
+        Hub ids stand for the hub's current revision with ``anew``, as for a new run; else for the snapshot in use.
+
+        Raises:
+            ChangedInputError: An input changed, is missing, or cannot be shown to be the same.
+        """
+        if self.is_claimed:
+            places = {label: one.location for label, one in read_records(self.path).items()}
+            loaders = _input_loaders(recipe, places, anew=anew)
+            require_same(claimed_by_run(self.path), loaders, progress, finished=finished)
+
+
+def _acquire(lock: SoftFileLease, path: Path, console: Console) -> None:
+    try:
+        lock.acquire()
+        return
+    except Timeout:
+        host, pid = _holder(path)
+    if host != socket.gethostname():
+        console.print(f"{path}: process {pid} on {host} held it last; waiting for a sign of life.", highlight=False)
+        with contextlib.suppress(Timeout):
+            lock.acquire(timeout=2 * LEASE_SECONDS)
+            return
+    raise OutputExistsError(
+        f"run_dir: {path.parent} is in use by process {pid} on {host}; expected one run in a directory. Wait for it or "
+        "stop it, or choose another run_dir."
+    )
+
+
+def _holder(path: Path) -> tuple[str, str]:
+    """Return the machine and the process id in a lock file."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    found = dict(line.split("=", 1) for line in lines if "=" in line)
+    return found.get("host", "an unknown machine"), found.get("pid", "of an unknown number")
+
+
+def _is_recipe_of(recorded: str, recipe: Recipe) -> bool:
+    """Return whether a recorded recipe equals this one.
+
+    Not compared: the address of a server, as what it serves is checked again, the number of processes, and a precision
+    that is ``auto``.
+    """
+    with contextlib.suppress(RecipeError):
+        before = validated(*parse_yaml(recorded, "recipe"))
+        return before == _on_machines_of(before, recipe)
+    return False
+
+
+def _on_machines_of(before: Recipe, now: Recipe) -> Recipe:
+    """Return a recipe with the processes, the ``auto`` precision and the server of another one."""
+    regenerate, earlier = now.data.regenerate, before.data.regenerate
+    if regenerate is not None and earlier is not None and None not in (regenerate.endpoint, earlier.endpoint):
+        names = ("endpoint", "api_key_env", "concurrency", "request_timeout_seconds")
+        regenerate = regenerate.replaced(**{name: getattr(earlier, name) for name in names})
+    precision = before.train.precision if now.train.precision == "auto" else now.train.precision
+    train = now.train.replaced(processes=before.train.processes, precision=precision)
+    return now.replaced(data=now.data.replaced(regenerate=regenerate), train=train)
+
+
+def claimed_by_run(run_dir: Path) -> Claimed:
+    """Describe a run directory."""
+    return Claimed(run_dir, "run", "write another run_dir for the new ones")
+
+
+def _input_loaders(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> Loaders:
+    """Return functions that locate the files of each input of a recipe.
+
+    Datasets of the hub are left out: their files are not at hand to compare. Unless ``anew``, a hub id stands for the
+    snapshot in ``places``, the recorded locations, and nothing is downloaded.
+    """
+    model, study = recipe.model, recipe.study
+
+    def located(label: str, location: str) -> str:
+        known = places.get(label)
+        is_here = Path(resolve(location)).expanduser().exists()
+        return location if anew or known is None or is_here or not Path(known).exists() else known
+
+    def checkpoint(label: str, location: str) -> InputFiles:
+        return checkpoint_files(open_location(located(label, location)))
+
+    def head_source(label: str, location: str) -> InputFiles:
+        source = open_head_source(located(label, location))
+        return checkpoint_files(source) if isinstance(source, Checkpoint) else directory_files(source.path)
+
+    def adapter(label: str, location: str) -> InputFiles:
+        return directory_files(locate_checkpoint(located(label, location)))
+
+    loaders: dict[str, Callable[[], InputFiles]] = {TRUNK: partial(checkpoint, TRUNK, model.trunk)}
+    if model.head_from:
+        loaders[HEAD_FROM] = partial(head_source, HEAD_FROM, model.head_from)
+    if model.adapter:
+        loaders[ADAPTER] = partial(adapter, ADAPTER, model.adapter)
+    data = {f"data.sources.{number}": source.path for number, source in enumerate(recipe.data.sources)}
+    if study is not None:
+        data |= {f"study.vanilla_sources.{number}": path for number, path in enumerate(study.vanilla_sources)}
+        if study.suite is not None and (place := suite_location(study.suite)) is not None:
+            data["study.suite"] = place
+    local = {label: path for label, path in data.items() if label in places or _is_local(label, path)}
+    return loaders | {label: partial(_data_files, label, path) for label, path in local.items()}
+
+
+def _is_local(label: str, path: str) -> bool:
+    """Return whether a data source is local and no dataset of the hub, also if its files no longer exist."""
+    try:
+        return local_files(resolve(path), label) is not None
+    except MtpError:
+        return True
+
+
+def _data_files(label: str, path: str) -> InputFiles:
+    location = Path(resolve(path)).expanduser()
+    files = local_files(str(location), label)
+    if files is None:
+        raise DataError(f"{label}: no such file or directory ({location}); expected the data. Check the path.")
+    if location.is_dir():
+        return InputFiles(location, {str(file.relative_to(location)): file for file in files})
+    if location.exists():
+        return InputFiles(location, {location.name: location})
+    return InputFiles(files[0].parent, {str(file): file for file in files})
+
+
+def checkpoint_identity(name: str, checkpoint: Checkpoint | RunHead) -> dict[str, Any]:
+    """Return a checkpoint's or head's path, its hub revision if it has one, and the hashes of its small files."""
+    path = checkpoint.path.resolve()
+    files = [checkpoint.path / file for file in (CONFIG_FILE, INDEX_FILE, HEAD_CONFIG_FILE)]
+    return {
+        "name": name,
+        "path": str(path),
+        "revision": path.name if path.parent.name == "snapshots" else None,
+        "sha256": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()},
+    }
+
+
+def environment_facts() -> dict[str, Any]:
+    """Return versions, command line, git commit and hardware."""
+    versions: dict[str, str | None] = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {
+        "versions": versions,
+        "python": platform.python_version(),
+        "argv": [redacted(word) for word in sys.argv],
+        "git": _git_commit(),
+        "hardware": {"device": device, "threads": torch.get_num_threads(), "platform": platform.platform()},
+    }
+
+
+def _git_commit() -> str | None:
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    except OSError:
+        # Slim container images have no git.
+        return None
+    return commit.stdout.strip() or None

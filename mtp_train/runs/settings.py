@@ -1,0 +1,74 @@
+"""Translate a recipe into the options of training (division of a step, AdamW, memory) and into settings to measure."""
+
+from __future__ import annotations
+
+from mtp_train.checkpoints.files import Checkpoint
+from mtp_train.evaluation.prompt_records import Setting
+from mtp_train.evaluation.settings import served_settings
+from mtp_train.recipe.schema import Recipe
+from mtp_train.train.plan import GIB, MemoryOptions, Plan, TrainOptions, make_plan
+from mtp_train.trunk.precision import COMPUTE_DTYPES
+
+_CACHED_BYTES = {"auto": 4, "bf16": 2, "fp8": 1}
+"""Most bytes of a number in a hidden-state cache: states are computed in fp32 at most."""
+
+
+def plan_of(recipe: Recipe, world_size: int) -> Plan:
+    """Return how the recipe's steps are divided among processes.
+
+    Raises:
+        RecipeError: They do not divide.
+    """
+    return make_plan(
+        max_steps=recipe.train.max_steps,
+        tokens_per_step=recipe.train.tokens_per_step,
+        seq_len_tokens=recipe.data.seq_len_tokens,
+        micro_batch_sequences=recipe.train.micro_batch_sequences,
+        world_size=world_size,
+    )
+
+
+def train_options(recipe: Recipe) -> TrainOptions:
+    """Return the settings of AdamW and of the training loop."""
+    train = recipe.train
+    beta1, beta2 = train.betas
+    return TrainOptions(
+        lr=train.lr,
+        betas=(beta1, beta2),
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        schedule=train.schedule,
+        warmup_steps=train.warmup_steps,
+        max_steps=train.max_steps,
+        log_steps=train.log_steps,
+        save_steps=train.save_steps,
+        depth_decay=recipe.objective.depth_decay,
+    )
+
+
+def memory_options(recipe: Recipe) -> MemoryOptions:
+    """Return the settings that decide the memory of training; an automatic precision counts as fp32."""
+    return MemoryOptions(
+        num_depths=recipe.head.num_depths,
+        compute_dtype=COMPUTE_DTYPES.get(recipe.train.precision, COMPUTE_DTYPES["fp32"]),
+        recompute=recipe.train.gradient_checkpointing,
+        held=recipe.model.dtype,
+        quantization=recipe.model.quantization,
+        offloads=recipe.model.offload is not None,
+        loss_vocab=recipe.head.draft_vocab if recipe.objective.vocab == "draft" else None,
+        lora=recipe.head.lora,
+    )
+
+
+def cache_bytes(recipe: Recipe, plan: Plan, state_width: int) -> int:
+    """Return the most bytes of a hidden-state cache: no token occurs twice."""
+    spec = recipe.train.hidden_cache
+    if spec is None:
+        return 0
+    return min(plan.total_tokens * state_width * _CACHED_BYTES[spec.dtype], int(spec.max_gib * GIB))
+
+
+def run_settings(recipe: Recipe, trunk: Checkpoint) -> list[Setting]:
+    """Return the settings that a run is measured and judged at; see :func:`served_settings`."""
+    asked = recipe.evaluate
+    return served_settings(trunk, recipe.draft_depth, asked.temperature, asked.top_p, asked.top_k, asked.rule)

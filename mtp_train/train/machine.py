@@ -1,0 +1,121 @@
+"""Name the device of a process, and set its number of CPU threads."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from rich.console import Console
+
+from mtp_train.checkpoints.files import Checkpoint
+from mtp_train.errors import DataError
+from mtp_train.train.plan import GIB
+from mtp_train.trunk.precision import main_memory_bytes
+
+
+class Device(NamedTuple):
+    """A device and its memory."""
+
+    name: str
+    kind: str
+    """torch's device type."""
+    memory_bytes: int
+
+
+MEMORY_GIB = {"h100": 80, "h200": 141, "a100": 80, "l40s": 48, "rtx4090": 24, "mi300x": 192}
+"""Memory of GPUs by name."""
+
+
+def device_named(name: str | None) -> Device:
+    """Return a GPU of the table or of a given memory, ``24GiB``, or for None the device that this process would use.
+
+    Raises:
+        DataError: The name is neither in the table nor an amount of memory.
+    """
+    if name is not None:
+        size = re.fullmatch(r"(\d+(?:\.\d+)?) ?gib", name.lower())
+        gib = MEMORY_GIB.get(name.lower()) if size is None else float(size[1])
+        if not gib:
+            raise DataError(
+                f"--device: {name!r}; expected one of {', '.join(MEMORY_GIB)}, or the memory of a GPU. Correct it, or "
+                "write --memory 24GiB."
+            )
+        return Device(name, "cuda", int(gib * GIB))
+    kind = _device_type()
+    if kind != "cuda":
+        return Device(kind, kind, main_memory_bytes())
+    return Device(torch.cuda.get_device_name(), "cuda", torch.cuda.get_device_properties().total_memory)
+
+
+def _device_type() -> str:
+    """Return the type of the device that accelerate will choose, without its state, which joins the processes."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
+    return "cpu" if accelerator is None or wants_cpu else accelerator.type
+
+
+SHARED_WORK = 512**2
+"""Number of multiplications (rows times hidden size squared) from which several threads are faster than one."""
+MOST_THREADS = 16
+"""Most threads for one product; more make it slower."""
+_LAUNCHERS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
+"""Variables that accelerate's launcher and torchrun set for every process."""
+
+
+def set_threads(work: str, rows: int, checkpoint: Checkpoint, device: torch.device, console: Console) -> None:
+    """Set the number of threads for a stage that runs on a CPU, and print it.
+
+    Args:
+        work: Name of the stage in the printed line.
+        rows: Rows of the stage's matrix products: tokens that are computed together.
+        checkpoint: The trunk's checkpoint.
+        device: The trunk's device.
+        console: The console to print on.
+    """
+    if device.type == "cpu":
+        console.print(f"{work} with {use_threads(checkpoint.text_config, rows)}", highlight=False)
+
+
+def use_threads(text_config: Mapping[str, Any], rows: int = 1) -> str:
+    """Set the number of threads for a model, unless the user has set it; return a clause with the number in use.
+
+    Small products take less time than synchronising threads; large ones gain from every core. Without a number from the
+    user, ``accelerate launch`` and ``torchrun`` set OMP_NUM_THREADS=1 for their processes, which leaves all cores but
+    one idle.
+
+    Args:
+        text_config: The trunk's text config as stored, not validated yet.
+        rows: Rows of the matrix products.
+    """
+    found = torch.get_num_threads()
+    if threads_are_set():
+        return f"{found} thread(s), as set"
+    cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    width = text_config.get("hidden_size")
+    threads = threads_for(rows * width**2 if isinstance(width, int) else 0, cores)
+    torch.set_num_threads(threads)
+    return f"{threads} thread(s) of {max(1, cores)} core(s)"
+
+
+def threads_for(multiplications: int, cores: int) -> int:
+    """Return the fastest number of threads for a product of that size on that many cores."""
+    return max(1, min(cores, MOST_THREADS)) if multiplications >= SHARED_WORK else 1
+
+
+def usable_cores() -> int:
+    """Return the number of physical cores that this process may run on."""
+    physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
+    return min(physical, allowed)
+
+
+def threads_are_set() -> bool:
+    """Return whether the user set a number of threads; OMP_NUM_THREADS=1 of a launched process is the launcher's."""
+    if "MKL_NUM_THREADS" in os.environ:
+        return True
+    found = os.environ.get("OMP_NUM_THREADS")
+    return found is not None and not (found == "1" and any(name in os.environ for name in _LAUNCHERS))

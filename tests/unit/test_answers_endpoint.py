@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import pytest
+
+from byte_tokenizer import byte_tokenizer
+from mtp_train.answers.endpoint import GREEDY, MAX_ATTEMPTS, Endpoint, Refusal
+from mtp_train.answers.generate import Question
+from mtp_train.errors import DataError
+from openai_server import Reply, ReplyFn, Served, completion, openai_server
+
+TOKENIZER = byte_tokenizer()
+TURN, EOS = TOKENIZER.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+QUESTION = Question(tuple(TOKENIZER("<|im_start|>hi")["input_ids"]), 8, 5)
+GOOD = completion("yes", prompt_tokens=3)
+
+Connect = Callable[..., tuple[Endpoint, Served, list[float]]]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Start a server and open it; waiting is noted down and not done."""
+    with ExitStack() as stack:
+
+        def opened(
+            reply: ReplyFn, models: tuple[str, ...] = ("trunk",), **settings: Any
+        ) -> tuple[Endpoint, Served, list[float]]:
+            served, waits = stack.enter_context(openai_server(reply, models)), []
+            endpoint = Endpoint(served.url, TOKENIZER, {EOS}, 259, wait=waits.append, **settings)
+            stack.callback(endpoint.close)
+            return endpoint, served, waits
+
+        yield opened
+
+
+def in_turn(*replies: Reply) -> ReplyFn:
+    left = iter(replies)
+    return lambda payload: next(left)
+
+
+def test_a_prompt_goes_as_token_ids_with_every_setting_that_a_server_has_a_default_for(connect: Connect) -> None:
+    endpoint, served, _ = connect(lambda payload: GOOD, api_key="secret")
+    endpoint.choose_model(None)
+    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1}
+    endpoint.complete(endpoint.payload(QUESTION, sampling))
+    endpoint.complete(endpoint.payload(QUESTION, GREEDY))
+    sampled, greedy = served.payloads
+    assert sampled["prompt"] == list(QUESTION.prompt_ids)
+    assert (sampled["model"], sampled["max_tokens"], sampled["seed"]) == ("trunk", 8, 5)
+    assert sampled.items() >= sampling.items()
+    assert sampled["stop_token_ids"] == [EOS]
+    assert [sampled[f"{name}_penalty"] for name in ("repetition", "presence", "frequency")] == [1.0, 0.0, 0.0]
+    assert (sampled["return_token_ids"], sampled["skip_special_tokens"], sampled["stream"]) == (True, False, False)
+    assert [greedy[name] for name in GREEDY] == [0.0, 1.0, -1, 0.0]
+    assert served.headers[0]["Authorization"] == "Bearer secret"
+
+
+CUT_OFF = Reply(body=GOOD.body, headers={"Content-Length": str(len(GOOD.body) + 1)})
+
+
+@pytest.mark.parametrize(
+    ("failure", "waited"),
+    [
+        (Reply(500), 1.0),
+        (Reply(503), 1.0),
+        (Reply(429, headers={"Retry-After": "7"}), 7.0),
+        (Reply(429, headers={"Retry-After": "3600"}), 60.0),
+        (Reply(429, headers={"Retry-After": "Sun, 01 Nov 2026 00:00:00 GMT"}), 1.0),
+        (CUT_OFF, 1.0),
+        (Reply(body=b"<html>"), 1.0),
+    ],
+)
+def test_failures_that_may_pass_are_tried_again(connect: Connect, failure: Reply, waited: float) -> None:
+    endpoint, served, waits = connect(in_turn(failure, GOOD))
+    answer = endpoint.complete(endpoint.payload(QUESTION, GREEDY))
+    assert not isinstance(answer, Refusal)
+    assert answer["choices"][0]["text"] == "yes"
+    assert waits == [waited]
+    assert served.payloads[0] == served.payloads[1]
+
+
+def test_waits_grow_until_it_gives_up(connect: Connect) -> None:
+    endpoint, served, waits = connect(lambda payload: Reply(500, b"out  of\nmemory"))
+    with pytest.raises(DataError, match=r"answers 500 \(out of memory\), 8 times; expected an answer\. .*resumes from"):
+        endpoint.complete(endpoint.payload(QUESTION, GREEDY))
+    assert waits == [1, 2, 4, 8, 16, 32, 60]
+    assert len(served.payloads) == MAX_ATTEMPTS
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with openai_server(lambda payload: GOOD) as gone:
+        pass
+    waits: list[float] = []
+    endpoint = Endpoint(gone.url, TOKENIZER, {EOS}, 259, wait=waits.append)
+    with pytest.raises(DataError, match=rf"endpoint: {gone.url} does not answer \(ConnectError\), 8 times"):
+        endpoint.choose_model(None)
+    assert len(waits) == 7
+    endpoint.close()
+
+
+def test_a_request_that_fails_for_good_lets_those_in_flight_end_and_sends_nothing_more(connect: Connect) -> None:
+    asked, failed = threading.Event(), threading.Event()
+
+    def reply(payload: dict[str, Any]) -> Reply:
+        if payload["seed"]:
+            assert asked.wait(10)
+            failed.set()
+            return Reply(404)
+        asked.set()
+        assert failed.wait(10)
+        return GOOD
+
+    endpoint, served, _ = connect(reply, concurrency=2)
+    payloads = [endpoint.payload(QUESTION._replace(seed=seed), GREEDY) for seed in (0, 1)]
+    ended: list[Any] = []
+
+    def complete(payload: dict[str, Any]) -> object:
+        answer = endpoint.complete(payload)
+        ended.append(answer)
+        return answer
+
+    with pytest.raises(DataError, match="answers 404"):
+        endpoint.run_all(
+            [partial(complete, payload) for payload in payloads], lambda done: [one.result() for one in done.values()]
+        )
+    assert [answer["choices"][0]["text"] for answer in ended] == ["yes"]
+    assert len(served.payloads) == 2
+    with pytest.raises(DataError, match="expected an answer"):
+        endpoint.complete(payloads[0])
+    assert len(served.payloads) == 2
+
+
+def test_an_address_that_cannot_be_asked_is_refused_at_once() -> None:
+    waits: list[float] = []
+    endpoint = Endpoint("gopher://localhost/v1", TOKENIZER, {EOS}, 259, wait=waits.append)
+    with pytest.raises(DataError, match=r"gopher://localhost/v1 cannot be asked \(.*\); expected an address\."):
+        endpoint.choose_model(None)
+    assert waits == []
+    endpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"), [(401, "api_key_env"), (403, "api_key_env"), (404, "Check the address"), (405, "address")]
+)
+def test_a_server_that_cannot_be_used_is_refused_at_once(connect: Connect, status: int, expected: str) -> None:
+    endpoint, served, waits = connect(lambda payload: Reply(status, b"no"), api_key="secret")
+    with pytest.raises(DataError, match=rf"answers {status} \(no\); expected .*{expected}") as caught:
+        endpoint.complete(endpoint.payload(QUESTION, GREEDY))
+    assert "secret" not in str(caught.value)
+    assert (len(served.payloads), waits) == (1, [])
+
+
+def test_a_prompt_that_is_not_taken_is_a_refusal(connect: Connect) -> None:
+    endpoint, _, waits = connect(lambda payload: Reply(400, b'{"message": "context of 4 tokens"}'))
+    answer = endpoint.complete(endpoint.payload(QUESTION, GREEDY))
+    assert answer == Refusal('answers 400 ({"message": "context of 4 tokens"})')
+    assert waits == []
+
+
+def test_the_model_is_the_one_that_is_wanted_or_the_only_one(connect: Connect) -> None:
+    one, _, _ = connect(lambda payload: GOOD)
+    one.choose_model(None)
+    assert one.model == "trunk"
+    two, _, _ = connect(lambda payload: GOOD, ("base", "lora"))
+    two.choose_model("lora")
+    assert two.model == "lora"
+    with pytest.raises(DataError, match=r"serves base, lora; expected one model, or its name\. Name it in"):
+        two.choose_model(None)
+    with pytest.raises(DataError, match=r"serves base, lora, not trunk; expected data\.regenerate\.model among them"):
+        two.choose_model("trunk")
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER(text)["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        (completion("yes", token_ids=[1, 2, EOS]), [1, 2, EOS]),
+        (completion("yes", token_ids=[1, 2]), [1, 2, EOS]),
+        (completion("yes", "length", token_ids=[1, 2]), [1, 2]),
+        (completion("yes"), [*ids("yes"), EOS]),
+        (completion("yes<|im_end|>"), [*ids("yes"), EOS]),
+        (completion("", prompt_tokens=3), [EOS]),
+        (completion("a long text", "length"), ids("a long t")),
+        (completion("yes", stop_reason=TURN), [*ids("yes"), EOS]),
+        (completion("yes", "abort"), Refusal("finish_reason 'abort'")),
+        (completion("yes", None), Refusal("finish_reason None")),
+    ],
+)
+def test_a_response_is_read_to_its_end(connect: Connect, reply: Reply, expected: object) -> None:
+    endpoint, _, _ = connect(lambda payload: reply)
+    answer = endpoint.complete(endpoint.payload(QUESTION, GREEDY))
+    assert not isinstance(answer, Refusal)
+    assert endpoint.response_ids(QUESTION, answer) == expected
+
+
+def test_the_end_is_the_token_that_the_server_tells() -> None:
+    endpoint = Endpoint("http://localhost", TOKENIZER, {EOS, TURN}, 259)
+    for told in ("stop_reason", "matched_stop"):
+        choice = {"text": "", "finish_reason": "stop", told: TURN}
+        assert endpoint.response_ids(QUESTION, {"choices": [choice]}) == [TURN]
+    assert endpoint.response_ids(QUESTION, {"choices": [{"text": "", "finish_reason": "stop"}]}) == [EOS]
+    endpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("reply", "found"),
+    [
+        (Reply(body=b"{}"), "answers without a text"),
+        (Reply(body=b'{"choices": [{"message": {"content": "yes"}}]}'), "answers without a text"),
+        (completion("yes", prompt_tokens=4), "reads 4 tokens where the prompt has 3; expected the trunk's tokenizer"),
+        (completion("yes", token_ids=[1, 259]), "returns tokens that the trunk does not have"),
+    ],
+)
+def test_answers_that_cannot_be_the_trunks_are_refused(connect: Connect, reply: Reply, found: str) -> None:
+    endpoint, _, _ = connect(lambda payload: reply)
+    answer = endpoint.complete(endpoint.payload(QUESTION, GREEDY))
+    assert not isinstance(answer, Refusal)
+    with pytest.raises(DataError, match=found):
+        endpoint.response_ids(QUESTION, answer)

@@ -1,0 +1,77 @@
+"""No document of a packed row reaches another, in any kind of layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mtp_train.heads.alignment import PADDING_DOCUMENT, prefix_mask
+from mtp_train.train.packed_rows import Segment, group_by_length, isolated_hidden, segments
+from tiny import VOCAB_SIZE, tiny_trunk
+from tolerances import assert_differs, assert_same, num_terms
+
+P = PADDING_DOCUMENT
+# Two rows: three documents and padding; a document as long as the row.
+DOCUMENT = [[0] * 5 + [1] * 3 + [2] * 2 + [P] * 2, [0] * 12]
+PLACES = [Segment(0, 0, 5), Segment(0, 5, 3), Segment(0, 8, 2), Segment(1, 0, 12)]
+
+
+def packed_tokens() -> torch.Tensor:
+    return torch.randint(VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_seed(5))
+
+
+def test_segments_are_the_documents_by_hand() -> None:
+    assert segments(np.array(DOCUMENT)) == PLACES
+    assert segments(np.array([[P, P], [3, P]])) == [Segment(1, 0, 1)]
+    assert segments(np.array([[4, 4, 7, P]])) == [Segment(0, 0, 2), Segment(0, 2, 1)]
+    assert segments(np.full((2, 3), P)) == []
+
+
+def test_groups_are_of_similar_length_and_fit_when_padded() -> None:
+    def lengths(*wanted: int, max_tokens: int) -> list[list[int]]:
+        found = [Segment(index, 0, length) for index, length in enumerate(wanted)]
+        return [[segment.length for segment in group] for group in group_by_length(found, max_tokens)]
+
+    assert lengths(5, 3, 2, 12, max_tokens=24) == [[12, 5], [3, 2]]
+    assert lengths(5, 3, 2, 12, max_tokens=12) == [[12], [5, 3], [2]]
+    assert lengths(4, 4, 4, max_tokens=8) == [[4, 4], [4]]
+    assert lengths(9, 2, max_tokens=4) == [[9], [2]]
+    assert lengths(max_tokens=4) == []
+
+
+def test_masks_and_positions_would_not_keep_compressed_keys_apart() -> None:
+    """Groups are counted from the start of a row, regardless of the mask, so each document needs a row of its own."""
+    trunk = tiny_trunk("deepseek_v4")
+    tokens_BT, document_BT = packed_tokens()[:1], torch.tensor(DOCUMENT[:1])
+    isolated_BTD = isolated_hidden(trunk, tokens_BT, document_BT)
+    mask_B1TT = torch.zeros(1, 1, 12, 12).masked_fill(~prefix_mask(document_BT)[:, None], -torch.inf)
+    positions_BT = torch.tensor([[*range(5), *range(3), *range(2), 0, 0]])
+    trunk.decoder(tokens_BT, attention_mask={"any": mask_B1TT}, position_ids=positions_BT, use_cache=False)
+    masked_BTD = trunk.last_state(None)
+    assert_same(masked_BTD[0, :5], isolated_BTD[0, :5], num_terms(trunk))
+    for _, start, length in PLACES[1:3]:
+        for place in range(start + 1, start + length):
+            assert_differs(masked_BTD[0, place], isolated_BTD[0, place], num_terms(trunk))
+
+
+def test_no_forward_holds_more_tokens_than_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    trunk = tiny_trunk("qwen3_5")
+    shapes: list[tuple[int, ...]] = []
+    hidden = trunk.hidden
+
+    def recorded(tokens_NL: torch.Tensor, **rest: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(tokens_NL.shape))
+        return hidden(tokens_NL, **rest)
+
+    monkeypatch.setattr(trunk, "hidden", recorded)
+    isolated_hidden(trunk, packed_tokens(), torch.tensor(DOCUMENT))
+    assert shapes == [(2, 12), (2, 3)]
+
+
+def test_a_batch_of_padding_has_states_of_zero() -> None:
+    trunk = tiny_trunk("qwen3_5")
+    hidden_BTD = isolated_hidden(trunk, packed_tokens(), torch.full((2, 12), P))
+    assert hidden_BTD.shape == (2, 12, 32)
+    assert not hidden_BTD.any()
+    assert trunk.embed(packed_tokens()).abs().min() > 0

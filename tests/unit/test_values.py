@@ -1,0 +1,138 @@
+"""The numbers of a checkpoint: NaN is found, and how far one trunk on disk is from another."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from rich.progress import Progress
+from safetensors.torch import save_file
+
+from checkpoints import all_tensors, base_and_finetune, save_stripped
+from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint, open_checkpoint, scan_safetensors
+from mtp_train.checkpoints.values import common_tensors, find_non_finite, paired_rows, squared_change
+from mtp_train.heads.diagnose import layout_of
+from tiny import tiny_trunk
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [([3, 3, 1], [2, 5]), ([7], [1, 1, 1, 4]), ([2, 2], [7]), ([7], [3])])
+def test_rows_meet_however_each_side_is_cut_up(ours: list[int], theirs: list[int]) -> None:
+    whole_TD = torch.arange(14.0).view(7, 2)
+    mine, other = (iter(whole_TD[: sum(sizes)].split(sizes)) for sizes in (ours, theirs))
+    pairs = list(paired_rows(mine, other))
+    assert all(torch.equal(new, old) for new, old in pairs)
+    assert torch.equal(torch.cat([new for new, _ in pairs]), whole_TD[: min(sum(ours), sum(theirs))])
+
+
+def test_a_number_is_one_row() -> None:
+    ((new_1, old_1),) = paired_rows(iter([torch.tensor(2.0)]), iter([torch.tensor(3.0)]))
+    assert (new_1.tolist(), old_1.tolist()) == ([2.0], [3.0])
+
+
+def stored(folder: Path, tensor: torch.Tensor) -> Checkpoint:
+    folder.mkdir()
+    save_file({"w": tensor}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return open_checkpoint(folder)
+
+
+def exact_change(new: torch.Tensor, old: torch.Tensor) -> tuple[float, float]:
+    return float((new.double() - old.double()).square().sum()), float(old.double().square().sum())
+
+
+FP32, FP16, BF16, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("new_dtype", "old_dtype", "size"),
+    [
+        *((dtype, dtype, size) for dtype in (FP32, BF16) for size in (1.0, 1e-25, 1e25)),
+        (FP16, FP32, 1.0),
+        (torch.float64, FP32, 1.0),
+        (FP8, BF16, 1.0),
+    ],
+)
+@pytest.mark.parametrize("relative", [1.0, 1e-4])
+def test_a_change_is_right_to_six_digits(
+    new_dtype: torch.dtype, old_dtype: torch.dtype, size: float, relative: float, tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    old = size * torch.randn(601, 500, generator=generator)
+    new = (old * (1 + relative * torch.randn(old.shape, generator=generator))).to(new_dtype)
+    old = old.to(old_dtype)
+    found = squared_change(stored(tmp_path / "new", new), "w", stored(tmp_path / "old", old), "w")
+    assert found == pytest.approx(exact_change(new, old), rel=1e-6)
+    assert found[0] > 0
+
+
+def test_nan_is_seen_and_equal_tensors_have_no_change(tmp_path: Path) -> None:
+    old = torch.full((300, 7), 3.0)
+    new = old.clone()
+    new[5, 2] = torch.nan
+    base = stored(tmp_path / "old", old)
+    assert squared_change(base, "w", base, "w") == (0.0, 9.0 * 2100)
+    change, size = squared_change(stored(tmp_path / "new", new), "w", base, "w")
+    assert (math.isnan(change), size) == (True, 9.0 * 2100)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_all_of_a_trunk_counts_but_its_head(tied: bool, tmp_path: Path) -> None:
+    base, finetune = (open_checkpoint(path) for path in base_and_finetune(tmp_path, "qwen3_5", tied=tied))
+    shared = common_tensors(finetune, layout_of(finetune), base, layout_of(base))
+    assert {key for key, _ in shared.values()} == all_tensors(finetune.path).keys()
+    assert [key for key, _ in shared.values()] == [key for _, key in shared.values()]
+
+
+def test_added_tokens_do_not_count_as_change(tmp_path: Path) -> None:
+    def changes() -> list[float]:
+        ours, theirs = open_checkpoint(finetune), open_checkpoint(base)
+        shared = common_tensors(ours, layout_of(ours), theirs, layout_of(theirs)).values()
+        return [squared_change(ours, key, theirs, base_key)[0] for key, base_key in shared]
+
+    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
+    assert sum(changes()) > 0
+    trunk = tiny_trunk("qwen3_5")
+    trunk.causal_lm.resize_token_embeddings(80)
+    shutil.rmtree(finetune)
+    save_stripped(trunk, finetune)
+    assert sum(changes()) == 0.0
+
+
+FLOATS = [dtype for dtype in TORCH_DTYPES.values() if dtype.is_floating_point and dtype != torch.float8_e8m0fnu]
+
+
+def opened(path: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint:
+    save_file(tensors, path / "model.safetensors")
+    return Checkpoint(path, {}, None, scan_safetensors(path / "model.safetensors"))
+
+
+def keys_with_nan(path: Path, tensors: dict[str, torch.Tensor]) -> list[str]:
+    return find_non_finite(opened(path, tensors), Progress(disable=True))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [0, 37, -1])
+def test_one_value_that_is_not_finite_is_found_wherever_it_is(
+    place: int, value: float, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    tensor = torch.randn(13, 11, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert keys_with_nan(tmp_path, {"w": tensor}) == []
+    # E4M3 has no infinity.
+    tensor.view(-1)[place] = float("nan") if dtype == torch.float8_e4m3fn else value
+    assert keys_with_nan(tmp_path, {"w": tensor}) == ["w"]
+
+
+def test_huge_values_integers_and_empty_tensors_are_finite(tmp_path: Path) -> None:
+    tensors = {
+        "huge": torch.full((64,), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16),
+        "whole": torch.full((3, 2), -(2**31), dtype=torch.int32),
+        "nothing": torch.zeros(0, 4),
+        "rows of nothing": torch.zeros(4, 0),
+        "scalar": torch.tensor(1.5),
+    }
+    assert keys_with_nan(tmp_path, tensors) == []
+    assert keys_with_nan(tmp_path, tensors | {"scalar": torch.tensor(float("nan"))}) == ["scalar"]
