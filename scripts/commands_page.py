@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Print ``recipes/commands.md``: what every command of ``mtp-train`` takes, from its parser.
 
-    python scripts/commands_page.py > recipes/commands.md
+python scripts/commands_page.py > recipes/commands.md
 """
 
 from __future__ import annotations

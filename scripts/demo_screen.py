@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Draw what a finished run prints last, as an SVG for the README.
 
-    python scripts/demo_screen.py runs/retrain_head recipes/images/demo.svg
+python scripts/demo_screen.py runs/retrain_head recipes/images/demo.svg
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 import mtp_train as mtp
-from mtp_train.runs.start import report_table
+from mtp_train.report.summary import summary
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
     console = Console(record=True, width=96, file=io.StringIO(), force_terminal=True)
-    console.print(report_table(mtp.open_report(args.run)))
+    console.print(summary(mtp.open_report(args.run)))
     console.save_svg(str(args.out), title="scripts/demo.sh")
 
 

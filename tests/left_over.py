@@ -44,13 +44,6 @@ def keys_outside_of_the_index(path: Path, head: Tensors) -> Path:
     return path
 
 
-def equal_single_file(path: Path, head: Tensors) -> Path:
-    """Shards, and the single file from which they were split."""
-    content = (path / SINGLE_FILE).read_bytes()
-    (shard(path, 2) / SINGLE_FILE).write_bytes(content)
-    return path
-
-
 def old_shards(path: Path, head: Tensors) -> Path:
     """A single file, and two shards of an earlier save with another head, without their index."""
     halves: list[dict[str, Tensor]] = [{}, changed(head)]
@@ -68,8 +61,7 @@ def one_old_shard(path: Path, head: Tensors) -> Path:
 
 
 LAYOUTS: Mapping[str, Callable[[Path, Tensors], Path]] = {
-    one.__name__: one
-    for one in (head_outside_of_the_index, keys_outside_of_the_index, equal_single_file, old_shards, one_old_shard)
+    one.__name__: one for one in (head_outside_of_the_index, keys_outside_of_the_index, old_shards, one_old_shard)
 }
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.progress import Progress
 from torch import Tensor
@@ -38,8 +38,7 @@ _NUM_KEPT = 4
 _ROOT = "base_model.model."
 _PART = re.compile(
     r"(?P<module>.+?)(?P<wraps>(?:\.base_layer)*)\."
-    r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
-    r"(?:\.default)?(?:\.(?P<field>weight|bias))?\Z"
+    r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?\Z"
 )
 # peft wraps the parameters of one module in the order of their declaration, the first one innermost.
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
@@ -49,6 +48,7 @@ _UNMERGEABLE = {
     "arrow_config": "routes each token to other adapters",
     "kasa_config": "rescales singular values of the base",
     "layer_replication": "repeats layers of the base",
+    "lora_bias": "adds a bias to each product",
     "monteclora_config": "samples its weights",
     "trainable_token_indices": "replaces single rows of the embedding",
     "use_bdlora": "is block-diagonal",
@@ -57,8 +57,6 @@ _UNMERGEABLE = {
 # With these, peft subtracts the adapter's initial product from the base's weights: the adapter alone does not contain
 # the change.
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-
-Kind = Literal["linear", "embedding", "experts"]
 
 
 @dataclass(frozen=True)
@@ -95,30 +93,20 @@ def _of_pattern(patterns: Mapping[str, Any] | None, name: str) -> Any:
     return next((value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", name)), None)
 
 
-@dataclass(frozen=True)
-class StoredMatrix:
-    """A matrix of an adapter that is not loaded yet."""
-
-    shape: tuple[int, ...]
-    load: Callable[[], Tensor]
-    """Returns the matrix in fp32."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class LowRank:
-    """One pair of matrices that adapts one parameter by ``scale * B @ A``."""
+    """One pair of matrices that adapts one parameter by ``scale * left @ right``."""
 
     module: str
     """The module's name in transformers' tree, without peft's prefix."""
     parameter: str
     """``weight``, or the name of a parameter that peft targets directly."""
-    kind: Kind
-    """``linear``, ``embedding``, or ``experts`` (one pair for each expert, stacked in peft's order)."""
-    left: StoredMatrix
-    """B, or for an embedding A transposed: shape (rows, rank). For experts, B as peft stores it."""
-    right: StoredMatrix
-    """A, or for an embedding B transposed: shape (rank, columns). For experts, A as peft stores it."""
-    rank: int
+    shape: tuple[int, int]
+    """Rows and columns of the product; of each expert's where the parameter stacks experts."""
+    matrices: Callable[[], tuple[Tensor, Tensor]]
+    """Loads left (rows, rank) and right (rank, columns) in fp32; for experts, B and A as peft stacks them."""
+    num_experts: int | None
+    """None for a parameter that is one matrix."""
     scale: float
     magnitude: Tensor | None = None
     """DoRA's magnitude: the norm of each row of the merged weight."""
@@ -131,8 +119,6 @@ class Adapter:
     stored: Checkpoint
     """Its directory, with the weights opened."""
     pairs: tuple[LowRank, ...]
-    bias_steps: Mapping[str, Tensor]
-    """Parameter name in transformers' tree to the values that are added to it."""
     replacements: Mapping[str, str]
     """Parameter name in transformers' tree to the key of the tensor that replaces it (``modules_to_save``, biases)."""
     keeps_tied: bool
@@ -171,11 +157,11 @@ def merge_command(checkpoint: str, adapter: str) -> str:
 
 
 def locate_adapter(location: str, trunk: str) -> Path:
-    """Return the directory of an adapter to apply unmerged.
+    """Return the directory of an adapter to apply unmerged. peft checks that it fits when it is put on the trunk.
 
     Raises:
-        CheckpointError: There is no adapter; its config or weights are damaged, incomplete or not finite; or it adapts
-            modules of a vision-language model, which the text model that we load does not have.
+        CheckpointError: There is no adapter; its weights are damaged or not finite; or it adapts modules of a
+            vision-language model, which the text model that we load does not have.
     """
     path = locate_checkpoint(location)
     if not (path / ADAPTER_CONFIG_FILE).is_file():
@@ -189,11 +175,6 @@ def locate_adapter(location: str, trunk: str) -> Path:
             f"{location}: adapts {wrapped}, a module of the vision-language model; expected modules of the text model, "
             f"which alone is loaded. Run '{merge_command(trunk, location)}' and use the result."
         )
-    # Adapters of other kinds are checked when peft applies them, by the names that it gives their tensors.
-    if stored.config["peft_type"] == "LORA":
-        config = _lora_config(stored)
-        for (module, _), parts in _group(stored)[0].items():
-            _require_whole(stored, config, module, parts)
     return path
 
 
@@ -206,18 +187,13 @@ def read_adapter(path: Path) -> Adapter:
     """
     stored = _open_weights(path)
     _require_mergeable(stored)
-    config = _lora_config(stored)
+    hint = "Restore the original, or save the adapter again."
+    config = validated(LoraConfigFile, stored.config, path / ADAPTER_CONFIG_FILE, hint)
     load = lru_cache(maxsize=_NUM_KEPT)(lambda key: stored.read(key).float())
     groups, replacements = _group(stored)
     names = _parameter_names(stored, config, groups)
-    pairs, steps = [], {}
-    for group, parts in groups.items():
-        _require_whole(stored, config, group[0], parts)
-        pair = _pair(stored, load, config, group[0], names[group], parts)
-        pairs.append(pair)
-        if "lora_B_bias" in parts:
-            steps[f"{pair.module}.bias"] = pair.scale * load(parts["lora_B_bias"])
-    return Adapter(stored, tuple(pairs), steps, replacements, bool(config.ensure_weight_tying))
+    pairs = tuple(_pair(stored, load, config, group[0], names[group], parts) for group, parts in groups.items())
+    return Adapter(stored, pairs, replacements, bool(config.ensure_weight_tying))
 
 
 def _open_weights(path: Path) -> Checkpoint:
@@ -246,23 +222,6 @@ def _open_weights(path: Path) -> Checkpoint:
     return stored
 
 
-def _lora_config(stored: Checkpoint) -> LoraConfigFile:
-    file, hint = stored.path / ADAPTER_CONFIG_FILE, "Restore the original, or save the adapter again."
-    config = validated(LoraConfigFile, stored.config, file, hint)
-    for patterns in (config.rank_pattern, config.alpha_pattern):
-        for pattern, value in (patterns or {}).items():
-            if not _is_regex(pattern) or (patterns is config.rank_pattern and value < 1):
-                raise CheckpointError(f"{file}: {pattern!r}: {value}; expected a pattern and a rank, 1 or more. {hint}")
-    return config
-
-
-def _is_regex(pattern: str) -> bool:
-    try:
-        return bool(re.compile(pattern))
-    except re.error:
-        return False
-
-
 def _group(stored: Checkpoint) -> tuple[dict[_Wrapped, _Parts], dict[str, str]]:
     """Return low-rank tensors by module and depth of peft's wrapping, and the tensors that replace a parameter."""
     groups: dict[_Wrapped, _Parts] = {}
@@ -273,8 +232,7 @@ def _group(stored: Checkpoint) -> tuple[dict[_Wrapped, _Parts], dict[str, str]]:
         if match is None:
             replacements[name.replace(".base_layer", "")] = key
             continue
-        parts = groups.setdefault((match["module"], match["wraps"].count(".base_layer")), {})
-        parts[match["part"] + ("_bias" if match["field"] == "bias" else "")] = key
+        groups.setdefault((match["module"], match["wraps"].count(".base_layer")), {})[match["part"]] = key
     return groups, replacements
 
 
@@ -318,27 +276,6 @@ def _parameter_names(stored: Checkpoint, config: LoraConfigFile, groups: Iterabl
     return named
 
 
-def _matrices(parts: _Parts) -> tuple[str, str]:
-    embedding = any(part.startswith("lora_embedding") for part in parts)
-    return ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B")
-
-
-def _require_whole(stored: Checkpoint, config: LoraConfigFile, module: str, parts: _Parts) -> None:
-    """Check that a module's adapter has both matrices, and DoRA's magnitude exactly if the config sets DoRA."""
-    file, (a, b) = stored.path / ADAPTER_FILE, _matrices(parts)
-    if not {a, b} <= parts.keys():
-        raise CheckpointError(
-            f"{file}: {next(iter(parts.values()))} has no counterpart; expected both {a} and {b} of {module}. Save the "
-            "adapter again."
-        )
-    if bool(config.use_dora) != ("lora_magnitude_vector" in parts):
-        found = "no lora_magnitude_vector" if config.use_dora else "a lora_magnitude_vector"
-        raise CheckpointError(
-            f"{file}: {found} for {module}, while {ADAPTER_CONFIG_FILE} sets use_dora = {config.use_dora!r}; "
-            "expected magnitudes for every module with DoRA, and none without. Save the adapter again."
-        )
-
-
 def _pair(
     stored: Checkpoint,
     load: Callable[[str], Tensor],
@@ -347,43 +284,41 @@ def _pair(
     parameter: str,
     parts: _Parts,
 ) -> LowRank:
-    (a, b), path = _matrices(parts), stored.path
-    kind: Kind = "embedding" if a == "lora_embedding_A" else "linear" if parameter == "weight" else "experts"
-    down, up = stored.tensors[parts[a]].shape, stored.tensors[parts[b]].shape
-    if len(down) != 2 or len(up) != 2:
+    file, magnitude = stored.path / ADAPTER_FILE, parts.get("lora_magnitude_vector")
+    embedding = any(part.startswith("lora_embedding") for part in parts)
+    a, b = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B")
+    if not {a, b} <= parts.keys() or bool(config.use_dora) != (magnitude is not None):
         raise CheckpointError(
-            f"{path / ADAPTER_FILE}: {module} is a convolution ({a} has {len(down)} axes); expected matrices. Merge it "
-            "with peft's merge_and_unload, and put the head back with mtp-train graft."
+            f"{file}: holds {', '.join(parts)} of {module}; expected {a} and {b}, and lora_magnitude_vector exactly "
+            f"with use_dora, which is {config.use_dora!r}. Save the adapter again."
+        )
+    transposed = embedding or (parameter == "weight" and bool(config.fan_in_fan_out))
+    if magnitude is not None and transposed:
+        raise CheckpointError(
+            f"{file}: DoRA on {module}, whose norms run along the other axis of the stored weight; expected DoRA on "
+            "linear layers. Merge it with peft's merge_and_unload, and put the head back with mtp-train graft."
         )
     # peft looks ranks up by the module's name, or by the parameter's name for target_parameters.
     name = f"{module}.{parameter}" if config.targets(f"{module}.{parameter}") else module
-    rank = config.rank(name)
-    if down[0] % rank or (kind != "experts" and down[0] != rank) or down[0] != up[1]:
+    rank, stacked = config.rank(name), parameter != "weight"
+    down, up = stored.tensors[parts[a]].shape, stored.tensors[parts[b]].shape
+    fits = len(down) == len(up) == 2 and down[0] == up[1] and down[0] % rank == 0
+    if not fits or not (stacked or down[0] == rank):
         raise CheckpointError(
-            f"{path / ADAPTER_FILE}: {module} has {a} {list(down)} and {b} {list(up)}; expected rank "
-            f"{rank}, as {ADAPTER_CONFIG_FILE} declares. Save the adapter again."
-        )
-    transposed = kind == "embedding" or (kind == "linear" and bool(config.fan_in_fan_out))
-    magnitude = parts.get("lora_magnitude_vector")
-    if magnitude is not None and transposed:
-        raise CheckpointError(
-            f"{path}: DoRA on {module}, whose norms run along the other axis of the stored weight; expected DoRA on "
-            "linear layers. Merge it with peft's merge_and_unload, and put the head back with mtp-train graft."
+            f"{file}: {module} has {a} {list(down)} and {b} {list(up)}; expected matrices of rank {rank}, as "
+            f"{ADAPTER_CONFIG_FILE} declares. Save the adapter again."
         )
 
-    def matrix(key: str) -> StoredMatrix:
-        shape = stored.tensors[key].shape
-        if transposed:
-            return StoredMatrix(shape[::-1], lambda: load(key).T)
-        return StoredMatrix(shape, lambda: load(key))
+    def matrices() -> tuple[Tensor, Tensor]:
+        right, left = load(parts[a]), load(parts[b])
+        return (right.T, left.T) if transposed else (left, right)
 
     return LowRank(
         module=module,
         parameter=parameter,
-        kind=kind,
-        left=matrix(parts[a if transposed else b]),
-        right=matrix(parts[b if transposed else a]),
-        rank=rank,
+        shape=(down[1], up[0]) if transposed else (up[0], down[1]),
+        matrices=matrices,
+        num_experts=down[0] // rank if stacked else None,
         scale=config.scale(name),
         magnitude=None if magnitude is None else load(magnitude),
     )

@@ -7,7 +7,6 @@ fails in the middle of a write.
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import math
 import os
@@ -151,20 +150,6 @@ class Checkpoint:
         listed = self.tensors if self.index is None else self.index["weight_map"]
         return tuple(key for key in self.tensors if key not in listed)
 
-    def same_bytes(self, other: Checkpoint, key: str, block_bytes: int = 1 << 24) -> bool:
-        """Return whether a tensor that both contain has the same dtype, shape and bytes; read in blocks."""
-        ours, theirs = self.tensors[key], other.tensors[key]
-        if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-            return False
-        same_place = self._starts[ours.file, key] == other._starts[theirs.file, key]
-        if same_place and os.path.samefile(self.path / ours.file, other.path / theirs.file):
-            return True
-        return all(
-            torch.equal(self._read_bytes(key, offset, count), other._read_bytes(key, offset, count))
-            for offset in range(0, ours.num_bytes, block_bytes)
-            for count in [min(block_bytes, ours.num_bytes - offset)]
-        )
-
     def _read_bytes(self, key: str, offset: int, count: int) -> Tensor:
         """Return ``count`` bytes of a tensor, from its byte ``offset`` on, as a uint8 tensor."""
         file = self.tensors[key].file
@@ -193,9 +178,15 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: The file is missing, cannot be read or is not a JSON object.
     """
-    text = _read_text_file(path)
+    # Opening a pipe waits for a process that writes to it.
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; expected it in the checkpoint. Check the path.")
     try:
-        parsed = json.loads(text.decode("utf-8"))
+        parsed = json.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({os.strerror(error.errno or 0)}); expected a JSON file. Restore the file."
+        ) from None
     # ValueError: not UTF-8, not JSON, or an integer of thousands of digits. RecursionError: nested too deep.
     except (ValueError, RecursionError) as error:
         reason = "nested too deep" if isinstance(error, RecursionError) else error
@@ -233,25 +224,6 @@ def validated(model: type[_Model], content: Mapping[str, Any], file: Path, hint:
             between = f" from {least} to {most}" if "bounds" in one.metadata else ""
             raise CheckpointError(f"{file}: {one.name} is {found}; expected {one.type}{between}. {hint}")
     return model(**values)
-
-
-def _read_text_file(path: Path) -> bytes:
-    """Return the content of a small file of a checkpoint.
-
-    Raises:
-        CheckpointError: The file is missing or cannot be read, or it is a pipe or a device.
-    """
-    try:
-        # Opening a pipe waits for a process that writes to it.
-        if path.exists() and not path.is_file():
-            raise CheckpointError(f"{path}: not a regular file; expected a JSON file. Restore the file.")
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; expected it in the checkpoint. Check the path.") from None
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({os.strerror(error.errno or 0)}); expected a JSON file. Restore the file."
-        ) from None
 
 
 def named_file(directory: Path, name: object, *, named_by: Path) -> str:
@@ -345,16 +317,21 @@ def open_checkpoint(path: Path) -> Checkpoint:
     _refuse_other_weights(path, config)
     for name in (SINGLE_FILE, INDEX_FILE):
         named_file(path, name, named_by=path)
-    single = scan_safetensors(path / SINGLE_FILE) if (path / SINGLE_FILE).is_file() else None
+    has_single = (path / SINGLE_FILE).is_file()
     if (path / INDEX_FILE).is_file():
         index = read_json(path / INDEX_FILE)
-        if single is None or not _adds_nothing(path, index):
-            indexed = Checkpoint(path, config, index, _scan_indexed(path, index))
-            if single is not None:
-                _require_one_model(indexed, Checkpoint(path, config, None, single))
-            return indexed
-    if single is not None:
-        return Checkpoint(path, config, None, single)
+        if not has_single or not _adds_nothing(path, index):
+            tensors = _scan_indexed(path, index)
+            files = {info.file for info in tensors.values()}
+            if has_single and SINGLE_FILE not in files:
+                raise CheckpointError(
+                    f"{path}: contains two sets of weights, {SINGLE_FILE} and the {len(files)} file(s) of "
+                    f"{INDEX_FILE}: transformers reads the first, vLLM and SGLang the second, llama.cpp's converter "
+                    "both; expected one. Move one set to another directory."
+                )
+            return Checkpoint(path, config, index, tensors)
+    if has_single:
+        return Checkpoint(path, config, None, scan_safetensors(path / SINGLE_FILE))
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLE_SUFFIXES)
     if pickles:
         raise CheckpointError(
@@ -375,36 +352,6 @@ def _adds_nothing(path: Path, index: Mapping[str, Any]) -> bool:
     files = weight_map.values() if isinstance(weight_map, dict) else ()
     names = {file for file in files if isinstance(file, str)}
     return bool(names) and (names == {SINGLE_FILE} or not all(os.path.isfile(path / name) for name in names))
-
-
-_COMPARED: set[tuple[object, ...]] = set()
-"""The status of files in which this process has compared all tensors: a large checkpoint is read once for it."""
-
-
-def _require_one_model(indexed: Checkpoint, single: Checkpoint) -> None:
-    """Raise a CheckpointError where the single file and the index's shards differ: loaders read one or the other."""
-    files = sorted({info.file for info in indexed.tensors.values()})
-    if SINGLE_FILE in files:
-        return
-    found = [(indexed.path / file).stat() for file in (SINGLE_FILE, *files)]
-    compared = tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in found)
-    if compared in _COMPARED:
-        return
-    # Small tensors first: in two different models they differ too.
-    shared = sorted(indexed.tensors.keys() & single.tensors.keys(), key=lambda key: single.tensors[key].num_bytes)
-    other_shape = (key for key in shared if indexed.tensors[key].shape != single.tensors[key].shape)
-    other_bytes = (key for key in shared if not indexed.same_bytes(single, key))
-    differs = next(itertools.chain(other_shape, other_bytes), None)
-    if shared and differs is None:
-        _COMPARED.add(compared)
-        return
-    reason = f"{differs} differs" if shared else "no tensor is in both"
-    raise CheckpointError(
-        f"{indexed.path}: contains two models, {SINGLE_FILE} and the {len(files)} file(s) of {INDEX_FILE} "
-        f"({', '.join(files[:3])}): {reason}. transformers reads {SINGLE_FILE}, vLLM and SGLang follow the index, and "
-        "llama.cpp's converter reads all model*.safetensors in sorted order, where the last copy of a tensor counts; "
-        f"expected one set of weights. Move {SINGLE_FILE}, or the index and its files, to another directory."
-    )
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -33,26 +33,9 @@ _FLOATS = ("F32", "F16", "BF16")
 _OF_A_LAYER = re.compile(r"layers\.(?P<layer>\d+)\.(?P<tail>.+)\Z")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
 _WRAPPERS = re.compile(r"(?:(?:model|language_model)\.)+")
-_ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\Z")
 # The parts of a fused parameter, in the order of their rows.
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 LM_HEAD = "lm_head.weight"
-
-
-@dataclass
-class _Change:
-    """The change of one stored tensor: an optional replacement, and then products that are added."""
-
-    replacement: Callable[[int, int], Tensor] | None = None
-    """From the first row and the stop row to the rows that replace the stored ones."""
-    steps: list[RowChange] = field(default_factory=list)
-
-    def __call__(self, first: int, block: Tensor) -> Tensor:
-        value = block if self.replacement is None else self.replacement(first, first + len(block))
-        value = value.float()
-        for step in self.steps:
-            value = step(first, value)
-        return value
 
 
 @dataclass(frozen=True)
@@ -115,10 +98,8 @@ def plan_changes(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Ma
         plan.replace(name, key)
     for pair in adapter.pairs:
         plan.add(pair)
-    for name, value in adapter.bias_steps.items():
-        plan.step(name, (len(value),), _adds(value))
     plan.repeat_in_shared_keys()
-    return plan.changes
+    return {key: partial(_in_turn, steps) for key, steps in plan.steps.items()}
 
 
 def write_adapted(
@@ -150,11 +131,11 @@ def write_adapted(
 
 
 class _Plan:
-    """The changes found so far, and the stored keys of the modules in transformers' tree."""
+    """The steps of the change of each stored tensor, and the stored keys of the modules in transformers' tree."""
 
     def __init__(self, source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> None:
         self.source, self.layout, self.adapter = source, layout, adapter
-        self.changes: dict[str, _Change] = {}
+        self.steps: dict[str, list[RowChange]] = {}
         self._embedding = layout.embed_key
         self._tied = bool(source.config.get("tie_word_embeddings", source.text_config.get("tie_word_embeddings")))
         self._lm_head = layout.lm_head_key
@@ -205,35 +186,23 @@ class _Plan:
         stored = self.adapter.stored
         num_rows, *columns = stored.tensors[key].shape
         for home, rows in self._rows_of(name, num_rows):
-            change = self._change(home, (rows.stop - rows.start, *columns))
-            if change is not None:
-                change.replacement = _reads_rows(stored, key, rows.start)
-
-    def step(self, name: str, shape: tuple[int, ...], step: RowChange) -> None:
-        """Add a change to a stored tensor."""
-        change = self._change(name, shape)
-        if change is not None:
-            change.steps.append(step)
+            self.step(home, (rows.stop - rows.start, *columns), partial(_read_rows, stored, key, rows.start))
 
     def add(self, pair: LowRank) -> None:
         """Add a low-rank product to the stored tensor, or tensors, of its module."""
         name = f"{pair.module}.{pair.parameter}"
-        if pair.kind == "experts":
-            self._add_experts(name, pair)
+        num_rows, num_columns = pair.shape
+        if pair.num_experts is not None:
+            self._add_experts(name, pair, pair.num_experts)
             return
-        fused = _ONE_EXPERT.match(pair.module)
-        if fused is not None and self.home(name) is None:
-            self._add_to_fused(pair, fused["experts"], int(fused["expert"]), fused["part"])
-            return
-        for home, rows in self._rows_of(name, pair.left.shape[0]):
-            self.step(home, (rows.stop - rows.start, pair.right.shape[1]), _adds_rows_of_product(pair, rows))
+        for home, rows in self._rows_of(name, num_rows):
+            self.step(home, (rows.stop - rows.start, num_columns), partial(_add_product, pair, rows))
 
-    def _add_experts(self, name: str, pair: LowRank) -> None:
+    def _add_experts(self, name: str, pair: LowRank, num_experts: int) -> None:
         """Add peft's adapter on a fused parameter, whose rank axis stacks the experts: A by expert, B by rank."""
-        num_experts = pair.right.shape[0] // pair.rank
-        num_rows, num_columns = pair.left.shape[0], pair.right.shape[1]
+        num_rows, num_columns = pair.shape
         if self.home(name) is not None:
-            self.step(name, (num_experts, num_rows, num_columns), _adds_expert_products(pair))
+            self.step(name, (num_experts, num_rows, num_columns), partial(_add_expert_products, pair, num_experts))
             return
         parts = self._of_rules(name) or [f"{pair.module}.{{expert}}.{part}.weight" for part in _FUSED[pair.parameter]]
         if self.home(parts[0].format(expert=num_experts)) is not None:
@@ -245,29 +214,11 @@ class _Plan:
         for expert in range(num_experts):
             for place, part in enumerate(parts):
                 rows = slice(place * size, (place + 1) * size)
-                self.step(part.format(expert=expert), (size, num_columns), _adds_one_expert_product(pair, expert, rows))
+                step = partial(_add_expert_product, pair, num_experts, expert, rows)
+                self.step(part.format(expert=expert), (size, num_columns), step)
 
-    def _add_to_fused(self, pair: LowRank, experts: str, expert: int, part: str) -> None:
-        """Add an adapter on the layer of a single expert, where the checkpoint stacks the experts."""
-        parameter, parts = next((name, parts) for name, parts in _FUSED.items() if part in parts)
-        key = self.home(f"{experts}.{parameter}")
-        if key is None or pair.magnitude is not None:
-            raise self._homeless(f"{pair.module}.weight")
-        stored = self.source.tensors[key].shape
-        size, place = pair.left.shape[0], parts.index(part)
-        if stored[1:] != (size * len(parts), pair.right.shape[1]) or expert >= stored[0]:
-            raise self._misfit(key, (expert + 1, size * len(parts), pair.right.shape[1]))
-
-        def step(first: int, block: Tensor) -> Tensor:
-            if first <= expert < first + len(block):
-                block = block.clone()
-                product = pair.scale * (pair.left.load() @ pair.right.load())
-                block[expert - first, place * size : (place + 1) * size] += product
-            return block
-
-        self.changes.setdefault(key, _Change()).steps.append(step)
-
-    def _change(self, name: str, shape: tuple[int, ...]) -> _Change | None:
+    def step(self, name: str, shape: tuple[int, ...], step: RowChange) -> None:
+        """Add a step to the change of a stored tensor."""
         key = self.home(name)
         if self._tied and (key == self._embedding or name.endswith(LM_HEAD)):
             if not self.adapter.keeps_tied:
@@ -279,9 +230,12 @@ class _Plan:
             # The two adapters of a tied pair are equal. The embedding's is merged, into both tensors where both are
             # stored.
             if name.endswith(LM_HEAD) and self._embedding_is_adapted:
-                return None
+                return
         if key is None:
-            raise self._homeless(name)
+            raise CheckpointError(
+                f"{self.adapter.path}: adapts {name}, for which {self.source.path} has no tensor; expected every "
+                "adapted module in the checkpoint. Merge into the base that the adapter was trained on."
+            )
         if self.layout.is_head_key(key):
             raise CheckpointError(
                 f"{self.adapter.path}: adapts {key}, which belongs to the head; expected an adapter of the trunk. "
@@ -294,81 +248,56 @@ class _Plan:
                 "checkpoint that this one was quantised from."
             )
         if stored.shape != shape:
-            raise self._misfit(key, shape)
-        return self.changes.setdefault(key, _Change())
-
-    def _homeless(self, name: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.adapter.path}: adapts {name}, for which {self.source.path} has no tensor; expected every adapted "
-            "module in the checkpoint. Merge into the base that the adapter was trained on."
-        )
-
-    def _misfit(self, key: str, shape: tuple[int, ...]) -> CheckpointError:
-        return CheckpointError(
-            f"{self.adapter.path}: adapts {key} as {list(shape)}, but in {self.source.path} it is "
-            f"{list(self.source.tensors[key].shape)}; expected the same shape. Merge into the base that the adapter "
-            "was trained on."
-        )
+            raise CheckpointError(
+                f"{self.adapter.path}: adapts {key} as {list(shape)}, but in {self.source.path} it is "
+                f"{list(stored.shape)}; expected the same shape. Merge into the base that the adapter was trained on."
+            )
+        self.steps.setdefault(key, []).append(step)
 
     def repeat_in_shared_keys(self) -> None:
-        """Apply the changes of trunk tensors to the head's copies of them."""
+        """Repeat the steps of trunk tensors in the head's copies of them."""
         for key in self.source.tensors:
             shared = self.layout.shared_key(key)
             trunk_key = None if shared is None else self.layout.trunk_key(shared, self.source.tensors)
-            if trunk_key in self.changes:
-                self.changes[key] = self.changes[trunk_key]
-        if self._tied and self._lm_head in self.source.tensors and self._embedding in self.changes:
-            self.changes[self._lm_head] = self.changes[self._embedding]
+            if trunk_key in self.steps:
+                self.steps[key] = self.steps[trunk_key]
+        if self._tied and self._lm_head in self.source.tensors and self._embedding in self.steps:
+            self.steps[self._lm_head] = self.steps[self._embedding]
 
 
-def _reads_rows(stored: Checkpoint, key: str, start: int) -> Callable[[int, int], Tensor]:
-    return lambda first, stop: stored.read_rows(key, start + first, start + stop)
+def _in_turn(steps: Sequence[RowChange], first: int, block: Tensor) -> Tensor:
+    value = block.float()
+    for step in steps:
+        value = step(first, value)
+    return value
 
 
-def _adds(value: Tensor) -> RowChange:
-    return lambda first, block: block + value[first : first + len(block)]
+def _read_rows(stored: Checkpoint, key: str, start: int, first: int, block: Tensor) -> Tensor:
+    return stored.read_rows(key, start + first, start + first + len(block)).float()
 
 
-def _adds_product(
-    left: Callable[[], Tensor], right: Callable[[], Tensor], scale: float, magnitude: Tensor | None
-) -> RowChange:
-    """Return the change to ``W + scale * left @ right``; DoRA's magnitude then sets the norm of each row."""
-
-    def step(first: int, block: Tensor) -> Tensor:
-        rows = slice(first, first + len(block))
-        merged = block + scale * (left()[rows] @ right())
-        if magnitude is None:
-            return merged
-        return merged * (magnitude[rows] / torch.linalg.vector_norm(merged, dim=1))[:, None]
-
-    return step
+def _add_product(pair: LowRank, rows: slice, first: int, block: Tensor) -> Tensor:
+    """Return ``W + scale * left @ right``, where DoRA's magnitude then sets the norm of each row."""
+    left, right = pair.matrices()
+    of_block = slice(first, first + len(block))
+    merged = block + pair.scale * (left[rows][of_block] @ right)
+    if pair.magnitude is None:
+        return merged
+    return merged * (pair.magnitude[rows][of_block] / torch.linalg.vector_norm(merged, dim=1))[:, None]
 
 
-def _adds_rows_of_product(pair: LowRank, rows: slice) -> RowChange:
-    magnitude = None if pair.magnitude is None else pair.magnitude[rows]
-    return _adds_product(lambda: pair.left.load()[rows], pair.right.load, pair.scale, magnitude)
-
-
-def _by_expert(pair: LowRank) -> tuple[Tensor, Tensor]:
+def _by_expert(pair: LowRank, num_experts: int) -> tuple[Tensor, Tensor]:
     """Return the left and right matrices with the experts along the first axis."""
-    left, right = pair.left.load(), pair.right.load()
-    num_experts = len(right) // pair.rank
-    return (
-        left.view(len(left), pair.rank, num_experts).permute(2, 0, 1),
-        right.view(num_experts, pair.rank, -1),
-    )
+    left, right = pair.matrices()
+    return left.view(len(left), -1, num_experts).permute(2, 0, 1), right.view(num_experts, -1, right.shape[1])
 
 
-def _adds_expert_products(pair: LowRank) -> RowChange:
-    def step(first: int, block: Tensor) -> Tensor:
-        left, right = _by_expert(pair)
-        experts = slice(first, first + len(block))
-        return block + pair.scale * torch.bmm(left[experts], right[experts])
-
-    return step
+def _add_expert_products(pair: LowRank, num_experts: int, first: int, block: Tensor) -> Tensor:
+    left, right = _by_expert(pair, num_experts)
+    experts = slice(first, first + len(block))
+    return block + pair.scale * torch.bmm(left[experts], right[experts])
 
 
-def _adds_one_expert_product(pair: LowRank, expert: int, rows: slice) -> RowChange:
-    return _adds_product(
-        lambda: _by_expert(pair)[0][expert, rows], lambda: _by_expert(pair)[1][expert], pair.scale, None
-    )
+def _add_expert_product(pair: LowRank, num_experts: int, expert: int, rows: slice, first: int, block: Tensor) -> Tensor:
+    left, right = _by_expert(pair, num_experts)
+    return block + pair.scale * (left[expert, rows][first : first + len(block)] @ right[expert])

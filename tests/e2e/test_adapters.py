@@ -128,15 +128,21 @@ def write_config(adapter: Path, text: str) -> None:
 
 # What is done to an adapter of q_proj and up_proj, and the message that must name it.
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "lora_A alone": (lose_matrices, r"lora_A\.weight has no counterpart; expected both lora_A and lora_B"),
+    "lora_A alone": (lose_matrices, r"has no tensor for \S*lora_B|holds lora_A of \S*; expected lora_A and lora_B"),
     "no tensors": (lambda path: rewrite_tensors(path, dict.clear), "holds no tensor; expected"),
     "NaN": (poison, "holds NaN or infinite values"),
     "integers": (
         lambda path: rewrite_tensors(path, lambda found: found.update({key: found[key].int() for key in found})),
         "is stored as I32; expected floating-point weights",
     ),
-    "DoRA without magnitudes": (lose_magnitudes, r"no lora_magnitude_vector for .*, while .* sets use_dora = True"),
-    "magnitudes without DoRA": (deny_dora, r"a lora_magnitude_vector for .*, while .* sets use_dora = False"),
+    "DoRA without magnitudes": (
+        lose_magnitudes,
+        r"has no tensor for \S*lora_magnitude_vector|lora_magnitude_vector exactly with use_dora, which is True",
+    ),
+    "magnitudes without DoRA": (
+        deny_dora,
+        r"contains \S*lora_magnitude_vector\S*, for which|lora_magnitude_vector exactly with use_dora, which is False",
+    ),
     "renamed modules": (
         lambda path: rename_keys(path, ".mlp.", ".ffn."),
         r"has no tensor for \S*mlp\.up_proj\S*, which its config adapts|contains \S*ffn.up_proj\S*, for which"
@@ -160,11 +166,17 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: rewrite_config(path, peft_type="LARO"),
         "peft cannot apply it to the trunk|peft_type 'LARO'; expected LORA",
     ),
-    "a rank of text": (lambda path: rewrite_config(path, r="eight"), "r is 'eight'; expected int"),
-    "no alpha": (lambda path: rewrite_config(path, lora_alpha=None), "lora_alpha is None; expected int"),
+    "a rank of text": (
+        lambda path: rewrite_config(path, r="eight"),
+        "peft cannot apply it to the trunk|r is 'eight'; expected int",
+    ),
+    "no alpha": (
+        lambda path: rewrite_config(path, lora_alpha=None),
+        "peft cannot apply it to the trunk|lora_alpha is None; expected int",
+    ),
     "patterns of text": (
         lambda path: rewrite_config(path, rank_pattern="4"),
-        "rank_pattern is '4'; expected dict",
+        "peft cannot apply it to the trunk|rank_pattern is '4'; expected dict",
     ),
     "no targets": (lambda path: rewrite_config(path, target_modules=["nothing"]), "peft cannot apply it to the trunk"),
 }

@@ -19,7 +19,9 @@ REPOSITORY = Path(__file__).parents[2]
 RECIPES = REPOSITORY / "recipes"
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 PAGES = sorted(
-    path for path in REPOSITORY.rglob("*.md") if not {".venv", ".git", "build"} & set(path.relative_to(REPOSITORY).parts)
+    path
+    for path in REPOSITORY.rglob("*.md")
+    if not {".venv", ".git", "build"} & set(path.relative_to(REPOSITORY).parts)
 )
 
 

@@ -165,7 +165,7 @@ def test_a_file_that_is_no_json_object_is_named(name: str, content: bytes, messa
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(checkpoint: Path) -> None:
     (checkpoint / CONFIG_FILE).unlink()
     os.mkfifo(checkpoint / CONFIG_FILE)
-    assert "config.json: not a regular file" in refusal(lambda: open_checkpoint(checkpoint))
+    assert "config.json: no such file" in refusal(lambda: open_checkpoint(checkpoint))
 
 
 # Config

@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, merge_command
 from mtp_train.checkpoints.contents import UnnamedFile, unnamed_files, unnamed_weights, with_unnamed_head
-from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint
+from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import native_head_of, plain_tensor, require_same_trunk_shape, trunk_tensors
@@ -343,9 +343,6 @@ def _misread(checkpoint: Checkpoint) -> dict[str, str]:
     """
     unnamed = unnamed_weights(checkpoint)
     beside = [name for name in unnamed if "/" not in name and name.endswith(".safetensors")]
-    # A single file beside an index contains the same bytes as the shards.
-    if checkpoint.index is not None and unnamed.get(SINGLE_FILE, {}).keys() <= checkpoint.tensors.keys():
-        beside = [name for name in beside if name != SINGLE_FILE]
     of_model = [name for name in beside if name.startswith("model")]
     reads = "no: also reads {}, which is no part of the checkpoint"
     found = {}
