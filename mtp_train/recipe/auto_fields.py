@@ -14,10 +14,10 @@ from typing import Any
 
 from mtp_train.recipe.sections import AUTO
 
-STAND_INS: Mapping[str, int | float] = {
+STAND_INS: Mapping[str, int | float | None] = {
     "data.regenerate.max_prompts": 1,
     "data.regenerate.max_new_tokens": 1,
-    "data.regenerate.batch_size": 1,
+    "data.regenerate.batch_size": None,
     "data.seq_len_tokens": 512,
     "data.holdout": 0.05,
     "train.max_steps": 1,

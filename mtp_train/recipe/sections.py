@@ -244,7 +244,7 @@ class RegenerateSpec(RecipeSection):
     1024."""
     batch_size: OrAuto[Count | None] = None
     """Prompts per batch of the built-in decoder on each process; null is 16. `auto`: 64 on a GPU, 32 on a CPU, or as
-    many as fit into memory."""
+    many as fit into memory; null with `endpoint`."""
     temperature: NonNegative = 1.0
     """Sampling temperature; 0 is greedy. Above 0 every prompt has its own seed, derived from `seed` and recorded with
     the response. Sampled responses follow the distribution that a server samples from

@@ -147,7 +147,7 @@ def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcom
     if run.recipe.study is not None:
         from mtp_train.runs.study.study_run import run_study_stages
 
-        return run_study_stages(run, console)
+        return run_study_stages(run, run.recipe.study, console)
     trunk = RunTrunk(run)
     # As the main process finds it: a network file system may show a new directory to other machines later.
     is_trained = run.accelerator.gather_items([(run.directory.path / HEAD).is_dir()])[0]

@@ -27,6 +27,7 @@ from mtp_train.data.tokenize import Document, build_prompts, tokenize_records
 from mtp_train.errors import RecipeError
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.auto_fields import FROM_TEXT, STAND_INS, auto_fields, with_values
+from mtp_train.recipe.json_schema import shown
 from mtp_train.recipe.loading import RecipeLike, plain_recipe, validated
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.inputs import load_sources
@@ -66,13 +67,13 @@ class Choice:
     """A setting that was ``auto``, its value and the reason for it."""
 
     field: str
-    value: int | float
+    value: int | float | None
     reason: str
 
     @property
     def shown(self) -> str:
         """The value for a reader."""
-        return f"{self.value:.3g}" if isinstance(self.value, float) else str(self.value)
+        return f"{self.value:.3g}" if isinstance(self.value, float) else shown(self.value)
 
     def __str__(self) -> str:
         return f"{self.field}: {self.shown} ({self.reason})"
@@ -180,7 +181,7 @@ class _Text(NamedTuple):
     """How the number is known."""
 
 
-Found = tuple[int | float, str]
+Found = tuple[int | float | None, str]
 
 
 def automatic_values(recipe: Recipe, fields: Collection[str], world_size: int, device: Device) -> tuple[Choice, ...]:
@@ -313,6 +314,8 @@ def _seq_len(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
 
 
 def _rows(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
+    if recipe.data.regenerate is not None and recipe.data.regenerate.endpoint is not None:
+        return None, "the server of data.regenerate.endpoint makes its own batches"
     most = CPU_ROWS if model.device == "cpu" else ROWS
     per_row = model.cache_bytes * recipe.data.seq_len_tokens
     fitting = max(1, int(CACHE_SHARE * model.spare_bytes / per_row))

@@ -34,7 +34,7 @@ from mtp_train.recipe.sections import AUTO
 from mtp_train.recipe.shipped import SCHEMA_FILE
 from mtp_train.runs.check import check
 from mtp_train.runs.inputs import plan_head
-from mtp_train.runs.resolve import Choice, Overrides, ResolvedRecipe, resolved_recipe
+from mtp_train.runs.resolve import Choice
 
 Plain = dict[str, Any]
 Start = Literal["graft", "native", "attach"]
@@ -215,17 +215,6 @@ def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: 
         settings["evaluate"]["arms"] = [PLAIN, RETRAINED]
         settings["head"] = _new_head(settings, open_location(trunk))
     return settings
-
-
-def rescue_recipe(
-    finetune: str, base: str, out: Path, data: Sequence[str], overrides: Overrides = ()
-) -> ResolvedRecipe:
-    """Return the recipe of a rescue, and how its settings were chosen.
-
-    Raises:
-        MtpError: A location cannot be opened, or an override is wrong.
-    """
-    return resolved_recipe(settings_of("graft", finetune, base, str(out), data), overrides)
 
 
 def _group_field(paths: Sequence[str]) -> str | None:

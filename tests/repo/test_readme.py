@@ -1,4 +1,4 @@
-"""What the pages promise exists: commands parse, recipe lines load, families are the ones we know, links lead somewhere."""
+"""What the pages promise exists: commands parse, recipe lines load, families are known, links lead somewhere."""
 
 from __future__ import annotations
 

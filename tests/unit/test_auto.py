@@ -110,6 +110,12 @@ def test_few_groups_are_held_out_enough_for_the_gate(monkeypatch: pytest.MonkeyP
     assert resolved(monkeypatch, DEMO, CHATS._replace(num_groups=3))["data.holdout"] == 0.5
 
 
+def test_a_server_makes_its_own_batches(inputs: Path, tmp_path: Path) -> None:
+    found = recipe_of(mapping(inputs, tmp_path / "run"), ["data.regenerate.endpoint=http://localhost:1/v1"])
+    assert found.data.answered is not None
+    assert found.data.answered.batch_size is None
+
+
 def test_plain_text_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "model_facts", lambda recipe, world_size, device: DEMO)
     monkeypatch.setattr(resolve, "text_facts", lambda recipe: CHATS)
