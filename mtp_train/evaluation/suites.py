@@ -12,8 +12,9 @@ from __future__ import annotations
 import difflib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import chain, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 
 
 SPEED_BENCH_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
-OWN_FIELDS = "`messages` (a chat), `prompt` (raw text to go on from) or `text` (raw text, continued from its half)"
 TASK_FIELDS = ("task", "category")
+SEPARATOR = "\n\n"
 
 Row = Mapping[str, Any]
 
@@ -55,261 +56,6 @@ class SuiteRecord:
 
     task: str
     record: Record
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """Describes how to read the files of a published benchmark.
-
-    Args:
-        fields: The fields of its records, for error messages.
-        hub_config: The configuration of its dataset on the hub.
-        split: The split of that dataset, and of a directory.
-        read: Maps a record's fields and its place in the file to its task and its prompt.
-    """
-
-    fields: str
-    hub_config: str | None
-    split: str
-    read: Callable[[Row, str], tuple[str, Content]]
-
-
-def read_benchmark(kind: str, location: str) -> list[SuiteRecord]:
-    """Return the records of a benchmark's file.
-
-    Args:
-        kind: A key of :data:`BENCHMARKS`.
-        location: A file, a directory of files or the id of a dataset on the hub.
-
-    Raises:
-        DataError: The file does not exist, is of another format, or holds placeholders instead of texts.
-    """
-    name, benchmark = f"{kind}:{location}", BENCHMARKS[kind]
-    rows = load_rows(location, config=benchmark.hub_config, split=benchmark.split, name=name)
-    records: list[SuiteRecord] = []
-    skipped = Skipped(name)
-    for number, row in enumerate(rows, start=1):
-        where = f"{name}, record {number}"
-        try:
-            task, content = benchmark.read(row, where)
-        except UnsupportedRecordError as error:
-            skipped.add(error)
-            continue
-        except KeyError as missing:
-            raise DataError(
-                f"{where}: no {missing}, the fields are {_fields(row)}; expected {benchmark.fields}. Check that the "
-                f"file is {kind}'s, or write its prompts as a .jsonl of your own."
-            ) from None
-        records.append(_suite_record(task, content, f"{kind}#{number}", where))
-    skipped.report(len(records))
-    return records
-
-
-def read_own(location: str) -> list[SuiteRecord]:
-    """Return the records of the user's own file: each is a chat, a prompt or a text, with its task.
-
-    If a record has several of ``messages`` (or ``conversations``), ``prompt`` and ``text``, the first in this order is
-    read. ``task`` or ``category`` names the task; for records without either it is the stem of the file. Records with
-    the same ``group`` are one group for the intervals; for those without, their content decides
-    (:func:`content_group`).
-
-    Raises:
-        DataError: The file does not exist, or a record has none of these fields.
-    """
-    stem = Path(location).name.split(".")[0]
-    records: list[SuiteRecord] = []
-    skipped = Skipped(location)
-    for number, row in enumerate(load_rows(location, name=location), start=1):
-        where = f"{location}, record {number}"
-        task = next((str(row[field]) for field in TASK_FIELDS if row.get(field) is not None), stem)
-        try:
-            content = _own_content(row, where)
-        except UnsupportedRecordError as error:
-            skipped.add(error)
-            continue
-        group = row.get(GROUP_FIELD)
-        named = None if group is None else parse_text(str(group), GROUP_FIELD, where)
-        records.append(_suite_record(task, content, f"{stem}#{number}", where, named))
-    skipped.report(len(records))
-    return records
-
-
-def _suite_record(task: str, content: Content, id: str, where: str, group: str | None = None) -> SuiteRecord:
-    if task == ALL_TASKS:
-        raise DataError(
-            f"{where}: the task {task!r}; expected another name, as reports use it for all tasks together. Rename it."
-        )
-    parse_text(task, "the task", where)
-    return SuiteRecord(task, Record(id, group or content_group(content), content))
-
-
-def _own_content(row: Row, where: str) -> Content:
-    require_text_only(row, where)
-    for column in MESSAGE_COLUMNS:
-        if row.get(column) is not None:
-            return _tidied(parse_messages(row[column], where))
-    if row.get("prompt") is not None:
-        return PromptResponse(_text(row, "prompt", where), "")
-    if row.get("text") is not None:
-        return PlainText(_text(row, "text", where))
-    raise DataError(f"{where}: the fields are {_fields(row)}; expected {OWN_FIELDS}. Rename a field.")
-
-
-def _tidied(chat: Chat) -> Chat:
-    """Return the chat with user messages stripped: leading white space would become part of their first token."""
-    return Chat(
-        tuple(
-            {**message, "content": message["content"].strip()} if message["role"] == "user" else message
-            for message in chat.messages
-        )
-    )
-
-
-def _first_turn(row: Row, where: str) -> tuple[str, Content]:
-    turns = _present(row, "turns")
-    if not isinstance(turns, list) or not turns:
-        raise DataError(f"{where}: turns are {turns!r}; expected a list of texts. Repair the record.")
-    return str(_present(row, "category")), _question({"text": turns[0]}, "text", f"{where}, turn 1")
-
-
-def _speed_bench(row: Row, where: str) -> tuple[str, Content]:
-    """Read a record written by either script that fetches the texts: one writes `turns`, the other `messages`."""
-    messages = row.get("messages")
-    if messages is None:
-        task, content = _first_turn(row, where)
-    else:
-        chat = parse_messages(messages, where)
-        task, content = str(_present(row, "category")), _tidied(Chat(chat.messages[:1]))
-    if isinstance(content, Chat) and SPEED_BENCH_PLACEHOLDER in content.messages[0]["content"]:
-        raise DataError(
-            f"{where}: a placeholder instead of the prompt; expected the text, which the dataset's licence does not "
-            "allow it to contain: each user fetches the texts from their sources. Run "
-            "nemo_skills/dataset/speed-bench/prepare.py of NVIDIA-NeMo/Skills (or "
-            "examples/specdec_bench/prepare_data.py of NVIDIA/Model-Optimizer) with '--config qualitative', and pass "
-            "the file it writes."
-        )
-    return task, content
-
-
-def _human_eval(row: Row, where: str) -> tuple[str, Content]:
-    return "humaneval", PromptResponse(_text(row, "prompt", where), "")
-
-
-def _gsm8k(row: Row, where: str) -> tuple[str, Content]:
-    return "gsm8k", _question(row, "question", where)
-
-
-def _question(row: Row, field: str, where: str) -> Chat:
-    return Chat(({"role": "user", "content": _text(row, field, where).strip()},))
-
-
-def _text(row: Row, field: str, where: str) -> str:
-    value = _present(row, field)
-    if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{where}: {field} is {value!r:.60}; expected text. Fill it in, or remove the record.")
-    return parse_text(value, field, where)
-
-
-def _present(row: Row, field: str) -> Any:
-    """Return a field's value; raise KeyError where it is missing or None (a column of other records)."""
-    if row.get(field) is None:
-        raise KeyError(field)
-    return row[field]
-
-
-def _fields(row: Row) -> str:
-    return ", ".join(repr(field) for field, value in row.items() if value is not None)
-
-
-_TURNS = "`question_id`, `category` and `turns`, a list of texts"
-
-BENCHMARKS: Mapping[str, Benchmark] = {
-    "mt-bench": Benchmark(_TURNS, None, "train", _first_turn),
-    "spec-bench": Benchmark(_TURNS, None, "train", _first_turn),
-    "speed-bench": Benchmark(f"{_TURNS} (or `messages`)", "qualitative", "test", _speed_bench),
-    "humaneval": Benchmark("`task_id` and `prompt`", None, "test", _human_eval),
-    "gsm8k": Benchmark("`question` and `answer`", "main", "test", _gsm8k),
-}
-"""The supported benchmarks, by the name before ``:LOCATION``."""
-
-SEPARATOR = "\n\n"
-
-
-class Filler:
-    """The texts of a suite as context before its prompts, each tokenised once and on demand.
-
-    Args:
-        records: All records of the suite, including those that were not chosen as prompts. The context of a prompt does
-            not depend on which other prompts were chosen.
-        tokenizer: The trunk's.
-        seed: Determines the order of the texts.
-    """
-
-    def __init__(self, records: Sequence[SuiteRecord], tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
-        first_with = {content_text(one.record.content): one for one in reversed(records)}
-        self._records = sorted(
-            (one for text, one in first_with.items() if text.strip()),
-            key=lambda one: (stable_share(one.record.id, seed), one.record.id),
-        )
-        self._tokenizer = tokenizer
-        self._seed = seed
-        self._tokens: dict[str, list[int]] = {}
-
-    def before(self, asked: SuiteRecord, num_tokens: int) -> tuple[int, ...]:
-        """Return exactly ``num_tokens`` tokens of other records' texts, as context before a record's own prompt.
-
-        Records of the same group are left out. Records of the same task are placed nearest to the prompt. A text
-        repeats only after all others were used. The record's id and the seed determine where the order starts. The
-        context is filled from its end: a shorter context equals the end of a longer one, and only the first text can be
-        cut.
-
-        Raises:
-            DataError: The suite has no other text.
-        """
-        pieces: list[list[int]] = []
-        missing = num_tokens
-        for other in cycle(self._others(asked)):
-            if missing <= 0:
-                break
-            pieces.append(self._piece(other))
-            missing -= len(pieces[-1])
-        if missing > 0:
-            raise DataError(
-                f"{asked.record.where}: the suite has no other text to put before it; expected at least one record of "
-                "another group. Add records, or leave contexts out."
-            )
-        tokens = tuple(chain.from_iterable(reversed(pieces)))
-        return tokens[len(tokens) - num_tokens :]
-
-    def _others(self, asked: SuiteRecord) -> Iterator[SuiteRecord]:
-        start = int(stable_share(asked.record.id, self._seed) * len(self._records))
-        rotated = self._records[start:] + self._records[:start]
-        own_text = content_text(asked.record.content)
-        for other in sorted(rotated, key=lambda one: one.task != asked.task):
-            if other.record.group != asked.record.group and content_text(other.record.content) != own_text:
-                yield other
-
-    def _piece(self, one: SuiteRecord) -> list[int]:
-        if one.record.id not in self._tokens:
-            text = content_text(one.record.content) + SEPARATOR
-            self._tokens[one.record.id] = raw_tokens(self._tokenizer, text, start=False)
-        return self._tokens[one.record.id]
-
-
-def content_text(content: Content) -> str:
-    """Return the prompt of a record as plain text."""
-    if isinstance(content, Chat):
-        return SEPARATOR.join(message["content"] for message in content.prompt_messages())
-    return content.prompt if isinstance(content, PromptResponse) else content.text
-
-
-BUILTIN, DEMO = "builtin", "demo"
-BUILTIN_FILE = Path(__file__).parent / "builtin.jsonl"
-DEMO_HOLDOUT, DEMO_SEED = 0.2, 0
-"""The hold-out share and seed of the demo's recipes: their heads were not trained on the held-out questions."""
-
-PROBES = "0", "q"
-"""Two message contents with different first characters, to locate the content in a template's output."""
 
 
 @dataclass(frozen=True)
@@ -330,6 +76,220 @@ class Suite:
         return tuple(dict.fromkeys(one.task for one in self.records))
 
 
+def read_records(name: str, location: str, layout: Layout, stem: str) -> list[SuiteRecord]:
+    """Return the records of a file, of a directory or of a dataset on the hub.
+
+    Records with the same ``group`` are one group for the intervals; for those without, their content decides
+    (:func:`content_group`). Records that are not text are left out, and counted in the log.
+
+    Args:
+        name: Name of the suite in messages.
+        location: The file, directory or dataset.
+        layout: How its records are read.
+        stem: Start of the records' ids, and the task of records that name none.
+
+    Raises:
+        DataError: The file does not exist, is of another format, or holds placeholders instead of texts.
+    """
+    records: list[SuiteRecord] = []
+    skipped = Skipped(name)
+    rows = load_rows(location, config=layout.hub_config, split=layout.split, name=name)
+    for number, row in enumerate(rows, start=1):
+        where = f"{name}, record {number}"
+        try:
+            content = layout.read(row, where)
+            task = next((str(row[field]) for field in TASK_FIELDS if row.get(field) is not None), stem)
+        except UnsupportedRecordError as error:
+            skipped.add(error)
+            continue
+        except KeyError as missing:
+            fields = ", ".join(repr(field) for field, value in row.items() if value is not None)
+            raise DataError(
+                f"{where}: no {missing}, the fields are {fields}; expected {layout.fields}. Repair it, or write the "
+                "prompts as a .jsonl of your own."
+            ) from None
+        if task == ALL_TASKS:
+            raise DataError(
+                f"{where}: the task {task!r}; expected another name, as reports use it for all tasks together. Rename "
+                "it."
+            )
+        parse_text(task, "the task", where)
+        group = row.get(GROUP_FIELD)
+        named = content_group(content) if group is None else parse_text(str(group), GROUP_FIELD, where)
+        records.append(SuiteRecord(task, Record(f"{stem}#{number}", named, content)))
+    skipped.report(len(records))
+    return records
+
+
+def _own_content(row: Row, where: str) -> Content:
+    """Read a chat, a prompt or a text: the first of them that the record has."""
+    require_text_only(row, where)
+    for column in MESSAGE_COLUMNS:
+        if row.get(column) is not None:
+            return _tidied(parse_messages(row[column], where))
+    if row.get("text") is not None and row.get("prompt") is None:
+        return PlainText(_text(row, "text", where))
+    return _completed(row, where)
+
+
+def _completed(row: Row, where: str) -> Content:
+    return PromptResponse(_text(row, "prompt", where), "")
+
+
+def _tidied(chat: Chat) -> Chat:
+    """Return the chat with user messages stripped: leading white space would become part of their first token."""
+    return Chat(
+        tuple(
+            {**message, "content": message["content"].strip()} if message["role"] == "user" else message
+            for message in chat.messages
+        )
+    )
+
+
+def _first_turn(row: Row, where: str) -> Chat:
+    turns = _present(row, "turns")
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"{where}: turns are {turns!r}; expected a list of texts. Repair the record.")
+    return _question("text", {"text": turns[0]}, f"{where}, turn 1")
+
+
+def _speed_bench(row: Row, where: str) -> Chat:
+    """Read a record written by either script that fetches the texts: one writes `turns`, the other `messages`."""
+    if row.get("messages") is None:
+        chat = _first_turn(row, where)
+    else:
+        chat = _tidied(Chat(parse_messages(row["messages"], where).messages[:1]))
+    if SPEED_BENCH_PLACEHOLDER in chat.messages[0]["content"]:
+        raise DataError(
+            f"{where}: a placeholder instead of the prompt; expected the text, which the dataset's licence does not "
+            "allow it to contain: each user fetches the texts from their sources. Run "
+            "nemo_skills/dataset/speed-bench/prepare.py of NVIDIA-NeMo/Skills (or "
+            "examples/specdec_bench/prepare_data.py of NVIDIA/Model-Optimizer) with '--config qualitative', and pass "
+            "the file it writes."
+        )
+    return chat
+
+
+def _question(field: str, row: Row, where: str) -> Chat:
+    return Chat(({"role": "user", "content": _text(row, field, where).strip()},))
+
+
+def _text(row: Row, field: str, where: str) -> str:
+    value = _present(row, field)
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"{where}: {field} is {value!r:.60}; expected text. Fill it in, or remove the record.")
+    return parse_text(value, field, where)
+
+
+def _present(row: Row, field: str) -> Any:
+    """Return a field's value; raise KeyError where it is missing or None (a column of other records)."""
+    if row.get(field) is None:
+        raise KeyError(field)
+    return row[field]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the records of a file are read."""
+
+    fields: str
+    """The fields of a record, for error messages."""
+    read: Callable[[Row, str], Content]
+    """Returns the prompt of a record, which is named in its error messages."""
+    hub_config: str | None = None
+    """The configuration of the dataset on the hub."""
+    split: str = "train"
+    """The split of that dataset, and of a directory."""
+
+
+_TURNS = "`question_id`, `category` and `turns`, a list of texts"
+OWN = Layout(
+    "`messages` (a chat), `prompt` (raw text to go on from) or `text` (raw text, continued from its half)",
+    _own_content,
+)
+"""The user's own file."""
+BENCHMARKS: Mapping[str, Layout] = {
+    "mt-bench": Layout(_TURNS, _first_turn),
+    "spec-bench": Layout(_TURNS, _first_turn),
+    "speed-bench": Layout(f"{_TURNS} (or `messages`)", _speed_bench, "qualitative", "test"),
+    "humaneval": Layout("`task_id` and `prompt`", _completed, split="test"),
+    "gsm8k": Layout("`question` and `answer`", partial(_question, "question"), "main", "test"),
+}
+"""The supported benchmarks, by the name before ``:LOCATION``."""
+
+
+def text_before(
+    asked: SuiteRecord,
+    num_tokens: int,
+    records: Sequence[SuiteRecord],
+    seed: int,
+    tokens_of: Callable[[str], list[int]],
+) -> tuple[int, ...]:
+    """Return exactly ``num_tokens`` tokens of other records' texts, as context before a record's own prompt.
+
+    Records of the same group are left out. Records of the same task are placed nearest to the prompt. A text repeats
+    only after all others were used. The context is filled from its end: a shorter context equals the end of a longer
+    one, and only the first text can be cut.
+
+    Args:
+        asked: The record.
+        num_tokens: Length of the context.
+        records: The suite's texts (:func:`distinct_texts`).
+        seed: Determines, with the record's id, where the order of the texts starts.
+        tokens_of: The trunk's tokenizer.
+
+    Raises:
+        DataError: The suite has no other text.
+    """
+    start = int(stable_share(asked.record.id, seed) * len(records))
+    own_text = content_text(asked.record.content)
+    others = [
+        content_text(one.record.content) + SEPARATOR
+        for one in sorted((*records[start:], *records[:start]), key=lambda one: one.task != asked.task)
+        if one.record.group != asked.record.group and content_text(one.record.content) != own_text
+    ]
+    if num_tokens and not others:
+        raise DataError(
+            f"{asked.record.where}: the suite has no other text to put before it; expected at least one record of "
+            "another group. Add records, or leave contexts out."
+        )
+    pieces: list[list[int]] = []
+    missing = num_tokens
+    for text in cycle(others):
+        if missing <= 0:
+            break
+        pieces.append(tokens_of(text))
+        missing -= len(pieces[-1])
+    tokens = tuple(chain.from_iterable(reversed(pieces)))
+    return tokens[len(tokens) - num_tokens :]
+
+
+def distinct_texts(records: Sequence[SuiteRecord], seed: int) -> list[SuiteRecord]:
+    """Return the first record with each text, in an order that the seed determines."""
+    first_with = {content_text(one.record.content): one for one in reversed(records)}
+    return _shuffled((one for text, one in first_with.items() if text.strip()), seed)
+
+
+def _shuffled(records: Iterable[SuiteRecord], seed: int) -> list[SuiteRecord]:
+    return sorted(records, key=lambda one: (stable_share(one.record.id, seed), one.record.id))
+
+
+def content_text(content: Content) -> str:
+    """Return the prompt of a record as plain text."""
+    if isinstance(content, Chat):
+        return SEPARATOR.join(message["content"] for message in content.prompt_messages())
+    return content.prompt if isinstance(content, PromptResponse) else content.text
+
+
+BUILTIN, DEMO = "builtin", "demo"
+BUILTIN_FILE = Path(__file__).parent / "builtin.jsonl"
+DEMO_HOLDOUT, DEMO_SEED = 0.2, 0
+"""The hold-out share and seed of the demo's recipes: their heads were not trained on the held-out questions."""
+
+PROBES = "0", "q"
+"""Two message contents with different first characters, to locate the content in a template's output."""
+
+
 def load_suite(name: str) -> Suite:
     """Load a suite by its name.
 
@@ -346,10 +306,10 @@ def load_suite(name: str) -> Suite:
     if name == DEMO:
         return Suite(name, tuple(_demo_records()))
     if kind in BENCHMARKS and location:
-        return Suite(name, tuple(read_benchmark(kind, location)))
+        return Suite(name, tuple(read_records(name, location, BENCHMARKS[kind], kind)))
     is_location = not colon and kind not in BENCHMARKS and set(name) & set("/.*")
     if is_location or Path(name).expanduser().exists():
-        return Suite(name, tuple(read_own(name)))
+        return Suite(name, tuple(read_records(name, name, OWN, Path(name).name.split(".")[0])))
     known = ", ".join([BUILTIN, DEMO, *(f"{benchmark}:LOCATION" for benchmark in BENCHMARKS)])
     if kind in BENCHMARKS:
         cure = f"Write {kind}: and its file, or the id of its dataset on the hub."
@@ -391,11 +351,7 @@ def choose_records(
             )
     chosen: list[SuiteRecord] = []
     for task in known if tasks is None else dict.fromkeys(tasks):
-        ranked = sorted(
-            (one for one in suite.records if one.task == task),
-            key=lambda one: (stable_share(one.record.id, seed), one.record.id),
-        )
-        chosen += ranked[:prompts_per_task]
+        chosen += _shuffled((one for one in suite.records if one.task == task), seed)[:prompts_per_task]
     return chosen
 
 
@@ -414,10 +370,9 @@ def suite_prompts(
     first user message. Without a template (base models), the messages are joined as plain text by empty lines. Prompts
     of raw text are used unchanged, and texts are continued from their half.
 
-    ``context_tokens`` extends every prompt to exactly that length with unchanged content: other text of the suite is
-    inserted before the content of the last user message (at the start of raw text), and all other tokens stay the same.
-    A prompt keeps its id at all lengths. The inserted text comes from :class:`Filler`; at 32k tokens the texts of a
-    small suite repeat.
+    ``context_tokens`` extends every prompt to exactly that length with unchanged content: other text of the suite
+    (:func:`text_before`) is inserted before the content of the last user message (at the start of raw text), and all
+    other tokens stay the same. A prompt keeps its id at all lengths. At 32k tokens the texts of a small suite repeat.
 
     Prompts that are longer already are left out, and so are texts too short to be continued. Compare with the length of
     :func:`choose_records` to see how many.
@@ -434,7 +389,13 @@ def suite_prompts(
         DataError: A task does not exist, a record does not fit the tokenizer, or no prompt is left.
     """
     records = choose_records(suite, prompts_per_task=prompts_per_task, seed=seed, tasks=tasks)
-    filler = Filler(suite.records, tokenizer, seed)
+    # All records, so that the context of a prompt does not depend on which other prompts were chosen.
+    texts = distinct_texts(suite.records, seed)
+
+    @cache
+    def tokens_of(text: str) -> list[int]:
+        return raw_tokens(tokenizer, text, start=False)
+
     prompts = []
     for one in records:
         record, prompt_ids = one.record, _prompt_ids(one.record, tokenizer)
@@ -442,7 +403,7 @@ def suite_prompts(
             continue
         if context_tokens is not None:
             place = _place(record, tokenizer, prompt_ids)
-            before = filler.before(one, context_tokens - len(prompt_ids))
+            before = text_before(one, context_tokens - len(prompt_ids), texts, seed, tokens_of)
             prompt_ids = (*prompt_ids[:place], *before, *prompt_ids[place:])
         prompts.append(TaskPrompt(id=record.id, group=record.group, prompt_ids=prompt_ids, task=one.task))
     if not prompts:

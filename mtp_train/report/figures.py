@@ -1,8 +1,8 @@
 """Draw the figures of runs and studies, as PNG bytes.
 
-Colours are the palette of Okabe and Ito, which is safe for colour-blind readers. Every arm also has its own marker or
-hatch, so that figures stay readable in black and white. matplotlib is imported where a figure is drawn: its import is
-slow, and most commands draw nothing.
+Colours are the palette of Okabe and Ito, with wine and olive of Tol's, which are safe for colour-blind readers. Every
+arm also has its own marker or hatch, so that figures stay readable in black and white. matplotlib is imported where a
+figure is drawn: its import is slow, and most commands draw nothing.
 
 A figure of a study shows one slice of the grid through its headline setting.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mtp_train.acceptance.counts import Interval
-from mtp_train.acceptance.names import CEILING, CONTROL, GRAFT, NATIVE, PLAIN, RETRAINED, VANILLA
+from mtp_train.acceptance.names import CEILING, CONTROL, GRAFT, NATIVE, PLAIN, RANDOM, RETRAINED, TABLE, VANILLA
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import ALL_TASKS, ArmResult, Cell, Report
 from mtp_train.report.slices import Slices, slice_report
@@ -52,6 +52,8 @@ LOOKS = {
     VANILLA: Look("#009E73", "^", "..."),
     CONTROL: Look("#CC79A7", "D", "xxx"),
     CEILING: Look("#56B4E9", "v", "---"),
+    RANDOM: Look("#882255", "*", "ooo"),
+    TABLE: Look("#8A8A1F", ">", "+++"),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.gate import GateVerdict
 from mtp_train.acceptance.intervals import POWER
-from mtp_train.acceptance.names import CEILING, CONTROL, GRAFT, NATIVE, NGRAM, PLAIN, RANDOM, RETRAINED, VANILLA
+from mtp_train.acceptance.names import CEILING, CONTROL, GRAFT, NATIVE, PLAIN, RANDOM, RETRAINED, TABLE, VANILLA
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import (
     ALL_TASKS,
@@ -84,7 +84,7 @@ RECORDED = {
     CONTROL: "the same training on the base's old text",
     CEILING: "ten times the steps",
     RANDOM: "the same training from random weights",
-    NGRAM: "a static n-gram table of the same training text instead of a head: the gain from repeated phrases alone",
+    TABLE: "a static n-gram table of the same training text instead of a head: the gain from repeated phrases alone",
 }
 
 OVERLAP_WARNED, SEEN_WARNED = 0.4, 0.1

@@ -297,7 +297,7 @@ def recorded_arms(trunk: str) -> dict[str, ArmResult]:
     - ``control``: a head trained for as many steps on the base's old code instead of the fine-tune's answers.
     - ``ceiling``: a head trained for ten times the steps.
     - ``random``: a head that starts from random weights.
-    - ``ngram``: no head, but a static table of n-grams and their next tokens in the fine-tune's answers.
+    - ``table``: no head, but a static table of n-grams and their next tokens in the fine-tune's answers.
 
     All were measured on the recipe's own held-out prompts.
 

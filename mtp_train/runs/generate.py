@@ -140,7 +140,10 @@ def generate(
         stop=tuple(stop),
         draft_sampling=draft_sampling,
     )
-    _require_numbers(depth, max_new_tokens)
+    if not 0 <= depth <= MAX_DEPTH:
+        raise DataError(f"--depth: {depth}; expected 0 to {MAX_DEPTH}. 0 is plain decoding.")
+    if max_new_tokens < 1:
+        raise DataError(f"--max-new-tokens: {max_new_tokens}; expected at least 1. Ask for more tokens.")
     return _decode(options, on_text, progress or quiet_progress())
 
 
@@ -161,19 +164,10 @@ class _Options:
     draft_sampling: DraftSampling
 
     def settings(self) -> dict[str, Any]:
-        """Return the options for the result's ``settings``, in the order that ``--json`` prints them."""
-        return {
-            "checkpoint": self.checkpoint,
-            "head": self.head,
-            "adapter": self.adapter,
-            "depth": self.depth,
-            "mtp": self.mtp,
-            "max_new_tokens": self.max_new_tokens,
-            "chat": self.chat,
-            **asdict(self.sampling),
-            "stop": list(self.stop),
-            "draft_sampling": self.draft_sampling,
-        }
+        """Return the options, those of sampling among the others, for the result's ``settings``."""
+        given = asdict(self)
+        del given["prompts"], given["sampling"]
+        return {**given, **asdict(self.sampling), "stop": list(self.stop)}
 
     def request(self, number: int, prompt_ids: Sequence[int]) -> Request:
         """Return the decoder's request for one prompt."""
@@ -227,13 +221,6 @@ def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: 
         "captured_rounds": decoder.captured_rounds,
     }
     return GenerateResult(ordered, settings, pieces)
-
-
-def _require_numbers(depth: int, max_new_tokens: int) -> None:
-    if not 0 <= depth <= MAX_DEPTH:
-        raise DataError(f"--depth: {depth}; expected 0 to {MAX_DEPTH}. 0 is plain decoding.")
-    if max_new_tokens < 1:
-        raise DataError(f"--max-new-tokens: {max_new_tokens}; expected at least 1. Ask for more tokens.")
 
 
 def _require_weights(model: OpenModel, depth: int, progress: Progress) -> None:

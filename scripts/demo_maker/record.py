@@ -1,7 +1,7 @@
 """Measure the arms that take too long for the demo's recipe, and record them.
 
 ``control`` trains on the base's data, ``ceiling`` for more steps, ``random`` from random weights with the recipe's
-number of steps. ``ngram`` drafts from a static table of the recipe's training text. All are measured on the recipe's
+number of steps. ``table`` drafts from a static table of the recipe's training text. All are measured on the recipe's
 held-out prompts, like its own arms.
 """
 
@@ -19,7 +19,7 @@ from demo_maker.table import LONGEST, TableDrafting, make_table
 from demo_maker.texts import Texts
 from mtp_inference import HeadDrafting
 from mtp_inference.drafters.drafter import Drafting
-from mtp_train.acceptance.names import CEILING, CONTROL, NGRAM, RANDOM
+from mtp_train.acceptance.names import CEILING, CONTROL, RANDOM, TABLE
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.records import PlainText, Record
@@ -45,7 +45,7 @@ DATA = {
     CONTROL: "the code that the base was trained on",
     CEILING: ANSWERS,
     RANDOM: ANSWERS,
-    NGRAM: f"{ANSWERS}, counted after contexts of up to {LONGEST} tokens",
+    TABLE: f"{ANSWERS}, counted after contexts of up to {LONGEST} tokens",
 }
 
 
@@ -76,7 +76,7 @@ def record_arms(texts: Texts, recipe_path: Path, work: Path, out: Path) -> None:
         CONTROL: ["data.regenerate.enabled=false"],
         CEILING: [f"train.max_steps={CEILING_FACTOR * steps}"],
         RANDOM: ["head.init=random"],
-        NGRAM: [],
+        TABLE: [],
     }
     # The cache of hidden states halves the time over several epochs, with the same heads.
     shared = ["track.wandb=off", "train.hidden_cache={}"]
@@ -99,7 +99,7 @@ def _record(arm: str, run: Run, recording: Recording) -> tuple[dict[str, Any], d
     run.claim()
     documents, setting = _documents(arm, run, trunk, recording), greedy(run.recipe.draft_depth)
     drafting: Drafting = TableDrafting(make_table(documents))
-    if arm != NGRAM:
+    if arm != TABLE:
         train_stage(run, trunk, documents)
         # Load the trunk again: the cache of hidden states releases its layers.
         trunk = load_run_trunk(run)

@@ -19,7 +19,8 @@ from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import rescue as rescue_module
 from mtp_train.runs.probe import HeadLevel, ProbeResult
-from mtp_train.runs.write_recipe import rescue_recipe
+from mtp_train.runs.resolve import resolved_recipe
+from mtp_train.runs.write_recipe import settings_of
 from runs import GETS_NO_BETTER, LEARNS, TINY_RESCUE, document, overrides_of, shorten_probes, tree, write_inputs
 
 HOW_TO = Path(__file__).parents[2] / "recipes" / "rescue.md"
@@ -226,9 +227,6 @@ def test_a_rescue_sets_what_the_text_decides_once_it_exists(
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == recipe.train.max_steps
     # The command finds the settings that the run recorded, and nothing is done twice.
-    assert rescue_recipe(str(inputs / "finetune"), str(inputs / "base"), out, [str(inputs / "chats.jsonl")], short)[
-        0
-    ] == (recipe.replaced(train=recipe.train.replaced(precision="auto")))
     assert document([*argv, "--set", *short], capfd) == rescued
 
 
@@ -240,13 +238,14 @@ def stored_text(run_dir: Path) -> int:
 
 
 def test_a_rescue_without_prompts_takes_built_in_ones_or_the_demos(inputs: Path, tmp_path: Path) -> None:
-    recipe, choices = rescue_recipe(str(inputs / "finetune"), str(inputs / "base"), tmp_path, [])
+    pair = str(inputs / "finetune"), str(inputs / "base")
+    recipe, choices = resolved_recipe(settings_of("graft", *pair, str(tmp_path), []))
     assert recipe.data.sources[0].path.endswith("builtin.jsonl")
-    ours, same = rescue_recipe("demo:finetune", "demo:base", tmp_path, [])
+    ours, same = resolved_recipe(settings_of("graft", "demo:finetune", "demo:base", str(tmp_path), []))
     assert ours.data.sources[0].path == "demo:prompts"
     # The demo has no settings of its own.
     assert [choice.field for choice in same] == [choice.field for choice in choices]
-    assert ours.evaluate.replaced(prompts=1) == recipe.evaluate.replaced(prompts=1)
+    assert ours.evaluate.replaced({"prompts": 1}) == recipe.evaluate.replaced({"prompts": 1})
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_vanilla_decodes_code_in_the_demo_and_the_held_out_prompts_elsewhere() -
     prompts = home_prompts(recipe, tokenizer)
     assert len({prompt.group for prompt in prompts}) == len(prompts) == HOME_PROMPTS < recipe.evaluate.prompts
     assert all(prompt.id.startswith("demo:code#") for prompt in prompts)
-    assert home_prompts(recipe.replaced(model=recipe.model.replaced(head_from="my/base")), tokenizer) == []
+    assert home_prompts(recipe.replaced({"model.head_from": "my/base"}), tokenizer) == []
 
 
 @pytest.mark.parametrize("name", ["prompts", "code"])
@@ -214,7 +214,7 @@ def test_an_existing_target_is_refused_and_left_alone(tmp_path: Path) -> None:
 
 def test_the_recorded_arms_belong_to_the_demo_and_say_that_they_are_recorded() -> None:
     arms = recorded_arms("demo:finetune")
-    assert list(arms) == ["control", "ceiling", "random", "ngram"]
+    assert list(arms) == ["control", "ceiling", "random", "table"]
     assert not any(arm.measured_here for arm in arms.values())
     assert arms["control"].tau < arms["ceiling"].tau
     assert recorded()["settings"].keys() == arms.keys()

@@ -186,6 +186,18 @@ def test_contradictions_are_refused_with_a_hint(overrides: list[str], path: str,
     assert hint in problem
 
 
+def test_a_wrong_field_hides_no_contradiction_between_other_sections() -> None:
+    problems = problems_of(
+        "train.lr=quick", "track.mode=off", "objective.vocab=draft", "evaluate.arms=[none, retrained]"
+    )
+    assert [problem.partition(":")[0] for problem in problems] == [
+        "track.mode",
+        "train.lr",
+        "gate.baseline",
+        "objective.vocab",
+    ]
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -69,6 +69,8 @@ def test_arms_keep_their_colour_in_every_figure() -> None:
     for figure in render_figures(SAMPLE):
         colours = {colour for _, colour in pixels(figure).getcolors(maxcolors=1 << 20) or ()}
         assert (0x00, 0x72, 0xB2) in colours, f"{figure.stem} lost the retrained arm"
+    named = LOOKS.values()
+    assert len({look.colour for look in named}) == len({look.marker for look in named}) == len(LOOKS)
     looks = assign_looks([*RATES, "graft", "none"])
     assert len(set(looks.values())) == 5
     assert looks["graft"] == LOOKS["graft"]

@@ -143,9 +143,9 @@ def test_held_out_text_that_was_trained_on_is_warned_of(figures: dict[str, float
 
 
 def test_recorded_arms_are_explained_by_name() -> None:
-    groups = group_arms(replace(SAMPLE, arms={"ceiling": CEILING, "ngram": CEILING, "other": CEILING}))
+    groups = group_arms(replace(SAMPLE, arms={"ceiling": CEILING, "table": CEILING, "other": CEILING}))
     assert recorded_sentence(groups).startswith(
-        "Measured earlier with settings of their own and shown for scale: ceiling is ten times the steps; ngram is"
+        "Measured earlier with settings of their own and shown for scale: ceiling is ten times the steps; table is"
     )
     assert recorded_sentence(ArmGroups({}, {}, {"other": CEILING})).endswith("shown for scale.")
 

@@ -11,7 +11,7 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from mtp_train.data.records import Chat, PlainText, PromptResponse
 from mtp_train.errors import DataError
-from mtp_train.evaluation.suites import Suite, load_suite, read_own, suite_prompts
+from mtp_train.evaluation.suites import Suite, load_suite, suite_prompts
 
 pytestmark = pytest.mark.usefixtures("own_datasets_cache")
 TURNS = {"question_id": 81, "category": "writing", "turns": [" Write. ", "Rewrite."]}
@@ -119,13 +119,12 @@ PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECD
     ("kind", "row", "message"),
     [
         ("mt-bench:", {"prompt": "x"}, "record 2: no 'turns', the fields are 'prompt'; expected `question_id`, `cate"),
-        ("spec-bench:", {"turns": ["x"]}, "record 2: no 'category', the fields are 'turns'; expected"),
         ("mt-bench:", {**TURNS, "turns": []}, "record 2: turns are .*; expected a list of texts"),
         ("mt-bench:", {**TURNS, "turns": [" "]}, "record 2, turn 1: text is ' '; expected text"),
         ("speed-bench:", {**TURNS, "turns": [PLACEHOLDER]}, "record 2: a placeholder instead .*licence.*prepare.py"),
         ("humaneval:", {"task_id": "H/1"}, "record 2: no 'prompt', the fields are 'task_id'; expected `task_id`"),
         ("gsm8k:", {"answer": "3"}, "record 2: no 'question', the fields are 'answer'; expected `question`"),
-        ("", {"instruction": "x"}, "record 2: the fields are 'instruction'; expected `messages`"),
+        ("", {"instruction": "x"}, "record 2: no 'prompt', the fields are 'instruction'; expected `messages`"),
         ("", {"text": "x", "task": "all"}, "record 2: the task 'all'; expected another name"),
         ("", {"messages": []}, "record 2: messages are .*; expected a list of at least one"),
     ],
@@ -139,6 +138,6 @@ def test_a_record_of_another_form_is_named(tmp_path: Path, kind: str, row: objec
 def test_records_of_one_group_are_one_group_for_the_intervals(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "group": "one"}, {"prompt": "b", "group": "one"}, {"prompt": "c", "group": 7}]
     location = write(tmp_path / "own.jsonl", *rows, {"prompt": "d"})
-    first, second, third, fourth = (one.record.group for one in read_own(location))
+    first, second, third, fourth = (one.record.group for one in load_suite(location).records)
     assert (first, second, third) == ("one", "one", "7")
     assert fourth not in (first, third)
