@@ -14,8 +14,6 @@ from mtp_train.families import Convention, Family
 from mtp_train.heads.experts import is_stacked
 from mtp_train.heads.module import MtpHead
 
-_MATRICES = (".lora_A.", ".lora_B.")
-
 
 class LoraSettings(Protocol):
     """Settings of LoRA, as the recipe's ``head.lora`` has them."""
@@ -59,7 +57,7 @@ def put_on_lora(head: MtpHead, spec: LoraSettings, *, seed: int) -> Any:
 
 
 def is_lora(name: str) -> bool:
-    return any(part in name for part in _MATRICES)
+    return ".lora_A." in name or ".lora_B." in name
 
 
 def is_target(name: str, targets: tuple[str, ...] | None) -> bool:
