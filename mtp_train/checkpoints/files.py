@@ -6,7 +6,6 @@ fails in the middle of a write.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -151,22 +150,14 @@ class Checkpoint:
         """Return ``count`` bytes of a tensor, from its byte ``offset`` on, as a uint8 tensor."""
         file = self.tensors[key].file
         data = torch.empty(count, dtype=torch.uint8)
-        with (self.path / file).open("rb", buffering=0) as handle:
+        with (self.path / file).open("rb") as handle:
             handle.seek(self._starts[file, key] + offset)
-            _fill(handle, data.numpy().data)
+            if handle.readinto(data.numpy().data) < count:
+                raise CheckpointError(
+                    f"{self.path / file}: became shorter while it was read; expected files that no process writes to. "
+                    "Run the command again."
+                )
         return data
-
-
-def _fill(handle: io.RawIOBase, view: memoryview) -> None:
-    """Read until the buffer is full: one system call returns at most 2 GiB, and less on some file systems."""
-    while view:
-        count = handle.readinto(view)
-        if not count:
-            raise CheckpointError(
-                "a weights file became shorter while it was read; expected files that no process writes to. Run the "
-                "command again."
-            )
-        view = view[count:]
 
 
 def read_json(path: Path) -> dict[str, Any]:

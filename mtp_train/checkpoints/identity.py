@@ -184,12 +184,12 @@ def hash_inputs(inputs: Mapping[str, InputFiles], known: Records, progress: Prog
     # By status: a file with several names is hashed once.
     unknown = {status: path for path, status in statuses.items() if status not in trusted}
     # The largest file determines the total time, so it comes first. hashlib releases the GIL.
-    ordered = [unknown[status] for status in sorted(unknown, key=lambda status: -status.size)]
-    visible = sum(status.size for status in unknown) > _SHOWN_BYTES
-    task = progress.add_task("hashing inputs", total=len(ordered), visible=visible)
+    ordered = sorted(unknown, key=lambda status: -status.size)
+    task = progress.add_task("hashing inputs", visible=sum(status.size for status in ordered) > _SHOWN_BYTES)
     with ThreadPoolExecutor(_MAX_THREADS) as pool:
-        hashed = pool.map(_hash, ordered)
-        found = trusted | {record.status: record for record in progress.track(hashed, total=len(ordered), task_id=task)}
+        hashed = pool.map(lambda status: _hash(unknown[status]), ordered)
+        records = list(progress.track(hashed, total=len(ordered), task_id=task))
+    found = trusted | dict(zip(ordered, records, strict=True))
     return {
         label: InputRecord(
             str(one.location.absolute()), {name: found[statuses[path]] for name, path in one.files.items()}
