@@ -144,8 +144,7 @@ def stored_head_plan(directory: Path, family: Family) -> Artifact:
     artifact = load_artifact(directory)
     if artifact.family.name != family.name:
         raise CheckpointError(
-            f"{directory}: a head for {artifact.family.title}; expected a head for {family.title}. Use a head of "
-            "this model."
+            f"{directory}: a head for {artifact.family.title}; expected {family.title}. Use a head of this model."
         )
     return artifact
 
@@ -253,7 +252,6 @@ def _init_last_norm(checkpoint: Checkpoint, layout: HeadLayout, text_config: Pre
 
 
 def _init_projection(head: MtpHead) -> None:
-    """Start the projection as the mean of the two normed inputs."""
     half_DD = 0.5 * torch.eye(head.config.hidden_size)
     with torch.no_grad():
         for name, parameter in head.named_parameters():

@@ -1,7 +1,6 @@
 """Read a draft model: a head of another kind than MTP in a directory of its own, written by us or by a third party.
 
-All its trained parts are read: the layer with the shapes of its own config, and its own rows of an output matrix. Its
-copy of the trunk's embedding is not read, but has to equal the trunk's.
+Its copy of the trunk's embedding is not read, but has to equal the trunk's.
 
 Shapes: D hidden, R tokens that it may draft, V vocabulary.
 """

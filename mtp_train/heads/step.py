@@ -137,7 +137,7 @@ def unroll(
         num_depths: K.
         positions_BT: int, restarting at each document.
         document_BT: int, document number, ``PADDING_DOCUMENT`` on padding.
-        apart: Independent depths, see above; no effect on a head with a module for each depth.
+        apart: See above; no effect on a head with a module for each depth.
         recompute: Keep only the results and keys of each depth, and recompute its activations in the backward pass.
 
     Returns:
