@@ -44,9 +44,13 @@ class RecipeSection(BaseModel):
             raise PydanticCustomError(CONTRADICTION, "fields contradict each other", {"problems": problems})
         return self
 
-    def replaced(self: S, **values: Any) -> S:
-        """Return a copy with other values, which are not checked."""
-        return self.model_copy(update=values)
+    def replaced(self: S, values: Mapping[str, Any]) -> S:
+        """Return a copy with other values of fields such as ``train.lr``; they are not checked."""
+        copy = self
+        for path, value in values.items():
+            name, _, rest = path.partition(".")
+            copy = copy.model_copy(update={name: getattr(copy, name).replaced({rest: value}) if rest else value})
+        return copy
 
 
 @dataclass(frozen=True)

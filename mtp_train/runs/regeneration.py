@@ -93,7 +93,7 @@ def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tu
     if recipe.data.responses is not None:
         if accelerator.is_main_process:
             by = inputs.contents[TRUNK], inputs.contents.get(ADAPTER)
-            for said in copy_answers(recipe.data.responses, directory, inputs.prompts, *by):
+            for said in copy_answers(recipe.data.responses, directory, inputs.prompts, by):
                 progress.console.print(said, highlight=False)
         require_shared(directory, [COPIED_FILE], accelerator)
     task = progress.add_task("regenerating responses", total=None)

@@ -30,7 +30,7 @@ from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.head_source import RunHead
 from mtp_train.runs.inputs import Inputs, gather_inputs
 from mtp_train.runs.refusals import decoding_problem
-from mtp_train.runs.run_answers import require_same_trunk
+from mtp_train.runs.run_answers import require_answers
 from mtp_train.runs.run_directory import ADAPTER, TRUNK, Attempt, RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_accelerator, require_processes
 from mtp_train.train.machine import device_named
@@ -98,7 +98,7 @@ class Run:
         records = directory.hash_inputs(recipe, progress) if is_main else {}
         if is_main:
             adapter = records[ADAPTER].contents if ADAPTER in records else None
-            require_same_trunk(recipe, directory.path, records[TRUNK].contents, adapter)
+            require_answers(recipe, directory.path, (records[TRUNK].contents, adapter))
         return cls(recipe, directory, inputs, accelerator, progress, attempt or Attempt(), records)
 
     @property

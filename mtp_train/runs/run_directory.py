@@ -356,7 +356,7 @@ class RunDirectory:
             return recipe
         recorded = self.recipe
         precision = automatic if recorded is None else recorded.train.precision
-        return recipe.replaced(train=recipe.train.replaced(precision=precision))
+        return recipe.replaced({"train.precision": precision})
 
     def clear_leftovers(self) -> None:
         """Remove temporary files of writes that a kill interrupted."""
@@ -446,13 +446,14 @@ def _differences(there: Any, here: Any, path: str) -> Iterator[str]:
 
 def _on_machines_of(before: Recipe, now: Recipe) -> Recipe:
     """Return a recipe with the processes, the ``auto`` precision and the server of another one."""
+    values: dict[str, Any] = {"train.processes": before.train.processes}
+    if now.train.precision == "auto":
+        values["train.precision"] = before.train.precision
     regenerate, earlier = now.data.regenerate, before.data.regenerate
     if regenerate is not None and earlier is not None and None not in (regenerate.endpoint, earlier.endpoint):
         names = ("endpoint", "api_key_env", "concurrency", "request_timeout_seconds")
-        regenerate = regenerate.replaced(**{name: getattr(earlier, name) for name in names})
-    precision = before.train.precision if now.train.precision == "auto" else now.train.precision
-    train = now.train.replaced(processes=before.train.processes, precision=precision)
-    return now.replaced(data=now.data.replaced(regenerate=regenerate), train=train)
+        values |= {f"data.regenerate.{name}": getattr(earlier, name) for name in names}
+    return now.replaced(values)
 
 
 def claimed_by_run(run_dir: Path) -> Claimed:

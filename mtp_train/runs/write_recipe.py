@@ -26,15 +26,13 @@ from mtp_train.errors import CheckpointError, DataError, MtpError
 from mtp_train.evaluation.suites import BUILTIN_FILE
 from mtp_train.families import most_served_kind, raw_text_config
 from mtp_train.heads.diagnose import diagnose_head
-from mtp_train.recipe.auto_fields import STAND_INS, auto_fields, with_values
 from mtp_train.recipe.json_schema import dotted, schema_tree, walk_fields
-from mtp_train.recipe.loading import dump_yaml, load_recipe
-from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.loading import dump_yaml
 from mtp_train.recipe.sections import AUTO
 from mtp_train.recipe.shipped import SCHEMA_FILE
 from mtp_train.runs.check import check
 from mtp_train.runs.inputs import plan_head
-from mtp_train.runs.resolve import Choice
+from mtp_train.runs.resolve import Choice, with_stand_ins
 
 Plain = dict[str, Any]
 Start = Literal["graft", "native", "attach"]
@@ -239,8 +237,7 @@ def _new_head(settings: Plain, trunk: Checkpoint) -> Plain:
         return {"kind": kind, "init": "random"} | (
             {"draft_vocab": _DRAFT_VOCAB} if vocab_size > 2 * _DRAFT_VOCAB else {}
         )
-    stood_in = with_values(settings, {field: STAND_INS[field] for field in auto_fields(settings)})
-    copied: Recipe = load_recipe({**stood_in, "head": {"init": "copy_last_layer"}})
+    copied = with_stand_ins({**settings, "head": {"init": "copy_last_layer"}})
     try:
         plan_head(copied, trunk, None)
     except CheckpointError:

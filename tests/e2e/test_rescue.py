@@ -245,7 +245,7 @@ def test_a_rescue_without_prompts_takes_built_in_ones_or_the_demos(inputs: Path,
     assert ours.data.sources[0].path == "demo:prompts"
     # The demo has no settings of its own.
     assert [choice.field for choice in same] == [choice.field for choice in choices]
-    assert ours.evaluate.replaced(prompts=1) == recipe.evaluate.replaced(prompts=1)
+    assert ours.evaluate.replaced({"prompts": 1}) == recipe.evaluate.replaced({"prompts": 1})
 
 
 @pytest.mark.parametrize(
