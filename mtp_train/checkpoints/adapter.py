@@ -79,11 +79,9 @@ class LoraConfigFile:
         return any(f".{name}".endswith(f".{target}") for target in self.target_parameters or ())
 
     def rank(self, name: str) -> int:
-        """Return the rank of a module or parameter."""
         return _of_pattern(self.rank_pattern, name) or self.r
 
     def scale(self, name: str) -> float:
-        """Return the factor of the low-rank product of a module or parameter."""
         alpha, rank = _of_pattern(self.alpha_pattern, name), self.rank(name)
         return (self.lora_alpha if alpha is None else alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -126,7 +124,6 @@ class Adapter:
 
     @property
     def path(self) -> Path:
-        """Its directory."""
         return self.stored.path
 
 
@@ -151,7 +148,6 @@ def refuse_embedded_adapter(path: Path) -> None:
 
 
 def merge_command(checkpoint: str, adapter: str) -> str:
-    """Return the command that merges a LoRA adapter into a checkpoint."""
     out = f"{checkpoint.rstrip('/').rsplit(':', 1)[-1]}-merged"
     return f"mtp-train merge {shlex.quote(checkpoint)} --adapter {shlex.quote(adapter)} --out {shlex.quote(out)}"
 
@@ -197,7 +193,6 @@ def read_adapter(path: Path) -> Adapter:
 
 
 def _open_weights(path: Path) -> Checkpoint:
-    """Open an adapter's weights, with its raw config."""
     config, file = read_json(path / ADAPTER_CONFIG_FILE), path / ADAPTER_FILE
     if not isinstance(config.get("peft_type"), str):
         raise CheckpointError(

@@ -76,7 +76,7 @@ def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, o
         CheckpointError: A head tensor does not fit the one it replaces, or the disk is full.
     """
     tensors = [*head.tensors, *shared_tensors(source, layout, head)]
-    placed = _placed(source, layout, tensors, _replaced_packed(source, layout, tensors), _names_in(source.path))
+    placed = _placed(source, layout, tensors, _replaced_packed(source, layout, tensors), set(os.listdir(source.path)))
     rewritten: dict[str, Rewrite] = {
         file: partial(rewrite_safetensors, changes={pending.key: pending for pending in patches})
         for file, patches in placed.patches.items()
@@ -118,12 +118,7 @@ def copy_files(
 
 
 def name_in(source: Checkpoint, file: Path) -> str:
-    """Return the POSIX path of a file inside its checkpoint."""
     return file.relative_to(source.path).as_posix()
-
-
-def _names_in(directory: Path) -> set[str]:
-    return {entry.name for entry in directory.iterdir()}
 
 
 def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> None:
@@ -137,7 +132,7 @@ def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> No
     # A head shard of an earlier save into this directory, whose index transformers has replaced.
     earlier = source.path / HEAD_FILE
     has_earlier = os.path.lexists(earlier) and HEAD_FILE not in {info.file for info in source.tensors.values()}
-    taken = _names_in(source.path) - ({HEAD_FILE} if has_earlier else set())
+    taken = set(os.listdir(source.path)) - ({HEAD_FILE} if has_earlier else set())
     placed = _placed(source, layout, [*head.tensors, *shared_tensors(source, layout, head)], set(), taken)
     if placed.patches:
         raise CheckpointError(

@@ -72,7 +72,6 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the stored tensor."""
         return TORCH_DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
 
@@ -97,12 +96,10 @@ class Checkpoint:
 
     @property
     def text_config(self) -> RawConfig:
-        """The language model's part of the raw config."""
         return raw_text_config(self.config)
 
     @property
     def num_bytes(self) -> int:
-        """Size of all stored tensors."""
         return sum(info.num_bytes for info in self.tensors.values())
 
     @property
@@ -394,10 +391,6 @@ def _are_tokens(value: Any) -> bool:
     return all(type(one) is int and -1 <= one <= _MAX_TOKEN for one in ids)
 
 
-def _are_strings(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
-
-
 _Rule = tuple[re.Pattern[str], Callable[[Any], bool], str]
 """Names of fields, what they may hold besides null, and that in words."""
 _COUNT: _Rule = (re.compile(""), lambda one: type(one) is int and abs(one) <= _MAX_BLOCKS, "an integer up to 1000")
@@ -409,7 +402,11 @@ _FIELDS: tuple[_Rule, ...] = (
         "an object",
     ),
     (re.compile(r"model_type"), lambda one: isinstance(one, str), "the name of an architecture"),
-    (re.compile(r"architectures"), _are_strings, "a list of names"),
+    (
+        re.compile(r"architectures"),
+        lambda one: isinstance(one, list) and all(isinstance(name, str) for name in one),
+        "a list of names",
+    ),
     # Building a model with more blocks would not end.
     (re.compile(r"num_hidden_layers"), lambda one: _is_number(one) and one <= _MAX_BLOCKS, "a number up to 1000"),
     (re.compile(r"depth"), lambda one: not isinstance(one, int) or one <= _MAX_BLOCKS, "a number up to 1000"),
@@ -424,11 +421,7 @@ _GENERATION_FIELDS: tuple[_Rule, ...] = (
 
 
 def _require_generation_config(path: Path) -> None:
-    """Check a checkpoint's generation config, which engines and transformers read too.
-
-    Raises:
-        CheckpointError: It is no JSON object, or a field that we read has a wrong type.
-    """
+    """Check a checkpoint's generation config, which engines and transformers read too."""
     file = path / GENERATION_CONFIG_FILE
     if not os.path.lexists(file):
         return

@@ -73,7 +73,6 @@ class FileStatus(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileStatus:
-        """Return the fields that identify a file's state."""
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
 
 
@@ -163,7 +162,6 @@ def _parsed(record: Mapping[str, Any]) -> FileRecord:
 
 
 def write_records(directory: Path, records: Records) -> None:
-    """Write the records of inputs into the directory of their results."""
     inputs = {
         label: {
             "location": one.location,

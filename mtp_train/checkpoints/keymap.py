@@ -70,7 +70,6 @@ class HeadLayout:
 
     @property
     def embed_key(self) -> str:
-        """The native key of the trunk's input embedding."""
         return self.family.embedding(self.trunk_prefix)
 
     @property
@@ -143,13 +142,9 @@ class HeadLayout:
             return target.trunk_prefix + key[len(self.trunk_prefix) :]
         return key
 
-    def native_shapes(self, ours: Mapping[str, torch.Size]) -> dict[str, tuple[int, ...]]:
-        """Return all native keys of parameters with these names and shapes, each with its shape."""
-        return {
-            key: tuple(meta.shape)
-            for name, shape in ours.items()
-            for key, meta in self.split(name, torch.empty(shape, device="meta"))
-        }
+    def native_shapes(self, state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        """Return the native keys of a head's state dict, each with its shape."""
+        return {key: tuple(part.shape) for name, value in state.items() for key, part in self.split(name, value)}
 
     def _placeholders(self, module: int) -> dict[str, str | int]:
         return {

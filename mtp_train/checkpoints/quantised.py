@@ -232,7 +232,6 @@ def is_packed(key: str, tensors: Mapping[str, TensorInfo]) -> bool:
 
 
 def plain_shape(key: str, tensors: Mapping[str, TensorInfo]) -> tuple[int, ...]:
-    """Return the shape of a weight after unpacking."""
     shape = tensors[key].shape
     return (*shape[:-1], 2 * shape[-1]) if is_packed(key, tensors) else shape
 

@@ -59,7 +59,6 @@ def put_on_lora(head: MtpHead, spec: LoraSettings, *, seed: int) -> Any:
 
 
 def is_lora(name: str) -> bool:
-    """Return whether a parameter name of a head belongs to one of LoRA's matrices."""
     return any(part in name for part in _MATRICES)
 
 

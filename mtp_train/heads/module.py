@@ -174,7 +174,6 @@ class MtpHead(nn.Module):
 
     @property
     def unroll(self) -> Unroll:
-        """How the depths depend on each other, see :func:`unroll_of`."""
         return unroll_of(self.family, self.convention, len(self.blocks))
 
     def read(self, trunk_BTD: Tensor) -> Tensor:
@@ -195,7 +194,6 @@ class MtpHead(nn.Module):
         return self.family.state_width(self.config)
 
     def norm_for(self, depth: int) -> Callable[[Tensor], Tensor]:
-        """Return the norm after the layer that drafts at ``depth``."""
         first = self.family.has_chain_norm(self.config)
         norm = (cast(Block, self.blocks[0]) if first else self.module_for(depth)).final_norm
         return (lambda state_BTD: norm(_centred(state_BTD))) if self.convention.centred else norm
@@ -218,7 +216,6 @@ class MtpHead(nn.Module):
         return None if own is None else cast(nn.Embedding, own).weight
 
     def give_output(self, output: OutputRows) -> None:
-        """Make all depths use an output matrix of the head's own."""
         for block in self.blocks:
             cast(Block, block).lm_head = output
 
@@ -228,5 +225,4 @@ class MtpHead(nn.Module):
         return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
 
     def layer_type(self, depth: int) -> str:
-        """Return the config's name for the kind of layer that drafts at ``depth``."""
         return str(self.config.layer_types[0 if self.unroll == "recursive" else depth - 1])

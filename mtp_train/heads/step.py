@@ -251,7 +251,6 @@ class _UnrolledKeys(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_unused: object, **_also_unused: object
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values; return all of them."""
         keys_and_values = super().update(key_states, value_states)
         if self.keys_only:
             raise KeysWritten

@@ -20,7 +20,7 @@ from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.families import family_for, kinds_served, of_kind, raw_text_config
 from mtp_train.families.engines import engine_commands
 from mtp_train.families.spec import RawConfig
-from mtp_train.heads.diagnose import head_shapes, named_rejections, trunk_config
+from mtp_train.heads.diagnose import empty_head, named_rejections, trunk_config
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.recipe.loading import RecipeLike, dump_recipe
 from mtp_train.recipe.schema import Recipe
@@ -209,13 +209,14 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     with named_rejections(path):
         trunk = empty_trunk(config, family, trust_remote_code=recipe.model.trust_remote_code)
         trunk.show_layers(head_family.wiring.trunk_layers(text_config))
-        head = head_shapes(head_family, text_config, num_modules)
+        head = empty_head(head_family, text_config, num_modules)
     trained = None
     if recipe.head.lora is not None:
         convention = head_family.convention(recipe.head.convention)
         trained = require_lora_targets(recipe.head.lora, head_family, text_config, num_modules, convention)
     gpu_bytes = machine.memory_bytes if device.type == "cuda" else None
-    memory = estimate_footprint(memory_options(recipe), trunk, head, plan, device, gpu_bytes, trained)
+    shapes = {name: value.shape for name, value in head.items()}
+    memory = estimate_footprint(memory_options(recipe), trunk, shapes, plan, device, gpu_bytes, trained)
     # Packed trunks are refused under FSDP2 and ZeRO-3.
     is_packed = recipe.model.quantization is not None or quant_method(raw) is not None
     shards = None if is_packed else in_shards(memory, trunk, plan, is_adapted=recipe.model.adapter is not None)

@@ -52,7 +52,6 @@ class MergeResult:
         return train_command(self.out) if self.attached else graft_command(self.out, "BASE")
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, as ``mtp-train merge --json`` prints them."""
         values = asdict(self) | {"cure": self.cure}
         return values | values.pop("merged")
 
