@@ -76,7 +76,7 @@ def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpErr
         checks.append(partial(require_served_trunk, *served, where=str(model.path)))
     with named_rejections(model.path):
         found = _errors_of(checks)
-    return [*found, *_of_the_head(recipe, model, convention), *_of_the_demo(recipe, model.path)]
+    return [*_of_the_head(recipe, model, convention), *_of_the_demo(recipe, model.path), *found]
 
 
 def weight_refusals(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | None, world_size: int) -> list[MtpError]:

@@ -46,11 +46,6 @@ def test_the_recipe_is_what_rescue_runs(inputs: Path, with_data: bool, capfd: Ca
         assert recipe_of(shlex.split(command)[-1]).model.head_from == str(base)
 
 
-def test_the_demos_recipe_is_what_rescue_runs() -> None:
-    assert mtp.write_recipe("demo.yaml", "demo:finetune", "demo:base").start == "graft"
-    assert recipe_of("demo.yaml") == recipe_of(settings_of("graft", "demo:finetune", "demo:base", "runs/demo", []))
-
-
 def test_an_adapter_is_trained_on_its_base(inputs: Path) -> None:
     write_adapter(inputs / "base", Path("lora"), target_modules=["q_proj"])
     data = [inputs / "chats.jsonl"]

@@ -137,21 +137,6 @@ def test_a_rescue_names_the_weight_files_that_it_leaves_out(
     assert rescued["notes"] == ["Left out, as no part of the checkpoint: old.safetensors (1 tensors, 1 of a head)."]
 
 
-def test_a_rescue_trains_after_a_probe_that_does_not_advise_against_it(
-    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = probed(monkeypatch, "undecided")
-    short = [word for word in TINY_RESCUE if "max_steps" not in word]
-    out = tmp_path / "out"
-    argv = asking(inputs, out, inputs / "finetune")
-    rescued = document([*argv, "--set", *short], capfd)
-    assert asked == [out / "probe"]
-    assert (out / "report.json").is_file()
-    # A run that has begun goes on without another probe.
-    assert document([*argv, "--set", *short], capfd) == rescued
-    assert asked == [out / "probe"]
-
-
 def test_a_rescue_trains_nothing_where_the_probe_finds_a_fault(
     inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,18 +150,6 @@ def test_a_rescue_trains_nothing_where_the_probe_finds_a_fault(
     # The cure: who sets the length has decided to train.
     rescued = document([*argv, "--set", *TINY_RESCUE], capfd)
     assert (len(asked), status(capfd, rescued["out"])) == (1, "healthy")
-
-
-def test_the_probe_of_a_rescue_has_its_settings(
-    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shorten_probes(monkeypatch)
-    out = tmp_path / "out"
-    argv = asking(inputs, out, inputs / "finetune")
-    # Random heads draft badly for their own base.
-    assert main([str(word) for word in [*argv, "--set", "head.num_depths=2", "data.group_field=group"]]) == 2
-    assert "The base's head drafts for the base itself with tau" in " ".join(capfd.readouterr().err.split())
-    assert json.loads((out / "probe" / "comparison" / "study.json").read_text())["grid"]["depths"] == [2]
 
 
 def test_a_probe_from_before_is_not_made_again(
@@ -215,7 +188,7 @@ def test_several_processes_are_refused(
 def test_a_rescue_sets_what_the_text_decides_once_it_exists(
     inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    probed(monkeypatch, "retrain")
+    asked = probed(monkeypatch, "undecided")
     short = ["data.regenerate.max_new_tokens=12", "evaluate.max_new_tokens=8", "head.num_depths=2", "track.wandb=off"]
     out = tmp_path / "out"
     argv = asking(inputs, out, inputs / "finetune")
@@ -226,8 +199,9 @@ def test_a_rescue_sets_what_the_text_decides_once_it_exists(
     assert 10 <= passes <= 10 + recipe.train.tokens_per_step / text
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == recipe.train.max_steps
-    # The command finds the settings that the run recorded, and nothing is done twice.
+    # The command finds the settings that the run recorded, without another probe, and nothing is done twice.
     assert document([*argv, "--set", *short], capfd) == rescued
+    assert asked == [out / "probe"]
 
 
 def stored_text(run_dir: Path) -> int:
@@ -246,22 +220,6 @@ def test_a_rescue_without_prompts_takes_built_in_ones_or_the_demos(inputs: Path,
     # The demo has no settings of its own.
     assert [choice.field for choice in same] == [choice.field for choice in choices]
     assert ours.evaluate.replaced({"prompts": 1}) == recipe.evaluate.replaced({"prompts": 1})
-
-
-@pytest.mark.parametrize(
-    ("finetune", "said", "says"),
-    [
-        ("nowhere", [], "nowhere"),
-        ("finetune", ["train.max_step=3"], "Did you mean"),
-    ],
-)
-def test_wrong_input_ends_in_2(
-    inputs: Path, tmp_path: Path, capfd: Capture, finetune: str, said: list[str], says: str
-) -> None:
-    argv = [*command(inputs, tmp_path / "out", inputs / finetune), *said]
-    assert main([str(word) for word in argv]) == 2
-    assert says in capfd.readouterr().err
-    assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == [tmp_path / "out" / "outcome.json"]
 
 
 def test_the_how_to_runs_as_it_is_written(

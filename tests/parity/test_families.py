@@ -371,8 +371,11 @@ def test_a_trunk_held_in_fp32_computes_in_bf16_what_it_does_loaded_in_bf16(built
     expected = loaded.hidden(tokens_1T)
     with held.computing_in(torch.bfloat16):
         hidden = held.hidden(tokens_1T)
+        logits = held.logits(hidden)
     assert hidden.dtype is torch.bfloat16
     torch.testing.assert_close(hidden, expected, rtol=0, atol=0)
+    # Some keep their lm_head in fp32.
+    torch.testing.assert_close(logits, loaded.logits(expected), rtol=0, atol=0)
 
 
 @torch.inference_mode()

@@ -186,23 +186,6 @@ def test_a_resumed_run_keeps_what_it_recorded(inputs: Path, tmp_path: Path) -> N
     assert elsewhere.train == before.train
 
 
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("seed=auto", r"seed: 'auto'; expected a whole number"),
-        ("train.lr=quick", r"train\.lr: 'quick'; expected a number above 0, or auto"),
-        (
-            "data.regenerate.max_prompts=many",
-            r"max_prompts: 'many'; expected a whole number of 1 or more, or null, or auto",
-        ),
-        ("train.max_step=3", r"train\.max_step: unknown"),
-    ],
-)
-def test_other_text_is_refused(inputs: Path, tmp_path: Path, override: str, says: str) -> None:
-    with pytest.raises(RecipeError, match=says):
-        recipe_of(mapping(inputs, tmp_path / "run"), [override])
-
-
 def test_a_study_sets_its_numbers_itself(inputs: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(inputs, tmp_path / "run").replaced({"study": object()})
     with pytest.raises(RecipeError, match=r"train\.lr: 'auto' with study; expected a number"):

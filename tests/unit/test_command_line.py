@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from launching import environment
-from mtp_train.cli.main import build_parser, main, parse
+from mtp_train.cli.main import main
 
 Capture = pytest.CaptureFixture[str]
 
@@ -31,14 +31,6 @@ def test_the_nearest_word_is_named(argv: list[str], says: str, capfd: Capture) -
     assert says in capfd.readouterr().err
 
 
-def test_a_word_like_no_other_gets_no_suggestion(capfd: Capture) -> None:
-    with pytest.raises(SystemExit):
-        main(["inspect", "x", "--zzz"])
-    err = capfd.readouterr().err
-    assert "unrecognized arguments: --zzz" in err
-    assert "Did you mean" not in err
-
-
 def test_help_states_defaults_once(capfd: Capture) -> None:
     for argv in (["generate", "--help"], ["evaluate", "--help"]):
         with pytest.raises(SystemExit):
@@ -49,11 +41,6 @@ def test_help_states_defaults_once(capfd: Capture) -> None:
         assert "default: False" not in text
         assert "(default: 0.0) (default" not in text
     assert "of the trunk; 0 is greedy (default: 0.0 1.0)" in text
-    assert "prompts decoded together (default: 1)" in text
-
-
-def test_every_command_takes_json() -> None:
-    assert parse(build_parser(), ["inspect", "x", "--json"]).json
 
 
 def test_a_reader_that_closes_the_pipe_gets_no_traceback() -> None:
