@@ -255,7 +255,7 @@ def choose_attention(config: PretrainedConfig, path: Path) -> None:
 def named_rejections(path: Path) -> Iterator[None]:
     """Report the errors with which transformers and torch reject a config that they are given, and nothing else.
 
-    Inside it, configs are read, and models are built on the meta device: the config is the only input. The classes check
+    Inside it, configs are read, and models built on the meta device: the config is the only input. The classes check
     few fields themselves: a width that the number of heads does not divide surfaces as whatever Python raises.
 
     Raises:
