@@ -127,7 +127,7 @@ def regeneration_of(recipe: Recipe) -> RegenerateSpec:
     """
     settings = recipe.data.answered
     if settings is None:
-        raise RecipeError(["data.regenerate: off; expected it enabled. Write data.regenerate.enabled: true."])
+        raise RecipeError("data.regenerate: off; expected it enabled. Write data.regenerate.enabled: true.")
     return settings
 
 
