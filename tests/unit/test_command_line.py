@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 from launching import environment
-from mtp_train.cli.main import main
+from mtp_train.cli.main import build_parser, main, parse
+from mtp_train.cli.output import EXAMPLES
 
 Capture = pytest.CaptureFixture[str]
 
@@ -21,7 +23,7 @@ Capture = pytest.CaptureFixture[str]
         (["inspect", "x", "--bse", "y"], "unrecognized arguments: --bse y. Did you mean --base?"),
         (["evaluate", "x", "--out", "y", "--rules", "sample"], "Did you mean sampled?"),
         (["check", "x", "--procesess=2"], "Did you mean --processes?"),
-        (["run", "x.yaml", "--json", "train.lr=1"], "Write changes to a recipe in front of the options"),
+        (["run", "x.yaml", "--jsn", "train.lr=1"], "unrecognized arguments: --jsn"),
     ],
 )
 def test_the_nearest_word_is_named(argv: list[str], says: str, capfd: Capture) -> None:
@@ -29,6 +31,24 @@ def test_the_nearest_word_is_named(argv: list[str], says: str, capfd: Capture) -
         main(argv)
     assert ended.value.code == 2
     assert says in capfd.readouterr().err
+
+
+def test_changes_to_a_recipe_may_follow_options() -> None:
+    args = parse(build_parser(), ["check", "x.yaml", "seed=1", "--device", "h100", "train.lr=1", "--json"])
+    assert args.overrides == ["seed=1", "train.lr=1"]
+
+
+def test_no_command_prints_help(capfd: Capture) -> None:
+    assert main([]) == 0
+    assert "rescue" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_help_of_a_command_ends_with_an_example_that_it_takes(name: str, capfd: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    shown = " ".join(capfd.readouterr().out.split()).rpartition("example: mtp-train ")[2]
+    assert parse(build_parser(), shlex.split(shown)).command == name
 
 
 def test_help_states_defaults_once(capfd: Capture) -> None:
