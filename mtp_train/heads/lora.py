@@ -105,7 +105,7 @@ def _chosen(blocks: nn.Module, targets: tuple[str, ...] | None) -> tuple[list[st
         if target not in known
     ]
     if problems:
-        raise RecipeError(problems)
+        raise RecipeError(*problems)
     return (
         [name for name in layers if is_target(name, targets)],
         [name for name in experts if is_target(name, targets)],

@@ -150,9 +150,7 @@ def _set(node: object, parts: list[str], value: object, done: str = "") -> list[
 
 
 def _unparsable(where: str, found: str) -> RecipeError:
-    return RecipeError(
-        [f"{where}: {found}; expected well-formed YAML. Check indentation, colons, brackets and quotes."]
-    )
+    return RecipeError(f"{where}: {found}; expected well-formed YAML. Check indentation, colons, brackets and quotes.")
 
 
 def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> Recipe:
@@ -201,7 +199,7 @@ def validated(data: object, problems: Sequence[str] = ()) -> Recipe:
     except (ValueError, TypeError) as error:
         found.append(f"recipe: {error}; expected plain values. Write aliases and keys out as text.")
     if found:
-        raise RecipeError(found)
+        raise RecipeError(*found)
     return recipe
 
 
@@ -232,4 +230,4 @@ def _read(path: Path) -> str:
         # A NUL or an unpaired surrogate in the path.
         found = f"cannot be a path ({error})"
     shown_path = str(path)[:200].encode("ascii", "backslashreplace").decode()
-    raise RecipeError([f"{shown_path}: {found}; expected {expected}. {hint}"])
+    raise RecipeError(f"{shown_path}: {found}; expected {expected}. {hint}")

@@ -72,22 +72,17 @@ class CheckResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train check --json`` prints them."""
-        plan = {**asdict(self.plan), "total_tokens": self.plan.total_tokens}
-        return {
+        shards = self.memory_in_shards
+        found = {
+            **vars(self),
             "recipe": self.recipe.model_dump(mode="json"),
             "auto": {choice.field: {"value": choice.value, "reason": choice.reason} for choice in self.choices},
-            "precision_reason": self.precision_reason,
-            "family": self.family,
-            "data": self.data,
-            "plan": plan,
+            "plan": {**asdict(self.plan), "total_tokens": self.plan.total_tokens},
             "memory": self.memory.to_json(),
-            "memory_in_shards": None if self.memory_in_shards is None else self.memory_in_shards.to_json(),
-            "decoding": self.decoding,
-            "device_bytes": self.device_bytes,
-            "disk_bytes": self.disk_bytes,
-            "serves": dict(self.serves),
-            "kinds": dict(self.kinds),
+            "memory_in_shards": None if shards is None else shards.to_json(),
         }
+        del found["choices"]
+        return found
 
     def __str__(self) -> str:
         return "\n".join([dump_recipe(self.recipe), *(f"# {line}" for line in self._lines())])

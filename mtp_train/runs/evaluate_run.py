@@ -276,7 +276,7 @@ def evaluation_settings(recipe: Recipe, inputs: Inputs, settings: Sequence[Setti
     }
 
 
-_OF_TRAINING = (*("trunk", "head_from", "depth", "train_precision", "loss", "train_steps", "tokens_per_step", "seed"),)
+_OF_TRAINING = ("trunk", "head_from", "depth", "train_precision", "loss", "train_steps", "tokens_per_step", "seed")
 
 
 def trunk_facts(recipe: Recipe, trunk: Trunk) -> dict[str, Any]:

@@ -140,10 +140,7 @@ def generate(
         stop=tuple(stop),
         draft_sampling=draft_sampling,
     )
-    if not 0 <= depth <= MAX_DEPTH:
-        raise DataError(f"--depth: {depth}; expected 0 to {MAX_DEPTH}. 0 is plain decoding.")
-    if max_new_tokens < 1:
-        raise DataError(f"--max-new-tokens: {max_new_tokens}; expected at least 1. Ask for more tokens.")
+    _require_numbers(depth, max_new_tokens)
     return _decode(options, on_text, progress or quiet_progress())
 
 
@@ -221,6 +218,13 @@ def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: 
         "captured_rounds": decoder.captured_rounds,
     }
     return GenerateResult(ordered, settings, pieces)
+
+
+def _require_numbers(depth: int, max_new_tokens: int) -> None:
+    if not 0 <= depth <= MAX_DEPTH:
+        raise DataError(f"--depth: {depth}; expected 0 to {MAX_DEPTH}. 0 is plain decoding.")
+    if max_new_tokens < 1:
+        raise DataError(f"--max-new-tokens: {max_new_tokens}; expected at least 1. Ask for more tokens.")
 
 
 def _require_weights(model: OpenModel, depth: int, progress: Progress) -> None:

@@ -104,7 +104,7 @@ def raise_together(problems: Sequence[MtpError]) -> None:
     if len(problems) == 1:
         raise problems[0]
     if problems:
-        raise RecipeError([str(problem) for problem in problems])
+        raise RecipeError(*(str(problem) for problem in problems))
 
 
 def _errors_of(checks: Sequence[Callable[[], object]]) -> list[MtpError]:
@@ -130,15 +130,13 @@ def _packing(recipe: Recipe, path: Path, config: RawConfig, world_size: int) -> 
 def _of_the_head(recipe: Recipe, model: HeadOnTrunk, convention: Convention) -> Iterator[RecipeError]:
     if recipe.objective.unroll == "fastmtp" and model.num_modules > 1 and convention.modules == "each":
         yield RecipeError(
-            [
-                f"objective.unroll: 'fastmtp' with a head of {model.num_modules} chained modules, whose depths attend "
-                "to their own rows anyway; expected exact. Write objective.unroll: exact."
-            ]
+            f"objective.unroll: 'fastmtp' with a head of {model.num_modules} chained modules, whose depths attend "
+            "to their own rows anyway; expected exact. Write objective.unroll: exact."
         )
     asked, vocab_size = recipe.head.draft_vocab, model.text_config.vocab_size
     if asked is not None and asked >= vocab_size:
         yield RecipeError(
-            [f"head.draft_vocab: {asked}; expected fewer than the trunk's {vocab_size} tokens. Write null for all."]
+            f"head.draft_vocab: {asked}; expected fewer than the trunk's {vocab_size} tokens. Write null for all."
         )
 
 
@@ -156,11 +154,9 @@ def _of_the_demo(recipe: Recipe, trunk: Path) -> Iterator[RecipeError]:
     if named and _vocabulary(trunk) != _vocabulary(demo_path("base")):
         at, found, instead = named[0]
         yield RecipeError(
-            [
-                f"{at}: {found}, the demo's data, while model.trunk is {recipe.model.trunk}; expected text like the "
-                f"model will serve. Add {instead} with a file of your own, or use mtp-train init, which fits a recipe "
-                "to the model."
-            ]
+            f"{at}: {found}, the demo's data, while model.trunk is {recipe.model.trunk}; expected text like the "
+            f"model will serve. Add {instead} with a file of your own, or use mtp-train init, which fits a recipe "
+            "to the model."
         )
 
 
@@ -180,10 +176,8 @@ def require_offload(offload: Offload, world_size: int, config: RawConfig, *, whe
     """
     if world_size > 1:
         raise RecipeError(
-            [
-                f"model.offload: {offload}, with {world_size} processes; expected one process. Launch with "
-                f"{accelerate_file('single')}; or write model.offload: null and use {accelerate_file('fsdp2')}."
-            ]
+            f"model.offload: {offload}, with {world_size} processes; expected one process. Launch with "
+            f"{accelerate_file('single')}; or write model.offload: null and use {accelerate_file('fsdp2')}."
         )
     method = quant_method(config)
     if method is not None:

@@ -183,9 +183,7 @@ def require_one_process(command: str) -> None:
     """
     if launched_processes() > 1:
         found = f"mtp-train {command}: launched with {launched_processes()} processes"
-        raise RecipeError(
-            [f"{found}; expected one. For several, write the recipe with mtp-train init, and launch that."]
-        )
+        raise RecipeError(f"{found}; expected one. For several, write the recipe with mtp-train init, and launch that.")
 
 
 def launched_processes() -> int:
@@ -240,7 +238,7 @@ def automatic_values(recipe: Recipe, fields: Collection[str], world_size: int, d
         MtpError: The model or the data cannot be read, or a field cannot be ``auto`` in such a recipe.
     """
     if recipe.study is not None:
-        raise RecipeError([f"{field}: 'auto' with study; expected a number. Write one." for field in fields])
+        raise RecipeError(*(f"{field}: 'auto' with study; expected a number. Write one." for field in fields))
     recorded = RunDirectory(Path(recipe.run_dir)).recipe
     if recorded is not None:
         return tuple(Choice(field, attrgetter(field)(recorded), f"recorded in {recipe.run_dir}") for field in fields)

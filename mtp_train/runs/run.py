@@ -207,7 +207,7 @@ def require_room(run: Run) -> None:
     head_bytes = itemsize * sum(math.prod(tensor.shape) for tensor in run.inputs.head_plan.head.tensors)
     problem = decoding_problem(run.recipe, trunk_bytes, head_bytes, device_named(None).memory_bytes)
     if problem is not None:
-        raise RecipeError([f"{problem}."])
+        raise RecipeError(f"{problem}.")
 
 
 class RunTrunk:

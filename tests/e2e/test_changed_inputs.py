@@ -176,16 +176,6 @@ def test_an_export_of_another_trunk_than_was_measured_is_refused(
             assert main(["export", str(finished / "run"), "--out", str(tmp_path / "again")]) == 0
 
 
-def test_a_trunk_that_moved_with_the_recipe_s_path_is_exported(finished: Path, tmp_path: Path, capfd: Capture) -> None:
-    argv = ["export", finished / "run", "--out", tmp_path / "out"]
-    shutil.move(finished / "finetune", finished / "elsewhere")
-    try:
-        assert "finetune: not a directory" in refused(argv, capfd)
-    finally:
-        shutil.move(finished / "elsewhere", finished / "finetune")
-    assert main([str(word) for word in argv]) == 0
-
-
 def test_a_trunk_that_is_rewritten_while_its_head_trains_is_refused(pristine: Path, tmp_path: Path) -> None:
     inputs = shutil.copytree(pristine, tmp_path / "in")
     train = pipeline.train_stage
@@ -250,13 +240,6 @@ def test_a_study_is_not_read_or_continued_for_other_arms(pristine: Path, tmp_pat
         report = document(argv, capfd)
         assert list(report["arms"])[1] == "vanilla"
         assert finishes == ("report.json" in before)
-
-
-def test_a_study_goes_on_with_checkpoints_that_moved(pristine: Path, tmp_path: Path, capfd: Capture) -> None:
-    for name in ("here", "there"):
-        shutil.copytree(pristine / "base", tmp_path / name / "base")
-    report = document(study(tmp_path / "out", pristine, str(tmp_path / "here" / "base")), capfd)
-    assert document(study(tmp_path / "out", pristine, str(tmp_path / "there" / "base")), capfd) == report
 
 
 def test_an_arm_that_is_rewritten_while_it_is_loaded_is_refused(pristine: Path, tmp_path: Path, capfd: Capture) -> None:

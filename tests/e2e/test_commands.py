@@ -77,18 +77,6 @@ def test_check_counts_parameters_and_memory(recipe: Path, inputs: Path, capfd: C
     assert found["recipe"]["train"]["max_steps"] == 30
 
 
-def test_check_knows_what_saves_memory(recipe: Path, capfd: Capture) -> None:
-    whole = document(["check", recipe], capfd)["memory"]
-    again = document(["check", recipe, "train.gradient_checkpointing=true"], capfd)["memory"]
-    lora = document(["check", recipe, "head.lora={r: 2}"], capfd)["memory"]
-    few = document(["check", recipe, "objective.vocab=draft", "head.draft_vocab=64"], capfd)["memory"]
-    assert again["activation_bytes"] < whole["activation_bytes"]
-    assert lora["trained_parameters"] < whole["trained_parameters"] == whole["head_parameters"]
-    spared = (whole["trained_parameters"] - lora["trained_parameters"]) * 12 - lora["trained_parameters"] * 4
-    assert whole["head_and_optimizer_bytes"] - lora["head_and_optimizer_bytes"] == spared
-    assert few["loss_bytes"] < whole["loss_bytes"] / 2
-
-
 def layer_sizes(checkpoint: Path) -> list[int]:
     """Return the number of weights of each layer of a trunk."""
     sizes: Counter[str] = Counter()
@@ -96,29 +84,6 @@ def layer_sizes(checkpoint: Path) -> list[int]:
         if found := re.search(r"layers\.\d+\.", key):
             sizes[found[0]] += tensor.numel()
     return list(sizes.values())
-
-
-def test_check_says_what_a_process_holds_of_shards(recipe: Path, inputs: Path, capfd: Capture) -> None:
-    """By hand: a half of everything, and what is whole in a step; two processes take the same numbers whole."""
-    assert document(["check", recipe], capfd)["memory_in_shards"] is None
-    found = document(["check", recipe, "--processes", "2"], capfd)
-    whole, shared = found["memory"], found["memory_in_shards"]
-    layers = layer_sizes(inputs / "finetune")
-    itemsize = whole["trunk_bytes"] // whole["trunk_parameters"]
-    at_once = whole["trunk_parameters"] - sum(layers) + sum(sorted(layers)[-2:])
-    assert shared["trunk_bytes"] == whole["trunk_bytes"] // 2 + at_once * itemsize
-    trained = whole["trained_parameters"]
-    assert trained == whole["head_parameters"]
-    assert shared["head_and_optimizer_bytes"] == trained * 16 // 2 + trained * 8
-    for part in ("loss_bytes", "activation_bytes"):
-        assert shared[part] == whole[part]
-    # Before the layers are let go of, states are kept in shards as the head would train.
-    kept = document(["check", recipe, "train.hidden_cache={}", "--processes", "2"], capfd)
-    assert kept["memory_in_shards"] == shared
-    refused = document(["check", recipe, "model.quantization=8bit", "--processes", "2"], capfd)
-    assert refused["memory_in_shards"] is None
-    assert main(["check", str(recipe), "--processes", "2"]) == 0
-    assert "# in training with fsdp2.yaml or zero3.yaml, about" in capfd.readouterr().out
 
 
 def test_check_says_what_offloading_leaves_on_the_device(recipe: Path, inputs: Path, capfd: Capture) -> None:

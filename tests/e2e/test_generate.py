@@ -138,21 +138,6 @@ def test_generate_samples_the_same_text_with_and_without_argmax_drafts(run_dir: 
     assert sum(one["num_draft_tokens"] for one in drafted) > 0
 
 
-def test_generate_leaves_the_depth_to_the_decoder_on_request(run_dir: Path, capfd: Capture) -> None:
-    found = requests([run_dir / "export", "--mtp", "auto", "--depth", 7], capfd)
-    assert texts(found) == texts(requests([run_dir / "export", "--mtp", "off"], capfd))
-    assert all(len(one["accepted_per_pos"]) == 7 for one in found)
-
-
-def test_generate_cuts_the_text_before_a_stop_string(run_dir: Path, capfd: Capture) -> None:
-    whole = requests([run_dir / "export"], capfd)[0]["text"]
-    stop = whole[4:6]
-    one = requests([run_dir / "export", "--stop", stop], capfd)[0]
-    assert one["text"] == whole[: whole.index(stop)]
-    assert one["finish_reason"] == "stop"
-    assert len(one["token_ids"]) < 24
-
-
 def test_generate_drafts_from_a_reduced_vocabulary(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **LEARNS, head__draft_vocab=40)
     assert main(["run", str(recipe)]) in (0, 3)

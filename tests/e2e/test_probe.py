@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
@@ -94,9 +93,3 @@ def test_the_proposed_command_runs(verdict: str, adapted: bool, inputs: Path, mo
         short |= {"evaluate.prompts": 8, "evaluate.max_new_tokens": 8}
         words += ["--set", *(f"{field}={value}" for field, value in short.items())]
     assert main(words) == 0
-
-
-def test_the_out_directory_has_a_name_by_default(inputs: Path, monkeypatch: Monkey) -> None:
-    shutil.copytree(inputs / "finetune", "mine")
-    mtp.probe("mine", inputs / "base", data=[inputs / "chats.jsonl"])
-    assert Path("mine-probe/comparison/inputs.json").is_file()

@@ -201,12 +201,6 @@ def test_a_lock_of_another_machine_is_taken_over_only_without_a_sign_of_life(
     assert (tmp_path / LOCK_FILE).read_text() == record
 
 
-def test_a_refused_run_leaves_no_directory_behind(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), RunDirectory(tmp_path / "runs" / "a").held(QUIET):
-        raise KeyError
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_run_directory_that_is_removed_is_named_and_not_made_again(
     recipe: Path, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

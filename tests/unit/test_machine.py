@@ -137,12 +137,3 @@ def test_a_slow_precision_is_obeyed_with_one_warning(
     assert told.getvalue().count("training with 1 thread(s), as set") == 1
     assert told.getvalue().count("decoding with 1 thread(s), as set") == 1
     assert load_recipe(tmp_path / "run" / RECIPE_FILE).train.precision == ("fp32" if precision == "auto" else "bf16")
-
-
-def test_regeneration_alone_records_what_a_later_run_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    regenerate = {"enabled": True, "max_new_tokens": 4}
-    inputs = write_inputs(tmp_path / "in")
-    recipe = tiny_recipe(inputs, tmp_path / "run", train__precision="auto", data__regenerate=regenerate)
-    resolve_as(monkeypatch, False)
-    pipeline.regenerate(recipe)
-    assert load_recipe(tmp_path / "run" / RECIPE_FILE).train.precision == "fp32"

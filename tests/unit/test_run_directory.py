@@ -158,23 +158,6 @@ def test_an_attempt_replaces_the_outcome_of_the_one_before_it(tmp_path: Path, mo
     assert directory.outcome == done
 
 
-def test_an_outcome_is_read_back_and_only_done_is_finished(tmp_path: Path) -> None:
-    assert RunDirectory(tmp_path / "run").outcome is None
-    RunDirectory(tmp_path / "run").write_outcome(REFUSED)
-    assert RunDirectory(tmp_path / "run").outcome == REFUSED
-    assert json.loads((tmp_path / "run" / "outcome.json").read_text()) == {
-        "exit_code": 2,
-        "reason": "bad_input",
-        "message": "data: gone; expected it. Restore it.",
-        "stage": "data",
-    }
-    assert not REFUSED.finished
-    done = Outcome(exit_code=3, reason="gate_refused", message="", stage="done")
-    RunDirectory(tmp_path / "run").write_outcome(done)
-    assert RunDirectory(tmp_path / "run").outcome == done
-    assert done.finished
-
-
 def test_a_checkpoint_is_identified_by_path_and_small_files(tmp_path: Path) -> None:
     path = save_stripped(tiny_trunk("qwen3_5"), tmp_path / "finetune")
     config = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()
