@@ -59,11 +59,11 @@ class RecipeError(MtpError):
     """Report all problems of a recipe at once, each with its dotted path.
 
     Args:
-        problems: One line per problem, ``"{path}: {found}; expected {rule}. {hint}"``.
+        *problems: One line per problem, ``"{path}: {found}; expected {rule}. {hint}"``.
     """
 
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = problems
+    def __init__(self, *problems: str) -> None:
+        self.problems = list(problems)
         super().__init__("\n".join(problems))
 
 

@@ -71,12 +71,14 @@ class Cell:
 
     def recipe(self, recipe: Recipe, seed: int) -> Recipe:
         """Return the recipe of one run. The seed changes the order of the text, not the held-out prompts."""
-        objective = recipe.objective.replaced(
-            loss=self.loss,
-            unroll="fastmtp" if self.unroll == "fastmtp" else "exact",
-            on_policy=self.unroll == "on_policy",
+        return recipe.replaced(
+            {
+                "seed": seed,
+                "objective.loss": self.loss,
+                "objective.unroll": "fastmtp" if self.unroll == "fastmtp" else "exact",
+                "objective.on_policy": self.unroll == "on_policy",
+            }
         )
-        return recipe.replaced(seed=seed, objective=objective)
 
 
 Counts = dict[float, list[PromptCounts]]

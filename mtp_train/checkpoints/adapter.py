@@ -22,7 +22,6 @@ from mtp_train.checkpoints.files import (
     TORCH_DTYPES,
     Checkpoint,
     bounded,
-    locate_checkpoint,
     read_json,
     scan_safetensors,
     validated,
@@ -79,11 +78,9 @@ class LoraConfigFile:
         return any(f".{name}".endswith(f".{target}") for target in self.target_parameters or ())
 
     def rank(self, name: str) -> int:
-        """Return the rank of a module or parameter."""
         return _of_pattern(self.rank_pattern, name) or self.r
 
     def scale(self, name: str) -> float:
-        """Return the factor of the low-rank product of a module or parameter."""
         alpha, rank = _of_pattern(self.alpha_pattern, name), self.rank(name)
         return (self.lora_alpha if alpha is None else alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -126,7 +123,6 @@ class Adapter:
 
     @property
     def path(self) -> Path:
-        """Its directory."""
         return self.stored.path
 
 
@@ -151,31 +147,8 @@ def refuse_embedded_adapter(path: Path) -> None:
 
 
 def merge_command(checkpoint: str, adapter: str) -> str:
-    """Return the command that merges a LoRA adapter into a checkpoint."""
     out = f"{checkpoint.rstrip('/').rsplit(':', 1)[-1]}-merged"
     return f"mtp-train merge {shlex.quote(checkpoint)} --adapter {shlex.quote(adapter)} --out {shlex.quote(out)}"
-
-
-def locate_adapter(location: str, trunk: str) -> Path:
-    """Return the directory of an adapter to apply unmerged. peft checks that it fits when it is put on the trunk.
-
-    Raises:
-        CheckpointError: There is no adapter; its weights are damaged or not finite; or it adapts modules of a
-            vision-language model, which the text model that we load does not have.
-    """
-    path = locate_checkpoint(location)
-    if not (path / ADAPTER_CONFIG_FILE).is_file():
-        raise CheckpointError(
-            f"{location}: no {ADAPTER_CONFIG_FILE}; expected a peft adapter directory or a hub id. Check the spelling."
-        )
-    stored = _open_weights(path)
-    wrapped = next((key for key in stored.tensors if "language_model." in key or ".visual." in key), None)
-    if wrapped is not None:
-        raise CheckpointError(
-            f"{location}: adapts {wrapped}, a module of the vision-language model; expected modules of the text model, "
-            f"which alone is loaded. Run '{merge_command(trunk, location)}' and use the result."
-        )
-    return path
 
 
 def read_adapter(path: Path) -> Adapter:
@@ -185,7 +158,7 @@ def read_adapter(path: Path) -> Adapter:
         CheckpointError: It is no LoRA adapter; its weights are missing, damaged, not finite or of another rank than the
             config declares; or it has an effect that merged weights cannot have.
     """
-    stored = _open_weights(path)
+    stored = open_weights(path)
     _require_mergeable(stored)
     hint = "Restore the original, or save the adapter again."
     config = validated(LoraConfigFile, stored.config, path / ADAPTER_CONFIG_FILE, hint)
@@ -196,8 +169,7 @@ def read_adapter(path: Path) -> Adapter:
     return Adapter(stored, pairs, replacements, bool(config.ensure_weight_tying))
 
 
-def _open_weights(path: Path) -> Checkpoint:
-    """Open an adapter's weights, with its raw config."""
+def open_weights(path: Path) -> Checkpoint:
     config, file = read_json(path / ADAPTER_CONFIG_FILE), path / ADAPTER_FILE
     if not isinstance(config.get("peft_type"), str):
         raise CheckpointError(

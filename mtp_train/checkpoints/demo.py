@@ -80,7 +80,6 @@ class DemoResult:
     """Chats of the kind that the fine-tune answers; ``group`` names what each is about."""
 
     def to_json(self) -> dict[str, str]:
-        """Return plain JSON values, as ``mtp-train demo --json`` prints them."""
         return {name: str(path) for name, path in vars(self).items()}
 
     def __str__(self) -> str:

@@ -115,7 +115,6 @@ def draft_config(
     num_drafted: int | None,
     dtype: str,
 ) -> dict[str, Any]:
-    """Return the ``config.json`` for engines."""
     stored = parts_of(kind).format
     return {
         "architectures": list(stored.written_as),
@@ -128,7 +127,6 @@ def draft_config(
 def speculators_config(
     form: SpeculatorsForm, config: Mapping[str, Any], num_depths: int, verifier: str, architectures: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the ``config.json`` of a draft model for the speculators package."""
     return {
         **{field: config[field] for field in _NOT_OF_THE_LAYER},
         "architectures": [form.architecture],

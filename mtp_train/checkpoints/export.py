@@ -12,8 +12,8 @@ linked, and every file is created exclusively.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import errno
 import filecmp
 import itertools
 import logging
@@ -64,8 +64,6 @@ HEAD_FILE = "model-mtp.safetensors"
 LinkMode = Literal["hard", "copy"]
 Rewrite = Callable[[Path, Path], None]
 """From a file of weights and the new file to write."""
-# A hard link is not possible: another file system, one without links, too many links, or another user's file.
-_NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
 
 
 def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, out: Path, *, link: LinkMode) -> None:
@@ -76,7 +74,7 @@ def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, o
         CheckpointError: A head tensor does not fit the one it replaces, or the disk is full.
     """
     tensors = [*head.tensors, *shared_tensors(source, layout, head)]
-    placed = _placed(source, layout, tensors, _replaced_packed(source, layout, tensors), _names_in(source.path))
+    placed = _placed(source, layout, tensors, _replaced_packed(source, layout, tensors), set(os.listdir(source.path)))
     rewritten: dict[str, Rewrite] = {
         file: partial(rewrite_safetensors, changes={pending.key: pending for pending in patches})
         for file, patches in placed.patches.items()
@@ -118,12 +116,7 @@ def copy_files(
 
 
 def name_in(source: Checkpoint, file: Path) -> str:
-    """Return the POSIX path of a file inside its checkpoint."""
     return file.relative_to(source.path).as_posix()
-
-
-def _names_in(directory: Path) -> set[str]:
-    return {entry.name for entry in directory.iterdir()}
 
 
 def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> None:
@@ -137,7 +130,7 @@ def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> No
     # A head shard of an earlier save into this directory, whose index transformers has replaced.
     earlier = source.path / HEAD_FILE
     has_earlier = os.path.lexists(earlier) and HEAD_FILE not in {info.file for info in source.tensors.values()}
-    taken = _names_in(source.path) - ({HEAD_FILE} if has_earlier else set())
+    taken = set(os.listdir(source.path)) - ({HEAD_FILE} if has_earlier else set())
     placed = _placed(source, layout, [*head.tensors, *shared_tensors(source, layout, head)], set(), taken)
     if placed.patches:
         raise CheckpointError(
@@ -387,12 +380,9 @@ def place_file(file: Path, target: Path, link: LinkMode) -> None:
     # The hub's cache contains symbolic links; the hard link has to be to the file behind them.
     real = file.resolve()
     if link == "hard" and target.suffix == ".safetensors":
-        try:
+        # Another file system, one without links, too many links, or another user's file.
+        with contextlib.suppress(OSError):
             os.link(real, target)
-        except OSError as error:
-            if error.errno not in _NO_LINK:
-                raise
-        else:
             return
     copy_file(real, target)
 

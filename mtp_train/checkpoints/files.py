@@ -6,7 +6,6 @@ fails in the middle of a write.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -22,7 +21,6 @@ from huggingface_hub.dataclasses import type_validator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mtp_train.checkpoints.run_export import exported_of
 from mtp_train.errors import CheckpointError
 from mtp_train.families import FAMILIES, Family, RawConfig, family_for, raw_text_config, refuse_unserved_heads
 from mtp_train.families.engines import EngineSupport
@@ -72,7 +70,6 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the stored tensor."""
         return TORCH_DTYPES[self.dtype].itemsize * math.prod(self.shape)
 
 
@@ -97,12 +94,10 @@ class Checkpoint:
 
     @property
     def text_config(self) -> RawConfig:
-        """The language model's part of the raw config."""
         return raw_text_config(self.config)
 
     @property
     def num_bytes(self) -> int:
-        """Size of all stored tensors."""
         return sum(info.num_bytes for info in self.tensors.values())
 
     @property
@@ -154,22 +149,14 @@ class Checkpoint:
         """Return ``count`` bytes of a tensor, from its byte ``offset`` on, as a uint8 tensor."""
         file = self.tensors[key].file
         data = torch.empty(count, dtype=torch.uint8)
-        with (self.path / file).open("rb", buffering=0) as handle:
+        with (self.path / file).open("rb") as handle:
             handle.seek(self._starts[file, key] + offset)
-            _fill(handle, data.numpy().data)
+            if handle.readinto(data.numpy().data) < count:
+                raise CheckpointError(
+                    f"{self.path / file}: became shorter while it was read; expected files that no process writes to. "
+                    "Run the command again."
+                )
         return data
-
-
-def _fill(handle: io.RawIOBase, view: memoryview) -> None:
-    """Read until the buffer is full: one system call returns at most 2 GiB, and less on some file systems."""
-    while view:
-        count = handle.readinto(view)
-        if not count:
-            raise CheckpointError(
-                "a weights file became shorter while it was read; expected files that no process writes to. Run the "
-                "command again."
-            )
-        view = view[count:]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -394,10 +381,6 @@ def _are_tokens(value: Any) -> bool:
     return all(type(one) is int and -1 <= one <= _MAX_TOKEN for one in ids)
 
 
-def _are_strings(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
-
-
 _Rule = tuple[re.Pattern[str], Callable[[Any], bool], str]
 """Names of fields, what they may hold besides null, and that in words."""
 _COUNT: _Rule = (re.compile(""), lambda one: type(one) is int and abs(one) <= _MAX_BLOCKS, "an integer up to 1000")
@@ -409,7 +392,11 @@ _FIELDS: tuple[_Rule, ...] = (
         "an object",
     ),
     (re.compile(r"model_type"), lambda one: isinstance(one, str), "the name of an architecture"),
-    (re.compile(r"architectures"), _are_strings, "a list of names"),
+    (
+        re.compile(r"architectures"),
+        lambda one: isinstance(one, list) and all(isinstance(name, str) for name in one),
+        "a list of names",
+    ),
     # Building a model with more blocks would not end.
     (re.compile(r"num_hidden_layers"), lambda one: _is_number(one) and one <= _MAX_BLOCKS, "a number up to 1000"),
     (re.compile(r"depth"), lambda one: not isinstance(one, int) or one <= _MAX_BLOCKS, "a number up to 1000"),
@@ -424,11 +411,7 @@ _GENERATION_FIELDS: tuple[_Rule, ...] = (
 
 
 def _require_generation_config(path: Path) -> None:
-    """Check a checkpoint's generation config, which engines and transformers read too.
-
-    Raises:
-        CheckpointError: It is no JSON object, or a field that we read has a wrong type.
-    """
+    """Check a checkpoint's generation config, which engines and transformers read too."""
     file = path / GENERATION_CONFIG_FILE
     if not os.path.lexists(file):
         return
@@ -493,27 +476,6 @@ def _scan_indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]
             "again."
         )
     return {key: read[key] for key in (*named, *(key for key in read if key not in named))}
-
-
-def locate_checkpoint(name: str) -> Path:
-    """Return the directory of a checkpoint: a local path, the export of a run, or a hub id in the hub's cache.
-
-    Raises:
-        CheckpointError: It is neither a directory nor a hub id that can be downloaded, or a run without an export.
-    """
-    path = Path(name).expanduser()
-    if path.exists() or name.count("/") != 1 or name.startswith((".", "~", "/")):
-        return exported_of(path)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, ignore_patterns=[f"*{suffix}" for suffix in PICKLE_SUFFIXES]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(
-            f"{name}: neither a local directory nor a hub model that can be downloaded "
-            f"({type(error).__name__}); expected one of them. Check the spelling, your network and your token."
-        ) from None
 
 
 def all_finite(block: Tensor) -> bool:

@@ -70,7 +70,6 @@ class HeadLayout:
 
     @property
     def embed_key(self) -> str:
-        """The native key of the trunk's input embedding."""
         return self.family.embedding(self.trunk_prefix)
 
     @property
@@ -143,28 +142,22 @@ class HeadLayout:
             return target.trunk_prefix + key[len(self.trunk_prefix) :]
         return key
 
-    def native_shapes(self, ours: Mapping[str, torch.Size]) -> dict[str, tuple[int, ...]]:
-        """Return all native keys of parameters with these names and shapes, each with its shape."""
-        return {
-            key: tuple(meta.shape)
-            for name, shape in ours.items()
-            for key, meta in self.split(name, torch.empty(shape, device="meta"))
-        }
-
-    def _placeholders(self, module: int) -> dict[str, str | int]:
-        return {
-            "trunk": self.trunk_prefix,
-            "module": module,
-            "layer": self.num_hidden_layers + module,
-            "last": self.num_sublayers - 1,
-        }
+    def native_shapes(self, state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        """Return the native keys of a head's state dict, each with its shape."""
+        return {key: tuple(part.shape) for name, value in state.items() for key, part in self.split(name, value)}
 
     def split(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the native keys of one of our parameters with their values (views where possible)."""
         _, module, tail = name.split(".", 2)
         found = [(rule, match) for rule, _, ours in self._rules if (match := ours.match(tail)) is not None]
         rules = sorted((rule for rule, _ in found if rule.ours == found[0][0].ours), key=lambda rule: rule.order)
-        placeholders = {**found[0][1].groupdict(), **self._placeholders(int(module))}
+        placeholders = {
+            **found[0][1].groupdict(),
+            "trunk": self.trunk_prefix,
+            "module": int(module),
+            "layer": self.num_hidden_layers + int(module),
+            "last": self.num_sublayers - 1,
+        }
         parts = value.chunk(len(rules), dim=-2) if len(rules) > 1 else [value]
         for rule, part in zip(rules, parts, strict=True):
             if rule.stack in ("none", "concat"):

@@ -182,14 +182,12 @@ class _Plan:
         return [] if of_layer is None else self.layout.trunk_layer_keys(int(of_layer["layer"]), of_layer["tail"])
 
     def replace(self, name: str, key: str) -> None:
-        """Replace a stored tensor with a tensor of the adapter."""
         stored = self.adapter.stored
         num_rows, *columns = stored.tensors[key].shape
         for home, rows in self._rows_of(name, num_rows):
             self.step(home, (rows.stop - rows.start, *columns), partial(_read_rows, stored, key, rows.start))
 
     def add(self, pair: LowRank) -> None:
-        """Add a low-rank product to the stored tensor, or tensors, of its module."""
         name = f"{pair.module}.{pair.parameter}"
         num_rows, num_columns = pair.shape
         if pair.num_experts is not None:
@@ -218,7 +216,6 @@ class _Plan:
                 self.step(part.format(expert=expert), (size, num_columns), step)
 
     def step(self, name: str, shape: tuple[int, ...], step: RowChange) -> None:
-        """Add a step to the change of a stored tensor."""
         key = self.home(name)
         if self._tied and (key == self._embedding or name.endswith(LM_HEAD)):
             if not self.adapter.keeps_tied:

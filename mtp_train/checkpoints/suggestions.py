@@ -12,24 +12,20 @@ from mtp_train.checkpoints.files import CONFIG_FILE
 
 
 def graft_command(finetune: str, base: str) -> str:
-    """Return the command that puts a base's head back on a fine-tune."""
     out = shlex.quote(grafted_name(finetune))
     return f"mtp-train graft {shlex.quote(finetune)} --from {shlex.quote(base)} --out {out}"
 
 
 def grafted_name(finetune: str) -> str:
-    """Return the directory that :func:`graft_command` writes."""
     return f"{last_name(finetune)}-mtp"
 
 
 def evaluate_command(checkpoint: str, out: str) -> str:
-    """Return the command that measures a checkpoint on the server that serves it."""
     paths = f"{shlex.quote(checkpoint)} --endpoint http://localhost:8000/v1 --served-only --out {shlex.quote(out)}"
     return f"mtp-train evaluate {paths}"
 
 
 def export_command(checkpoint: str) -> str:
-    """Return the command that declares, in the config, the head that a checkpoint contains."""
     return f"mtp-train export {shlex.quote(checkpoint)} --out {shlex.quote(checkpoint.rstrip('/') + '-mtp')}"
 
 
@@ -47,7 +43,6 @@ def retrain_command(finetune: str, base: str, data: Sequence[str] = ()) -> str:
 
 
 def inspect_command(finetune: str, base: str) -> str:
-    """Return the command that examines a fine-tune beside its base."""
     return f"mtp-train inspect {shlex.quote(finetune)} --base {shlex.quote(base)}"
 
 

@@ -25,7 +25,6 @@ _SMALLEST = 1e-31
 
 
 def find_non_finite(checkpoint: Checkpoint, progress: Progress) -> list[str]:
-    """Return the keys of floating-point tensors with NaN or infinities."""
     found = []
     for key in progress.track(sorted(checkpoint.tensors), description=f"looking for NaN in {checkpoint.path.name}"):
         if not all(all_finite(block) for block in checkpoint.read_in_blocks(key)):
@@ -34,11 +33,7 @@ def find_non_finite(checkpoint: Checkpoint, progress: Progress) -> list[str]:
 
 
 def require_finite_checkpoint(checkpoint: Checkpoint, progress: Progress) -> None:
-    """Check that no weight of a checkpoint is NaN or infinite.
-
-    Raises:
-        CheckpointError: A weight is; the message names its tensor.
-    """
+    """Raise a CheckpointError that names the first tensor with NaN or infinities."""
     found = find_non_finite(checkpoint, progress)
     if found:
         raise CheckpointError(

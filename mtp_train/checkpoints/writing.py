@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -61,11 +61,9 @@ class PendingTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the stored tensor."""
         return self.info("").num_bytes
 
     def info(self, file: str) -> TensorInfo:
-        """Return the tensor's description as stored in ``file``."""
         return TensorInfo(file, self.dtype, self.shape)
 
 
@@ -157,17 +155,14 @@ def rewrite_safetensors(source: Path, target: Path, changes: Mapping[str, RowCha
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON beside ``path``, flush, and rename over it."""
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def write_text(path: Path, content: str) -> None:
-    """Write text beside ``path``, flush, and rename over it."""
     write_bytes(path, content.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write bytes beside ``path``, flush, and rename over it."""
     with replaced(path) as handle:
         handle.write(content)
 
@@ -199,7 +194,6 @@ def sync_directory(path: Path) -> None:
 
 
 def refuse_existing(target: Path, *, what: str) -> None:
-    """Raise OutputExistsError where the output path exists."""
     if target.exists() or target.is_symlink():
         raise OutputExistsError(
             f"{target}: already exists; expected a new path for {what}. Choose another path, or remove it first."
@@ -233,14 +227,10 @@ def new_directory(target: Path, *, what: str) -> Iterator[Path]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if not target.exists():
-            _remove_empty(made)
-
-
-def _remove_empty(directories: Iterable[Path]) -> None:
-    """Remove directories, innermost first, up to the first that is not empty."""
-    with contextlib.suppress(OSError):
-        for directory in directories:
-            directory.rmdir()
+            # Innermost first, up to the first that is not empty.
+            with contextlib.suppress(OSError):
+                for parent in made:
+                    parent.rmdir()
 
 
 @contextlib.contextmanager

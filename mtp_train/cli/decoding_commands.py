@@ -26,7 +26,7 @@ def add_commands(commands: Any) -> None:
     """Declare the commands."""
     generate = add_command(commands, "generate", "decode with the built-in speculative decoder", _generate)
     _add_generate(generate.add_argument)
-    text = "acceptance and speed by task, temperature, context, depth and rule"
+    text = "measure acceptance and speed by task, temperature, context, depth and rule"
     evaluate = add_command(commands, "evaluate", text, _evaluate)
     _add_evaluate(evaluate.add_argument)
     _add_grid(evaluate.add_argument)

@@ -49,7 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     parser = build_parser()
-    if arguments and _means_recipe(arguments[0]):
+    if not arguments:
+        parser.print_help()
+        return 0
+    if _means_recipe(arguments[0]):
         arguments.insert(0, "run")
     args = parse(parser, arguments)
     quieten_libraries()
@@ -103,12 +106,12 @@ def _meant(found: str, names: Iterable[str]) -> str:
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments. An unknown one is an error of the command that it was given to."""
     args, unknown = parser.parse_known_args(arguments)
+    if hasattr(args, "overrides"):
+        # argparse takes a list of words in one place only; changes to a recipe may follow options.
+        args.overrides += [word for word in unknown if word[0] != "-" and "=" in word]
+        unknown = [word for word in unknown if word not in args.overrides]
     if unknown:
-        # argparse takes a list of words in one place only.
-        hint = (
-            ". Write changes to a recipe in front of the options" if unknown[0][0] != "-" and "=" in unknown[0] else ""
-        )
-        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return args
 
 

@@ -195,7 +195,7 @@ def family_for(config: RawConfig, *, where: str) -> Family:
     known = ", ".join(f"{family.title} ({', '.join(family.model_types)})" for family in FAMILIES)
     raise UnsupportedModelError(
         f"{where}: config.json has model_type '{model_type}', an architecture without a known head layout; expected "
-        f"one of {known}. Add a family record (CONTRIBUTING.md describes how) or use a supported model."
+        f"one of {known}. Add a family record (mtp_train/families/README.md describes how) or use a supported model."
     )
 
 

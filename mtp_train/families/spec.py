@@ -1,6 +1,6 @@
 """The ``Family`` record: everything the rest of the package reads about a model family.
 
-No module outside ``families/`` and ``gguf/`` names a model. ``CONTRIBUTING.md`` describes how to add a family.
+No module outside ``families/`` and ``gguf/`` names a model. ``README.md`` here describes how to add a family.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Plan a head for a trunk, and build it: from a checkpoint that has one, from a head directory, or a new one.
+"""Plan a head for a trunk without loading weights (:class:`HeadPlan`), and build it.
 
-A :class:`HeadPlan` is made without loading weights: :func:`native_plan` and :func:`graft_plan` from checkpoints,
-:func:`stored_head_plan` and :func:`graft_artifact_plan` from a head directory, :func:`fresh_plan` for a new head, with
-random weights or a copy of the trunk's last layer. :func:`build_head` makes the module, and :func:`trained_head`
-returns its weights in native keys.
+The head comes from a checkpoint, from a head directory, or is new, with random weights or a copy of the trunk's last
+layer.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from mtp_train.checkpoints.suggestions import train_command
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family, of_kind
-from mtp_train.heads.diagnose import diagnose_head, head_shapes, layout_of, stored_dtype, text_config_of
+from mtp_train.heads.diagnose import diagnose_head, empty_head, layout_of, stored_dtype, text_config_of
 from mtp_train.heads.module import MtpHead, OutputRows, unroll_of
 
 FreshStart = Literal["copy_last_layer", "random"]
@@ -45,11 +43,7 @@ def deepest(plan: HeadPlan) -> int | None:
 
 
 def native_plan(checkpoint: Checkpoint, convention: str) -> HeadPlan:
-    """Plan to start from the head in the checkpoint itself.
-
-    Raises:
-        CheckpointError: The checkpoint has no head, or an incomplete one.
-    """
+    """Plan to start from the head in the checkpoint itself, see :func:`graft_plan`."""
     return graft_plan(checkpoint, checkpoint, convention)
 
 
@@ -98,10 +92,10 @@ def graft_artifact_plan(
             f"{directory}: a head with the wiring {artifact.convention}, and head.convention is {convention}; expected "
             f"the same. Write head.convention: {artifact.convention}."
         )
-    shapes = head_shapes(family, text_config_of(finetune, trust_remote_code=trust_remote_code), artifact.num_modules)
+    empty = empty_head(family, text_config_of(finetune, trust_remote_code=trust_remote_code), artifact.num_modules)
     head = artifact.head
     tensors = tuple(replace(one, key=artifact.layout.renamed(one.key, layout)) for one in head.tensors)
-    _require_shapes({one.key: one.shape for one in tensors}, layout.native_shapes(shapes))
+    _require_shapes({one.key: one.shape for one in tensors}, layout.native_shapes(empty))
     shared = tuple(artifact.layout.renamed(key, layout) for key in head.shared_keys)
     template = NativeHead(tensors, shared, head.config_fields)
     return HeadPlan(layout, artifact.num_modules, convention, template, artifact.draft_vocab)
@@ -116,8 +110,8 @@ def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dt
     convention = plan.family.convention(plan.convention)
     head = MtpHead(plan.family, text_config, num_modules=plan.num_modules, convention=convention)
     native = {pending.key: pending.load() for pending in plan.head.tensors}
-    require_finite(native)
-    needed = plan.layout.native_shapes({name: value.shape for name, value in head.state_dict().items()})
+    _require_finite(native)
+    needed = plan.layout.native_shapes(head.state_dict())
     _require_shapes({key: value.shape for key, value in native.items()}, needed)
     head.load_state_dict(plan.layout.join(native))
     # Buffers keep their dtype: a router's fp32 correction bias must not be rounded.
@@ -125,7 +119,7 @@ def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dt
         parameter.data = parameter.data.to(dtype)
     if plan.output is not None:
         output_RD = plan.output.weight.load()
-        require_finite({plan.output.weight.key: output_RD})
+        _require_finite({plan.output.weight.key: output_RD})
         head.give_output(OutputRows(output_RD.to(dtype), plan.output.token_ids_R, text_config.vocab_size))
     return head
 
@@ -150,8 +144,7 @@ def stored_head_plan(directory: Path, family: Family) -> Artifact:
     artifact = load_artifact(directory)
     if artifact.family.name != family.name:
         raise CheckpointError(
-            f"{directory}: a head for {artifact.family.title}; expected a head for {family.title}. Use a head of "
-            "this model."
+            f"{directory}: a head for {artifact.family.title}; expected {family.title}. Use a head of this model."
         )
     return artifact
 
@@ -166,23 +159,17 @@ def trained_head(plan: HeadPlan, state: Mapping[str, Tensor]) -> NativeHead:
 def native_tensors(
     state: Mapping[str, Tensor], layout: HeadLayout, dtypes: Mapping[str, str]
 ) -> tuple[PendingTensor, ...]:
-    """Convert our parameters to native tensors with the given stored dtypes, in the order of ``dtypes``."""
+    """Return our parameters as native tensors with the given stored dtypes, in their order."""
     split = {key: value for name, tensor in state.items() for key, value in layout.split(name, tensor)}
     return tuple(held_tensor(key, dtype, split[key]) for key, dtype in dtypes.items())
 
 
-def require_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Check that no weight is NaN or infinite.
-
-    Raises:
-        CheckpointError: A weight is; the message names its key.
-    """
-    for key, value in tensors.items():
-        if not all_finite(value):
-            raise CheckpointError(
-                f"{key}: holds NaN or infinite values; expected finite weights. Use a checkpoint saved before it "
-                "diverged."
-            )
+def _require_finite(tensors: Mapping[str, Tensor]) -> None:
+    bad = next((key for key, value in tensors.items() if not all_finite(value)), None)
+    if bad is not None:
+        raise CheckpointError(
+            f"{bad}: holds NaN or infinite values; expected finite weights. Use a checkpoint saved before it diverged."
+        )
 
 
 def fresh_plan(
@@ -265,7 +252,6 @@ def _init_last_norm(checkpoint: Checkpoint, layout: HeadLayout, text_config: Pre
 
 
 def _init_projection(head: MtpHead) -> None:
-    """Start the projection as the mean of the two normed inputs."""
     half_DD = 0.5 * torch.eye(head.config.hidden_size)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
@@ -287,7 +273,8 @@ def _copied_layer(
     Raises:
         CheckpointError: No layer has tensors of these names and shapes.
     """
-    of_layer = {pending.key: pending.shape for pending in tensors if ".layer." in _ours(layout, pending.key)}
+    mapped = ((pending, layout.map_key(pending.key)) for pending in tensors)
+    of_layer = {one.key: one.shape for one, found in mapped if found is not None and ".layer." in found.ours}
     kinds = text_config.to_dict().get(head.family.trunk.layer_kinds) or []
     same_kind = head.config.to_dict().get(head.family.trunk.layer_kinds) or [None]
     last_first = sorted(
@@ -309,9 +296,10 @@ def _copied_layer(
 def _of_layer(checkpoint: Checkpoint, layout: HeadLayout, layer: int, key: str) -> PendingTensor | None:
     """Return the trunk layer's tensor that corresponds to the head's ``key``, None where there is none."""
     theirs = layout.same_in_trunk(key, layer)
-    if theirs is None or theirs in checkpoint.tensors:
-        return None if theirs is None else plain_tensor(checkpoint, theirs, key)
-    return plain_experts(checkpoint, theirs, key)
+    if theirs is None:
+        return None
+    take = plain_tensor if theirs in checkpoint.tensors else plain_experts
+    return take(checkpoint, theirs, key)
 
 
 def _copied_norm(checkpoint: Checkpoint, layout: HeadLayout, head: MtpHead) -> dict[str, PendingTensor]:
@@ -322,8 +310,3 @@ def _copied_norm(checkpoint: Checkpoint, layout: HeadLayout, head: MtpHead) -> d
     if value is None or theirs not in checkpoint.tensors:
         return {}
     return {key: plain_tensor(checkpoint, theirs, key) for key, _ in layout.split(name, value)}
-
-
-def _ours(layout: HeadLayout, key: str) -> str:
-    mapped = layout.map_key(key)
-    return "" if mapped is None else mapped.ours

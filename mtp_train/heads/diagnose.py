@@ -1,8 +1,4 @@
-"""Compare the head tensors of a checkpoint with those that its family and config need, from file headers alone.
-
-:func:`diagnose_head` does the comparison. :func:`layout_of`, :func:`text_config_of`, :func:`trunk_config` and
-:func:`head_shapes` return what it compares with, for other modules too.
-"""
+"""Compare the head tensors of a checkpoint with those that its family and config need, from file headers alone."""
 
 from __future__ import annotations
 
@@ -102,20 +98,12 @@ def compare_shapes(
 
 
 def stored_dtype(checkpoint: Checkpoint, family: Family | None = None) -> str:
-    """Return the stored dtype of the trunk's embedding, in safetensors' spelling, as the trunk's dtype.
-
-    Args:
-        checkpoint: The checkpoint.
-        family: Its record, where it differs from the record that the config selects.
-
-    Raises:
-        CheckpointError: See :func:`layout_of`.
-    """
+    """Return the stored dtype of the trunk's embedding, in safetensors' spelling, as the trunk's dtype."""
     return checkpoint.tensors[layout_of(checkpoint, family).embed_key].dtype
 
 
 def layout_of(checkpoint: Checkpoint, family: Family | None = None) -> HeadLayout:
-    """Return the head's key layout in this checkpoint; ``family`` as for :func:`stored_dtype`.
+    """Return the head's key layout in this checkpoint; ``family`` where it is not the one that the config selects.
 
     Raises:
         CheckpointError: The trunk has no embedding under the family's prefixes, or the config has no layer count.
@@ -172,12 +160,8 @@ def text_config_of(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -
     return text_config
 
 
-def head_shapes(family: Family, text_config: PretrainedConfig, num_modules: int) -> dict[str, torch.Size]:
-    """Return the names and shapes of a head's parameters and buffers for a config; allocates no weights."""
-    return {name: value.shape for name, value in _empty_head(family, text_config, num_modules).items()}
-
-
-def _empty_head(family: Family, text_config: PretrainedConfig, num_modules: int) -> dict[str, Tensor]:
+def empty_head(family: Family, text_config: PretrainedConfig, num_modules: int) -> dict[str, Tensor]:
+    """Return the state dict of a head for a config, on the meta device."""
     with torch.device("meta"):
         head = MtpHead(family, text_config, num_modules=num_modules, convention=family.wiring.default)
     return head.state_dict()
@@ -204,14 +188,6 @@ def _dtype_errors(
 def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
     """Compare the head keys of a checkpoint with those that its family and config need."""
     layout = layout_of(checkpoint)
-    diagnosis = _diagnose_head(checkpoint, layout)
-    if diagnosis.found_keys:
-        return diagnosis
-    unnamed = unnamed_files(checkpoint, layout)
-    return replace(diagnosis, unnamed_in=tuple(one.file for one in unnamed if one.num_head_tensors))
-
-
-def _diagnose_head(checkpoint: Checkpoint, layout: HeadLayout) -> HeadDiagnosis:
     declared = layout.family.declared_modules(checkpoint.config)
     found = tuple(key for key in checkpoint.tensors if layout.is_head_key(key))
     own = (key for key in found if layout.shared_key(key) is None and not is_scale(key, checkpoint.tensors))
@@ -221,11 +197,12 @@ def _diagnose_head(checkpoint: Checkpoint, layout: HeadLayout) -> HeadDiagnosis:
     num_modules = max(declared, len(present), 1)
     text_config = text_config_of(checkpoint)
     with named_rejections(checkpoint.path):
-        head = _empty_head(layout.family, text_config, num_modules)
-    needed = layout.native_shapes({name: value.shape for name, value in head.items()})
+        head = empty_head(layout.family, text_config, num_modules)
+    needed = layout.native_shapes(head)
     packed = {key: weight for key in mapped if (weight := packed_weight(key)) in needed}
     weights = set(packed.values())
     shapes = {key: plain_shape(key, checkpoint.tensors) for key in mapped if key not in packed}
+    unnamed = () if found else unnamed_files(checkpoint, layout)
     return HeadDiagnosis(
         declared,
         len(present),
@@ -234,6 +211,7 @@ def _diagnose_head(checkpoint: Checkpoint, layout: HeadLayout) -> HeadDiagnosis:
         dtype_errors=_dtype_errors(checkpoint, mapped, head, packed.keys() | weights),
         packed_keys=tuple(sorted(packed)),
         method=method_of(checkpoint) if packed else None,
+        unnamed_in=tuple(one.file for one in unnamed if one.num_head_tensors),
     )
 
 
@@ -277,9 +255,8 @@ def choose_attention(config: PretrainedConfig, path: Path) -> None:
 def named_rejections(path: Path) -> Iterator[None]:
     """Report the errors with which transformers and torch reject a config that they are given, and nothing else.
 
-    Enter it to read a config, or to build a model or a head on the meta device: no weight is read, so that the config
-    is the only input. The classes check few fields themselves. A width that the number of heads does not divide, or an
-    unknown activation, surfaces as whatever Python raises.
+    Inside it, configs are read, and models built on the meta device: the config is the only input. The classes check
+    few fields themselves: a width that the number of heads does not divide surfaces as whatever Python raises.
 
     Raises:
         CheckpointError: The config is rejected.

@@ -2,8 +2,6 @@
 
 A :class:`~mtp_train.families.drafts.record.Block` is one module of a head: :class:`HeadModule` for MTP, and one class
 for each other kind in ``families/drafts/``. Their decoder layers, norms and rotary embeddings come from transformers.
-:class:`MtpHead` holds the modules of a head of any kind, and selects the module, the norm and the sliding window of
-each depth. :class:`OutputRows` is an output matrix over a part of the vocabulary.
 
 Shapes: B rows, T tokens, D hidden, R rows of an output matrix, V vocabulary.
 """
@@ -144,14 +142,7 @@ def unroll_of(family: Family, convention: Convention, num_modules: int) -> Unrol
 
 
 class MtpHead(nn.Module):
-    """A head of any kind, with one or several modules.
-
-    Args:
-        family: The record that describes its wiring.
-        text_config: The trunk's text config (transformers' object).
-        num_modules: Modules in the checkpoint, which may be fewer than the draft depth.
-        convention: The engine's wiring to follow.
-    """
+    """The modules of a head of any kind, which may be fewer than the draft depth, wired as ``convention`` says."""
 
     def __init__(
         self, family: Family, text_config: PretrainedConfig, *, num_modules: int, convention: Convention
@@ -174,7 +165,6 @@ class MtpHead(nn.Module):
 
     @property
     def unroll(self) -> Unroll:
-        """How the depths depend on each other, see :func:`unroll_of`."""
         return unroll_of(self.family, self.convention, len(self.blocks))
 
     def read(self, trunk_BTD: Tensor) -> Tensor:
@@ -195,7 +185,6 @@ class MtpHead(nn.Module):
         return self.family.state_width(self.config)
 
     def norm_for(self, depth: int) -> Callable[[Tensor], Tensor]:
-        """Return the norm after the layer that drafts at ``depth``."""
         first = self.family.has_chain_norm(self.config)
         norm = (cast(Block, self.blocks[0]) if first else self.module_for(depth)).final_norm
         return (lambda state_BTD: norm(_centred(state_BTD))) if self.convention.centred else norm
@@ -218,7 +207,6 @@ class MtpHead(nn.Module):
         return None if own is None else cast(nn.Embedding, own).weight
 
     def give_output(self, output: OutputRows) -> None:
-        """Make all depths use an output matrix of the head's own."""
         for block in self.blocks:
             cast(Block, block).lm_head = output
 
@@ -228,5 +216,4 @@ class MtpHead(nn.Module):
         return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
 
     def layer_type(self, depth: int) -> str:
-        """Return the config's name for the kind of layer that drafts at ``depth``."""
         return str(self.config.layer_types[0 if self.unroll == "recursive" else depth - 1])

@@ -125,8 +125,13 @@ def shown_default(node: Node) -> str:
     """Return the default of a field that has one, as a recipe would contain it."""
     if "default" not in node:
         return "its defaults"
-    default = node["default"]
-    return shown(tuple(default) if isinstance(default, list) else default)
+    return shown_whole(node["default"])
+
+
+def shown_whole(value: object) -> str:
+    """Return a value in short, a list of values with its items."""
+    has_sections = isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
+    return shown(tuple(value) if isinstance(value, list) and not has_sections else value)
 
 
 def shown(value: object) -> str:

@@ -17,7 +17,7 @@ from mtp_train.errors import RecipeError
 from mtp_train.recipe.json_schema import dotted, shown
 from mtp_train.recipe.problems import problems_of
 from mtp_train.recipe.schema import Recipe
-from mtp_train.recipe.shipped import near_names, recipe_names, recipe_path
+from mtp_train.recipe.shipped import recipe_names, recipe_path
 
 RecipeLike = Recipe | str | Path | Mapping[str, Any]
 _TAG = "tag:yaml.org,2002:"
@@ -92,9 +92,8 @@ def parse_yaml(text: str, where: str) -> tuple[Any, list[str]]:
         found = " ".join(part for part in (error.context, error.problem) if part)
         raise _unparsable(place, found) from error
     except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
-        place = f"{where}, line {line}, column {column}"
+        *above, line = text[: error.position].split("\n")
+        place = f"{where}, line {len(above) + 1}, column {len(line) + 1}"
         raise _unparsable(place, f"the control character U+{error.character:04X}") from error
     # A number of thousands of digits, an escape beyond Unicode, brackets nested without end, !!bool on other text.
     except (ValueError, OverflowError, RecursionError, LookupError) as error:
@@ -151,9 +150,7 @@ def _set(node: object, parts: list[str], value: object, done: str = "") -> list[
 
 
 def _unparsable(where: str, found: str) -> RecipeError:
-    return RecipeError(
-        [f"{where}: {found}; expected well-formed YAML. Check indentation, colons, brackets and quotes."]
-    )
+    return RecipeError(f"{where}: {found}; expected well-formed YAML. Check indentation, colons, brackets and quotes.")
 
 
 def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> Recipe:
@@ -202,7 +199,7 @@ def validated(data: object, problems: Sequence[str] = ()) -> Recipe:
     except (ValueError, TypeError) as error:
         found.append(f"recipe: {error}; expected plain values. Write aliases and keys out as text.")
     if found:
-        raise RecipeError(found)
+        raise RecipeError(*found)
     return recipe
 
 
@@ -212,32 +209,25 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def _read(path: Path) -> str:
+    expected, hint = "a recipe in YAML", "Check the path and its permissions."
     try:
-        if path.exists() and not path.is_dir() and not path.is_file():
-            # Opening a FIFO waits for a writer, and reading a device may never end.
-            raise RecipeError([f"{path}: not a regular file; expected a recipe in YAML. Write it to a file."])
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: OSError | ValueError) -> RecipeError:
-    expected = "a recipe in YAML"
-    if isinstance(error, UnicodeDecodeError):
-        found, cure = "not text in UTF-8", "Save it as UTF-8, or check the path."
-    elif isinstance(error, FileNotFoundError):
-        siblings = [str(file) for file in path.parent.glob("*.yaml")]
+        # Opening a FIFO waits for a writer, and reading a device may never end.
+        if path.is_file() or path.is_dir() or not path.exists():
+            return path.read_text(encoding="utf-8")
+        found = "not a regular file"
+    except UnicodeDecodeError:
+        found, hint = "not text in UTF-8", "Save it as UTF-8, or check the path."
+    except FileNotFoundError:
+        found, siblings = "no such file", [str(file) for file in path.parent.glob("*.yaml")]
         near = difflib.get_close_matches(str(path), siblings, n=1)
         if not near:
             expected += f", or the name of one of the package: {', '.join(recipe_names())}"
-            near = near_names(path)
-        found = "no such file"
-        cure = f"Did you mean {' or '.join(near)}?" if near else "Check the path, or see mtp-train recipes."
-    elif isinstance(error, OSError):
-        found, cure = f"cannot be read ({error.strerror})", "Check the path and its permissions."
-    else:
+            near = difflib.get_close_matches(path.stem, recipe_names())
+        hint = f"Did you mean {' or '.join(near)}?" if near else "Check the path, or see mtp-train recipes."
+    except OSError as error:
+        found = f"cannot be read ({error.strerror})"
+    except ValueError as error:
         # A NUL or an unpaired surrogate in the path.
-        found, cure = f"cannot be a path ({error})", "Check the path."
-    return RecipeError(
-        [f"{str(path)[:200].encode('ascii', 'backslashreplace').decode()}: {found}; expected {expected}. {cure}"]
-    )
+        found = f"cannot be a path ({error})"
+    shown_path = str(path)[:200].encode("ascii", "backslashreplace").decode()
+    raise RecipeError(f"{shown_path}: {found}; expected {expected}. {hint}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterator
+import json
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from mtp_train.recipe.json_schema import (
     Node,
@@ -19,6 +21,7 @@ from mtp_train.recipe.json_schema import (
     shown_default,
     walk_fields,
 )
+from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import CONTRADICTION
 
 Loc = tuple[int | str, ...]
@@ -28,7 +31,26 @@ def problems_of(data: object, invalid: ValidationError) -> list[str]:
     """Return one line per problem with a recipe's plain values, ``"{path}: {found}; expected {rule}. {hint}"``."""
     # Unknown keys first: a misspelt key is often the cause of a missing field.
     errors = sorted(invalid.errors(include_url=False), key=lambda error: error["type"] != "extra_forbidden")
-    return [problem for error in errors for problem in _worded(data, error["type"], error["loc"], error.get("ctx"))]
+    worded = [problem for error in errors for problem in _worded(data, error["type"], error["loc"], error.get("ctx"))]
+    if isinstance(data, Mapping) and all(error["loc"] for error in errors):
+        worded += _between_readable_sections(data, {str(error["loc"][0]) for error in errors})
+    return worded
+
+
+def _between_readable_sections(data: Mapping[str, object], unreadable: Collection[str]) -> Iterator[str]:
+    """Yield the contradictions between sections that have no problem of their own."""
+    types: dict[str, Any] = {name: field.annotation for name, field in Recipe.model_fields.items()}
+    readable = {
+        name: TypeAdapter(types[name]).validate_json(json.dumps(data[name], default=str))
+        for name in types.keys() & data.keys() - set(unreadable)
+    }
+    recipe = Recipe.model_construct(**readable)
+    for name in unreadable:
+        # Without its default, a rule that reads the section ends in an AttributeError.
+        recipe.__dict__.pop(name, None)
+    for rules in recipe.rules():
+        with contextlib.suppress(AttributeError):
+            yield from rules
 
 
 def _worded(data: object, kind: str, loc: Loc, context: dict[str, Any] | None) -> Iterator[str]:

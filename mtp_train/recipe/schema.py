@@ -75,14 +75,21 @@ class Recipe(RecipeSection):
         return self.gate.enabled or (answered is not None and answered.endpoint is None)
 
     def contradictions(self) -> Iterator[str]:
-        yield from self._of_arms()
-        yield from self._of_the_head()
-        yield from self._of_training()
-        if self.study is not None:
-            yield from self._of_the_study()
+        for rules in self.rules():
+            yield from rules
+
+    def rules(self) -> tuple[Iterator[str], ...]:
+        """Return the rules between sections, in groups that read the same sections."""
+        return self._of_arms(), self._of_the_head(), self._of_depths(), self._of_training(), self._of_the_study()
 
     def _of_arms(self) -> Iterator[str]:
         donor, arms, baseline, init = self.model.head_from, self.evaluate.arms, self.gate_baseline, self.head.init
+        if init == "graft" and donor is None:
+            yield (
+                "head.init: 'graft' while model.head_from is null; expected a checkpoint to take the head from. Name "
+                "the fine-tune's base in model.head_from, or write head.init: native (the trunk has a head) or "
+                "copy_last_layer (it has none)."
+            )
         for arm in ("graft", "vanilla"):
             if arm in arms and donor is None:
                 yield (
@@ -112,18 +119,7 @@ class Recipe(RecipeSection):
             )
 
     def _of_the_head(self) -> Iterator[str]:
-        head, objective, depth = self.head, self.objective, self.evaluate.depth
-        if head.init == "graft" and self.model.head_from is None:
-            yield (
-                "head.init: 'graft' while model.head_from is null; expected a checkpoint to take the head from. Name "
-                "the fine-tune's base in model.head_from, or write head.init: native (the trunk has a head) or "
-                "copy_last_layer (it has none)."
-            )
-        if find_head_kind(head.kind).parallel and (depth or 0) > head.num_depths:
-            yield (
-                f"evaluate.depth: {depth} with head.kind: {head.kind} and head.num_depths: {head.num_depths}; expected "
-                f"at most {head.num_depths}, because each depth has its own module. Lower it, or raise head.num_depths."
-            )
+        head, objective = self.head, self.objective
         if find_head_kind(head.kind).parallel and objective.unroll != "exact":
             yield (
                 f"objective.unroll: {objective.unroll!r} with head.kind: {head.kind}, which has no attention; expected "
@@ -138,6 +134,14 @@ class Recipe(RecipeSection):
             yield (
                 "objective.on_policy: true with head.num_depths: 1, where the head reads no draft; expected 2 depths "
                 "or more. Write objective.on_policy: false."
+            )
+
+    def _of_depths(self) -> Iterator[str]:
+        head, depth = self.head, self.evaluate.depth
+        if find_head_kind(head.kind).parallel and (depth or 0) > head.num_depths:
+            yield (
+                f"evaluate.depth: {depth} with head.kind: {head.kind} and head.num_depths: {head.num_depths}; expected "
+                f"at most {head.num_depths}, because each depth has its own module. Lower it, or raise head.num_depths."
             )
 
     def _of_training(self) -> Iterator[str]:
@@ -163,6 +167,8 @@ class Recipe(RecipeSection):
             )
 
     def _of_the_study(self) -> Iterator[str]:
+        if self.study is None:
+            return
         missing = [arm for arm in ("graft", "retrained", "vanilla") if arm not in self.evaluate.arms]
         if missing:
             yield (

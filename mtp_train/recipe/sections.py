@@ -44,9 +44,13 @@ class RecipeSection(BaseModel):
             raise PydanticCustomError(CONTRADICTION, "fields contradict each other", {"problems": problems})
         return self
 
-    def replaced(self: S, **values: Any) -> S:
-        """Return a copy with other values, which are not checked."""
-        return self.model_copy(update=values)
+    def replaced(self: S, values: Mapping[str, Any]) -> S:
+        """Return a copy with other values of fields such as ``train.lr``; they are not checked."""
+        copy = self
+        for path, value in values.items():
+            name, _, rest = path.partition(".")
+            copy = copy.model_copy(update={name: getattr(copy, name).replaced({rest: value}) if rest else value})
+        return copy
 
 
 @dataclass(frozen=True)
@@ -244,7 +248,7 @@ class RegenerateSpec(RecipeSection):
     1024."""
     batch_size: OrAuto[Count | None] = None
     """Prompts per batch of the built-in decoder on each process; null is 16. `auto`: 64 on a GPU, 32 on a CPU, or as
-    many as fit into memory."""
+    many as fit into memory; null with `endpoint`."""
     temperature: NonNegative = 1.0
     """Sampling temperature; 0 is greedy. Above 0 every prompt has its own seed, derived from `seed` and recorded with
     the response. Sampled responses follow the distribution that a server samples from

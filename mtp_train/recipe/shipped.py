@@ -6,7 +6,6 @@ in ``recipes/`` at its top level.
 
 from __future__ import annotations
 
-import difflib
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -87,11 +86,6 @@ def recipe_path(recipe: str | Path) -> Path:
     if str(recipe) not in recipe_names() or (path.exists() and not path.is_dir()):
         return path
     return _directory() / f"{recipe}.yaml"
-
-
-def near_names(recipe: str | Path) -> list[str]:
-    """Return the names of the package's recipes that a mistyped path or name may mean, nearest first."""
-    return difflib.get_close_matches(Path(recipe).stem, recipe_names())
 
 
 def accelerate_file(name: str) -> str:

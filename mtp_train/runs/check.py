@@ -14,13 +14,14 @@ import torch
 from accelerate import PartialState
 
 from mtp_train.checkpoints.demo import resolve
-from mtp_train.checkpoints.files import CONFIG_FILE, Checkpoint, locate_checkpoint, read_config
+from mtp_train.checkpoints.files import CONFIG_FILE, Checkpoint, read_config
 from mtp_train.checkpoints.identity import TOKENIZER_PATTERNS
+from mtp_train.checkpoints.locations import locate_checkpoint
 from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.families import family_for, kinds_served, of_kind, raw_text_config
 from mtp_train.families.engines import engine_commands
 from mtp_train.families.spec import RawConfig
-from mtp_train.heads.diagnose import head_shapes, named_rejections, trunk_config
+from mtp_train.heads.diagnose import empty_head, named_rejections, trunk_config
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.recipe.loading import RecipeLike, dump_recipe
 from mtp_train.recipe.schema import Recipe
@@ -33,7 +34,7 @@ from mtp_train.runs.settings import cache_bytes, memory_options, plan_of
 from mtp_train.runs.study.material import for_objective
 from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk, estimate_footprint, in_shards
-from mtp_train.trunk.load import Trunk, empty_trunk
+from mtp_train.trunk.load import empty_trunk
 from mtp_train.trunk.precision import resolve_precision
 from mtp_train.trunk.tokenizer import load_tokenizer
 
@@ -71,22 +72,17 @@ class CheckResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train check --json`` prints them."""
-        plan = {**asdict(self.plan), "total_tokens": self.plan.total_tokens}
-        return {
+        shards = self.memory_in_shards
+        found = {
+            **vars(self),
             "recipe": self.recipe.model_dump(mode="json"),
             "auto": {choice.field: {"value": choice.value, "reason": choice.reason} for choice in self.choices},
-            "precision_reason": self.precision_reason,
-            "family": self.family,
-            "data": self.data,
-            "plan": plan,
+            "plan": {**asdict(self.plan), "total_tokens": self.plan.total_tokens},
             "memory": self.memory.to_json(),
-            "memory_in_shards": None if self.memory_in_shards is None else self.memory_in_shards.to_json(),
-            "decoding": self.decoding,
-            "device_bytes": self.device_bytes,
-            "disk_bytes": self.disk_bytes,
-            "serves": dict(self.serves),
-            "kinds": dict(self.kinds),
+            "memory_in_shards": None if shards is None else shards.to_json(),
         }
+        del found["choices"]
+        return found
 
     def __str__(self) -> str:
         return "\n".join([dump_recipe(self.recipe), *(f"# {line}" for line in self._lines())])
@@ -209,14 +205,17 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     with named_rejections(path):
         trunk = empty_trunk(config, family, trust_remote_code=recipe.model.trust_remote_code)
         trunk.show_layers(head_family.wiring.trunk_layers(text_config))
-        head = head_shapes(head_family, text_config, num_modules)
+        head = empty_head(head_family, text_config, num_modules)
     trained = None
     if recipe.head.lora is not None:
         convention = head_family.convention(recipe.head.convention)
         trained = require_lora_targets(recipe.head.lora, head_family, text_config, num_modules, convention)
     gpu_bytes = machine.memory_bytes if device.type == "cuda" else None
-    memory = estimate_footprint(memory_options(recipe), trunk, head, plan, device, gpu_bytes, trained)
-    shards = _sharded(recipe, raw, memory, trunk, plan)
+    shapes = {name: value.shape for name, value in head.items()}
+    memory = estimate_footprint(memory_options(recipe), trunk, shapes, plan, device, gpu_bytes, trained)
+    # Packed trunks are refused under FSDP2 and ZeRO-3.
+    is_packed = recipe.model.quantization is not None or quant_method(raw) is not None
+    shards = None if is_packed else in_shards(memory, trunk, plan, is_adapted=recipe.model.adapter is not None)
     disk_bytes = whole_disk(recipe, plan, trunk.state_width, memory)
     serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
     data = _data(recipe, path, raw, text_config.vocab_size)
@@ -228,14 +227,6 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     title = head_family.title
     found = CheckResult(recipe, reason, title, plan, memory, shards, disk_bytes, serves, kinds)
     return replace(found, decoding=decoding, data=data)
-
-
-def _sharded(recipe: Recipe, config: RawConfig, memory: Footprint, trunk: Trunk, plan: Plan) -> Footprint | None:
-    # Packed trunks are refused under FSDP2 and ZeRO-3.
-    packed = recipe.model.quantization is not None or quant_method(config) is not None
-    if packed:
-        return None
-    return in_shards(memory, trunk, plan, is_adapted=recipe.model.adapter is not None)
 
 
 def _data(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> str | None:

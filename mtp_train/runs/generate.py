@@ -161,19 +161,10 @@ class _Options:
     draft_sampling: DraftSampling
 
     def settings(self) -> dict[str, Any]:
-        """Return the options for the result's ``settings``, in the order that ``--json`` prints them."""
-        return {
-            "checkpoint": self.checkpoint,
-            "head": self.head,
-            "adapter": self.adapter,
-            "depth": self.depth,
-            "mtp": self.mtp,
-            "max_new_tokens": self.max_new_tokens,
-            "chat": self.chat,
-            **asdict(self.sampling),
-            "stop": list(self.stop),
-            "draft_sampling": self.draft_sampling,
-        }
+        """Return the options, those of sampling among the others, for the result's ``settings``."""
+        given = asdict(self)
+        del given["prompts"], given["sampling"]
+        return {**given, **asdict(self.sampling), "stop": list(self.stop)}
 
     def request(self, number: int, prompt_ids: Sequence[int]) -> Request:
         """Return the decoder's request for one prompt."""

@@ -20,14 +20,13 @@ from rich.text import Text
 from mtp_train.answers.store import ResponseCounts
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.contents import left_out, unnamed_files
-from mtp_train.checkpoints.run_export import EXPORT, HEAD
+from mtp_train.checkpoints.locations import EXPORT, HEAD
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, Report, load_report
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import layout_of
-from mtp_train.recipe.auto_fields import FROM_TEXT
 from mtp_train.recipe.loading import RecipeLike
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.summary import summary
@@ -37,7 +36,7 @@ from mtp_train.runs.evaluate_run import evaluate_run, served_commands, unjudged
 from mtp_train.runs.export import write_card, write_export
 from mtp_train.runs.refusals import check_decoder
 from mtp_train.runs.regeneration import data_stage, generate_responses, regeneration_of, trained_documents
-from mtp_train.runs.resolve import Choice, Overrides, recipe_of, resolve_training, resolved_recipe
+from mtp_train.runs.resolve import FROM_TEXT, Choice, Overrides, recipe_of, resolve_training, resolved_recipe
 from mtp_train.runs.run import Run, RunTrunk, join_processes, memory_is_named
 from mtp_train.runs.run_directory import DONE, Attempt, Outcome, RunDirectory, is_main_process
 from mtp_train.runs.settings import plan_of
@@ -147,7 +146,7 @@ def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcom
     if run.recipe.study is not None:
         from mtp_train.runs.study.study_run import run_study_stages
 
-        return run_study_stages(run, console)
+        return run_study_stages(run, run.recipe.study, console)
     trunk = RunTrunk(run)
     # As the main process finds it: a network file system may show a new directory to other machines later.
     is_trained = run.accelerator.gather_items([(run.directory.path / HEAD).is_dir()])[0]

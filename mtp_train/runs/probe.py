@@ -27,7 +27,7 @@ from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.names import GRAFT, RETRAINED
 from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.demo import GROUP_FIELD
-from mtp_train.checkpoints.run_export import RECIPE_FILE
+from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.checkpoints.suggestions import graft_command, inspect_command, last_name, retrain_command
 from mtp_train.checkpoints.writing import full_disk_is_named, write_text
 from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
@@ -43,9 +43,9 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.display import html_table
 from mtp_train.runs.inputs import split_records
 from mtp_train.runs.pipeline import run_recipe
-from mtp_train.runs.resolve import Overrides, override_texts, require_one_process
+from mtp_train.runs.resolve import Overrides, override_texts, require_one_process, resolved_recipe
 from mtp_train.runs.run_directory import RunDirectory
-from mtp_train.runs.write_recipe import rescue_recipe
+from mtp_train.runs.write_recipe import settings_of
 from mtp_train.trunk.progress import progress_on
 
 Verdict = Literal["graft", "retrain", "fault", "undecided"]
@@ -169,7 +169,7 @@ def probe_with(
 ) -> ProbeResult:
     """Probe with changes to the recipe of the short training; its length is the probe's. See :func:`probe`."""
     short = [*override_texts(overrides), *override_texts(SHORT)]
-    recipe, choices = rescue_recipe(tuned, donor, out / TRAINING, paths, short)
+    recipe, choices = resolved_recipe(settings_of("graft", tuned, donor, str(out / TRAINING), paths), short)
     report = _compare(recipe, donor, out, console)
     found = ProbeResult("undecided", "", "", _level(report, GRAFT), _level(report, OWN_BASE), *_lost_overlap(report))
     if not is_at_fault(found.base):

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,9 +65,6 @@ def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpErr
     _ = model.family.classes
     checks: list[Callable[[], object]] = [
         partial(plan_of, recipe, world_size),
-        partial(require_unroll, recipe, convention, model.num_modules),
-        partial(require_draft_vocab, recipe, model.text_config.vocab_size),
-        partial(require_own_data, recipe, model.path),
         partial(require_answers, recipe, Path(recipe.run_dir)),
         *_packing(recipe, model.path, model.config, world_size),
     ]
@@ -78,7 +75,8 @@ def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpErr
         served = recipe.head.kind, raw_text_config(model.config)
         checks.append(partial(require_served_trunk, *served, where=str(model.path)))
     with named_rejections(model.path):
-        return _errors_of(checks)
+        found = _errors_of(checks)
+    return [*_of_the_head(recipe, model, convention), *_of_the_demo(recipe, model.path), *found]
 
 
 def weight_refusals(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | None, world_size: int) -> list[MtpError]:
@@ -106,7 +104,7 @@ def raise_together(problems: Sequence[MtpError]) -> None:
     if len(problems) == 1:
         raise problems[0]
     if problems:
-        raise RecipeError([str(problem) for problem in problems])
+        raise RecipeError(*(str(problem) for problem in problems))
 
 
 def _errors_of(checks: Sequence[Callable[[], object]]) -> list[MtpError]:
@@ -129,60 +127,36 @@ def _packing(recipe: Recipe, path: Path, config: RawConfig, world_size: int) -> 
     return checks
 
 
-def require_unroll(recipe: Recipe, convention: Convention, num_modules: int) -> None:
-    """Check that the head supports the recipe's ``objective.unroll``.
-
-    Raises:
-        RecipeError: It does not.
-    """
-    if recipe.objective.unroll == "fastmtp" and num_modules > 1 and convention.modules == "each":
-        raise RecipeError(
-            [
-                f"objective.unroll: 'fastmtp' with a head of {num_modules} chained modules, whose depths attend to "
-                "their own rows anyway; expected exact. Write objective.unroll: exact."
-            ]
+def _of_the_head(recipe: Recipe, model: HeadOnTrunk, convention: Convention) -> Iterator[RecipeError]:
+    if recipe.objective.unroll == "fastmtp" and model.num_modules > 1 and convention.modules == "each":
+        yield RecipeError(
+            f"objective.unroll: 'fastmtp' with a head of {model.num_modules} chained modules, whose depths attend "
+            "to their own rows anyway; expected exact. Write objective.unroll: exact."
         )
-
-
-def require_draft_vocab(recipe: Recipe, vocab_size: int) -> None:
-    """Check that the draft vocabulary is smaller than the vocabulary.
-
-    Raises:
-        RecipeError: It is as large, or larger.
-    """
-    asked = recipe.head.draft_vocab
+    asked, vocab_size = recipe.head.draft_vocab, model.text_config.vocab_size
     if asked is not None and asked >= vocab_size:
-        raise RecipeError(
-            [f"head.draft_vocab: {asked}; expected fewer than the trunk's {vocab_size} tokens. Write null for all."]
+        yield RecipeError(
+            f"head.draft_vocab: {asked}; expected fewer than the trunk's {vocab_size} tokens. Write null for all."
         )
 
 
-def require_own_data(recipe: Recipe, trunk: Path) -> None:
-    """Check that a recipe with the demo's data trains a head for a demo model, by the vocabulary of its tokenizer.
-
-    Copies and fine-tunes of the demo's checkpoints pass.
-
-    Raises:
-        RecipeError: The trunk has another vocabulary.
-    """
+def _of_the_demo(recipe: Recipe, trunk: Path) -> Iterator[RecipeError]:
+    """Refuse the demo's data for a trunk whose tokenizer has another vocabulary than the demo's and its copies."""
     sources = [
         (f"data.sources.{number}.path", source.path, f"data.sources.{number}.path=chats.jsonl data.group_field=null")
         for number, source in enumerate(recipe.data.sources)
     ]
-    if recipe.study is not None:
-        sources += [
-            (f"study.vanilla_sources.{number}", path, "study.vanilla_sources=[chats.jsonl]")
-            for number, path in enumerate(recipe.study.vanilla_sources)
-        ]
+    sources += [
+        (f"study.vanilla_sources.{number}", path, "study.vanilla_sources=[chats.jsonl]")
+        for number, path in enumerate(recipe.study.vanilla_sources if recipe.study is not None else ())
+    ]
     named = [source for source in sources if source[1].startswith(PREFIX)]
     if named and _vocabulary(trunk) != _vocabulary(demo_path("base")):
         at, found, instead = named[0]
-        raise RecipeError(
-            [
-                f"{at}: {found}, the demo's data, while model.trunk is {recipe.model.trunk}; expected text like the "
-                f"model will serve. Add {instead} with a file of your own, or use mtp-train init, which fits a recipe "
-                "to the model."
-            ]
+        yield RecipeError(
+            f"{at}: {found}, the demo's data, while model.trunk is {recipe.model.trunk}; expected text like the "
+            f"model will serve. Add {instead} with a file of your own, or use mtp-train init, which fits a recipe "
+            "to the model."
         )
 
 
@@ -202,10 +176,8 @@ def require_offload(offload: Offload, world_size: int, config: RawConfig, *, whe
     """
     if world_size > 1:
         raise RecipeError(
-            [
-                f"model.offload: {offload}, with {world_size} processes; expected one process. Launch with "
-                f"{accelerate_file('single')}; or write model.offload: null and use {accelerate_file('fsdp2')}."
-            ]
+            f"model.offload: {offload}, with {world_size} processes; expected one process. Launch with "
+            f"{accelerate_file('single')}; or write model.offload: null and use {accelerate_file('fsdp2')}."
         )
     method = quant_method(config)
     if method is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,7 @@ def trained_documents(run: Run) -> list[Document]:
     if settings is None:
         documents = list(run.inputs.documents)
     else:
-        directory = responses_directory(run, deciding_settings(run, settings))
+        directory, _ = responses_directory(run, settings)
         documents = documents_of(run, settings, RegeneratedStore(directory))[0]
     training, _ = part_documents(run.recipe, documents)
     return [documents[index] for index in training]
@@ -84,8 +84,7 @@ def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tu
     """
     recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
     settings = regeneration_of(recipe)
-    deciding = deciding_settings(run, settings)
-    directory = responses_directory(run, deciding)
+    directory, deciding = responses_directory(run, settings)
     rank, world = (0, 1) if in_shards else (accelerator.process_index, accelerator.num_processes)
     store = RegeneratedStore(directory, rank=rank, world=world, keeps=accelerator.is_main_process or not in_shards)
     if accelerator.is_main_process and not (directory / SETTINGS_FILE).is_file():
@@ -93,7 +92,7 @@ def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tu
     if recipe.data.responses is not None:
         if accelerator.is_main_process:
             by = inputs.contents[TRUNK], inputs.contents.get(ADAPTER)
-            for said in copy_answers(recipe.data.responses, directory, inputs.prompts, *by):
+            for said in copy_answers(recipe.data.responses, directory, inputs.prompts, by):
                 progress.console.print(said, highlight=False)
         require_shared(directory, [COPIED_FILE], accelerator)
     task = progress.add_task("regenerating responses", total=None)
@@ -127,7 +126,7 @@ def regeneration_of(recipe: Recipe) -> RegenerateSpec:
     """
     settings = recipe.data.answered
     if settings is None:
-        raise RecipeError(["data.regenerate: off; expected it enabled. Write data.regenerate.enabled: true."])
+        raise RecipeError("data.regenerate: off; expected it enabled. Write data.regenerate.enabled: true.")
     return settings
 
 
@@ -145,10 +144,10 @@ def documents_of(run: Run, settings: RegenerateSpec, store: RegeneratedStore) ->
     )
 
 
-def deciding_settings(run: Run, settings: RegenerateSpec) -> dict[str, object]:
-    """Return every setting that a response depends on, as plain JSON values."""
+def responses_directory(run: Run, settings: RegenerateSpec) -> tuple[Path, dict[str, object]]:
+    """Return the directory of the responses, and every setting that a response depends on, as plain JSON values."""
     recipe, contents = run.recipe, run.inputs.contents
-    return {
+    deciding: dict[str, object] = {
         "trunk": dict(contents[TRUNK]),
         "adapter": dict(contents[ADAPTER]) if run.inputs.adapter else None,
         "dtype": recipe.model.dtype,
@@ -159,11 +158,7 @@ def deciding_settings(run: Run, settings: RegenerateSpec) -> dict[str, object]:
         "answered_by": "decoder" if settings.endpoint is None else "server",
         "served_model": None if settings.endpoint is None else settings.model,
     }
-
-
-def responses_directory(run: Run, deciding: Mapping[str, object]) -> Path:
-    """Return the directory of the responses at some settings."""
-    return run.directory.path / DATA / f"responses-{settings_key(deciding)}"
+    return run.directory.path / DATA / f"responses-{settings_key(deciding)}", deciding
 
 
 def sampling_of(settings: RegenerateSpec) -> dict[str, Any]:

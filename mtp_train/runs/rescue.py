@@ -19,12 +19,10 @@ from typing import Any
 from rich.console import Console
 
 from mtp_train.acceptance.names import GRAFT, RETRAINED
-from mtp_train.checkpoints.adapter import locate_adapter
 from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.files import open_checkpoint
-from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.locations import EXPORT, is_run, locate_adapter, open_location
 from mtp_train.checkpoints.lora_merge import write_adapted
-from mtp_train.checkpoints.run_export import EXPORT, is_run
 from mtp_train.checkpoints.writing import full_disk_is_named, removed_on_failure
 from mtp_train.errors import ChangedInputError, CheckpointError, GateRefusedError, MtpError, OutputExistsError
 from mtp_train.evaluation.results import REPORT_FILE, load_report
@@ -37,9 +35,9 @@ from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
 from mtp_train.runs.export import write_untrained_card
 from mtp_train.runs.pipeline import run_recipe
 from mtp_train.runs.probe import ProbeResult, default_out, probe_with
-from mtp_train.runs.resolve import Overrides, require_one_process
+from mtp_train.runs.resolve import Overrides, require_one_process, resolved_recipe
 from mtp_train.runs.run_directory import PROBE, RunDirectory, checkpoint_identity
-from mtp_train.runs.write_recipe import rescue_recipe
+from mtp_train.runs.write_recipe import settings_of
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def rescue(
     """
     require_one_process("rescue")
     tuned, donor, out, paths = str(fine_tune), str(base), Path(out), [str(path) for path in data]
-    recipe, choices = rescue_recipe(tuned, donor, out, paths, overrides)
+    recipe, choices = resolved_recipe(settings_of("graft", tuned, donor, str(out), paths), overrides)
     console = console or Console(quiet=True)
     # A user who sets the length of the training has decided to train; a run that has begun goes on.
     if any(choice.field == "train.max_steps" for choice in choices) and not is_run(out):

@@ -11,14 +11,16 @@ tokens, which is known once the trunk has answered the prompts (:func:`resolve_t
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from operator import attrgetter, getitem
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from mtp_train.acceptance.gate import min_gate_groups
 from mtp_train.checkpoints.locations import open_location
@@ -26,9 +28,10 @@ from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
 from mtp_train.data.tokenize import Document, build_prompts, tokenize_records
 from mtp_train.errors import RecipeError
 from mtp_train.heads.diagnose import text_config_of
-from mtp_train.recipe.auto_fields import FROM_TEXT, STAND_INS, auto_fields, with_values
+from mtp_train.recipe.json_schema import shown
 from mtp_train.recipe.loading import RecipeLike, plain_recipe, validated
 from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import AUTO
 from mtp_train.runs.inputs import load_sources
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.settings import memory_options
@@ -61,18 +64,36 @@ CACHE_SHARE, ACTIVATION_SHARE = 0.3, 0.5
 """Shares of the memory beside the weights, for keys and values of answers and for activations of training."""
 
 
+STAND_INS: Mapping[str, int | float | None] = {
+    "data.regenerate.max_prompts": 1,
+    "data.regenerate.max_new_tokens": 1,
+    "data.regenerate.batch_size": None,
+    "data.seq_len_tokens": 512,
+    "data.holdout": 0.05,
+    "train.max_steps": 1,
+    "train.tokens_per_step": 512,
+    "train.lr": 1e-4,
+    "train.micro_batch_sequences": 1,
+    "train.warmup_steps": 0,
+    "evaluate.prompts": 1,
+}
+"""Every field that may be ``auto`` and is resolved here, with a value that stands in for it while the rest is read.
+
+Other fields with ``auto``, such as ``train.precision``, are resolved by their own stage."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """A setting that was ``auto``, its value and the reason for it."""
 
     field: str
-    value: int | float
+    value: int | float | None
     reason: str
 
     @property
     def shown(self) -> str:
         """The value for a reader."""
-        return f"{self.value:.3g}" if isinstance(self.value, float) else str(self.value)
+        return f"{self.value:.3g}" if isinstance(self.value, float) else shown(self.value)
 
     def __str__(self) -> str:
         return f"{self.field}: {self.shown} ({self.reason})"
@@ -110,13 +131,40 @@ def resolved_recipe(
         return ResolvedRecipe(recipe, ())
     choices: tuple[Choice, ...] = ()
     data, problems = plain_recipe(recipe, override_texts(overrides))
-    fields = auto_fields(data)
+    fields = [field for field in STAND_INS if _value_of(data, field) == AUTO]
     if fields and not problems:
-        stood_in = validated(with_values(data, {field: STAND_INS[field] for field in fields}))
-        processes = world_size or stood_in.train.processes or launched_processes()
-        choices = automatic_values(stood_in, fields, processes, device or device_named(None))
+        known = with_stand_ins(data)
+        processes = world_size or known.train.processes or launched_processes()
+        choices = automatic_values(known, fields, processes, device or device_named(None))
         data = with_values(data, {choice.field: choice.value for choice in choices})
     return ResolvedRecipe(validated(data, problems), choices)
+
+
+def with_stand_ins(data: object) -> Recipe:
+    """Return the recipe of plain values with a stand-in for every field that is ``auto``.
+
+    Raises:
+        RecipeError: Another field is wrong; the message lists all problems.
+    """
+    return validated(
+        with_values(data, {field: one for field, one in STAND_INS.items() if _value_of(data, field) == AUTO})
+    )
+
+
+def _value_of(data: Any, field: str) -> Any:
+    """Return the value of a field such as ``train.lr`` in a recipe's plain values; None if it is not set."""
+    for part in field.split("."):
+        data = data.get(part) if isinstance(data, Mapping) else None
+    return data
+
+
+def with_values(data: object, values: Mapping[str, Any]) -> Any:
+    """Return a copy of a recipe's plain values with some fields, which it contains, replaced."""
+    changed: Any = copy.deepcopy(data)
+    for field, value in values.items():
+        *parents, name = field.split(".")
+        reduce(getitem, parents, changed)[name] = value
+    return changed
 
 
 def override_texts(overrides: Overrides) -> list[str]:
@@ -135,9 +183,7 @@ def require_one_process(command: str) -> None:
     """
     if launched_processes() > 1:
         found = f"mtp-train {command}: launched with {launched_processes()} processes"
-        raise RecipeError(
-            [f"{found}; expected one. For several, write the recipe with mtp-train init, and launch that."]
-        )
+        raise RecipeError(f"{found}; expected one. For several, write the recipe with mtp-train init, and launch that.")
 
 
 def launched_processes() -> int:
@@ -180,7 +226,9 @@ class _Text(NamedTuple):
     """How the number is known."""
 
 
-Found = tuple[int | float, str]
+T = TypeVar("T", TextFacts, _Text)
+Found = tuple[int | float | None, str]
+Rule = Callable[[Recipe, ModelFacts, T], Found]
 
 
 def automatic_values(recipe: Recipe, fields: Collection[str], world_size: int, device: Device) -> tuple[Choice, ...]:
@@ -190,19 +238,14 @@ def automatic_values(recipe: Recipe, fields: Collection[str], world_size: int, d
         MtpError: The model or the data cannot be read, or a field cannot be ``auto`` in such a recipe.
     """
     if recipe.study is not None:
-        raise RecipeError([f"{field}: 'auto' with study; expected a number. Write one." for field in fields])
+        raise RecipeError(*(f"{field}: 'auto' with study; expected a number. Write one." for field in fields))
     recorded = RunDirectory(Path(recipe.run_dir)).recipe
     if recorded is not None:
-        return tuple(Choice(field, _value(recorded, field), f"recorded in {recipe.run_dir}") for field in fields)
+        return tuple(Choice(field, attrgetter(field)(recorded), f"recorded in {recipe.run_dir}") for field in fields)
     model, text = model_facts(recipe, world_size, device), text_facts(recipe)
-    chosen = []
-    for field, rule in _RULES.items():
-        if field in fields:
-            value, reason = rule(recipe, model, text)
-            chosen.append(Choice(field, value, reason))
-            recipe = _with(recipe, {field: value})
-    expected = _expected_text(recipe, text)
-    return (*chosen, *_training(recipe, fields, model, expected))
+    recipe, before = _by_rules(recipe, fields, _RULES, model, text)
+    _, length = _by_rules(recipe, fields, _TRAINING_RULES, model, _expected_text(recipe, text))
+    return before + length
 
 
 def resolve_training(
@@ -213,8 +256,18 @@ def resolve_training(
     if not recipe.data.pack:
         tokens = len(documents) * recipe.data.seq_len_tokens
     model = model_facts(recipe, world_size, device_named(None))
-    choices = _training(recipe, fields, model, _Text(tokens, f"{tokens} tokens of training text"))
-    return _with(recipe, {choice.field: choice.value for choice in choices}), choices
+    return _by_rules(recipe, fields, _TRAINING_RULES, model, _Text(tokens, f"{tokens} tokens of training text"))
+
+
+def _by_rules(
+    recipe: Recipe, fields: Collection[str], rules: Mapping[str, Rule[T]], model: ModelFacts, text: T
+) -> tuple[Recipe, tuple[Choice, ...]]:
+    """Return a recipe with the fields that have a rule resolved, and these choices; each rule reads earlier values."""
+    choices = []
+    for field in filter(fields.__contains__, rules):
+        choices.append(Choice(field, *rules[field](recipe, model, text)))
+        recipe = recipe.replaced({field: choices[-1].value})
+    return recipe, tuple(choices)
 
 
 def model_facts(recipe: Recipe, world_size: int, device: Device) -> ModelFacts:
@@ -313,6 +366,8 @@ def _seq_len(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
 
 
 def _rows(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
+    if recipe.data.regenerate is not None and recipe.data.regenerate.endpoint is not None:
+        return None, "the server of data.regenerate.endpoint makes its own batches"
     most = CPU_ROWS if model.device == "cpu" else ROWS
     per_row = model.cache_bytes * recipe.data.seq_len_tokens
     fitting = max(1, int(CACHE_SHARE * model.spare_bytes / per_row))
@@ -327,7 +382,7 @@ def _lr(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
     return rate, reason
 
 
-_RULES: Mapping[str, Callable[[Recipe, ModelFacts, TextFacts], Found]] = {
+_RULES: Mapping[str, Rule[TextFacts]] = {
     "data.holdout": _holdout,
     "evaluate.prompts": _prompts_to_evaluate,
     "data.regenerate.max_prompts": _prompts_to_answer,
@@ -350,17 +405,6 @@ def _expected_text(recipe: Recipe, text: TextFacts) -> _Text:
     tokens = round(min(training, spec.max_prompts or training) * (text.prompt_mean + answer))
     known = "at most" if text.response_mean is None else "about"
     return _Text(tokens, f"{known} {tokens} tokens of training text; fixed once they are generated")
-
-
-def _training(recipe: Recipe, fields: Collection[str], model: ModelFacts, text: _Text) -> tuple[Choice, ...]:
-    """Return the choices of the fields that depend on the training text."""
-    chosen = []
-    for field in FROM_TEXT:
-        if field in fields:
-            value, reason = _TRAINING_RULES[field](recipe, model, text)
-            chosen.append(Choice(field, value, reason))
-            recipe = _with(recipe, {field: value})
-    return tuple(chosen)
 
 
 def _tokens_per_step(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
@@ -397,25 +441,11 @@ def _warmup(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
     return min(steps, recipe.train.max_steps - 1), f"{WARMUP_SHARE:.0%} of the steps"
 
 
-_TRAINING_RULES: Mapping[str, Callable[[Recipe, ModelFacts, _Text], Found]] = {
+_TRAINING_RULES: Mapping[str, Rule[_Text]] = {
     "train.tokens_per_step": _tokens_per_step,
     "train.max_steps": _max_steps,
     "train.micro_batch_sequences": _micro_batch,
     "train.warmup_steps": _warmup,
 }
-
-
-def _with(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """Return a recipe with other values; the whole is checked once all fields have theirs."""
-    for field, value in values.items():
-        *parents, name = field.split(".")
-        sections = [reduce(getattr, parents[:depth], recipe) for depth in range(len(parents) + 1)]
-        changed: Any = value
-        for section, part in zip(reversed(sections), reversed([*parents, name]), strict=True):
-            changed = section.replaced(**{part: changed})
-        recipe = changed
-    return recipe
-
-
-def _value(recipe: Recipe, field: str) -> Any:
-    return reduce(getattr, field.split("."), recipe)
+FROM_TEXT = tuple(_TRAINING_RULES)
+"""Fields that are resolved once the training text exists, in this order."""

@@ -20,8 +20,8 @@ from torch import nn
 
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.identity import RECORD_FILE, Records
+from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.checkpoints.quantised import quant_method
-from mtp_train.checkpoints.run_export import RECIPE_FILE
 from mtp_train.checkpoints.writing import LOCK_FILE
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import OutOfMemoryError, RecipeError, TrainingError
@@ -30,7 +30,7 @@ from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.head_source import RunHead
 from mtp_train.runs.inputs import Inputs, gather_inputs
 from mtp_train.runs.refusals import decoding_problem
-from mtp_train.runs.run_answers import require_same_trunk
+from mtp_train.runs.run_answers import require_answers
 from mtp_train.runs.run_directory import ADAPTER, TRUNK, Attempt, RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_accelerator, require_processes
 from mtp_train.train.machine import device_named
@@ -98,7 +98,7 @@ class Run:
         records = directory.hash_inputs(recipe, progress) if is_main else {}
         if is_main:
             adapter = records[ADAPTER].contents if ADAPTER in records else None
-            require_same_trunk(recipe, directory.path, records[TRUNK].contents, adapter)
+            require_answers(recipe, directory.path, (records[TRUNK].contents, adapter))
         return cls(recipe, directory, inputs, accelerator, progress, attempt or Attempt(), records)
 
     @property
@@ -207,7 +207,7 @@ def require_room(run: Run) -> None:
     head_bytes = itemsize * sum(math.prod(tensor.shape) for tensor in run.inputs.head_plan.head.tensors)
     problem = decoding_problem(run.recipe, trunk_bytes, head_bytes, device_named(None).memory_bytes)
     if problem is not None:
-        raise RecipeError([f"{problem}."])
+        raise RecipeError(f"{problem}.")
 
 
 class RunTrunk:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from mtp_train.answers.store import COPIED_FILE, RegeneratedRow, response_files, stored_rows, write_copied
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.identity import Contents, changed_files
-from mtp_train.checkpoints.run_export import RECIPE_FILE, is_run
+from mtp_train.checkpoints.locations import RECIPE_FILE, is_run
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
@@ -32,29 +32,22 @@ class Answers(NamedTuple):
     settings: dict[str, Any]
 
 
-def require_answers(recipe: Recipe, run_dir: Path) -> None:
-    """Check that ``data.responses`` names a run with responses, unless they were copied before.
+Trunk = tuple[Contents, Contents | None]
+"""The contents of a trunk and of its adapter."""
+
+
+def require_answers(recipe: Recipe, run_dir: Path, trunk: Trunk | None = None) -> None:
+    """Check that ``data.responses`` names a run with responses, of ``trunk`` if given, unless they were copied before.
 
     Raises:
         DataError: It does not.
     """
-    if recipe.data.responses is not None and not _is_copied(run_dir):
-        _answers_of(recipe.data.responses)
+    is_copied = any(run_dir.glob(f"{DATA}/responses-*/{COPIED_FILE}"))
+    if recipe.data.responses is not None and not is_copied:
+        _answers_of(recipe.data.responses, trunk)
 
 
-def require_same_trunk(recipe: Recipe, run_dir: Path, trunk: Contents, adapter: Contents | None) -> None:
-    """Check that the responses of ``data.responses`` are the trunk's, unless they were copied before.
-
-    Raises:
-        DataError: They are not.
-    """
-    if recipe.data.responses is not None and not _is_copied(run_dir):
-        _answers_of_trunk(recipe.data.responses, trunk, adapter)
-
-
-def copy_answers(
-    location: str, directory: Path, prompts: Sequence[Prompt], trunk: Contents, adapter: Contents | None
-) -> list[str]:
+def copy_answers(location: str, directory: Path, prompts: Sequence[Prompt], trunk: Trunk) -> list[str]:
     """Copy the responses of another run to prompts of this run into this run's directory of responses.
 
     A response belongs to a prompt with the same tokens: ids contain the path of the data as the recipe spells it.
@@ -68,10 +61,7 @@ def copy_answers(
     unanswered: dict[tuple[int, ...], dict[str, Prompt]] = defaultdict(dict)
     for prompt in prompts:
         unanswered[prompt.prompt_ids][prompt.id] = prompt
-    matched = [
-        (list(_matching(stored_rows(one.directory), unanswered)), one)
-        for one in _answers_of_trunk(location, trunk, adapter)
-    ]
+    matched = [(list(_matching(stored_rows(one.directory), unanswered)), one) for one in _answers_of(location, trunk)]
     if not any(rows for rows, _ in matched):
         raise DataError(
             f"data.responses: {location} has no response to any of the {len(prompts)} prompts to train on; expected "
@@ -88,11 +78,7 @@ def copy_answers(
     ]
 
 
-def _is_copied(run_dir: Path) -> bool:
-    return any(run_dir.glob(f"{DATA}/responses-*/{COPIED_FILE}"))
-
-
-def _answers_of(location: str) -> list[Answers]:
+def _answers_of(location: str, trunk: Trunk | None) -> list[Answers]:
     run = Path(location).expanduser()
     if not is_run(run):
         raise DataError(
@@ -109,15 +95,10 @@ def _answers_of(location: str) -> list[Answers]:
             f"data.responses: {location} has no responses (in {run / DATA}); expected a run with data.regenerate. Name "
             "such a run, or write data.responses: null."
         )
-    return found
-
-
-def _answers_of_trunk(location: str, trunk: Contents, adapter: Contents | None) -> list[Answers]:
-    found = _answers_of(location)
-    same = [one for one in found if (one.settings.get("trunk"), one.settings.get("adapter")) == (trunk, adapter)]
-    if not same:
+    same = [one for one in found if trunk in (None, (one.settings.get("trunk"), one.settings.get("adapter")))]
+    if trunk is not None and not same:
         recorded = found[0].settings.get("trunk")
-        names = changed_files(recorded, trunk) if isinstance(recorded, dict) else []
+        names = changed_files(recorded, trunk[0]) if isinstance(recorded, dict) else []
         differs = f"{', '.join(names[:3])} differ" if names else "the adapter differs"
         raise DataError(
             f"data.responses: {location} has responses of another trunk than model.trunk ({differs}); expected the "

@@ -28,7 +28,7 @@ from rich.progress import Progress
 
 from mtp_train.checkpoints.artifact import HEAD_CONFIG_FILE
 from mtp_train.checkpoints.demo import resolve
-from mtp_train.checkpoints.files import CONFIG_FILE, INDEX_FILE, Checkpoint, locate_checkpoint, read_json
+from mtp_train.checkpoints.files import CONFIG_FILE, INDEX_FILE, Checkpoint, read_json
 from mtp_train.checkpoints.identity import (
     RECORD_FILE,
     Claimed,
@@ -45,8 +45,7 @@ from mtp_train.checkpoints.identity import (
     require_same,
     write_records,
 )
-from mtp_train.checkpoints.locations import open_location
-from mtp_train.checkpoints.run_export import RECIPE_FILE, is_run
+from mtp_train.checkpoints.locations import RECIPE_FILE, is_run, locate_checkpoint, open_location
 from mtp_train.checkpoints.writing import LOCK_FILE, write_json, write_text
 from mtp_train.data.sources import local_files
 from mtp_train.errors import (
@@ -62,6 +61,7 @@ from mtp_train.errors import (
     redacted,
 )
 from mtp_train.evaluation.suites import suite_location
+from mtp_train.recipe.json_schema import dotted, shown_whole
 from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, validated
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.head_source import RunHead, open_head_source
@@ -181,10 +181,12 @@ class RunDirectory:
                 f"began; expected {FORMAT_VERSION}. Choose another run_dir, or remove this one."
             )
         recorded = self.path / RECIPE_FILE
-        if not _is_recipe_of(recorded.read_text(encoding="utf-8"), recipe):
+        differing = _differing_fields(recorded.read_text(encoding="utf-8"), recipe)
+        if differing:
+            more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise OutputExistsError(
-                f"run_dir: {self.path} holds the run of another recipe ({recorded}); expected the same resolved recipe "
-                "to resume. Choose another run_dir, or remove this one."
+                f"run_dir: {self.path} holds the run of another recipe ({recorded}): {', '.join(differing[:3])}{more}; "
+                "expected the same resolved recipe to resume. Choose another run_dir, or remove this one."
             )
 
     def require_outside_inputs(self, recipe: Recipe) -> None:
@@ -353,7 +355,7 @@ class RunDirectory:
             return recipe
         recorded = self.recipe
         precision = automatic if recorded is None else recorded.train.precision
-        return recipe.replaced(train=recipe.train.replaced(precision=precision))
+        return recipe.replaced({"train.precision": precision})
 
     def clear_leftovers(self) -> None:
         """Remove temporary files of writes that a kill interrupted."""
@@ -415,27 +417,42 @@ def _holder(path: Path) -> tuple[str, str]:
     return found.get("host", "an unknown machine"), found.get("pid", "of an unknown number")
 
 
-def _is_recipe_of(recorded: str, recipe: Recipe) -> bool:
-    """Return whether a recorded recipe equals this one.
+def _differing_fields(recorded: str, recipe: Recipe) -> list[str]:
+    """Return the fields of a recorded recipe that differ from this one, each with both values.
 
     Not compared: the address of a server, as what it serves is checked again, the number of processes, and a precision
     that is ``auto``.
     """
-    with contextlib.suppress(RecipeError):
+    try:
         before = validated(*parse_yaml(recorded, "recipe"))
-        return before == _on_machines_of(before, recipe)
-    return False
+    except RecipeError as error:
+        return [f"it is not valid here ({error.problems[0]})"]
+    now = _on_machines_of(before, recipe)
+    return list(_differences(before.model_dump(mode="json"), now.model_dump(mode="json"), ""))
+
+
+def _differences(there: Any, here: Any, path: str) -> Iterator[str]:
+    match there, here:
+        case dict(), dict():
+            for name in there:
+                yield from _differences(there[name], here[name], dotted(path, name))
+        case [dict(), *_], [dict(), *_] if len(there) == len(here):
+            for number, (one, other) in enumerate(zip(there, here, strict=True)):
+                yield from _differences(one, other, dotted(path, number))
+        case _ if there != here:
+            yield f"{path}: {shown_whole(there)} there, {shown_whole(here)} here"
 
 
 def _on_machines_of(before: Recipe, now: Recipe) -> Recipe:
     """Return a recipe with the processes, the ``auto`` precision and the server of another one."""
+    values: dict[str, Any] = {"train.processes": before.train.processes}
+    if now.train.precision == "auto":
+        values["train.precision"] = before.train.precision
     regenerate, earlier = now.data.regenerate, before.data.regenerate
     if regenerate is not None and earlier is not None and None not in (regenerate.endpoint, earlier.endpoint):
         names = ("endpoint", "api_key_env", "concurrency", "request_timeout_seconds")
-        regenerate = regenerate.replaced(**{name: getattr(earlier, name) for name in names})
-    precision = before.train.precision if now.train.precision == "auto" else now.train.precision
-    train = now.train.replaced(processes=before.train.processes, precision=precision)
-    return now.replaced(data=now.data.replaced(regenerate=regenerate), train=train)
+        values |= {f"data.regenerate.{name}": getattr(earlier, name) for name in names}
+    return now.replaced(values)
 
 
 def claimed_by_run(run_dir: Path) -> Claimed:

@@ -17,8 +17,8 @@ from typing import Any, Literal
 from mtp_train.acceptance.names import PLAIN, RETRAINED
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter
 from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, resolve
-from mtp_train.checkpoints.files import Checkpoint, locate_checkpoint, read_json
-from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.files import Checkpoint, read_json
+from mtp_train.checkpoints.locations import locate_checkpoint, open_location
 from mtp_train.checkpoints.suggestions import named_base
 from mtp_train.checkpoints.writing import full_disk_is_named, refuse_existing, write_text
 from mtp_train.data.sources import load_records
@@ -26,15 +26,13 @@ from mtp_train.errors import CheckpointError, DataError, MtpError
 from mtp_train.evaluation.suites import BUILTIN_FILE
 from mtp_train.families import most_served_kind, raw_text_config
 from mtp_train.heads.diagnose import diagnose_head
-from mtp_train.recipe.auto_fields import STAND_INS, auto_fields, with_values
 from mtp_train.recipe.json_schema import dotted, schema_tree, walk_fields
-from mtp_train.recipe.loading import dump_yaml, load_recipe
-from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.loading import dump_yaml
 from mtp_train.recipe.sections import AUTO
 from mtp_train.recipe.shipped import SCHEMA_FILE
 from mtp_train.runs.check import check
 from mtp_train.runs.inputs import plan_head
-from mtp_train.runs.resolve import Choice, Overrides, ResolvedRecipe, resolved_recipe
+from mtp_train.runs.resolve import Choice, with_stand_ins
 
 Plain = dict[str, Any]
 Start = Literal["graft", "native", "attach"]
@@ -217,17 +215,6 @@ def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: 
     return settings
 
 
-def rescue_recipe(
-    finetune: str, base: str, out: Path, data: Sequence[str], overrides: Overrides = ()
-) -> ResolvedRecipe:
-    """Return the recipe of a rescue, and how its settings were chosen.
-
-    Raises:
-        MtpError: A location cannot be opened, or an override is wrong.
-    """
-    return resolved_recipe(settings_of("graft", finetune, base, str(out), data), overrides)
-
-
 def _group_field(paths: Sequence[str]) -> str | None:
     """Return the column that groups records if every file has it, as files of prompts for ``evaluate`` may."""
     try:
@@ -250,8 +237,7 @@ def _new_head(settings: Plain, trunk: Checkpoint) -> Plain:
         return {"kind": kind, "init": "random"} | (
             {"draft_vocab": _DRAFT_VOCAB} if vocab_size > 2 * _DRAFT_VOCAB else {}
         )
-    stood_in = with_values(settings, {field: STAND_INS[field] for field in auto_fields(settings)})
-    copied: Recipe = load_recipe({**stood_in, "head": {"init": "copy_last_layer"}})
+    copied = with_stand_ins({**settings, "head": {"init": "copy_last_layer"}})
     try:
         plan_head(copied, trunk, None)
     except CheckpointError:

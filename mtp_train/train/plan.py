@@ -75,10 +75,8 @@ def make_plan(
         unit = per_micro_step * seq_len_tokens
         below = max(1, tokens_per_step // unit) * unit
         raise RecipeError(
-            [
-                f"train.tokens_per_step: {tokens_per_step} is {sequences} sequences; expected a multiple of "
-                f"{per_micro_step} (micro_batch_sequences x {world_size} processes). Write {below} or {below + unit}."
-            ]
+            f"train.tokens_per_step: {tokens_per_step} is {sequences} sequences; expected a multiple of "
+            f"{per_micro_step} (micro_batch_sequences x {world_size} processes). Write {below} or {below + unit}."
         )
     accumulation = sequences // per_micro_step
     return Plan(max_steps, seq_len_tokens, sequences, micro_batch_sequences, world_size, accumulation)

@@ -34,6 +34,7 @@ from mtp_train.trunk.precision import HALF_DTYPES, Scratch, computing_in
 from mtp_train.trunk.quantise import Quantization, packing
 from mtp_train.trunk.recurrent_kernels import choose_kernels
 from mtp_train.upstream.transformers_private import (
+    kept_in_fp32,
     loading_layer_by_layer,
     renamed_keys,
     without_packed_rows,
@@ -47,7 +48,7 @@ def put_on(model: Any, adapter: Path) -> Any:
 
     Args:
         model: A transformers model.
-        adapter: The adapter's directory, see :func:`mtp_train.checkpoints.adapter.locate_adapter`.
+        adapter: The adapter's directory, see :func:`mtp_train.checkpoints.locations.locate_adapter`.
 
     Raises:
         CheckpointError: peft rejects the adapter, or a tensor or an adapted module has no counterpart.
@@ -112,6 +113,7 @@ class Trunk(nn.Module):
         self._logit_bound = (
             None if family.trunk.logit_bound is None else self.config.to_dict().get(family.trunk.logit_bound)
         )
+        self._fp32_lm_head = any("lm_head" in name for name in kept_in_fp32(self.causal_lm))
         self.shown_layers: tuple[int, ...] = ()
         """See :meth:`show_layers`."""
         self._of_layers: dict[int, Tensor] = {}
@@ -331,7 +333,8 @@ class Trunk(nn.Module):
     def project(self, state: Tensor) -> Tensor:
         """Return the logits of states after the norm: a head's states, or the result of :meth:`normed`."""
         # torch multiplies a part of longer rows, such as the last token of prompts, by one copy of the matrix per row.
-        logits: Tensor = self.causal_lm.lm_head(state.contiguous())[..., : self._real_vocab]
+        state = (state.float() if self._fp32_lm_head else state).contiguous()
+        logits: Tensor = self.causal_lm.lm_head(state)[..., : self._real_vocab]
         bound = self._logit_bound
         return logits if bound is None else bound * torch.tanh(logits / bound)
 

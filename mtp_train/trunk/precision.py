@@ -161,8 +161,8 @@ def computing_in(
     kept = kept_in_fp32(model)
     scratch = scratch or Scratch()
     with ExitStack() as stack:
-        for unit in _units(model, layers, dtype, kept):
-            converted = _Unit(unit, dtype, kept, scratch)
+        for name, unit in _units(model, layers, dtype, kept):
+            converted = _Unit(unit, dtype, _to_convert(name, unit, dtype, kept), scratch)
             for handle in (
                 unit.register_forward_pre_hook(converted.before, with_kwargs=True),
                 # always_call: a forward may end with an exception, such as KeysWritten from a cache in keys-only mode.
@@ -178,32 +178,33 @@ Held = tuple[dict[str, Any], str, Tensor]
 """A weight: the dict of its module that holds it, its name there, and its value."""
 
 
-def _to_convert(module: nn.Module, dtype: torch.dtype, kept: tuple[str, ...]) -> list[Held]:
+def _to_convert(name: str, module: nn.Module, dtype: torch.dtype, kept: tuple[str, ...]) -> list[Held]:
     """Return the weights of a module that are held in another floating-point dtype.
 
-    In half precision, buffers such as rotary frequencies stay in fp32, and so do the parameters named by ``kept``.
+    In half precision, buffers such as rotary frequencies stay in fp32, and so do the parameters whose full names, which
+    begin with the module's, contain a part in ``kept``.
     """
     wide = dtype is torch.float32
     return [
-        (held, name, tensor)
-        for path, part in module.named_modules()
+        (held, key, tensor)
+        for path, part in module.named_modules(prefix=name)
         for held in ((part._parameters, part._buffers) if wide else (part._parameters,))
-        for name, tensor in held.items()
+        for key, tensor in held.items()
         if tensor is not None and tensor.dtype in FLOAT_DTYPES and tensor.dtype is not dtype
-        if wide or not any(one in f"{path}.{name}" for one in kept)
+        if wide or not any(one in f"{path}.{key}" for one in kept)
     ]
 
 
 def _units(
-    module: nn.Module, layers: Collection[nn.Module], dtype: torch.dtype, kept: tuple[str, ...]
-) -> Iterator[nn.Module]:
-    """Yield the modules to convert as a unit: layers, and other modules with weights in another dtype."""
+    module: nn.Module, layers: Collection[nn.Module], dtype: torch.dtype, kept: tuple[str, ...], name: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules to convert as a unit, by name: layers, and other modules with weights in another dtype."""
     if module in layers or not any(child in layers for child in module.modules()):
-        if _to_convert(module, dtype, kept):
-            yield module
+        if _to_convert(name, module, dtype, kept):
+            yield name, module
         return
-    for child in module.children():
-        yield from _units(child, layers, dtype, kept)
+    for part, child in module.named_children():
+        yield from _units(child, layers, dtype, kept, f"{name}.{part}")
 
 
 class _Unit:
@@ -212,10 +213,10 @@ class _Unit:
     Of an embedding the output is converted and not the matrix, which is large and not multiplied.
     """
 
-    def __init__(self, unit: nn.Module, dtype: torch.dtype, kept: tuple[str, ...], scratch: Scratch) -> None:
+    def __init__(self, unit: nn.Module, dtype: torch.dtype, held: list[Held], scratch: Scratch) -> None:
         self._dtype, self._scratch = dtype, scratch
         self._embeds = type(unit) is nn.Embedding
-        self._held = [] if self._embeds else _to_convert(unit, dtype, kept)
+        self._held = [] if self._embeds else held
 
     @torch.no_grad()
     def before(self, _unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -58,10 +58,8 @@ def require_bitsandbytes(quantization: Quantization, where: str = "model.quantiz
     """
     if importlib.util.find_spec("bitsandbytes") is None:
         raise RecipeError(
-            [
-                f"{where}: {quantization}, but bitsandbytes is not installed; expected the package. Run 'pip install "
-                "bitsandbytes', or use the unquantised weights."
-            ]
+            f"{where}: {quantization}, but bitsandbytes is not installed; expected the package. Run 'pip install "
+            "bitsandbytes', or use the unquantised weights."
         )
 
 

@@ -16,7 +16,6 @@ import pytest
 from gguf import GGUFReader
 from safetensors.torch import load_file
 
-import mtp_train
 from adapters import write_adapter
 from checkpoints import all_tensors
 from mtp_inference import SpeculativeDecoder
@@ -296,12 +295,6 @@ def test_a_refused_run_prints_its_verdict_as_a_document(refused: Path, capfd: Ca
     assert not (run_dir / "export").exists()
 
 
-def test_a_recipe_in_the_place_of_a_command_is_run(recipe: Path, capfd: Capture) -> None:
-    capfd.readouterr()
-    assert main([str(recipe)]) == 0
-    assert "run: finished before (done); nothing left to do." in " ".join(capfd.readouterr().out.split())
-
-
 def program(command: list[Any], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run a program as a user of this environment would."""
     paths = {
@@ -309,11 +302,6 @@ def program(command: list[Any], cwd: Path = ROOT) -> subprocess.CompletedProcess
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "inference")]),
     }
     return subprocess.run(command, cwd=cwd, env={**os.environ, **paths}, capture_output=True, text=True, check=False)
-
-
-def test_the_version_is_the_package_s() -> None:
-    done = program([sys.executable, "-m", "mtp_train", "--version"])
-    assert (done.returncode, done.stdout) == (0, f"mtp-train {mtp_train.__version__}\n")
 
 
 def test_help_names_every_command() -> None:

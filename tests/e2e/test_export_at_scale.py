@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 from mtp_train.checkpoints.files import INDEX_FILE, open_checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.families import family_for
-from mtp_train.heads.diagnose import diagnose_head, head_shapes
+from mtp_train.heads.diagnose import diagnose_head, empty_head
 
 ROOT = Path(__file__).parents[2]
 MAX_RESIDENT_BYTES = 2e9
@@ -68,7 +68,7 @@ def write_checkpoint(path: Path, config: Qwen3_5TextConfig, num_shards: int, *, 
     (path / "config.json").write_text(json.dumps(raw))
     family = family_for(raw, where="test")
     layout = HeadLayout(family, "model.", config.num_hidden_layers)
-    own = layout.native_shapes(head_shapes(family, config, 1)) if head else {}
+    own = layout.native_shapes(empty_head(family, config, 1)) if head else {}
     keys = [*trunk, *own]
     files = {key: f"model-{1 + place * num_shards // len(keys):05d}.safetensors" for place, key in enumerate(keys)}
     for file in set(files.values()):

@@ -155,11 +155,8 @@ def test_check_plans_for_a_config_alone_and_says_that_it_read_no_data(chats: Pat
     recipe = few_groups(chats, tmp_path / "run", 0.5)
     (tmp_path / "config").mkdir()
     shutil.copy(Path(recipe.model.trunk) / "config.json", tmp_path / "config")
-    source = recipe.data.sources[0].replaced(path="missing.jsonl")
-    recipe = recipe.replaced(
-        model=recipe.model.replaced(trunk=str(tmp_path / "config")),
-        data=recipe.data.replaced(sources=(source,)),
-    )
+    source = recipe.data.sources[0].replaced({"path": "missing.jsonl"})
+    recipe = recipe.replaced({"model.trunk": str(tmp_path / "config"), "data.sources": (source,)})
     found = check(recipe, processes=1)
     assert found.data is None
     assert "# data: not read, as the trunk has no tokenizer; a run refuses such a trunk\n" in str(found)
@@ -175,7 +172,7 @@ def test_the_report_says_how_much_of_the_held_out_text_was_trained_on(
         rows = [{**row, "group": f"g{number}"} for number, row in enumerate(rows)]
     write_chats(directory, rows)
     recipe = by_content(directory, tmp_path / "run", evaluate__prompts=16, evaluate__max_new_tokens=4, **GETS_NO_BETTER)
-    recipe = recipe.replaced(data=recipe.data.replaced(group_field="group"))
+    recipe = recipe.replaced({"data.group_field": "group"})
     console = Console(record=True, width=200, quiet=False)
     with pytest.raises(GateRefusedError):
         run_recipe(recipe, console)

@@ -15,7 +15,7 @@ from checkpoints import set_count
 from mtp_train.cli.main import main
 from mtp_train.runs.resolve import recipe_of
 from mtp_train.runs.run_directory import RunDirectory
-from mtp_train.runs.write_recipe import rescue_recipe
+from mtp_train.runs.write_recipe import settings_of
 from runs import document, refusal, tree, write_inputs
 
 Capture = pytest.CaptureFixture[str]
@@ -37,23 +37,20 @@ def test_the_recipe_is_what_rescue_runs(inputs: Path, with_data: bool, capfd: Ca
     said = ["--trunk", finetune, "--base", base, *(["--data", *data] if with_data else [])]
     written = document(["init", "my model.yaml", *said], capfd)
     assert (written["out"], written["start"]) == ("my model.yaml", "graft")
-    assert recipe_of("my model.yaml") == rescue_recipe(str(finetune), str(base), Path("runs/my model"), data).recipe
+    assert recipe_of("my model.yaml") == recipe_of(
+        settings_of("graft", str(finetune), str(base), "runs/my model", data)
+    )
     # Neither command changes anything but the one file.
     assert tree(Path()).keys() == {"my model.yaml"}
     for command in written["commands"]:
         assert recipe_of(shlex.split(command)[-1]).model.head_from == str(base)
 
 
-def test_the_demos_recipe_is_what_rescue_runs() -> None:
-    assert mtp.write_recipe("demo.yaml", "demo:finetune", "demo:base").start == "graft"
-    assert recipe_of("demo.yaml") == rescue_recipe("demo:finetune", "demo:base", Path("runs/demo"), []).recipe
-
-
 def test_an_adapter_is_trained_on_its_base(inputs: Path) -> None:
     write_adapter(inputs / "base", Path("lora"), target_modules=["q_proj"])
     data = [inputs / "chats.jsonl"]
     mtp.write_recipe("lora.yaml", "lora", inputs / "base", data=data)
-    expected = rescue_recipe("lora", str(inputs / "base"), Path("runs/lora"), [str(data[0])]).recipe
+    expected = recipe_of(settings_of("graft", "lora", str(inputs / "base"), "runs/lora", [str(data[0])]))
     assert recipe_of("lora.yaml") == expected
     assert (expected.model.trunk, expected.model.adapter) == (str(inputs / "base"), "lora")
 

@@ -28,7 +28,7 @@ SETTINGS = {
     "export__link": "copy",
 }
 DDP, NODES, TORCHRUN = "cpu_ddp.yaml", "fsdp2_nodes.yaml", "torchrun"
-# As recipes/README.md has them.
+# As recipes/distributed.md has them.
 SHARDS_BY_TORCHRUN = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 Done = subprocess.CompletedProcess[str]
 

@@ -19,7 +19,8 @@ from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import rescue as rescue_module
 from mtp_train.runs.probe import HeadLevel, ProbeResult
-from mtp_train.runs.write_recipe import rescue_recipe
+from mtp_train.runs.resolve import resolved_recipe
+from mtp_train.runs.write_recipe import settings_of
 from runs import GETS_NO_BETTER, LEARNS, TINY_RESCUE, document, overrides_of, shorten_probes, tree, write_inputs
 
 HOW_TO = Path(__file__).parents[2] / "recipes" / "rescue.md"
@@ -136,21 +137,6 @@ def test_a_rescue_names_the_weight_files_that_it_leaves_out(
     assert rescued["notes"] == ["Left out, as no part of the checkpoint: old.safetensors (1 tensors, 1 of a head)."]
 
 
-def test_a_rescue_trains_after_a_probe_that_does_not_advise_against_it(
-    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = probed(monkeypatch, "undecided")
-    short = [word for word in TINY_RESCUE if "max_steps" not in word]
-    out = tmp_path / "out"
-    argv = asking(inputs, out, inputs / "finetune")
-    rescued = document([*argv, "--set", *short], capfd)
-    assert asked == [out / "probe"]
-    assert (out / "report.json").is_file()
-    # A run that has begun goes on without another probe.
-    assert document([*argv, "--set", *short], capfd) == rescued
-    assert asked == [out / "probe"]
-
-
 def test_a_rescue_trains_nothing_where_the_probe_finds_a_fault(
     inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,18 +150,6 @@ def test_a_rescue_trains_nothing_where_the_probe_finds_a_fault(
     # The cure: who sets the length has decided to train.
     rescued = document([*argv, "--set", *TINY_RESCUE], capfd)
     assert (len(asked), status(capfd, rescued["out"])) == (1, "healthy")
-
-
-def test_the_probe_of_a_rescue_has_its_settings(
-    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shorten_probes(monkeypatch)
-    out = tmp_path / "out"
-    argv = asking(inputs, out, inputs / "finetune")
-    # Random heads draft badly for their own base.
-    assert main([str(word) for word in [*argv, "--set", "head.num_depths=2", "data.group_field=group"]]) == 2
-    assert "The base's head drafts for the base itself with tau" in " ".join(capfd.readouterr().err.split())
-    assert json.loads((out / "probe" / "comparison" / "study.json").read_text())["grid"]["depths"] == [2]
 
 
 def test_a_probe_from_before_is_not_made_again(
@@ -214,7 +188,7 @@ def test_several_processes_are_refused(
 def test_a_rescue_sets_what_the_text_decides_once_it_exists(
     inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    probed(monkeypatch, "retrain")
+    asked = probed(monkeypatch, "undecided")
     short = ["data.regenerate.max_new_tokens=12", "evaluate.max_new_tokens=8", "head.num_depths=2", "track.wandb=off"]
     out = tmp_path / "out"
     argv = asking(inputs, out, inputs / "finetune")
@@ -225,11 +199,9 @@ def test_a_rescue_sets_what_the_text_decides_once_it_exists(
     assert 10 <= passes <= 10 + recipe.train.tokens_per_step / text
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == recipe.train.max_steps
-    # The command finds the settings that the run recorded, and nothing is done twice.
-    assert rescue_recipe(str(inputs / "finetune"), str(inputs / "base"), out, [str(inputs / "chats.jsonl")], short)[
-        0
-    ] == (recipe.replaced(train=recipe.train.replaced(precision="auto")))
+    # The command finds the settings that the run recorded, without another probe, and nothing is done twice.
     assert document([*argv, "--set", *short], capfd) == rescued
+    assert asked == [out / "probe"]
 
 
 def stored_text(run_dir: Path) -> int:
@@ -240,29 +212,14 @@ def stored_text(run_dir: Path) -> int:
 
 
 def test_a_rescue_without_prompts_takes_built_in_ones_or_the_demos(inputs: Path, tmp_path: Path) -> None:
-    recipe, choices = rescue_recipe(str(inputs / "finetune"), str(inputs / "base"), tmp_path, [])
+    pair = str(inputs / "finetune"), str(inputs / "base")
+    recipe, choices = resolved_recipe(settings_of("graft", *pair, str(tmp_path), []))
     assert recipe.data.sources[0].path.endswith("builtin.jsonl")
-    ours, same = rescue_recipe("demo:finetune", "demo:base", tmp_path, [])
+    ours, same = resolved_recipe(settings_of("graft", "demo:finetune", "demo:base", str(tmp_path), []))
     assert ours.data.sources[0].path == "demo:prompts"
     # The demo has no settings of its own.
     assert [choice.field for choice in same] == [choice.field for choice in choices]
-    assert ours.evaluate.replaced(prompts=1) == recipe.evaluate.replaced(prompts=1)
-
-
-@pytest.mark.parametrize(
-    ("finetune", "said", "says"),
-    [
-        ("nowhere", [], "nowhere"),
-        ("finetune", ["train.max_step=3"], "Did you mean"),
-    ],
-)
-def test_wrong_input_ends_in_2(
-    inputs: Path, tmp_path: Path, capfd: Capture, finetune: str, said: list[str], says: str
-) -> None:
-    argv = [*command(inputs, tmp_path / "out", inputs / finetune), *said]
-    assert main([str(word) for word in argv]) == 2
-    assert says in capfd.readouterr().err
-    assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == [tmp_path / "out" / "outcome.json"]
+    assert ours.evaluate.replaced({"prompts": 1}) == recipe.evaluate.replaced({"prompts": 1})
 
 
 def test_the_how_to_runs_as_it_is_written(

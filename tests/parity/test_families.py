@@ -33,7 +33,7 @@ from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.families import Family
 from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.heads.build import build_head, graft_plan, native_plan, trained_head
-from mtp_train.heads.diagnose import head_shapes, layout_of, text_config_of
+from mtp_train.heads.diagnose import empty_head, layout_of, text_config_of
 from mtp_train.heads.experts import GROUPED_EXPERTS, is_stacked
 from mtp_train.heads.lora import is_lora, merged_weights, put_on_lora
 from mtp_train.heads.module import MtpHead
@@ -115,8 +115,8 @@ def test_native_keys_to_ours_and_back_is_the_identity(built: Built) -> None:
     family, config = built.trunk.family, built.trunk.config.get_text_config()
     for num_modules in (1, 3) if takes_several_modules(family) else (1,):
         state = {
-            name: torch.randint(-(2**15), 2**15, shape, dtype=torch.int16)
-            for name, shape in head_shapes(family, config, num_modules).items()
+            name: torch.randint(-(2**15), 2**15, value.shape, dtype=torch.int16)
+            for name, value in empty_head(family, config, num_modules).items()
         }
         for prefix in family.keys.trunk_prefixes:
             for fused in (False, True):
@@ -371,8 +371,11 @@ def test_a_trunk_held_in_fp32_computes_in_bf16_what_it_does_loaded_in_bf16(built
     expected = loaded.hidden(tokens_1T)
     with held.computing_in(torch.bfloat16):
         hidden = held.hidden(tokens_1T)
+        logits = held.logits(hidden)
     assert hidden.dtype is torch.bfloat16
     torch.testing.assert_close(hidden, expected, rtol=0, atol=0)
+    # Some keep their lm_head in fp32.
+    torch.testing.assert_close(logits, loaded.logits(expected), rtol=0, atol=0)
 
 
 @torch.inference_mode()

@@ -1,44 +1,103 @@
-"""What the README promises exists: its commands parse, its recipe lines load, its families are the ones we know."""
+"""What the pages promise exists: commands parse, recipe lines load, families are known, links lead somewhere."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from mtp_train.cli.main import build_parser
 from mtp_train.families import FAMILIES
+from mtp_train.recipe.loading import load_recipe
+from scripts.commands_page import page
 from scripts.support_table import table, witnessed
 
 REPOSITORY = Path(__file__).parents[2]
-README = (REPOSITORY / "README.md").read_text()
+RECIPES = REPOSITORY / "recipes"
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+PAGES = sorted(
+    path
+    for path in REPOSITORY.rglob("*.md")
+    if not {".venv", ".git", "build"} & set(path.relative_to(REPOSITORY).parts)
+)
 
 
-def shell_commands() -> list[list[str]]:
-    """Return the commands of the README's code blocks as words, continued lines joined, comments dropped."""
-    blocks = re.findall(r"```(?:bash|console)\n(.*?)```", README, flags=re.DOTALL)
-    lines = [line.removeprefix("$ ") for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    inline = re.findall(r"`(mtp-train [a-z]+ [^`|\[]*--out [^`\[]*)`", README)
-    words = [
-        shlex.split(line, comments=True) for line in [*lines, *inline] if not line.startswith("mtp-train demo DIR")
-    ]
-    return [command for command in words if command]
+def named(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
 
 
-def ours(program: str) -> list[list[str]]:
-    return [command for command in shell_commands() if program in command]
+def shell_commands(text: str) -> Iterator[list[str]]:
+    """Yield the commands of a page's code blocks as words, continued lines joined, comments dropped."""
+    for block in re.findall(r"```(?:bash|console)\n(.*?)```", text, flags=re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            if words:
+                yield words
 
 
-def test_every_command_line_parses() -> None:
-    commands = [command[1:] for command in ours("mtp-train") if "FINE_TUNE" not in command]
-    assert len(commands) >= 3
-    for command in commands:
-        assert build_parser().parse_args(command).command == command[0]
+def overrides(words: list[str]) -> list[str]:
+    """Return the changes to a recipe in a command."""
+    return [word for word in words if re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+=.*|run_dir=.*", word, flags=re.DOTALL)]
 
 
-def test_the_support_table_is_what_the_records_say() -> None:
-    page = (REPOSITORY / "recipes" / "families.md").read_text(encoding="utf-8")
-    assert table() in page
+@pytest.mark.parametrize("path", PAGES, ids=named)
+def test_every_command_line_of_a_page_parses(path: Path) -> None:
+    for words in shell_commands(path.read_text(encoding="utf-8")):
+        if words[0] == "mtp-train" and "..." not in words:
+            assert build_parser().parse_args(words[1:]).command == words[1]
+        if "mtp_train" in words or words[:2] == ["mtp-train", "run"]:
+            stem = Path(words[2] if words[0] == "mtp-train" else words[words.index("mtp_train") + 1]).stem
+            shipped = RECIPES / f"{stem}.yaml"
+            # A recipe of the reader's own is one that init would write.
+            load_recipe(shipped if shipped.exists() else RECIPES / "retrain_head.yaml", overrides(words))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=named)
+def test_every_override_in_the_text_of_a_page_loads(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for shown in re.findall(r"`([^`]*=[^`]*)`", text):
+        if overrides(shlex.split(shown)[:1]):
+            load_recipe(RECIPES / "retrain_head.yaml", overrides(shlex.split(shown)))
+
+
+def test_a_mistyped_recipe_line_would_be_seen() -> None:
+    assert overrides(["accelerate", "model.trnk=x", "--n=3"]) == ["model.trnk=x"]
+    with pytest.raises(Exception, match=r"model\.trnk: unknown"):
+        load_recipe(RECIPES / "retrain_head.yaml", ["model.trnk=x"])
+
+
+@pytest.mark.parametrize("path", PAGES, ids=named)
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading(path: Path) -> None:
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", path.read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
+        target = (path.parent / link).resolve() if link else path
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w\- ]", "", one).lower().replace(" ", "-") for one in headings], link
+
+
+def test_the_recipe_that_is_written_is_the_one_that_is_checked_launched_and_served() -> None:
+    commands = list(shell_commands((RECIPES / "retrain.md").read_text(encoding="utf-8")))
+    (written,) = [words[2] for words in commands if words[:2] == ["mtp-train", "init"]]
+    assert [words[2] for words in commands if words[:2] == ["mtp-train", "check"]] == [written]
+    launched = [words[words.index("mtp_train") + 1] for words in commands if "mtp_train" in words]
+    assert set(launched) == {written}
+    served = [words for words in commands if words[0] == "vllm" or "sglang.launch_server" in words]
+    assert len(served) == 2
+    assert all(f"runs/{Path(written).stem}/export" in words for words in served)
+
+
+def test_the_generated_pages_are_up_to_date() -> None:
+    assert table() in (RECIPES / "families.md").read_text(encoding="utf-8"), "scripts/support_table.py --write"
+    assert page() == (RECIPES / "commands.md").read_text(encoding="utf-8"), "python scripts/commands_page.py"
+
+
+def test_the_readme_counts_the_families() -> None:
     of_releases = [family for family in FAMILIES if not family.attached]
     assert f"[{len(of_releases)} families](recipes/families.md)" in README
     assert f"to {len(FAMILIES) - len(of_releases)} more" in README
@@ -51,12 +110,9 @@ def test_no_engine_is_said_to_run_what_its_record_does_not_claim() -> None:
 
 
 def test_the_page_on_attaching_names_every_model_that_it_is_for() -> None:
-    page = " ".join((REPOSITORY / "recipes" / "attach.md").read_text(encoding="utf-8").split())
-    assert [family.title for family in FAMILIES if family.attached and family.title not in page] == []
+    text = " ".join((RECIPES / "attach.md").read_text(encoding="utf-8").split())
+    assert [family.title for family in FAMILIES if family.attached and family.title not in text] == []
 
 
-def test_every_file_it_points_to_exists() -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
-    assert len(links) > 3
-    assert all((REPOSITORY / link).exists() for link in links)
-    assert README.count("\n") < 200
+def test_the_readme_is_one_page() -> None:
+    assert len(README.split()) <= 800

@@ -20,7 +20,8 @@ from mtp_train.recipe.loading import dump_recipe, load_recipe
 ROOT = Path(__file__).parents[2]
 MACHINES = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path not in MACHINES)
-README = ROOT / "recipes" / "README.md"
+FIELDS = ROOT / "recipes" / "fields.md"
+NODES = ROOT / "recipes" / "distributed.md"
 SLURM = ROOT / "recipes" / "slurm" / "nodes.sh"
 SCHEMA = ROOT / "mtp_train" / "recipe" / "schema.json"
 
@@ -65,8 +66,8 @@ def test_override_example_of_the_header_loads(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("command", "path"),
-    [("field_reference recipes/README.md", README), ("json_schema", SCHEMA)],
-    ids=["readme", "schema"],
+    [("field_reference", FIELDS), ("json_schema", SCHEMA)],
+    ids=["fields", "schema"],
 )
 def test_files_generated_from_the_fields_are_up_to_date(command: str, path: Path) -> None:
     words = [sys.executable, "-m", *f"mtp_train.recipe.{command}".split()]
@@ -74,14 +75,8 @@ def test_files_generated_from_the_fields_are_up_to_date(command: str, path: Path
     assert printed == path.read_bytes(), f"run: python -m mtp_train.recipe.{command} > new && mv new {named(path)}"
 
 
-def test_overrides_shown_in_the_readme_load() -> None:
-    shown = re.findall(r"`'?([a-z_.0-9]+=[^`']+)'?`", README.read_text(encoding="utf-8"))
-    assert len(shown) >= 8
-    load_recipe(ROOT / "recipes" / "retrain_head.yaml", shown)
-
-
-def test_files_named_in_the_readme_exist() -> None:
-    text = README.read_text(encoding="utf-8")
+def test_files_named_in_the_page_on_machines_exist() -> None:
+    text = NODES.read_text(encoding="utf-8")
     assert all((ROOT / "recipes" / name).is_file() for name in re.findall(r"accelerate/\w+\.yaml", text))
 
 
@@ -113,7 +108,7 @@ def assert_two_nodes(words: list[str], node: int, address: str) -> None:
 
 
 def test_the_commands_for_several_nodes_are_ones_that_the_launchers_read() -> None:
-    section = README.read_text(encoding="utf-8").split("\n# Several nodes\n")[1].split("\n# ")[0]
+    section = NODES.read_text(encoding="utf-8").split("\n## Several nodes\n")[1]
     text = section.replace("\\\n", " ").replace("$NODE", "1")
     (words,) = accelerate_words(text)
     assert_two_nodes(words, 1, "node-0")
@@ -182,7 +177,7 @@ os.write(1, (" ".join(map(str, facts)) + "\\n").encode())
     [
         # The mean of the inputs 1 and 2: the processes share their gradients.
         ({"ACCELERATE_USE_CPU": "true"}, "2 MULTI_CPU DistributedDataParallel 1.5"),
-        # The trap that the file and the README warn of.
+        # The trap that the file and the page warn of.
         ({}, "1 NO Linear 1.0"),
     ],
 )

@@ -82,23 +82,6 @@ def assert_same_weights(head: MtpHead, expected: MtpHead) -> None:
         assert torch.equal(value, theirs[name]), name
 
 
-@pytest.mark.parametrize("family_name", FAMILY_NAMES)
-def test_a_native_head_comes_back_bit_for_bit(family_name: str, tmp_path: Path) -> None:
-    checkpoint = with_head(family_name, tmp_path / "base")
-    plan = native_plan(checkpoint, "auto")
-    assert_same_weights(build(plan, checkpoint), tiny_head(tiny_trunk(family_name)))
-    assert (plan.num_modules, plan.convention) == (1, "auto")
-
-
-def test_no_head_to_start_from_is_refused(tmp_path: Path) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
-    with pytest.raises(CheckpointError, match=r"holds no head tensors \(config declares 1 module\(s\)\)"):
-        native_plan(open_checkpoint(finetune), "auto")
-    broken = change(base, "mtp.fc.weight", None)
-    with pytest.raises(CheckpointError, match=r"head keys missing: mtp\.fc\.weight \(1 in all\); expected a complete"):
-        graft_plan(open_checkpoint(finetune), broken, "auto")
-
-
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_a_weight_that_is_not_finite_is_refused(value: float, tmp_path: Path) -> None:
     path = tmp_path / "base"
@@ -161,14 +144,6 @@ def test_a_fresh_head_has_the_trunks_dtype_and_declares_itself(tmp_path: Path) -
     assert dtypes.pop(f"model.{BIAS}") == "F32"
     assert set(dtypes.values()) == {"BF16"}
     assert plan.head.config_fields == {"num_nextn_predict_layers": 1}
-
-
-def test_a_fresh_head_writes_the_keys_of_a_released_one(tmp_path: Path) -> None:
-    for family_name in FAMILY_NAMES:
-        released = native_plan(with_head(family_name, tmp_path / family_name / "base"), "auto")
-        checkpoint = without_head(family_name, tmp_path / family_name / "trunk")
-        fresh = fresh_plan(checkpoint, text_config_of(checkpoint), "auto", seed=1)
-        assert stored(fresh) == stored(released)
 
 
 def test_the_routers_bias_is_never_rounded(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 
 from launching import environment
 from mtp_train.cli.main import build_parser, main, parse
+from mtp_train.cli.output import EXAMPLES
 
 Capture = pytest.CaptureFixture[str]
 
@@ -21,7 +23,7 @@ Capture = pytest.CaptureFixture[str]
         (["inspect", "x", "--bse", "y"], "unrecognized arguments: --bse y. Did you mean --base?"),
         (["evaluate", "x", "--out", "y", "--rules", "sample"], "Did you mean sampled?"),
         (["check", "x", "--procesess=2"], "Did you mean --processes?"),
-        (["run", "x.yaml", "--json", "train.lr=1"], "Write changes to a recipe in front of the options"),
+        (["run", "x.yaml", "--jsn", "train.lr=1"], "unrecognized arguments: --jsn"),
     ],
 )
 def test_the_nearest_word_is_named(argv: list[str], says: str, capfd: Capture) -> None:
@@ -31,12 +33,22 @@ def test_the_nearest_word_is_named(argv: list[str], says: str, capfd: Capture) -
     assert says in capfd.readouterr().err
 
 
-def test_a_word_like_no_other_gets_no_suggestion(capfd: Capture) -> None:
+def test_changes_to_a_recipe_may_follow_options() -> None:
+    args = parse(build_parser(), ["check", "x.yaml", "seed=1", "--device", "h100", "train.lr=1", "--json"])
+    assert args.overrides == ["seed=1", "train.lr=1"]
+
+
+def test_no_command_prints_help(capfd: Capture) -> None:
+    assert main([]) == 0
+    assert "rescue" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_help_of_a_command_ends_with_an_example_that_it_takes(name: str, capfd: Capture) -> None:
     with pytest.raises(SystemExit):
-        main(["inspect", "x", "--zzz"])
-    err = capfd.readouterr().err
-    assert "unrecognized arguments: --zzz" in err
-    assert "Did you mean" not in err
+        main([name, "--help"])
+    shown = " ".join(capfd.readouterr().out.split()).rpartition("example: mtp-train ")[2]
+    assert parse(build_parser(), shlex.split(shown)).command == name
 
 
 def test_help_states_defaults_once(capfd: Capture) -> None:
@@ -49,11 +61,6 @@ def test_help_states_defaults_once(capfd: Capture) -> None:
         assert "default: False" not in text
         assert "(default: 0.0) (default" not in text
     assert "of the trunk; 0 is greedy (default: 0.0 1.0)" in text
-    assert "prompts decoded together (default: 1)" in text
-
-
-def test_every_command_takes_json() -> None:
-    assert parse(build_parser(), ["inspect", "x", "--json"]).json
 
 
 def test_a_reader_that_closes_the_pipe_gets_no_traceback() -> None:

@@ -165,7 +165,7 @@ def test_vanilla_decodes_code_in_the_demo_and_the_held_out_prompts_elsewhere() -
     prompts = home_prompts(recipe, tokenizer)
     assert len({prompt.group for prompt in prompts}) == len(prompts) == HOME_PROMPTS < recipe.evaluate.prompts
     assert all(prompt.id.startswith("demo:code#") for prompt in prompts)
-    assert home_prompts(recipe.replaced(model=recipe.model.replaced(head_from="my/base")), tokenizer) == []
+    assert home_prompts(recipe.replaced({"model.head_from": "my/base"}), tokenizer) == []
 
 
 @pytest.mark.parametrize("name", ["prompts", "code"])

@@ -158,21 +158,11 @@ def test_a_base_of_another_width_is_refused(tmp_path: Path) -> None:
         graft(finetune, base, tmp_path / "out")
 
 
-def test_a_head_that_does_not_fit_its_trunk_is_refused(tmp_path: Path) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
-    tensors = all_tensors(base) | {"mtp.fc.weight": torch.zeros(32, 60)}
-    _save(base, tensors)
-    with pytest.raises(
-        CheckpointError, match=r"head shape mismatch: mtp\.fc\.weight: found \[32, 60\], expected \[32, 64\]"
-    ):
-        graft(finetune, base, tmp_path / "out")
-
-
 def test_a_misspelt_head_key_is_named_with_the_nearest_known_one(tmp_path: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     tensors = all_tensors(base)
     tensors["mtp.layers.0.mlp.gate_porj.weight"] = tensors.pop("mtp.layers.0.mlp.gate_proj.weight")
-    _save(base, tensors)
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
         CheckpointError, match=r"gate_porj\.weight \(nearest known: mtp\.layers\.0\.mlp\.gate_proj\.weight\)"
     ):
@@ -184,7 +174,7 @@ def test_nan_in_the_weights_is_refused(key: str, tmp_path: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     tensors = all_tensors(base)
     tensors[key].view(-1)[0] = float("nan")
-    _save(base, tensors)
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=rf"{key} holds NaN or infinite values"):
         graft(finetune, base, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -205,17 +195,6 @@ def test_export_declares_the_head_that_the_config_forgot(tmp_path: Path) -> None
     export(base, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["mtp_num_hidden_layers"] == 1
     assert diagnose_head(open_checkpoint(tmp_path / "out")).complete
-
-
-@pytest.mark.skipif("inkling" not in ALL_FAMILIES, reason="this transformers has no Inkling")
-def test_export_declares_a_forgotten_head_in_the_section_that_its_family_has(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "inkling")
-    config = json.loads((base / "config.json").read_text())
-    declared = config["mtp_config"].pop("num_nextn_predict_layers")
-    (base / "config.json").write_text(json.dumps(config))
-    export(base, tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written == {**config, "mtp_config": {**config["mtp_config"], "num_nextn_predict_layers": declared}}
 
 
 @pytest.mark.skipif("inkling" not in ALL_FAMILIES, reason="this transformers has no Inkling")
@@ -242,9 +221,3 @@ def test_export_without_a_head_names_the_cure(tmp_path: Path) -> None:
     _, finetune = base_and_finetune(tmp_path, "qwen3_5")
     with pytest.raises(CheckpointError, match=r"holds no head tensors .* Use mtp-train graft"):
         export(finetune, tmp_path / "out")
-
-
-def _save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy, kl_div
-from transformers import AutoModelForCausalLM
 
 from checkpoints import fuse_experts, save_stripped, set_fields
 from mtp_train.checkpoints.files import open_checkpoint
@@ -21,7 +16,6 @@ from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.trunk.load import Trunk
 from tiny import ALL_FAMILIES, tiny_trunk
-from tiny_configs import tiny_config
 
 # Family to the layer of its tiny trunk that is the last of the head's kind.
 LAST = {
@@ -111,77 +105,3 @@ def test_a_head_whose_layer_no_layer_of_the_trunk_is_like_is_refused(tmp_path: P
     path = save_stripped(tiny_trunk("nemotron_h"), tmp_path / "trunk")
     with pytest.raises(CheckpointError, match=r"no layer of the trunk .* Write head\.init: random"):
         fresh_head(path, "copy_last_layer")
-
-
-def learned(path: Path, seed: int) -> Trunk:
-    """Train a tiny Llama on bytes of the standard library, save it at the path and return it."""
-    torch.manual_seed(seed)
-    config = tiny_config("llama", vocab_size=256)
-    trunk = Trunk(AutoModelForCausalLM.from_config(config, dtype=torch.float32), tiny_trunk("llama").family)
-    optimizer = torch.optim.AdamW(trunk.parameters(), lr=1e-2, weight_decay=0.0)
-    for tokens_BT in texts(TRUNK_STEPS, seed=0):
-        logits_BTV = trunk.logits(trunk.hidden(tokens_BT))
-        loss = cross_entropy(logits_BTV[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    trunk.causal_lm.save_pretrained(path)
-    trunk.config.name_or_path = str(path)
-    return trunk.requires_grad_(False).eval()
-
-
-def texts(count: int, seed: int) -> Iterator[Tensor]:
-    """Yield random pieces of a module's source, bytes as tokens, (16, 32)."""
-    source = torch.tensor(list(Path(argparse.__file__).read_bytes()))
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(count):
-        starts = torch.randint(len(source) - 32, (16,), generator=generator)
-        yield torch.stack([source[start : start + 32] for start in starts])
-
-
-def loss_after_training(trunk: Trunk, head: MtpHead) -> float:
-    """Train a head for a few steps on the trunk's distributions; return the mean loss of the last ones, in nats."""
-    optimizer = torch.optim.AdamW(head.parameters(), lr=2e-3, weight_decay=0.0)
-    losses = []
-    for tokens_BT in texts(HEAD_STEPS, seed=1):
-        hidden_BTD = trunk.hidden(tokens_BT)
-        (state_BTD,) = unroll(
-            head,
-            trunk.head_input(hidden_BTD, head.convention),
-            tokens_BT,
-            trunk.embed,
-            num_depths=1,
-            positions_BT=torch.arange(32).expand_as(tokens_BT),
-            document_BT=torch.zeros_like(tokens_BT),
-        )
-        teacher_BTV = trunk.logits(hidden_BTD)[:, 1:].log_softmax(dim=-1)
-        student_BTV = trunk.project(state_BTD)[:, :-1].log_softmax(dim=-1)
-        loss = kl_div(student_BTV.flatten(0, 1), teacher_BTV.flatten(0, 1), log_target=True, reduction="batchmean")
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return torch.stack(losses[-5:]).mean().item()
-
-
-def shuffled(head: MtpHead) -> MtpHead:
-    """Put the numbers of every matrix of the head's projection out of order."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        weight = head.blocks[0].proj.weight
-        weight.copy_(weight.flatten()[torch.randperm(weight.numel(), generator=generator)].view_as(weight))
-    return head
-
-
-def test_a_start_from_the_trunk_learns_sooner_than_a_random_one(tmp_path: Path) -> None:
-    """One trunk alone cannot show it: the ratio of the losses lies between 0.5 and 0.9 from trunk to trunk and
-    machine to machine, as training amplifies rounding."""
-    copied, random, spoilt = 0.0, 0.0, 0.0
-    for seed in range(4):
-        path = tmp_path / f"trunk-{seed}"
-        trunk = learned(path, seed)
-        copied += loss_after_training(trunk, fresh_head(path, "copy_last_layer"))
-        random += loss_after_training(trunk, fresh_head(path, "random"))
-        spoilt += loss_after_training(trunk, shuffled(fresh_head(path, "copy_last_layer")))
-    assert copied < 0.9 * random
-    assert spoilt > random

@@ -15,8 +15,6 @@ import torch
 
 from checkpoints import all_tensors
 from gguf_files import checkpoint_with_head, exported, metadata, values
-from mtp_train.families import FAMILIES
-from mtp_train.families.engines import engine_commands
 from mtp_train.runs.checkpoint_tools import export_checkpoint
 from tiny import ALL_FAMILIES
 
@@ -207,15 +205,6 @@ def test_query_key_and_value_become_one_matrix(tmp_path: Path) -> None:
             found[f"blk.{3 + module}.attn_sinks.weight"], stored[f"{attention}attention_sink_bias"].numpy()
         )
     assert not any(".attn_q." in name for name in found)
-
-
-def test_a_head_that_the_converter_leaves_in_parts_is_served_from_a_file_of_its_own() -> None:
-    family = next(family for family in FAMILIES if family.name == "mimo_v2_flash")
-    command = engine_commands(family.serving, "tuned", 3)["llama.cpp"]
-    convert, export, serve = command.split(" && ")
-    assert convert.endswith("tuned --no-mtp --outfile model.gguf")
-    assert export == "mtp-train export tuned --out model-head --gguf f16"
-    assert "-m model.gguf -md model-head/mtp-*.gguf" in serve
 
 
 @pytest.mark.skipif("nemotron_h" not in NAMES, reason="this transformers does not run Nemotron-H")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -39,9 +38,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     hash_one = identity._hash
 
-    def noted(path: Path, **others: Any) -> Any:
+    def noted(path: Path) -> Any:
         names.append(path.name)
-        return hash_one(path, **others)
+        return hash_one(path)
 
     monkeypatch.setattr(identity, "_hash", noted)
     monkeypatch.setattr(identity, "TICK_NS", 0)
@@ -147,41 +146,21 @@ def test_a_file_behind_a_link_is_its_content_and_the_name_of_a_blob_proves_nothi
     assert hashed(files)["model.trunk"].contents["model.safetensors"] == hashlib.sha256(b"WEIGHTS").hexdigest()
 
 
-def test_changes_are_named() -> None:
-    assert changed_files({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "4", "d": "5"}) == ["b", "c (gone)", "d (new)"]
-    assert changed_files({"a": "1"}, {"a": "1"}) == []
-
-
 def test_a_file_that_is_being_written_is_refused(files: InputFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     path = files.files["model.safetensors"]
 
-    def writing(task: object, count: int) -> None:
+    sha256 = hashlib.sha256
+
+    def writing() -> Any:
         with path.open("a") as file:
             file.write("more")
+        return sha256()
 
-    monkeypatch.setattr(SILENT, "advance", writing)
-    monkeypatch.setattr(identity, "_BLOCK_BYTES", 4)
+    monkeypatch.setattr(hashlib, "sha256", writing)
     with pytest.raises(
         CheckpointError, match=r"model\.safetensors: is being written to; expected files that no process"
     ):
         hashed(InputFiles(files.location, {"model.safetensors": path}))
-
-
-def test_an_interrupt_leaves_large_files_unread(files: InputFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that reads a file ends at its next block."""
-    started, counts = threading.Event(), []
-
-    def slow(task: object, count: int) -> None:
-        counts.append(count)
-        started.set()
-        if len(counts) == 1:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(SILENT, "advance", slow)
-    monkeypatch.setattr(identity, "_BLOCK_BYTES", 1)
-    with pytest.raises(KeyboardInterrupt):
-        hashed(files)
-    assert len(counts) < len("weights{}")
 
 
 def test_a_missing_file_and_a_damaged_record_are_refused(files: InputFiles, tmp_path: Path) -> None:

@@ -97,14 +97,6 @@ def test_llama_cpp_refuses_one_as_wide_as_its_trunk(saved: Path, capfd: pytest.C
     assert serves["vllm"].startswith("vllm serve")
 
 
-def test_a_config_that_transformers_refuses_exits_with_2(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config: dict[str, Any] = json.loads((saved / "config.json").read_text())
-    config["text_config"]["enable_moe_block"] = True
-    (saved / "config.json").write_text(json.dumps(config))
-    assert main(["inspect", str(saved)]) == 2
-    assert "enable_moe_block" in capfd.readouterr().err
-
-
 def test_whatever_needs_a_head_says_what_it_is_instead(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = str(saved.parent / "out")
     for command in (

@@ -41,7 +41,7 @@ from mtp_train.families.spec import (
     Wiring,
 )
 from mtp_train.heads.build import build_head, native_plan
-from mtp_train.heads.diagnose import head_shapes, text_config_of
+from mtp_train.heads.diagnose import empty_head, text_config_of
 from mtp_train.heads.step import unroll
 from runs import document, tiny_recipe
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
@@ -97,10 +97,10 @@ def test_a_registered_family_is_found_until_it_is_removed(toy: Family) -> None:
 
 
 def test_its_head_keys_go_to_ours_and_back(toy: Family) -> None:
-    shapes = head_shapes(toy, tiny_trunk("toy").config, 2)
+    empty = empty_head(toy, tiny_trunk("toy").config, 2)
     layout = HeadLayout(toy, "model.", 3)
     generator = torch.Generator().manual_seed(0)
-    state = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    state = {name: torch.randn(value.shape, generator=generator) for name, value in empty.items()}
     native = {key: part for name, value in state.items() for key, part in layout.split(name, value)}
     assert "toy_head.1.self_attn.q_proj.weight" in native
     joined = layout.join(native)

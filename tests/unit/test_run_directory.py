@@ -42,8 +42,11 @@ def test_a_claimed_run_dir_is_its_recipes_and_no_others(tmp_path: Path, recipe: 
     RunDirectory(tmp_path / "run").claim(recipe, {"seed": 0}, {})
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     RunDirectory(tmp_path / "run").require_ours(recipe)
-    other = tiny_recipe(tmp_path / "in", tmp_path / "run", train__lr=2e-3)
-    with pytest.raises(OutputExistsError, match=r"run holds the run of another recipe \(.*recipe\.yaml\); expected"):
+    other = tiny_recipe(tmp_path / "in", tmp_path / "run", train__lr=2e-3, data__regenerate={}, seed=7)
+    differ = (
+        r"seed: 0 there, 7 here, data\.regenerate: null there, a section here, train\.lr: 0\.001 there, 0\.002 here"
+    )
+    with pytest.raises(OutputExistsError, match=rf"holds the run of another recipe \(.*recipe\.yaml\): {differ}; exp"):
         RunDirectory(tmp_path / "run").require_ours(other)
 
 

@@ -78,22 +78,6 @@ def nested(depth: int) -> bytes:
     return b'{"a":' * depth + b"1" + b"}" * depth
 
 
-HEADERS: dict[str, object] = {
-    "dtype of another type": {"x": entry(32)},
-    "offsets beyond the file": {"x": entry(shape=[4], offsets=[0, 16])},
-    "overlapping offsets": {"x": entry(), "y": entry("F16", [2], [4, 8])},
-}
-
-
-@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS.keys())
-def test_a_broken_safetensors_header_is_named(header: object, tmp_path: Path) -> None:
-    file = tmp_path / SINGLE_FILE
-    write_header(file, json.dumps({"x": entry()}).encode(), bytes(8))
-    assert list(scan_safetensors(file)) == ["x"]
-    write_header(file, json.dumps(header).encode(), bytes(8))
-    assert refusal(lambda: scan_safetensors(file)).startswith(f"{file}: truncated or damaged (")
-
-
 def test_a_dtype_that_is_not_read_is_named(tmp_path: Path) -> None:
     write_header(tmp_path / SINGLE_FILE, json.dumps({"x": entry("C64", [2], (0, 16))}).encode(), bytes(16))
     assert "C64" in refusal(lambda: scan_safetensors(tmp_path / SINGLE_FILE))
@@ -122,10 +106,8 @@ def test_a_file_that_is_not_safetensors_is_named(content: bytes, tmp_path: Path)
     [
         ([1, 2], r"weight_map is \[1, 2\]; expected an object"),
         ({"x": 3}, "names 3; expected the path"),
-        ({"x": {"y": "z"}}, r"names \{'y': 'z'\}; expected the path"),
         ({"x": ""}, "names ''; expected the path"),
         ({"x": "a\0b"}, r"names 'a\\x00b'; expected the path"),
-        ({"x": "\ud800"}, r"names '\\ud800'; expected the path"),
         ({"x": "a" * 5000}, "expected the path"),
         ({"x": "gone.safetensors"}, "names gone.safetensors, which is not there"),
         ({"x": CONFIG_FILE}, "truncated or damaged"),
@@ -145,7 +127,6 @@ NOT_OBJECTS: dict[str, tuple[bytes, str]] = {
     "not JSON": (b"{nope", "not valid JSON"),
     "not UTF-8": (b'{"a": "\xff"}', "not valid JSON"),
     "list": (b"[1, 2]", "contains list"),
-    "null": (b"null", "contains NoneType"),
     "nested too deep": (nested(100_000), "nested too deep"),
     "integer of thousands of digits": (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
 }
@@ -162,32 +143,22 @@ def test_a_file_that_is_no_json_object_is_named(name: str, content: bytes, messa
     assert message in found
 
 
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(checkpoint: Path) -> None:
-    (checkpoint / CONFIG_FILE).unlink()
-    os.mkfifo(checkpoint / CONFIG_FILE)
-    assert "config.json: no such file" in refusal(lambda: open_checkpoint(checkpoint))
-
-
 # Config
 
 FIELDS: list[tuple[str, object, str]] = [
     *(("hidden_size", value, "transformers rejects it") for value in ("64", -1, None, [32])),
-    ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000; expected a number up to 1000"),
     ("num_hidden_layers", 10**400, "num_hidden_layers is 1000.*; expected a number up to 1000"),
     ("mtp_num_hidden_layers", "1", "mtp_num_hidden_layers is '1'; expected an integer"),
     ("mtp_num_hidden_layers", 10**9, "mtp_num_hidden_layers is 1000000000; expected an integer up to 1000"),
     *((name, None, "transformers rejects it") for name in ("num_attention_heads", "num_hidden_layers")),
     ("rms_norm_eps", "small", "transformers rejects it"),
     ("hidden_act", "nope", "transformers rejects it .KeyError"),
-    ("layer_types", 3, "transformers rejects it"),
     *(
         (field, value, r"_attn_implementation is .*; expected 'eager' or 'sdpa', or no such field\. Remove the field")
         for field in ("_attn_implementation", "attn_implementation")
         for value in ("nonsense", 5, "nobody/kernel")
     ),
     ("text_config", [1], r"text_config is \[1\]; expected an object"),
-    ("text_config", {}, "transformers rejects it"),
-    ("vision_config", "x", "vision_config is 'x'; expected an object"),
     ("vision_config", {"depth": 10**9}, "vision_config.depth is 1000000000; expected a number up to 1000"),
     ("quantization_config", [1], r"quantization_config is \[1\]; expected an object"),
     ("rope_parameters", 3, "rope_parameters is 3; expected an object"),
@@ -225,14 +196,11 @@ def test_a_nested_config_is_checked_too(checkpoint: Path) -> None:
     ("content", "message"),
     [
         ({"temperature": "hot"}, "temperature is 'hot'; expected a number"),
-        ({"temperature": float("nan")}, "temperature is nan; expected a number"),
         ({"temperature": 10**400}, "temperature is 1000.*; expected a number"),
         ({"top_k": 0.5}, "top_k is 0.5; expected an integer"),
         ({"do_sample": "yes"}, "do_sample is 'yes'; expected true or false"),
-        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; expected a token id"),
         ({"eos_token_id": [1, None]}, r"eos_token_id is \[1, None\]; expected a token id"),
         ({"suppress_tokens": 3}, "transformers rejects it"),
-        ({"max_new_tokens": "8"}, "transformers rejects it"),
     ],
 )
 def test_a_generation_config_of_any_shape_is_named(content: object, message: str, checkpoint: Path) -> None:
@@ -273,9 +241,6 @@ def changed_tokenizer(checkpoint: Path, **fields: Any) -> None:
     ("do", "message"),
     [
         (lambda path: changed_tokenizer(path, model={"vocab": 3}), "no tokenizer that loads"),
-        (lambda path: changed_tokenizer(path, model={"type": "Nope"}), "no tokenizer that loads"),
-        (lambda path: changed_tokenizer(path, added_tokens="x"), "no tokenizer that loads"),
-        (lambda path: (path / "tokenizer.json").write_text("{}"), "no tokenizer that loads"),
         (lambda path: (path / "added_tokens.json").write_text("3"), "added_tokens.json: contains int"),
         (lambda path: (path / "special_tokens_map.json").write_text("[1]"), "special_tokens_map.json: contains list"),
         (lambda path: (path / "tokenizer_config.json").write_text('{"model_max_length": "8"}'), "model_max_length is"),
@@ -342,10 +307,3 @@ def test_a_shard_larger_than_the_memory_is_neither_mapped_nor_read_whole(
 def _is_mapped(file: Path) -> bool:
     maps = Path("/proc/self/maps")
     return maps.exists() and str(file) in maps.read_text()
-
-
-def test_reading_a_tensor_does_not_map_its_file(checkpoint: Path) -> None:
-    opened = open_checkpoint(checkpoint)
-    value = opened.read("model.norm.weight")
-    assert value.shape == opened.tensors["model.norm.weight"].shape
-    assert not _is_mapped(checkpoint / SINGLE_FILE)

@@ -27,11 +27,6 @@ def test_rows_meet_however_each_side_is_cut_up(ours: list[int], theirs: list[int
     assert torch.equal(torch.cat([new for new, _ in pairs]), whole_TD[: min(sum(ours), sum(theirs))])
 
 
-def test_a_number_is_one_row() -> None:
-    ((new_1, old_1),) = paired_rows(iter([torch.tensor(2.0)]), iter([torch.tensor(3.0)]))
-    assert (new_1.tolist(), old_1.tolist()) == ([2.0], [3.0])
-
-
 def stored(folder: Path, tensor: torch.Tensor) -> Checkpoint:
     folder.mkdir()
     save_file({"w": tensor}, folder / "model.safetensors")

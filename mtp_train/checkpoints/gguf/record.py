@@ -87,22 +87,18 @@ def whole(*names: str, default: int | None = None) -> Field:
 
 
 def real(*names: str, default: float | None = None) -> Field:
-    """Read a float from the first of these fields that the config has."""
     return _first(float, names, default)
 
 
 def flag(*names: str, default: bool | None = None) -> Field:
-    """Read a boolean from the first of these fields that the config has."""
     return _first(bool, names, default)
 
 
 def total(*names: str) -> Field:
-    """Add integer fields."""
     return lambda config: sum(int(config[name]) for name in names)
 
 
 def product(*names: str) -> Field:
-    """Multiply integer fields."""
     return lambda config: math.prod(int(config[name]) for name in names)
 
 
@@ -187,7 +183,6 @@ def limits(name: str) -> Field:
 
 
 def always(value: Value) -> Field:
-    """Return a reader of a constant."""
     return lambda config: value
 
 
@@ -211,7 +206,6 @@ def _rope_real(*names: str, kinds: tuple[str, ...] = (), of: str = _FULL) -> Fie
 
 
 def window_theta(config: RawConfig) -> Value | None:
-    """Read the rotary base of layers with a sliding window."""
     theta = rope_of(config, "sliding_attention").get("rope_theta")
     return None if theta is None else float(theta)
 
@@ -275,7 +269,6 @@ EXPERTS: Mapping[str, Field] = {
 
 
 def weights(names: Mapping[str, str]) -> dict[str, str]:
-    """Return names of modules as names of their weights."""
     return {f"{native}.weight": f"{ours}.weight" for native, ours in names.items()}
 
 

@@ -117,7 +117,6 @@ def _add_fields(
 
 
 def add_value(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
-    """Add a metadata field, in the GGUF type of the value's Python type."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

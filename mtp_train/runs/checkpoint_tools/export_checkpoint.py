@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
-from mtp_train.checkpoints.adapter import locate_adapter
 from mtp_train.checkpoints.artifact import Artifact, HeadPlan, load_artifact
 from mtp_train.checkpoints.contents import left_out, unnamed_files, with_unnamed_head
 from mtp_train.checkpoints.draft_checkpoint import DraftForm
@@ -21,9 +20,15 @@ from mtp_train.checkpoints.gguf.sidecar import GgufKind, write_gguf
 from mtp_train.checkpoints.gguf.tensors import gguf_tensors
 from mtp_train.checkpoints.identity import checkpoint_files, directory_files, require_same
 from mtp_train.checkpoints.keymap import HeadLayout
-from mtp_train.checkpoints.locations import is_head_directory, open_location, refuse_adapter
+from mtp_train.checkpoints.locations import (
+    HEAD,
+    RECIPE_FILE,
+    is_head_directory,
+    locate_adapter,
+    open_location,
+    refuse_adapter,
+)
 from mtp_train.checkpoints.native import native_head_of
-from mtp_train.checkpoints.run_export import HEAD, RECIPE_FILE
 from mtp_train.checkpoints.suggestions import draft_model_flag
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import new_directory, refuse_existing, removed_on_failure
@@ -56,7 +61,6 @@ class ExportResult:
     reads."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, as ``mtp-train export --json`` prints them."""
         values: dict[str, Any] = {"out": str(self.out), "notes": self.notes}
         if self.file is not None:
             values["file"] = str(self.file)
@@ -118,7 +122,12 @@ def export(
     source, out, progress = Path(source), Path(out), progress or quiet_progress()
     _require_one_form(head_only=head_only, gguf=gguf is not None, speculators=speculators, copy=copy)
     refuse_existing(out, what="the checkpoint" if gguf is None else "the GGUF file")
-    found = _head_to_export(source, progress, alone=head_only or gguf is not None)
+    found = _head_to_export(source, progress)
+    if head_only or gguf is not None:
+        _require_alone(source, found)
+    require_whole_trunk(found.trunk)
+    # A head on its own repeats only a few of the trunk's tensors, but is loaded beside all of them.
+    require_finite_checkpoint(found.holder, progress)
     trunk, layout = found.trunk, layout_of(found.holder)
     if gguf is not None:
         return ExportResult(out, trunk.path, file=_write_gguf(found, layout, out, gguf, progress))
@@ -173,12 +182,7 @@ def _notes(found: _HeadToExport) -> tuple[str, ...]:
 
 
 def _write_gguf(found: _HeadToExport, layout: HeadLayout, out: Path, kind: GgufKind, progress: Progress) -> Path:
-    """Write ``mtp-NAME.gguf``, named after the trunk, into a new directory; return its path.
-
-    Raises:
-        UnsupportedModelError: llama.cpp has no known graph for the head.
-        CheckpointError: The tokenizer does not fit.
-    """
+    """Write ``mtp-NAME.gguf``, named after the trunk, into a new directory; return its path."""
     trunk = found.trunk
     # A checkpoint may store its head in FP8; read without ``verbatim``, the tensors are plain floats.
     head = native_head_of(found.holder, layout, layout) if not isinstance(found.plan, Artifact) else found.plan.head
@@ -225,28 +229,24 @@ class _HeadToExport(NamedTuple):
     """Hub id of a run's trunk; None for a local one."""
 
 
-def _head_to_export(source: Path, progress: Progress, *, alone: bool) -> _HeadToExport:
-    """Return the head of a run that passed its gate, or the head of a checkpoint, beside a sound trunk.
+def _head_to_export(source: Path, progress: Progress) -> _HeadToExport:
+    """Return the head of a run that passed its gate, or of a checkpoint.
 
     A run that fine-tuned its trunk has already exported it with the head that its gate chose: that checkpoint is read.
-    With ``alone``, the head is written without its trunk's checkpoint, which then has to be whole as it is.
     """
-    found = _located(source, progress)
-    if alone:
-        _require_alone(source, found)
-    require_whole_trunk(found.trunk)
-    # A head on its own repeats only a few of the trunk's tensors, but is loaded beside all of them.
-    require_finite_checkpoint(found.holder, progress)
-    return found
-
-
-def _located(source: Path, progress: Progress) -> _HeadToExport:
     if not is_head_directory(source / HEAD):
         refuse_adapter(source, str(source))
         trunk = open_checkpoint(source)
         holder = with_unnamed_head(trunk, layout_of(trunk))
         return _HeadToExport(trunk, holder, _own_head(holder))
-    _require_exportable(source)
+    if not (source / REPORT_FILE).is_file():
+        raise CheckpointError(
+            f"{source}: its head has not been measured; expected a run that reached the gate. Run its recipe again: "
+            "it goes on from where it stands."
+        )
+    gate = load_report(source / REPORT_FILE).gate
+    if gate is not None and not gate.passed:
+        raise GateRefusedError(gate.reason)
     identity = read_json(source / PROVENANCE_FILE)["trunk"]
     model = load_recipe(source / RECIPE_FILE).model
     # The recipe may name the trunk by a link or a hub id that leads elsewhere by now: the recorded path comes first.
@@ -274,17 +274,6 @@ def _require_alone(source: Path, found: _HeadToExport) -> None:
             f"{source}: its trunk has the unmerged adapter {found.adapter}; expected a trunk in one checkpoint, as the "
             "head's file repeats some of its weights. Export the run, then take the head alone from the export."
         )
-
-
-def _require_exportable(run_dir: Path) -> None:
-    if not (run_dir / REPORT_FILE).is_file():
-        raise CheckpointError(
-            f"{run_dir}: its head has not been measured; expected a run that reached the gate. Run its recipe again: "
-            "it goes on from where it stands."
-        )
-    gate = load_report(run_dir / REPORT_FILE).gate
-    if gate is not None and not gate.passed:
-        raise GateRefusedError(gate.reason)
 
 
 def _own_head(checkpoint: Checkpoint) -> HeadPlan:

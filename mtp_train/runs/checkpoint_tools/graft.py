@@ -36,7 +36,6 @@ class GraftResult:
     """Sentences about weight files that were left out."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, as ``mtp-train graft --json`` prints them."""
         return {"out": str(self.out), "notes": self.notes}
 
     def __str__(self) -> str:

@@ -28,7 +28,6 @@ from mtp_train.checkpoints.suggestions import (
     train_command,
 )
 from mtp_train.checkpoints.values import common_tensors, find_non_finite, paired_rows, squared_change
-from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import Assistant, assistant_for, draft_engines, of_kind
 from mtp_train.families.engines import engine_commands
@@ -117,7 +116,6 @@ class Inspection:
     """The command that puts the base's head in place, where ``cure`` takes one from an unnamed weight file."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, as ``mtp-train inspect --json`` prints them."""
         head, trunk, weights, change = self.head, self.trunk, self.weights, self.trunk_changed
         return {
             "checkpoint": self.checkpoint,
@@ -153,7 +151,6 @@ class Inspection:
         return html_table(self.checkpoint, ("", ""), self._rows())
 
     def _rows(self) -> list[tuple[str, str]]:
-        """Return label and text of each line that people read."""
         head, trunk, weights, change = self.head, self.trunk, self.weights, self.trunk_changed
         found = {
             "missing": head.missing_keys,
@@ -182,7 +179,6 @@ class Inspection:
 
 
 def _first_three(keys: Sequence[str]) -> str:
-    """Return some keys, and how many more there are."""
     return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
 
 
@@ -230,7 +226,11 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
     trunk = diagnose_trunk(checkpoint) if holds_trunk(checkpoint, layout) else TrunkDiagnosis()
     weights = _diagnose_weights(checkpoint, layout, progress)
     problems = (*trunk.problems, *weights.problems, *_adapter_problems(checkpoint))
-    status = _whole_status(_head_status(diagnosis, base_head), problems)
+    status = _head_status(diagnosis, base_head)
+    # A missing or incomplete head comes before problems of the checkpoint.
+    if problems and status in ("healthy", "undeclared", "quantised"):
+        status = "damaged"
+    unread = problems[0] if problems else diagnosis.describe() if diagnosis.quantised else None
     chooses = not problems and _has_unnamed_head(checkpoint)
     return Inspection(
         checkpoint=str(checkpoint.path),
@@ -245,30 +245,17 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         problems=problems,
         serves=serving_commands(checkpoint, diagnosis, status, problems),
         cure=_find_cure(checkpoint, base, status, stale, problems),
-        runs_here=_runs_here(diagnosis, problems),
+        runs_here="yes" if unread is None else f"no: {unread}",
         other_cure=graft_command(*_with_donor(checkpoint, base)) if chooses else None,
     )
 
 
 def _adapter_problems(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return the phrase for an adapter in a model's directory; an empty tuple without one."""
     beside = (checkpoint.path / ADAPTER_CONFIG_FILE).is_file()
     return (f"{ADAPTER_CONFIG_FILE} beside the model, which transformers applies and engines do not",) if beside else ()
 
 
-def _whole_status(of_head: Status, problems: Sequence[str]) -> Status:
-    """Return the checkpoint's status: a missing or incomplete head comes before problems of the checkpoint."""
-    return "damaged" if problems and of_head in ("healthy", "undeclared", "quantised") else of_head
-
-
-def _runs_here(diagnosis: HeadDiagnosis, problems: Sequence[str]) -> str:
-    if problems:
-        return f"no: {problems[0]}"
-    return f"no: {diagnosis.describe()}" if diagnosis.quantised else "yes"
-
-
 def _head_status(diagnosis: HeadDiagnosis, base_has_head: bool) -> Status:
-    """Return the status of a head from its keys and its declaration in the config."""
     if not diagnosis.found_keys:
         if diagnosis.declared_modules:
             return "declared_but_missing"
@@ -281,7 +268,6 @@ def _head_status(diagnosis: HeadDiagnosis, base_has_head: bool) -> Status:
 
 
 def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint, progress: Progress) -> TrunkChange:
-    """Compare two trunks of the same shape, a block of a tensor in memory at a time."""
     changed, largest = 0, 0.0
     shared = common_tensors(checkpoint, layout, base, layout_of(base))
     for key, base_key in progress.track(shared.values(), description="comparing with the base"):
@@ -295,19 +281,15 @@ def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint,
 
 
 def _same_head(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint) -> bool:
-    base_layout = layout_of(base)
-    tensors = native_head_of(base, base_layout, layout).tensors
     return all(
         pending.key in checkpoint.tensors
         and checkpoint.tensors[pending.key].shape == pending.shape
-        and _same_values(plain_tensor(checkpoint, pending.key, pending.key), pending)
-        for pending in tensors
+        and all(
+            torch.equal(mine.to(other.dtype), other)
+            for mine, other in paired_rows(plain_tensor(checkpoint, pending.key, pending.key).parts(), pending.parts())
+        )
+        for pending in native_head_of(base, layout_of(base), layout).tensors
     )
-
-
-def _same_values(ours: PendingTensor, theirs: PendingTensor) -> bool:
-    pairs = paired_rows(ours.parts(), theirs.parts())
-    return all(torch.equal(mine.to(other.dtype), other) for mine, other in pairs)
 
 
 def serving_commands(
@@ -341,8 +323,7 @@ def _misread(checkpoint: Checkpoint) -> dict[str, str]:
     vLLM and SGLang read every ``*.safetensors`` where there is no index. llama.cpp's converter reads every
     ``model*.safetensors``, and compares their keys with the index.
     """
-    unnamed = unnamed_weights(checkpoint)
-    beside = [name for name in unnamed if "/" not in name and name.endswith(".safetensors")]
+    beside = [name for name in unnamed_weights(checkpoint) if "/" not in name and name.endswith(".safetensors")]
     of_model = [name for name in beside if name.startswith("model")]
     reads = "no: also reads {}, which is no part of the checkpoint"
     found = {}
@@ -465,7 +446,7 @@ def _inspect_drafter(
     return Inspection(
         checkpoint=str(checkpoint.path),
         family=family,
-        status=_whole_status("healthy" if diagnosis.complete else "partial", problems),
+        status="partial" if not diagnosis.complete else "damaged" if problems else "healthy",
         stale=None,
         head=diagnosis,
         trunk=TrunkDiagnosis(),

@@ -113,10 +113,8 @@ def home_prompts(recipe: Recipe, study: StudySection, inputs: Inputs) -> list[Ta
 def for_objective(recipe: Recipe, objective: str) -> Recipe:
     """Return the recipe of one head, which differs in its loss alone."""
     temperature = recipe.objective.temperature if find_loss(objective).distils else 1.0
+    values: dict[str, object] = {"objective.loss": objective, "objective.temperature": temperature}
     cache = recipe.train.hidden_cache
     if cache is not None and cache.directory is None:
-        cache = cache.replaced(directory=str(Path(recipe.run_dir) / HIDDEN))
-    return recipe.replaced(
-        objective=recipe.objective.replaced(loss=objective, temperature=temperature),
-        train=recipe.train.replaced(hidden_cache=cache),
-    )
+        values["train.hidden_cache.directory"] = str(Path(recipe.run_dir) / HIDDEN)
+    return recipe.replaced(values)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mtp_inference.opening import OWN
 from mtp_train.acceptance.names import GRAFT, HOME, NATIVE, VANILLA
-from mtp_train.checkpoints.run_export import HEAD
+from mtp_train.checkpoints.locations import HEAD
 from mtp_train.data.tokenize import Document
 from mtp_train.evaluation.arms import ArmSpec
 from mtp_train.evaluation.assemble import Measurements
@@ -40,10 +40,9 @@ from mtp_train.runs.training import train_stage
 HEADS, GRID_DIR, HOME_DIR = "heads", "grid", "home"
 
 
-def run_study_stages(run: Run, console: Console) -> Outcome:
+def run_study_stages(run: Run, study: StudySection, console: Console) -> Outcome:
     """Run all stages. The processes share training and the decoding of arms; the rest is the main process's."""
     recipe, run_dir = run.recipe, run.directory.path
-    study = section_of(recipe)
     found = gather_study(recipe, study, run.inputs)
     if run.is_main:
         for directory in (run_dir, *(head_dir(run_dir, objective) for objective in study.objectives)):
@@ -64,17 +63,6 @@ def run_study_stages(run: Run, console: Console) -> Outcome:
         return Outcome(1, "not_lossless", f"{lossless_sentence(report.lossless)} Please report it.", "done")
     claim_tested = report.findings[0]
     return Outcome(0, "done", f"{verdict_title(claim_tested)} {claim_tested.evidence}", "done")
-
-
-def section_of(recipe: Recipe) -> StudySection:
-    """Return the recipe's ``study`` section.
-
-    Raises:
-        ValueError: The recipe has none.
-    """
-    if recipe.study is None:
-        raise ValueError("the recipe has no study section; expected one. Run it by mtp_train.runs.pipeline.run.")
-    return recipe.study
 
 
 def head_dir(run_dir: Path, objective: str) -> Path:
