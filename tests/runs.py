@@ -14,7 +14,7 @@ from rich.console import Console
 
 from byte_tokenizer import byte_tokenizer
 from checkpoints import base_and_finetune
-from mtp_train.checkpoints.run_export import RECIPE_FILE
+from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe

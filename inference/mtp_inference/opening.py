@@ -19,9 +19,8 @@ from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.head_drafter import HeadDrafting
 from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
 from mtp_inference.requests import MAX_DEPTH
-from mtp_train.checkpoints.adapter import locate_adapter
 from mtp_train.checkpoints.files import CONFIG_FILE, Checkpoint
-from mtp_train.checkpoints.locations import head_directory, is_head_directory, open_location
+from mtp_train.checkpoints.locations import head_directory, is_head_directory, locate_adapter, open_location
 from mtp_train.errors import CheckpointError, DataError, UnsupportedModelError
 from mtp_train.families import Assistant, Family, assistant_for
 from mtp_train.heads.assistant import load_assistant

@@ -22,7 +22,6 @@ from mtp_train.checkpoints.files import (
     TORCH_DTYPES,
     Checkpoint,
     bounded,
-    locate_checkpoint,
     read_json,
     scan_safetensors,
     validated,
@@ -152,28 +151,6 @@ def merge_command(checkpoint: str, adapter: str) -> str:
     return f"mtp-train merge {shlex.quote(checkpoint)} --adapter {shlex.quote(adapter)} --out {shlex.quote(out)}"
 
 
-def locate_adapter(location: str, trunk: str) -> Path:
-    """Return the directory of an adapter to apply unmerged. peft checks that it fits when it is put on the trunk.
-
-    Raises:
-        CheckpointError: There is no adapter; its weights are damaged or not finite; or it adapts modules of a
-            vision-language model, which the text model that we load does not have.
-    """
-    path = locate_checkpoint(location)
-    if not (path / ADAPTER_CONFIG_FILE).is_file():
-        raise CheckpointError(
-            f"{location}: no {ADAPTER_CONFIG_FILE}; expected a peft adapter directory or a hub id. Check the spelling."
-        )
-    stored = _open_weights(path)
-    wrapped = next((key for key in stored.tensors if "language_model." in key or ".visual." in key), None)
-    if wrapped is not None:
-        raise CheckpointError(
-            f"{location}: adapts {wrapped}, a module of the vision-language model; expected modules of the text model, "
-            f"which alone is loaded. Run '{merge_command(trunk, location)}' and use the result."
-        )
-    return path
-
-
 def read_adapter(path: Path) -> Adapter:
     """Read an adapter directory.
 
@@ -181,7 +158,7 @@ def read_adapter(path: Path) -> Adapter:
         CheckpointError: It is no LoRA adapter; its weights are missing, damaged, not finite or of another rank than the
             config declares; or it has an effect that merged weights cannot have.
     """
-    stored = _open_weights(path)
+    stored = open_weights(path)
     _require_mergeable(stored)
     hint = "Restore the original, or save the adapter again."
     config = validated(LoraConfigFile, stored.config, path / ADAPTER_CONFIG_FILE, hint)
@@ -192,7 +169,7 @@ def read_adapter(path: Path) -> Adapter:
     return Adapter(stored, pairs, replacements, bool(config.ensure_weight_tying))
 
 
-def _open_weights(path: Path) -> Checkpoint:
+def open_weights(path: Path) -> Checkpoint:
     config, file = read_json(path / ADAPTER_CONFIG_FILE), path / ADAPTER_FILE
     if not isinstance(config.get("peft_type"), str):
         raise CheckpointError(

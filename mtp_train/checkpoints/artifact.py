@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from mtp_train.checkpoints.files import bounded, read_json, scan_safetensors, validated
+from mtp_train.checkpoints.files import Checkpoint, bounded, read_json, scan_safetensors, validated
 from mtp_train.checkpoints.keymap import HeadLayout
-from mtp_train.checkpoints.native import NativeHead
+from mtp_train.checkpoints.native import NativeHead, stored_tensor
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family, family_named, of_kind
@@ -141,8 +141,8 @@ def load_artifact(path: Path) -> Artifact:
     layout = HeadLayout(
         family, written.trunk_prefix, written.num_hidden_layers, written.num_sublayers, written.fused_experts
     )
-    infos = scan_safetensors(path / WEIGHTS_FILE)
-    tensors = tuple(_pending(path / WEIGHTS_FILE, key, info.dtype, info.shape) for key, info in infos.items())
+    stored = Checkpoint(path, {}, None, scan_safetensors(path / WEIGHTS_FILE))
+    tensors = tuple(stored_tensor(stored, key, key) for key in stored.tensors)
     return Artifact(
         layout=layout,
         num_modules=written.num_modules,
@@ -157,23 +157,11 @@ def load_artifact(path: Path) -> Artifact:
 def _load_draft_vocab(path: Path, size: int | None) -> Tensor | None:
     if size is None:
         return None
-    file = path / VOCAB_FILE
-    infos = scan_safetensors(file)
-    found = list(infos[VOCAB_KEY].shape) if VOCAB_KEY in infos else "absent"
+    stored = Checkpoint(path, {}, None, scan_safetensors(path / VOCAB_FILE))
+    found = list(stored.tensors[VOCAB_KEY].shape) if VOCAB_KEY in stored.tensors else "absent"
     if found != [size]:
         raise CheckpointError(
-            f"{file}: {VOCAB_KEY} is {found}; expected {size} tokens, as {HEAD_CONFIG_FILE} declares. Write the head "
-            "again."
+            f"{path / VOCAB_FILE}: {VOCAB_KEY} is {found}; expected {size} tokens, as {HEAD_CONFIG_FILE} declares. "
+            "Write the head again."
         )
-    token_ids: Tensor = _pending(file, VOCAB_KEY, "I32", (size,)).load()
-    return token_ids
-
-
-def _pending(file: Path, key: str, dtype: str, shape: tuple[int, ...]) -> PendingTensor:
-    def load() -> Any:
-        from safetensors import safe_open
-
-        with safe_open(file, framework="pt") as handle:
-            return handle.get_tensor(key)
-
-    return PendingTensor(key, dtype, shape, load)
+    return stored.read(VOCAB_KEY)

@@ -12,8 +12,8 @@ linked, and every file is created exclusively.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import errno
 import filecmp
 import itertools
 import logging
@@ -64,8 +64,6 @@ HEAD_FILE = "model-mtp.safetensors"
 LinkMode = Literal["hard", "copy"]
 Rewrite = Callable[[Path, Path], None]
 """From a file of weights and the new file to write."""
-# A hard link is not possible: another file system, one without links, too many links, or another user's file.
-_NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK)
 
 
 def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, out: Path, *, link: LinkMode) -> None:
@@ -382,12 +380,9 @@ def place_file(file: Path, target: Path, link: LinkMode) -> None:
     # The hub's cache contains symbolic links; the hard link has to be to the file behind them.
     real = file.resolve()
     if link == "hard" and target.suffix == ".safetensors":
-        try:
+        # Another file system, one without links, too many links, or another user's file.
+        with contextlib.suppress(OSError):
             os.link(real, target)
-        except OSError as error:
-            if error.errno not in _NO_LINK:
-                raise
-        else:
             return
     copy_file(real, target)
 

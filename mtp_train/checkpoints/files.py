@@ -6,7 +6,6 @@ fails in the middle of a write.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -22,7 +21,6 @@ from huggingface_hub.dataclasses import type_validator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mtp_train.checkpoints.run_export import exported_of
 from mtp_train.errors import CheckpointError
 from mtp_train.families import FAMILIES, Family, RawConfig, family_for, raw_text_config, refuse_unserved_heads
 from mtp_train.families.engines import EngineSupport
@@ -151,22 +149,14 @@ class Checkpoint:
         """Return ``count`` bytes of a tensor, from its byte ``offset`` on, as a uint8 tensor."""
         file = self.tensors[key].file
         data = torch.empty(count, dtype=torch.uint8)
-        with (self.path / file).open("rb", buffering=0) as handle:
+        with (self.path / file).open("rb") as handle:
             handle.seek(self._starts[file, key] + offset)
-            _fill(handle, data.numpy().data)
+            if handle.readinto(data.numpy().data) < count:
+                raise CheckpointError(
+                    f"{self.path / file}: became shorter while it was read; expected files that no process writes to. "
+                    "Run the command again."
+                )
         return data
-
-
-def _fill(handle: io.RawIOBase, view: memoryview) -> None:
-    """Read until the buffer is full: one system call returns at most 2 GiB, and less on some file systems."""
-    while view:
-        count = handle.readinto(view)
-        if not count:
-            raise CheckpointError(
-                "a weights file became shorter while it was read; expected files that no process writes to. Run the "
-                "command again."
-            )
-        view = view[count:]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -486,27 +476,6 @@ def _scan_indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]
             "again."
         )
     return {key: read[key] for key in (*named, *(key for key in read if key not in named))}
-
-
-def locate_checkpoint(name: str) -> Path:
-    """Return the directory of a checkpoint: a local path, the export of a run, or a hub id in the hub's cache.
-
-    Raises:
-        CheckpointError: It is neither a directory nor a hub id that can be downloaded, or a run without an export.
-    """
-    path = Path(name).expanduser()
-    if path.exists() or name.count("/") != 1 or name.startswith((".", "~", "/")):
-        return exported_of(path)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, ignore_patterns=[f"*{suffix}" for suffix in PICKLE_SUFFIXES]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(
-            f"{name}: neither a local directory nor a hub model that can be downloaded "
-            f"({type(error).__name__}); expected one of them. Check the spelling, your network and your token."
-        ) from None
 
 
 def all_finite(block: Tensor) -> bool:

@@ -23,12 +23,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -185,7 +183,13 @@ def hash_inputs(inputs: Mapping[str, InputFiles], known: Records, progress: Prog
     statuses = {path: _status(path) for one in inputs.values() for path in one.files.values()}
     # By status: a file with several names is hashed once.
     unknown = {status: path for path, status in statuses.items() if status not in trusted}
-    found = trusted | _hash_all(unknown, progress)
+    # The largest file determines the total time, so it comes first. hashlib releases the GIL.
+    ordered = sorted(unknown, key=lambda status: -status.size)
+    task = progress.add_task("hashing inputs", visible=sum(status.size for status in ordered) > _SHOWN_BYTES)
+    with ThreadPoolExecutor(_MAX_THREADS) as pool:
+        hashed = pool.map(lambda status: _hash(unknown[status]), ordered)
+        records = list(progress.track(hashed, total=len(ordered), task_id=task))
+    found = trusted | dict(zip(ordered, records, strict=True))
     return {
         label: InputRecord(
             str(one.location.absolute()), {name: found[statuses[path]] for name, path in one.files.items()}
@@ -208,38 +212,14 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
     )
 
 
-def _hash_all(files: Mapping[FileStatus, Path], progress: Progress) -> dict[FileStatus, FileRecord]:
-    if not files:
-        return {}
-    total = sum(status.size for status in files)
-    visible = total > _SHOWN_BYTES
-    task = progress.add_task("hashing inputs", total=total, visible=visible)
-    stop = threading.Event()
-    hashed = partial(_hash, on_bytes=partial(progress.advance, task), stop=stop)
-    # hashlib releases the GIL. The largest file determines the total time, so it comes first.
-    ordered = sorted(files.items(), key=lambda item: -item[0].size)
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1, len(ordered))) as pool:
-        try:
-            records = list(pool.map(hashed, (path for _, path in ordered)))
-        except BaseException:
-            # On an interrupt, do not wait for the end of a large file.
-            stop.set()
-            raise
-    return {status: record for (status, _), record in zip(ordered, records, strict=True)}
-
-
-def _hash(path: Path, *, on_bytes: Callable[[int], None], stop: threading.Event) -> FileRecord:
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_BLOCK_BYTES))
+def _hash(path: Path) -> FileRecord:
     try:
-        with path.open("rb", buffering=0) as handle:
+        with path.open("rb") as handle:
             before = FileStatus.of(os.fstat(handle.fileno()))
             read_ns = time.time_ns()
-            left = before.size
-            # Stop at the first size: reading a file that keeps growing would never end.
-            while left > 0 and not stop.is_set() and (count := handle.readinto(buffer)):
-                digest.update(buffer[:count])
-                on_bytes(count)
-                left -= count
+            digest = hashlib.sha256()
+            while block := handle.read(_BLOCK_BYTES):
+                digest.update(block)
             after = FileStatus.of(os.fstat(handle.fileno()))
     except OSError as error:
         raise _unreadable(path, error) from None

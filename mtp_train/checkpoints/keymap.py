@@ -146,20 +146,18 @@ class HeadLayout:
         """Return the native keys of a head's state dict, each with its shape."""
         return {key: tuple(part.shape) for name, value in state.items() for key, part in self.split(name, value)}
 
-    def _placeholders(self, module: int) -> dict[str, str | int]:
-        return {
-            "trunk": self.trunk_prefix,
-            "module": module,
-            "layer": self.num_hidden_layers + module,
-            "last": self.num_sublayers - 1,
-        }
-
     def split(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the native keys of one of our parameters with their values (views where possible)."""
         _, module, tail = name.split(".", 2)
         found = [(rule, match) for rule, _, ours in self._rules if (match := ours.match(tail)) is not None]
         rules = sorted((rule for rule, _ in found if rule.ours == found[0][0].ours), key=lambda rule: rule.order)
-        placeholders = {**found[0][1].groupdict(), **self._placeholders(int(module))}
+        placeholders = {
+            **found[0][1].groupdict(),
+            "trunk": self.trunk_prefix,
+            "module": int(module),
+            "layer": self.num_hidden_layers + int(module),
+            "last": self.num_sublayers - 1,
+        }
         parts = value.chunk(len(rules), dim=-2) if len(rules) > 1 else [value]
         for rule, part in zip(rules, parts, strict=True):
             if rule.stack in ("none", "concat"):

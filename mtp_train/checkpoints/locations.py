@@ -1,15 +1,25 @@
-"""Open a checkpoint by path, hub id or ``demo:NAME``."""
+"""Find what a location names: a path, a run with its export, a hub id or ``demo:NAME``.
+
+A run directory is accepted wherever a checkpoint is.
+"""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
-from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter, merge_command
+from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter, merge_command, open_weights
 from mtp_train.checkpoints.artifact import HEAD_CONFIG_FILE
 from mtp_train.checkpoints.demo import resolve
-from mtp_train.checkpoints.files import Checkpoint, locate_checkpoint, open_checkpoint, read_json
-from mtp_train.checkpoints.run_export import EXPORT, HEAD, is_run
+from mtp_train.checkpoints.files import CONFIG_FILE, PICKLE_SUFFIXES, Checkpoint, open_checkpoint, read_json
 from mtp_train.errors import CheckpointError
+
+RECIPE_FILE = "recipe.yaml"
+"""File name of the resolved recipe in a run directory."""
+EXPORT = "export"
+"""Directory of the exported checkpoint in a run directory."""
+HEAD = "head"
+"""Directory of the trained head in a run directory."""
 
 
 def open_location(location: str) -> Checkpoint:
@@ -47,3 +57,70 @@ def refuse_adapter(path: Path, location: str) -> None:
         f"Run '{merge_command(str(base), location)}', or train on it unmerged with model.trunk={base} "
         f"model.adapter={location}."
     )
+
+
+def locate_checkpoint(name: str) -> Path:
+    """Return the directory of a checkpoint: a local path, the export of a run, or a hub id in the hub's cache.
+
+    Raises:
+        CheckpointError: It is neither a directory nor a hub id that can be downloaded, or a run without an export.
+    """
+    path = Path(name).expanduser()
+    if path.exists() or name.count("/") != 1 or name.startswith((".", "~", "/")):
+        return exported_of(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, ignore_patterns=[f"*{suffix}" for suffix in PICKLE_SUFFIXES]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"{name}: neither a local directory nor a hub model that can be downloaded "
+            f"({type(error).__name__}); expected one of them. Check the spelling, your network and your token."
+        ) from None
+
+
+def exported_of(directory: Path) -> Path:
+    """Return the checkpoint that the run, or the rescue, in a directory exported; another directory as it is.
+
+    Raises:
+        CheckpointError: The run has not exported one.
+    """
+    if not is_run(directory):
+        # A rescue whose probe advised a graft has no recipe.
+        is_rescue = not (directory / CONFIG_FILE).exists() and (directory / EXPORT / CONFIG_FILE).is_file()
+        return directory / EXPORT if is_rescue else directory
+    if not (directory / EXPORT).is_dir():
+        again = shlex.quote(str(directory / RECIPE_FILE))
+        raise CheckpointError(
+            f"{directory}: the directory of a run that has exported no checkpoint; expected a checkpoint, or a run "
+            f"that passed its gate. Finish it with 'mtp-train run {again}', or name its trunk."
+        )
+    return directory / EXPORT
+
+
+def is_run(directory: Path) -> bool:
+    """Whether a directory is that of a recipe's run, and no checkpoint."""
+    return (directory / RECIPE_FILE).is_file()
+
+
+def locate_adapter(location: str, trunk: str) -> Path:
+    """Return the directory of an adapter to apply unmerged. peft checks that it fits when it is put on the trunk.
+
+    Raises:
+        CheckpointError: There is no adapter; its weights are damaged or not finite; or it adapts modules of a
+            vision-language model, which the text model that we load does not have.
+    """
+    path = locate_checkpoint(location)
+    if not (path / ADAPTER_CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"{location}: no {ADAPTER_CONFIG_FILE}; expected a peft adapter directory or a hub id. Check the spelling."
+        )
+    stored = open_weights(path)
+    wrapped = next((key for key in stored.tensors if "language_model." in key or ".visual." in key), None)
+    if wrapped is not None:
+        raise CheckpointError(
+            f"{location}: adapts {wrapped}, a module of the vision-language model; expected modules of the text model, "
+            f"which alone is loaded. Run '{merge_command(trunk, location)}' and use the result."
+        )
+    return path

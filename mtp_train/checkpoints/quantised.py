@@ -129,10 +129,9 @@ def packed_weight(key: str) -> str | None:
 
 def method_of(checkpoint: Checkpoint) -> str:
     """Return the quantisation method of a checkpoint with packed weights, for messages."""
-    in_own_file = (
-        "modelopt" if (checkpoint.path / MODELOPT_FILE).is_file() else "a method that config.json does not name"
-    )
-    return quant_method(checkpoint.config) or in_own_file
+    if (method := quant_method(checkpoint.config)) is not None:
+        return method
+    return "modelopt" if (checkpoint.path / MODELOPT_FILE).is_file() else "a method that config.json does not name"
 
 
 def _holder(config: RawConfig) -> RawConfig | None:

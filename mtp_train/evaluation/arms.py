@@ -15,8 +15,7 @@ from accelerate import PartialState
 from mtp_inference.opening import NGRAM, OWN, OpenModel, open_model
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.checkpoints.identity import InputFiles, checkpoint_files, directory_files
-from mtp_train.checkpoints.locations import is_head_directory, open_location
-from mtp_train.checkpoints.run_export import RECIPE_FILE, is_run
+from mtp_train.checkpoints.locations import RECIPE_FILE, is_head_directory, is_run, open_location
 from mtp_train.errors import CheckpointError, DataError
 from mtp_train.train.machine import use_threads
 from mtp_train.trunk.load import Trunk

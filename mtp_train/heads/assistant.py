@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from mtp_train.checkpoints.files import Checkpoint
@@ -15,20 +14,9 @@ from mtp_train.families import Assistant
 from mtp_train.heads.diagnose import HeadDiagnosis, choose_attention, compare_shapes, named_rejections
 
 
-def assistant_config_of(checkpoint: Checkpoint) -> PretrainedConfig:
-    """Return transformers' config of an external drafter.
-
-    Raises:
-        CheckpointError: The installed transformers rejects the config or does not support its model type.
-    """
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(checkpoint.path)
-    except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
-        raise CheckpointError(
-            f"{checkpoint.path}/config.json: the installed transformers rejects it ({error}); expected the config "
-            "of an assistant that it supports. Restore the original config, or install a newer transformers."
-        ) from None
+def _config_of(checkpoint: Checkpoint) -> PretrainedConfig:
     with named_rejections(checkpoint.path):
+        config: PretrainedConfig = AutoConfig.from_pretrained(checkpoint.path)
         choose_attention(config, checkpoint.path)
     return config
 
@@ -41,7 +29,7 @@ def diagnose_assistant(checkpoint: Checkpoint, assistant: Assistant) -> HeadDiag
     Raises:
         CheckpointError: transformers rejects the config.
     """
-    config = assistant_config_of(checkpoint)
+    config = _config_of(checkpoint)
     with (
         named_rejections(checkpoint.path),
         assistant.building(config.get_text_config()),
@@ -69,7 +57,7 @@ def load_assistant(
         raise CheckpointError(
             f"{checkpoint.path}: {diagnosis.describe()}; expected a whole {assistant.title}. Download it again."
         )
-    config = assistant_config_of(checkpoint)
+    config = _config_of(checkpoint)
     with assistant.building(config.get_text_config()):
         model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.path, config=config, dtype=dtype)
     return model.requires_grad_(False).to(device).eval()

@@ -1,9 +1,7 @@
-"""Plan a head for a trunk, and build it: from a checkpoint that has one, from a head directory, or a new one.
+"""Plan a head for a trunk without loading weights (:class:`HeadPlan`), and build it.
 
-A :class:`HeadPlan` is made without loading weights: :func:`native_plan` and :func:`graft_plan` from checkpoints,
-:func:`stored_head_plan` and :func:`graft_artifact_plan` from a head directory, :func:`fresh_plan` for a new head, with
-random weights or a copy of the trunk's last layer. :func:`build_head` makes the module, and :func:`trained_head`
-returns its weights in native keys.
+The head comes from a checkpoint, from a head directory, or is new, with random weights or a copy of the trunk's last
+layer.
 """
 
 from __future__ import annotations
@@ -146,8 +144,7 @@ def stored_head_plan(directory: Path, family: Family) -> Artifact:
     artifact = load_artifact(directory)
     if artifact.family.name != family.name:
         raise CheckpointError(
-            f"{directory}: a head for {artifact.family.title}; expected a head for {family.title}. Use a head of "
-            "this model."
+            f"{directory}: a head for {artifact.family.title}; expected {family.title}. Use a head of this model."
         )
     return artifact
 
@@ -162,7 +159,7 @@ def trained_head(plan: HeadPlan, state: Mapping[str, Tensor]) -> NativeHead:
 def native_tensors(
     state: Mapping[str, Tensor], layout: HeadLayout, dtypes: Mapping[str, str]
 ) -> tuple[PendingTensor, ...]:
-    """Convert our parameters to native tensors with the given stored dtypes, in the order of ``dtypes``."""
+    """Return our parameters as native tensors with the given stored dtypes, in their order."""
     split = {key: value for name, tensor in state.items() for key, value in layout.split(name, tensor)}
     return tuple(held_tensor(key, dtype, split[key]) for key, dtype in dtypes.items())
 
@@ -255,7 +252,6 @@ def _init_last_norm(checkpoint: Checkpoint, layout: HeadLayout, text_config: Pre
 
 
 def _init_projection(head: MtpHead) -> None:
-    """Start the projection as the mean of the two normed inputs."""
     half_DD = 0.5 * torch.eye(head.config.hidden_size)
     with torch.no_grad():
         for name, parameter in head.named_parameters():

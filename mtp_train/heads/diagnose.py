@@ -1,8 +1,4 @@
-"""Compare the head tensors of a checkpoint with those that its family and config need, from file headers alone.
-
-:func:`diagnose_head` does the comparison. :func:`layout_of`, :func:`text_config_of`, :func:`trunk_config` and
-:func:`empty_head` return what it compares with, for other modules too.
-"""
+"""Compare the head tensors of a checkpoint with those that its family and config need, from file headers alone."""
 
 from __future__ import annotations
 
@@ -259,9 +255,8 @@ def choose_attention(config: PretrainedConfig, path: Path) -> None:
 def named_rejections(path: Path) -> Iterator[None]:
     """Report the errors with which transformers and torch reject a config that they are given, and nothing else.
 
-    Enter it to read a config, or to build a model or a head on the meta device: no weight is read, so that the config
-    is the only input. The classes check few fields themselves. A width that the number of heads does not divide, or an
-    unknown activation, surfaces as whatever Python raises.
+    Inside it, configs are read, and models built on the meta device: the config is the only input. The classes check
+    few fields themselves: a width that the number of heads does not divide surfaces as whatever Python raises.
 
     Raises:
         CheckpointError: The config is rejected.

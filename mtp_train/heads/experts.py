@@ -37,13 +37,9 @@ class _Converted:
 
 
 def grouped_experts(experts: nn.Module, state_ND: Tensor, chosen_NE: Tensor, weight_NE: Tensor) -> Tensor:
-    """Return the weighted sum of the experts' outputs, of shape (N, D), by products in autocast's dtype.
+    """Return the weighted sum of the outputs of E experts for N tokens, (N, D), by products in autocast's dtype.
 
-    Args:
-        experts: A module of transformers with the weights of all experts, stacked.
-        state_ND: The input of N tokens.
-        chosen_NE: int64, the E experts of each token.
-        weight_NE: The weight of each of their outputs.
+    ``chosen_NE`` holds the numbers of each token's experts, ``weight_NE`` the weights of their outputs.
     """
     dtype = autocast_dtype(state_ND.device)
     read = experts if dtype is None else _Converted(experts, dtype)

@@ -14,8 +14,6 @@ from mtp_train.families import Convention, Family
 from mtp_train.heads.experts import is_stacked
 from mtp_train.heads.module import MtpHead
 
-_MATRICES = (".lora_A.", ".lora_B.")
-
 
 class LoraSettings(Protocol):
     """Settings of LoRA, as the recipe's ``head.lora`` has them."""
@@ -59,7 +57,7 @@ def put_on_lora(head: MtpHead, spec: LoraSettings, *, seed: int) -> Any:
 
 
 def is_lora(name: str) -> bool:
-    return any(part in name for part in _MATRICES)
+    return ".lora_A." in name or ".lora_B." in name
 
 
 def is_target(name: str, targets: tuple[str, ...] | None) -> bool:
@@ -68,9 +66,9 @@ def is_target(name: str, targets: tuple[str, ...] | None) -> bool:
 
 
 def merged_weights(head: MtpHead, spec: LoraSettings, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state dict of a head with LoRA's matrices merged into its weights, under the head's usual names.
+    """Merge LoRA's matrices into a head as it was before training, in place; return its state dict.
 
-    The head, as it was before training, is changed in place. Modules that no depth uses have no matrices.
+    Modules that no depth uses have no matrices.
     """
     tuner = put_on_lora(head, spec, seed=0)
     head.load_state_dict(matrices, strict=False)
@@ -81,13 +79,10 @@ def merged_weights(head: MtpHead, spec: LoraSettings, matrices: Mapping[str, Ten
 def require_lora_targets(
     spec: LoraSettings, family: Family, text_config: PretrainedConfig, num_modules: int, convention: Convention
 ) -> int:
-    """Check that a head of these shapes has the layers that LoRA targets; allocates no weights.
-
-    Returns:
-        The number of trainable weights.
+    """Return the number of trainable weights with LoRA on a head of these shapes; allocates none of them.
 
     Raises:
-        RecipeError: The head has no such layer.
+        RecipeError: The head has no layer of a target's name.
     """
     with torch.device("meta"):
         head = MtpHead(family, text_config, num_modules=num_modules, convention=convention)

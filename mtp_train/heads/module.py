@@ -2,8 +2,6 @@
 
 A :class:`~mtp_train.families.drafts.record.Block` is one module of a head: :class:`HeadModule` for MTP, and one class
 for each other kind in ``families/drafts/``. Their decoder layers, norms and rotary embeddings come from transformers.
-:class:`MtpHead` holds the modules of a head of any kind, and selects the module, the norm and the sliding window of
-each depth. :class:`OutputRows` is an output matrix over a part of the vocabulary.
 
 Shapes: B rows, T tokens, D hidden, R rows of an output matrix, V vocabulary.
 """
@@ -144,14 +142,7 @@ def unroll_of(family: Family, convention: Convention, num_modules: int) -> Unrol
 
 
 class MtpHead(nn.Module):
-    """A head of any kind, with one or several modules.
-
-    Args:
-        family: The record that describes its wiring.
-        text_config: The trunk's text config (transformers' object).
-        num_modules: Modules in the checkpoint, which may be fewer than the draft depth.
-        convention: The engine's wiring to follow.
-    """
+    """The modules of a head of any kind, which may be fewer than the draft depth, wired as ``convention`` says."""
 
     def __init__(
         self, family: Family, text_config: PretrainedConfig, *, num_modules: int, convention: Convention

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import Cache, DynamicCache, DynamicLayer, PretrainedConfig
+from transformers import Cache, DynamicCache, DynamicLayer
 
 from mtp_train.families.mechanisms.key_blocks import BLOCK_CACHE_LAYER, UnrolledBlocks
 from mtp_train.families.mechanisms.key_pools import UnrolledPools
@@ -137,7 +137,7 @@ def unroll(
         num_depths: K.
         positions_BT: int, restarting at each document.
         document_BT: int, document number, ``PADDING_DOCUMENT`` on padding.
-        apart: Independent depths, see above; no effect on a head with a module for each depth.
+        apart: See above; no effect on a head with a module for each depth.
         recompute: Keep only the results and keys of each depth, and recompute its activations in the backward pass.
 
     Returns:
@@ -150,7 +150,9 @@ def unroll(
     outputs: list[Tensor] = []
     for depth in range(1, num_depths + 1):
         if apart or depth == 1:
-            cache = _unsliding_cache(head.config, positions_BT)
+            # Later depths attend to keys that are outside of the last row's window: no layer slides.
+            stock = DynamicCache(config=head.config).layers
+            cache = Cache(layers=[_unrolled(layer, positions_BT) for layer in stock])
         alone = apart or head.unroll in ("chained", "parallel")
         embed_BTD = embed(input_tokens(tokens_BT, depth))
         read_BT = positions_BT if apart else positions_BT + (depth - 1)
@@ -205,31 +207,15 @@ def _run_depth(head: MtpHead, depth: int, masks: _Masks, unread: Sequence[_Input
 
 
 def _rerunnable(run: Callable[..., StepOutput], cache: Cache) -> Callable[[Sequence[_Inputs]], StepOutput]:
-    """Return ``run`` in a form that the backward pass can repeat.
-
-    The first call uses the cache itself. Each repetition uses a copy of the cache as it was before the first call.
-    """
-    before = _copied(cache)
+    """Return ``run`` in a form that the backward pass can repeat, each time on the cache as it was before the call."""
+    # A shallow copy is enough: cache layers append by building a new tensor, which leaves the copy unchanged.
+    layers = [copy(layer) for layer in cache.layers]
     caches = iter([cache])
 
     def rerun(unread: Sequence[_Inputs]) -> StepOutput:
-        return run(unread, next(caches, None) or _copied(before))
+        return run(unread, next(caches, None) or Cache(layers=[copy(layer) for layer in layers]))
 
     return rerun
-
-
-def _copied(cache: Cache) -> Cache:
-    # A shallow copy is enough: cache layers append by building a new tensor, which leaves the copy unchanged.
-    return Cache(layers=[copy(layer) for layer in cache.layers])
-
-
-def _unsliding_cache(config: PretrainedConfig, positions_BT: Tensor) -> Cache:
-    """Return a cache that keeps all keys, also where the layers have a sliding window.
-
-    Later depths attend to keys that are outside of the last row's window.
-    """
-    stock = DynamicCache(config=config).layers
-    return Cache(layers=[_unrolled(layer, positions_BT) for layer in stock])
 
 
 def _unrolled(layer: Any, positions_BT: Tensor) -> Any:

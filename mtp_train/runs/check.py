@@ -14,8 +14,9 @@ import torch
 from accelerate import PartialState
 
 from mtp_train.checkpoints.demo import resolve
-from mtp_train.checkpoints.files import CONFIG_FILE, Checkpoint, locate_checkpoint, read_config
+from mtp_train.checkpoints.files import CONFIG_FILE, Checkpoint, read_config
 from mtp_train.checkpoints.identity import TOKENIZER_PATTERNS
+from mtp_train.checkpoints.locations import locate_checkpoint
 from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.families import family_for, kinds_served, of_kind, raw_text_config
 from mtp_train.families.engines import engine_commands

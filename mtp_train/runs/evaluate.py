@@ -13,8 +13,7 @@ from rich.progress import Progress
 
 from mtp_inference.opening import OWN
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
-from mtp_train.checkpoints.locations import open_location
-from mtp_train.checkpoints.run_export import is_run
+from mtp_train.checkpoints.locations import is_run, open_location
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import BITS_OPTIONS, ArmSpec, arm_of_run, named, parse_arm

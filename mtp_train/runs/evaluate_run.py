@@ -19,8 +19,7 @@ from mtp_train.acceptance.names import GRAFT, NATIVE, PLAIN, RETRAINED, VANILLA
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.demo import PREFIX, RECORDED_FILE, home_source, recorded
 from mtp_train.checkpoints.files import Checkpoint
-from mtp_train.checkpoints.locations import head_directory
-from mtp_train.checkpoints.run_export import EXPORT
+from mtp_train.checkpoints.locations import EXPORT, head_directory
 from mtp_train.checkpoints.suggestions import evaluate_command, graft_command, grafted_name
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.evaluation.assemble import Measurements, assemble

@@ -19,8 +19,8 @@ from mtp_train.checkpoints.contents import source_files
 from mtp_train.checkpoints.draft_checkpoint import DraftForm, require_readable, write_draft_checkpoint
 from mtp_train.checkpoints.export import LinkMode
 from mtp_train.checkpoints.files import Checkpoint, open_checkpoint, read_json
+from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.checkpoints.lora_merge import plan_changes, write_adapted
-from mtp_train.checkpoints.run_export import RECIPE_FILE
 from mtp_train.checkpoints.writing import write_text
 from mtp_train.errors import CheckpointError
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, Report, load_report

@@ -20,7 +20,7 @@ from rich.text import Text
 from mtp_train.answers.store import ResponseCounts
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.contents import left_out, unnamed_files
-from mtp_train.checkpoints.run_export import EXPORT, HEAD
+from mtp_train.checkpoints.locations import EXPORT, HEAD
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError

@@ -27,7 +27,7 @@ from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.names import GRAFT, RETRAINED
 from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.demo import GROUP_FIELD
-from mtp_train.checkpoints.run_export import RECIPE_FILE
+from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.checkpoints.suggestions import graft_command, inspect_command, last_name, retrain_command
 from mtp_train.checkpoints.writing import full_disk_is_named, write_text
 from mtp_train.data.records import Chat, PlainText, PromptResponse, Record

@@ -19,12 +19,10 @@ from typing import Any
 from rich.console import Console
 
 from mtp_train.acceptance.names import GRAFT, RETRAINED
-from mtp_train.checkpoints.adapter import locate_adapter
 from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.files import open_checkpoint
-from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.locations import EXPORT, is_run, locate_adapter, open_location
 from mtp_train.checkpoints.lora_merge import write_adapted
-from mtp_train.checkpoints.run_export import EXPORT, is_run
 from mtp_train.checkpoints.writing import full_disk_is_named, removed_on_failure
 from mtp_train.errors import ChangedInputError, CheckpointError, GateRefusedError, MtpError, OutputExistsError
 from mtp_train.evaluation.results import REPORT_FILE, load_report

@@ -20,8 +20,8 @@ from torch import nn
 
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.identity import RECORD_FILE, Records
+from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.checkpoints.quantised import quant_method
-from mtp_train.checkpoints.run_export import RECIPE_FILE
 from mtp_train.checkpoints.writing import LOCK_FILE
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import OutOfMemoryError, RecipeError, TrainingError

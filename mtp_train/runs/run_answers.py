@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from mtp_train.answers.store import COPIED_FILE, RegeneratedRow, response_files, stored_rows, write_copied
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.identity import Contents, changed_files
-from mtp_train.checkpoints.run_export import RECIPE_FILE, is_run
+from mtp_train.checkpoints.locations import RECIPE_FILE, is_run
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError

@@ -28,7 +28,7 @@ from rich.progress import Progress
 
 from mtp_train.checkpoints.artifact import HEAD_CONFIG_FILE
 from mtp_train.checkpoints.demo import resolve
-from mtp_train.checkpoints.files import CONFIG_FILE, INDEX_FILE, Checkpoint, locate_checkpoint, read_json
+from mtp_train.checkpoints.files import CONFIG_FILE, INDEX_FILE, Checkpoint, read_json
 from mtp_train.checkpoints.identity import (
     RECORD_FILE,
     Claimed,
@@ -45,8 +45,7 @@ from mtp_train.checkpoints.identity import (
     require_same,
     write_records,
 )
-from mtp_train.checkpoints.locations import open_location
-from mtp_train.checkpoints.run_export import RECIPE_FILE, is_run
+from mtp_train.checkpoints.locations import RECIPE_FILE, is_run, locate_checkpoint, open_location
 from mtp_train.checkpoints.writing import LOCK_FILE, write_json, write_text
 from mtp_train.data.sources import local_files
 from mtp_train.errors import (

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.acceptance.counts import tau
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
-from mtp_train.checkpoints.run_export import HEAD
+from mtp_train.checkpoints.locations import HEAD
 from mtp_train.data.groups import split_by_group
 from mtp_train.data.pack import PackedSequence, global_batches, pack_documents
 from mtp_train.data.tokenize import Document, frequent_tokens

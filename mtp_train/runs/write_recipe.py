@@ -17,8 +17,8 @@ from typing import Any, Literal
 from mtp_train.acceptance.names import PLAIN, RETRAINED
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter
 from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, resolve
-from mtp_train.checkpoints.files import Checkpoint, locate_checkpoint, read_json
-from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.files import Checkpoint, read_json
+from mtp_train.checkpoints.locations import locate_checkpoint, open_location
 from mtp_train.checkpoints.suggestions import named_base
 from mtp_train.checkpoints.writing import full_disk_is_named, refuse_existing, write_text
 from mtp_train.data.sources import load_records

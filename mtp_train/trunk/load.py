@@ -48,7 +48,7 @@ def put_on(model: Any, adapter: Path) -> Any:
 
     Args:
         model: A transformers model.
-        adapter: The adapter's directory, see :func:`mtp_train.checkpoints.adapter.locate_adapter`.
+        adapter: The adapter's directory, see :func:`mtp_train.checkpoints.locations.locate_adapter`.
 
     Raises:
         CheckpointError: peft rejects the adapter, or a tensor or an adapted module has no counterpart.

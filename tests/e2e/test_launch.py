@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from launching import COMMAND_LINE, DEADLINE_SECONDS, environment, head, launch, metrics, outcome, responses, start
-from mtp_train.checkpoints.run_export import RECIPE_FILE
+from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.run_directory import PROVENANCE_FILE

@@ -99,12 +99,3 @@ def test_a_sliding_window_counts_positions_and_not_rows() -> None:
     assert seen(unroll_mask(prefix_BTT, 2, 2)[0]) == ["x..x..", ".x..x.", "..x..x"]
     assert seen(unroll_mask(prefix_BTT, 3, 2)[0]) == ["...x..x..", "....x..x.", ".....x..x"]
     assert torch.equal(unroll_mask(prefix_BTT, 3, 9), unroll_mask(prefix_BTT, 3))
-
-
-def test_masks_of_a_batch_are_each_rows_own() -> None:
-    documents_BT = torch.tensor([[0, 0, 1], [0, 1, 1]])
-    both_BTS = unroll_mask(prefix_mask(documents_BT), 2)
-    for number in range(2):
-        alone_BTS = unroll_mask(prefix_mask(documents_BT[number : number + 1]), 2)
-        assert torch.equal(both_BTS[number], alone_BTS[0])
-    assert not torch.equal(both_BTS[0], both_BTS[1])

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from checkpoints import save_with_head, shard
-from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, locate_checkpoint, open_checkpoint
+from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
+from mtp_train.checkpoints.locations import locate_checkpoint
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from tiny import tiny_head, tiny_trunk
 

@@ -198,17 +198,6 @@ def test_export_declares_the_head_that_the_config_forgot(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif("inkling" not in ALL_FAMILIES, reason="this transformers has no Inkling")
-def test_export_declares_a_forgotten_head_in_the_section_that_its_family_has(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "inkling")
-    config = json.loads((base / "config.json").read_text())
-    declared = config["mtp_config"].pop("num_nextn_predict_layers")
-    (base / "config.json").write_text(json.dumps(config))
-    export(base, tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written == {**config, "mtp_config": {**config["mtp_config"], "num_nextn_predict_layers": declared}}
-
-
-@pytest.mark.skipif("inkling" not in ALL_FAMILIES, reason="this transformers has no Inkling")
 @pytest.mark.parametrize("repeated", [False, True])
 def test_a_fresh_head_is_declared_in_the_section_that_its_family_has(repeated: bool, tmp_path: Path) -> None:
     """The trunk's config declares a longer head, and in one case the count is repeated, as transformers saves it."""

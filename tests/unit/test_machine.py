@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from mtp_train.checkpoints.run_export import RECIPE_FILE
+from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.errors import GateRefusedError, OutputExistsError
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe

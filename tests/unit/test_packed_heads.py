@@ -15,8 +15,6 @@ from torch import Tensor
 from checkpoints import all_tensors, base_and_finetune, fuse_experts, save_with_head, shard
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
-from mtp_train.errors import CheckpointError
-from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from runs import document
 from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
@@ -126,18 +124,6 @@ def test_what_is_lost_beside_is_still_damage(packed: Path, capfd: Capture) -> No
     tensors["mtp.extra.qweight"] = torch.ones(1, dtype=torch.int32)
     save_file(tensors, packed / SINGLE_FILE, metadata={"format": "pt"})
     assert document(["inspect", packed], capfd)["unexpected_keys"] == ["mtp.extra.qweight"]
-
-
-def test_training_and_decoding_say_what_the_head_is(packed: Path, original: Path, capfd: Capture) -> None:
-    for donor in (packed, original):
-        with pytest.raises(CheckpointError, match=r"head quantised with awq, which is not read here \(mtp\.layers\.0"):
-            graft_plan(open_checkpoint(donor), open_checkpoint(packed), "auto")
-    assert main(["generate", str(packed), "--prompt", "a"]) == 2
-    message = " ".join(capfd.readouterr().err.split())
-    assert "head quantised with awq, which is not read here" in message
-    assert "expected a complete head. Point at the base with its original weights." in message
-    assert main(["export", str(packed), "--out", str(packed.parent / "out")]) == 2
-    assert "Use mtp-train graft to put the base's head back." in " ".join(capfd.readouterr().err.split())
 
 
 @pytest.mark.parametrize("sharded", [False, True])

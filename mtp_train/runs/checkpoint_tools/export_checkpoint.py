@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
-from mtp_train.checkpoints.adapter import locate_adapter
 from mtp_train.checkpoints.artifact import Artifact, HeadPlan, load_artifact
 from mtp_train.checkpoints.contents import left_out, unnamed_files, with_unnamed_head
 from mtp_train.checkpoints.draft_checkpoint import DraftForm
@@ -21,9 +20,15 @@ from mtp_train.checkpoints.gguf.sidecar import GgufKind, write_gguf
 from mtp_train.checkpoints.gguf.tensors import gguf_tensors
 from mtp_train.checkpoints.identity import checkpoint_files, directory_files, require_same
 from mtp_train.checkpoints.keymap import HeadLayout
-from mtp_train.checkpoints.locations import is_head_directory, open_location, refuse_adapter
+from mtp_train.checkpoints.locations import (
+    HEAD,
+    RECIPE_FILE,
+    is_head_directory,
+    locate_adapter,
+    open_location,
+    refuse_adapter,
+)
 from mtp_train.checkpoints.native import native_head_of
-from mtp_train.checkpoints.run_export import HEAD, RECIPE_FILE
 from mtp_train.checkpoints.suggestions import draft_model_flag
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import new_directory, refuse_existing, removed_on_failure

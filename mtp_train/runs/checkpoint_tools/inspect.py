@@ -323,8 +323,7 @@ def _misread(checkpoint: Checkpoint) -> dict[str, str]:
     vLLM and SGLang read every ``*.safetensors`` where there is no index. llama.cpp's converter reads every
     ``model*.safetensors``, and compares their keys with the index.
     """
-    unnamed = unnamed_weights(checkpoint)
-    beside = [name for name in unnamed if "/" not in name and name.endswith(".safetensors")]
+    beside = [name for name in unnamed_weights(checkpoint) if "/" not in name and name.endswith(".safetensors")]
     of_model = [name for name in beside if name.startswith("model")]
     reads = "no: also reads {}, which is no part of the checkpoint"
     found = {}

@@ -10,8 +10,7 @@ from rich.progress import Progress
 
 from mtp_train.checkpoints.adapter import read_adapter
 from mtp_train.checkpoints.contents import left_out, unnamed_files
-from mtp_train.checkpoints.files import locate_checkpoint
-from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.locations import locate_checkpoint, open_location
 from mtp_train.checkpoints.lora_merge import Merged, plan_changes, write_merged
 from mtp_train.checkpoints.suggestions import graft_command, retrain_command, train_command
 from mtp_train.checkpoints.values import require_finite_checkpoint

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mtp_inference.opening import OWN
 from mtp_train.acceptance.names import GRAFT, HOME, NATIVE, VANILLA
-from mtp_train.checkpoints.run_export import HEAD
+from mtp_train.checkpoints.locations import HEAD
 from mtp_train.data.tokenize import Document
 from mtp_train.evaluation.arms import ArmSpec
 from mtp_train.evaluation.assemble import Measurements
