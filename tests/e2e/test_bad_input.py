@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import all_tensors, shard
-from mtp_train.checkpoints import artifact as artifact_module
 from mtp_train.checkpoints import export as export_module
 from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.cli.main import main
