@@ -1,4 +1,4 @@
-"""A device other than the CPU, without one: tensors that are named so, computed on the CPU, and refused beside CPU tensors.
+"""A device other than the CPU, without one: tensors named so, computed on the CPU, and refused beside CPU tensors.
 
 As on a GPU, operations on tensors of both fail, but for numbers (CPU tensors without dimensions), copies, and indices
 that are still on the CPU. Gradient checkpointing cannot be run on it: a device's gradients are computed in a thread of
