@@ -31,9 +31,12 @@ from mtp_train.evaluation.results import (
 )
 from mtp_train.evaluation.statistics import MeasuredArm
 from mtp_train.recipe.sections import StudySection
+from mtp_train.report.wording import format_number, signed
 
 CLAIM = "Retraining on the distilled trunk's own responses brings acceptance back to the vanilla level"
 BACK = "Back at the vanilla level by "
+BEATS_GRAFT = "Retraining beats the grafted head on the distilled trunk"
+DRAFTS_BETTER = "A head trained towards {} drafts better than one towards {}"
 
 
 def retrained(objective: str) -> str:
@@ -121,9 +124,14 @@ def find(
     found = (
         prediction(measures),
         *measures,
-        *(beats_graft(report, retrained(first), setting) for setting in settings),
+        *(is_better(report, retrained(first), GRAFT, setting, BEATS_GRAFT) for setting in settings),
         *(finding for level in grafted for finding in is_stale(level)),
-        *(objectives_differ(report, first, other, setting) for other in others for setting in settings),
+        *(
+            # Same trunk, prompts, data, steps and seed.
+            is_better(report, retrained(first), retrained(other), setting, DRAFTS_BETTER.format(first, other))
+            for other in others
+            for setting in settings
+        ),
     )
     # Rules of one temperature share its text, and give the same findings about it: drop duplicates.
     return tuple(dict.fromkeys(found))
@@ -151,8 +159,7 @@ def back_at_vanilla(report: Report, level: LevelDifference, study: StudySection)
     head = retrained(study.objectives[0])
     home = HOME if any(cell.arm == HOME for cell in report.cells) else VANILLA
     mine, theirs = cell_of(report, head, level.setting), cell_of(report, home, level.setting)
-    where = _where(level.setting)
-    texts = f"entropy {_number(mine.target_entropy)} against {_number(theirs.target_entropy)} nats"
+    texts = f"entropy {format_number(mine.target_entropy, 2)} against {format_number(theirs.target_entropy, 2)} nats"
     if theirs.repeated_8gram_share is not None:
         texts += f", repeats {100 * (mine.repeated_8gram_share or 0):.0f} % against "
         texts += f"{100 * theirs.repeated_8gram_share:.0f} %"
@@ -162,8 +169,8 @@ def back_at_vanilla(report: Report, level: LevelDifference, study: StudySection)
         findings.append(
             _finding(
                 tone_of(level.tau.ci95, limit),
-                f"{BACK}tau ({where})",
-                f"{head} {mine.tau:.2f} against {home} {theirs.tau:.2f}: {_difference(level.tau, 2)}; back "
+                f"{BACK}tau ({level.setting.name})",
+                f"{head} {mine.tau:.2f} against {home} {theirs.tau:.2f}: {_over_groups(level.tau, 2)}; back "
                 f"means above {limit:+.2f} ({100 * study.margin:g} %). Each on text of its own: {texts}.",
             )
         )
@@ -173,23 +180,20 @@ def back_at_vanilla(report: Report, level: LevelDifference, study: StudySection)
             _finding(
                 tone_of(level.overlap.ci95, limit),
                 f"{BACK}overlap at equal target entropy ({_text(level.setting)})",
-                f"{head} less {home}: {_difference(level.overlap, 3)}; back means above {limit:+.3f} "
+                f"{head} less {home}: {_over_groups(level.overlap, 3)}; back means above {limit:+.3f} "
                 f"({100 * study.margin:g} % of {theirs.overlap[0]:.3f}).",
             )
         )
     return findings
 
 
-def beats_graft(report: Report, head: str, setting: Setting) -> Finding:
-    """Test whether retraining helps on the distilled trunk: same trunk, same prompts."""
-    one = comparison_of(report, head, GRAFT, setting)
-    mine, theirs = cell_of(report, head, setting), cell_of(report, GRAFT, setting)
-    return _finding(
-        tone_of(one.delta_tau_ci95),
-        f"Retraining beats the grafted head on the distilled trunk ({_where(setting)})",
-        f"tau {_number(mine.tau)} against {_number(theirs.tau)}: "
-        f"{_difference(Difference(one.delta_tau, one.delta_tau_ci95, None, one.groups), 2)}.",
-    )
+def is_better(report: Report, head: str, other: str, setting: Setting, statement: str) -> Finding:
+    """Test whether a head has the higher tau: same trunk, same prompts."""
+    one = comparison_of(report, head, other, setting)
+    mine, theirs = cell_of(report, head, setting), cell_of(report, other, setting)
+    difference = _over_groups(Difference(one.delta_tau, one.delta_tau_ci95, None, one.groups), 2)
+    evidence = f"tau {format_number(mine.tau, 2)} against {format_number(theirs.tau, 2)}: {difference}."
+    return _finding(tone_of(one.delta_tau_ci95), f"{statement} ({setting.name})", evidence)
 
 
 def is_stale(level: LevelDifference) -> list[Finding]:
@@ -200,21 +204,9 @@ def is_stale(level: LevelDifference) -> list[Finding]:
         _finding(
             tone_of(negated(level.overlap.ci95)),
             f"The grafted head is stale: overlap at equal target entropy ({_text(level.setting)})",
-            f"{GRAFT} less vanilla with its own head: {_difference(level.overlap, 3)}.",
+            f"{GRAFT} less vanilla with its own head: {_over_groups(level.overlap, 3)}.",
         )
     ]
-
-
-def objectives_differ(report: Report, first: str, other: str, setting: Setting) -> Finding:
-    """Test whether the first objective gives the better head: same trunk, prompts, data, steps and seed."""
-    one = comparison_of(report, retrained(first), retrained(other), setting)
-    mine, theirs = (cell_of(report, retrained(name), setting) for name in (first, other))
-    return _finding(
-        tone_of(one.delta_tau_ci95),
-        f"A head trained towards {first} drafts better than one towards {other} ({_where(setting)})",
-        f"tau {_number(mine.tau)} against {_number(theirs.tau)}: "
-        f"{_difference(Difference(one.delta_tau, one.delta_tau_ci95, None, one.groups), 2)}.",
-    )
 
 
 def cell_of(report: Report, arm: str, setting: Setting) -> Cell:
@@ -230,24 +222,9 @@ def comparison_of(report: Report, first: str, second: str, setting: Setting) -> 
     raise LookupError(f"no comparison of {first} and {second} at {setting.slug}")
 
 
-def _where(setting: Setting) -> str:
-    return "greedy" if setting.rule == "greedy" else f"{setting.rule} at temperature {setting.temperature:g}"
-
-
 def _text(setting: Setting) -> str:
     return "greedy text" if setting.rule == "greedy" else f"text of temperature {setting.temperature:g}"
 
 
-def _difference(difference: Difference, decimals: int) -> str:
-    return f"{difference.value:+.{decimals}f}{_interval(difference.ci95, difference.groups, decimals, sign='+')}"
-
-
-def _interval(interval: Interval | None, groups: int | None, decimals: int, sign: str = "") -> str:
-    if interval is None:
-        return " (too few groups for an interval)"
-    low, high = (f"{bound:{sign}.{decimals}f}" for bound in interval)
-    return f" [{low}, {high}]{'' if groups is None else f' over {groups} groups'}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def _over_groups(difference: Difference, decimals: int) -> str:
+    return f"{signed(difference.value, difference.ci95, decimals)} over {difference.groups} groups"
