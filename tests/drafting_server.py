@@ -32,7 +32,6 @@ class DraftingServer:
         dialect: The engine whose responses it imitates; ``silent`` reports only text and usage.
         counts: Whether it exposes counters.
         foreign_tokens: Tokens generated for other clients during each request.
-        restarts_before: Number of the request before which its counters restart at 0.
     """
 
     trunk: Trunk
@@ -42,17 +41,12 @@ class DraftingServer:
     dialect: Dialect
     counts: bool = True
     foreign_tokens: int = 0
-    restarts_before: int | None = None
     results: list[GenerationResult] = field(default_factory=list)
     """Of every request; the first is the warm-up."""
 
     def __post_init__(self) -> None:
         self._decoder = SpeculativeDecoder(self.trunk, self.drafting, self.depth, self.eos_ids)
         self._lock = threading.Lock()
-        self._counters: dict[str, int] = {}
-        self._zero()
-
-    def _zero(self) -> None:
         self._counters = {"generated": 0}
         if self.drafting is not None:
             self._counters |= {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0}
@@ -98,8 +92,6 @@ class DraftingServer:
             ),
         )
         with self._lock:
-            if len(self.results) == self.restarts_before:
-                self._zero()
             (result,) = self._decoder.decode([request])
             self.results.append(result)
             self._count(result)

@@ -51,19 +51,6 @@ class PromptCounts:
     group: str
     seconds_decode: float | None = None
 
-    def __post_init__(self) -> None:
-        chain = (self.rounds, *self.accepted_per_pos, 0)
-        if any(later > earlier for earlier, later in pairwise(chain)):
-            raise ValueError(
-                f"prompt {self.prompt_id!r}: {self.rounds} rounds, accepted_per_pos {list(self.accepted_per_pos)}; "
-                "expected counts of 0 or more that never rise. Count the rounds that reached each position."
-            )
-        if self.num_accepted_tokens > self.num_draft_tokens:
-            raise ValueError(
-                f"prompt {self.prompt_id!r}: {self.num_accepted_tokens} accepted of {self.num_draft_tokens} drafted; "
-                "expected no more accepted than drafted. Leave the bonus token out of the accepted ones."
-            )
-
     @property
     def num_accepted_tokens(self) -> int:
         """Accepted drafts, bonus tokens excluded."""
@@ -72,7 +59,6 @@ class PromptCounts:
 
 def tau(counts: Sequence[PromptCounts]) -> float:
     """Return the mean tokens committed per round, pooled over prompts; 1.0 if nothing was drafted."""
-    _require_prompts(counts)
     rounds = sum(c.rounds for c in counts)
     return 1.0 + sum(c.num_accepted_tokens for c in counts) / rounds if rounds else 1.0
 
@@ -98,8 +84,8 @@ def marginal(counts: Sequence[PromptCounts]) -> list[float]:
     Returns:
         K shares; empty where nothing was drafted.
     """
-    rounds = sum(c.rounds for c in counts)
-    return [float(total) / rounds for total in _accepted_PK(counts).sum(axis=0)] if rounds else []
+    accepted_PK, rounds_P = accepted_by_position(counts)
+    return (accepted_PK.sum(axis=0) / rounds_P.sum()).tolist() if rounds_P.any() else []
 
 
 def conditional(counts: Sequence[PromptCounts]) -> list[float | None]:
@@ -108,10 +94,10 @@ def conditional(counts: Sequence[PromptCounts]) -> list[float | None]:
     Returns:
         K shares, None at a position that no round reached; empty where nothing was drafted.
     """
-    rounds = sum(c.rounds for c in counts)
-    if not rounds:
+    accepted_PK, rounds_P = accepted_by_position(counts)
+    if not rounds_P.any():
         return []
-    chain = [float(rounds), *_accepted_PK(counts).sum(axis=0).tolist()]
+    chain = [float(rounds_P.sum()), *accepted_PK.sum(axis=0).tolist()]
     return [later / earlier if earlier else None for earlier, later in pairwise(chain)]
 
 
@@ -119,10 +105,19 @@ def accepted_by_position(counts: Sequence[PromptCounts]) -> tuple[FloatArray, Fl
     """Return each prompt's accepted drafts by position, shape (P, K), and its rounds, shape (P,).
 
     Raises:
-        ValueError: There is no prompt, or prompts were decoded at several depths.
+        ValueError: Prompts were decoded at several depths.
     """
-    _require_prompts(counts)
-    return _accepted_PK(counts), np.array([c.rounds for c in counts], dtype=np.float64)
+    depths = sorted({len(c.accepted_per_pos) for c in counts if c.rounds})
+    if len(depths) > 1:
+        raise ValueError(
+            f"acceptance: prompts decoded at depths {depths}; expected one depth, as per-position figures of different "
+            "depths do not compare. Evaluate each depth on its own."
+        )
+    width = depths[0] if depths else 0
+    # A prompt that ended at prefill has no round, and may have no positions either.
+    accepted = [c.accepted_per_pos if c.rounds else (0,) * width for c in counts]
+    rounds = [c.rounds for c in counts]
+    return np.array(accepted, dtype=np.float64).reshape(len(counts), width), np.array(rounds, dtype=np.float64)
 
 
 def paired(a: Sequence[PromptCounts], b: Sequence[PromptCounts]) -> list[PromptCounts]:
@@ -187,20 +182,3 @@ def overlap(p_NV: Tensor, q_NV: Tensor) -> Tensor:
 def entropy(p_NV: Tensor) -> Tensor:
     """Return the entropy of each row in nats; entries of probability 0 add nothing."""
     return -p_NV.xlogy(p_NV).sum(-1)
-
-
-def _require_prompts(counts: Sequence[PromptCounts]) -> None:
-    if not counts:
-        raise ValueError("acceptance: no prompts; expected at least one. Evaluate on more prompts.")
-
-
-def _accepted_PK(counts: Sequence[PromptCounts]) -> FloatArray:
-    depths = sorted({len(c.accepted_per_pos) for c in counts if c.rounds})
-    if len(depths) > 1:
-        raise ValueError(
-            f"acceptance: prompts decoded at depths {depths}; expected one depth, as per-position figures of different "
-            "depths do not compare. Evaluate each depth on its own."
-        )
-    width = depths[0] if depths else 0
-    # A prompt that ended at prefill has no round, and may have no positions either.
-    return np.array([c.accepted_per_pos if c.rounds else (0,) * width for c in counts], dtype=np.float64)

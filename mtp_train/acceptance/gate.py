@@ -86,14 +86,6 @@ class GateVerdict:
     settings: tuple[GateSetting, ...] = ()
 
 
-def setting_name(temperature: float, top_p: float, top_k: int, rule: str) -> str:
-    """Return the name of a setting in reports; filters that are off are left out."""
-    if not temperature:
-        return "greedy"
-    filters = ([f"top-p {top_p:g}"] if top_p < 1.0 else []) + ([f"top-k {top_k}"] if top_k else [])
-    return ", ".join([f"temperature {temperature:g}", *filters, f"{rule} drafts"])
-
-
 def min_gate_groups(confidence: float = 0.95) -> int:
     """Return the fewest groups that can show a gain.
 
@@ -116,7 +108,7 @@ def decide_gate(
         target_break_even: Break-even tau of the engine that will serve the head, which then decides against plain
             decoding; None to decide by the speed measured here.
     """
-    level = 1.0 - confidence
+    needed, level = min_gate_groups(confidence), 1.0 - confidence
     pairs = {name: pair._replace(baseline=paired(pair.head, pair.baseline)) for name, pair in measured.items()}
     silent = [name for name, pair in pairs.items() if not sum(one.rounds for one in pair.head)]
     if silent:
@@ -135,8 +127,7 @@ def decide_gate(
     settings = tuple(setting for setting, _ in judged)
     passed = any(one.verdict == "above" for one in settings) and all(one.verdict != "below" for one in settings)
     told = "; ".join(f"{one.setting}: {words}" if len(settings) > 1 else words for one, words in judged)
-    needed, few = min_gate_groups(confidence), min(one.groups for one in settings)
-    if few < needed:
+    if min(one.groups for one in settings) < needed:
         passed = False
         told = (
             f"{_figures(settings[0], baseline)}; {confidence:.4g} confidence needs prompts of at least {needed} "
@@ -178,16 +169,9 @@ def _judge(
     level: float,
     num_settings: int,
 ) -> tuple[GateSetting, str]:
-    """Return the result at one setting, and in words what decided.
+    """Return the result at one of ``num_settings`` settings, and in words what decided.
 
-    Args:
-        name: Name of the setting.
-        pair: Counts of both arms.
-        test: The test of the head.
-        baseline: Name of the other arm.
-        own_level: Level at which Holm's procedure tests the setting for a gain.
-        level: Level at which it is tested for a loss.
-        num_settings: Number of settings that are judged together.
+    Holm's procedure tests for a gain at ``own_level``; a loss is tested for at ``level``.
     """
     verdict: Verdict = "neither"
     if own_level and test.verdict(own_level) == "above":
@@ -209,8 +193,7 @@ def _judge(
         groups=num_groups(pair.head),
     )
     if isinstance(test, TauTest):
-        interval = "" if spread is None else _interval_words(spread, gain.value, decides_at)
-        return found, _told(found, interval, baseline)
+        return found, _told(found, spread, gain.value, decides_at, baseline)
     found = replace(
         found,
         tau_ci95=test.tau_interval(0.05),
@@ -244,11 +227,6 @@ def _told_speed(found: GateSetting, intervals: str, timed_groups: int) -> str:
     )
 
 
-def _interval_words(spread: Spread, value: float, level: float) -> str:
-    low, high = spread.interval(value, level)
-    return f"the {100 * (1 - level):.4g} % interval of the gain, [{low:+.3f}, {high:+.3f}],"
-
-
 def _figures(found: GateSetting, baseline: str) -> str:
     return (
         f"tau {found.tau:.2f} against {found.baseline_tau:.2f} ({baseline}) on {found.prompts} prompts of "
@@ -256,8 +234,12 @@ def _figures(found: GateSetting, baseline: str) -> str:
     )
 
 
-def _told(found: GateSetting, interval: str, baseline: str) -> str:
+def _told(found: GateSetting, spread: Spread | None, gain: float, level: float, baseline: str) -> str:
     """Return the result at one setting in words."""
+    interval = ""
+    if spread is not None:
+        low, high = spread.interval(gain, level)
+        interval = f"the {100 * (1 - level):.4g} % interval of the gain, [{low:+.3f}, {high:+.3f}],"
     lies = {"above": "lies above 0", "below": "lies below 0", "neither": "does not lie above 0"}[found.verdict]
     power = ""
     if found.verdict == "neither" and found.detectable_gain is not None:

@@ -93,16 +93,11 @@ def _unpacked(text: str) -> tuple[str, Quantization | None]:
 
 
 def named(spec: ArmSpec) -> ArmSpec:
-    """Return an arm that has no name under one made of its parts."""
-    return spec if spec.name else replace(spec, name=default_name(spec))
-
-
-def default_name(spec: ArmSpec) -> str:
-    """Name an arm after its parts."""
-    head_bits = f"@{spec.head_quantization}" if spec.head_quantization else ""
-    if spec.head is None or (spec.head == OWN and not head_bits):
-        return trunk_label(spec)
-    return f"{trunk_label(spec)}+{_short(spec.head)}{head_bits}"
+    """Return an arm, under a name made of its parts where it has none."""
+    name, head_bits = trunk_label(spec), f"@{spec.head_quantization}" if spec.head_quantization else ""
+    if spec.head is not None and (spec.head != OWN or head_bits):
+        name += f"+{_short(spec.head)}{head_bits}"
+    return spec if spec.name else replace(spec, name=name)
 
 
 def trunk_label(spec: ArmSpec) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mtp_inference import Comparison, GenerationResult, Request, Sampling, SpeculativeDecoder, compare
+from mtp_inference import GenerationResult, Request, SpeculativeDecoder, compare
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.requests import Round
 from mtp_train.acceptance.names import PLAIN
@@ -168,8 +168,9 @@ def _compared(
     options: DecodingOptions,
 ) -> PromptRecord:
     """Return a record with the verdict of its comparison with the plain text of the same prompt."""
-    sampling = sampling_of(setting, noise_seed(prompt.id, options.seed))
-    found = compare_records(drafted, plain, arms.trunk, prompt, sampling)
+    sampling = setting.sampling(noise_seed(prompt.id, options.seed))
+    rounds = [Round(*counts) for counts in zip(drafted.drafted, drafted.accepted, strict=True)]
+    found = compare(drafted.token_ids, plain.token_ids, arms.trunk, prompt.prompt_ids, sampling=sampling, rounds=rounds)
     return replace(drafted, same_as_plain=found.verdict, noise=found.noise)
 
 
@@ -236,14 +237,9 @@ def joined(parts: Sequence[ArmRecords], prompts: Prompts) -> ArmRecords:
     return whole
 
 
-def sampling_of(setting: Setting, seed: int) -> Sampling:
-    """Return a setting's sampling parameters in the decoder's form."""
-    return Sampling(temperature=setting.temperature, top_p=setting.top_p, top_k=setting.top_k, seed=seed)
-
-
 def request_of(prompt: TaskPrompt, setting: Setting, options: DecodingOptions) -> Request:
     """Return the request of a prompt at a setting."""
-    sampling = sampling_of(setting, noise_seed(prompt.id, options.seed))
+    sampling = setting.sampling(noise_seed(prompt.id, options.seed))
     return Request(prompt_ids=prompt.prompt_ids, max_new_tokens=options.max_new_tokens, sampling=sampling)
 
 
@@ -258,11 +254,3 @@ def record_of(prompt: TaskPrompt, result: GenerationResult) -> PromptRecord:
         drafted=tuple(one.num_drafted for one in result.round_log),
         accepted=tuple(one.num_accepted for one in result.round_log),
     )
-
-
-def compare_records(
-    drafted: PromptRecord, plain: PromptRecord, trunk: Trunk, prompt: TaskPrompt, sampling: Sampling
-) -> Comparison:
-    """Compare a text whose drafts were not sampled with plain decoding of the same prompt and sampling parameters."""
-    rounds = [Round(*counts) for counts in zip(drafted.drafted, drafted.accepted, strict=True)]
-    return compare(drafted.token_ids, plain.token_ids, trunk, prompt.prompt_ids, sampling=sampling, rounds=rounds)

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,36 +100,26 @@ def dense_rows(
         temperature: p and q are ``softmax(logits / temperature)``. Temperature 0, where acceptance depends on the
             argmax tokens alone, is measured at 1.
         options: Limits of the texts; prompts past ``dense_tokens`` are left out, except for the first.
-
-    Raises:
-        ValueError: A prompt and its record differ in length, or no prompt has a record.
     """
     head, draft_vocab_R, outputs = drafting.head, drafting.draft_vocab_R, {one.prompt_id: one for one in plain}
     decoded = [prompt for prompt in prompts if prompt.id in outputs]
-    for prompt in decoded:
-        if len(prompt.prompt_ids) != outputs[prompt.id].prompt_tokens:
-            raise ValueError(
-                f"prompt {prompt.id!r}: {len(prompt.prompt_ids)} tokens, {outputs[prompt.id].prompt_tokens} when it "
-                "was decoded; expected the same prompt. Pass prompts and outputs of one context."
-            )
     texts = own_text(decoded, [outputs[prompt.id].token_ids for prompt in decoded], options.seq_len_tokens)
-    if not texts:
-        raise ValueError(f"{len(prompts)} prompts, {len(plain)} outputs, none of the same prompt; expected a pair.")
     if options.dense_tokens is not None:
         ends = np.cumsum([len(text.input_ids) for text in texts])
         num_texts = max(1, int((ends <= options.dense_tokens).sum()))
         decoded, texts = decoded[:num_texts], texts[:num_texts]
     with many_rows(trunk, head) as run:
         parts = [_text_rows(trunk, run, text, num_depths, temperature or 1.0, draft_vocab_R) for text in texts]
+    entropies, overlaps, agreed, valid = zip(*parts, strict=True)
     return DenseRows(
         prompt_ids=np.array([prompt.id for prompt in decoded], dtype=np.str_),
         groups=np.array([prompt.group for prompt in decoded], dtype=np.str_),
         tasks=np.array([prompt.task for prompt in decoded], dtype=np.str_),
-        prompt_N=np.repeat(np.arange(len(parts)), [part.valid_KN.shape[1] for part in parts]),
-        entropy_N=np.concatenate([part.entropy_N for part in parts]),
-        overlap_KN=np.concatenate([part.overlap_KN for part in parts], axis=1),
-        agreed_KN=np.concatenate([part.agreed_KN for part in parts], axis=1),
-        valid_KN=np.concatenate([part.valid_KN for part in parts], axis=1),
+        prompt_N=np.repeat(np.arange(len(parts)), [len(entropy_N) for entropy_N in entropies]),
+        entropy_N=np.concatenate(entropies),
+        overlap_KN=np.concatenate(overlaps, axis=1),
+        agreed_KN=np.concatenate(agreed, axis=1),
+        valid_KN=np.concatenate(valid, axis=1),
     )
 
 
@@ -143,15 +133,6 @@ def own_text(prompts: Sequence[Prompt], outputs: Sequence[tuple[int, ...]], seq_
     return documents
 
 
-class _TextRows(NamedTuple):
-    """The rows of :class:`DenseRows` of one text."""
-
-    entropy_N: NDArray[np.float32]
-    overlap_KN: NDArray[np.float32]
-    agreed_KN: NDArray[np.bool_]
-    valid_KN: NDArray[np.bool_]
-
-
 def _text_rows(
     trunk: Trunk,
     head: MtpHead,
@@ -159,16 +140,12 @@ def _text_rows(
     num_depths: int,
     temperature: float,
     draft_vocab_R: Tensor | None,
-) -> _TextRows:
-    """Measure one text in a batch of its own, without padding."""
+) -> tuple[NDArray[Any], ...]:
+    """Return entropy, overlap, agreement and validity of one text, measured in a batch of its own without padding."""
     device = trunk.lm_head_VD.device
     columns = collate(pack_documents([text], len(text.input_ids), pack=False, seed=0, epoch=0))
     rows = aligned_rows(trunk, head, PackedBatch(*(column.to(device) for column in columns.values())), num_depths)
     found = target_figures(rows, trunk, head, temperature=temperature, draft_vocab_R=draft_vocab_R)
     kept_N = rows.valid_KN.any(dim=0)
-    return _TextRows(
-        found.entropy_N[kept_N].cpu().numpy(),
-        found.overlap_KN[:, kept_N].cpu().numpy(),
-        found.agreed_KN[:, kept_N].cpu().numpy(),
-        rows.valid_KN[:, kept_N].cpu().numpy(),
-    )
+    figures = (found.entropy_N, found.overlap_KN, found.agreed_KN, rows.valid_KN)
+    return tuple(one[..., kept_N].cpu().numpy() for one in figures)

@@ -11,8 +11,8 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
+from mtp_inference.sampling.distributions import Sampling
 from mtp_train.acceptance.counts import PromptCounts
-from mtp_train.acceptance.gate import setting_name
 from mtp_train.data.tokenize import Prompt
 
 HELD_OUT_TASK = "held-out"
@@ -54,8 +54,16 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Name the setting in the gate's verdict."""
-        return setting_name(self.temperature, self.top_p, self.top_k, self.rule)
+        """Name the setting in reports; filters that are off are left out."""
+        if not self.temperature:
+            return "greedy"
+        filters = [f"top-p {self.top_p:g}"] if self.top_p < 1.0 else []
+        filters += [f"top-k {self.top_k}"] if self.top_k else []
+        return ", ".join([f"temperature {self.temperature:g}", *filters, f"{self.rule} drafts"])
+
+    def sampling(self, seed: int) -> Sampling:
+        """Return the sampling parameters in the decoder's form."""
+        return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=seed)
 
     @property
     def slug(self) -> str:

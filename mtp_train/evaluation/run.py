@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from mtp_inference import HeadDrafting
 from mtp_train.acceptance.names import PLAIN, SERVED
-from mtp_train.checkpoints.files import Checkpoint, read_json
+from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.identity import InputFiles, Loaders, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.values import require_finite_checkpoint
@@ -166,9 +166,9 @@ class _Study:
     progress: Progress
     prompts: Sequence[TaskPrompt] | None
     """Prompts that are given; None for the suite's."""
-    costs: bool = False
-    server: Server | None = None
-    processes: Processes = ALONE
+    costs: bool
+    server: Server | None
+    processes: Processes
 
 
 def run_study(
@@ -195,16 +195,12 @@ def run_study(
     Raises:
         MtpError: An arm cannot be measured, or ``out`` contains other files.
     """
-    arms = _open(specs)
-    store = Store(out, _identity(arms, grid, costs, None, server))
-    store.require_inputs(_inputs(arms, server), progress)
-    if (out / REPORT_FILE).is_file():
+    study = _opened(specs, grid, out, progress, costs=costs, server=server)
+    if study.store.is_finished:
         return load_report(out / REPORT_FILE)
-    _require_sound(arms, progress)
-    store.hash_inputs(progress)
-    found = _measure_all(_Study(arms, grid, store, progress, None, costs, server))
+    found = _measure_all(study)
     # With a server alone, nothing has been stored so far.
-    store.claim()
+    study.store.claim()
     return study_report(found, grid, title)
 
 
@@ -218,31 +214,39 @@ def measure_study(
 ) -> Measurements:
     """Measure arms on given prompts, without memory and prefill, for a caller that assembles the report itself.
 
-    Args:
-        specs: The arms, in the order they are shown.
-        grid: The settings.
-        out: As for :func:`run_study`.
-        progress: Shows progress bars.
-        prompts: The prompts to decode.
-        processes: The processes, each of which must call this. Figures do not depend on their number, speeds excepted.
-
-    Raises:
-        MtpError: An arm cannot be measured, or ``out`` contains other files.
+    Figures do not depend on the number of processes, each of which must call this; speeds do. The other arguments and
+    errors are as for :func:`run_study`.
     """
-    arms = _open(specs)
-    identity = _identity(arms, grid, False, prompts, None)
+    return _measure_all(_opened(specs, grid, out, progress, prompts=prompts, processes=processes))
+
+
+def _opened(
+    specs: Sequence[ArmSpec],
+    grid: EvaluationGrid,
+    out: Path,
+    progress: Progress,
+    *,
+    prompts: Sequence[TaskPrompt] | None = None,
+    costs: bool = False,
+    server: Server | None = None,
+    processes: Processes = ALONE,
+) -> _Study:
+    """Open and check the arms and the directory, as far as this takes no weights in memory."""
+    require_distinct(specs)
+    arms = [open_arm(spec) for spec in specs]
+    identity = _identity(arms, grid, costs, prompts, server)
     if processes.index == 0:
         store = Store(out, identity)
-        store.require_inputs(_inputs(arms, None), progress)
-        _require_sound(arms, progress)
-        store.hash_inputs(progress)
+        store.hash_inputs(_inputs(arms, server), progress)
+        if not store.is_finished:
+            _require_sound(arms, progress)
         if processes.count > 1:
             store.claim()
     # The others write into the directory once it is claimed.
     processes.gather([])
     if processes.index > 0:
         store = Store(out, identity, processes.index)
-    return _measure_all(_Study(arms, grid, store, progress, prompts, processes=processes))
+    return _Study(arms, grid, store, progress, prompts, costs, server, processes)
 
 
 def study_report(found: Measurements, grid: EvaluationGrid, title: str) -> Report:
@@ -256,18 +260,14 @@ def study_report(found: Measurements, grid: EvaluationGrid, title: str) -> Repor
     return compared(assemble(found, grid.headline, settings), found, title)
 
 
-def _open(specs: Sequence[ArmSpec]) -> list[OpenArm]:
-    require_distinct(specs)
-    return [open_arm(spec) for spec in specs]
-
-
 def _require_sound(arms: Sequence[OpenArm], progress: Progress) -> None:
     models = [arm.model for arm in arms]
     trunks = {one.checkpoint.path: (one.checkpoint, one.family) for one in models}
     trunks |= {one.draft_model.path: (one.draft_model, one.draft_model.family) for one in models if one.draft_model}
     for checkpoint, family in trunks.values():
         require_whole_trunk(checkpoint, family)
-    for checkpoint in _checkpoints(arms):
+    every = {one.path: one for model in models for one in (model.checkpoint, *model.draft_checkpoints)}
+    for checkpoint in every.values():
         require_finite_checkpoint(checkpoint, progress)
 
 
@@ -330,11 +330,6 @@ def plain_names(specs: Sequence[ArmSpec]) -> list[str]:
     labels = [trunk_label(spec) for spec in specs]
     pairs = zip(labels, specs, strict=True)
     return [f"{PLAIN}@{label if labels.count(label) == 1 else spec.name}" for label, spec in pairs]
-
-
-def _checkpoints(arms: Sequence[OpenArm]) -> list[Checkpoint]:
-    every = [checkpoint for arm in arms for checkpoint in (arm.model.checkpoint, *arm.model.draft_checkpoints)]
-    return list({checkpoint.path: checkpoint for checkpoint in every}.values())
 
 
 def _identity(

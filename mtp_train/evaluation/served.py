@@ -25,7 +25,7 @@ from mtp_train.acceptance.intervals import pooled_tau_interval, sum_by_group
 from mtp_train.acceptance.names import SERVED
 from mtp_train.answers.check import Answer, fit_of, spread
 from mtp_train.answers.draft_counts import SpecCounts, increase, response_counts
-from mtp_train.answers.endpoint import GREEDY, RESPONSE_TIMEOUT_SECONDS, Endpoint, Refusal, SettingNames, read_api_key
+from mtp_train.answers.endpoint import GREEDY, Endpoint, Refusal, SettingNames, read_api_key
 from mtp_train.answers.generate import Answering
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.errors import DataError
@@ -120,82 +120,65 @@ def ask(server: Server, grid: EvaluationGrid, progress: Progress) -> Served:
     """
     checkpoint = open_location(server.checkpoint)
     tokenizer = load_tokenizer(checkpoint, trust_remote_code=False)
-    return measure_endpoint(
+    prompts = grid_prompts(grid, tokenizer, (None,))[None]
+    eos_ids, vocab_size = eos_token_ids(checkpoint, tokenizer), text_config_of(checkpoint).vocab_size
+    with contextlib.closing(connect(server, tokenizer, eos_ids, vocab_size)) as endpoint:
+        endpoint.choose_model(server.model)
+        return measure_endpoint(endpoint, prompts, grid, progress)
+
+
+def connect(
+    server: Server, tokenizer: PreTrainedTokenizerBase, eos_ids: Collection[int], vocab_size: int, **options: Any
+) -> Endpoint:
+    """Return a client of the server, with the trunk's tokenizer, EOS ids and vocabulary size.
+
+    Raises:
+        DataError: The address is not one, or the key's variable is not set.
+    """
+    if urlsplit(server.url).scheme not in ("http", "https") or not urlsplit(server.url).hostname:
+        raise DataError(
+            f"{NAMES.url}: {server.url!r}; expected an address such as http://localhost:8000/v1. Include the API "
+            "version."
+        )
+    return Endpoint(
         server.url,
-        grid_prompts(grid, tokenizer, (None,))[None],
-        tokenizer=tokenizer,
-        eos_ids=eos_token_ids(checkpoint, tokenizer),
-        vocab_size=text_config_of(checkpoint).vocab_size,
-        temperatures=grid.temperatures,
-        max_new_tokens=grid.max_new_tokens,
+        tokenizer,
+        eos_ids,
+        vocab_size,
+        api_key=read_api_key(server.api_key_env, NAMES),
         concurrency=server.concurrency,
-        request_timeout_seconds=server.request_timeout_seconds,
-        model=server.model,
-        api_key_env=server.api_key_env,
-        seed=grid.seed,
-        progress=progress,
+        timeout_seconds=server.request_timeout_seconds,
+        names=NAMES,
+        **options,
     )
 
 
 def measure_endpoint(
-    url: str,
-    prompts: Sequence[TaskPrompt],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    eos_ids: Collection[int],
-    vocab_size: int,
-    temperatures: Sequence[float],
-    max_new_tokens: int,
-    concurrency: int,
-    request_timeout_seconds: float = RESPONSE_TIMEOUT_SECONDS,
-    model: str | None,
-    api_key_env: str | None,
-    seed: int,
-    progress: Progress,
-    wait: Callable[[float], object] | None = None,
+    endpoint: Endpoint, prompts: Sequence[TaskPrompt], grid: EvaluationGrid, progress: Progress
 ) -> Served:
-    """Send every prompt to a server at every temperature, and measure acceptance and throughput.
+    """Send every prompt at every temperature of a grid, and measure acceptance and throughput.
 
     Args:
-        url: Address of the server, including the API version (``http://localhost:8000/v1``).
+        endpoint: The server, whose model was chosen. With a concurrency of 1, every figure has an interval, whichever
+            counts the server reports.
         prompts: The prompts, sent as token ids, or as text to a server that accepts only text.
-        tokenizer: The trunk's.
-        eos_ids: The tokens that end a response.
-        vocab_size: Size of the trunk's vocabulary.
-        temperatures: Sampling temperatures, without top-p and top-k; the first one is the headline.
-        max_new_tokens: Limit of every response.
-        concurrency: Requests at a time. With 1, every figure has an interval, whichever counts the server reports.
-        request_timeout_seconds: Longest wait for the server to send a part of a response.
-        model: Name of the served model; None for a server with a single model.
-        api_key_env: The environment variable with the server's key.
-        seed: Combined with a prompt's id to the sampling seed of its request.
+        grid: Its temperatures, without top-p and top-k; the first one is the headline. Its seed gives, combined with a
+            prompt's id, the sampling seed of its request.
         progress: The progress display.
-        wait: Function that waits a number of seconds (:class:`~mtp_train.answers.endpoint.Endpoint`).
 
     Raises:
-        DataError: The server cannot be used, fails permanently, was restarted, or serves other clients.
+        DataError: The server fails permanently, was restarted, or serves other clients.
     """
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise DataError(
-            f"{NAMES.url}: {url!r}; expected an address such as http://localhost:8000/v1. Include the API version."
-        )
-    key = read_api_key(api_key_env, NAMES)
-    settings: dict[str, Any] = {"api_key": key, "concurrency": concurrency, "wait": wait, "names": NAMES}
-    endpoint = Endpoint(url, tokenizer, eos_ids, vocab_size, timeout_seconds=request_timeout_seconds, **settings)
-    with contextlib.closing(endpoint):
-        endpoint.choose_model(model)
-        _warm_up(endpoint, prompts[0], seed)
-        bar = progress.add_task(f"asking {endpoint.model}", total=len(prompts) * len(temperatures))
-        asked = {
-            one: _ask_all(endpoint, prompts, one, max_new_tokens, seed, lambda: progress.advance(bar))
-            for one in temperatures
-        }
-    return _served(endpoint, asked, max_new_tokens, seed)
+    _warm_up(endpoint, prompts[0], grid)
+    bar = progress.add_task(f"asking {endpoint.model}", total=len(prompts) * len(grid.temperatures))
+    tick = partial(progress.advance, bar)
+    return _served(endpoint, {one: _ask_all(endpoint, prompts, one, grid, tick) for one in grid.temperatures}, grid)
 
 
-def _warm_up(endpoint: Endpoint, prompt: TaskPrompt, seed: int) -> None:
+def _warm_up(endpoint: Endpoint, prompt: TaskPrompt, grid: EvaluationGrid) -> None:
     """Send one uncounted request, to warm up the server and to find out whether it accepts token ids."""
-    first = endpoint.first(partial(_answer, endpoint, prompt, 0.0, WARM_UP_TOKENS, seed))
+    short = replace(grid, max_new_tokens=WARM_UP_TOKENS)
+    first = endpoint.first(partial(_answer, prompt, endpoint, 0.0, short))
     if isinstance(first, Refusal):
         raise DataError(
             f"{endpoint.url}: {first.reason}, for prompt {prompt.id}; expected a response. Check the server's log, and "
@@ -203,10 +186,8 @@ def _warm_up(endpoint: Endpoint, prompt: TaskPrompt, seed: int) -> None:
         )
 
 
-def _answer(
-    endpoint: Endpoint, prompt: TaskPrompt, temperature: float, max_new_tokens: int, seed: int
-) -> _Answered | Refusal:
-    question = Answering(max_new_tokens=max_new_tokens, seed=seed).ask(prompt)
+def _answer(prompt: TaskPrompt, endpoint: Endpoint, temperature: float, grid: EvaluationGrid) -> _Answered | Refusal:
+    question = Answering(max_new_tokens=grid.max_new_tokens, seed=grid.seed).ask(prompt)
     payload = endpoint.payload(question, {**GREEDY, "temperature": temperature})
     try:
         document = endpoint.complete_with_counts(payload)
@@ -225,13 +206,12 @@ def _ask_all(
     endpoint: Endpoint,
     prompts: Sequence[TaskPrompt],
     temperature: float,
-    max_new_tokens: int,
-    seed: int,
+    grid: EvaluationGrid,
     tick: Callable[[], None],
 ) -> list[_Block]:
     """Send every prompt at one temperature, task by task; prompt by prompt where the concurrency is 1."""
     blocks: list[_Block] = []
-    answer = partial(_answer, endpoint, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    answer = partial(_answer, endpoint=endpoint, temperature=temperature, grid=grid)
     for task in dict.fromkeys(prompt.task for prompt in prompts):
         group = [prompt for prompt in prompts if prompt.task == task]
         size = 1 if endpoint.concurrency == 1 else len(group)
@@ -263,11 +243,9 @@ def _ask_block(
             tick()
 
     endpoint.run_all((partial(answer, prompt) for prompt in prompts), on_done)
-    seconds, results = time.perf_counter() - started, [found[number] for number in range(len(prompts))]
-    answered = tuple(one for one in results if isinstance(one, _Answered))
-    failed = tuple(
-        (prompt, one.reason) for prompt, one in zip(prompts, results, strict=True) if isinstance(one, Refusal)
-    )
+    seconds, results = time.perf_counter() - started, sorted(found.items())
+    answered = tuple(one for _, one in results if isinstance(one, _Answered))
+    failed = tuple((prompts[number], one.reason) for number, one in results if isinstance(one, Refusal))
     generated = counts = None
     if before is not None:
         generated, counts = _gained(endpoint, before, sum(one.tokens for one in answered))
@@ -304,19 +282,16 @@ def _require_own(endpoint: Endpoint, blocks: Sequence[_Block]) -> None:
         )
 
 
-def _served(endpoint: Endpoint, asked: Mapping[float, Sequence[_Block]], max_new_tokens: int, seed: int) -> Served:
+def _served(endpoint: Endpoint, asked: Mapping[float, Sequence[_Block]], grid: EvaluationGrid) -> Served:
     parts = {one: [part for block in blocks if block.answered for part in block.parts] for one, blocks in asked.items()}
-    counted = all(part.counts is not None for some in parts.values() for part in some)
-    drafts = None
-    if counted:
-        drafts = any(part.counts is not None and part.counts.rounds for some in parts.values() for part in some)
+    told = [part.counts for some in parts.values() for part in some]
+    counted = None not in told
+    drafts = any(counts.rounds for counts in told if counts is not None) if counted else None
     cells = []
     for temperature, some in parts.items():
-        tasks = {part.answered[0].prompt.task: None for part in some}
-        groups = {ALL_TASKS: some} | {
-            task: [part for part in some if part.answered[0].prompt.task == task] for task in tasks
-        }
-        cells += [_cell(endpoint, group, task, temperature, drafts) for task, group in groups.items()]
+        for task in (ALL_TASKS, *dict.fromkeys(part.answered[0].prompt.task for part in some)):
+            group = [part for part in some if task in (ALL_TASKS, part.answered[0].prompt.task)]
+            cells.append(_cell(endpoint, group, task, temperature, drafts))
     failed = [(one, *pair) for one, blocks in asked.items() for block in blocks for pair in block.failed]
     warnings = [f"{len(failed)} requests failed, {failed[0][1].id} first: {failed[0][2]}."] if failed else []
     if not counted:
@@ -331,8 +306,8 @@ def _served(endpoint: Endpoint, asked: Mapping[float, Sequence[_Block]], max_new
         "prompts_as": endpoint.prompts_as,
         "drafts": drafts,
         "concurrency": endpoint.concurrency,
-        "max_new_tokens": max_new_tokens,
-        "seed": seed,
+        "max_new_tokens": grid.max_new_tokens,
+        "seed": grid.seed,
         "speeds": [_speed(temperature, blocks) for temperature, blocks in asked.items()],
         "failures": [
             {"prompt": prompt.id, "task": prompt.task, "temperature": temperature, "reason": reason}

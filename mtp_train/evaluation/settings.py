@@ -8,7 +8,6 @@ from typing import Any
 
 from mtp_train.checkpoints.files import GENERATION_CONFIG_FILE, Checkpoint, read_json
 from mtp_train.errors import CheckpointError, MtpError
-from mtp_train.evaluation.decoding import sampling_of
 from mtp_train.evaluation.prompt_records import Rule, Setting
 
 LEFT_OUT = {"min_p": 0.0, "repetition_penalty": 1.0}
@@ -57,7 +56,7 @@ def served_settings(
             if one > 0.0
         ]
         for setting in sampled:
-            sampling_of(setting, seed=0)
+            setting.sampling(seed=0)
     except (MtpError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{trunk.path / GENERATION_CONFIG_FILE}: {error} evaluate.temperature, top_p and top_k are read from it "

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.progress import Progress
 
+from mtp_inference.opening import MODEL, NGRAM, OWN
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.identity import (
     RECORD_FILE,
@@ -56,8 +57,13 @@ class Store:
         self._records: Records = {}
         _require_ours(out, identity)
 
-    def require_inputs(self, inputs: Loaders, progress: Progress) -> None:
-        """Check that measurements in the directory, if any, were made from these inputs.
+    @property
+    def is_finished(self) -> bool:
+        """Whether the directory has the report of its study."""
+        return (self.out / REPORT_FILE).is_file()
+
+    def hash_inputs(self, inputs: Loaders, progress: Progress) -> None:
+        """Hash the inputs, and check that measurements in the directory, if any, were made from these.
 
         Raises:
             ChangedInputError: An input changed, or cannot be shown to be the same.
@@ -65,11 +71,9 @@ class Store:
         self._inputs = inputs
         if (self.out / STUDY_FILE).is_file():
             claimed = Claimed(self.out, "study", "choose another --out for the new ones")
-            require_same(claimed, inputs, progress, finished=(self.out / REPORT_FILE).is_file())
-
-    def hash_inputs(self, progress: Progress) -> None:
-        """Record the hashes of the inputs before they are measured."""
-        self._records = hash_inputs(loaded(self._inputs), read_records(self.out), progress)
+            require_same(claimed, inputs, progress, finished=self.is_finished)
+        if not self.is_finished:
+            self._records = hash_inputs(loaded(inputs), read_records(self.out), progress)
 
     def require_unchanged(self, progress: Progress) -> None:
         """Check that the inputs did not change since they were hashed, so that the loaded weights match the hashes.
@@ -100,16 +104,17 @@ class Store:
 
     def add(self, arm: str, setting: Setting, records: Iterable[PromptRecord], *, timed: bool = False) -> None:
         """Append records."""
-        self._claim(arm)
-        path = self._of(arm) / f"{_stem(setting, timed)}{self._suffix}"
+        path = self.file(arm, f"{_stem(setting, timed)}{self._suffix}")
         with path.open("a+b") as file:
             _drop_partial_line(file)
             file.writelines(f"{json.dumps(asdict(one))}\n".encode() for one in records)
 
     def file(self, arm: str, name: str) -> Path:
-        """Return the path of another file of an arm."""
-        self._claim(arm)
-        return self._of(arm) / name
+        """Return the path of a file of an arm, in a directory that exists."""
+        path = self._of(arm) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.claim()
+        return path
 
     def _of(self, arm: str) -> Path:
         # The arm of a run's head is named RUN/head.
@@ -124,10 +129,6 @@ class Store:
             write_records(self.out, self._records)
         if not is_claimed:
             write_json(self.out / STUDY_FILE, self.identity)
-
-    def _claim(self, arm: str) -> None:
-        self._of(arm).mkdir(parents=True, exist_ok=True)
-        self.claim()
 
 
 def _stem(setting: Setting, timed: bool) -> str:
@@ -170,15 +171,9 @@ def _require_ours(out: Path, identity: dict[str, Any]) -> None:
 
 def _compared(identity: dict[str, Any]) -> dict[str, Any]:
     """Return the part of an identity that must be equal: without paths of arms, whose content is compared instead."""
-    if "arms" not in identity:
-        return dict(identity)
-    return {**identity, "arms": [_without_places(arm) for arm in identity["arms"]]}
+    return {**identity, "arms": [_without_places(**arm) for arm in identity.get("arms", ())]}
 
 
-def _without_places(arm: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: arm.get(key) for key in ("name", "quantization", "head_quantization")}
-    return {**kept, "head": _kind(arm.get("head")), "adapter": arm.get("adapter") is not None}
-
-
-def _kind(head: str | None) -> str | None:
-    return head if head in (None, "own", "ngram") else "model" if head.startswith("model:") else "files"
+def _without_places(trunk: str, head: str | None, adapter: str | None, **kept: Any) -> dict[str, Any]:
+    kind = head if head in (None, OWN, NGRAM) else MODEL if head.startswith(MODEL) else "files"
+    return {**kept, "head": kind, "adapter": adapter is not None}

@@ -22,7 +22,7 @@ from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import ALL_TASKS, ArmResult, Cell, Report
 from mtp_train.report.slices import Slices, slice_report
 from mtp_train.report.tables import context_words
-from mtp_train.report.wording import format_number, format_seconds, format_speedup, group_arms, over_groups
+from mtp_train.report.wording import format_number, format_seconds, format_speedup, group_arms
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,6 +33,7 @@ INK, FAINT = "#222222", "#d9d9d9"
 WIDTH_INCHES = 5.2
 PIXELS_PER_INCH = 200
 MAX_LABEL_CHARS = 26
+INTERVALS = "with 95 % intervals over groups of prompts"
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,10 @@ def render_figures(report: Report, metrics: Sequence[Mapping[str, Any]] = ()) ->
     looks = assign_looks(slices.arms)
     figures = []
     if with_tau:
-        over = over_groups(d.arm for d in with_tau if d.arm.tau_ci95)
-        caption = f"Tokens committed per round (tau), with 95 % intervals over {over}. 1 is plain decoding."
+        caption = f"Tokens committed per round (tau), {INTERVALS}. 1 is plain decoding."
         figures.append(FigureFile("tau", caption, tau_figure(with_tau)))
     if with_shares:
-        caption = "Share of rounds that accepted the draft at each position (marginal acceptance), with 95 % intervals "
-        caption += f"over {over_groups(d.arm for d in with_shares)}."
+        caption = f"Share of rounds that accepted the draft at each position (marginal acceptance), {INTERVALS}."
         figures.append(FigureFile("marginal_acceptance", caption, marginal_figure(with_shares)))
     if with_speed:
         caption = "Tokens per second, divided by tokens per second of the same trunk and decoder without drafts."
@@ -140,10 +139,10 @@ def _training_figures(metrics: Sequence[Mapping[str, Any]]) -> list[FigureFile]:
     figures = []
     if losses:
         caption = "Training loss by step: the weighted sum over depths, and each depth's mean over its target tokens."
-        figures.append(FigureFile("loss", caption, curve_figure(losses, "training loss")))
+        figures.append(FigureFile("loss", caption, _lines(losses, "training step", "training loss")))
     if held_out:
         caption = "Expected tau on text kept from training, by step, from teacher-forced acceptance."
-        figures.append(FigureFile("held_out", caption, curve_figure(held_out, "tokens per round (tau)")))
+        figures.append(FigureFile("held_out", caption, _lines(held_out, "training step", "tokens per round (tau)")))
     return figures
 
 
@@ -162,17 +161,6 @@ def curves(metrics: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> li
         if len(points) > 1:
             lines.append(Series(Subject(name, "", looks[key]), points))
     return lines
-
-
-def curve_figure(series: Sequence[Series], y_label: str) -> bytes:
-    """Draw lines over the training step."""
-    figure, axes = canvas(3.3 + 0.25 * len(series))
-    most = max(len(one.points) for one in series)
-    # About a dozen markers per line tell lines apart without hiding them.
-    draw_series(figure, axes, series, legend=len(series) > 1, every=max(1, most // 12))
-    axes.set_xlabel("training step")
-    axes.set_ylabel(y_label)
-    return png(figure)
 
 
 def tau_figure(drawn: Sequence[Drawn]) -> bytes:
@@ -215,7 +203,7 @@ def speedup_figure(drawn: Sequence[Drawn]) -> bytes:
     figure, axes = canvas(row_height(len(drawn)))
     for row, d in enumerate(drawn):
         speedup = d.arm.speedup or 0.0
-        axes.barh(row, speedup, height=0.62, color=d.look.colour, edgecolor="white", hatch=d.look.hatch, linewidth=0)
+        _bar(axes, row, speedup, d.look)
         write_value(axes, speedup, row, f"{speedup:.2f}x")
     axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
     axes.set_xlim(0, 1.2 * max(1.0, *(d.arm.speedup or 0.0 for d in drawn)))
@@ -288,13 +276,11 @@ def _drawn_arms(report: Report) -> list[Drawn]:
 def _marker(d: Subject) -> dict[str, Any]:
     """Return the marker style of an arm; hollow for an arm with a note, which does not compare with the others."""
     face = "white" if d.note else d.look.colour
-    return {
-        "color": d.look.colour,
-        "marker": d.look.marker,
-        "markerfacecolor": face,
-        "markeredgecolor": d.look.colour,
-        "markeredgewidth": 1.6,
-    }
+    return {"color": d.look.colour, "marker": d.look.marker, "markerfacecolor": face, "markeredgewidth": 1.6}
+
+
+def _bar(axes: Axes, row: int, width: float, look: Look, left: float = 0.0) -> None:
+    axes.barh(row, width, height=0.62, left=left, color=look.colour, hatch=look.hatch, edgecolor="white", linewidth=0)
 
 
 def canvas(height_inches: float) -> tuple[Figure, Axes]:
@@ -353,9 +339,9 @@ def png(figure: Figure) -> bytes:
 def _heat_maps(slices: Slices) -> list[FigureFile]:
     """Draw tau over task and temperature, one heat map per arm, all on one colour scale."""
     settings = slices.main_temperatures()
+    found = {key: cell.tau for key, cell in slices.cells.items()}
     tau = {
-        arm: [[_tau(slices.cells.get((arm, task, setting))) for setting in settings] for task in slices.tasks]
-        for arm in slices.arms
+        arm: [[found.get((arm, task, setting)) for setting in settings] for task in slices.tasks] for arm in slices.arms
     }
     known = [value for rows in tau.values() for row in rows for value in row if value is not None]
     if len(slices.tasks) < 2 or not known:
@@ -430,9 +416,8 @@ def _context(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
     if len(settings) < 2 or not series:
         return None
     ticks = [context_words(setting.context_tokens) for setting in settings]
-    over = over_groups(slices.pooled().values())
-    caption = f"Tau by tokens of context, with 95 % intervals over {over}. Own: the unchanged prompts."
-    return FigureFile("context", caption, _curves(series, ticks, "tokens of context", "tokens per round (tau)"))
+    caption = f"Tau by tokens of context, {INTERVALS}. Own: the unchanged prompts."
+    return FigureFile("context", caption, _lines(series, "tokens of context", "tokens per round (tau)", ticks))
 
 
 def _output(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
@@ -455,9 +440,8 @@ def _output(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
         if any(row.arm == arm for row in bins)
     ]
     ticks = [f"{start:,}-\n{stop - 1:,}" for start, stop in stretches]
-    over = over_groups(bins)
-    caption = f"Tau of the rounds that begin in each stretch of the output, with 95 % intervals over {over}."
-    return FigureFile("output_position", caption, _curves(series, ticks, "new token", "tokens per round (tau)"))
+    caption = f"Tau of the rounds that begin in each stretch of the output, {INTERVALS}."
+    return FigureFile("output_position", caption, _lines(series, "new token", "tokens per round (tau)", ticks))
 
 
 def _costs(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
@@ -472,17 +456,7 @@ def _costs(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
     figure, axes = canvas(row_height(len(rows)) + 0.3)
     for y, (arm, seconds, plain) in enumerate(rows):
         axes.barh(y, 1000 * plain, height=0.62, color=FAINT)
-        more = 1000 * max(0.0, seconds - plain)
-        axes.barh(
-            y,
-            more,
-            height=0.62,
-            left=1000 * plain,
-            color=looks[arm].colour,
-            hatch=looks[arm].hatch,
-            linewidth=0,
-            edgecolor="white",
-        )
+        _bar(axes, y, 1000 * max(0.0, seconds - plain), looks[arm], left=1000 * plain)
         write_value(axes, 1000 * seconds, y, f"{format_seconds(seconds)}, {format_speedup(seconds / plain)}")
     axes.set_xlim(0, 1.7 * max(1000 * seconds for _, seconds, _ in rows))
     name_rows(axes, [Subject(arm, "", looks[arm]) for arm, _, _ in rows])
@@ -511,18 +485,14 @@ def _series(
     return series
 
 
-def _curves(series: Sequence[Series], ticks: Sequence[str] | None, x_label: str, y_label: str) -> bytes:
-    """Draw lines over the labels ``ticks`` at x = 0, 1, ..., or over a numeric axis where ``ticks`` is None."""
+def _lines(series: Sequence[Series], x_label: str, y_label: str, ticks: Sequence[str] = ()) -> bytes:
+    """Draw lines over numbers, or over the labels ``ticks`` at x = 0, 1, ..."""
     figure, axes = canvas(3.3 + 0.25 * len(series))
-    draw_series(figure, axes, series, shift=0.05 if ticks else 0.0, legend=len(series) > 1)
+    # About a dozen markers per line tell lines apart without hiding them.
+    every = max(1, max(len(one.points) for one in series) // 12)
+    draw_series(figure, axes, series, shift=0.05 if ticks else 0.0, legend=len(series) > 1, every=every)
     if ticks:
         axes.set_xticks(range(len(ticks)), ticks)
-    else:
-        axes.ticklabel_format(axis="x", useMathText=True, scilimits=(-3, 4))
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     return png(figure)
-
-
-def _tau(cell: Cell | None) -> float | None:
-    return cell.tau if cell else None

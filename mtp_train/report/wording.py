@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.gate import GateVerdict
@@ -441,21 +441,6 @@ def count_words(groups: Iterable[int]) -> str:
     """Format counts of groups as ``12 groups`` or ``10 to 12 groups``; expects at least one count."""
     known = sorted(set(groups))
     return f"{' to '.join(str(count) for count in dict.fromkeys((known[0], known[-1])))} groups"
-
-
-class HasGroups(Protocol):
-    """A figure with the number of groups behind its interval."""
-
-    @property
-    def groups(self) -> int | None:
-        """Number of groups of prompts; None where it was not recorded."""
-        ...
-
-
-def over_groups(figures: Iterable[HasGroups]) -> str:
-    """Return the words after "intervals over" for some figures: the number of groups of prompts, where known."""
-    known = [figure.groups for figure in figures if figure.groups is not None]
-    return f"{count_words(known)} of prompts" if known else "groups of prompts"
 
 
 def format_estimate(value: float | None, interval: Interval | None) -> str:

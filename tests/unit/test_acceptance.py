@@ -10,13 +10,10 @@ import torch
 from mtp_train.acceptance.counts import (
     PromptCounts,
     accept_greedy,
-    acceptance_rate,
-    conditional,
     entropy,
     marginal,
     overlap,
     repeated_ngram_share,
-    tau,
 )
 
 
@@ -32,54 +29,9 @@ def counts(prompt_id: str, rounds: int, *accepted: int) -> PromptCounts:
     )
 
 
-def test_fastmtp_figures_are_marginal_and_sum_to_tau() -> None:
-    fastmtp = [counts("a", 60, 50, 36, 24), counts("b", 40, 31, 20, 12)]
-    assert marginal(fastmtp) == pytest.approx([0.81, 0.56, 0.36])
-    assert conditional(fastmtp) == pytest.approx([0.81, 0.6914, 0.6429], abs=1e-4)
-    assert tau(fastmtp) == pytest.approx(2.73)
-    assert acceptance_rate(fastmtp) == pytest.approx(1.73 / 3)
-
-
-def test_tau_pools_rounds_instead_of_averaging_prompts() -> None:
-    long_and_hard, short_and_easy = counts("a", 30, 0), counts("b", 10, 10)
-    assert tau([long_and_hard, short_and_easy]) == pytest.approx(1.25)
-
-
-def test_conditional_is_none_where_no_round_arrived() -> None:
-    assert conditional([counts("a", 4, 2, 0, 0)]) == [0.5, 0.0, None]
-
-
-def test_plain_decoding_commits_one_token_and_has_no_rates() -> None:
-    plain = [counts("a", 0), counts("b", 0)]
-    assert tau(plain) == 1.0
-    assert acceptance_rate(plain) is None
-    assert marginal(plain) == []
-    assert conditional(plain) == []
-
-
-def test_prompt_that_ended_at_prefill_changes_nothing() -> None:
-    assert marginal([counts("a", 4, 3, 1), counts("b", 0)]) == [0.75, 0.25]
-
-
 def test_mixed_depths_are_refused() -> None:
     with pytest.raises(ValueError, match=r"depths \[1, 2\]; expected one depth"):
         marginal([counts("a", 4, 3), counts("b", 4, 3, 1)])
-
-
-@pytest.mark.parametrize("accepted", [(5, 1), (1, 2), (1, -1)])
-def test_impossible_counts_are_refused(accepted: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"prompt 'a'.*never rise"):
-        counts("a", 4, *accepted)
-
-
-def test_bonus_tokens_among_the_accepted_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 accepted of 2 drafted"):
-        PromptCounts("a", rounds=4, num_draft_tokens=2, accepted_per_pos=(3,), new_tokens=9, seconds=None, group="a")
-
-
-def test_no_prompts_are_refused() -> None:
-    with pytest.raises(ValueError, match="no prompts"):
-        tau([])
 
 
 def test_repeated_ngrams_count_within_one_output_only() -> None:

@@ -140,12 +140,6 @@ def test_the_gate_rarely_passes_drafts_that_neither_pay_nor_cost() -> None:
     assert np.mean([gate(one).passed for one in runs]) <= 0.025 + 3 * 0.009
 
 
-def test_another_baseline_is_judged_by_tau_alone() -> None:
-    drafted = pair(SHARES, cost=1.9).head
-    weak = pair([share / 2 for share in SHARES], cost=1.0).head
-    assert decide_gate({"greedy": Pair(drafted, weak)}, "graft").passed
-
-
 def test_the_fastest_depth_that_is_shown_to_pay_is_recommended() -> None:
     slow = replace(GRAFT, speedup_ci95=(0.9, 0.99), break_even_tau=1.5)
     unsure = replace(RETRAINED, speedup=3.0, speedup_ci95=(0.5, 5.5), tau_ci95=(1.0, 6.0), break_even_tau=1.3)

@@ -9,15 +9,13 @@ import pytest
 import torch
 from rich.progress import Progress
 
-from mtp_inference import HeadDrafting
+from mtp_inference import HeadDrafting, compare
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.evaluation.assemble import Measurements, assemble
 from mtp_train.evaluation.decoding import (
     SPEED_PROMPTS,
     DecodingOptions,
     TrunkArms,
-    compare_records,
-    sampling_of,
     speed_prompts,
 )
 from mtp_train.evaluation.prompt_records import Setting, TaskPrompt
@@ -87,14 +85,6 @@ def test_every_setting_decodes_every_prompt_and_times_some(served: list[Measured
     assert len(set(texts)) == 3
 
 
-def test_a_text_does_not_depend_on_the_batch(served: list[MeasuredArm]) -> None:
-    for arm in served:
-        for setting in arm.settings:
-            alone = {one.prompt_id: (one.token_ids, one.accepted) for one in arm.timed[setting]}
-            together = {one.prompt_id: (one.token_ids, one.accepted) for one in arm.decoded[setting]}
-            assert alone.items() <= together.items()
-
-
 def test_sampled_texts_are_compared_with_plain_sampling_of_the_same_seed(
     trunk: Trunk, served: list[MeasuredArm]
 ) -> None:
@@ -108,7 +98,7 @@ def test_sampled_texts_are_compared_with_plain_sampling_of_the_same_seed(
     # The control: plain sampling with another seed is another text, and no near tie.
     other = decode(trunk, (WARM,), seed=1)[0]
     verdicts = [
-        compare_records(mine, theirs, trunk, prompt, sampling_of(WARM, 5)).verdict
+        compare(mine.token_ids, theirs.token_ids, trunk, prompt.prompt_ids, sampling=WARM.sampling(5)).verdict
         for mine, theirs, prompt in zip(plain.decoded[WARM.plain], other.decoded[WARM.plain], prompts(), strict=True)
     ]
     assert "divergence" in verdicts

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mtp_train.runs.held_out import SEEN_SHARE, measure_overlap
+from mtp_train.runs.evaluate_run import SEEN_SHARE, measure_overlap
 
 SPECIAL = 1
 MARKER = [SPECIAL, 7, 8, SPECIAL]

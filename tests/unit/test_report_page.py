@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 
 from mtp_train.acceptance.gate import GateVerdict
-from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import Lossless, Report
 from mtp_train.report.figures import FigureFile
 from mtp_train.report.page import render_page
 from rendering import HOSTILE, Reader
-from report_samples import EMPTY, RETRAINED, SAMPLE, at_depths
-from study_samples import BARE, STUDY, make_comparisons
+from report_samples import EMPTY, SAMPLE, at_depths
+from study_samples import BARE, STUDY
 
 FIGURES = [FigureFile(stem, f"Caption of {stem}.", b"\x89PNG fake") for stem in ("tau", "tasks_1", "depth", "costs")]
 
@@ -152,15 +151,3 @@ def test_one_arm_has_one_line_a_point() -> None:
     page = page_of(replace(STUDY, arms={arm: STUDY.arms[arm]}, cells=cells))
     rows = re.findall(r'<th scope="row"><span class="name">(.*?)</span>', page.split(">By task</h2>")[1])
     assert rows[:3] == ["coding", "math", "writing"]
-
-
-def test_page_of_a_large_grid_stays_short() -> None:
-    settings = tuple(Setting(0.0, None, depth, "greedy") for depth in range(1, 40))
-    large = replace(STUDY, comparisons=tuple(make_comparisons((Setting(0.0, None, 3, "greedy"), *settings))))
-    assert len(page_of(large)) < 1.1 * len(PAGE)
-
-
-def test_the_arm_that_was_trained_is_highlighted() -> None:
-    assert re.findall(
-        r'class="focus">\s*<th scope="row">(\w+)', page_of(replace(SAMPLE, arms={"retrained": RETRAINED}))
-    ) == ["retrained"]

@@ -12,17 +12,11 @@ from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import ALL_TASKS, Lossless, Report
 from mtp_train.report.slices import Slices, slice_report
 from mtp_train.report.wording import (
-    COLUMNS,
-    ArmGroups,
     Headline,
-    apart_sentence,
-    arm_cells,
     difference_words,
     flatten,
     group_arms,
     held_out_sentence,
-    lossless_sentence,
-    recorded_sentence,
     serving_sentences,
     setting_words,
 )
@@ -47,13 +41,6 @@ def serving(report: Report) -> list[str]:
     return serving_sentences(slice_report(report))
 
 
-def test_arms_are_grouped_by_what_they_compare_with() -> None:
-    groups = group_arms(SAMPLE)
-    assert list(groups.alike) == ["none", "graft", "retrained"]
-    assert list(groups.apart) == ["vanilla"]
-    assert list(groups.recorded) == ["ceiling"]
-
-
 def test_any_arm_on_another_trunk_is_apart() -> None:
     other = replace(GRAFT, trunk="models/other")
     groups = group_arms(replace(SAMPLE, arms={"other": other, "retrained": RETRAINED}))
@@ -65,17 +52,6 @@ def test_vanilla_alone_is_still_apart() -> None:
     groups = group_arms(replace(SAMPLE, arms={"vanilla": VANILLA, "ceiling": CEILING}))
     assert not groups.alike
     assert list(groups.apart) == ["vanilla"]
-
-
-def test_vanilla_is_explained_by_both_entropies() -> None:
-    text = apart_sentence(group_arms(SAMPLE), SAMPLE.settings)
-    assert "does not compare" in text
-    assert "1.21 for vanilla, against 0.38" in text
-
-
-def test_vanilla_is_explained_without_entropies() -> None:
-    arms = {"retrained": replace(RETRAINED, target_entropy=None), "vanilla": VANILLA}
-    assert apart_sentence(group_arms(replace(SAMPLE, arms=arms)), {}).endswith("the arms above.")
 
 
 def test_headline_follows_the_gate() -> None:
@@ -95,28 +71,9 @@ def test_headline_of_a_lossy_decoder_overrules_the_gate() -> None:
     assert key_figures(report) == []
 
 
-@pytest.mark.parametrize(
-    ("lossless", "expected"),
-    [
-        (None, "Not checked"),
-        (Lossless(checked=0, identical=0, near_tie_divergences=0), "Not checked"),
-        (Lossless(checked=3, identical=3, near_tie_divergences=0), "3 of 3 outputs equal plain decoding"),
-        (Lossless(checked=3, identical=2, near_tie_divergences=1), "the other 1 diverge at a near tie"),
-    ],
-)
-def test_lossless_sentence_claims_no_more_than_was_checked(lossless: Lossless | None, expected: str) -> None:
-    assert expected in lossless_sentence(lossless)
-
-
 def test_key_figures_are_before_after_and_speed() -> None:
     assert key_figures(SAMPLE) == ["1.33", "3.44", "2.21x"]
     assert key_figures(EMPTY) == []
-
-
-def test_arm_cells_print_one_value_a_column() -> None:
-    assert arm_cells(RETRAINED) == ("3.44 [3.38, 3.50]", "12", ".88 .82 .74", "1,691.2", "2.21x", "0.2 %", "0.38")
-    assert len(COLUMNS) == len(arm_cells(RETRAINED))
-    assert arm_cells(CEILING)[3:5] == ("-", "-")
 
 
 def test_settings_are_flattened_in_order() -> None:
@@ -140,31 +97,6 @@ def test_the_held_out_text_is_told_with_its_groups_and_its_overlap() -> None:
 def test_held_out_text_that_was_trained_on_is_warned_of(figures: dict[str, float]) -> None:
     text = held_out_sentence({"held_out": HELD_OUT | figures})
     assert "Warning: above 40%, or 10% of the prompts, much of the held-out text was trained on" in text
-
-
-def test_recorded_arms_are_explained_by_name() -> None:
-    groups = group_arms(replace(SAMPLE, arms={"ceiling": CEILING, "table": CEILING, "other": CEILING}))
-    assert recorded_sentence(groups).startswith(
-        "Measured earlier with settings of their own and shown for scale: ceiling is ten times the steps; table is"
-    )
-    assert recorded_sentence(ArmGroups({}, {}, {"other": CEILING})).endswith("shown for scale.")
-
-
-def test_held_out_text_too_short_for_an_eight_gram_is_told_without_shares() -> None:
-    text = held_out_sentence({"held_out": HELD_OUT | {"overlap_8gram": None, "template_8gram": None}})
-    assert text == "36 held-out prompts of 12 groups."
-
-
-@pytest.mark.parametrize(
-    ("source", "told"),
-    [
-        ("demo:code", "vanilla continues demo:code, text of its own kind; 40.0 % of the 8-grams it writes repeat"),
-        (None, "vanilla answers the same prompts, not text of its own kind; 40.0 % of the 8-grams it writes repeat"),
-    ],
-)
-def test_what_vanilla_decodes_is_told_with_its_repeats(source: str | None, told: str) -> None:
-    arms = {"retrained": RETRAINED, "vanilla": replace(VANILLA, repeated_8gram_share=0.4)}
-    assert told in apart_sentence(group_arms(replace(SAMPLE, arms=arms)), {"vanilla_prompts": source})
 
 
 PAYING = {1: (1.1, 1.3), 2: (1.2, 1.6), 3: (0.9, 1.9)}
@@ -258,12 +190,6 @@ def test_cells_of_a_server_are_told_as_far_as_it_tells() -> None:
     assert headline_of(slices).title == "Acceptance measured"
 
 
-def test_headline_of_a_lossy_decoder_goes_first() -> None:
-    slices = slice_report(replace(STUDY, lossless=Lossless(checked=9, identical=1, near_tie_divergences=1)))
-    assert "do not trust" in headline_of(slices).title
-    assert key_figures_of(slices) == []
-
-
 def test_headline_is_the_first_finding() -> None:
     verdict = headline(STUDY)
     statement = STUDY.findings[0].statement
@@ -288,10 +214,6 @@ def test_headline_of_one_arm_is_what_its_drafts_bring() -> None:
     verdict = headline_of(slices_of(BEST, "distilled"))
     assert (verdict.tone, verdict.title) == ("good", f"{BEST} drafts at 2.17x the speed without drafts")
     assert "1.36 would break even" in verdict.detail
-
-
-def test_headline_of_drafts_that_do_not_pay_is_bad() -> None:
-    assert headline_at(speedup=0.9, speedup_ci95=(0.85, 0.95)).tone == "bad"
 
 
 def headline_at(**figures: Any) -> Headline:
@@ -362,17 +284,3 @@ def test_swapped_comparison_turns_its_signs() -> None:
 def test_key_figures_are_tau_speed_differences_and_prompts() -> None:
     assert key_figures(STUDY) == ["2.95", "2.17x", "18 of 24", "48"]
     assert key_figures(BARE) == []
-
-
-def test_one_depth_is_recommended_with_its_interval() -> None:
-    cells = tuple(replace(c, speedup=1.6, speedup_ci95=(1.5, 1.7)) if c.depth == 3 else c for c in UNTESTED.cells)
-    slower = tuple(c if c.depth in (0, 3) else replace(c, speedup=0.8, speedup_ci95=(0.7, 0.9)) for c in cells)
-    assert serving(replace(UNTESTED, cells=slower))[1:] == [
-        f"{arm}: Serve with 3 drafts a round, the fastest of the depths measured here (1, 2, 3, 5) that are shown to "
-        "pay: 1.60 [1.50, 1.70] times the speed of plain decoding."
-        for arm in list(RATES)[1:]
-    ]
-    none = tuple(c if not c.depth else replace(c, speedup=0.8, speedup_ci95=(0.7, 0.9)) for c in UNTESTED.cells)
-    (told,) = {one.partition(": ")[2] for one in serving(replace(UNTESTED, cells=none))}
-    assert told == "Serve without drafts: none of the depths measured here (1, 2, 3, 5) is shown to pay."
-    assert serving(BARE) == []

@@ -18,7 +18,6 @@ from mtp_train.acceptance.intervals import (
     two_sided_p,
 )
 from mtp_train.evaluation.assemble import compare_arms
-from mtp_train.evaluation.entropy import ENTROPY_EDGES, FINER, fine_edges
 from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.results import ALL_TASKS, ArmComparison
 from mtp_train.evaluation.statistics import MeasuredArm
@@ -254,9 +253,3 @@ def test_texts_with_nothing_in_common_are_not_compared() -> None:
     assert found[0].delta_overlap_at_equal_entropy is None
     assert found[0].delta_overlap_at_equal_entropy_ci95 is None
     assert found[0].differs
-
-
-def test_fine_bins_part_the_coarse_ones() -> None:
-    edges = fine_edges()
-    assert edges[::FINER] == pytest.approx(ENTROPY_EDGES)
-    assert list(edges) == sorted(set(edges))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
 from clocks import WorkClock
@@ -74,22 +73,6 @@ def test_what_caches_keep_is_as_by_hand(kind: str) -> None:
     per_token, per_text, head_per_token = BY_HAND[kind]
     assert of_trunk == Kept(FP32 * per_token, FP32 * per_text)
     assert of_head.per_token == FP32 * head_per_token
-
-
-def their_bytes(trunk: Trunk, num_tokens: int) -> int:
-    """Return the bytes of transformers' own cache after a text."""
-    cache = DynamicCache(config=trunk.config)
-    with torch.no_grad():
-        trunk.hidden(torch.zeros(1, num_tokens, dtype=torch.long), cache=cache)
-    tensors = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values", "indexer_keys")]
-    return sum(one.numel() * one.element_size() for one in tensors if isinstance(one, torch.Tensor))
-
-
-@pytest.mark.parametrize("kind", ["full", "recurrent", "sliding", "mixed", "latent"])
-def test_a_token_more_takes_what_it_takes_in_transformers_cache(kind: str) -> None:
-    trunk = tiny_trunk(CACHE_KINDS[kind])
-    grown = their_bytes(trunk, 4 * SLIDING_WINDOW + 10) - their_bytes(trunk, 4 * SLIDING_WINDOW)
-    assert kept(trunk, None)[0].per_token == grown / 10
 
 
 def test_keys_are_counted_in_the_dtype_that_runs() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtp_inference import HeadDrafting, SpeculativeDecoder
+from mtp_inference import HeadDrafting
 from mtp_train.data.pack import collate, pack_documents
 from mtp_train.errors import DataError
 from mtp_train.evaluation.decoding import DecodingOptions
@@ -129,16 +129,6 @@ def test_texts_are_cut_and_others_left_out() -> None:
     assert cut.overlap_KN[:, :5] == pytest.approx(whole.overlap_KN[:, :5], rel=1e-4)
 
 
-def test_prompts_are_those_that_were_decoded() -> None:
-    trunk, head = model()
-    prompts, outputs = texts()
-    longer = [TaskPrompt(id=one.id, group="g", prompt_ids=(1, *one.prompt_ids), task=one.task) for one in prompts]
-    with pytest.raises(ValueError, match=r"'p0': 8 tokens, 7 when it was decoded"):
-        dense_rows(trunk, HeadDrafting(head), longer, outputs, DEPTHS, 1.0, options())
-    with pytest.raises(ValueError, match="none of the same prompt"):
-        dense_rows(trunk, HeadDrafting(head), prompts[:1], outputs[1:], DEPTHS, 1.0, options())
-
-
 def test_saved_and_read_back(tmp_path: Path) -> None:
     rows, path = rows_of(), tmp_path / "dense.npz"
     path.write_bytes(b"an earlier one")
@@ -155,9 +145,3 @@ def test_saved_and_read_back(tmp_path: Path) -> None:
             DenseRows.load(path)
     with pytest.raises(DataError, match="No such file"):
         DenseRows.load(tmp_path / "missing.npz")
-
-
-def test_plain_decoding_makes_a_token_a_round() -> None:
-    """What the time of a plain round, and so every break-even, rests on."""
-    result = SpeculativeDecoder(model()[0], None, 0, ()).decode([texts()[0][0].prompt_ids], 6)[0]
-    assert [one.num_drafted for one in result.round_log] == [0] * 5

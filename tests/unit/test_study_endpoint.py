@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,10 @@ from mtp_train.acceptance.intervals import pooled_tau_interval
 from mtp_train.answers import endpoint as endpoint_module
 from mtp_train.answers.generate import Answering
 from mtp_train.errors import DataError
+from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS, Cell
-from mtp_train.evaluation.served import Served, measure_endpoint
+from mtp_train.evaluation.served import Served, Server, connect, measure_endpoint
 from mtp_train.trunk.load import Trunk
 from openai_server import Reply, ReplyFn, completion, openai_server
 from scripted import ScriptedDrafting, plain_texts, random_prompt
@@ -59,22 +60,28 @@ def eos_ids(drafting: ScriptedDrafting) -> list[int]:
     return [drafting.texts[PROMPTS[0].prompt_ids][5]]
 
 
-def measure(url: str, eos_ids: Sequence[int], **changes: Any) -> Served:
-    settings: dict[str, Any] = {
-        "tokenizer": TOKENIZER,
-        "eos_ids": eos_ids,
-        "vocab_size": VOCAB_SIZE,
-        "temperatures": [0.0],
-        "max_new_tokens": NEW_TOKENS,
-        "concurrency": 1,
-        "model": None,
-        "api_key_env": None,
-        "seed": SEED,
-        "wait": lambda seconds: None,
-        **changes,
-    }
-    with Progress(disable=True) as progress:
-        return measure_endpoint(url, PROMPTS, progress=progress, **settings)
+def measure(
+    url: str,
+    eos_ids: Sequence[int],
+    *,
+    concurrency: int = 1,
+    api_key_env: str | None = None,
+    request_timeout_seconds: float = 60.0,
+    **grid: Any,
+) -> Served:
+    server = Server(
+        url=url,
+        checkpoint="",
+        model=None,
+        api_key_env=api_key_env,
+        concurrency=concurrency,
+        request_timeout_seconds=request_timeout_seconds,
+    )
+    settings = EvaluationGrid(**{"temperatures": [0.0], "max_new_tokens": NEW_TOKENS, "seed": SEED} | grid)
+    client = connect(server, TOKENIZER, eos_ids, VOCAB_SIZE, wait=lambda seconds: None)
+    with Progress(disable=True) as progress, closing(client) as endpoint:
+        endpoint.choose_model(None)
+        return measure_endpoint(endpoint, PROMPTS, settings, progress)
 
 
 @contextmanager
@@ -184,14 +191,6 @@ def test_counters_with_others_drafts_in_them_are_refused(
         measure(url, eos_ids)
 
 
-def test_a_server_that_was_started_again_is_refused(
-    trunk: Trunk, drafting: ScriptedDrafting, eos_ids: list[int]
-) -> None:
-    server = DraftingServer(trunk, drafting, DEPTH, eos_ids, "vllm", restarts_before=3)
-    with serving(server) as url, pytest.raises(DataError, match=r"counter generation_tokens.+ was \d+ and is now \d+"):
-        measure(url, eos_ids)
-
-
 def test_counters_that_go_away_are_missed(trunk: Trunk, drafting: ScriptedDrafting, eos_ids: list[int]) -> None:
     server = DraftingServer(trunk, drafting, DEPTH, eos_ids, "vllm")
     shows = server.shows
@@ -201,13 +200,6 @@ def test_counters_that_go_away_are_missed(trunk: Trunk, drafting: ScriptedDrafti
         pytest.raises(DataError, match="no counters at /metrics after its responses; expected them as before"),
     ):
         measure(served.url, eos_ids)
-
-
-def test_rounded_counters_are_refused(trunk: Trunk, drafting: ScriptedDrafting, eos_ids: list[int]) -> None:
-    server = DraftingServer(trunk, drafting, DEPTH, eos_ids, "llamacpp")
-    server._counters["draft_tokens"] = 1_000_000
-    with serving(server) as url, pytest.raises(DataError, match="are above 1000000, where it rounds them"):
-        measure(url, eos_ids)
 
 
 # Servers that report less

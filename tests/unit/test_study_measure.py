@@ -15,9 +15,8 @@ import torch
 from mtp_inference import HeadDrafting, Sampling, SpeculativeDecoder
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.other_drafters import NgramDrafting
-from mtp_inference.lossless import compare, gap_of_draws
+from mtp_inference.lossless import gap_of_draws
 from mtp_inference.sampling.distributions import TOKEN, SamplingRows, probabilities, uniform
-from mtp_train.answers.generate import noise_seed
 from mtp_train.errors import OutputExistsError
 from mtp_train.evaluation.decoding import ArmRecords, DecodingOptions, TrunkArms, decode_prompts, time_prompts
 from mtp_train.evaluation.grid import EvaluationGrid
@@ -111,15 +110,6 @@ def test_every_arm_says_what_plain_decoding_says(
     assert all(one.drafted == (0,) * (GRID.max_new_tokens - 1) and one.same_as_plain is None for one in plain)
 
 
-def test_batches_give_the_same_texts(trunk: Trunk, drafting: dict[str, Drafting], tmp_path: Path) -> None:
-    alone, _ = block(trunk, drafting, tmp_path / "alone", 1.0)
-    together, _ = block(trunk, drafting, tmp_path / "together", 1.0, replace(GRID, batch=1))
-    for arm in alone:
-        for setting, texts in alone[arm].items():
-            others = together[arm][setting]
-            assert [(one.token_ids, one.accepted) for one in texts] == [(one.token_ids, one.accepted) for one in others]
-
-
 def test_a_broken_off_study_goes_on(
     trunk: Trunk, drafting: dict[str, Drafting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,26 +163,6 @@ def test_a_directory_belongs_to_one_study(tmp_path: Path) -> None:
 
 
 # Sampled texts that part
-
-
-@pytest.fixture(scope="module")
-def sampled(trunk: Trunk) -> tuple[TaskPrompt, Sampling, list[int]]:
-    prompt = prompts()[0]
-    sampling = Sampling(temperature=1.0, seed=noise_seed(prompt.id, 0))
-    (result,) = SpeculativeDecoder(trunk, None, 0, ()).decode([prompt.prompt_ids], 8, sampling)
-    return prompt, sampling, list(result.token_ids)
-
-
-def test_a_sampled_text_that_parts_anywhere_is_a_divergence(
-    trunk: Trunk, sampled: tuple[TaskPrompt, Sampling, list[int]]
-) -> None:
-    prompt, sampling, text = sampled
-    assert compare(text, text, trunk, prompt.prompt_ids, sampling=sampling).verdict == "identical"
-    for position in (0, 5):
-        other = [*text[:position], (text[position] + 7) % 60, *text[position + 1 :]]
-        found = compare(other, text, trunk, prompt.prompt_ids, sampling=sampling)
-        assert (found.verdict, found.position) == ("divergence", position)
-    assert compare(text[:4], text, trunk, prompt.prompt_ids, sampling=sampling).verdict == "divergence"
 
 
 def drawn_from(p: Sequence[float], number: float) -> int:

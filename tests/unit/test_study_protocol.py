@@ -27,7 +27,6 @@ from mtp_train.runs.study.protocol import (
     levels_at_home,
     levels_on_shared_prompts,
     prediction,
-    tone_of,
 )
 
 GREEDY = Setting(0.0, None, 3, "greedy")
@@ -93,23 +92,6 @@ USUAL = report(
         comparison(VANILLA, KL, -0.6, (-0.9, -0.3), overlap=-0.02),
     ],
 )
-
-
-@pytest.mark.parametrize(
-    ("interval", "limit", "tone"),
-    [
-        ((0.1, 0.3), 0.0, "good"),
-        ((-0.3, -0.1), 0.0, "bad"),
-        ((-0.1, 0.1), 0.0, "neutral"),
-        # A little may be missing, not more.
-        ((-0.1, 0.1), -0.125, "good"),
-        ((-0.1, 0.1), -0.05, "neutral"),
-        ((-0.3, -0.2), -0.125, "bad"),
-        (None, -0.125, "neutral"),
-    ],
-)
-def test_an_interval_confirms_refutes_or_leaves_open(interval: Interval | None, limit: float, tone: str) -> None:
-    assert tone_of(interval, limit) == tone
 
 
 @pytest.mark.parametrize(
@@ -193,12 +175,6 @@ def test_every_claim_is_put_to_the_test_the_prediction_first() -> None:
     ]
 
 
-def test_a_graft_that_is_better_refutes_retraining() -> None:
-    worse = report(list(USUAL.cells), [comparison(KL, GRAFT, -0.3, (-0.4, -0.2)), *USUAL.comparisons[1:]])
-    found = find(worse, STUDY, levels_on_shared_prompts(worse, KL, [GREEDY]), [])
-    assert [one.tone for one in found if "beats the grafted head" in one.statement] == ["bad"]
-
-
 def test_a_head_that_is_as_good_as_vanilla_at_equal_entropy_is_not_called_stale() -> None:
     for interval, tone in (((0.1, 0.3), "bad"), ((-0.1, 0.1), "neutral"), ((-0.3, -0.1), "good")):
         (found,) = is_stale(
@@ -251,11 +227,3 @@ def test_arms_on_prompts_of_their_own_are_compared_as_independent() -> None:
         half = (difference.ci95[1] - difference.ci95[0]) / 2
         error = spread * (np.var([0, 1, 0, 1], ddof=1) / 4 + np.var([0, 1, 0], ddof=1) / 3) ** 0.5
         assert 2.0 * error < half < 3.2 * error
-
-
-def test_entropies_that_do_not_meet_are_not_compared_across_prompts() -> None:
-    head = arm(KL, ["a", "b", "c"], [2, 3, 2], 0.02, [0.7, 0.8, 0.7])
-    home = arm(HOME, ["v", "w", "x"], [1, 2, 1], 3.5, [0.5, 0.6, 0.5])
-    (level,) = levels_at_home(head, home, [GREEDY])
-    assert level.overlap is None
-    assert level.tau.value > 0

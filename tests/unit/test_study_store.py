@@ -31,8 +31,7 @@ def directory(path: Path, text: str) -> Path:
 def opened(out: Path, identity: dict[str, Any], *inputs: Path) -> Store:
     """Open a study up to what comes before its first measurement."""
     store = Store(out, identity)
-    store.require_inputs({f"a: {path.name}": partial(directory_files, path) for path in inputs}, SILENT)
-    store.hash_inputs(SILENT)
+    store.hash_inputs({f"a: {path.name}": partial(directory_files, path) for path in inputs}, SILENT)
     return store
 
 

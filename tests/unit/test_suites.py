@@ -66,25 +66,6 @@ def test_every_builtin_task_has_enough_prompts_of_some_length_and_none_twice() -
     assert min(len(text.encode()) for text in texts) >= 50
 
 
-def test_builtin_prompts_are_of_their_task() -> None:
-    chats: dict[str, list[Any]] = {task: [] for task in TASKS}
-    for one in load_suite("builtin").records:
-        assert isinstance(one.record.content, Chat)
-        messages = one.record.content.messages
-        assert messages[-1]["role"] == "user"
-        assert all(message["content"] == message["content"].strip() for message in messages)
-        turns = [message["role"] for message in messages if message["role"] != "system"]
-        assert turns == (["user", "assistant"] * len(turns))[: len(turns)]
-        chats[one.task].append(messages)
-    said = {task: [" ".join(m["content"] for m in chat) for chat in chats[task]] for task in TASKS}
-    assert all(len(words.split()) > 300 for task in ("rag", "summarisation") for words in said[task])
-    assert all("json" in words.lower() or "call" in words for words in said["json_tools"])
-    assert sum(chat[0]["role"] == "system" for chat in chats["roleplay"]) >= 6
-    assert sum(len(chat) > 2 for group in chats.values() for chat in group) >= 8
-    scripts = (r"[\u3040-\u30ff]", r"[\u4e00-\u9fff]", r"[\uac00-\ud7af]", r"[\u0600-\u06ff]", r"[\u0900-\u097f]")
-    assert all(re.search(script, " ".join(said["multilingual"])) for script in (*scripts, r"[\u0400-\u04ff]"))
-
-
 def test_every_builtin_prompt_can_be_written_with_and_without_a_template() -> None:
     suite = load_suite("builtin")
     for template in (byte_tokenizer().chat_template, CHATML_WITHOUT_SYSTEM, None):
@@ -197,13 +178,6 @@ def test_begin_of_text_stays_first() -> None:
     assert prompts == {"s#1": "<|im_start|>cd\n\nab", "s#2": "<|im_start|>ab\n\ncd"}
 
 
-def test_two_blocks_or_another_token_would_be_noticed() -> None:
-    assert inserted((1, 2, 3), (1, 9, 9, 2, 3)) == (9, 9)
-    for broken in ((1, 9, 2, 9, 3), (1, 9, 9, 2, 4)):
-        with pytest.raises(AssertionError, match="more than one block"):
-            inserted((1, 2, 3), broken)
-
-
 def test_filler_is_never_the_prompts_own_and_repeats_only_when_all_was_used() -> None:
     tokenizer, length = byte_tokenizer(None), 30 + 5 * 31
     for prompt in suite_prompts(LETTERS, tokenizer, context_tokens=length):
@@ -271,18 +245,3 @@ def test_a_suite_without_other_text_cannot_be_made_longer() -> None:
 def test_a_template_that_leaves_the_message_out_is_refused() -> None:
     with pytest.raises(DataError, match="the chat template does not render the last user message"):
         suite_prompts(LETTERS, byte_tokenizer(IGNORES_THE_CHAT), context_tokens=400)
-
-
-def test_a_text_is_tokenised_once_however_often_it_is_put_before_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: Counter[str] = Counter()
-    tokenizer = byte_tokenizer(None)
-    real = type(tokenizer).__call__
-
-    def counted(self: Any, text: str, **options: Any) -> Any:
-        seen[text] += 1
-        return real(self, text, **options)
-
-    monkeypatch.setattr(type(tokenizer), "__call__", counted)
-    suite_prompts(LETTERS, tokenizer, context_tokens=4000)
-    assert {seen[f"{letter * 30}\n\n"] for letter in "abcdef"} == {1}
-    assert max(len(text) for text in seen) == 32
