@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import all_tensors, shard
-from mtp_train.checkpoints import artifact as artifact_module
 from mtp_train.checkpoints import export as export_module
 from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.cli.main import main
@@ -178,16 +177,6 @@ def test_finite_weights_that_overflow_are_refused_by_what_decodes(
     }[command]
     message = refusal([command, inputs / "base", *argv], capfd)
     assert re.search(r"trunk: .* NaN or infinite \(\w+\).* leave model\.layers\.1\.mlp\.up_proj \(Linear\)", message)
-    assert FOUR_ANSWERS.fullmatch(message)
-
-
-def test_a_head_directory_of_another_size_is_refused(finished: Path, tmp_path: Path, capfd: Capture) -> None:
-    head = Path(shutil.copytree(finished / "run" / "head", tmp_path / "head"))
-    tensors = load_file(head / artifact_module.WEIGHTS_FILE)
-    save_file(tensors | {"mtp.fc.weight": torch.zeros(24, 48)}, head / artifact_module.WEIGHTS_FILE)
-    export = finished / "run" / "export"
-    message = refusal(["generate", export, "--head", head, "--prompt", "say 1"], capfd)
-    assert re.search(r"head: mtp\.fc\.weight is \[24, 48\], for this trunk it is \[32, 64\]; expected", message)
     assert FOUR_ANSWERS.fullmatch(message)
 
 
