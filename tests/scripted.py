@@ -35,7 +35,7 @@ def plain_texts(trunk: Trunk, prompts: Sequence[Sequence[int]], num_tokens: int)
 
 
 class ScriptedDrafting:
-    """Draft the plain texts, with one wrong token where the script says. Waits for the device.
+    """Draft the plain texts, with one wrong token at the script's places. Waits for the device.
 
     Args:
         texts: The plain continuation of every prompt that may come, some drafts longer than what will be committed.
@@ -60,7 +60,7 @@ class ScriptedDrafting:
 
 
 class ScriptedDrafter(Drafter):
-    """Know every row's text and how much of it is committed."""
+    """Follow every row's text and how much of it is committed."""
 
     def __init__(self, script: ScriptedDrafting, num_rows: int, real: Drafter | None) -> None:
         self.script = script

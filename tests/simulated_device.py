@@ -1,4 +1,4 @@
-"""A device other than the CPU, without one: tensors that say so, computed on the CPU, and refused beside CPU tensors.
+"""A device other than the CPU, without one: tensors named so, computed on the CPU, and refused beside CPU tensors.
 
 As on a GPU, operations on tensors of both fail, but for numbers (CPU tensors without dimensions), copies, and indices
 that are still on the CPU. Gradient checkpointing cannot be run on it: a device's gradients are computed in a thread of
@@ -149,7 +149,7 @@ def _plain(leaf: Any) -> Any:
 
 @contextmanager
 def simulated_device() -> Iterator[torch.device]:
-    """Make the device known; what is made on it and moved to it inside of the context is of it."""
+    """Register the device; tensors that are made on it or moved to it inside of the context belong to it."""
     if torch._C._get_privateuse1_backend_name() != DEVICE:
         backends._setup_privateuseone_for_python_backend(DEVICE, _Backend())
         _NO_CASTS.fallback(torch.library.fallthrough_kernel)
@@ -158,7 +158,7 @@ def simulated_device() -> Iterator[torch.device]:
         # Views of tensors that hold others need the versions that inference mode keeps none of.
         patch.setattr(inference_mode, "__enter__", torch.no_grad.__enter__)
         patch.setattr(inference_mode, "__exit__", torch.no_grad.__exit__)
-        # As on a GPU, a parameter that moves stays the object that an optimiser may know.
+        # As on a GPU, a parameter that moves stays the same object, for optimisers.
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
             with _Operations(), _Calls():

@@ -58,7 +58,7 @@ def everything_there() -> Iterator[torch.device]:
 
 
 def refusals(device: torch.device) -> dict[str, Any]:
-    """Return what is said of tensors of both places, and of what may be of both."""
+    """Return the errors for tensors of both devices, and the results of operations that take both."""
     there, said = torch.ones(3, device=device), []
     for operation in (lambda: there + torch.ones(3), lambda: there.index_select(0, torch.tensor([1]))):
         try:
@@ -70,7 +70,7 @@ def refusals(device: torch.device) -> dict[str, Any]:
 
 
 def texts(trunk: Trunk, drafting: HeadDrafting | NgramDrafting, sampled_drafts: bool) -> list[list[int]]:
-    """Return what a batch of requests of all kinds says."""
+    """Return the texts of a batch of requests of all kinds."""
     requests = [
         Request(prompt_ids=range(5), max_new_tokens=10),
         Request(prompt_ids=range(3, 20), max_new_tokens=9, sampling=_SAMPLED),
@@ -83,7 +83,7 @@ def texts(trunk: Trunk, drafting: HeadDrafting | NgramDrafting, sampled_drafts: 
 
 
 def decoded(device: torch.device, kinds: list[str]) -> dict[str, Any]:
-    """Return what every kind of cache says on the CPU and on the device."""
+    """Return the text with every kind of cache on the CPU and on the device."""
     found: dict[str, Any] = {}
     for kind in kinds:
         trunk = tiny_trunk(CACHE_KINDS[kind])

@@ -73,7 +73,7 @@ class CpuLayers:
     """The linear layers of models that have a faster forward in rounds; none where the copies do not fit in memory.
 
     Args:
-        models: The models; a layer in several of them is packed once. Layers are included as :func:`is_plain` says.
+        models: The models; a layer in several of them is packed once. :func:`is_plain` chooses the layers.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:

@@ -62,7 +62,7 @@ class Lane:
 
     @property
     def tokens_left(self) -> int:
-        """Number of new tokens until the limit, as far as the host knows."""
+        """Number of new tokens until the limit, an upper bound on the host."""
         return self.request.max_new_tokens - len(self.tokens)
 
     @property

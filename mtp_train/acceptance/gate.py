@@ -4,7 +4,7 @@ Every setting has a paired interval of the gain in tau over groups (``acceptance
 interval of at least one setting lies above 0, by Holm's correction over the settings, and no interval lies below 0. The
 test for a loss has no such correction: a loss at one setting is enough to refuse.
 
-Against plain decoding every accepted draft is a gain in tau, which says nothing about speed. There the gate requires a
+Against plain decoding every accepted draft is a gain in tau, which need not be faster. There the gate requires a
 measured speedup above 1, or a tau above the break-even of the engine that will serve the head
 (``acceptance/speed.py``), by the same rules.
 """

@@ -74,7 +74,7 @@ def _tensors(path: Path, name: str) -> Mapping[str, TensorInfo]:
 
 
 def _holds_weights(file: Path) -> bool:
-    """Return whether a name is that of a weight file, or of one set aside, such as ``model.safetensors.bak``."""
+    """Return whether a file is named like weights, or like weights set aside, such as ``model.safetensors.bak``."""
     return file.suffix != ".json" and any(suffix in WEIGHT_SUFFIXES for suffix in file.suffixes)
 
 

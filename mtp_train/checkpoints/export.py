@@ -257,7 +257,7 @@ class _Placed:
         metadata = dict(old_metadata) if isinstance(old_metadata, dict) else {}
         metadata["total_size"] = sum(info.num_bytes for info in tensors.values())
         if isinstance(metadata.get("total_parameters"), int):
-            # Of packed weights the shapes say nothing, so the old count is corrected by what changed.
+            # Shapes of packed weights do not give it, so the old count is corrected by what changed.
             keys = source.tensors.keys() | tensors.keys()
             changed = {key for key in keys if source.tensors.get(key) != tensors.get(key)}
             for sign, held in ((-1, source.tensors), (1, tensors)):

@@ -416,7 +416,7 @@ def _require_generation_config(path: Path) -> None:
 
     try:
         GenerationConfig.from_pretrained(path)
-    # Of the other fields, transformers reports some in words and trips over the rest.
+    # transformers reports errors in some of the other fields, and crashes on the rest.
     except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise CheckpointError(
             f"{file}: transformers rejects it ({' '.join(str(error).split()):.300}); expected settings that it can "

@@ -100,7 +100,7 @@ def exported_of(directory: Path) -> Path:
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a directory is that of a recipe's run, and no checkpoint."""
+    """Whether a directory is a run's, and no checkpoint."""
     return (directory / RECIPE_FILE).is_file()
 
 

@@ -14,7 +14,7 @@ from mtp_train.trunk.progress import progress_on
 
 
 class Printed(NamedTuple):
-    """Output of a command whose text or exit code is not that of its result."""
+    """Output of a command whose text or exit code differs from its result's."""
 
     document: Any
     """Plain JSON values, for ``--json``."""
@@ -58,7 +58,7 @@ def rendered(renderable: RenderableType) -> str:
 
 
 class WithDefaults(argparse.HelpFormatter):
-    """Print the default of every option that has one, unless its help already speaks of it; do not break examples."""
+    """Print the default of every option, unless its help already contains one; do not break examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if text.startswith("example: ") else super()._fill_text(text, width, indent)

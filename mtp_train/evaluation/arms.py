@@ -107,7 +107,7 @@ def trunk_label(spec: ArmSpec) -> str:
 
 
 def _short(location: str) -> str:
-    """Return the last part of a path or an id that says something."""
+    """Return the last part of a path or an id, without generic names."""
     parts = [part for part in re.split(r"[/:]", location.rstrip("/")) if part not in ("", ".", "..")]
     return "/".join(parts[-2:]) if parts and parts[-1] in ("head", "export") else (parts or [location])[-1]
 

@@ -260,7 +260,7 @@ class SampleText:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a run, an evaluation or a study measured."""
+    """Measurements of a run, an evaluation or a study."""
 
     title: str | None = None
     """What was compared; None for a run, which judges one head."""

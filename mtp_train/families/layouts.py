@@ -1,4 +1,4 @@
-"""What family records share: key rules of the two common layouts of a head, layer configs, and a composed layer.
+"""Shared parts of family records: key rules of the two common layouts of a head, layer configs, and a composed layer.
 
 Beside the trunk: all head keys have their own prefix (``mtp.``), as in Qwen's releases. After the trunk: the head is
 one more decoder layer, numbered after the trunk's last layer, as in DeepSeek's releases.

@@ -219,7 +219,7 @@ def trunk_config(path: Path, family: Family, *, trust_remote_code: bool = False)
     """Return transformers' config of a checkpoint; for a wrapper, the whole config and not only the text config.
 
     Raises:
-        CheckpointError: transformers rejects the config, or does not know the attention implementation in it.
+        CheckpointError: transformers rejects the config or its attention implementation.
     """
     stand_in = family.trunk.stand_in
     with named_rejections(path):
@@ -238,7 +238,7 @@ def choose_attention(config: PretrainedConfig, path: Path) -> None:
     The config is changed in place. FlashAttention and the default compute the same function.
 
     Raises:
-        CheckpointError: Another implementation is stored that transformers does not know.
+        CheckpointError: The stored implementation is unknown to transformers.
     """
     for part in (config, config.get_text_config()):
         name = attention_of(part)

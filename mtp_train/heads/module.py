@@ -142,7 +142,7 @@ def unroll_of(family: Family, convention: Convention, num_modules: int) -> Unrol
 
 
 class MtpHead(nn.Module):
-    """The modules of a head of any kind, which may be fewer than the draft depth, wired as ``convention`` says."""
+    """The modules of a head of any kind, which may be fewer than the draft depth, wired by ``convention``."""
 
     def __init__(
         self, family: Family, text_config: PretrainedConfig, *, num_modules: int, convention: Convention

@@ -248,7 +248,7 @@ def serving_depth(report: Report) -> int | None:
 def serving_sentences(slices: Slices) -> list[str]:
     """Return for each arm the number of drafts to serve with, at the headline's temperature, context and rule.
 
-    Of a run, for the retrained head alone.
+    In a run, for the retrained head alone.
     """
     arms = [arm for arm in slices.arms if slices.report.title is not None or arm == RETRAINED]
     told = {arm: depth_sentence(slices.by_depth(arm)) for arm in arms}

@@ -24,10 +24,10 @@ from mtp_train.checkpoints.suggestions import evaluate_command, graft_command, g
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.evaluation.assemble import Measurements, assemble
 from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_PROMPTS, DecodingOptions, Lane, Prompts, TrunkArms
+from mtp_train.evaluation.grid import left_out
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, PromptRecord, Setting, TaskPrompt
 from mtp_train.evaluation.results import UNJUDGED, ArmResult, Cell, Report, SampleText, read_record, recommended
 from mtp_train.evaluation.run import Processes, measure_trunk
-from mtp_train.evaluation.settings import left_out
 from mtp_train.evaluation.statistics import MeasuredArm, checked_records
 from mtp_train.heads.build import HeadPlan, build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of

@@ -225,7 +225,7 @@ def _report(run: Run, report: Report, console: Console) -> None:
 
 
 def _export(run: Run) -> str:
-    """Write the exported checkpoint and its card, and return a sentence that says where."""
+    """Write the exported checkpoint and its card, and return a sentence with its place."""
     run_dir, inputs, link = run.directory.path, run.inputs, run.recipe.export.link
     out = run_dir / EXPORT
     if not out.exists():

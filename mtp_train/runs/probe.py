@@ -82,7 +82,7 @@ class HeadLevel:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What :func:`probe` found: a verdict and the figures behind it."""
+    """Result of :func:`probe`: a verdict and its figures."""
 
     verdict: Verdict
     """``graft``: the base's head is good enough as it is. ``retrain``: a rescue will help. ``fault``: the head, or the

@@ -58,7 +58,7 @@ def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpErr
     """Return every problem of a recipe with its model, its other inputs and the number of processes; reads no weights.
 
     Raises:
-        UnsupportedModelError: The installed transformers, or the family, does not know such a head.
+        UnsupportedModelError: The installed transformers, or the family, has no such head.
     """
     convention = model.family.convention(recipe.head.convention)
     # Raises if the head is not supported by the installed transformers.

@@ -221,7 +221,7 @@ class RunDirectory:
                     "Choose another run_dir."
                 )
 
-    # Who writes to it
+    # The lock
 
     @contextlib.contextmanager
     def held(self, console: Console) -> Iterator[None]:
@@ -332,7 +332,7 @@ class RunDirectory:
             self.write_outcome(replace(outcome, message=printable(redacted(named))))
         return None
 
-    # What it records
+    # Records
 
     def claim(self, recipe: Recipe, provenance: Mapping[str, Any], records: Records) -> None:
         """Record inputs, provenance and recipe, unless a run has begun here. The recipe comes last: it is the claim."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mtp_train.checkpoints.files import Checkpoint
+from mtp_train.evaluation.grid import served_settings
 from mtp_train.evaluation.prompt_records import Setting
-from mtp_train.evaluation.settings import served_settings
 from mtp_train.recipe.schema import Recipe
 from mtp_train.train.plan import GIB, MemoryOptions, Plan, TrainOptions, make_plan
 from mtp_train.trunk.precision import COMPUTE_DTYPES

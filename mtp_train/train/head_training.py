@@ -22,7 +22,7 @@ from mtp_train.trunk.load import Trunk
 
 @dataclass(frozen=True)
 class Known:
-    """What the host knows of a micro-batch. Otherwise it has to wait for the device in every forward.
+    """Facts about a micro-batch on the host. Otherwise it has to wait for the device in every forward.
 
     No tuple or dict: wrappers move the tensors inside of these, one by one.
     """
@@ -116,7 +116,7 @@ class HeadTraining(nn.Module):
             scale_K: fp32, factor of each depth's summed loss: the depth's weight over the number of its targets in the
                 whole step.
             hidden_BTD: The trunk's hidden states of the tokens; None runs the trunk's layers.
-            known: What the host knows of the batch; None looks at the tensors.
+            known: Facts about the batch on the host; None looks at the tensors.
             measures: Return the sums for acceptance figures instead of the loss. They are computed in this forward
                 because sharded weights are whole only within it.
         """

@@ -59,7 +59,7 @@ def slow_halves(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def bf16_support(device: torch.device) -> tuple[bool, str]:
-    """Return whether a device multiplies bf16 natively and faster than fp32, and a clause that says so."""
+    """Return whether a device multiplies bf16 natively and faster than fp32, and a clause for messages."""
     if device.type == "cpu":
         return _cpu_support()
     if device.type == "cuda":
@@ -224,7 +224,7 @@ class _Unit:
         here = [tensor for _, _, tensor in self._held if not tensor.is_meta]
         copies = iter(self._scratch.copies(here, self._dtype) if here else ())
         for held, name, tensor in self._held:
-            # Of an offloaded layer: accelerate loads a weight in the dtype of the parameter in its place.
+            # In an offloaded layer, accelerate loads a weight in the dtype of the parameter in its place.
             held[name] = (
                 nn.Parameter(torch.empty_like(tensor, dtype=self._dtype), False) if tensor.is_meta else next(copies)
             )

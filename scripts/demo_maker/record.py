@@ -24,7 +24,7 @@ from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.records import PlainText, Record
 from mtp_train.data.tokenize import Document, tokenize_records
-from mtp_train.evaluation.settings import greedy
+from mtp_train.evaluation.grid import greedy
 from mtp_train.evaluation.statistics import make_cell
 from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of

@@ -1,4 +1,4 @@
-"""Captured rounds say what the same rounds say one operation at a time."""
+"""Captured rounds equal the same rounds run one operation at a time."""
 
 from __future__ import annotations
 

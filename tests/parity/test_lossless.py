@@ -1,4 +1,4 @@
-"""Speculative decoding says exactly what plain decoding says, and leaves exactly its state."""
+"""Speculative decoding gives exactly plain decoding's text and state."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ from mtp_train.evaluation.decoding import (
     TrunkArms,
     speed_prompts,
 )
+from mtp_train.evaluation.grid import greedy
 from mtp_train.evaluation.prompt_records import Setting, TaskPrompt
 from mtp_train.evaluation.run import measure_trunk
-from mtp_train.evaluation.settings import greedy
 from mtp_train.evaluation.statistics import MeasuredArm, checked_records, lossless
 from mtp_train.runs.evaluate_run import judge
 from mtp_train.trunk.load import Trunk

@@ -55,19 +55,6 @@ def test_figures_by_hand() -> None:
     )
 
 
-def test_a_head_that_says_what_the_trunk_says_is_perfect() -> None:
-    p = torch.softmax(3 * torch.randn(700, 4), dim=-1)
-    every = torch.ones(2, 700, dtype=torch.bool)
-    perfect = AlignedRows(p.log().repeat(2, 1, 1), p.log(), torch.zeros(700), every, every[0])
-    metrics = measure(perfect)
-    assert metrics.num_targets == [700, 700]
-    assert metrics.agreement == [1.0, 1.0]
-    assert metrics.overlap == pytest.approx([1.0, 1.0], abs=1e-6)
-    shifted = perfect._replace(student_KND=perfect.student_KND.roll(1, dims=1))
-    worse = measure(shifted)
-    assert all(value is not None and value < 0.9 for value in worse.agreement + worse.overlap)
-
-
 def test_sums_are_taken_over_batches_before_the_ratio() -> None:
     one = rows([A], [[A]], ["x"])
     three = rows([A, A, A], [[B, B, B]], ["xxx"])
@@ -142,12 +129,6 @@ class SharedOutput:
     def project(self, state: Tensor, shared: Any) -> Tensor:
         found: Tensor = shared(state)
         return found
-
-
-def test_rows_without_a_target_count_nowhere() -> None:
-    metrics = measure(rows([A, UNIFORM], [[A, B]], ["x."]))
-    assert (metrics.num_targets, metrics.agreement) == ([1], [1.0])
-    assert metrics.target_entropy == pytest.approx(-sum(value * math.log(value) for value in A))
 
 
 def test_a_depth_without_targets_has_no_figures() -> None:

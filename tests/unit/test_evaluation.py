@@ -11,9 +11,9 @@ import pytest
 from mtp_train.acceptance.gate import GateVerdict
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.data.tokenize import Prompt
+from mtp_train.evaluation.grid import greedy
 from mtp_train.evaluation.prompt_records import PromptRecord
 from mtp_train.evaluation.results import Cell, Lossless
-from mtp_train.evaluation.settings import greedy
 from mtp_train.evaluation.statistics import MeasuredArm, checked_records, lossless, make_cell
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs import evaluate_run
@@ -101,21 +101,6 @@ def test_other_baselines_have_no_command_to_name() -> None:
     assert (verdict.passed, verdict.baseline) == (False, "native")
     assert "(native)" in verdict.reason
     assert "mtp-train" not in verdict.reason
-
-
-@pytest.mark.parametrize(
-    ("overrides", "baseline"),
-    [
-        ({}, "graft"),
-        ({"head__init": "random"}, "graft"),
-        ({"head__init": "native", "evaluate__arms": ["native", "graft", "retrained"]}, "native"),
-        ({"head__init": "random", "model__head_from": None, "evaluate__arms": ["none", "retrained"]}, "none"),
-        ({"gate__baseline": "none"}, "none"),
-    ],
-)
-def test_the_automatic_baseline_is_the_best_head_without_training(overrides: dict[str, Any], baseline: str) -> None:
-    arms = [planted(name, WEAK) for name in (PLAIN, "graft", "native")]
-    assert judge(recipe(**overrides), (*arms, planted("retrained", STRONG))).baseline == baseline
 
 
 @pytest.mark.parametrize("arm", ["graft", "retrained", "vanilla"])

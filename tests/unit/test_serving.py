@@ -11,8 +11,8 @@ import pytest
 
 from mtp_inference.sampling.distributions import MIN_TEMPERATURE
 from mtp_train.errors import CheckpointError
+from mtp_train.evaluation.grid import greedy, left_out, served_settings
 from mtp_train.evaluation.prompt_records import Rule, Setting
-from mtp_train.evaluation.settings import greedy, left_out, served_settings
 from mtp_train.recipe import sections
 from mtp_train.recipe.loading import load_recipe
 

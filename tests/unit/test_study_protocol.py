@@ -23,7 +23,6 @@ from mtp_train.runs.study.protocol import (
     back_at_vanilla,
     comparison_of,
     find,
-    is_stale,
     levels_at_home,
     levels_on_shared_prompts,
     prediction,
@@ -120,11 +119,6 @@ def test_the_prediction_is_judged_raw_and_at_equal_entropy(
     assert "above -0.030 (5 % of 0.600)" in found[1].evidence
 
 
-def test_texts_with_no_entropy_in_common_are_not_compared_at_equal_entropy() -> None:
-    level = LevelDifference(GREEDY, Difference(0.5, (0.2, 0.8), None, 12), None)
-    assert len(back_at_vanilla(USUAL, level, STUDY)) == 1
-
-
 @pytest.mark.parametrize(
     ("overlap", "tone", "said"),
     [
@@ -173,15 +167,6 @@ def test_every_claim_is_put_to_the_test_the_prediction_first() -> None:
         ("good", "The grafted head is stale"),
         ("neutral", "A head trained towards kl drafts better than one towards ce"),
     ]
-
-
-def test_a_head_that_is_as_good_as_vanilla_at_equal_entropy_is_not_called_stale() -> None:
-    for interval, tone in (((0.1, 0.3), "bad"), ((-0.1, 0.1), "neutral"), ((-0.3, -0.1), "good")):
-        (found,) = is_stale(
-            LevelDifference(GREEDY, Difference(-1.0, (-1.2, -0.8), None, 12), Difference(0.0, interval, None, 12))
-        )
-        assert found.tone == tone
-    assert is_stale(LevelDifference(GREEDY, Difference(-1.0, (-1.2, -0.8), None, 12), None)) == []
 
 
 def arm(name: str, prompts: list[str], accepted: list[int], entropy: float, overlap: list[float]) -> MeasuredArm:

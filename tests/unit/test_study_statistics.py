@@ -146,15 +146,6 @@ def test_plain_decoding_has_cells_of_its_own() -> None:
     assert {name: getattr(cell, name) for name in meaningless.split()} == dict.fromkeys(meaningless.split())
 
 
-def test_an_arm_with_a_head_has_no_plain_cells() -> None:
-    records = [decoded([1, 2]), decoded([0], "p1")]
-    assert {cell.rule for cell in make_cells(arm(records, records))} == {"greedy"}
-    both = MeasuredArm("head", "trunk", "heads/head", {GREEDY: records, LONG: []})
-    assert {cell.context_tokens for cell in make_cells(both)} == {None}
-    with pytest.raises(ValueError, match=r"t0-c2048-k3-greedy.*nothing was decoded"):
-        make_cell(both, LONG)
-
-
 def test_the_headline_is_the_cell_of_all_tasks() -> None:
     records = decoded_of(rounds_by_accepted(np.random.default_rng(2), np.zeros((1, 4)))[0], ("code", "prose"))
     cell = make_cells(arm(records))[0]

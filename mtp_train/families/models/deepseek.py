@@ -181,7 +181,7 @@ DEEPSEEK_V4 = Family(
         conventions={"vllm": _VLLM_V4, "sglang": BEFORE_NORM, "llama.cpp": _LLAMA_CPP},
     ),
     layer=HeadLayer(
-        # Of vLLM's head layers: without compressed keys and without routing by token id.
+        # vLLM's head layers have neither compressed keys nor routing by token id.
         config=layers_of(layer_types="sliding_attention", mlp_layer_types="moe"),
         borrowed=Borrowed.of("deepseek_v4", "DeepseekV4"),
         rotary_kind="main",
