@@ -3,8 +3,6 @@
 Trunk bytes are never re-encoded. :func:`write_checkpoint` hard-links or copies a file that needs no change. A shard
 that already has head tensors of the same shape and dtype is copied and patched. Other head tensors go into one new
 shard, which the index lists. A shard with a packed head that the new one replaces is written without it.
-:func:`add_in_place` adds a head to a checkpoint that has none. :func:`write_head_only` leaves the trunk out.
-:func:`patched_documents` returns a checkpoint's JSON files with the head's settings.
 
 A file of the source is never written to, also not through a link: only the weights that the checkpoint names are
 linked, and every file is created exclusively.
@@ -70,8 +68,7 @@ def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, o
     """Write ``source`` with ``head`` to a new directory.
 
     Raises:
-        OutputExistsError: ``out`` exists.
-        CheckpointError: A head tensor does not fit the one it replaces, or the disk is full.
+        CheckpointError: A head tensor does not fit the one it replaces.
     """
     tensors = [*head.tensors, *shared_tensors(source, layout, head)]
     placed = _placed(source, layout, tensors, _replaced_packed(source, layout, tensors), set(os.listdir(source.path)))
@@ -372,11 +369,7 @@ def _with_fields(source: Checkpoint, fields: Mapping[str, Any]) -> dict[str, Any
 
 
 def place_file(file: Path, target: Path, link: LinkMode) -> None:
-    """Hard-link a shard of weights, or copy it; every other file is copied, so that it can be edited in the export.
-
-    Raises:
-        FileExistsError: ``target`` exists.
-    """
+    """Hard-link a shard of weights, or copy it; every other file is copied, so that it can be edited in the export."""
     # The hub's cache contains symbolic links; the hard link has to be to the file behind them.
     real = file.resolve()
     if link == "hard" and target.suffix == ".safetensors":
@@ -388,11 +381,6 @@ def place_file(file: Path, target: Path, link: LinkMode) -> None:
 
 
 def copy_file(file: Path, target: Path) -> None:
-    """Copy a file's content to a new file.
-
-    Raises:
-        FileExistsError: ``target`` exists.
-    """
     # shutil.copyfile writes to what is there, through a link too. A file that we have just created is no link.
     target.touch(exist_ok=False)
     shutil.copyfile(file, target)

@@ -247,11 +247,7 @@ def named_file(directory: Path, name: object, *, named_by: Path) -> str:
 
 
 def scan_safetensors(path: Path, name: str | None = None) -> dict[str, TensorInfo]:
-    """List the tensors of one safetensors file from its header.
-
-    Raises:
-        CheckpointError: The file is missing, truncated or not safetensors.
-    """
+    """List the tensors of one safetensors file, see :func:`read_header`."""
     return {key: info for key, (info, _) in read_header(path, name or path.name).items()}
 
 

@@ -255,11 +255,6 @@ class Claimed:
 
 
 def loaded(loaders: Loaders) -> dict[str, InputFiles]:
-    """Return the files of all inputs.
-
-    Raises:
-        MtpError: An input is missing.
-    """
     return {label: load() for label, load in loaders.items()}
 
 

@@ -1,9 +1,7 @@
 """Merge a LoRA adapter into a checkpoint's own layout, tensor by tensor, without building the model.
 
-:func:`plan_changes` finds the stored tensors of each adapted module, :func:`write_merged` writes the checkpoint with
-the changes, and :func:`write_adapted` writes it with a head as well. ``W + scale * B @ A`` is computed in fp32, a block
-of rows at a time, and rounded once to the stored dtype. Key names, shards, dtypes and every byte of the other tensors
-stay the same.
+``W + scale * left @ right`` is computed in fp32, a block of rows at a time, and rounded once to the stored dtype. Key
+names, shards, dtypes and every byte of the other tensors stay the same.
 """
 
 from __future__ import annotations
@@ -59,12 +57,7 @@ def write_merged(
     link: LinkMode,
     progress: Progress,
 ) -> Merged:
-    """Write ``source`` with the changes of ``plan_changes`` to a new directory; files without a change are linked.
-
-    Raises:
-        OutputExistsError: ``out`` exists.
-        CheckpointError: A merged weight is not finite, or the disk is full.
-    """
+    """Write ``source`` with the changes of ``plan_changes`` to a new directory; files without a change are linked."""
     by_file: dict[str, dict[str, RowChange | PendingTensor]] = {}
     for key, change in changes.items():
         by_file.setdefault(source.tensors[key].file, {})[key] = change
@@ -112,12 +105,7 @@ def write_adapted(
     link: LinkMode,
     progress: Progress,
 ) -> None:
-    """Write ``source`` with ``head`` to a new directory, after merging an adapter into its trunk.
-
-    Raises:
-        OutputExistsError: ``out`` exists.
-        CheckpointError: The adapter cannot be merged, a head tensor does not fit, or the disk is full.
-    """
+    """Write ``source`` with ``head`` to a new directory, after merging an adapter into its trunk."""
     if adapter is None:
         write_checkpoint(source, layout, head, out, link=link)
         return

@@ -181,11 +181,11 @@ def draft_plan(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
             f"{draft.checkpoint.path}: {diagnosis.describe()}; expected a complete {draft.title}. Download or "
             "export it again."
         )
+    _require_same_size(draft, trunk)
+    _require_same_embedding(draft, trunk)
     problem = vocabulary_problem(draft)
     if problem is not None:
         raise CheckpointError(f"{draft.checkpoint.path}: {problem}. Download or export the draft model again.")
-    _require_same_size(draft, trunk)
-    _require_same_embedding(draft, trunk)
     family = draft.family(trunk.family)
     tensors = tuple(
         stored_tensor(draft.checkpoint, key, draft.renamed(key))

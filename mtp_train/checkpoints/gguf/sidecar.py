@@ -82,11 +82,7 @@ def stored_type(tensor: GgufTensor, kind: GgufKind) -> Stored:
 
 
 def _add_description(writer: gguf.GGUFWriter, trunk: Path) -> None:
-    """Add the description from the model card and the directory's name, and the size.
-
-    Raises:
-        CheckpointError: The card cannot be read.
-    """
+    """Add the description from the model card and the directory's name, and the size."""
     counts = writer.get_total_parameter_count()
     try:
         metadata = gguf.Metadata.load(None, trunk, None, counts[0])

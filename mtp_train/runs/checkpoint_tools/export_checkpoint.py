@@ -101,8 +101,7 @@ def export(
         head_only: Write an MTP head alone, as a directory that vLLM loads as a draft model.
         gguf: Write the head alone as a GGUF file for llama.cpp: ``"f32"``, ``"f16"`` or ``"q8_0"``.
         speculators: Write an EAGLE-3 head in the format of the speculators package.
-        copy: Copy the trunk's unchanged files; False hard-links them where the file system allows. Forms without the
-            trunk's files have none to copy.
+        copy: Copy the trunk's unchanged files; False hard-links them where the file system allows.
         progress: A started rich progress bar; None shows nothing.
 
     Raises:
@@ -123,11 +122,7 @@ def export(
     _require_one_form(head_only=head_only, gguf=gguf is not None, speculators=speculators, copy=copy)
     refuse_existing(out, what="the checkpoint" if gguf is None else "the GGUF file")
     found = _head_to_export(source, progress)
-    if head_only or gguf is not None:
-        _require_alone(source, found)
-    require_whole_trunk(found.trunk)
-    # A head on its own repeats only a few of the trunk's tensors, but is loaded beside all of them.
-    require_finite_checkpoint(found.holder, progress)
+    _require_sound(source, found, progress, alone=head_only or gguf is not None)
     trunk, layout = found.trunk, layout_of(found.holder)
     if gguf is not None:
         return ExportResult(out, trunk.path, file=_write_gguf(found, layout, out, gguf, progress))
@@ -262,18 +257,21 @@ def _head_to_export(source: Path, progress: Progress) -> _HeadToExport:
     return _HeadToExport(trunk, trunk, load_artifact(source / HEAD), adapter, hub_id)
 
 
-def _require_alone(source: Path, found: _HeadToExport) -> None:
-    """Raise a CheckpointError for a head that cannot be written without its trunk's checkpoint."""
-    if found.plan.family.kind != "mtp":
+def _require_sound(source: Path, found: _HeadToExport, progress: Progress, *, alone: bool) -> None:
+    """Check the weights, and for a head ``alone`` that it can be written without its trunk's checkpoint."""
+    if alone and found.plan.family.kind != "mtp":
         raise CheckpointError(
             f"{found.trunk.path}: its head is {found.plan.family.title}; expected an MTP head. Export it without "
             "--head-only or --gguf: it becomes a draft model, a directory of its own that llama.cpp's converter reads."
         )
-    if found.adapter is not None:
+    if alone and found.adapter is not None:
         raise CheckpointError(
             f"{source}: its trunk has the unmerged adapter {found.adapter}; expected a trunk in one checkpoint, as the "
             "head's file repeats some of its weights. Export the run, then take the head alone from the export."
         )
+    require_whole_trunk(found.trunk)
+    # A head on its own repeats only a few of the trunk's tensors, but is loaded beside all of them.
+    require_finite_checkpoint(found.holder, progress)
 
 
 def _own_head(checkpoint: Checkpoint) -> HeadPlan:
