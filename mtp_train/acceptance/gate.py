@@ -117,8 +117,8 @@ def decide_gate(
         return GateVerdict(False, baseline, None, f"{reason}. Raise evaluate.max_new_tokens")
     tests: dict[str, TauTest | SpeedTest] = {}
     for name, pair in pairs.items():
-        gain = TauTest(tau_difference(pair.head, pair.baseline))
-        tests[name] = gain if baseline != PLAIN else _speed_test(pair, gain.difference, target_break_even)
+        gain = tau_difference(pair.head, pair.baseline)
+        tests[name] = TauTest(gain) if baseline != PLAIN else _speed_test(pair, gain, target_break_even)
     levels = holm_levels([test.p_value for test in tests.values()], level)
     judged = [
         _judge(name, pairs[name], test, baseline, own_level, level, len(pairs))
@@ -140,17 +140,17 @@ def decide_gate(
 class TauTest(NamedTuple):
     """The test of a head against another one at one setting."""
 
-    difference: Difference
+    tau_gain: Difference
 
     @property
     def p_value(self) -> float | None:
         """Two-sided p-value of heads with the same tau."""
-        return self.difference.p_value
+        return self.tau_gain.p_value
 
     def verdict(self, level: float) -> Verdict:
         """Return what the interval of the gain at this two-sided level shows."""
-        spread = self.difference.spread
-        return "neither" if spread is None else side(spread.interval(self.difference.value, level), 0.0)
+        spread = self.tau_gain.spread
+        return "neither" if spread is None else side(spread.interval(self.tau_gain.value, level), 0.0)
 
 
 def _speed_test(pair: Pair, difference: Difference, target_break_even: float | None) -> SpeedTest:
@@ -179,8 +179,7 @@ def _judge(
     elif test.verdict(level) == "below":
         verdict = "below"
     decides_at = level if verdict == "below" else own_level or level
-    gain = test.tau_gain if isinstance(test, SpeedTest) else test.difference
-    spread = gain.spread
+    gain, spread = test.tau_gain, test.tau_gain.spread
     found = GateSetting(
         setting=name,
         tau=tau(pair.head),

@@ -13,7 +13,6 @@ from mtp_train.acceptance.counts import PromptCounts, paired, tau
 from mtp_train.acceptance.intervals import (
     Spread,
     marginal_intervals,
-    sum_by_group,
     t_quantile,
     tau_difference,
     tau_interval,
@@ -50,12 +49,6 @@ def width(interval: tuple[float, float] | None) -> float:
 def alone(prompts: Sequence[PromptCounts]) -> list[PromptCounts]:
     """Return the same prompts, each in a group of its own: the wrong statistic for correlated prompts."""
     return [dataclasses.replace(one, group=one.prompt_id) for one in prompts]
-
-
-def test_sums_by_group_keep_order_and_axes() -> None:
-    values_PK = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-    assert sum_by_group(values_PK, ["b", "a", "b"]).tolist() == [[6.0, 8.0], [3.0, 4.0]]
-    assert sum_by_group(values_PK[:, 0], ["x", "x", "x"]).tolist() == [9.0]
 
 
 def test_one_group_has_no_interval_however_many_prompts() -> None:

@@ -248,8 +248,3 @@ def test_swapped_comparison_turns_its_signs() -> None:
     other = row.swapped()
     assert (other.first, other.delta_tau, other.delta_tau_ci95) == (row.second, -0.5, (-0.8, -0.1))
     assert other.swapped() == row
-
-
-def test_key_figures_are_tau_speed_differences_and_prompts() -> None:
-    assert key_figures(STUDY) == ["2.95", "2.17x", "18 of 24", "48"]
-    assert key_figures(BARE) == []
