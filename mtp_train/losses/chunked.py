@@ -245,10 +245,8 @@ def frozen_head_loss(
             which the host waits for the device.
     """
     loss, compute_dtype = find_loss(kind), compute_dtype or lm_head_VD.dtype
-    if used_N is None:
-        used_N = (row_weight_KN != 0).any(dim=0).nonzero().squeeze(1)
-    if num_rows is None:
-        num_rows = chunk_rows(len(lm_head_VD), gpu_bytes_of(lm_head_VD.device))
+    used_N = (row_weight_KN != 0).any(dim=0).nonzero().squeeze(1) if used_N is None else used_N
+    num_rows = num_rows or chunk_rows(len(lm_head_VD), gpu_bytes_of(lm_head_VD.device))
     with torch.no_grad(), torch.autocast(student_KND.device.type, enabled=False):
         # Convert once for all chunks.
         lm_head_VD = lm_head_VD.to(compute_dtype)
@@ -259,8 +257,7 @@ def frozen_head_loss(
         for rows_C in used_N.split(num_rows):
             teacher_CV = teacher_ND[rows_C].to(compute_dtype) @ lm_head_VD.T if loss.distils else None
             work = row_work(loss, teacher_CV, temperature)
-            # The work keeps what it reads of them.
-            del teacher_CV
+            del teacher_CV  # The work keeps what it reads of them.
             for depth, output_VD in enumerate(heads):
                 state_CD = student_KND[depth, rows_C].to(compute_dtype)
                 logits_CV = torch.mm(state_CD, output_VD.T, out=None if buffer_CV is None else buffer_CV[: len(rows_C)])
@@ -272,13 +269,17 @@ def frozen_head_loss(
                 del logits_CV, row
             # Before the next chunk's teacher logits are computed.
             del work
-        if on_policy:
-            row_weight_KN = row_weight_KN * survivors(hit_KN)
-        slope_KN, combine = row_weight_KN, loss.combine_fn()
-        if combine is not None:
-            loss_KN, slope_KN = combine(loss_KN, row_weight_KN)
-        gradient_KND *= slope_KN[..., None].to(gradient_KND.dtype)
-        counted_KN = row_weight_KN != 0
-        sum_K, count_K = (loss_KN * counted_KN).sum(dim=1), counted_KN.sum(dim=1).float()
-        total = (row_weight_KN * loss_KN).sum()
+    row_weight_KN = row_weight_KN * survivors(hit_KN) if on_policy else row_weight_KN
+    return _terms(loss, student_KND, gradient_KND, loss_KN, row_weight_KN)
+
+
+def _terms(loss: Loss, student_KND: Tensor, gradient_KND: Tensor, loss_KN: Tensor, row_weight_KN: Tensor) -> LossTerms:
+    """Return the weighted loss of rows whose own losses and gradients are known; the gradients are scaled in place."""
+    slope_KN, combine = row_weight_KN, loss.combine_fn()
+    if combine is not None:
+        loss_KN, slope_KN = combine(loss_KN, row_weight_KN)
+    gradient_KND *= slope_KN[..., None].to(gradient_KND.dtype)
+    counted_KN = row_weight_KN != 0
+    sum_K, count_K = (loss_KN * counted_KN).sum(dim=1), counted_KN.sum(dim=1).float()
+    total = (row_weight_KN * loss_KN).sum()
     return LossTerms(_KnownGradient.apply(student_KND, total, gradient_KND), sum_K, count_K)

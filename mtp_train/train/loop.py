@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from mtp_train.data.pack import PackedSequence, collate
 from mtp_train.errors import TrainingError
 from mtp_train.heads.module import MtpHead
 from mtp_train.losses.chunked import depth_weights
-from mtp_train.train.feed import BatchFn, Feed, MicroBatch, Preparation
+from mtp_train.train.feed import BatchFn, Feed, MicroBatch, Preparation, Prepared
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.hidden_cache import HiddenCache
 from mtp_train.train.launch import clip_gradient, prepare, run_facts, takes_fused
@@ -164,17 +164,26 @@ def train_head(
         facts=run_facts(accelerator, wrapped, module.compute_dtype),
         sums=LogSums(**saved) if saved else LogSums.zero(module.num_depths),
     )
-    on_step(done)
-    wrapped.train()
     prepared = Preparation.of(plan, run.weight_K, accelerator, cache).steps(batch_fn, done)
-    with noted_signal() as signals, Feed(prepared, accelerator.device) as feed:
+    _train_on(run, done, prepared, on_step)
+    return chosen_weights(head, selection)
+
+
+def _train_on(run: Training, done: int, prepared: Iterator[Prepared], on_step: Callable[[int], None]) -> None:
+    """Take the steps after the first ``done``.
+
+    Raises:
+        StoppedError: A process received SIGTERM or SIGINT; the state is saved.
+    """
+    on_step(done)
+    run.wrapped.train()
+    with noted_signal() as signals, Feed(prepared, run.accelerator.device) as feed:
         done = take_steps(run, done, feed, on_step, signals)
-    accelerator.wait_for_everyone()
+    run.accelerator.wait_for_everyone()
     if run.log is not None:
         run.log.close()
     if not run.is_over(done):
-        raise stopped_after(state_dir.parent, done, options.max_steps, signals)
-    return chosen_weights(head, selection)
+        raise stopped_after(run.state_dir.parent, done, run.options.max_steps, signals)
 
 
 def resume(state_dir: Path, head: MtpHead, selection: Selection | None, accelerator: Accelerator) -> int:

@@ -60,7 +60,7 @@ def test_every_override_in_the_text_of_a_page_loads(path: Path) -> None:
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     for shown in re.findall(r"`([^`]*=[^`]*)`", text):
         if overrides(shlex.split(shown)[:1]):
-            load_recipe(RECIPES / "retrain_head.yaml", overrides(shlex.split(shown)))
+            assert load_recipe(RECIPES / "retrain_head.yaml", overrides(shlex.split(shown))), shown
 
 
 def test_a_mistyped_recipe_line_would_be_seen() -> None:

@@ -18,8 +18,8 @@ TEXT = {".py", ".md", ".yaml", ".toml", ".sh", ".html", ""}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 700, 60
 # Lines without blanks. A change that needs more first removes a concept; one that removes some lowers its number.
 CEILINGS = {
-    ("mtp_train", "inference/mtp_inference"): 38_000,
-    ("tests",): 36_000,
+    ("mtp_train", "inference/mtp_inference"): 34_700,
+    ("tests",): 32_700,
     ("scripts", "inference/benchmarks"): 4_600,
 }
 

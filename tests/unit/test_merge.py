@@ -220,6 +220,19 @@ def test_tied_embedding_and_lm_head_move_together_or_not_at_all(tmp_path: Path, 
     assert "adapts lm_head.weight" in refusal(base, tmp_path / "head", tmp_path / "out3", capfd)
 
 
+def test_an_adapter_of_one_expert_s_own_layer_finds_it(tmp_path: Path) -> None:
+    """As older peft saved them, when each expert was a module; releases store experts apart, too."""
+    base = with_head(tmp_path, "glm4_moe")
+    write_adapter(base, tmp_path / "lora", target_modules=["q_proj"])
+    adapter = tmp_path / "lora" / "adapter_model.safetensors"
+    down, up = torch.randn(4, 32), torch.randn(16, 4)
+    name, own = "base_model.model.model.layers.1.mlp.experts.2.up_proj", "model.layers.1.mlp.experts.2.up_proj.weight"
+    save_file({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, adapter, {"format": "pt"})
+    merge(base, tmp_path / "lora", tmp_path / "out")
+    torch.testing.assert_close(all_tensors(tmp_path / "out")[own], all_tensors(base)[own] + 3 * up @ down)
+    assert_only_trunk_moved(tmp_path / "out", base, r"layers\.1\.mlp\.experts\.2\.up_proj\.weight$")
+
+
 def test_trained_biases_are_merged(tmp_path: Path) -> None:
     trunk = tiny_trunk("glm4_moe")
     trunk.causal_lm.config.attention_bias = True
