@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,6 +109,10 @@ class Batch(RowState):
         self._cpu_layers = cpu_layers or CpuLayers([])
         self._scratch = Scratch()
 
+    def tensor(self, numbers: Sequence[Any]) -> Tensor:
+        """Return int64 numbers, or rows of numbers, on the device of the batch."""
+        return torch.tensor(numbers, dtype=torch.long, device=self.last_B.device)
+
     def set_rows(
         self, rows: slice, settings: Sequence[Sampling], limits: Sequence[int], stops: Sequence[frozenset[int]]
     ) -> None:
@@ -116,8 +120,8 @@ class Batch(RowState):
         self.chooser.set_rows(rows, settings)
         width = self.stop_BN.shape[1]
         padded = [sorted(one) + [NO_TOKEN] * (width - len(one)) for one in stops]
-        self.room_B[rows] = self.room_B.new_tensor(limits)
-        self.stop_BN[rows] = self.stop_BN.new_tensor(padded)
+        self.room_B[rows] = self.tensor(limits)
+        self.stop_BN[rows] = self.tensor(padded)
 
     def run_window(self, plan: RoundPlan, window_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Run the trunk over a window of every row; return hidden states (B, T, D) and logits (B, T, V)."""

@@ -228,14 +228,14 @@ def _window_logits(trunk: Trunk, prompt_ids: Sequence[int], tokens: Sequence[int
     batch = Batch(trunk, None, size, cpu_layers=CpuLayers([trunk.causal_lm]))
     batch.reset()
     batch.set_rows(slice(0, 1), [Sampling()], [size.capacity], [frozenset()])
-    prefill(batch, slice(0, 1), batch.last_B.new_tensor([list(prompt_ids)]))
+    prefill(batch, slice(0, 1), batch.tensor([list(prompt_ids)]))
     logits: list[Tensor] = []
     for start, window, num_kept in _windows(tokens, rounds, trunk.lm_head_VD.shape[0]):
         position = len(prompt_ids) + start
         plan = RoundPlan(len(window) - 1, position + len(window), 0, position)
         with batch.in_round():
-            _, logits_1TV = batch.run_window(plan, batch.last_B.new_tensor([window]))
-            batch.cache.commit(batch.last_B.new_tensor([num_kept]))
+            _, logits_1TV = batch.run_window(plan, batch.tensor([window]))
+            batch.cache.commit(batch.tensor([num_kept]))
         batch.length_B += num_kept
         logits.append(logits_1TV[0, :num_kept].float())
     return torch.cat(logits)

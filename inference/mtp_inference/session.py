@@ -161,7 +161,7 @@ class Session:
         self._require_rows()
         started = time.perf_counter()
         lanes, rows = self._next_group()
-        prompt_RT = self.batch.last_B.new_tensor([list(lane.request.prompt_ids) for lane in lanes])
+        prompt_RT = self.batch.tensor([list(lane.request.prompt_ids) for lane in lanes])
         requests = [lane.request for lane in lanes]
         limits, stops = [one.max_new_tokens for one in requests], [lane.stops for lane in lanes]
         self.batch.set_rows(rows, [one.sampling for one in requests], limits, stops)
@@ -199,7 +199,7 @@ class Session:
             return
         self._require_rows()
         rows = sorted(self.lanes)
-        self.batch.keep_rows(self.batch.last_B.new_tensor(rows))
+        self.batch.keep_rows(self.batch.tensor(rows))
         self.lanes = {new: self.lanes[old] for new, old in enumerate(rows)}
         for row, lane in self.lanes.items():
             lane.row = row
