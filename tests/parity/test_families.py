@@ -361,6 +361,8 @@ def test_a_widened_trunk_computes_what_it_does_in_fp32(built: Built) -> None:
 
 @torch.no_grad()
 def test_a_trunk_held_in_fp32_computes_in_bf16_what_it_does_loaded_in_bf16(built: Built) -> None:
+    if IS_OLD and built.name == "deepseek_v4":
+        pytest.skip("an older transformers cannot run DeepSeek V4 that is loaded in bf16")
     tokens_1T = random_tokens()
     loaded, held = copy.deepcopy(built.trunk), copy.deepcopy(built.trunk)
     kept = kept_in_fp32(held.causal_lm)
