@@ -1,4 +1,4 @@
-"""How many matrix products are computed, and in which dtypes."""
+"""How many matrix products are computed, and in which dtypes; and what modules of experts compute."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mtp_train.upstream.transformers_private import set_experts
+
+EXPERT_TOKENS, CHOSEN_EXPERTS = 11, 2
+"""Tokens that a module of experts computes, and the experts of each."""
 # Inference mode shows linear layers whole.
 _PRODUCTS = (
     torch.ops.aten.mm.default,
@@ -32,3 +36,17 @@ class Products(TorchDispatchMode):
             # Grouped products are also given where their groups end.
             self.dtypes |= {one.dtype for one in args if isinstance(one, Tensor) and one.is_floating_point()}
         return func(*args, **(kwargs or {}))
+
+
+def computed(experts: Any, function: str, seed: int = 0) -> list[Tensor]:
+    """Return the output and all gradients of a module of experts by a function, on random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    width = experts.down_proj.shape[2 if experts.is_transposed else 1]
+    state_ND = torch.randn(EXPERT_TOKENS, width, generator=generator, requires_grad=True)
+    chosen_NE = torch.randint(experts.num_experts, (EXPERT_TOKENS, CHOSEN_EXPERTS), generator=generator)
+    weight_NE = torch.rand(EXPERT_TOKENS, CHOSEN_EXPERTS, generator=generator).requires_grad_()
+    set_experts(experts.config, function)
+    output_ND = experts(state_ND, chosen_NE, weight_NE)
+    slope_ND = torch.randn(output_ND.shape, generator=generator)
+    wanted = [state_ND, weight_NE, *experts.parameters()]
+    return [output_ND.detach(), *torch.autograd.grad(output_ND, wanted, slope_ND.to(output_ND.dtype))]

@@ -15,9 +15,10 @@ from typing import NoReturn
 
 import mtp_train as mtp
 from mtp_train.cli import checkpoint_commands, decoding_commands, recipe_commands
-from mtp_train.cli.output import is_main_process, printed
+from mtp_train.cli.output import printed
 from mtp_train.errors import printable
 from mtp_train.train.stopping import Stopped, stopped_by_signals
+from mtp_train.trunk.progress import is_main_process
 
 CLOSED_PIPE = 141
 """Exit code where nobody reads stdout any more, as of a program that SIGPIPE ends."""
@@ -108,8 +109,9 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
     args, unknown = parser.parse_known_args(arguments)
     if hasattr(args, "overrides"):
         # argparse takes a list of words in one place only; changes to a recipe may follow options.
-        args.overrides += [word for word in unknown if word[0] != "-" and "=" in word]
-        unknown = [word for word in unknown if word not in args.overrides]
+        changes = [word for word in unknown if word[0] != "-" and "=" in word]
+        args.overrides = [*args.overrides, *changes]
+        unknown = [word for word in unknown if word not in changes]
     if unknown:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return args

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -37,11 +36,6 @@ Handler = Callable[[argparse.Namespace], Result | Printed]
 def printed(found: Result | Printed) -> Printed:
     """Return what a command prints of its result."""
     return found if isinstance(found, Printed) else Printed(found.to_json(), str(found))
-
-
-def is_main_process() -> bool:
-    """Return whether this process prints for all processes of a launch."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def progress_of(args: argparse.Namespace) -> Progress:

@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 
 import mtp_train as mtp
-from mtp_train.cli.output import Handler, Printed, Result, add_command, is_main_process, progress_of
+from mtp_train.cli.output import Handler, Printed, Result, add_command, progress_of
+from mtp_train.trunk.progress import is_main_process
 
 
 def add_commands(commands: Any) -> None:

@@ -44,19 +44,22 @@ class Measurements:
     """Measurements of a server."""
 
 
-def assemble(found: Measurements, headline: Setting, settings: Mapping[str, Any]) -> Report:
-    """Compute the report of some arms: their figures at every setting, all tasks together.
+def assemble(
+    found: Measurements, headline: Setting, settings: Mapping[str, Any], *, tasks_apart: bool = False
+) -> Report:
+    """Compute the report of some arms: their figures at every setting.
 
     Args:
         found: The measurements.
         headline: The setting of the report's ``arms``; an arm that was not measured there has cells only.
         settings: How everything was measured. Figures measured with other settings are not comparable.
+        tasks_apart: Whether there are cells of every task, besides those of all tasks together.
     """
     arms = [arm for arm in found.arms if arm.decoded.get(arm.own(headline))]
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "platform": platform.platform()}
     return Report(
         arms={arm.name: make_cell(arm, arm.own(headline)).result for arm in arms},
-        cells=tuple(make_cell(arm, setting) for arm in found.arms for setting in arm.settings),
+        cells=tuple(cell for arm in found.arms for cell in make_cells(arm, tasks_apart=tasks_apart)),
         lossless=lossless(checked_records(found.arms)),
         settings={**settings, **found.facts, "threads": torch.get_num_threads(), **versions},
         depths=tuple(make_cell(arm, setting) for arm in found.arms for setting in arm.timed_only),
@@ -64,16 +67,16 @@ def assemble(found: Measurements, headline: Setting, settings: Mapping[str, Any]
 
 
 def compared(report: Report, found: Measurements, title: str) -> Report:
-    """Return the report of a study: with its tasks, comparisons, positions in the output, costs and server."""
+    """Return the report of a study: with its comparisons, positions in the output, costs and server."""
     drafted = [arm for arm in found.arms if arm.head is not None]
-    served, arms, cells = found.served, dict(report.arms), [cell for arm in found.arms for cell in make_cells(arm)]
+    served, arms, cells = found.served, report.arms, report.cells
     if served is not None:
-        arms, cells = {**arms, served.cells[0].arm: served.cells[0].result}, [*cells, *served.cells]
+        arms, cells = {**arms, served.cells[0].arm: served.cells[0].result}, (*cells, *served.cells)
     return replace(
         report,
         title=title,
         arms=arms,
-        cells=tuple(cells),
+        cells=cells,
         comparisons=compare_arms(drafted),
         positions=tuple(one for arm in drafted for one in position_bins(arm)),
         costs=tuple(found.costs),

@@ -257,7 +257,7 @@ def study_report(found: Measurements, grid: EvaluationGrid, title: str) -> Repor
         "speed_prompts": SPEED_PROMPTS,
         "headline": {key: getattr(grid.headline, key) for key in ("temperature", "context_tokens", "depth", "rule")},
     }
-    return compared(assemble(found, grid.headline, settings), found, title)
+    return compared(assemble(found, grid.headline, settings, tasks_apart=True), found, title)
 
 
 def _require_sound(arms: Sequence[OpenArm], progress: Progress) -> None:
@@ -303,8 +303,7 @@ def _measure(study: _Study, group: Sequence[OpenArm], plain_name: str, found: Me
         found.served = judged(found.served, trunk, eos_ids)
         for warning in found.served.document["warnings"]:
             progress.console.print(f"{SERVED}: {warning}", highlight=False)
-    weight = trunk.lm_head_VD
-    found.facts = {"dtype": str(weight.dtype).removeprefix("torch."), "device": str(weight.device)}
+    found.facts = {"dtype": trunk.dtype_name, "device": str(trunk.lm_head_VD.device)}
     options = DecodingOptions(max_new_tokens=grid.max_new_tokens, eos_ids=eos_ids, seed=grid.seed, batch=grid.batch)
     found.arms += measure_trunk(
         arms, prompts, grid.settings(), options, progress, processes=study.processes, store=study.store

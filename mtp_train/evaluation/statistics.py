@@ -103,12 +103,12 @@ def lossless(checked: Sequence[PromptRecord]) -> Lossless:
     )
 
 
-def make_cells(arm: MeasuredArm) -> tuple[Cell, ...]:
-    """Return a cell per own setting and task, all tasks first."""
+def make_cells(arm: MeasuredArm, *, tasks_apart: bool = True) -> tuple[Cell, ...]:
+    """Return a cell per own setting, of all tasks together, and after it one per task if they are shown apart."""
     return tuple(
         make_cell(arm, setting, task)
         for setting in arm.settings
-        for task in (ALL_TASKS, *dict.fromkeys(one.task for one in arm.decoded[setting]))
+        for task in (ALL_TASKS, *(dict.fromkeys(one.task for one in arm.decoded[setting]) if tasks_apart else ()))
     )
 
 

@@ -293,7 +293,7 @@ def trunk_facts(recipe: Recipe, trunk: Trunk) -> dict[str, Any]:
     weight = trunk.lm_head_VD
     on_cuda = weight.device.type == "cuda"
     return {
-        "dtype": str(weight.dtype).removeprefix("torch."),
+        "dtype": trunk.dtype_name,
         "offload": recipe.model.offload,
         "device": torch.cuda.get_device_name(weight.device) if on_cuda else str(weight.device),
     }

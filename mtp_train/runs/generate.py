@@ -213,7 +213,7 @@ def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: 
     )
     settings = options.settings() | {
         "external_drafter": None if model.external is None else model.external.title,
-        "dtype": str(decoder.trunk.lm_head_VD.dtype).removeprefix("torch."),
+        "dtype": decoder.trunk.dtype_name,
         "device": str(device),
         "captured_rounds": decoder.captured_rounds,
     }

@@ -38,14 +38,14 @@ from mtp_train.runs.refusals import check_decoder
 from mtp_train.runs.regeneration import data_stage, generate_responses, regeneration_of, trained_documents
 from mtp_train.runs.resolve import FROM_TEXT, Choice, Overrides, recipe_of, resolve_training, resolved_recipe
 from mtp_train.runs.run import Run, RunTrunk, join_processes, memory_is_named
-from mtp_train.runs.run_directory import DONE, Attempt, Outcome, RunDirectory, is_main_process
+from mtp_train.runs.run_directory import DONE, Attempt, Outcome, RunDirectory
 from mtp_train.runs.settings import plan_of
 from mtp_train.runs.training import STATE, train_stage
 from mtp_train.train.launch import describe_processes, lost_process_is_named
 from mtp_train.train.log import read_metrics
 from mtp_train.train.stopping import stopped_by_signals
 from mtp_train.trunk.precision import resolve_precision
-from mtp_train.trunk.progress import progress_on
+from mtp_train.trunk.progress import is_main_process, progress_on
 
 
 def run(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | None = None) -> RunResult:

@@ -237,16 +237,19 @@ def require_embedded(prompts: Sequence[Prompt], documents: Sequence[Document], v
             )
 
 
+def needs_room(recipe: Recipe) -> bool:
+    """Return whether a GPU has to hold the trunk that a run decodes with: in no study, and not offloaded or packed."""
+    packed = recipe.model.offload is not None or recipe.model.quantization is not None
+    return recipe.decodes and recipe.study is None and not packed
+
+
 def decoding_problem(recipe: Recipe, trunk_bytes: int, head_bytes: int, memory_bytes: int) -> str | None:
     """Return why a run cannot decode with its trunk on a GPU; None if it can, or need not.
 
-    Studies, and trunks that are offloaded or quantised, are not judged. The retrained head and its baseline are in
-    memory together.
+    The retrained head and its baseline are in memory together.
     """
-    model, needed = recipe.model, trunk_bytes + NUM_HEADS * head_bytes
-    if not recipe.decodes or recipe.study is not None or model.offload or model.quantization:
-        return None
-    if needed <= ROOM_SHARE * memory_bytes:
+    needed = trunk_bytes + NUM_HEADS * head_bytes
+    if not needs_room(recipe) or needed <= ROOM_SHARE * memory_bytes:
         return None
     return (
         f"model.trunk: {needed / GIB:.0f} GiB with two heads, and a GPU has {memory_bytes / GIB:.0f} GiB; expected at "
@@ -281,8 +284,7 @@ def check_decoder(
                 f"ties, and at most {NOISE_RATIO:g} times. Acceptance measured with it would mean nothing, so nothing "
                 "was trained. Please report it with the trunk's config.json."
             )
-    dtype = str(trunk.lm_head_VD.dtype).removeprefix("torch.")
     console.print(
-        f"Decoder checked on {len(chosen)} prompts: lossless. In {dtype}, rounding moves this trunk's logits by up to "
-        f"{noise:.2g}."
+        f"Decoder checked on {len(chosen)} prompts: lossless. In {trunk.dtype_name}, rounding moves this trunk's "
+        f"logits by up to {noise:.2g}."
     )

@@ -29,7 +29,7 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.head_source import RunHead
 from mtp_train.runs.inputs import Inputs, gather_inputs
-from mtp_train.runs.refusals import decoding_problem
+from mtp_train.runs.refusals import decoding_problem, needs_room
 from mtp_train.runs.run_answers import require_answers
 from mtp_train.runs.run_directory import ADAPTER, TRUNK, Attempt, RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_accelerator, require_processes
@@ -195,7 +195,7 @@ def require_room(run: Run) -> None:
         RecipeError: It does not.
     """
     checkpoint, device = run.inputs.finetune, run.accelerator.device
-    if device.type != "cuda":
+    if device.type != "cuda" or not needs_room(run.recipe):
         return
     itemsize = trunk_dtype(checkpoint, checkpoint.family, device, run.recipe.model.dtype).itemsize
     if quant_method(checkpoint.config) is not None:

@@ -66,6 +66,7 @@ from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, valid
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.head_source import RunHead, open_head_source
 from mtp_train.train.stopping import Stopped
+from mtp_train.trunk.progress import is_main_process
 
 FIRST_STAGE, DONE = "check", "done"
 OUTCOME_FILE, PROVENANCE_FILE = "outcome.json", "provenance.json"
@@ -107,11 +108,6 @@ class Attempt:
     """Whether this process has joined the others of its launch."""
     outcome: Outcome | None = None
     """Set by the last stage; the main process records it."""
-
-
-def is_main_process() -> bool:
-    """Return whether this is rank 0 of the launch, by the launcher's variable: valid before accelerate is set up."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 @dataclass(frozen=True)

@@ -257,6 +257,11 @@ class Trunk(nn.Module):
         weight: Tensor = self.causal_lm.get_output_embeddings().weight
         return weight if self._real_vocab is None else weight[: self._real_vocab]
 
+    @property
+    def dtype_name(self) -> str:
+        """The dtype of the output matrix, as messages and reports name it: ``bfloat16``."""
+        return str(self.lm_head_VD.dtype).removeprefix("torch.")
+
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Return the input embedding of tokens, shape (B, T, D)."""
         return self._call(self.causal_lm.get_input_embeddings(), tokens_BT)

@@ -47,8 +47,7 @@ def non_finite_error(
         found = _named(parts, lambda: _draft(trunk, head, tokens_1T, depth))
     else:
         name, found = type(drafter).__name__, None
-    dtype = str(trunk.lm_head_VD.dtype).removeprefix("torch.")
-    place = f"{name}: its logits after {len(token_ids)} tokens are NaN or infinite ({dtype})"
+    place = f"{name}: its logits after {len(token_ids)} tokens are NaN or infinite ({trunk.dtype_name})"
     if found is None:
         return CheckpointError(
             f"{place}, and a forward without a cache does not show where they come from; expected finite logits. Load "

@@ -161,8 +161,8 @@ def computing_in(
     kept = kept_in_fp32(model)
     scratch = scratch or Scratch()
     with ExitStack() as stack:
-        for name, unit in _units(model, layers, dtype, kept):
-            converted = _Unit(unit, dtype, _to_convert(name, unit, dtype, kept), scratch)
+        for unit, held in _units(model, layers, dtype, kept):
+            converted = _Unit(unit, dtype, held, scratch)
             for handle in (
                 unit.register_forward_pre_hook(converted.before, with_kwargs=True),
                 # always_call: a forward may end with an exception, such as KeysWritten from a cache in keys-only mode.
@@ -197,11 +197,12 @@ def _to_convert(name: str, module: nn.Module, dtype: torch.dtype, kept: tuple[st
 
 def _units(
     module: nn.Module, layers: Collection[nn.Module], dtype: torch.dtype, kept: tuple[str, ...], name: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules to convert as a unit, by name: layers, and other modules with weights in another dtype."""
+) -> Iterator[tuple[nn.Module, list[Held]]]:
+    """Yield the modules to convert as a unit, and their weights in another dtype: layers, and other such modules."""
     if module in layers or not any(child in layers for child in module.modules()):
-        if _to_convert(name, module, dtype, kept):
-            yield name, module
+        held = _to_convert(name, module, dtype, kept)
+        if held:
+            yield module, held
         return
     for part, child in module.named_children():
         yield from _units(child, layers, dtype, kept, f"{name}.{part}")

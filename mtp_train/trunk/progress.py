@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -15,6 +16,14 @@ LINE_SECONDS = 30.0
 """Time between two lines of a task in a log."""
 LARGE_BYTES = 1 << 30
 """A model of so many bytes takes long enough to load for a line in a log."""
+
+
+def is_main_process() -> bool:
+    """Return whether this process prints for all processes of a launch, by the launcher's variable.
+
+    The variable is valid before accelerate is set up.
+    """
+    return os.environ.get("RANK", "0") == "0"
 
 
 class LoggedProgress(Progress):

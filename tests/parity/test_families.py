@@ -44,7 +44,8 @@ from mtp_train.train.packed_rows import PackedBatch, Segment, aligned_rows, isol
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
 from mtp_train.trunk.whole import diagnose_trunk
-from mtp_train.upstream.transformers_private import kept_in_fp32, set_experts
+from mtp_train.upstream.transformers_private import kept_in_fp32
+from products import EXPERT_TOKENS, computed
 from scripted import spied_drafts
 from tiny import ALL_FAMILIES, IS_OLD, VOCAB_SIZE, family_of, tiny_head, tiny_trunk
 from tolerances import FAR, assert_differs, assert_same, num_terms, rounding
@@ -420,8 +421,6 @@ def test_a_trunk_is_whole_until_a_tensor_is_lost_or_cut(built: Built, tmp_path: 
 
 # Training
 
-TOKENS, CHOSEN = 11, 2
-
 
 def test_the_heads_experts_compute_what_transformers_loop_does(built: Built) -> None:
     head = copy.deepcopy(built.head)
@@ -429,27 +428,13 @@ def test_the_heads_experts_compute_what_transformers_loop_does(built: Built) -> 
     assert bool(stacked) == any(".experts." in key for key in head.state_dict())
     for experts in map(head.get_submodule, stacked[:1]):
         assert experts.config._experts_implementation == GROUPED_EXPERTS  # type: ignore[arg-type]
-        terms = TOKENS * num_terms(experts)
+        terms = EXPERT_TOKENS * num_terms(experts)
         found, loop, other = (
             computed(experts, function, seed) for function, seed in ((GROUPED_EXPERTS, 0), ("eager", 0), ("eager", 1))
         )
         for one, expected, wrong in zip(found, loop, other, strict=True):
             assert_same(one, expected, terms)
             assert_differs(one, wrong, terms)
-
-
-def computed(experts: Any, function: str, seed: int) -> list[Tensor]:
-    """Return the output and all gradients of a module of experts by a function, on random tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    width = experts.down_proj.shape[2 if experts.is_transposed else 1]
-    state_ND = torch.randn(TOKENS, width, generator=generator, requires_grad=True)
-    chosen_NE = torch.randint(experts.num_experts, (TOKENS, CHOSEN), generator=generator)
-    weight_NE = torch.rand(TOKENS, CHOSEN, generator=generator).requires_grad_()
-    set_experts(experts.config, function)
-    output_ND = experts(state_ND, chosen_NE, weight_NE)
-    slope_ND = torch.randn(output_ND.shape, generator=generator)
-    wanted = [state_ND, weight_NE, *experts.parameters()]
-    return [output_ND.detach(), *torch.autograd.grad(output_ND, wanted, slope_ND.to(output_ND.dtype))]
 
 
 def batch() -> PackedBatch:

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mtp_train.heads.experts import GROUPED_EXPERTS, is_stacked
-from mtp_train.upstream.transformers_private import set_experts
-from products import Products
+from products import Products, computed
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
 
-TOKENS, CHOSEN = 11, 2
 LOOP, GROUPED = "eager", "grouped_mm"
 HALF = torch.bfloat16
 
@@ -24,20 +22,6 @@ def experts_of_family(name: str) -> Any:
     head = tiny_head(tiny_trunk(name))
     stacked = (key for key, value in head.named_parameters() if is_stacked(key, value.shape))
     return next((head.get_submodule(key.rpartition(".")[0]) for key in stacked), None)
-
-
-def computed(experts: Any, function: str, seed: int = 0) -> list[Tensor]:
-    """Return the output and all gradients of a module of experts by a function, on random tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    width = experts.down_proj.shape[2 if experts.is_transposed else 1]
-    state_ND = torch.randn(TOKENS, width, generator=generator, requires_grad=True)
-    chosen_NE = torch.randint(experts.num_experts, (TOKENS, CHOSEN), generator=generator)
-    weight_NE = torch.rand(TOKENS, CHOSEN, generator=generator).requires_grad_()
-    set_experts(experts.config, function)
-    output_ND = experts(state_ND, chosen_NE, weight_NE)
-    slope_ND = torch.randn(output_ND.shape, generator=generator)
-    wanted = [state_ND, weight_NE, *experts.parameters()]
-    return [output_ND.detach(), *torch.autograd.grad(output_ND, wanted, slope_ND.to(output_ND.dtype))]
 
 
 @pytest.mark.parametrize("name", [name for name in ("qwen3_5_moe", "gpt_oss", "nemotron_h") if name in ALL_FAMILIES])
