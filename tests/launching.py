@@ -26,7 +26,8 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 def environment(**variables: str) -> dict[str, str]:
     """Return this environment without what a launcher set in it, and without an accelerator."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "inference", ROOT / "tests")))
+    found = filter(None, (os.environ.get("PYTHONPATH"),))
+    paths = os.pathsep.join([*map(str, (ROOT, ROOT / "inference", ROOT / "tests")), *found])
     return {**kept, "PYTHONPATH": paths, **ONE_THREAD, "CUDA_VISIBLE_DEVICES": "", **variables}
 
 

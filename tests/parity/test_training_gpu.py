@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,12 +22,14 @@ from torch.nn.attention import SDPBackend
 from gpu_jobs import two_steps_on
 from launching import DEADLINE_SECONDS, ROOT, environment, start
 from mtp_train.heads.attention import masked_attention, without_cudnn_attention
+from tiny import ALL_FAMILIES
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 WIDTHS = (64, 128, 256)
 NUM_HEADS, NUM_KEY_HEADS = 4, 2
 JOBS = ROOT / "tests" / "gpu_jobs.py"
+TRAINED = ("qwen3_5", "glm4_moe", "mimo_v2_flash", "nemotron_h")
 BF16 = 2e-2
 """Relative to the norm, of results that are rounded to bf16 on the way."""
 
@@ -84,7 +87,7 @@ def test_attention_with_a_mask_has_gradients_at_every_length(num_tokens: int, wi
     assert max(apart(found, expected)) < BF16
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe", "mimo_v2_flash", "nemotron_h"])
+@pytest.mark.parametrize("family", [name for name in TRAINED if name in ALL_FAMILIES])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_two_training_steps_are_those_of_a_cpu(family: str, recompute: bool) -> None:
     expected = two_steps_on(family, on_cpu=True)
@@ -97,8 +100,10 @@ def test_two_training_steps_are_those_of_a_cpu(family: str, recompute: bool) -> 
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:
     """Let torch raise where the host would wait for the GPU."""
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode")
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
