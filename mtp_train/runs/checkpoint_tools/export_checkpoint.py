@@ -98,8 +98,7 @@ def export(
     at most one of them.
 
     Args:
-        source: A run directory, or a checkpoint with a complete head, whether its config declares the head or not; with
-            ``head_only`` also a GGUF file with one.
+        source: A run directory, a checkpoint with a complete head, declared or not, or a GGUF file with ``head_only``.
         out: The new directory.
         head_only: Write an MTP head alone, as a directory that vLLM loads as a draft model.
         gguf: Write the head alone as a GGUF file for llama.cpp: ``"f32"``, ``"f16"``, ``"bf16"`` or ``"q8_0"``.
@@ -110,15 +109,13 @@ def export(
     Raises:
         MtpError: Several forms are given, or ``copy`` with ``gguf``.
         OutputExistsError: ``out`` exists.
-        CheckpointError: There is no head to export, the run has not been measured, the form does not hold this kind of
-            head, or a weight of the trunk is missing or not finite.
+        CheckpointError: No head that this form holds, an unmeasured run, or a weight that is missing or not finite.
         ChangedInputError: The run's trunk changed since the head was trained on it.
         GateRefusedError: The run's head is not better than its baseline.
         UnsupportedModelError: llama.cpp has no graph for this head.
 
     Example:
-        >>> import mtp_train as mtp
-        >>> print(mtp.export("runs/my-27b", "my-27b-head", gguf="q8_0"))
+        >>> print(mtp_train.export("runs/my-27b", "my-27b-head", gguf="q8_0"))
         Wrote my-27b-head/mtp-my-27b.gguf. Serve it: llama-server ...
     """
     source, out, progress = Path(source), Path(out), progress or quiet_progress()
