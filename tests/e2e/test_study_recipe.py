@@ -176,16 +176,6 @@ def test_two_processes_measure_the_arms_as_one_does(inputs: Path, unbroken: Path
 
 
 @pytest.mark.slow
-def test_two_processes_make_the_study_of_one(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **at_home(inputs))
-    done = launch("cpu_ddp.yaml", recipe, tmp_path / "run", ACCELERATE_USE_CPU="true")
-    assert done.returncode == 0, done.stderr
-    ours, theirs = (load_report(path / "report.json") for path in (tmp_path / "run", unbroken))
-    assert list(ours.arms) == list(theirs.arms)
-    assert [one.statement for one in ours.findings] == [one.statement for one in theirs.findings]
-
-
-@pytest.mark.slow
 def test_the_demos_study_shows_a_stale_head_recovering(tmp_path: Path) -> None:
     """Smaller than the recipe, and with the same story."""
     recipe = load_recipe(

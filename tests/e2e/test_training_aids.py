@@ -1,4 +1,4 @@
-"""Hidden states on disk and choosing by acceptance, through a whole run."""
+"""Hidden states on disk, choosing by acceptance, and LoRA on the head, through a whole run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import GateRefusedError, OutOfMemoryError
 from mtp_train.evaluation.results import load_report
+from mtp_train.heads.lora import is_lora
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.train.log import read_metrics
 from runs import LEARNS, copy_run, run_quietly, write_inputs, write_recipe
@@ -114,3 +115,15 @@ def test_a_run_out_of_memory_says_what_to_change_and_goes_on_once_it_is(
     with contextlib.suppress(GateRefusedError):
         run_quietly(load_recipe(recipe, ["data.regenerate.enabled=false"]))
     assert json.loads((tmp_path / "run" / "outcome.json").read_text())["stage"] == "done"
+
+
+@pytest.mark.slow
+def test_a_head_that_learns_by_lora_is_exported_like_any_other(inputs: Path, tmp_path: Path) -> None:
+    run_dir = run(inputs, tmp_path, **{**LEARNS, "head__lora": {"r": 8, "alpha": 16}})
+    base, exported = open_checkpoint(inputs / "base"), open_checkpoint(run_dir / "export")
+    assert exported.tensors.keys() == base.tensors.keys()
+    trained = head_of(run_dir)
+    # LoRA adapts matrices and leaves norms.
+    assert all(torch.equal(value, base.read(key)) == (value.ndim == 1) for key, value in trained.items())
+    state = max((run_dir / "state").glob("step-*"))
+    assert all(map(is_lora, load_file(state / "head.safetensors")))
