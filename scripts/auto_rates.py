@@ -47,15 +47,19 @@ from mtp_train.trunk.tokenizer import load_tokenizer
 STARTS = ("trained", "stale", "new")
 FACTORS = (1.0, 0.2, 0.04)
 SHORT = {
-    "data.regenerate.max_prompts": 480,
-    "data.regenerate.max_new_tokens": 128,
-    "data.seq_len_tokens": 512,
+    "data.regenerate.max_prompts": 320,
+    "data.regenerate.max_new_tokens": 96,
+    "data.seq_len_tokens": 256,
     "data.holdout": 0.2,
-    "evaluate.prompts": 36,
+    "evaluate.prompts": 24,
     "evaluate.temperature": 0.0,
-    "evaluate.max_new_tokens": 96,
+    "evaluate.max_new_tokens": 64,
+    "evaluate.dense_tokens": 512,
+    "train.tokens_per_step": 1024,
+    "train.max_steps": 60,
     "train.precision": "fp32",
-    "train.select.patience": None,
+    "train.select": {"tokens": 4096, "share": 0.2},
+    "train.hidden_cache": {},
     "export.enabled": False,
     "track.wandb": "off",
 }
@@ -102,8 +106,8 @@ def cells(models: Path | None, out: Path, console: Console) -> Iterator[dict[str
     of_new = settings_of("graft", trunk, base, "unused", [data])
     of_new["head"] = {"init": "copy_last_layer"}
     # Twice: the second one starts from the first one's head.
-    first = run(out / "first", of_graft, {}, console)
-    again = {"model.head_from": str(first), "data.responses": str(first)}
+    first = run(out / "first", of_graft, {"train.max_steps": 240}, console)
+    again = {"model.head_from": str(first), "data.responses": str(first), "train.max_steps": 240}
     trained = run(out / "again", of_graft, again, console)
     adapter = out / "adapter"
     if not adapter.is_dir():

@@ -32,7 +32,7 @@ from mtp_train.runs.refusals import HeadOnTrunk, decoding_problem, raise_togethe
 from mtp_train.runs.resolve import Choice, Overrides, launched_processes, resolved_recipe
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.settings import cache_bytes, measured_tokens, memory_options, plan_of
-from mtp_train.runs.study.material import for_objective
+from mtp_train.runs.study import for_objective
 from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk, estimate_footprint, in_shards
 from mtp_train.trunk.load import empty_trunk

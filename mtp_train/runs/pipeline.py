@@ -144,7 +144,7 @@ def _joined(
 def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcome:
     """Run all stages. The processes share all but the report and the export, which are the main process's."""
     if run.recipe.study is not None:
-        from mtp_train.runs.study.study_run import run_study_stages
+        from mtp_train.runs.study import run_study_stages
 
         return run_study_stages(run, run.recipe.study, console)
     trunk = RunTrunk(run)
