@@ -16,10 +16,9 @@ from mtp_train.errors import DataError, OutputExistsError
 from mtp_train.evaluation.results import Report, load_report
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.sections import StudySection
+from mtp_train.runs import study as stages
 from mtp_train.runs.inputs import gather_inputs
-from mtp_train.runs.study import study_run as stages
-from mtp_train.runs.study.material import gather_study
-from mtp_train.runs.study.protocol import CLAIM
+from mtp_train.runs.study import CLAIM, gather_study
 from runs import copy_run, run_quietly, tiny_recipe, write_inputs, write_recipe
 
 STUDY: dict[str, Any] = {
