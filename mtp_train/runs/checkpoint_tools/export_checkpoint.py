@@ -121,9 +121,7 @@ def export(
     source, out, progress = Path(source), Path(out), progress or quiet_progress()
     _require_one_form(head_only=head_only, gguf=gguf is not None, speculators=speculators, copy=copy)
     if is_gguf(source):
-        if not head_only:
-            raise MtpError(f"{source}: a GGUF file; expected --head-only, which takes its head out. Add it.")
-        return ExportResult(out, source, file=export_gguf_head(source, out, progress))
+        return _take_head_out(source, out, head_only, progress)
     refuse_existing(out, what="the checkpoint" if gguf is None else "the GGUF file")
     found = _head_to_export(source, progress)
     _require_sound(source, found, progress, alone=head_only or gguf is not None)
@@ -142,6 +140,12 @@ def export(
     form: DraftForm = "speculators" if speculators else "engines"
     notes = _write_with_trunk(source, found, out, form, "copy" if copy else "hard", progress)
     return ExportResult(out, trunk.path, notes=notes)
+
+
+def _take_head_out(source: Path, out: Path, head_only: bool, progress: Progress) -> ExportResult:
+    if not head_only:
+        raise MtpError(f"{source}: a GGUF file; expected --head-only, which takes its head out. Add it.")
+    return ExportResult(out, source, file=export_gguf_head(source, out, progress))
 
 
 def _write_with_trunk(
