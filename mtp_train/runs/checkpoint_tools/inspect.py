@@ -25,7 +25,7 @@ from mtp_train.checkpoints.suggestions import (
     graft_command,
     inspect_command,
     named_base,
-    retrain_command,
+    probe_command,
     train_command,
 )
 from mtp_train.checkpoints.values import common_tensors, find_non_finite, paired_rows, squared_change
@@ -368,7 +368,8 @@ def _find_cure(
         # Releases of such a family have a head. It was probably dropped: Unsloth drops its count in the config too.
         lost = base is None and not checkpoint.family.attached
         return inspect_command(path, donor) if lost else train_command(path)
-    return retrain_command(path, donor) if stale else None
+    # Bytes tell that the head was not trained for this trunk, not that it drafts worse.
+    return probe_command(path, donor) if stale else None
 
 
 def _with_donor(checkpoint: Checkpoint, base: Checkpoint | None) -> tuple[str, str]:
