@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ from mtp_train.errors import DataError, printable
 from mtp_train.evaluation.arms import local_device
 from mtp_train.runs.display import html_table, quiet_progress
 from mtp_train.train.machine import use_threads
-from mtp_train.trunk.tokenizer import load_tokenizer
+from mtp_train.trunk.tokenizer import load_tokenizer, require_variables
 from mtp_train.trunk.whole import require_whole_trunk
+
+_KWARGS = "--chat-template-kwargs"
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ def generate(
     head: str | Path | None = None,
     adapter: str | Path | None = None,
     chat: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     max_new_tokens: int = 128,
     depth: int = 3,
     mtp: MtpMode = "on",
@@ -109,6 +112,7 @@ def generate(
             ``"ngram"`` or ``"model:CKPT"``. None for the checkpoint's own head.
         adapter: A peft adapter to apply to the trunk without merging.
         chat: Put each prompt through the chat template as a user's message.
+        chat_template_kwargs: With ``chat``, variables for the template: ``{"enable_thinking": False}``.
         max_new_tokens: Limit per prompt, at least 1.
         depth: Draft tokens per round, 0 to 7; 0 is plain decoding.
         mtp: ``"on"`` drafts ``depth`` tokens every round, ``"off"`` none, ``"auto"`` as many as pay, up to ``depth``.
@@ -133,6 +137,7 @@ def generate(
         head=None if head is None else str(head),
         adapter=None if adapter is None else str(adapter),
         chat=chat,
+        chat_template_kwargs=dict(chat_template_kwargs or {}),
         max_new_tokens=max_new_tokens,
         depth=0 if mtp == "off" else depth,
         mtp=mtp,
@@ -141,6 +146,8 @@ def generate(
         draft_sampling=draft_sampling,
     )
     _require_numbers(depth, max_new_tokens)
+    if chat_template_kwargs and not chat:
+        raise DataError(f"{_KWARGS}: given without --chat; expected a chat, which the template writes. Add --chat.")
     return _decode(options, on_text, progress or quiet_progress())
 
 
@@ -153,6 +160,7 @@ class _Options:
     head: str | None
     adapter: str | None
     chat: bool
+    chat_template_kwargs: dict[str, Any]
     max_new_tokens: int
     depth: int
     mtp: MtpMode
@@ -187,8 +195,10 @@ def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: 
     if device.type == "cpu":
         use_threads(model.checkpoint.text_config)
     tokenizer = load_tokenizer(model.checkpoint, trust_remote_code=False)
+    variables = options.chat_template_kwargs
+    require_variables(tokenizer, variables, _KWARGS)
     prompts = [
-        prompt_tokens(tokenizer, prompt, chat=options.chat, where=f"--prompt {number}")
+        prompt_tokens(tokenizer, prompt, chat=options.chat, where=f"--prompt {number}", variables=variables)
         for number, prompt in enumerate(options.prompts, start=1)
     ]
     for number, prompt_ids in enumerate(prompts, start=1):

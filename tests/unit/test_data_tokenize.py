@@ -22,7 +22,6 @@ from mtp_train.data.tokenize import (
     build_prompts,
     choose_evenly,
     choose_prompts,
-    continuation_prompts,
     frequent_tokens,
     tokenize_records,
 )
@@ -188,10 +187,22 @@ def test_long_texts_are_split_and_long_responses_truncated() -> None:
 
 def test_pieces_and_records_without_a_target_are_left_out() -> None:
     tokenizer = byte_tokenizer()
-    contents: list[Content] = [PlainText("abcd"), PromptResponse("abcdef", "g"), PlainText("a"), chat("hi")]
+    contents: list[Content] = [PlainText("abcd"), PromptResponse("abcdef", "g"), PlainText("a")]
     documents, counts = tokenize_records(records(*contents), tokenizer, 4)
     assert [document.id for document in documents] == ["f#1/0"]
-    assert counts.dropped == 3
+    assert counts.dropped == 2
+    assert str(counts) == (
+        "1 of 3 records are cut after 4 tokens; 2 of 3 records are left out, as the cut leaves nothing to learn"
+    )
+
+
+@pytest.mark.parametrize("bare", [chat("hi"), PromptResponse("ab")])
+def test_prompts_without_a_response_are_refused_where_responses_are_learnt(bare: Content) -> None:
+    with pytest.raises(
+        DataError, match=r"f, record 2: a prompt without a response, as are 2 of 3 records; .*data.regenerate=\{\}"
+    ):
+        tokenize_records(records(PlainText("abcd"), bare, bare), byte_tokenizer(), 64)
+    assert len(build_prompts(records(bare, bare), byte_tokenizer())) == 2
 
 
 def test_nothing_left_is_refused_with_counts() -> None:
@@ -270,7 +281,6 @@ def test_a_pair_gives_its_raw_prompt() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (PlainText("abc"), r"f, record 1: plain text has no prompt; expected chats .*Switch data.regenerate off"),
         (Chat((ASSISTANT,)), "f, record 1: the only assistant turn comes first; expected a message before it"),
         (PromptResponse("", "cd"), "f, record 1: the prompt is empty; expected at least one token"),
     ],
@@ -284,12 +294,10 @@ def test_a_text_is_continued_from_its_half_but_not_from_afar() -> None:
     texts = ["abcde", "a", "", "x" * 1000]
     records = [Record(f"f#{number}", "g", PlainText(text)) for number, text in enumerate(texts, start=1)]
     tokenizer = byte_tokenizer(None)
-    prompts = continuation_prompts(records, tokenizer)
+    prompts = build_prompts(records, tokenizer)
     assert [prompt.id for prompt in prompts] == ["f#1", "f#4"]
     assert tokenizer.decode(list(prompts[0].prompt_ids)) == "ab"
     assert len(prompts[1].prompt_ids) == MAX_CONTINUATION_TOKENS
-    with pytest.raises(DataError, match="f, record 1: a chat or a pair; expected plain text to continue"):
-        continuation_prompts([Record("f#1", "g", PromptResponse("a", "b"))], tokenizer)
 
 
 def test_a_choice_of_prompts_grows_without_changing() -> None:
