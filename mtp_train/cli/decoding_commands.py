@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -98,7 +99,7 @@ def _add_grid(add: Callable[..., Any]) -> None:
 
 
 def _add_variables(add: Callable[..., Any]) -> None:
-    variables = "variables for the chat template, with values in YAML, as enable_thinking=false"
+    variables = "variables for the chat template, with values in JSON or text, as enable_thinking=false"
     given = {"nargs": "+", "action": _Variables, "default": {}, "metavar": "NAME=VALUE"}
     add("--chat-template-kwargs", **given, help=variables)
 
@@ -107,14 +108,15 @@ class _Variables(argparse.Action):
     """Read NAME=VALUE pairs into a mapping."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        from mtp_train.recipe.loading import parse_yaml
-
         found: dict[str, Any] = dict(getattr(namespace, self.dest))
         for pair in values:
             name, equals, text = pair.partition("=")
             if not name or not equals:
                 raise argparse.ArgumentError(self, f"'{pair}'; expected NAME=VALUE")
-            found[name] = parse_yaml(text, name)[0]
+            try:
+                found[name] = json.loads(text)
+            except ValueError:
+                found[name] = text
         setattr(namespace, self.dest, found)
 
 
