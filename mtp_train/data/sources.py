@@ -13,10 +13,11 @@ import lzma
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, repeat
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from types import MappingProxyType
+from typing import Any, Literal, TextIO, TypeVar
 
 import datasets
 import fsspec
@@ -75,6 +76,8 @@ KNOWN_COLUMNS = (
 
 Format = Literal["auto", "messages", "prompt_response", "instruction", "text"]
 Row = dict[str, Any]
+Given = TypeVar("Given")
+Found = TypeVar("Found")
 OwnedRow = tuple[Row, str | None]
 """A row, and the text file that it is a paragraph of; None for rows of other kinds."""
 
@@ -85,7 +88,7 @@ def load_records(
     config: str | None = None,
     split: str = "train",
     format: Format = "auto",
-    columns: Mapping[str, str] | None = None,
+    columns: Mapping[str, str] = MappingProxyType({}),
     group_field: str | None = None,
     name: str | None = None,
     max_records: int | None = None,
@@ -117,7 +120,7 @@ def load_records(
     if files is not None and config is not None and not Path(path).expanduser().is_dir():
         raise DataError(f"{name}: config {config!r} of local files; expected null, as they have none. Leave it out.")
     names, rows = _read(path, files, config, split, name, max_records, streaming)
-    chosen = _format_of(names, format, columns or {}, name)
+    chosen = _format_of(names, format, columns, name)
     if group_field is not None and group_field not in names:
         raise DataError(
             f"{name}: no column {group_field!r}, the columns are {_listed(names)}; expected "
@@ -127,19 +130,14 @@ def load_records(
         wanted = list(dict.fromkeys([*chosen.values(), *([group_field] if group_field else [])]))
         rows = ((row, None) for row in _selected(rows, wanted))
     records = []
-    skipped, unread = Skipped(name), dict[tuple[str, ...], tuple[str, ...]]()
-    for number, (row, file) in enumerate(_readable(rows, name, files), start=1):
+    # Most records have the same other columns, which are held once.
+    unread: dict[tuple[str, ...], tuple[str, ...]] = {}
+    pairs = read_each(_readable(rows, name, files), name, lambda pair, where: read_content(pair[0], chosen, where))
+    for number, (row, file), (content, others) in pairs:
         where = f"{name}, record {number}"
-        try:
-            content, others = read_content(row, chosen, where)
-        except UnsupportedRecordError as error:
-            skipped.add(error)
-            continue
         group = _parse_group(row.get(group_field), group_field, where) if group_field else file
-        # Most records have the same other columns, which are held once.
         others = unread.setdefault(others, others)
         records.append(Record(f"{name}#{number}", group or content_group(content), content, others))
-    skipped.report(len(records))
     return records
 
 
@@ -163,40 +161,37 @@ def load_rows(path: str, *, config: str | None = None, split: str = "train", nam
     return [row for row, _ in _readable(rows, name, files)]
 
 
-class Skipped:
-    """Count the records of a source that are skipped because they are not text.
+def read_each(
+    rows: Iterable[Given], name: str, read: Callable[[Given, str], Found]
+) -> Iterator[tuple[int, Given, Found]]:
+    """Yield the number of each row, counting from 1, the row and what ``read`` makes of it.
 
-    Args:
-        name: Name of the source in messages.
+    Rows that are not text are skipped, and counted in the log at the end.
+
+    Raises:
+        DataError: No row is text, or ``read`` refuses one.
     """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.errors: list[UnsupportedRecordError] = []
-
-    def add(self, error: UnsupportedRecordError) -> None:
-        """Count one record."""
-        self.errors.append(error)
-
-    def report(self, num_used: int) -> None:
-        """Log the number of skipped records and the first one.
-
-        Raises:
-            DataError: No record is left.
-        """
-        if not self.errors:
-            return
-        if not num_used:
-            raise DataError(
-                f"{self.name}: all {len(self.errors)} records have image, audio or other parts that are not text; "
-                "expected at least one record of text. Add text records, or use another source."
-            )
+    skipped, num_used = list[UnsupportedRecordError](), 0
+    for number, row in enumerate(rows, start=1):
+        try:
+            found = read(row, f"{name}, record {number}")
+        except UnsupportedRecordError as error:
+            skipped.append(error)
+            continue
+        num_used += 1
+        yield number, row, found
+    if skipped and not num_used:
+        raise DataError(
+            f"{name}: all {len(skipped)} records have image, audio or other parts that are not text; expected at least "
+            "one record of text. Add text records, or use another source."
+        )
+    if skipped:
         logger.warning(
             "%s: skipped %d of %d records, which have image, audio or other parts that are not text. The first is %s.",
-            self.name,
-            len(self.errors),
-            len(self.errors) + num_used,
-            str(self.errors[0]).partition("; expected")[0],
+            name,
+            len(skipped),
+            len(skipped) + num_used,
+            str(skipped[0]).partition("; expected")[0],
         )
 
 
@@ -515,14 +510,13 @@ def _unreadable(name: str, files: Sequence[Path] | None, error: Exception) -> Da
     )
 
 
-def known_columns(names: Collection[str], given: Mapping[str, str] | None = None) -> dict[str, str]:
+def known_columns(names: Collection[str], given: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """Return the columns of ``FORMATS`` and ``CHAT_COLUMNS`` that a source has, with their names there.
 
     Args:
         names: The names of the source's columns.
         given: As ``columns`` of :func:`load_records`.
     """
-    given = given or {}
     known = dict(given)
     for ours in (*chain.from_iterable(FORMATS.values()), *CHAT_COLUMNS):
         for theirs in (ours, OTHER_NAMES.get(ours, ours)):
@@ -555,7 +549,10 @@ def _format_of(names: Sequence[str], format: Format, given: Mapping[str, str], n
     Raises:
         DataError: A given column does not exist, or the columns fit no format or several.
     """
+    allowed = [*chain.from_iterable(FORMATS.values()), *CHAT_COLUMNS]
     for ours, theirs in given.items():
+        if ours not in allowed:
+            raise DataError(f"{name}: columns.{ours}: unknown; expected {', '.join(allowed)}. Correct the name.")
         if theirs not in names:
             raise DataError(
                 f"{name}: columns.{ours} is {theirs!r}, the columns are {_listed(names)}; expected one of them. "

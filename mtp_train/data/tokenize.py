@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mtp_train.data.chat import chat_documents, eos_token
 from mtp_train.data.groups import stable_share
-from mtp_train.data.records import Chat, PromptResponse, Record, has_calls_as_text, has_response
+from mtp_train.data.records import Chat, PlainText, PromptResponse, Record, has_calls_as_text, has_response
 from mtp_train.data.sources import CHAT_COLUMNS
 from mtp_train.errors import DataError
 from mtp_train.trunk.tokenizer import chat_prompt_tokens, raw_tokens, template_variables
@@ -56,41 +56,18 @@ class Document:
         return bool(self.loss_mask[FIRST_TARGET:].any())
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenizeCounts:
-    """Records, counted by what tokenisation did with them."""
-
-    seq_len_tokens: int
-    records: int
-    documents: int
-    tokens: int
-    target_tokens: int
-    truncated: int
-    """Chats and responses cut at ``seq_len_tokens``."""
-    split: int
-    """Plain texts split into several documents."""
-    parted: int
-    """Chats that gave several documents, because the template drops the thinking of earlier turns."""
-    dropped: int
-    """Records without a single target (none left after the cut)."""
-
-    def __str__(self) -> str:
-        told = (
-            (self.truncated, f"cut after {self.seq_len_tokens} tokens"),
-            (self.dropped, "left out, as the cut leaves nothing to learn"),
-        )
-        return "; ".join(f"{count} of {self.records} records are {what}" for count, what in told if count)
-
-
 def tokenize_records(
     records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, seq_len_tokens: int
-) -> tuple[list[Document], TokenizeCounts]:
+) -> tuple[list[Document], list[str]]:
     """Turn records into documents of at most ``seq_len_tokens`` tokens.
 
     - Chat: the assistant's tokens are targets. A chat that is too long is truncated.
     - Prompt and response: the response and the end-of-text token after it are targets. A pair that is too long is
       truncated.
     - Plain text: every token and the end-of-text token are targets. A text that is too long is split.
+
+    Returns:
+        The documents, and sentences about records that are not learned whole.
 
     Raises:
         DataError: A record has no response or does not fit the tokenizer, or no record has a target.
@@ -103,39 +80,29 @@ def tokenize_records(
             "data.sources[].columns, or remove the records."
         )
     documents: list[Document] = []
-    num_records = truncated = split = parted = dropped = 0
+    truncated = dropped = 0
     for record in records:
-        num_records += 1
         texts = _tokenize(record, tokenizer)
-        too_long = sum(len(token_ids) > seq_len_tokens for token_ids, _ in texts)
-        if isinstance(record.content, (Chat, PromptResponse)):
-            truncated += too_long
-            parted += len(texts) > 1
-            pieces = [(token_ids[:seq_len_tokens], mask[:seq_len_tokens]) for token_ids, mask in texts]
-        else:
-            split += too_long
+        if isinstance(record.content, PlainText):
             pieces = [piece for token_ids, mask in texts for piece in _split(token_ids, mask, seq_len_tokens)]
+        else:
+            truncated += any(len(token_ids) > seq_len_tokens for token_ids, _ in texts)
+            pieces = [(token_ids[:seq_len_tokens], mask[:seq_len_tokens]) for token_ids, mask in texts]
         kept = [document for document in _documents(pieces, record) if document.has_target()]
         dropped += not kept
         documents += kept
-    counts = TokenizeCounts(
-        seq_len_tokens=seq_len_tokens,
-        records=num_records,
-        documents=len(documents),
-        tokens=sum(len(document.input_ids) for document in documents),
-        target_tokens=sum(int(document.loss_mask[FIRST_TARGET:].sum()) for document in documents),
-        truncated=truncated,
-        split=split,
-        parted=parted,
-        dropped=dropped,
+    found = (
+        (truncated, f"cut after {seq_len_tokens} tokens"),
+        (dropped, "left out, as nothing is left to learn from the third token on"),
     )
+    notes = [f"{count} of {len(records)} records are {what}" for count, what in found if count]
     if not documents:
         raise DataError(
-            f"data: no token left after masking ({num_records} records, {truncated} truncated at {seq_len_tokens} "
-            f"tokens, {dropped} dropped); expected at least one assistant, response or text token from the third token "
-            "on. Raise data.seq_len_tokens, or check that the records have assistant turns."
+            f"data: no token left after masking ({'; '.join(notes)}); expected at least one assistant, response or "
+            "text token from the third token on. Raise data.seq_len_tokens, or check that the records have assistant "
+            "turns."
         )
-    return documents, counts
+    return documents, notes
 
 
 def _tokenize(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:

@@ -31,9 +31,9 @@ from mtp_train.data.records import (
     parse_text,
     with_variables,
 )
-from mtp_train.data.sources import FORMATS, Skipped, columns_of, known_columns, load_records, load_rows, read_content
+from mtp_train.data.sources import FORMATS, columns_of, known_columns, load_records, load_rows, read_content, read_each
 from mtp_train.data.tokenize import build_prompts
-from mtp_train.errors import DataError, UnsupportedRecordError
+from mtp_train.errors import DataError
 from mtp_train.evaluation.prompt_records import TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS
 from mtp_train.trunk.tokenizer import NO_VARIABLES, raw_tokens
@@ -92,23 +92,22 @@ def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Su
     Raises:
         DataError: The file does not exist, is of another format, or holds placeholders instead of texts.
     """
-    records: list[SuiteRecord] = []
-    skipped = Skipped(name)
-    rows = load_rows(location, config=layout.hub_config, split=layout.split, name=name)
-    for number, row in enumerate(rows, start=1):
-        where = f"{name}, record {number}"
+
+    def read(row: Row, where: str) -> Read:
         try:
-            content, unread = layout.read(row, where)
-            task = next((str(row[field]) for field in TASK_FIELDS if row.get(field) is not None), stem)
-        except UnsupportedRecordError as error:
-            skipped.add(error)
-            continue
+            return layout.read(row, where)
         except KeyError as missing:
             fields = ", ".join(repr(field) for field, value in row.items() if value is not None)
             raise DataError(
                 f"{where}: no {missing}, the fields are {fields}; expected {layout.fields}. Repair it, or write the "
                 "prompts as a .jsonl of your own."
             ) from None
+
+    records: list[SuiteRecord] = []
+    rows = load_rows(location, config=layout.hub_config, split=layout.split, name=name)
+    for number, row, (content, unread) in read_each(rows, name, read):
+        where = f"{name}, record {number}"
+        task = next((str(row[field]) for field in TASK_FIELDS if row.get(field) is not None), stem)
         if task == ALL_TASKS:
             raise DataError(
                 f"{where}: the task {task!r}; expected another name, as reports use it for all tasks together. Rename "
@@ -118,7 +117,6 @@ def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Su
         group = row.get(GROUP_FIELD)
         named = content_group(content) if group is None else parse_text(str(group), GROUP_FIELD, where)
         records.append(SuiteRecord(task, Record(f"{stem}#{number}", named, content, unread)))
-    skipped.report(len(records))
     return records
 
 

@@ -211,34 +211,6 @@ class HeadSection(RecipeSection):
         return self.init in ("copy_last_layer", "random")
 
 
-class ColumnsSpec(RecipeSection):
-    """Columns of a source under other names, as `{prompt: question, response: answer}`.
-
-    Prompts that the chat template shall be applied to are `{instruction: prompt}`.
-    """
-
-    messages: Text | None = None
-    """A chat; also found as `conversations`."""
-    prompt: Text | None = None
-    """Raw text to answer, or messages."""
-    response: Text | None = None
-    """The response to `prompt`; also found as `completion`."""
-    instruction: Text | None = None
-    """A user's turn."""
-    input: Text | None = None
-    """The end of that turn, on a line of its own."""
-    output: Text | None = None
-    """The assistant's turn after it."""
-    text: Text | None = None
-    """Plain text."""
-    system: Text | None = None
-    """The system message of a chat."""
-    tools: Text | None = None
-    """The tools of a chat, as a list or its JSON text."""
-    chat_template_kwargs: Text | None = None
-    """Further variables that the chat template reads."""
-
-
 class SourceSpec(RecipeSection):
     """One source of training records."""
 
@@ -253,8 +225,10 @@ class SourceSpec(RecipeSection):
     """The layout of the records. `messages`: chats, of OpenAI or ShareGPT. `prompt_response`: raw text on both sides,
     or messages on both. `instruction`: `instruction`, `input` and `output`, as turns of a chat. `text`: plain text.
     `auto`: by the names of the columns."""
-    columns: ColumnsSpec | None = None
-    """Names that columns have in the source; null takes them by our names."""
+    columns: Mapping[str, Text] = Field(default={})
+    """Names of columns in the source, by ours: `{prompt: question, response: answer}`. Ours are `messages`, `prompt`,
+    `response`, `instruction`, `input`, `output`, `text`, `system`, `tools` and `chat_template_kwargs`. For prompts that
+    the chat template shall be applied to, write `{instruction: prompt}`."""
     weight: Positive | None = None
     """Share of this source in the records, relative to the other weights. As many records are taken as possible without
     taking one twice; `seed` determines which. Set it on every source or on none; null on all sources takes all

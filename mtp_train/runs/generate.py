@@ -101,15 +101,14 @@ def generate(
     on_text: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> GenerateResult:
-    """Load a checkpoint and decode prompts together with speculative decoding. The text equals plain decoding.
+    """Decode prompts together with a checkpoint's speculative decoder. The text equals plain decoding.
 
-    For many calls on one loaded model, use ``mtp_inference.SpeculativeDecoder``.
+    The checkpoint is loaded on every call; for many calls, use ``mtp_inference.SpeculativeDecoder``.
 
     Args:
         checkpoint: A directory, a hub id or ``demo:NAME``.
         prompts: One prompt or several, raw text.
-        head: What drafts: a head directory, a checkpoint to take the head from, a draft model, an external drafter,
-            ``"ngram"`` or ``"model:CKPT"``. None for the checkpoint's own head.
+        head: What drafts, as for :func:`evaluate`, or an external drafter. None for the checkpoint's own head.
         adapter: A peft adapter to apply to the trunk without merging.
         chat: Put each prompt through the chat template as a user's message.
         chat_template_kwargs: With ``chat``, variables for the template: ``{"enable_thinking": False}``.
@@ -128,8 +127,7 @@ def generate(
 
     Example:
         >>> import mtp_train as mtp
-        >>> result = mtp.generate("demo:base", "import os", max_new_tokens=32)
-        >>> text, tau = result.requests[0].text, result.requests[0].tau
+        >>> mtp.generate("demo:base", "import os", max_new_tokens=32).requests[0].text
     """
     options = _Options(
         checkpoint=str(checkpoint),
@@ -139,15 +137,12 @@ def generate(
         chat=chat,
         chat_template_kwargs=dict(chat_template_kwargs or {}),
         max_new_tokens=max_new_tokens,
-        depth=0 if mtp == "off" else depth,
+        depth=depth,
         mtp=mtp,
         sampling=sampling or Sampling(),
         stop=tuple(stop),
         draft_sampling=draft_sampling,
     )
-    _require_numbers(depth, max_new_tokens)
-    if chat_template_kwargs and not chat:
-        raise DataError(f"{_KWARGS}: given without --chat; expected a chat, which the template writes. Add --chat.")
     return _decode(options, on_text, progress or quiet_progress())
 
 
@@ -167,6 +162,16 @@ class _Options:
     sampling: Sampling
     stop: tuple[str, ...]
     draft_sampling: DraftSampling
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.depth <= MAX_DEPTH:
+            raise DataError(f"--depth: {self.depth}; expected 0 to {MAX_DEPTH}. 0 is plain decoding.")
+        if self.max_new_tokens < 1:
+            raise DataError(f"--max-new-tokens: {self.max_new_tokens}; expected at least 1. Ask for more tokens.")
+        if self.chat_template_kwargs and not self.chat:
+            raise DataError(f"{_KWARGS}: given without --chat; expected a chat, which the template writes. Add --chat.")
+        if self.mtp == "off":
+            object.__setattr__(self, "depth", 0)
 
     def settings(self) -> dict[str, Any]:
         """Return the options, those of sampling among the others, for the result's ``settings``."""
@@ -228,13 +233,6 @@ def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: 
         "captured_rounds": decoder.captured_rounds,
     }
     return GenerateResult(ordered, settings, pieces)
-
-
-def _require_numbers(depth: int, max_new_tokens: int) -> None:
-    if not 0 <= depth <= MAX_DEPTH:
-        raise DataError(f"--depth: {depth}; expected 0 to {MAX_DEPTH}. 0 is plain decoding.")
-    if max_new_tokens < 1:
-        raise DataError(f"--max-new-tokens: {max_new_tokens}; expected at least 1. Ask for more tokens.")
 
 
 def _require_weights(model: OpenModel, depth: int, progress: Progress) -> None:

@@ -159,8 +159,8 @@ def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progr
     if recipe.regenerates:
         prompts = prompts_to_answer(recipe, training, tokenizer)
     else:
-        documents, counts = tokenize_records(training, tokenizer, recipe.data.seq_len_tokens)
-        notes += filter(None, [str(counts)])
+        documents, of_lengths = tokenize_records(training, tokenizer, recipe.data.seq_len_tokens)
+        notes += of_lengths
     require_embedded([*prompts, *held_out], documents, vocab_size, tokenizer)
     require_gate_groups(recipe, held_out)
     split = split_sentence(training, held_out_records, held_out)
@@ -208,7 +208,7 @@ def load_sources(recipe: Recipe) -> list[list[Record]]:
             config=source.config,
             split=source.split,
             format=source.format,
-            columns=None if source.columns is None else source.columns.model_dump(exclude_none=True),
+            columns=source.columns,
             group_field=recipe.data.group_field,
             name=f"data.sources.{number} ({source.path})",
             max_records=recipe.data.max_documents,

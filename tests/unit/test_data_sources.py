@@ -79,6 +79,8 @@ def test_columns_of_other_names_are_named(
     assert set(record.unread) == set(row) - read
     with pytest.raises(DataError, match=r"columns.prompt is 'x', the columns are 'question', .*; expected one of them"):
         load_records(str(path), columns={"prompt": "x"})
+    with pytest.raises(DataError, match=r"columns.promt: unknown; expected messages, prompt, response, "):
+        load_records(str(path), columns={"promt": "question"})
 
 
 def test_a_dataset_saved_to_disk_is_read(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_only_what_the_assistant_says_is_a_target(template: str) -> None:
 def test_turns_whose_thinking_is_dropped_later_are_learnt_where_they_were_said(template: str) -> None:
     tokenizer = byte_tokenizer(template)
     content = chat("hi", "<think>hm</think>yes", "more", "<think>so</think>no", "bye")
-    documents, counts = tokenize_records(records(content), tokenizer, 512)
+    documents, _ = tokenize_records(records(content), tokenizer, 512)
     assert [(document.id, targets(document, tokenizer)) for document in documents] == [
         ("f#1/0", "<think>hm</think>yes<|im_end|>"),
         ("f#1/1", "<think>so</think>no<|im_end|>"),
@@ -73,7 +73,6 @@ def test_turns_whose_thinking_is_dropped_later_are_learnt_where_they_were_said(t
     asked = tokenizer.apply_chat_template(list(content.messages[:3]), tokenize=False, add_generation_prompt=True)
     assert text(documents[1], tokenizer).startswith(asked + "<think>so</think>no")
     assert "hm" not in asked
-    assert (counts.parted, counts.documents, counts.records) == (1, 2, 1)
     assert {document.group for document in documents} == {"g1"}
 
 
@@ -172,7 +171,7 @@ def test_an_end_of_text_that_the_data_writes_out_is_kept_and_not_doubled() -> No
 def test_long_texts_are_split_and_long_responses_truncated() -> None:
     tokenizer = byte_tokenizer()
     contents: list[Content] = [PlainText("abcdefgh"), PromptResponse("ab", "cdefgh"), PlainText("xyz")]
-    documents, counts = tokenize_records(records(*contents), tokenizer, 5)
+    documents, notes = tokenize_records(records(*contents), tokenizer, 5)
     assert [(document.id, text(document, tokenizer)) for document in documents] == [
         ("f#1/0", "abcde"),
         ("f#1/1", "fgh<|im_end|>"),
@@ -180,20 +179,18 @@ def test_long_texts_are_split_and_long_responses_truncated() -> None:
         ("f#3", "xyz<|im_end|>"),
     ]
     assert documents[0].group == documents[1].group == "g1"
-    assert (counts.split, counts.truncated, counts.dropped) == (1, 1, 0)
-    assert (counts.records, counts.documents, counts.tokens) == (3, 4, 5 + 4 + 5 + 4)
-    assert counts.target_tokens == 3 + 2 + 3 + 2
+    assert notes == ["1 of 3 records are cut after 5 tokens"]
 
 
 def test_pieces_and_records_without_a_target_are_left_out() -> None:
     tokenizer = byte_tokenizer()
     contents: list[Content] = [PlainText("abcd"), PromptResponse("abcdef", "g"), PlainText("a")]
-    documents, counts = tokenize_records(records(*contents), tokenizer, 4)
+    documents, notes = tokenize_records(records(*contents), tokenizer, 4)
     assert [document.id for document in documents] == ["f#1/0"]
-    assert counts.dropped == 2
-    assert str(counts) == (
-        "1 of 3 records are cut after 4 tokens; 2 of 3 records are left out, as the cut leaves nothing to learn"
-    )
+    assert notes == [
+        "1 of 3 records are cut after 4 tokens",
+        "2 of 3 records are left out, as nothing is left to learn from the third token on",
+    ]
 
 
 @pytest.mark.parametrize("bare", [chat("hi"), PromptResponse("ab")])
@@ -209,7 +206,7 @@ def test_nothing_left_is_refused_with_counts() -> None:
     contents: list[Content] = [PromptResponse("abcdef", "g"), PlainText("a")]
     with pytest.raises(
         DataError,
-        match=r"no token left after masking \(2 records, 1 truncated at 4 tokens, 2 dropped\); expected.*data.seq_len",
+        match=r"no token left after masking \(1 of 2 records are cut .*; 2 of 2 .*\); expected.*data.seq_len",
     ):
         tokenize_records(records(*contents), byte_tokenizer(), 4)
 
