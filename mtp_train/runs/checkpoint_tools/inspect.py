@@ -247,7 +247,7 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         change = compare_trunks(checkpoint, layout, base, progress)
         if comparable and base_head:
             difference = difference or compare_heads(checkpoint, layout, base)
-        if diagnosis.found_keys:
+        if diagnosis.found_keys and diagnosis.foreign is None:
             stale = change.share_of_tensors > 0 and difference is not None and difference.kind == "equal"
     trunk = diagnose_trunk(checkpoint) if holds_trunk(checkpoint, layout) else TrunkDiagnosis()
     problems = (*trunk.problems, *weights.problems, *_adapter_problems(checkpoint))
