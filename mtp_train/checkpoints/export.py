@@ -382,7 +382,7 @@ def place_file(file: Path, target: Path, link: LinkMode) -> None:
     """Hard-link a shard of weights, or copy it; every other file is copied, so that it can be edited in the export."""
     # The hub's cache contains symbolic links; the hard link has to be to the file behind them.
     real = file.resolve()
-    if link == "hard" and target.suffix == ".safetensors":
+    if link == "hard" and target.suffix in (".safetensors", ".gguf"):
         # Another file system, one without links, too many links, or another user's file.
         with contextlib.suppress(OSError):
             os.link(real, target)

@@ -14,6 +14,7 @@ from rich.progress import Progress
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, merge_command
 from mtp_train.checkpoints.contents import UnnamedFile, unnamed_files, unnamed_weights
 from mtp_train.checkpoints.files import Checkpoint
+from mtp_train.checkpoints.gguf.model_file import is_gguf
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT, HeadLayout
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
@@ -29,13 +30,14 @@ from mtp_train.checkpoints.suggestions import (
     train_command,
 )
 from mtp_train.checkpoints.values import common_tensors, find_non_finite, squared_change
-from mtp_train.errors import UnsupportedModelError
+from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.families import Assistant, assistant_for, draft_engines, of_kind
 from mtp_train.families.engines import DSPARK, MLX_ALONE, complete, engine_commands
 from mtp_train.heads.assistant import diagnose_assistant
 from mtp_train.heads.diagnose import DSPARK_BLOCK, HeadDiagnosis, diagnose_head, layout_of, with_head_beside
 from mtp_train.heads.difference import HeadDifference, compare_heads, zero_head
 from mtp_train.heads.draft_model import DraftModel, diagnose_draft, draft_model, draft_plan, vocabulary_problem
+from mtp_train.runs.checkpoint_tools.gguf_files import GgufInspection, inspect_gguf
 from mtp_train.runs.display import html_table, quiet_progress
 from mtp_train.trunk.whole import TrunkDiagnosis, diagnose_trunk, first_of, holds_trunk, untie_command
 
@@ -201,11 +203,14 @@ def _first_three(keys: Sequence[str]) -> str:
     return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
 
 
-def inspect(checkpoint: str | Path, base: str | Path | None = None, *, progress: Progress | None = None) -> Inspection:
+def inspect(
+    checkpoint: str | Path, base: str | Path | None = None, *, progress: Progress | None = None
+) -> Inspection | GgufInspection:
     """Report the state of a checkpoint's MTP head and trunk. Reads every weight once, a block at a time.
 
     Args:
-        checkpoint: A directory, a hub id or ``demo:NAME``: a model, a draft model, or an external drafter.
+        checkpoint: A directory, a hub id or ``demo:NAME``: a model, a draft model, or an external drafter; or a GGUF
+            file, which is not compared with a base.
         base: The checkpoint that it was fine-tuned from, to tell a stale head and how far the trunk moved.
         progress: A started rich progress bar; None shows nothing.
 
@@ -221,6 +226,10 @@ def inspect(checkpoint: str | Path, base: str | Path | None = None, *, progress:
         >>> found.cure
         'mtp-train graft ...'
     """
+    if is_gguf(checkpoint):
+        if base is not None:
+            raise MtpError(f"--base: given with the GGUF file {checkpoint}; expected the file alone. Leave it out.")
+        return inspect_gguf(Path(checkpoint))
     opened, trunk = open_location(str(checkpoint)), None if base is None else open_location(str(base))
     progress = progress or quiet_progress()
     if opened.mlx_sign is not None:
