@@ -14,8 +14,7 @@ from rich.progress import Progress
 
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, merge_command
 from mtp_train.checkpoints.contents import UnnamedFile, unnamed_files, unnamed_weights, with_unnamed_head
-from mtp_train.checkpoints.files import Checkpoint
-from mtp_train.checkpoints.gguf.model_file import is_gguf
+from mtp_train.checkpoints.files import Checkpoint, is_gguf
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import native_head_of, plain_tensor, require_same_trunk_shape, trunk_tensors
