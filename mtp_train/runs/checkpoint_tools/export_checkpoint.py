@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from rich.progress import Progress
 
 from mtp_train.checkpoints.artifact import Artifact, HeadPlan, load_artifact
-from mtp_train.checkpoints.contents import left_out, unnamed_files, with_unnamed_head
+from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.draft_checkpoint import DraftForm
 from mtp_train.checkpoints.export import LinkMode, write_checkpoint, write_head_only
 from mtp_train.checkpoints.files import Checkpoint, is_gguf, open_checkpoint, read_json
@@ -34,7 +34,7 @@ from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import new_directory, refuse_existing, removed_on_failure
 from mtp_train.errors import CheckpointError, GateRefusedError, MtpError
 from mtp_train.evaluation.results import REPORT_FILE, load_report
-from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
+from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of, with_head_beside
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.checkpoint_tools.gguf_files import export_gguf_head
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
@@ -42,7 +42,7 @@ from mtp_train.runs.display import quiet_progress
 from mtp_train.runs.export import write_card, write_export
 from mtp_train.runs.run_directory import ADAPTER, PROVENANCE_FILE, TRUNK, claimed_by_run
 from mtp_train.trunk.tokenizer import load_tokenizer
-from mtp_train.trunk.whole import require_whole_trunk
+from mtp_train.trunk.whole import first_of, require_whole_trunk
 
 
 @dataclass(frozen=True)
@@ -176,11 +176,19 @@ def _require_one_form(*, head_only: bool, gguf: bool, speculators: bool, copy: b
 
 def _notes(found: _HeadToExport) -> tuple[str, ...]:
     """Return the sentences about weight files that are no part of the checkpoint: the head's, and those left out."""
-    files = unnamed_files(found.trunk, layout_of(found.trunk))
-    taken = [one for one in files if found.holder is not found.trunk and one.num_head_tensors]
-    others = [one for one in files if one not in taken or one.num_tensors > one.num_head_tensors]
-    head = f"Its head is that of {', '.join(map(str, taken))}, which {found.trunk.path} does not name."
-    return (*([head] if taken else []), *left_out(others))
+    trunk, holder = found.trunk, found.holder
+    head = {key: info for key, info in holder.tensors.items() if key not in trunk.tensors}
+    files = unnamed_files(trunk, layout_of(trunk))
+    taken = [one for one in files if one.file in {info.file for info in head.values()}]
+    others = [
+        one
+        for one in files
+        if one not in taken or one.num_tensors > sum(info.file == one.file for info in head.values())
+    ]
+    names = [info.name for info in head.values() if info.name is not None]
+    notes = [f"Its head is that of {', '.join(map(str, taken))}, which {trunk.path} does not name."] if taken else []
+    notes += [f"Its head was under other names: {first_of(names)}."] if names else []
+    return (*notes, *left_out(others))
 
 
 def _write_gguf(found: _HeadToExport, layout: HeadLayout, out: Path, kind: GgufKind, progress: Progress) -> Path:
@@ -239,7 +247,7 @@ def _head_to_export(source: Path, progress: Progress) -> _HeadToExport:
     if not is_head_directory(source / HEAD):
         refuse_adapter(source, str(source))
         trunk = open_checkpoint(source)
-        holder = with_unnamed_head(trunk, layout_of(trunk))
+        holder = with_head_beside(trunk)
         return _HeadToExport(trunk, holder, _own_head(holder))
     if not (source / REPORT_FILE).is_file():
         raise CheckpointError(

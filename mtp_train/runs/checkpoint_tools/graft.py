@@ -12,6 +12,7 @@ from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.export import LinkMode, write_checkpoint
 from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.gguf.sidecar import GgufKind
+from mtp_train.checkpoints.keymap import REDUCED_OUTPUT
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.suggestions import export_command
 from mtp_train.checkpoints.values import require_finite_checkpoint
@@ -24,7 +25,7 @@ from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
 from mtp_train.runs.display import quiet_progress
 from mtp_train.runs.export import write_untrained_card
 from mtp_train.runs.run_directory import checkpoint_identity
-from mtp_train.trunk.whole import require_whole_trunk
+from mtp_train.trunk.whole import first_of, require_whole_trunk
 
 
 @dataclass(frozen=True)
@@ -99,4 +100,7 @@ def graft(
     if diagnose_head(trunk).unnamed_in:
         command = export_command(str(trunk.path))
         notes += (f"The head among them was replaced by the base's. To keep it instead: {command}",)
+    reduced = [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]
+    if reduced:
+        notes += (f"Left out, as it is of {donor.path}'s own tokens: {first_of(reduced)}.",)
     return replace(result, notes=notes)
