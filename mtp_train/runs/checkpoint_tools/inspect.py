@@ -13,8 +13,7 @@ from rich.progress import Progress
 
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, merge_command
 from mtp_train.checkpoints.contents import UnnamedFile, unnamed_files, unnamed_weights
-from mtp_train.checkpoints.files import Checkpoint
-from mtp_train.checkpoints.gguf.model_file import is_gguf
+from mtp_train.checkpoints.files import Checkpoint, is_gguf
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT, HeadLayout
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
