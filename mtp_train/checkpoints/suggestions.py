@@ -42,6 +42,12 @@ def retrain_command(finetune: str, base: str, data: Sequence[str] = ()) -> str:
     return f"mtp-train rescue {shlex.quote(finetune)} --from {shlex.quote(base)}{sources} --out {out}"
 
 
+def probe_command(finetune: str, base: str, data: Sequence[str] = ()) -> str:
+    """Return the command that finds out whether training a head would pay; without data, on the built-in prompts."""
+    sources = f" --data {shlex.join(data)}" if data else ""
+    return f"mtp-train probe {shlex.quote(finetune)} --from {shlex.quote(base)}{sources}"
+
+
 def inspect_command(finetune: str, base: str) -> str:
     return f"mtp-train inspect {shlex.quote(finetune)} --base {shlex.quote(base)}"
 

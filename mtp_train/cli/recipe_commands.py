@@ -20,10 +20,9 @@ def add_commands(commands: Any) -> None:
     check = _add_recipe(commands, "check", "check a recipe and print its plan; reads no weights", _check)
     processes = "processes that will train (default: train.processes, else as launched)"
     check.add_argument("--processes", type=_count, metavar="N", help=processes)
-    device = check.add_mutually_exclusive_group()
-    planned = "plan for h100, h200, a100, l40s, rtx4090 or mi300x (default: this machine's)"
-    device.add_argument("--device", metavar="NAME", help=planned)
-    device.add_argument("--memory", dest="device", metavar="24GiB", help="plan for a GPU of this memory")
+    _add_device(check)
+    shown = "print the resolved recipe, with the reasons for its automatic settings, in place of the plan"
+    check.add_argument("--show", choices=("recipe",), help=shown)
 
     add_command(commands, "recipes", "list the recipes and accelerate files of the package", _recipes)
 
@@ -33,6 +32,7 @@ def add_commands(commands: Any) -> None:
     init.add_argument("--base", metavar="BASE", help="the checkpoint it was fine-tuned from, with the head")
     _add_data(init)
     init.add_argument("--processes", type=_count, metavar="N", help="refuse a launch of another number of processes")
+    _add_device(init)
 
     answers = "only generate the trunk's answers to the recipe's prompts"
     _add_recipe(commands, "regenerate", answers, _regenerate)
@@ -52,6 +52,13 @@ def add_commands(commands: Any) -> None:
 def _add_pair(command: argparse.ArgumentParser) -> None:
     command.add_argument("finetune", help="a checkpoint, or a peft adapter of the base")
     command.add_argument("--from", dest="base", required=True, metavar="BASE", help="its base, with the head")
+
+
+def _add_device(command: argparse.ArgumentParser) -> None:
+    device = command.add_mutually_exclusive_group()
+    planned = "plan for h100, h200, a100, l40s, rtx4090 or mi300x (default: this machine's)"
+    device.add_argument("--device", metavar="NAME", help=planned)
+    device.add_argument("--memory", dest="device", metavar="24GiB", help="plan for a GPU of this memory")
 
 
 def _add_data(command: argparse.ArgumentParser) -> None:
@@ -86,8 +93,11 @@ def _run(args: argparse.Namespace) -> Printed:
     return Printed(done.to_json(), str(done), done.exit_code)
 
 
-def _check(args: argparse.Namespace) -> Result:
-    return mtp.check(args.recipe, args.overrides, processes=args.processes, device=args.device)
+def _check(args: argparse.Namespace) -> Printed:
+    found = mtp.check(args.recipe, args.overrides, processes=args.processes, device=args.device)
+    is_refused = found.room.problem is not None and args.device is not None
+    text = str(found) if args.show is None else found.resolved_yaml().rstrip()
+    return Printed(found.to_json(), text, mtp.MtpError.exit_code if is_refused else 0)
 
 
 def _recipes(args: argparse.Namespace) -> Result:
@@ -95,7 +105,8 @@ def _recipes(args: argparse.Namespace) -> Result:
 
 
 def _init(args: argparse.Namespace) -> Result:
-    return mtp.write_recipe(args.out, args.trunk, args.base, data=args.data, processes=args.processes)
+    plan = {"processes": args.processes, "device": args.device}
+    return mtp.write_recipe(args.out, args.trunk, args.base, data=args.data, **plan)
 
 
 def _regenerate(args: argparse.Namespace) -> Result:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -407,6 +407,19 @@ class Family:
             UnsupportedModelError: The family has no convention for this engine.
         """
         return choose_convention(name, self.wiring.default, self.conventions, title=self.title)
+
+    def otherwise_wired(self, name: str) -> tuple[str, ...]:
+        """Return the engines that wire the head otherwise than a convention; a shift of all positions is no difference.
+
+        Args:
+            name: ``auto`` or an engine.
+        """
+        own = self.convention(name)
+        return tuple(
+            engine
+            for engine, other in self.conventions.items()
+            if replace(other, position_offset=own.position_offset) != own
+        )
 
     def count_as_field(self, num_modules: int) -> dict[str, Any]:
         """Return the text-config fields that declare ``num_modules`` modules; empty if the text config has no count."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console, RenderableType
 from rich.progress import Progress
+
+from mtp_train.families import Family
 
 _WIDTH = 100
 _CELL = "text-align: left; vertical-align: top"
@@ -43,3 +45,24 @@ def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
 
     body = "".join(row(cells, "td") for cells in rows)
     return f"<table><caption>{html.escape(title)}</caption>{row(columns, 'th')}{body}</table>"
+
+
+def serving_lines(serves: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return a line per engine that serves, one for all engines that are not verified, and one per reason against."""
+    together: dict[str, list[str]] = {}
+    for engine, text in serves.items():
+        together.setdefault("not verified" if text.startswith("not verified") else text, []).append(engine)
+    unverified = {text for text in serves.values() if text.startswith("not verified")}
+    shown = unverified.pop() if len(unverified) == 1 else "not verified by this project"
+    return [(", ".join(engines), shown if text == "not verified" else text) for text, engines in together.items()]
+
+
+def wiring_note(family: Family, convention: str, serves: Mapping[str, str]) -> str | None:
+    """Return which engines wire a head otherwise than it is trained and measured; None if none that serves it does."""
+    engines = [one for one in family.otherwise_wired(convention) if not serves[one].startswith(("no: ", "not "))]
+    if not engines:
+        return None
+    return (
+        f"{', '.join(engines)}: another wiring of the head than it is trained and measured with, so that fewer drafts "
+        f"may be accepted there; head.convention={engines[0]} trains and measures for {engines[0]}"
+    )

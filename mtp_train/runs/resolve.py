@@ -112,7 +112,12 @@ def recipe_of(recipe: RecipeLike, overrides: Overrides = ()) -> Recipe:
 
 
 def resolved_recipe(
-    recipe: RecipeLike, overrides: Overrides = (), *, world_size: int | None = None, device: Device | None = None
+    recipe: RecipeLike,
+    overrides: Overrides = (),
+    *,
+    world_size: int | None = None,
+    device: Device | None = None,
+    counted: Callable[[Recipe], TextFacts] | None = None,
 ) -> ResolvedRecipe:
     """Return a checked recipe from any of its forms, with fields that are ``auto`` resolved.
 
@@ -122,6 +127,7 @@ def resolved_recipe(
         overrides: Dotted field to value, ``{"train.lr": 1e-4}``, or strings ``section.field=value`` with YAML values.
         world_size: Processes that will train; None for ``train.processes``, else ``WORLD_SIZE`` of a launcher, else 1.
         device: What they will run on; None for this machine's.
+        counted: Returns the lengths of the records in place of :func:`text_facts`.
 
     Raises:
         RecipeError: A field is unknown, out of range or contradicts another one; the message lists all problems.
@@ -135,7 +141,7 @@ def resolved_recipe(
     if fields and not problems:
         known = with_stand_ins(data)
         processes = world_size or known.train.processes or launched_processes()
-        choices = automatic_values(known, fields, processes, device or device_named(None))
+        choices = automatic_values(known, fields, processes, device or device_named(None), counted)
         data = with_values(data, {choice.field: choice.value for choice in choices})
     return ResolvedRecipe(validated(data, problems), choices)
 
@@ -214,7 +220,9 @@ class ModelFacts(NamedTuple):
     """Bytes of keys and values of a token in all layers, if every layer has full attention."""
     device: str
     spare_bytes: int
-    """Memory of the device beside the weights; a tenth of it where they do not fit and will be in shards."""
+    """Memory of the device beside a whole trunk; 0 or less if the trunk does not fit."""
+    sharded_bytes: int
+    """Memory of the device beside the part of the trunk that is there in training: in shards if it does not fit."""
     world_size: int
 
 
@@ -231,7 +239,13 @@ Found = tuple[int | float | None, str]
 Rule = Callable[[Recipe, ModelFacts, T], Found]
 
 
-def automatic_values(recipe: Recipe, fields: Collection[str], world_size: int, device: Device) -> tuple[Choice, ...]:
+def automatic_values(
+    recipe: Recipe,
+    fields: Collection[str],
+    world_size: int,
+    device: Device,
+    counted: Callable[[Recipe], TextFacts] | None = None,
+) -> tuple[Choice, ...]:
     """Return the values of fields that are ``auto``: those that the run directory records, or by the rules.
 
     Raises:
@@ -242,7 +256,7 @@ def automatic_values(recipe: Recipe, fields: Collection[str], world_size: int, d
     recorded = RunDirectory(Path(recipe.run_dir)).recipe
     if recorded is not None:
         return tuple(Choice(field, attrgetter(field)(recorded), f"recorded in {recipe.run_dir}") for field in fields)
-    model, text = model_facts(recipe, world_size, device), text_facts(recipe)
+    model, text = model_facts(recipe, world_size, device), (counted or text_facts)(recipe)
     recipe, before = _by_rules(recipe, fields, _RULES, model, text)
     _, length = _by_rules(recipe, fields, _TRAINING_RULES, model, _expected_text(recipe, text))
     return before + length
@@ -277,14 +291,19 @@ def model_facts(recipe: Recipe, world_size: int, device: Device) -> ModelFacts:
     fields = text_config.to_dict()
     heads = fields.get("num_key_value_heads") or text_config.num_attention_heads
     head_dim = fields.get("head_dim") or text_config.hidden_size // text_config.num_attention_heads
-    on_gpu = device.kind == "cuda"
-    weights = sum(info.num_bytes for info in checkpoint.tensors.values())
+    on_gpu, layers = device.kind == "cuda", text_config.num_hidden_layers
+    # On a CPU the weights are in fp32. Offloaded layers are on the device one at a time, beside embedding and lm_head.
+    weights = checkpoint.num_bytes * (1 if on_gpu else 2) // {None: 1, "8bit": 2, "4bit": 3}[recipe.model.quantization]
+    if recipe.model.offload is not None:
+        weights = weights // layers + 4 * text_config.vocab_size * text_config.hidden_size
+    spare = device.memory_bytes - weights
     return ModelFacts(
         hidden_size=text_config.hidden_size,
         max_positions=int(fields.get("max_position_embeddings") or MOST_SEQ_LEN),
-        cache_bytes=text_config.num_hidden_layers * 2 * heads * head_dim * (2 if on_gpu else 4),
+        cache_bytes=layers * 2 * heads * head_dim * (2 if on_gpu else 4),
         device=device.kind,
-        spare_bytes=max(device.memory_bytes - (1 if on_gpu else 2) * weights, device.memory_bytes // 10),
+        spare_bytes=spare,
+        sharded_bytes=spare if spare > 0 else device.memory_bytes - weights // world_size,
         world_size=world_size,
     )
 
@@ -370,6 +389,8 @@ def _rows(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
         return None, "the server of data.regenerate.endpoint makes its own batches"
     most = CPU_ROWS if model.device == "cpu" else ROWS
     per_row = model.cache_bytes * recipe.data.seq_len_tokens
+    if model.spare_bytes <= 0:
+        return 1, "the trunk itself does not fit on a process"
     fitting = max(1, int(CACHE_SHARE * model.spare_bytes / per_row))
     return min(most, fitting), f"keys and values of {fitting} rows fit; at most {most} on {model.device}"
 
@@ -430,10 +451,12 @@ def _micro_batch(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
     sequences = recipe.train.tokens_per_step // seq_len // model.world_size
     tokens = CPU_MICRO_BATCH_TOKENS if model.device == "cpu" else MICRO_BATCH_TOKENS
     per_sequence = activation_bytes(memory_options(recipe), model.hidden_size, seq_len, seq_len)
-    fitting = int(ACTIVATION_SHARE * model.spare_bytes / per_sequence)
+    fitting = int(ACTIVATION_SHARE * max(0, model.sharded_bytes) / per_sequence)
     most = max(1, min(tokens // seq_len, fitting))
     count = max(number for number in range(1, max(1, sequences) + 1) if number <= most and sequences % number == 0)
-    return count, f"activations of {fitting} sequences fit; at most {tokens} tokens on {model.device}"
+    if not fitting:
+        return count, "no activations fit beside the trunk"
+    return count, f"activations of {fitting} sequence(s) fit; at most {tokens} tokens on {model.device}"
 
 
 def _warmup(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:

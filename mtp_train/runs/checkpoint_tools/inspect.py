@@ -34,7 +34,7 @@ from mtp_train.families.engines import engine_commands
 from mtp_train.heads.assistant import diagnose_assistant
 from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
 from mtp_train.heads.draft_model import DraftModel, diagnose_draft, draft_model, draft_plan, vocabulary_problem
-from mtp_train.runs.display import html_table, quiet_progress
+from mtp_train.runs.display import html_table, quiet_progress, serving_lines
 from mtp_train.trunk.whole import TrunkDiagnosis, diagnose_trunk, first_of, holds_trunk
 
 Status = Literal["healthy", "declared_but_missing", "undeclared", "partial", "quantised", "stripped", "none", "damaged"]
@@ -171,7 +171,7 @@ class Inspection:
             *((title, _first_three(keys)) for title, keys in found.items() if keys),
             ("trunk", None if change is None else str(change)),
             ("train, decode", None if self.runs_here == "yes" else self.runs_here),
-            *self.serves.items(),
+            *serving_lines(self.serves),
             ("cure", self.cure or "nothing to cure"),
             ("or, with the base's head", self.other_cure),
         ]
