@@ -5,6 +5,7 @@ Reads no weights.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -40,8 +41,8 @@ from mtp_train.runs.resolve import (
 )
 from mtp_train.runs.room import Room, Shapes
 from mtp_train.runs.run_directory import RunDirectory
-from mtp_train.runs.settings import cache_bytes
-from mtp_train.runs.study.material import for_objective
+from mtp_train.runs.settings import cache_bytes, measured_tokens
+from mtp_train.runs.study import for_objective
 from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk
 from mtp_train.trunk.precision import resolve_precision
@@ -108,7 +109,11 @@ class CheckResult:
             "precision_reason": self.precision_reason,
             "family": self.family,
             "data": self.data,
-            "plan": {**asdict(self.plan), "total_tokens": self.plan.total_tokens},
+            "plan": {
+                **asdict(self.plan),
+                "total_tokens": self.plan.total_tokens,
+                "measured_tokens": math.prod(measured_tokens(self.recipe)),
+            },
             "memory": self.memory.to_json(),
             "memory_in_shards": None if shards is None else shards.to_json(),
             "device_bytes": self.room.device.memory_bytes,
@@ -139,6 +144,16 @@ class CheckResult:
             f"({plan.total_tokens / 1e6:.2f} M in all) on {plan.world_size} process(es), {plan.accumulation} "
             f"micro-batch(es) each; {recipe.train.precision}: {self.precision_reason}",
         )
+        measures, tokens = measured_tokens(recipe)
+        if measures:
+            share = measures * tokens / plan.total_tokens
+            yield (
+                "selects",
+                (
+                    f"the best of {measures} measurements on at most {tokens} tokens kept out of training, by forward "
+                    f"passes: at most {share:.0%} of the tokens above"
+                ),
+            )
         yield from self._sizes()
         if not recipe.gate.enabled:
             yield "gate", "off; the head is not measured, and is exported unjudged"
@@ -151,7 +166,7 @@ class CheckResult:
                 if kind != recipe.head.kind:
                     yield f"  or with head.kind={kind}{init}", ", ".join(engines) or "no engine"
         if self.rewired is not None:
-            yield "wiring", self.rewired
+            yield "head", self.rewired
         if self.choices:
             values = ", ".join(f"{choice.field}={choice.shown}" for choice in self.choices)
             yield "chosen by rule", f"{values}; reasons with --show recipe"
@@ -259,7 +274,7 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
         reason = resolve_precision(recipe.train.precision, device).reason
     else:
         # As all devices that can be planned for do.
-        recipe, reason = directory.with_precision(recipe, "bf16"), f"{machine.name} multiplies it natively"
+        recipe, reason = directory.with_precision(recipe, "bf16"), "GPUs multiply it natively"
     path = locate_checkpoint(resolve(recipe.model.trunk))
     raw = read_config(path / CONFIG_FILE)
     family = family_for(raw, where=str(path))
@@ -270,7 +285,7 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     raise_together(refusals(recipe, model, world_size))
     shapes = Shapes(recipe, model, _checkpoint(recipe))
     room = shapes.room(recipe, world_size, machine)
-    serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
+    serves = engine_commands(head_family.serving_of(raw), f"{recipe.run_dir}/export", recipe.head.num_depths)
     kinds = kinds_served(family, raw_text_config(raw)) if recipe.head.is_new else {}
     found = CheckResult(
         recipe=recipe,

@@ -63,6 +63,6 @@ def wiring_note(family: Family, convention: str, serves: Mapping[str, str]) -> s
     if not engines:
         return None
     return (
-        f"{', '.join(engines)}: another wiring of the head than it is trained and measured with, so that fewer drafts "
+        f"wired in another way on {', '.join(engines)} than it is trained and measured here, so that fewer drafts "
         f"may be accepted there; head.convention={engines[0]} trains and measures for {engines[0]}"
     )

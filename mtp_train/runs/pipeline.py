@@ -20,6 +20,7 @@ from rich.text import Text
 from mtp_train.answers.store import ResponseCounts
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.contents import left_out, unnamed_files
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.locations import EXPORT, HEAD
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.data.tokenize import Document
@@ -31,7 +32,7 @@ from mtp_train.recipe.loading import RecipeLike
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.summary import summary
 from mtp_train.report.write import PAGE_FILE, write_report
-from mtp_train.runs.display import quiet_progress, rich_to_html
+from mtp_train.runs.display import quiet_progress, rich_to_html, serving_lines, wiring_note
 from mtp_train.runs.evaluate_run import evaluate_run, served_commands, unjudged
 from mtp_train.runs.export import write_card, write_export
 from mtp_train.runs.refusals import check_decoder
@@ -40,7 +41,7 @@ from mtp_train.runs.resolve import FROM_TEXT, Choice, Overrides, recipe_of, reso
 from mtp_train.runs.run import Run, RunTrunk, join_processes, memory_is_named
 from mtp_train.runs.run_directory import DONE, Attempt, Outcome, RunDirectory
 from mtp_train.runs.settings import plan_of
-from mtp_train.runs.training import STATE, train_stage
+from mtp_train.runs.training import STATE, part_documents, train_stage
 from mtp_train.train.launch import describe_processes, lost_process_is_named
 from mtp_train.train.log import read_metrics
 from mtp_train.train.stopping import stopped_by_signals
@@ -144,13 +145,14 @@ def _joined(
 def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcome:
     """Run all stages. The processes share all but the report and the export, which are the main process's."""
     if run.recipe.study is not None:
-        from mtp_train.runs.study.study_run import run_study_stages
+        from mtp_train.runs.study import run_study_stages
 
         return run_study_stages(run, run.recipe.study, console)
     trunk = RunTrunk(run)
-    # As the main process finds it: a network file system may show a new directory to other machines later.
-    is_trained = run.accelerator.gather_items([(run.directory.path / HEAD).is_dir()])[0]
-    _open(run, trunk, is_trained=is_trained)
+    # As the main process finds them: a network file system may show new files to other machines later.
+    found = [(run.directory.path / name).exists() for name in (HEAD, REPORT_FILE)]
+    is_trained, is_measured = run.accelerator.gather_items([found])[0]
+    _open(run, trunk, is_trained=is_trained, is_measured=is_measured)
     if not is_trained:
         _check_decoder(run, trunk)
         run.attempt.stage = "data"
@@ -158,10 +160,10 @@ def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcom
         _resolve_length(run, documents, auto)
         run.attempt.stage = "train"
         trunk.prepare_training()
-        train_stage(run, trunk.trunk, documents)
+        train_stage(run, trunk.trunk, documents, chooses_lr="train.lr" in auto)
     run.require_shared(HEAD)
     run.attempt.stage = "evaluate"
-    report = _evaluate(run, trunk)
+    report = load_report(run.directory.path / REPORT_FILE) if is_measured else _evaluate(run, trunk)
     if not run.is_main:
         return Outcome(0, "done", "", DONE)
     _report(run, report, console)
@@ -175,11 +177,11 @@ def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcom
     return Outcome(0, "done", f"{report.gate.reason}.{exported}", DONE)
 
 
-def _open(run: Run, trunk: RunTrunk, *, is_trained: bool) -> None:
+def _open(run: Run, trunk: RunTrunk, *, is_trained: bool, is_measured: bool) -> None:
     """Load the trunk in the form that comes first, then claim the directory: a refused trunk leaves it free."""
     if not is_trained:
         trunk.load(decodes=run.recipe.regenerates and run.recipe.decodes)
-    elif run.recipe.gate.enabled:
+    elif run.recipe.gate.enabled and not is_measured:
         trunk.load(decodes=True)
     if run.is_main:
         run.directory.clear_leftovers()
@@ -199,7 +201,8 @@ def _resolve_length(run: Run, documents: Sequence[Document], auto: Collection[st
     if not fields or broadcast_object_list([(run.directory.path / STATE).exists()])[0]:
         return
     processes = run.accelerator.num_processes
-    resolved = resolve_training(run.recipe, fields, documents, processes)
+    training, _ = part_documents(run.recipe, documents)
+    resolved = resolve_training(run.recipe, fields, [documents[index] for index in training], processes)
     run.recipe, choices = broadcast_object_list([resolved])[0]
     run.inputs = replace(run.inputs, plan=plan_of(run.recipe, processes))
     if run.is_main:
@@ -304,6 +307,12 @@ def open_report(source: str | Path) -> Report:
     return load_report(path / REPORT_FILE if path.is_dir() else path)
 
 
+def page_of(run_dir: Path) -> str | None:
+    """Return the URI of a run's report for people, which terminals open; None where there is no report."""
+    path = run_dir / PAGE_FILE
+    return path.resolve().as_uri() if path.is_file() else None
+
+
 @dataclass(frozen=True)
 class RunResult:
     """Outcome of a finished run, as :func:`run` returns it. In a notebook it shows the table of the arms."""
@@ -332,8 +341,7 @@ class RunResult:
     @property
     def page(self) -> str | None:
         """URI of the report for people, which terminals open; None where there is no report."""
-        path = self.run_dir / PAGE_FILE
-        return path.resolve().as_uri() if path.is_file() else None
+        return page_of(self.run_dir)
 
     @property
     def serves(self) -> dict[str, str]:
@@ -341,7 +349,8 @@ class RunResult:
         if self.export is None or not (self.run_dir / HEAD).is_dir():
             return {}
         head = load_artifact(self.run_dir / HEAD)
-        return engine_commands(head.family.serving, str(self.export), head.num_depths)
+        engines = open_checkpoint(self.export).engines if head.family.kind == "mtp" else head.family.serving
+        return engine_commands(engines, str(self.export), head.num_depths)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train run --json`` prints them."""
@@ -349,7 +358,11 @@ class RunResult:
 
     def __str__(self) -> str:
         lines = [self.message, *([] if self.page is None else [f"report: {self.page}"])]
-        lines += [f"{engine}: {text}" for engine, text in self.serves.items()]
+        lines += [f"{engines}: {text}" for engines, text in serving_lines(self.serves)]
+        if self.serves:
+            head = load_artifact(self.run_dir / HEAD)
+            rewired = wiring_note(head.family, head.convention, self.serves)
+            lines += [] if rewired is None else [f"head: {rewired}"]
         return "\n".join(lines)
 
     def __rich__(self) -> RenderableType:

@@ -30,10 +30,10 @@ from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.checkpoint_tools.inspect import serving_commands
-from mtp_train.runs.display import html_table, quiet_progress
+from mtp_train.runs.display import html_table, quiet_progress, serving_lines, wiring_note
 from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
 from mtp_train.runs.export import write_untrained_card
-from mtp_train.runs.pipeline import run_recipe
+from mtp_train.runs.pipeline import page_of, run_recipe
 from mtp_train.runs.probe import ProbeResult, default_out, probe_with
 from mtp_train.runs.resolve import Overrides, require_one_process, resolved_recipe
 from mtp_train.runs.run_directory import PROBE, RunDirectory, checkpoint_identity
@@ -53,16 +53,19 @@ class RescueResult:
     """The verdict of the gate, or of the probe."""
     serves: dict[str, str]
     """Engine to the command that serves ``out``."""
+    page: str | None
+    """URI of the report; None where nothing was trained."""
     notes: tuple[str, ...] = ()
-    """Sentences about weight files of the fine-tune that no copy contains."""
+    """Which engines wire the head otherwise than it was measured; weight files of the fine-tune that no copy has."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train rescue --json`` prints them."""
         return dict(vars(self))
 
     def __str__(self) -> str:
-        commands = "\n".join(f"{engine}: {command}" for engine, command in self.serves.items())
-        return "\n".join((f"{self.reason}.", f"Wrote {self.out}, with the {self.head} head.", *self.notes, commands))
+        lines = [f"{self.reason}.", f"Wrote {self.out}, with the {self.head} head."]
+        lines += [] if self.page is None else [f"report: {self.page}"]
+        return "\n".join([*lines, *(f"{engines}: {text}" for engines, text in serving_lines(self.serves)), *self.notes])
 
     def _repr_html_(self) -> str:
         return html_table(f"{self.out}: {self.head} head. {self.reason}.", ("engine", "command"), self.serves.items())
@@ -162,10 +165,15 @@ def _grafted(recipe: Recipe, found: ProbeResult, console: Console) -> RescueResu
 
 
 def _result(recipe: Recipe, head: str, reason: str) -> RescueResult:
-    export = Path(recipe.run_dir) / EXPORT
-    checkpoint, tuned = open_checkpoint(export), open_location(recipe.model.trunk)
+    run_dir = Path(recipe.run_dir)
+    checkpoint, tuned = open_checkpoint(run_dir / EXPORT), open_location(recipe.model.trunk)
     serves = serving_commands(checkpoint, diagnose_head(checkpoint), "healthy")
-    return RescueResult(str(export), head, reason, serves, left_out(unnamed_files(tuned, layout_of(tuned))))
+    rewired = wiring_note(checkpoint.family, recipe.head.convention, serves)
+    notes = [
+        *([] if rewired is None else [f"The head is {rewired}."]),
+        *left_out(unnamed_files(tuned, layout_of(tuned))),
+    ]
+    return RescueResult(str(checkpoint.path), head, reason, serves, page_of(run_dir), tuple(notes))
 
 
 def write_graft(recipe: Recipe, out: Path) -> None:
