@@ -6,10 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 import mtp_train as mtp
-from mtp_train.cli.output import Handler, Printed, Result, add_command, progress_of
+from mtp_train.cli.output import Handler, Printed, Result, add_command, console_of, progress_of
 from mtp_train.trunk.progress import is_main_process
 
 
@@ -73,6 +71,17 @@ def _add_recipe(commands: Any, name: str, text: str, handler: Handler) -> argpar
     return command
 
 
+def require_valid(args: argparse.Namespace) -> None:
+    """Check the fields of a recipe before the libraries that run it are imported, which takes seconds.
+
+    Raises:
+        RecipeError: A field is wrong; the message lists all problems.
+    """
+    from mtp_train.recipe.loading import plain_recipe, with_stand_ins
+
+    with_stand_ins(*plain_recipe(args.recipe, args.overrides))
+
+
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -81,8 +90,9 @@ def _count(text: str) -> int:
 
 
 def _run(args: argparse.Namespace) -> Printed:
+    require_valid(args)
     try:
-        done = mtp.run(args.recipe, args.overrides, console=Console(quiet=not is_main_process()))
+        done = mtp.run(args.recipe, args.overrides, console=console_of(args))
     except mtp.GateRefusedError as error:
         done = mtp.RunResult(error.run_dir or Path(), error.exit_code, error.reason, str(error), "done")
         if not args.json:
@@ -94,6 +104,7 @@ def _run(args: argparse.Namespace) -> Printed:
 
 
 def _check(args: argparse.Namespace) -> Printed:
+    require_valid(args)
     found = mtp.check(args.recipe, args.overrides, processes=args.processes, device=args.device)
     is_refused = found.room.problem is not None and args.device is not None
     text = str(found) if args.show is None else found.resolved_yaml().rstrip()
@@ -110,18 +121,15 @@ def _init(args: argparse.Namespace) -> Result:
 
 
 def _regenerate(args: argparse.Namespace) -> Result:
+    require_valid(args)
     with progress_of(args) as progress:
         return mtp.regenerate(args.recipe, args.overrides, progress=progress)
 
 
 def _probe(args: argparse.Namespace) -> Result:
-    return mtp.probe(args.finetune, args.base, args.out, data=args.data, console=_console(args))
+    return mtp.probe(args.finetune, args.base, args.out, data=args.data, console=console_of(args))
 
 
 def _rescue(args: argparse.Namespace) -> Result:
-    changes = {"data": args.data, "overrides": args.overrides, "console": _console(args)}
+    changes = {"data": args.data, "overrides": args.overrides, "console": console_of(args)}
     return mtp.rescue(args.finetune, args.base, args.out, **changes)
-
-
-def _console(args: argparse.Namespace) -> Console:
-    return Console(quiet=args.json or not is_main_process())

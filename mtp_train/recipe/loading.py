@@ -7,6 +7,8 @@ import difflib
 import json
 import re
 from collections.abc import Hashable, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,25 @@ from mtp_train.errors import RecipeError
 from mtp_train.recipe.json_schema import dotted, shown
 from mtp_train.recipe.problems import problems_of
 from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import AUTO
 from mtp_train.recipe.shipped import recipe_names, recipe_path
 
 RecipeLike = Recipe | str | Path | Mapping[str, Any]
+STAND_INS: Mapping[str, int | float | None] = {
+    "data.regenerate.max_prompts": 1,
+    "data.regenerate.max_new_tokens": 1,
+    "data.regenerate.batch_size": None,
+    "data.seq_len_tokens": 512,
+    "data.holdout": 0.05,
+    "train.max_steps": 1,
+    "train.tokens_per_step": 512,
+    "train.lr": 1e-4,
+    "train.micro_batch_sequences": 1,
+    "train.warmup_steps": 0,
+    "evaluate.prompts": 1,
+}
+"""Every field that may be ``auto`` and that ``runs/resolve.py`` resolves, with a value that stands in for it while the
+rest is read. Other fields with ``auto``, such as ``train.precision``, are resolved by their own stage."""
 _TAG = "tag:yaml.org,2002:"
 _NULL = re.compile(r"(?:~|null|Null|NULL|)\Z")
 _BOOL = re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z")
@@ -201,6 +219,32 @@ def validated(data: object, problems: Sequence[str] = ()) -> Recipe:
     if found:
         raise RecipeError(*found)
     return recipe
+
+
+def with_stand_ins(data: object, problems: Sequence[str] = ()) -> Recipe:
+    """Return the recipe of plain values with a stand-in for every field that is ``auto``.
+
+    Raises:
+        RecipeError: There are problems already, or another field is wrong; the message lists all problems.
+    """
+    values = {field: one for field, one in STAND_INS.items() if value_of(data, field) == AUTO}
+    return validated(with_values(data, values), problems)
+
+
+def value_of(data: Any, field: str) -> Any:
+    """Return the value of a field such as ``train.lr`` in a recipe's plain values; None if it is not set."""
+    for part in field.split("."):
+        data = data.get(part) if isinstance(data, Mapping) else None
+    return data
+
+
+def with_values(data: object, values: Mapping[str, Any]) -> Any:
+    """Return a copy of a recipe's plain values with some fields, which it contains, replaced."""
+    changed: Any = copy.deepcopy(data)
+    for field, value in values.items():
+        *parents, name = field.split(".")
+        reduce(getitem, parents, changed)[name] = value
+    return changed
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -322,8 +322,9 @@ def _data(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> st
     found = gather_text(recipe, tokenizer, vocab_size)
     paths = ", ".join(source.path for source in recipe.data.sources)
     answers = f"answers of the trunk to {len(found.prompts)} prompts of {paths}" if found.prompts else paths
-    groups = "" if recipe.data.group_field is None else f", by the column {recipe.data.group_field!r}"
-    return f"{answers}; {found.split}{groups}"
+    column = recipe.data.group_field
+    groups = "by first user turn or file, near-duplicate prompts joined" if column is None else f"by column {column!r}"
+    return f"{answers}; {found.split}; held out {groups}"
 
 
 def whole_disk(recipe: Recipe, plan: Plan, state_width: int, memory: Footprint) -> int:

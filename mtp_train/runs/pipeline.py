@@ -32,7 +32,7 @@ from mtp_train.recipe.loading import RecipeLike
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.summary import summary
 from mtp_train.report.write import PAGE_FILE, write_report
-from mtp_train.runs.display import quiet_progress, rich_to_html, serving_lines, wiring_note
+from mtp_train.runs.display import logged, quiet_progress, rich_to_html, serving_lines, wiring_note
 from mtp_train.runs.evaluate_run import evaluate_run, served_commands, unjudged
 from mtp_train.runs.export import write_card, write_export
 from mtp_train.runs.refusals import check_decoder
@@ -108,7 +108,7 @@ def run_recipe(recipe: Recipe, console: Console, choices: Sequence[Choice] = ())
         earlier = directory.outcome
         if earlier is not None and earlier.finished:
             return _finished_before(recipe, directory, earlier, console)
-        with directory.held(console), directory.recording() as attempt:
+        with directory.held(console), logged(directory.path, console), directory.recording() as attempt:
             with _joined(recipe, directory, attempt, console, choices) as run:
                 attempt.outcome = run_stages(run, console, [choice.field for choice in choices])
             return attempt.outcome
@@ -277,7 +277,11 @@ def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progr
     settings, directory = regeneration_of(checked), RunDirectory(Path(checked.run_dir))
     progress = progress or quiet_progress()
     directory.require_ours(checked)
-    with full_disk_is_named(directory.path, what="the responses"), directory.held(progress.console):
+    with (
+        full_disk_is_named(directory.path, what="the responses"),
+        directory.held(progress.console),
+        logged(directory.path, progress.console),
+    ):
         attempt = Attempt()
         accelerator, checked = join_processes(checked, directory, attempt)
         run = Run.begin(checked, directory, accelerator, progress, attempt)

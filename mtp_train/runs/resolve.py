@@ -11,14 +11,12 @@ tokens, which is known once the trunk has answered the prompts (:func:`resolve_t
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import attrgetter, getitem
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,7 +27,15 @@ from mtp_train.data.tokenize import Document, build_prompts, tokenize_records
 from mtp_train.errors import RecipeError
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.json_schema import shown
-from mtp_train.recipe.loading import RecipeLike, plain_recipe, validated
+from mtp_train.recipe.loading import (
+    STAND_INS,
+    RecipeLike,
+    plain_recipe,
+    validated,
+    value_of,
+    with_stand_ins,
+    with_values,
+)
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import AUTO
 from mtp_train.runs.inputs import load_sources
@@ -64,24 +70,6 @@ CPU_ROWS, ROWS = 32, 64
 """Most prompts of a batch that the built-in decoder answers."""
 CACHE_SHARE, ACTIVATION_SHARE = 0.3, 0.5
 """Shares of the memory beside the weights, for keys and values of answers and for activations of training."""
-
-
-STAND_INS: Mapping[str, int | float | None] = {
-    "data.regenerate.max_prompts": 1,
-    "data.regenerate.max_new_tokens": 1,
-    "data.regenerate.batch_size": None,
-    "data.seq_len_tokens": 512,
-    "data.holdout": 0.05,
-    "train.max_steps": 1,
-    "train.tokens_per_step": 512,
-    "train.lr": 1e-4,
-    "train.micro_batch_sequences": 1,
-    "train.warmup_steps": 0,
-    "evaluate.prompts": 1,
-}
-"""Every field that may be ``auto`` and is resolved here, with a value that stands in for it while the rest is read.
-
-Other fields with ``auto``, such as ``train.precision``, are resolved by their own stage."""
 
 
 @dataclass(frozen=True)
@@ -139,40 +127,13 @@ def resolved_recipe(
         return ResolvedRecipe(recipe, ())
     choices: tuple[Choice, ...] = ()
     data, problems = plain_recipe(recipe, override_texts(overrides))
-    fields = [field for field in STAND_INS if _value_of(data, field) == AUTO]
+    fields = [field for field in STAND_INS if value_of(data, field) == AUTO]
     if fields and not problems:
         known = with_stand_ins(data)
         processes = world_size or known.train.processes or launched_processes()
         choices = automatic_values(known, fields, processes, device or device_named(None), counted)
         data = with_values(data, {choice.field: choice.value for choice in choices})
     return ResolvedRecipe(validated(data, problems), choices)
-
-
-def with_stand_ins(data: object) -> Recipe:
-    """Return the recipe of plain values with a stand-in for every field that is ``auto``.
-
-    Raises:
-        RecipeError: Another field is wrong; the message lists all problems.
-    """
-    return validated(
-        with_values(data, {field: one for field, one in STAND_INS.items() if _value_of(data, field) == AUTO})
-    )
-
-
-def _value_of(data: Any, field: str) -> Any:
-    """Return the value of a field such as ``train.lr`` in a recipe's plain values; None if it is not set."""
-    for part in field.split("."):
-        data = data.get(part) if isinstance(data, Mapping) else None
-    return data
-
-
-def with_values(data: object, values: Mapping[str, Any]) -> Any:
-    """Return a copy of a recipe's plain values with some fields, which it contains, replaced."""
-    changed: Any = copy.deepcopy(data)
-    for field, value in values.items():
-        *parents, name = field.split(".")
-        reduce(getitem, parents, changed)[name] = value
-    return changed
 
 
 def override_texts(overrides: Overrides) -> list[str]:

@@ -27,12 +27,11 @@ from mtp_train.evaluation.suites import BUILTIN_FILE
 from mtp_train.families import most_served_kind, raw_text_config
 from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.recipe.json_schema import dotted, schema_tree, walk_fields
-from mtp_train.recipe.loading import dump_yaml
+from mtp_train.recipe.loading import dump_yaml, with_stand_ins
 from mtp_train.recipe.sections import AUTO
 from mtp_train.recipe.shipped import SCHEMA_FILE
 from mtp_train.runs.check import CheckResult, check, launch_command
 from mtp_train.runs.inputs import plan_head
-from mtp_train.runs.resolve import with_stand_ins
 
 Plain = dict[str, Any]
 Start = Literal["graft", "native", "attach"]

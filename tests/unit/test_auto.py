@@ -12,12 +12,12 @@ from byte_tokenizer import byte_tokenizer
 from checkpoints import base_and_finetune
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import RecipeError
+from mtp_train.recipe.loading import STAND_INS, with_values
 from mtp_train.runs import resolve
 from mtp_train.runs.resolve import (
     EPOCHS,
     FROM_TEXT,
     MOST_EPOCHS,
-    STAND_INS,
     Choice,
     ModelFacts,
     TextFacts,
@@ -25,7 +25,6 @@ from mtp_train.runs.resolve import (
     recipe_of,
     resolve_training,
     resolved_recipe,
-    with_values,
 )
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.train.machine import Device, device_named
