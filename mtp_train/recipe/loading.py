@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from functools import reduce
@@ -38,6 +39,7 @@ STAND_INS: Mapping[str, int | float | None] = {
 }
 """Every field that may be ``auto`` and that ``runs/resolve.py`` resolves, with a value that stands in for it while the
 rest is read. Other fields with ``auto``, such as ``train.precision``, are resolved by their own stage."""
+_OF_A_MICRO_BATCH = ("data.seq_len_tokens", "train.micro_batch_sequences")
 _TAG = "tag:yaml.org,2002:"
 _NULL = re.compile(r"(?:~|null|Null|NULL|)\Z")
 _BOOL = re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z")
@@ -228,6 +230,11 @@ def with_stand_ins(data: object, problems: Sequence[str] = ()) -> Recipe:
         RecipeError: There are problems already, or another field is wrong; the message lists all problems.
     """
     values = {field: one for field, one in STAND_INS.items() if value_of(data, field) == AUTO}
+    if "train.tokens_per_step" in values:
+        # A whole micro-batch, as the recipe's rules ask for; wrong values are reported as such.
+        sizes = {field: values.get(field) or value_of(data, field) for field in _OF_A_MICRO_BATCH}
+        counted = [one if isinstance(one, int) and one > 0 else STAND_INS[field] for field, one in sizes.items()]
+        values["train.tokens_per_step"] = math.prod(filter(None, counted))
     return validated(with_values(data, values), problems)
 
 

@@ -28,7 +28,7 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.display import serving_lines, wiring_note
 from mtp_train.runs.head_source import require_source_model
-from mtp_train.runs.inputs import gather_text
+from mtp_train.runs.inputs import RunText, gather_text
 from mtp_train.runs.refusals import HeadOnTrunk, raise_together, refusals
 from mtp_train.runs.resolve import (
     Choice,
@@ -42,7 +42,6 @@ from mtp_train.runs.resolve import (
 from mtp_train.runs.room import Room, Shapes
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.settings import cache_bytes, measured_tokens
-from mtp_train.runs.study import for_objective
 from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk
 from mtp_train.trunk.precision import resolve_precision
@@ -287,16 +286,18 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     room = shapes.room(recipe, world_size, machine)
     serves = engine_commands(head_family.serving_of(raw), f"{recipe.run_dir}/export", recipe.head.num_depths)
     kinds = kinds_served(family, raw_text_config(raw)) if recipe.head.is_new else {}
+    text = _text(recipe, path, raw, text_config.vocab_size)
+    num_tokens = room.plan.total_tokens if text is None else text.most_tokens(recipe)
     found = CheckResult(
         recipe=recipe,
         precision_reason=reason,
         family=head_family.title,
         room=room,
-        disk_bytes=whole_disk(recipe, room.plan, shapes.trunk.state_width, room.memory),
+        disk_bytes=whole_disk(recipe, cache_bytes(recipe, num_tokens, shapes.trunk.state_width), room.memory),
         serves=serves,
         rewired=wiring_note(head_family, recipe.head.convention, serves),
         kinds=kinds,
-        data=_data(recipe, path, raw, text_config.vocab_size),
+        data=None if text is None else _described(recipe, text),
     )
     return found, shapes
 
@@ -309,8 +310,8 @@ def _checkpoint(recipe: Recipe) -> Checkpoint | None:
         return None
 
 
-def _data(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> str | None:
-    """Read the data as a run does, and return what is trained on and held out; None without a tokenizer.
+def _text(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> RunText | None:
+    """Read the data as a run does, and split it; None without a tokenizer.
 
     Raises:
         MtpError: A run would refuse the data or the tokenizer.
@@ -318,19 +319,19 @@ def _data(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> st
     if not any(file for pattern in TOKENIZER_PATTERNS for file in trunk.glob(pattern)):
         return None
     without_weights = Checkpoint(trunk, config, None, {})
-    tokenizer = load_tokenizer(without_weights, recipe.model.trust_remote_code)
-    found = gather_text(recipe, tokenizer, vocab_size)
-    paths = ", ".join(source.path for source in recipe.data.sources)
-    answers = f"answers of the trunk to {len(found.prompts)} prompts of {paths}" if found.prompts else paths
-    column = recipe.data.group_field
+    return gather_text(recipe, load_tokenizer(without_weights, recipe.model.trust_remote_code), vocab_size)
+
+
+def _described(recipe: Recipe, text: RunText) -> str:
+    paths, column = ", ".join(source.path for source in recipe.data.sources), recipe.data.group_field
+    answers = f"answers of the trunk to {len(text.prompts)} prompts of {paths}" if text.prompts else paths
     groups = "by first user turn or file, near-duplicate prompts joined" if column is None else f"by column {column!r}"
-    return f"{answers}; {found.split}; held out {groups}"
+    return f"{answers}; {text.split}; held out {groups}"
 
 
-def whole_disk(recipe: Recipe, plan: Plan, state_width: int, memory: Footprint) -> int:
-    """Estimate the disk bytes of all that a recipe trains."""
-    if recipe.study is None:
-        offloaded = memory.offloaded_bytes if recipe.model.offload == "disk" else 0
-        return estimate_disk(memory, cache_bytes(recipe, plan, state_width)) + offloaded
-    recipes = (for_objective(recipe, one) for one in recipe.study.objectives)
-    return sum(estimate_disk(memory, cache_bytes(one, plan, state_width)) for one in recipes)
+def whole_disk(recipe: Recipe, cached: int, memory: Footprint) -> int:
+    """Estimate the disk bytes of all that a recipe trains; ``cached``: of the hidden states, which all heads share."""
+    if recipe.study is not None:
+        return len(recipe.study.objectives) * estimate_disk(memory, 0) + cached
+    offloaded = memory.offloaded_bytes if recipe.model.offload == "disk" else 0
+    return estimate_disk(memory, cached) + offloaded
