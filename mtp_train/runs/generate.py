@@ -186,7 +186,7 @@ def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: 
     device = local_device()
     if device.type == "cpu":
         use_threads(model.checkpoint.text_config)
-    tokenizer = load_tokenizer(model.checkpoint, trust_remote_code=False)
+    tokenizer = load_tokenizer(model.checkpoint, trust_remote_code=False, adapter=model.adapter)
     prompts = [
         prompt_tokens(tokenizer, prompt, chat=options.chat, where=f"--prompt {number}")
         for number, prompt in enumerate(options.prompts, start=1)
