@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from mtp_train.acceptance.gate import min_gate_groups
 from mtp_train.checkpoints.locations import open_location
-from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
+from mtp_train.data.records import PlainText, has_response
 from mtp_train.data.tokenize import Document, build_prompts, tokenize_records
 from mtp_train.errors import RecipeError
 from mtp_train.heads.diagnose import text_config_of
@@ -297,7 +297,7 @@ def text_facts(recipe: Recipe) -> TextFacts:
     sample = records[:: max(1, len(records) // SAMPLE_RECORDS)][:SAMPLE_RECORDS]
     asked = [record for record in sample if not isinstance(record.content, PlainText)]
     prompts = [len(prompt.prompt_ids) for prompt in build_prompts(asked, tokenizer)] or [0]
-    told = [record for record in sample if _has_response(record)]
+    told = [record for record in sample if has_response(record.content)]
     documents = tokenize_records(told, tokenizer, 1 << 30)[0] if told else []
     wholes = [len(document.input_ids) for document in documents] or prompts
     responses = [int(document.loss_mask.sum()) for document in documents]
@@ -311,15 +311,6 @@ def text_facts(recipe: Recipe) -> TextFacts:
         whole_mean=sum(wholes) / len(wholes),
         whole_long=_long(wholes),
     )
-
-
-def _has_response(record: Record) -> bool:
-    match record.content:
-        case Chat(messages=messages):
-            return any(message["role"] == "assistant" for message in messages)
-        case PromptResponse(response=response):
-            return bool(response)
-    return True
 
 
 def _long(lengths: Sequence[int]) -> int:
