@@ -102,6 +102,13 @@ class RunText(NamedTuple):
     split: str
     """What is on each side of the split, and what of the records is not used, in words."""
 
+    def most_tokens(self, recipe: Recipe) -> int:
+        """Return the most tokens of the training text, answers included."""
+        answer = 0 if recipe.data.answered is None else recipe.data.answered.max_new_tokens
+        lengths = [len(document.input_ids) for document in self.documents]
+        lengths += [len(prompt.prompt_ids) + answer for prompt in self.prompts]
+        return sum(min(length, recipe.data.seq_len_tokens) for length in lengths)
+
 
 def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs:
     """Open and check everything that a run reads. Writes nothing and does not load the trunk.

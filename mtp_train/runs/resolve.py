@@ -83,6 +83,9 @@ STAND_INS: Mapping[str, int | float | None] = {
 Other fields with ``auto``, such as ``train.precision``, are resolved by their own stage."""
 
 
+_OF_A_MICRO_BATCH = ("data.seq_len_tokens", "train.micro_batch_sequences")
+
+
 @dataclass(frozen=True)
 class Choice:
     """A setting that was ``auto``, its value and the reason for it."""
@@ -147,9 +150,13 @@ def with_stand_ins(data: object) -> Recipe:
     Raises:
         RecipeError: Another field is wrong; the message lists all problems.
     """
-    return validated(
-        with_values(data, {field: one for field, one in STAND_INS.items() if _value_of(data, field) == AUTO})
-    )
+    values = {field: one for field, one in STAND_INS.items() if _value_of(data, field) == AUTO}
+    if "train.tokens_per_step" in values:
+        # A whole micro-batch, as the recipe's rules ask for; wrong values are reported as such.
+        sizes = {field: values.get(field) or _value_of(data, field) for field in _OF_A_MICRO_BATCH}
+        counted = [one if isinstance(one, int) and one > 0 else STAND_INS[field] for field, one in sizes.items()]
+        values["train.tokens_per_step"] = math.prod(filter(None, counted))
+    return validated(with_values(data, values))
 
 
 def _value_of(data: Any, field: str) -> Any:
@@ -236,10 +243,8 @@ def automatic_values(recipe: Recipe, fields: Collection[str], world_size: int, d
     """Return the values of fields that are ``auto``: those that the run directory records, or by the rules.
 
     Raises:
-        MtpError: The model or the data cannot be read, or a field cannot be ``auto`` in such a recipe.
+        MtpError: The model or the data cannot be read.
     """
-    if recipe.study is not None:
-        raise RecipeError(*(f"{field}: 'auto' with study; expected a number. Write one." for field in fields))
     recorded = RunDirectory(Path(recipe.run_dir)).recipe
     if recorded is not None:
         return tuple(Choice(field, attrgetter(field)(recorded), f"recorded in {recipe.run_dir}") for field in fields)
@@ -265,6 +270,7 @@ def _by_rules(
 ) -> tuple[Recipe, tuple[Choice, ...]]:
     """Return a recipe with the fields that have a rule resolved, and these choices; each rule reads earlier values."""
     choices = []
+    recipe = recipe.replaced({field: STAND_INS[field] for field in rules if field in fields})
     for field in filter(fields.__contains__, rules):
         choices.append(Choice(field, *rules[field](recipe, model, text)))
         recipe = recipe.replaced({field: choices[-1].value})
@@ -413,11 +419,11 @@ def _expected_text(recipe: Recipe, text: TextFacts) -> _Text:
 
 
 def _tokens_per_step(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
-    seq_len, world = recipe.data.seq_len_tokens, model.world_size
+    seq_len, unit = recipe.data.seq_len_tokens, model.world_size * recipe.train.micro_batch_sequences
     most = max(1, MOST_TOKENS_PER_STEP // seq_len)
     nearest = 1 << max(0, round(math.log2(max(1.0, text.tokens / STEPS_PER_EPOCH / seq_len))))
     wanted = min(most, max(LEAST_SEQUENCES, nearest))
-    sequences = math.ceil(wanted / world) * world
+    sequences = math.ceil(wanted / unit) * unit
     return sequences * seq_len, f"{sequences} sequences: about {STEPS_PER_EPOCH} steps per pass over {text.told}"
 
 
