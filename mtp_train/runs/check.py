@@ -28,7 +28,7 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.display import serving_lines, wiring_note
 from mtp_train.runs.head_source import require_source_model
-from mtp_train.runs.inputs import RunText, gather_text
+from mtp_train.runs.inputs import RunText, gather_text, recipe_tokenizer
 from mtp_train.runs.refusals import HeadOnTrunk, raise_together, refusals
 from mtp_train.runs.resolve import (
     Choice,
@@ -45,7 +45,6 @@ from mtp_train.runs.settings import cache_bytes, measured_tokens
 from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk
 from mtp_train.trunk.precision import resolve_precision
-from mtp_train.trunk.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -318,8 +317,8 @@ def _text(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> Ru
     """
     if not any(file for pattern in TOKENIZER_PATTERNS for file in trunk.glob(pattern)):
         return None
-    without_weights = Checkpoint(trunk, config, None, {})
-    return gather_text(recipe, load_tokenizer(without_weights, recipe.model.trust_remote_code), vocab_size)
+    tokenizer = recipe_tokenizer(recipe, Checkpoint(trunk, config, None, {}))
+    return gather_text(recipe, tokenizer, vocab_size)
 
 
 def _described(recipe: Recipe, text: RunText) -> str:
