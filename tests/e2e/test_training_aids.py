@@ -16,14 +16,9 @@ from mtp_train.errors import GateRefusedError, OutOfMemoryError
 from mtp_train.heads.lora import is_lora
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.train.log import read_metrics
-from runs import LEARNS, run_quietly, write_inputs, write_recipe
+from runs import LEARNS, run_quietly, write_recipe
 
 RUN: dict[str, Any] = {**LEARNS, "train__max_steps": 12, "train__save_steps": 6, "train__log_steps": 3}
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("aids") / "in")
 
 
 def head_of(run_dir: Path) -> dict[str, torch.Tensor]:
