@@ -5,6 +5,7 @@ Reads no weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from mtp_train.runs.inputs import gather_text
 from mtp_train.runs.refusals import HeadOnTrunk, decoding_problem, raise_together, refusals
 from mtp_train.runs.resolve import Choice, Overrides, launched_processes, resolved_recipe
 from mtp_train.runs.run_directory import RunDirectory
-from mtp_train.runs.settings import cache_bytes, memory_options, plan_of
+from mtp_train.runs.settings import cache_bytes, measured_tokens, memory_options, plan_of
 from mtp_train.runs.study import for_objective
 from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk, estimate_footprint, in_shards
@@ -77,7 +78,11 @@ class CheckResult:
             **vars(self),
             "recipe": self.recipe.model_dump(mode="json"),
             "auto": {choice.field: {"value": choice.value, "reason": choice.reason} for choice in self.choices},
-            "plan": {**asdict(self.plan), "total_tokens": self.plan.total_tokens},
+            "plan": {
+                **asdict(self.plan),
+                "total_tokens": self.plan.total_tokens,
+                "measured_tokens": math.prod(measured_tokens(self.recipe)),
+            },
             "memory": self.memory.to_json(),
             "memory_in_shards": None if shards is None else shards.to_json(),
         }
@@ -100,6 +105,12 @@ class CheckResult:
             f"({plan.total_tokens / 1e6:.2f} M in all), {plan.world_size} process(es), {plan.accumulation} "
             "micro-batch(es) each"
         )
+        measures, tokens = measured_tokens(recipe)
+        if measures:
+            yield (
+                f"{measures} measurements of the head on at most {tokens} tokens kept out of training, forward passes "
+                f"only: at most {measures * tokens / plan.total_tokens:.0%} of the tokens above"
+            )
         yield f"memory per process, {memory.to_text()}"
         if shards is not None:
             yield f"in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}"

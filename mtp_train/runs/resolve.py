@@ -56,6 +56,8 @@ NEW_HEAD = 2
 WARMUP_SHARE = 0.05
 LEARNING_RATE, WIDTH = 1e-4, 4096
 LORA_FACTOR = 10
+GOOD_OVERLAP, GOOD_FACTOR = 0.8, 0.2
+"""A head that starts with at least this overlap of p and q at depth 1 is trained with this part of the rate."""
 CPU_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS = 2048, 16_384
 """Most tokens of a micro-batch; larger ones are not faster."""
 CPU_ROWS, ROWS = 32, 64
@@ -375,11 +377,24 @@ def _rows(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
 
 
 def _lr(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
-    rate = LEARNING_RATE * WIDTH / model.hidden_size
-    reason = f"{LEARNING_RATE:g} x {WIDTH} / {model.hidden_size} channels"
+    choice = lr_choice(recipe, model.hidden_size)
+    return choice.value, choice.reason
+
+
+def lr_choice(recipe: Recipe, hidden_size: int, overlap: float | None = None) -> Choice:
+    """Return the automatic learning rate.
+
+    Args:
+        recipe: Its head may have LoRA.
+        hidden_size: Width of the trunk.
+        overlap: Overlap of p and q at depth 1 before the first step; None before it is measured.
+    """
+    rate, reason = LEARNING_RATE * WIDTH / hidden_size, f"{LEARNING_RATE:g} x {WIDTH} / {hidden_size} channels"
     if recipe.head.lora is not None:
-        return LORA_FACTOR * rate, f"{reason} x {LORA_FACTOR} for LoRA"
-    return rate, reason
+        rate, reason = LORA_FACTOR * rate, f"{reason} x {LORA_FACTOR} for LoRA"
+    if overlap is not None and overlap >= GOOD_OVERLAP:
+        rate, reason = GOOD_FACTOR * rate, f"{reason} x {GOOD_FACTOR:g}: the head starts with overlap {overlap:.2f}"
+    return Choice("train.lr", rate, reason)
 
 
 _RULES: Mapping[str, Rule[TextFacts]] = {
@@ -420,8 +435,7 @@ def _max_steps(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
     per_pass = text.tokens / recipe.train.tokens_per_step
     steps = max(EPOCHS * per_pass, min(LEAST_STEPS, MOST_EPOCHS * per_pass))
     factor, new = (NEW_HEAD, ", twice for a new head") if recipe.head.is_new else (1, "")
-    select = recipe.train.select
-    whole = max(1, math.ceil(steps * factor), 1 if select is None else select.every_steps)
+    whole = max(1, math.ceil(steps * factor))
     return whole, f"{whole / per_pass:.3g} passes over {text.told}{new}"
 
 

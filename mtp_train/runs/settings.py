@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.evaluation.grid import served_settings
 from mtp_train.evaluation.prompt_records import Setting
@@ -11,6 +13,10 @@ from mtp_train.trunk.precision import COMPUTE_DTYPES
 
 _CACHED_BYTES = {"auto": 4, "bf16": 2, "fp8": 1}
 """Most bytes of a number in a hidden-state cache: states are computed in fp32 at most."""
+
+
+MEASURES = 10
+"""Default number of measurements for ``train.select``, besides that of the start."""
 
 
 def plan_of(recipe: Recipe, world_size: int) -> Plan:
@@ -44,6 +50,14 @@ def train_options(recipe: Recipe) -> TrainOptions:
         save_steps=train.save_steps,
         depth_decay=recipe.objective.depth_decay,
     )
+
+
+def measured_tokens(recipe: Recipe) -> tuple[int, int]:
+    """Return how often ``train.select`` measures the head, and the most tokens of a measurement."""
+    spec, steps = recipe.train.select, recipe.train.max_steps
+    if spec is None:
+        return 0, 0
+    return 1 + math.ceil(steps / (spec.every_steps or math.ceil(steps / MEASURES))), spec.tokens
 
 
 def memory_options(recipe: Recipe) -> MemoryOptions:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,7 @@ def train_head(
     on_step: Callable[[int], None],
     cache: HiddenCache | None = None,
     selection: Selection | None = None,
+    lr_for: Callable[[float], float] | None = None,
 ) -> dict[str, Tensor]:
     """Train the head from the newest saved state to the last step.
 
@@ -133,6 +134,8 @@ def train_head(
         on_step: Called after each step with the number of steps done, for a progress bar.
         cache: The trunk's hidden states; None computes them in every step.
         selection: Selects the best head during training; None takes the last head.
+        lr_for: Called once before the first step, on every process, with the starting head's overlap of p and q at
+            depth 1; returns the peak learning rate. None takes that of ``options``. Needs ``selection``.
 
     Returns:
         The trained weights, whole on every rank; with LoRA, its matrices. ``module`` may be left in shards.
@@ -164,6 +167,10 @@ def train_head(
         facts=run_facts(accelerator, wrapped, module.compute_dtype),
         sums=LogSums(**saved) if saved else LogSums.zero(module.num_depths),
     )
+    if selection is not None and not done:
+        figures = measure(run, selection, 0)
+        if lr_for is not None:
+            run.options = replace(options, lr=lr_for(figures["held_out_overlap_depth_1"]))
     prepared = Preparation.of(plan, run.weight_K, accelerator, cache).steps(batch_fn, done)
     _train_on(run, done, prepared, on_step)
     return chosen_weights(head, selection)
@@ -286,14 +293,20 @@ def finish_step(run: Training, done: int, norm: float, sequences: Sequence[Packe
             run.log.log(done, log_line(run.sums, run.weight_K, norm, options.lr_at(done - 1)) | dict(run.facts))
         run.sums = LogSums.zero(len(run.weight_K))
     if selection is not None and selection.is_due(done, options.max_steps):
-        figures = selection.measure(run.wrapped, run.head, len(run.weight_K), accelerator)
-        selection.judge(done, figures["held_out_tau"], run.head, writes=accelerator.is_main_process)
-        if run.log is not None:
-            run.log.log(done, figures)
+        measure(run, selection, done)
     if saves or done % options.save_steps == 0 or run.is_over(done):
         best = None if selection is None else selection.best
         sums = run.sums.saved()
         save_state(run.state_dir, done, run.head, run.optimizer, best, sums, writes=accelerator.is_main_process)
+
+
+def measure(run: Training, selection: Selection, done: int) -> dict[str, Any]:
+    """Measure, judge and log the head after ``done`` steps, and return the figures; every process must call it."""
+    figures = selection.measure(run.wrapped, len(run.weight_K), run.accelerator)
+    selection.judge(done, figures["held_out_tau"], run.head, writes=run.accelerator.is_main_process)
+    if run.log is not None:
+        run.log.log(done, figures)
+    return figures
 
 
 def require_finite(run: Training, done: int, norm: float, sequences: Sequence[PackedSequence]) -> None:

@@ -331,7 +331,7 @@ def test_a_bug_keeps_its_traceback_and_is_recorded_as_one(
 ) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run")
 
-    def buggy(*_: object) -> None:
+    def buggy(*_: object, **__: object) -> None:
         raise ZeroDivisionError("division by zero")
 
     with monkeypatch.context() as patched:

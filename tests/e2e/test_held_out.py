@@ -62,7 +62,7 @@ def by_content(directory: Path, run_dir: Path, **overrides: Any) -> Recipe:
 
 def test_no_held_out_conversation_is_in_training(directory: Path, tmp_path: Path) -> None:
     write_chats(directory, conversations(40))
-    select = {"every_steps": 2, "share": 0.3, "prompts": 0}
+    select = {"every_steps": 2, "share": 0.3}
     recipe = by_content(directory, tmp_path, evaluate__prompts=40, train__select=select)
     inputs = gathered(recipe)
     text = [inputs.tokenizer.decode(list(document.input_ids)) for document in inputs.documents]
