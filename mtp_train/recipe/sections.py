@@ -216,13 +216,19 @@ class SourceSpec(RecipeSection):
 
     path: Text
     """A .json, .jsonl, .parquet or .txt file (also compressed: .gz, .xz, .bz2, .zst), a directory or a glob of files of
-    one type, the hub id of a dataset, or `demo:NAME`."""
+    one type, a directory that `save_to_disk` of `datasets` wrote, the hub id of a dataset, or `demo:NAME`."""
     config: Text | None = None
     """The configuration of a hub dataset; null takes its default configuration."""
     split: Text = "train"
     """A split of the dataset. Slices such as `train[:1000]` are allowed."""
-    format: Literal["auto", "messages", "prompt_response", "text"] = "auto"
-    """The layout of the records. `auto`: by the names of the columns."""
+    format: Literal["auto", "messages", "prompt_response", "instruction", "text"] = "auto"
+    """The layout of the records. `messages`: chats, of OpenAI or ShareGPT. `prompt_response`: raw text on both sides,
+    or messages on both. `instruction`: `instruction`, `input` and `output`, as turns of a chat. `text`: plain text.
+    `auto`: by the names of the columns."""
+    columns: Mapping[str, Text] = Field(default={})
+    """Names of columns in the source, by ours: `{prompt: question, response: answer}`. Ours are `messages`, `prompt`,
+    `response`, `instruction`, `input`, `output`, `text`, `system`, `tools` and `chat_template_kwargs`. For prompts that
+    the chat template shall be applied to, write `{instruction: prompt}`."""
     weight: Positive | None = None
     """Share of this source in the records, relative to the other weights. As many records are taken as possible without
     taking one twice; `seed` determines which. Set it on every source or on none; null on all sources takes all
@@ -315,6 +321,9 @@ class DataSection(RecipeSection):
     responses: Text | None = None
     """A run directory. Its responses, which the same trunk generated, are copied for prompts with the same tokens; the
     trunk generates only the missing ones. Dtype, seed and sampling settings of that run may differ."""
+    chat_template_kwargs: Mapping[str, Any] = Field(default={})
+    """Variables for the chat template, as the trunk is served: `{enable_thinking: false}`. A record's own
+    `chat_template_kwargs` and `tools` win."""
     seq_len_tokens: OrAuto[Count] = 512
     """Length of a training sequence, in tokens. `auto`: a power of two for 95 % of the texts, from 512 to 4096."""
     pack: bool = True

@@ -26,9 +26,9 @@ from mtp_train.acceptance.names import GRAFT, HOME, NATIVE, RETRAINED, VANILLA
 from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, resolve
 from mtp_train.checkpoints.locations import HEAD
 from mtp_train.data.groups import join_near_duplicates
-from mtp_train.data.records import Record, content_group
+from mtp_train.data.records import Record, content_group, with_variables
 from mtp_train.data.sources import load_records
-from mtp_train.data.tokenize import Document, choose_evenly
+from mtp_train.data.tokenize import Document, build_prompts, choose_evenly
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import ArmSpec
 from mtp_train.evaluation.assemble import Measurements
@@ -45,7 +45,7 @@ from mtp_train.recipe.sections import StudySection
 from mtp_train.report.summary import summary
 from mtp_train.report.wording import format_number, lossless_sentence, signed, verdict_title
 from mtp_train.report.write import log_report, write_report
-from mtp_train.runs.inputs import Inputs, prompts_of, split_records
+from mtp_train.runs.inputs import Inputs, split_records
 from mtp_train.runs.regeneration import data_stage
 from mtp_train.runs.run import Run, RunTrunk
 from mtp_train.runs.run_directory import Outcome, RunDirectory
@@ -209,8 +209,8 @@ def untrained_prompts(
         DataError: There is no such suite, or fewer than two prompts are left.
     """
     groups = {record.group for record in training}
-    known = {prompt.prompt_ids for prompt in prompts_of(training, inputs.tokenizer)}
-    loaded = load_suite(suite)
+    known = {prompt.prompt_ids for prompt in build_prompts(training, inputs.tokenizer)}
+    loaded = load_suite(suite, recipe.data.chat_template_kwargs)
     near = near_trained([one.record for one in loaded.records], training)
     every = suite_prompts(loaded, inputs.tokenizer, seed=recipe.seed)
     unseen = [
@@ -251,8 +251,9 @@ def home_prompts(recipe: Recipe, study: StudySection, inputs: Inputs) -> list[Ta
         )
         for number, path in enumerate(study.vanilla_sources)
     ]
-    records = [record for records in sources for record in records]
-    prompts = choose_evenly(prompts_of(records, inputs.tokenizer), recipe.evaluate.prompts, recipe.seed)
+    variables = recipe.data.chat_template_kwargs
+    records = [with_variables(record, variables) for records in sources for record in records]
+    prompts = choose_evenly(build_prompts(records, inputs.tokenizer), recipe.evaluate.prompts, recipe.seed)
     if records and not prompts:
         raise DataError(
             f"study.vanilla_sources: {len(records)} texts, none long enough to continue; expected at least one of two "
