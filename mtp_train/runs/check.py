@@ -27,7 +27,7 @@ from mtp_train.heads.lora import require_lora_targets
 from mtp_train.recipe.loading import RecipeLike, dump_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.head_source import require_source_model
-from mtp_train.runs.inputs import RunText, gather_text
+from mtp_train.runs.inputs import RunText, gather_text, recipe_tokenizer
 from mtp_train.runs.refusals import HeadOnTrunk, decoding_problem, raise_together, refusals
 from mtp_train.runs.resolve import Choice, Overrides, launched_processes, resolved_recipe
 from mtp_train.runs.run_directory import RunDirectory
@@ -36,7 +36,6 @@ from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk, estimate_footprint, in_shards
 from mtp_train.trunk.load import empty_trunk
 from mtp_train.trunk.precision import resolve_precision
-from mtp_train.trunk.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -248,8 +247,7 @@ def _text(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> Ru
     """
     if not any(file for pattern in TOKENIZER_PATTERNS for file in trunk.glob(pattern)):
         return None
-    without_weights = Checkpoint(trunk, config, None, {})
-    tokenizer = load_tokenizer(without_weights, recipe.model.trust_remote_code)
+    tokenizer = recipe_tokenizer(recipe, Checkpoint(trunk, config, None, {}))
     return gather_text(recipe, tokenizer, vocab_size)
 
 

@@ -32,12 +32,11 @@ from mtp_train.recipe.json_schema import shown
 from mtp_train.recipe.loading import RecipeLike, plain_recipe, validated
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import AUTO
-from mtp_train.runs.inputs import load_sources
+from mtp_train.runs.inputs import load_sources, recipe_tokenizer
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.settings import memory_options
 from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import activation_bytes
-from mtp_train.trunk.tokenizer import load_tokenizer
 
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -300,7 +299,7 @@ def model_facts(recipe: Recipe, world_size: int, device: Device) -> ModelFacts:
 def text_facts(recipe: Recipe) -> TextFacts:
     """Read the data, and count the tokens of a sample of it."""
     records = [record for source in load_sources(recipe) for record in source]
-    tokenizer = load_tokenizer(open_location(recipe.model.trunk), recipe.model.trust_remote_code)
+    tokenizer = recipe_tokenizer(recipe, open_location(recipe.model.trunk))
     sample = records[:: max(1, len(records) // SAMPLE_RECORDS)][:SAMPLE_RECORDS]
     asked = [record for record in sample if not isinstance(record.content, PlainText)]
     prompts = [len(prompt.prompt_ids) for prompt in build_prompts(asked, tokenizer)] or [0]
