@@ -83,18 +83,12 @@ def test_no_held_out_conversation_is_in_training(directory: Path, tmp_path: Path
         assert not (in_training and in_measured)
 
 
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return inputs whose chats no test changes."""
-    return write_inputs(tmp_path_factory.mktemp("in"))
-
-
 def few_groups(directory: Path, run_dir: Path, holdout: float) -> Recipe:
     return tiny_recipe(directory, run_dir, data__holdout=holdout, gate__confidence=0.97)
 
 
-def test_too_few_groups_for_the_gate_are_refused_before_training(chats: Path, tmp_path: Path) -> None:
-    recipe = few_groups(chats, tmp_path / "run", 0.15)
+def test_too_few_groups_for_the_gate_are_refused_before_training(pristine: Path, tmp_path: Path) -> None:
+    recipe = few_groups(pristine, tmp_path / "run", 0.15)
     for refusing in (lambda: check(recipe, processes=1), lambda: run_recipe(recipe, Console(quiet=True))):
         with pytest.raises(DataError) as caught:
             refusing()
@@ -109,9 +103,9 @@ def test_too_few_groups_for_the_gate_are_refused_before_training(chats: Path, tm
     ("field", "groups"),
     [(None, "by first user turn or file, near-duplicate prompts joined"), ("group", "by column 'group'")],
 )
-def test_check_tells_how_the_data_is_split(chats: Path, tmp_path: Path, field: str | None, groups: str) -> None:
+def test_check_tells_how_the_data_is_split(pristine: Path, tmp_path: Path, field: str | None, groups: str) -> None:
     used = {"data__group_field": field, "data__holdout": 0.6, "gate__confidence": 0.6}
-    found = check(tiny_recipe(chats, tmp_path / "run", **used), processes=1)
+    found = check(tiny_recipe(pristine, tmp_path / "run", **used), processes=1)
     assert found.data is not None
     assert re.fullmatch(
         r".*chats.jsonl; training on \d+ records in \d+ groups, \d+ records in \d+ groups held out; "
@@ -123,8 +117,8 @@ def test_check_tells_how_the_data_is_split(chats: Path, tmp_path: Path, field: s
     assert not (tmp_path / "run").exists()
 
 
-def test_check_plans_for_a_config_alone_and_says_that_it_read_no_data(chats: Path, tmp_path: Path) -> None:
-    recipe = few_groups(chats, tmp_path / "run", 0.5)
+def test_check_plans_for_a_config_alone_and_says_that_it_read_no_data(pristine: Path, tmp_path: Path) -> None:
+    recipe = few_groups(pristine, tmp_path / "run", 0.5)
     (tmp_path / "config").mkdir()
     shutil.copy(Path(recipe.model.trunk) / "config.json", tmp_path / "config")
     source = recipe.data.sources[0].replaced({"path": "missing.jsonl"})
