@@ -60,6 +60,11 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
+def is_gguf(location: str | Path) -> bool:
+    """Return whether a location names a GGUF file."""
+    return Path(location).suffix == ".gguf"
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """The file, dtype (in safetensors' spelling) and shape of a stored tensor."""

@@ -36,10 +36,15 @@ def draft_model_flag(path: str, depth: int) -> str:
 
 
 def retrain_command(finetune: str, base: str, data: Sequence[str] = ()) -> str:
-    """Return the command that retrains a stale head; without data, on the built-in prompts."""
+    """Return the command that retrains a head; without data, on the built-in prompts."""
     sources = f" --data {shlex.join(data)}" if data else ""
     out = shlex.quote(f"{last_name(finetune)}-rescued")
     return f"mtp-train rescue {shlex.quote(finetune)} --from {shlex.quote(base)}{sources} --out {out}"
+
+
+def probe_command(finetune: str, base: str) -> str:
+    """Return the command that measures what a head lost with the change of its trunk, and proposes what to do."""
+    return f"mtp-train probe {shlex.quote(finetune)} --from {shlex.quote(base)}"
 
 
 def inspect_command(checkpoint: str, base: str | None = None) -> str:

@@ -279,7 +279,9 @@ def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progr
     with full_disk_is_named(directory.path, what="the responses"), directory.held(progress.console):
         attempt = Attempt()
         accelerator, checked = join_processes(checked, directory, attempt)
-        run = Run.begin(checked, directory, accelerator, progress, attempt)
+        # Answers need no gate, and no groups for its interval.
+        run = Run.begin(checked.replaced({"gate.enabled": False}), directory, accelerator, progress, attempt)
+        run.recipe = checked
         trunk = RunTrunk(run)
         trunk.load(decodes=settings.endpoint is None)
         run.claim()

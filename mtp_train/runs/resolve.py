@@ -32,12 +32,11 @@ from mtp_train.recipe.json_schema import shown
 from mtp_train.recipe.loading import RecipeLike, plain_recipe, validated
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import AUTO
-from mtp_train.runs.inputs import load_sources
+from mtp_train.runs.inputs import load_sources, recipe_tokenizer
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.settings import memory_options
 from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import activation_bytes
-from mtp_train.trunk.tokenizer import load_tokenizer
 
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -82,6 +81,9 @@ STAND_INS: Mapping[str, int | float | None] = {
 """Every field that may be ``auto`` and is resolved here, with a value that stands in for it while the rest is read.
 
 Other fields with ``auto``, such as ``train.precision``, are resolved by their own stage."""
+
+
+_OF_A_MICRO_BATCH = ("data.seq_len_tokens", "train.micro_batch_sequences")
 
 
 @dataclass(frozen=True)
@@ -148,9 +150,13 @@ def with_stand_ins(data: object) -> Recipe:
     Raises:
         RecipeError: Another field is wrong; the message lists all problems.
     """
-    return validated(
-        with_values(data, {field: one for field, one in STAND_INS.items() if _value_of(data, field) == AUTO})
-    )
+    values = {field: one for field, one in STAND_INS.items() if _value_of(data, field) == AUTO}
+    if "train.tokens_per_step" in values:
+        # A whole micro-batch, as the recipe's rules ask for; wrong values are reported as such.
+        sizes = {field: values.get(field) or _value_of(data, field) for field in _OF_A_MICRO_BATCH}
+        counted = [one if isinstance(one, int) and one > 0 else STAND_INS[field] for field, one in sizes.items()]
+        values["train.tokens_per_step"] = math.prod(filter(None, counted))
+    return validated(with_values(data, values))
 
 
 def _value_of(data: Any, field: str) -> Any:
@@ -237,10 +243,8 @@ def automatic_values(recipe: Recipe, fields: Collection[str], world_size: int, d
     """Return the values of fields that are ``auto``: those that the run directory records, or by the rules.
 
     Raises:
-        MtpError: The model or the data cannot be read, or a field cannot be ``auto`` in such a recipe.
+        MtpError: The model or the data cannot be read.
     """
-    if recipe.study is not None:
-        raise RecipeError(*(f"{field}: 'auto' with study; expected a number. Write one." for field in fields))
     recorded = RunDirectory(Path(recipe.run_dir)).recipe
     if recorded is not None:
         return tuple(Choice(field, attrgetter(field)(recorded), f"recorded in {recipe.run_dir}") for field in fields)
@@ -266,6 +270,7 @@ def _by_rules(
 ) -> tuple[Recipe, tuple[Choice, ...]]:
     """Return a recipe with the fields that have a rule resolved, and these choices; each rule reads earlier values."""
     choices = []
+    recipe = recipe.replaced({field: STAND_INS[field] for field in rules if field in fields})
     for field in filter(fields.__contains__, rules):
         choices.append(Choice(field, *rules[field](recipe, model, text)))
         recipe = recipe.replaced({field: choices[-1].value})
@@ -294,7 +299,7 @@ def model_facts(recipe: Recipe, world_size: int, device: Device) -> ModelFacts:
 def text_facts(recipe: Recipe) -> TextFacts:
     """Read the data, and count the tokens of a sample of it."""
     records = [record for source in load_sources(recipe) for record in source]
-    tokenizer = load_tokenizer(open_location(recipe.model.trunk), recipe.model.trust_remote_code)
+    tokenizer = recipe_tokenizer(recipe, open_location(recipe.model.trunk))
     sample = records[:: max(1, len(records) // SAMPLE_RECORDS)][:SAMPLE_RECORDS]
     asked = [record for record in sample if not isinstance(record.content, PlainText)]
     prompts = [len(prompt.prompt_ids) for prompt in build_prompts(asked, tokenizer)] or [0]
@@ -414,11 +419,11 @@ def _expected_text(recipe: Recipe, text: TextFacts) -> _Text:
 
 
 def _tokens_per_step(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
-    seq_len, world = recipe.data.seq_len_tokens, model.world_size
+    seq_len, unit = recipe.data.seq_len_tokens, model.world_size * recipe.train.micro_batch_sequences
     most = max(1, MOST_TOKENS_PER_STEP // seq_len)
     nearest = 1 << max(0, round(math.log2(max(1.0, text.tokens / STEPS_PER_EPOCH / seq_len))))
     wanted = min(most, max(LEAST_SEQUENCES, nearest))
-    sequences = math.ceil(wanted / world) * world
+    sequences = math.ceil(wanted / unit) * unit
     return sequences * seq_len, f"{sequences} sequences: about {STEPS_PER_EPOCH} steps per pass over {text.told}"
 
 

@@ -74,12 +74,12 @@ def memory_options(recipe: Recipe) -> MemoryOptions:
     )
 
 
-def cache_bytes(recipe: Recipe, plan: Plan, state_width: int) -> int:
-    """Return the most bytes of a hidden-state cache: no token occurs twice."""
+def cache_bytes(recipe: Recipe, num_tokens: int, state_width: int) -> int:
+    """Return the most bytes of the hidden-state cache of a text of so many tokens; 0 without a cache."""
     spec = recipe.train.hidden_cache
     if spec is None:
         return 0
-    return min(plan.total_tokens * state_width * _CACHED_BYTES[spec.dtype], int(spec.max_gib * GIB))
+    return min(num_tokens * state_width * _CACHED_BYTES[spec.dtype], int(spec.max_gib * GIB))
 
 
 def run_settings(recipe: Recipe, trunk: Checkpoint) -> list[Setting]:

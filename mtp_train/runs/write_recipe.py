@@ -57,7 +57,7 @@ _TRAIN: Plain = {
     "lr": AUTO,
     "warmup_steps": AUTO,
     "save_steps": 50,
-    "select": {"patience": 4},
+    "select": {"patience": 6},
 }
 
 _TRAINS: Mapping[Start, str] = {

@@ -165,7 +165,7 @@ def save_state(
             "step": step,
             "optimizer": numbers,
             "best": asdict(best or Best()),
-            "window": sums,
+            "sums": sums,
             "sha256": {name: _sha256(directory / name) for name in files},
         }
         # The file holds the numbers as JSON has them: the checksum is of what a reader gets.
@@ -215,7 +215,7 @@ def load_best(state_dir: Path, step: int) -> Best:
 
 def load_sums(state_dir: Path, step: int) -> dict[str, Any] | None:
     """Load a step's sums since the last log line; None for a state of an earlier release, which has none."""
-    return read_json(_step_directory(state_dir, step) / _META).get("window")
+    return read_json(_step_directory(state_dir, step) / _META).get("sums")
 
 
 def save_best(state_dir: Path, step: int, weights: dict[str, Tensor]) -> None:

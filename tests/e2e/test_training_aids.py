@@ -70,9 +70,10 @@ def test_a_training_without_a_gain_returns_the_head_that_it_was_given(
     good = run(inputs, tmp_path / "good", train__select={"every_steps": 4, "share": 0.3})
     lines = [line for line in read_metrics(good) if "held_out_tau" in line]
     assert [line["step"] for line in lines] == [0, 4, 8, 12]
-    best = max(lines, key=lambda line: line["held_out_tau"])
+    best = max(lines, key=lambda line: line["held_out_tau_sampled"])
     state = json.loads(max((good / "state").glob("step-*/state.json")).read_text())
-    assert state["best"]["score"] == best["held_out_tau"] > lines[0]["held_out_tau"] == state["best"]["start"]
+    assert state["best"]["score"] == best["held_out_tau_sampled"]
+    assert state["best"]["start"] == lines[0]["held_out_tau_sampled"] < best["held_out_tau_sampled"]
 
     spoils = {"model__head_from": str(good), "train__lr": 1.0, "train__select": {"patience": 2, "share": 0.3}}
     with pytest.raises(GateRefusedError, match="training gave no gain: in 2 measurements") as refused:

@@ -8,11 +8,16 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 
-from gguf_files import checkpoint_with_head, exported, metadata, values
+from checkpoints import all_tensors
+from gguf_files import checkpoint_with_head, exported, metadata, values, write_whole
+from mtp_inference import SpeculativeDecoder
 from mtp_train import inspect
+from mtp_train.checkpoints.locations import open_location
 from mtp_train.cli.main import main
 from mtp_train.runs.checkpoint_tools.gguf_files import GgufInspection
+from tiny import IS_OLD
 
 LAYERS = 4
 """Of the tiny Qwen3.5."""
@@ -198,3 +203,67 @@ def test_a_head_beside_the_file_is_named(base: Path, trunk: Path, capsys: pytest
 def test_a_file_that_is_no_gguf_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03")
     assert "cut.gguf: cannot be read as GGUF" in refusal(["inspect", tmp_path / "cut.gguf"], capsys)
+
+
+needs_reader = pytest.mark.skipif(IS_OLD, reason="reading qwen35 from GGUF needs transformers 5.23")
+
+
+@needs_reader
+def test_a_gguf_file_is_a_checkpoint_like_any_other(
+    base: Path,
+    head: gguf.GGUFReader,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    whole = tmp_path / "whole.gguf"
+    write_whole(base, head, whole)
+    expected, opened = all_tensors(base), open_location(str(whole))
+    found = all_tensors(opened.path)
+    assert found.keys() == expected.keys()
+    for key, value in found.items():
+        # One added to a norm's weight and taken away again, a logarithm of an exponential: fp32's rounding.
+        np.testing.assert_allclose(value.numpy(), expected[key].numpy(), atol=1e-6, rtol=1e-6)
+    decoders = [SpeculativeDecoder.from_pretrained(source, dtype=torch.float32) for source in (base, whole)]
+    (one,), (other,) = (decoder.decode([[65, 66, 67]], 12) for decoder in decoders)
+    assert one.token_ids == other.token_ids
+    # Dequantised once, and anew where the file changed.
+    assert open_location(str(whole)).path == opened.path
+    whole.touch()
+    assert open_location(str(whole)).path != opened.path
+
+
+@needs_reader
+def test_an_architecture_that_transformers_does_not_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = exported(checkpoint_with_head(tmp_path / "other", "glm4_moe"), tmp_path / "alone")
+    assert other is not None
+    file = tmp_path / "alone" / "mtp-other.gguf"
+    told = refusal(["generate", file, "--prompt", "abc"], capsys)
+    assert "does not read the architecture glm4moe from GGUF" in told
+    assert "mtp-train inspect and graft work with this file" in told
+
+
+@needs_reader
+@pytest.mark.slow
+def test_a_rescue_of_a_gguf_file_ends_in_one(
+    base: Path, head: gguf.GGUFReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    whole, out = tmp_path / "tuned.gguf", tmp_path / "rescued"
+    write_whole(base, head, whole)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        "".join(f'{{"prompt": "text {index} of {index * index}", "response": "yes"}}\n' for index in range(40))
+    )
+    fields = ["train.max_steps=2", "train.warmup_steps=1", "evaluate.max_new_tokens=16", "evaluate.prompts=8"]
+    fields += ["data.regenerate.max_new_tokens=16", "data.seq_len_tokens=64", "train.tokens_per_step=64"]
+    command = ["rescue", str(whole), "--from", str(base), "--data", str(prompts), "--out", str(out), "--set", *fields]
+    assert main(command) == 0
+    found = looked_at(out / "tuned-mtp.gguf")
+    # Rows of 48 numbers fill no block of Q8_0.
+    assert (found.status, found.head_quantisation) == ("healthy", "Q8_0 (7), F32 (7), F16 (1)")
+    trunk = {name: one for name, one in raw(whole).items() if not name.startswith(f"blk.{LAYERS}.")}
+    assert raw(out / "tuned-mtp.gguf").items() >= trunk.items()

@@ -27,7 +27,8 @@ from mtp_train.checkpoints.gguf.tensors import GgufTensor
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.errors import CheckpointError
 
-_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+"""The end of the name of a split."""
 BLOCK_COUNT, NUM_MODULES_KEY = "block_count", "nextn_predict_layers"
 _SHARED = ("token_embd.weight", "output_norm.weight", "output.weight")
 """The trunk's tensors that llama.cpp's loader requires beside a head in a file of its own."""
@@ -88,20 +89,15 @@ def block_of(name: str) -> int:
     return int(name.split(".")[1]) if name.startswith("blk.") else -1
 
 
-def is_gguf(location: str | Path) -> bool:
-    """Return whether a location names a GGUF file."""
-    return Path(location).suffix == ".gguf"
-
-
 def open_gguf(path: Path) -> GgufModel:
     """Open a GGUF file; any split of a model opens the whole.
 
     Raises:
         CheckpointError: The file or a split is missing, or is no GGUF file.
     """
-    split = _SPLIT.search(path.name)
+    split = SPLIT.search(path.name)
     count = int(split[2]) if split else 1
-    files = tuple(_named(path, number, count) for number in range(count))
+    files = tuple(split_path(path, number, count) for number in range(count))
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise CheckpointError(
@@ -118,9 +114,9 @@ def open_gguf(path: Path) -> GgufModel:
     return GgufModel(files, readers, {one.name: one for reader in readers for one in reader.tensors})
 
 
-def _named(path: Path, number: int, count: int) -> Path:
+def split_path(path: Path, number: int, count: int) -> Path:
     """Return the path of a split, named after any of the splits or after the whole."""
-    stem = _SPLIT.sub("", path.name).removesuffix(".gguf")
+    stem = SPLIT.sub("", path.name).removesuffix(".gguf")
     return path if count == 1 else path.with_name(f"{stem}-{number + 1:05}-of-{count:05}.gguf")
 
 
@@ -177,7 +173,7 @@ def write_embedded(
         CheckpointError: A weight of the head is not finite, or beyond f16.
         FullDiskError: The disk is full or not writable.
     """
-    targets = [_named(out, number, len(trunk.files)) for number in range(len(trunk.files))]
+    targets = [split_path(out, number, len(trunk.files)) for number in range(len(trunk.files))]
     kept = [one for one in trunk.readers[0].tensors if block_of(one.name) < trunk.num_layers]
     with _new_files(targets) as written:
         _write(trunk, [*kept, *head], changed, written[0], kind, progress)

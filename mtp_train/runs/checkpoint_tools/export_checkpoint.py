@@ -14,9 +14,8 @@ from mtp_train.checkpoints.artifact import Artifact, HeadPlan, load_artifact
 from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.draft_checkpoint import DraftForm
 from mtp_train.checkpoints.export import LinkMode, write_checkpoint, write_head_only
-from mtp_train.checkpoints.files import Checkpoint, open_checkpoint, read_json
+from mtp_train.checkpoints.files import Checkpoint, is_gguf, open_checkpoint, read_json
 from mtp_train.checkpoints.gguf.architectures import gguf_head_for
-from mtp_train.checkpoints.gguf.model_file import is_gguf
 from mtp_train.checkpoints.gguf.sidecar import GgufKind, write_gguf
 from mtp_train.checkpoints.gguf.tensors import gguf_tensors
 from mtp_train.checkpoints.identity import checkpoint_files, directory_files, require_same

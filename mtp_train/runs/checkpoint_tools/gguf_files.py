@@ -16,10 +16,10 @@ from gguf import ReaderTensor
 from rich.progress import Progress
 
 from mtp_train.checkpoints.export import LinkMode
+from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS, gguf_head_for
 from mtp_train.checkpoints.gguf.model_file import (
     GgufModel,
-    is_gguf,
     open_gguf,
     with_modules,
     write_embedded,

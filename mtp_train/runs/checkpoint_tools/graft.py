@@ -10,7 +10,7 @@ from rich.progress import Progress
 
 from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.export import LinkMode, write_checkpoint
-from mtp_train.checkpoints.gguf.model_file import is_gguf
+from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.gguf.sidecar import GgufKind
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT
 from mtp_train.checkpoints.locations import open_location

@@ -13,8 +13,7 @@ from rich.progress import Progress
 
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, merge_command
 from mtp_train.checkpoints.contents import UnnamedFile, unnamed_files, unnamed_weights
-from mtp_train.checkpoints.files import Checkpoint
-from mtp_train.checkpoints.gguf.model_file import is_gguf
+from mtp_train.checkpoints.files import Checkpoint, is_gguf
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT, HeadLayout
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
@@ -26,6 +25,7 @@ from mtp_train.checkpoints.suggestions import (
     inspect_command,
     named_base,
     original_of,
+    probe_command,
     retrain_command,
     train_command,
 )
@@ -436,7 +436,8 @@ def _find_cure(
         # Releases of such a family have a head. It was probably dropped: Unsloth drops its count in the config too.
         lost = base is None and not checkpoint.family.attached
         return inspect_command(path, donor) if lost else train_command(path)
-    return retrain_command(path, donor) if stale else None
+    # Bytes tell that the head was not trained for this trunk, not that it drafts worse.
+    return probe_command(path, donor) if stale else None
 
 
 def _with_donor(checkpoint: Checkpoint, base: Checkpoint | None) -> tuple[str, str]:
