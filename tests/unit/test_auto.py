@@ -28,7 +28,7 @@ from mtp_train.runs.resolve import (
 )
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.train.machine import device_named
-from runs import BYTE_VOCAB_SIZE, tiny_mapping, tiny_recipe, write_inputs
+from runs import BYTE_VOCAB_SIZE, tiny_mapping, tiny_recipe
 
 FIELDS = tuple(STAND_INS)
 HERE = device_named(None)
@@ -157,11 +157,6 @@ def test_lora_learns_faster_and_memory_bounds_the_micro_batch(monkeypatch: pytes
 def mapping(inputs: Path, run_dir: Path, **overrides: Any) -> dict[str, Any]:
     plain = tiny_mapping(inputs, run_dir, data__regenerate={"enabled": True}, **overrides)
     return dict(with_values(plain, {field: "auto" for field in FIELDS if field != "train.lr"}))
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def test_a_recipe_leaves_fields_to_the_rules_and_keeps_those_of_the_user(inputs: Path, tmp_path: Path) -> None:

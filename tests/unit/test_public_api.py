@@ -10,7 +10,6 @@ import pkgutil
 import subprocess
 import sys
 import types
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -61,17 +60,8 @@ def test_an_exception_has_its_exit_code() -> None:
     assert all(issubclass(getattr(mtp, name), mtp.MtpError) for name in EXIT_CODES)
 
 
-def is_submodule(name: str) -> bool:
-    return PathFinder.find_spec(f"mtp_train.{name}", mtp.__path__) is not None
-
-
-def test_no_public_name_is_a_submodule() -> None:
-    """Importing a submodule sets it as an attribute of the package, in the place of a name of the API."""
-    assert [name for name in mtp.__all__ if is_submodule(name)] == []
-    assert is_submodule("runs")
-
-
 def test_the_names_outlive_the_import_of_every_module() -> None:
+    """Importing a submodule sets it as an attribute of the package, in the place of a name of the API."""
     for module in pkgutil.walk_packages(mtp.__path__, "mtp_train."):
         if module.name != "mtp_train.__main__":
             importlib.import_module(module.name)
