@@ -19,7 +19,7 @@ from mtp_train.answers.generate import RESPONSE_ROOM_TOKENS
 from mtp_train.checkpoints.demo import GROUP_FIELD, home_source, resolve
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.identity import Contents
-from mtp_train.checkpoints.locations import locate_adapter, open_location
+from mtp_train.checkpoints.locations import locate_adapter, locate_checkpoint, open_location
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.data.groups import join_near_duplicates, mix, split_by_group
 from mtp_train.data.records import PlainText, Record, with_variables
@@ -125,9 +125,9 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     model = HeadOnTrunk(finetune.path, finetune.config, text_config, head_plan.family, head_plan.num_modules)
     loaded = base if VANILLA in recipe.evaluate.arms else None
     raise_together([*refusals(recipe, model, world_size), *weight_refusals(recipe, finetune, loaded, world_size)])
-    tokenizer = load_tokenizer(finetune, recipe.model.trust_remote_code)
-    text = gather_text(recipe, tokenizer, text_config.vocab_size, progress)
     adapter = locate_adapter(recipe.model.adapter, recipe.model.trunk) if recipe.model.adapter else None
+    tokenizer = recipe_tokenizer(recipe, finetune)
+    text = gather_text(recipe, tokenizer, text_config.vocab_size, progress)
     if recipe.export.enabled:
         require_exportable(finetune, recipe.head.kind, adapter)
     for checkpoint in filter(None, (finetune, base)):
@@ -149,6 +149,12 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
         held_out=text.held_out,
         home=home,
     )
+
+
+def recipe_tokenizer(recipe: Recipe, trunk: Checkpoint) -> Any:
+    """Load the tokenizer of a recipe's trunk, or of the adapter on it."""
+    adapter = locate_checkpoint(recipe.model.adapter) if recipe.model.adapter else None
+    return load_tokenizer(trunk, recipe.model.trust_remote_code, adapter)
 
 
 def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progress | None = None) -> RunText:
