@@ -352,29 +352,14 @@ class DataSection(RecipeSection):
                 "prompts that the run did not. Write data.regenerate.enabled: true, or data.responses: null."
             )
         for number, source in enumerate(self.sources):
-            if self.answered is not None and source.format == "text":
-                yield (
-                    f"sources.{number}.format: 'text' while data.regenerate is on; expected records with a prompt. "
-                    "Write data.regenerate: null, or use chats or records with prompt and response."
-                )
             if source.streaming and self.max_documents is None:
                 yield (
                     f"sources.{number}.streaming: true while data.max_documents is null; expected the number of "
                     "records to read. Set data.max_documents."
                 )
-            if source.streaming and "[" in source.split:
-                yield (
-                    f"sources.{number}.split: {source.split!r} of a stream; expected a whole split. Leave the slice "
-                    "out; data.max_documents limits the number of records."
-                )
         weighted = [number for number, source in enumerate(self.sources) if source.weight is not None]
         bare = [number for number in range(len(self.sources)) if number not in weighted]
-        if weighted and len(self.sources) == 1:
-            yield (
-                "sources.0.weight: set on the only source; expected a second source to mix it with. Leave it out; "
-                "data.max_documents limits the number of records."
-            )
-        elif weighted and bare:
+        if weighted and bare:
             yield (
                 f"sources.{bare[0]}.weight: null while data.sources.{weighted[0]}.weight is set; expected a weight on "
                 "every source or on none. Add it, or remove the others."
