@@ -6,8 +6,11 @@ import contextlib
 import copy
 import difflib
 import json
+import math
 import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +30,27 @@ from mtp_train.recipe.json_schema import (
     walk_fields,
 )
 from mtp_train.recipe.schema import Recipe
-from mtp_train.recipe.sections import CONTRADICTION
+from mtp_train.recipe.sections import AUTO, CONTRADICTION
 from mtp_train.recipe.shipped import recipe_names, recipe_path
 
 Loc = tuple[int | str, ...]
 RecipeLike = Recipe | str | Path | Mapping[str, Any]
+STAND_INS: Mapping[str, int | float | None] = {
+    "data.regenerate.max_prompts": 1,
+    "data.regenerate.max_new_tokens": 1,
+    "data.regenerate.batch_size": None,
+    "data.seq_len_tokens": 512,
+    "data.holdout": 0.05,
+    "train.max_steps": 1,
+    "train.tokens_per_step": 512,
+    "train.lr": 1e-4,
+    "train.micro_batch_sequences": 1,
+    "train.warmup_steps": 0,
+    "evaluate.prompts": 1,
+}
+"""Every field that may be ``auto`` and that ``runs/resolve.py`` resolves, with a value that stands in for it while the
+rest is read. Other fields with ``auto``, such as ``train.precision``, are resolved by their own stage."""
+_OF_A_MICRO_BATCH = ("data.seq_len_tokens", "train.micro_batch_sequences")
 _TAG = "tag:yaml.org,2002:"
 _NULL = re.compile(r"(?:~|null|Null|NULL|)\Z")
 _BOOL = re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z")
@@ -213,6 +232,37 @@ def validated(data: object, problems: Sequence[str] = ()) -> Recipe:
     if found:
         raise RecipeError(*found)
     return recipe
+
+
+def with_stand_ins(data: object, problems: Sequence[str] = ()) -> Recipe:
+    """Return the recipe of plain values with a stand-in for every field that is ``auto``.
+
+    Raises:
+        RecipeError: There are problems already, or another field is wrong; the message lists all problems.
+    """
+    values = {field: one for field, one in STAND_INS.items() if value_of(data, field) == AUTO}
+    if "train.tokens_per_step" in values:
+        # A whole micro-batch, as the recipe's rules ask for; wrong values are reported as such.
+        sizes = {field: values.get(field) or value_of(data, field) for field in _OF_A_MICRO_BATCH}
+        counted = [one if isinstance(one, int) and one > 0 else STAND_INS[field] for field, one in sizes.items()]
+        values["train.tokens_per_step"] = math.prod(filter(None, counted))
+    return validated(with_values(data, values), problems)
+
+
+def value_of(data: Any, field: str) -> Any:
+    """Return the value of a field such as ``train.lr`` in a recipe's plain values; None if it is not set."""
+    for part in field.split("."):
+        data = data.get(part) if isinstance(data, Mapping) else None
+    return data
+
+
+def with_values(data: object, values: Mapping[str, Any]) -> Any:
+    """Return a copy of a recipe's plain values with some fields, which it contains, replaced."""
+    changed: Any = copy.deepcopy(data)
+    for field, value in values.items():
+        *parents, name = field.split(".")
+        reduce(getitem, parents, changed)[name] = value
+    return changed
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -47,12 +47,14 @@ Capture = pytest.CaptureFixture[str]
 
 
 def test_check_prints_the_resolved_recipe_and_the_plan(recipe: Path, tmp_path: Path, capfd: Capture) -> None:
+    assert main(["check", str(recipe), "train.lr=3e-3", "--show", "recipe"]) == 0
+    (tmp_path / "printed.yaml").write_text(capfd.readouterr().out)
+    assert load_recipe(tmp_path / "printed.yaml") == load_recipe(recipe, ["train.lr=3e-3"])
     assert main(["check", str(recipe), "train.lr=3e-3"]) == 0
     printed = capfd.readouterr().out
-    (tmp_path / "printed.yaml").write_text(printed)
-    assert load_recipe(tmp_path / "printed.yaml") == load_recipe(recipe, ["train.lr=3e-3"])
-    assert "30 steps of 4 x 96 tokens (0.01 M in all), 1 process(es), 4 micro-batch(es) each" in printed
-    assert "memory per process, about" in printed
+    assert "\nsteps: 30 of 4 x 96 tokens (0.01 M in all) on 1 process(es), 4 micro-batch(es) each; fp32" in printed
+    assert "\n  ollama / lm studio, mlx, exllamav3: not verified by this project\n" in printed
+    assert printed.endswith(f"\nlaunch: mtp-train run {recipe} train.lr=3e-3\n")
 
 
 def layer_sizes(checkpoint: Path) -> list[int]:

@@ -99,15 +99,20 @@ def test_too_few_groups_for_the_gate_are_refused_before_training(pristine: Path,
     assert not (tmp_path / "run" / "head").exists()
 
 
-def test_check_tells_how_the_data_is_split(pristine: Path, tmp_path: Path) -> None:
-    found = check(few_groups(pristine, tmp_path / "run", 0.5), processes=1)
+@pytest.mark.parametrize(
+    ("field", "groups"),
+    [(None, "by first user turn or file, near-duplicate prompts joined"), ("group", "by column 'group'")],
+)
+def test_check_tells_how_the_data_is_split(pristine: Path, tmp_path: Path, field: str | None, groups: str) -> None:
+    used = {"data__group_field": field, "data__holdout": 0.6, "gate__confidence": 0.6}
+    found = check(tiny_recipe(pristine, tmp_path / "run", **used), processes=1)
     assert found.data is not None
     assert re.fullmatch(
-        r"training on \d+ records in \d+ groups, \d+ records in \d+ groups held out; "
-        r"evaluating on \d+ prompts of \d+ groups",
+        r".*chats.jsonl; training on \d+ records in \d+ groups, \d+ records in \d+ groups held out; "
+        rf"evaluating on \d+ prompts of \d+ groups; held out {groups}",
         found.data,
     )
-    assert f"\n# data: {found.data}\n" in str(found)
+    assert f"\ntext: {found.data}\n" in str(found)
     assert found.to_json()["data"] == found.data
     assert not (tmp_path / "run").exists()
 
@@ -120,7 +125,7 @@ def test_check_plans_for_a_config_alone_and_says_that_it_read_no_data(pristine: 
     recipe = recipe.replaced({"model.trunk": str(tmp_path / "config"), "data.sources": (source,)})
     found = check(recipe, processes=1)
     assert found.data is None
-    assert "# data: not read, as the trunk has no tokenizer; a run refuses such a trunk\n" in str(found)
+    assert "\ntext: not read, as the trunk has no tokenizer; a run refuses such a trunk\n" in str(found)
 
 
 @pytest.mark.parametrize("leak", [False, True])

@@ -95,7 +95,7 @@ def test_check_lists_the_kinds_of_a_new_head(inputs: Path, tmp_path: Path, capfd
     mtp.write_recipe("new.yaml", trunk, data=[inputs / "chats.jsonl"])
     found = mtp.check("new.yaml")
     assert found.kinds == {"mtp": ("transformers",), "eagle": ("vllm",), "medusa": ("vllm",)}
-    assert "\n# head.kind=eagle head.init=random: vllm\n" in str(found)
+    assert "\n  or with head.kind=eagle head.init=random: vllm\n" in str(found)
     assert "head.kind=mtp" not in str(found)
     # A head that is grafted has the kind that it has.
     assert mtp.check("retrain_head").kinds == {}
@@ -119,7 +119,7 @@ def test_every_field_of_the_file_has_a_comment_and_the_file_is_checked(inputs: P
     assert all(lines[number - 1].lstrip(" ").startswith("# ") for number in fields)
     schema = lines[0].removeprefix("# yaml-language-server: $schema=")
     assert json.loads(Path(schema).read_text(encoding="utf-8"))["properties"].keys() >= {"model", "head"}
-    assert main(["check", "my.yaml"]) == 0
+    assert main(["check", "my.yaml", "--show", "recipe"]) == 0
     assert "run_dir: runs/my\n" in capfd.readouterr().out
 
 

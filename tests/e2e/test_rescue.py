@@ -178,7 +178,8 @@ def test_a_rescue_sets_what_the_text_decides_once_it_exists(
     recipe = load_recipe(out / "recipe.yaml")
     text = stored_text(out)
     passes = recipe.train.max_steps * recipe.train.tokens_per_step / text
-    assert 10 <= passes <= 10 + recipe.train.tokens_per_step / text
+    # Part of the text is kept out of training, to select the best step.
+    assert 9 <= passes <= 10 + recipe.train.tokens_per_step / text
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == recipe.train.max_steps
     # The command finds the settings that the run recorded, without another probe, and nothing is done twice.

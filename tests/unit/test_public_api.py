@@ -100,6 +100,16 @@ def test_importing_parsing_and_help_load_nothing_heavy(words: list[str]) -> None
     assert imported(words) == set()
 
 
+@pytest.mark.parametrize(
+    "words", [["demo", "D"], ["recipes"], ["check", "retrain_head", "train.lrr=1"], ["run", "nothing"]]
+)
+def test_commands_that_read_no_checkpoint_load_nothing_heavy(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert imported(words) == set()
+
+
 def test_a_command_that_runs_is_seen_to_load_torch() -> None:
     assert {"torch", "transformers"} <= imported(["inspect", "nowhere"])
 
@@ -124,8 +134,9 @@ def test_the_command_line_uses_the_public_api_alone() -> None:
     package = Path(mtp.__file__).parent
     for path in (package / "cli").glob("*.py"):
         deep = {name for name in imports_of_ours(path) if not name.startswith("mtp_train.cli")}
-        # Signals and the terminal belong to the process.
+        # Signals and the terminal belong to the process; a recipe is checked before the API's imports of seconds.
         assert deep <= {
+            "mtp_train.recipe.loading",
             "mtp_train",
             "mtp_inference",
             "mtp_train.trunk.progress",

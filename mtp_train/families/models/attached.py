@@ -18,7 +18,15 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.engines import HEAD_IGNORED, LLAMA_CPP_POSITIONS, Convention, EngineSupport, engine_table, no
+from mtp_train.families.engines import (
+    HEAD_IGNORED,
+    LLAMA_CPP_POSITIONS,
+    Convention,
+    EngineSupport,
+    engine_table,
+    no,
+    use_mtp_named,
+)
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
     BESIDE_THE_TRUNK,
@@ -35,13 +43,8 @@ from mtp_train.families.models.mimo import MIMO
 from mtp_train.families.spec import Borrowed, Declaration, Family, HeadLayer, KeyRule, TrunkTraits, Wiring
 from mtp_train.upstream.transformers_private import attention_of, set_attention
 
-# transformers' causal language models of these types declare no head keys, so the caller has to name them.
-_USE_MTP_TOLD = EngineSupport(
-    True,
-    "once loaded, model._keys_to_ignore_on_load_unexpected = [r'^mtp\\.']; model.generate(..., use_mtp=True): batch 1, "
-    "one draft a round",
-    plain="model.generate(...)",
-)
+# transformers' causal language models of these types declare no head keys.
+_USE_MTP_TOLD = use_mtp_named(r"^mtp\.")
 # transformers samples drafts from the lm_head's output, before the model's own scale or bound of logits.
 _USE_MTP_UNSCALED = EngineSupport(
     True,
