@@ -26,10 +26,11 @@ from mtp_train.train.packed_rows import PackedBatch, aligned_rows, isolated_hidd
 from mtp_train.train.teacher_forced import many_rows, target_figures
 from mtp_train.trunk.load import Trunk
 
-_DEVIATIONS = 4.0
-"""A wiring counts as better if the mean gain over the texts is this many times its standard error."""
 _GAIN = 0.05
-"""And if it adds this much overlap: some wiring is better by a hundredth by chance."""
+"""The gain in overlap from which a wiring is better: some wiring is better by a hundredth by chance."""
+_SURE, _LIKELY = 4.0, 2.0
+"""The mean gain over the texts, in standard errors, that overlap and the share of right drafts need. With a flat q the
+overlap alone may rise, where q was wrong."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,16 @@ class BetterWiring:
     """A form or convention in which a head drafts better for its trunk than in ours."""
 
     name: str
-    overlap: float
-    """Mean overlap of p and q over all depths."""
-    own_overlap: float
+    right: float
+    """Share of the drafts of all depths that are the trunk's own tokens."""
+    own_right: float
     """The same, wired as we do."""
-    num_tokens: int
-    """Drafted tokens of each."""
+    num_drafts: int
 
     def __str__(self) -> str:
         return (
-            f"It drafts better for the base {self.name}: overlap {self.overlap:.2f} instead of {self.own_overlap:.2f}, "
-            f"on {self.num_tokens} drafts"
+            f"It drafts better for the base {self.name}: {self.right:.0%} of {self.num_drafts} drafts are right "
+            f"instead of {self.own_right:.0%}"
         )
 
 
@@ -64,10 +64,10 @@ def better_wiring(
         progress: Shows the texts.
     """
     with torch.inference_mode(), many_rows(trunk, drafting.head) as head:
-        heads = {name: change(deepcopy(head)) for name, change in wirings(head).items()}
-        heads = {"": head, **heads}
+        heads = {"": head, **{name: change(deepcopy(head)) for name, change in wirings(head).items()}}
         overlaps: dict[str, list[float]] = {name: [] for name in heads}
-        num_tokens = 0
+        right: dict[str, list[float]] = {name: [] for name in heads}
+        num_drafts = 0
         for text in progress.track(texts, description="trying other wirings of the head"):
             columns = collate(pack_documents([text], len(text.input_ids), pack=False, seed=0, epoch=0))
             batch = PackedBatch(*(column.to(trunk.lm_head_VD.device) for column in columns.values()))
@@ -77,18 +77,21 @@ def better_wiring(
                 rows = aligned_rows(trunk, one, batch, num_depths, hidden_BTD=hidden_BTD)
                 found = target_figures(rows, trunk, one, draft_vocab_R=drafting.draft_vocab_R)
                 overlaps[name].append(float(found.overlap_KN[rows.valid_KN].mean()))
-            num_tokens += int(rows.valid_KN.sum())
-    own = overlaps.pop("")
-    best = max(overlaps, key=lambda name: sum(overlaps[name]))
-    if not _is_better(overlaps[best], own):
+                right[name].append(float(found.agreed_KN[rows.valid_KN].float().mean()))
+            num_drafts += int(rows.valid_KN.sum())
+    best = max(heads, key=lambda name: sum(overlaps[name]))
+    gains = _in_errors(overlaps[best], overlaps[""]), _in_errors(right[best], right[""])
+    gain = (sum(overlaps[best]) - sum(overlaps[""])) / len(texts)
+    if gain < _GAIN or gains[0] < _SURE or gains[1] < _LIKELY:
         return None
-    return BetterWiring(best, sum(overlaps[best]) / len(own), sum(own) / len(own), num_tokens)
+    return BetterWiring(best, sum(right[best]) / len(texts), sum(right[""]) / len(texts), num_drafts)
 
 
-def _is_better(mine: Sequence[float], own: Sequence[float]) -> bool:
+def _in_errors(mine: Sequence[float], own: Sequence[float]) -> float:
+    """Return the mean gain over texts in standard errors; 0 for too few texts."""
     gains = torch.tensor(mine) - torch.tensor(own)
-    error = float(gains.std()) / math.sqrt(len(own))
-    return len(own) > 2 and float(gains.mean()) > max(_GAIN, _DEVIATIONS * error)
+    error = float(gains.std()) / math.sqrt(len(own)) if len(own) > 2 else 0.0
+    return float(gains.mean()) / error if error else 0.0
 
 
 def wirings(head: MtpHead) -> Mapping[str, Callable[[MtpHead], MtpHead]]:
