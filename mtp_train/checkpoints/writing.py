@@ -15,13 +15,15 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from mtp_train.checkpoints.files import TORCH_DTYPES, TensorInfo, all_finite
 from mtp_train.errors import CheckpointError, FullDiskError, OutputExistsError
+
+# Commands that write no tensor start without torch.
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mtp_train.checkpoints.files import TensorInfo
 
 _BLOCK_BYTES = 1 << 25
 """Approximate size of a block that is held in memory; at least one row is."""
@@ -64,6 +66,8 @@ class PendingTensor:
         return self.info("").num_bytes
 
     def info(self, file: str) -> TensorInfo:
+        from mtp_train.checkpoints.files import TensorInfo
+
         return TensorInfo(file, self.dtype, self.shape)
 
 
@@ -74,6 +78,10 @@ def held_tensor(key: str, dtype: str, value: Tensor) -> PendingTensor:
 
 def raw_bytes(tensor: Tensor, dtype: str) -> memoryview:
     """Return a tensor's bytes in the given stored dtype, without a copy where it already has that dtype."""
+    import torch
+
+    from mtp_train.checkpoints.files import TORCH_DTYPES
+
     flat = tensor.detach().to("cpu", TORCH_DTYPES[dtype]).contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
@@ -99,7 +107,7 @@ def write_safetensors(path: Path, tensors: Sequence[PendingTensor]) -> None:
         _flush(handle)
 
 
-RowChange = Callable[[int, Tensor], Tensor]
+RowChange = Callable[[int, "Tensor"], "Tensor"]
 """From the number of a block's first row, and the stored block, to the block that replaces it (in any dtype)."""
 
 
@@ -118,6 +126,10 @@ def rewrite_safetensors(source: Path, target: Path, changes: Mapping[str, RowCha
         CheckpointError: A changed tensor is no longer finite in its stored dtype.
         FileExistsError: ``target`` exists.
     """
+    import torch
+
+    from mtp_train.checkpoints.files import TORCH_DTYPES, all_finite
+
     with source.open("rb") as reader, target.open("xb") as writer:
         size = reader.read(8)
         encoded = reader.read(int.from_bytes(size, "little"))

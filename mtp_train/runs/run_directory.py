@@ -430,8 +430,8 @@ def _differing_fields(recorded: str, recipe: Recipe) -> list[str]:
 def _differences(there: Any, here: Any, path: str) -> Iterator[str]:
     match there, here:
         case dict(), dict():
-            for name in there:
-                yield from _differences(there[name], here[name], dotted(path, name))
+            for name in there | here:
+                yield from _differences(there.get(name), here.get(name), dotted(path, name))
         case [dict(), *_], [dict(), *_] if len(there) == len(here):
             for number, (one, other) in enumerate(zip(there, here, strict=True)):
                 yield from _differences(one, other, dotted(path, number))
