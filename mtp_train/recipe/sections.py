@@ -129,7 +129,8 @@ class ModelSection(RecipeSection):
     """The fine-tuned checkpoint: a directory, a hub id, or `demo:NAME`. Its weights are frozen."""
     head_from: Text | None = None
     """The checkpoint whose head is grafted, usually the base of the fine-tune. Its own trunk with its own head is the
-    arm `vanilla`. Or a run directory: its export, or if it has none (a refused run) its trained head."""
+    arm `vanilla`. Or a run directory: its export, or if it has none (a refused run) its trained head.
+    Or a draft model, for the other kinds of head."""
     adapter: Text | None = None
     """A peft LoRA adapter. The trunk is then `trunk` with this adapter, unmerged; the export contains the merged
     weights."""
@@ -194,10 +195,10 @@ class HeadSection(RecipeSection):
     engines for `eagle3` only: they draft from all tokens with the other kinds."""
 
     def contradictions(self) -> Iterator[str]:
-        if self.kind != "mtp" and self.init != "random":
+        if self.kind != "mtp" and self.init not in ("random", "graft"):
             yield (
-                f"init: {self.init!r} with head.kind: {self.kind}; expected 'random', because no layer of a trunk fits "
-                "into such a head. Write head.init: random."
+                f"init: {self.init!r} with head.kind: {self.kind}, which no trunk has a head or a layer for; expected "
+                "'random' or 'graft'. Write head.init: random."
             )
         if self.lora is not None and self.is_new:
             yield (
@@ -351,29 +352,14 @@ class DataSection(RecipeSection):
                 "prompts that the run did not. Write data.regenerate.enabled: true, or data.responses: null."
             )
         for number, source in enumerate(self.sources):
-            if self.answered is not None and source.format == "text":
-                yield (
-                    f"sources.{number}.format: 'text' while data.regenerate is on; expected records with a prompt. "
-                    "Write data.regenerate: null, or use chats or records with prompt and response."
-                )
             if source.streaming and self.max_documents is None:
                 yield (
                     f"sources.{number}.streaming: true while data.max_documents is null; expected the number of "
                     "records to read. Set data.max_documents."
                 )
-            if source.streaming and "[" in source.split:
-                yield (
-                    f"sources.{number}.split: {source.split!r} of a stream; expected a whole split. Leave the slice "
-                    "out; data.max_documents limits the number of records."
-                )
         weighted = [number for number, source in enumerate(self.sources) if source.weight is not None]
         bare = [number for number in range(len(self.sources)) if number not in weighted]
-        if weighted and len(self.sources) == 1:
-            yield (
-                "sources.0.weight: set on the only source; expected a second source to mix it with. Leave it out; "
-                "data.max_documents limits the number of records."
-            )
-        elif weighted and bare:
+        if weighted and bare:
             yield (
                 f"sources.{bare[0]}.weight: null while data.sources.{weighted[0]}.weight is set; expected a weight on "
                 "every source or on none. Add it, or remove the others."

@@ -276,7 +276,8 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     path = locate_checkpoint(resolve(recipe.model.trunk))
     raw = read_config(path / CONFIG_FILE)
     family = family_for(raw, where=str(path))
-    num_modules = recipe.fresh_modules if recipe.head.is_new else family.declared_modules(raw) or 1
+    is_other = recipe.head.is_new or recipe.head.kind != "mtp"
+    num_modules = recipe.fresh_modules if is_other else family.declared_modules(raw) or 1
     head_family = of_kind(family, recipe.head.kind)
     text_config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code).get_text_config()
     model = HeadOnTrunk(path, raw, text_config, head_family, num_modules)

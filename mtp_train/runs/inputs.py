@@ -38,7 +38,7 @@ from mtp_train.heads.build import HeadPlan, fresh_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.export import require_exportable
-from mtp_train.runs.head_source import RunHead, open_head_source, require_source_model, source_plan
+from mtp_train.runs.head_source import LoneHead, open_head_source, require_source_model, source_plan
 from mtp_train.runs.refusals import (
     HeadOnTrunk,
     raise_together,
@@ -61,8 +61,8 @@ class Inputs:
     """A run's checked inputs."""
 
     finetune: Checkpoint
-    donor: Checkpoint | RunHead | None
-    """``model.head_from``: a checkpoint, or the head of a run without an export."""
+    donor: Checkpoint | LoneHead | None
+    """``model.head_from``: a checkpoint, or a head without a trunk."""
     adapter: Path | None
     plan: Plan
     head_plan: HeadPlan
@@ -180,7 +180,7 @@ def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progr
     return RunText(documents, prompts, held_out, ". ".join([split, *notes]))
 
 
-def plan_head(recipe: Recipe, finetune: Checkpoint, donor: Checkpoint | RunHead | None) -> HeadPlan:
+def plan_head(recipe: Recipe, finetune: Checkpoint, donor: Checkpoint | LoneHead | None) -> HeadPlan:
     """Return the plan of the head: its initial weights and its layout."""
     convention = recipe.head.convention
     if recipe.head.init in ("copy_last_layer", "random"):

@@ -28,7 +28,7 @@ from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
-from mtp_train.runs.head_source import RunHead
+from mtp_train.runs.head_source import LoneHead
 from mtp_train.runs.inputs import Inputs, gather_inputs
 from mtp_train.runs.refusals import HeadOnTrunk
 from mtp_train.runs.room import Shapes
@@ -328,7 +328,7 @@ def require_alike(what: str, checksum: str, accelerator: RunAccelerator) -> None
             )
 
 
-def checkpoints_checksum(checkpoints: Iterable[Checkpoint | RunHead | None]) -> str:
+def checkpoints_checksum(checkpoints: Iterable[Checkpoint | LoneHead | None]) -> str:
     """Return a checksum of the configs and indices of checkpoints; weights are not read."""
     found = [checkpoint_identity("", one)["sha256"] for one in checkpoints if one is not None]
     return hashlib.sha256(repr(found).encode()).hexdigest()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mtp_train.acceptance.names import PLAIN, RETRAINED
-from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter
+from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter, merge_command
 from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, resolve
 from mtp_train.checkpoints.files import Checkpoint, read_json
 from mtp_train.checkpoints.locations import locate_checkpoint, open_location
@@ -25,12 +25,14 @@ from mtp_train.data.sources import load_records
 from mtp_train.errors import CheckpointError, DataError, MtpError
 from mtp_train.evaluation.suites import BUILTIN_FILE
 from mtp_train.families import most_served_kind, raw_text_config
+from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.recipe.json_schema import dotted, schema_tree, walk_fields
 from mtp_train.recipe.loading import dump_yaml, with_stand_ins
 from mtp_train.recipe.sections import AUTO
 from mtp_train.recipe.shipped import SCHEMA_FILE
 from mtp_train.runs.check import CheckResult, check, launch_command
+from mtp_train.runs.head_source import LoneHead, open_head_source
 from mtp_train.runs.inputs import plan_head
 
 Plain = dict[str, Any]
@@ -81,6 +83,8 @@ _NOTES: Mapping[str, str] = {
 _BUILTIN_NOTE = "The hundred built-in prompts, which is little. Name a file of your own chats or prompts here."
 _MAY_BE_LOST = "Releases of this family have a head. If this model's base has one, write the recipe with --base BASE."
 _LINE_WIDTH = 120
+MAX_DEPTH = 7
+"""Largest number of draft depths of a recipe."""
 _DRAFT_VOCAB = 32_000
 """Tokens that an EAGLE-3 head drafts from if the model has many more, as in the heads released with the paper
 (arXiv:2503.01840)."""
@@ -152,7 +156,7 @@ def write_recipe(
     found = check(settings, device=device)
     if donor is not None:
         # ``check`` reads configs only. Planning the head compares keys and shapes of both checkpoints.
-        plan_head(found.recipe, open_location(found.recipe.model.trunk), open_location(donor))
+        plan_head(found.recipe, open_location(found.recipe.model.trunk), open_head_source(donor))
     with full_disk_is_named(out, what="the recipe"):
         write_text(out, _commented(settings, start, found))
     may_be_lost = start == "attach" and not open_location(str(trunk)).family.attached
@@ -201,8 +205,15 @@ def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: 
     Raises:
         MtpError: A location cannot be opened.
     """
-    adapter = None
+    adapter, source = None, None if base is None else open_head_source(base)
     if base is not None and is_adapter(locate_checkpoint(resolve(trunk))):
+        if isinstance(source, LoneHead):
+            named = read_json(locate_checkpoint(resolve(trunk)) / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")
+            merged = merge_command(str(named or "BASE"), trunk)
+            raise CheckpointError(
+                f"{trunk}: a peft adapter, and {base} is a head without a trunk; expected a model. Merge the adapter "
+                f"first: {merged}"
+            )
         trunk, adapter = base, trunk
     paths = list(data) or ["demo:prompts" if trunk.startswith(PREFIX) else str(BUILTIN_FILE)]
     settings: Plain = {
@@ -213,6 +224,10 @@ def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: 
         "train": dict(_TRAIN),
         "evaluate": {"arms": [PLAIN, start, RETRAINED], "prompts": AUTO},
     }
+    if isinstance(source, LoneHead) and source.kind != "mtp":
+        settings["head"]["kind"] = source.kind
+        if find_head_kind(source.kind).parallel:
+            settings["head"]["num_depths"] = min(source.num_modules, MAX_DEPTH)
     if start == "graft":
         settings["model"] |= {"head_from": base, **({} if adapter is None else {"adapter": adapter})}
     if start == "attach":
@@ -256,9 +271,8 @@ def _commented(settings: Plain, start: Start, found: CheckResult) -> str:
     header = (
         f"# yaml-language-server: $schema={SCHEMA_FILE}",
         f"# Trains: {_TRAINS[start]}",
-        "# Check: mtp-train check THIS_FILE prints plan, memory and the engines that serve the result.",
-        "# Launch: accelerate launch -m mtp_train THIS_FILE; mtp-train recipes lists files for several GPUs.",
-        "# Override a field by adding section.field=value to either command. The schema above describes every field.",
+        "# Check: mtp-train check THIS_FILE --processes N prints plan, memory, the engines that serve the result,",
+        "# and the command that launches it. Override a field by adding section.field=value to either.",
     )
     notes = {
         path: _first_sentence(node["description"]) for path, node in walk_fields(schema_tree()) if "description" in node
