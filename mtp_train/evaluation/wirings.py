@@ -67,7 +67,7 @@ def better_wiring(
     if gain < _GAIN or gains[0] < _SURE or gains[1] < _LIKELY:
         return None
     shares = [sum(right[name]) / len(texts) for name in (best, "")]
-    return f"It drafts better {best}: {shares[0]:.0%} of {num_drafts} drafts are right instead of {shares[1]:.0%}"
+    return f"The head drafts better {best}: {shares[0]:.0%} of {num_drafts} drafts are right instead of {shares[1]:.0%}"
 
 
 def _in_errors(mine: Sequence[float], own: Sequence[float]) -> float:

@@ -208,7 +208,7 @@ def judge(found: ProbeResult) -> tuple[Verdict, str]:
     """
     own, graft, gain, lost = found.base, found.graft, found.gain_ci95, found.lost_overlap_ci95
     if found.wiring is not None:
-        return "fault", f"{found.wiring}. The base's head is in a wrong form, or was trained with that wiring"
+        return "fault", f"{found.wiring}. It is in a wrong form, or was trained with that wiring"
     if own is not None and is_at_fault(own):
         return "fault", (
             f"The base's head drafts for the base itself with tau {_number(own.tau)} {_interval(own.tau_ci95)}; "

@@ -334,32 +334,6 @@ def _note(checkpoint: Checkpoint) -> str | None:
     )
 
 
-def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint, progress: Progress) -> TrunkChange:
-    changed, largest = 0, 0.0
-    shared = common_tensors(checkpoint, layout, base, layout_of(base))
-    for key, base_key in progress.track(shared.values(), description="comparing with the base"):
-        ours, theirs = read_plain_in_blocks(checkpoint, key), read_plain_in_blocks(base, base_key)
-        difference, size = squared_change(ours, theirs)
-        # NaN counts as changed: it differs from everything.
-        if difference != 0.0:
-            changed += 1
-            relative = (difference / size) ** 0.5 if size else 0.0
-            largest = max(largest, relative if math.isfinite(relative) else 0.0)
-    return TrunkChange(changed / len(shared), largest)
-
-
-def _note(checkpoint: Checkpoint) -> str | None:
-    """Return the sentence about an output matrix of fewer tokens; None without one."""
-    reduced = [key for key in checkpoint.tensors if REDUCED_OUTPUT.fullmatch(key)]
-    return (
-        reduced
-        and (
-            f"{first_of(reduced)}: an output matrix of fewer tokens beside the head, with which some engines draft, others "
-            "with the whole lm_head; it stays as it is, and is not grafted"
-        )
-    ) or None
-
-
 def serving_commands(
     checkpoint: Checkpoint, diagnosis: HeadDiagnosis, status: Status, problems: Sequence[str] = ()
 ) -> dict[str, str]:
