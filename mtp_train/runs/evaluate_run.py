@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mtp_inference import HeadDrafting
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.text import marked_pieces
-from mtp_train.acceptance.gate import GateVerdict, Pair, decide_gate
+from mtp_train.acceptance.gate import GateVerdict, decide_gate
 from mtp_train.acceptance.names import GRAFT, NATIVE, PLAIN, RETRAINED, VANILLA
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.demo import PREFIX, RECORDED_FILE, home_source, recorded
@@ -23,7 +23,7 @@ from mtp_train.checkpoints.locations import EXPORT, head_directory
 from mtp_train.checkpoints.suggestions import evaluate_command, graft_command, grafted_name
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.evaluation.assemble import Measurements, assemble
-from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_PROMPTS, DecodingOptions, Lane, Prompts, TrunkArms
+from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_SETTINGS, DecodingOptions, Lane, Prompts, TrunkArms
 from mtp_train.evaluation.grid import left_out
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, PromptRecord, Setting, TaskPrompt
 from mtp_train.evaluation.results import UNJUDGED, ArmResult, Cell, Report, SampleText, read_record, recommended
@@ -32,6 +32,7 @@ from mtp_train.evaluation.statistics import MeasuredArm, checked_records
 from mtp_train.heads.build import HeadPlan, build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.schema import Recipe
+from mtp_train.report.slices import slice_report
 from mtp_train.runs.inputs import Inputs
 from mtp_train.runs.run import Run
 from mtp_train.runs.settings import run_settings
@@ -71,7 +72,7 @@ def evaluate_run(run: Run, trunk: Trunk, training: Sequence[Document]) -> Report
     return replace(
         report,
         arms={**report.arms, **others},
-        gate=judge(recipe, found.arms, settings, report.depths),
+        gate=judge(recipe, found.arms, settings, slice_report(report).by_depth(RETRAINED)),
         settings={**report.settings, "held_out": held_out},
         samples=sample_texts(found.arms, settings[0], inputs),
     )
@@ -101,15 +102,16 @@ def measure_arms(run: Run, trunk: Trunk, settings: Sequence[Setting]) -> Measure
     """Decode with every planned head, and with the vanilla model where the recipe names it.
 
     The arms on the run's trunk decode at every setting, the vanilla model at the first one only. The retrained head is
-    also timed at every depth below the recipe's, for break-even tau by depth.
+    also measured at every depth below the recipe's, greedily.
     """
     recipe, inputs = run.recipe, run.inputs
     set_threads("decoding", 1, inputs.finetune, trunk.lm_head_VD.device, run.progress.console)
     plans = head_plans(recipe, run.directory.path, inputs)
     heads = {arm: _drafting(plan, inputs.finetune, trunk) for arm, plan in plans.items()}
     first = settings[0]
-    shallow = [(RETRAINED, replace(first, depth=depth)) for depth in range(1, first.depth)]
-    arms = measure(run, trunk, heads, settings, only_timed=shallow)
+    lanes = [(arm, setting) for setting in settings for arm in heads]
+    depths = range(1, first.depth if first.rule == "greedy" else 0)
+    arms = measure(run, trunk, heads, lanes, shallow=[(RETRAINED, replace(first, depth=depth)) for depth in depths])
     facts = trunk_facts(recipe, trunk) | {"processes": run.accelerator.num_processes}
     dense = arms[0].dense.get((first.temperature, None))
     if dense is not None and len(dense.entropy_N):
@@ -126,10 +128,10 @@ def measure(
     run: Run,
     trunk: Trunk,
     drafting: Mapping[str, Drafting],
-    settings: Sequence[Setting],
-    *,
+    lanes: Sequence[Lane],
     trunk_name: str | None = None,
-    only_timed: Sequence[Lane] = (),
+    *,
+    shallow: Sequence[Lane] = (),
 ) -> list[MeasuredArm]:
     """Measure drafters of a trunk on the held-out prompts, after plain decoding (:func:`measure_trunk`)."""
     recipe, inputs, accelerator = run.recipe, run.inputs, run.accelerator
@@ -145,8 +147,8 @@ def measure(
     )
     prompts: Prompts = {None: [TaskPrompt.of(one, HELD_OUT_TASK) for one in inputs.held_out]}
     processes = Processes(accelerator.process_index, accelerator.num_processes, accelerator.gather_items)
-    arms = TrunkArms(trunk, name, drafting, names)
-    return measure_trunk(arms, prompts, settings, options, run.progress, processes=processes, only_timed=only_timed)
+    arms = TrunkArms(trunk=trunk, name=name, drafting=drafting, head_names=names, options=options)
+    return measure_trunk(arms, prompts, lanes, run.progress, processes, shallow=shallow)
 
 
 def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadPlan]:
@@ -187,11 +189,11 @@ def measure_vanilla(run: Run, base: Checkpoint, setting: Setting, dtype: torch.d
         offload_layers(trunk, recipe.model.offload, device, run.directory.path)
     heads = {VANILLA: _drafting(native_plan(base, recipe.head.convention), base, trunk)}
     at_home = replace(run, inputs=replace(inputs, held_out=inputs.home or inputs.held_out))
-    return measure(at_home, trunk, heads, [setting], trunk_name=name)[1]
+    return measure(at_home, trunk, heads, [(VANILLA, setting)], name)[1]
 
 
 def judge(
-    recipe: Recipe, arms: Sequence[MeasuredArm], settings: Sequence[Setting], depths: Sequence[Cell]
+    recipe: Recipe, arms: Sequence[MeasuredArm], settings: Sequence[Setting], depths: Mapping[int, Cell]
 ) -> GateVerdict:
     """Apply the gate: refuse a decoder that changed an output, and a head that is not better than its baseline.
 
@@ -199,7 +201,7 @@ def judge(
         recipe: The gate's baseline and confidence.
         arms: The measured arms.
         settings: The settings to judge at.
-        depths: The retrained head at fewer drafts a round.
+        depths: The retrained head by number of drafts a round.
     """
     baseline = recipe.gate_baseline
     broken = [one.prompt_id for one in checked_records(arms) if one.same_as_plain == "divergence"]
@@ -208,33 +210,36 @@ def judge(
             f"Refused: decoding with drafts changed the output of {len(broken)} prompts ({broken[0]} first), and no "
             "near tie explains it. Acceptance measured this way means nothing; please report it"
         )
-        return GateVerdict(passed=False, baseline=baseline, delta_tau_ci95=None, reason=reason)
+        return GateVerdict(outcome="refused", baseline=baseline, delta_tau_ci95=None, reason=reason)
     by_name = {arm.name: arm for arm in arms}
     head, other = by_name[RETRAINED], by_name[baseline]
-    pairs = {
-        one.name: Pair(head.counts(one), other.counts(one), head.counts(one, timed=True), other.counts(one, timed=True))
-        for one in settings
-    }
+    pairs = {one.name: head.against(other, one) for one in settings}
     verdict = decide_gate(pairs, baseline, recipe.gate.confidence, target_break_even=recipe.gate.break_even_tau)
-    if not verdict.passed and baseline == PLAIN and verdict.settings:
-        return replace(verdict, reason=f"{verdict.reason}. {_faster_depth(depths)}")
+    if verdict.passed or not verdict.settings:
+        return verdict
+    if baseline == PLAIN:
+        return replace(verdict, reason=f"{verdict.reason}. {_next_step(recipe, verdict, depths)}")
     donor = recipe.model.head_from
     # No command grafts the head of a run that exported none.
-    if verdict.passed or baseline != GRAFT or donor is None or head_directory(donor) is not None:
+    if baseline != GRAFT or donor is None or head_directory(donor) is not None:
         return verdict
     better = graft_command(recipe.model.trunk, donor)
     return replace(verdict, reason=f"{verdict.reason}. {GRAFT_INSTEAD} {better}")
 
 
-def _faster_depth(depths: Sequence[Cell]) -> str:
-    """Return what to do about drafts that do not pay."""
-    best = recommended(depths)
-    if best is not None:
+def _next_step(recipe: Recipe, verdict: GateVerdict, depths: Mapping[int, Cell]) -> str:
+    """Return what to do about a head that is not shown to pay."""
+    best = recommended(depths.values())
+    if best is not None and best.depth != recipe.draft_depth and recipe.gate.break_even_tau is None:
         return f"Fewer drafts a round are shown to pay: set evaluate.depth to {best.depth}"
-    return (
-        "Serve without drafts, or train for longer. If another engine will serve the head, set gate.break_even_tau to "
-        "that engine's"
+    if verdict.outcome == "undecided":
+        return "Measure more: raise evaluate.prompts and data.holdout, or leave the machine to the evaluation alone"
+    other = (
+        ""
+        if recipe.gate.break_even_tau is not None
+        else (". If another engine will serve the head, set gate.break_even_tau to that engine's")
     )
+    return f"Train for longer, or serve without drafts{other}"
 
 
 def sample_texts(arms: Sequence[MeasuredArm], setting: Setting, inputs: Inputs) -> tuple[SampleText, ...]:
@@ -271,7 +276,7 @@ def evaluation_settings(recipe: Recipe, inputs: Inputs, settings: Sequence[Setti
         **({"not_measured": ignored} if ignored else {}),
         "depth": recipe.draft_depth,
         "batch_size": MAX_BATCH,
-        "speed_prompts": SPEED_PROMPTS,
+        **SPEED_SETTINGS,
         "speed_batch_size": 1,
         "max_new_tokens": recipe.evaluate.max_new_tokens,
         "prompts": len(inputs.held_out),

@@ -55,7 +55,7 @@ def test_sections_without_content_are_left_out() -> None:
 
 
 def test_hostile_names_are_shown_as_text() -> None:
-    gate = GateVerdict(passed=False, baseline=HOSTILE, delta_tau_ci95=None, reason=HOSTILE)
+    gate = GateVerdict(outcome="refused", baseline=HOSTILE, delta_tau_ci95=None, reason=HOSTILE)
     arm = "distilled+retrained"
     hostile = replace(
         STUDY,
@@ -106,7 +106,7 @@ def test_page_of_a_run_says_verdict_gate_settings_and_provenance() -> None:
 
 def test_command_in_the_reason_can_be_copied() -> None:
     command = "mtp-train graft one --from two --out three"
-    gate = GateVerdict(passed=False, baseline="graft", delta_tau_ci95=None, reason=f"no gain. Use: {command}")
+    gate = GateVerdict(outcome="refused", baseline="graft", delta_tau_ci95=None, reason=f"no gain. Use: {command}")
     assert page_of(replace(SAMPLE, gate=gate)).count(f"No gain. Use: {command}</") == 2
 
 
@@ -120,7 +120,7 @@ def test_page_recommends_one_depth_and_lists_the_break_even_of_each() -> None:
     page = page_of(at_depths(SAMPLE, {1: (1.1, 1.3), 3: (0.9, 1.2)}))
     assert "Serve with 1 draft a round" in section(page, "What to serve")
     assert "1.20 [1.10, 1.30]" in section(page, "By depth")
-    assert "not shown" in section(page, "By depth")
+    assert "undecided" in section(page, "By depth")
 
 
 def test_lossy_decoder_is_said_before_any_finding() -> None:
