@@ -9,9 +9,8 @@ steps, learning rate and held-out prompts, come from the recipe and are equal fo
 order of the training text.
 
 Acceptance is measured by decoding: greedily, and at temperature 1 with sampled drafts and rejection sampling. Intervals
-of tau are over groups of prompts, with the rounds of all seeds pooled in each group. Intervals of a gain are over
-groups and seeds. A gain is marked as real if it survives Holm's correction over all gains. Heads and counts stay in the
-directory, so the same command resumes an interrupted run.
+of tau are over groups of prompts, with the rounds of all seeds pooled in each group. ``recorded_ablation.py`` compares
+the cells. Heads and counts stay in the directory, so the same command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from mtp_inference import HeadDrafting, Request, SpeculativeDecoder
 from mtp_inference.sampling.distributions import Sampling
-from mtp_train.acceptance.counts import Interval, PromptCounts, num_groups, paired, tau
-from mtp_train.acceptance.intervals import holm, tau_difference, tau_interval
+from mtp_train.acceptance.counts import PromptCounts, tau
+from mtp_train.acceptance.intervals import tau_interval
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.records import Record
@@ -48,7 +46,7 @@ from mtp_train.runs.run import Run, join_processes, load_run_trunk
 from mtp_train.runs.run_directory import Attempt, RunDirectory, environment_facts
 from mtp_train.runs.training import train_stage
 from mtp_train.trunk.load import Trunk
-from recorded_ablation import LEVEL, over_seeds, p_value, together
+from recorded_ablation import contrasts, pooled, tables
 
 TEXTS = ("corpus", "self")
 UNROLLS = ("exact", "fastmtp", "on_policy")
@@ -165,109 +163,23 @@ def stored(path: Path, measure: Callable[[], Counts]) -> Counts:
     }
 
 
-def pooled(seeds: Sequence[Sequence[PromptCounts]]) -> list[PromptCounts]:
-    """Return the counts of each prompt, summed over seeds."""
+def rows_of(found: dict[Cell, list[Counts]]) -> list[dict[str, Any]]:
+    """Return tau of every cell and temperature: over all seeds, with its interval over groups, and of each seed."""
     return [
-        PromptCounts(
-            prompt_id=same[0].prompt_id,
-            rounds=sum(one.rounds for one in same),
-            num_draft_tokens=sum(one.num_draft_tokens for one in same),
-            accepted_per_pos=tuple(map(sum, zip(*(one.accepted_per_pos for one in same), strict=True))),
-            new_tokens=sum(one.new_tokens for one in same),
-            seconds=None,
-            group=same[0].group,
-        )
-        for same in zip(*seeds, strict=True)
+        {
+            "cell": cell.name,
+            "temperature": temperature,
+            "tau": tau(pooled([counts[temperature] for counts in seeds])),
+            "tau_ci95": tau_interval(pooled([counts[temperature] for counts in seeds])),
+            "tau_of_seeds": [tau(counts[temperature]) for counts in seeds],
+        }
+        for temperature in TEMPERATURES
+        for cell, seeds in found.items()
     ]
 
 
-@dataclass(frozen=True)
-class Row:
-    """The figures of a cell at one temperature."""
-
-    cell: str
-    temperature: float
-    tau: float
-    tau_ci95: Interval | None
-    tau_of_seeds: list[float]
-    gain: float
-    """tau minus the tau of the reference."""
-    gain_ci95: Interval | None
-    """Over groups and seeds; None with a single group or a single seed."""
-    gain_of_seeds: list[float]
-    groups: int
-    p_value: float | None
-    """Two-sided p-value for a gain of 0, before the correction; None for the reference."""
-    survives: bool = False
-    """Whether the gain is significant at 5 % over all gains of the ablation (Holm)."""
-
-
-def rows_of(found: dict[Cell, list[Counts]], reference: Cell) -> list[Row]:
-    """Compare every cell with the reference, prompt by prompt and seed by seed."""
-    rows = []
-    for temperature in TEMPERATURES:
-        base_seeds = [counts[temperature] for counts in found[reference]]
-        base = pooled(base_seeds)
-        for cell, seeds in found.items():
-            own_seeds = [counts[temperature] for counts in seeds]
-            own = pooled(own_seeds)
-            gain_of_seeds = [tau(a) - tau(b) for a, b in zip(own_seeds, base_seeds, strict=True)]
-            difference = tau_difference(own, paired(own, base))
-            spread = None if difference.spread is None else together(difference.spread, over_seeds(gain_of_seeds))
-            rows.append(
-                Row(
-                    cell=cell.name,
-                    temperature=temperature,
-                    tau=tau(own),
-                    tau_ci95=tau_interval(own),
-                    tau_of_seeds=[tau(one) for one in own_seeds],
-                    gain=tau(own) - tau(base),
-                    gain_ci95=None if spread is None else spread.interval(difference.value, LEVEL),
-                    gain_of_seeds=gain_of_seeds,
-                    groups=num_groups(own),
-                    p_value=None if cell == reference else p_value(difference.value, spread),
-                )
-            )
-    survives = holm([row.p_value for row in rows], LEVEL)
-    return [replace(row, survives=fell) for row, fell in zip(rows, survives, strict=True)]
-
-
-def table_of(rows: Sequence[Row], temperature: float, reference: Cell, graft: float) -> Table:
-    """Return the table of one temperature, the highest tau first."""
-    table = Table(title=f"temperature {temperature:g}; initial head: tau {graft:.2f}")
-    for heading in (
-        "text",
-        "unroll",
-        "loss",
-        "tau",
-        "95 %",
-        "seeds",
-        f"gain over {reference.name}",
-        "95 %",
-        "seeds",
-        "real",
-    ):
-        table.add_column(heading)
-    for row in sorted((row for row in rows if row.temperature == temperature), key=lambda row: -row.tau):
-        table.add_row(
-            *row.cell.split("-"),
-            f"{row.tau:.3f}",
-            _span(row.tau_ci95, ".3f"),
-            _span((min(row.tau_of_seeds), max(row.tau_of_seeds)), ".3f"),
-            f"{row.gain:+.3f}",
-            _span(row.gain_ci95, "+.3f"),
-            _span((min(row.gain_of_seeds), max(row.gain_of_seeds)), "+.3f"),
-            "yes" if row.survives else "no",
-        )
-    return table
-
-
-def _span(interval: Interval | None, form: str) -> str:
-    return "-" if interval is None else f"{interval[0]:{form}} to {interval[1]:{form}}"
-
-
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Cell]]:
-    """Parse the command line. The first loss, text and unroll form the reference cell."""
+    """Parse the command line. Other losses, texts and unrolls are compared with the first of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a recipe field")
@@ -306,10 +218,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             found[cell].append(stored(directory / "counts.json", lambda at=directory: bench.measure(at)))
             done = "  ".join(f"T={t:g} tau {tau(counts):.3f}" for t, counts in found[cell][-1].items())
             console.print(f"{directory.name}: {done}")
-    rows = rows_of(found, cells[0])
-    for temperature in TEMPERATURES:
-        console.print(table_of(rows, temperature, cells[0], tau(graft[temperature])))
-    result = {
+    result: dict[str, Any] = {
         "reference": cells[0].name,
         "seeds": arguments.seeds,
         "prompts": len(bench.run.inputs.held_out),
@@ -328,10 +237,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             name: sum(int(document.loss_mask.sum()) for document in text) for name, text in bench.texts.items()
         },
         "start": {f"{temperature:g}": tau(counts) for temperature, counts in graft.items()},
-        "rows": [asdict(row) for row in rows],
+        "rows": rows_of(found),
         "recipe": recipe.model_dump(mode="json"),
         "environment": environment_facts(),
     }
+    result["contrasts"] = contrasts(result)
+    console.print(tables(result, result["contrasts"]), highlight=False, markup=False)
     write_json(out / "ablation.json", result)
     print(json.dumps(result))
     return result

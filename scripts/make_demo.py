@@ -2,11 +2,11 @@
 """Make the checkpoints and prompts that ``mtp_train.checkpoints.demo`` ships, from Python's own source, on a CPU.
 
     python scripts/make_demo.py base finetune check install record --work DIR
-    python scripts/make_demo.py base finetune texts --size large --device cuda --work DIR
+    python scripts/make_demo.py base finetune texts --size small --work DIR
 
 Stages run in the given order and write their results to DIR. Remove the result of a stage to run it again. ``install``
 replaces the assets in the package; ``record`` then measures the arms that are too slow for the recipe. ``texts`` writes
-the same prompts and code as ``install``, but to DIR, for a larger pair of checkpoints outside of the package.
+the same prompts and code as ``install``, but to DIR, for a pair of another size outside of the package.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="+", choices=STAGES)
     parser.add_argument("--work", type=Path, required=True, help="where the stages leave their results")
-    parser.add_argument("--size", choices=SIZES, default="demo", help="the pair that ships, or a larger one")
+    parser.add_argument("--size", choices=SIZES, default="demo", help="the pair that ships, or a smaller one")
     parser.add_argument("--device", type=torch.device, default="cpu", help="where base, finetune and check run")
     arguments = parser.parse_args()
     if arguments.size != "demo" and {"install", "record"} & set(arguments.stages):
         parser.error(f"--size {arguments.size}: what ships is of size demo; leave install and record out")
     size, device = SIZES[arguments.size], arguments.device
     arguments.work.mkdir(parents=True, exist_ok=True)
-    texts = gather_texts(size.packages)
+    texts = gather_texts()
     for stage in arguments.stages:
         if stage == "base":
             make_base(texts, arguments.work, size, device)

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Print the gains of a recorded ablation (`scripts/ablate.py`), and which survive Holm's correction over all gains.
+"""Judge a recorded ablation (`scripts/ablate.py`) by its paired contrasts.
 
     python scripts/recorded_ablation.py inference/benchmarks/objectives.json
 
-The variance of a gain is the sum of its variance over groups of prompts (seeds pooled) and its variance over seeds,
-with degrees of freedom by Welch and Satterthwaite. Older records have no counts by prompt and group, and intervals over
-prompts only, which are too narrow where prompts of one group are alike.
+A contrast compares two cells that differ in one thing: a loss with the first loss, a text with the first text, an
+unroll with the first unroll. The variance of its gain is the sum of its variance over groups of prompts (seeds pooled)
+and its variance over seeds, with degrees of freedom by Welch and Satterthwaite. Holm's correction is over all gains.
 
-Prints a table (tau, and in brackets the gain with its 95 % interval, * where it survives), and last one line of JSON.
+Prints a table (tau, then each contrast's gain with its 95 % interval, * where it survives), and last one line of JSON.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from mtp_train.acceptance.intervals import Spread, holm, t_quantile, two_sided_p
+from mtp_train.acceptance.counts import PromptCounts, tau
+from mtp_train.acceptance.intervals import Spread, holm, tau_difference, two_sided_p
 
 LEVEL = 0.05
+AXES = ("text", "unroll", "loss")
+"""The parts of a cell's name, in this order."""
 
 
 def over_seeds(gains: Sequence[float]) -> Spread:
@@ -49,46 +52,91 @@ def p_value(gain: float, spread: Spread | None) -> float | None:
     return two_sided_p(gain / spread.error, spread.freedom)
 
 
-def judge(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return every gain of a record with its p-value, and whether it survives the correction."""
+def contrasts(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the gain of every contrast of a record, with its p-value, and whether it survives the correction."""
+    counts, first, groups = document["counts"], document["reference"].split("-"), document["groups"]
     found = []
-    for row in document["rows"]:
-        if row["cell"] == document["reference"]:
-            continue
-        if "p_value" in row:
-            p = row["p_value"]
-        else:
-            low, high = row["gain_ci95"]
-            freedom = document["prompts"] - 1
-            prompts = Spread((high - low) / 2 / t_quantile(freedom), freedom)
-            p = p_value(row["gain"], together(prompts, over_seeds(row["gain_of_seeds"])))
-        found.append({"cell": row["cell"], "temperature": row["temperature"], "gain": row["gain"], "p_value": p})
+    for cell in counts:
+        parts = cell.split("-")
+        for axis, name in enumerate(AXES):
+            other = "-".join([*parts[:axis], first[axis], *parts[axis + 1 :]])
+            if other == cell or other not in counts:
+                continue
+            for temperature in counts[cell]:
+                own_seeds, other_seeds = (_prompts(counts[one][temperature], groups) for one in (cell, other))
+                difference = tau_difference(pooled(own_seeds), pooled(other_seeds))
+                gains = [tau(a) - tau(b) for a, b in zip(own_seeds, other_seeds, strict=True)]
+                spread = None if difference.spread is None else together(difference.spread, over_seeds(gains))
+                found.append(
+                    {
+                        "cell": cell,
+                        "against": other,
+                        "axis": name,
+                        "temperature": float(temperature),
+                        "gain": difference.value,
+                        "gain_ci95": None if spread is None else spread.interval(difference.value, LEVEL),
+                        "p_value": p_value(difference.value, spread),
+                    }
+                )
     survives = holm([one["p_value"] for one in found], LEVEL)
     return [{**one, "survives": fell} for one, fell in zip(found, survives, strict=True)]
 
 
-def table(document: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows of a Markdown table: one line a cell, one column a temperature."""
-    survivors = {(one["cell"], one["temperature"]) for one in found if one["survives"]}
-    texts: dict[str, list[str]] = {}
-    for row in sorted(document["rows"], key=lambda row: row["temperature"]):
-        text = f"{row['tau']:.2f}"
-        if row["cell"] != document["reference"]:
-            low, high = row["gain_ci95"]
-            text += f" ({row['gain']:+.2f}, {low:+.2f} to {high:+.2f})"
-        mark = " *" if (row["cell"], row["temperature"]) in survivors else ""
-        texts.setdefault(row["cell"], []).append(text + mark)
-    return "\n".join("| " + " | ".join([*cell.split("-"), *columns]) + " |" for cell, columns in texts.items())
+def _prompts(seeds: Sequence[Sequence[Sequence[int]]], groups: Mapping[str, str]) -> list[list[PromptCounts]]:
+    """Return the counts of each seed's prompts from pairs of rounds and accepted drafts."""
+    return [
+        [
+            PromptCounts(name, rounds, 0, (accepted,), 0, None, group)
+            for (rounds, accepted), (name, group) in zip(prompts, groups.items(), strict=True)
+        ]
+        for prompts in seeds
+    ]
+
+
+def pooled(seeds: Sequence[Sequence[PromptCounts]]) -> list[PromptCounts]:
+    """Return the counts of each prompt, summed over seeds."""
+    return [
+        PromptCounts(
+            prompt_id=same[0].prompt_id,
+            rounds=sum(one.rounds for one in same),
+            num_draft_tokens=sum(one.num_draft_tokens for one in same),
+            accepted_per_pos=tuple(map(sum, zip(*(one.accepted_per_pos for one in same), strict=True))),
+            new_tokens=sum(one.new_tokens for one in same),
+            seconds=None,
+            group=same[0].group,
+        )
+        for same in zip(*seeds, strict=True)
+    ]
+
+
+def tables(document: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> str:
+    """Return two Markdown tables: tau of every cell, and the gain of every contrast; one column a temperature."""
+    lines, counts = [], document["counts"]
+    temperatures = sorted({one for of_cell in counts.values() for one in of_cell}, key=float)
+    for cell, of_cell in counts.items():
+        taus = (tau(pooled(_prompts(of_cell[one], document["groups"]))) for one in temperatures)
+        lines.append("| " + " | ".join([*cell.split("-"), *(f"{value:.2f}" for value in taus)]) + " |")
+    lines.append("")
+    by_pair: dict[tuple[str, str, str], list[str]] = {}
+    for one in sorted(found, key=lambda one: (AXES.index(one["axis"]), one["temperature"])):
+        low, high = one["gain_ci95"] or (math.nan, math.nan)
+        text = f"{one['gain']:+.2f} [{low:+.2f}, {high:+.2f}]{' *' * one['survives']}"
+        by_pair.setdefault((one["axis"], one["cell"], one["against"]), []).append(text)
+    for (axis, cell, against), texts in by_pair.items():
+        index = AXES.index(axis)
+        cells, same = cell.split("-"), [part for number, part in enumerate(cell.split("-")) if number != index]
+        lines.append(f"| {cells[index]} - {against.split('-')[index]} | {', '.join(same)} | {' | '.join(texts)} |")
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Judge the gains of a record, and print them."""
+    """Judge the contrasts of a record, and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
     arguments = parser.parse_args(argv)
     document = json.loads(arguments.record.read_text(encoding="utf-8"))
-    found = judge(document)
-    print(table(document, found))
+    found = contrasts(document)
+    print(tables(document, found))
     print(f"{sum(one['survives'] for one in found)} of {len(found)} survive")
     print(json.dumps(found))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import gguf
 import numpy as np
 
 from byte_tokenizer import byte_tokenizer
-from checkpoints import save_with_head
+from checkpoints import all_tensors, save_with_head
 from mtp_train.cli.main import main
 from tiny import tiny_head, tiny_trunk
 
@@ -41,3 +42,46 @@ def values(reader: gguf.GGUFReader) -> dict[str, np.ndarray[Any, Any]]:
 
 def metadata(reader: gguf.GGUFReader) -> dict[str, Any]:
     return {key: field.contents() for key, field in reader.fields.items()}
+
+
+def write_whole(checkpoint: Path, head: gguf.GGUFReader, path: Path) -> None:
+    """Write a tiny Qwen3.5 with its head as llama.cpp's converter does, in fp32; it has one key head to reorder for."""
+    writer = gguf.GGUFWriter(path, "qwen35")
+    for key, field in head.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            writer.add_key_value(key, field.contents(), field.types[0], sub_type=field.types[-1])
+    for tensor in head.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    for key, value in all_tensors(checkpoint).items():
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", key)
+        if match is not None:
+            name = f"blk.{match[1]}.{LAYER_NAMES[match[2]]}"
+            values = value.float().numpy()
+            if name.endswith("ssm_a"):
+                values = -np.exp(values)
+            elif name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
+                values = values + 1
+            writer.add_tensor(name, values.squeeze(1) if "conv1d" in name else values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+LAYER_NAMES = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    **{f"mlp.{part}_proj.weight": f"ffn_{part}.weight" for part in ("gate", "up", "down")},
+    **{f"self_attn.{part}_proj.weight": f"attn_{part}.weight" for part in "qkv"},
+    "self_attn.o_proj.weight": "attn_output.weight",
+    **{f"self_attn.{part}_norm.weight": f"attn_{part}_norm.weight" for part in "qk"},
+    "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
+    "linear_attn.in_proj_z.weight": "attn_gate.weight",
+    "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
+    "linear_attn.in_proj_b.weight": "ssm_beta.weight",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.conv1d.weight": "ssm_conv1d.weight",
+    "linear_attn.norm.weight": "ssm_norm.weight",
+    "linear_attn.out_proj.weight": "ssm_out.weight",
+}

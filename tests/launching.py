@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -82,3 +83,10 @@ def responses(run_dir: Path, rank: int = 0, world: int = 1) -> list[str]:
     """Return the responses that a process has stored so far, sorted."""
     paths = run_dir.glob(f"data/*/regenerated-{rank:05d}-of-{world:05d}.jsonl")
     return sorted(line for path in paths for line in path.read_text().splitlines())
+
+
+def assert_same_lines(run_dir: Path, expected: Path, *fields: str) -> None:
+    """Check that two runs logged the same steps, up to the order of sums."""
+    ours, theirs = metrics(run_dir), metrics(expected)
+    for field in ("step", *fields):
+        assert [line[field] for line in ours] == pytest.approx([line[field] for line in theirs], abs=1e-4), field

@@ -3,6 +3,7 @@
 
     python inference/benchmarks/gpu.py                    # the demo
     python inference/benchmarks/gpu.py --model CKPT       # a checkpoint with a head, in bf16
+    python inference/benchmarks/gpu.py --parts decode,train --config config.json    # random weights of that shape
     python inference/benchmarks/gpu.py --parts rounds,decode
 
 Parts: ``imports`` imports every module. ``rounds`` compares captured with eager rounds. ``decode`` times depths 0 and 3
@@ -29,13 +30,36 @@ from typing import Any
 
 import torch
 from cpu import Row, machine, now, prompts_of, training_step
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import mtp_inference
 import mtp_train
 from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder, compare
+from mtp_train.families.registry import family_for
+from mtp_train.heads.module import MtpHead
+from mtp_train.trunk.load import Trunk
 
 DEPTHS = (0, 3)
 SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.95, seed=1)
+
+
+def random_model(config: str, device: torch.device, dtype: torch.dtype) -> SpeculativeDecoder:
+    """Return a decoder whose trunk and head have random weights, of the shape that a checkpoint's config gives.
+
+    Its drafts are not accepted: what it shows is the time of a round and of a training step.
+    """
+    loaded = AutoConfig.from_pretrained(config)
+    family = family_for(loaded.to_dict(), where=config)
+    text = loaded.get_text_config()
+    text.dtype = dtype
+    with device:
+        model = AutoModelForCausalLM.from_config(text, dtype=dtype).requires_grad_(False).eval()
+        trunk = Trunk(model, family)
+        head = MtpHead(family, trunk.config, num_modules=1, convention=family.wiring.default)
+        for parameter in head.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=text.initializer_range)
+    return SpeculativeDecoder(trunk, HeadDrafting(head.to(device, dtype).eval()), max(DEPTHS), ())
 
 
 class Bench:
@@ -52,6 +76,8 @@ class Bench:
 
     def loaded(self, dtype: torch.dtype) -> SpeculativeDecoder:
         """Return the model with its head, loaded once for each dtype."""
+        if dtype not in self._loaded and self.options.config:
+            self._loaded[dtype] = random_model(self.options.config, self.device, dtype)
         if dtype not in self._loaded:
             self._loaded[dtype] = SpeculativeDecoder.from_pretrained(
                 self.options.model, depth=max(DEPTHS), device=self.device, dtype=dtype
@@ -59,7 +85,10 @@ class Bench:
         return self._loaded[dtype]
 
     def prompts(self, count: int) -> list[list[int]]:
-        """Return prompts of 32 tokens."""
+        """Return prompts of 32 tokens, random ones for random weights."""
+        if self.options.config:
+            vocab_size = len(self.loaded(torch.bfloat16).trunk.lm_head_VD)
+            return torch.randint(vocab_size, (count, 32), generator=torch.Generator().manual_seed(0)).tolist()
         suite = "demo" if self.options.model.startswith("demo:") else "builtin"
         return prompts_of(self.loaded(torch.bfloat16).tokenizer, suite, 32, count)[:count]
 
@@ -191,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the parts; return 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo:base", help="checkpoint with a head; default: demo:base")
+    parser.add_argument("--config", help="config.json of a model with a head: random weights of its shape, in bf16")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"default: {','.join(PARTS)}")
     parser.add_argument("--device", default="cuda", help="default: cuda; cpu tries the parts without a GPU")
     for name, default in (("new-tokens", 128), ("repeats", 5), ("train-tokens", 8192), ("seq-len", 2048)):

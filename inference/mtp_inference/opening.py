@@ -7,9 +7,10 @@ smaller language model with the same tokenizer).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -30,7 +31,7 @@ from mtp_train.heads.draft_model import draft_model, draft_plan
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.precision import trunk_dtype
 from mtp_train.trunk.quantise import Quantization, pack_head, require_bitsandbytes, require_quantizable
-from mtp_train.trunk.tokenizer import chat_prompt_tokens, raw_tokens
+from mtp_train.trunk.tokenizer import NO_VARIABLES, chat_prompt_tokens, raw_tokens
 
 OWN, NGRAM, MODEL = "own", "ngram", "model:"
 """Drafters that are not named by location: the own head, prompt lookup, and the prefix of a draft model."""
@@ -223,14 +224,23 @@ def require_own_head(location: str) -> None:
         )
 
 
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool, where: str) -> list[int]:
+def prompt_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    *,
+    chat: bool,
+    where: str,
+    variables: Mapping[str, Any] = NO_VARIABLES,
+) -> list[int]:
     """Return the token ids of a text; with ``chat``, of the chat template with the text as the user's message.
+
+    ``variables`` are what the template reads beside the message.
 
     Raises:
         DataError: The prompt has no token, or there is no chat template that accepts it.
     """
     if chat:
-        return chat_prompt_tokens(tokenizer, [{"role": "user", "content": prompt}], where)
+        return chat_prompt_tokens(tokenizer, [{"role": "user", "content": prompt}], where, variables)
     prompt_ids = raw_tokens(tokenizer, prompt)
     if not prompt_ids:
         raise DataError(f"{where}: no token; expected some text. Write a prompt.")

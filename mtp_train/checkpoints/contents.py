@@ -8,6 +8,7 @@ no index, SGLang an ``mtp.safetensors`` beside GLM-4.5's index, llama.cpp's conv
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -141,24 +142,49 @@ def unnamed_files(checkpoint: Checkpoint, layout: HeadLayout | None) -> tuple[Un
     )
 
 
-def with_unnamed_head(checkpoint: Checkpoint, layout: HeadLayout) -> Checkpoint:
-    """Return a checkpoint with the head tensors of weight files that it does not name.
+def with_found_head(checkpoint: Checkpoint, layout: HeadLayout, needed: Mapping[str, tuple[int, ...]]) -> Checkpoint:
+    """Return a checkpoint with the head of weight files that it does not name, or one that is under other names.
 
-    The checkpoint itself is returned if it contains a head, if there are no such tensors, or if two files contain one
+    The checkpoint itself is returned if it contains a head, if there is none to be found, or if two files contain one
     under the same key, so that which to take is for the user to say.
+
+    Args:
+        checkpoint: The checkpoint.
+        layout: Its head layout.
+        needed: The keys of a complete head with their shapes.
     """
     if any(layout.is_head_key(key) for key in checkpoint.tensors):
         return checkpoint
-    head: list[tuple[str, TensorInfo]] = [
-        (key, info)
-        for tensors in unnamed_weights(checkpoint).values()
-        for key, info in tensors.items()
-        if layout.is_head_key(key)
-    ]
-    copies = Counter(key for key, _ in head)
-    if not head or max(copies.values()) > 1:
-        return checkpoint
-    return replace(checkpoint, tensors={**checkpoint.tensors, **dict(head)})
+    beside = unnamed_weights(checkpoint).values()
+    head = [(key, info) for tensors in beside for key, info in tensors.items() if layout.is_head_key(key)]
+    if head:
+        copies = Counter(key for key, _ in head)
+        return checkpoint if max(copies.values()) > 1 else _with_tensors(checkpoint, dict(head))
+    renamed = [found for stored in (checkpoint.tensors, *beside) if (found := _under_other_names(needed, stored))]
+    return _with_tensors(checkpoint, renamed[0]) if len(renamed) == 1 else checkpoint
+
+
+def _with_tensors(checkpoint: Checkpoint, head: Mapping[str, TensorInfo]) -> Checkpoint:
+    return replace(checkpoint, tensors={**checkpoint.tensors, **head})
+
+
+def _under_other_names(
+    needed: Mapping[str, tuple[int, ...]], stored: Mapping[str, TensorInfo]
+) -> dict[str, TensorInfo]:
+    """Return the needed tensors that are stored with a prefix more (``language_model.``), or without their own."""
+    first = min(needed)
+    common = itertools.takewhile(
+        lambda parts: len({*parts}) == 1, zip(*(key.split(".") for key in needed), strict=False)
+    )
+    own = "".join(f"{parts[0]}." for parts in common)
+    prefixes = sorted({key.removesuffix(first) for key in stored if key.endswith(f".{first}")})
+    for names in (
+        {key: key.removeprefix(own) for key in needed},
+        *({key: one + key for key in needed} for one in prefixes),
+    ):
+        if all(name in stored and stored[name].shape == needed[key] for key, name in names.items()):
+            return {key: replace(stored[name], name=name) for key, name in names.items()}
+    return {}
 
 
 def left_out(files: Sequence[UnnamedFile]) -> tuple[str, ...]:

@@ -44,6 +44,7 @@ from mtp_train.checkpoints.quantised import (
     packed_weight,
     plain_modules,
     scale_of,
+    unmatched_by_sglang,
 )
 from mtp_train.checkpoints.writing import (
     PendingTensor,
@@ -68,10 +69,11 @@ def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, o
     """Write ``source`` with ``head`` to a new directory.
 
     Raises:
-        CheckpointError: A head tensor does not fit the one it replaces.
+        CheckpointError: The checkpoint has a head of other tensors, or one in FP8 that plain tensors would replace.
     """
     tensors = [*head.tensors, *shared_tensors(source, layout, head)]
-    placed = _placed(source, layout, tensors, _replaced_packed(source, layout, tensors), set(os.listdir(source.path)))
+    dropped = _replaced(source, layout, tensors) | _under_other_names(source, head)
+    placed = _placed(source, layout, tensors, dropped, set(os.listdir(source.path)))
     rewritten: dict[str, Rewrite] = {
         file: partial(rewrite_safetensors, changes={pending.key: pending for pending in patches})
         for file, patches in placed.patches.items()
@@ -211,9 +213,16 @@ def shared_tensors(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> 
         yield stored_tensor(source, layout.trunk_key(shared, source.tensors), key)
 
 
-def _replaced_packed(source: Checkpoint, layout: HeadLayout, tensors: list[PendingTensor]) -> set[str]:
-    """Return the keys of packed head weights, and of their scales, that new plain weights replace."""
+def _replaced(source: Checkpoint, layout: HeadLayout, tensors: list[PendingTensor]) -> set[str]:
+    """Return the keys of stored tensors that new ones replace with another dtype or shape, or packed ones."""
     new = {pending.key for pending in tensors}
+    turned = {
+        pending.key
+        for pending in tensors
+        if (stored := source.tensors.get(pending.key)) is not None
+        and scale_of(pending.key, source.tensors) is None
+        and (stored.dtype, stored.shape) != (pending.dtype, pending.shape)
+    }
     parts = {key: packed_weight(key) for key in source.tensors if layout.is_head_key(key)}
     # Stacked experts may be replaced one by one.
     new |= {re.sub(r"\.experts\.\d+\..*", ".experts.", key) for key in new}
@@ -222,7 +231,14 @@ def _replaced_packed(source: Checkpoint, layout: HeadLayout, tensors: list[Pendi
         for key, weight in parts.items()
         if weight is not None and key not in new and (weight in new or re.sub(r"\w+_proj$", "", weight) in new)
     }
-    return packed | {weight for weight in map(parts.get, packed) if weight is not None and weight in source.tensors}
+    weights = {weight for weight in map(parts.get, packed) if weight is not None and weight in source.tensors}
+    return packed | weights | turned
+
+
+def _under_other_names(source: Checkpoint, head: NativeHead) -> set[str]:
+    """Return the keys of a checkpoint's own head under other names than its family's."""
+    origins = {pending.origin for pending in head.tensors}
+    return {key for key in source.tensors if (source.path, key) in origins} - {one.key for one in head.tensors}
 
 
 def _write_without(source: Checkpoint, placed: _Placed, file: Path, target: Path) -> None:
@@ -291,14 +307,8 @@ def _placed(
                 f"{source.path}: its own head is stored in {stored.dtype} ({pending.key}); expected no head, or a head "
                 "in plain floats to replace. Put the new head on the unquantised checkpoint."
             )
-        elif (stored.dtype, stored.shape) == (pending.dtype, pending.shape):
-            patches.setdefault(stored.file, []).append(pending)
         else:
-            raise CheckpointError(
-                f"{source.path}: {pending.key} is {stored.dtype} {list(stored.shape)}, in the new head it is "
-                f"{pending.dtype} {list(pending.shape)}; expected the same. Use a head of this checkpoint's family and "
-                "dtype."
-            )
+            patches.setdefault(stored.file, []).append(pending)
     new = {pending.key for pending in tensors}
     stray = {key for key in source.tensors if layout.is_head_key(key)} - new - dropped
     if stray:
@@ -339,7 +349,7 @@ def patched_documents(source: Checkpoint, layout: HeadLayout, head: NativeHead) 
     """Return the JSON files that have to change, by name; files with the right content already are left out.
 
     The config gets the head's fields. Where the checkpoint is quantised and the new head is in plain floats, the head
-    is added to the exceptions of the quantisation config.
+    is added to the exceptions of the quantisation config, in a form that vLLM and SGLang both match.
 
     Raises:
         CheckpointError: The exceptions of this quantisation method are not supported.
@@ -347,9 +357,9 @@ def patched_documents(source: Checkpoint, layout: HeadLayout, head: NativeHead) 
     config = _with_fields(source, head.config_fields)
     documents: dict[str, Any] = {} if config is None else {CONFIG_FILE: config}
     stays = (pending.key in source.tensors and pending.origin == (source.path, pending.key) for pending in head.tensors)
-    if all(stays):
+    if all(stays) and unmatched_by_sglang(source, layout) is None:
         return documents
-    groups = plain_modules(head.tensors, layout)
+    groups = plain_modules({pending.key: pending.info("") for pending in head.tensors}, layout)
     quantised = leave_alone(config or source.config, groups, where=str(source.path))
     if quantised is not None:
         documents[CONFIG_FILE] = quantised
@@ -372,7 +382,7 @@ def place_file(file: Path, target: Path, link: LinkMode) -> None:
     """Hard-link a shard of weights, or copy it; every other file is copied, so that it can be edited in the export."""
     # The hub's cache contains symbolic links; the hard link has to be to the file behind them.
     real = file.resolve()
-    if link == "hard" and target.suffix == ".safetensors":
+    if link == "hard" and target.suffix in (".safetensors", ".gguf"):
         # Another file system, one without links, too many links, or another user's file.
         with contextlib.suppress(OSError):
             os.link(real, target)

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
@@ -59,6 +60,11 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
+def is_gguf(location: str | Path) -> bool:
+    """Return whether a location names a GGUF file."""
+    return Path(location).suffix == ".gguf"
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """The file, dtype (in safetensors' spelling) and shape of a stored tensor."""
@@ -67,6 +73,8 @@ class TensorInfo:
     """Path of the file inside the checkpoint, as a POSIX path."""
     dtype: str
     shape: tuple[int, ...]
+    name: str | None = None
+    """The key in the file, where a head is stored under other names than its family's."""
 
     @property
     def num_bytes(self) -> int:
@@ -139,6 +147,23 @@ class Checkpoint:
         data = self._read_bytes(key, first * row_bytes, (stop - first) * row_bytes)
         return data.view(TORCH_DTYPES[info.dtype]).view(-1, *info.shape[1:])
 
+    @cached_property
+    def mlx_sign(self) -> str | None:
+        """What shows that the checkpoint is in MLX's layout, which MLX alone reads; None for any other checkpoint."""
+        quantised = self.config.get("quantization")
+        if isinstance(quantised, dict) and "quant_method" not in quantised:
+            return "config.json has quantization without a method"
+        for file in {info.file for info in self.tensors.values()}:
+            with safe_open(self.path / file, framework="np") as handle:
+                if (handle.metadata() or {}).get("format") == "mlx":
+                    return f"the header of {file} has format: mlx"
+        # Convolutions of transformers are stored as (channels, 1, kernel).
+        conv = (key for key in self.tensors if key.endswith("conv1d.weight"))
+        turned = next(
+            (key for key in conv if self.tensors[key].shape[2:] == (1,) != self.tensors[key].shape[1:2]), None
+        )
+        return turned and f"{turned} is {list(self.tensors[turned].shape)}, with its last two axes swapped"
+
     @property
     def unlisted_keys(self) -> tuple[str, ...]:
         """Keys of tensors in the index's shards that the index does not list; empty for a single file."""
@@ -147,10 +172,10 @@ class Checkpoint:
 
     def _read_bytes(self, key: str, offset: int, count: int) -> Tensor:
         """Return ``count`` bytes of a tensor, from its byte ``offset`` on, as a uint8 tensor."""
-        file = self.tensors[key].file
+        file, name = self.tensors[key].file, self.tensors[key].name or key
         data = torch.empty(count, dtype=torch.uint8)
         with (self.path / file).open("rb") as handle:
-            handle.seek(self._starts[file, key] + offset)
+            handle.seek(self._starts[file, name] + offset)
             if handle.readinto(data.numpy().data) < count:
                 raise CheckpointError(
                     f"{self.path / file}: became shorter while it was read; expected files that no process writes to. "
@@ -310,7 +335,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
                 raise CheckpointError(
                     f"{path}: contains two sets of weights, {SINGLE_FILE} and the {len(files)} file(s) of "
                     f"{INDEX_FILE}: transformers reads the first, vLLM and SGLang the second, llama.cpp's converter "
-                    "both; expected one. Move one set to another directory."
+                    f"both; expected one. To keep those of the index: {_move_single(path)}"
                 )
             return Checkpoint(path, config, index, tensors)
     if has_single:
@@ -324,6 +349,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     raise CheckpointError(
         f"{path}: no weights; expected {SINGLE_FILE} or {INDEX_FILE}. Point at the directory that contains them."
     )
+
+
+def _move_single(path: Path) -> str:
+    """Return the command that moves the single file out of a directory."""
+    return shlex.join(["mv", str(path / SINGLE_FILE), f"{path.absolute()}-{SINGLE_FILE}"])
 
 
 def _adds_nothing(path: Path, index: Mapping[str, Any]) -> bool:

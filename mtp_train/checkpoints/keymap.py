@@ -17,6 +17,9 @@ from torch import Tensor
 from mtp_train.families import Family, KeyRule, SharedKey
 
 _NUMBERS = ("module", "layer", "expert", "sub", "last")
+REDUCED_OUTPUT = re.compile(r"(?:.+\.)?(?:draft_lm_head|lm_head_draft|draft_vocab_ids|d2t|t2d)(?:\..+)?")
+"""Keys of an output matrix of fewer tokens, with which some engines draft instead of the lm_head. It is stored
+beside the head, and is no part of it."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,8 @@ class HeadLayout:
 
     def is_head_key(self, key: str) -> bool:
         """Return whether a native key belongs to the head, mapped or unknown."""
+        if REDUCED_OUTPUT.fullmatch(key):
+            return False
         matches = (pattern.match(key) for pattern in self._prefixes)
         return any(match is not None and self._module(match) >= 0 for match in matches)
 

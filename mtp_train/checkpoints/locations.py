@@ -11,7 +11,7 @@ from pathlib import Path
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter, merge_command, open_weights
 from mtp_train.checkpoints.artifact import HEAD_CONFIG_FILE
 from mtp_train.checkpoints.demo import resolve
-from mtp_train.checkpoints.files import CONFIG_FILE, PICKLE_SUFFIXES, Checkpoint, open_checkpoint, read_json
+from mtp_train.checkpoints.files import CONFIG_FILE, PICKLE_SUFFIXES, Checkpoint, is_gguf, open_checkpoint, read_json
 from mtp_train.errors import CheckpointError
 
 RECIPE_FILE = "recipe.yaml"
@@ -62,10 +62,17 @@ def refuse_adapter(path: Path, location: str) -> None:
 def locate_checkpoint(name: str) -> Path:
     """Return the directory of a checkpoint: a local path, the export of a run, or a hub id in the hub's cache.
 
+    A GGUF file is dequantised into the cache.
+
     Raises:
         CheckpointError: It is neither a directory nor a hub id that can be downloaded, or a run without an export.
     """
     path = Path(name).expanduser()
+    if is_gguf(path):
+        # transformers loads with it.
+        from mtp_train.checkpoints.gguf.dequantised import dequantised
+
+        return dequantised(path)
     if path.exists() or name.count("/") != 1 or name.startswith((".", "~", "/")):
         return exported_of(path)
     from huggingface_hub import snapshot_download

@@ -86,7 +86,7 @@ def stored_tensor(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
         info.shape,
         load=lambda: source.read(key),
         blocks=lambda: source.read_in_blocks(key),
-        origin=(source.path, key),
+        origin=(source.path, info.name or key),
     )
 
 
@@ -138,8 +138,10 @@ def trunk_tensors(checkpoint: Checkpoint, layout: HeadLayout) -> dict[str, str]:
     prefix, family = layout.trunk_prefix, layout.family
     found = {}
     for key in checkpoint.tensors:
-        if key.startswith(prefix) and not layout.is_head_key(key) and key != layout.lm_head_key:
-            name = key[len(prefix) :]
+        name = key.removeprefix(prefix)
+        # A head under the decoder's prefix is a head under another name.
+        is_head = layout.is_head_key(key) or layout.is_head_key(name)
+        if key.startswith(prefix) and not is_head and key != layout.lm_head_key:
             for saved, released in family.keys.saved_names.items():
                 name = name.replace(saved, released)
             found[name] = key

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from mtp_train.checkpoints.files import Checkpoint, TensorInfo
 from mtp_train.checkpoints.keymap import HeadLayout
-from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError
 from mtp_train.families import RawConfig
 
@@ -64,6 +63,8 @@ class _Method:
     """From the head's prefix (``mtp.``) and its modules to the entries to add."""
     matches: Callable[[str, str], bool]
     """Whether an entry covers a module."""
+    by_fused_names: bool = False
+    """Whether an entry has to cover the fused modules that SGLang builds (``qkv_proj``) too."""
 
 
 def _names(prefix: str, modules: Sequence[str]) -> list[str]:
@@ -81,13 +82,19 @@ def _pattern(prefix: str) -> str:
 
 
 _BY_NAME = _Method(("modules_to_not_convert", "ignored_layers"), _names, _names_match)
+# SGLang looks the fused modules of an MTP head up in the list, and loads none of their weights where it has only single
+# names (sglang#35797). vLLM looks up their parts. A pattern covers both.
 _COMPRESSED = _Method(
     ("ignore",),
     lambda prefix, _: [f"re:{_pattern(prefix)}"],
-    lambda entry, module: (
-        re.match(entry[3:], module) is not None if entry.startswith("re:") else _names_match(entry, module)
-    ),
+    lambda entry, module: re.match(entry[3:], module) is not None if entry.startswith("re:") else entry == module,
+    by_fused_names=True,
 )
+_FUSED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
 _GLOB = _Method(
     ("ignore", "exclude_modules"),
     lambda prefix, _: [prefix.rstrip(".") + "*"],
@@ -171,9 +178,33 @@ def leave_alone_in_modelopt(document: Mapping[str, Any], groups: Groups) -> dict
     return changed if _extend(changed.setdefault("quantization", {}), method, groups) else None
 
 
-def plain_modules(tensors: Iterable[PendingTensor], layout: HeadLayout) -> Groups:
+def unmatched_by_sglang(checkpoint: Checkpoint, layout: HeadLayout) -> str | None:
+    """Return a fused module of a head in plain floats that SGLang reads as quantised, None without one.
+
+    vLLM reads such a head as it is: the exceptions of compressed-tensors name the parts of the module.
+    """
+    head = {key: info for key, info in checkpoint.tensors.items() if layout.is_head_key(key)}
+    holder = _holder(checkpoint.config)
+    if holder is None or quant_method(checkpoint.config) != "compressed-tensors" or any(map(packed_weight, head)):
+        return None
+    entries = list(holder[QUANTISATION].get("ignore") or [])
+
+    def missed(modules: Iterable[str]) -> list[str]:
+        return [one for one in modules if not any(_COMPRESSED.matches(entry, one) for entry in entries)]
+
+    modules = [module for some in plain_modules(head, layout).values() for module in some]
+    fused = missed(map(_fused, modules))
+    return fused[0] if fused and not missed(modules) else None
+
+
+def _fused(module: str) -> str:
+    stem, _, name = module.rpartition(".")
+    return f"{stem}.{_FUSED.get(name, name)}"
+
+
+def plain_modules(tensors: Mapping[str, TensorInfo], layout: HeadLayout) -> Groups:
     """Return the layers of a head that the method would quantise but that are in plain floats, by head module."""
-    keys = [pending.key for pending in tensors if len(pending.shape) > 1 and pending.dtype in PLAIN_DTYPES]
+    keys = [key for key, info in tensors.items() if len(info.shape) > 1 and info.dtype in PLAIN_DTYPES]
     groups: dict[str, list[str]] = {}
     for template in layout.family.keys.head_prefixes:
         for module in range(len(keys)):
@@ -192,7 +223,8 @@ def _extend(settings: dict[str, Any], method: _Method, groups: Groups) -> bool:
     listed = list(settings.get(field) or [])
     added: list[str] = []
     for prefix, modules in groups.items():
-        if not all(any(method.matches(entry, module) for entry in listed) for module in modules):
+        needed = {*modules, *map(_fused, modules)} if method.by_fused_names else {*modules}
+        if not all(any(method.matches(entry, module) for entry in listed) for module in needed):
             added += [entry for entry in method.entries(prefix, modules) if entry not in listed]
     if not added:
         return False

@@ -36,14 +36,19 @@ def draft_model_flag(path: str, depth: int) -> str:
 
 
 def retrain_command(finetune: str, base: str, data: Sequence[str] = ()) -> str:
-    """Return the command that retrains a stale head; without data, on the built-in prompts."""
+    """Return the command that retrains a head; without data, on the built-in prompts."""
     sources = f" --data {shlex.join(data)}" if data else ""
     out = shlex.quote(f"{last_name(finetune)}-rescued")
     return f"mtp-train rescue {shlex.quote(finetune)} --from {shlex.quote(base)}{sources} --out {out}"
 
 
-def inspect_command(finetune: str, base: str) -> str:
-    return f"mtp-train inspect {shlex.quote(finetune)} --base {shlex.quote(base)}"
+def probe_command(finetune: str, base: str) -> str:
+    """Return the command that measures what a head lost with the change of its trunk, and proposes what to do."""
+    return f"mtp-train probe {shlex.quote(finetune)} --from {shlex.quote(base)}"
+
+
+def inspect_command(checkpoint: str, base: str | None = None) -> str:
+    return f"mtp-train inspect {shlex.quote(checkpoint)}{'' if base is None else f' --base {shlex.quote(base)}'}"
 
 
 def last_name(location: str) -> str:
@@ -57,16 +62,24 @@ def train_command(checkpoint: str) -> str:
     return f"mtp-train init {recipe} --trunk {shlex.quote(checkpoint)} && accelerate launch -m mtp_train {recipe}"
 
 
+def _card_header(checkpoint: Path) -> str:
+    card = checkpoint / "README.md"
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    header = re.match(r"---\n(.*?)\n---", text, flags=re.DOTALL)
+    return "" if header is None else header.group(1)
+
+
+def original_of(checkpoint: Path) -> str | None:
+    """Return what a checkpoint was converted from, by the card that MLX's converter writes; None without one."""
+    return named_base(checkpoint) if "library_name: mlx" in _card_header(checkpoint) else None
+
+
 def named_base(checkpoint: Path) -> str | None:
     """Return the base that a model card names (``base_model:`` in its header), None without one.
 
     A checkpoint of that name beside this one is taken as the base; otherwise the name is a hub id.
     """
-    card = checkpoint / "README.md"
-    if not card.is_file():
-        return None
-    header = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), flags=re.DOTALL)
-    named = re.search(r"^base_model:\s*(?:\n-\s*)?(\S+)\s*$", header.group(1), flags=re.MULTILINE) if header else None
+    named = re.search(r"^base_model:\s*(?:\n-\s*)?(\S+)\s*$", _card_header(checkpoint), flags=re.MULTILINE)
     if named is None:
         return None
     name = named.group(1).strip("'\"")

@@ -9,6 +9,8 @@ from typing import Any
 import mtp_train as mtp
 from mtp_train.cli.output import Result, add_command, chosen, progress_of
 
+KINDS = ("f32", "f16", "bf16", "q8_0")
+
 
 def add_commands(commands: Any) -> None:
     """Declare the commands."""
@@ -19,6 +21,7 @@ def add_commands(commands: Any) -> None:
     graft = add_command(commands, "graft", "put the base's head back on a fine-tune", _graft)
     graft.add_argument("finetune")
     graft.add_argument("--from", dest="base", required=True, metavar="BASE")
+    graft.add_argument("--head", choices=KINDS, help="its storage in a GGUF file (default: q8_0, or as BASE has it)")
     _add_output(graft)
 
     merge = add_command(commands, "merge", "merge a LoRA adapter into a checkpoint, head kept", _merge)
@@ -30,7 +33,7 @@ def add_commands(commands: Any) -> None:
     export.add_argument("source", type=Path, metavar="RUN|CKPT")
     _add_output(export)
     form = export.add_mutually_exclusive_group()
-    form.add_argument("--gguf", choices=("f32", "f16", "q8_0"), help="the head alone, as a GGUF file for llama.cpp")
+    form.add_argument("--gguf", choices=KINDS, help="the head alone, as a GGUF file for llama.cpp")
     form.add_argument("--head-only", action="store_true", help="the head alone, as a draft model for vLLM")
     form.add_argument("--speculators", action="store_true", help="an EAGLE-3 head in the speculators package's format")
 
@@ -50,7 +53,7 @@ def _inspect(args: argparse.Namespace) -> Result:
 
 def _graft(args: argparse.Namespace) -> Result:
     with progress_of(args) as progress:
-        return mtp.graft(args.finetune, args.base, args.out, copy=args.copy, progress=progress)
+        return mtp.graft(args.finetune, args.base, args.out, head=args.head, copy=args.copy, progress=progress)
 
 
 def _merge(args: argparse.Namespace) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -43,6 +44,7 @@ def _add_generate(add: Callable[..., Any]) -> None:
     add("--adapter", metavar="DIR", help="a peft adapter for the trunk, applied without merging")
     add("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
     add("--chat", action="store_true", help="put the prompt through the chat template")
+    _add_variables(add)
     add("--max-new-tokens", type=int, default=128, metavar="N", help="longest response, in tokens")
     add("--depth", type=int, default=3, metavar="K", help="drafts per round, 0 to 7; 0 is plain decoding")
     add("--mtp", choices=("on", "off", "auto"), default="on", help="off is plain decoding; auto drafts what pays")
@@ -83,6 +85,7 @@ def _add_grid(add: Callable[..., Any]) -> None:
     add("--prompts-per-task", type=int, default=8, metavar="N", help="prompts to decode of each task")
     add("--temperatures", nargs="+", type=float, default=[0.0, 1.0], metavar="T", help="of the trunk; 0 is greedy")
     extends = "extend prompts to these lengths with text before them (default: own, as they are)"
+    _add_variables(add)
     add("--contexts", nargs="+", type=_context, default=[None], metavar="N|own", help=extends)
     add("--depths", nargs="+", type=int, metavar="K", help="drafts per round (default: 1 2 3 5, if the heads can)")
     rules = "greedy at temperature 0; above: argmax drafts, or sampled ones with rejection"
@@ -93,6 +96,28 @@ def _add_grid(add: Callable[..., Any]) -> None:
     add("--no-costs", dest="costs", action="store_false", help="leave out memory and prefill of heads")
     add("--wandb", choices=("off", "offline", "online"), default="off", help="track the report")
     add("--out", type=Path, required=True, metavar="DIR", help="a new directory, or one to resume")
+
+
+def _add_variables(add: Callable[..., Any]) -> None:
+    variables = "variables for the chat template, with values in JSON or text, as enable_thinking=false"
+    given = {"nargs": "+", "action": _Variables, "default": {}, "metavar": "NAME=VALUE"}
+    add("--chat-template-kwargs", **given, help=variables)
+
+
+class _Variables(argparse.Action):
+    """Read NAME=VALUE pairs into a mapping."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        found: dict[str, Any] = dict(getattr(namespace, self.dest))
+        for pair in values:
+            name, equals, text = pair.partition("=")
+            if not name or not equals:
+                raise argparse.ArgumentError(self, f"'{pair}'; expected NAME=VALUE")
+            try:
+                found[name] = json.loads(text)
+            except ValueError:
+                found[name] = text
+        setattr(namespace, self.dest, found)
 
 
 def _context(text: str) -> int | None:
@@ -107,7 +132,8 @@ def _generate(args: argparse.Namespace) -> Printed:
     from mtp_inference import Sampling
 
     sampling = Sampling(**chosen(args, "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"))
-    options = chosen(args, "head", "adapter", "chat", "max_new_tokens", "depth", "mtp", "stop", "draft_sampling")
+    options = chosen(args, "head", "adapter", "chat", "chat_template_kwargs", "max_new_tokens", "depth", "mtp")
+    options |= chosen(args, "stop", "draft_sampling")
     streams = not (args.json or args.show_drafts or len(args.prompt) > 1)
     on_text = _print_piece if streams else None
     with progress_of(args) as progress:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mtp_train.data.records import Message
+from mtp_train.data.records import Chat, Message
 from mtp_train.errors import DataError
 from mtp_train.trunk.tokenizer import chat_template, render_chat, template_errors
 
@@ -42,9 +43,7 @@ def eos_token(tokenizer: PreTrainedTokenizerBase) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def chat_documents(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str
-) -> list[tuple[list[int], list[bool]]]:
+def chat_documents(tokenizer: PreTrainedTokenizerBase, chat: Chat, where: str) -> list[tuple[list[int], list[bool]]]:
     """Return the documents of a chat: every assistant turn is a target once, after the history it was generated from.
 
     A chat gives one document if its template renders a turn the same way whatever follows, else as few as possible.
@@ -56,7 +55,7 @@ def chat_documents(
         DataError: There is no chat template, it refuses the messages, it does not render a turn after the prompt for
             it, or the tokenizer does not return the character offsets of its tokens.
     """
-    template = chat_template(tokenizer, where)
+    template = chat_template(tokenizer, where, chat.variables)
     if not tokenizer.is_fast:
         raise DataError(
             f"{where}: the tokenizer ({type(tokenizer).__name__}) does not give the place of its tokens in the text; "
@@ -65,8 +64,8 @@ def chat_documents(
         )
     is_marked = bool(GENERATION_MARK.search(template))
     turns = [
-        _turn(tokenizer, messages[: index + 1], is_marked, f"{where}, message {index + 1}")
-        for index, message in enumerate(messages)
+        _turn(tokenizer, replace(chat, messages=chat.messages[: index + 1]), is_marked, f"{where}, message {index + 1}")
+        for index, message in enumerate(chat.messages)
         if message["role"] == "assistant"
     ]
     documents = []
@@ -85,24 +84,24 @@ class _Turn(NamedTuple):
     """An assistant turn.
 
     Args:
-        messages: The messages up to and including the turn.
+        chat: The chat up to and including the turn.
         text: The chat, rendered up to the end of the turn.
         span: First and past-the-last character of the assistant's text.
         is_marked: Whether the template's marks select a part of the span.
     """
 
-    messages: Sequence[Message]
+    chat: Chat
     text: str
     span: tuple[int, int]
     is_marked: bool
 
 
-def _turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], is_marked: bool, where: str) -> _Turn:
-    before = render_chat(tokenizer, messages[:-1], where, add_generation_prompt=True)
-    text = render_chat(tokenizer, messages, where, add_generation_prompt=False)
-    spoken = _restored(messages[-1], before, text)
+def _turn(tokenizer: PreTrainedTokenizerBase, chat: Chat, is_marked: bool, where: str) -> _Turn:
+    before = render_chat(tokenizer, chat.messages[:-1], where, chat.variables, add_generation_prompt=True)
+    text = render_chat(tokenizer, chat.messages, where, chat.variables, add_generation_prompt=False)
+    spoken = _restored(chat.messages[-1], before, text)
     if spoken is not None:
-        return _Turn(messages, before + spoken, (len(before), len(before + spoken)), False)
+        return _Turn(chat, before + spoken, (len(before), len(before + spoken)), False)
     start = _shared(before, text)
     # A generation prompt may open the thinking of a turn that has none.
     opening = before.rstrip().removesuffix(THINKING_STARTS)
@@ -114,7 +113,7 @@ def _turn(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], is_ma
             "that is generated. Use data.regenerate, or prompt and response records."
         )
     # White space after the end-of-turn token belongs to the template: the model stops before it.
-    return _Turn(messages, text, (start, len(text.rstrip())), is_marked)
+    return _Turn(chat, text, (start, len(text.rstrip())), is_marked)
 
 
 def _restored(message: Message, before: str, text: str) -> str | None:
@@ -175,9 +174,13 @@ def _marked(
     tokenizer: PreTrainedTokenizerBase, turn: _Turn, spans: Sequence[tuple[int, int]]
 ) -> tuple[list[int], list[bool]]:
     """Return the tokens of a chat up to a turn, and a mask of the tokens in spans that the template marks."""
-    with template_errors(f"message {len(turn.messages)}"):
+    with template_errors(f"message {len(turn.chat.messages)}"):
         encoded: Any = tokenizer.apply_chat_template(
-            list(turn.messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            list(turn.chat.messages),
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **turn.chat.variables,
         )
     token_ids, mask = _tokens_and_mask(tokenizer, turn.text, spans)
     return token_ids, [bool(mark) and inside for mark, inside in zip(encoded["assistant_masks"], mask, strict=True)]

@@ -1,6 +1,7 @@
 """Records of a data source: chats, prompt and response pairs, or plain text.
 
-A record's content is checked here once, so that tokenisation can rely on it.
+A record's content is checked here once, so that tokenisation can rely on it. Chats are brought into the form in which a
+server hands them to the chat template: roles of OpenAI, tools as a list, and arguments of tool calls as objects.
 """
 
 from __future__ import annotations
@@ -8,14 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import unicodedata
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mtp_train.errors import DataError, UnsupportedRecordError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+MAX_NESTING = 64
+"""Most levels of lists and objects in a record. Deeper ones exhaust the stack of those who walk them."""
 MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
 """Columns with what a record refers to beside its text. Tokens of the text alone would not be those that are served."""
 
@@ -27,6 +30,8 @@ class Chat:
     """Hold messages with `role` and `content`; further keys (`tool_calls`, ...) go to the chat template as they are."""
 
     messages: tuple[Message, ...]
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template reads beside the messages: ``tools``, ``enable_thinking`` and the like."""
 
     def prompt_messages(self) -> tuple[Message, ...]:
         """Return the messages to reply to: all but a final assistant turn."""
@@ -35,10 +40,10 @@ class Chat:
 
 @dataclass(frozen=True)
 class PromptResponse:
-    """Hold raw text on both sides: no chat template is applied to either."""
+    """Hold raw text on both sides: no chat template is applied to either. A prompt to answer has no response."""
 
     prompt: str
-    response: str
+    response: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,17 +64,34 @@ class Record:
         id: ``"{source}#{number}"``, numbers counting from 1; unique over the sources of a run.
         group: Records of one group are held out together.
         content: A chat, a pair or a text.
+        unread: The columns of the record that have a value and are no part of the content.
     """
 
     id: str
     group: str
     content: Content
+    unread: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
         """Name the record in an error message."""
         source, _, number = self.id.rpartition("#")
         return f"{source}, record {number}"
+
+
+def has_response(content: Content) -> bool:
+    """Return whether a content has text to train on: an assistant's turn, a response, or plain text."""
+    if isinstance(content, Chat):
+        return any(message["role"] == "assistant" for message in content.messages)
+    return isinstance(content, PlainText) or content.response is not None
+
+
+def with_variables(record: Record, defaults: Mapping[str, Any]) -> Record:
+    """Return a record whose chat hands these variables to the template where it has none of that name."""
+    if not defaults or not isinstance(record.content, Chat):
+        return record
+    variables = {**defaults, **record.content.variables}
+    return replace(record, content=replace(record.content, variables=variables))
 
 
 def content_group(content: Content) -> str:
@@ -108,8 +130,104 @@ def normalised(text: str) -> str:
     return words[:end] or words
 
 
+def parse_content(values: Mapping[str, object], where: str) -> Content:
+    """Check the content of a record.
+
+    Args:
+        values: The values of a format's columns (``FORMATS`` in ``sources.py``), and of those beside them: ``system``,
+            ``tools`` and ``chat_template_kwargs``.
+        where: The record in messages.
+
+    Raises:
+        UnsupportedRecordError: A message has image, audio or other parts that are not text.
+        DataError: A value is of another type than its column has.
+    """
+    if "text" in values:
+        return PlainText(parse_text(values["text"], "text", where).strip("\n"))
+    prompt, response = values.get("prompt"), values.get("response")
+    if "instruction" in values:
+        asked = [name for name in ("instruction", "input") if name == "instruction" or values.get(name)]
+        prompt = [_turn("user", "\n".join(parse_text(values[name], name, where) for name in asked))]
+        response = values.get("output")
+    if "prompt" in values and not isinstance(prompt, (list, tuple)):
+        answer = None if response is None else parse_text(response, "response", where)
+        return PromptResponse(parse_text(prompt, "prompt", where), answer)
+    messages = values.get("messages")
+    if isinstance(prompt, (list, tuple)):
+        answered = response if isinstance(response, (list, tuple)) else [_turn("assistant", response)]
+        messages = [*prompt, *(answered if response is not None else ())]
+    chat = parse_messages(messages, where)
+    variables = _variables(values, where)
+    system = values.get("system")
+    if not system:
+        return replace(chat, variables=variables)
+    if chat.messages[0]["role"] == "system":
+        raise DataError(
+            f"{where}: a system column beside a system message; expected one of them. Remove one, or give the column "
+            "another name."
+        )
+    first = _turn("system", parse_text(system, "system", where))
+    return Chat((first, *chat.messages), variables)
+
+
+def parsed_json(text: str) -> Any:
+    """Parse JSON of at most ``MAX_NESTING`` levels.
+
+    Raises:
+        ValueError: The text is not JSON in UTF-8, or is nested deeper.
+    """
+    require_utf8(text)
+    # A document is a list of records: one more level.
+    too_deep = f"more than {MAX_NESTING} levels of lists and objects"
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    level = [value]
+    for _ in range(MAX_NESTING + 1):
+        level = [child for one in level for child in _children(one) if isinstance(child, (dict, list))]
+        if not level:
+            return value
+    raise ValueError(too_deep)
+
+
+def require_utf8(text: str) -> None:
+    """Raise a ValueError for text that was no UTF-8, which is read with surrogates in the place of its bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("not UTF-8") from None
+
+
+def _children(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _turn(role: str, content: object) -> Message:
+    return {"role": role, "content": content}
+
+
+def _variables(values: Mapping[str, object], where: str) -> dict[str, Any]:
+    """Return a record's ``chat_template_kwargs`` and ``tools``, each of which may be JSON text."""
+    given = _json_or_text(_without_nulls(values.get("chat_template_kwargs")))
+    if given and not isinstance(given, Mapping):
+        raise DataError(
+            f"{where}: chat_template_kwargs are {_shown(given)}; expected an object. Fix or remove the record."
+        )
+    tools = _json_or_text(_without_nulls(values.get("tools")))
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise DataError(
+            f"{where}: tools are {_shown(tools)}; expected a list of objects, or its JSON text. Fix or remove the "
+            "record."
+        )
+    found = {**(given or {}), **({"tools": tools} if tools else {})}
+    if found:
+        _require_unicode(json.dumps(found, ensure_ascii=False, default=str), "tools or chat_template_kwargs", where)
+    return found
+
+
 def parse_messages(value: object, where: str) -> Chat:
-    """Check a chat and bring ShareGPT's ``from``/``value`` into ``role``/``content``.
+    """Check a chat and bring ShareGPT's ``from``/``value`` and its roles into those of OpenAI.
 
     Raises:
         UnsupportedRecordError: A message has image, audio or other parts that are not text.
@@ -120,6 +238,14 @@ def parse_messages(value: object, where: str) -> Chat:
             f"{where}: messages are {_shown(value)}; expected a list of at least one message. Fix or remove the record."
         )
     return Chat(tuple(_parse_message(message, f"{where}, message {i}") for i, message in enumerate(value, start=1)))
+
+
+def has_calls_as_text(content: Content) -> bool:
+    """Return whether the template gets the arguments of a tool call as text, because they are not JSON."""
+    if not isinstance(content, Chat):
+        return False
+    calls = (call for message in content.messages for call in message.get("tool_calls", ()))
+    return any(isinstance(_arguments(call), str) for call in calls)
 
 
 def parse_text(value: object, field: str, where: str) -> str:
@@ -153,15 +279,18 @@ def _parse_message(value: object, where: str) -> Message:
     # Arrow gives every message the keys of all messages, filled with null; templates would print them.
     message: Message = _without_nulls(value)
     if "from" in message and "role" not in message:
-        sender = message.pop("from")
-        message["role"] = SHAREGPT_ROLES.get(sender, sender) if isinstance(sender, str) else sender
+        message["role"] = message.pop("from")
         if "value" in message:
             message["content"] = message.pop("value")
     role = message.get("role")
-    if role not in ROLES:
+    if isinstance(role, str):
+        message["role"] = SHAREGPT_ROLES.get(role, role)
+    if message.get("role") not in ROLES:
         raise DataError(f"{where}: role {_shown(role)}; expected one of {', '.join(ROLES)}. Rename the role.")
+    if role == "function_call":
+        message |= _called(message.get("content"), where)
     if "tool_calls" in message:
-        _require_calls(message["tool_calls"], where)
+        message["tool_calls"] = _parse_calls(message["tool_calls"], where)
         message.setdefault("content", "")
     message["content"] = _joined(message.get("content"))
     if not isinstance(message.get("content"), str):
@@ -176,12 +305,49 @@ def _parse_message(value: object, where: str) -> Message:
     return message
 
 
-def _require_calls(value: object, where: str) -> None:
-    """Refuse tool calls in another form than chat templates loop over."""
+def _called(content: object, where: str) -> Message:
+    """Return the tool calls of a ShareGPT message, which is one call or a list of calls as JSON text."""
+    found = _json_or_text(content)
+    calls = found if isinstance(found, list) else [found]
+    if not all(isinstance(call, Mapping) and "name" in call for call in calls):
+        raise DataError(
+            f"{where}: function_call is {_shown(content)}; expected JSON with name and arguments. Fix or remove the "
+            "record."
+        )
+    return {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+
+
+def _parse_calls(value: object, where: str) -> list[dict[str, Any]]:
+    """Return tool calls with their arguments as objects: as vLLM, SGLang and transformers serve them to the template.
+
+    OpenAI's API has the arguments as JSON text, which ``tojson`` would encode twice. Text that is not JSON stays.
+
+    Raises:
+        DataError: The value is not a list of objects, over which chat templates loop.
+    """
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
         raise DataError(
             f"{where}: tool_calls are {_shown(value)}; expected a list of objects. Fix or remove the record."
         )
+    return [
+        {**call, "function": {**call["function"], "arguments": _json_or_text(_arguments(call) or {})}}
+        if isinstance(call.get("function"), Mapping)
+        else dict(call)
+        for call in value
+    ]
+
+
+def _arguments(call: Mapping[str, Any]) -> object:
+    function = call.get("function")
+    return function.get("arguments") if isinstance(function, Mapping) else None
+
+
+def _json_or_text(value: object) -> Any:
+    """Return the value of JSON text; anything else, text that is no JSON included, as it is."""
+    try:
+        return parsed_json(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def require_text_only(row: Mapping[str, object], where: str) -> None:

@@ -8,40 +8,39 @@ returns checked records, :func:`load_rows` plain rows.
 from __future__ import annotations
 
 import glob
-import json
 import logging
 import lzma
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, repeat
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from types import MappingProxyType
+from typing import Any, Literal, TextIO, TypeVar
 
 import datasets
 import fsspec
 import pyarrow
 import pyarrow.compute
+from datasets.config import DATASET_INFO_FILENAME, DATASET_STATE_JSON_FILENAME, DATASETDICT_JSON_FILENAME
 from datasets.packaged_modules.json.json import Json as JsonBuilder
 
 from mtp_train.data.records import (
-    MEDIA_COLUMNS,
+    Chat,
     Content,
-    PlainText,
-    PromptResponse,
     Record,
     content_group,
-    parse_messages,
+    parse_content,
     parse_text,
+    parsed_json,
     require_text_only,
+    require_utf8,
 )
 from mtp_train.errors import DataError, UnsupportedRecordError
 
 logger = logging.getLogger(__name__)
 
-MAX_NESTING = 64
-"""Most levels of lists and objects in a record. Deeper ones exhaust the stack of those who walk them."""
 UNREADABLE = (
     OSError,
     ValueError,
@@ -61,12 +60,24 @@ TEXT_BLOCK_CHARS = 1 << 20
 ARROW_ROWS = 1024
 """Rows of a column that are examined at a time."""
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
-MESSAGE_COLUMNS = ("messages", "conversations")
-RESPONSE_COLUMNS = ("response", "completion")
-KNOWN_COLUMNS = "`messages` or `conversations`, `prompt` with `response` or `completion`, or `text`"
+FORMATS: Mapping[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "prompt_response": ("prompt", "response"),
+    "instruction": ("instruction", "input", "output"),
+    "text": ("text",),
+}
+"""The columns of each format; a record has at least the first."""
+CHAT_COLUMNS = ("system", "tools", "chat_template_kwargs")
+"""Columns beside those of a format, which belong to its chat."""
+OTHER_NAMES = {"messages": "conversations", "response": "completion"}
+KNOWN_COLUMNS = (
+    "`messages` or `conversations`, `prompt` (with `response` or `completion`), `instruction` with `output`, or `text`"
+)
 
-Format = Literal["auto", "messages", "prompt_response", "text"]
+Format = Literal["auto", "messages", "prompt_response", "instruction", "text"]
 Row = dict[str, Any]
+Given = TypeVar("Given")
+Found = TypeVar("Found")
 OwnedRow = tuple[Row, str | None]
 """A row, and the text file that it is a paragraph of; None for rows of other kinds."""
 
@@ -77,6 +88,7 @@ def load_records(
     config: str | None = None,
     split: str = "train",
     format: Format = "auto",
+    columns: Mapping[str, str] = MappingProxyType({}),
     group_field: str | None = None,
     name: str | None = None,
     max_records: int | None = None,
@@ -86,11 +98,13 @@ def load_records(
 
     Args:
         path: A local .json, .jsonl, .parquet or .txt file (its paragraphs, separated by blank lines, are the records),
-            plain or compressed; a directory or a glob of files of one kind; or the id of a dataset on the hub.
+            plain or compressed; a directory or a glob of files of one kind; a directory that ``save_to_disk`` of
+            ``datasets`` wrote; or the id of a dataset on the hub.
         config: The configuration of a dataset on the hub, or of a directory that defines some.
         split: A split of the dataset, slices allowed (``train[:1000]``). A local file has one split, ``train``; in a
             directory the file names define the splits.
         format: The columns to read; ``auto`` chooses by their names.
+        columns: For columns of ``FORMATS`` and ``CHAT_COLUMNS``, the names that they have in the source.
         group_field: The column whose value groups records. None groups by content (:func:`content_group`), and the
             paragraphs of a .txt file by their file.
         name: Name of the source in record ids and messages; None uses the path.
@@ -106,28 +120,24 @@ def load_records(
     if files is not None and config is not None and not Path(path).expanduser().is_dir():
         raise DataError(f"{name}: config {config!r} of local files; expected null, as they have none. Leave it out.")
     names, rows = _read(path, files, config, split, name, max_records, streaming)
-    columns = _content_columns(names, format, name)
+    chosen = _format_of(names, format, columns, name)
     if group_field is not None and group_field not in names:
         raise DataError(
             f"{name}: no column {group_field!r}, the columns are {_listed(names)}; expected "
             "data.group_field to name a column. Correct it, or leave it out."
         )
     if isinstance(rows, datasets.Dataset):
-        wanted = list(dict.fromkeys([*columns, *([group_field] if group_field else [])]))
+        wanted = list(dict.fromkeys([*chosen.values(), *([group_field] if group_field else [])]))
         rows = ((row, None) for row in _selected(rows, wanted))
     records = []
-    skipped = Skipped(name)
-    for number, (row, file) in enumerate(_readable(rows, name, files), start=1):
+    # Most records have the same other columns, which are held once.
+    unread: dict[tuple[str, ...], tuple[str, ...]] = {}
+    pairs = read_each(_readable(rows, name, files), name, lambda pair, where: read_content(pair[0], chosen, where))
+    for number, (row, file), (content, others) in pairs:
         where = f"{name}, record {number}"
-        try:
-            require_text_only(row, where)
-            content = _parse_content(row, columns, where)
-        except UnsupportedRecordError as error:
-            skipped.add(error)
-            continue
         group = _parse_group(row.get(group_field), group_field, where) if group_field else file
-        records.append(Record(id=f"{name}#{number}", group=group or content_group(content), content=content))
-    skipped.report(len(records))
+        others = unread.setdefault(others, others)
+        records.append(Record(f"{name}#{number}", group or content_group(content), content, others))
     return records
 
 
@@ -151,52 +161,49 @@ def load_rows(path: str, *, config: str | None = None, split: str = "train", nam
     return [row for row, _ in _readable(rows, name, files)]
 
 
-class Skipped:
-    """Count the records of a source that are skipped because they are not text.
+def read_each(
+    rows: Iterable[Given], name: str, read: Callable[[Given, str], Found]
+) -> Iterator[tuple[int, Given, Found]]:
+    """Yield the number of each row, counting from 1, the row and what ``read`` makes of it.
 
-    Args:
-        name: Name of the source in messages.
+    Rows that are not text are skipped, and counted in the log at the end.
+
+    Raises:
+        DataError: No row is text, or ``read`` refuses one.
     """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.errors: list[UnsupportedRecordError] = []
-
-    def add(self, error: UnsupportedRecordError) -> None:
-        """Count one record."""
-        self.errors.append(error)
-
-    def report(self, num_used: int) -> None:
-        """Log the number of skipped records and the first one.
-
-        Raises:
-            DataError: No record is left.
-        """
-        if not self.errors:
-            return
-        if not num_used:
-            raise DataError(
-                f"{self.name}: all {len(self.errors)} records have image, audio or other parts that are not text; "
-                "expected at least one record of text. Add text records, or use another source."
-            )
+    skipped, num_used = list[UnsupportedRecordError](), 0
+    for number, row in enumerate(rows, start=1):
+        try:
+            found = read(row, f"{name}, record {number}")
+        except UnsupportedRecordError as error:
+            skipped.append(error)
+            continue
+        num_used += 1
+        yield number, row, found
+    if skipped and not num_used:
+        raise DataError(
+            f"{name}: all {len(skipped)} records have image, audio or other parts that are not text; expected at least "
+            "one record of text. Add text records, or use another source."
+        )
+    if skipped:
         logger.warning(
             "%s: skipped %d of %d records, which have image, audio or other parts that are not text. The first is %s.",
-            self.name,
-            len(self.errors),
-            len(self.errors) + num_used,
-            str(self.errors[0]).partition("; expected")[0],
+            name,
+            len(skipped),
+            len(skipped) + num_used,
+            str(skipped[0]).partition("; expected")[0],
         )
 
 
 def _selected(table: datasets.Dataset, columns: list[str]) -> Iterator[Row]:
-    """Yield the rows with these columns, and with the media columns as whether they hold something.
+    """Yield the rows with these columns, and with all others as True where they hold something, else None.
 
-    Other columns are not read: images take long to decode.
+    Other columns are not decoded: images take long.
     """
-    media = [column for column in MEDIA_COLUMNS if column in table.column_names and column not in columns]
-    held = zip(*(_holds(table, column) for column in media), strict=True) if media else repeat(())
+    others = [column for column in table.column_names if column not in columns]
+    held = zip(*(_holds(table, column) for column in others), strict=True) if others else repeat(())
     for row, flags in zip(table.select_columns(columns), held, strict=False):
-        yield {**row, **dict(zip(media, flags, strict=True))}
+        yield {**row, **dict(zip(others, (flag or None for flag in flags), strict=True))}
 
 
 def _holds(table: datasets.Dataset, column: str) -> Iterator[bool]:
@@ -257,8 +264,10 @@ def _read_table(
     given: dict[str, Any] = {"split": split, "streaming": streaming}
     if files is None:
         table = datasets.load_dataset(path, config, **given)
-    elif Path(path).expanduser().is_dir():
-        table = datasets.load_dataset(str(Path(path).expanduser()), config, **given)
+    elif is_saved(where := Path(path).expanduser()):
+        table = _saved(where, split)
+    elif where.is_dir():
+        table = datasets.load_dataset(str(where), config, **given)
     else:
         kind = BUILDERS[_suffix(files[0])]
         table = datasets.load_dataset(kind, data_files=[str(file) for file in files], **given)
@@ -270,6 +279,22 @@ def _read_table(
     return table.column_names if len(table) else [], table
 
 
+def is_saved(directory: Path) -> bool:
+    """Return whether ``save_to_disk`` of ``datasets`` wrote a directory."""
+    files = DATASETDICT_JSON_FILENAME, DATASET_STATE_JSON_FILENAME, DATASET_INFO_FILENAME
+    of_splits, *of_one = ((directory / file).is_file() for file in files)
+    return of_splits or all(of_one)
+
+
+def _saved(directory: Path, split: str) -> datasets.Dataset:
+    """Return a split, or a part of one, of a dataset that was saved to disk."""
+    whole = datasets.load_from_disk(str(directory))
+    splits = whole if isinstance(whole, datasets.DatasetDict) else {"train": whole}
+    counts = {name: len(table) for name, table in splits.items()}
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute(counts)
+    return datasets.concatenate_datasets([splits[part.splitname].select(range(part.from_, part.to)) for part in parts])
+
+
 def _files_by_split(
     path: str, files: Sequence[Path] | None, config: str | None, streaming: bool
 ) -> Mapping[str, Sequence[str]] | None:
@@ -277,9 +302,9 @@ def _files_by_split(
 
     These are local text files, and JSON files, local or of the hub, whose rows are not in a ``field`` of an object.
     """
-    if files is not None and BUILDERS[_suffix(files[0])] == "parquet":
-        return None
     where = Path(path).expanduser()
+    if files is not None and (is_saved(where) or BUILDERS[_suffix(files[0])] == "parquet"):
+        return None
     if files is not None and not where.is_dir():
         return {"train": [str(file) for file in files]}
     builder = datasets.load_dataset_builder(path if files is None else str(where), config)
@@ -338,7 +363,7 @@ def _rows_of(file: str) -> Iterator[OwnedRow]:
     """Yield the rows of a JSON or text file: of JSON lines, of one JSON document, or the paragraphs of a text."""
     if file.lower().endswith(".zst") and "zstd" not in fsspec.available_compressions():
         raise ValueError("zstd is not installed")
-    # Bytes that are not UTF-8 are reported with their line, see _require_utf8.
+    # Bytes that are not UTF-8 are reported with their line, see require_utf8.
     how = {"compression": "infer", "encoding": "utf-8-sig", "errors": "surrogateescape"}
     with fsspec.open(file, "rt", **how) as stream:
         if BUILDERS.get(_suffix(Path(file))) == "text":
@@ -351,7 +376,7 @@ def _paragraphs(stream: TextIO) -> Iterator[str]:
     """Yield the paragraphs of a text, separated by blank lines. Reads in blocks."""
     rest = ""
     while block := stream.read(TEXT_BLOCK_CHARS):
-        _require_utf8(block)
+        require_utf8(block)
         *whole, rest = (rest + block).split("\n\n")
         yield from (text for text in whole if text.strip("\n"))
     if rest.strip("\n"):
@@ -367,7 +392,7 @@ def _objects(stream: TextIO, file: str) -> Iterator[Row]:
             yield _object(line, file, number)
         return
     try:
-        value = _parsed(first[1] + stream.read())
+        value = parsed_json(first[1] + stream.read())
     except ValueError as error:
         raise _BadLineError(file, first[0], error) if _suffix(Path(file)) == ".jsonl" else error from error
     for number, entry in enumerate(value if isinstance(value, list) else [value], start=1):
@@ -378,51 +403,19 @@ def _objects(stream: TextIO, file: str) -> Iterator[Row]:
 
 def _is_object(line: str) -> bool:
     try:
-        return isinstance(_parsed(line), dict)
+        return isinstance(parsed_json(line), dict)
     except ValueError:
         return False
 
 
 def _object(line: str, file: str, number: int) -> Row:
     try:
-        value = _parsed(line)
+        value = parsed_json(line)
     except ValueError as error:
         raise _BadLineError(file, number, error) from error
     if not isinstance(value, dict):
         raise _BadLineError(file, number, "no object")
     return value
-
-
-def _require_utf8(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("not UTF-8") from None
-
-
-def _parsed(text: str) -> Any:
-    """Parse JSON of at most ``MAX_NESTING`` levels.
-
-    Raises:
-        ValueError: The text is not JSON in UTF-8, or is nested deeper.
-    """
-    _require_utf8(text)
-    # A document is a list of records: one more level.
-    too_deep = f"more than {MAX_NESTING} levels of lists and objects"
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError(too_deep) from None
-    level = [value]
-    for _ in range(MAX_NESTING + 1):
-        level = [child for one in level for child in _children(one) if isinstance(child, (dict, list))]
-        if not level:
-            return value
-    raise ValueError(too_deep)
-
-
-def _children(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def local_files(path: str, name: str) -> list[Path] | None:
@@ -432,6 +425,8 @@ def local_files(path: str, name: str) -> list[Path] | None:
         DataError: There is no such file, or the files cannot be read as one source.
     """
     where = _place(path, name)
+    if is_saved(where):
+        return sorted(file for file in where.rglob("*") if file.is_file() and not file.name.startswith("cache-"))
     if where.is_dir():
         _refuse_script(where, name)
         inside = sorted(file.relative_to(where) for file in where.rglob("*") if _suffix(file) in BUILDERS)
@@ -515,43 +510,77 @@ def _unreadable(name: str, files: Sequence[Path] | None, error: Exception) -> Da
     )
 
 
-def _content_columns(columns: Sequence[str], format: Format, name: str) -> tuple[str, ...]:
-    """Return the columns that hold the content: one of messages, a prompt and a response, or one of text."""
-    found: dict[str, tuple[str, ...]] = {}
-    messages = [column for column in MESSAGE_COLUMNS if column in columns]
-    responses = [column for column in RESPONSE_COLUMNS if column in columns]
-    if messages:
-        found["messages"] = (messages[0],)
-    if "prompt" in columns and responses:
-        found["prompt_response"] = ("prompt", responses[0])
-    if "text" in columns:
-        found["text"] = ("text",)
-    if format != "auto":
-        if format not in found:
+def known_columns(names: Collection[str], given: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """Return the columns of ``FORMATS`` and ``CHAT_COLUMNS`` that a source has, with their names there.
+
+    Args:
+        names: The names of the source's columns.
+        given: As ``columns`` of :func:`load_records`.
+    """
+    known = dict(given)
+    for ours in (*chain.from_iterable(FORMATS.values()), *CHAT_COLUMNS):
+        for theirs in (ours, OTHER_NAMES.get(ours, ours)):
+            if theirs in names and theirs not in given.values():
+                known.setdefault(ours, theirs)
+    return known
+
+
+def columns_of(format: str, known: Mapping[str, str]) -> dict[str, str]:
+    """Return the known columns that a format reads."""
+    return {ours: known[ours] for ours in (*FORMATS[format], *CHAT_COLUMNS) if ours in known}
+
+
+def read_content(row: Row, columns: Mapping[str, str], where: str) -> tuple[Content, tuple[str, ...]]:
+    """Return the content of a row, and the other columns that have a value.
+
+    Raises:
+        UnsupportedRecordError: A part of the row is not text.
+        DataError: The row is malformed.
+    """
+    require_text_only(row, where)
+    content = parse_content({ours: row.get(theirs) for ours, theirs in columns.items()}, where)
+    read = {theirs for ours, theirs in columns.items() if isinstance(content, Chat) or ours not in CHAT_COLUMNS}
+    return content, tuple(column for column, value in row.items() if value is not None and column not in read)
+
+
+def _format_of(names: Sequence[str], format: Format, given: Mapping[str, str], name: str) -> dict[str, str]:
+    """Return the columns of a source's one format.
+
+    Raises:
+        DataError: A given column does not exist, or the columns fit no format or several.
+    """
+    allowed = [*chain.from_iterable(FORMATS.values()), *CHAT_COLUMNS]
+    for ours, theirs in given.items():
+        if ours not in allowed:
+            raise DataError(f"{name}: columns.{ours}: unknown; expected {', '.join(allowed)}. Correct the name.")
+        if theirs not in names:
             raise DataError(
-                f"{name}: the columns are {_listed(columns)}, without those of format {format!r}; expected "
-                f"{KNOWN_COLUMNS}. Rename a column, or correct the source's format."
+                f"{name}: columns.{ours} is {theirs!r}, the columns are {_listed(names)}; expected one of them. "
+                "Correct the name."
             )
-        return found[format]
-    if not found:
-        raise DataError(
-            f"{name}: the columns are {_listed(columns)}; expected {KNOWN_COLUMNS}. Rename a column, or "
-            "convert the data."
-        )
+    known = known_columns(names, given)
+    found = [one for one, (first, *_) in FORMATS.items() if first in known]
+    if "instruction" in found and "output" not in known and "instruction" not in given:
+        found.remove("instruction")
+    if format != "auto":
+        found = [one for one in found if one == format]
+    elif not given.keys().isdisjoint(chain.from_iterable(FORMATS[one] for one in found)):
+        found = [one for one in found if not given.keys().isdisjoint(FORMATS[one])]
+    elif len(found) > 1 and "response" not in known and "prompt_response" in found:
+        # Prompts alone beside chats or texts, which contain them.
+        found.remove("prompt_response")
     if len(found) > 1:
         raise DataError(
             f"{name}: columns of several formats ({', '.join(found)}); expected one. Choose it by the source's "
             "`format`, or separate the records by format."
         )
-    return next(iter(found.values()))
-
-
-def _parse_content(row: dict[str, object], columns: tuple[str, ...], where: str) -> Content:
-    values = [row.get(column) for column in columns]
-    if columns[0] in MESSAGE_COLUMNS:
-        return parse_messages(values[0], where)
-    texts = [parse_text(value, column, where) for value, column in zip(values, columns, strict=True)]
-    return PromptResponse(*texts) if len(texts) == 2 else PlainText(texts[0].strip("\n"))
+    if not found:
+        wanted = "" if format == "auto" else f", without those of format {format!r}"
+        raise DataError(
+            f"{name}: the columns are {_listed(names)}{wanted}; expected {KNOWN_COLUMNS}. Name them in the source's "
+            "`columns`, as {prompt: question, response: answer}."
+        )
+    return columns_of(found[0], known)
 
 
 def _parse_group(value: object, group_field: str, where: str) -> str:

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from mtp_train.data.chat import chat_documents, eos_token
 from mtp_train.data.groups import stable_share
-from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
+from mtp_train.data.records import Chat, PlainText, PromptResponse, Record, has_calls_as_text, has_response
+from mtp_train.data.sources import CHAT_COLUMNS
 from mtp_train.errors import DataError
-from mtp_train.trunk.tokenizer import chat_prompt_tokens, raw_tokens
+from mtp_train.trunk.tokenizer import chat_prompt_tokens, raw_tokens, template_variables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,27 +56,9 @@ class Document:
         return bool(self.loss_mask[FIRST_TARGET:].any())
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenizeCounts:
-    """Records, counted by what tokenisation did with them."""
-
-    records: int
-    documents: int
-    tokens: int
-    target_tokens: int
-    truncated: int
-    """Chats and responses cut at ``seq_len_tokens``."""
-    split: int
-    """Plain texts split into several documents."""
-    parted: int
-    """Chats that gave several documents, because the template drops the thinking of earlier turns."""
-    dropped: int
-    """Records without a single target (no assistant turn, or none left after the cut)."""
-
-
 def tokenize_records(
-    records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, seq_len_tokens: int
-) -> tuple[list[Document], TokenizeCounts]:
+    records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, seq_len_tokens: int
+) -> tuple[list[Document], list[str]]:
     """Turn records into documents of at most ``seq_len_tokens`` tokens.
 
     - Chat: the assistant's tokens are targets. A chat that is too long is truncated.
@@ -83,52 +66,53 @@ def tokenize_records(
       truncated.
     - Plain text: every token and the end-of-text token are targets. A text that is too long is split.
 
+    Returns:
+        The documents, and sentences about records that are not learned whole.
+
     Raises:
-        DataError: A record does not fit the tokenizer, or no record has a target.
+        DataError: A record has no response or does not fit the tokenizer, or no record has a target.
     """
+    bare = [record.where for record in records if not has_response(record.content)]
+    if bare:
+        raise DataError(
+            f"{bare[0]}: a prompt without a response, as are {len(bare)} of {len(records)} records; expected responses "
+            "to train on. Let the trunk answer them (data.regenerate={}), name the column of the responses in "
+            "data.sources[].columns, or remove the records."
+        )
     documents: list[Document] = []
-    num_records = truncated = split = parted = dropped = 0
+    truncated = dropped = 0
     for record in records:
-        num_records += 1
         texts = _tokenize(record, tokenizer)
-        too_long = sum(len(token_ids) > seq_len_tokens for token_ids, _ in texts)
-        if isinstance(record.content, (Chat, PromptResponse)):
-            truncated += too_long
-            parted += len(texts) > 1
-            pieces = [(token_ids[:seq_len_tokens], mask[:seq_len_tokens]) for token_ids, mask in texts]
-        else:
-            split += too_long
+        if isinstance(record.content, PlainText):
             pieces = [piece for token_ids, mask in texts for piece in _split(token_ids, mask, seq_len_tokens)]
+        else:
+            truncated += any(len(token_ids) > seq_len_tokens for token_ids, _ in texts)
+            pieces = [(token_ids[:seq_len_tokens], mask[:seq_len_tokens]) for token_ids, mask in texts]
         kept = [document for document in _documents(pieces, record) if document.has_target()]
         dropped += not kept
         documents += kept
-    counts = TokenizeCounts(
-        records=num_records,
-        documents=len(documents),
-        tokens=sum(len(document.input_ids) for document in documents),
-        target_tokens=sum(int(document.loss_mask[FIRST_TARGET:].sum()) for document in documents),
-        truncated=truncated,
-        split=split,
-        parted=parted,
-        dropped=dropped,
+    found = (
+        (truncated, f"cut after {seq_len_tokens} tokens"),
+        (dropped, "left out, as nothing is left to learn from the third token on"),
     )
+    notes = [f"{count} of {len(records)} records are {what}" for count, what in found if count]
     if not documents:
         raise DataError(
-            f"data: no token left after masking ({num_records} records, {truncated} truncated at {seq_len_tokens} "
-            f"tokens, {dropped} dropped); expected at least one assistant, response or text token from the third token "
-            "on. Raise data.seq_len_tokens, or check that the records have assistant turns."
+            f"data: no token left after masking ({'; '.join(notes)}); expected at least one assistant, response or "
+            "text token from the third token on. Raise data.seq_len_tokens, or check that the records have assistant "
+            "turns."
         )
-    return documents, counts
+    return documents, notes
 
 
 def _tokenize(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
     content = record.content
     if isinstance(content, Chat):
-        return chat_documents(tokenizer, content.messages, record.where)
+        return chat_documents(tokenizer, content, record.where)
     eos = eos_token(tokenizer)
     if isinstance(content, PromptResponse):
         prompt_ids = raw_tokens(tokenizer, content.prompt)
-        response_ids = _closed(raw_tokens(tokenizer, content.response, start=False), eos)
+        response_ids = _closed(raw_tokens(tokenizer, str(content.response), start=False), eos)
         return [(prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids))]
     token_ids = _closed(raw_tokens(tokenizer, content.text), eos)
     return [(token_ids, [True] * len(token_ids))]
@@ -190,33 +174,44 @@ class Prompt:
 
 
 def build_prompts(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Return each record's prompt: a chat without its last assistant turn, or the prompt of a pair.
+    """Return each record's prompt: a chat without its last assistant turn, a pair's prompt, a plain text's first half.
+
+    Of a text at most ``MAX_CONTINUATION_TOKENS`` are taken; texts of fewer than two tokens are left out.
 
     Raises:
-        DataError: A record is plain text, starts with the assistant, or does not fit the tokenizer.
+        DataError: A chat starts with the assistant, a prompt is empty, or a record does not fit the tokenizer.
     """
-    return [Prompt(record.id, record.group, tuple(_prompt_ids(record, tokenizer))) for record in records]
+    prompts = (Prompt(record.id, record.group, tuple(_prompt_ids(record, tokenizer))) for record in records)
+    return [prompt for prompt in prompts if prompt.prompt_ids]
 
 
-def continuation_prompts(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Return the first half of each plain text as a prompt, at most ``MAX_CONTINUATION_TOKENS`` of it.
-
-    Texts of fewer than two tokens are left out.
-
-    Raises:
-        DataError: A record is not plain text.
-    """
-    prompts = []
+def template_notes(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return a sentence for each column and variable of the records that their text is without, and for odd calls."""
+    known = template_variables(tokenizer)
+    writes_calls = "tool_calls" in str(tokenizer.chat_template)
+    unread, ignored = Counter[str](), Counter[str]()
     for record in records:
-        if not isinstance(record.content, PlainText):
-            raise DataError(
-                f"{record.where}: a chat or a pair; expected plain text to continue. Use the record's own prompt."
-            )
-        token_ids = raw_tokens(tokenizer, record.content.text)
-        half = token_ids[: min(len(token_ids) // 2, MAX_CONTINUATION_TOKENS)]
-        if half:
-            prompts.append(Prompt(record.id, record.group, tuple(half)))
-    return prompts
+        if isinstance(record.content, Chat):
+            unread.update(known.intersection(record.unread))
+            ignored.update(record.content.variables.keys() - known)
+            has_calls = any("tool_calls" in message for message in record.content.messages)
+            ignored.update(["tool_calls"] if has_calls and not writes_calls else [])
+        elif isinstance(record.content, PromptResponse):
+            unread.update(column for column in record.unread if column in CHAT_COLUMNS)
+    as_text = sum(has_calls_as_text(record.content) for record in records)
+    odd = "have a tool call whose arguments are not JSON, which the chat template gets as text"
+    return [
+        *([f"{as_text} of {len(records)} records {odd}"] if as_text else []),
+        *(
+            f"{count} of {len(records)} records have {name}, which is not put into their text; a chat template gets "
+            "what chat_template_kwargs has"
+            for name, count in sorted(unread.items())
+        ),
+        *(
+            f"{count} of {len(records)} records have {name}, which the chat template does not read"
+            for name, count in sorted(ignored.items())
+        ),
+    ]
 
 
 def choose_prompts(prompts: Sequence[Prompt], num_prompts: int, seed: int) -> list[Prompt]:
@@ -249,14 +244,12 @@ def _prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]
                 f"{record.where}: the only assistant turn comes first; expected a message before it to answer. Fix or "
                 "remove the record."
             )
-        prompt_ids = chat_prompt_tokens(tokenizer, messages, record.where)
+        prompt_ids = chat_prompt_tokens(tokenizer, messages, record.where, content.variables)
     elif isinstance(content, PromptResponse):
         prompt_ids = raw_tokens(tokenizer, content.prompt)
     else:
-        raise DataError(
-            f"{record.where}: plain text has no prompt; expected chats or prompt and response records to answer. "
-            "Switch data.regenerate off, or convert the source."
-        )
+        token_ids = raw_tokens(tokenizer, content.text)
+        return token_ids[: min(len(token_ids) // 2, MAX_CONTINUATION_TOKENS)]
     if not prompt_ids:
         raise DataError(f"{record.where}: the prompt is empty; expected at least one token. Fix or remove the record.")
     return prompt_ids

@@ -10,9 +10,10 @@ must equal the plain one, unless its drafts were sampled: such a text follows th
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from mtp_inference import GenerationResult, Request, SpeculativeDecoder, compare
 from mtp_inference.drafters.drafter import Drafting
@@ -184,10 +185,11 @@ def _compared(
 
 
 class Stopwatch:
-    """Time the beginnings of prompts with drafters and without, one at a time, and keep the best time of each.
+    """Time the beginnings of prompts with drafters and without, one at a time, and keep the best times.
 
-    Lanes take turns prompt by prompt, so that a machine that slows down slows all of them down alike, and each pass
-    reverses their order.
+    Every pass decodes the same rounds. On a CPU each round keeps its best time, as other work interrupts single rounds;
+    on a GPU, where rounds run ahead of the host, all rounds of a prompt together. Lanes take turns prompt by prompt, so
+    that a machine that slows down slows all of them down alike, and each pass reverses their order.
 
     Args:
         arms: The trunk and its drafters.
@@ -199,7 +201,7 @@ class Stopwatch:
         self.arms, self.prompts, self.lanes = arms, prompts, lanes
         self._decoders = {lane: arms.decoder(*lane, 1) for lane in lanes if prompts}
         self._found: dict[Lane, dict[str, PromptRecord]] = {lane: {} for lane in lanes}
-        self._best: dict[tuple[Lane, str], tuple[float, float]] = {}
+        self._best: dict[tuple[Lane, str], list[float]] = {}
         for lane in self._decoders:
             # Lazy initialisation happens in the first call.
             self._decode(prompts[0], lane)
@@ -214,21 +216,29 @@ class Stopwatch:
         for number in range(passes):
             for prompt in self.prompts:
                 for lane in self.lanes[:: -1 if number % 2 else 1]:
-                    result = self._decode(prompt, lane)
-                    before = self._best.get((lane, prompt.id), (math.inf, math.inf))
-                    prefill, decode = min(before[0], result.seconds_prefill), min(before[1], result.seconds_decode)
-                    self._best[lane, prompt.id] = prefill, decode
+                    record, seconds = self._decode(prompt, lane)
+                    best = self._best.setdefault((lane, prompt.id), seconds)
+                    best[:] = map(min, best, seconds)
                     self._found[lane][prompt.id] = replace(
-                        record_of(prompt, result), seconds_prefill=prefill, seconds_decode=decode
+                        record, seconds_prefill=best[0], seconds_decode=sum(best[1:])
                     )
                     on_prompt()
 
-    def _decode(self, prompt: TaskPrompt, lane: Lane) -> GenerationResult:
+    def _decode(self, prompt: TaskPrompt, lane: Lane) -> tuple[PromptRecord, list[float]]:
+        """Return the record of a prompt, and the seconds of its prefill and of each round, or of all together."""
         # A lookup drafts in some rounds only, and rarely in the first ones: it is timed over the whole text.
         is_lookup = isinstance(self.arms.drafting.get(lane[0]), NgramDrafting)
         limit = self.arms.options.max_new_tokens
         request = self.arms.request(prompt, lane[1], limit if is_lookup else min(SPEED_TOKENS, limit))
-        return self._decoders[lane].decode([request])[0]
+        times, results = [time.perf_counter()], []
+        for chunk in self._decoders[lane].decode_chunks([request]):
+            times.append(time.perf_counter())
+            results.append(chunk.result)
+        (result,) = filter(None, results)
+        seconds = [after - before for before, after in pairwise(times)]
+        if self.arms.trunk.lm_head_VD.device.type != "cpu":
+            seconds = [seconds[0], sum(seconds[1:])]
+        return record_of(prompt, result), seconds
 
 
 def speed_prompts(prompts: Sequence[TaskPrompt], seed: int) -> list[TaskPrompt]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, TypeVar
 
 from mtp_inference import MAX_DEPTH
 from mtp_train.checkpoints.demo import PREFIX
 from mtp_train.checkpoints.files import GENERATION_CONFIG_FILE, Checkpoint, read_json
+from mtp_train.data.tokenize import template_notes
 from mtp_train.errors import CheckpointError, DataError, MtpError
 from mtp_train.evaluation.arms import ArmSpec, open_arm
 from mtp_train.evaluation.decoding import MAX_BATCH
 from mtp_train.evaluation.prompt_records import Rule, Setting, TaskPrompt
 from mtp_train.evaluation.suites import load_suite, suite_prompts
+from mtp_train.trunk.tokenizer import require_variables
+
+logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 DEPTHS = (1, 2, 3, 5)
@@ -48,6 +53,8 @@ class EvaluationGrid:
     rules: Sequence[Rule] = RULES
     """``greedy`` applies at temperature 0; above it, ``argmax`` drafts, or ``sampled`` drafts with rejection."""
     max_new_tokens: int = 128
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the chat template, as the trunk is served: ``{"enable_thinking": False}``. A record's own win."""
     batch: int = MAX_BATCH
     """Most prompts decoded together, for acceptance. Speed is measured on 8 prompts, one at a time."""
     seed: int = 0
@@ -142,7 +149,10 @@ def grid_prompts(
     Raises:
         DataError: The suite or a task does not exist, or the suite cannot be read.
     """
-    suite = load_suite(grid.suite)
+    require_variables(tokenizer, grid.chat_template_kwargs, "--chat-template-kwargs")
+    suite = load_suite(grid.suite, grid.chat_template_kwargs)
+    for note in template_notes([one.record for one in suite.records], tokenizer):
+        logger.warning("--suite %s: %s.", grid.suite, note)
     return {
         context: suite_prompts(
             suite,

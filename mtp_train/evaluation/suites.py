@@ -24,20 +24,19 @@ from mtp_train.data.groups import is_held_out, stable_share
 from mtp_train.data.records import (
     Chat,
     Content,
-    PlainText,
     PromptResponse,
     Record,
     content_group,
     parse_messages,
     parse_text,
-    require_text_only,
+    with_variables,
 )
-from mtp_train.data.sources import MESSAGE_COLUMNS, Skipped, load_records, load_rows
-from mtp_train.data.tokenize import build_prompts, continuation_prompts
-from mtp_train.errors import DataError, UnsupportedRecordError
+from mtp_train.data.sources import FORMATS, columns_of, known_columns, load_records, load_rows, read_content, read_each
+from mtp_train.data.tokenize import build_prompts
+from mtp_train.errors import DataError
 from mtp_train.evaluation.prompt_records import TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS
-from mtp_train.trunk.tokenizer import raw_tokens
+from mtp_train.trunk.tokenizer import NO_VARIABLES, raw_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,6 +47,8 @@ TASK_FIELDS = ("task", "category")
 SEPARATOR = "\n\n"
 
 Row = Mapping[str, Any]
+Read = tuple[Content, tuple[str, ...]]
+"""A record's content, and its columns with a value that are not read."""
 
 
 @dataclass(frozen=True)
@@ -91,23 +92,22 @@ def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Su
     Raises:
         DataError: The file does not exist, is of another format, or holds placeholders instead of texts.
     """
-    records: list[SuiteRecord] = []
-    skipped = Skipped(name)
-    rows = load_rows(location, config=layout.hub_config, split=layout.split, name=name)
-    for number, row in enumerate(rows, start=1):
-        where = f"{name}, record {number}"
+
+    def read(row: Row, where: str) -> Read:
         try:
-            content = layout.read(row, where)
-            task = next((str(row[field]) for field in TASK_FIELDS if row.get(field) is not None), stem)
-        except UnsupportedRecordError as error:
-            skipped.add(error)
-            continue
+            return layout.read(row, where)
         except KeyError as missing:
             fields = ", ".join(repr(field) for field, value in row.items() if value is not None)
             raise DataError(
                 f"{where}: no {missing}, the fields are {fields}; expected {layout.fields}. Repair it, or write the "
                 "prompts as a .jsonl of your own."
             ) from None
+
+    records: list[SuiteRecord] = []
+    rows = load_rows(location, config=layout.hub_config, split=layout.split, name=name)
+    for number, row, (content, unread) in read_each(rows, name, read):
+        where = f"{name}, record {number}"
+        task = next((str(row[field]) for field in TASK_FIELDS if row.get(field) is not None), stem)
         if task == ALL_TASKS:
             raise DataError(
                 f"{where}: the task {task!r}; expected another name, as reports use it for all tasks together. Rename "
@@ -116,50 +116,47 @@ def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Su
         parse_text(task, "the task", where)
         group = row.get(GROUP_FIELD)
         named = content_group(content) if group is None else parse_text(str(group), GROUP_FIELD, where)
-        records.append(SuiteRecord(task, Record(f"{stem}#{number}", named, content)))
-    skipped.report(len(records))
+        records.append(SuiteRecord(task, Record(f"{stem}#{number}", named, content, unread)))
     return records
 
 
-def _own_content(row: Row, where: str) -> Content:
-    """Read a chat, a prompt or a text: the first of them that the record has."""
-    require_text_only(row, where)
-    for column in MESSAGE_COLUMNS:
-        if row.get(column) is not None:
-            return _tidied(parse_messages(row[column], where))
-    if row.get("text") is not None and row.get("prompt") is None:
-        return PlainText(_text(row, "text", where))
-    return _completed(row, where)
+def _own_content(row: Row, where: str) -> Read:
+    """Read a record of the first of the formats that it has."""
+    known = known_columns([column for column, value in row.items() if value is not None])
+    format = next((one for one, (first, *_) in FORMATS.items() if first in known), None)
+    if format is None:
+        raise KeyError("prompt")
+    content, unread = read_content(dict(row), columns_of(format, known), where)
+    return _tidied(content) if isinstance(content, Chat) else content, unread
 
 
-def _completed(row: Row, where: str) -> Content:
-    return PromptResponse(_text(row, "prompt", where), "")
+def _completed(row: Row, where: str) -> Read:
+    return PromptResponse(_text(row, "prompt", where)), ()
 
 
 def _tidied(chat: Chat) -> Chat:
     """Return the chat with user messages stripped: leading white space would become part of their first token."""
-    return Chat(
-        tuple(
-            {**message, "content": message["content"].strip()} if message["role"] == "user" else message
-            for message in chat.messages
-        )
+    messages = (
+        {**message, "content": message["content"].strip()} if message["role"] == "user" else message
+        for message in chat.messages
     )
+    return replace(chat, messages=tuple(messages))
 
 
-def _first_turn(row: Row, where: str) -> Chat:
+def _first_turn(row: Row, where: str) -> Read:
     turns = _present(row, "turns")
     if not isinstance(turns, list) or not turns:
         raise DataError(f"{where}: turns are {turns!r}; expected a list of texts. Repair the record.")
     return _question("text", {"text": turns[0]}, f"{where}, turn 1")
 
 
-def _speed_bench(row: Row, where: str) -> Chat:
+def _speed_bench(row: Row, where: str) -> Read:
     """Read a record written by either script that fetches the texts: one writes `turns`, the other `messages`."""
     if row.get("messages") is None:
-        chat = _first_turn(row, where)
+        found = _first_turn(row, where)
     else:
-        chat = _tidied(Chat(parse_messages(row["messages"], where).messages[:1]))
-    if SPEED_BENCH_PLACEHOLDER in chat.messages[0]["content"]:
+        found = _tidied(Chat(parse_messages(row["messages"], where).messages[:1])), ()
+    if SPEED_BENCH_PLACEHOLDER in content_text(found[0]):
         raise DataError(
             f"{where}: a placeholder instead of the prompt; expected the text, which the dataset's licence does not "
             "allow it to contain: each user fetches the texts from their sources. Run "
@@ -167,11 +164,11 @@ def _speed_bench(row: Row, where: str) -> Chat:
             "examples/specdec_bench/prepare_data.py of NVIDIA/Model-Optimizer) with '--config qualitative', and pass "
             "the file it writes."
         )
-    return chat
+    return found
 
 
-def _question(field: str, row: Row, where: str) -> Chat:
-    return Chat(({"role": "user", "content": _text(row, field, where).strip()},))
+def _question(field: str, row: Row, where: str) -> Read:
+    return Chat(({"role": "user", "content": _text(row, field, where).strip()},)), ()
 
 
 def _text(row: Row, field: str, where: str) -> str:
@@ -194,8 +191,8 @@ class Layout:
 
     fields: str
     """The fields of a record, for error messages."""
-    read: Callable[[Row, str], Content]
-    """Returns the prompt of a record, which is named in its error messages."""
+    read: Callable[[Row, str], Read]
+    """Returns the prompt of a record, which is named in its error messages, and its columns that are not read."""
     hub_config: str | None = None
     """The configuration of the dataset on the hub."""
     split: str = "train"
@@ -204,7 +201,8 @@ class Layout:
 
 _TURNS = "`question_id`, `category` and `turns`, a list of texts"
 OWN = Layout(
-    "`messages` (a chat), `prompt` (raw text to go on from) or `text` (raw text, continued from its half)",
+    "`messages` (a chat), `prompt` (raw text to go on from, or messages), `instruction` (a user's turn) or `text` (raw "
+    "text, continued from its half)",
     _own_content,
 )
 """The user's own file."""
@@ -290,26 +288,32 @@ PROBES = "0", "q"
 """Two message contents with different first characters, to locate the content in a template's output."""
 
 
-def load_suite(name: str) -> Suite:
+def load_suite(name: str, chat_template_kwargs: Mapping[str, Any] = NO_VARIABLES) -> Suite:
     """Load a suite by its name.
 
     Args:
         name: ``builtin``, ``demo``, ``BENCHMARK:LOCATION``, or the location of the user's own records, in any format
             that ``data.sources`` reads.
+        chat_template_kwargs: Variables for the chat template, where a record has none of that name.
 
     Raises:
         DataError: The suite or file does not exist, or has another format.
     """
+    records = _records_of(name)
+    return Suite(name, tuple(replace(one, record=with_variables(one.record, chat_template_kwargs)) for one in records))
+
+
+def _records_of(name: str) -> list[SuiteRecord]:
     kind, colon, location = name.partition(":")
     if name == BUILTIN:
-        return Suite(name, tuple(_builtin_records()))
+        return _builtin_records()
     if name == DEMO:
-        return Suite(name, tuple(_demo_records()))
+        return _demo_records()
     if kind in BENCHMARKS and location:
-        return Suite(name, tuple(read_records(name, location, BENCHMARKS[kind], kind)))
+        return read_records(name, location, BENCHMARKS[kind], kind)
     is_location = not colon and kind not in BENCHMARKS and set(name) & set("/.*")
     if is_location or Path(name).expanduser().exists():
-        return Suite(name, tuple(read_records(name, name, OWN, Path(name).name.split(".")[0])))
+        return read_records(name, name, OWN, Path(name).name.split(".")[0])
     known = ", ".join([BUILTIN, DEMO, *(f"{benchmark}:LOCATION" for benchmark in BENCHMARKS)])
     if kind in BENCHMARKS:
         cure = f"Write {kind}: and its file, or the id of its dataset on the hub."
@@ -417,19 +421,16 @@ def suite_prompts(
 
 def _prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens that the trunk continues; empty for a text too short to be split in half."""
-    if isinstance(record.content, PlainText):
-        prompts = continuation_prompts([record], tokenizer)
-    elif isinstance(record.content, Chat) and record.content.prompt_messages() and tokenizer.chat_template is None:
-        plain = PromptResponse(content_text(record.content), "")
-        prompts = build_prompts([replace(record, content=plain)], tokenizer)
-    else:
-        try:
-            prompts = build_prompts([record], tokenizer)
-        except DataError:
-            merged = _without_system(record.content)
-            if merged == record.content:
-                raise
-            prompts = build_prompts([replace(record, content=merged)], tokenizer)
+    content = record.content
+    if isinstance(content, Chat) and content.prompt_messages() and tokenizer.chat_template is None:
+        content = PromptResponse(content_text(content))
+    try:
+        prompts = build_prompts([replace(record, content=content)], tokenizer)
+    except DataError:
+        merged = _without_system(content)
+        if merged == content:
+            raise
+        prompts = build_prompts([replace(record, content=merged)], tokenizer)
     return prompts[0].prompt_ids if prompts else ()
 
 
@@ -438,7 +439,8 @@ def _without_system(content: Content) -> Content:
     if not isinstance(content, Chat) or [message["role"] for message in content.messages[:2]] != ["system", "user"]:
         return content
     system, user, *others = content.messages
-    return Chat(({**user, "content": system["content"] + SEPARATOR + user["content"]}, *others))
+    asked = {**user, "content": system["content"] + SEPARATOR + user["content"]}
+    return replace(content, messages=(asked, *others))
 
 
 def _place(record: Record, tokenizer: PreTrainedTokenizerBase, prompt_ids: tuple[int, ...]) -> int:
@@ -457,8 +459,8 @@ def _place(record: Record, tokenizer: PreTrainedTokenizerBase, prompt_ids: tuple
     asked = users[-1] if users else len(messages) - 1
     place = len(prompt_ids)
     for probe in PROBES:
-        changed = ({**messages[asked], "content": probe}, *messages[asked + 1 :])
-        other_ids = _prompt_ids(replace(record, content=Chat((*messages[:asked], *changed))), tokenizer)
+        changed = (*messages[:asked], {**messages[asked], "content": probe}, *messages[asked + 1 :])
+        other_ids = _prompt_ids(replace(record, content=replace(record.content, messages=changed)), tokenizer)
         pairs = enumerate(zip(prompt_ids, other_ids, strict=False))
         place = min(place, next((index for index, (one, other) in pairs if one != other), len(prompt_ids)))
     if place == len(prompt_ids):

@@ -146,6 +146,22 @@ def no(reason: str) -> EngineSupport:
     return EngineSupport(False, reason)
 
 
+DSPARK = {
+    "vllm": EngineSupport(
+        None,
+        "not verified: vllm serve {path} "
+        '--speculative-config \'{{"method":"dspark","num_speculative_tokens":{depth}}}\'',
+    ),
+    "sglang": EngineSupport(
+        None, "not verified: python -m sglang.launch_server --model-path {path} --speculative-algorithm DSPARK"
+    ),
+    "llama.cpp": no("its converter reads a DSpark drafter from a directory of its own"),
+}
+"""Engines that draft with a DSpark drafter inside of its trunk's checkpoint; ``{depth}`` is the size of its block."""
+MLX_ALONE = {
+    "mlx": EngineSupport(None, "not verified: mlx_lm.server --model {path}"),
+    **dict.fromkeys(("vllm", "sglang", "llama.cpp", "exllamav3", "transformers"), no("does not read MLX's layout")),
+}
 LLAMA_CPP_KEEPS = no("keeps the head's tensors and has no graph for them")
 
 
@@ -234,8 +250,7 @@ def engine_commands(engines: Mapping[str, EngineSupport], path: str, depth: int)
     if depth == 0:
         return {name: one.plain.format(**words) for name, one in engines.items() if one.plain is not None}
     return {
-        name: one.text.format(**words) if one.supported else f"no: {one.text}" if one.supported is False else one.text
-        for name, one in engines.items()
+        name: f"no: {one.text}" if one.supported is False else one.text.format(**words) for name, one in engines.items()
     }
 
 

@@ -26,7 +26,7 @@ from mtp_train.checkpoints.native import (
     plain_tensor,
     require_same_trunk_shape,
 )
-from mtp_train.checkpoints.suggestions import train_command
+from mtp_train.checkpoints.suggestions import inspect_command, train_command
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family, of_kind
@@ -57,6 +57,12 @@ def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadP
     layout, base_layout = layout_of(finetune), layout_of(base)
     finetune.family.convention(convention)
     require_same_trunk_shape(finetune, layout, base, base_layout)
+    foreign = diagnose_head(finetune).foreign
+    if foreign is not None:
+        raise CheckpointError(
+            f"{finetune.path}: has {foreign}; expected no drafter, or an MTP head to replace. Serve it with its own "
+            f"drafter: {inspect_command(str(finetune.path))} prints the flags."
+        )
     diagnosis = diagnose_head(base)
     if not diagnosis.complete:
         hint = "Point at the base with its original weights."

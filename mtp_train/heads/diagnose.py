@@ -14,15 +14,18 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, PretrainedConfig
 
-from mtp_train.checkpoints.contents import unnamed_files
+from mtp_train.checkpoints.contents import unnamed_files, with_found_head
 from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout, Mapped
 from mtp_train.checkpoints.quantised import is_packed, is_scale, lacks_scales, method_of, packed_weight, plain_shape
+from mtp_train.checkpoints.suggestions import original_of
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family
 from mtp_train.heads.module import MtpHead
 from mtp_train.upstream.transformers_private import attention_of, set_attention
 
+DSPARK_BLOCK = "dspark_block_size"
+_DSPARK = re.compile(r"\.(?:markov_head|main_norm|main_proj|confidence_head)\.")
 # Errors with a text of their own, and those that Python raises in code that did not expect such a config.
 _WORDED = (ValueError, OSError, StrictDataclassError)
 _REJECTIONS = (*_WORDED, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
@@ -49,11 +52,22 @@ class HeadDiagnosis:
     """The quantisation method of ``packed_keys``."""
     unnamed_in: tuple[str, ...] = ()
     """Files with head tensors that a checkpoint without a head has in its directory and does not name."""
+    other_names: tuple[str, ...] = ()
+    """Stored keys of a complete head under other names than its family's, in a checkpoint without a head."""
+    foreign: str | None = None
+    """What shows that the blocks under the head's prefixes are those of another kind of drafter; None for a head."""
 
     @property
     def complete(self) -> bool:
         """Whether every needed key is present, readable and of the right shape, and there are no other keys."""
         return bool(self.found_keys) and not (self._damaged or self.packed_keys)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the head has exactly the tensors that it needs, readable here, whatever their shapes."""
+        return bool(self.found_keys) and not (
+            self.missing_keys or self.unexpected_keys or self.dtype_errors or self.packed_keys
+        )
 
     @property
     def quantised(self) -> bool:
@@ -68,8 +82,12 @@ class HeadDiagnosis:
         """Return one phrase that describes the first problem of the head, for an error message."""
         if not self.found_keys:
             missing = f"holds no head tensors (config declares {self.declared_modules} module(s))"
+            if self.other_names:
+                return f"{missing}; the {len(self.other_names)} tensors of one have other names ({self.other_names[0]})"
             named = ", ".join(self.unnamed_in[:3])
             return f"{missing}; {named} has some and is no part of the checkpoint" if named else missing
+        if self.foreign is not None:
+            return f"{self.foreign}: another kind of drafter than an MTP head"
         if self.shape_errors:
             return f"head shape mismatch: {self.shape_errors[0]} ({len(self.shape_errors)} in all)"
         if self.dtype_errors:
@@ -106,8 +124,14 @@ def layout_of(checkpoint: Checkpoint, family: Family | None = None) -> HeadLayou
     """Return the head's key layout in this checkpoint; ``family`` where it is not the one that the config selects.
 
     Raises:
-        CheckpointError: The trunk has no embedding under the family's prefixes, or the config has no layer count.
+        CheckpointError: The trunk has no embedding under the family's prefixes, the config has no layer count, or the
+            checkpoint is MLX's.
     """
+    if checkpoint.mlx_sign is not None:
+        raise CheckpointError(
+            f"{checkpoint.path}: in MLX's layout ({checkpoint.mlx_sign}), which MLX alone reads; expected "
+            f"transformers' layout. Use {original_of(checkpoint.path) or 'the checkpoint'} that it was converted from."
+        )
     family = family or checkpoint.family
     embed_keys = {prefix: family.embedding(prefix) for prefix in family.keys.trunk_prefixes}
     for prefix, embed_key in embed_keys.items():
@@ -185,6 +209,33 @@ def _dtype_errors(
     return tuple(errors)
 
 
+def foreign_drafter(checkpoint: Checkpoint, head_keys: Sequence[str]) -> str | None:
+    """Return what shows that keys under the head's prefixes are a DSpark drafter's; None for an MTP head.
+
+    DSpark drafts a block of tokens in one pass, and corrects them with a small Markov head (DeepSeek V4, Qwen3).
+    """
+    signs = [key for key in head_keys if _DSPARK.search(key)]
+    block = checkpoint.text_config.get(DSPARK_BLOCK)
+    if not head_keys or not (signs or block):
+        return None
+    declared = f"config.json has {DSPARK_BLOCK} {block}" if block else ""
+    return f"the blocks of a DSpark drafter ({', '.join(filter(None, [*signs[:1], declared]))})"
+
+
+def with_head_beside(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the head that its directory holds where the index, or its family, does not look."""
+    layout = layout_of(checkpoint)
+    return with_found_head(
+        checkpoint, layout, _needed(checkpoint, layout, layout.family.declared_modules(checkpoint.config))
+    )
+
+
+def _needed(checkpoint: Checkpoint, layout: HeadLayout, num_modules: int) -> dict[str, tuple[int, ...]]:
+    text_config = text_config_of(checkpoint)
+    with named_rejections(checkpoint.path):
+        return layout.native_shapes(empty_head(layout.family, text_config, max(1, num_modules)))
+
+
 def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
     """Compare the head keys of a checkpoint with those that its family and config need."""
     layout = layout_of(checkpoint)
@@ -199,6 +250,7 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
     with named_rejections(checkpoint.path):
         head = empty_head(layout.family, text_config, num_modules)
     needed = layout.native_shapes(head)
+    held = with_found_head(checkpoint, layout, needed)
     packed = {key: weight for key in mapped if (weight := packed_weight(key)) in needed}
     weights = set(packed.values())
     shapes = {key: plain_shape(key, checkpoint.tensors) for key in mapped if key not in packed}
@@ -212,6 +264,8 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
         packed_keys=tuple(sorted(packed)),
         method=method_of(checkpoint) if packed else None,
         unnamed_in=tuple(one.file for one in unnamed if one.num_head_tensors),
+        other_names=tuple(info.name for info in held.tensors.values() if info.name is not None),
+        foreign=foreign_drafter(checkpoint, found),
     )
 
 

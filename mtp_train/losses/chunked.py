@@ -65,8 +65,9 @@ class LossTerms(NamedTuple):
     sum_K: Tensor
     """fp32, detached: sum of the unweighted loss over each depth's counted rows."""
     count_K: Tensor
-    """fp32: number of each depth's counted rows: rows of a weight other than 0, without rows that ``on_policy`` leaves
-    out."""
+    """fp32: number of each depth's counted rows: its targets, without those that ``on_policy`` leaves out."""
+    targets_K: Tensor
+    """fp32: number of each depth's targets, the rows of a weight other than 0."""
 
 
 def depth_weights(num_depths: int, decay: float) -> list[float]:
@@ -269,11 +270,14 @@ def frozen_head_loss(
                 del logits_CV, row
             # Before the next chunk's teacher logits are computed.
             del work
+    targets_K = (row_weight_KN != 0).sum(dim=1).float()
     row_weight_KN = row_weight_KN * survivors(hit_KN) if on_policy else row_weight_KN
-    return _terms(loss, student_KND, gradient_KND, loss_KN, row_weight_KN)
+    return _terms(loss, student_KND, gradient_KND, loss_KN, row_weight_KN, targets_K)
 
 
-def _terms(loss: Loss, student_KND: Tensor, gradient_KND: Tensor, loss_KN: Tensor, row_weight_KN: Tensor) -> LossTerms:
+def _terms(
+    loss: Loss, student_KND: Tensor, gradient_KND: Tensor, loss_KN: Tensor, row_weight_KN: Tensor, targets_K: Tensor
+) -> LossTerms:
     """Return the weighted loss of rows whose own losses and gradients are known; the gradients are scaled in place."""
     slope_KN, combine = row_weight_KN, loss.combine_fn()
     if combine is not None:
@@ -282,4 +286,4 @@ def _terms(loss: Loss, student_KND: Tensor, gradient_KND: Tensor, loss_KN: Tenso
     counted_KN = row_weight_KN != 0
     sum_K, count_K = (loss_KN * counted_KN).sum(dim=1), counted_KN.sum(dim=1).float()
     total = (row_weight_KN * loss_KN).sum()
-    return LossTerms(_KnownGradient.apply(student_KND, total, gradient_KND), sum_K, count_K)
+    return LossTerms(_KnownGradient.apply(student_KND, total, gradient_KND), sum_K, count_K, targets_K)

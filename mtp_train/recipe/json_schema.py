@@ -102,6 +102,7 @@ def describe(node: Node) -> str:
         case {"enum": choices}:
             return f"one of {', '.join(choices)}"
     kinds = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
+    kinds["object"] = "names with values"
     return kinds[node["type"]] + _limits(node)
 
 
@@ -139,7 +140,7 @@ def shown(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
-        return "a section"
+        return "a section" if value else "{}"
     if isinstance(value, list):
         return f"a list of {len(value)}"
     if isinstance(value, tuple):

@@ -216,13 +216,19 @@ class SourceSpec(RecipeSection):
 
     path: Text
     """A .json, .jsonl, .parquet or .txt file (also compressed: .gz, .xz, .bz2, .zst), a directory or a glob of files of
-    one type, the hub id of a dataset, or `demo:NAME`."""
+    one type, a directory that `save_to_disk` of `datasets` wrote, the hub id of a dataset, or `demo:NAME`."""
     config: Text | None = None
     """The configuration of a hub dataset; null takes its default configuration."""
     split: Text = "train"
     """A split of the dataset. Slices such as `train[:1000]` are allowed."""
-    format: Literal["auto", "messages", "prompt_response", "text"] = "auto"
-    """The layout of the records. `auto`: by the names of the columns."""
+    format: Literal["auto", "messages", "prompt_response", "instruction", "text"] = "auto"
+    """The layout of the records. `messages`: chats, of OpenAI or ShareGPT. `prompt_response`: raw text on both sides,
+    or messages on both. `instruction`: `instruction`, `input` and `output`, as turns of a chat. `text`: plain text.
+    `auto`: by the names of the columns."""
+    columns: Mapping[str, Text] = Field(default={})
+    """Names of columns in the source, by ours: `{prompt: question, response: answer}`. Ours are `messages`, `prompt`,
+    `response`, `instruction`, `input`, `output`, `text`, `system`, `tools` and `chat_template_kwargs`. For prompts that
+    the chat template shall be applied to, write `{instruction: prompt}`."""
     weight: Positive | None = None
     """Share of this source in the records, relative to the other weights. As many records are taken as possible without
     taking one twice; `seed` determines which. Set it on every source or on none; null on all sources takes all
@@ -315,6 +321,9 @@ class DataSection(RecipeSection):
     responses: Text | None = None
     """A run directory. Its responses, which the same trunk generated, are copied for prompts with the same tokens; the
     trunk generates only the missing ones. Dtype, seed and sampling settings of that run may differ."""
+    chat_template_kwargs: Mapping[str, Any] = Field(default={})
+    """Variables for the chat template, as the trunk is served: `{enable_thinking: false}`. A record's own
+    `chat_template_kwargs` and `tools` win."""
     seq_len_tokens: OrAuto[Count] = 512
     """Length of a training sequence, in tokens. `auto`: a power of two for 95 % of the texts, from 512 to 4096."""
     pack: bool = True
@@ -417,17 +426,17 @@ class HiddenCacheSpec(RecipeSection):
 
 
 class SelectSpec(RecipeSection):
-    """Measure acceptance during training, on text that is kept out of training, and keep the best head."""
+    """Measure acceptance during training, on text that is kept out of training, and keep the best head.
 
-    every_steps: Count = 50
-    """Steps between measurements. The last step is always measured."""
-    share: Share = 0.05
-    """Share of the groups of training documents that is kept out of training."""
-    tokens: Count = 16384
-    """Maximum number of their tokens to measure on."""
-    prompts: Natural | None = None
-    """Number of their prompts to decode as well, for the log. Null is 4, or 0 where no process has a whole trunk in
-    memory (shards, or `train.hidden_cache`)."""
+    The head before the first step is measured too. If no later one is better, training gave no gain.
+    """
+
+    every_steps: Count | None = None
+    """Steps between measurements; null is a tenth of the steps. The last step is always measured."""
+    share: Share = 0.1
+    """Largest share of the groups of training documents to keep out of training, one group at least."""
+    tokens: Count = 8192
+    """Number of tokens to measure on. No more groups are kept out than it needs."""
     patience: Count | None = None
     """Stop after this number of measurements without a better head; null trains all steps."""
 
@@ -442,7 +451,8 @@ class TrainSection(RecipeSection):
     """Tokens per optimizer step over all processes, padding included. `auto`: 20 steps per pass over the text, from 4
     sequences to 65536 tokens."""
     lr: OrAuto[Positive]
-    """Peak learning rate of AdamW. `auto`: 0.4096 / hidden size, ten times as much for `head.lora`."""
+    """Peak learning rate of AdamW. `auto`: 0.4096 / hidden size, ten times as much for `head.lora`; a fifth of it for a
+    head that `train.select` finds good before the first step."""
     micro_batch_sequences: OrAuto[Count] = 1
     """Sequences per forward pass on one process. Changes memory use, not the result. `auto`: as many as fit into
     memory, at most 16384 tokens on a GPU and 2048 on a CPU."""
@@ -459,7 +469,7 @@ class TrainSection(RecipeSection):
     """Store the trunk's hidden states on disk; null runs the trunk in every step. Saves time from the second epoch
     on."""
     select: SelectSpec | None = None
-    """Keep the head with the best acceptance during training; null keeps the last."""
+    """Keep the head with the best acceptance of the training, its start included; null keeps the last."""
     weight_decay: NonNegative = 0.0
     """Weight decay of AdamW, on matrices only."""
     betas: Pair[BelowOne] = (0.9, 0.95)
@@ -480,16 +490,6 @@ class TrainSection(RecipeSection):
             yield (
                 f"warmup_steps: {self.warmup_steps}; expected fewer than train.max_steps ({self.max_steps}). Lower it, "
                 "or train longer."
-            )
-        if self.select is not None and self.select.every_steps > self.max_steps:
-            yield (
-                f"select.every_steps: {self.select.every_steps} with train.max_steps: {self.max_steps}; expected at "
-                f"most {self.max_steps}. Lower it, or write train.select: null."
-            )
-        if self.select is not None and self.select.prompts and self.hidden_cache is not None:
-            yield (
-                f"select.prompts: {self.select.prompts} with train.hidden_cache, which removes the trunk from memory; "
-                "expected 0 or null. Write null, or train.hidden_cache: null."
             )
 
 

@@ -5,6 +5,7 @@ Reads no weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,12 +27,11 @@ from mtp_train.heads.lora import require_lora_targets
 from mtp_train.recipe.loading import RecipeLike, dump_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.head_source import require_source_model
-from mtp_train.runs.inputs import gather_text
+from mtp_train.runs.inputs import RunText, gather_text
 from mtp_train.runs.refusals import HeadOnTrunk, decoding_problem, raise_together, refusals
 from mtp_train.runs.resolve import Choice, Overrides, launched_processes, resolved_recipe
 from mtp_train.runs.run_directory import RunDirectory
-from mtp_train.runs.settings import cache_bytes, memory_options, plan_of
-from mtp_train.runs.study.material import for_objective
+from mtp_train.runs.settings import cache_bytes, measured_tokens, memory_options, plan_of
 from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk, estimate_footprint, in_shards
 from mtp_train.trunk.load import empty_trunk
@@ -77,7 +77,11 @@ class CheckResult:
             **vars(self),
             "recipe": self.recipe.model_dump(mode="json"),
             "auto": {choice.field: {"value": choice.value, "reason": choice.reason} for choice in self.choices},
-            "plan": {**asdict(self.plan), "total_tokens": self.plan.total_tokens},
+            "plan": {
+                **asdict(self.plan),
+                "total_tokens": self.plan.total_tokens,
+                "measured_tokens": math.prod(measured_tokens(self.recipe)),
+            },
             "memory": self.memory.to_json(),
             "memory_in_shards": None if shards is None else shards.to_json(),
         }
@@ -100,6 +104,12 @@ class CheckResult:
             f"({plan.total_tokens / 1e6:.2f} M in all), {plan.world_size} process(es), {plan.accumulation} "
             "micro-batch(es) each"
         )
+        measures, tokens = measured_tokens(recipe)
+        if measures:
+            yield (
+                f"{measures} measurements of the head on at most {tokens} tokens kept out of training, forward passes "
+                f"only: at most {measures * tokens / plan.total_tokens:.0%} of the tokens above"
+            )
         yield f"memory per process, {memory.to_text()}"
         if shards is not None:
             yield f"in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}"
@@ -216,9 +226,10 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     # Packed trunks are refused under FSDP2 and ZeRO-3.
     is_packed = recipe.model.quantization is not None or quant_method(raw) is not None
     shards = None if is_packed else in_shards(memory, trunk, plan, is_adapted=recipe.model.adapter is not None)
-    disk_bytes = whole_disk(recipe, plan, trunk.state_width, memory)
     serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
-    data = _data(recipe, path, raw, text_config.vocab_size)
+    text = _text(recipe, path, raw, text_config.vocab_size)
+    num_tokens = plan.total_tokens if text is None else text.most_tokens(recipe)
+    disk_bytes = whole_disk(recipe, cache_bytes(recipe, num_tokens, trunk.state_width), memory)
     kinds = kinds_served(family, raw_text_config(raw)) if recipe.head.is_new else {}
     decoding = None
     if machine.kind == "cuda":
@@ -226,11 +237,11 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
         decoding = decoding_problem(recipe, memory.trunk_bytes, head_bytes, machine.memory_bytes)
     title = head_family.title
     found = CheckResult(recipe, reason, title, plan, memory, shards, disk_bytes, serves, kinds)
-    return replace(found, decoding=decoding, data=data)
+    return replace(found, decoding=decoding, data=None if text is None else text.split)
 
 
-def _data(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> str | None:
-    """Read the data as a run does, and return how it is split; None without a tokenizer.
+def _text(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> RunText | None:
+    """Read the data as a run does, and split it; None without a tokenizer.
 
     Raises:
         MtpError: A run would refuse the data or the tokenizer.
@@ -239,13 +250,12 @@ def _data(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> st
         return None
     without_weights = Checkpoint(trunk, config, None, {})
     tokenizer = load_tokenizer(without_weights, recipe.model.trust_remote_code)
-    return gather_text(recipe, tokenizer, vocab_size).split
+    return gather_text(recipe, tokenizer, vocab_size)
 
 
-def whole_disk(recipe: Recipe, plan: Plan, state_width: int, memory: Footprint) -> int:
-    """Estimate the disk bytes of all that a recipe trains."""
-    if recipe.study is None:
-        offloaded = memory.offloaded_bytes if recipe.model.offload == "disk" else 0
-        return estimate_disk(memory, cache_bytes(recipe, plan, state_width)) + offloaded
-    recipes = (for_objective(recipe, one) for one in recipe.study.objectives)
-    return sum(estimate_disk(memory, cache_bytes(one, plan, state_width)) for one in recipes)
+def whole_disk(recipe: Recipe, cached: int, memory: Footprint) -> int:
+    """Estimate the disk bytes of all that a recipe trains; ``cached``: of the hidden states, which all heads share."""
+    if recipe.study is not None:
+        return len(recipe.study.objectives) * estimate_disk(memory, 0) + cached
+    offloaded = memory.offloaded_bytes if recipe.model.offload == "disk" else 0
+    return estimate_disk(memory, cached) + offloaded

@@ -16,10 +16,11 @@ from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.text import marked_pieces
 from mtp_train.acceptance.gate import GateVerdict, decide_gate
 from mtp_train.acceptance.names import GRAFT, NATIVE, PLAIN, RETRAINED, VANILLA
+from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.demo import PREFIX, RECORDED_FILE, home_source, recorded
 from mtp_train.checkpoints.files import Checkpoint
-from mtp_train.checkpoints.locations import EXPORT, head_directory
+from mtp_train.checkpoints.locations import EXPORT, HEAD, head_directory
 from mtp_train.checkpoints.suggestions import evaluate_command, graft_command, grafted_name
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.evaluation.assemble import Measurements, assemble
@@ -36,6 +37,7 @@ from mtp_train.report.slices import slice_report
 from mtp_train.runs.inputs import Inputs
 from mtp_train.runs.run import Run
 from mtp_train.runs.settings import run_settings
+from mtp_train.runs.training import SELECTED
 from mtp_train.train.machine import set_threads
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
@@ -72,7 +74,13 @@ def evaluate_run(run: Run, trunk: Trunk, training: Sequence[Document]) -> Report
     return replace(
         report,
         arms={**report.arms, **others},
-        gate=judge(recipe, found.arms, settings, slice_report(report).by_depth(RETRAINED)),
+        gate=judge(
+            recipe,
+            found.arms,
+            settings,
+            slice_report(report).by_depth(RETRAINED),
+            without_gain(run.directory.path),
+        ),
         settings={**report.settings, "held_out": held_out},
         samples=sample_texts(found.arms, settings[0], inputs),
     )
@@ -107,11 +115,19 @@ def measure_arms(run: Run, trunk: Trunk, settings: Sequence[Setting]) -> Measure
     recipe, inputs = run.recipe, run.inputs
     set_threads("decoding", 1, inputs.finetune, trunk.lm_head_VD.device, run.progress.console)
     plans = head_plans(recipe, run.directory.path, inputs)
+    # Without a gain from training, the retrained head is the head that training started from.
+    same = recipe.head.init if recipe.head.init in plans and without_gain(run.directory.path) else None
+    if same is not None:
+        del plans[RETRAINED]
     heads = {arm: _drafting(plan, inputs.finetune, trunk) for arm, plan in plans.items()}
     first = settings[0]
     lanes = [(arm, setting) for setting in settings for arm in heads]
     depths = range(1, first.depth if first.rule == "greedy" else 0)
-    arms = measure(run, trunk, heads, lanes, shallow=[(RETRAINED, replace(first, depth=depth)) for depth in depths])
+    shallow = [(same or RETRAINED, replace(first, depth=depth)) for depth in depths]
+    arms = measure(run, trunk, heads, lanes, shallow=shallow)
+    if same is not None:
+        start = next(arm for arm in arms if arm.name == same)
+        arms.append(replace(start, name=RETRAINED, head=str(run.directory.path / HEAD)))
     facts = trunk_facts(recipe, trunk) | {"processes": run.accelerator.num_processes}
     dense = arms[0].dense.get((first.temperature, None))
     if dense is not None and len(dense.entropy_N):
@@ -136,7 +152,7 @@ def measure(
     """Measure drafters of a trunk on the held-out prompts, after plain decoding (:func:`measure_trunk`)."""
     recipe, inputs, accelerator = run.recipe, run.inputs, run.accelerator
     name = trunk_name or recipe.model.trunk
-    trained = str(run.directory.path / "head")
+    trained = str(run.directory.path / HEAD)
     names = dict.fromkeys(drafting, name) | {GRAFT: recipe.model.head_from or name, RETRAINED: trained}
     options = DecodingOptions(
         max_new_tokens=recipe.evaluate.max_new_tokens,
@@ -159,7 +175,7 @@ def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadP
         plans[GRAFT] = graft
     if NATIVE in wanted:
         plans[NATIVE] = native_plan(inputs.finetune, recipe.head.convention)
-    plans[RETRAINED] = load_artifact(run_dir / "head")
+    plans[RETRAINED] = load_artifact(run_dir / HEAD)
     return plans
 
 
@@ -192,8 +208,24 @@ def measure_vanilla(run: Run, base: Checkpoint, setting: Setting, dtype: torch.d
     return measure(at_home, trunk, heads, [(VANILLA, setting)], name)[1]
 
 
+def without_gain(run_dir: Path) -> str | None:
+    """Return that training gave no gain, with the figures that it was selected by; None if it did, or nothing chose."""
+    artifact = load_artifact(run_dir / HEAD)
+    selected = artifact.notes.get(SELECTED)
+    if selected is None or selected["step"]:
+        return None
+    return (
+        f"training gave no gain: in {selected['since']} measurements on text kept out of training, no head had a "
+        f"higher tau than the {selected['start']:.2f} before the first step (teacher-forced, sampled)"
+    )
+
+
 def judge(
-    recipe: Recipe, arms: Sequence[MeasuredArm], settings: Sequence[Setting], depths: Mapping[int, Cell]
+    recipe: Recipe,
+    arms: Sequence[MeasuredArm],
+    settings: Sequence[Setting],
+    depths: Mapping[int, Cell],
+    no_gain: str | None = None,
 ) -> GateVerdict:
     """Apply the gate: refuse a decoder that changed an output, and a head that is not better than its baseline.
 
@@ -202,6 +234,7 @@ def judge(
         arms: The measured arms.
         settings: The settings to judge at.
         depths: The retrained head by number of drafts a round.
+        no_gain: That training gave no gain, in words.
     """
     baseline = recipe.gate_baseline
     broken = [one.prompt_id for one in checked_records(arms) if one.same_as_plain == "divergence"]
@@ -215,15 +248,17 @@ def judge(
     head, other = by_name[RETRAINED], by_name[baseline]
     pairs = {one.name: head.against(other, one) for one in settings}
     verdict = decide_gate(pairs, baseline, recipe.gate.confidence, target_break_even=recipe.gate.break_even_tau)
-    if verdict.passed or not verdict.settings:
+    if no_gain is not None and baseline == recipe.head.init:
+        verdict = replace(verdict, outcome="refused", reason=f"Refused: {no_gain}")
+    if verdict.passed:
         return verdict
-    if baseline == PLAIN:
+    if baseline == PLAIN and verdict.settings:
         return replace(verdict, reason=f"{verdict.reason}. {_next_step(recipe, verdict, depths)}")
-    donor = recipe.model.head_from
+    donor, adapter = recipe.model.head_from, recipe.model.adapter
     # No command grafts the head of a run that exported none.
     if baseline != GRAFT or donor is None or head_directory(donor) is not None:
         return verdict
-    better = graft_command(recipe.model.trunk, donor)
+    better = graft_command(recipe.model.trunk, donor) if adapter is None else merge_command(donor, adapter)
     return replace(verdict, reason=f"{verdict.reason}. {GRAFT_INSTEAD} {better}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ from mtp_train.errors import DataError, printable
 from mtp_train.evaluation.arms import local_device
 from mtp_train.runs.display import html_table, quiet_progress
 from mtp_train.train.machine import use_threads
-from mtp_train.trunk.tokenizer import load_tokenizer
+from mtp_train.trunk.tokenizer import load_tokenizer, require_variables
 from mtp_train.trunk.whole import require_whole_trunk
+
+_KWARGS = "--chat-template-kwargs"
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ def generate(
     head: str | Path | None = None,
     adapter: str | Path | None = None,
     chat: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     max_new_tokens: int = 128,
     depth: int = 3,
     mtp: MtpMode = "on",
@@ -98,17 +101,17 @@ def generate(
     on_text: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> GenerateResult:
-    """Load a checkpoint and decode prompts together with speculative decoding. The text equals plain decoding.
+    """Decode prompts together with a checkpoint's speculative decoder. The text equals plain decoding.
 
-    For many calls on one loaded model, use ``mtp_inference.SpeculativeDecoder``.
+    The checkpoint is loaded on every call; for many calls, use ``mtp_inference.SpeculativeDecoder``.
 
     Args:
         checkpoint: A directory, a hub id or ``demo:NAME``.
         prompts: One prompt or several, raw text.
-        head: What drafts: a head directory, a checkpoint to take the head from, a draft model, an external drafter,
-            ``"ngram"`` or ``"model:CKPT"``. None for the checkpoint's own head.
+        head: What drafts, as for :func:`evaluate`, or an external drafter. None for the checkpoint's own head.
         adapter: A peft adapter to apply to the trunk without merging.
         chat: Put each prompt through the chat template as a user's message.
+        chat_template_kwargs: With ``chat``, variables for the template: ``{"enable_thinking": False}``.
         max_new_tokens: Limit per prompt, at least 1.
         depth: Draft tokens per round, 0 to 7; 0 is plain decoding.
         mtp: ``"on"`` drafts ``depth`` tokens every round, ``"off"`` none, ``"auto"`` as many as pay, up to ``depth``.
@@ -124,8 +127,7 @@ def generate(
 
     Example:
         >>> import mtp_train as mtp
-        >>> result = mtp.generate("demo:base", "import os", max_new_tokens=32)
-        >>> text, tau = result.requests[0].text, result.requests[0].tau
+        >>> mtp.generate("demo:base", "import os", max_new_tokens=32).requests[0].text
     """
     options = _Options(
         checkpoint=str(checkpoint),
@@ -133,14 +135,14 @@ def generate(
         head=None if head is None else str(head),
         adapter=None if adapter is None else str(adapter),
         chat=chat,
+        chat_template_kwargs=dict(chat_template_kwargs or {}),
         max_new_tokens=max_new_tokens,
-        depth=0 if mtp == "off" else depth,
+        depth=depth,
         mtp=mtp,
         sampling=sampling or Sampling(),
         stop=tuple(stop),
         draft_sampling=draft_sampling,
     )
-    _require_numbers(depth, max_new_tokens)
     return _decode(options, on_text, progress or quiet_progress())
 
 
@@ -153,12 +155,23 @@ class _Options:
     head: str | None
     adapter: str | None
     chat: bool
+    chat_template_kwargs: dict[str, Any]
     max_new_tokens: int
     depth: int
     mtp: MtpMode
     sampling: Sampling
     stop: tuple[str, ...]
     draft_sampling: DraftSampling
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.depth <= MAX_DEPTH:
+            raise DataError(f"--depth: {self.depth}; expected 0 to {MAX_DEPTH}. 0 is plain decoding.")
+        if self.max_new_tokens < 1:
+            raise DataError(f"--max-new-tokens: {self.max_new_tokens}; expected at least 1. Ask for more tokens.")
+        if self.chat_template_kwargs and not self.chat:
+            raise DataError(f"{_KWARGS}: given without --chat; expected a chat, which the template writes. Add --chat.")
+        if self.mtp == "off":
+            object.__setattr__(self, "depth", 0)
 
     def settings(self) -> dict[str, Any]:
         """Return the options, those of sampling among the others, for the result's ``settings``."""
@@ -187,8 +200,10 @@ def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: 
     if device.type == "cpu":
         use_threads(model.checkpoint.text_config)
     tokenizer = load_tokenizer(model.checkpoint, trust_remote_code=False)
+    variables = options.chat_template_kwargs
+    require_variables(tokenizer, variables, _KWARGS)
     prompts = [
-        prompt_tokens(tokenizer, prompt, chat=options.chat, where=f"--prompt {number}")
+        prompt_tokens(tokenizer, prompt, chat=options.chat, where=f"--prompt {number}", variables=variables)
         for number, prompt in enumerate(options.prompts, start=1)
     ]
     for number, prompt_ids in enumerate(prompts, start=1):
@@ -218,13 +233,6 @@ def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: 
         "captured_rounds": decoder.captured_rounds,
     }
     return GenerateResult(ordered, settings, pieces)
-
-
-def _require_numbers(depth: int, max_new_tokens: int) -> None:
-    if not 0 <= depth <= MAX_DEPTH:
-        raise DataError(f"--depth: {depth}; expected 0 to {MAX_DEPTH}. 0 is plain decoding.")
-    if max_new_tokens < 1:
-        raise DataError(f"--max-new-tokens: {max_new_tokens}; expected at least 1. Ask for more tokens.")
 
 
 def _require_weights(model: OpenModel, depth: int, progress: Progress) -> None:

@@ -22,7 +22,7 @@ from mtp_train.checkpoints.identity import Contents
 from mtp_train.checkpoints.locations import locate_adapter, open_location
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.data.groups import join_near_duplicates, mix, split_by_group
-from mtp_train.data.records import PlainText, Record
+from mtp_train.data.records import PlainText, Record, with_variables
 from mtp_train.data.sources import load_records
 from mtp_train.data.tokenize import (
     Document,
@@ -30,7 +30,7 @@ from mtp_train.data.tokenize import (
     build_prompts,
     choose_evenly,
     choose_prompts,
-    continuation_prompts,
+    template_notes,
     tokenize_records,
 )
 from mtp_train.errors import DataError
@@ -49,7 +49,7 @@ from mtp_train.runs.refusals import (
 )
 from mtp_train.runs.settings import plan_of
 from mtp_train.train.plan import Plan
-from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
+from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer, require_variables
 
 HOME_PROMPTS = 12
 """Most prompts of its own kind that the vanilla model decodes, each from another group. The demo's vanilla model writes
@@ -100,7 +100,14 @@ class RunText(NamedTuple):
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
     split: str
-    """What is on each side of the split, in words."""
+    """What is on each side of the split, and what of the records is not used, in words."""
+
+    def most_tokens(self, recipe: Recipe) -> int:
+        """Return the most tokens of the training text, answers included."""
+        answer = 0 if recipe.data.answered is None else recipe.data.answered.max_new_tokens
+        lengths = [len(document.input_ids) for document in self.documents]
+        lengths += [len(prompt.prompt_ids) + answer for prompt in self.prompts]
+        return sum(min(length, recipe.data.seq_len_tokens) for length in lengths)
 
 
 def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs:
@@ -150,17 +157,21 @@ def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progr
     Raises:
         DataError: A source cannot be read, a side of the split is empty or too small, or a token has no embedding.
     """
+    require_variables(tokenizer, recipe.data.chat_template_kwargs, "data.chat_template_kwargs")
     training, held_out_records = split_records(recipe, progress)
+    notes = template_notes([*training, *held_out_records], tokenizer)
     held_out = evaluation_prompts(recipe, held_out_records, tokenizer)
     documents: Sequence[Document] = ()
     prompts: Sequence[Prompt] = ()
     if recipe.regenerates:
         prompts = prompts_to_answer(recipe, training, tokenizer)
     else:
-        documents, _ = tokenize_records(training, tokenizer, recipe.data.seq_len_tokens)
+        documents, of_lengths = tokenize_records(training, tokenizer, recipe.data.seq_len_tokens)
+        notes += of_lengths
     require_embedded([*prompts, *held_out], documents, vocab_size, tokenizer)
     require_gate_groups(recipe, held_out)
-    return RunText(documents, prompts, held_out, split_sentence(training, held_out_records, held_out))
+    split = split_sentence(training, held_out_records, held_out)
+    return RunText(documents, prompts, held_out, ". ".join([split, *notes]))
 
 
 def plan_head(recipe: Recipe, finetune: Checkpoint, donor: Checkpoint | RunHead | None) -> HeadPlan:
@@ -193,24 +204,26 @@ def split_sentence(training: Sequence[Record], held_out: Sequence[Record], promp
 
 
 def load_sources(recipe: Recipe) -> list[list[Record]]:
-    """Return the records of every source of the recipe.
+    """Return the records of every source of the recipe, with the recipe's variables for the chat template.
 
     Raises:
         DataError: A source cannot be read.
     """
-    return [
+    loaded = (
         load_records(
             resolve(source.path),
             config=source.config,
             split=source.split,
             format=source.format,
+            columns=source.columns,
             group_field=recipe.data.group_field,
             name=f"data.sources.{number} ({source.path})",
             max_records=recipe.data.max_documents,
             streaming=source.streaming,
         )
         for number, source in enumerate(recipe.data.sources)
-    ]
+    )
+    return [[with_variables(record, recipe.data.chat_template_kwargs) for record in records] for records in loaded]
 
 
 def read_records(recipe: Recipe, progress: Progress | None = None) -> list[Record]:
@@ -237,6 +250,12 @@ def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any)
     Raises:
         DataError: A record has no prompt, or no prompt leaves room for a response.
     """
+    for record in records:
+        if isinstance(record.content, PlainText):
+            raise DataError(
+                f"{record.where}: plain text has no prompt; expected chats or prompts to answer. Switch "
+                "data.regenerate off, or convert the source."
+            )
     prompts = build_prompts(records, tokenizer)
     if recipe.data.answered is not None and recipe.data.answered.max_prompts is not None:
         prompts = choose_prompts(prompts, recipe.data.answered.max_prompts, recipe.seed)
@@ -255,7 +274,7 @@ def evaluation_prompts(recipe: Recipe, records: Sequence[Record], tokenizer: Any
     Raises:
         DataError: There is no such prompt.
     """
-    prompts = choose_evenly(prompts_of(records, tokenizer), recipe.evaluate.prompts, recipe.seed)
+    prompts = choose_evenly(build_prompts(records, tokenizer), recipe.evaluate.prompts, recipe.seed)
     if not prompts:
         raise DataError(
             f"data.holdout: {recipe.data.holdout} holds out {len(records)} texts, none of them long enough to "
@@ -270,11 +289,4 @@ def home_prompts(recipe: Recipe, tokenizer: Any) -> list[Prompt]:
     if source is None or VANILLA not in recipe.evaluate.arms:
         return []
     records = load_records(resolve(source), group_field=GROUP_FIELD, name=source)
-    return choose_evenly(prompts_of(records, tokenizer), min(recipe.evaluate.prompts, HOME_PROMPTS), recipe.seed)
-
-
-def prompts_of(records: Sequence[Record], tokenizer: Any) -> list[Prompt]:
-    """Return the prompts of held-out records; the prompt of a plain text is its first half."""
-    texts = [record for record in records if isinstance(record.content, PlainText)]
-    others = [record for record in records if not isinstance(record.content, PlainText)]
-    return build_prompts(others, tokenizer) + continuation_prompts(texts, tokenizer)
+    return choose_evenly(build_prompts(records, tokenizer), min(recipe.evaluate.prompts, HOME_PROMPTS), recipe.seed)

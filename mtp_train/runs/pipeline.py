@@ -40,7 +40,7 @@ from mtp_train.runs.resolve import FROM_TEXT, Choice, Overrides, recipe_of, reso
 from mtp_train.runs.run import Run, RunTrunk, join_processes, memory_is_named
 from mtp_train.runs.run_directory import DONE, Attempt, Outcome, RunDirectory
 from mtp_train.runs.settings import plan_of, tracking_of
-from mtp_train.runs.training import STATE, train_stage
+from mtp_train.runs.training import STATE, part_documents, train_stage
 from mtp_train.train.launch import describe_processes, lost_process_is_named
 from mtp_train.train.log import read_metrics
 from mtp_train.train.stopping import stopped_by_signals
@@ -144,13 +144,14 @@ def _joined(
 def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcome:
     """Run all stages. The processes share all but the report and the export, which are the main process's."""
     if run.recipe.study is not None:
-        from mtp_train.runs.study.study_run import run_study_stages
+        from mtp_train.runs.study import run_study_stages
 
         return run_study_stages(run, run.recipe.study, console)
     trunk = RunTrunk(run)
-    # As the main process finds it: a network file system may show a new directory to other machines later.
-    is_trained = run.accelerator.gather_items([(run.directory.path / HEAD).is_dir()])[0]
-    _open(run, trunk, is_trained=is_trained)
+    # As the main process finds them: a network file system may show new files to other machines later.
+    found = [(run.directory.path / name).exists() for name in (HEAD, REPORT_FILE)]
+    is_trained, is_measured = run.accelerator.gather_items([found])[0]
+    _open(run, trunk, is_trained=is_trained, is_measured=is_measured)
     if not is_trained:
         _check_decoder(run, trunk)
         run.attempt.stage = "data"
@@ -158,10 +159,10 @@ def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcom
         _resolve_length(run, documents, auto)
         run.attempt.stage = "train"
         trunk.prepare_training()
-        train_stage(run, trunk.trunk, documents)
+        train_stage(run, trunk.trunk, documents, chooses_lr="train.lr" in auto)
     run.require_shared(HEAD)
     run.attempt.stage = "evaluate"
-    report = _evaluate(run, trunk)
+    report = load_report(run.directory.path / REPORT_FILE) if is_measured else _evaluate(run, trunk)
     if not run.is_main:
         return Outcome(0, "done", "", DONE)
     _report(run, report, console)
@@ -176,11 +177,11 @@ def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcom
     return Outcome(0, "done", f"{report.gate.reason}.{exported}", DONE)
 
 
-def _open(run: Run, trunk: RunTrunk, *, is_trained: bool) -> None:
+def _open(run: Run, trunk: RunTrunk, *, is_trained: bool, is_measured: bool) -> None:
     """Load the trunk in the form that comes first, then claim the directory: a refused trunk leaves it free."""
     if not is_trained:
         trunk.load(decodes=run.recipe.regenerates and run.recipe.decodes)
-    elif run.recipe.gate.enabled:
+    elif run.recipe.gate.enabled and not is_measured:
         trunk.load(decodes=True)
     if run.is_main:
         run.directory.clear_leftovers()
@@ -200,7 +201,8 @@ def _resolve_length(run: Run, documents: Sequence[Document], auto: Collection[st
     if not fields or broadcast_object_list([(run.directory.path / STATE).exists()])[0]:
         return
     processes = run.accelerator.num_processes
-    resolved = resolve_training(run.recipe, fields, documents, processes)
+    training, _ = part_documents(run.recipe, documents)
+    resolved = resolve_training(run.recipe, fields, [documents[index] for index in training], processes)
     run.recipe, choices = broadcast_object_list([resolved])[0]
     run.inputs = replace(run.inputs, plan=plan_of(run.recipe, processes))
     if run.is_main:
@@ -284,7 +286,9 @@ def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progr
     with full_disk_is_named(directory.path, what="the responses"), directory.held(progress.console):
         attempt = Attempt()
         accelerator, checked = join_processes(checked, directory, attempt)
-        run = Run.begin(checked, directory, accelerator, progress, attempt)
+        # Answers need no gate, and no groups for its interval.
+        run = Run.begin(checked.replaced({"gate.enabled": False}), directory, accelerator, progress, attempt)
+        run.recipe = checked
         trunk = RunTrunk(run)
         trunk.load(decodes=settings.endpoint is None)
         run.claim()

@@ -269,7 +269,7 @@ def _row(record: Record) -> dict[str, Any]:
     content = record.content
     match content:
         case Chat():
-            return row | {"messages": list(content.prompt_messages())}
+            return row | {"messages": list(content.prompt_messages()), "chat_template_kwargs": content.variables}
         case PromptResponse():
             return row | {"prompt": content.prompt}
         case PlainText():

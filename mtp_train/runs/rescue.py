@@ -20,7 +20,8 @@ from rich.console import Console
 
 from mtp_train.acceptance.names import GRAFT, RETRAINED
 from mtp_train.checkpoints.contents import left_out, unnamed_files
-from mtp_train.checkpoints.files import open_checkpoint
+from mtp_train.checkpoints.files import is_gguf, open_checkpoint
+from mtp_train.checkpoints.gguf.model_file import SPLIT, open_gguf, split_path
 from mtp_train.checkpoints.locations import EXPORT, is_run, locate_adapter, open_location
 from mtp_train.checkpoints.lora_merge import write_adapted
 from mtp_train.checkpoints.writing import full_disk_is_named, removed_on_failure
@@ -29,6 +30,7 @@ from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.recipe.schema import Recipe
+from mtp_train.runs.checkpoint_tools.gguf_files import graft_gguf, inspect_gguf
 from mtp_train.runs.checkpoint_tools.inspect import serving_commands
 from mtp_train.runs.display import html_table, quiet_progress
 from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
@@ -83,9 +85,9 @@ def rescue(
     is good enough as it is, it is exported without training. The same call resumes a rescue that was interrupted.
 
     Args:
-        fine_tune: A checkpoint, or a peft adapter of ``base``: a directory, a hub id or ``demo:NAME``.
+        fine_tune: A checkpoint, or a peft adapter of ``base``: a directory, a hub id, ``demo:NAME``, or a GGUF file.
         base: The checkpoint that it came from, with its head.
-        out: The run directory; the checkpoint is written to ``out/export``.
+        out: The run directory; the checkpoint is written to ``out/export``, a GGUF file to ``out/NAME-mtp.gguf``.
         data: Files of prompts or chats like those that the model will serve; empty for 100 built-in prompts.
         overrides: Changes to the recipe, as for :func:`run`: ``{"train.max_steps": 1000}``.
         console: Where progress bars and the table of results are printed; None prints nothing.
@@ -104,6 +106,8 @@ def rescue(
     require_one_process("rescue")
     tuned, donor, out, paths = str(fine_tune), str(base), Path(out), [str(path) for path in data]
     recipe, choices = resolved_recipe(settings_of("graft", tuned, donor, str(out), paths), overrides)
+    if is_gguf(tuned) and recipe.model.adapter:
+        raise MtpError(f"model.adapter: given with {tuned}, which keeps its bytes; expected null. Leave it out.")
     console = console or Console(quiet=True)
     # A user who sets the length of the training has decided to train; a run that has begun goes on.
     if any(choice.field == "train.max_steps" for choice in choices) and not is_run(out):
@@ -163,9 +167,22 @@ def _grafted(recipe: Recipe, found: ProbeResult, console: Console) -> RescueResu
 
 def _result(recipe: Recipe, head: str, reason: str) -> RescueResult:
     export = Path(recipe.run_dir) / EXPORT
+    if is_gguf(recipe.model.trunk):
+        return _in_gguf(Path(recipe.model.trunk), export, head, reason)
     checkpoint, tuned = open_checkpoint(export), open_location(recipe.model.trunk)
     serves = serving_commands(checkpoint, diagnose_head(checkpoint), "healthy")
     return RescueResult(str(export), head, reason, serves, left_out(unnamed_files(tuned, layout_of(tuned))))
+
+
+def _in_gguf(trunk: Path, export: Path, head: str, reason: str) -> RescueResult:
+    """Write the trunk's GGUF file with the exported head in it, ``NAME-mtp.gguf`` beside the export."""
+    model = open_gguf(trunk)
+    stem = SPLIT.sub("", trunk.name).removesuffix(".gguf")
+    out = split_path(export.with_name(f"{stem}-mtp.gguf"), 0, len(model.files))
+    if not out.exists():
+        graft_gguf(trunk, str(export), export.with_name(f"{stem}-mtp.gguf"), None, "hard", quiet_progress())
+    found = inspect_gguf(out)
+    return RescueResult(str(out), head, reason, dict(found.serves))
 
 
 def write_graft(recipe: Recipe, out: Path) -> None:

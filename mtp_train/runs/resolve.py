@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from mtp_train.acceptance.gate import min_gate_groups
 from mtp_train.checkpoints.locations import open_location
-from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
+from mtp_train.data.records import PlainText, has_response
 from mtp_train.data.tokenize import Document, build_prompts, tokenize_records
 from mtp_train.errors import RecipeError
 from mtp_train.heads.diagnose import text_config_of
@@ -56,6 +56,8 @@ NEW_HEAD = 2
 WARMUP_SHARE = 0.05
 LEARNING_RATE, WIDTH = 1e-4, 4096
 LORA_FACTOR = 10
+GOOD_OVERLAP, GOOD_FACTOR = 0.8, 0.2
+"""A head that starts with at least this overlap of p and q at depth 1 is trained with this part of the rate."""
 CPU_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS = 2048, 16_384
 """Most tokens of a micro-batch; larger ones are not faster."""
 CPU_ROWS, ROWS = 32, 64
@@ -80,6 +82,9 @@ STAND_INS: Mapping[str, int | float | None] = {
 """Every field that may be ``auto`` and is resolved here, with a value that stands in for it while the rest is read.
 
 Other fields with ``auto``, such as ``train.precision``, are resolved by their own stage."""
+
+
+_OF_A_MICRO_BATCH = ("data.seq_len_tokens", "train.micro_batch_sequences")
 
 
 @dataclass(frozen=True)
@@ -146,9 +151,13 @@ def with_stand_ins(data: object) -> Recipe:
     Raises:
         RecipeError: Another field is wrong; the message lists all problems.
     """
-    return validated(
-        with_values(data, {field: one for field, one in STAND_INS.items() if _value_of(data, field) == AUTO})
-    )
+    values = {field: one for field, one in STAND_INS.items() if _value_of(data, field) == AUTO}
+    if "train.tokens_per_step" in values:
+        # A whole micro-batch, as the recipe's rules ask for; wrong values are reported as such.
+        sizes = {field: values.get(field) or _value_of(data, field) for field in _OF_A_MICRO_BATCH}
+        counted = [one if isinstance(one, int) and one > 0 else STAND_INS[field] for field, one in sizes.items()]
+        values["train.tokens_per_step"] = math.prod(filter(None, counted))
+    return validated(with_values(data, values))
 
 
 def _value_of(data: Any, field: str) -> Any:
@@ -235,10 +244,8 @@ def automatic_values(recipe: Recipe, fields: Collection[str], world_size: int, d
     """Return the values of fields that are ``auto``: those that the run directory records, or by the rules.
 
     Raises:
-        MtpError: The model or the data cannot be read, or a field cannot be ``auto`` in such a recipe.
+        MtpError: The model or the data cannot be read.
     """
-    if recipe.study is not None:
-        raise RecipeError(*(f"{field}: 'auto' with study; expected a number. Write one." for field in fields))
     recorded = RunDirectory(Path(recipe.run_dir)).recipe
     if recorded is not None:
         return tuple(Choice(field, attrgetter(field)(recorded), f"recorded in {recipe.run_dir}") for field in fields)
@@ -264,6 +271,7 @@ def _by_rules(
 ) -> tuple[Recipe, tuple[Choice, ...]]:
     """Return a recipe with the fields that have a rule resolved, and these choices; each rule reads earlier values."""
     choices = []
+    recipe = recipe.replaced({field: STAND_INS[field] for field in rules if field in fields})
     for field in filter(fields.__contains__, rules):
         choices.append(Choice(field, *rules[field](recipe, model, text)))
         recipe = recipe.replaced({field: choices[-1].value})
@@ -296,7 +304,7 @@ def text_facts(recipe: Recipe) -> TextFacts:
     sample = records[:: max(1, len(records) // SAMPLE_RECORDS)][:SAMPLE_RECORDS]
     asked = [record for record in sample if not isinstance(record.content, PlainText)]
     prompts = [len(prompt.prompt_ids) for prompt in build_prompts(asked, tokenizer)] or [0]
-    told = [record for record in sample if _has_response(record)]
+    told = [record for record in sample if has_response(record.content)]
     documents = tokenize_records(told, tokenizer, 1 << 30)[0] if told else []
     wholes = [len(document.input_ids) for document in documents] or prompts
     responses = [int(document.loss_mask.sum()) for document in documents]
@@ -310,15 +318,6 @@ def text_facts(recipe: Recipe) -> TextFacts:
         whole_mean=sum(wholes) / len(wholes),
         whole_long=_long(wholes),
     )
-
-
-def _has_response(record: Record) -> bool:
-    match record.content:
-        case Chat(messages=messages):
-            return any(message["role"] == "assistant" for message in messages)
-        case PromptResponse(response=response):
-            return bool(response)
-    return True
 
 
 def _long(lengths: Sequence[int]) -> int:
@@ -375,11 +374,24 @@ def _rows(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
 
 
 def _lr(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
-    rate = LEARNING_RATE * WIDTH / model.hidden_size
-    reason = f"{LEARNING_RATE:g} x {WIDTH} / {model.hidden_size} channels"
+    choice = lr_choice(recipe, model.hidden_size)
+    return choice.value, choice.reason
+
+
+def lr_choice(recipe: Recipe, hidden_size: int, overlap: float | None = None) -> Choice:
+    """Return the automatic learning rate.
+
+    Args:
+        recipe: Its head may have LoRA.
+        hidden_size: Width of the trunk.
+        overlap: Overlap of p and q at depth 1 before the first step; None before it is measured.
+    """
+    rate, reason = LEARNING_RATE * WIDTH / hidden_size, f"{LEARNING_RATE:g} x {WIDTH} / {hidden_size} channels"
     if recipe.head.lora is not None:
-        return LORA_FACTOR * rate, f"{reason} x {LORA_FACTOR} for LoRA"
-    return rate, reason
+        rate, reason = LORA_FACTOR * rate, f"{reason} x {LORA_FACTOR} for LoRA"
+    if overlap is not None and overlap >= GOOD_OVERLAP:
+        rate, reason = GOOD_FACTOR * rate, f"{reason} x {GOOD_FACTOR:g}: the head starts with overlap {overlap:.2f}"
+    return Choice("train.lr", rate, reason)
 
 
 _RULES: Mapping[str, Rule[TextFacts]] = {
@@ -408,11 +420,11 @@ def _expected_text(recipe: Recipe, text: TextFacts) -> _Text:
 
 
 def _tokens_per_step(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
-    seq_len, world = recipe.data.seq_len_tokens, model.world_size
+    seq_len, unit = recipe.data.seq_len_tokens, model.world_size * recipe.train.micro_batch_sequences
     most = max(1, MOST_TOKENS_PER_STEP // seq_len)
     nearest = 1 << max(0, round(math.log2(max(1.0, text.tokens / STEPS_PER_EPOCH / seq_len))))
     wanted = min(most, max(LEAST_SEQUENCES, nearest))
-    sequences = math.ceil(wanted / world) * world
+    sequences = math.ceil(wanted / unit) * unit
     return sequences * seq_len, f"{sequences} sequences: about {STEPS_PER_EPOCH} steps per pass over {text.told}"
 
 
@@ -420,8 +432,7 @@ def _max_steps(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
     per_pass = text.tokens / recipe.train.tokens_per_step
     steps = max(EPOCHS * per_pass, min(LEAST_STEPS, MOST_EPOCHS * per_pass))
     factor, new = (NEW_HEAD, ", twice for a new head") if recipe.head.is_new else (1, "")
-    select = recipe.train.select
-    whole = max(1, math.ceil(steps * factor), 1 if select is None else select.every_steps)
+    whole = max(1, math.ceil(steps * factor))
     return whole, f"{whole / per_pass:.3g} passes over {text.told}{new}"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.evaluation.grid import served_settings
 from mtp_train.evaluation.prompt_records import Setting
@@ -12,6 +14,10 @@ from mtp_train.trunk.precision import COMPUTE_DTYPES
 
 _CACHED_BYTES = {"auto": 4, "bf16": 2, "fp8": 1}
 """Most bytes of a number in a hidden-state cache: states are computed in fp32 at most."""
+
+
+MEASURES = 10
+"""Default number of measurements for ``train.select``, besides that of the start."""
 
 
 def plan_of(recipe: Recipe, world_size: int) -> Plan:
@@ -52,6 +58,14 @@ def tracking_of(recipe: Recipe) -> Tracking:
     return Tracking(**dict(recipe.track))
 
 
+def measured_tokens(recipe: Recipe) -> tuple[int, int]:
+    """Return how often ``train.select`` measures the head, and the most tokens of a measurement."""
+    spec, steps = recipe.train.select, recipe.train.max_steps
+    if spec is None:
+        return 0, 0
+    return 1 + math.ceil(steps / (spec.every_steps or math.ceil(steps / MEASURES))), spec.tokens
+
+
 def memory_options(recipe: Recipe) -> MemoryOptions:
     """Return the settings that decide the memory of training; an automatic precision counts as fp32."""
     return MemoryOptions(
@@ -66,12 +80,12 @@ def memory_options(recipe: Recipe) -> MemoryOptions:
     )
 
 
-def cache_bytes(recipe: Recipe, plan: Plan, state_width: int) -> int:
-    """Return the most bytes of a hidden-state cache: no token occurs twice."""
+def cache_bytes(recipe: Recipe, num_tokens: int, state_width: int) -> int:
+    """Return the most bytes of the hidden-state cache of a text of so many tokens; 0 without a cache."""
     spec = recipe.train.hidden_cache
     if spec is None:
         return 0
-    return min(plan.total_tokens * state_width * _CACHED_BYTES[spec.dtype], int(spec.max_gib * GIB))
+    return min(num_tokens * state_width * _CACHED_BYTES[spec.dtype], int(spec.max_gib * GIB))
 
 
 def run_settings(recipe: Recipe, trunk: Checkpoint) -> list[Setting]:

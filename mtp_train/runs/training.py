@@ -7,34 +7,33 @@ held out to select the best head, and the log. :func:`mtp_train.train.loop.train
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 
-from mtp_inference import HeadDrafting, SpeculativeDecoder
-from mtp_train.acceptance.counts import tau
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.checkpoints.locations import HEAD
-from mtp_train.data.groups import split_by_group
+from mtp_train.data.groups import stable_share
 from mtp_train.data.pack import PackedSequence, global_batches, pack_documents
 from mtp_train.data.tokenize import Document, frequent_tokens
-from mtp_train.errors import TrainingError
+from mtp_train.errors import DataError
 from mtp_train.heads.build import build_head, trained_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.lora import merged_weights, put_on_lora
 from mtp_train.heads.module import MtpHead
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
-from mtp_train.recipe.sections import SelectSpec
+from mtp_train.runs.resolve import lr_choice
 from mtp_train.runs.run import Run
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
-from mtp_train.runs.settings import tracking_of, train_options
+from mtp_train.runs.settings import MEASURES, tracking_of, train_options
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.hidden_cache import (
     HiddenCache,
@@ -69,31 +68,35 @@ def keep_targets(documents: Sequence[Document], vocab: Collection[int]) -> list[
     return [document for document in kept if document.has_target()]
 
 
-DECODED_PROMPTS = 4
-MIN_PROMPT_TOKENS = 8
-"""Fewest tokens of a decoded prompt. Plain text is a target from its first token on, and would give an empty prompt."""
-
-
-class IndexedGroup(NamedTuple):
-    """The index and the group of a document."""
-
-    number: int
-    group: str
+SELECTED = "selected"
+"""The note of an artifact with its step and the held-out tau (teacher-forced) of that step and of the start."""
 
 
 def part_documents(recipe: Recipe, documents: Sequence[Document]) -> tuple[list[int], list[int]]:
     """Return the indices of the documents to train on, and of the documents to select the best head by.
 
     Raises:
-        DataError: One side would be empty.
+        DataError: All documents are in one group.
     """
-    if recipe.train.select is None:
+    spec = recipe.train.select
+    if spec is None:
         return list(range(len(documents))), []
-    items = [IndexedGroup(index, document.group) for index, document in enumerate(documents)]
+    groups = defaultdict[str, list[int]](list)
+    for index, document in enumerate(documents):
+        groups[document.group].append(index)
+    if len(groups) < 2:
+        raise DataError(
+            f"train.select: {len(documents)} training texts in one group ({documents[0].group}), which cannot be "
+            "trained on and measured with; expected two groups or more. Add data, or write train.select: null."
+        )
     # Use another seed: by the recipe's own, all of these groups lie above its share `data.holdout`.
     seed = (recipe.seed + 1) % (1 << 32)
-    training, measured = split_by_group(items, recipe.train.select.share, seed, "train.select.share")
-    return [one.number for one in training], [one.number for one in measured]
+    measured, tokens = set[int](), 0
+    for group in sorted(groups, key=lambda name: stable_share(name, seed))[: max(1, int(spec.share * len(groups)))]:
+        if tokens < spec.tokens:
+            measured.update(groups[group])
+            tokens += sum(len(documents[index].input_ids) for index in groups[group])
+    return [index for index in range(len(documents)) if index not in measured], sorted(measured)
 
 
 def renumbered(sequences: Sequence[PackedSequence], indices: Sequence[int]) -> list[PackedSequence]:
@@ -102,57 +105,27 @@ def renumbered(sequences: Sequence[PackedSequence], indices: Sequence[int]) -> l
 
 
 def make_selection(
-    run: Run, trunk: Trunk, documents: Sequence[Document], measured: Sequence[int], cache: HiddenCache | None
+    run: Run, documents: Sequence[Document], measured: Sequence[int], cache: HiddenCache | None
 ) -> Selection | None:
-    """Return the selection of the best head; None if the recipe takes the last head.
-
-    Raises:
-        TrainingError: The recipe decodes for it, but no process holds a whole trunk.
-    """
-    recipe = run.recipe
-    spec, seq_len = recipe.train.select, recipe.data.seq_len_tokens
+    """Return the selection of the best head; None if the recipe takes the last head."""
+    spec, data = run.recipe.train.select, run.recipe.data
     if spec is None:
         return None
     text = [documents[index] for index in measured]
-    sequences = pack_documents(text, seq_len, pack=recipe.data.pack, seed=recipe.seed, epoch=0)
-    kept = renumbered(sequences[: max(1, spec.tokens // seq_len)], measured)
-    number = _prompts_to_decode(spec, run.accelerator, cache)
-    decode: Callable[[MtpHead], dict[str, float]] | None = None
-    if number:
-        decode = partial(_decode, run, trunk, [_prompt(document) for document in text[:number]])
-    return Selection(spec.every_steps, spec.patience, kept, cache, run.directory.path / STATE, decode)
-
-
-def _prompts_to_decode(spec: SelectSpec, accelerator: Accelerator, cache: HiddenCache | None) -> int:
-    in_shards = shards_trunk(accelerator)
-    if in_shards and spec.prompts:
-        raise TrainingError(
-            f"train.select.prompts: {spec.prompts}, and {accelerator.distributed_type.value} puts the trunk in shards; "
-            "expected 0 or null: shards cannot decode. Write null, or launch with ddp.yaml or zero2.yaml."
-        )
-    if spec.prompts is not None:
-        return spec.prompts
-    return 0 if in_shards or cache is not None else DECODED_PROMPTS
-
-
-def _prompt(document: Document) -> list[int]:
-    """Return the tokens before the first target."""
-    first = next(index for index, is_target in enumerate(document.loss_mask) if is_target)
-    return [int(token) for token in document.input_ids[: max(first, MIN_PROMPT_TOKENS)]]
-
-
-@torch.no_grad()
-def _decode(run: Run, trunk: Trunk, prompts: Sequence[Sequence[int]], head: MtpHead) -> dict[str, float]:
-    decoder = SpeculativeDecoder(trunk, HeadDrafting(head), run.recipe.head.num_depths, run.inputs.eos_ids)
-    results = decoder.decode(prompts, run.recipe.evaluate.max_new_tokens)
-    return {"decoded_tau": tau([result.counts(str(number), str(number)) for number, result in enumerate(results)])}
+    sequences = pack_documents(text, data.seq_len_tokens, pack=data.pack, seed=run.recipe.seed, epoch=0)
+    kept = renumbered(sequences[: max(1, spec.tokens // data.seq_len_tokens)], measured)
+    every = spec.every_steps or math.ceil(run.recipe.train.max_steps / MEASURES)
+    return Selection(every, spec.patience, kept, cache, run.directory.path / STATE)
 
 
 STATE, HIDDEN = "state", "hidden"
 
 
-def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document]) -> None:
-    """Train the head and save it as the run's artifact. A trunk that is sharded for it stays in shards."""
+def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document], *, chooses_lr: bool = False) -> None:
+    """Train the head and save it as the run's artifact. A trunk that is sharded for it stays in shards.
+
+    ``chooses_lr``: the learning rate is automatic. It depends on how good the starting head is.
+    """
     recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
     run_dir = run.directory.path
     set_threads("training", inputs.plan.micro_batch_tokens, inputs.finetune, accelerator.device, progress.console)
@@ -173,6 +146,7 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document]) -> None:
         sequences_per_step=inputs.plan.sequences_per_step,
         seed=recipe.seed,
     )
+    selection = make_selection(run, documents, measured, cache)
     task = progress.add_task("training the head", total=inputs.plan.max_steps)
 
     def make_log(resume_step: int) -> RunLog | None:
@@ -193,13 +167,24 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document]) -> None:
         batch_fn=lambda step: renumbered(batches(step), training),
         accelerator=accelerator,
         cache=cache,
-        selection=make_selection(run, trunk, documents, measured, cache),
+        selection=selection,
+        lr_for=partial(record_lr, run) if chooses_lr else None,
         state_dir=run_dir / STATE,
         make_log=make_log,
         on_step=lambda done: progress.update(task, completed=done),
     )
     if run.is_main:
-        save_artifact(trained_artifact(run, weights, draft_vocab), run_dir / HEAD)
+        save_artifact(trained_artifact(run, weights, draft_vocab, selection), run_dir / HEAD)
+
+
+def record_lr(run: Run, overlap: float) -> float:
+    """Return the automatic learning rate for a head that starts with an overlap at depth 1, and record it."""
+    choice = lr_choice(run.recipe, text_config_of(run.inputs.finetune).hidden_size, overlap)
+    run.recipe = run.recipe.replaced({choice.field: choice.value})
+    if run.is_main:
+        run.directory.record_recipe(run.recipe)
+        run.progress.console.print(str(choice), highlight=False)
+    return run.recipe.train.lr
 
 
 def described(metrics: Mapping[str, Any]) -> str:
@@ -283,7 +268,9 @@ def chosen_vocab(run: Run, documents: Sequence[Document], vocab_size: int) -> to
     return torch.tensor(frequent_tokens(documents, asked, vocab_size, run.inputs.eos_ids), dtype=torch.int32)
 
 
-def trained_artifact(run: Run, weights: dict[str, torch.Tensor], draft_vocab: torch.Tensor | None) -> Artifact:
+def trained_artifact(
+    run: Run, weights: dict[str, torch.Tensor], draft_vocab: torch.Tensor | None, selection: Selection | None
+) -> Artifact:
     """Return the trained weights as an artifact, with LoRA's matrices merged."""
     recipe, plan = run.recipe, run.inputs.head_plan
     if recipe.head.lora is not None:
@@ -295,6 +282,11 @@ def trained_artifact(run: Run, weights: dict[str, torch.Tensor], draft_vocab: to
         num_depths=recipe.head.num_depths,
         convention=plan.convention,
         head=trained_head(plan, weights),
-        notes={"trunk": recipe.model.trunk, "head_from": recipe.model.head_from, "steps": recipe.train.max_steps},
+        notes={
+            "trunk": recipe.model.trunk,
+            "head_from": recipe.model.head_from,
+            "steps": recipe.train.max_steps,
+            SELECTED: None if selection is None else asdict(selection.best),
+        },
         draft_vocab=draft_vocab,
     )

@@ -57,6 +57,7 @@ _TRAIN: Plain = {
     "lr": AUTO,
     "warmup_steps": AUTO,
     "save_steps": 50,
+    "select": {"patience": 6},
 }
 
 _TRAINS: Mapping[Start, str] = {
@@ -73,6 +74,8 @@ _NOTES: Mapping[str, str] = {
     "data.regenerate.max_prompts": "Number of prompts to respond to, if there are as many.",
     "train.tokens_per_step": "Tokens of an optimizer step, over all processes. One step has the same size on any "
     "number of GPUs.",
+    "train.select": "The head is measured on text that is kept out of training, also before the first step. The best "
+    "head is kept.",
     "evaluate.arms": "Decoders to compare on held-out prompts. The head is exported if it drafts better than before.",
 }
 """Comments that replace the first sentence of a field's description."""

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ class LogSums:
     """Sums since the last log line."""
 
     loss_sum_K: list[float]
+    counted_K: list[float]
+    """With objective.on_policy fewer than the targets of the text."""
     targets_K: list[float]
     tokens: int = 0
     seconds_before: float = 0.0
@@ -56,7 +58,7 @@ class LogSums:
     @classmethod
     def zero(cls, num_depths: int) -> LogSums:
         """Return no sums, and start the clock."""
-        return cls([0.0] * num_depths, [0.0] * num_depths)
+        return cls([0.0] * num_depths, [0.0] * num_depths, [0.0] * num_depths)
 
     @property
     def seconds(self) -> float:
@@ -65,8 +67,8 @@ class LogSums:
 
     def saved(self) -> dict[str, Any]:
         """Return the constructor arguments of the sums, for a resume state."""
-        sums = {"loss_sum_K": self.loss_sum_K, "targets_K": self.targets_K, "tokens": self.tokens}
-        return {**sums, "seconds_before": self.seconds}
+        sums = {"loss_sum_K": self.loss_sum_K, "counted_K": self.counted_K, "targets_K": self.targets_K}
+        return {**sums, "tokens": self.tokens, "seconds_before": self.seconds}
 
 
 @dataclass
@@ -119,6 +121,7 @@ def train_head(
     on_step: Callable[[int], None],
     cache: HiddenCache | None = None,
     selection: Selection | None = None,
+    lr_for: Callable[[float], float] | None = None,
 ) -> dict[str, Tensor]:
     """Train the head from the newest saved state to the last step.
 
@@ -133,6 +136,8 @@ def train_head(
         on_step: Called after each step with the number of steps done, for a progress bar.
         cache: The trunk's hidden states; None computes them in every step.
         selection: Selects the best head during training; None takes the last head.
+        lr_for: Called once before the first step, on every process, with the starting head's overlap of p and q at
+            depth 1; returns the peak learning rate. None takes that of ``options``. Needs ``selection``.
 
     Returns:
         The trained weights, whole on every rank; with LoRA, its matrices. ``module`` may be left in shards.
@@ -164,6 +169,10 @@ def train_head(
         facts=run_facts(accelerator, wrapped, module.compute_dtype),
         sums=LogSums(**saved) if saved else LogSums.zero(module.num_depths),
     )
+    if selection is not None and not done:
+        figures = measure(run, selection, 0)
+        if lr_for is not None:
+            run.options = replace(options, lr=lr_for(figures["held_out_overlap_depth_1"]))
     prepared = Preparation.of(plan, run.weight_K, accelerator, cache).steps(batch_fn, done)
     _train_on(run, done, prepared, on_step)
     return chosen_weights(head, selection)
@@ -213,8 +222,8 @@ def take_steps(run: Training, done: int, feed: Feed, on_step: Callable[[int], No
         for group in run.optimizer.param_groups:
             group["lr"] = run.options.lr_at(done)
         given = feed.micro_batches(run.plan.accumulation)
-        sums_2K, norm_1 = optimise(run.wrapped, run.optimizer, run.accelerator, run.options.max_grad_norm, given)
-        norm, told_to_stop = gather(run, sums_2K, norm_1, sequences, signals.number is not None)
+        sums_3K, norm_1 = optimise(run.wrapped, run.optimizer, run.accelerator, run.options.max_grad_norm, given)
+        norm, told_to_stop = gather(run, sums_3K, norm_1, sequences, signals.number is not None)
         done += 1
         finish_step(run, done, norm, sequences, saves=told_to_stop)
         on_step(done)
@@ -241,37 +250,36 @@ def optimise(
     """Do one optimiser step over this rank's micro-batches of it, without waiting for the device.
 
     Returns:
-        Each depth's loss sum and number of counted targets on this rank, shape (2, K), and the gradient norm, (1,).
+        Each depth's loss sum, counted rows and targets on this rank, shape (3, K), and the gradient norm, (1,).
     """
-    sums_2K = torch.zeros(2, 1, device=accelerator.device)
+    sums_3K = torch.zeros(3, 1, device=accelerator.device)
     norm_1 = torch.zeros(1, device=accelerator.device)
     for micro in micro_batches:
         with accelerator.accumulate(wrapped):
             terms = wrapped(*micro.batch, micro.scale_K, micro.hidden_BTD, known=micro.known)
             accelerator.backward(terms.total)
-            sums_2K = sums_2K + torch.stack([terms.sum_K, terms.count_K])
+            sums_3K = sums_3K + torch.stack([terms.sum_K, terms.count_K, terms.targets_K])
             if accelerator.sync_gradients:
                 norm_1 += clip_gradient(accelerator, wrapped, max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-    return sums_2K, norm_1
+    return sums_3K, norm_1
 
 
 def gather(
-    run: Training, sums_2K: Tensor, norm_1: Tensor, sequences: Sequence[PackedSequence], told_to_stop: bool
+    run: Training, sums_3K: Tensor, norm_1: Tensor, sequences: Sequence[PackedSequence], told_to_stop: bool
 ) -> tuple[float, bool]:
     """Add one step's sums over all ranks to the log's; return its gradient norm, and whether any rank shall stop.
 
     The host waits for the device here, once in a step.
     """
-    told_1 = sums_2K.new_full((1,), float(told_to_stop))
-    reduced = run.accelerator.reduce(torch.cat([sums_2K.flatten(), told_1]), reduction="sum")
+    told_1 = sums_3K.new_full((1,), float(told_to_stop))
+    reduced = run.accelerator.reduce(torch.cat([sums_3K.flatten(), told_1]), reduction="sum")
     *sums, told, norm = torch.cat([reduced, norm_1]).tolist()
-    num_depths = sums_2K.shape[1]
-    for depth in range(num_depths):
-        run.sums.loss_sum_K[depth] += sums[depth]
-        # Counted targets: with objective.on_policy they are fewer than the targets of the text.
-        run.sums.targets_K[depth] += sums[num_depths + depth]
+    num_depths = sums_3K.shape[1]
+    for row, into in enumerate((run.sums.loss_sum_K, run.sums.counted_K, run.sums.targets_K)):
+        for depth in range(num_depths):
+            into[depth] += sums[row * num_depths + depth]
     for sequence in sequences:
         run.sums.tokens += int((sequence.document_T >= 0).sum())
     return norm, told > 0
@@ -286,14 +294,20 @@ def finish_step(run: Training, done: int, norm: float, sequences: Sequence[Packe
             run.log.log(done, log_line(run.sums, run.weight_K, norm, options.lr_at(done - 1)) | dict(run.facts))
         run.sums = LogSums.zero(len(run.weight_K))
     if selection is not None and selection.is_due(done, options.max_steps):
-        figures = selection.measure(run.wrapped, run.head, len(run.weight_K), accelerator)
-        selection.judge(done, figures["held_out_tau"], run.head, writes=accelerator.is_main_process)
-        if run.log is not None:
-            run.log.log(done, figures)
+        measure(run, selection, done)
     if saves or done % options.save_steps == 0 or run.is_over(done):
         best = None if selection is None else selection.best
         sums = run.sums.saved()
         save_state(run.state_dir, done, run.head, run.optimizer, best, sums, writes=accelerator.is_main_process)
+
+
+def measure(run: Training, selection: Selection, done: int) -> dict[str, Any]:
+    """Measure, judge and log the head after ``done`` steps, and return the figures; every process must call it."""
+    figures = selection.measure(run.wrapped, len(run.weight_K), run.accelerator)
+    selection.judge(done, figures["held_out_tau_sampled"], run.head, writes=run.accelerator.is_main_process)
+    if run.log is not None:
+        run.log.log(done, figures)
+    return figures
 
 
 def require_finite(run: Training, done: int, norm: float, sequences: Sequence[PackedSequence]) -> None:
@@ -314,12 +328,12 @@ def require_finite(run: Training, done: int, norm: float, sequences: Sequence[Pa
 
 
 def log_line(sums: LogSums, weight_K: Sequence[float], norm: float, lr: float) -> dict[str, Any]:
-    """Return the numbers of one log line."""
-    pairs = zip(sums.loss_sum_K, sums.targets_K, strict=True)
-    loss_K = [total / count if count else None for total, count in pairs]
+    """Return the numbers of one log line: the loss that is minimised, and each depth's mean over its counted rows."""
+    loss_K = [total / count if count else None for total, count in zip(sums.loss_sum_K, sums.counted_K, strict=True)]
+    minimised = zip(weight_K, sums.loss_sum_K, sums.targets_K, strict=True)
     seconds = sums.seconds
     return {
-        "loss": sum(weight * (loss or 0.0) for weight, loss in zip(weight_K, loss_K, strict=True)),
+        "loss": sum(weight * total / max(targets, 1.0) for weight, total, targets in minimised),
         **{f"loss_depth_{depth + 1}": loss for depth, loss in enumerate(loss_K)},
         "lr": lr,
         "grad_norm": norm,

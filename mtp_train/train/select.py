@@ -1,19 +1,21 @@
 """Select the head with the best acceptance on text that it is not trained on.
 
-The loss is a weak guide to acceptance: long training can make acceptance worse while the loss still falls. Every
-``train.select.every_steps`` steps all processes measure the head together, teacher-forced. The weights of the best
-measure are stored beside the resume states, and returned at the end.
+The loss is a weak guide to acceptance: training can make acceptance worse while the loss still falls. Before the first
+step and every ``train.select.every_steps`` steps all processes measure the head together, teacher-forced. The weights
+of the best measure are stored beside the resume states, and returned at the end: a training without a gain returns the
+head that it was given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from mtp_train.data.pack import PackedSequence, collate, full_batches
@@ -33,7 +35,6 @@ class Selection:
         sequences: Packed text to measure on, the same on every process.
         cache: The trunk's states of the text; None computes them.
         directory: Directory of resume states.
-        decode: Decodes with the current head and returns figures to log; None if no process has a whole trunk.
     """
 
     def __init__(
@@ -43,14 +44,12 @@ class Selection:
         sequences: Sequence[PackedSequence],
         cache: HiddenCache | None,
         directory: Path,
-        decode: Callable[[MtpHead], dict[str, float]] | None,
     ) -> None:
         self.every_steps = every_steps
         self.patience = patience
         self.sequences = sequences
         self.cache = cache
         self.directory = directory
-        self.decode = decode
         self.best = Best()
 
     @property
@@ -62,11 +61,12 @@ class Selection:
         """Return whether a measure is due after ``done`` steps."""
         return done % self.every_steps == 0 or done == max_steps
 
-    def measure(self, wrapped: nn.Module, head: MtpHead, num_depths: int, accelerator: Accelerator) -> dict[str, Any]:
+    def measure(self, wrapped: nn.Module, num_depths: int, accelerator: Accelerator) -> dict[str, Any]:
         """Measure the head; every process must call it.
 
         Returns:
-            Figures to log. Heads are compared by ``held_out_tau``.
+            Figures to log, the same on every process. Heads are compared by ``held_out_tau_sampled``: overlaps are less
+            noisy than agreements, and rise with tau.
 
         Raises:
             TrainingError: The text has no target.
@@ -77,15 +77,14 @@ class Selection:
         for depth, (agreement, overlap) in enumerate(zip(metrics.agreement, metrics.overlap, strict=True), start=1):
             figures |= {f"held_out_agreement_depth_{depth}": agreement, f"held_out_overlap_depth_{depth}": overlap}
         figures["held_out_entropy"] = metrics.target_entropy
-        if self.decode is not None and accelerator.is_main_process:
-            figures |= self.decode(head)
         wrapped.train()
         if metrics.tau_greedy is None:
             raise TrainingError(
                 "train.select.share: no round of decoding can begin in the text kept from training; expected at least "
                 "one response of two tokens. Raise it."
             )
-        return figures
+        # Sums of two processes may differ in their last bits: all take the same head and stop at the same step.
+        return broadcast_object_list([figures])[0]
 
     @torch.no_grad()
     def _sums(self, wrapped: nn.Module, num_depths: int, accelerator: Accelerator) -> DenseSums:
@@ -111,10 +110,10 @@ class Selection:
 
     def judge(self, step: int, score: float, head: MtpHead, *, writes: bool) -> None:
         """Record a measure, and store the head's weights if it is the best so far. Every process must call it."""
-        if self.best.step and score <= self.best.score:
+        if step and score <= self.best.score:
             self.best = replace(self.best, since=self.best.since + 1)
             return
-        self.best = Best(step, score)
+        self.best = replace(self.best, step=step, score=score, since=0) if step else Best(0, score, start=score)
         weights = head_state(head)
         if writes:
             save_best(self.directory, step, weights)

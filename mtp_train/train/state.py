@@ -45,10 +45,12 @@ class Best:
     """The best measured head (:mod:`mtp_train.train.select`) that a state records."""
 
     step: int = 0
-    """Steps done at its measure; 0 before the first measure."""
+    """Steps done at its measure."""
     score: float = 0.0
     since: int = 0
     """Number of measures after it."""
+    start: float = 0.0
+    """The score of the head before the first step."""
 
 
 def _step_directories(state_dir: Path) -> list[tuple[int, Path]]:
@@ -145,7 +147,7 @@ def save_state(
         step: Steps done.
         head: The head, sharded or whole.
         optimizer: AdamW, prepared by accelerate or not.
-        best: The best head so far, None without a selection. Earlier best heads are removed.
+        best: The best head so far; None without a selection. Earlier best heads are removed.
         sums: The sums since the last log line.
         writes: Whether this process writes.
     """
@@ -157,13 +159,13 @@ def save_state(
         write_safetensors(directory / _WEIGHTS, _pending(weights))
         write_safetensors(directory / _OPTIMIZER, _pending(moments))
         files = [_WEIGHTS, _OPTIMIZER]
-        if best is not None and best.step:
+        if best is not None:
             files.append(f"../{_best_directory(state_dir, best.step).name}/{_WEIGHTS}")
         meta = {
             "step": step,
             "optimizer": numbers,
             "best": asdict(best or Best()),
-            "window": sums,
+            "sums": sums,
             "sha256": {name: _sha256(directory / name) for name in files},
         }
         # The file holds the numbers as JSON has them: the checksum is of what a reader gets.
@@ -213,7 +215,7 @@ def load_best(state_dir: Path, step: int) -> Best:
 
 def load_sums(state_dir: Path, step: int) -> dict[str, Any] | None:
     """Load a step's sums since the last log line; None for a state of an earlier release, which has none."""
-    return read_json(_step_directory(state_dir, step) / _META).get("window")
+    return read_json(_step_directory(state_dir, step) / _META).get("sums")
 
 
 def save_best(state_dir: Path, step: int, weights: dict[str, Tensor]) -> None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+import jinja2
+import jinja2.meta
+from jinja2 import nodes
 
 from mtp_train.checkpoints.files import GENERATION_CONFIG_FILE, Checkpoint, read_json
 from mtp_train.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 
 def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
@@ -102,26 +112,29 @@ def raw_tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, start: bool = T
 
 
 def chat_prompt_tokens(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], where: str
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    where: str,
+    variables: Mapping[str, Any] = NO_VARIABLES,
 ) -> list[int]:
     """Return the token ids of a chat, up to and including the generation prompt for the assistant's next turn.
 
     Raises:
         DataError: See :func:`render_chat`.
     """
-    text = render_chat(tokenizer, messages, where, add_generation_prompt=True)
+    text = render_chat(tokenizer, messages, where, variables, add_generation_prompt=True)
     # The template writes the begin-of-text token itself.
     return raw_tokens(tokenizer, text, start=False)
 
 
-def chat_template(tokenizer: PreTrainedTokenizerBase, where: str) -> str:
-    """Return the chat template of a tokenizer.
+def chat_template(tokenizer: PreTrainedTokenizerBase, where: str, variables: Mapping[str, Any] = NO_VARIABLES) -> str:
+    """Return the chat template of a tokenizer; some have another one for chats with tools.
 
     Raises:
         DataError: The tokenizer has none.
     """
     try:
-        template = tokenizer.get_chat_template()
+        template = tokenizer.get_chat_template(tools=variables.get("tools"))
     except ValueError as error:
         raise DataError(
             f"{where}: a chat, and the tokenizer has no chat template; expected one to write the chat with. Add "
@@ -139,20 +152,95 @@ def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
     where: str,
+    variables: Mapping[str, Any] = NO_VARIABLES,
     *,
     add_generation_prompt: bool,
 ) -> str:
     """Return the text of a chat as its template writes it.
 
+    Args:
+        tokenizer: The tokenizer with the template.
+        messages: The chat.
+        where: The record in messages.
+        variables: What the template reads beside the messages, such as ``tools``.
+        add_generation_prompt: Whether the prompt for the assistant's next turn follows.
+
     Raises:
-        DataError: There is no template, or it refuses the messages or fails on them.
+        DataError: There is no template, or it refuses the messages or fails on them; or a variable has the name of an
+            argument of ``apply_chat_template``.
     """
-    chat_template(tokenizer, where)
+    chat_template(tokenizer, where, variables)
+    _require_free(tokenizer, variables, where)
     with template_errors(where):
         text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **variables,
         )
     return str(text)
+
+
+def _require_free(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any], where: str) -> None:
+    if not variables:
+        return
+    taken = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"tools", "documents", "kwargs"}
+    found = sorted(variables.keys() & (taken | {"messages"}))
+    if found:
+        raise DataError(
+            f"{where}: chat_template_kwargs has {found[0]}, which is set here; expected variables of the template. "
+            "Leave it out."
+        )
+
+
+def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """Return the variables that the chat templates of a tokenizer read and that are not set here.
+
+    Empty without a template that compiles.
+    """
+    templates = tokenizer.chat_template
+    found = set[str]()
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
+    for template in templates.values() if isinstance(templates, dict) else [templates]:
+        if isinstance(template, str):
+            # The tag is known to transformers only.
+            source = re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", template)
+            try:
+                tree = environment.parse(source)
+                found |= jinja2.meta.find_undeclared_variables(tree) - _own_names(tree)
+            except jinja2.TemplateError:
+                # Reported when a chat is rendered.
+                continue
+    return frozenset(found - _SET_HERE - environment.globals.keys() - tokenizer.special_tokens_map.keys())
+
+
+def _own_names(tree: nodes.Template) -> set[str]:
+    """Return the names that a template sets itself, without those that it sets only where they are not defined.
+
+    Jinja counts a name that is set in one branch as undeclared.
+    """
+    stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+    tests = [test for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined")]
+    return stored - {test.node.name for test in tests if isinstance(test.node, nodes.Name)}
+
+
+def require_variables(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any], field: str) -> None:
+    """Check that the chat template reads variables that the user set.
+
+    Raises:
+        DataError: It does not read one of them, so that setting it changes nothing.
+    """
+    known = template_variables(tokenizer)
+    _require_free(tokenizer, variables, field)
+    for name in variables:
+        if name not in known:
+            raise DataError(
+                f"{field}: {name!r}, which the chat template does not read; expected "
+                f"{', '.join(sorted(known)) or 'none, as it reads no variable'}. Correct the name, or leave it out."
+            )
+
+
+_SET_HERE = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Check a trunk against its config from the headers of its files, without reading a weight.
+"""Check a trunk against its config from the headers of its files. Only an lm_head that is said to be tied is read.
 
 transformers' own loader compares the two, on tensors without data, because it implements how each release's keys are
 renamed, stacked and split.
@@ -7,17 +7,19 @@ renamed, stacked and split.
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mtp_train.checkpoints.adapter import refuse_embedded_adapter
-from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint, TensorInfo
+from mtp_train.checkpoints.files import CONFIG_FILE, TORCH_DTYPES, Checkpoint, TensorInfo
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import trunk_tensors
 from mtp_train.checkpoints.quantised import (
@@ -50,6 +52,8 @@ class TrunkDiagnosis:
     """``parameter: found [..], expected [..]``: the stored shape and the shape by the config."""
     dtype_errors: tuple[str, ...] = ()
     """``key: found DTYPE, expected ..``."""
+    untied: str | None = None
+    """Key of an lm_head that differs from the embedding, while the config says that they are tied."""
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -59,7 +63,14 @@ class TrunkDiagnosis:
             ("trunk shape mismatch", self.shape_errors),
             ("trunk dtype", self.dtype_errors),
         )
-        return tuple(f"{what}: {first_of(keys)}" for what, keys in found if keys)
+        phrases = tuple(f"{what}: {first_of(keys)}" for what, keys in found if keys)
+        if self.untied is None:
+            return phrases
+        return (
+            *phrases,
+            f"{self.untied} differs from the embedding, while tie_word_embeddings is true: transformers decodes with "
+            "the stored lm_head, vLLM and SGLang with the embedding",
+        )
 
 
 def first_of(keys: Iterable[str]) -> str:
@@ -105,7 +116,13 @@ def require_whole_trunk(
     """
     if not adapter_beside:
         refuse_embedded_adapter(checkpoint.path)
-    problems = diagnose_trunk(checkpoint, family, trust_remote_code=trust_remote_code).problems
+    found = diagnose_trunk(checkpoint, family, trust_remote_code=trust_remote_code)
+    problems = found.problems
+    if found.untied is not None:
+        raise CheckpointError(
+            f"{checkpoint.path}: {problems[-1]}; expected a flag that fits the weights. If it was trained with this "
+            f"lm_head: {untie_command(checkpoint.path)}"
+        )
     if problems:
         raise CheckpointError(
             f"{checkpoint.path}: {problems[0]}; expected every weight of the decoder, as config.json describes it. "
@@ -147,7 +164,25 @@ def diagnose_trunk(
             f"{key}: found {tensors[key].dtype}, expected a floating-point dtype"
             for key in _whole_numbers(tensors, model)
         )
-    return TrunkDiagnosis(missing, misshapen, dtype_errors)
+    return TrunkDiagnosis(missing, misshapen, dtype_errors, _untied(checkpoint, layout))
+
+
+def untie_command(path: Path) -> str:
+    """Return the command that makes a config say that the lm_head is a matrix of its own."""
+    flag = '"tie_word_embeddings": '
+    return shlex.join(["sed", "-i", f"s/{flag}*true/{flag}false/", str(path / CONFIG_FILE)])
+
+
+def _untied(checkpoint: Checkpoint, layout: HeadLayout) -> str | None:
+    config, key = checkpoint.config, layout.lm_head_key
+    tied = config.get("tie_word_embeddings", checkpoint.text_config.get("tie_word_embeddings"))
+    if not tied or key not in checkpoint.tensors:
+        return None
+    alike = checkpoint.tensors[key].shape == checkpoint.tensors[layout.embed_key].shape and all(
+        torch.equal(mine.float(), theirs.float())
+        for mine, theirs in zip(*(checkpoint.read_in_blocks(one) for one in (key, layout.embed_key)), strict=True)
+    )
+    return None if alike else key
 
 
 def _whole_numbers(tensors: Mapping[str, TensorInfo], model: Any) -> list[str]:

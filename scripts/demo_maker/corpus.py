@@ -8,7 +8,6 @@ trunk and head have not seen the prompts that a recipe holds out.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,21 +55,8 @@ class SourceFile:
 def source_files() -> list[SourceFile]:
     """Return the files of the standard library without tests and data tables, in a fixed order."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    return _read(root, root)
-
-
-def package_files(name: str) -> list[SourceFile]:
-    """Return the files of an installed package without its tests, in a fixed order."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise SystemExit(f"{name}: not installed; expected it, to read its source. Install it.")
-    root = Path(spec.origin).parent
-    return _read(root, root.parent)
-
-
-def _read(directory: Path, root: Path) -> list[SourceFile]:
     found = []
-    for path in sorted(directory.rglob("*.py")):
+    for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if SKIPPED_PARTS.intersection(parts) or parts[0].startswith(("config-", "_sysconfigdata")):
             continue

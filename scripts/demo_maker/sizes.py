@@ -1,4 +1,4 @@
-"""Model sizes and training settings: the demo of the package, and a smaller and a larger one outside of the package."""
+"""Model sizes and training settings: the demo of the package, and a smaller one outside of the package."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ class Size:
     finetune: TrainSettings
     finetune_rows: int
     finetune_epochs: int
-    packages: tuple[str, ...] = ()
-    """Installed packages whose source the base is trained on, besides the standard library."""
 
 
 # Eight layers, against one in the head, so that speculative decoding can save wall-clock time.
@@ -62,26 +60,4 @@ SMALL = replace(
     base=TrainSettings(lr=8e-3, warmup_steps=60),
     finetune=TrainSettings(lr=4e-3, warmup_steps=30, weight_decay=0.0),
 )
-# Not trained yet: learning rates and lengths are extrapolated from the demo's.
-LARGE = Size(
-    shape={
-        "vocab_size": 16384,
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-    },
-    base=TrainSettings(lr=1.5e-3, warmup_steps=100),
-    base_tokens=16_000_000,
-    base_row_tokens=512,
-    base_rows=32,
-    finetune=TrainSettings(lr=5e-4, warmup_steps=30, weight_decay=0.0),
-    finetune_rows=48,
-    finetune_epochs=2,
-    packages=("torch", "transformers", "accelerate", "peft", "matplotlib"),
-)
-SIZES = {"small": SMALL, "demo": DEMO, "large": LARGE}
+SIZES = {"small": SMALL, "demo": DEMO}

@@ -18,7 +18,6 @@ from demo_maker.corpus import (
     SourceFile,
     by_module,
     digest,
-    package_files,
     pick_prompt_modules,
     source_files,
     twins_of,
@@ -65,8 +64,8 @@ class Texts:
         return {"chat": self.chat, "prompts": self.prompts}
 
 
-def gather_texts(packages: Sequence[str] = ()) -> Texts:
-    """Read the standard library and split it by module; the source of installed packages is added to the code.
+def gather_texts() -> Texts:
+    """Read the standard library and split it by module.
 
     Prompts whose docstring occurs in the fine-tune's chats are dropped, since a split by module does not prevent equal
     content (overridden methods share docstrings).
@@ -80,8 +79,7 @@ def gather_texts(packages: Sequence[str] = ()) -> Texts:
     chat = [one for name, rows in described.items() if name not in kept_out for one in rows]
     seen = {one.doc for one in chat if one.doc is not None}
     return Texts(
-        code=[file for name in CODE_MODULES for file in groups[name]]
-        + [file for name in packages for file in package_files(name)],
+        code=[file for name in CODE_MODULES for file in groups[name]],
         chat=chat,
         prompts=[one for name in prompt_modules for one in described[name] if one.doc not in seen],
         unseen_code=[file for name in prompt_modules for file in groups[name]],

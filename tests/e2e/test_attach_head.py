@@ -162,29 +162,6 @@ def test_transformers_builds_no_head_where_it_is_said_not_to(tmp_path: Path) -> 
         model.generate(torch.arange(5)[None], use_mtp=True, max_new_tokens=4)
 
 
-@pytest.mark.parametrize("family_name", ["llama"])
-def test_there_is_nothing_to_graft(family_name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from mtp_train.cli.main import main
-
-    trunk = str(write_headless(tmp_path / "in", family_name))
-    assert main(["graft", trunk, "--from", trunk, "--out", str(tmp_path / "out")]) == 2
-    said = capfd.readouterr().err
-    assert "holds no head tensors" in said
-    assert f"Attach one: mtp-train init finetune.yaml --trunk {trunk} && accelerate launch" in said
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("family_name", ["llama", "cohere", "gpt_oss"])
-def test_who_would_not_serve_a_head_is_said_before_there_is_one(
-    family_name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    tiny_trunk(family_name).causal_lm.save_pretrained(tmp_path / "model")
-    serves = inspected(capfd, tmp_path / "model")["serves"]
-    for engine, support in ATTACHED[family_name].serving.items():
-        expected = f"no: {support.text}" if support.supported is False else "no: holds no head tensors"
-        assert serves[engine].startswith(expected)
-
-
 def test_the_how_to_runs_as_it_is_written(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

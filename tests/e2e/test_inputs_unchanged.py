@@ -13,7 +13,7 @@ import yaml
 
 from adapters import write_adapter
 from checkpoints import all_tensors, same
-from left_over import LAYOUTS, OLD_SHARDS, head_of, into_hub_cache
+from left_over import LAYOUTS, head_of, into_hub_cache
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from runs import LEARNS, TINY_RESCUE, shorten_probes, tiny_mapping, write_inputs
@@ -130,24 +130,3 @@ def test_no_command_that_decodes_or_trains_changes_a_file_of_its_inputs(
     for written in ("run/export", "exported"):
         tensors, trunk = all_tensors(tmp_path / written), all_tensors(finetune)
         assert same({key: tensors[key] for key in trunk}, trunk)
-
-
-def place_through_links(file: Path, target: Path) -> None:
-    """Link a file, or copy it where that fails: as an export did before, also over a link that is there."""
-    try:
-        os.link(file, target)
-    except OSError:
-        shutil.copyfile(file, target)
-
-
-def test_the_hashes_catch_an_export_that_writes_through_links(saved: Path, tmp_path: Path) -> None:
-    """Control: shards under names that linked files of the source have."""
-    out = tmp_path / "out"
-    out.mkdir()
-    inputs = laid_out(saved, tmp_path / "in", "old_shards")
-    before, finetune = hashes(inputs), inputs / "finetune"
-    for file in sorted(finetune.glob("*.safetensors")):
-        place_through_links(file, out / (OLD_SHARDS[0] if file.name == SINGLE_FILE else file.name))
-    (out / OLD_SHARDS[1]).write_bytes(b"the head")
-    after = hashes(inputs)
-    assert {name for name in before if after[name] != before[name]} == {f"finetune/{name}" for name in OLD_SHARDS}

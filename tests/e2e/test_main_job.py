@@ -95,14 +95,6 @@ def test_a_run_ends_with_its_report_and_the_commands_that_serve_it(
     assert sum(str(export) in line for line in served) >= 2
 
 
-def test_a_refused_run_ends_with_its_report_too(refused: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    capfd.readouterr()
-    assert main(["run", str(refused)]) == 3
-    printed = capfd.readouterr()
-    assert printed.out.splitlines()[-1] == f"report: {(refused.parent / 'run' / 'report.html').as_uri()}"
-    assert printed.err.startswith("mtp-train: ")
-
-
 @pytest.mark.parametrize("shuffled", [True, False])
 def test_the_gate_refuses_a_head_that_got_worse(
     shuffled: bool, pristine: Path, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from mtp_train import KeepHead, demo_path, train_head_beside
+from mtp_train import KeepHead, demo_path
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from preserving import trainer_arguments
@@ -99,7 +99,7 @@ def test_the_study_that_the_how_to_names_takes_the_fine_tune() -> None:
 
 
 @with_trl
-@pytest.mark.parametrize("kind", ["full", "lora", "beside"])
+@pytest.mark.parametrize("kind", ["full", "lora"])
 def test_with_one_line_trl_keeps_the_head(kind: str, tmp_path: Path, capfd: Capture) -> None:
     import trl
     from peft import LoraConfig
@@ -109,10 +109,8 @@ def test_with_one_line_trl_keeps_the_head(kind: str, tmp_path: Path, capfd: Capt
         args=trl.SFTConfig(**trainer_arguments(tmp_path / "out", max_length=64, bf16=False, learning_rate=1e-5)),
         train_dataset=Dataset.from_list([{"text": text} for text in code()]),
         peft_config=LoraConfig(target_modules=["q_proj", "up_proj"]) if kind == "lora" else None,
-        callbacks=[] if kind == "beside" else [KeepHead()],
+        callbacks=[KeepHead()],
     )
-    if kind == "beside":
-        train_head_beside(trainer)
     trainer.train()
     saved = tmp_path / "out" / "checkpoint-2"
     if kind == "lora":
@@ -120,5 +118,5 @@ def test_with_one_line_trl_keeps_the_head(kind: str, tmp_path: Path, capfd: Capt
         trainer.model.merge_and_unload().save_pretrained(saved)
         trainer.processing_class.save_pretrained(saved)
     found = document(["inspect", saved, "--base", "demo:base"], capfd)
-    assert (found["status"], found["stale"]) == ("healthy", kind != "beside")
+    assert (found["status"], found["stale"]) == ("healthy", True)
     assert tau(saved, capfd) > 2

@@ -13,7 +13,8 @@ import mtp_train as mtp
 from adapters import write_adapter
 from checkpoints import set_count
 from mtp_train.cli.main import main
-from runs import overrides_of, write_inputs
+from mtp_train.runs import probe
+from runs import overrides_of, shorten_probes, write_inputs
 
 # The built-in prompts are long for a tokenizer of bytes; all else is as small as it can be.
 TINY = overrides_of(
@@ -73,21 +74,29 @@ def test_a_head_that_a_tool_dropped_with_its_declaration_is_found_by_the_base(tm
     assert cure(headless).startswith("mtp-train init ")
 
 
-def test_a_lost_head_is_grafted_and_then_retrained_as_printed(tmp_path: Path) -> None:
+def test_a_lost_head_is_grafted_measured_and_retrained_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shorten_probes(monkeypatch)
+    # The random head of the base is no fault, and what a probe finds here is chance.
+    monkeypatch.setattr(probe, "is_at_fault", lambda own: False)
+    monkeypatch.setattr(probe, "judge", lambda found: ("retrain", "as the test says"))
     inputs = write_inputs(tmp_path / "in puts")
     grafting = cure(inputs / "finetune", inputs / "base")
     assert paste(grafting) == [0]
-    grafted = Path(shlex.split(grafting)[-1])
-    retraining = cure(grafted, inputs / "base")
+    probing = cure(Path(shlex.split(grafting)[-1]), inputs / "base")
+    capsys.readouterr()
+    assert paste(probing) == [0]
+    retraining = capsys.readouterr().out.splitlines()[-1]
     assert paste(retraining) == [0]
     assert mtp.inspect(Path(shlex.split(retraining)[-1]) / "export", inputs / "base").status == "healthy"
 
 
-def test_the_retraining_after_a_merge_is_printed_as_it_runs(tmp_path: Path) -> None:
+def test_the_probe_after_a_merge_is_printed_as_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_probes(monkeypatch)
     base = write_inputs(tmp_path / "inputs") / "base"
     write_adapter(base, tmp_path / "lora", target_modules=["q_proj"])
     assert paste(mtp.merge(base, tmp_path / "lora", "merged").cure) == [0]
-    assert mtp.inspect("merged-rescued/export", base).status == "healthy"
 
 
 def test_an_undeclared_head_is_declared_as_printed(tmp_path: Path) -> None:

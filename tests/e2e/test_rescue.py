@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from adapters import write_adapter
-from checkpoints import all_tensors, set_fields
+from checkpoints import all_tensors
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import rescue as rescue_module
@@ -79,21 +79,6 @@ def test_an_adapter_is_merged(inputs: Path, tmp_path: Path, capfd: Capture) -> N
     changed = {key for key, value in base.items() if not torch.equal(export[key], value)}
     assert changed
     assert all("q_proj" in key for key in changed)
-
-
-@pytest.mark.slow
-def test_added_tokens_do_not_stand_in_the_way(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
-    grown = write_inputs(tmp_path / "grown") / "finetune"
-    file = grown / "model.safetensors"
-    tensors = load_file(file)
-    sizes = {len(tensors[key]) for key in tensors if "embed_tokens" in key or "lm_head" in key}
-    (size,) = sizes
-    for key in [key for key in tensors if "embed_tokens" in key or "lm_head" in key]:
-        tensors[key] = torch.cat([tensors[key], tensors[key][:5]])
-    save_file(tensors, file, metadata={"format": "pt"})
-    set_fields(grown, {"vocab_size": size + 5})
-    rescued = document(command(inputs, tmp_path / "out", grown, **GETS_NO_BETTER), capfd)
-    assert status(capfd, rescued["out"]) == "healthy"
 
 
 def probed(monkeypatch: pytest.MonkeyPatch, verdict: Any) -> list[Path]:

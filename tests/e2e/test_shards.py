@@ -18,9 +18,20 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_attach_head import ATTACH, write_headless
 
 import sharded_families
-from launching import COMMAND_LINE, DEADLINE_SECONDS, ROOT, environment, head, metrics, outcome, start
+from launching import (
+    COMMAND_LINE,
+    DEADLINE_SECONDS,
+    ROOT,
+    assert_same_lines,
+    environment,
+    head,
+    metrics,
+    outcome,
+    start,
+)
 from mtp_train.errors import GateRefusedError
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.train.launch import make_accelerator
@@ -109,12 +120,11 @@ def test_the_same_recipe_gives_the_same_run_killed_or_not(
         run_dir.parent.mkdir()
     done = run_on(setup, inputs, unbroken)
     assert outcome(unbroken)["stage"] == "done", done.stderr
-    lines, expected = metrics(unbroken), metrics(one_process)
+    lines = metrics(unbroken)
     facts = {(line["world_size"], line["distributed_type"], line["wrapper"]) for line in lines}
     assert facts == {(2, setup.distributed_type, setup.wrapper)}
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    for field in ("loss", "loss_depth_1", "loss_depth_2", "grad_norm", "lr", "tokens"):
-        assert [line[field] for line in lines] == pytest.approx([line[field] for line in expected], abs=1e-4), field
+    assert_same_lines(unbroken, one_process, "loss", "loss_depth_1", "loss_depth_2", "grad_norm", "lr", "tokens")
     torch.testing.assert_close(head(unbroken), head(one_process), atol=1e-4, rtol=1e-4)
     # Whole, and of no number of processes: another set-up could go on from it.
     torch.testing.assert_close(state(unbroken, STEPS), state(one_process, STEPS), atol=1e-4, rtol=1e-4)
@@ -129,6 +139,32 @@ def test_the_same_recipe_gives_the_same_run_killed_or_not(
     assert [line["loss"] for line in metrics(killed)] == [line["loss"] for line in lines]
     found, kept = head(killed), head(unbroken)
     assert all(torch.equal(found[key], kept[key]) for key in kept)
+
+
+# Heads whose training differs: adapters on the head, and states between the layers of a trunk that never had a head.
+OTHER_HEADS = {
+    "lora": {**SHORT, "head__lora": {"r": 8, "alpha": 16}},
+    "eagle3": {**ATTACH, **SHORT, "head__kind": "eagle3", "head__init": "random", "export__enabled": False},
+}
+
+
+@cases(DDP, FSDP2, ZERO3)
+@pytest.mark.parametrize("kind", OTHER_HEADS)
+def test_other_heads_learn_in_two_processes_what_they_learn_in_one(
+    kind: str, setup: Setup, inputs: Path, tmp_path: Path
+) -> None:
+    if kind == "eagle3":
+        inputs = write_headless(tmp_path / "in", "qwen3", num_layers=8).parent
+    one, two = tmp_path / "one" / "run", tmp_path / "two" / "run"
+    two.parent.mkdir()
+    with contextlib.suppress(GateRefusedError):
+        run_quietly(tiny_recipe(inputs, one, **OTHER_HEADS[kind]))
+    done = run_on(setup, inputs, two, OTHER_HEADS[kind])
+    assert outcome(two)["stage"] == "done", done.stderr
+    assert {(line["world_size"], line["wrapper"]) for line in metrics(two)} == {(2, setup.wrapper)}
+    assert_same_lines(two, one, "loss", "grad_norm")
+    for found, kept in ((head(two), head(one)), (state(two, STEPS), state(one, STEPS))):
+        torch.testing.assert_close(found, kept, atol=2e-3, rtol=0)
 
 
 @cases(FSDP2, ZERO3)
@@ -158,10 +194,8 @@ def test_states_kept_by_processes_that_share_the_trunk_give_the_same_run(
     assert before.items() < after.items()
     # The last turn is one process's alone.
     assert len(after) % 2
-    lines, expected = metrics(run_dir), metrics(one_process)
-    assert {line["wrapper"] for line in lines} == {setup.wrapper}
-    for field in ("loss", "loss_depth_1", "loss_depth_2", "grad_norm"):
-        assert [line[field] for line in lines] == pytest.approx([line[field] for line in expected], abs=1e-4), field
+    assert {line["wrapper"] for line in metrics(run_dir)} == {setup.wrapper}
+    assert_same_lines(run_dir, one_process, "loss", "loss_depth_1", "loss_depth_2", "grad_norm")
     torch.testing.assert_close(head(run_dir), head(one_process), atol=1e-4, rtol=1e-4)
 
 

@@ -162,11 +162,3 @@ def test_wrong_input_ends_in_2_and_leaves_nothing(
     assert main([str(one) for one in argv]) == 2
     assert says in capfd.readouterr().err
     assert not out.exists() or not list(out.iterdir())
-
-
-def test_a_stripped_fine_tune_is_sent_for_a_head(
-    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    argv = ["evaluate", inputs / "finetune", *suite(inputs), "--out", tmp_path / "out"]
-    assert main([str(one) for one in argv]) == 2
-    assert "head" in capfd.readouterr().err

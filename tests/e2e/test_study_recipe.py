@@ -16,10 +16,9 @@ from mtp_train.errors import DataError, OutputExistsError
 from mtp_train.evaluation.results import Report, load_report
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.sections import StudySection
+from mtp_train.runs import study as stages
 from mtp_train.runs.inputs import gather_inputs
-from mtp_train.runs.study import study_run as stages
-from mtp_train.runs.study.material import gather_study
-from mtp_train.runs.study.protocol import CLAIM
+from mtp_train.runs.study import CLAIM, gather_study
 from runs import copy_run, run_quietly, tiny_recipe, write_inputs, write_recipe
 
 STUDY: dict[str, Any] = {
@@ -173,16 +172,6 @@ def test_two_processes_measure_the_arms_as_one_does(inputs: Path, unbroken: Path
     ]
     assert len(shares) == 2
     assert abs(shares[0] - shares[1]) <= 1
-
-
-@pytest.mark.slow
-def test_two_processes_make_the_study_of_one(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **at_home(inputs))
-    done = launch("cpu_ddp.yaml", recipe, tmp_path / "run", ACCELERATE_USE_CPU="true")
-    assert done.returncode == 0, done.stderr
-    ours, theirs = (load_report(path / "report.json") for path in (tmp_path / "run", unbroken))
-    assert list(ours.arms) == list(theirs.arms)
-    assert [one.statement for one in ours.findings] == [one.statement for one in theirs.findings]
 
 
 @pytest.mark.slow

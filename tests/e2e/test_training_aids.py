@@ -1,9 +1,10 @@
-"""Hidden states on disk and choosing by acceptance, through a whole run."""
+"""Hidden states on disk, choosing by acceptance, and LoRA on the head, through a whole run."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mtp_train.checkpoints.files import open_checkpoint
+from mtp_train.cli.main import main
 from mtp_train.errors import GateRefusedError, OutOfMemoryError
+from mtp_train.evaluation.results import load_report
+from mtp_train.heads.lora import is_lora
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.train.log import read_metrics
-from runs import LEARNS, run_quietly, write_inputs, write_recipe
+from runs import LEARNS, copy_run, run_quietly, write_inputs, write_recipe
 
 RUN: dict[str, Any] = {**LEARNS, "train__max_steps": 12, "train__save_steps": 6, "train__log_steps": 3}
 
@@ -30,7 +35,7 @@ def head_of(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def run(inputs: Path, directory: Path, **overrides: Any) -> Path:
-    recipe = write_recipe(directory / "recipe.yaml", inputs, directory / "run", **RUN, **overrides)
+    recipe = write_recipe(directory / "recipe.yaml", inputs, directory / "run", **(RUN | overrides))
     run_quietly(load_recipe(recipe))
     return directory / "run"
 
@@ -56,15 +61,41 @@ def test_states_on_disk_give_the_same_head_and_serve_other_runs(inputs: Path, tm
     assert read_metrics(other)[-1]["step"] == 12
 
 
-def test_heads_are_measured_on_the_way_and_decoded(inputs: Path, tmp_path: Path) -> None:
-    run_dir = run(inputs, tmp_path, train__select={"every_steps": 4, "share": 0.3, "prompts": 2})
-    lines = [line for line in read_metrics(run_dir) if "held_out_tau" in line]
-    assert [line["step"] for line in lines] == [4, 8, 12]
-    assert all(line["decoded_tau"] >= 1.0 for line in lines)
-    best = max(lines, key=lambda line: line["held_out_tau"])
-    state = json.loads(max((run_dir / "state").glob("step-*/state.json")).read_text())
-    assert state["best"]["score"] == best["held_out_tau"]
-    assert lines[-1]["held_out_tau"] > lines[0]["held_out_tau"] - 0.5
+def test_a_training_without_a_gain_returns_the_head_that_it_was_given(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a learning rate that destroys a trained head; a killed run ends the same, without measuring again."""
+    for name in ("good", "worse"):
+        (tmp_path / name).mkdir()
+    good = run(inputs, tmp_path / "good", train__select={"every_steps": 4, "share": 0.3})
+    lines = [line for line in read_metrics(good) if "held_out_tau" in line]
+    assert [line["step"] for line in lines] == [0, 4, 8, 12]
+    best = max(lines, key=lambda line: line["held_out_tau_sampled"])
+    state = json.loads(max((good / "state").glob("step-*/state.json")).read_text())
+    assert state["best"]["score"] == best["held_out_tau_sampled"]
+    assert state["best"]["start"] == lines[0]["held_out_tau_sampled"] < best["held_out_tau_sampled"]
+
+    spoils = {"model__head_from": str(good), "train__lr": 1.0, "train__select": {"patience": 2, "share": 0.3}}
+    with pytest.raises(GateRefusedError, match="training gave no gain: in 2 measurements") as refused:
+        run(inputs, tmp_path / "worse", **spoils)
+    worse = tmp_path / "worse" / "run"
+    # Stopped at the second of twelve steps: measures are two steps apart.
+    assert read_metrics(worse)[-1]["step"] == 4
+    assert json.loads((worse / "outcome.json").read_text())["exit_code"] == 3
+    before, after = head_of(good), head_of(worse)
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    report = load_report(worse / "report.json")
+    assert report.arms["retrained"].tau == report.arms["graft"].tau
+    monkeypatch.chdir(tmp_path)
+    command = str(refused.value).rpartition("not shown to be worse: ")[2]
+    assert main(shlex.split(command)[1:]) == 0
+    grafted = open_checkpoint(Path(shlex.split(command)[-1]))
+    assert all(torch.equal(grafted.read(name), value) for name, value in before.items())
+
+    killed = copy_run(worse, tmp_path / "killed")
+    monkeypatch.setattr("mtp_train.runs.pipeline.evaluate_run", None)
+    with pytest.raises(GateRefusedError, match="training gave no gain"):
+        run_quietly(load_recipe(killed / "recipe.yaml"))
 
 
 def test_a_run_out_of_memory_says_what_to_change_and_goes_on_once_it_is(
@@ -85,3 +116,15 @@ def test_a_run_out_of_memory_says_what_to_change_and_goes_on_once_it_is(
     with contextlib.suppress(GateRefusedError):
         run_quietly(load_recipe(recipe, ["data.regenerate.enabled=false"]))
     assert json.loads((tmp_path / "run" / "outcome.json").read_text())["stage"] == "done"
+
+
+@pytest.mark.slow
+def test_a_head_that_learns_by_lora_is_exported_like_any_other(inputs: Path, tmp_path: Path) -> None:
+    run_dir = run(inputs, tmp_path, **{**LEARNS, "head__lora": {"r": 8, "alpha": 16}})
+    base, exported = open_checkpoint(inputs / "base"), open_checkpoint(run_dir / "export")
+    assert exported.tensors.keys() == base.tensors.keys()
+    trained = head_of(run_dir)
+    # LoRA adapts matrices and leaves norms.
+    assert all(torch.equal(value, base.read(key)) == (value.ndim == 1) for key, value in trained.items())
+    state = max((run_dir / "state").glob("step-*"))
+    assert all(map(is_lora, load_file(state / "head.safetensors")))

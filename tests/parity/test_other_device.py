@@ -20,7 +20,7 @@ TELLING = ("full", "recurrent")
 ANSWERED = {"data__regenerate": {"enabled": True, "max_new_tokens": 8}}
 # Not bf16: the simulated device has no casts of autocast for the head's products.
 SETTINGS: tuple[dict[str, Any], ...] = (
-    {"train__select": {"every_steps": 1, "share": 0.3, "prompts": 2}},
+    {"train__select": {"every_steps": 1, "share": 0.3}},
     {"train__hidden_cache": {"max_gib": 0.01}},
     {"head__lora": {"r": 4, "alpha": 8}},
     {"head__draft_vocab": 40, "objective__vocab": "draft", "objective__loss": "tv"},

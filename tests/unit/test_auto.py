@@ -11,7 +11,6 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from checkpoints import base_and_finetune
 from mtp_train.data.tokenize import Document
-from mtp_train.errors import RecipeError
 from mtp_train.runs import resolve
 from mtp_train.runs.resolve import (
     EPOCHS,
@@ -186,10 +185,10 @@ def test_a_resumed_run_keeps_what_it_recorded(inputs: Path, tmp_path: Path) -> N
     assert elsewhere.train == before.train
 
 
-def test_a_study_sets_its_numbers_itself(inputs: Path, tmp_path: Path) -> None:
-    recipe = tiny_recipe(inputs, tmp_path / "run").replaced({"study": object()})
-    with pytest.raises(RecipeError, match=r"train\.lr: 'auto' with study; expected a number"):
-        automatic_values(recipe, ["train.lr"], 1, HERE)
+def test_a_step_is_of_whole_micro_batches(inputs: Path, tmp_path: Path) -> None:
+    asked = {"train.tokens_per_step": "auto", "train.micro_batch_sequences": 3, "data.seq_len_tokens": 1024}
+    found = recipe_of(mapping(inputs, tmp_path / "run"), asked).train
+    assert found.tokens_per_step % (3 * 1024) == 0
 
 
 def test_lengths_are_counted_in_tokens(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+import mtp_train
+
 SMALL = ("--new-tokens", "3", "--repeats", "1", "--train-tokens", "16", "--seq-len", "16")
 
 
@@ -41,6 +43,15 @@ def test_the_parts_for_a_gpu_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert [one["same"] == one["texts"] == 6 for one in found["rounds"].values()] == [True] * 4
     assert [one["graphs"] for one in found["decode"].values()] == [0, 0]
     assert found["train"]["seconds"] > 0
+
+
+def test_a_config_alone_gives_random_weights_of_its_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    config = Path(mtp_train.__file__).parent / "demo_assets" / "base" / "config.json"
+    gpu = importlib.import_module("gpu")
+    assert gpu.main(["--device", "cpu", "--parts", "decode,train", "--config", str(config), *SMALL]) == 0
+    found = last_line(capsys)["parts"]
+    assert found["decode"]["depth 3"]["tau"] == 1
+    assert found["train"]["loss"] > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch detects a GPU")

@@ -1,10 +1,20 @@
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
-from mtp_train.data.records import Chat, PlainText, PromptResponse, Record, content_group, parse_messages, parse_text
+from mtp_train.data.records import (
+    Chat,
+    PlainText,
+    PromptResponse,
+    Record,
+    content_group,
+    parse_content,
+    parse_messages,
+    parse_text,
+)
 from mtp_train.errors import DataError
 
 USER = {"role": "user", "content": "hi"}
@@ -14,6 +24,38 @@ ASSISTANT = {"role": "assistant", "content": "hello"}
 def test_sharegpt_turns_become_roles_and_content() -> None:
     chat = parse_messages([{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "x")
     assert chat.messages == (USER, ASSISTANT)
+
+
+@pytest.mark.parametrize("keys", [("from", "value"), ("role", "content")])
+def test_sharegpt_calls_and_observations_become_tool_calls(keys: tuple[str, str]) -> None:
+    calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": '{"a": 2}'}, {"name": "h"}]
+    turns = [*(("function_call", json.dumps(one)) for one in (calls[0], calls)), ("observation", "18C")]
+    first, both, seen = parse_messages([dict(zip(keys, turn, strict=True)) for turn in turns], "x").messages
+    served = [
+        {"type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, arguments in (("f", {"a": 1}), ("g", {"a": 2}), ("h", {}))
+    ]
+    assert first == {"role": "assistant", "content": "", "tool_calls": served[:1]}
+    assert both == {"role": "assistant", "content": "", "tool_calls": served}
+    assert seen == {"role": "tool", "content": "18C"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tools": "lookup"}, "f: tools are 'lookup'; expected a list of objects, or its JSON text."),
+        ({"tools": ["lookup"]}, "f: tools are ['lookup']; expected a list of objects"),
+        ({"chat_template_kwargs": "fast"}, "f: chat_template_kwargs are 'fast'; expected an object."),
+        ({"system": 3}, "f: system is 3; expected text."),
+        ({"system": "a", "messages": [{"role": "system", "content": "b"}, USER]}, "f: a system column beside a system"),
+        ({"messages": [{"from": "function_call", "value": "f(1)"}]}, "f, message 1: function_call is 'f(1)'; expected"),
+        ({"messages": [{"from": "function_call", "value": "[" * 1000}]}, "f, message 1: function_call is '[[["),
+        ({"tools": [{"name": "\ud83d"}]}, "f: tools or chat_template_kwargs has half of a surrogate pair"),
+    ],
+)
+def test_what_belongs_to_a_chat_is_checked(values: dict[str, object], message: str) -> None:
+    with pytest.raises(DataError, match=re.escape(message)):
+        parse_content({"messages": [USER], **values}, "f")
 
 
 def test_nulls_that_arrow_fills_in_are_dropped_at_every_level() -> None:

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import datasets
 import pytest
 
 from mtp_train.data.records import Chat, PlainText, PromptResponse
-from mtp_train.data.sources import load_records
+from mtp_train.data.sources import load_records, local_files
 from mtp_train.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("own_datasets_cache")
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
 
 
 def write_lines(path: Path, rows: list[Any]) -> str:
@@ -30,12 +35,74 @@ def write_lines(path: Path, rows: list[Any]) -> str:
         ({"conversations": CHAT}, Chat(tuple(CHAT))),
         ({"prompt": "a", "response": "b", "score": 1}, PromptResponse("a", "b")),
         ({"prompt": "a", "completion": "b"}, PromptResponse("a", "b")),
+        ({"prompt": "a", "chosen": "b"}, PromptResponse("a")),
+        ({"messages": CHAT, "prompt": "hi"}, Chat(tuple(CHAT))),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, Chat(tuple(CHAT))),
+        ({"prompt": CHAT[:1]}, Chat(tuple(CHAT[:1]))),
+        ({"instruction": "hi", "input": "", "output": "hello"}, Chat(tuple(CHAT))),
+        ({"instruction": "hi", "input": "you", "output": "b"}, Chat((user("hi\nyou"), {**CHAT[1], "content": "b"}))),
+        ({"conversations": CHAT, "system": "Be brief."}, Chat(({"role": "system", "content": "Be brief."}, *CHAT))),
         ({"text": "a"}, PlainText("a")),
     ],
 )
 def test_the_format_is_found_from_the_columns(tmp_path: Path, row: dict[str, Any], content: object) -> None:
     records = load_records(write_lines(tmp_path / "a.jsonl", [row]))
     assert [record.content for record in records] == [content]
+
+
+@pytest.mark.parametrize(
+    ("columns", "content"),
+    [
+        ({"prompt": "question", "response": "answer"}, PromptResponse("hi", "hello")),
+        ({"prompt": "question"}, PromptResponse("hi")),
+        ({"instruction": "question", "output": "answer"}, Chat(tuple(CHAT))),
+        ({"instruction": "question"}, Chat(tuple(CHAT[:1]))),
+        ({"instruction": "question", "system": "hint"}, Chat(({"role": "system", "content": "short"}, CHAT[0]))),
+        ({"text": "answer"}, PlainText("hello")),
+        # One of our names, under which the source has something else.
+        ({"messages": "text"}, Chat(tuple(CHAT))),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_columns_of_other_names_are_named(
+    tmp_path: Path, suffix: str, columns: dict[str, str], content: object
+) -> None:
+    row = {"question": "hi", "answer": "hello", "hint": "short", "text": CHAT}
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".jsonl":
+        write_lines(path, [row])
+    else:
+        datasets.Dataset.from_list([row]).to_parquet(path)
+    (record,) = load_records(str(path), columns=columns)
+    assert record.content == content
+    read = {*columns.values()}
+    assert set(record.unread) == set(row) - read
+    with pytest.raises(DataError, match=r"columns.prompt is 'x', the columns are 'question', .*; expected one of them"):
+        load_records(str(path), columns={"prompt": "x"})
+    with pytest.raises(DataError, match=r"columns.promt: unknown; expected messages, prompt, response, "):
+        load_records(str(path), columns={"promt": "question"})
+
+
+def test_a_dataset_saved_to_disk_is_read(tmp_path: Path) -> None:
+    whole = datasets.Dataset.from_dict({"text": list("abcd")})
+    whole.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=whole, test=whole.select([2])).save_to_disk(tmp_path / "both")
+    before = sorted(tmp_path.rglob("*"))
+
+    def found(directory: str, **options: Any) -> str:
+        records = load_records(str(tmp_path / directory), **options)
+        return "".join(record.content.text for record in records if isinstance(record.content, PlainText))
+
+    assert found("one") == found("both") == "abcd"
+    assert found("one", max_records=2, streaming=True) == "ab"
+    assert found("both", split="test") == "c"
+    assert found("both", split="train[1:3]+test") == "bcc"
+    with pytest.raises(DataError, match=r"one: cannot be read \(Unknown split"):
+        found("one", split="test")
+    assert sorted(tmp_path.rglob("*")) == before
+    files = local_files(str(tmp_path / "one"), "one")
+    assert files is not None
+    assert {file.suffix for file in files} == {".json", ".arrow"}
 
 
 def test_every_kind_of_local_file_is_read(tmp_path: Path) -> None:
@@ -78,19 +145,20 @@ def test_directories_and_globs_are_one_source_in_the_order_of_the_names(tmp_path
         assert [record.id for record in records] == [f"{path}#{number}" for number in (1, 2, 3)]
 
 
-def test_other_columns_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_columns_are_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "a.parquet")
     datasets.Dataset.from_list([{"text": "a", "picture": "b", "module": "m"}]).to_parquet(path)
-    read: list[list[str]] = []
-    select = datasets.Dataset.select_columns
+    decoded: list[str] = []
+    iterate = datasets.Dataset.__iter__
 
-    def noted(table: datasets.Dataset, names: list[str]) -> datasets.Dataset:
-        read.append(names)
-        return select(table, names)
+    def noted(table: datasets.Dataset) -> Iterator[Any]:
+        decoded.extend(table.column_names)
+        return iterate(table)
 
-    monkeypatch.setattr(datasets.Dataset, "select_columns", noted)
-    assert len(load_records(path, group_field="module")) == 1
-    assert read == [["text", "module"]]
+    monkeypatch.setattr(datasets.Dataset, "__iter__", noted)
+    (record,) = load_records(path, group_field="module")
+    assert decoded == ["text", "module"]
+    assert record.unread == ("module", "picture")
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -316,8 +384,10 @@ def test_a_dataset_out_of_reach_is_refused() -> None:
 
 
 def test_unknown_columns_are_listed(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [{"instruction": "a", "output": "b"}])
-    with pytest.raises(DataError, match=r"columns are 'instruction', 'output'; expected `messages`.*or `text`"):
+    path = write_lines(tmp_path / "a.jsonl", [{"question": "a", "answer": "b"}])
+    with pytest.raises(
+        DataError, match=r"columns are 'question', 'answer'; expected `messages`.*`text`. .*`columns`, as"
+    ):
         load_records(path)
 
 
@@ -325,8 +395,8 @@ def test_malformed_records_are_named_by_number(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": [{"role": "user"}]}])
     with pytest.raises(DataError, match=r"a\.jsonl, record 2, message 1: content is missing"):
         load_records(path)
-    path = write_lines(tmp_path / "b.jsonl", [{"prompt": "a", "response": "b"}, {"prompt": "a"}])
-    with pytest.raises(DataError, match=r"b\.jsonl, record 2: response is missing; expected text"):
+    path = write_lines(tmp_path / "b.jsonl", [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": 3}])
+    with pytest.raises(DataError, match=r"b\.jsonl, record 2: response is 3; expected text"):
         load_records(path)
 
 

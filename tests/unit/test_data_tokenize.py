@@ -22,7 +22,6 @@ from mtp_train.data.tokenize import (
     build_prompts,
     choose_evenly,
     choose_prompts,
-    continuation_prompts,
     frequent_tokens,
     tokenize_records,
 )
@@ -65,7 +64,7 @@ def test_only_what_the_assistant_says_is_a_target(template: str) -> None:
 def test_turns_whose_thinking_is_dropped_later_are_learnt_where_they_were_said(template: str) -> None:
     tokenizer = byte_tokenizer(template)
     content = chat("hi", "<think>hm</think>yes", "more", "<think>so</think>no", "bye")
-    documents, counts = tokenize_records(records(content), tokenizer, 512)
+    documents, _ = tokenize_records(records(content), tokenizer, 512)
     assert [(document.id, targets(document, tokenizer)) for document in documents] == [
         ("f#1/0", "<think>hm</think>yes<|im_end|>"),
         ("f#1/1", "<think>so</think>no<|im_end|>"),
@@ -74,7 +73,6 @@ def test_turns_whose_thinking_is_dropped_later_are_learnt_where_they_were_said(t
     asked = tokenizer.apply_chat_template(list(content.messages[:3]), tokenize=False, add_generation_prompt=True)
     assert text(documents[1], tokenizer).startswith(asked + "<think>so</think>no")
     assert "hm" not in asked
-    assert (counts.parted, counts.documents, counts.records) == (1, 2, 1)
     assert {document.group for document in documents} == {"g1"}
 
 
@@ -173,7 +171,7 @@ def test_an_end_of_text_that_the_data_writes_out_is_kept_and_not_doubled() -> No
 def test_long_texts_are_split_and_long_responses_truncated() -> None:
     tokenizer = byte_tokenizer()
     contents: list[Content] = [PlainText("abcdefgh"), PromptResponse("ab", "cdefgh"), PlainText("xyz")]
-    documents, counts = tokenize_records(records(*contents), tokenizer, 5)
+    documents, notes = tokenize_records(records(*contents), tokenizer, 5)
     assert [(document.id, text(document, tokenizer)) for document in documents] == [
         ("f#1/0", "abcde"),
         ("f#1/1", "fgh<|im_end|>"),
@@ -181,24 +179,34 @@ def test_long_texts_are_split_and_long_responses_truncated() -> None:
         ("f#3", "xyz<|im_end|>"),
     ]
     assert documents[0].group == documents[1].group == "g1"
-    assert (counts.split, counts.truncated, counts.dropped) == (1, 1, 0)
-    assert (counts.records, counts.documents, counts.tokens) == (3, 4, 5 + 4 + 5 + 4)
-    assert counts.target_tokens == 3 + 2 + 3 + 2
+    assert notes == ["1 of 3 records are cut after 5 tokens"]
 
 
 def test_pieces_and_records_without_a_target_are_left_out() -> None:
     tokenizer = byte_tokenizer()
-    contents: list[Content] = [PlainText("abcd"), PromptResponse("abcdef", "g"), PlainText("a"), chat("hi")]
-    documents, counts = tokenize_records(records(*contents), tokenizer, 4)
+    contents: list[Content] = [PlainText("abcd"), PromptResponse("abcdef", "g"), PlainText("a")]
+    documents, notes = tokenize_records(records(*contents), tokenizer, 4)
     assert [document.id for document in documents] == ["f#1/0"]
-    assert counts.dropped == 3
+    assert notes == [
+        "1 of 3 records are cut after 4 tokens",
+        "2 of 3 records are left out, as nothing is left to learn from the third token on",
+    ]
+
+
+@pytest.mark.parametrize("bare", [chat("hi"), PromptResponse("ab")])
+def test_prompts_without_a_response_are_refused_where_responses_are_learnt(bare: Content) -> None:
+    with pytest.raises(
+        DataError, match=r"f, record 2: a prompt without a response, as are 2 of 3 records; .*data.regenerate=\{\}"
+    ):
+        tokenize_records(records(PlainText("abcd"), bare, bare), byte_tokenizer(), 64)
+    assert len(build_prompts(records(bare, bare), byte_tokenizer())) == 2
 
 
 def test_nothing_left_is_refused_with_counts() -> None:
     contents: list[Content] = [PromptResponse("abcdef", "g"), PlainText("a")]
     with pytest.raises(
         DataError,
-        match=r"no token left after masking \(2 records, 1 truncated at 4 tokens, 2 dropped\); expected.*data.seq_len",
+        match=r"no token left after masking \(1 of 2 records are cut .*; 2 of 2 .*\); expected.*data.seq_len",
     ):
         tokenize_records(records(*contents), byte_tokenizer(), 4)
 
@@ -270,7 +278,6 @@ def test_a_pair_gives_its_raw_prompt() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (PlainText("abc"), r"f, record 1: plain text has no prompt; expected chats .*Switch data.regenerate off"),
         (Chat((ASSISTANT,)), "f, record 1: the only assistant turn comes first; expected a message before it"),
         (PromptResponse("", "cd"), "f, record 1: the prompt is empty; expected at least one token"),
     ],
@@ -284,12 +291,10 @@ def test_a_text_is_continued_from_its_half_but_not_from_afar() -> None:
     texts = ["abcde", "a", "", "x" * 1000]
     records = [Record(f"f#{number}", "g", PlainText(text)) for number, text in enumerate(texts, start=1)]
     tokenizer = byte_tokenizer(None)
-    prompts = continuation_prompts(records, tokenizer)
+    prompts = build_prompts(records, tokenizer)
     assert [prompt.id for prompt in prompts] == ["f#1", "f#4"]
     assert tokenizer.decode(list(prompts[0].prompt_ids)) == "ab"
     assert len(prompts[1].prompt_ids) == MAX_CONTINUATION_TOKENS
-    with pytest.raises(DataError, match="f, record 1: a chat or a pair; expected plain text to continue"):
-        continuation_prompts([Record("f#1", "g", PromptResponse("a", "b"))], tokenizer)
 
 
 def test_a_choice_of_prompts_grows_without_changing() -> None:

@@ -1,4 +1,4 @@
-"""The maker of the demo: one code path makes the pair that ships and larger ones, here a smaller one."""
+"""The maker of the demo: one code path makes the pair that ships and pairs of other sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from demo_maker.corpus import SourceFile, package_files
+from demo_maker.corpus import SourceFile
 from demo_maker.install import code_lines, prompt_lines
 from demo_maker.records import described_functions
 from demo_maker.sizes import DEMO, SIZES, Size
@@ -66,11 +66,3 @@ def test_texts_of_a_pair_are_sources_of_a_recipe(texts: Texts) -> None:
     assert len(prompts) == 240
     assert {line["group"] for line in prompts + code} == {"adder"}
     assert [message["role"] for message in prompts[0]["messages"]] == ["user", "assistant"]
-
-
-def test_a_package_is_read_without_its_tests() -> None:
-    files = package_files("accelerate")
-    assert {file.top for file in files} == {"accelerate"}
-    assert "accelerate.accelerator" in {file.module for file in files}
-    with pytest.raises(SystemExit, match="no_such_package: not installed"):
-        package_files("no_such_package")

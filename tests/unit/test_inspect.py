@@ -50,7 +50,7 @@ def test_what_save_pretrained_leaves_is_declared_but_missing_and_the_cure_works(
     cured = inspect(Path(command[-1]), base)
     assert (cured.status, cured.stale) == ("healthy", True)
     assert cured.cure is not None
-    assert cured.cure == f"mtp-train rescue {command[-1]} --from {base} --out {command[-1]}-rescued"
+    assert cured.cure == f"mtp-train probe {command[-1]} --from {base}"
 
 
 def test_tensors_without_a_count_are_undeclared(tmp_path: Path) -> None:

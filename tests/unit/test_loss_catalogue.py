@@ -18,7 +18,7 @@ from mtp_train.losses.catalogue import Loss, RowLoss, find_loss, loss_names, reg
 from mtp_train.losses.rows import softened
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.settings import plan_of
-from mtp_train.runs.study.material import for_objective
+from mtp_train.runs.study import for_objective
 from mtp_train.runs.training import head_training
 from mtp_train.train.loop import optimise
 from runs import tiny_recipe

@@ -259,7 +259,7 @@ def test_shards_without_a_change_are_links(tmp_path: Path, capfd: Capture) -> No
     assert not any((tmp_path / "copy" / file.name).samefile(file) for file in base.iterdir())
 
 
-def test_the_head_is_kept_and_said_to_be_stale(tmp_path: Path, capfd: Capture) -> None:
+def test_the_head_is_kept_and_a_probe_proposed(tmp_path: Path, capfd: Capture) -> None:
     base = with_head(tmp_path)
     (base / CARD_FILE).write_text("# Mine\n")
     write_adapter(base, tmp_path / "lora", target_modules=LINEAR)
@@ -270,11 +270,11 @@ def test_the_head_is_kept_and_said_to_be_stale(tmp_path: Path, capfd: Capture) -
     assert "with the adapter `lora` merged into them" in card
     assert "It was not trained for these weights" in card
     printed = capfd.readouterr().out
-    assert "bit for bit, and stale now that the trunk changed" in printed
-    retrain = f"mtp-train rescue {tmp_path / 'out'} --from {base} --out {tmp_path / 'out'}-rescued"
-    assert retrain in printed
+    assert "bit for bit, and was not trained for the merged trunk" in printed
+    probing = f"mtp-train probe {tmp_path / 'out'} --from {base}"
+    assert probing in printed
     found = document(["inspect", tmp_path / "out", "--base", base], capfd)
-    assert (found["status"], found["stale"], found["cure"]) == ("healthy", True, retrain)
+    assert (found["status"], found["stale"], found["cure"]) == ("healthy", True, probing)
 
 
 def test_a_stripped_checkpoint_is_merged_and_told_to_graft(tmp_path: Path, capfd: Capture) -> None:

@@ -167,7 +167,6 @@ def test_transformers_reads_the_list_the_same_way(tmp_path: Path) -> None:
         ("fp8", "modules_to_not_convert", "mtp"),
         ("awq", "modules_to_not_convert", "mtp"),
         ("compressed-tensors", "ignore", "re:.*mtp.*"),
-        ("compressed-tensors", "ignore", "mtp"),
         ("modelopt", "exclude_modules", "mtp*"),
         ("modelopt", "ignore", "mtp.layers.0*"),
     ],

@@ -11,10 +11,18 @@ import torch
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from mtp_inference.sampling import filters
-from mtp_inference.sampling.distributions import Sampling, SamplingRows, draw
-from mtp_inference.sampling.filters import GROWTH, LISTED, keep_top, keep_top_by_sort
-from mtp_inference.sampling.scan import first_over, in_blocks
+from mtp_inference.sampling import distributions
+from mtp_inference.sampling.distributions import (
+    GROWTH,
+    LISTED,
+    Sampling,
+    SamplingRows,
+    draw,
+    first_over,
+    in_blocks,
+    keep_top,
+    keep_top_by_sort,
+)
 from recorded_graph import Recorder
 
 SETTINGS = [
@@ -83,15 +91,15 @@ def test_a_sort_keeps_what_transformers_keeps(kind: str) -> None:
 
 @pytest.mark.parametrize("fault", ["one more", "one less", "the last"])
 def test_an_edge_that_drops_other_tokens_is_found_out(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = filters._keep_from
+    stock = distributions._keep_from
 
-    def faulty(edge: filters.Edge, scores_BTV: Tensor) -> Tensor:
+    def faulty(edge: distributions.Edge, scores_BTV: Tensor) -> Tensor:
         if fault == "the last":
             return stock(edge, scores_BTV.flip(-1)).flip(-1)
         change = 1.0 if fault == "one more" else -1.0
         return stock(edge._replace(dropped_BT1=edge.dropped_BT1 + change), scores_BTV)
 
-    monkeypatch.setattr(filters, "_keep_from", faulty)
+    monkeypatch.setattr(distributions, "_keep_from", faulty)
     logits_BTV = logits_of("tied", 1500)
     assert not torch.equal(kept(keep_top, logits_BTV, SETTINGS), kept(keep_top_by_sort, logits_BTV, SETTINGS))
 
@@ -129,13 +137,13 @@ def test_a_row_keeps_the_same_tokens_alone_and_in_a_window_of_one() -> None:
 
 def test_lists_grow_for_the_rows_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     vocab, widths = 20 * LISTED, []
-    stock = filters._list_of
+    stock = distributions._list_of
 
     def watched(scores_RV: Tensor, width: int) -> tuple[Tensor, Tensor]:
         widths.append((len(scores_RV), width))
         return stock(scores_RV, width)
 
-    monkeypatch.setattr(filters, "_list_of", watched)
+    monkeypatch.setattr(distributions, "_list_of", watched)
     logits_BTV = torch.randn(4, 1, vocab) * torch.tensor([8.0, 0.3, 2.5, 8.0])[:, None, None]
     settings = [Sampling(temperature=1.0, top_p=0.95)] * 3 + [Sampling(temperature=1.0)]
     assert torch.equal(kept(keep_top, logits_BTV, settings), kept(keep_top_by_sort, logits_BTV, settings))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from mtp_train.data.pack import global_batches, pack_documents
 from mtp_train.data.tokenize import Document
-from mtp_train.errors import StoppedError, TrainingError
+from mtp_train.errors import DataError, StoppedError, TrainingError
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.settings import plan_of, train_options
@@ -69,12 +70,17 @@ class Scripted(Selection):
     scores: list[float]
 
     def measure(self, *arguments: Any) -> dict[str, Any]:
-        assert super().measure(*arguments)["held_out_tau"] >= 1.0
-        return {"held_out_tau": self.scores.pop(0)}
+        found = super().measure(*arguments)
+        assert found["held_out_tau"] >= 1.0
+        return {**found, "held_out_tau_sampled": self.scores.pop(0)}
 
 
 def run_training(
-    directory: Path, used: Recipe, scores: list[float] | None = None, stop_after: int | None = None
+    directory: Path,
+    used: Recipe,
+    scores: list[float] | None = None,
+    stop_after: int | None = None,
+    lr_for: Callable[[float], float] | None = None,
 ) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
     """Train; return the weights that were chosen, and those after every step."""
 
@@ -91,7 +97,7 @@ def run_training(
     assert spec is not None
     kept = pack_documents(documents(3, first=20), SEQ_LEN, pack=True, seed=0, epoch=0)
     selection = (Selection if scores is None else Scripted)(
-        spec.every_steps, spec.patience, kept, None, directory / "state", None
+        spec.every_steps, spec.patience, kept, None, directory / "state"
     )
     if isinstance(selection, Scripted):
         selection.scores = list(scores or [])
@@ -107,6 +113,7 @@ def run_training(
         state_dir=directory / "state",
         make_log=lambda step: RunLog(directory, step),
         on_step=on_step,
+        lr_for=lr_for,
     )
     return weights, after
 
@@ -116,16 +123,48 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def test_the_best_head_is_returned_and_not_the_last(tmp_path: Path) -> None:
-    weights, after = run_training(tmp_path, recipe({"every_steps": 3}), [1.5, 2.0, 1.9, 2.0])
+    weights, after = run_training(tmp_path, recipe({"every_steps": 3}), [1.4, 1.5, 2.0, 1.9, 2.0])
     assert equal(weights, after[6])
     assert not equal(weights, after[12])
     assert [path.name for path in (tmp_path / "state").glob("best-*")] == ["best-00000006"]
-    assert load_best(tmp_path / "state", 12) == Best(6, 2.0, 2)
+    assert load_best(tmp_path / "state", 12) == Best(6, 2.0, 2, 1.4)
+
+
+@pytest.mark.parametrize("stop_after", [None, 3, 7])
+def test_training_returns_the_head_that_it_was_given_if_none_is_better(stop_after: int | None, tmp_path: Path) -> None:
+    scores = {0: 2.0, 3: 1.5, 6: 2.0, 9: 1.9, 12: 1.7}
+    used = recipe({"every_steps": 3})
+    if stop_after is not None:
+        with pytest.raises(KeyboardInterrupt):
+            run_training(tmp_path, used, list(scores.values()), stop_after=stop_after)
+    resumed = 0 if stop_after is None else stop_after - stop_after % 4
+    weights, after = run_training(tmp_path, used, [score for step, score in scores.items() if step >= (resumed or 0)])
+    assert equal(weights, tiny_head(tiny_trunk("qwen3_5")).state_dict())
+    assert not equal(weights, after[12])
+    assert load_best(tmp_path / "state", 12) == Best(0, 2.0, 4, 2.0)
+
+
+def test_the_learning_rate_follows_from_the_head_before_the_first_step(tmp_path: Path) -> None:
+    asked = []
+
+    def lr_for(overlap: float) -> float:
+        asked.append(overlap)
+        return 5e-3
+
+    used = recipe({"every_steps": 4})
+    with pytest.raises(KeyboardInterrupt):
+        run_training(tmp_path, used, stop_after=6, lr_for=lr_for)
+    found = {line["step"]: line for line in read_metrics(tmp_path)}
+    assert asked == [found[0]["held_out_overlap_depth_1"]]
+    assert {line["lr"] for step, line in found.items() if "lr" in line} == {5e-3}
+    # A resumed training has the recorded rate, and does not ask again.
+    run_training(tmp_path, used.replaced({"train.lr": 5e-3}), lr_for=lr_for)
+    assert len(asked) == 1
 
 
 def test_training_stops_once_nothing_got_better_for_long_enough(tmp_path: Path) -> None:
     used = recipe({"every_steps": 2, "patience": 2})
-    weights, after = run_training(tmp_path, used, [1.2, 1.6, 1.5, 1.55])
+    weights, after = run_training(tmp_path, used, [1.1, 1.2, 1.6, 1.5, 1.55])
     assert max(after) == 8
     assert equal(weights, after[4])
     again, nothing = run_training(tmp_path, used, [])
@@ -133,15 +172,15 @@ def test_training_stops_once_nothing_got_better_for_long_enough(tmp_path: Path) 
     assert equal(again, weights)
 
 
-@pytest.mark.parametrize("killed_after", [1, 5, 6, 9, 11])
+@pytest.mark.parametrize("killed_after", [0, 1, 5, 6, 9, 11])
 def test_a_killed_run_chooses_what_an_unbroken_one_would(killed_after: int, tmp_path: Path) -> None:
-    scores = {3: 1.5, 6: 2.0, 9: 1.9, 12: 1.7}
+    scores = {0: 1.4, 3: 1.5, 6: 2.0, 9: 1.9, 12: 1.7}
     used = recipe({"every_steps": 3})
     expected, _ = run_training(tmp_path / "whole", used, list(scores.values()))
     with pytest.raises(KeyboardInterrupt):
         run_training(tmp_path / "killed", used, list(scores.values()), stop_after=killed_after)
     resumed = killed_after - killed_after % 4
-    rest = [score for step, score in scores.items() if step > resumed]
+    rest = [score for step, score in scores.items() if step > resumed or not resumed]
     found, _ = run_training(tmp_path / "killed", used, rest)
     assert equal(found, expected)
 
@@ -149,13 +188,12 @@ def test_a_killed_run_chooses_what_an_unbroken_one_would(killed_after: int, tmp_
 def test_what_is_measured_is_logged_by_depth(tmp_path: Path) -> None:
     run_training(tmp_path, recipe({"every_steps": 6}))
     lines = [line for line in read_metrics(tmp_path) if "held_out_tau" in line]
-    assert [line["step"] for line in lines] == [6, 12]
+    assert [line["step"] for line in lines] == [0, 6, 12]
     for line in lines:
         assert 1.0 <= line["held_out_tau"] <= 1 + NUM_DEPTHS
         assert 1.0 < line["held_out_tau_sampled"] < 1 + NUM_DEPTHS
         assert line["held_out_entropy"] > 0
         assert all(0 < line[f"held_out_overlap_depth_{depth}"] < 1 for depth in (1, 2))
-    assert "decoded_tau" not in lines[0]
 
 
 def test_measuring_changes_nothing_that_is_trained(tmp_path: Path) -> None:
@@ -169,9 +207,16 @@ def test_text_to_choose_by_is_kept_from_training_by_its_groups() -> None:
     training, measured = part_documents(recipe({"every_steps": 3, "share": 0.3}), text)
     assert sorted(training + measured) == list(range(60))
     assert not {text[index].group for index in training} & {text[index].group for index in measured}
-    assert 3 <= len(measured) < 40
+    assert len(measured) == 18
+    # No more than it needs: 3 texts of 4 tokens in a group.
+    _, fewer = part_documents(recipe({"share": 0.3, "tokens": 20}), text)
+    assert len(fewer) == 6
+    assert set(fewer) <= set(measured)
     everything, nothing = part_documents(recipe(None), text)
     assert (everything, nothing) == (list(range(60)), [])
+    assert len(part_documents(recipe({}), text[:2])[1]) == 1
+    with pytest.raises(DataError, match=r"1 training texts in one group \(g0\)"):
+        part_documents(recipe({}), text[:1])
 
 
 def test_documents_keep_their_names_among_all() -> None:
@@ -236,9 +281,9 @@ def test_a_text_without_targets_cannot_choose(tmp_path: Path) -> None:
     trunk = tiny_trunk("qwen3_5")
     module = HeadTraining(trunk, tiny_head(trunk), num_depths=2, kind="kl", temperature=1.0)
     kept = pack_documents(text, SEQ_LEN, pack=True, seed=0, epoch=0)
-    selection = Selection(1, None, kept, None, tmp_path, None)
+    selection = Selection(1, None, kept, None, tmp_path)
     with pytest.raises(TrainingError, match=r"train\.select\.share"):
-        selection.measure(module, module.head, 2, Accelerator(cpu=True))
+        selection.measure(module, 2, Accelerator(cpu=True))
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -249,7 +294,7 @@ def test_a_measure_is_the_same_however_many_processes_share_it(world: int, tmp_p
     sequences = pack_documents(documents(5), SEQ_LEN, pack=True, seed=0, epoch=0)
 
     def sums_of(world: int) -> list[Tensor]:
-        selection = Selection(1, None, sequences, None, tmp_path, None)
+        selection = Selection(1, None, sequences, None, tmp_path)
         found = []
         for rank in range(world):
             accelerator: Any = SimpleNamespace(num_processes=world, process_index=rank, device=torch.device("cpu"))

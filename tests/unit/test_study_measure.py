@@ -21,7 +21,7 @@ from mtp_inference.opening import OWN
 from mtp_inference.sampling.distributions import TOKEN, SamplingRows, probabilities, uniform
 from mtp_train.errors import OutputExistsError
 from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
-from mtp_train.evaluation.decoding import DecodingOptions, LaneRecords, TrunkArms, decode_prompts
+from mtp_train.evaluation.decoding import DecodingOptions, LaneRecords, Stopwatch, TrunkArms, decode_prompts
 from mtp_train.evaluation.dense import dense_rows, replayed
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
 from mtp_train.evaluation.prompt_records import Setting, TaskPrompt
@@ -164,15 +164,14 @@ def test_times_are_the_best_of_several_passes_and_are_stored(
         options=DecodingOptions(max_new_tokens=20, eos_ids=(), seed=0, store=Store(tmp_path, {})),
     )
     lanes = arms.lanes([Setting(0.0, None, 2, "greedy")])
-    stock, taken = SpeculativeDecoder.decode, list[tuple[int, float]]()
+    stock, taken = Stopwatch._decode, list[tuple[int, list[float]]]()
 
-    def noted(self: SpeculativeDecoder, requests: Any) -> Any:
-        found = stock(self, requests)
-        if len(requests) == 1:
-            taken.append((len(found[0].token_ids), found[0].seconds_decode))
-        return found
+    def noted(self: Stopwatch, *given: Any) -> Any:
+        record, seconds = stock(self, *given)
+        taken.append((len(record.token_ids), list(seconds)))
+        return record, seconds
 
-    monkeypatch.setattr(SpeculativeDecoder, "decode", noted)
+    monkeypatch.setattr(Stopwatch, "_decode", noted)
     first = measure_trunk(arms, {None: prompts()}, lanes, Progress(disable=True))
     # A warm-up of each lane, then three prompts in three lanes, three times: the beginnings, but for a lookup.
     assert [tokens for tokens, _ in taken[:3]] == [16, 16, 20]
@@ -181,9 +180,12 @@ def test_times_are_the_best_of_several_passes_and_are_stored(
     # The second pass takes the lanes in reverse.
     assert [tokens for tokens, _ in passes[1][:3]] == [20, 16, 16]
     lookup = first[2].timed[lanes[1][1]]
-    assert [one.seconds_decode for one in lookup] == [
-        min(passes[number][3 * prompt + (0 if number % 2 else 2)][1] for number in range(3)) for prompt in range(3)
-    ]
+    for prompt, record in enumerate(lookup):
+        # Every pass decodes the same rounds, and each keeps its best time.
+        times = [passes[number][3 * prompt + (0 if number % 2 else 2)][1] for number in range(3)]
+        prefill, *rounds = map(min, zip(*times, strict=True))
+        assert (record.seconds_prefill, record.seconds_decode) == (prefill, sum(rounds))
+        assert len(rounds) == len(record.accepted)
     again = measure_trunk(arms, {None: prompts()}, lanes, Progress(disable=True))
     assert (len(taken), [one.timed for one in again]) == (30, [one.timed for one in first])
 

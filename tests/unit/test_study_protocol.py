@@ -14,7 +14,7 @@ from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.results import ALL_TASKS, ArmComparison, Cell, Report
 from mtp_train.evaluation.statistics import MeasuredArm
 from mtp_train.recipe.sections import StudySection
-from mtp_train.runs.study.protocol import (
+from mtp_train.runs.study import (
     CLAIM,
     GRAFT,
     HOME,

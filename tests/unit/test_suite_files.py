@@ -49,7 +49,7 @@ def test_human_eval_is_completed_and_gsm8k_answered(tmp_path: Path) -> None:
     code = "def one():\n    "
     (tmp_path / "h.jsonl.gz").write_bytes(gzip.compress(json.dumps({"task_id": "H/0", "prompt": code}).encode()))
     (one,) = load_suite(f"humaneval:{tmp_path / 'h.jsonl.gz'}").records
-    assert (one.task, one.record.content) == ("humaneval", PromptResponse(code, ""))
+    assert (one.task, one.record.content) == ("humaneval", PromptResponse(code))
     (prompt,) = suite_prompts(Suite("h", (one,)), byte_tokenizer())
     assert byte_tokenizer().decode(list(prompt.prompt_ids)) == code
     file = write(tmp_path / "test.jsonl", {"question": "How many?", "answer": "#### 3"})
@@ -70,7 +70,7 @@ def test_a_file_of_ones_own_holds_chats_prompts_or_texts_and_names_tasks(tmp_pat
         ("mine", "mine#3"),
     ]
     contents = [one.record.content for one in suite.records]
-    assert contents == [Chat((user("Hi."),)), PromptResponse("raw ", ""), PlainText("a text")]
+    assert contents == [Chat((user("Hi."),)), PromptResponse("raw "), PlainText("a text")]
     prompts = suite_prompts(suite, byte_tokenizer(), tasks=["mine", "7"])
     assert [byte_tokenizer().decode(list(prompt.prompt_ids)) for prompt in prompts] == ["a t", "raw "]
 
@@ -124,7 +124,7 @@ PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECD
         ("speed-bench:", {**TURNS, "turns": [PLACEHOLDER]}, "record 2: a placeholder instead .*licence.*prepare.py"),
         ("humaneval:", {"task_id": "H/1"}, "record 2: no 'prompt', the fields are 'task_id'; expected `task_id`"),
         ("gsm8k:", {"answer": "3"}, "record 2: no 'question', the fields are 'answer'; expected `question`"),
-        ("", {"instruction": "x"}, "record 2: no 'prompt', the fields are 'instruction'; expected `messages`"),
+        ("", {"question": "x"}, "record 2: no 'prompt', the fields are 'question'; expected `messages`"),
         ("", {"text": "x", "task": "all"}, "record 2: the task 'all'; expected another name"),
         ("", {"messages": []}, "record 2: messages are .*; expected a list of at least one"),
     ],

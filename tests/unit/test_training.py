@@ -94,7 +94,7 @@ def one_step(
     optimizer.optimizer.register_step_pre_hook(keep_gradient)
     wrapped.train()
     given = micro_batches(sequences, used, plan, accelerator)
-    (sums_K, count_K), norm = optimise(wrapped, optimizer, accelerator, used.train.max_grad_norm, given)
+    (sums_K, count_K, _), norm = optimise(wrapped, optimizer, accelerator, used.train.max_grad_norm, given)
     targets = zip(*(count_targets(one, NUM_DEPTHS) for one in sequences), strict=True)
     assert count_K.tolist() == [sum(column) for column in targets]
     squares = sum(float(value.double().square().sum()) for value in gradient.values())
@@ -271,6 +271,10 @@ def test_the_logged_loss_is_a_mean_over_the_targets_that_on_policy_counts(tmp_pa
     assert logged[True]["loss_depth_1"] == pytest.approx(logged[False]["loss_depth_1"], rel=1e-5)
     found = logged[True]["loss_depth_2"]
     assert found is None or found > 0.5 * logged[False]["loss_depth_2"] > 0
+    # The loss is the one that is minimised: rows that are left out count as 0.
+    first, *_ = depth_weights(NUM_DEPTHS, used.objective.depth_decay)
+    assert logged[True]["loss"] == pytest.approx(first * logged[True]["loss_depth_1"], rel=0.1)
+    assert logged[True]["loss"] < 0.7 * logged[False]["loss"]
 
 
 def test_the_recipes_numbers_reach_the_optimiser(tmp_path: Path) -> None:
@@ -348,7 +352,7 @@ def test_a_run_killed_between_log_lines_logs_the_lines_of_an_unbroken_one(tmp_pa
             run_training(tmp_path / "killed", used, stop_after=stop_after)
         if forgets:
             meta = max((tmp_path / "killed" / "state").glob("step-*/state.json"))
-            fields = {**json.loads(meta.read_text()), "window": None}
+            fields = {**json.loads(meta.read_text()), "sums": None}
             meta.write_text(json.dumps({**fields, "digest": state._digest(fields)}))
     run_training(tmp_path / "killed", used)
     unbroken, killed = (read_metrics(tmp_path / name) for name in ("unbroken", "killed"))

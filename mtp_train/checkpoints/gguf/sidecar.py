@@ -21,14 +21,15 @@ from mtp_train.checkpoints.gguf.record import NUM_MODULES, GgufHead, Value
 from mtp_train.checkpoints.gguf.tensors import GgufTensor
 from mtp_train.errors import CheckpointError
 
-GgufKind = Literal["f32", "f16", "q8_0"]
-_WANTED = {"f32": Stored.F32, "f16": Stored.F16, "q8_0": Stored.Q8_0}
+GgufKind = Literal["f32", "f16", "bf16", "q8_0"]
+_WANTED = {"f32": Stored.F32, "f16": Stored.F16, "bf16": Stored.BF16, "q8_0": Stored.Q8_0}
 _FILE_TYPES = {
     "f32": gguf.LlamaFileType.ALL_F32,
     "f16": gguf.LlamaFileType.MOSTLY_F16,
+    "bf16": gguf.LlamaFileType.MOSTLY_BF16,
     "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
 }
-_CONTAINERS = {Stored.F32: "float32", Stored.F16: "float16", Stored.Q8_0: "uint8"}
+_CONTAINERS = {Stored.F32: "float32", Stored.F16: "float16", Stored.BF16: "uint8", Stored.Q8_0: "uint8"}
 _Q8_BLOCK = 32
 _MAX_ELEMENTS = 1 << 24
 # llama.cpp reads routers, the indexer's weights and the mixers of streams in fp32, like norms and vectors.
@@ -60,10 +61,7 @@ def write_gguf(
     """
     writer = gguf.GGUFWriter(path, record.arch)
     for tensor in tensors:
-        stored = stored_type(tensor, kind)
-        dtype = np.dtype(_CONTAINERS[stored])
-        shape = gguf.quant_shape_to_byte_shape(tensor.shape, stored) if stored is Stored.Q8_0 else tensor.shape
-        writer.add_tensor_info(tensor.name, shape, dtype, math.prod(shape) * dtype.itemsize, raw_dtype=stored)
+        add_info(writer, tensor, kind)
     _add_description(writer, trunk)
     _add_fields(writer, record, tensors, config)
     writer.add_file_type(_FILE_TYPES[kind])
@@ -73,12 +71,20 @@ def write_gguf(
         _write(writer, progress.track(tensors, description=f"writing {path.name}"), kind)
 
 
+def add_info(writer: gguf.GGUFWriter, tensor: GgufTensor, kind: GgufKind) -> None:
+    """Declare a tensor to a writer."""
+    stored = stored_type(tensor, kind)
+    dtype = np.dtype(_CONTAINERS[stored])
+    shape = gguf.quant_shape_to_byte_shape(tensor.shape, stored) if dtype == np.uint8 else tensor.shape
+    writer.add_tensor_info(tensor.name, shape, dtype, math.prod(shape) * dtype.itemsize, raw_dtype=stored)
+
+
 def stored_type(tensor: GgufTensor, kind: GgufKind) -> Stored:
     """Return a tensor's storage type: fp32 for vectors, norms and routers, f16 if rows do not fill Q8_0 blocks."""
     vector_or_router = len(tensor.shape) < 2 or tensor.name.endswith(_FULL_PRECISION)
     if kind == "f32" or vector_or_router or not tensor.name.endswith(".weight"):
         return Stored.F32
-    return Stored.F16 if tensor.shape[-1] % _Q8_BLOCK else _WANTED[kind]
+    return Stored.F16 if kind == "q8_0" and tensor.shape[-1] % _Q8_BLOCK else _WANTED[kind]
 
 
 def _add_description(writer: gguf.GGUFWriter, trunk: Path) -> None:
@@ -126,21 +132,31 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
 
 
 def _write(writer: gguf.GGUFWriter, tensors: Iterable[GgufTensor], kind: GgufKind) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
+    begin_tensors(writer)
     # GGUFWriter writes whole tensors only, and an embedding has gigabytes. Write blocks into its open file instead.
     for handle in writer.fout or ():
-        writer.write_padding(handle, handle.tell())
         for tensor in tensors:
-            num_bytes = sum(handle.write(data.data) for data in _encoded(tensor, stored_type(tensor, kind)))
-            writer.write_padding(handle, num_bytes)
+            writer.write_padding(handle, sum(handle.write(data.data) for data in encoded(tensor, kind)))
         handle.flush()
         os.fsync(handle.fileno())
 
 
-def _encoded(tensor: GgufTensor, stored: Stored) -> Iterator[np.ndarray[Any, Any]]:
-    rows = 0
+def begin_tensors(writer: gguf.GGUFWriter) -> None:
+    """Write everything that precedes the values of the tensors."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for handle in writer.fout or ():
+        writer.write_padding(handle, handle.tell())
+
+
+def encoded(tensor: GgufTensor, kind: GgufKind) -> Iterator[np.ndarray[Any, Any]]:
+    """Yield a tensor's stored values, a block of rows at a time.
+
+    Raises:
+        CheckpointError: A value is not finite or beyond f16, or the tensor has other rows than it declares.
+    """
+    rows, stored = 0, stored_type(tensor, kind)
     for block in tensor.blocks():
         rows += block.shape[0]
         # Quantising needs several times the memory of a block in fp32.

@@ -40,8 +40,19 @@ def gguf_tensors(
     Raises:
         CheckpointError: The record has no name for a tensor of the head.
     """
-    found = [*_of_trunk(trunk, layout), *_of_head(trunk, layout, head, record, config)]
-    return [_with_offset(tensor, record.norm_offset) for tensor in found] + _generated(record, config)
+    of_trunk = [_with_offset(tensor, record.norm_offset) for tensor in _of_trunk(trunk, layout)]
+    return [*of_trunk, *head_tensors(trunk, layout, head, record, config), *_generated(record, config)]
+
+
+def head_tensors(
+    trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: Mapping[str, Any]
+) -> list[GgufTensor]:
+    """Return the head's tensors alone.
+
+    Raises:
+        CheckpointError: The record has no name for a tensor of the head.
+    """
+    return [_with_offset(one, record.norm_offset) for one in _of_head(trunk, layout, head, record, config)]
 
 
 def trunk_names(layout: HeadLayout) -> Mapping[str, str]:

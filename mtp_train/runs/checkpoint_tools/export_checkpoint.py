@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from rich.progress import Progress
 
 from mtp_train.checkpoints.artifact import Artifact, HeadPlan, load_artifact
-from mtp_train.checkpoints.contents import left_out, unnamed_files, with_unnamed_head
+from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.draft_checkpoint import DraftForm
 from mtp_train.checkpoints.export import LinkMode, write_checkpoint, write_head_only
-from mtp_train.checkpoints.files import Checkpoint, open_checkpoint, read_json
+from mtp_train.checkpoints.files import Checkpoint, is_gguf, open_checkpoint, read_json
 from mtp_train.checkpoints.gguf.architectures import gguf_head_for
 from mtp_train.checkpoints.gguf.sidecar import GgufKind, write_gguf
 from mtp_train.checkpoints.gguf.tensors import gguf_tensors
@@ -34,14 +34,15 @@ from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import new_directory, refuse_existing, removed_on_failure
 from mtp_train.errors import CheckpointError, GateRefusedError, MtpError
 from mtp_train.evaluation.results import REPORT_FILE, load_report
-from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
+from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of, with_head_beside
 from mtp_train.recipe.loading import load_recipe
+from mtp_train.runs.checkpoint_tools.gguf_files import export_gguf_head
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
 from mtp_train.runs.display import quiet_progress
 from mtp_train.runs.export import write_card, write_export
 from mtp_train.runs.run_directory import ADAPTER, PROVENANCE_FILE, TRUNK, claimed_by_run
 from mtp_train.trunk.tokenizer import load_tokenizer
-from mtp_train.trunk.whole import require_whole_trunk
+from mtp_train.trunk.whole import first_of, require_whole_trunk
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,10 @@ def export(
     at most one of them.
 
     Args:
-        source: A run directory, or a checkpoint with a complete head, whether its config declares the head or not.
+        source: A run directory, a checkpoint with a complete head, declared or not, or a GGUF file with ``head_only``.
         out: The new directory.
         head_only: Write an MTP head alone, as a directory that vLLM loads as a draft model.
-        gguf: Write the head alone as a GGUF file for llama.cpp: ``"f32"``, ``"f16"`` or ``"q8_0"``.
+        gguf: Write the head alone as a GGUF file for llama.cpp: ``"f32"``, ``"f16"``, ``"bf16"`` or ``"q8_0"``.
         speculators: Write an EAGLE-3 head in the format of the speculators package.
         copy: Copy the trunk's unchanged files; False hard-links them where the file system allows.
         progress: A started rich progress bar; None shows nothing.
@@ -107,19 +108,19 @@ def export(
     Raises:
         MtpError: Several forms are given, or ``copy`` with ``gguf``.
         OutputExistsError: ``out`` exists.
-        CheckpointError: There is no head to export, the run has not been measured, the form does not hold this kind of
-            head, or a weight of the trunk is missing or not finite.
+        CheckpointError: No head that this form holds, an unmeasured run, or a weight that is missing or not finite.
         ChangedInputError: The run's trunk changed since the head was trained on it.
         GateRefusedError: The run's head is not better than its baseline.
         UnsupportedModelError: llama.cpp has no graph for this head.
 
     Example:
-        >>> import mtp_train as mtp
-        >>> print(mtp.export("runs/my-27b", "my-27b-head", gguf="q8_0"))
+        >>> print(mtp_train.export("runs/my-27b", "my-27b-head", gguf="q8_0"))
         Wrote my-27b-head/mtp-my-27b.gguf. Serve it: llama-server ...
     """
     source, out, progress = Path(source), Path(out), progress or quiet_progress()
     _require_one_form(head_only=head_only, gguf=gguf is not None, speculators=speculators, copy=copy)
+    if is_gguf(source):
+        return _take_head_out(source, out, head_only, progress)
     refuse_existing(out, what="the checkpoint" if gguf is None else "the GGUF file")
     found = _head_to_export(source, progress)
     _require_sound(source, found, progress, alone=head_only or gguf is not None)
@@ -138,6 +139,12 @@ def export(
     form: DraftForm = "speculators" if speculators else "engines"
     notes = _write_with_trunk(source, found, out, form, "copy" if copy else "hard", progress)
     return ExportResult(out, trunk.path, notes=notes)
+
+
+def _take_head_out(source: Path, out: Path, head_only: bool, progress: Progress) -> ExportResult:
+    if not head_only:
+        raise MtpError(f"{source}: a GGUF file; expected --head-only, which takes its head out. Add it.")
+    return ExportResult(out, source, file=export_gguf_head(source, out, progress))
 
 
 def _write_with_trunk(
@@ -169,11 +176,19 @@ def _require_one_form(*, head_only: bool, gguf: bool, speculators: bool, copy: b
 
 def _notes(found: _HeadToExport) -> tuple[str, ...]:
     """Return the sentences about weight files that are no part of the checkpoint: the head's, and those left out."""
-    files = unnamed_files(found.trunk, layout_of(found.trunk))
-    taken = [one for one in files if found.holder is not found.trunk and one.num_head_tensors]
-    others = [one for one in files if one not in taken or one.num_tensors > one.num_head_tensors]
-    head = f"Its head is that of {', '.join(map(str, taken))}, which {found.trunk.path} does not name."
-    return (*([head] if taken else []), *left_out(others))
+    trunk, holder = found.trunk, found.holder
+    head = {key: info for key, info in holder.tensors.items() if key not in trunk.tensors}
+    files = unnamed_files(trunk, layout_of(trunk))
+    taken = [one for one in files if one.file in {info.file for info in head.values()}]
+    others = [
+        one
+        for one in files
+        if one not in taken or one.num_tensors > sum(info.file == one.file for info in head.values())
+    ]
+    names = [info.name for info in head.values() if info.name is not None]
+    notes = [f"Its head is that of {', '.join(map(str, taken))}, which {trunk.path} does not name."] if taken else []
+    notes += [f"Its head was under other names: {first_of(names)}."] if names else []
+    return (*notes, *left_out(others))
 
 
 def _write_gguf(found: _HeadToExport, layout: HeadLayout, out: Path, kind: GgufKind, progress: Progress) -> Path:
@@ -232,7 +247,7 @@ def _head_to_export(source: Path, progress: Progress) -> _HeadToExport:
     if not is_head_directory(source / HEAD):
         refuse_adapter(source, str(source))
         trunk = open_checkpoint(source)
-        holder = with_unnamed_head(trunk, layout_of(trunk))
+        holder = with_head_beside(trunk)
         return _HeadToExport(trunk, holder, _own_head(holder))
     if not (source / REPORT_FILE).is_file():
         raise CheckpointError(

@@ -9,18 +9,23 @@ from typing import Any
 from rich.progress import Progress
 
 from mtp_train.checkpoints.contents import left_out, unnamed_files
-from mtp_train.checkpoints.export import write_checkpoint
+from mtp_train.checkpoints.export import LinkMode, write_checkpoint
+from mtp_train.checkpoints.files import is_gguf
+from mtp_train.checkpoints.gguf.sidecar import GgufKind
+from mtp_train.checkpoints.keymap import REDUCED_OUTPUT
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.suggestions import export_command
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import refuse_existing, removed_on_failure
+from mtp_train.errors import MtpError
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head
+from mtp_train.runs.checkpoint_tools.gguf_files import GgufGraftResult, graft_gguf
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
 from mtp_train.runs.display import quiet_progress
 from mtp_train.runs.export import write_untrained_card
 from mtp_train.runs.run_directory import checkpoint_identity
-from mtp_train.trunk.whole import require_whole_trunk
+from mtp_train.trunk.whole import first_of, require_whole_trunk
 
 
 @dataclass(frozen=True)
@@ -47,15 +52,18 @@ def graft(
     base: str | Path,
     out: str | Path,
     *,
+    head: GgufKind | None = None,
     copy: bool = False,
     progress: Progress | None = None,
-) -> GraftResult:
+) -> GraftResult | GgufGraftResult:
     """Write a fine-tune together with the MTP head of its base. Every tensor keeps its bytes.
 
     Args:
-        fine_tune: The checkpoint without its head: a directory, a hub id or ``demo:NAME``.
-        base: The checkpoint to take the head from, of the same trunk shape.
-        out: The new directory.
+        fine_tune: The checkpoint without its head: a directory, a hub id, ``demo:NAME``, or a GGUF file.
+        base: The checkpoint to take the head from, of the same trunk shape; for a GGUF file also one with a head.
+        out: The new directory, or the new GGUF file.
+        head: Storage of the head in a GGUF file: ``"q8_0"``, ``"f16"``, ``"bf16"`` or ``"f32"``; None for Q8_0, or as
+            the base's GGUF file has it.
         copy: Copy unchanged files; False hard-links them where the file system allows.
         progress: A started rich progress bar; None shows nothing.
 
@@ -71,6 +79,13 @@ def graft(
     """
     result = GraftResult(Path(out), str(fine_tune), str(base))
     progress = progress or quiet_progress()
+    if is_gguf(fine_tune):
+        link: LinkMode = "copy" if copy else "hard"
+        return graft_gguf(Path(fine_tune), result.base, result.out, head, link, progress)
+    if head is not None:
+        raise MtpError(
+            f"--head: given for {fine_tune}, whose head keeps its bytes; expected a GGUF file. Leave it out."
+        )
     trunk, donor = open_location(result.fine_tune), open_location(result.base)
     refuse_existing(result.out, what="the checkpoint")
     plan = graft_plan(trunk, donor, "auto")
@@ -85,4 +100,7 @@ def graft(
     if diagnose_head(trunk).unnamed_in:
         command = export_command(str(trunk.path))
         notes += (f"The head among them was replaced by the base's. To keep it instead: {command}",)
+    reduced = [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]
+    if reduced:
+        notes += (f"Left out, as it is of {donor.path}'s own tokens: {first_of(reduced)}.",)
     return replace(result, notes=notes)

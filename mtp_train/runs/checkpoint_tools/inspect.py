@@ -9,35 +9,50 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from rich.progress import Progress
 
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, merge_command
-from mtp_train.checkpoints.contents import UnnamedFile, unnamed_files, unnamed_weights, with_unnamed_head
-from mtp_train.checkpoints.files import Checkpoint
-from mtp_train.checkpoints.keymap import HeadLayout
+from mtp_train.checkpoints.contents import UnnamedFile, unnamed_files, unnamed_weights
+from mtp_train.checkpoints.files import Checkpoint, is_gguf
+from mtp_train.checkpoints.keymap import REDUCED_OUTPUT, HeadLayout
 from mtp_train.checkpoints.locations import open_location
-from mtp_train.checkpoints.native import native_head_of, plain_tensor, require_same_trunk_shape, trunk_tensors
+from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
+from mtp_train.checkpoints.quantised import QUANTISATION, unmatched_by_sglang
 from mtp_train.checkpoints.suggestions import (
     draft_model_flag,
     export_command,
     graft_command,
     inspect_command,
     named_base,
+    original_of,
+    probe_command,
     retrain_command,
     train_command,
 )
-from mtp_train.checkpoints.values import common_tensors, find_non_finite, paired_rows, squared_change
-from mtp_train.errors import UnsupportedModelError
+from mtp_train.checkpoints.values import common_tensors, find_non_finite, squared_change
+from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.families import Assistant, assistant_for, draft_engines, of_kind
-from mtp_train.families.engines import engine_commands
+from mtp_train.families.engines import DSPARK, MLX_ALONE, complete, engine_commands
 from mtp_train.heads.assistant import diagnose_assistant
-from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
+from mtp_train.heads.diagnose import DSPARK_BLOCK, HeadDiagnosis, diagnose_head, layout_of, with_head_beside
+from mtp_train.heads.difference import HeadDifference, compare_heads, zero_head
 from mtp_train.heads.draft_model import DraftModel, diagnose_draft, draft_model, draft_plan, vocabulary_problem
+from mtp_train.runs.checkpoint_tools.gguf_files import GgufInspection, inspect_gguf
 from mtp_train.runs.display import html_table, quiet_progress
-from mtp_train.trunk.whole import TrunkDiagnosis, diagnose_trunk, first_of, holds_trunk
+from mtp_train.trunk.whole import TrunkDiagnosis, diagnose_trunk, first_of, holds_trunk, untie_command
 
-Status = Literal["healthy", "declared_but_missing", "undeclared", "partial", "quantised", "stripped", "none", "damaged"]
+Status = Literal[
+    "healthy",
+    "declared_but_missing",
+    "undeclared",
+    "partial",
+    "quantised",
+    "stripped",
+    "none",
+    "damaged",
+    "miswired",
+    "foreign",
+]
 SUGGESTED_DEPTH = 3
 
 
@@ -91,7 +106,8 @@ class Inspection:
     status: Status
     """``healthy``; ``declared_but_missing``: the config declares a head whose tensors are gone; ``undeclared``: tensors
     without a declaration; ``partial``: keys missing; ``quantised``: packed in a form that is not read here;
-    ``stripped``: no head, but the base has one; ``none``: no head; ``damaged``: see :attr:`problems`."""
+    ``stripped``: no head, but the base has one; ``none``: no head; ``damaged``: see :attr:`problems`; ``miswired``: a
+    known wrong form of the base's head, or zeros; ``foreign``: another kind of drafter, or MLX's layout."""
     stale: bool | None
     """Whether the trunk changed and the head still equals the base's; None without a base or a head."""
     head: HeadDiagnosis
@@ -100,6 +116,8 @@ class Inspection:
     """Missing parameters, shape and dtype errors of the trunk; empty for a checkpoint without one."""
     trunk_changed: TrunkChange | None
     """None without a base."""
+    head_difference: HeadDifference | None
+    """How the head differs from the base's; None without a base or a complete head, except for a head of zeros."""
     weights: WeightsDiagnosis
     """Tensors with NaN, and tensors and files that the checkpoint does not name."""
     problems: tuple[str, ...]
@@ -111,7 +129,7 @@ class Inspection:
     runs_here: str
     """``yes``, or why the head can be inspected, grafted and exported, but not trained or decoded with."""
     note: str | None = None
-    """Description of a checkpoint that is a drafter and holds no trunk; None otherwise."""
+    """Sentences about a checkpoint that is a drafter, and about files that engines confuse; None without one."""
     other_cure: str | None = None
     """The command that puts the base's head in place, where ``cure`` takes one from an unnamed weight file."""
 
@@ -134,6 +152,7 @@ class Inspection:
             "non_finite_keys": weights.non_finite_keys,
             "problems": self.problems,
             "trunk_changed": None if change is None else asdict(change),
+            "head_difference": None if self.head_difference is None else self.head_difference.to_json(),
             "serves": dict(self.serves),
             "cure": self.cure,
             "other_cure": self.other_cure,
@@ -157,6 +176,7 @@ class Inspection:
             "unexpected": head.unexpected_keys,
             "shape": head.shape_errors,
             "dtype": head.dtype_errors,
+            "under other names": head.other_names,
             "trunk missing": trunk.missing_keys,
             "trunk shape": trunk.shape_errors,
             "trunk dtype": trunk.dtype_errors,
@@ -170,6 +190,7 @@ class Inspection:
             ("note", self.note),
             *((title, _first_three(keys)) for title, keys in found.items() if keys),
             ("trunk", None if change is None else str(change)),
+            ("head", None if self.head_difference is None else str(self.head_difference)),
             ("train, decode", None if self.runs_here == "yes" else self.runs_here),
             *self.serves.items(),
             ("cure", self.cure or "nothing to cure"),
@@ -182,11 +203,14 @@ def _first_three(keys: Sequence[str]) -> str:
     return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
 
 
-def inspect(checkpoint: str | Path, base: str | Path | None = None, *, progress: Progress | None = None) -> Inspection:
+def inspect(
+    checkpoint: str | Path, base: str | Path | None = None, *, progress: Progress | None = None
+) -> Inspection | GgufInspection:
     """Report the state of a checkpoint's MTP head and trunk. Reads every weight once, a block at a time.
 
     Args:
-        checkpoint: A directory, a hub id or ``demo:NAME``: a model, a draft model, or an external drafter.
+        checkpoint: A directory, a hub id or ``demo:NAME``: a model, a draft model, or an external drafter; or a GGUF
+            file, which is not compared with a base.
         base: The checkpoint that it was fine-tuned from, to tell a stale head and how far the trunk moved.
         progress: A started rich progress bar; None shows nothing.
 
@@ -202,8 +226,14 @@ def inspect(checkpoint: str | Path, base: str | Path | None = None, *, progress:
         >>> found.cure
         'mtp-train graft ...'
     """
+    if is_gguf(checkpoint):
+        if base is not None:
+            raise MtpError(f"--base: given with the GGUF file {checkpoint}; expected the file alone. Leave it out.")
+        return inspect_gguf(Path(checkpoint))
     opened, trunk = open_location(str(checkpoint)), None if base is None else open_location(str(base))
     progress = progress or quiet_progress()
+    if opened.mlx_sign is not None:
+        return _inspect_mlx(opened, progress)
     assistant, draft = assistant_for(opened.config), draft_model(opened)
     if assistant is not None:
         return _inspect_assistant(opened, assistant, trunk, progress)
@@ -218,34 +248,42 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
     diagnosis = diagnose_head(checkpoint)
     base_head = base is not None and bool(diagnose_head(base).found_keys)
     change = stale = None
+    weights = _diagnose_weights(checkpoint, layout, progress)
+    comparable = diagnosis.comparable and not weights.non_finite_keys
+    difference = zero_head(checkpoint, layout) if comparable else None
     if base is not None:
         require_same_trunk_shape(checkpoint, layout, base, layout_of(base))
         change = compare_trunks(checkpoint, layout, base, progress)
-        if diagnosis.found_keys:
-            stale = change.share_of_tensors > 0 and _same_head(checkpoint, layout, base)
+        if comparable and base_head:
+            difference = difference or compare_heads(checkpoint, layout, base)
+        if diagnosis.found_keys and diagnosis.foreign is None:
+            stale = change.share_of_tensors > 0 and difference is not None and difference.kind == "equal"
     trunk = diagnose_trunk(checkpoint) if holds_trunk(checkpoint, layout) else TrunkDiagnosis()
-    weights = _diagnose_weights(checkpoint, layout, progress)
     problems = (*trunk.problems, *weights.problems, *_adapter_problems(checkpoint))
-    status = _head_status(diagnosis, base_head)
+    status = _head_status(diagnosis, base_head, difference)
     # A missing or incomplete head comes before problems of the checkpoint.
-    if problems and status in ("healthy", "undeclared", "quantised"):
+    if problems and status in ("healthy", "undeclared", "quantised", "miswired"):
         status = "damaged"
-    unread = problems[0] if problems else diagnosis.describe() if diagnosis.quantised else None
+    unread = problems[0] if problems else diagnosis.describe() if diagnosis.quantised or diagnosis.foreign else None
     chooses = not problems and _has_unnamed_head(checkpoint)
     return Inspection(
         checkpoint=str(checkpoint.path),
         family=layout.family.name,
         status=status,
         stale=stale,
-        # Without any trace of a head, every key of one is not "missing".
-        head=replace(diagnosis, missing_keys=()) if status == "none" else diagnosis,
+        # Without any trace of a head, every key of one is not "missing"; another drafter's keys are not "unexpected".
+        head=replace(diagnosis, missing_keys=(), unexpected_keys=()) if status in ("none", "foreign") else diagnosis,
         trunk=trunk,
         trunk_changed=change,
+        head_difference=difference,
         weights=weights,
         problems=problems,
-        serves=serving_commands(checkpoint, diagnosis, status, problems),
-        cure=_find_cure(checkpoint, base, status, stale, problems),
+        serves=serving_commands(
+            checkpoint, diagnosis, status, problems or ((str(difference),) if status == "miswired" else ())
+        ),
+        cure=_find_cure(checkpoint, base, status, change, stale, trunk, problems),
         runs_here="yes" if unread is None else f"no: {unread}",
+        note=_note(checkpoint, layout),
         other_cure=graft_command(*_with_donor(checkpoint, base)) if chooses else None,
     )
 
@@ -255,7 +293,11 @@ def _adapter_problems(checkpoint: Checkpoint) -> tuple[str, ...]:
     return (f"{ADAPTER_CONFIG_FILE} beside the model, which transformers applies and engines do not",) if beside else ()
 
 
-def _head_status(diagnosis: HeadDiagnosis, base_has_head: bool) -> Status:
+def _head_status(diagnosis: HeadDiagnosis, base_has_head: bool, difference: HeadDifference | None) -> Status:
+    if diagnosis.foreign is not None:
+        return "foreign"
+    if difference is not None and difference.keys:
+        return "miswired"
     if not diagnosis.found_keys:
         if diagnosis.declared_modules:
             return "declared_but_missing"
@@ -280,16 +322,30 @@ def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint,
     return TrunkChange(changed / len(shared), largest)
 
 
-def _same_head(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint) -> bool:
-    return all(
-        pending.key in checkpoint.tensors
-        and checkpoint.tensors[pending.key].shape == pending.shape
-        and all(
-            torch.equal(mine.to(other.dtype), other)
-            for mine, other in paired_rows(plain_tensor(checkpoint, pending.key, pending.key).parts(), pending.parts())
+def _note(checkpoint: Checkpoint, layout: HeadLayout) -> str | None:
+    """Return what to know about a drafter's tensors and files that engines read or confuse; None without such."""
+    notes = []
+    reduced = [key for key in checkpoint.tensors if REDUCED_OUTPUT.fullmatch(key)]
+    if reduced:
+        notes.append(
+            f"{first_of(reduced)}: an output matrix of fewer tokens beside the head, with which some engines draft, "
+            "others with the whole lm_head. It stays as it is, and is not grafted"
         )
-        for pending in native_head_of(base, layout_of(base), layout).tensors
-    )
+    files = [name for name in unnamed_weights(checkpoint) if name.endswith(".gguf")]
+    sidecars = [name for name in files if name.rpartition("/")[2].startswith("mtp-")]
+    whole = [name for name in files if name not in sidecars and _embeds_head(checkpoint.path / name)]
+    if sidecars and whole:
+        notes.append(
+            f"{sidecars[0]} is beside {whole[0]}, which has a head of its own: programs that pass both draft nothing "
+            f"or crash. Pass {whole[0]} alone, and move {sidecars[0]} to another directory"
+        )
+    return ". ".join(notes) or None
+
+
+def _embeds_head(file: Path) -> bool:
+    """Return whether a GGUF file declares MTP modules; its fields come before its tokens."""
+    with file.open("rb") as handle:
+        return b".nextn_predict_layers" in handle.read(1 << 16)
 
 
 def serving_commands(
@@ -298,6 +354,10 @@ def serving_commands(
     """Return, per engine, the command that serves the checkpoint with its head, or ``no: REASON``."""
     if problems:
         return dict.fromkeys(checkpoint.family.serving, f"no: {problems[0]}")
+    if status == "foreign":
+        block = checkpoint.text_config.get(DSPARK_BLOCK)
+        depth = block if isinstance(block, int) else SUGGESTED_DEPTH
+        return engine_commands(complete(DSPARK), str(checkpoint.path), depth)
     if status != "healthy":
         reason = {
             "undeclared": "no: the head is there but config.json does not declare it",
@@ -318,7 +378,7 @@ def serving_commands(
 
 
 def _misread(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return, per engine that reads other tensors from the directory than the checkpoint's, why it does not serve it.
+    """Return, per engine that reads other tensors than the checkpoint's, or reads them wrongly, why it does not serve.
 
     vLLM and SGLang read every ``*.safetensors`` where there is no index. llama.cpp's converter reads every
     ``model*.safetensors``, and compares their keys with the index.
@@ -334,6 +394,11 @@ def _misread(checkpoint: Checkpoint) -> dict[str, str]:
     elif checkpoint.unlisted_keys:
         unlisted = first_of(checkpoint.unlisted_keys)
         found["llama.cpp"] = f"no: its converter refuses tensors that the index does not list: {unlisted}"
+    unmatched = unmatched_by_sglang(checkpoint, layout_of(checkpoint))
+    if unmatched is not None:
+        found["sglang"] = (
+            f"no: reads {unmatched} of the head as quantised, and drafts nothing: {QUANTISATION}.ignore names its parts"
+        )
     if "llama.cpp" in found:
         found["ollama / lm studio"] = "no: needs llama.cpp's support"
     unserved = {engine for engine, support in checkpoint.engines.items() if support.supported is False}
@@ -341,15 +406,27 @@ def _misread(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _find_cure(
-    checkpoint: Checkpoint, base: Checkpoint | None, status: Status, stale: bool | None, problems: Sequence[str]
+    checkpoint: Checkpoint,
+    base: Checkpoint | None,
+    status: Status,
+    change: TrunkChange | None,
+    stale: bool | None,
+    trunk: TrunkDiagnosis,
+    problems: Sequence[str],
 ) -> str | None:
     """Return the command to run next; None for a checkpoint that needs no repair."""
     path, donor = _with_donor(checkpoint, base)
+    if trunk.untied is not None and len(problems) == 1:
+        return untie_command(checkpoint.path)
+    if status == "miswired":
+        # The base's head fits the base's trunk; on another trunk it has to be retrained as well.
+        moved = change is not None and change.share_of_tensors > 0
+        return retrain_command(path, donor) if moved else graft_command(path, donor)
     if problems and problems == _adapter_problems(checkpoint):
         return merge_command(path, path)
     if problems:
         return f"hf download CHECKPOINT --local-dir {shlex.quote(path)}"
-    if status not in ("partial", "quantised") and _has_unnamed_head(checkpoint):
+    if status not in ("partial", "quantised", "foreign") and _has_unnamed_head(checkpoint):
         return export_command(path)
     if status in ("declared_but_missing", "stripped", "partial", "quantised"):
         return graft_command(path, donor)
@@ -359,7 +436,8 @@ def _find_cure(
         # Releases of such a family have a head. It was probably dropped: Unsloth drops its count in the config too.
         lost = base is None and not checkpoint.family.attached
         return inspect_command(path, donor) if lost else train_command(path)
-    return retrain_command(path, donor) if stale else None
+    # Bytes tell that the head was not trained for this trunk, not that it drafts worse.
+    return probe_command(path, donor) if stale else None
 
 
 def _with_donor(checkpoint: Checkpoint, base: Checkpoint | None) -> tuple[str, str]:
@@ -368,9 +446,32 @@ def _with_donor(checkpoint: Checkpoint, base: Checkpoint | None) -> tuple[str, s
 
 
 def _has_unnamed_head(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint without a head has a complete one in files that it does not name."""
-    holder = with_unnamed_head(checkpoint, layout_of(checkpoint))
+    """Return whether a checkpoint without a head has a complete one in files that it does not name, or renamed."""
+    holder = with_head_beside(checkpoint)
     return holder is not checkpoint and diagnose_head(holder).complete
+
+
+def _inspect_mlx(checkpoint: Checkpoint, progress: Progress) -> Inspection:
+    """Inspect a checkpoint that MLX alone reads: neither its trunk nor its head is compared."""
+    path = str(checkpoint.path)
+    original = original_of(checkpoint.path)
+    return Inspection(
+        checkpoint=path,
+        family=checkpoint.family.name,
+        status="foreign",
+        stale=None,
+        head=HeadDiagnosis(0, 0, (), (), (), ()),
+        trunk=TrunkDiagnosis(),
+        trunk_changed=None,
+        head_difference=None,
+        weights=_diagnose_weights(checkpoint, None, progress),
+        problems=(),
+        serves=engine_commands(complete(MLX_ALONE), path, SUGGESTED_DEPTH),
+        cure=f"hf download {shlex.quote(original or 'ORIGINAL')} --local-dir {shlex.quote(path)}-original",
+        runs_here="no: in MLX's layout",
+        note=f"in MLX's layout ({checkpoint.mlx_sign}), which MLX alone reads: use "
+        f"{original or 'the checkpoint'} that it was converted from",
+    )
 
 
 def _inspect_assistant(
@@ -451,6 +552,7 @@ def _inspect_drafter(
         head=diagnosis,
         trunk=TrunkDiagnosis(),
         trunk_changed=None,
+        head_difference=None,
         weights=weights,
         problems=problems,
         serves=serves if whole else dict.fromkeys(serves, f"no: {reason}"),

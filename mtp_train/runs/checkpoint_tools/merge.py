@@ -12,7 +12,7 @@ from mtp_train.checkpoints.adapter import read_adapter
 from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.locations import locate_checkpoint, open_location
 from mtp_train.checkpoints.lora_merge import Merged, plan_changes, write_merged
-from mtp_train.checkpoints.suggestions import graft_command, retrain_command, train_command
+from mtp_train.checkpoints.suggestions import graft_command, probe_command, train_command
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import refuse_existing, removed_on_failure
 from mtp_train.heads.diagnose import layout_of
@@ -42,12 +42,12 @@ class MergeResult:
 
     @property
     def cure(self) -> str:
-        """The command to run next: retrain the stale head, put the base's head back, or train a new one.
+        """The command to run next: measure what the head lost, put the base's head back, or train a new one.
 
         ``BASE`` in it stands for the base model, which is not known here.
         """
         if self.merged.head_keys:
-            return retrain_command(self.out, self.checkpoint)
+            return probe_command(self.out, self.checkpoint)
         return train_command(self.out) if self.attached else graft_command(self.out, "BASE")
 
     def to_json(self) -> dict[str, Any]:
@@ -62,8 +62,8 @@ class MergeResult:
         ]
         if merged.head_keys:
             lines.append(
-                f"Its head is the head of {self.checkpoint}, bit for bit, and stale now that the trunk changed: "
-                f"see mtp-train inspect --base {self.checkpoint}. Retrain it: {self.cure}"
+                f"Its head is the head of {self.checkpoint}, bit for bit, and was not trained for the merged trunk. "
+                f"Measure whether it drafts worse: {self.cure}"
             )
         else:
             what = "Attach one" if self.attached else "Put the base's back"

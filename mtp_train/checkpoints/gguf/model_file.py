@@ -1,0 +1,253 @@
+"""Read GGUF files of whole models, and write one with a head in it.
+
+llama.cpp stores the modules of a head as blocks behind the trunk's: ``block_count`` counts both,
+``nextn_predict_layers`` the modules. Lists with a value for each block are that long.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import gguf
+from gguf import GGUFReader, GGUFValueType, ReaderTensor
+from rich.progress import Progress
+
+from mtp_train.checkpoints.export import LinkMode, place_file
+from mtp_train.checkpoints.gguf.record import Value
+from mtp_train.checkpoints.gguf.sidecar import GgufKind, add_info, add_value, begin_tensors, encoded
+from mtp_train.checkpoints.gguf.tensors import GgufTensor
+from mtp_train.checkpoints.writing import full_disk_is_named
+from mtp_train.errors import CheckpointError
+
+SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+"""The end of the name of a split."""
+BLOCK_COUNT, NUM_MODULES_KEY = "block_count", "nextn_predict_layers"
+_SHARED = ("token_embd.weight", "output_norm.weight", "output.weight")
+"""The trunk's tensors that llama.cpp's loader requires beside a head in a file of its own."""
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """A model in a GGUF file, or in the splits of one; the weights stay on disk.
+
+    Attributes:
+        files: The file, or its splits in order; the first has the metadata.
+        tensors: Name to tensor, in the order of the files.
+    """
+
+    files: tuple[Path, ...]
+    readers: tuple[GGUFReader, ...]
+    tensors: Mapping[str, ReaderTensor]
+
+    def value(self, name: str) -> Any:
+        """Return a metadata field of the architecture, without its prefix; None where there is none."""
+        field = self.readers[0].get_field(f"{self.arch}.{name}")
+        return None if field is None else field.contents()
+
+    @cached_property
+    def arch(self) -> str:
+        """llama.cpp's name of the architecture."""
+        field = self.readers[0].get_field("general.architecture")
+        return "" if field is None else str(field.contents())
+
+    @property
+    def declared_modules(self) -> int:
+        """Modules of a head that the metadata declares."""
+        return int(self.value(NUM_MODULES_KEY) or 0)
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks of the trunk."""
+        return int(self.value(BLOCK_COUNT) or 0) - self.declared_modules
+
+    @property
+    def holds_trunk(self) -> bool:
+        """Whether this is more than a head in a file of its own."""
+        return any(name.startswith("blk.0.") for name in self.tensors)
+
+    @property
+    def head(self) -> dict[str, ReaderTensor]:
+        """The tensors of the head's blocks."""
+        return {name: one for name, one in self.tensors.items() if block_of(name) >= self.num_layers}
+
+    @property
+    def present_modules(self) -> int:
+        """Blocks of a head that have tensors."""
+        return len({block_of(name) for name in self.head})
+
+
+def block_of(name: str) -> int:
+    """Return the block of a tensor; -1 for one outside of the blocks."""
+    return int(name.split(".")[1]) if name.startswith("blk.") else -1
+
+
+def open_gguf(path: Path) -> GgufModel:
+    """Open a GGUF file; any split of a model opens the whole.
+
+    Raises:
+        CheckpointError: The file or a split is missing, or is no GGUF file.
+    """
+    split = SPLIT.search(path.name)
+    count = int(split[2]) if split else 1
+    files = tuple(split_path(path, number, count) for number in range(count))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{path}: {', '.join(missing[:3])} not found; expected a GGUF file with all of its splits. Download them "
+            "into one directory."
+        )
+    try:
+        readers = tuple(GGUFReader(file) for file in files)
+    except (ValueError, OSError, IndexError, KeyError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read as GGUF ({' '.join(str(error).split()):.120}); expected a complete file of GGUF "
+            "version 2 or 3. Download it again."
+        ) from error
+    return GgufModel(files, readers, {one.name: one for reader in readers for one in reader.tensors})
+
+
+def split_path(path: Path, number: int, count: int) -> Path:
+    """Return the path of a split, named after any of the splits or after the whole."""
+    stem = SPLIT.sub("", path.name).removesuffix(".gguf")
+    return path if count == 1 else path.with_name(f"{stem}-{number + 1:05}-of-{count:05}.gguf")
+
+
+def with_modules(trunk: GgufModel, donor: Mapping[str, Value], num_modules: int) -> dict[str, Value]:
+    """Return the fields that change where a head joins a trunk, named without their prefix.
+
+    Args:
+        trunk: The model without the head.
+        donor: Fields of the model that the head is from, of which the lists reach over the head's blocks.
+        num_modules: Modules of the head.
+    """
+    changed: dict[str, Value] = {BLOCK_COUNT: trunk.num_layers + num_modules, NUM_MODULES_KEY: num_modules}
+    for name, theirs in donor.items():
+        mine = trunk.value(name)
+        if not isinstance(theirs, list) or name.startswith("rope.dimension_sections"):
+            continue
+        # A number that holds for all layers may be a list where the head's differs.
+        own = (
+            theirs[: trunk.num_layers]
+            if mine is None
+            else mine
+            if isinstance(mine, list)
+            else [mine] * trunk.num_layers
+        )
+        if len(theirs) > trunk.num_layers:
+            changed[name] = [*own[: trunk.num_layers], *theirs[trunk.num_layers :]]
+    return changed
+
+
+def write_embedded(
+    trunk: GgufModel,
+    head: Sequence[GgufTensor | ReaderTensor],
+    changed: Mapping[str, Value],
+    out: Path,
+    *,
+    kind: GgufKind,
+    link: LinkMode,
+    progress: Progress,
+) -> tuple[Path, ...]:
+    """Write a trunk with a head to a new file, or to as many splits; return their paths.
+
+    The trunk's tensors keep their bytes, its splits but the first their files.
+
+    Args:
+        trunk: The model; tensors of an old head are left out.
+        head: The head's tensors: encoded as ``kind``, or copied as another file has them.
+        changed: Fields that change, without the architecture's prefix.
+        out: The new file; splits are named after it.
+        kind: Storage of the head's matrices.
+        link: How later splits are placed.
+        progress: Shows the tensors that are written.
+
+    Raises:
+        CheckpointError: A weight of the head is not finite, or beyond f16.
+        FullDiskError: The disk is full or not writable.
+    """
+    targets = [split_path(out, number, len(trunk.files)) for number in range(len(trunk.files))]
+    kept = [one for one in trunk.readers[0].tensors if block_of(one.name) < trunk.num_layers]
+    with _new_files(targets) as written:
+        _write(trunk, [*kept, *head], changed, written[0], kind, progress)
+        for source, target in zip(trunk.files[1:], written[1:], strict=True):
+            place_file(source, target, link)
+    return tuple(targets)
+
+
+def write_head_alone(model: GgufModel, out: Path, progress: Progress) -> None:
+    """Write a model's head as a file of its own, with the trunk's tensors that the loader requires, bytes unchanged.
+
+    Raises:
+        FullDiskError: The disk is full or not writable.
+    """
+    tensors = [*(model.tensors[name] for name in _SHARED if name in model.tensors), *model.head.values()]
+    with _new_files([out]) as (written,):
+        _write(replace(model, readers=model.readers[:1]), tensors, {}, written, "f16", progress)
+
+
+@contextmanager
+def _new_files(targets: Sequence[Path]) -> Iterator[list[Path]]:
+    """Yield paths to write, and rename the files to the targets when the block succeeds."""
+    first = targets[0]
+    first.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        full_disk_is_named(first, what="the GGUF file"),
+        tempfile.TemporaryDirectory(dir=first.parent, prefix=f".{first.stem}-") as directory,
+    ):
+        written = [Path(directory) / target.name for target in targets]
+        yield written
+        for one, target in zip(written, targets, strict=True):
+            one.rename(target)
+
+
+def _write(
+    model: GgufModel,
+    tensors: Sequence[GgufTensor | ReaderTensor],
+    changed: Mapping[str, Value],
+    path: Path,
+    kind: GgufKind,
+    progress: Progress,
+) -> None:
+    """Write a file with a model's metadata, ``changed``, and these tensors, those of a file as they are."""
+    writer = gguf.GGUFWriter(path, model.arch)
+    writer.data_alignment = model.readers[0].alignment
+    _copy_fields(writer, model, changed, len(tensors))
+    for one in tensors:
+        if isinstance(one, ReaderTensor):
+            writer.add_tensor_info(one.name, one.data.shape, one.data.dtype, one.data.nbytes, raw_dtype=one.tensor_type)
+        else:
+            add_info(writer, one, kind)
+    with closing(writer):
+        begin_tensors(writer)
+        for handle in writer.fout or ():
+            for one in progress.track(tensors, description=f"writing {path.name}"):
+                blocks: Iterable[Any] = [one.data] if isinstance(one, ReaderTensor) else encoded(one, kind)
+                writer.write_padding(handle, sum(handle.write(block.data) for block in blocks))
+            handle.flush()
+            os.fsync(handle.fileno())
+
+
+def _copy_fields(writer: gguf.GGUFWriter, model: GgufModel, changed: Mapping[str, Value], num_tensors: int) -> None:
+    """Write a model's metadata; a changed field keeps its type, so that a loader that read it reads it still."""
+    values = {f"{model.arch}.{name}": value for name, value in changed.items()}
+    alone = len(model.readers) == 1
+    if not alone:
+        values["split.tensors.count"] = sum(len(reader.tensors) for reader in model.readers[1:]) + num_tensors
+    for name, field in model.readers[0].fields.items():
+        if name.startswith(("GGUF.", "split.") if alone else "GGUF.") or name == "general.architecture":
+            continue
+        kind, inner = field.types[0], field.types[-1]
+        value = values.pop(name, None)
+        if isinstance(value, list):
+            kind = GGUFValueType.ARRAY
+        writer.add_key_value(name, field.contents() if value is None else value, kind, sub_type=inner)
+    for name, value in values.items():
+        add_value(writer, name, value)

@@ -1,0 +1,178 @@
+"""Compare the head of a checkpoint with the head of its base, and find known wrong forms of it.
+
+A head in a wrong form has the right keys and shapes. Engines load it, the text stays right, and no draft is accepted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mtp_train.checkpoints.files import Checkpoint
+from mtp_train.checkpoints.keymap import HeadLayout
+from mtp_train.checkpoints.native import native_head_of, plain_tensor
+from mtp_train.checkpoints.values import paired_rows
+from mtp_train.checkpoints.writing import PendingTensor
+from mtp_train.heads.diagnose import layout_of
+
+WrongForm = Literal["zero", "halves swapped", "norms shifted", "transposed", "rescaled"]
+_WORDS: Mapping[WrongForm, str] = {
+    "zero": "zero everywhere",
+    "halves swapped": "the base's with the halves of its input swapped",
+    "norms shifted": "the base's shifted by one, as converters store norms that multiply by 1 + w",
+    "transposed": "the base's transposed",
+    "rescaled": "the base's times a constant",
+}
+_FAR = 0.3
+"""A relative change that a matrix has to exceed before a swapped or transposed form of it is tried."""
+_NEARER = 0.5
+"""The form counts if the tensor is this much nearer to it than to the base's own tensor: a head may have been trained
+before or after it got the form."""
+_SHIFT_RMS = 0.1
+"""How far a norm's weights may be from the base's weights plus or minus one."""
+_SCALE, _SCALE_REST = 0.02, 0.01
+"""How far a constant has to be from 1, and how much of the tensor it may leave over: more than rounding to bf16 does,
+less than training."""
+
+
+@dataclass(frozen=True)
+class HeadDifference:
+    """How the head of a checkpoint differs from the head of its base."""
+
+    kind: Literal["equal", "retrained"] | WrongForm
+    relative_change: float | None = None
+    """``norm(new - old) / norm(old)`` over all tensors of the head; None without a base."""
+    keys: Mapping[WrongForm, Sequence[str]] = field(default_factory=dict)
+    """Tensors in a wrong form; empty for a head that is equal or retrained."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "relative_change": self.relative_change, "keys": dict(self.keys)}
+
+    def __str__(self) -> str:
+        if self.kind == "equal":
+            return "equal to the base's"
+        if self.kind == "retrained":
+            return f"differs from the base's by {self.relative_change:.2g} (relative)"
+        return "; ".join(
+            f"{keys[0]}{f' and {len(keys) - 1} more' if len(keys) > 1 else ''} {'is' if len(keys) == 1 else 'are'} "
+            f"{_WORDS[form]}"
+            for form, keys in self.keys.items()
+        )
+
+
+def zero_head(checkpoint: Checkpoint, layout: HeadLayout) -> HeadDifference | None:
+    """Return the difference of a head that drafts nothing, whatever its base: its matrices, or its projections, are 0.
+
+    The search of a tensor ends at its first block with another value.
+    """
+    matrices, projections, zeros = 0, set(), []
+    for pending in native_head_of(checkpoint, layout, layout, verbatim=True).tensors:
+        if len(pending.shape) < 2:
+            continue
+        matrices += 1
+        if _is_projection(layout, pending.key):
+            projections.add(pending.key)
+        if not any(block.float().any() for block in pending.parts()):
+            zeros.append(pending.key)
+    if not zeros or (len(zeros) < matrices and not projections & {*zeros}):
+        return None
+    return HeadDifference("zero", None, {"zero": tuple(zeros)})
+
+
+def compare_heads(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint) -> HeadDifference | None:
+    """Compare the head of a checkpoint with its base's; None where the two store other tensors.
+
+    Matrices may have swapped axes. Every tensor is read once, and once more as a whole where it is far from the base's.
+    """
+    change = size = 0.0
+    wrong: dict[WrongForm, list[str]] = {}
+    for old in native_head_of(base, layout_of(base), layout).tensors:
+        if old.key not in checkpoint.tensors:
+            return None
+        new = plain_tensor(checkpoint, old.key, old.key)
+        if new.shape == old.shape:
+            moved = _Moved(new, old)
+            change, size = change + moved.change, size + moved.size
+            form = _wrong_form(moved, new, old, projection=_is_projection(layout, old.key))
+        elif new.shape == old.shape[::-1] and _distance(_whole(new).T, _whole(old)) < _NEARER:
+            form = "transposed"
+        else:
+            return None
+        if form is not None:
+            wrong.setdefault(form, []).append(old.key)
+    relative = math.sqrt(change / size) if size else 0.0
+    if wrong:
+        ordered = {form: tuple(wrong[form]) for form in _WORDS if form in wrong}
+        return HeadDifference(next(iter(ordered)), relative, ordered)
+    return HeadDifference("retrained" if change else "equal", relative)
+
+
+class _Moved:
+    """Sums over two tensors of one shape: ``|new - old|^2``, ``|old|^2``, ``|new|^2`` and their inner product."""
+
+    def __init__(self, new: PendingTensor, old: PendingTensor) -> None:
+        self.change = self.size = self.own = self.inner = 0.0
+        for mine, theirs in paired_rows(new.parts(), old.parts()):
+            # Compared in the base's dtype: a conversion that rounds is no change.
+            new_X, old_X = mine.to(theirs.dtype).double(), theirs.double()
+            self.change += float((new_X - old_X).square().sum())
+            self.size += float(old_X.square().sum())
+            self.own += float(new_X.square().sum())
+            self.inner += float((new_X * old_X).sum())
+
+    @property
+    def relative(self) -> float:
+        return math.sqrt(self.change / self.size) if self.size else math.inf * self.change
+
+    @property
+    def is_rescaled(self) -> bool:
+        scale = self.inner / self.size
+        rest = max(0.0, self.own - self.inner * scale)
+        return abs(scale - 1) > _SCALE and rest < _SCALE_REST**2 * self.own
+
+
+def _wrong_form(moved: _Moved, new: PendingTensor, old: PendingTensor, *, projection: bool) -> WrongForm | None:
+    if not moved.change or not moved.size:
+        return None
+    if not moved.own:
+        return "zero"
+    if len(old.shape) < 2:
+        difference_D = _whole(new).double() - _whole(old).double()
+        rest_D = difference_D - difference_D.mean().round().clamp(-1, 1)
+        shifted = abs(float(difference_D.mean())) > 0.5 and float(rest_D.square().mean().sqrt()) < _SHIFT_RMS
+        return "norms shifted" if shifted else None
+    if moved.is_rescaled:
+        return "rescaled"
+    if len(old.shape) != 2 or moved.relative < _FAR:
+        return None
+    rows, columns = old.shape
+    if projection and columns % 2 == 0:
+        first, second = _whole(new).chunk(2, dim=1)
+        if _distance(torch.cat([second, first], dim=1), _whole(old)) < _NEARER * moved.relative:
+            return "halves swapped"
+    if rows == columns and _distance(_whole(new).T, _whole(old)) < _NEARER * moved.relative:
+        return "transposed"
+    return None
+
+
+def _is_projection(layout: HeadLayout, key: str) -> bool:
+    """Return whether a head key is the matrix that reads embedding and hidden state, or one of the two matrices."""
+    mapped = layout.map_key(key)
+    return mapped is not None and mapped.ours.split(".", 2)[2] in (
+        "proj.weight",
+        "token_proj.weight",
+        "hidden_proj.weight",
+    )
+
+
+def _whole(pending: PendingTensor) -> Tensor:
+    return torch.cat([part if part.ndim else part[None] for part in pending.parts()])
+
+
+def _distance(new: Tensor, old: Tensor) -> float:
+    return float((new.double() - old.double()).norm() / old.double().norm())

@@ -1,0 +1,310 @@
+"""``inspect``, ``graft`` and ``export`` on GGUF files: a head for the trunk as it is served, in the trunk's file."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import gguf
+import numpy as np
+import torch
+from gguf import ReaderTensor
+from rich.progress import Progress
+
+from mtp_train.checkpoints.export import LinkMode
+from mtp_train.checkpoints.files import is_gguf
+from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS, gguf_head_for
+from mtp_train.checkpoints.gguf.model_file import (
+    GgufModel,
+    open_gguf,
+    with_modules,
+    write_embedded,
+    write_head_alone,
+)
+from mtp_train.checkpoints.gguf.record import NUM_MODULES
+from mtp_train.checkpoints.gguf.sidecar import GgufKind
+from mtp_train.checkpoints.gguf.tensors import GgufTensor, head_tensors
+from mtp_train.checkpoints.locations import open_location
+from mtp_train.checkpoints.native import native_head_of
+from mtp_train.checkpoints.values import require_finite_checkpoint
+from mtp_train.checkpoints.writing import refuse_existing
+from mtp_train.errors import CheckpointError
+from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
+from mtp_train.runs.display import html_table
+
+GgufStatus = Literal["healthy", "declared_but_missing", "undeclared", "partial", "damaged", "none"]
+_ALWAYS = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
+"""What a module has in every architecture that names it so."""
+_RECORDS = {record.arch: record for record in GGUF_HEADS.values()}
+
+
+@dataclass(frozen=True)
+class GgufInspection:
+    """State of the head in a GGUF file, as :func:`mtp_train.inspect` returns it."""
+
+    file: str
+    architecture: str
+    quantisation: str
+    """Types of the trunk's tensors, the most frequent first."""
+    head_quantisation: str | None
+    """The same of the head's; None without one."""
+    declared_modules: int
+    present_modules: int
+    status: GgufStatus
+    """As of a checkpoint; ``damaged`` is a head with NaN, or all zeros."""
+    problems: tuple[str, ...]
+    holds_trunk: bool
+    """False for a head in a file of its own."""
+    heads_beside: tuple[str, ...]
+    """Other files in the directory that hold a head of this architecture without a trunk."""
+    serves: Mapping[str, str]
+    cure: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        (_, status), *rows = self._rows()
+        return "\n".join([f"{self.file}: {status}", *(f"{label}: {text}" for label, text in rows)])
+
+    def _repr_html_(self) -> str:
+        return html_table(self.file, ("", ""), self._rows())
+
+    def _rows(self) -> list[tuple[str, str]]:
+        modules = f"modules declared {self.declared_modules}, present {self.present_modules}"
+        beside = ", ".join(self.heads_beside)
+        both = f"{beside} beside a head in the file: pass one of them, -md for the other file, never both"
+        return [
+            ("status", self.status + ("" if self.holds_trunk else ", a head in a file of its own")),
+            ("architecture", f"{self.architecture}; {modules}"),
+            ("trunk", self.quantisation),
+            *([("head", self.head_quantisation)] if self.head_quantisation else []),
+            *(("problem", one) for one in self.problems),
+            *([("warning", both)] if self.heads_beside and self.present_modules and self.holds_trunk else []),
+            *self.serves.items(),
+            ("cure", self.cure or "nothing to cure"),
+        ]
+
+
+def inspect_gguf(file: Path) -> GgufInspection:
+    """Report the state of the head in a GGUF file.
+
+    Raises:
+        CheckpointError: It is no complete GGUF file.
+    """
+    model = open_gguf(file)
+    beside = heads_beside(model)
+    problems = tuple(_head_problems(model))
+    status = _status(model, problems)
+    spec = "--spec-type draft-mtp --spec-draft-n-max 3"
+    if status == "healthy":
+        serve = f"llama-server -m {shlex.quote(str(file))} {spec}" if model.holds_trunk else None
+        serve = serve or f"llama-server -m TRUNK.gguf -md {shlex.quote(str(file))} {spec}"
+    elif beside and status == "none":
+        serve = f"llama-server -m {shlex.quote(str(file))} -md {shlex.quote(str(file.parent / beside[0]))} {spec}"
+    else:
+        serve = f"no: {problems[0] if problems else 'no head'}"
+    drafts = model.arch in _RECORDS
+    return GgufInspection(
+        file=str(file),
+        architecture=model.arch,
+        quantisation=_types(one for name, one in model.tensors.items() if name not in model.head),
+        head_quantisation=_types(model.head.values()) if model.head else None,
+        declared_modules=model.declared_modules,
+        present_modules=model.present_modules,
+        status=status,
+        problems=problems,
+        holds_trunk=model.holds_trunk,
+        heads_beside=beside,
+        serves={"llama.cpp": serve if drafts else f"no: llama.cpp has no graph for a head of {model.arch}"},
+        cure=graft_gguf_command(file) if drafts and status != "healthy" else None,
+    )
+
+
+def graft_gguf_command(file: Path) -> str:
+    """Return the command that puts a base's head into a file; BASE is to be replaced."""
+    out = shlex.quote(f"{file.name.removesuffix('.gguf')}-mtp.gguf")
+    return f"mtp-train graft {shlex.quote(str(file))} --from BASE --out {out}"
+
+
+def _types(tensors: Any) -> str:
+    counts = Counter(one.tensor_type.name for one in tensors)
+    return ", ".join(f"{name} ({count})" for name, count in counts.most_common())
+
+
+def heads_beside(model: GgufModel) -> tuple[str, ...]:
+    """Return the other GGUF files of a model's directory that hold a head of its architecture alone."""
+    first = model.files[0]
+    found = []
+    for path in sorted(first.parent.glob("*.gguf")):
+        if path not in model.files and "-of-" not in path.name:
+            other = open_gguf(path)
+            if other.arch == model.arch and other.present_modules and not other.holds_trunk:
+                found.append(path.name)
+    return tuple(found)
+
+
+def _head_problems(model: GgufModel) -> list[str]:
+    """Return what is wrong with a head: names that every module has, NaN, and matrices of zeros."""
+    record, missing = _RECORDS.get(model.arch), []
+    wanted = {name for name in _ALWAYS if record is not None and name in record.names.values()}
+    for block in sorted({int(name.split(".")[1]) for name in model.head}):
+        missing += [f"blk.{block}.{name}" for name in sorted(wanted) if f"blk.{block}.{name}" not in model.head]
+    problems = [f"missing: {', '.join(missing)}"] if missing else []
+    for name, one in model.head.items():
+        values = gguf.quants.dequantize(one.data, one.tensor_type)
+        if not np.isfinite(values).all():
+            problems.append(f"NaN or infinite values: {name}")
+        elif name.endswith("nextn.eh_proj.weight") and not values.any():
+            problems.append(f"all zeros: {name}")
+    return problems
+
+
+def _status(model: GgufModel, problems: Sequence[str]) -> GgufStatus:
+    if not model.head:
+        return "declared_but_missing" if model.declared_modules else "none"
+    if problems:
+        return "partial" if problems[0].startswith("missing") else "damaged"
+    return "healthy" if model.declared_modules == model.present_modules else "undeclared"
+
+
+@dataclass(frozen=True)
+class GgufGraftResult:
+    """The GGUF file that :func:`mtp_train.graft` wrote."""
+
+    files: tuple[Path, ...]
+    fine_tune: str
+    base: str
+    head_quantisation: str
+    heads_beside: tuple[str, ...] = ()
+    """Files beside it that hold a head alone, not to be passed with it."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "files": [str(file) for file in self.files]}
+
+    def __str__(self) -> str:
+        first = shlex.quote(str(self.files[0]))
+        lines = [
+            f"Wrote {', '.join(map(str, self.files))}: the trunk of {self.fine_tune} byte for byte, the head of "
+            f"{self.base} as {self.head_quantisation}.",
+            f"Serve it: llama-server -m {first} --spec-type draft-mtp --spec-draft-n-max 3",
+        ]
+        if self.heads_beside:
+            lines.append(f"The head is in the file: do not pass {', '.join(self.heads_beside)} with -md beside it.")
+        return "\n".join(lines)
+
+
+def graft_gguf(
+    fine_tune: Path, base: str, out: Path, kind: GgufKind | None, link: LinkMode, progress: Progress
+) -> GgufGraftResult:
+    """Write a GGUF file with the head of a base in it; the trunk's tensors keep their bytes.
+
+    Args:
+        fine_tune: The GGUF file of the trunk, or one of its splits.
+        base: A checkpoint with a head, or a GGUF file with one.
+        out: The new file.
+        kind: Storage of the head's matrices; None for Q8_0, or as the base's GGUF file has them.
+        link: How splits without a change are placed.
+        progress: Shows what is read and written.
+
+    Raises:
+        OutputExistsError: ``out`` exists.
+        CheckpointError: The base has no complete head or another architecture or shape, or a weight is not finite.
+        UnsupportedModelError: llama.cpp has no graph for such a head.
+    """
+    trunk = open_gguf(fine_tune)
+    refuse_existing(out, what="the GGUF file")
+    if any(name in trunk.head for reader in trunk.readers[1:] for name in (one.name for one in reader.tensors)):
+        raise CheckpointError(
+            f"{fine_tune}: has a head in a split that is not the first; expected one without a head there. Merge the "
+            "splits with llama-gguf-split --merge."
+        )
+    head, fields, modules = (_of_gguf if is_gguf(base) else _of_checkpoint)(trunk, base, kind, progress)
+    changed = with_modules(trunk, fields, modules)
+    new = [one for one in head if one.name not in trunk.tensors or one.name in trunk.head]
+    files = write_embedded(trunk, new, changed, out, kind=kind or "q8_0", link=link, progress=progress)
+    written = open_gguf(files[0])
+    return GgufGraftResult(files, str(fine_tune), base, _types(written.head.values()), heads_beside(written))
+
+
+_Head = tuple[Sequence[GgufTensor | ReaderTensor], Mapping[str, Any], int]
+"""Tensors, fields of which the lists reach over the head's blocks, and the number of modules."""
+
+
+def _of_checkpoint(trunk: GgufModel, base: str, kind: GgufKind | None, progress: Progress) -> _Head:
+    donor = open_location(base)
+    diagnosis = diagnose_head(donor)
+    if not diagnosis.complete:
+        raise CheckpointError(f"{base}: {diagnosis.describe()}; expected a checkpoint with a complete head.")
+    record = gguf_head_for(donor.family, str(donor.text_config.get("model_type")), where=base)
+    text = text_config_of(donor)
+    config = {**donor.text_config, **text.to_dict(), "num_hidden_layers": text.num_hidden_layers}
+    shape = {"block_count": int(text.num_hidden_layers), "embedding_length": int(text.hidden_size)}
+    _require_fit(trunk, base, record.arch, shape)
+    require_finite_checkpoint(donor, progress)
+    layout = layout_of(donor)
+    tensors = head_tensors(donor, layout, native_head_of(donor, layout, layout), record, config)
+    modules = diagnosis.present_modules
+    found = {name: field({**config, NUM_MODULES: modules}) for name, field in record.fields.items()}
+    return tensors, found, modules
+
+
+def _of_gguf(trunk: GgufModel, base: str, kind: GgufKind | None, progress: Progress) -> _Head:
+    donor = open_gguf(Path(base))
+    problems = _head_problems(donor)
+    if not donor.head or problems:
+        found = problems[0] if problems else "no head"
+        raise CheckpointError(f"{base}: {found}; expected a GGUF file with a complete head.")
+    shape = {"block_count": donor.num_layers, "embedding_length": donor.value("embedding_length")}
+    _require_fit(trunk, base, donor.arch, shape)
+    prefix = f"{donor.arch}."
+    fields = {
+        name.removeprefix(prefix): field.contents()
+        for name, field in donor.readers[0].fields.items()
+        if name.startswith(prefix)
+    }
+    tensors = list(donor.head.values())
+    return (tensors if kind is None else [_decoded(one) for one in tensors]), fields, donor.present_modules
+
+
+def _decoded(one: ReaderTensor) -> GgufTensor:
+    shape = tuple(int(size) for size in reversed(one.shape))
+
+    def blocks() -> Any:
+        return iter((torch.tensor(gguf.quants.dequantize(one.data, one.tensor_type)).reshape(shape),))
+
+    return GgufTensor(one.name, shape, blocks)
+
+
+def _require_fit(trunk: GgufModel, base: str, arch: str, shape: Mapping[str, int]) -> None:
+    mine = {"block_count": trunk.num_layers, "embedding_length": trunk.value("embedding_length")}
+    if not trunk.holds_trunk:
+        raise CheckpointError(f"{trunk.files[0]}: holds a head alone; expected the GGUF file of a trunk.")
+    if trunk.arch != arch or mine != shape:
+        raise CheckpointError(
+            f"{base}: its head is for {arch} with {shape['block_count']} layers of {shape['embedding_length']} "
+            f"channels; expected {trunk.arch} with {mine['block_count']} of {mine['embedding_length']}, as "
+            f"{trunk.files[0]} has. Name the base that it was fine-tuned from."
+        )
+
+
+def export_gguf_head(file: Path, out: Path, progress: Progress) -> Path:
+    """Write the head of a GGUF file as a file of its own, ``out/mtp-NAME.gguf``; return its path.
+
+    Raises:
+        OutputExistsError: ``out`` exists.
+        CheckpointError: The file has no head.
+    """
+    model = open_gguf(file)
+    refuse_existing(out, what="the GGUF file")
+    if not model.head:
+        raise CheckpointError(
+            f"{file}: no head; expected a GGUF file with one. Put one in with '{graft_gguf_command(file)}'."
+        )
+    target = out / f"mtp-{file.name}"
+    write_head_alone(model, target, progress)
+    return target

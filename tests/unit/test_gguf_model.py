@@ -1,0 +1,269 @@
+"""A head joins a GGUF file of its trunk and leaves it again; the trunk's bytes are untouched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from checkpoints import all_tensors
+from gguf_files import checkpoint_with_head, exported, metadata, values, write_whole
+from mtp_inference import SpeculativeDecoder
+from mtp_train import inspect
+from mtp_train.checkpoints.locations import open_location
+from mtp_train.cli.main import main
+from mtp_train.runs.checkpoint_tools.gguf_files import GgufInspection
+from tiny import IS_OLD
+
+LAYERS = 4
+"""Of the tiny Qwen3.5."""
+
+
+def write_trunk(path: Path, head: gguf.GGUFReader, parts: int = 1) -> list[Path]:
+    """Write the metadata of a head's file without the head, and blocks of a quantised trunk, as one file or splits."""
+    arch = head.get_field("general.architecture").contents()
+    names = [f"{path.stem}-{part + 1:05}-of-{parts:05}.gguf" for part in range(parts)] if parts > 1 else [path.name]
+    generator = np.random.default_rng(0)
+    for part, name in enumerate(names):
+        writer = gguf.GGUFWriter(path.with_name(name), arch)
+        for key, field in head.fields.items() if part == 0 else ():
+            value = field.contents()
+            if key.startswith("GGUF.") or key in ("general.architecture", f"{arch}.nextn_predict_layers"):
+                continue
+            if key == f"{arch}.block_count":
+                value = LAYERS
+            elif key == f"{arch}.attention.recurrent_layers":
+                value = value[:LAYERS]
+            writer.add_key_value(key, value, field.types[0], sub_type=field.types[-1])
+        if parts > 1:
+            writer.add_uint16("split.no", part)
+            writer.add_uint16("split.count", parts)
+            writer.add_int32("split.tensors.count", LAYERS)
+        for block in range(part, LAYERS, parts):
+            matrix = generator.standard_normal((8, 256)).astype(np.float32)
+            stored = gguf.quants.quantize(matrix, gguf.GGMLQuantizationType.Q4_0)
+            writer.add_tensor(f"blk.{block}.ffn_up.weight", stored, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return [path.with_name(name) for name in names]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return checkpoint_with_head(tmp_path / "base", "qwen3_5")
+
+
+@pytest.fixture
+def head(base: Path, tmp_path: Path) -> gguf.GGUFReader:
+    """The head in a file of its own, which other tests compare with llama.cpp's converter."""
+    return exported(base, tmp_path / "alone", "f32")
+
+
+@pytest.fixture
+def trunk(head: gguf.GGUFReader, tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    return write_trunk(tmp_path / "model" / "tuned.gguf", head)[0]
+
+
+def raw(path: Path) -> dict[str, tuple[Any, bytes]]:
+    return {one.name: (one.tensor_type, one.data.tobytes()) for one in gguf.GGUFReader(path).tensors}
+
+
+def looked_at(path: Path) -> GgufInspection:
+    found = inspect(path)
+    assert isinstance(found, GgufInspection)
+    return found
+
+
+def refusal(words: list[object], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main([str(word) for word in words]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_head_of_a_checkpoint_joins_its_trunk(
+    base: Path, head: gguf.GGUFReader, trunk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, out = trunk.read_bytes(), tmp_path / "whole.gguf"
+    assert looked_at(trunk).status == "none"
+    assert main(["graft", str(trunk), "--from", str(base), "--out", str(out), "--head", "f32"]) == 0
+    assert f"llama-server -m {out} --spec-type draft-mtp" in capsys.readouterr().out
+    assert trunk.read_bytes() == before
+    assert raw(out).items() >= raw(trunk).items()
+    assert raw(out) == raw(trunk) | {name: one for name, one in raw_of(head).items() if name.startswith("blk.")}
+    # All that the converter writes for a whole model, in a file whose trunk was converted without a head.
+    told = metadata(gguf.GGUFReader(out))
+    assert told["qwen35.block_count"] == LAYERS + 1
+    assert told["qwen35.nextn_predict_layers"] == 1
+    assert told == {**metadata(head), **{key: told[key] for key in told if key.startswith("GGUF.")}}
+    found = looked_at(out)
+    assert (found.status, found.declared_modules, found.present_modules) == ("healthy", 1, 1)
+    assert found.cure is None
+
+
+def raw_of(reader: gguf.GGUFReader) -> dict[str, tuple[Any, bytes]]:
+    return {one.name: (one.tensor_type, one.data.tobytes()) for one in reader.tensors}
+
+
+@pytest.mark.parametrize(("kind", "stored"), [("q8_0", "Q8_0"), ("bf16", "BF16"), (None, "F32")])
+def test_a_head_of_a_gguf_file_is_copied_or_stored_anew(
+    kind: str | None, stored: str, head: gguf.GGUFReader, trunk: Path, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "alone" / "mtp-base.gguf", tmp_path / "whole.gguf"
+    flags = [] if kind is None else ["--head", kind]
+    assert main(["graft", str(trunk), "--from", str(source), "--out", str(out), *flags]) == 0
+    reader = gguf.GGUFReader(out)
+    found = {one.name: one.tensor_type.name for one in reader.tensors}
+    assert found[f"blk.{LAYERS}.nextn.eh_proj.weight"] == stored
+    assert found[f"blk.{LAYERS}.nextn.enorm.weight"] == "F32"
+    name = f"blk.{LAYERS}.nextn.eh_proj.weight"
+    assert np.allclose(values(reader)[name], values(head)[name], atol=0.01)
+    assert metadata(reader)["qwen35.attention.recurrent_layers"] == [True, True, True, False, False]
+
+
+def test_a_head_leaves_its_file_as_it_came(head: gguf.GGUFReader, base: Path, trunk: Path, tmp_path: Path) -> None:
+    out = tmp_path / "whole.gguf"
+    assert main(["graft", str(trunk), "--from", str(base), "--out", str(out), "--head", "f32"]) == 0
+    assert main(["export", str(out), "--head-only", "--out", str(tmp_path / "taken")]) == 0
+    taken = gguf.GGUFReader(tmp_path / "taken" / "mtp-whole.gguf")
+    blocks = {name: one for name, one in raw_of(head).items() if name.startswith("blk.")}
+    assert raw_of(taken) == blocks
+    assert looked_at(tmp_path / "taken" / "mtp-whole.gguf").status == "healthy"
+
+
+def test_splits_are_kept(base: Path, head: gguf.GGUFReader, tmp_path: Path) -> None:
+    first, second = write_trunk(tmp_path / "tuned.gguf", head, parts=2)
+    out = tmp_path / "whole.gguf"
+    # Any split names the model.
+    assert main(["graft", str(second), "--from", str(base), "--out", str(out)]) == 0
+    written = [tmp_path / f"whole-0000{part}-of-00002.gguf" for part in (1, 2)]
+    assert written[1].samefile(second)
+    assert raw(written[0]).items() >= raw(first).items()
+    told = metadata(gguf.GGUFReader(written[0]))
+    assert told["split.tensors.count"] == len(raw(written[0])) + len(raw(second))
+    assert looked_at(written[1]).status == "healthy"
+    second.unlink()
+    assert not out.exists()
+
+
+def test_a_missing_split_is_named(head: gguf.GGUFReader, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = write_trunk(tmp_path / "tuned.gguf", head, parts=2)
+    second.unlink()
+    assert f"{second.name} not found; expected a GGUF file with all of its splits" in refusal(
+        ["inspect", first], capsys
+    )
+
+
+def test_a_head_of_another_shape_or_architecture_is_refused(
+    trunk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = checkpoint_with_head(tmp_path / "other", "glm4_moe")
+    told = refusal(["graft", trunk, "--from", other, "--out", tmp_path / "whole.gguf"], capsys)
+    assert "its head is for glm4moe with 3 layers of 32 channels; expected qwen35 with 4 of 32" in told
+    assert not (tmp_path / "whole.gguf").exists()
+
+
+def test_a_head_that_cannot_work_is_no_healthy_one(
+    base: Path, trunk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "whole.gguf"
+    assert main(["graft", str(trunk), "--from", str(base), "--out", str(out), "--head", "f32"]) == 0
+    reader = gguf.GGUFReader(out, "r+")
+    name = f"blk.{LAYERS}.nextn.eh_proj.weight"
+    (matrix,) = (one.data for one in reader.tensors if one.name == name)
+    kept = matrix.copy()
+    for value, problem in ((0.0, f"all zeros: {name}"), (np.nan, f"NaN or infinite values: {name}")):
+        matrix[:] = value
+        matrix.flush()
+        found = looked_at(out)
+        assert (found.status, found.problems) == ("damaged", (problem,))
+        assert found.serves["llama.cpp"] == f"no: {problem}"
+    assert problem in refusal(["graft", trunk, "--from", out, "--out", tmp_path / "again.gguf"], capsys)
+    matrix[:] = kept
+    matrix.flush()
+    assert looked_at(out).status == "healthy"
+
+
+def test_a_head_beside_the_file_is_named(base: Path, trunk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(base), "--out", str(trunk.parent / "head"), "--gguf", "q8_0"]) == 0
+    (trunk.parent / "head" / "mtp-base.gguf").rename(trunk.parent / "mtp-base.gguf")
+    assert f"-m {trunk} -md {trunk.parent / 'mtp-base.gguf'} " in looked_at(trunk).serves["llama.cpp"]
+    out = trunk.parent / "whole.gguf"
+    capsys.readouterr()
+    assert main(["graft", str(trunk), "--from", str(base), "--out", str(out)]) == 0
+    assert "do not pass mtp-base.gguf with -md beside it" in capsys.readouterr().out
+    assert "pass one of them" in str(looked_at(out))
+
+
+def test_a_file_that_is_no_gguf_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03")
+    assert "cut.gguf: cannot be read as GGUF" in refusal(["inspect", tmp_path / "cut.gguf"], capsys)
+
+
+needs_reader = pytest.mark.skipif(IS_OLD, reason="reading qwen35 from GGUF needs transformers 5.23")
+
+
+@needs_reader
+def test_a_gguf_file_is_a_checkpoint_like_any_other(
+    base: Path,
+    head: gguf.GGUFReader,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    whole = tmp_path / "whole.gguf"
+    write_whole(base, head, whole)
+    expected, opened = all_tensors(base), open_location(str(whole))
+    found = all_tensors(opened.path)
+    assert found.keys() == expected.keys()
+    for key, value in found.items():
+        # One added to a norm's weight and taken away again, a logarithm of an exponential: fp32's rounding.
+        np.testing.assert_allclose(value.numpy(), expected[key].numpy(), atol=1e-6, rtol=1e-6)
+    decoders = [SpeculativeDecoder.from_pretrained(source, dtype=torch.float32) for source in (base, whole)]
+    (one,), (other,) = (decoder.decode([[65, 66, 67]], 12) for decoder in decoders)
+    assert one.token_ids == other.token_ids
+    # Dequantised once, and anew where the file changed.
+    assert open_location(str(whole)).path == opened.path
+    whole.touch()
+    assert open_location(str(whole)).path != opened.path
+
+
+@needs_reader
+def test_an_architecture_that_transformers_does_not_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = exported(checkpoint_with_head(tmp_path / "other", "glm4_moe"), tmp_path / "alone")
+    assert other is not None
+    file = tmp_path / "alone" / "mtp-other.gguf"
+    told = refusal(["generate", file, "--prompt", "abc"], capsys)
+    assert "does not read the architecture glm4moe from GGUF" in told
+    assert "mtp-train inspect and graft work with this file" in told
+
+
+@needs_reader
+@pytest.mark.slow
+def test_a_rescue_of_a_gguf_file_ends_in_one(
+    base: Path, head: gguf.GGUFReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    whole, out = tmp_path / "tuned.gguf", tmp_path / "rescued"
+    write_whole(base, head, whole)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        "".join(f'{{"prompt": "text {index} of {index * index}", "response": "yes"}}\n' for index in range(40))
+    )
+    fields = ["train.max_steps=2", "train.warmup_steps=1", "evaluate.max_new_tokens=16", "evaluate.prompts=8"]
+    fields += ["data.regenerate.max_new_tokens=16", "data.seq_len_tokens=64", "train.tokens_per_step=64"]
+    command = ["rescue", str(whole), "--from", str(base), "--data", str(prompts), "--out", str(out), "--set", *fields]
+    assert main(command) == 0
+    found = looked_at(out / "tuned-mtp.gguf")
+    # Rows of 48 numbers fill no block of Q8_0.
+    assert (found.status, found.head_quantisation) == ("healthy", "Q8_0 (7), F32 (7), F16 (1)")
+    trunk = {name: one for name, one in raw(whole).items() if not name.startswith(f"blk.{LAYERS}.")}
+    assert raw(out / "tuned-mtp.gguf").items() >= trunk.items()

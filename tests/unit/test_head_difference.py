@@ -1,0 +1,303 @@
+"""A head that cannot work is named: known wrong forms of the base's head, other drafters, other names and layouts."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from checkpoints import all_tensors, base_and_finetune, same, set_fields
+from mtp_train import CheckpointError, Inspection, export, graft, inspect
+from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE
+from mtp_train.cli.main import main
+from runs import tree
+
+Tensors = dict[str, Tensor]
+FC, NORM = "mtp.fc.weight", "mtp.pre_fc_norm_hidden.weight"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base of Qwen3.5's family, and a fine-tune of it."""
+    directory = tmp_path_factory.mktemp("saved")
+    base_and_finetune(directory, "qwen3_5")
+    return directory
+
+
+@pytest.fixture
+def base(saved: Path) -> Path:
+    return saved / "base"
+
+
+def with_tensors(path: Path, out: Path, change: Callable[[Tensors], Tensors], **metadata: str) -> Path:
+    """Write a copy of a checkpoint with other tensors, in a single file."""
+    shutil.copytree(path, out, ignore=shutil.ignore_patterns("*.safetensors", INDEX_FILE))
+    tensors = {key: value.contiguous().clone() for key, value in change(all_tensors(path)).items()}
+    save_file(tensors, out / SINGLE_FILE, {"format": "pt", **metadata})
+    return out
+
+
+def of_head(change: Callable[[str, Tensor], Tensor]) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {
+        key: change(key, value) if key.startswith("mtp.") else value for key, value in tensors.items()
+    }
+
+
+def swapped(key: str, value: Tensor) -> Tensor:
+    return torch.cat([*reversed(value.chunk(2, dim=1))], dim=1) if key == FC else value
+
+
+def paste(found: Inspection) -> Path:
+    """Run the printed cure; return the checkpoint that it wrote."""
+    words = shlex.split(found.cure or "")
+    assert main(words[1:]) == 0
+    return Path(words[-1])
+
+
+WRONG: dict[str, tuple[Callable[[str, Tensor], Tensor], list[str]]] = {
+    "zero": (lambda key, value: torch.zeros_like(value), [FC, "mtp.layers.0.mlp.up_proj.weight"]),
+    "halves swapped": (swapped, [FC]),
+    "norms shifted": (lambda key, value: value + 1 if "pre_fc_norm" in key else value, [NORM]),
+    "transposed": (lambda key, value: value.T if key in (FC, "mtp.layers.0.self_attn.o_proj.weight") else value, [FC]),
+    "rescaled": (lambda key, value: value * 2 if key == FC else value, [FC]),
+}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_known_wrong_form_of_the_base_s_head_is_named_and_cured(
+    kind: str, trained: bool, base: Path, tmp_path: Path
+) -> None:
+    change, keys = WRONG[kind]
+    torch.manual_seed(0)
+
+    def damage(key: str, value: Tensor) -> Tensor:
+        # A head that was trained before its form became wrong: 5 % of every matrix. An exact multiple is not trained.
+        moved = trained and value.ndim == 2 and kind != "rescaled"
+        return change(key, value + 0.05 * value.std() * torch.randn_like(value) if moved else value)
+
+    broken = with_tensors(base, tmp_path / "broken", of_head(damage))
+    found = inspect(broken, base)
+    assert found.status == "miswired"
+    assert found.head_difference is not None
+    assert found.head_difference.kind == kind
+    assert {*keys} <= {key for some in found.head_difference.keys.values() for key in some}
+    assert found.serves["vllm"].startswith(f"no: {next(iter(found.head_difference.keys.values()))[0]}")
+    assert found.to_json()["head_difference"]["kind"] == kind
+    cured = paste(found)
+    assert same(all_tensors(cured), all_tensors(base))
+    assert inspect(cured, base).status == "healthy"
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.01, 0.5])
+def test_a_trained_head_is_healthy_and_its_distance_is_right(shift: float, base: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    moved = with_tensors(
+        base, tmp_path / "moved", of_head(lambda key, value: value + shift * value.std() * torch.randn_like(value))
+    )
+    found = inspect(moved, base)
+    assert found.status == "healthy"
+    assert found.head_difference is not None
+    assert found.head_difference.kind == ("retrained" if shift else "equal")
+    old, new = (
+        torch.cat(
+            [value.flatten() for key, value in sorted(load_file(path / SINGLE_FILE).items()) if key.startswith("mtp.")]
+        )
+        for path in (base, moved)
+    )
+    assert found.head_difference.relative_change == pytest.approx(float((new - old).norm() / old.norm()), rel=1e-4)
+
+
+def test_a_head_of_zeros_is_found_without_a_base(base: Path, tmp_path: Path) -> None:
+    broken = with_tensors(base, tmp_path / "broken", of_head(lambda key, value: torch.zeros_like(value)))
+    found = inspect(broken)
+    assert (found.status, found.cure) == ("miswired", f"mtp-train graft {broken} --from BASE --out {broken}-mtp")
+    # A matrix of zeros inside of a layer is no sign: fresh heads have them.
+    partly = with_tensors(
+        base, tmp_path / "partly", of_head(lambda key, value: value * (not key.endswith("down_proj.weight")))
+    )
+    assert inspect(partly).status == "healthy"
+
+
+def test_a_wrong_form_on_a_fine_tune_is_cured_by_retraining(saved: Path, tmp_path: Path) -> None:
+    grafted = graft(saved / "finetune", saved / "base", tmp_path / "grafted").out
+    broken = with_tensors(grafted, tmp_path / "broken", of_head(swapped))
+    found = inspect(broken, saved / "base")
+    assert (found.status, found.stale) == ("miswired", False)
+    assert found.cure == f"mtp-train rescue {broken} --from {saved / 'base'} --out {broken}-rescued"
+    assert inspect(grafted, saved / "base").stale
+
+
+# Other drafters, names and layouts
+
+
+def dspark(tensors: Tensors) -> Tensors:
+    blocks = {
+        key.replace("mtp.layers.0", f"mtp.{number}"): value
+        for number in range(3)
+        for key, value in tensors.items()
+        if ".layers.0." in key and key.startswith("mtp.")
+    }
+    trunk = {key: value for key, value in tensors.items() if not key.startswith("mtp.")}
+    markov = {"mtp.2.markov_head.markov_w1": torch.zeros(64, 8), "mtp.2.main_norm.weight": torch.zeros(8)}
+    return trunk | blocks | markov
+
+
+def test_another_drafter_under_the_head_s_prefix_is_served_as_it_is_and_never_replaced(
+    saved: Path, tmp_path: Path
+) -> None:
+    other = with_tensors(saved / "base", tmp_path / "other", dspark)
+    set_fields(other, {"dspark_block_size": 4})
+    found, before = inspect(other, saved / "base"), tree(other)
+    assert (found.status, found.cure) == ("foreign", None)
+    assert '{"method":"dspark","num_speculative_tokens":4}' in found.serves["vllm"]
+    assert "DSpark drafter (mtp.2.m" in found.runs_here
+    assert not found.head.unexpected_keys
+    with pytest.raises(CheckpointError, match=r"has the blocks of a DSpark drafter .* expected no drafter, or an MTP"):
+        graft(other, saved / "base", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="another kind of drafter than an MTP head; expected a complete head"):
+        graft(saved / "finetune", other, tmp_path / "out")
+    assert tree(other) == before
+
+
+@pytest.mark.parametrize("prefix", ["language_model.", "model."])
+def test_a_head_under_a_longer_prefix_is_exported_under_its_own(prefix: str, base: Path, tmp_path: Path) -> None:
+    renamed = with_tensors(
+        base,
+        tmp_path / "renamed",
+        lambda tensors: {prefix * key.startswith("mtp.") + key: value for key, value in tensors.items()},
+    )
+    found = inspect(renamed, base)
+    assert found.status == "declared_but_missing"
+    assert {*found.head.other_names} == {f"{prefix}{key}" for key in all_tensors(base) if key.startswith("mtp.")}
+    assert "the 15 tensors of one have other names" in found.serves["vllm"]
+    assert found.other_cure is not None
+    cured = paste(found)
+    assert same(all_tensors(cured), all_tensors(base))
+    assert "Its head was under other names" in "".join(export(renamed, tmp_path / "again").notes)
+
+
+def test_a_file_of_bare_keys_is_a_head_only_where_all_of_it_is_there(base: Path, tmp_path: Path) -> None:
+    head = {key: value for key, value in load_file(base / SINGLE_FILE).items() if key.startswith("mtp.")}
+    bare = with_tensors(
+        base, tmp_path / "bare", lambda tensors: {key: value for key, value in tensors.items() if key not in head}
+    )
+    save_file({key.removeprefix("mtp."): value for key, value in head.items()}, bare / "mtp.safetensors")
+    found = inspect(bare, base)
+    assert same(all_tensors(paste(found)), all_tensors(base))
+    save_file({key.removeprefix("mtp."): value for key, value in head.items() if key != FC}, bare / "mtp.safetensors")
+    again = inspect(bare, base)
+    assert not again.head.other_names
+    assert (again.cure or "").startswith("mtp-train graft")
+
+
+def test_a_reduced_output_matrix_is_named_and_the_head_beside_it_is_whole(saved: Path, tmp_path: Path) -> None:
+    reduced = {"mtp.draft_lm_head.weight": torch.ones(8, 32), "mtp.d2t": torch.arange(8)}
+    held = with_tensors(saved / "base", tmp_path / "held", lambda tensors: tensors | reduced)
+    found = inspect(held, saved / "base")
+    assert (found.status, found.cure) == ("healthy", None)
+    assert "mtp.d2t (2 in all): an output matrix of fewer tokens" in (found.note or "")
+    export(held, tmp_path / "out")
+    assert same(all_tensors(tmp_path / "out"), all_tensors(held))
+    assert graft(saved / "finetune", held, tmp_path / "grafted").notes == (
+        f"Left out, as it is of {held}'s own tokens: mtp.d2t (2 in all).",
+    )
+
+
+def in_mlx_layout(tensors: Tensors) -> Tensors:
+    return {key: value.movedim(2, 1) if "conv1d" in key else value for key, value in tensors.items()}
+
+
+@pytest.mark.parametrize("sign", ["convolutions", "format", "quantization"])
+def test_mlx_s_layout_is_named_in_one_sentence_by_every_command(sign: str, saved: Path, tmp_path: Path) -> None:
+    change: Callable[[Tensors], Tensors] = in_mlx_layout if sign == "convolutions" else dict
+    metadata = {"format": "mlx"} if sign == "format" else {}
+    other = with_tensors(saved / "base", tmp_path / "other", change, **metadata)
+    if sign == "quantization":
+        set_fields(other, {"quantization": {"group_size": 64, "bits": 4}})
+    found = inspect(other, saved / "base")
+    assert (found.status, found.problems) == ("foreign", ())
+    assert found.cure == f"hf download ORIGINAL --local-dir {other}-original"
+    assert "in MLX's layout (" in (found.note or "")
+    with pytest.raises(CheckpointError, match=r"in MLX's layout .* expected transformers' layout. Use the checkpoint"):
+        graft(other, saved / "base", tmp_path / "out")
+    (other / "README.md").write_text("---\nlibrary_name: mlx\nbase_model: Qwen/Qwen3.5-4B\n---\n")
+    assert (inspect(other).cure or "").startswith("hf download Qwen/Qwen3.5-4B ")
+
+
+# Files and flags that engines read otherwise
+
+
+def test_an_lm_head_that_is_not_tied_as_the_config_says_is_a_problem(tmp_path: Path) -> None:
+    base, _ = base_and_finetune(tmp_path, "qwen3_5", tied=True)
+    embedding = load_file(base / SINGLE_FILE)["model.embed_tokens.weight"]
+    equal = with_tensors(base, tmp_path / "equal", lambda tensors: tensors | {"lm_head.weight": embedding.clone()})
+    assert inspect(equal, base).status == "healthy"
+    other = with_tensors(base, tmp_path / "other", lambda tensors: tensors | {"lm_head.weight": 2 * embedding})
+    found = inspect(other, base)
+    assert found.status == "damaged"
+    assert "lm_head.weight differs from the embedding, while tie_word_embeddings is true" in found.problems[0]
+    with pytest.raises(CheckpointError, match="expected a flag that fits the weights") as refused:
+        graft(other, base, tmp_path / "out")
+    assert found.cure is not None
+    assert str(refused.value).endswith(found.cure)
+    subprocess.run(found.cure, shell=True, check=True)
+    assert inspect(other, base).status == "healthy"
+
+
+def gguf(path: Path, *fields: bytes) -> None:
+    path.write_bytes(b"GGUF" + b"".join(fields))
+
+
+def test_a_sidecar_beside_an_embedded_head_is_warned_of(base: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(base, tmp_path / "folder"))
+    gguf(folder / "mtp-folder.gguf", b"qwen35.nextn_predict_layers")
+    gguf(folder / "plain.gguf")
+    assert inspect(folder).note is None
+    gguf(folder / "whole.gguf", b"qwen35.nextn_predict_layers")
+    assert (inspect(folder).note or "").startswith("mtp-folder.gguf is beside whole.gguf, which has a head of its own")
+
+
+SINGLE_NAMES = [f"mtp.layers.0.self_attn.{name}_proj" for name in "qkvo"] + [
+    f"mtp.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")
+]
+FUSED_NAMES = ["mtp.layers.0.self_attn.qkv_proj", "mtp.layers.0.mlp.gate_up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("ignore", "serves"),
+    [
+        (["lm_head", "mtp.fc", *SINGLE_NAMES], False),
+        (["lm_head", "mtp.fc", *SINGLE_NAMES, *FUSED_NAMES], True),
+        (["lm_head", "re:.*mtp.*"], True),
+    ],
+    ids=["single names", "fused names too", "pattern"],
+)
+def test_single_names_that_sglang_fuses_are_warned_of_and_exported_as_a_pattern(
+    ignore: list[str], serves: bool, base: Path, tmp_path: Path
+) -> None:
+    listed = Path(shutil.copytree(base, tmp_path / "listed"))
+    settings: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ignore}
+    config = json.loads((listed / "config.json").read_text())
+    (listed / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    found = inspect(listed)
+    assert found.status == "healthy"
+    assert found.serves["vllm"].startswith("vllm serve")
+    assert found.serves["sglang"].startswith("python -m" if serves else "no: reads mtp.layers.0.")
+    if serves:
+        assert found.cure is None
+        return
+    cured = paste(found)
+    assert same(all_tensors(cured), all_tensors(base))
+    written = json.loads((cured / "config.json").read_text())["quantization_config"]["ignore"]
+    assert written == [*ignore, r"re:.*mtp\..*"]
+    assert inspect(cured).cure is None
