@@ -247,13 +247,16 @@ class Lossless:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleText:
-    """A text that the retrained head drafted for, at the report's first setting."""
+    """A text that heads drafted for, at the report's first setting."""
 
     prompt_id: str
     prompt: str
     """The end of the prompt."""
     pieces: tuple[tuple[str, bool], ...]
-    """The text in pieces, each with True where it consists of accepted drafts and False where the trunk added it."""
+    """The text in pieces, each with True where it consists of accepted drafts of the retrained head and False where the
+    trunk added it."""
+    before: tuple[tuple[str, bool], ...] = ()
+    """The same with the head that the gate compares with; empty without one."""
 
 
 @dataclass(frozen=True, kw_only=True)

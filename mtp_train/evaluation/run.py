@@ -56,6 +56,7 @@ from mtp_train.evaluation.served import Server, ask, judged
 from mtp_train.evaluation.statistics import MeasuredArm, Records
 from mtp_train.evaluation.store import Store
 from mtp_train.evaluation.suites import load_suite
+from mtp_train.train.machine import device_name
 from mtp_train.trunk.progress import shown_loading
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.trunk.whole import require_whole_trunk
@@ -348,7 +349,7 @@ def _measure(study: _Study, group: Sequence[OpenArm], plain_name: str, found: Me
         found.served = judged(found.served, trunk, eos_ids)
         for warning in found.served.document["warnings"]:
             progress.console.print(f"{SERVED}: {warning}", highlight=False)
-    found.facts = {"dtype": trunk.dtype_name, "device": str(trunk.lm_head_VD.device)}
+    found.facts = {"dtype": trunk.dtype_name, "device": device_name(trunk.lm_head_VD.device)}
     options = DecodingOptions(
         max_new_tokens=grid.max_new_tokens, eos_ids=eos_ids, seed=grid.seed, batch=grid.batch, store=study.store
     )

@@ -96,7 +96,9 @@ class FigureFile:
     png: bytes
 
 
-FIGURE_STEM = r"tau|marginal_acceptance|speedup|loss|held_out|depth|context|output_position|costs|tasks_\d+"
+FIGURE_STEM = (
+    r"tau|marginal_acceptance|speedup|loss|held_out|learning_rate|depth|context|output_position|costs|tasks_\d+"
+)
 """Pattern of the stem of every figure that a report can have."""
 MAX_TASK_CHARS = 18
 
@@ -143,6 +145,9 @@ def _training_figures(metrics: Sequence[Mapping[str, Any]]) -> list[FigureFile]:
     if held_out:
         caption = "Expected tau on text kept from training, by step, from teacher-forced acceptance."
         figures.append(FigureFile("held_out", caption, _lines(held_out, "training step", "tokens per round (tau)")))
+    if rates := curves(metrics, {"lr": "learning rate"}):
+        caption = "Learning rate by step."
+        figures.append(FigureFile("learning_rate", caption, _lines(rates, "training step", "learning rate")))
     return figures
 
 

@@ -27,7 +27,11 @@ COMPARISON_COLUMNS = tuple(dict.fromkeys(("first", "second", "task", *(field.nam
 
 
 def write_report(
-    report: Report, out: Path, provenance: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]] = ()
+    report: Report,
+    out: Path,
+    provenance: Mapping[str, Any],
+    metrics: Sequence[Mapping[str, Any]] = (),
+    serving: Mapping[str, str] | None = None,
 ) -> None:
     """Write a report, replacing an earlier one.
 
@@ -39,10 +43,11 @@ def write_report(
         out: The directory of the run or study; created where it is missing.
         provenance: Origin of the figures for the page; nested values are flattened.
         metrics: The lines of a run's ``metrics.jsonl``, for the curves of training.
+        serving: The commands that serve a run's export, by engine.
     """
     figures = render_figures(report, metrics)
     files = {Path("figures") / f"{figure.stem}.png": figure.png for figure in figures}
-    files[Path(PAGE_FILE)] = render_page(report, figures, provenance).encode()
+    files[Path(PAGE_FILE)] = render_page(report, figures, provenance, serving or {}).encode()
     files |= {Path(f"{name}.csv"): table.csv().encode() for name, table in csv_tables(report).items()}
     encoded = json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
     files[Path(REPORT_FILE)] = f"{encoded}\n".encode()

@@ -22,7 +22,7 @@ from mtp_train.checkpoints.demo import PREFIX, RECORDED_FILE, home_source, recor
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.locations import EXPORT, HEAD, head_directory
 from mtp_train.checkpoints.suggestions import evaluate_command, graft_command, grafted_name
-from mtp_train.data.tokenize import Document, Prompt
+from mtp_train.data.tokenize import Document
 from mtp_train.evaluation.assemble import Measurements, assemble
 from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_SETTINGS, DecodingOptions, Lane, Prompts, TrunkArms
 from mtp_train.evaluation.grid import left_out
@@ -32,13 +32,14 @@ from mtp_train.evaluation.run import Processes, measure_trunk
 from mtp_train.evaluation.statistics import MeasuredArm, checked_records
 from mtp_train.heads.build import HeadPlan, build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
+from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.slices import slice_report
 from mtp_train.runs.inputs import Inputs
 from mtp_train.runs.run import Run
 from mtp_train.runs.settings import run_settings
 from mtp_train.runs.training import SELECTED
-from mtp_train.train.machine import set_threads
+from mtp_train.train.machine import device_name, set_threads
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
 from mtp_train.trunk.progress import shown_loading
@@ -82,7 +83,7 @@ def evaluate_run(run: Run, trunk: Trunk, training: Sequence[Document]) -> Report
             without_gain(run.directory.path),
         ),
         settings={**report.settings, "held_out": held_out},
-        samples=sample_texts(found.arms, settings[0], inputs),
+        samples=sample_texts(found.arms, settings[0], inputs, recipe.gate_baseline),
     )
 
 
@@ -277,19 +278,25 @@ def _next_step(recipe: Recipe, verdict: GateVerdict, depths: Mapping[int, Cell])
     return f"Train for longer, or serve without drafts{other}"
 
 
-def sample_texts(arms: Sequence[MeasuredArm], setting: Setting, inputs: Inputs) -> tuple[SampleText, ...]:
-    """Return texts of the retrained head at a setting, accepted drafts apart; none without such a head."""
-    arm = next((arm for arm in arms if arm.name == RETRAINED), None)
-    prompts = {prompt.id: prompt for prompt in inputs.held_out}
-    chosen = arm.decoded[setting][:NUM_SAMPLES] if arm is not None else ()
-    return tuple(_sample(one, prompts[one.prompt_id], inputs.tokenizer) for one in chosen)
+def sample_texts(
+    arms: Sequence[MeasuredArm], setting: Setting, inputs: Inputs, baseline: str
+) -> tuple[SampleText, ...]:
+    """Return texts of the retrained head and of its baseline at a setting, accepted drafts apart."""
+    decoded = {arm.name: arm.decoded[setting] for arm in arms if setting in arm.decoded}
+    before = {one.prompt_id: one for one in decoded.get(baseline, ())}
+    prompts, tokenizer = {prompt.id: prompt for prompt in inputs.held_out}, inputs.tokenizer
 
+    def pieces(one: PromptRecord) -> tuple[tuple[str, bool], ...]:
+        return marked_pieces(tokenizer, prompts[one.prompt_id].prompt_ids, one.token_ids, one.from_drafts)
 
-def _sample(one: PromptRecord, prompt: Prompt, tokenizer: Any) -> SampleText:
-    return SampleText(
-        prompt_id=one.prompt_id,
-        prompt=tokenizer.decode(list(prompt.prompt_ids))[-SAMPLE_PROMPT_CHARS:],
-        pieces=marked_pieces(tokenizer, prompt.prompt_ids, one.token_ids, one.from_drafts),
+    return tuple(
+        SampleText(
+            prompt_id=one.prompt_id,
+            prompt=tokenizer.decode(list(prompts[one.prompt_id].prompt_ids))[-SAMPLE_PROMPT_CHARS:],
+            pieces=pieces(one),
+            before=pieces(before[one.prompt_id]) if one.prompt_id in before else (),
+        )
+        for one in decoded.get(RETRAINED, ())[:NUM_SAMPLES]
     )
 
 
@@ -318,7 +325,7 @@ def evaluation_settings(recipe: Recipe, inputs: Inputs, settings: Sequence[Setti
         "vanilla_prompts": home_source(recipe.model.head_from) if inputs.home else None,
         "groups": len({prompt.group for prompt in inputs.held_out}),
         "train_precision": recipe.train.precision,
-        "loss": recipe.objective.loss,
+        "loss": find_loss(recipe.objective.loss).name,
         "train_steps": recipe.train.max_steps,
         "tokens_per_step": recipe.train.tokens_per_step,
         "seed": recipe.seed,
@@ -330,13 +337,8 @@ _OF_TRAINING = ("trunk", "head_from", "depth", "train_precision", "loss", "train
 
 def trunk_facts(recipe: Recipe, trunk: Trunk) -> dict[str, Any]:
     """Return how the trunk was held while the built-in decoder measured it."""
-    weight = trunk.lm_head_VD
-    on_cuda = weight.device.type == "cuda"
-    return {
-        "dtype": trunk.dtype_name,
-        "offload": recipe.model.offload,
-        "device": torch.cuda.get_device_name(weight.device) if on_cuda else str(weight.device),
-    }
+    device = device_name(trunk.lm_head_VD.device)
+    return {"dtype": trunk.dtype_name, "offload": recipe.model.offload, "device": device}
 
 
 def recorded_arms(trunk: str) -> dict[str, ArmResult]:

@@ -30,6 +30,7 @@ from mtp_train.heads.diagnose import layout_of
 from mtp_train.recipe.loading import RecipeLike
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.summary import summary
+from mtp_train.report.wording import serving_depth
 from mtp_train.report.write import PAGE_FILE, log_report, write_report
 from mtp_train.runs.display import quiet_progress, rich_to_html
 from mtp_train.runs.evaluate_run import evaluate_run, served_commands, unjudged
@@ -224,13 +225,21 @@ def _report(run: Run, report: Report, console: Console) -> None:
     """Write and print the report, after a check that no input was changed since the beginning."""
     run.directory.require_same_inputs(run.recipe, run.progress)
     run_dir = run.directory.path
-    write_report(report, run_dir, run.directory.provenance, read_metrics(run_dir))
+    is_served = run.recipe.export.enabled and (report.gate is None or report.gate.passed)
+    serving = _serving(run_dir, report) if is_served else {}
+    write_report(report, run_dir, run.directory.provenance, read_metrics(run_dir), serving)
     try:
         log_report(report, run_dir, tracking_of(run.recipe), run.recipe.model_dump(mode="json"))
     except Exception as error:
         # A tracker's server that is down costs no run its export.
         console.print(f"track: {type(error).__name__}: {error}; the report was written, but not tracked.", markup=False)
     console.print(summary(report))
+
+
+def _serving(run_dir: Path, report: Report) -> dict[str, str]:
+    """Return engine to the command that serves a run's export at the depth that its report recommends."""
+    head = load_artifact(run_dir / HEAD)
+    return engine_commands(head.family.serving, str(run_dir / EXPORT), serving_depth(report) or head.num_depths)
 
 
 def _export(run: Run) -> str:
@@ -351,8 +360,7 @@ class RunResult:
         """Engine to the command that serves the export, or ``no: REASON``; empty without an export."""
         if self.export is None or not (self.run_dir / HEAD).is_dir():
             return {}
-        head = load_artifact(self.run_dir / HEAD)
-        return engine_commands(head.family.serving, str(self.export), head.num_depths)
+        return _serving(self.run_dir, self.report)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train run --json`` prints them."""

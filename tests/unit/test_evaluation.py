@@ -187,14 +187,20 @@ def test_sample_texts_are_the_retrained_heads_first_at_the_first_setting() -> No
     arm = MeasuredArm(
         "retrained", "in/finetune", "run/head", {other: [record("p3", (0,), tokens=(9,))], GREEDY: records}
     )
-    first, second = sample_texts([planted("graft", WEAK), arm], GREEDY, held_out)
+    first, second = sample_texts([planted("graft", WEAK), arm], GREEDY, held_out, "native")
     assert (first.prompt_id, first.prompt) == ("p0", "ef")
     assert first.pieces == (("a", False), ("b", True), ("c", False))
+    assert first.before == second.before == ()
+    # The same text, drafted for by the head that the gate compares with.
+    graft = MeasuredArm("graft", "in/finetune", "in/base", {GREEDY: [record("p0", (0, 0), tokens=(1, 2, 3))]})
+    before = sample_texts([graft, arm], GREEDY, held_out, "graft")
+    assert [one.before for one in before] == [(("abc", False),), ()]
+    assert [one.pieces for one in before] == [first.pieces, second.pieces]
     # The end of a long prompt is shown.
     assert (second.prompt_id, second.prompt) == ("p1", "a" * (SAMPLE_PROMPT_CHARS - 1) + "b")
     many = replace(arm, decoded={GREEDY: records * NUM_SAMPLES})
-    assert len(sample_texts([many], GREEDY, held_out)) == NUM_SAMPLES
-    assert sample_texts([planted("graft", WEAK)], GREEDY, held_out) == ()
+    assert len(sample_texts([many], GREEDY, held_out, "native")) == NUM_SAMPLES
+    assert sample_texts([planted("graft", WEAK)], GREEDY, held_out, "graft") == ()
 
 
 def test_tokens_of_accepted_drafts_are_told_apart() -> None:
