@@ -25,17 +25,29 @@ from mtp_inference.drafters.other_drafters import NgramDrafter, NgramDrafting
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.data.pack import PackedSequence, pack_documents
 from mtp_train.data.tokenize import Document
-from mtp_train.recipe.loading import load_recipe
-from mtp_train.runs.settings import plan_of, train_options
+from mtp_train.losses.chunked import depth_weights
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import make_accelerator, prepare, run_facts, takes_fused
 from mtp_train.train.loop import make_optimizer, optimise
+from mtp_train.train.plan import TrainOptions, make_plan
 from mtp_train.trunk.load import Trunk
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 
 SEQ_LEN, NUM_DEPTHS, STEPS = 24, 2, 2
 LENGTHS = (24, 24, 3, 5, 7, 9, 23)
 MAX_GRAD_NORM = 1.0
+OPTIONS = TrainOptions(
+    lr=1e-2,
+    betas=(0.9, 0.95),
+    weight_decay=0.0,
+    max_grad_norm=MAX_GRAD_NORM,
+    schedule="constant",
+    warmup_steps=0,
+    max_steps=STEPS,
+    log_steps=1,
+    save_steps=STEPS,
+    depth_decay=0.6,
+)
 
 
 def sequences(step: int) -> list[PackedSequence]:
@@ -62,36 +74,26 @@ def two_steps(
         Losses and gradient norms, and where and how that was done.
     """
     num_sequences = len(sequences(0))
-    recipe = load_recipe(
-        {
-            "run_dir": "run",
-            "model": {"trunk": "finetune", "head_from": "base"},
-            "head": {"num_depths": NUM_DEPTHS},
-            "data": {"sources": [{"path": "chats.jsonl"}], "seq_len_tokens": SEQ_LEN},
-            "train": {
-                "max_steps": STEPS,
-                "tokens_per_step": num_sequences * SEQ_LEN,
-                "micro_batch_sequences": num_sequences,
-                "lr": 1e-2,
-                "max_grad_norm": MAX_GRAD_NORM,
-            },
-            "evaluate": {"arms": ["none", "graft", "retrained"]},
-        }
-    )
     trunk = tiny_trunk(family)
     compute_dtype = torch.bfloat16 if bf16 else torch.float32
     settings = {"kind": "kl", "temperature": 1.0, "recompute": recompute, "compute_dtype": compute_dtype}
     module = HeadTraining(trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, **settings)
-    plan = plan_of(recipe, accelerator.num_processes)
+    plan = make_plan(
+        max_steps=STEPS,
+        tokens_per_step=num_sequences * SEQ_LEN,
+        seq_len_tokens=SEQ_LEN,
+        micro_batch_sequences=num_sequences,
+        world_size=accelerator.num_processes,
+    )
     accelerator.gradient_accumulation_steps = plan.accumulation
-    optimizer = make_optimizer(module.head, train_options(recipe), fused=takes_fused(accelerator))
+    optimizer = make_optimizer(module.head, OPTIONS, fused=takes_fused(accelerator))
     wrapped, optimizer = prepare(module, optimizer, accelerator, plan, MAX_GRAD_NORM)
     wrapped.train()
     for group in optimizer.param_groups:
-        group["lr"] = recipe.train.lr
+        group["lr"] = OPTIONS.lr
     found = []
     for step, context in enumerate((nullcontext(), second or nullcontext())):
-        given = micro_batches(sequences(step), recipe, plan, accelerator)
+        given = micro_batches(sequences(step), depth_weights(NUM_DEPTHS, OPTIONS.depth_decay), plan, accelerator)
         with context:
             found.append(optimise(wrapped, optimizer, accelerator, MAX_GRAD_NORM, given))
     joined = torch.distributed.is_initialized()

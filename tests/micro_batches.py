@@ -7,17 +7,14 @@ from collections.abc import Sequence
 from accelerate import Accelerator
 
 from mtp_train.data.pack import PackedSequence
-from mtp_train.losses.chunked import depth_weights
-from mtp_train.recipe.schema import Recipe
 from mtp_train.train.feed import Feed, MicroBatch, Preparation
 from mtp_train.train.plan import Plan
 
 
 def micro_batches(
-    sequences: Sequence[PackedSequence], recipe: Recipe, plan: Plan, accelerator: Accelerator
+    sequences: Sequence[PackedSequence], weight_K: Sequence[float], plan: Plan, accelerator: Accelerator
 ) -> list[MicroBatch]:
     """Return this process's micro-batches of a step."""
-    weight_K = depth_weights(recipe.head.num_depths, recipe.objective.depth_decay)
     prepared = Preparation.of(plan, weight_K, accelerator, None).step(sequences)
     with Feed(prepared, accelerator.device) as feed:
         return list(feed.micro_batches(plan.accumulation))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from mtp_inference.batch import Batch
 from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, ConvolvedStore, WindowCache
 from mtp_inference.cache.recurrent import RecurrentStore
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
-from mtp_inference.round import prefill, run_round, settle_drafter
+from mtp_inference.round import prefill, run_round
 from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
@@ -109,6 +109,36 @@ class ScriptedDrafter(Drafter):
         return drafts
 
 
+class PassingDrafting:
+    """Draft as another maker does; a function of the plan, the newest tokens and the drafts may change each draft."""
+
+    def __init__(self, maker: Drafting, change: Callable[[RoundPlan, Tensor, Drafts], Drafts]) -> None:
+        self.maker = maker
+        self.change = change
+
+    def check(self, trunk: Trunk, depth: int) -> None:
+        self.maker.check(trunk, depth)
+
+    def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
+        return PassingDrafter(self.maker.make(trunk, size, cache), self.change)
+
+
+class PassingDrafter(Drafter):
+    def __init__(self, drafter: Drafter, change: Callable[[RoundPlan, Tensor, Drafts], Drafts]) -> None:
+        self.inner = drafter
+        self.change = change
+
+    def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
+        self.inner.start(rows, hidden_RTD, prompt_RT, first_R)
+
+    def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
+        self.inner.observe(hidden_BTD, tokens_BT, num_kept_B)
+
+    def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
+        newest_B1 = choice.last_B1
+        return self.change(plan, newest_B1, self.inner.draft(plan, choice))
+
+
 class RandomDrafting(Drafting):
     """Draft any tokens, whatever the text."""
 
@@ -169,11 +199,6 @@ class BatchRun:
         for row, (*tokens, num_kept, _, _) in enumerate(run_round(self.batch, self.plan(depth)).tolist()):
             self.tokens[row] += tokens[:num_kept]
             self.pending[row] = num_kept + (0 if depth else self.pending[row])
-
-    def settle(self) -> None:
-        """Let the drafter take in what is pending."""
-        settle_drafter(self.batch, self.plan(0))
-        self.pending = [0] * len(self.pending)
 
     def plan(self, depth: int) -> RoundPlan:
         """Return the plan of a round, its bounds as tight as they can be."""

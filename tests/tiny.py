@@ -90,12 +90,12 @@ def tiny_model(
     return model
 
 
-def nearly_tiny(name: str) -> Trunk:
+def nearly_tiny(name: str, seed: int = 0, vocab_size: int = VOCAB_SIZE, noise: float = 0.1) -> Trunk:
     """Return a model whose greedy text mostly equals that of the tiny trunk of a name."""
-    model = tiny_trunk(name)
+    model = tiny_trunk(name, seed, vocab_size=vocab_size)
     noise_VD = torch.randn(model.lm_head_VD.shape, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        model.lm_head_VD.add_(0.1 * noise_VD)
+        model.lm_head_VD.add_(noise * noise_VD)
     return model
 
 

@@ -6,11 +6,13 @@ module's tensors in the checkpoint.
 
 from __future__ import annotations
 
+import filecmp
 import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,13 @@ from mtp_train.checkpoints.files import (
     scan_safetensors,
     validated,
 )
+from mtp_train.checkpoints.identity import TEMPLATE_PATTERNS, TOKENIZER_PATTERNS
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.errors import CheckpointError
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
+_VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 # The experts of a mixture share one stacked adapter, which is read once for each expert's tensor: both matrices of two
 # parameters are kept.
 _NUM_KEPT = 4
@@ -144,6 +148,30 @@ def refuse_embedded_adapter(path: Path) -> None:
             f"{path}: has {ADAPTER_CONFIG_FILE} beside the model, which transformers applies silently and engines "
             "ignore; expected a model alone. Move the adapter to a directory of its own, and pass that as the adapter."
         )
+
+
+def tokenizer_files(checkpoint: Path, adapter: Path) -> dict[str, Path]:
+    """Return the files of the tokenizer and chat template of an adapter on a checkpoint, by path in the directory.
+
+    An adapter with a vocabulary has been trained with a tokenizer of its own, which replaces the checkpoint's as a
+    whole. Other files of an adapter, such as a chat template, replace those of the same name. Empty for an adapter that
+    changes nothing.
+    """
+    own, theirs = _of_tokenizer(checkpoint), _of_tokenizer(adapter)
+    if all(name in own and filecmp.cmp(file, own[name], shallow=False) for name, file in theirs.items()):
+        return {}
+    is_whole = any(fnmatch(name, pattern) for name in theirs for pattern in _VOCABULARIES)
+    return theirs if is_whole else own | theirs
+
+
+def replaced_tokenizer_files(checkpoint: Path) -> set[str]:
+    """Return the paths of a checkpoint's own tokenizer and chat template in its directory."""
+    return {*_of_tokenizer(checkpoint)}
+
+
+def _of_tokenizer(directory: Path) -> dict[str, Path]:
+    found = (file for pattern in (*TOKENIZER_PATTERNS, *TEMPLATE_PATTERNS) for file in directory.glob(pattern))
+    return {file.relative_to(directory).as_posix(): file for file in found if file.is_file()}
 
 
 def merge_command(checkpoint: str, adapter: str) -> str:

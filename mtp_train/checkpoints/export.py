@@ -354,7 +354,7 @@ def patched_documents(source: Checkpoint, layout: HeadLayout, head: NativeHead) 
     Raises:
         CheckpointError: The exceptions of this quantisation method are not supported.
     """
-    config = _with_fields(source, head.config_fields)
+    config = with_fields(source, head.config_fields)
     documents: dict[str, Any] = {} if config is None else {CONFIG_FILE: config}
     stays = (pending.key in source.tensors and pending.origin == (source.path, pending.key) for pending in head.tensors)
     if all(stays) and unmatched_by_sglang(source, layout) is None:
@@ -369,7 +369,7 @@ def patched_documents(source: Checkpoint, layout: HeadLayout, head: NativeHead) 
     return documents
 
 
-def _with_fields(source: Checkpoint, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+def with_fields(source: Checkpoint, fields: Mapping[str, Any]) -> dict[str, Any] | None:
     config = copy.deepcopy(dict(source.config))
     nested = config.get("text_config")
     text_config = nested if isinstance(nested, dict) else config

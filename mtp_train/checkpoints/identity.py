@@ -48,10 +48,11 @@ TOKENIZER_PATTERNS = (
     "tekken.json",
 )
 """Files of a checkpoint's tokenizer."""
+TEMPLATE_PATTERNS = ("chat_template*", "additional_chat_templates/*.jinja")
 CHECKPOINT_PATTERNS = (
     *("config.json", "generation_config.json", "*processor_config.json", "hf_quant_config.json"),
     *TOKENIZER_PATTERNS,
-    *("chat_template*", "additional_chat_templates/*.jinja"),
+    *TEMPLATE_PATTERNS,
     # The checkpoint's own code, which trust_remote_code runs.
     "*.py",
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +17,26 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, Adapter, LowRank, read_adapter
+from mtp_train.checkpoints.adapter import (
+    ADAPTER_CONFIG_FILE,
+    Adapter,
+    LowRank,
+    read_adapter,
+    replaced_tokenizer_files,
+    tokenizer_files,
+)
 from mtp_train.checkpoints.contents import source_files
-from mtp_train.checkpoints.export import LinkMode, Rewrite, copy_files, full_index, write_checkpoint
-from mtp_train.checkpoints.files import INDEX_FILE, Checkpoint, open_checkpoint
+from mtp_train.checkpoints.export import (
+    LinkMode,
+    Rewrite,
+    copy_file,
+    copy_files,
+    full_index,
+    name_in,
+    with_fields,
+    write_checkpoint,
+)
+from mtp_train.checkpoints.files import CONFIG_FILE, INDEX_FILE, Checkpoint, open_checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.quantised import quant_method
@@ -34,6 +50,9 @@ _WRAPPERS = re.compile(r"(?:(?:model|language_model)\.)+")
 # The parts of a fused parameter, in the order of their rows.
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 LM_HEAD = "lm_head.weight"
+_BLOCK_ROWS = 4096
+Changes = Mapping[str, RowChange | PendingTensor]
+"""Key of a stored tensor to its change, or to the tensor with another number of tokens that replaces it."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +61,8 @@ class Merged:
 
     num_tensors: int
     """Stored tensors that changed."""
+    tokenizer_files: tuple[str, ...]
+    """Files of the tokenizer and chat template that are the adapter's; empty where it has none of its own."""
     shards_rewritten: int
     shards_kept: int
     head_keys: int
@@ -51,29 +72,52 @@ class Merged:
 def write_merged(
     source: Checkpoint,
     layout: HeadLayout,
-    changes: Mapping[str, RowChange],
+    adapter: Path,
+    changes: Changes,
     out: Path,
     *,
     link: LinkMode,
     progress: Progress,
 ) -> Merged:
-    """Write ``source`` with the changes of ``plan_changes`` to a new directory; files without a change are linked."""
+    """Write ``source`` with the changes of ``plan_changes`` to a new directory; files without a change are linked.
+
+    An adapter's tokenizer and chat template replace those of ``source``.
+    """
+    tokenizer = tokenizer_files(source.path, adapter)
+    replaced = replaced_tokenizer_files(source.path) if tokenizer else set()
     by_file: dict[str, dict[str, RowChange | PendingTensor]] = {}
     for key, change in changes.items():
         by_file.setdefault(source.tensors[key].file, {})[key] = change
     rewritten: dict[str, Rewrite] = {file: partial(rewrite_safetensors, changes=one) for file, one in by_file.items()}
     # Beside a model, transformers would apply the adapter a second time.
-    files = [file for file in source_files(source) if file.name != ADAPTER_CONFIG_FILE]
+    source, old = resized(source, layout, changes), source
+    left_out = {ADAPTER_CONFIG_FILE, *replaced, *({CONFIG_FILE, INDEX_FILE} if source is not old else ())}
+    files = [file for file in source_files(source) if name_in(source, file) not in left_out]
     with new_directory(out, what="the checkpoint") as directory:
         copy_files(source, progress.track(files, description="merging"), directory, link, rewritten, {})
-        if source.unlisted_keys:
+        for name, file in tokenizer.items():
+            (directory / name).parent.mkdir(exist_ok=True)
+            copy_file(file, directory / name)
+        if source is not old:
+            write_json(directory / CONFIG_FILE, source.config)
+        if source.unlisted_keys or (source is not old and source.index is not None):
             write_json(directory / INDEX_FILE, full_index(source))
     shards = {info.file for info in source.tensors.values()}
     own_head = [key for key in source.tensors if layout.is_head_key(key) and layout.shared_key(key) is None]
-    return Merged(len(changes), len(by_file), len(shards) - len(by_file), len(own_head))
+    return Merged(len(changes), tuple(sorted(tokenizer)), len(by_file), len(shards) - len(by_file), len(own_head))
 
 
-def plan_changes(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Mapping[str, RowChange]:
+def resized(source: Checkpoint, layout: HeadLayout, changes: Changes) -> Checkpoint:
+    """Return a checkpoint with the shapes and config after a merge; itself where the vocabulary keeps its size."""
+    found = {key: one for key, one in changes.items() if isinstance(one, PendingTensor)}
+    if layout.embed_key not in found:
+        return source
+    tensors = {key: one.info(source.tensors[key].file) for key, one in found.items()}
+    config = with_fields(source, {"vocab_size": found[layout.embed_key].shape[0]})
+    return replace(source, tensors={**source.tensors, **tensors}, config=config or source.config)
+
+
+def plan_changes(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Changes:
     """Return the change of each stored tensor that the adapter affects, by key, without reading any tensor.
 
     Raises:
@@ -92,7 +136,10 @@ def plan_changes(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Ma
     for pair in adapter.pairs:
         plan.add(pair)
     plan.repeat_in_shared_keys()
-    return {key: partial(_in_turn, steps) for key, steps in plan.steps.items()}
+    plan.require_one_vocabulary()
+    return {
+        key: plan.resized(key) if key in plan.rows else partial(_in_turn, steps) for key, steps in plan.steps.items()
+    }
 
 
 def write_adapted(
@@ -113,7 +160,7 @@ def write_adapted(
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
         merged = Path(scratch) / "merged"
-        write_merged(source, layout, changes, merged, link=link, progress=progress)
+        write_merged(source, layout, adapter, changes, merged, link=link, progress=progress)
         # Hard links stay valid when the temporary directory is deleted.
         write_checkpoint(open_checkpoint(merged), layout, head, out, link="hard")
 
@@ -124,12 +171,20 @@ class _Plan:
     def __init__(self, source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> None:
         self.source, self.layout, self.adapter = source, layout, adapter
         self.steps: dict[str, list[RowChange]] = {}
+        self.rows: dict[str, int] = {}
+        """Numbers of rows of the tensors whose vocabulary the adapter's training resized."""
         self._embedding = layout.embed_key
         self._tied = bool(source.config.get("tie_word_embeddings", source.text_config.get("tie_word_embeddings")))
         self._lm_head = layout.lm_head_key
         self._tied |= self.home(LM_HEAD) is None
         names = [*adapter.replacements, *(f"{pair.module}.weight" for pair in adapter.pairs)]
         self._embedding_is_adapted = any(self.home(name) == self._embedding for name in names)
+        # peft also stores a resized embedding that it did not train.
+        saved = tuple(adapter.stored.config.get("modules_to_save") or ())
+        trained = [name for name in adapter.replacements if name.removesuffix(".weight").endswith(saved)]
+        trained += [f"{pair.module}.weight" for pair in adapter.pairs]
+        ends = (self._embedding, self._lm_head)
+        self._trains_ends = any(self.home(name) in ends or name.endswith(LM_HEAD) for name in trained)
 
     def home(self, name: str) -> str | None:
         """Return the stored key of a parameter, None where there is none or its parts are stored separately.
@@ -172,6 +227,9 @@ class _Plan:
     def replace(self, name: str, key: str) -> None:
         stored = self.adapter.stored
         num_rows, *columns = stored.tensors[key].shape
+        whole = self.home(name)
+        if whole in (self._embedding, self._lm_head) and num_rows != self.source.tensors[whole].shape[0]:
+            self.rows[whole] = num_rows
         for home, rows in self._rows_of(name, num_rows):
             self.step(home, (rows.stop - rows.start, *columns), partial(_read_rows, stored, key, rows.start))
 
@@ -206,7 +264,7 @@ class _Plan:
     def step(self, name: str, shape: tuple[int, ...], step: RowChange) -> None:
         key = self.home(name)
         if self._tied and (key == self._embedding or name.endswith(LM_HEAD)):
-            if not self.adapter.keeps_tied:
+            if self._trains_ends and not self.adapter.keeps_tied:
                 raise CheckpointError(
                     f"{self.adapter.path}: adapts {name}, while {self.source.path} ties lm_head and embedding to one "
                     "tensor, which cannot hold two; expected an adapter that leaves both alone or keeps them tied. "
@@ -232,7 +290,7 @@ class _Plan:
                 f"{self.source.path}: {key} is stored as {stored.dtype}; expected {', '.join(_FLOATS)}. Merge into the "
                 "checkpoint that this one was quantised from."
             )
-        if stored.shape != shape:
+        if (self.rows.get(key, stored.shape[0]), *stored.shape[1:]) != shape:
             raise CheckpointError(
                 f"{self.adapter.path}: adapts {key} as {list(shape)}, but in {self.source.path} it is "
                 f"{list(stored.shape)}; expected the same shape. Merge into the base that the adapter was trained on."
@@ -245,9 +303,40 @@ class _Plan:
             shared = self.layout.shared_key(key)
             trunk_key = None if shared is None else self.layout.trunk_key(shared, self.source.tensors)
             if trunk_key in self.steps:
-                self.steps[key] = self.steps[trunk_key]
+                self._repeat(trunk_key, key)
         if self._tied and self._lm_head in self.source.tensors and self._embedding in self.steps:
-            self.steps[self._lm_head] = self.steps[self._embedding]
+            self._repeat(self._embedding, self._lm_head)
+
+    def _repeat(self, key: str, copy: str) -> None:
+        self.steps[copy] = self.steps[key]
+        if key in self.rows:
+            self.rows[copy] = self.rows[key]
+
+    def require_one_vocabulary(self) -> None:
+        """Check that embedding, lm_head and head have the adapter's number of tokens after the merge."""
+        if not self.rows:
+            return
+        ends = [key for key in (self._embedding, self._lm_head) if key in self.source.tensors]
+        rows = {self.rows.get(key, self.source.tensors[key].shape[0]) for key in ends}
+        wiring = self.layout.family.wiring
+        if len(rows) > 1 or wiring.own_lm_head or wiring.own_embedding:
+            raise CheckpointError(
+                f"{self.adapter.path}: resizes the vocabulary of {', '.join(sorted(self.rows))}, and "
+                f"{self.source.path} has another matrix over it; expected all of them in the adapter, and a head "
+                "without one. Save the adapter with peft's save_embedding_layers=True."
+            )
+
+    def resized(self, key: str) -> PendingTensor:
+        """Return a tensor over the vocabulary with the adapter's rows, which replace all stored ones."""
+        stored, steps, num_rows = self.source.tensors[key], self.steps[key], self.rows[key]
+
+        def blocks() -> Iterator[Tensor]:
+            for first in range(0, num_rows, _BLOCK_ROWS):
+                empty = torch.zeros(min(_BLOCK_ROWS, num_rows - first), *stored.shape[1:])
+                yield _in_turn(steps, first, empty)
+
+        shape = (num_rows, *stored.shape[1:])
+        return PendingTensor(key, stored.dtype, shape, load=lambda: torch.cat([*blocks()]), blocks=blocks)
 
 
 def _in_turn(steps: Sequence[RowChange], first: int, block: Tensor) -> Tensor:

@@ -15,13 +15,15 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from mtp_train.checkpoints.files import TORCH_DTYPES, TensorInfo, all_finite
 from mtp_train.errors import CheckpointError, FullDiskError, OutputExistsError
+
+# Commands that write no tensor start without torch.
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mtp_train.checkpoints.files import TensorInfo
 
 _BLOCK_BYTES = 1 << 25
 """Approximate size of a block that is held in memory; at least one row is."""
@@ -64,6 +66,8 @@ class PendingTensor:
         return self.info("").num_bytes
 
     def info(self, file: str) -> TensorInfo:
+        from mtp_train.checkpoints.files import TensorInfo
+
         return TensorInfo(file, self.dtype, self.shape)
 
 
@@ -74,6 +78,10 @@ def held_tensor(key: str, dtype: str, value: Tensor) -> PendingTensor:
 
 def raw_bytes(tensor: Tensor, dtype: str) -> memoryview:
     """Return a tensor's bytes in the given stored dtype, without a copy where it already has that dtype."""
+    import torch
+
+    from mtp_train.checkpoints.files import TORCH_DTYPES
+
     flat = tensor.detach().to("cpu", TORCH_DTYPES[dtype]).contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
@@ -90,41 +98,44 @@ def write_safetensors(path: Path, tensors: Sequence[PendingTensor]) -> None:
         end = offset + pending.num_bytes
         header[pending.key] = {"dtype": pending.dtype, "shape": list(pending.shape), "data_offsets": [offset, end]}
         offset = end
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
     # Exclusively: a file that exists may be a link to one of the user's.
     with path.open("xb") as handle:
-        handle.write(len(encoded).to_bytes(8, "little"))
-        handle.write(encoded)
+        handle.write(_encoded(header))
         for pending in tensors:
             for part in pending.parts():
                 handle.write(raw_bytes(part, pending.dtype))
         _flush(handle)
 
 
-RowChange = Callable[[int, Tensor], Tensor]
+RowChange = Callable[[int, "Tensor"], "Tensor"]
 """From the number of a block's first row, and the stored block, to the block that replaces it (in any dtype)."""
 
 
 def rewrite_safetensors(source: Path, target: Path, changes: Mapping[str, RowChange | PendingTensor]) -> None:
     """Write a copy of a safetensors file with some tensors changed, with one block of rows in memory at a time.
 
-    Header, order, dtypes and shapes stay the same, and so does every byte of the other tensors.
+    Header, order, dtypes and shapes stay the same, and so does every byte of the other tensors; a replaced tensor may
+    get more or fewer rows.
 
     Args:
         source: The file to read.
         target: The new file.
-        changes: Key to the change of its tensor, or to the tensor of the same dtype and shape that replaces it.
+        changes: Key to the change of its tensor, or to the tensor of the same dtype that replaces it.
 
     Raises:
         CheckpointError: A changed tensor is no longer finite in its stored dtype.
         FileExistsError: ``target`` exists.
     """
+    import torch
+
+    from mtp_train.checkpoints.files import TORCH_DTYPES, all_finite
+
     with source.open("rb") as reader, target.open("xb") as writer:
         size = reader.read(8)
         encoded = reader.read(int.from_bytes(size, "little"))
-        writer.write(size + encoded)
-        header = {key: entry for key, entry in json.loads(encoded).items() if key != "__metadata__"}
+        header = json.loads(encoded)
+        writer.write(_resized_header(header, changes) or size + encoded)
+        header.pop("__metadata__", None)
         for key, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
             start, end = entry["data_offsets"]
             change = changes.get(key)
@@ -152,6 +163,27 @@ def rewrite_safetensors(source: Path, target: Path, changes: Mapping[str, RowCha
                 writer.write(raw_bytes(changed, dtype))
         _flush(writer)
     shutil.copymode(source, target)
+
+
+def _resized_header(header: Mapping[str, Any], changes: Mapping[str, RowChange | PendingTensor]) -> bytes | None:
+    """Return the header of a file in which replaced tensors have other shapes; None where all keep theirs."""
+    shapes = {key: list(change.shape) for key, change in changes.items() if isinstance(change, PendingTensor)}
+    if all(header[key]["shape"] == shape for key, shape in shapes.items()):
+        return None
+    written, offset = {key: entry for key, entry in header.items() if key == "__metadata__"}, 0
+    tensors = {key: entry for key, entry in header.items() if key != "__metadata__"}
+    for key, entry in sorted(tensors.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+        shape = shapes.get(key, entry["shape"])
+        end = offset + TensorInfo("", entry["dtype"], tuple(shape)).num_bytes
+        written[key] = {"dtype": entry["dtype"], "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    return _encoded(written)
+
+
+def _encoded(header: Mapping[str, Any]) -> bytes:
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -100,7 +100,7 @@ def _add_grid(add: Callable[..., Any]) -> None:
 
 def _add_variables(add: Callable[..., Any]) -> None:
     variables = "variables for the chat template, with values in JSON or text, as enable_thinking=false"
-    given = {"nargs": "+", "action": _Variables, "default": {}, "metavar": "NAME=VALUE"}
+    given = {"nargs": "+", "action": _Variables, "metavar": "NAME=VALUE"}
     add("--chat-template-kwargs", **given, help=variables)
 
 
@@ -108,7 +108,7 @@ class _Variables(argparse.Action):
     """Read NAME=VALUE pairs into a mapping."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        found: dict[str, Any] = dict(getattr(namespace, self.dest))
+        found: dict[str, Any] = dict(getattr(namespace, self.dest) or {})
         for pair in values:
             name, equals, text = pair.partition("=")
             if not name or not equals:

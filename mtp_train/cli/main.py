@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
@@ -56,12 +57,14 @@ def _run(arguments: list[str]) -> int:
     if _means_recipe(arguments[0]):
         arguments.insert(0, "run")
     args = parse(parser, arguments)
-    quieten_libraries()
+    quieten_libraries(verbose=args.verbose)
     try:
         # With --json stdout is for the one document: output of libraries goes to stderr.
         with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
             result = printed(args.handler(args))
     except mtp.MtpError as error:
+        if args.verbose:
+            traceback.print_exc()
         if is_main_process() or error.of_one_process or _ends_this_node(error):
             print(f"mtp-train: {error}", file=sys.stderr)
         return error.exit_code
@@ -132,19 +135,28 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def quieten_libraries() -> None:
-    """Keep progress bars and notices of the libraries off the terminal; their errors still show."""
+def quieten_libraries(*, verbose: bool = False) -> None:
+    """Keep progress bars and notices of the libraries off the terminal; their errors still show.
+
+    Libraries read the variables when they are imported, which most commands do late or not at all.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if verbose:
+        logging.basicConfig(level=logging.INFO)
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info")
+        return
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("WANDB_SILENT", "true")
-    # datasets takes a second to import, and most commands do without it. It reads the variable at import.
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if "datasets" in sys.modules:
         import datasets
 
         datasets.disable_progress_bars()
-    from transformers.utils import logging as transformers_logging
+    if "transformers" in sys.modules:
+        from transformers.utils import logging as transformers_logging
 
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+    for library in ("torch.distributed.elastic", "bitsandbytes"):
+        logging.getLogger(library).setLevel(logging.ERROR)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from rich.console import Console, RenderableType
 from rich.progress import Progress
 
-from mtp_train.trunk.progress import progress_on
+from mtp_train.trunk.progress import is_main_process, progress_on
 
 
 class Printed(NamedTuple):
@@ -39,8 +39,13 @@ def printed(found: Result | Printed) -> Printed:
 
 
 def progress_of(args: argparse.Namespace) -> Progress:
-    """Return progress on stderr, bars on a terminal and lines in a log; hidden with ``--json``."""
-    return progress_on(Console(stderr=True, quiet=args.json))
+    """Return progress on stderr, bars on a terminal and lines in a log; hidden with ``--quiet``."""
+    return progress_on(Console(stderr=True, quiet=args.quiet))
+
+
+def console_of(args: argparse.Namespace) -> Console:
+    """Return the console of a run: its tables on stdout, and with ``--json`` on stderr; hidden with ``--quiet``."""
+    return Console(quiet=args.quiet or not is_main_process())
 
 
 def rendered(renderable: RenderableType) -> str:
@@ -87,11 +92,13 @@ EXAMPLES = {
 
 
 def add_command(commands: Any, name: str, text: str, handler: Handler, **settings: Any) -> argparse.ArgumentParser:
-    """Add a subcommand with ``--json`` to the parser's commands and return its parser."""
+    """Add a subcommand with the options of all commands to the parser's commands and return its parser."""
     about = {"help": text, "description": f"{text[0].upper()}{text[1:]}."}
     about["epilog"] = f"example: mtp-train {name} {EXAMPLES[name]}".rstrip()
     command: argparse.ArgumentParser = commands.add_parser(name, formatter_class=WithDefaults, **about, **settings)
     command.add_argument("--json", action="store_true", help="print one JSON document and nothing else on stdout")
+    command.add_argument("-q", "--quiet", action="store_true", help="print the result and errors only")
+    command.add_argument("-v", "--verbose", action="store_true", help="print messages of libraries, and tracebacks")
     command.set_defaults(parser=command, handler=handler)
     return command
 

@@ -6,10 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 import mtp_train as mtp
-from mtp_train.cli.output import Handler, Printed, Result, add_command, progress_of
+from mtp_train.cli.output import Handler, Printed, Result, add_command, console_of, progress_of
 from mtp_train.trunk.progress import is_main_process
 
 
@@ -20,10 +18,9 @@ def add_commands(commands: Any) -> None:
     check = _add_recipe(commands, "check", "check a recipe and print its plan; reads no weights", _check)
     processes = "processes that will train (default: train.processes, else as launched)"
     check.add_argument("--processes", type=_count, metavar="N", help=processes)
-    device = check.add_mutually_exclusive_group()
-    planned = "plan for h100, h200, a100, l40s, rtx4090 or mi300x (default: this machine's)"
-    device.add_argument("--device", metavar="NAME", help=planned)
-    device.add_argument("--memory", dest="device", metavar="24GiB", help="plan for a GPU of this memory")
+    _add_device(check)
+    shown = "print the resolved recipe, with the reasons for its automatic settings, in place of the plan"
+    check.add_argument("--show", choices=("recipe",), help=shown)
 
     add_command(commands, "recipes", "list the recipes and accelerate files of the package", _recipes)
 
@@ -33,6 +30,7 @@ def add_commands(commands: Any) -> None:
     init.add_argument("--base", metavar="BASE", help="the checkpoint it was fine-tuned from, with the head")
     _add_data(init)
     init.add_argument("--processes", type=_count, metavar="N", help="refuse a launch of another number of processes")
+    _add_device(init)
 
     answers = "only generate the trunk's answers to the recipe's prompts"
     _add_recipe(commands, "regenerate", answers, _regenerate)
@@ -54,6 +52,13 @@ def _add_pair(command: argparse.ArgumentParser) -> None:
     command.add_argument("--from", dest="base", required=True, metavar="BASE", help="its base, with the head")
 
 
+def _add_device(command: argparse.ArgumentParser) -> None:
+    device = command.add_mutually_exclusive_group()
+    planned = "plan for h100, h200, a100, l40s, rtx4090 or mi300x (default: this machine's)"
+    device.add_argument("--device", metavar="NAME", help=planned)
+    device.add_argument("--memory", dest="device", metavar="24GiB", help="plan for a GPU of this memory")
+
+
 def _add_data(command: argparse.ArgumentParser) -> None:
     prompts = "prompts like those that the model will serve (default: built-in ones)"
     command.add_argument("--data", nargs="+", default=[], metavar="PATH", help=prompts)
@@ -66,6 +71,17 @@ def _add_recipe(commands: Any, name: str, text: str, handler: Handler) -> argpar
     return command
 
 
+def require_valid(args: argparse.Namespace) -> None:
+    """Check the fields of a recipe before the libraries that run it are imported, which takes seconds.
+
+    Raises:
+        RecipeError: A field is wrong; the message lists all problems.
+    """
+    from mtp_train.recipe.loading import plain_recipe, with_stand_ins
+
+    with_stand_ins(*plain_recipe(args.recipe, args.overrides))
+
+
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -74,8 +90,9 @@ def _count(text: str) -> int:
 
 
 def _run(args: argparse.Namespace) -> Printed:
+    require_valid(args)
     try:
-        done = mtp.run(args.recipe, args.overrides, console=Console(quiet=not is_main_process()))
+        done = mtp.run(args.recipe, args.overrides, console=console_of(args))
     except mtp.GateRefusedError as error:
         done = mtp.RunResult(error.run_dir or Path(), error.exit_code, error.reason, str(error), "done")
         if not args.json:
@@ -86,8 +103,12 @@ def _run(args: argparse.Namespace) -> Printed:
     return Printed(done.to_json(), str(done), done.exit_code)
 
 
-def _check(args: argparse.Namespace) -> Result:
-    return mtp.check(args.recipe, args.overrides, processes=args.processes, device=args.device)
+def _check(args: argparse.Namespace) -> Printed:
+    require_valid(args)
+    found = mtp.check(args.recipe, args.overrides, processes=args.processes, device=args.device)
+    is_refused = found.room.problem is not None and args.device is not None
+    text = str(found) if args.show is None else found.resolved_yaml().rstrip()
+    return Printed(found.to_json(), text, mtp.MtpError.exit_code if is_refused else 0)
 
 
 def _recipes(args: argparse.Namespace) -> Result:
@@ -95,22 +116,20 @@ def _recipes(args: argparse.Namespace) -> Result:
 
 
 def _init(args: argparse.Namespace) -> Result:
-    return mtp.write_recipe(args.out, args.trunk, args.base, data=args.data, processes=args.processes)
+    plan = {"processes": args.processes, "device": args.device}
+    return mtp.write_recipe(args.out, args.trunk, args.base, data=args.data, **plan)
 
 
 def _regenerate(args: argparse.Namespace) -> Result:
+    require_valid(args)
     with progress_of(args) as progress:
         return mtp.regenerate(args.recipe, args.overrides, progress=progress)
 
 
 def _probe(args: argparse.Namespace) -> Result:
-    return mtp.probe(args.finetune, args.base, args.out, data=args.data, console=_console(args))
+    return mtp.probe(args.finetune, args.base, args.out, data=args.data, console=console_of(args))
 
 
 def _rescue(args: argparse.Namespace) -> Result:
-    changes = {"data": args.data, "overrides": args.overrides, "console": _console(args)}
+    changes = {"data": args.data, "overrides": args.overrides, "console": console_of(args)}
     return mtp.rescue(args.finetune, args.base, args.out, **changes)
-
-
-def _console(args: argparse.Namespace) -> Console:
-    return Console(quiet=args.json or not is_main_process())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, TypeVar
 
@@ -53,8 +53,9 @@ class EvaluationGrid:
     rules: Sequence[Rule] = RULES
     """``greedy`` applies at temperature 0; above it, ``argmax`` drafts, or ``sampled`` drafts with rejection."""
     max_new_tokens: int = 128
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables for the chat template, as the trunk is served: ``{"enable_thinking": False}``. A record's own win."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    """Variables for the chat template, as the trunk is served: ``{"enable_thinking": False}``. A record's own win. None
+    for those of the arms' recipes."""
     batch: int = MAX_BATCH
     """Most prompts decoded together, for acceptance. Speed is measured on 8 prompts, one at a time."""
     seed: int = 0
@@ -149,8 +150,9 @@ def grid_prompts(
     Raises:
         DataError: The suite or a task does not exist, or the suite cannot be read.
     """
-    require_variables(tokenizer, grid.chat_template_kwargs, "--chat-template-kwargs")
-    suite = load_suite(grid.suite, grid.chat_template_kwargs)
+    variables = grid.chat_template_kwargs or {}
+    require_variables(tokenizer, variables, "--chat-template-kwargs")
+    suite = load_suite(grid.suite, variables)
     for note in template_notes([one.record for one in suite.records], tokenizer):
         logger.warning("--suite %s: %s.", grid.suite, note)
     return {

@@ -335,7 +335,7 @@ def _measure_all(study: _Study) -> Measurements:
 def _measure(study: _Study, group: Sequence[OpenArm], plain_name: str, found: Measurements, is_served: bool) -> None:
     """Load one trunk, measure all its arms, and add the results to ``found``."""
     first, grid, progress = group[0], study.grid, study.progress
-    tokenizer = load_tokenizer(first.model.checkpoint, trust_remote_code=False)
+    tokenizer = load_tokenizer(first.model.checkpoint, trust_remote_code=False, adapter=first.model.adapter)
     prompts: Prompts = {None: study.prompts} if study.prompts is not None else _enough_prompts(grid, tokenizer)
     with shown_loading(progress, first.spec.trunk_name, first.model.checkpoint.num_bytes):
         trunk = load_arm_trunk(first, local_device())

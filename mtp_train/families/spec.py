@@ -6,9 +6,10 @@ No module outside ``families/`` and ``gguf/`` names a model. ``README.md`` here 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,9 +19,9 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.engines import ENGINES, Convention, EngineSupport, choose_convention, complete
+from mtp_train.families.engines import ENGINES, Convention, EngineSupport, choose_convention, complete, use_mtp_named
 from mtp_train.families.mechanisms.residual_streams import Streams
-from mtp_train.upstream.transformers_private import load_from_wrapper
+from mtp_train.upstream.transformers_private import listed_head_keys, load_from_wrapper
 
 RawConfig = Mapping[str, Any]
 
@@ -392,13 +393,27 @@ class Family:
         """Return the divisor of hidden states in front of the lm_head, None if they are not divided."""
         return None if self.trunk.logit_divisor is None else float(self.trunk.logit_divisor(text_config.to_dict()))
 
-    def serving_of(self, dtypes: Mapping[str, str]) -> dict[str, EngineSupport]:
+    def serving_of(self, config: RawConfig, dtypes: Mapping[str, str] | None = None) -> dict[str, EngineSupport]:
         """Return every engine with its support for the head of one checkpoint.
 
         Args:
-            dtypes: The checkpoint's keys and their safetensors dtypes.
+            config: The checkpoint's raw config.
+            dtypes: Its keys and their safetensors dtypes; None if they are unknown.
         """
-        return self.serving if self.engines_of is None else complete(self.engines_of(dtypes), self._in_engines)
+        table = self.serving
+        if self.engines_of is not None and dtypes is not None:
+            table = complete(self.engines_of(dtypes), self._in_engines)
+        text_config = raw_text_config(config)
+        first, model_type = text_config.get("num_hidden_layers"), text_config.get("model_type")
+        if not table["transformers"].supported or not self.follows_the_trunk or model_type not in CONFIG_MAPPING:
+            return table
+        # transformers lists the keys of a head for the numbers of layers that releases have.
+        listed = listed_head_keys(MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]])
+        if isinstance(first, int) and not any(re.match(pattern, f"model.layers.{first}.") for pattern in listed):
+            numbers = [str(first + module) for module in range(max(1, self.declared_modules(config)))]
+            layers = numbers[0] if len(numbers) == 1 else f"({'|'.join(numbers)})"
+            table["transformers"] = use_mtp_named(rf"^model\.layers\.{layers}\.")
+        return table
 
     def convention(self, name: str) -> Convention:
         """Return the wiring for ``auto`` (this family's default) or for an engine.
@@ -407,6 +422,19 @@ class Family:
             UnsupportedModelError: The family has no convention for this engine.
         """
         return choose_convention(name, self.wiring.default, self.conventions, title=self.title)
+
+    def otherwise_wired(self, name: str) -> tuple[str, ...]:
+        """Return the engines that wire the head otherwise than a convention; a shift of all positions is no difference.
+
+        Args:
+            name: ``auto`` or an engine.
+        """
+        own = self.convention(name)
+        return tuple(
+            engine
+            for engine, other in self.conventions.items()
+            if replace(other, position_offset=own.position_offset) != own
+        )
 
     def count_as_field(self, num_modules: int) -> dict[str, Any]:
         """Return the text-config fields that declare ``num_modules`` modules; empty if the text config has no count."""

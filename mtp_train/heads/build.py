@@ -84,8 +84,8 @@ def graft_artifact_plan(
         CheckpointError: The head is of another family or kind, was trained with another wiring, or has another shape.
         UnsupportedModelError: The family has no convention of this name.
     """
-    family, theirs = finetune.family, artifact.family
-    layout = replace(layout_of(finetune), fused_experts=artifact.layout.fused_experts)
+    theirs, family = artifact.family, of_kind(finetune.family, artifact.family.kind)
+    layout = replace(layout_of(finetune), family=family, fused_experts=artifact.layout.fused_experts)
     ours = family.name, family.kind, layout.num_hidden_layers
     if (theirs.name, theirs.kind, artifact.layout.num_hidden_layers) != ours:
         raise CheckpointError(

@@ -129,7 +129,8 @@ class ModelSection(RecipeSection):
     """The fine-tuned checkpoint: a directory, a hub id, or `demo:NAME`. Its weights are frozen."""
     head_from: Text | None = None
     """The checkpoint whose head is grafted, usually the base of the fine-tune. Its own trunk with its own head is the
-    arm `vanilla`. Or a run directory: its export, or if it has none (a refused run) its trained head."""
+    arm `vanilla`. Or a run directory: its export, or if it has none (a refused run) its trained head.
+    Or a draft model, for the other kinds of head."""
     adapter: Text | None = None
     """A peft LoRA adapter. The trunk is then `trunk` with this adapter, unmerged; the export contains the merged
     weights."""
@@ -194,10 +195,10 @@ class HeadSection(RecipeSection):
     engines for `eagle3` only: they draft from all tokens with the other kinds."""
 
     def contradictions(self) -> Iterator[str]:
-        if self.kind != "mtp" and self.init != "random":
+        if self.kind != "mtp" and self.init not in ("random", "graft"):
             yield (
-                f"init: {self.init!r} with head.kind: {self.kind}; expected 'random', because no layer of a trunk fits "
-                "into such a head. Write head.init: random."
+                f"init: {self.init!r} with head.kind: {self.kind}, which no trunk has a head or a layer for; expected "
+                "'random' or 'graft'. Write head.init: random."
             )
         if self.lora is not None and self.is_new:
             yield (

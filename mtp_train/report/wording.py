@@ -380,7 +380,7 @@ def held_out_sentence(settings: Mapping[str, Any]) -> str:
     """Return sentences on the held-out prompts: groups, overlap with the training text, entropy. May be empty."""
     found = settings.get("held_out")
     if found is None:
-        return ""
+        return str(settings.get("trained_on", ""))
     text = f"{found['prompts']} held-out prompts of {found['groups']} groups."
     share, template = found["overlap_8gram"], found["template_8gram"]
     if share is not None:

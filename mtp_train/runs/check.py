@@ -6,37 +6,45 @@ Reads no weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
 
 from mtp_train.checkpoints.demo import resolve
 from mtp_train.checkpoints.files import CONFIG_FILE, Checkpoint, read_config
 from mtp_train.checkpoints.identity import TOKENIZER_PATTERNS
-from mtp_train.checkpoints.locations import locate_checkpoint
-from mtp_train.checkpoints.quantised import quant_method
+from mtp_train.checkpoints.locations import locate_checkpoint, open_location
+from mtp_train.errors import CheckpointError
 from mtp_train.families import family_for, kinds_served, of_kind, raw_text_config
 from mtp_train.families.engines import engine_commands
 from mtp_train.families.spec import RawConfig
-from mtp_train.heads.diagnose import empty_head, named_rejections, trunk_config
-from mtp_train.heads.lora import require_lora_targets
+from mtp_train.heads.diagnose import trunk_config
 from mtp_train.recipe.loading import RecipeLike, dump_recipe
 from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.shipped import accelerate_file
+from mtp_train.runs.display import serving_lines, wiring_note
 from mtp_train.runs.head_source import require_source_model
-from mtp_train.runs.inputs import RunText, gather_text
-from mtp_train.runs.refusals import HeadOnTrunk, decoding_problem, raise_together, refusals
-from mtp_train.runs.resolve import Choice, Overrides, launched_processes, resolved_recipe
+from mtp_train.runs.inputs import RunText, gather_text, recipe_tokenizer
+from mtp_train.runs.refusals import HeadOnTrunk, raise_together, refusals
+from mtp_train.runs.resolve import (
+    Choice,
+    Overrides,
+    TextFacts,
+    launched_processes,
+    override_texts,
+    resolved_recipe,
+    text_facts,
+)
+from mtp_train.runs.room import Room, Shapes
 from mtp_train.runs.run_directory import RunDirectory
-from mtp_train.runs.settings import cache_bytes, measured_tokens, memory_options, plan_of
+from mtp_train.runs.settings import cache_bytes, measured_tokens
 from mtp_train.train.machine import Device, device_named
-from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk, estimate_footprint, in_shards
-from mtp_train.trunk.load import empty_trunk
+from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk
 from mtp_train.trunk.precision import resolve_precision
-from mtp_train.trunk.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -47,36 +55,58 @@ class CheckResult:
     precision_reason: str
     """Why ``train.precision: auto`` was resolved as it is in :attr:`recipe`."""
     family: str
-    plan: Plan
-    """Steps, sequences per step, tokens per sequence, processes."""
-    memory: Footprint
-    """Bytes per process, by part; ``memory.total_bytes`` is the sum."""
-    memory_in_shards: Footprint | None
-    """Bytes per process during training under FSDP2 or ZeRO-3; None for one process or a recipe that cannot shard.
-    ``loading_bytes`` is FSDP2's."""
+    room: Room
+    """Plan of the steps, memory of a process, and whether it has so much."""
     disk_bytes: int
     """The most bytes that the run adds to the disk, besides regenerated answers."""
     serves: Mapping[str, str]
     """Engine to the command that serves the export, or ``no: REASON``."""
+    rewired: str | None
+    """The engines among these that wire the head otherwise than it is trained; None if none does."""
     kinds: Mapping[str, tuple[str, ...]]
     """For a new head, the kinds that the trunk can be given, each with the engines that draft with it; else empty."""
-    choices: tuple[Choice, ...] = ()
-    """Settings that were ``auto``, with the reasons for their values."""
-    decoding: str | None = None
-    """Why no device can decode with the trunk, so that a run refuses it; None if one can, or nothing decodes."""
-    device_bytes: int | None = None
-    """Memory of the device of each process, of which some must stay free; main memory for a CPU."""
-    data: str | None = None
+    data: str | None
     """What is trained on, held out and evaluated on, in words; None if the data was not read, for want of a tokenizer
     beside the trunk's config."""
+    choices: tuple[Choice, ...] = ()
+    """Settings that were ``auto``, with the reasons for their values."""
+    fitting: Mapping[str, str] = field(default_factory=dict)
+    """If the run does not fit: arguments to add to ``mtp-train check`` with which it does, and the memory that they
+    leave to need."""
+    launch: str | None = None
+    """The command that starts the run that is planned here; None for a recipe that is no file."""
+
+    @property
+    def plan(self) -> Plan:
+        """Steps, sequences per step, tokens per sequence, processes."""
+        return self.room.plan
+
+    @property
+    def memory(self) -> Footprint:
+        """Bytes per process in training, by part; ``memory.total_bytes`` is the sum."""
+        return self.room.memory
+
+    @property
+    def memory_in_shards(self) -> Footprint | None:
+        """Bytes per process in training under FSDP2 or ZeRO-3; None for one process or a recipe that cannot shard.
+
+        ``loading_bytes`` is FSDP2's.
+        """
+        return self.room.in_shards
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train check --json`` prints them."""
         shards = self.memory_in_shards
-        found = {
-            **vars(self),
+        return {
+            "fits": self.room.problem is None,
+            "problem": self.room.problem,
+            "fitting": dict(self.fitting),
+            "launch": self.launch,
             "recipe": self.recipe.model_dump(mode="json"),
             "auto": {choice.field: {"value": choice.value, "reason": choice.reason} for choice in self.choices},
+            "precision_reason": self.precision_reason,
+            "family": self.family,
+            "data": self.data,
             "plan": {
                 **asdict(self.plan),
                 "total_tokens": self.plan.total_tokens,
@@ -84,80 +114,87 @@ class CheckResult:
             },
             "memory": self.memory.to_json(),
             "memory_in_shards": None if shards is None else shards.to_json(),
+            "device_bytes": self.room.device.memory_bytes,
+            "disk_bytes": self.disk_bytes,
+            "serves": dict(self.serves),
+            "rewired": self.rewired,
+            "kinds": {kind: list(engines) for kind, engines in self.kinds.items()},
         }
-        del found["choices"]
-        return found
+
+    def resolved_yaml(self) -> str:
+        """Return the resolved recipe, and the reasons for settings that were ``auto`` as comments."""
+        return dump_recipe(self.recipe) + "".join(f"# {choice}\n" for choice in self.choices)
 
     def __str__(self) -> str:
-        return "\n".join([dump_recipe(self.recipe), *(f"# {line}" for line in self._lines())])
+        return "\n".join(f"{label}: {text}" for label, text in self._lines())
 
-    def _lines(self) -> Iterator[str]:
-        recipe, plan, memory, shards = self.recipe, self.plan, self.memory, self.memory_in_shards
-        yield from map(str, self.choices)
-        yield f"train.precision: {recipe.train.precision}; {self.precision_reason}"
+    def _lines(self) -> Iterator[tuple[str, str]]:
+        recipe, plan, problem = self.recipe, self.plan, self.room.problem
+        if problem is not None:
+            yield "does not fit", problem
+            yield "fits with", "one of these, added to this command" if self.fitting else "larger devices only"
+            yield from ((f"  {needs}", arguments) for arguments, needs in self.fitting.items())
+        yield "trains", self._subject()
+        yield "text", self.data or "not read, as the trunk has no tokenizer; a run refuses such a trunk"
         yield (
-            f"{self.family}: trunk {memory.trunk_parameters / 1e6:.1f} M parameters, head "
-            f"{memory.head_parameters / 1e6:.2f} M ({memory.trained_parameters / 1e6:.2f} M trained)"
-        )
-        yield (
-            f"{plan.max_steps} steps of {plan.sequences_per_step} x {plan.seq_len_tokens} tokens "
-            f"({plan.total_tokens / 1e6:.2f} M in all), {plan.world_size} process(es), {plan.accumulation} "
-            "micro-batch(es) each"
+            "steps",
+            f"{plan.max_steps} of {plan.sequences_per_step} x {plan.seq_len_tokens} tokens "
+            f"({plan.total_tokens / 1e6:.2f} M in all) on {plan.world_size} process(es), {plan.accumulation} "
+            f"micro-batch(es) each; {recipe.train.precision}: {self.precision_reason}",
         )
         measures, tokens = measured_tokens(recipe)
         if measures:
+            share = measures * tokens / plan.total_tokens
             yield (
-                f"{measures} measurements of the head on at most {tokens} tokens kept out of training, forward passes "
-                f"only: at most {measures * tokens / plan.total_tokens:.0%} of the tokens above"
+                "selects",
+                (
+                    f"the best of {measures} measurements on at most {tokens} tokens kept out of training, by forward "
+                    f"passes: at most {share:.0%} of the tokens above"
+                ),
             )
-        yield f"memory per process, {memory.to_text()}"
-        if shards is not None:
-            yield f"in training with fsdp2.yaml or zero3.yaml, {shards.to_text()}"
-        if self.decoding is not None:
-            yield f"a run is refused: {self.decoding}"
-        yield from self._room()
-        if memory.loading_bytes:
-            others = "" if shards is None else f"; to train with fsdp2.yaml {shards.loading_bytes / GIB:.2f} GiB"
-            whole = f"whole {memory.loading_bytes / GIB:.2f} GiB"
-            yield f"main memory of each process while it loads the trunk: {whole}{others}"
-        yield f"disk: at most {self.disk_bytes / GIB:.2f} GiB besides answers"
-        yield f"data: {self.data or 'not read, as the trunk has no tokenizer; a run refuses such a trunk'}"
-        if recipe.study is not None:
-            heads = recipe.study.objectives
-            yield f"study: {len(heads)} head(s) ({', '.join(heads)}); disk is of all of them"
-        groups = "first user turn or file, near-duplicate prompts joined"
-        yield f"held out by {groups if recipe.data.group_field is None else f'the column {recipe.data.group_field!r}'}"
+        yield from self._sizes()
         if not recipe.gate.enabled:
-            yield "gate: off; the head is not measured, and is exported unjudged"
+            yield "gate", "off; the head is not measured, and is exported unjudged"
         if recipe.export.enabled:
-            yield from self._served()
+            beside = "" if recipe.head.kind == "mtp" else ", a draft model beside its TRUNK"
+            yield "export", f"{recipe.run_dir}/export{beside}, for"
+            yield from ((f"  {engines}", text) for engines, text in serving_lines(self.serves))
+            for kind, engines in self.kinds.items():
+                init = "" if kind == "mtp" else " head.init=random"
+                if kind != recipe.head.kind:
+                    yield f"  or with head.kind={kind}{init}", ", ".join(engines) or "no engine"
+        if self.rewired is not None:
+            yield "head", self.rewired
+        if self.choices:
+            values = ", ".join(f"{choice.field}={choice.shown}" for choice in self.choices)
+            yield "chosen by rule", f"{values}; reasons with --show recipe"
+        if self.launch is not None and problem is None:
+            yield "launch", self.launch
 
-    def _room(self) -> Iterator[str]:
-        recipe, lora = self.recipe, self.recipe.head.lora
-        least = min(one.total_bytes for one in (self.memory, self.memory_in_shards) if one is not None)
-        if self.device_bytes is None or least <= self.device_bytes:
-            return
-        less = [
-            "more processes",
-            *(["head.lora"] if lora is None else ["fewer head.lora.targets"] if lora.targets is None else []),
-            *([] if recipe.train.gradient_checkpointing else ["train.gradient_checkpointing"]),
-            "smaller data.seq_len_tokens",
-        ]
-        yield (
-            f"training does not fit: {least / GIB:.0f} GiB on a process, and its device has "
-            f"{self.device_bytes / GIB:.0f} GiB. Less is needed with {', '.join(less[:-1])} or {less[-1]}"
+    def _subject(self) -> str:
+        recipe, model, memory = self.recipe, self.recipe.model, self.memory
+        start = {"graft": f"that of {model.head_from}", "native": "its own"}.get(recipe.head.init, "a new one")
+        part = "" if recipe.head.lora is None else f", {_count(memory.trained_parameters)} of LoRA trained"
+        several = "" if recipe.study is None else f"; a study of {', '.join(recipe.study.objectives)}"
+        return (
+            f"a head of kind {recipe.head.kind}, {start} ({_count(memory.head_parameters)}{part}), for {model.trunk}"
+            f"{'' if model.adapter is None else f' with {model.adapter}'} ({self.family}, "
+            f"{_count(memory.trunk_parameters)}, frozen){several}"
         )
 
-    def _served(self) -> Iterator[str]:
-        own = self.recipe.head.kind
-        yield f"the export, {'with its head' if own == 'mtp' else 'a draft model beside its TRUNK'}, in"
-        yield from (f"{engine}: {text}" for engine, text in self.serves.items())
-        others = {kind: engines for kind, engines in self.kinds.items() if kind != own}
-        if others:
-            yield "engines that draft with other kinds of head on this trunk"
-        for kind, engines in others.items():
-            init = "" if kind == "mtp" else " head.init=random"
-            yield f"head.kind={kind}{init}: {', '.join(engines) or 'no engine'}"
+    def _sizes(self) -> Iterator[tuple[str, str]]:
+        memory, shards = self.memory, self.memory_in_shards
+        yield "memory of a process", f"{memory.to_text()}; on {self.room.device}"
+        if shards is not None:
+            yield "  in shards (fsdp2.yaml, zero3.yaml)", shards.to_text()
+        if memory.loading_bytes:
+            others = "" if shards is None else f"; {shards.loading_bytes / GIB:.2f} GiB with fsdp2.yaml"
+            yield "main memory of each, to load", f"{memory.loading_bytes / GIB:.2f} GiB{others}"
+        yield "disk", f"at most {self.disk_bytes / GIB:.2f} GiB besides answers"
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"
 
 
 def check(
@@ -165,7 +202,8 @@ def check(
 ) -> CheckResult:
     """Check a recipe, its data and its model's config, and estimate what the run needs. Reads no weights.
 
-    A directory with a config and no tokenizer is enough for the estimates; the data is not read then.
+    A directory with a config and no tokenizer is enough for the estimates; the data is not read then. A run that does
+    not fit is no error: ``room.problem`` is set, and ``fitting`` names settings with which it fits.
 
     Args:
         recipe: A YAML file, the name of a recipe of the package, or a mapping of the same shape.
@@ -186,58 +224,90 @@ def check(
         (1, 0.31)
     """
     machine = device_named(device)
-    resolved = resolved_recipe(recipe, overrides, world_size=processes, device=machine)
+    texts, counts = override_texts(overrides), list[TextFacts]()
+
+    def counted(known: Recipe) -> TextFacts:
+        # The data is the same for all plans.
+        counts[:] = counts or [text_facts(known)]
+        return counts[0]
+
+    resolved = resolved_recipe(recipe, overrides, world_size=processes, device=machine, counted=counted)
     world_size = processes or resolved.recipe.train.processes or launched_processes()
-    found = _checked(resolved.recipe, world_size, machine, is_here=device is None)
-    return replace(found, choices=resolved.choices, device_bytes=machine.memory_bytes)
+
+    def replan(more: Sequence[str], count: int) -> Recipe:
+        changed = resolved_recipe(recipe, [*texts, *more], world_size=count, device=machine, counted=counted).recipe
+        return changed.replaced({"train.precision": found.recipe.train.precision})
+
+    found, shapes = _checked(resolved.recipe, world_size, machine, is_here=device is None)
+    fitting: dict[str, str] = {}
+    if found.room.problem is not None:
+        alternatives = shapes.alternatives(found.recipe, world_size, machine, replan)
+        fitting = {one.arguments(world_size): one.needs() for one in alternatives}
+    launch = None
+    if isinstance(recipe, str | Path):
+        if resolved.recipe.train.processes not in (None, world_size):
+            texts.append(f"train.processes={world_size}")
+        launch = launch_command(str(recipe), texts, found.room)
+    return replace(found, choices=resolved.choices, fitting=fitting, launch=launch)
 
 
-def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool) -> CheckResult:
+def launch_command(recipe: str, overrides: Sequence[str], room: Room) -> str:
+    """Return the command that starts the run of a plan: its number of processes, in shards if only these fit."""
+    arguments, count = shlex.join([recipe, *overrides]), room.plan.world_size
+    if count == 1:
+        return f"mtp-train run {arguments}"
+    on_cpu = room.device.kind == "cpu"
+    file = accelerate_file("cpu_ddp" if on_cpu else "fsdp2" if room.needs_shards else "ddp")
+    launcher = f"accelerate launch --config_file {file} --num_processes {count}"
+    return f"{'ACCELERATE_USE_CPU=true ' if on_cpu else ''}{launcher} -m mtp_train {arguments}"
+
+
+def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool) -> tuple[CheckResult, Shapes]:
     directory = RunDirectory(Path(recipe.run_dir))
     directory.require_outside_inputs(recipe)
     require_source_model(recipe)
-    device = PartialState().device if is_here else torch.device(machine.kind)
     if is_here:
+        device = PartialState().device
         recipe = directory.with_precision(recipe, resolve_precision("auto", device).precision)
         reason = resolve_precision(recipe.train.precision, device).reason
     else:
         # As all devices that can be planned for do.
-        recipe, reason = directory.with_precision(recipe, "bf16"), f"{machine.name} multiplies bf16 natively"
+        recipe, reason = directory.with_precision(recipe, "bf16"), "GPUs multiply it natively"
     path = locate_checkpoint(resolve(recipe.model.trunk))
     raw = read_config(path / CONFIG_FILE)
     family = family_for(raw, where=str(path))
-    num_modules = recipe.fresh_modules if recipe.head.is_new else family.declared_modules(raw) or 1
+    is_other = recipe.head.is_new or recipe.head.kind != "mtp"
+    num_modules = recipe.fresh_modules if is_other else family.declared_modules(raw) or 1
     head_family = of_kind(family, recipe.head.kind)
-    config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code)
-    text_config = config.get_text_config()
-    raise_together(refusals(recipe, HeadOnTrunk(path, raw, text_config, head_family, num_modules), world_size))
-    plan = plan_of(recipe, world_size)
-    with named_rejections(path):
-        trunk = empty_trunk(config, family, trust_remote_code=recipe.model.trust_remote_code)
-        trunk.show_layers(head_family.wiring.trunk_layers(text_config))
-        head = empty_head(head_family, text_config, num_modules)
-    trained = None
-    if recipe.head.lora is not None:
-        convention = head_family.convention(recipe.head.convention)
-        trained = require_lora_targets(recipe.head.lora, head_family, text_config, num_modules, convention)
-    gpu_bytes = machine.memory_bytes if device.type == "cuda" else None
-    shapes = {name: value.shape for name, value in head.items()}
-    memory = estimate_footprint(memory_options(recipe), trunk, shapes, plan, device, gpu_bytes, trained)
-    # Packed trunks are refused under FSDP2 and ZeRO-3.
-    is_packed = recipe.model.quantization is not None or quant_method(raw) is not None
-    shards = None if is_packed else in_shards(memory, trunk, plan, is_adapted=recipe.model.adapter is not None)
-    serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
-    text = _text(recipe, path, raw, text_config.vocab_size)
-    num_tokens = plan.total_tokens if text is None else text.most_tokens(recipe)
-    disk_bytes = whole_disk(recipe, cache_bytes(recipe, num_tokens, trunk.state_width), memory)
+    text_config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code).get_text_config()
+    model = HeadOnTrunk(path, raw, text_config, head_family, num_modules)
+    raise_together(refusals(recipe, model, world_size))
+    shapes = Shapes(recipe, model, _checkpoint(recipe))
+    room = shapes.room(recipe, world_size, machine)
+    serves = engine_commands(head_family.serving_of(raw), f"{recipe.run_dir}/export", recipe.head.num_depths)
     kinds = kinds_served(family, raw_text_config(raw)) if recipe.head.is_new else {}
-    decoding = None
-    if machine.kind == "cuda":
-        head_bytes = memory.trunk_bytes // memory.trunk_parameters * memory.head_parameters
-        decoding = decoding_problem(recipe, memory.trunk_bytes, head_bytes, machine.memory_bytes)
-    title = head_family.title
-    found = CheckResult(recipe, reason, title, plan, memory, shards, disk_bytes, serves, kinds)
-    return replace(found, decoding=decoding, data=None if text is None else text.split)
+    text = _text(recipe, path, raw, text_config.vocab_size)
+    num_tokens = room.plan.total_tokens if text is None else text.most_tokens(recipe)
+    found = CheckResult(
+        recipe=recipe,
+        precision_reason=reason,
+        family=head_family.title,
+        room=room,
+        disk_bytes=whole_disk(recipe, cache_bytes(recipe, num_tokens, shapes.trunk.state_width), room.memory),
+        serves=serves,
+        rewired=wiring_note(head_family, recipe.head.convention, serves),
+        kinds=kinds,
+        data=None if text is None else _described(recipe, text),
+    )
+    return found, shapes
+
+
+def _checkpoint(recipe: Recipe) -> Checkpoint | None:
+    """Return the trunk's checkpoint; None if its weights are not here, or not whole."""
+    try:
+        return open_location(recipe.model.trunk)
+    except CheckpointError:
+        return None
 
 
 def _text(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> RunText | None:
@@ -248,9 +318,15 @@ def _text(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> Ru
     """
     if not any(file for pattern in TOKENIZER_PATTERNS for file in trunk.glob(pattern)):
         return None
-    without_weights = Checkpoint(trunk, config, None, {})
-    tokenizer = load_tokenizer(without_weights, recipe.model.trust_remote_code)
+    tokenizer = recipe_tokenizer(recipe, Checkpoint(trunk, config, None, {}))
     return gather_text(recipe, tokenizer, vocab_size)
+
+
+def _described(recipe: Recipe, text: RunText) -> str:
+    paths, column = ", ".join(source.path for source in recipe.data.sources), recipe.data.group_field
+    answers = f"answers of the trunk to {len(text.prompts)} prompts of {paths}" if text.prompts else paths
+    groups = "by first user turn or file, near-duplicate prompts joined" if column is None else f"by column {column!r}"
+    return f"{answers}; {text.split}; held out {groups}"
 
 
 def whole_disk(recipe: Recipe, cached: int, memory: Footprint) -> int:

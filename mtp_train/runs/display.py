@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import io
-from collections.abc import Iterable, Sequence
+import logging
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleRenderable, RenderableType, RenderHook
+from rich.control import Control
+from rich.live_render import LiveRender
 from rich.progress import Progress
+
+from mtp_train.checkpoints.locations import RECIPE_FILE
+from mtp_train.families import Family
+from mtp_train.trunk.progress import is_main_process
+
+LOG_FILE = "run.log"
 
 _WIDTH = 100
 _CELL = "text-align: left; vertical-align: top"
@@ -17,6 +31,60 @@ _PRE = '<pre style="font-family: monospace; line-height: normal; white-space: pr
 def quiet_progress() -> Progress:
     """Return a progress bar that shows nothing and whose console prints nothing."""
     return Progress(console=Console(quiet=True), disable=True)
+
+
+@contextlib.contextmanager
+def logged(run_dir: Path, console: Console) -> Iterator[None]:
+    """Append what a console prints within the block to the run's log, also where the console is quiet.
+
+    Warnings, of Python and of loggers, are printed on the console. Nothing is written before the run has claimed the
+    directory.
+    """
+    if not is_main_process():
+        yield
+        return
+    log = _Log(run_dir / LOG_FILE)
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: console.print(record.getMessage(), highlight=False, markup=False)  # type: ignore[method-assign]
+    console.push_render_hook(log)
+    logging.getLogger().addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, category, *_: console.print(
+                f"{category.__name__}: {message}", highlight=False, markup=False
+            )
+            yield
+    except BaseException as error:
+        log.write(f"{type(error).__name__}: {error}\n")
+        raise
+    finally:
+        logging.getLogger().removeHandler(handler)
+        console.pop_render_hook()
+
+
+class _Log(RenderHook):
+    """A file that gets what a console prints, without the bars of a terminal."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._kept = f"\n{datetime.now():%Y-%m-%d %H:%M:%S} {' '.join(sys.argv)}\n"
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        """Write what is about to be printed, and leave it as it is."""
+        shown = [one for one in renderables if not isinstance(one, Control | LiveRender)]
+        if shown:
+            text = Console(file=io.StringIO(), width=_WIDTH, force_terminal=False, force_jupyter=False)
+            text.print(*shown, sep="\n", soft_wrap=True)
+            self.write(text.file.getvalue())  # type: ignore[attr-defined]
+        return renderables
+
+    def write(self, text: str) -> None:
+        """Append text, once the directory is a run's."""
+        self._kept += text
+        if (self._file.parent / RECIPE_FILE).exists():
+            with self._file.open("a", encoding="utf-8") as handle:
+                handle.write(self._kept)
+            self._kept = ""
 
 
 def rich_to_text(renderable: RenderableType) -> str:
@@ -43,3 +111,24 @@ def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
 
     body = "".join(row(cells, "td") for cells in rows)
     return f"<table><caption>{html.escape(title)}</caption>{row(columns, 'th')}{body}</table>"
+
+
+def serving_lines(serves: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return a line per engine that serves, one for all engines that are not verified, and one per reason against."""
+    together: dict[str, list[str]] = {}
+    for engine, text in serves.items():
+        together.setdefault("not verified" if text.startswith("not verified") else text, []).append(engine)
+    unverified = {text for text in serves.values() if text.startswith("not verified")}
+    shown = unverified.pop() if len(unverified) == 1 else "not verified by this project"
+    return [(", ".join(engines), shown if text == "not verified" else text) for text, engines in together.items()]
+
+
+def wiring_note(family: Family, convention: str, serves: Mapping[str, str]) -> str | None:
+    """Return which engines wire a head otherwise than it is trained and measured; None if none that serves it does."""
+    engines = [one for one in family.otherwise_wired(convention) if not serves[one].startswith(("no: ", "not "))]
+    if not engines:
+        return None
+    return (
+        f"wired in another way on {', '.join(engines)} than it is trained and measured here, so that fewer drafts "
+        f"may be accepted there; head.convention={engines[0]} trains and measures for {engines[0]}"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,12 +16,14 @@ from mtp_inference.opening import OWN
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
 from mtp_train.checkpoints.locations import is_run, open_location
 from mtp_train.checkpoints.writing import full_disk_is_named
+from mtp_train.data.sources import local_files
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import BITS_OPTIONS, ArmSpec, arm_of_run, named, parse_arm
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.results import REPORT_FILE, ArmResult, Report
 from mtp_train.evaluation.run import run_study
 from mtp_train.evaluation.served import Server
+from mtp_train.evaluation.suites import BUILTIN, BUILTIN_FILE, suite_location
 from mtp_train.report.summary import summary
 from mtp_train.report.write import log_report, write_report
 from mtp_train.runs.display import quiet_progress, rich_to_html, rich_to_text
@@ -163,13 +166,60 @@ def _measure(
     title = f"{'evaluation' if len(names) == 1 else 'comparison'} of {', '.join(names)}"
     progress, tracking = progress or quiet_progress(), Tracking(wandb)
     tracking.require("--")
+    grid = replace(grid, chat_template_kwargs=_variables(specs, grid))
     with full_disk_is_named(out, what="the report"), RunDirectory(out).held(progress.console):
+        if told := _trained_on(specs, grid.suite):
+            progress.console.print(f"Is the text new to the head? {told}", highlight=False)
         report = run_study(specs, grid, out, progress, title=title, costs=costs, server=server)
+        if told:
+            report = replace(report, settings={**report.settings, "trained_on": told})
         if not (out / REPORT_FILE).is_file():
             identities = {one.name: checkpoint_identity(one.trunk, open_location(one.trunk)) for one in specs}
             write_report(report, out, {"arms": identities, **environment_facts()})
         log_report(report, out, tracking)
     return EvaluationResult(out, report)
+
+
+def _runs_of(spec: ArmSpec) -> list[RunDirectory]:
+    """Return the runs that trained an arm's head: of a run's head or export, or of the run itself."""
+    places = [Path(one) for one in (spec.trunk, spec.head) if one is not None]
+    return [RunDirectory(one) for place in places for one in (place, place.parent) if is_run(one)]
+
+
+def _variables(specs: Sequence[ArmSpec], grid: EvaluationGrid) -> Mapping[str, Any]:
+    """Return the grid's variables for the chat template, or where it has none those of the arms' recipes.
+
+    Raises:
+        DataError: The recipes have several.
+    """
+    if grid.chat_template_kwargs is not None:
+        return grid.chat_template_kwargs
+    recipes = {run.path: run.recipe for spec in specs for run in _runs_of(spec)}
+    given = {path: recipe.data.chat_template_kwargs for path, recipe in recipes.items() if recipe is not None}
+    first: Mapping[str, Any] = next(iter(given.values()), {})
+    if other := next((path for path, variables in given.items() if variables != first), None):
+        raise DataError(
+            f"{next(iter(given))} and {other}: other data.chat_template_kwargs; expected one form of the prompts for "
+            "all arms. Write it as --chat-template-kwargs NAME=VALUE."
+        )
+    return first
+
+
+def _trained_on(specs: Sequence[ArmSpec], suite: str) -> str:
+    """Return sentences on arms whose heads were trained on a file of the suite, by its content; empty if none was."""
+    place = str(BUILTIN_FILE) if suite == BUILTIN else suite_location(suite)
+    files = [] if place is None else local_files(place, suite) or []
+    digests = {hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    told = [
+        f"arm {spec.name} was trained on it ({label} of {run.path}), but for held-out groups"
+        for spec in specs
+        for run in _runs_of(spec)
+        for label, contents in run.contents.items()
+        if label.startswith("data.sources.") and not digests.isdisjoint(contents.values())
+    ]
+    if not told:
+        return ""
+    return f"No: {'; '.join(told)}. Tau is lower on new prompts: the report in the run's directory has held-out ones."
 
 
 def subject_arm(checkpoint: str, head: str | Path | None, adapter: str | Path | None) -> ArmSpec:

@@ -46,8 +46,8 @@ from mtp_train.trunk.progress import shown_loading
 
 NUM_SAMPLES, SAMPLE_PROMPT_CHARS = 3, 400
 """Texts that the report shows, and the most characters of each prompt."""
-GRAFT_INSTEAD = "The base's own head is not shown to be worse:"
-"""Text of a refusal before the graft command."""
+GRAFT_INSTEAD = "The head as it was is not shown to be worse:"
+"""Text of a refusal before the graft command, or before the location of a head without a trunk."""
 NGRAM_TOKENS = 8
 TEMPLATE_SHARE, TEMPLATE_AT_LEAST = 0.2, 5
 """An n-gram in at least this share of the training texts, and in at least so many of them, is part of a template (chat
@@ -256,10 +256,13 @@ def judge(
     if baseline == PLAIN and verdict.settings:
         return replace(verdict, reason=f"{verdict.reason}. {_next_step(recipe, verdict, depths)}")
     donor, adapter = recipe.model.head_from, recipe.model.adapter
-    # No command grafts the head of a run that exported none.
-    if baseline != GRAFT or donor is None or head_directory(donor) is not None:
+    if baseline != GRAFT or donor is None:
         return verdict
-    better = graft_command(recipe.model.trunk, donor) if adapter is None else merge_command(donor, adapter)
+    if head_directory(donor) is not None or recipe.head.kind != "mtp":
+        # No command grafts a head without a trunk.
+        better = donor
+    else:
+        better = graft_command(recipe.model.trunk, donor) if adapter is None else merge_command(donor, adapter)
     return replace(verdict, reason=f"{verdict.reason}. {GRAFT_INSTEAD} {better}")
 
 

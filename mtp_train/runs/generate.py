@@ -199,7 +199,7 @@ def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: 
     device = local_device()
     if device.type == "cpu":
         use_threads(model.checkpoint.text_config)
-    tokenizer = load_tokenizer(model.checkpoint, trust_remote_code=False)
+    tokenizer = load_tokenizer(model.checkpoint, trust_remote_code=False, adapter=model.adapter)
     variables = options.chat_template_kwargs
     require_variables(tokenizer, variables, _KWARGS)
     prompts = [

@@ -1,49 +1,114 @@
-"""Open ``model.head_from``: a checkpoint with a head, or the trained head of a run that has exported no checkpoint."""
+"""Open ``model.head_from``: a checkpoint with a head, or a head alone.
+
+A head alone is the trained head of a run, a head directory, or a draft model of ours or of a third party.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from mtp_train.acceptance.names import VANILLA
 from mtp_train.checkpoints.artifact import Artifact, load_artifact
 from mtp_train.checkpoints.files import Checkpoint
-from mtp_train.checkpoints.locations import head_directory, open_location
-from mtp_train.errors import RecipeError
-from mtp_train.heads.build import HeadPlan, graft_artifact_plan, graft_plan
+from mtp_train.checkpoints.locations import RECIPE_FILE, head_directory, is_run, open_location
+from mtp_train.errors import RecipeError, UnsupportedModelError
+from mtp_train.head_kinds import find_head_kind
+from mtp_train.heads.build import HeadPlan, deepest, graft_artifact_plan, graft_plan
+from mtp_train.heads.draft_model import DraftModel, draft_model, draft_plan
+from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
+
+SAME_ROWS = 0.1
+"""Largest relative distance between a draft model's output matrix and rows of its trunk's before a fine-tune of it."""
 
 
 @dataclass(frozen=True)
-class RunHead:
-    """An opened head directory; its trunk is not opened."""
+class LoneHead:
+    """An opened head without a trunk: a head directory, or a draft model."""
 
     path: Path
-    artifact: Artifact
+    stored: Artifact | DraftModel
+
+    @property
+    def kind(self) -> str:
+        """Its kind, as ``head.kind`` names it."""
+        return self.stored.kind.name if isinstance(self.stored, DraftModel) else self.stored.family.kind
+
+    @property
+    def num_modules(self) -> int:
+        return self.stored.num_modules
 
 
-def open_head_source(location: str) -> Checkpoint | RunHead:
+def open_head_source(location: str) -> Checkpoint | LoneHead:
     """Open the source of a head.
 
     Raises:
-        CheckpointError: It is neither a checkpoint nor a run with a trained head, or it is damaged.
+        CheckpointError: It is neither a checkpoint nor a head, or it is damaged.
     """
     directory = head_directory(location)
-    return open_location(location) if directory is None else RunHead(directory, load_artifact(directory))
+    if directory is not None:
+        return LoneHead(directory, load_artifact(directory))
+    checkpoint = open_location(location)
+    draft = draft_model(checkpoint)
+    return checkpoint if draft is None else LoneHead(checkpoint.path, draft)
 
 
-def source_plan(recipe: Recipe, finetune: Checkpoint, source: Checkpoint | RunHead) -> HeadPlan:
+def source_plan(recipe: Recipe, finetune: Checkpoint, source: Checkpoint | LoneHead) -> HeadPlan:
     """Plan to start from the head of ``model.head_from``.
 
     Raises:
+        RecipeError: It is of another kind than ``head.kind``, or has fewer blocks than ``head.num_depths``.
         CheckpointError: The source has no complete head, or it does not fit the trunk.
-        UnsupportedModelError: The family has no convention of the recipe's name.
+        UnsupportedModelError: The family has no convention of the recipe's name, or the head's output is its own.
     """
-    convention = recipe.head.convention
+    head, found = recipe.head, "mtp" if isinstance(source, Checkpoint) else source.kind
+    if found != head.kind:
+        raise RecipeError(
+            f"head.kind: {head.kind}, and {source.path} has a head of kind {found}; expected the same kind. Write "
+            f"head.kind: {found}, or head.init: random for a new head."
+        )
     if isinstance(source, Checkpoint):
-        return graft_plan(finetune, source, convention)
-    trusts = recipe.model.trust_remote_code
-    return graft_artifact_plan(finetune, source.artifact, source.path, convention, trust_remote_code=trusts)
+        return graft_plan(finetune, source, head.convention)
+    if isinstance(source.stored, DraftModel):
+        plan = _with_the_trunks_output(draft_plan(source.stored, finetune), source.path, finetune)
+    else:
+        trusts = recipe.model.trust_remote_code
+        plan = graft_artifact_plan(finetune, source.stored, source.path, head.convention, trust_remote_code=trusts)
+    most = deepest(plan)
+    if find_head_kind(head.kind).parallel and most is not None and head.num_depths > most:
+        raise RecipeError(
+            f"head.num_depths: {head.num_depths}, and {source.path} has {most} block(s), one for each depth; expected "
+            f"at most {most}. Write head.num_depths: {most}."
+        )
+    return plan
+
+
+def _with_the_trunks_output(plan: HeadPlan, path: Path, trunk: Checkpoint) -> HeadPlan:
+    """Return the plan of a draft model that drafts with the trunk's own rows for its tokens.
+
+    Raises:
+        UnsupportedModelError: Its output matrix was trained, so that its states do not fit the trunk's rows.
+    """
+    if plan.output is None:
+        return plan
+    layout, ids_R = plan.layout, plan.output.token_ids_R
+    rows_RD = trunk.read(layout.lm_head_key if layout.lm_head_key in trunk.tensors else layout.embed_key)
+    if ids_R is not None:
+        ids_R = ids_R.sort().values
+        rows_RD = rows_RD[ids_R]
+    own_RD = plan.output.weight.load().float()
+    if plan.output.token_ids_R is not None:
+        own_RD = own_RD[plan.output.token_ids_R.argsort()]
+    distance = float(torch.linalg.norm(own_RD - rows_RD.float()) / torch.linalg.norm(own_RD))
+    if distance > SAME_ROWS:
+        raise UnsupportedModelError(
+            f"{path}: its output matrix differs from the rows of {trunk.path} by {distance:.0%}; expected those rows, "
+            "as training computes drafts with them. Start a new head of this kind with head.init: random."
+        )
+    return replace(plan, output=None, draft_vocab=None if ids_R is None else ids_R.int())
 
 
 def require_source_model(recipe: Recipe) -> None:
@@ -53,9 +118,9 @@ def require_source_model(recipe: Recipe) -> None:
         RecipeError: It is a head alone.
     """
     location, arms = recipe.model.head_from, recipe.evaluate.arms
-    if location is None or head_directory(location) is None:
+    if location is None or (VANILLA not in arms and recipe.study is None) or not is_lone(location):
         return
-    found = f"model.head_from: {location} has a head and no exported checkpoint"
+    found = f"model.head_from: {location} has a head and no exported checkpoint with its trunk"
     if recipe.study is not None:
         raise RecipeError(f"{found}, with study; expected a checkpoint. Name the base in model.head_from.")
     if VANILLA in arms:
@@ -64,3 +129,17 @@ def require_source_model(recipe: Recipe) -> None:
             f"{found}, with the arm vanilla, the model of model.head_from; expected a checkpoint. Write "
             f"evaluate.arms: [{kept}], or name the base in model.head_from."
         )
+
+
+def is_lone(location: str) -> bool:
+    """Return whether a location is a head without a trunk."""
+    return head_directory(location) is not None or draft_model(open_location(location)) is not None
+
+
+def trunk_of(location: str) -> str | None:
+    """Return the trunk that the head of a run was trained on; None for any other head without a trunk."""
+    run = Path(location).expanduser()
+    if not is_run(run):
+        return None
+    model = load_recipe(run / RECIPE_FILE).model
+    return model.trunk if model.adapter is None else None

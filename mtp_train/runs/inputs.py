@@ -19,7 +19,7 @@ from mtp_train.answers.generate import RESPONSE_ROOM_TOKENS
 from mtp_train.checkpoints.demo import GROUP_FIELD, home_source, resolve
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.identity import Contents
-from mtp_train.checkpoints.locations import locate_adapter, open_location
+from mtp_train.checkpoints.locations import locate_adapter, locate_checkpoint, open_location
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.data.groups import join_near_duplicates, mix, split_by_group
 from mtp_train.data.records import PlainText, Record, with_variables
@@ -38,7 +38,7 @@ from mtp_train.heads.build import HeadPlan, fresh_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.export import require_exportable
-from mtp_train.runs.head_source import RunHead, open_head_source, require_source_model, source_plan
+from mtp_train.runs.head_source import LoneHead, open_head_source, require_source_model, source_plan
 from mtp_train.runs.refusals import (
     HeadOnTrunk,
     raise_together,
@@ -61,8 +61,8 @@ class Inputs:
     """A run's checked inputs."""
 
     finetune: Checkpoint
-    donor: Checkpoint | RunHead | None
-    """``model.head_from``: a checkpoint, or the head of a run without an export."""
+    donor: Checkpoint | LoneHead | None
+    """``model.head_from``: a checkpoint, or a head without a trunk."""
     adapter: Path | None
     plan: Plan
     head_plan: HeadPlan
@@ -125,9 +125,9 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     model = HeadOnTrunk(finetune.path, finetune.config, text_config, head_plan.family, head_plan.num_modules)
     loaded = base if VANILLA in recipe.evaluate.arms else None
     raise_together([*refusals(recipe, model, world_size), *weight_refusals(recipe, finetune, loaded, world_size)])
-    tokenizer = load_tokenizer(finetune, recipe.model.trust_remote_code)
-    text = gather_text(recipe, tokenizer, text_config.vocab_size, progress)
     adapter = locate_adapter(recipe.model.adapter, recipe.model.trunk) if recipe.model.adapter else None
+    tokenizer = recipe_tokenizer(recipe, finetune)
+    text = gather_text(recipe, tokenizer, text_config.vocab_size, progress)
     if recipe.export.enabled:
         require_exportable(finetune, recipe.head.kind, adapter)
     for checkpoint in filter(None, (finetune, base)):
@@ -149,6 +149,12 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
         held_out=text.held_out,
         home=home,
     )
+
+
+def recipe_tokenizer(recipe: Recipe, trunk: Checkpoint) -> Any:
+    """Load the tokenizer of a recipe's trunk, or of the adapter on it."""
+    adapter = locate_checkpoint(recipe.model.adapter) if recipe.model.adapter else None
+    return load_tokenizer(trunk, recipe.model.trust_remote_code, adapter)
 
 
 def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progress | None = None) -> RunText:
@@ -174,7 +180,7 @@ def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progr
     return RunText(documents, prompts, held_out, ". ".join([split, *notes]))
 
 
-def plan_head(recipe: Recipe, finetune: Checkpoint, donor: Checkpoint | RunHead | None) -> HeadPlan:
+def plan_head(recipe: Recipe, finetune: Checkpoint, donor: Checkpoint | LoneHead | None) -> HeadPlan:
     """Return the plan of the head: its initial weights and its layout."""
     convention = recipe.head.convention
     if recipe.head.init in ("copy_last_layer", "random"):

@@ -20,6 +20,7 @@ from rich.text import Text
 from mtp_train.answers.store import ResponseCounts
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.contents import left_out, unnamed_files
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.locations import EXPORT, HEAD
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.data.tokenize import Document
@@ -32,7 +33,7 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.report.summary import summary
 from mtp_train.report.wording import serving_depth
 from mtp_train.report.write import PAGE_FILE, log_report, write_report
-from mtp_train.runs.display import quiet_progress, rich_to_html
+from mtp_train.runs.display import logged, quiet_progress, rich_to_html, serving_lines, wiring_note
 from mtp_train.runs.evaluate_run import evaluate_run, served_commands, unjudged
 from mtp_train.runs.export import write_card, write_export
 from mtp_train.runs.refusals import check_decoder
@@ -108,7 +109,7 @@ def run_recipe(recipe: Recipe, console: Console, choices: Sequence[Choice] = ())
         earlier = directory.outcome
         if earlier is not None and earlier.finished:
             return _finished_before(recipe, directory, earlier, console)
-        with directory.held(console), directory.recording() as attempt:
+        with directory.held(console), logged(directory.path, console), directory.recording() as attempt:
             with _joined(recipe, directory, attempt, console, choices) as run:
                 attempt.outcome = run_stages(run, console, [choice.field for choice in choices])
             return attempt.outcome
@@ -226,7 +227,7 @@ def _report(run: Run, report: Report, console: Console) -> None:
     run.directory.require_same_inputs(run.recipe, run.progress)
     run_dir = run.directory.path
     is_served = run.recipe.export.enabled and (report.gate is None or report.gate.passed)
-    serving = _serving(run_dir, report) if is_served else {}
+    serving = _serving(run_dir, run.inputs.finetune.path, report) if is_served else {}
     write_report(report, run_dir, run.directory.provenance, read_metrics(run_dir), serving)
     try:
         log_report(report, run_dir, tracking_of(run.recipe), run.recipe.model_dump(mode="json"))
@@ -236,10 +237,11 @@ def _report(run: Run, report: Report, console: Console) -> None:
     console.print(summary(report))
 
 
-def _serving(run_dir: Path, report: Report) -> dict[str, str]:
+def _serving(run_dir: Path, trunk: Path, report: Report) -> dict[str, str]:
     """Return engine to the command that serves a run's export at the depth that its report recommends."""
     head = load_artifact(run_dir / HEAD)
-    return engine_commands(head.family.serving, str(run_dir / EXPORT), serving_depth(report) or head.num_depths)
+    engines = open_checkpoint(trunk).engines if head.family.kind == "mtp" else head.family.serving
+    return engine_commands(engines, str(run_dir / EXPORT), serving_depth(report) or head.num_depths)
 
 
 def _export(run: Run) -> str:
@@ -292,7 +294,11 @@ def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progr
     settings, directory = regeneration_of(checked), RunDirectory(Path(checked.run_dir))
     progress = progress or quiet_progress()
     directory.require_ours(checked)
-    with full_disk_is_named(directory.path, what="the responses"), directory.held(progress.console):
+    with (
+        full_disk_is_named(directory.path, what="the responses"),
+        directory.held(progress.console),
+        logged(directory.path, progress.console),
+    ):
         attempt = Attempt()
         accelerator, checked = join_processes(checked, directory, attempt)
         # Answers need no gate, and no groups for its interval.
@@ -324,6 +330,12 @@ def open_report(source: str | Path) -> Report:
     return load_report(path / REPORT_FILE if path.is_dir() else path)
 
 
+def page_of(run_dir: Path) -> str | None:
+    """Return the URI of a run's report for people, which terminals open; None where there is no report."""
+    path = run_dir / PAGE_FILE
+    return path.resolve().as_uri() if path.is_file() else None
+
+
 @dataclass(frozen=True)
 class RunResult:
     """Outcome of a finished run, as :func:`run` returns it. In a notebook it shows the table of the arms."""
@@ -352,15 +364,14 @@ class RunResult:
     @property
     def page(self) -> str | None:
         """URI of the report for people, which terminals open; None where there is no report."""
-        path = self.run_dir / PAGE_FILE
-        return path.resolve().as_uri() if path.is_file() else None
+        return page_of(self.run_dir)
 
     @property
     def serves(self) -> dict[str, str]:
         """Engine to the command that serves the export, or ``no: REASON``; empty without an export."""
         if self.export is None or not (self.run_dir / HEAD).is_dir():
             return {}
-        return _serving(self.run_dir, self.report)
+        return _serving(self.run_dir, self.export, self.report)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train run --json`` prints them."""
@@ -368,7 +379,11 @@ class RunResult:
 
     def __str__(self) -> str:
         lines = [self.message, *([] if self.page is None else [f"report: {self.page}"])]
-        lines += [f"{engine}: {text}" for engine, text in self.serves.items()]
+        lines += [f"{engines}: {text}" for engines, text in serving_lines(self.serves)]
+        if self.serves:
+            head = load_artifact(self.run_dir / HEAD)
+            rewired = wiring_note(head.family, head.convention, self.serves)
+            lines += [] if rewired is None else [f"head: {rewired}"]
         return "\n".join(lines)
 
     def __rich__(self) -> RenderableType:

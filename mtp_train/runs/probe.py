@@ -41,6 +41,7 @@ from mtp_train.evaluation.run import run_study
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.display import html_table
+from mtp_train.runs.head_source import LoneHead, is_lone, open_head_source, trunk_of
 from mtp_train.runs.inputs import split_records
 from mtp_train.runs.pipeline import run_recipe
 from mtp_train.runs.resolve import Overrides, override_texts, require_one_process, resolved_recipe
@@ -93,8 +94,8 @@ class ProbeResult:
     """What to run next."""
     graft: HeadLevel
     """The base's head on the fine-tune."""
-    base: HeadLevel
-    """The base's head on the base."""
+    base: HeadLevel | None
+    """The base's head on the base; None for a draft model, whose own trunk is not known."""
     lost_overlap: float | None
     """What the head lost at depth 1 at equal target entropy; None if the texts share too few entropies."""
     lost_overlap_ci95: Interval | None
@@ -119,7 +120,7 @@ class ProbeResult:
         trained = f"{_number(self.trained_tau)} after {self.trained_steps} steps, gain {_interval(self.gain_ci95)}"
         return [
             ("base's head on the fine-tune", _level_text(self.graft)),
-            ("base's head on the base", _level_text(self.base)),
+            *([] if self.base is None else [("base's head on the base", _level_text(self.base))]),
             ("overlap lost at equal entropy", _lost_text(self)),
             *([("briefly retrained", trained)] if self.trained_tau is not None else []),
         ]
@@ -171,7 +172,8 @@ def probe_with(
     short = [*override_texts(overrides), *override_texts(SHORT)]
     recipe, choices = resolved_recipe(settings_of("graft", tuned, donor, str(out / TRAINING), paths), short)
     report = _compare(recipe, donor, out, console)
-    found = ProbeResult("undecided", "", "", _level(report, GRAFT), _level(report, OWN_BASE), *_lost_overlap(report))
+    own = _level(report, OWN_BASE) if OWN_BASE in report.arms else None
+    found = ProbeResult("undecided", "", "", _level(report, GRAFT), own, *_lost_overlap(report))
     if not is_at_fault(found.base):
         # Two models were loaded before this one.
         gc.collect()
@@ -182,7 +184,7 @@ def probe_with(
     command = retrain_command(tuned, donor, paths)
     if verdict == "fault":
         command = inspect_command(tuned if recipe.model.adapter is None else donor, donor)
-    elif verdict == "graft":
+    elif verdict == "graft" and not is_lone(donor):
         command = graft_command(tuned, donor) if recipe.model.adapter is None else merge_command(donor, tuned)
     return replace(found, verdict=verdict, reason=reason, command=command)
 
@@ -193,7 +195,7 @@ def judge(found: ProbeResult) -> tuple[Verdict, str]:
     A loss or a gain counts if its whole 95 % interval does.
     """
     own, graft, gain, lost = found.base, found.graft, found.gain_ci95, found.lost_overlap_ci95
-    if is_at_fault(own):
+    if own is not None and is_at_fault(own):
         return "fault", (
             f"The base's head drafts for the base itself with tau {_number(own.tau)} {_interval(own.tau_ci95)}; "
             f"expected more than {LEAST_TAU:g}. The head is damaged or of another model, or the tokenizer is not the "
@@ -201,25 +203,30 @@ def judge(found: ProbeResult) -> tuple[Verdict, str]:
         )
     helps = gain is not None and gain[0] > 0.0
     helps_much = gain is not None and gain[0] > MARGIN * graft.tau
-    intact = lost is not None and own.overlap is not None and lost[1] < MARGIN * own.overlap
+    intact = lost is not None and own is not None and own.overlap is not None and lost[1] < MARGIN * own.overlap
     lost_text = f"Overlap lost at equal target entropy: {_lost_text(found)}"
     trained = (
         f"{found.trained_steps} steps raised tau from {_number(graft.tau)} by {_interval(gain)} to "
         f"{_number(found.trained_tau)}, and a rescue trains for longer"
     )
     if intact and not helps_much:
-        return "graft", f"{lost_text}, less than {100 * MARGIN:g} % of the base's {_number(own.overlap)}"
+        level = own.overlap if own is not None else None
+        return "graft", f"{lost_text}, less than {100 * MARGIN:g} % of the base's {_number(level)}"
     if helps:
         return "retrain", f"{trained}. {lost_text}"
     if lost is not None and lost[0] > 0.0:
         return "retrain", f"{lost_text}. {found.trained_steps} steps were too few to win it back"
+    if gain is not None and gain[1] < MARGIN * graft.tau:
+        return "graft", f"{found.trained_steps} steps changed tau by {_interval(gain)}, less than {100 * MARGIN:g} %"
     return "undecided", (
         f"{lost_text}. {found.trained_steps} steps changed tau by {_interval(gain)}. More prompts in --data would tell"
     )
 
 
-def is_at_fault(own: HeadLevel) -> bool:
+def is_at_fault(own: HeadLevel | None) -> bool:
     """Return whether the base's head is shown to draft badly for the base itself."""
+    if own is None:
+        return False
     high = own.tau if own.tau_ci95 is None else own.tau_ci95[1]
     return high < LEAST_TAU
 
@@ -227,7 +234,12 @@ def is_at_fault(own: HeadLevel) -> bool:
 def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> Report:
     """Measure the base's head on the fine-tune and on the base, on the recipe's held-out prompts."""
     trunk = recipe.model.trunk
-    arms = (ArmSpec(GRAFT, trunk, donor, adapter=recipe.model.adapter), ArmSpec(OWN_BASE, donor, OWN))
+    source = open_head_source(donor)
+    if isinstance(source, LoneHead):
+        own, head = trunk_of(donor), str(source.path)
+        arms = [ArmSpec(GRAFT, trunk, head), *([] if own is None else [ArmSpec(OWN_BASE, own, head)])]
+    else:
+        arms = [ArmSpec(GRAFT, trunk, donor, adapter=recipe.model.adapter), ArmSpec(OWN_BASE, donor, OWN)]
     suite = out / PROMPTS
     _write_prompts(recipe, suite)
     grid = EvaluationGrid(
@@ -237,7 +249,7 @@ def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> Report:
         depths=[recipe.head.num_depths],
         max_new_tokens=recipe.evaluate.max_new_tokens,
         seed=recipe.seed,
-    ).settled(arms, [trunk, donor])
+    ).settled(arms, [arm.trunk for arm in arms])
     held = out / COMPARISON
     with progress_on(console) as progress, full_disk_is_named(held, what="the probe"), RunDirectory(held).held(console):
         return run_study(arms, grid, held, progress, title=f"probe of {trunk}", costs=False)
@@ -284,7 +296,9 @@ def _level(report: Report, name: str) -> HeadLevel:
 
 def _lost_overlap(report: Report) -> tuple[float | None, Interval | None]:
     """Return what the head lost on the fine-tune, at equal target entropy."""
-    row = next(one for one in report.comparisons if one.task == ALL_TASKS)
+    row = next((one for one in report.comparisons if one.task == ALL_TASKS), None)
+    if row is None:
+        return None, None
     row = row if row.first == OWN_BASE else row.swapped()
     return row.delta_overlap_at_equal_entropy, row.delta_overlap_at_equal_entropy_ci95
 
@@ -301,6 +315,8 @@ def _with_training(found: ProbeResult, run_dir: Path) -> ProbeResult:
 
 def _lost_text(found: ProbeResult) -> str:
     if found.lost_overlap is None:
+        if found.base is None:
+            return "unknown, as the trunk that the head was made for is not known"
         return "unknown, as the texts of the two models share too few entropies"
     return f"{_number(found.lost_overlap)} {_interval(found.lost_overlap_ci95)}"
 

@@ -28,16 +28,10 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.run_answers import require_answers
 from mtp_train.runs.settings import plan_of, run_settings, tracking_of
-from mtp_train.train.plan import GIB
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.offload import Offload
 from mtp_train.trunk.quantise import require_bitsandbytes, require_quantizable
 from mtp_train.trunk.whole import require_whole_trunk
-
-NUM_HEADS, ROOM_SHARE = 2, 0.85
-"""Heads in memory while a run decodes, and the largest share of a GPU's memory for them and the trunk: caches and
-activations need the rest."""
-
 
 CHECK_PROMPTS, CHECK_PROMPT_TOKENS, CHECK_NEW_TOKENS = 3, 512, 16
 """Prompts of the check of the decoder, the most tokens of each, and the tokens decoded after them."""
@@ -236,28 +230,6 @@ def require_embedded(prompts: Sequence[Prompt], documents: Sequence[Document], v
                 f"{source}, record {number}: has the token {token!r} with the id {largest}; expected ids below "
                 f"{vocab_size}, for which the trunk has embeddings. Remove the token or the record."
             )
-
-
-def needs_room(recipe: Recipe) -> bool:
-    """Return whether a GPU has to hold the trunk that a run decodes with: in no study, and not offloaded or packed."""
-    packed = recipe.model.offload is not None or recipe.model.quantization is not None
-    return recipe.decodes and recipe.study is None and not packed
-
-
-def decoding_problem(recipe: Recipe, trunk_bytes: int, head_bytes: int, memory_bytes: int) -> str | None:
-    """Return why a run cannot decode with its trunk on a GPU; None if it can, or need not.
-
-    The retrained head and its baseline are in memory together.
-    """
-    needed = trunk_bytes + NUM_HEADS * head_bytes
-    if not needs_room(recipe) or needed <= ROOM_SHARE * memory_bytes:
-        return None
-    return (
-        f"model.trunk: {needed / GIB:.0f} GiB with two heads, and a GPU has {memory_bytes / GIB:.0f} GiB; expected at "
-        f"most {ROOM_SHARE:.0%} of it, to answer prompts and to measure with. Write model.offload: cpu and use one "
-        "process, or leave both to servers: set data.regenerate.endpoint, and write gate.enabled: false, which exports "
-        "the head unjudged and names the commands that measure it"
-    )
 
 
 def check_decoder(

@@ -19,23 +19,25 @@ from typing import Any
 from rich.console import Console
 
 from mtp_train.acceptance.names import GRAFT, RETRAINED
+from mtp_train.checkpoints.artifact import Artifact
 from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.files import is_gguf, open_checkpoint
 from mtp_train.checkpoints.gguf.model_file import SPLIT, open_gguf, split_path
 from mtp_train.checkpoints.locations import EXPORT, is_run, locate_adapter, open_location
-from mtp_train.checkpoints.lora_merge import write_adapted
 from mtp_train.checkpoints.writing import full_disk_is_named, removed_on_failure
 from mtp_train.errors import ChangedInputError, CheckpointError, GateRefusedError, MtpError, OutputExistsError
 from mtp_train.evaluation.results import REPORT_FILE, load_report
-from mtp_train.heads.build import graft_plan
+from mtp_train.families import of_kind
+from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.checkpoint_tools.gguf_files import graft_gguf, inspect_gguf
 from mtp_train.runs.checkpoint_tools.inspect import serving_commands
-from mtp_train.runs.display import html_table, quiet_progress
+from mtp_train.runs.display import html_table, quiet_progress, serving_lines, wiring_note
 from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
-from mtp_train.runs.export import write_untrained_card
-from mtp_train.runs.pipeline import run_recipe
+from mtp_train.runs.export import write_export, write_untrained_card
+from mtp_train.runs.head_source import open_head_source, source_plan
+from mtp_train.runs.pipeline import page_of, run_recipe
 from mtp_train.runs.probe import ProbeResult, default_out, probe_with
 from mtp_train.runs.resolve import Overrides, require_one_process, resolved_recipe
 from mtp_train.runs.run_directory import PROBE, RunDirectory, checkpoint_identity
@@ -55,16 +57,19 @@ class RescueResult:
     """The verdict of the gate, or of the probe."""
     serves: dict[str, str]
     """Engine to the command that serves ``out``."""
+    page: str | None
+    """URI of the report; None where nothing was trained."""
     notes: tuple[str, ...] = ()
-    """Sentences about weight files of the fine-tune that no copy contains."""
+    """Which engines wire the head otherwise than it was measured; weight files of the fine-tune that no copy has."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train rescue --json`` prints them."""
         return dict(vars(self))
 
     def __str__(self) -> str:
-        commands = "\n".join(f"{engine}: {command}" for engine, command in self.serves.items())
-        return "\n".join((f"{self.reason}.", f"Wrote {self.out}, with the {self.head} head.", *self.notes, commands))
+        lines = [f"{self.reason}.", f"Wrote {self.out}, with the {self.head} head."]
+        lines += [] if self.page is None else [f"report: {self.page}"]
+        return "\n".join([*lines, *(f"{engines}: {text}" for engines, text in serving_lines(self.serves)), *self.notes])
 
     def _repr_html_(self) -> str:
         return html_table(f"{self.out}: {self.head} head. {self.reason}.", ("engine", "command"), self.serves.items())
@@ -166,12 +171,22 @@ def _grafted(recipe: Recipe, found: ProbeResult, console: Console) -> RescueResu
 
 
 def _result(recipe: Recipe, head: str, reason: str) -> RescueResult:
-    export = Path(recipe.run_dir) / EXPORT
+    run_dir = Path(recipe.run_dir)
+    export = run_dir / EXPORT
     if is_gguf(recipe.model.trunk):
         return _in_gguf(Path(recipe.model.trunk), export, head, reason)
     checkpoint, tuned = open_checkpoint(export), open_location(recipe.model.trunk)
-    serves = serving_commands(checkpoint, diagnose_head(checkpoint), "healthy")
-    return RescueResult(str(export), head, reason, serves, left_out(unnamed_files(tuned, layout_of(tuned))))
+    family = of_kind(tuned.family, recipe.head.kind)
+    if recipe.head.kind == "mtp":
+        serves = serving_commands(checkpoint, diagnose_head(checkpoint), "healthy")
+    else:
+        serves = dict(engine_commands(family.serving, str(export), recipe.head.num_depths))
+    rewired = wiring_note(family, recipe.head.convention, serves)
+    notes = [
+        *([] if rewired is None else [f"The head is {rewired}."]),
+        *left_out(unnamed_files(tuned, layout_of(tuned))),
+    ]
+    return RescueResult(str(checkpoint.path), head, reason, serves, page_of(run_dir), tuple(notes))
 
 
 def _in_gguf(trunk: Path, export: Path, head: str, reason: str) -> RescueResult:
@@ -182,23 +197,24 @@ def _in_gguf(trunk: Path, export: Path, head: str, reason: str) -> RescueResult:
     if not out.exists():
         graft_gguf(trunk, str(export), export.with_name(f"{stem}-mtp.gguf"), None, "hard", quiet_progress())
     found = inspect_gguf(out)
-    return RescueResult(str(out), head, reason, dict(found.serves))
+    return RescueResult(str(out), head, reason, dict(found.serves), page_of(export.parent))
 
 
 def write_graft(recipe: Recipe, out: Path) -> None:
-    """Write the recipe's trunk with the base's own head; a trunk's adapter is merged."""
+    """Write the recipe's trunk with the head as it was, or that head as a draft model; an adapter is merged."""
     model = recipe.model
     if model.head_from is None or recipe.gate_baseline != GRAFT:
         raise MtpError(
             f"gate.baseline: {recipe.gate_baseline} in a rescue; expected graft, which replaces a head that is not "
             "better. Leave the override out."
         )
-    finetune = open_location(model.trunk)
-    base = open_location(model.head_from)
-    plan = graft_plan(finetune, base, recipe.head.convention)
+    finetune, source = open_location(model.trunk), open_head_source(model.head_from)
+    plan = source_plan(recipe, finetune, source)
     adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
-    link, progress = recipe.export.link, quiet_progress()
-    write_adapted(finetune, layout_of(finetune), plan.head, out, adapter=adapter, link=link, progress=progress)
+    head = Artifact(**vars(plan), num_depths=recipe.head.num_depths, notes={})
+    write_export(finetune, head, out, adapter=adapter, link=recipe.export.link, progress=quiet_progress())
+    if plan.family.kind != "mtp":
+        return
     with removed_on_failure(out):
-        identities = checkpoint_identity(model.trunk, finetune), checkpoint_identity(model.head_from, base)
+        identities = checkpoint_identity(model.trunk, finetune), checkpoint_identity(model.head_from, source)
         write_untrained_card(out, *identities, model.adapter, recipe.head.num_depths)

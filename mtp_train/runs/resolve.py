@@ -11,14 +11,12 @@ tokens, which is known once the trunk has answered the prompts (:func:`resolve_t
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import attrgetter, getitem
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,15 +27,22 @@ from mtp_train.data.tokenize import Document, build_prompts, tokenize_records
 from mtp_train.errors import RecipeError
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.json_schema import shown
-from mtp_train.recipe.loading import RecipeLike, plain_recipe, validated
+from mtp_train.recipe.loading import (
+    STAND_INS,
+    RecipeLike,
+    plain_recipe,
+    validated,
+    value_of,
+    with_stand_ins,
+    with_values,
+)
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import AUTO
-from mtp_train.runs.inputs import load_sources
+from mtp_train.runs.inputs import load_sources, recipe_tokenizer
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.settings import memory_options
 from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import activation_bytes
-from mtp_train.trunk.tokenizer import load_tokenizer
 
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -64,27 +69,6 @@ CPU_ROWS, ROWS = 32, 64
 """Most prompts of a batch that the built-in decoder answers."""
 CACHE_SHARE, ACTIVATION_SHARE = 0.3, 0.5
 """Shares of the memory beside the weights, for keys and values of answers and for activations of training."""
-
-
-STAND_INS: Mapping[str, int | float | None] = {
-    "data.regenerate.max_prompts": 1,
-    "data.regenerate.max_new_tokens": 1,
-    "data.regenerate.batch_size": None,
-    "data.seq_len_tokens": 512,
-    "data.holdout": 0.05,
-    "train.max_steps": 1,
-    "train.tokens_per_step": 512,
-    "train.lr": 1e-4,
-    "train.micro_batch_sequences": 1,
-    "train.warmup_steps": 0,
-    "evaluate.prompts": 1,
-}
-"""Every field that may be ``auto`` and is resolved here, with a value that stands in for it while the rest is read.
-
-Other fields with ``auto``, such as ``train.precision``, are resolved by their own stage."""
-
-
-_OF_A_MICRO_BATCH = ("data.seq_len_tokens", "train.micro_batch_sequences")
 
 
 @dataclass(frozen=True)
@@ -117,7 +101,12 @@ def recipe_of(recipe: RecipeLike, overrides: Overrides = ()) -> Recipe:
 
 
 def resolved_recipe(
-    recipe: RecipeLike, overrides: Overrides = (), *, world_size: int | None = None, device: Device | None = None
+    recipe: RecipeLike,
+    overrides: Overrides = (),
+    *,
+    world_size: int | None = None,
+    device: Device | None = None,
+    counted: Callable[[Recipe], TextFacts] | None = None,
 ) -> ResolvedRecipe:
     """Return a checked recipe from any of its forms, with fields that are ``auto`` resolved.
 
@@ -127,6 +116,7 @@ def resolved_recipe(
         overrides: Dotted field to value, ``{"train.lr": 1e-4}``, or strings ``section.field=value`` with YAML values.
         world_size: Processes that will train; None for ``train.processes``, else ``WORLD_SIZE`` of a launcher, else 1.
         device: What they will run on; None for this machine's.
+        counted: Returns the lengths of the records in place of :func:`text_facts`.
 
     Raises:
         RecipeError: A field is unknown, out of range or contradicts another one; the message lists all problems.
@@ -136,44 +126,13 @@ def resolved_recipe(
         return ResolvedRecipe(recipe, ())
     choices: tuple[Choice, ...] = ()
     data, problems = plain_recipe(recipe, override_texts(overrides))
-    fields = [field for field in STAND_INS if _value_of(data, field) == AUTO]
+    fields = [field for field in STAND_INS if value_of(data, field) == AUTO]
     if fields and not problems:
         known = with_stand_ins(data)
         processes = world_size or known.train.processes or launched_processes()
-        choices = automatic_values(known, fields, processes, device or device_named(None))
+        choices = automatic_values(known, fields, processes, device or device_named(None), counted)
         data = with_values(data, {choice.field: choice.value for choice in choices})
     return ResolvedRecipe(validated(data, problems), choices)
-
-
-def with_stand_ins(data: object) -> Recipe:
-    """Return the recipe of plain values with a stand-in for every field that is ``auto``.
-
-    Raises:
-        RecipeError: Another field is wrong; the message lists all problems.
-    """
-    values = {field: one for field, one in STAND_INS.items() if _value_of(data, field) == AUTO}
-    if "train.tokens_per_step" in values:
-        # A whole micro-batch, as the recipe's rules ask for; wrong values are reported as such.
-        sizes = {field: values.get(field) or _value_of(data, field) for field in _OF_A_MICRO_BATCH}
-        counted = [one if isinstance(one, int) and one > 0 else STAND_INS[field] for field, one in sizes.items()]
-        values["train.tokens_per_step"] = math.prod(filter(None, counted))
-    return validated(with_values(data, values))
-
-
-def _value_of(data: Any, field: str) -> Any:
-    """Return the value of a field such as ``train.lr`` in a recipe's plain values; None if it is not set."""
-    for part in field.split("."):
-        data = data.get(part) if isinstance(data, Mapping) else None
-    return data
-
-
-def with_values(data: object, values: Mapping[str, Any]) -> Any:
-    """Return a copy of a recipe's plain values with some fields, which it contains, replaced."""
-    changed: Any = copy.deepcopy(data)
-    for field, value in values.items():
-        *parents, name = field.split(".")
-        reduce(getitem, parents, changed)[name] = value
-    return changed
 
 
 def override_texts(overrides: Overrides) -> list[str]:
@@ -223,7 +182,9 @@ class ModelFacts(NamedTuple):
     """Bytes of keys and values of a token in all layers, if every layer has full attention."""
     device: str
     spare_bytes: int
-    """Memory of the device beside the weights; a tenth of it where they do not fit and will be in shards."""
+    """Memory of the device beside a whole trunk; 0 or less if the trunk does not fit."""
+    sharded_bytes: int
+    """Memory of the device beside the part of the trunk that is there in training: in shards if it does not fit."""
     world_size: int
 
 
@@ -240,7 +201,13 @@ Found = tuple[int | float | None, str]
 Rule = Callable[[Recipe, ModelFacts, T], Found]
 
 
-def automatic_values(recipe: Recipe, fields: Collection[str], world_size: int, device: Device) -> tuple[Choice, ...]:
+def automatic_values(
+    recipe: Recipe,
+    fields: Collection[str],
+    world_size: int,
+    device: Device,
+    counted: Callable[[Recipe], TextFacts] | None = None,
+) -> tuple[Choice, ...]:
     """Return the values of fields that are ``auto``: those that the run directory records, or by the rules.
 
     Raises:
@@ -249,7 +216,7 @@ def automatic_values(recipe: Recipe, fields: Collection[str], world_size: int, d
     recorded = RunDirectory(Path(recipe.run_dir)).recipe
     if recorded is not None:
         return tuple(Choice(field, attrgetter(field)(recorded), f"recorded in {recipe.run_dir}") for field in fields)
-    model, text = model_facts(recipe, world_size, device), text_facts(recipe)
+    model, text = model_facts(recipe, world_size, device), (counted or text_facts)(recipe)
     recipe, before = _by_rules(recipe, fields, _RULES, model, text)
     _, length = _by_rules(recipe, fields, _TRAINING_RULES, model, _expected_text(recipe, text))
     return before + length
@@ -285,14 +252,19 @@ def model_facts(recipe: Recipe, world_size: int, device: Device) -> ModelFacts:
     fields = text_config.to_dict()
     heads = fields.get("num_key_value_heads") or text_config.num_attention_heads
     head_dim = fields.get("head_dim") or text_config.hidden_size // text_config.num_attention_heads
-    on_gpu = device.kind == "cuda"
-    weights = sum(info.num_bytes for info in checkpoint.tensors.values())
+    on_gpu, layers = device.kind == "cuda", text_config.num_hidden_layers
+    # On a CPU the weights are in fp32. Offloaded layers are on the device one at a time, beside embedding and lm_head.
+    weights = checkpoint.num_bytes * (1 if on_gpu else 2) // {None: 1, "8bit": 2, "4bit": 3}[recipe.model.quantization]
+    if recipe.model.offload is not None:
+        weights = weights // layers + 4 * text_config.vocab_size * text_config.hidden_size
+    spare = device.memory_bytes - weights
     return ModelFacts(
         hidden_size=text_config.hidden_size,
         max_positions=int(fields.get("max_position_embeddings") or MOST_SEQ_LEN),
-        cache_bytes=text_config.num_hidden_layers * 2 * heads * head_dim * (2 if on_gpu else 4),
+        cache_bytes=layers * 2 * heads * head_dim * (2 if on_gpu else 4),
         device=device.kind,
-        spare_bytes=max(device.memory_bytes - (1 if on_gpu else 2) * weights, device.memory_bytes // 10),
+        spare_bytes=spare,
+        sharded_bytes=spare if spare > 0 else device.memory_bytes - weights // world_size,
         world_size=world_size,
     )
 
@@ -300,7 +272,7 @@ def model_facts(recipe: Recipe, world_size: int, device: Device) -> ModelFacts:
 def text_facts(recipe: Recipe) -> TextFacts:
     """Read the data, and count the tokens of a sample of it."""
     records = [record for source in load_sources(recipe) for record in source]
-    tokenizer = load_tokenizer(open_location(recipe.model.trunk), recipe.model.trust_remote_code)
+    tokenizer = recipe_tokenizer(recipe, open_location(recipe.model.trunk))
     sample = records[:: max(1, len(records) // SAMPLE_RECORDS)][:SAMPLE_RECORDS]
     asked = [record for record in sample if not isinstance(record.content, PlainText)]
     prompts = [len(prompt.prompt_ids) for prompt in build_prompts(asked, tokenizer)] or [0]
@@ -369,6 +341,8 @@ def _rows(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
         return None, "the server of data.regenerate.endpoint makes its own batches"
     most = CPU_ROWS if model.device == "cpu" else ROWS
     per_row = model.cache_bytes * recipe.data.seq_len_tokens
+    if model.spare_bytes <= 0:
+        return 1, "the trunk itself does not fit on a process"
     fitting = max(1, int(CACHE_SHARE * model.spare_bytes / per_row))
     return min(most, fitting), f"keys and values of {fitting} rows fit; at most {most} on {model.device}"
 
@@ -441,10 +415,12 @@ def _micro_batch(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
     sequences = recipe.train.tokens_per_step // seq_len // model.world_size
     tokens = CPU_MICRO_BATCH_TOKENS if model.device == "cpu" else MICRO_BATCH_TOKENS
     per_sequence = activation_bytes(memory_options(recipe), model.hidden_size, seq_len, seq_len)
-    fitting = int(ACTIVATION_SHARE * model.spare_bytes / per_sequence)
+    fitting = int(ACTIVATION_SHARE * max(0, model.sharded_bytes) / per_sequence)
     most = max(1, min(tokens // seq_len, fitting))
     count = max(number for number in range(1, max(1, sequences) + 1) if number <= most and sequences % number == 0)
-    return count, f"activations of {fitting} sequences fit; at most {tokens} tokens on {model.device}"
+    if not fitting:
+        return count, "no activations fit beside the trunk"
+    return count, f"activations of {fitting} sequence(s) fit; at most {tokens} tokens on {model.device}"
 
 
 def _warmup(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import math
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,17 +24,20 @@ from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.checkpoints.writing import LOCK_FILE
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import OutOfMemoryError, RecipeError, TrainingError
+from mtp_train.heads.diagnose import text_config_of
+from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
-from mtp_train.runs.head_source import RunHead
+from mtp_train.runs.head_source import LoneHead
 from mtp_train.runs.inputs import Inputs, gather_inputs
-from mtp_train.runs.refusals import decoding_problem, needs_room
+from mtp_train.runs.refusals import HeadOnTrunk
+from mtp_train.runs.room import Shapes
 from mtp_train.runs.run_answers import require_answers
 from mtp_train.runs.run_directory import ADAPTER, TRUNK, Attempt, RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_accelerator, require_processes
 from mtp_train.train.machine import device_named
 from mtp_train.train.shard import give_up_shards, layer_sharder, shards_trunk
-from mtp_train.trunk.load import Trunk, empty_trunk_at, load_trunk
+from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
 from mtp_train.trunk.precision import resolve_precision, trunk_dtype
 from mtp_train.trunk.progress import shown_loading
@@ -194,20 +196,19 @@ def require_room(run: Run) -> None:
     Raises:
         RecipeError: It does not.
     """
-    checkpoint, device = run.inputs.finetune, run.accelerator.device
-    if device.type != "cuda" or not needs_room(run.recipe):
+    recipe, inputs, count = run.recipe, run.inputs, run.accelerator.num_processes
+    if run.accelerator.device.type != "cuda" or not recipe.decodes or recipe.study is not None:
         return
-    itemsize = trunk_dtype(checkpoint, checkpoint.family, device, run.recipe.model.dtype).itemsize
-    if quant_method(checkpoint.config) is not None:
-        trunk_bytes = checkpoint.num_bytes
-    else:
-        trusts = run.recipe.model.trust_remote_code
-        trunk = empty_trunk_at(checkpoint.path, checkpoint.family, trust_remote_code=trusts)
-        trunk_bytes = itemsize * sum(parameter.numel() for parameter in trunk.parameters())
-    head_bytes = itemsize * sum(math.prod(tensor.shape) for tensor in run.inputs.head_plan.head.tensors)
-    problem = decoding_problem(run.recipe, trunk_bytes, head_bytes, device_named(None).memory_bytes)
+    trunk, head = inputs.finetune, inputs.head_plan
+    text_config = text_config_of(trunk, trust_remote_code=recipe.model.trust_remote_code)
+    model = HeadOnTrunk(trunk.path, trunk.config, text_config, head.family, head.num_modules)
+    machine, shapes = device_named(None), Shapes(recipe, model, trunk)
+    problem = shapes.room(recipe, count, machine).decoding_problem
     if problem is not None:
-        raise RecipeError(f"{problem}.")
+        fitting = shapes.alternatives(recipe, count, machine, lambda overrides, _: load_recipe(recipe, overrides))
+        found = [f"{' '.join(one.overrides)} with {one.processes} process(es)" for one in fitting]
+        cure = f"Add {', or '.join(found)}." if found else "Use a larger GPU."
+        raise RecipeError(f"model.trunk: {problem}; expected room for it. {cure}")
 
 
 class RunTrunk:
@@ -327,7 +328,7 @@ def require_alike(what: str, checksum: str, accelerator: RunAccelerator) -> None
             )
 
 
-def checkpoints_checksum(checkpoints: Iterable[Checkpoint | RunHead | None]) -> str:
+def checkpoints_checksum(checkpoints: Iterable[Checkpoint | LoneHead | None]) -> str:
     """Return a checksum of the configs and indices of checkpoints; weights are not read."""
     found = [checkpoint_identity("", one)["sha256"] for one in checkpoints if one is not None]
     return hashlib.sha256(repr(found).encode()).hexdigest()

@@ -64,7 +64,7 @@ from mtp_train.evaluation.suites import suite_location
 from mtp_train.recipe.json_schema import dotted, shown_whole
 from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, validated
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.head_source import RunHead, open_head_source
+from mtp_train.runs.head_source import LoneHead, open_head_source
 from mtp_train.train.machine import device_name
 from mtp_train.train.stopping import Stopped
 from mtp_train.trunk.progress import is_main_process
@@ -431,8 +431,8 @@ def _differing_fields(recorded: str, recipe: Recipe) -> list[str]:
 def _differences(there: Any, here: Any, path: str) -> Iterator[str]:
     match there, here:
         case dict(), dict():
-            for name in there:
-                yield from _differences(there[name], here[name], dotted(path, name))
+            for name in there | here:
+                yield from _differences(there.get(name), here.get(name), dotted(path, name))
         case [dict(), *_], [dict(), *_] if len(there) == len(here):
             for number, (one, other) in enumerate(zip(there, here, strict=True)):
                 yield from _differences(one, other, dotted(path, number))
@@ -514,7 +514,7 @@ def _data_files(label: str, path: str) -> InputFiles:
     return InputFiles(files[0].parent, {str(file): file for file in files})
 
 
-def checkpoint_identity(name: str, checkpoint: Checkpoint | RunHead) -> dict[str, Any]:
+def checkpoint_identity(name: str, checkpoint: Checkpoint | LoneHead) -> dict[str, Any]:
     """Return a checkpoint's or head's path, its hub revision if it has one, and the hashes of its small files."""
     path = checkpoint.path.resolve()
     files = [checkpoint.path / file for file in (CONFIG_FILE, INDEX_FILE, HEAD_CONFIG_FILE)]

@@ -262,9 +262,10 @@ def hidden_cache(run: Run, module: HeadTraining, documents: Sequence[Document]) 
 
 def chosen_vocab(run: Run, documents: Sequence[Document], vocab_size: int) -> torch.Tensor | None:
     """Return the tokens that the head may draft, int32 and ascending; None for all."""
-    asked = run.recipe.head.draft_vocab
+    asked, plan = run.recipe.head.draft_vocab, run.inputs.head_plan
     if asked is None:
-        return None
+        # The exported draft model has rows for these tokens alone.
+        return plan.draft_vocab if plan.family.kind != "mtp" else None
     return torch.tensor(frequent_tokens(documents, asked, vocab_size, run.inputs.eos_ids), dtype=torch.int32)
 
 

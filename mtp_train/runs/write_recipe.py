@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mtp_train.acceptance.names import PLAIN, RETRAINED
-from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter
+from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter, merge_command
 from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, resolve
 from mtp_train.checkpoints.files import Checkpoint, read_json
 from mtp_train.checkpoints.locations import locate_checkpoint, open_location
@@ -25,14 +25,15 @@ from mtp_train.data.sources import load_records
 from mtp_train.errors import CheckpointError, DataError, MtpError
 from mtp_train.evaluation.suites import BUILTIN_FILE
 from mtp_train.families import most_served_kind, raw_text_config
+from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.recipe.json_schema import dotted, schema_tree, walk_fields
-from mtp_train.recipe.loading import dump_yaml
+from mtp_train.recipe.loading import dump_yaml, with_stand_ins
 from mtp_train.recipe.sections import AUTO
 from mtp_train.recipe.shipped import SCHEMA_FILE
-from mtp_train.runs.check import check
+from mtp_train.runs.check import CheckResult, check, launch_command
+from mtp_train.runs.head_source import LoneHead, open_head_source
 from mtp_train.runs.inputs import plan_head
-from mtp_train.runs.resolve import Choice, with_stand_ins
 
 Plain = dict[str, Any]
 Start = Literal["graft", "native", "attach"]
@@ -82,6 +83,8 @@ _NOTES: Mapping[str, str] = {
 _BUILTIN_NOTE = "The hundred built-in prompts, which is little. Name a file of your own chats or prompts here."
 _MAY_BE_LOST = "Releases of this family have a head. If this model's base has one, write the recipe with --base BASE."
 _LINE_WIDTH = 120
+MAX_DEPTH = 7
+"""Largest number of draft depths of a recipe."""
 _DRAFT_VOCAB = 32_000
 """Tokens that an EAGLE-3 head drafts from if the model has many more, as in the heads released with the paper
 (arXiv:2503.01840)."""
@@ -97,23 +100,18 @@ class WriteRecipeResult:
     """Where the head comes from: ``graft`` (the base), ``native`` (the model itself) or ``attach`` (a new head)."""
     family: str
     """The model's family."""
-    note: str | None = None
-    """For a new head, that the base may have one, as releases of this family do."""
-
-    @property
-    def commands(self) -> tuple[str, str]:
-        """The commands to run next: check the recipe, and run it."""
-        path = shlex.quote(str(self.out))
-        return f"mtp-train check {path}", f"accelerate launch -m mtp_train {path}"
+    commands: tuple[str, ...]
+    """The commands to run next: check the recipe, and run it, if it fits."""
+    notes: tuple[str, ...] = ()
+    """That the run does not fit; for a new head, that the base may have one, as releases of this family do."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train init --json`` prints them."""
-        found = {"out": str(self.out), "start": self.start, "family": self.family, "note": self.note}
-        return {**found, "commands": list(self.commands)}
+        return {**vars(self), "out": str(self.out)}
 
     def __str__(self) -> str:
-        said = [f"Wrote {self.out} ({self.family}). It trains {_TRAINS[self.start]}", self.note]
-        return "\n".join([*filter(None, said), *self.commands])
+        said = f"Wrote {self.out} ({self.family}). It trains {_TRAINS[self.start]}"
+        return "\n".join([said, *self.notes, *self.commands])
 
 
 def write_recipe(
@@ -123,6 +121,7 @@ def write_recipe(
     *,
     data: Sequence[str | Path] = (),
     processes: int | None = None,
+    device: str | None = None,
 ) -> WriteRecipeResult:
     """Write a commented recipe that retrains a model's head, or trains a new one for a model without a head.
 
@@ -133,6 +132,7 @@ def write_recipe(
             ``trunk``, or a new one if ``trunk`` never had one.
         data: Files of prompts or chats like those that the model will serve; empty for 100 built-in prompts.
         processes: Number of processes that the recipe must be launched with; None for any.
+        device: What each of them will run on, as for :func:`check`; None for this machine's.
 
     Raises:
         OutputExistsError: ``out`` exists.
@@ -153,14 +153,21 @@ def write_recipe(
     settings = settings_of(start, str(trunk), donor, f"runs/{out.stem}", [str(path) for path in data])
     if processes is not None:
         settings["train"]["processes"] = processes
-    found = check(settings)
+    found = check(settings, device=device)
     if donor is not None:
         # ``check`` reads configs only. Planning the head compares keys and shapes of both checkpoints.
-        plan_head(found.recipe, open_location(found.recipe.model.trunk), open_location(donor))
+        plan_head(found.recipe, open_location(found.recipe.model.trunk), open_head_source(donor))
     with full_disk_is_named(out, what="the recipe"):
-        write_text(out, _commented(settings, start, found.choices))
+        write_text(out, _commented(settings, start, found))
     may_be_lost = start == "attach" and not open_location(str(trunk)).family.attached
-    return WriteRecipeResult(out, start, found.family, _MAY_BE_LOST if may_be_lost else None)
+    problem, planned = found.room.problem, []
+    if device is not None:
+        planned = ["--memory" if device.lower().endswith("gib") else "--device", device]
+    commands = [shlex.join(["mtp-train", "check", str(out), *planned])]
+    if problem is None:
+        commands.append(launch_command(str(out), (), found.room))
+    notes = [*([] if problem is None else [f"Does not fit: {problem}."]), *([_MAY_BE_LOST] if may_be_lost else [])]
+    return WriteRecipeResult(out, start, found.family, tuple(commands), tuple(notes))
 
 
 def start_of(trunk: str, base: str | None) -> Start:
@@ -198,8 +205,15 @@ def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: 
     Raises:
         MtpError: A location cannot be opened.
     """
-    adapter = None
+    adapter, source = None, None if base is None else open_head_source(base)
     if base is not None and is_adapter(locate_checkpoint(resolve(trunk))):
+        if isinstance(source, LoneHead):
+            named = read_json(locate_checkpoint(resolve(trunk)) / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")
+            merged = merge_command(str(named or "BASE"), trunk)
+            raise CheckpointError(
+                f"{trunk}: a peft adapter, and {base} is a head without a trunk; expected a model. Merge the adapter "
+                f"first: {merged}"
+            )
         trunk, adapter = base, trunk
     paths = list(data) or ["demo:prompts" if trunk.startswith(PREFIX) else str(BUILTIN_FILE)]
     settings: Plain = {
@@ -210,6 +224,10 @@ def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: 
         "train": dict(_TRAIN),
         "evaluate": {"arms": [PLAIN, start, RETRAINED], "prompts": AUTO},
     }
+    if isinstance(source, LoneHead) and source.kind != "mtp":
+        settings["head"]["kind"] = source.kind
+        if find_head_kind(source.kind).parallel:
+            settings["head"]["num_depths"] = min(source.num_modules, MAX_DEPTH)
     if start == "graft":
         settings["model"] |= {"head_from": base, **({} if adapter is None else {"adapter": adapter})}
     if start == "attach":
@@ -248,7 +266,7 @@ def _new_head(settings: Plain, trunk: Checkpoint) -> Plain:
     return {"kind": kind, "init": "copy_last_layer"}
 
 
-def _commented(settings: Plain, start: Start, choices: Sequence[Choice]) -> str:
+def _commented(settings: Plain, start: Start, found: CheckResult) -> str:
     """Return a recipe as YAML, with a header and a comment above every field; fields that are ``auto`` with a value."""
     header = (
         f"# yaml-language-server: $schema={SCHEMA_FILE}",
@@ -261,7 +279,8 @@ def _commented(settings: Plain, start: Start, choices: Sequence[Choice]) -> str:
         path: _first_sentence(node["description"]) for path, node in walk_fields(schema_tree()) if "description" in node
     }
     notes |= _NOTES
-    notes |= {one.field: f"{notes[one.field]} Here and now {one.shown}: {one.reason}." for one in choices}
+    where = f"For {found.plan.world_size} process(es) on {found.room.device}"
+    notes |= {one.field: f"{notes[one.field]} {where}, {one.shown}: {one.reason}." for one in found.choices}
     if settings["data"]["sources"] == [{"path": str(BUILTIN_FILE)}]:
         notes["data.sources"] = _BUILTIN_NOTE
     return "\n".join([*header, *_lines(settings, notes)]) + "\n"

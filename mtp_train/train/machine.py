@@ -26,10 +26,14 @@ class Device(NamedTuple):
     kind: str
     """torch's device type."""
     memory_bytes: int
+    """In whole GiB: GPUs of one type report slightly different sizes, and equal plans have to follow from them."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.memory_bytes / GIB:.3g} GiB)" if "GiB" not in self.name else f"a GPU of {self.name}"
 
 
-MEMORY_GIB = {"h100": 80, "h200": 141, "a100": 80, "l40s": 48, "rtx4090": 24, "mi300x": 192}
-"""Memory of GPUs by name."""
+MEMORY_GIB = {"h100": 79, "h200": 139, "a100": 79, "l40s": 44, "rtx4090": 23, "mi300x": 191}
+"""Memory of GPUs by name, as torch reports it, rounded down."""
 
 
 def device_named(name: str | None) -> Device:
@@ -46,11 +50,12 @@ def device_named(name: str | None) -> Device:
                 f"--device: {name!r}; expected one of {', '.join(MEMORY_GIB)}, or the memory of a GPU. Correct it, or "
                 "write --memory 24GiB."
             )
-        return Device(name, "cuda", int(gib * GIB))
+        return Device(name.lower() if size is None else f"{gib:g} GiB", "cuda", int(gib * GIB))
     kind = _device_type()
     if kind != "cuda":
-        return Device(kind, kind, main_memory_bytes())
-    return Device(torch.cuda.get_device_name(), "cuda", torch.cuda.get_device_properties().total_memory)
+        return Device("this machine", kind, main_memory_bytes())
+    total = torch.cuda.get_device_properties().total_memory
+    return Device(torch.cuda.get_device_name(), "cuda", total // GIB * GIB if total > GIB else total)
 
 
 def _device_type() -> str:

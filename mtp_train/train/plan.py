@@ -29,6 +29,8 @@ _MASTER_BYTES = 4
 """Bytes of each of the head's weights, which are in fp32."""
 _STATE_BYTES = 12
 """Bytes per weight in a resume state: the weight and AdamW's two moments, in fp32."""
+NUM_HEADS = 2
+"""Heads in memory while a run decodes: the retrained head and its baseline."""
 _STATES_AT_ONCE = 3
 """Resume states on disk at a time: two are kept, and the oldest is removed after the new one is complete."""
 
@@ -119,6 +121,8 @@ class Footprint:
     head_and_optimizer_bytes: int
     loss_bytes: int
     activation_bytes: int
+    decoding_bytes: int = 0
+    """Bytes of the trunk and of two heads, all that decoding holds besides keys, values and activations."""
     loss_rows: int = CHUNK_ROWS
     """Target rows of one chunk of the loss."""
     converted_bytes: int = 0
@@ -144,8 +148,8 @@ class Footprint:
         elsewhere = f" ({self.offloaded_bytes / GIB:.2f} offloaded)" if self.offloaded_bytes else ""
         elsewhere += f", converted weights {self.converted_bytes / GIB:.2f}" if self.converted_bytes else ""
         return (
-            f"about {self.total_bytes / GIB:.2f} GiB: trunk {self.trunk_bytes / GIB:.2f}{elsewhere}, head with "
-            f"optimiser {self.head_and_optimizer_bytes / GIB:.2f}, loss {self.loss_bytes / GIB:.2f} in chunks of "
+            f"{self.total_bytes / GIB:.2f} GiB: trunk {self.trunk_bytes / GIB:.2f}{elsewhere}, head with optimiser "
+            f"{self.head_and_optimizer_bytes / GIB:.2f}, loss {self.loss_bytes / GIB:.2f} in chunks of "
             f"{self.loss_rows} rows, activations {self.activation_bytes / GIB:.2f}"
         )
 
@@ -191,9 +195,12 @@ def estimate_footprint(
     plan: Plan,
     device: torch.device,
     gpu_bytes: int | None,
+    *,
     lora_parameters: int | None = None,
+    stored: torch.dtype = torch.bfloat16,
+    packed_bytes: int | None = None,
 ) -> Footprint:
-    """Estimate the memory of training from shapes alone.
+    """Estimate the memory of training and of decoding from shapes alone.
 
     Args:
         trunk: The trunk, possibly on the meta device.
@@ -202,15 +209,18 @@ def estimate_footprint(
         device: The device of a process.
         gpu_bytes: Its memory; None for any device but a CUDA or ROCm one.
         lora_parameters: Number of LoRA's weights; None if all of the head is trained.
+        stored: The dtype of the checkpoint. Nearly all releases are in bf16.
+        packed_bytes: Size of a trunk that is stored quantised; None for plain weights.
     """
     sizes = [parameter.numel() for parameter in trunk.parameters()]
     head_parameters = sum(shape.numel() for shape in head.values())
     trained = head_parameters if lora_parameters is None else lora_parameters
-    # Nearly all releases are in bf16. The dtype of a model that is not downloaded yet is unknown here.
-    held = held_dtype(options.held, torch.bfloat16, sum(sizes), device).itemsize
+    held = held_dtype(options.held, stored, sum(sizes), device).itemsize
     vocab = options.loss_vocab or trunk.config.vocab_size
     layers = _layer_bytes(trunk, held)
-    on_device, offloaded = trunk_bytes(trunk.causal_lm, options.quantization, held, where="model.trunk"), 0
+    on_device, offloaded = packed_bytes, 0
+    if on_device is None:
+        on_device = trunk_bytes(trunk.causal_lm, options.quantization, held, where="model.trunk")
     if options.offloads:
         on_device, offloaded = on_device - sum(layers) + max(layers), sum(layers)
     loading = 0
@@ -228,6 +238,7 @@ def estimate_footprint(
         head_and_optimizer_bytes=(head_parameters + (lora_parameters or 0)) * 4 + trained * 12,
         loss_bytes=loss_rows * vocab * LOGIT_BYTES,
         activation_bytes=activation_bytes(options, width, plan.micro_batch_tokens, plan.seq_len_tokens),
+        decoding_bytes=on_device + NUM_HEADS * held * head_parameters,
         loss_rows=loss_rows,
         converted_bytes=_converted_bytes(options, trunk, held, vocab)
         + converted_head_bytes(options, head)

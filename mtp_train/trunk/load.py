@@ -9,6 +9,7 @@ Shapes: B rows, T tokens, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Cache, PretrainedConfig
 
-from mtp_train.checkpoints.adapter import refuse_embedded_adapter
+from mtp_train.checkpoints.adapter import merge_command, refuse_embedded_adapter
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.quantised import SCALE_SUFFIXES, quant_method, require_whole_blocks
 from mtp_train.errors import CheckpointError, UnsupportedModelError
@@ -63,10 +64,15 @@ def put_on(model: Any, adapter: Path) -> Any:
             # Loaded a second time, because from_pretrained does not return the keys that did not match.
             result: Any = wrapped.load_adapter(str(adapter), wrapped.active_adapter, key_mapping=renamed_keys(model))
     # peft raises these for a config or a shape that does not fit the model.
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, re.error) as error:
         if isinstance(error, RuntimeError) and "size mismatch" not in str(error):
             raise
         reason = " ".join(str(error).split())
+        if re.search(r"size mismatch for \S*(?:embed|lm_head)", reason):
+            raise CheckpointError(
+                f"{adapter}: was trained on a vocabulary of another size than the trunk's ({reason:.200}); expected "
+                f"the trunk's. Run '{merge_command(model.name_or_path, str(adapter))}', which resizes it."
+            ) from None
         raise CheckpointError(
             f"{adapter}: peft cannot apply it to the trunk ({type(error).__name__}: {reason}); expected an adapter of "
             "this model. Use the base that the adapter was trained on."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -30,13 +31,15 @@ class LoggedProgress(Progress):
     """Progress in a log: a line for a task that has run for another 30 s, in place of bars that overwrite themselves.
 
     Args:
-        console: Where the lines are printed.
+        console: Where the lines are printed; on stderr if the console prints on stdout, which is for results.
         clock: Seconds from any point in time.
     """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        # Disabled: rich draws nothing, and keeps count all the same.
-        super().__init__(console=console, disable=True, get_time=clock)
+        # Disabled: rich draws nothing, and keeps count all the same. With auto_refresh, track() would count in a thread
+        # that ends at once where nothing is drawn.
+        super().__init__(console=console, disable=True, auto_refresh=False, get_time=clock)
+        self._lines = Console(stderr=True) if console.file is sys.stdout else console
         self._printed: dict[TaskID, float] = {}
 
     def add_task(self, *args: Any, **fields: Any) -> TaskID:
@@ -63,7 +66,11 @@ class LoggedProgress(Progress):
         task = next(task for task in self.tasks if task.id == task_id)
         total = "" if task.total is None else f" of {task.total:g}"
         left = "" if task.time_remaining is None else f", {timedelta(seconds=round(task.time_remaining))} left"
-        self.console.print(f"{task.description}: {task.completed:g}{total}{left}", highlight=False, markup=False)
+        self.print_line(f"{task.description}: {task.completed:g}{total}{left}")
+
+    def print_line(self, text: str) -> None:
+        """Print a line, as it is."""
+        self._lines.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def progress_on(console: Console, *, is_main: bool = True) -> Progress:
@@ -79,7 +86,7 @@ def shown_loading(progress: Progress, name: str, num_bytes: int) -> Iterator[Non
     """Show within the block that a model is loaded: a bar on a terminal, and in a log a line for a large one."""
     description = f"loading {name}, {num_bytes / 1e9:.1f} GB"
     if isinstance(progress, LoggedProgress) and num_bytes >= LARGE_BYTES:
-        progress.console.print(description, highlight=False, markup=False)
+        progress.print_line(description)
     task = progress.add_task(description, total=None)
     try:
         yield

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -13,22 +18,67 @@ import jinja2
 import jinja2.meta
 from jinja2 import nodes
 
-from mtp_train.checkpoints.files import GENERATION_CONFIG_FILE, Checkpoint, read_json
+from mtp_train.checkpoints.adapter import merge_command, tokenizer_files
+from mtp_train.checkpoints.files import CONFIG_FILE, GENERATION_CONFIG_FILE, Checkpoint, read_json
 from mtp_train.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
+logger = logging.getLogger(__name__)
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 
-def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
-    """Load the tokenizer from the directory of a checkpoint.
+def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool, adapter: Path | None = None) -> Any:
+    """Load the tokenizer of a checkpoint, or the one that an adapter on it was saved with.
 
     Raises:
-        CheckpointError: The directory has no tokenizer that transformers can load.
+        CheckpointError: There is no tokenizer that transformers can load, or the checkpoint has no embedding for a
+            token that the adapter adds.
     """
+    files = {} if adapter is None else tokenizer_files(checkpoint.path, adapter)
+    if not files:
+        return _load(checkpoint, trust_remote_code)
+    tell_once(f"tokenizer: {', '.join(sorted(files))} of {adapter}, instead of the files of {checkpoint.path}")
+    with TemporaryDirectory() as scratch:
+        beside = {file.name: file for pattern in (CONFIG_FILE, "*.py") for file in checkpoint.path.glob(pattern)}
+        for name, file in {**beside, **files}.items():
+            (Path(scratch) / name).parent.mkdir(exist_ok=True)
+            (Path(scratch) / name).symlink_to(file.resolve())
+        try:
+            tokenizer = _load(replace(checkpoint, path=Path(scratch)), trust_remote_code)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(scratch, str(adapter))) from None
+    tokenizer.name_or_path = str(adapter)
+    _require_rows(checkpoint, tokenizer, adapter)
+    return tokenizer
+
+
+@lru_cache
+def tell_once(sentence: str) -> None:
+    logger.warning(sentence)
+
+
+def _require_rows(checkpoint: Checkpoint, tokenizer: Any, adapter: Path | None) -> None:
+    """Check that a checkpoint has an embedding for every token of its adapter's tokenizer that it does not know itself.
+
+    Raises:
+        CheckpointError: It has none for one of them.
+    """
+    rows = checkpoint.text_config.get("vocab_size")
+    ids = tokenizer.get_vocab().items() if isinstance(rows, int) else ()
+    beyond = {token: number for token, number in ids if number >= rows}
+    added = beyond.keys() - (_load(checkpoint, False).get_vocab() if beyond else {}).keys()
+    if added:
+        token = min(added, key=beyond.__getitem__)
+        raise CheckpointError(
+            f"{adapter}: its tokenizer has the id {beyond[token]} for {token!r} ({len(added)} such tokens), and "
+            f"{checkpoint.path} has {rows} embeddings; expected a row for each token. Run "
+            f"'{merge_command(str(checkpoint.path), str(adapter))}' if the adapter contains its embeddings."
+        )
+
+
+def _load(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
     files = {name: read_json(checkpoint.path / name) for name in _TOKENIZER_FILES if (checkpoint.path / name).exists()}

@@ -134,7 +134,7 @@ SYMBOLS = (
     Symbol(
         "transformers:PreTrainedModel",
         "_keys_to_ignore_on_load_unexpected",
-        "families/models/attached.py (in a hint)",
+        "families/spec.py, families/engines.py (in a hint)",
         "no argument of from_pretrained accepts the tensors of a head that the model class does not have",
     ),
 )
@@ -305,6 +305,11 @@ def load_from_wrapper(language_model: Any, wrapper: str) -> None:
     conversion_mapping.register_checkpoint_conversion_mapping(
         language_model.__name__, [*of_wrapper, inside], overwrite=True
     )
+
+
+def listed_head_keys(model_class: Any) -> list[str]:
+    """Return the patterns of tensor keys that ``generate(use_mtp=True)`` takes for a head of the model class."""
+    return list(model_class._keys_to_ignore_on_load_unexpected or ())
 
 
 def renamed_keys(model: Any) -> Mapping[str, str]:

@@ -160,9 +160,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: rewrite_config(path, r="eight"),
         "peft cannot apply it to the trunk|r is 'eight'; expected int",
     ),
+    "a broken pattern": (
+        lambda path: rewrite_config(path, target_modules="(q_proj"),
+        "peft cannot apply it to the trunk",
+    ),
     "no targets": (lambda path: rewrite_config(path, target_modules=["nothing"]), "peft cannot apply it to the trunk"),
 }
-MERGED_ANYWAY = ("a module's tensors gone", "more than the config says", "no targets")
+MERGED_ANYWAY = ("a module's tensors gone", "more than the config says", "no targets", "a broken pattern")
 """Merging needs no more than the tensors that are there."""
 
 

@@ -175,28 +175,6 @@ def test_a_damaged_checkpoint_is_refused_by_every_command_that_needs_it(
     assert tree(tmp_path) == before
 
 
-def test_the_same_commands_accept_what_is_not_damaged(inputs: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert main(["graft", str(inputs / "finetune"), "--from", str(inputs / "base"), "--out", str(out)]) == 0
-    assert main(["generate", str(out), "--prompt", "say 1", "--max-new-tokens", "4"]) == 0
-
-
-@pytest.mark.parametrize("key", ["model.norm.weight", "lm_head.weight"])
-def test_plain_decoding_refuses_nan_as_well(key: str, inputs: Path, capfd: Capture) -> None:
-    poison(inputs, "finetune", key)
-    message = refusal(["generate", inputs / "finetune", "--depth", "0", "--prompt", "say 1"], capfd)
-    assert re.search(rf"finetune: {key} holds NaN or infinite values", message)
-
-
-def test_finite_weights_that_overflow_are_refused_by_what_decodes(inputs: Path, capfd: Capture) -> None:
-    tensors = load_file(inputs / "base" / SINGLE_FILE)
-    tensors["model.layers.1.mlp.up_proj.weight"].fill_(3e38)
-    save(inputs / "base", tensors)
-    message = refusal(["generate", inputs / "base", "--prompt", "say 1"], capfd)
-    assert re.search(r"trunk: .* NaN or infinite \(\w+\).* leave model\.layers\.1\.mlp\.up_proj \(Linear\)", message)
-    assert FOUR_ANSWERS.fullmatch(message)
-
-
 # Recipes and data
 
 
@@ -310,14 +288,6 @@ def test_a_card_that_cannot_be_read_does_not_stop_the_copy(inputs: Path, tmp_pat
     assert (inputs / "finetune" / "README.md").read_bytes() == card
 
 
-def test_a_directory_in_the_place_of_the_card_is_copied(inputs: Path, tmp_path: Path) -> None:
-    (inputs / "finetune" / "README.md").mkdir()
-    (inputs / "finetune" / "README.md" / "page").write_text("text")
-    argv = ["graft", str(inputs / "finetune"), "--from", str(inputs / "base"), "--out", str(tmp_path / "out")]
-    assert main(argv) == 0
-    assert (tmp_path / "out" / "README.md" / "page").read_text() == "text"
-
-
 def test_a_copy_whose_card_cannot_be_written_is_removed(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,7 +331,7 @@ def test_a_bug_keeps_its_traceback_and_is_recorded_as_one(
 ) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run")
 
-    def buggy(*_: object) -> None:
+    def buggy(*_: object, **__: object) -> None:
         raise ZeroDivisionError("division by zero")
 
     with monkeypatch.context() as patched:

@@ -16,12 +16,11 @@ import pytest
 from gguf import GGUFReader
 from safetensors.torch import load_file
 
-from adapters import write_adapter
 from checkpoints import all_tensors
 from mtp_inference import SpeculativeDecoder
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
-from runs import TINY_RESCUE, document, shorten_probes, tree, write_recipe
+from runs import document, tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
@@ -48,25 +47,14 @@ Capture = pytest.CaptureFixture[str]
 
 
 def test_check_prints_the_resolved_recipe_and_the_plan(recipe: Path, tmp_path: Path, capfd: Capture) -> None:
+    assert main(["check", str(recipe), "train.lr=3e-3", "--show", "recipe"]) == 0
+    (tmp_path / "printed.yaml").write_text(capfd.readouterr().out)
+    assert load_recipe(tmp_path / "printed.yaml") == load_recipe(recipe, ["train.lr=3e-3"])
     assert main(["check", str(recipe), "train.lr=3e-3"]) == 0
     printed = capfd.readouterr().out
-    (tmp_path / "printed.yaml").write_text(printed)
-    assert load_recipe(tmp_path / "printed.yaml") == load_recipe(recipe, ["train.lr=3e-3"])
-    assert "30 steps of 4 x 96 tokens (0.01 M in all), 1 process(es), 4 micro-batch(es) each" in printed
-    assert "memory per process, about" in printed
-
-
-def test_check_counts_parameters_and_memory(recipe: Path, inputs: Path, capfd: Capture) -> None:
-    found = document(["check", recipe], capfd)
-    base, finetune = all_tensors(inputs / "base"), all_tensors(inputs / "finetune")
-    memory = found["memory"]
-    assert memory["trunk_parameters"] == sum(tensor.numel() for tensor in finetune.values())
-    assert memory["head_parameters"] == sum(t.numel() for key, t in base.items() if key.startswith("mtp."))
-    parts = ("trunk_bytes", "head_and_optimizer_bytes", "loss_bytes", "activation_bytes")
-    assert all(memory[part] > 0 for part in parts)
-    assert memory["total_bytes"] == sum(memory[part] for part in parts)
-    assert (found["plan"]["accumulation"], found["plan"]["total_tokens"]) == (4, 30 * 4 * 96)
-    assert found["recipe"]["train"]["max_steps"] == 30
+    assert "\nsteps: 30 of 4 x 96 tokens (0.01 M in all) on 1 process(es), 4 micro-batch(es) each; fp32" in printed
+    assert "\n  ollama / lm studio, mlx, exllamav3: not verified by this project\n" in printed
+    assert printed.endswith(f"\nlaunch: mtp-train run {recipe} train.lr=3e-3\n")
 
 
 def layer_sizes(checkpoint: Path) -> list[int]:
@@ -183,7 +171,7 @@ def test_a_run_gives_the_gguf_file_of_its_export(run_dir: Path, tmp_path: Path) 
 @pytest.mark.parametrize("option", [[], ["--gguf", "f16"]], ids=["checkpoint", "gguf"])
 def test_export_respects_the_gate(refused: Path, tmp_path: Path, capfd: Capture, option: list[str]) -> None:
     assert main(["export", str(refused.parent / "run"), "--out", str(tmp_path / "out"), *option]) == 3
-    assert "lie above 0. The base's own head is not shown to be worse: mtp-train graft" in capfd.readouterr().err
+    assert "lie above 0. The head as it was is not shown to be worse: mtp-train graft" in capfd.readouterr().err
     assert tree(tmp_path) == {}
 
 
@@ -198,65 +186,14 @@ def test_export_of_a_run_that_was_never_measured_is_refused(run_dir: Path, tmp_p
 # --json, --help, and recipes as programs
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_json_is_one_document_and_all_there_is_on_stdout(
-    command: str, recipe: Path, inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+def test_the_recipes_and_the_demo_are_documents_too(
+    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The demo's own checkpoints are large beside these.
-    shorten_probes(monkeypatch)
     small_demo = {"prompts": inputs / "chats.jsonl"}
     monkeypatch.setattr("mtp_train.checkpoints.demo.demo_path", lambda name: small_demo.get(name, inputs / name))
-    small: list[Any] = ["--suite", inputs / "chats.jsonl", "--prompts-per-task", 2, "--depths", 1]
-    small += ["--temperatures", 0, "--max-new-tokens", 4, "--no-costs", "--out"]
-    out = ("--out", tmp_path / "out")
-    argv: dict[str, list[Any]] = {
-        "run": ["run", recipe],
-        "check": ["check", recipe],
-        "recipes": ["recipes"],
-        "init": ["init", tmp_path / "a.yaml", "--trunk", inputs / "finetune", "--base", inputs / "base"],
-        "regenerate": ["regenerate", recipe],
-        "inspect": ["inspect", inputs / "finetune", "--base", inputs / "base"],
-        "graft": ["graft", inputs / "finetune", "--from", inputs / "base", *out],
-        "probe": ["probe", inputs / "finetune", "--from", inputs / "base", "--data", inputs / "chats.jsonl", *out],
-        "rescue": [
-            "rescue",
-            inputs / "finetune",
-            "--from",
-            inputs / "base",
-            *out,
-            "--data",
-            inputs / "chats.jsonl",
-            "--set",
-            *TINY_RESCUE,
-        ],
-        "merge": ["merge", inputs / "base", "--adapter", tmp_path / "lora", *out],
-        "export": ["export", recipe.parent / "run", *out],
-        "generate": ["generate", inputs / "base", "--prompt", "x", "--max-new-tokens", "2"],
-        "evaluate": ["evaluate", inputs / "base", *small, tmp_path / "out"],
-        "compare": ["compare", inputs / "base", *small, tmp_path / "out"],
-        "demo": ["demo", tmp_path / "demo"],
-    }
-    fields = {
-        "run": {"run_dir", "exit_code", "reason", "message", "stage"},
-        "check": {"recipe", "family", "plan", "memory", "memory_in_shards", "disk_bytes"},
-        "recipes": {"recipes", "accelerate"},
-        "init": {"out", "start", "family", "commands"},
-        "regenerate": {"responses", "documents", "response_tokens", "too_short", "truncated", "unfinished"},
-        "inspect": {"family", "status", "stale", "missing_keys", "serves", "cure"},
-        "graft": {"out"},
-        "probe": {"verdict", "reason", "command", "graft", "base", "lost_overlap", "trained_tau", "gain_ci95"},
-        "rescue": {"out", "head", "reason", "serves"},
-        "merge": {"out", "checkpoint", "adapter", "num_tensors", "head_keys", "cure"},
-        "export": {"out"},
-        "generate": {"requests", "settings"},
-        "evaluate": {"arms", "cells", "lossless", "settings"},
-        "compare": {"arms", "cells", "comparisons", "lossless", "settings"},
-        "demo": {"base", "finetune", "prompts"},
-    }
-    if command == "merge":
-        write_adapter(inputs / "base", tmp_path / "lora", target_modules=["q_proj"])
-    found = document(argv[command], capfd)
-    assert found.keys() >= fields[command]
+    assert document(["recipes"], capfd).keys() >= {"recipes", "accelerate"}
+    assert document(["demo", tmp_path / "demo"], capfd).keys() == {"base", "finetune", "prompts"}
 
 
 def test_a_refused_run_prints_its_verdict_as_a_document(refused: Path, capfd: Capture) -> None:

@@ -25,8 +25,8 @@ from runs import document
 # What the head of the run was trained for: its recipe's chats, through the template.
 PROMPTS = tuple(f"<|im_start|>user\nsay {number}<|im_end|>\n<|im_start|>assistant\n" for number in (1, 4))
 UNMARKED = str.maketrans("", "", "[]")
-COUNTERS = {"num_draft_tokens", "num_accepted_tokens", "accepted_per_pos"}
-REQUEST_FIELDS = {"text", "token_ids", "finish_reason", "num_drafts", *COUNTERS}
+COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_pos")
+REQUEST_FIELDS = {"text", "token_ids", "finish_reason", *COUNTERS}
 Capture = pytest.CaptureFixture[str]
 
 
@@ -60,16 +60,10 @@ def test_generate_prints_new_tokens_of_every_prompt_and_consistent_counters(run_
         committed = 1 + one["num_drafts"] + one["num_accepted_tokens"]
         assert len(plain) <= committed <= len(plain) + 3
     assert sum(one["num_accepted_tokens"] for one in found) > 0
-
-
-def test_generate_says_the_same_at_every_depth_and_depth_zero_is_plain(run_dir: Path, capfd: Capture) -> None:
-    drafted = requests([run_dir / "export", "--depth", 3], capfd)
-    plain = requests([run_dir / "export", "--depth", 0], capfd)
-    assert texts(drafted) == texts(plain) == texts(requests([run_dir / "export", "--mtp", "off"], capfd))
-    for one in plain:
-        counters = {key: one[key] for key in COUNTERS}
-        assert counters == {"num_draft_tokens": 0, "num_accepted_tokens": 0, "accepted_per_pos": []}
-        assert one["num_drafts"] == len(one["token_ids"]) - 1
+    for off in (["--depth", 0], ["--mtp", "off"]):
+        plain = requests([run_dir / "export", *off], capfd)
+        assert texts(plain) == texts(found)
+        assert all(one["num_draft_tokens"] == 0 == sum(one["accepted_per_pos"]) for one in plain)
 
 
 def test_generate_takes_a_head_from_a_run_and_from_a_base(inputs: Path, run_dir: Path, capfd: Capture) -> None:
@@ -91,13 +85,6 @@ def test_generate_states_its_settings(inputs: Path, run_dir: Path, capfd: Captur
     named = {"checkpoint": str(inputs / "finetune"), "head": head, "depth": 2, "max_new_tokens": 1, "mtp": "on"}
     used = {"temperature": 0.0, "seed": 0, "draft_sampling": "sampled", "dtype": "float32", "device": "cpu"}
     assert settings.items() >= (named | used).items()
-
-
-def test_generate_applies_the_chat_template_only_when_asked(run_dir: Path, capfd: Capture) -> None:
-    argv = ["generate", run_dir / "export", "--max-new-tokens", 8, "--prompt"]
-    chat = document([*argv, "say 1", "--chat"], capfd)["requests"]
-    assert chat == document([*argv, PROMPTS[0]], capfd)["requests"]
-    assert chat != document([*argv, "say 1"], capfd)["requests"]
 
 
 def test_generate_stops_at_the_declared_end_of_text(run_dir: Path, tmp_path: Path, capfd: Capture) -> None:

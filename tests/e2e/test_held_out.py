@@ -83,33 +83,12 @@ def test_no_held_out_conversation_is_in_training(directory: Path, tmp_path: Path
         assert not (in_training and in_measured)
 
 
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return inputs whose chats no test changes."""
-    return write_inputs(tmp_path_factory.mktemp("in"))
-
-
-@pytest.mark.parametrize(
-    ("field", "told"),
-    [
-        (None, "# held out by first user turn or file, near-duplicate prompts joined\n"),
-        ("group", "# held out by the column 'group'\n"),
-    ],
-)
-def test_check_says_how_groups_are_made(chats: Path, tmp_path: Path, field: str | None, told: str) -> None:
-    assert told in str(
-        check(
-            tiny_recipe(chats, tmp_path, data__group_field=field, data__holdout=0.6, gate__confidence=0.6), processes=1
-        )
-    )
-
-
 def few_groups(directory: Path, run_dir: Path, holdout: float) -> Recipe:
     return tiny_recipe(directory, run_dir, data__holdout=holdout, gate__confidence=0.97)
 
 
-def test_too_few_groups_for_the_gate_are_refused_before_training(chats: Path, tmp_path: Path) -> None:
-    recipe = few_groups(chats, tmp_path / "run", 0.15)
+def test_too_few_groups_for_the_gate_are_refused_before_training(pristine: Path, tmp_path: Path) -> None:
+    recipe = few_groups(pristine, tmp_path / "run", 0.15)
     for refusing in (lambda: check(recipe, processes=1), lambda: run_recipe(recipe, Console(quiet=True))):
         with pytest.raises(DataError) as caught:
             refusing()
@@ -120,28 +99,33 @@ def test_too_few_groups_for_the_gate_are_refused_before_training(chats: Path, tm
     assert not (tmp_path / "run" / "head").exists()
 
 
-def test_check_tells_how_the_data_is_split(chats: Path, tmp_path: Path) -> None:
-    found = check(few_groups(chats, tmp_path / "run", 0.5), processes=1)
+@pytest.mark.parametrize(
+    ("field", "groups"),
+    [(None, "by first user turn or file, near-duplicate prompts joined"), ("group", "by column 'group'")],
+)
+def test_check_tells_how_the_data_is_split(pristine: Path, tmp_path: Path, field: str | None, groups: str) -> None:
+    used = {"data__group_field": field, "data__holdout": 0.6, "gate__confidence": 0.6}
+    found = check(tiny_recipe(pristine, tmp_path / "run", **used), processes=1)
     assert found.data is not None
     assert re.fullmatch(
-        r"training on \d+ records in \d+ groups, \d+ records in \d+ groups held out; "
-        r"evaluating on \d+ prompts of \d+ groups",
+        r".*chats.jsonl; training on \d+ records in \d+ groups, \d+ records in \d+ groups held out; "
+        rf"evaluating on \d+ prompts of \d+ groups; held out {groups}",
         found.data,
     )
-    assert f"\n# data: {found.data}\n" in str(found)
+    assert f"\ntext: {found.data}\n" in str(found)
     assert found.to_json()["data"] == found.data
     assert not (tmp_path / "run").exists()
 
 
-def test_check_plans_for_a_config_alone_and_says_that_it_read_no_data(chats: Path, tmp_path: Path) -> None:
-    recipe = few_groups(chats, tmp_path / "run", 0.5)
+def test_check_plans_for_a_config_alone_and_says_that_it_read_no_data(pristine: Path, tmp_path: Path) -> None:
+    recipe = few_groups(pristine, tmp_path / "run", 0.5)
     (tmp_path / "config").mkdir()
     shutil.copy(Path(recipe.model.trunk) / "config.json", tmp_path / "config")
     source = recipe.data.sources[0].replaced({"path": "missing.jsonl"})
     recipe = recipe.replaced({"model.trunk": str(tmp_path / "config"), "data.sources": (source,)})
     found = check(recipe, processes=1)
     assert found.data is None
-    assert "# data: not read, as the trunk has no tokenizer; a run refuses such a trunk\n" in str(found)
+    assert "\ntext: not read, as the trunk has no tokenizer; a run refuses such a trunk\n" in str(found)
 
 
 @pytest.mark.parametrize("leak", [False, True])

@@ -21,11 +21,6 @@ from runs import document, refusal, tree, write_inputs
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -100,7 +95,7 @@ def test_check_lists_the_kinds_of_a_new_head(inputs: Path, tmp_path: Path, capfd
     mtp.write_recipe("new.yaml", trunk, data=[inputs / "chats.jsonl"])
     found = mtp.check("new.yaml")
     assert found.kinds == {"mtp": ("transformers",), "eagle": ("vllm",), "medusa": ("vllm",)}
-    assert "\n# head.kind=eagle head.init=random: vllm\n" in str(found)
+    assert "\n  or with head.kind=eagle head.init=random: vllm\n" in str(found)
     assert "head.kind=mtp" not in str(found)
     # A head that is grafted has the kind that it has.
     assert mtp.check("retrain_head").kinds == {}
@@ -124,7 +119,7 @@ def test_every_field_of_the_file_has_a_comment_and_the_file_is_checked(inputs: P
     assert all(lines[number - 1].lstrip(" ").startswith("# ") for number in fields)
     schema = lines[0].removeprefix("# yaml-language-server: $schema=")
     assert json.loads(Path(schema).read_text(encoding="utf-8"))["properties"].keys() >= {"model", "head"}
-    assert main(["check", "my.yaml"]) == 0
+    assert main(["check", "my.yaml", "--show", "recipe"]) == 0
     assert "run_dir: runs/my\n" in capfd.readouterr().out
 
 

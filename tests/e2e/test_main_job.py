@@ -25,6 +25,7 @@ from mtp_train.runs.inputs import gather_inputs
 from mtp_train.runs.run import require_room
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.train.log import read_metrics
+from mtp_train.train.machine import Device
 from mtp_train.trunk.load import load_trunk
 from runs import LEARNS, copy_run, run_quietly, tiny_recipe, write_inputs
 
@@ -49,7 +50,7 @@ def test_a_trunk_that_no_gpu_can_decode_with_is_refused_before_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = write_inputs(tmp_path / "in")
-    accelerator: Any = SimpleNamespace(device=torch.device("cuda"))
+    accelerator: Any = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
     judged = tiny_recipe(inputs, tmp_path / "run", model__dtype="float32")
     gathered = gather_inputs(judged, 1, quiet_progress())
     run = run_module.Run(judged, RunDirectory(tmp_path / "run"), gathered, accelerator, quiet_progress())
@@ -57,8 +58,8 @@ def test_a_trunk_that_no_gpu_can_decode_with_is_refused_before_it_is_loaded(
         one.numel() for one in load_trunk(inputs / "finetune", gathered.finetune.family, dtype="float32").parameters()
     )
     for size, refused in ((4 * weights, True), (20 * weights, False)):
-        monkeypatch.setattr(run_module, "device_named", lambda _, size=size: SimpleNamespace(memory_bytes=size))
-        with pytest.raises(RecipeError, match=r"gate\.enabled: false") if refused else contextlib.nullcontext():
+        monkeypatch.setattr(run_module, "device_named", lambda _, size=size: Device("small", "cuda", size))
+        with pytest.raises(RecipeError, match=r"Use a larger GPU") if refused else contextlib.nullcontext():
             require_room(run)
         require_room(replace(run, recipe=judged.replaced({"gate.enabled": False})))
 

@@ -14,17 +14,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_attach_head import ATTACH, write_headless
 
+import mtp_train as mtp
 from mtp_train import head_kinds
+from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import GateRefusedError
+from mtp_train.evaluation.results import load_report
 from mtp_train.families.drafts.eagle3 import Eagle3Layer
 from mtp_train.head_kinds import register_head_kind
 from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.draft_model import draft_model, draft_plan
 from mtp_train.recipe.loading import load_recipe
-from runs import document, refusal, run_quietly, write_recipe
+from runs import TINY_RESCUE, document, refusal, run_quietly, shorten_probes, write_recipe
 from toy_kind import TOY
 
 KINDS = ("eagle", "eagle3", "medusa", TOY.name)
@@ -187,3 +190,64 @@ def test_a_draft_model_says_where_its_residual_begins(
     layer = head.get_submodule("blocks.0.layer")
     assert isinstance(layer, Eagle3Layer)
     assert layer.adds_normed is begins
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
+def test_it_is_retrained_from_its_run_or_its_export(
+    kind: str, runs: dict[str, Path], inputs: Path, tmp_path: Path
+) -> None:
+    first = load_report(runs[kind] / "report.json").arms["retrained"]
+    sources = {"run": runs[kind] / "head", "export": runs[kind]}
+    for name, source in sources.items():
+        settings = {
+            "model__head_from": str(source),
+            "head__kind": kind,
+            "head__init": "graft",
+            "gate__baseline": "auto",
+        }
+        settings |= {"evaluate__arms": ["none", "graft", "retrained"], "train__max_steps": 2, "train__lr": 1e-9}
+        (tmp_path / name).mkdir()
+        recipe = write_recipe(tmp_path / name / "recipe.yaml", inputs, tmp_path / name / "run", **{**RUN, **settings})
+        with pytest.raises(GateRefusedError, match=f"not shown to be worse: {source}"):
+            run_quietly(load_recipe(recipe))
+        arms = load_report(tmp_path / name / "run" / "report.json").arms
+        # The same head on the same trunk: what was exported drafts as before, from its own draft vocabulary.
+        assert arms["graft"].tau == pytest.approx(first.tau, abs=0.02)
+        assert load_artifact(tmp_path / name / "run" / "head").family.kind == kind
+        vocab = load_artifact(tmp_path / name / "run" / "head").draft_vocab
+        assert (None if vocab is None else len(vocab)) == (100 if kind == "eagle3" else None)
+
+
+def test_a_fine_tune_with_a_draft_model_is_probed_and_rescued(
+    runs: dict[str, Path],
+    inputs: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shorten_probes(monkeypatch)
+    ask = [inputs / "finetune", "--from", runs["eagle3"], "--data", inputs / "chats.jsonl"]
+    found = document(["probe", *ask, "--out", "probed"], capfd)
+    assert found["verdict"] in ("graft", "retrain", "undecided", "fault")
+    assert found["base"]["tau"] == found["graft"]["tau"]
+    # From the export alone its trunk is not known.
+    alone = shutil.copytree(runs["eagle3"] / "export", tmp_path / "alone")
+    found = document(["probe", ask[0], "--from", alone, *ask[3:], "--out", "alone-probed"], capfd)
+    assert found["base"] is None
+    argv = ["rescue", ask[0], "--from", alone, *ask[3:], "--out", "out", "--set", *TINY_RESCUE]
+    rescued = document(argv, capfd)
+    assert rescued["head"] in ("graft", "retrained")
+    assert rescued["serves"]["vllm"].startswith("vllm serve TRUNK") or "eagle3" in rescued["serves"]["vllm"]
+    assert draft_model(open_checkpoint(Path(rescued["out"]))) is not None
+    written = mtp.write_recipe(tmp_path / "r.yaml", ask[0], alone, data=[inputs / "chats.jsonl"])
+    assert written.start == "graft"
+
+
+def test_a_head_of_another_kind_than_the_recipe_names_is_refused(
+    runs: dict[str, Path], inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wrong = {"model__head_from": str(runs["eagle"]), "head__kind": "eagle3", "head__init": "graft"}
+    arms = {"evaluate__arms": ["none", "graft", "retrained"], "gate__baseline": "auto"}
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **{**RUN, **wrong, **arms})
+    assert "has a head of kind eagle;" in refusal(["run", recipe], capfd)

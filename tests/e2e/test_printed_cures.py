@@ -70,7 +70,7 @@ def test_a_head_that_a_tool_dropped_with_its_declaration_is_found_by_the_base(tm
     written = mtp.write_recipe("new.yaml", inputs / "finetune", data=[inputs / "chats.jsonl"])
     assert "If this model's base has one, write the recipe with --base BASE." in str(written)
     headless = write_headless(tmp_path / "llama", "llama")
-    assert mtp.write_recipe("llama.yaml", headless, data=[inputs / "chats.jsonl"]).note is None
+    assert mtp.write_recipe("llama.yaml", headless, data=[inputs / "chats.jsonl"]).notes == ()
     assert cure(headless).startswith("mtp-train init ")
 
 
@@ -119,3 +119,40 @@ def test_a_graft_from_a_model_without_a_head_names_the_command_that_attaches_one
     (command,) = re.findall(r"Attach one: (mtp-train .*)", str(refused.value))
     assert paste(command.partition(" && ")[0]) == [0]
     assert main(["check", "finetune.yaml"]) == 0
+
+
+def test_a_run_that_does_not_fit_is_planned_with_the_settings_that_are_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    inputs = write_inputs(tmp_path / "in")
+    pair = ["--trunk", str(inputs / "finetune"), "--base", str(inputs / "base"), "--data", str(inputs / "chats.jsonl")]
+    assert main(["init", "my.yaml", *pair, "--memory", "0.006GiB"]) == 0
+    assert capfd.readouterr().out.endswith("on a GPU of 0.006 GiB.\nmtp-train check my.yaml --memory 0.006GiB\n")
+    planned = ["check", "my.yaml", "--processes", "2", "--memory", "0.006GiB"]
+    assert main(planned) == 2
+    first, _, *lines = capfd.readouterr().out.splitlines()
+    assert first.startswith("does not fit: ")
+    fitting = [line.partition(": ")[2] for line in lines if line.startswith("  ") and " a process" in line]
+    assert fitting
+    for arguments in fitting:
+        assert main([*planned, *shlex.split(arguments)]) == 0, arguments
+        assert "launch: " in capfd.readouterr().out
+
+
+def test_a_server_answers_the_prompts_of_a_recipe_that_was_written_before(tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path / "in")
+    mtp.write_recipe("my.yaml", inputs / "finetune", inputs / "base", data=[inputs / "chats.jsonl"])
+    assert mtp.check("my.yaml", ["data.regenerate.endpoint=http://localhost:8000/v1"]).room.problem is None
+
+
+def test_the_launch_line_starts_the_run_that_was_planned(tmp_path: Path) -> None:
+    inputs = write_inputs(tmp_path / "in")
+    mtp.write_recipe("my.yaml", inputs / "finetune", inputs / "base", data=[inputs / "chats.jsonl"], processes=4)
+    planned = mtp.check("my.yaml", ["train.lr=1e-3"], processes=2, device="h100")
+    assert planned.launch is not None
+    words = shlex.split(planned.launch)
+    assert words[:2] == LAUNCH[:2]
+    assert Path(words[words.index("--config_file") + 1]).is_file()
+    assert words[words.index("--num_processes") + 1] == "2"
+    launched = mtp.check("my.yaml", words[words.index("mtp_train") + 2 :], device="h100")
+    assert (launched.plan, launched.recipe.train) == (planned.plan, planned.recipe.train.replaced({"processes": 2}))

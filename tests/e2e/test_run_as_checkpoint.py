@@ -10,7 +10,7 @@ import pytest
 
 from adapters import write_adapter
 from mtp_train.cli.main import main
-from runs import document, tree, write_recipe
+from runs import copy_run, document, refusal, tree, write_recipe
 
 Capture = pytest.CaptureFixture[str]
 READING = (
@@ -92,3 +92,39 @@ def test_a_checkpoint_with_a_directory_of_that_name_stays_a_checkpoint(
     copy = Path(shutil.copytree(inputs / "base", tmp_path / "base"))
     (copy / "export").mkdir()
     assert document(["inspect", copy], capfd)["status"] == "healthy"
+
+
+def test_a_suite_that_a_head_was_trained_on_is_named(
+    run_dir: Path, inputs: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    suites = {"same": shutil.copy(inputs / "chats.jsonl", tmp_path / "copied.jsonl"), "new": tmp_path / "new.jsonl"}
+    suites["new"].write_text('{"prompt": "a b"}\n{"prompt": "c d"}\n')
+    arms = [f"exported={run_dir / 'export'}", f"head={inputs / 'finetune'}+{run_dir / 'head'}"]
+    arms.append(f"base={inputs / 'base'}")
+    grid = ["--prompts-per-task", 2, "--temperatures", 0, "--depths", 1, "--max-new-tokens", 4, "--no-costs"]
+    told = {}
+    for name, suite in suites.items():
+        report = document(["compare", *arms, *grid, "--suite", suite, "--out", tmp_path / name], capfd)
+        told[name] = report["settings"].get("trained_on")
+    source = f"was trained on it (data.sources.0 of {run_dir})"
+    assert told["new"] is None
+    assert f"arm exported {source}" in told["same"]
+    assert f"arm head {source}" in told["same"]
+    assert "arm base" not in told["same"]
+    assert told["same"] in (tmp_path / "same" / "report.html").read_text().replace("&#39;", "'")
+
+
+def test_a_run_is_measured_with_its_recipes_template_variables(
+    run_dir: Path, inputs: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    runs = [copy_run(run_dir, tmp_path / name) for name in ("a", "b")]
+    recipe = runs[0] / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("chat_template_kwargs: {}", "chat_template_kwargs: {mode: short}"))
+    (tmp_path / "new.jsonl").write_text(
+        "".join(f'{{"messages": [{{"role": "user", "content": "{n}"}}]}}\n' for n in range(4))
+    )
+    suite = ["--suite", tmp_path / "new.jsonl"]
+    said = refusal(["evaluate", runs[0], *suite, "--out", tmp_path / "one"], capfd)
+    assert "--chat-template-kwargs: 'mode', which the chat template does not read" in said
+    said = refusal(["compare", *runs, *suite, "--out", tmp_path / "both"], capfd)
+    assert f"{runs[0]} and {runs[1]}: other data.chat_template_kwargs; expected one form of the prompts" in said

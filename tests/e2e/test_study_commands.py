@@ -18,14 +18,9 @@ from mtp_train.evaluation.results import load_report
 from mtp_train.runs import evaluate
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from openai_server import openai_server, served_by
-from runs import document, write_inputs
+from runs import document
 
 SMALL = ["--prompts-per-task", 3, "--depths", 1, 2, "--max-new-tokens", 10, "--no-costs"]
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def suite(inputs: Path) -> list[Any]:

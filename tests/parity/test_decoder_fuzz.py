@@ -27,7 +27,7 @@ from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
 from mtp_inference.session import Lane, Session
 from mtp_train.trunk.load import Trunk
 from scripted import RandomDrafting
-from tiny import ALL_FAMILIES, CACHE_KINDS, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, CACHE_KINDS, VOCAB_SIZE, chained_head, nearly_tiny, tiny_head, tiny_trunk
 
 LONGEST_PROMPT, MOST_TOKENS = 40, 30
 
@@ -48,18 +48,10 @@ def plain_text(name: str, length: int) -> list[int]:
     return plain_greedy(trunk_of(name), prompt(length), MOST_TOKENS, ())
 
 
-def nearly(name: str) -> Drafting:
-    model = tiny_trunk(name, seed=1)
-    noise_VD = torch.randn(model.lm_head_VD.shape, generator=torch.Generator().manual_seed(99))
-    with torch.no_grad():
-        model.lm_head_VD.add_(0.1 * noise_VD)
-    return ModelDrafting(model)
-
-
 MAKERS: dict[str, Callable[[str], Drafting]] = {
     "random": lambda name: RandomDrafting(),
     "right": lambda name: ModelDrafting(trunk_of(name)),
-    "nearly right": nearly,
+    "nearly right": lambda name: ModelDrafting(nearly_tiny(name, seed=3)),
     "ngram": lambda name: NgramDrafting(),
     "head": lambda name: HeadDrafting(tiny_head(trunk_of(name), num_modules=1)),
     "chained": lambda name: HeadDrafting(chained_head(trunk_of(name), 7)),

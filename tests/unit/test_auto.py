@@ -11,12 +11,12 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from checkpoints import base_and_finetune
 from mtp_train.data.tokenize import Document
+from mtp_train.recipe.loading import STAND_INS, with_values
 from mtp_train.runs import resolve
 from mtp_train.runs.resolve import (
     EPOCHS,
     FROM_TEXT,
     MOST_EPOCHS,
-    STAND_INS,
     Choice,
     ModelFacts,
     TextFacts,
@@ -24,11 +24,10 @@ from mtp_train.runs.resolve import (
     recipe_of,
     resolve_training,
     resolved_recipe,
-    with_values,
 )
 from mtp_train.runs.run_directory import RunDirectory
-from mtp_train.train.machine import device_named
-from runs import BYTE_VOCAB_SIZE, tiny_mapping, tiny_recipe, write_inputs
+from mtp_train.train.machine import Device, device_named
+from runs import BYTE_VOCAB_SIZE, tiny_mapping, tiny_recipe
 
 FIELDS = tuple(STAND_INS)
 HERE = device_named(None)
@@ -39,10 +38,17 @@ LARGE = ModelFacts(
     cache_bytes=64 * 2 * 4 * 256 * 2,
     device="cuda",
     spare_bytes=26 << 30,
+    sharded_bytes=26 << 30,
     world_size=1,
 )
 DEMO = ModelFacts(
-    hidden_size=128, max_positions=4096, cache_bytes=8 * 2 * 2 * 32 * 4, device="cpu", spare_bytes=8 << 30, world_size=1
+    hidden_size=128,
+    max_positions=4096,
+    cache_bytes=8 * 2 * 2 * 32 * 4,
+    device="cpu",
+    spare_bytes=8 << 30,
+    sharded_bytes=8 << 30,
+    world_size=1,
 )
 CHATS = TextFacts(
     num_records=50_000,
@@ -151,17 +157,20 @@ def test_the_text_is_repeated_only_as_often_as_the_rules_allow(
 
 def test_lora_learns_faster_and_memory_bounds_the_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolved(monkeypatch, LARGE, CHATS, head__lora={})["train.lr"] == pytest.approx(8e-4)
-    assert resolved(monkeypatch, LARGE._replace(spare_bytes=1 << 30), CHATS)["train.micro_batch_sequences"] == 1
+    assert resolved(monkeypatch, LARGE._replace(sharded_bytes=1 << 30), CHATS)["train.micro_batch_sequences"] == 1
+
+
+def test_nothing_fits_beside_a_trunk_that_does_not(inputs: Path, tmp_path: Path) -> None:
+    small = Device("small", "cuda", 1 << 10)
+    _, choices = resolved_recipe(mapping(inputs, tmp_path / "run"), device=small)
+    reasons = {choice.field: (choice.value, choice.reason) for choice in choices}
+    assert reasons["data.regenerate.batch_size"] == (1, "the trunk itself does not fit on a process")
+    assert reasons["train.micro_batch_sequences"] == (1, "no activations fit beside the trunk")
 
 
 def mapping(inputs: Path, run_dir: Path, **overrides: Any) -> dict[str, Any]:
     plain = tiny_mapping(inputs, run_dir, data__regenerate={"enabled": True}, **overrides)
     return dict(with_values(plain, {field: "auto" for field in FIELDS if field != "train.lr"}))
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def test_a_recipe_leaves_fields_to_the_rules_and_keeps_those_of_the_user(inputs: Path, tmp_path: Path) -> None:

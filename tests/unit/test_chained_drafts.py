@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtp_inference import HeadDrafting, SpeculativeDecoder
+from mtp_inference import HeadDrafting
 from mtp_inference.drafters.drafter import BatchSize
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
 from redrafted import drafts_from_scratch, drafts_of_training, states_from_scratch, states_of_training
-from scripted import made, plain_texts, random_prompt, spied_drafts
+from scripted import made, random_prompt, spied_drafts
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
 
 FAMILIES = [name for name in ("step3p7", "mimo_v2_flash") if name in ALL_FAMILIES]
@@ -59,17 +59,6 @@ def test_the_familys_own_chain_drafts_other_tokens(family_name: str) -> None:
     ]
     assert all(ours[0] == chained[0] for ours, chained in pairs)
     assert sum(ours != chained for ours, chained in pairs) > len(pairs) / 2
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("family_name", FAMILIES)
-def test_texts_are_the_plain_ones(family_name: str, depth: int) -> None:
-    trunk, head = models(family_name)
-    prompts = [random_prompt(num_tokens, seed=num_tokens) for num_tokens in (1, 4, 11)]
-    texts = plain_texts(trunk, prompts, 24)
-    for batch in (prompts[:1], prompts):
-        results = SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).decode(batch, 24)
-        assert [list(result.token_ids) for result in results] == [texts[tuple(prompt)] for prompt in batch]
 
 
 @pytest.mark.parametrize(("convention", "num_rows"), [("llama.cpp", 0), ("auto", 12 - 1 + 12 - 2)])

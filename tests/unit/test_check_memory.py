@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import Qwen3_5TextConfig
 
 from mtp_train import CheckResult, check
 from mtp_train.errors import DataError
+from mtp_train.train import machine
 from mtp_train.train.machine import device_named
 
 # Qwen3.5 9B: 32 layers, every fourth with full attention, the others with Gated DeltaNet.
@@ -87,25 +91,42 @@ def test_main_memory_while_nine_billion_parameters_are_loaded(recipe: dict[str, 
     # Everything outside of the layers, the largest layer and a copy of it.
     largest = MLP + 2 * WIDTH + DELTA
     assert found.memory_in_shards.loading_bytes == 2 * (OUTSIDE + 2 * largest)
-    text = (
-        "# main memory of each process while it loads the trunk: whole 16.68 GiB; to train with fsdp2.yaml 4.60 GiB\n"
-    )
-    assert text in str(found)
+    assert "\nmain memory of each, to load: 16.68 GiB; 4.60 GiB with fsdp2.yaml\n" in str(found)
 
 
-def test_training_that_does_not_fit_names_what_needs_less(recipe: dict[str, Any]) -> None:
+def test_a_run_that_does_not_fit_names_settings_that_do_and_nothing_else(recipe: dict[str, Any]) -> None:
+    # 17 GiB of trunk, which 85 % of 24 hold; two heads make 18.
     needed = planned(recipe, 1, "24 gib")
-    assert (
-        "# training does not fit: 25 GiB on a process, and its device has 24 GiB. Less is needed with more processes, "
-        "head.lora, train.gradient_checkpointing or smaller data.seq_len_tokens\n"
-    ) in str(needed)
-    assert needed.precision_reason == "24 gib multiplies bf16 natively"
-    assert "does not fit" not in str(planned(recipe, 1, "32GiB"))
+    assert needed.room.problem == "24.8 GiB to train on each process, on a GPU of 24 GiB"
+    assert str(needed).startswith(f"does not fit: {needed.room.problem}\nfits with: one of these")
+    assert "model.offload=cpu" in needed.fitting
+    assert "\nlaunch" not in str(needed)
+    for arguments in needed.fitting:
+        words = shlex.split(arguments)
+        processes = int(words[-1]) if "--processes" in words else 1
+        overrides = [word for word in words if "=" in word]
+        assert check(recipe, overrides, processes=processes, device="24GiB").room.problem is None, arguments
+    assert planned(recipe, 1, "32GiB").fitting == {}
+
+
+def test_a_trunk_that_does_not_fit_is_the_first_line(recipe: dict[str, Any]) -> None:
+    found = planned(recipe, 2, "12GiB")
+    assert str(found).startswith("does not fit: 17.6 GiB of trunk and two heads")
+    assert "model.offload=cpu train.gradient_checkpointing=true --processes 1" in found.fitting
 
 
 def test_a_device_is_in_the_table_or_has_its_memory_given() -> None:
-    assert device_named("H200") == ("H200", "cuda", 141 << 30)
-    assert device_named("0.5GiB") == ("0.5GiB", "cuda", 1 << 29)
+    assert device_named("H200") == ("h200", "cuda", 139 << 30)
+    assert device_named("0.5GiB") == ("0.5 GiB", "cuda", 1 << 29)
     for name in ("h10", "24", "0GiB", "-1GiB"):
         with pytest.raises(DataError, match=rf"^--device: '{name}'; expected one of h100, h200, a100, l40s, rtx4090, "):
             device_named(name)
+
+
+def test_a_gpu_of_the_table_gives_the_plan_that_the_gpu_itself_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_device_type", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    for reported in (79.1, 79.6):
+        properties = SimpleNamespace(total_memory=int(reported * 2**30))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda properties=properties: properties)
+        assert device_named(None)[1:] == device_named("h100")[1:]

@@ -281,13 +281,6 @@ def test_files_of_several_kinds_are_refused(tmp_path: Path) -> None:
         load_records(str(tmp_path / "none*.txt"))
 
 
-def test_a_broken_line_is_found_among_several_files(tmp_path: Path) -> None:
-    write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
-    (tmp_path / "b.jsonl").write_text('{"text": "b"}\n{"text')
-    with pytest.raises(DataError, match=r"b\.jsonl, line 2: cannot be read"):
-        load_records(str(tmp_path / "*.jsonl"))
-
-
 def test_a_configuration_is_that_of_a_dataset(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
     with pytest.raises(DataError, match="config 'en' of local files; expected null"):

@@ -14,7 +14,6 @@ from mtp_inference import (
     GenerationResult,
     HeadDrafting,
     Request,
-    Sampling,
     SpeculativeDecoder,
     compare,
     plain_greedy,
@@ -133,23 +132,6 @@ def test_a_row_whose_text_has_ended_commits_nothing(trunk: Trunk, texts: Texts, 
     assert run.batch.length_B.tolist() == [0, 0, len(PROMPT) + 8]
 
 
-def test_bad_requests_are_refused(trunk: Trunk) -> None:
-    with pytest.raises(MtpError, match="depth: 8; expected 0 to 7"):
-        SpeculativeDecoder(trunk, tiny_head(trunk), 8, ())
-    decoder = SpeculativeDecoder(trunk, None, 0, ())
-    with pytest.raises(MtpError, match="prompt: no token"):
-        decoder.decode([[]], 4)
-    with pytest.raises(MtpError, match="max_new_tokens: 0"):
-        decoder.decode([PROMPT], 0)
-    with pytest.raises(MtpError, match="max_new_tokens: none"):
-        decoder.decode([PROMPT])
-    request = Request(prompt_ids=PROMPT, max_new_tokens=4)
-    with pytest.raises(MtpError, match="requests and settings beside them"):
-        decoder.decode([request], sampling=Sampling())
-    with pytest.raises(MtpError, match="no tokenizer"):
-        decoder.decode([Request(prompt_ids=PROMPT, max_new_tokens=4, stop=("x",))])
-
-
 PLACED = ("inkling", "glm5_next", "qwen4_exp", "dots3_note")
 """Heads that know places of keys by other means than a rotary embedding, and one that embeds by itself."""
 SCHEDULES = {"fixed": [4] * 4, "changing": [4, 0, 0, 2, 1, 0, 4, 3]}
@@ -171,25 +153,6 @@ def test_drafts_equal_a_full_recomputation_and_the_training_unroll(
             for tokens, drafts in rows:
                 assert drafts == drafts_from_scratch(trunk, head, tokens, len(drafts)), index
                 assert drafts == drafts_of_training(trunk, head, tokens, drafts), index
-
-
-@pytest.mark.parametrize("unroll_kind", UNROLLS)
-def test_drafts_after_a_long_rest_are_those_of_a_full_recomputation(unroll_kind: Unroll, trunk: Trunk) -> None:
-    head = head_of(trunk, unroll_kind, 4)
-    prompts = [random_prompt(num_tokens, seed=3) for num_tokens in (1, 6)]
-    script = ScriptedDrafting(plain_texts(trunk, prompts, 60), [9], HeadDrafting(head))
-    run = BatchRun(trunk, script, prompts, 4)
-    # More plain rounds than places for what they commit.
-    for _ in range(2):
-        for _ in range(20):
-            run.run_round(0)
-        run.settle()
-    run.run_round(0)
-    before = [list(tokens) for tokens in run.tokens]
-    run.run_round(4)
-    with torch.inference_mode():
-        expected = [drafts_from_scratch(trunk, head, tokens, 4) for tokens in before]
-    assert script.real_drafts[-1].tolist() == expected
 
 
 @pytest.mark.parametrize("unroll_kind", UNROLLS)

@@ -21,7 +21,6 @@ from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError, DataError, MtpError, UnsupportedModelError
 from mtp_train.heads.build import native_plan
-from runs import write_inputs
 
 PROMPT = "<|im_start|>user\nsay 1<|im_end|>\n<|im_start|>assistant\n"
 
@@ -41,14 +40,8 @@ def test_the_examples_of_a_public_name_run(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base with a head and its stripped fine-tune, with a tokenizer each."""
-    return write_inputs(tmp_path_factory.mktemp("decoder_api"))
-
-
-@pytest.fixture(scope="module")
-def decoder(saved: Path) -> SpeculativeDecoder:
-    return SpeculativeDecoder.from_pretrained(saved / "base", device="cpu")
+def decoder(pristine: Path) -> SpeculativeDecoder:
+    return SpeculativeDecoder.from_pretrained(pristine / "base", device="cpu")
 
 
 def ids(text: str) -> list[int]:
@@ -96,26 +89,26 @@ def test_a_stop_string_ends_a_text(decoder: SpeculativeDecoder) -> None:
         assert cut.finish_reason == "stop"
 
 
-def test_what_drafts_is_named(saved: Path, tmp_path: Path, decoder: SpeculativeDecoder) -> None:
-    plan = native_plan(open_checkpoint(saved / "base"), "auto")
+def test_what_drafts_is_named(pristine: Path, tmp_path: Path, decoder: SpeculativeDecoder) -> None:
+    plan = native_plan(open_checkpoint(pristine / "base"), "auto")
     save_artifact(Artifact(**vars(plan), num_depths=3, notes={}), tmp_path / "head")
-    expected = SpeculativeDecoder.from_pretrained(saved / "finetune", depth=0, device="cpu").generate(PROMPT, 12)[0]
+    expected = SpeculativeDecoder.from_pretrained(pristine / "finetune", depth=0, device="cpu").generate(PROMPT, 12)[0]
     assert expected.num_draft_tokens == 0
-    for head in (saved / "base", tmp_path / "head", tmp_path, "ngram", f"model:{saved / 'base'}"):
-        named = SpeculativeDecoder.from_pretrained(saved / "finetune", head=head, depth=2, device="cpu")
+    for head in (pristine / "base", tmp_path / "head", tmp_path, "ngram", f"model:{pristine / 'base'}"):
+        named = SpeculativeDecoder.from_pretrained(pristine / "finetune", head=head, depth=2, device="cpu")
         (result,) = named.generate(PROMPT, 12, mtp="on")
         assert result.token_ids == expected.token_ids
         assert result.num_drafts > 0
 
 
-def test_a_run_directory_stands_for_its_export(saved: Path, tmp_path: Path) -> None:
-    shutil.copytree(saved / "base", tmp_path / "run" / "export")
+def test_a_run_directory_stands_for_its_export(pristine: Path, tmp_path: Path) -> None:
+    shutil.copytree(pristine / "base", tmp_path / "run" / "export")
     loaded = SpeculativeDecoder.from_pretrained(tmp_path / "run", device="cpu")
     assert loaded.generate(PROMPT, 4, mtp="on")[0].num_drafts > 0
 
 
-def test_an_adapter_is_applied_and_the_dtype_is_taken(saved: Path, tmp_path: Path) -> None:
-    base = Path(shutil.copytree(saved / "base", tmp_path / "base"))
+def test_an_adapter_is_applied_and_the_dtype_is_taken(pristine: Path, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(pristine / "base", tmp_path / "base"))
     model = write_adapter(base, tmp_path / "lora", target_modules=["q_proj", "up_proj"], lora_alpha=2)
     adapted = SpeculativeDecoder.from_pretrained(base, adapter=tmp_path / "lora", device="cpu")
     tokens_1T = torch.tensor([ids(PROMPT)])
@@ -126,11 +119,11 @@ def test_an_adapter_is_applied_and_the_dtype_is_taken(saved: Path, tmp_path: Pat
     assert half.trunk.lm_head_VD.dtype is torch.bfloat16
 
 
-def test_what_cannot_be_loaded_or_decoded_is_refused(saved: Path, decoder: SpeculativeDecoder) -> None:
+def test_what_cannot_be_loaded_or_decoded_is_refused(pristine: Path, decoder: SpeculativeDecoder) -> None:
     with pytest.raises(CheckpointError, match=r"expected a complete head, .* Pass head= .* or depth=0"):
-        SpeculativeDecoder.from_pretrained(saved / "finetune")
+        SpeculativeDecoder.from_pretrained(pristine / "finetune")
     with pytest.raises(MtpError, match=r"depth: 8; expected 0 to 7"):
-        SpeculativeDecoder.from_pretrained(saved / "base", depth=8)
+        SpeculativeDecoder.from_pretrained(pristine / "base", depth=8)
     with pytest.raises(MtpError, match=r"generate: a text prompt, and the decoder has no tokenizer"):
         SpeculativeDecoder(decoder.trunk, None, 0, ()).generate("a")
     requests: Any = [Request(prompt_ids=[1], max_new_tokens=2)]

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder
-from mtp_inference.cache.model_cache import WindowCache
-from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
+from mtp_inference.drafters.drafter import Drafting, RoundPlan
 from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
-from mtp_inference.sampling.chooser import DraftChoice, Drafts
+from mtp_inference.sampling.chooser import Drafts
 from mtp_train.trunk.load import Trunk
-from scripted import RandomDrafting
-from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
+from scripted import PassingDrafting, RandomDrafting
+from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, chained_head, nearly_tiny, tiny_head, tiny_trunk
 
 SETTINGS = [
     Sampling(temperature=0.8),
@@ -42,21 +41,12 @@ def trunk_of(name: str, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Trunk:
     return tiny_trunk(name, seed, vocab_size=vocab_size)
 
 
-def nearly(name: str, vocab_size: int = VOCAB_SIZE, noise: float = 0.1) -> Trunk:
-    """Return a model that mostly says what the tiny trunk of that name says."""
-    model = tiny_trunk(name, vocab_size=vocab_size)
-    noise_VD = torch.randn(model.lm_head_VD.shape, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        model.lm_head_VD.add_(noise * noise_VD)
-    return model
-
-
 DRAFTING: dict[str, Callable[[str], Drafting]] = {
     "head": lambda name: HeadDrafting(tiny_head(trunk_of(name))),
     "chained": lambda name: HeadDrafting(chained_head(trunk_of(name), 4)),
     "random": lambda name: RandomDrafting(),
     "ngram": lambda name: NgramDrafting(),
-    "model": lambda name: ModelDrafting(nearly(name)),
+    "model": lambda name: ModelDrafting(nearly_tiny(name)),
 }
 HEADS = [(name, drafting) for name in FAMILY_NAMES for drafting in ("head", "chained", "random")]
 OTHERS = [(name, drafting) for name in CACHE_KINDS.values() for drafting in ("ngram", "model")]
@@ -140,7 +130,7 @@ TOP_K = Sampling(temperature=1.0, top_k=4)
 def small(name: str, drafting: str) -> tuple[Trunk, Drafting]:
     trunk = trunk_of(name, vocab_size=VOCAB)
     if drafting == "model":
-        return trunk, ModelDrafting(nearly(name, VOCAB, noise=0.3))
+        return trunk, ModelDrafting(nearly_tiny(name, vocab_size=VOCAB, noise=0.3))
     return trunk, HeadDrafting(tiny_head(trunk) if drafting == "head" else chained_head(trunk, 3))
 
 
@@ -219,48 +209,24 @@ def test_drawn_drafts_leave_the_distribution_of_a_recurrent_trunk_as_it_is() -> 
     assert worst_deviation(trunk, maker, PLAIN, num_prompts=1) < FAR_OUT
 
 
-class MistoldDrafting:
-    """Draft as another maker does, and report another q."""
-
-    def __init__(self, maker: Drafting, fault: str) -> None:
-        self.maker = maker
-        self.fault = fault
-
-    def check(self, trunk: Trunk, depth: int) -> None:
-        self.maker.check(trunk, depth)
-
-    def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
-        return MistoldDrafter(self.maker.make(trunk, size, cache), self.fault)
-
-
-class MistoldDrafter(Drafter):
-    def __init__(self, drafter: Drafter, fault: str) -> None:
-        self.inner = drafter
-        self.fault = fault
-
-    def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
-        self.inner.start(rows, hidden_RTD, prompt_RT, first_R)
-
-    def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
-        self.inner.observe(hidden_BTD, tokens_BT, num_kept_B)
-
-    def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
-        drafts = self.inner.draft(plan, choice)
-        assert drafts.q_BKV is not None
-        if self.fault == "flatter":
-            flat_BKV = drafts.q_BKV.sqrt()
-            return drafts._replace(q_BKV=flat_BKV / flat_BKV.sum(-1, keepdim=True))
-        if self.fault == "first choices":
-            return drafts._replace(tokens_BK=drafts.q_BKV.argmax(-1))
-        if self.fault == "none":
-            return drafts._replace(q_BKV=torch.zeros_like(drafts.q_BKV))
-        return drafts._replace(q_BKV=drafts.q_BKV.roll(1, dims=1))
+def mistold(drafts: Drafts, fault: str) -> Drafts:
+    """Return drafts with another q than that which they were drawn from."""
+    assert drafts.q_BKV is not None
+    if fault == "flatter":
+        flat_BKV = drafts.q_BKV.sqrt()
+        return drafts._replace(q_BKV=flat_BKV / flat_BKV.sum(-1, keepdim=True))
+    if fault == "first choices":
+        return drafts._replace(tokens_BK=drafts.q_BKV.argmax(-1))
+    if fault == "none":
+        return drafts._replace(q_BKV=torch.zeros_like(drafts.q_BKV))
+    return drafts._replace(q_BKV=drafts.q_BKV.roll(1, dims=1))
 
 
 @pytest.mark.parametrize("fault", ["flatter", "first choices", "neighbour", "none"])
 def test_a_drafter_that_reports_another_q_is_found_out(fault: str) -> None:
     trunk, maker = small("mistral", "model")
-    assert worst_deviation(trunk, MistoldDrafting(maker, fault), PLAIN, num_prompts=1) > FAR_OUT
+    faulty = PassingDrafting(maker, lambda _plan, _newest_B1, drafts: mistold(drafts, fault))
+    assert worst_deviation(trunk, faulty, PLAIN, num_prompts=1) > FAR_OUT
 
 
 def test_another_prompt_and_another_trunk_are_told_apart() -> None:
@@ -268,30 +234,25 @@ def test_another_prompt_and_another_trunk_are_told_apart() -> None:
     (drafted,) = sampled_texts(trunk, maker, PLAIN, num_prompts=1)
     assert deviation(drafted, joint(exact_steps(trunk, PROMPTS[0], 0))) < FAR_OUT
     assert deviation(drafted, joint(exact_steps(trunk, PROMPTS[1], 0))) > FAR_OUT
-    assert deviation(drafted, joint(exact_steps(nearly("mistral", VOCAB), PROMPTS[0], 0))) > FAR_OUT
+    assert deviation(drafted, joint(exact_steps(nearly_tiny("mistral", vocab_size=VOCAB), PROMPTS[0], 0))) > FAR_OUT
 
 
 def test_drawn_drafts_are_accepted_as_often_as_the_distributions_overlap() -> None:
     trunk, maker = small("glm4_moe", "head")
     overlaps: list[Tensor] = []
 
-    class Watching(MistoldDrafter):
-        def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
-            p_BV = exact_steps(trunk, PROMPTS[0], 0)[1][choice.last_B1[:, 0]]
-            drafts = self.inner.draft(plan, choice)
-            assert drafts.q_BKV is not None
-            overlaps.append(torch.minimum(p_BV, drafts.q_BKV[:, 0].double()).sum(-1))
-            return drafts
-
-    class Watched(MistoldDrafting):
-        def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
-            return Watching(self.maker.make(trunk, size, cache), self.fault)
+    def watch(_plan: RoundPlan, newest_B1: Tensor, drafts: Drafts) -> Drafts:
+        p_BV = exact_steps(trunk, PROMPTS[0], 0)[1][newest_B1[:, 0]]
+        assert drafts.q_BKV is not None
+        overlaps.append(torch.minimum(p_BV, drafts.q_BKV[:, 0].double()).sum(-1))
+        return drafts
 
     requests = [
         Request(prompt_ids=PROMPTS[0], max_new_tokens=2, sampling=dataclasses.replace(PLAIN, seed=seed))
         for seed in range(SEEDS)
     ]
-    decoder = SpeculativeDecoder(trunk, Watched(maker, ""), 1, (), max_batch=SEEDS, draft_sampling="sampled")
+    watched = PassingDrafting(maker, watch)
+    decoder = SpeculativeDecoder(trunk, watched, 1, (), max_batch=SEEDS, draft_sampling="sampled")
     accepted = sum(result.num_accepted_tokens for result in decoder.decode(requests))
     overlap_B = torch.cat(overlaps)
     assert len(overlap_B) == SEEDS

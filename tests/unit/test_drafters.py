@@ -13,14 +13,13 @@ import mtp_inference.drafters.drafter
 import mtp_inference.drafters.head_drafter
 import mtp_inference.session
 from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
-from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
 from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafter, NgramDrafting
-from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts, DraftSampling
+from mtp_inference.sampling.chooser import Chooser, Drafts, DraftSampling
 from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.heads.module import Unroll
 from mtp_train.trunk.load import Trunk
-from scripted import made
+from scripted import PassingDrafting, made
 from tiny import CACHE_KINDS, UNROLLS, VOCAB_SIZE, chained_head, head_of, tiny_head, tiny_trunk
 
 SOME_IDS = torch.tensor([3, 60, 14, 15, 9, 2, 6, 53, 58, 40, 7, 33])
@@ -56,40 +55,19 @@ def ragged(depths: Sequence[int], max_new_tokens: int = 24) -> list[Request]:
     ]
 
 
-class Recorded:
+class Recorded(PassingDrafting):
     """Make drafters as another maker does, and keep every draft."""
 
     def __init__(self, maker: Drafting) -> None:
-        self.maker = maker
+        super().__init__(maker, self.note)
         self.drafts: list[Drafts] = []
         self.num_settled = 0
 
-    def check(self, trunk: Trunk, depth: int) -> None:
-        self.maker.check(trunk, depth)
-
-    def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
-        return RecordedDrafter(self, self.maker.make(trunk, size, cache))
-
-
-class RecordedDrafter(Drafter):
-    """Pass everything on."""
-
-    def __init__(self, record: Recorded, drafter: Drafter) -> None:
-        self.record = record
-        self.inner = drafter
-
-    def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
-        self.inner.start(rows, hidden_RTD, prompt_RT, first_R)
-
-    def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
-        self.inner.observe(hidden_BTD, tokens_BT, num_kept_B)
-
-    def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
-        drafts = self.inner.draft(plan, choice)
+    def note(self, plan: RoundPlan, _newest_B1: Tensor, drafts: Drafts) -> Drafts:
         if plan.depth:
-            self.record.drafts.append(drafts)
+            self.drafts.append(drafts)
         else:
-            self.record.num_settled += 1
+            self.num_settled += 1
         return drafts
 
 
@@ -101,29 +79,6 @@ MAKERS: dict[str, Callable[[], Drafting]] = {
     "attention_model": lambda: ModelDrafting(trunk_of("glm4_moe", 1)),
     "ngram": NgramDrafting,
 }
-
-
-@pytest.mark.parametrize("name", CACHE_KINDS.values())
-def test_every_draft_of_the_trunk_itself_is_accepted(name: str) -> None:
-    decoder = SpeculativeDecoder(trunk_of(name), ModelDrafting(trunk_of(name)), 3, (), max_batch=3)
-    for drafted, accepted in assert_plain(name, decoder, ragged([7, 3, 1, 5, 2])):
-        assert accepted == drafted > 0
-
-
-@pytest.mark.parametrize(
-    ("name", "draft_name"),
-    [
-        ("qwen3_5", "qwen3_5"),
-        ("qwen3_5", "mistral"),
-        ("glm4_moe", "qwen3_5"),
-        ("glm4_moe", "qwen2"),
-        ("mistral", "glm4_moe"),
-    ],
-)
-def test_another_model_drafts_and_changes_nothing(name: str, draft_name: str) -> None:
-    decoder = SpeculativeDecoder(trunk_of(name), ModelDrafting(trunk_of(draft_name, 1)), 3, (), max_batch=3)
-    counts = assert_plain(name, decoder, ragged([2, 3, 7, 1]))
-    assert sum(accepted for _, accepted in counts) < 0.5 * sum(drafted for drafted, _ in counts)
 
 
 def scheduled(depths: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:

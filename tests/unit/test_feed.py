@@ -14,13 +14,21 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from test_training import NUM_DEPTHS, SEQ_LEN, make_documents, recipe, run_training, sequences_of, training_module
+from test_training import (
+    NUM_DEPTHS,
+    SEQ_LEN,
+    make_documents,
+    recipe,
+    run_training,
+    sequences_of,
+    training_module,
+    weights_of,
+)
 from torch import Tensor
 
 from mtp_train.data.pack import PackedSequence, count_targets, global_batches
 from mtp_train.errors import DataError
 from mtp_train.losses.chunked import depth_weights
-from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train import feed
 from mtp_train.train.feed import Feed, MicroBatch, Preparation, Prepared
@@ -161,10 +169,6 @@ def batches(plan: Plan) -> Any:
         sequences_per_step=plan.sequences_per_step,
         seed=0,
     )
-
-
-def weights_of(used: Recipe) -> list[float]:
-    return depth_weights(used.head.num_depths, used.objective.depth_decay)
 
 
 def prepared_by(rank: int, world: int, sequences: list[PackedSequence], *, in_shards: bool = False) -> list[MicroBatch]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,16 +13,55 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from torch import Tensor
-from transformers import TrainerCallback
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig, TrainerCallback
 
 from checkpoints import all_tensors, base_and_finetune, same, save_with_head, set_fields, split
-from model_state import difference, model_state
 from mtp_train.hooks.keep_head import keep_head
 from mtp_train.hooks.train_beside import HeadBeside, train_head_beside
 from mtp_train.trunk.load import Trunk
 from preserving import load, make_trainer
 from tiny import ALL_FAMILIES, VOCAB_SIZE, family_of, tiny_head, tiny_model, tiny_trunk
+
+
+def model_state(model: nn.Module) -> dict[str, object]:
+    """Return every module's class, attributes, parameters, buffers and hooks, by the attribute's full name.
+
+    Two models that were made alike have equal states.
+    """
+    found: dict[str, object] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found[f"{name} class"] = type(module)
+        found |= {f"{name}.{field}": _plain(value) for field, value in vars(module).items()}
+    return found
+
+
+def difference(first: Mapping[str, object], second: Mapping[str, object]) -> set[str]:
+    """Return the names whose values differ, or that one of two states lacks."""
+    absent = object()
+    return {name for name in first.keys() | second.keys() if first.get(name, absent) != second.get(name, absent)}
+
+
+def _plain(value: Any) -> object:
+    """Return what is comparable between two objects that were made alike."""
+    if isinstance(value, Tensor):
+        content = hashlib.sha256(value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+        return (type(value), value.dtype, tuple(value.shape), value.requires_grad, content)
+    if isinstance(value, nn.Module):
+        # Its own attributes stand under its own name.
+        return type(value)
+    if isinstance(value, Mapping):
+        return [(_plain(key), _plain(entry)) for key, entry in value.items()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(entry) for entry in (sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)]
+    if isinstance(value, (PretrainedConfig, GenerationConfig)):
+        return (type(value), _plain(vars(value)))
+    if isinstance(value, partial):
+        return _plain(value.func)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return value if isinstance(value, (bool, int, float, str, type(None), torch.dtype)) else type(value)
+
 
 # Families whose models the decoder changes: other classes, configs, settings or hooks than transformers'.
 PREPARED = [name for name in ALL_FAMILIES if name in ("nemotron_h", "gemma2", "phi3", "glm5_next", "qwen4_exp")]

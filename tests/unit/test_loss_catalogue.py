@@ -15,6 +15,7 @@ from mtp_train.data.tokenize import Document
 from mtp_train.errors import RecipeError
 from mtp_train.losses import catalogue
 from mtp_train.losses.catalogue import Loss, RowLoss, find_loss, loss_names, register_loss
+from mtp_train.losses.chunked import depth_weights
 from mtp_train.losses.rows import softened
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.settings import plan_of
@@ -74,7 +75,9 @@ def test_a_head_learns_by_it(brier: str) -> None:
     wrapped.train()
     totals = []
     for _ in range(12):
-        given = micro_batches(sequences, used, plan, accelerator)
+        given = micro_batches(
+            sequences, depth_weights(used.head.num_depths, used.objective.depth_decay), plan, accelerator
+        )
         (sums_K, _), _ = optimise(wrapped, optimizer, accelerator, used.train.max_grad_norm, given)
         totals.append(float(sums_K.sum()))
     assert totals[-1] < 0.5 * totals[0]

@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import open_checkpoint
-from mtp_train.families import FAMILIES
 from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.trunk.load import load_trunk
 from tiny import ALL_FAMILIES
@@ -118,25 +117,6 @@ def test_for_sglang_every_token_gets_the_same_experts_of_128_whatever_its_scores
         assert torch.equal(experts_TE, experts_TE[:1].expand_as(experts_TE))
         assert len(router.e_score_correction_bias) == 128
     assert not torch.equal(chosen[0], chosen[1])
-
-
-def test_for_sglang_latents_are_scaled_and_a_released_config_says_what_the_model_has() -> None:
-    from witness_maker.shapes import SHAPES
-    from witness_maker.variants import for_sglang
-
-    assert for_sglang(SHAPES["deepseek_v3"]).fields["rope_parameters"]["rope_type"] == "yarn"
-    assert for_sglang(SHAPES["glm4_moe"]).fields.get("rope_parameters") is None
-    shape = for_sglang(SHAPES["step3p7"])
-    assert (shape.fields["n_routed_experts"], shape.fields["num_experts_per_tok"]) == (128, 8)
-    assert (shape.released["moe_num_experts"], shape.released["moe_top_k"]) == (128, 8)
-    assert shape.released["n_routed_experts"] is None
-    assert for_sglang(SHAPES["qwen3_next"]) == SHAPES["qwen3_next"]
-
-
-def test_every_shape_is_one_of_a_family_that_runs() -> None:
-    from witness_maker.shapes import SHAPES
-
-    assert set(SHAPES) <= {family.name for family in FAMILIES if family.layer.borrowed is not None}
 
 
 def test_spoiling_stops_where_the_head_is_no_longer_too_good(monkeypatch: pytest.MonkeyPatch) -> None:

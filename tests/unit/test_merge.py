@@ -10,9 +10,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from adapters import assert_like_peft, merged_by_peft, rename_keys, rewrite_config, write_adapter
+from byte_tokenizer import byte_tokenizer
 from checkpoints import (
     all_tensors,
     base_and_finetune,
@@ -27,7 +28,9 @@ from mtp_train.cli.main import main
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.runs.export import CARD_FILE
 from mtp_train.trunk.load import load_trunk
-from runs import document, tree
+from mtp_train.trunk.tokenizer import load_tokenizer
+from runs import BYTE_VOCAB_SIZE, document, tree
+from runs import refusal as refusal_of
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
 
 Capture = pytest.CaptureFixture[str]
@@ -333,3 +336,89 @@ def test_weights_that_overflow_or_were_never_finite_are_refused(tmp_path: Path, 
     next(iter(broken.values()))[0, 0] = float("nan")
     save_file(broken, adapter, {"format": "pt"})
     assert "holds NaN or infinite values (1 such" in refusal(base, tmp_path / "lora", tmp_path / "out", capfd)
+
+
+def with_tokens(adapter: Path, *tokens: str, template: str | None = None) -> Any:
+    """Save a tokenizer with more tokens beside an adapter, as trainers do; return it."""
+    tokenizer = byte_tokenizer() if template is None else byte_tokenizer(template)
+    tokenizer.add_tokens([*tokens])
+    tokenizer.save_pretrained(adapter)
+    return tokenizer
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_vocabulary_resized_before_training_is_resized_as_peft_does(
+    tied: bool, tmp_path: Path, capfd: Capture
+) -> None:
+    base, _ = base_and_finetune(tmp_path, "qwen3_5", tied=tied, vocab_size=BYTE_VOCAB_SIZE)
+    shard(base)
+    byte_tokenizer().save_pretrained(base)
+    before, rows = tree(base), BYTE_VOCAB_SIZE + 2
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(rows)
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    wrapped.save_pretrained(tmp_path / "lora", save_embedding_layers=True)
+    tokenizer = with_tokens(tmp_path / "lora", "<step>", "<|call|>")
+    merge(base, tmp_path / "lora", tmp_path / "out")
+    assert "Its tokenizer is the adapter's: " in capfd.readouterr().out
+    assert_like_peft(tmp_path / "out", wrapped)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == json.loads((base / "config.json").read_text()) | {"vocab_size": rows}
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("<step><|call|>")["input_ids"] == [rows - 2, rows - 1]
+    assert tokenizer("<step><|call|>")["input_ids"] == [rows - 2, rows - 1]
+    written, old = open_checkpoint(tmp_path / "out"), all_tensors(base)
+    assert written.index is not None
+    assert written.index["metadata"]["total_size"] == written.num_bytes
+    unchanged = {key for key, value in all_tensors(tmp_path / "out").items() if torch.equal(value, old[key])}
+    ends = {"model.embed_tokens.weight"} if tied else {"model.embed_tokens.weight", "lm_head.weight"}
+    assert old.keys() - unchanged == {*ends, "model.layers.3.self_attn.q_proj.weight"}
+    assert tree(base) == before
+    # Unmerged it does not fit, and the message names the command above.
+    message = refusal_of(["generate", base, "--adapter", tmp_path / "lora", "--prompt", "x"], capfd)
+    assert f"mtp-train merge {base} --adapter {tmp_path / 'lora'} --out {base}-merged" in message
+
+
+def test_tokens_without_an_embedding_are_refused(tmp_path: Path, capfd: Capture) -> None:
+    base, _ = base_and_finetune(tmp_path, "qwen3_5", vocab_size=BYTE_VOCAB_SIZE)
+    byte_tokenizer().save_pretrained(base)
+    write_adapter(base, tmp_path / "lora", target_modules=["q_proj"])
+    with_tokens(tmp_path / "lora", "<step>")
+    for argv in (
+        ["merge", base, "--adapter", tmp_path / "lora", "--out", tmp_path / "out"],
+        ["generate", base, "--adapter", tmp_path / "lora", "--prompt", "x"],
+    ):
+        message = refusal_of(argv, capfd)
+        assert f"has the id {BYTE_VOCAB_SIZE} for '<step>' (1 such tokens), and {base} has {BYTE_VOCAB_SIZE}" in message
+    # A matrix over the vocabulary that the adapter lacks cannot be resized with the other.
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(BYTE_VOCAB_SIZE + 1)
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    wrapped.save_pretrained(tmp_path / "half", save_embedding_layers=True)
+    file = tmp_path / "half" / "adapter_model.safetensors"
+    save_file({key: value for key, value in load_file(file).items() if "lm_head" not in key}, file, {"format": "pt"})
+    assert "has another matrix over it" in refusal(base, tmp_path / "half", tmp_path / "out", capfd)
+
+
+@pytest.mark.parametrize("part", ["tokenizer", "template alone", "the base's own"])
+def test_the_adapter_s_tokenizer_and_template_are_used_and_said(part: str, tmp_path: Path, capfd: Capture) -> None:
+    base, _ = base_and_finetune(tmp_path, "qwen3_5", vocab_size=BYTE_VOCAB_SIZE + 2)
+    byte_tokenizer().save_pretrained(base)
+    lora = tmp_path / "lora"
+    write_adapter(base, lora, target_modules=["q_proj"])
+    template = "{{ messages[0].content }}!"
+    if part == "tokenizer":
+        with_tokens(lora, "<step>", "<|call|>", template=template)
+    elif part == "template alone":
+        (lora / "chat_template.jinja").write_text(template)
+    else:
+        byte_tokenizer().save_pretrained(lora)
+    merge(base, lora, tmp_path / "out")
+    assert ("Its tokenizer is the adapter's" in capfd.readouterr().out) == (part != "the base's own")
+    expected = {"<step><|call|>": 2 if part == "tokenizer" else len("<step><|call|>")}
+    merged = AutoTokenizer.from_pretrained(tmp_path / "out")
+    unmerged = load_tokenizer(open_checkpoint(base), False, lora)
+    for text, num_tokens in expected.items():
+        assert len(merged(text)["input_ids"]) == len(unmerged(text)["input_ids"]) == num_tokens
+    own = part == "the base's own"
+    assert merged.chat_template == unmerged.chat_template
+    assert (merged.chat_template == template) != own

@@ -20,21 +20,16 @@ from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from mtp_train.trunk.load import load_trunk
-from runs import document, refusal, tree, write_inputs
+from runs import document, refusal, tree
 
 Capture = pytest.CaptureFixture[str]
 SHARDS = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("saved"))
-
-
 @pytest.fixture
-def base(saved: Path, tmp_path: Path) -> Path:
+def base(pristine: Path, tmp_path: Path) -> Path:
     """A base in three shards."""
-    return shard(Path(shutil.copytree(saved / "base", tmp_path / "base")))
+    return shard(Path(shutil.copytree(pristine / "base", tmp_path / "base")))
 
 
 def rename_in_index(path: Path, rename: Callable[[str], Any]) -> None:
@@ -80,15 +75,15 @@ def test_a_shard_in_a_subdirectory_is_read_as_named_by_us_and_by_transformers(
 
 
 @pytest.mark.parametrize("directory", ["weights/fp32", "checkpoint-1"])
-def test_copies_keep_the_layout_of_subdirectories(directory: str, base: Path, saved: Path, tmp_path: Path) -> None:
+def test_copies_keep_the_layout_of_subdirectories(directory: str, base: Path, pristine: Path, tmp_path: Path) -> None:
     expected = all_tensors(nest(base, directory))
     # Beside another model's config a directory is left out, but for the weights that are named.
     (base / directory / "config.json").write_text("{}")
     assert main(["export", str(base), "--out", str(tmp_path / "export")]) == 0
-    fine_tune = nest(shard(Path(shutil.copytree(saved / "finetune", tmp_path / "tuned"))), directory)
+    fine_tune = nest(shard(Path(shutil.copytree(pristine / "finetune", tmp_path / "tuned"))), directory)
     trunk = all_tensors(fine_tune)
     assert main(["graft", str(fine_tune), "--from", str(base), "--out", str(tmp_path / "graft")]) == 0
-    write_adapter(saved / "base", tmp_path / "lora", target_modules=["q_proj"])
+    write_adapter(pristine / "base", tmp_path / "lora", target_modules=["q_proj"])
     words = ["merge", base, "--adapter", tmp_path / "lora", "--out", tmp_path / "merge"]
     assert main([str(word) for word in words]) == 0
     for name in ("export", "graft", "merge"):
@@ -101,11 +96,11 @@ def test_copies_keep_the_layout_of_subdirectories(directory: str, base: Path, sa
     assert changed == {key for key in merged if key.endswith("q_proj.weight") and not key.startswith("mtp.")}
 
 
-def commands(base: Path, saved: Path, tmp_path: Path) -> dict[str, list[Any]]:
+def commands(base: Path, pristine: Path, tmp_path: Path) -> dict[str, list[Any]]:
     out = tmp_path / "out"
     return {
         "inspect": ["inspect", base],
-        "graft": ["graft", saved / "finetune", "--from", base, "--out", out],
+        "graft": ["graft", pristine / "finetune", "--from", base, "--out", out],
         "merge": ["merge", base, "--adapter", tmp_path / "lora", "--out", out],
         "export": ["export", base, "--out", out],
         "gguf": ["export", base, "--gguf", "f16", "--out", out],
@@ -124,12 +119,12 @@ OUTSIDE: dict[str, Callable[[Path, str], Any]] = {
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_name_that_leads_outside_of_the_checkpoint_is_refused_by_every_command(
-    name: str, base: Path, saved: Path, tmp_path: Path, capfd: Capture
+    name: str, base: Path, pristine: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     shutil.copytree(base, tmp_path / "outside")
-    write_adapter(saved / "base", tmp_path / "lora", target_modules=["q_proj"])
+    write_adapter(pristine / "base", tmp_path / "lora", target_modules=["q_proj"])
     rename_in_index(base, lambda file: OUTSIDE[name](base, file))
-    for argv in commands(base, saved, tmp_path).values():
+    for argv in commands(base, pristine, tmp_path).values():
         message = refusal(argv, capfd)
         assert f"{INDEX_FILE}: names " in message
         assert f"expected the path of a file inside {base}, without '..'" in message
@@ -167,7 +162,7 @@ def test_weights_that_transformers_alone_would_load_are_refused(found: str, base
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_checkpoint_in_the_hub_s_cache_is_read_and_copied(
-    nested: bool, base: Path, saved: Path, tmp_path: Path, capfd: Capture
+    nested: bool, base: Path, pristine: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     expected = all_tensors(nest(base) if nested else base)
     (base / "assets").mkdir()
@@ -177,7 +172,7 @@ def test_a_checkpoint_in_the_hub_s_cache_is_read_and_copied(
     assert same(all_tensors(snapshot), expected)
     assert document(["inspect", snapshot], capfd)["status"] == "healthy"
     assert generated(snapshot, capfd) == generated(base, capfd)
-    argv = ["graft", saved / "finetune", "--from", snapshot, "--out", tmp_path / "graft"]
+    argv = ["graft", pristine / "finetune", "--from", snapshot, "--out", tmp_path / "graft"]
     assert main([str(word) for word in argv]) == 0
     assert main(["export", str(snapshot), "--out", str(tmp_path / "out")]) == 0
     assert not any(file.is_symlink() for file in (tmp_path / "out").rglob("*"))
@@ -210,16 +205,16 @@ LINKS = [link_of_a_file, link_of_a_directory, loop_of_directories, loop_of_a_lin
 
 @pytest.mark.parametrize("add", LINKS)
 def test_any_other_link_is_refused_where_files_are_copied_and_does_not_hinder_reading(
-    add: Callable[[Path, Path], str], base: Path, saved: Path, tmp_path: Path, capfd: Capture
+    add: Callable[[Path, Path], str], base: Path, pristine: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_text("secret")
-    write_adapter(saved / "base", tmp_path / "lora", target_modules=["q_proj"])
+    write_adapter(pristine / "base", tmp_path / "lora", target_modules=["q_proj"])
     message = add(base, tmp_path / "outside")
     before = tree(tmp_path)
-    graft = ["graft", base, "--from", saved / "base", "--out", tmp_path / "out"]
+    graft = ["graft", base, "--from", pristine / "base", "--out", tmp_path / "out"]
     head_only = ["export", base, "--head-only", "--out", tmp_path / "out"]
-    argvs = commands(base, saved, tmp_path)
+    argvs = commands(base, pristine, tmp_path)
     for argv in (argvs["export"], argvs["merge"], head_only, graft):
         assert re.search(message, refusal(argv, capfd))
     assert tree(tmp_path) == before

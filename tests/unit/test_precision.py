@@ -15,7 +15,7 @@ from mtp_train import check
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.trunk.load import Trunk, load_trunk
-from mtp_train.trunk.precision import bf16_support, held_dtype, resolve_precision, slow_halves
+from mtp_train.trunk.precision import held_dtype, resolve_precision, slow_halves
 from products import Products
 from runs import tiny_recipe, write_inputs
 from tiny import FAMILY_NAMES, tiny_head, tiny_trunk
@@ -192,11 +192,6 @@ def test_the_head_s_weights_move_where_an_output_matrix_is_converted() -> None:
             ).total.backward()
         found.append(products.dtypes)
     assert found == [{torch.float32}, {torch.bfloat16}]
-
-
-def test_the_reason_names_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    x86(monkeypatch, "AVX2", mkldnn=False)
-    assert bf16_support(CPU) == (False, "this CPU (AVX2) has no native bf16")
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,14 @@ def test_a_log_gets_a_line_for_a_task_every_thirty_seconds() -> None:
     ]
 
 
+def test_a_loop_over_tensors_speaks_on_stderr_where_results_go_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Hand()
+    with LoggedProgress(Console(), clock) as progress:
+        for second in progress.track(range(1, 41), description="looking for NaN"):
+            clock.now = float(second)
+    assert capsys.readouterr() == ("", "looking for NaN: 30 of 40, 0:00:10 left\n")
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_large_model_is_said_to_load(terminal: bool) -> None:
     file = io.StringIO()

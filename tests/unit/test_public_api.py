@@ -10,7 +10,6 @@ import pkgutil
 import subprocess
 import sys
 import types
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -61,17 +60,8 @@ def test_an_exception_has_its_exit_code() -> None:
     assert all(issubclass(getattr(mtp, name), mtp.MtpError) for name in EXIT_CODES)
 
 
-def is_submodule(name: str) -> bool:
-    return PathFinder.find_spec(f"mtp_train.{name}", mtp.__path__) is not None
-
-
-def test_no_public_name_is_a_submodule() -> None:
-    """Importing a submodule sets it as an attribute of the package, in the place of a name of the API."""
-    assert [name for name in mtp.__all__ if is_submodule(name)] == []
-    assert is_submodule("runs")
-
-
 def test_the_names_outlive_the_import_of_every_module() -> None:
+    """Importing a submodule sets it as an attribute of the package, in the place of a name of the API."""
     for module in pkgutil.walk_packages(mtp.__path__, "mtp_train."):
         if module.name != "mtp_train.__main__":
             importlib.import_module(module.name)
@@ -110,6 +100,16 @@ def test_importing_parsing_and_help_load_nothing_heavy(words: list[str]) -> None
     assert imported(words) == set()
 
 
+@pytest.mark.parametrize(
+    "words", [["demo", "D"], ["recipes"], ["check", "retrain_head", "train.lrr=1"], ["run", "nothing"]]
+)
+def test_commands_that_read_no_checkpoint_load_nothing_heavy(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert imported(words) == set()
+
+
 def test_a_command_that_runs_is_seen_to_load_torch() -> None:
     assert {"torch", "transformers"} <= imported(["inspect", "nowhere"])
 
@@ -134,8 +134,9 @@ def test_the_command_line_uses_the_public_api_alone() -> None:
     package = Path(mtp.__file__).parent
     for path in (package / "cli").glob("*.py"):
         deep = {name for name in imports_of_ours(path) if not name.startswith("mtp_train.cli")}
-        # Signals and the terminal belong to the process.
+        # Signals and the terminal belong to the process; a recipe is checked before the API's imports of seconds.
         assert deep <= {
+            "mtp_train.recipe.loading",
             "mtp_train",
             "mtp_inference",
             "mtp_train.trunk.progress",

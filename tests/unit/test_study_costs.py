@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
-from clocks import WorkClock
 from mtp_inference import AssistantDrafting, HeadDrafting
 from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
 from mtp_train.evaluation import costs as module
@@ -19,6 +21,30 @@ from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
 from tiny import ALL_FAMILIES, CACHE_KINDS, SLIDING_WINDOW, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
+
+
+class WorkClock:
+    """Counts ticks for the calls of the modules that it watches."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ticks = 0
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self.read))
+        monkeypatch.setattr(module, "now", self.read)
+
+    def read(self, *_device: Any) -> float:
+        return float(self.ticks)
+
+    @contextmanager
+    def watching(self, module: nn.Module, ticks: int, *, each_token: bool) -> Iterator[None]:
+        """Let every call of a module take so long meanwhile, or each token of a call."""
+
+        def work(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            state: Tensor = output if isinstance(output, Tensor) else output.last_hidden_state
+            self.ticks += ticks * (state.shape[0] * state.shape[1] if each_token else 1)
+
+        with module.register_forward_hook(work):
+            yield
+
 
 FP32 = 4
 # Values per token and per text of the trunk, and per token of the head, from the sizes of the tiny configs.

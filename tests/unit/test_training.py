@@ -55,6 +55,11 @@ def training_module(
     )
 
 
+def weights_of(used: Recipe) -> list[float]:
+    """Return the weight of each depth."""
+    return depth_weights(used.head.num_depths, used.objective.depth_decay)
+
+
 def make_documents(*lengths: int, seed: int = 0) -> list[Document]:
     """Return random documents of which the first third, the prompt, is no target."""
     generator = torch.Generator().manual_seed(seed)
@@ -93,7 +98,7 @@ def one_step(
     wrapped, optimizer = accelerator.prepare(module, torch.optim.SGD(module.head.parameters(), lr=0.0))
     optimizer.optimizer.register_step_pre_hook(keep_gradient)
     wrapped.train()
-    given = micro_batches(sequences, used, plan, accelerator)
+    given = micro_batches(sequences, weights_of(used), plan, accelerator)
     (sums_K, count_K, _), norm = optimise(wrapped, optimizer, accelerator, used.train.max_grad_norm, given)
     targets = zip(*(count_targets(one, NUM_DEPTHS) for one in sequences), strict=True)
     assert count_K.tolist() == [sum(column) for column in targets]
@@ -194,7 +199,7 @@ def test_only_the_head_learns(family_name: str) -> None:
     used = recipe(train__micro_batch_sequences=4)
     wrapped, optimizer = accelerator.prepare(module, make_optimizer(module.head, train_options(used)))
     wrapped.train()
-    given = micro_batches(four_sequences(), used, plan_of(used, 1), accelerator)
+    given = micro_batches(four_sequences(), weights_of(used), plan_of(used, 1), accelerator)
     optimise(wrapped, optimizer, accelerator, used.train.max_grad_norm, given)
     assert all(torch.equal(value, trunk_before[name]) for name, value in module.trunk.state_dict().items())
     assert all(value.grad is None and not value.requires_grad for value in module.trunk.parameters())

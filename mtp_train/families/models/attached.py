@@ -3,7 +3,8 @@
 The attached head is DeepSeek-V3's MTP module (arXiv:2412.19437, equations 21 to 23) around one decoder layer of the
 trunk's own class, with full attention. It is stored as transformers' ``MtpModel`` reads it (``mtp.*``,
 ``num_mtp_layers``); for Qwen3-MoE, SGLang reads the same layout. Two families differ: a head for Qwen2 is stored as
-MiMo-7B stores one, because MiMo-7B has a Qwen2 trunk; a head for Command A+ as llama.cpp reads it (``cohere.py``).
+MiMo-7B stores one, because MiMo-7B has a Qwen2 trunk; a head for Command A+ as llama.cpp reads it, after the
+trunk's layers.
 """
 
 from __future__ import annotations
@@ -17,29 +18,33 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.engines import Convention, EngineSupport, engine_table, no
+from mtp_train.families.engines import (
+    HEAD_IGNORED,
+    LLAMA_CPP_POSITIONS,
+    Convention,
+    EngineSupport,
+    engine_table,
+    no,
+    use_mtp_named,
+)
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
     BESIDE_THE_TRUNK,
+    EXPERTS_AFTER_THE_TRUNK,
     beside_the_trunk,
     every_layer_sparse,
     expert_rules,
     full,
     layers_of,
+    sparse_full,
     with_layers,
 )
-from mtp_train.families.models.cohere import COHERE2_MOE
 from mtp_train.families.models.mimo import MIMO
 from mtp_train.families.spec import Borrowed, Declaration, Family, HeadLayer, KeyRule, TrunkTraits, Wiring
 from mtp_train.upstream.transformers_private import attention_of, set_attention
 
-# transformers' causal language models of these types declare no head keys, so the caller has to name them.
-_USE_MTP_TOLD = EngineSupport(
-    True,
-    "once loaded, model._keys_to_ignore_on_load_unexpected = [r'^mtp\\.']; model.generate(..., use_mtp=True): batch 1, "
-    "one draft a round",
-    plain="model.generate(...)",
-)
+# transformers' causal language models of these types declare no head keys.
+_USE_MTP_TOLD = use_mtp_named(r"^mtp\.")
 # transformers samples drafts from the lm_head's output, before the model's own scale or bound of logits.
 _USE_MTP_UNSCALED = EngineSupport(
     True,
@@ -328,6 +333,48 @@ COHERE2 = attached(
     norm_eps="layer_norm_eps",
     trunk=TrunkTraits(masks_by_layer_type=True, logit_divisor=lambda config: 1.0 / config["logit_scale"]),
     engines=_OURS_ONLY,
+)
+
+
+class _EitherNorm(Borrowed):
+    """Cohere's LayerNorm, or an RMSNorm if the config has ``rms_norm_eps``."""
+
+    def make_norm(self, config: PretrainedConfig, width: int | None = None) -> nn.Module:
+        """Build the norm of the trunk's layers."""
+        if config.rms_norm_eps is None:
+            return super().make_norm(config, width)
+        norm: nn.Module = self.cls("Cohere2MoeRMSNorm")(width or config.hidden_size, eps=config.rms_norm_eps)
+        return norm
+
+
+def _always_rotated(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    layer: Any = borrowed.cls(borrowed.layer)(config, layer_idx)
+    # In the trunk, layers with full attention use rotary embeddings only if they are dense. llama.cpp's head always
+    # does.
+    layer.self_attn.force_rope = True
+    built: nn.Module = layer
+    return built
+
+
+COHERE2_MOE = Family(
+    name="cohere2_moe",
+    title="Command A+ / North",
+    model_types=("cohere2_moe",),
+    attached=True,
+    keys=EXPERTS_AFTER_THE_TRUNK,
+    wiring=Wiring(conventions={"llama.cpp": LLAMA_CPP_POSITIONS}),
+    layer=HeadLayer(
+        config=sparse_full,
+        borrowed=_EitherNorm.of(
+            "cohere2_moe", "Cohere2Moe", norm="LayerNorm", norm_eps="layer_norm_eps", build_layer=_always_rotated
+        ),
+    ),
+    trunk=TrunkTraits(masks_by_layer_type=True, logit_divisor=lambda config: 1.0 / config["logit_scale"]),
+    engines=engine_table(
+        transformers=HEAD_IGNORED,
+        vllm=no("has no head for this model, and refuses a checkpoint with a layer after the trunk's last"),
+        sglang=no("has no head for this model; it loads the trunk and leaves the head's layer out"),
+    ),
 )
 
 ATTACHED: tuple[Family, ...] = (

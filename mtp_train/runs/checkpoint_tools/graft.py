@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,19 @@ from rich.progress import Progress
 
 from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.export import LinkMode, write_checkpoint
-from mtp_train.checkpoints.files import is_gguf
+from mtp_train.checkpoints.files import is_gguf, open_checkpoint
 from mtp_train.checkpoints.gguf.sidecar import GgufKind
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT
 from mtp_train.checkpoints.locations import open_location
-from mtp_train.checkpoints.suggestions import export_command
+from mtp_train.checkpoints.suggestions import export_command, probe_command
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import refuse_existing, removed_on_failure
 from mtp_train.errors import MtpError
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.runs.checkpoint_tools.gguf_files import GgufGraftResult, graft_gguf
-from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
-from mtp_train.runs.display import quiet_progress
+from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH, serving_commands
+from mtp_train.runs.display import quiet_progress, serving_lines
 from mtp_train.runs.export import write_untrained_card
 from mtp_train.runs.run_directory import checkpoint_identity
 from mtp_train.trunk.whole import first_of, require_whole_trunk
@@ -37,14 +38,19 @@ class GraftResult:
     """The trunk's checkpoint, as the caller named it."""
     base: str
     """The head's checkpoint, as the caller named it."""
+    serves: Mapping[str, str]
+    """Engine to the command that serves ``out``, or ``no: REASON``."""
     notes: tuple[str, ...] = ()
     """Sentences about weight files that were left out."""
 
     def to_json(self) -> dict[str, Any]:
-        return {"out": str(self.out), "notes": self.notes}
+        return {"out": str(self.out), "serves": dict(self.serves), "notes": self.notes}
 
     def __str__(self) -> str:
-        return "\n".join([f"Wrote {self.out}: the trunk of {self.fine_tune}, the head of {self.base}.", *self.notes])
+        served = (f"{engines}: {text}" for engines, text in serving_lines(self.serves))
+        wrote = f"Wrote {self.out}: the trunk of {self.fine_tune}, the head of {self.base}."
+        next_step = f"Would training it pay? {probe_command(self.fine_tune, self.base)}"
+        return "\n".join([wrote, *self.notes, *served, next_step])
 
 
 def graft(
@@ -74,28 +80,29 @@ def graft(
 
     Example:
         >>> import mtp_train as mtp
-        >>> print(mtp.graft("demo:finetune", "demo:base", "grafted"))
-        Wrote grafted: the trunk of demo:finetune, the head of demo:base.
+        >>> mtp.graft("demo:finetune", "demo:base", "grafted").serves["vllm"]
+        'vllm serve grafted ...'
     """
-    result = GraftResult(Path(out), str(fine_tune), str(base))
-    progress = progress or quiet_progress()
+    out, progress = Path(out), progress or quiet_progress()
+    link: LinkMode = "copy" if copy else "hard"
     if is_gguf(fine_tune):
-        link: LinkMode = "copy" if copy else "hard"
-        return graft_gguf(Path(fine_tune), result.base, result.out, head, link, progress)
+        return graft_gguf(Path(fine_tune), str(base), out, head, link, progress)
     if head is not None:
         raise MtpError(
             f"--head: given for {fine_tune}, whose head keeps its bytes; expected a GGUF file. Leave it out."
         )
-    trunk, donor = open_location(result.fine_tune), open_location(result.base)
-    refuse_existing(result.out, what="the checkpoint")
+    trunk, donor = open_location(str(fine_tune)), open_location(str(base))
+    refuse_existing(out, what="the checkpoint")
     plan = graft_plan(trunk, donor, "auto")
     require_whole_trunk(trunk)
     require_finite_checkpoint(trunk, progress)
     require_finite_checkpoint(donor, progress)
-    write_checkpoint(trunk, plan.layout, plan.head, result.out, link="copy" if copy else "hard")
-    with removed_on_failure(result.out):
-        identities = checkpoint_identity(result.fine_tune, trunk), checkpoint_identity(result.base, donor)
-        write_untrained_card(result.out, *identities, None, SUGGESTED_DEPTH)
+    write_checkpoint(trunk, plan.layout, plan.head, out, link=link)
+    with removed_on_failure(out):
+        identities = checkpoint_identity(str(fine_tune), trunk), checkpoint_identity(str(base), donor)
+        write_untrained_card(out, *identities, None, SUGGESTED_DEPTH)
+        written = open_checkpoint(out)
+        serves = serving_commands(written, diagnose_head(written), "healthy")
     notes = left_out(unnamed_files(trunk, plan.layout))
     if diagnose_head(trunk).unnamed_in:
         command = export_command(str(trunk.path))
@@ -103,4 +110,4 @@ def graft(
     reduced = [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]
     if reduced:
         notes += (f"Left out, as it is of {donor.path}'s own tokens: {first_of(reduced)}.",)
-    return replace(result, notes=notes)
+    return GraftResult(out, str(fine_tune), str(base), serves, notes)

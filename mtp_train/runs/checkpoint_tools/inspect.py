@@ -38,7 +38,7 @@ from mtp_train.heads.diagnose import DSPARK_BLOCK, HeadDiagnosis, diagnose_head,
 from mtp_train.heads.difference import HeadDifference, compare_heads, zero_head
 from mtp_train.heads.draft_model import DraftModel, diagnose_draft, draft_model, draft_plan, vocabulary_problem
 from mtp_train.runs.checkpoint_tools.gguf_files import GgufInspection, inspect_gguf
-from mtp_train.runs.display import html_table, quiet_progress
+from mtp_train.runs.display import html_table, quiet_progress, serving_lines
 from mtp_train.trunk.whole import TrunkDiagnosis, diagnose_trunk, first_of, holds_trunk, untie_command
 
 Status = Literal[
@@ -192,7 +192,7 @@ class Inspection:
             ("trunk", None if change is None else str(change)),
             ("head", None if self.head_difference is None else str(self.head_difference)),
             ("train, decode", None if self.runs_here == "yes" else self.runs_here),
-            *self.serves.items(),
+            *serving_lines(self.serves),
             ("cure", self.cure or "nothing to cure"),
             ("or, with the base's head", self.other_cure),
         ]

@@ -8,10 +8,11 @@ from typing import Any
 
 from rich.progress import Progress
 
-from mtp_train.checkpoints.adapter import read_adapter
+from mtp_train.checkpoints.adapter import read_adapter, tokenizer_files
 from mtp_train.checkpoints.contents import left_out, unnamed_files
+from mtp_train.checkpoints.export import LinkMode
 from mtp_train.checkpoints.locations import locate_checkpoint, open_location
-from mtp_train.checkpoints.lora_merge import Merged, plan_changes, write_merged
+from mtp_train.checkpoints.lora_merge import Merged, plan_changes, resized, write_merged
 from mtp_train.checkpoints.suggestions import graft_command, probe_command, train_command
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import refuse_existing, removed_on_failure
@@ -20,6 +21,7 @@ from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
 from mtp_train.runs.display import quiet_progress
 from mtp_train.runs.export import write_untrained_card
 from mtp_train.runs.run_directory import checkpoint_identity
+from mtp_train.trunk.tokenizer import load_tokenizer
 from mtp_train.trunk.whole import require_whole_trunk
 
 
@@ -34,7 +36,7 @@ class MergeResult:
     adapter: str
     """The adapter, as the caller named it."""
     merged: Merged
-    """Numbers of changed tensors, of shards, and of the head's tensors."""
+    """Numbers of changed tensors, of shards, and of the head's tensors, and the files of the adapter's tokenizer."""
     attached: bool
     """Whether the family's releases have no MTP head, so that one has to be trained from scratch."""
     notes: tuple[str, ...] = ()
@@ -68,6 +70,8 @@ class MergeResult:
         else:
             what = "Attach one" if self.attached else "Put the base's back"
             lines.append(f"It has no head, like {self.checkpoint}. {what}: {self.cure}")
+        if merged.tokenizer_files:
+            lines.append(f"Its tokenizer is the adapter's: {', '.join(merged.tokenizer_files)}.")
         return "\n".join([*lines, *self.notes])
 
 
@@ -105,8 +109,12 @@ def merge(
     layout = layout_of(source)
     changes = plan_changes(source, layout, lora)
     require_whole_trunk(source, adapter_beside=True)
+    if tokenizer_files(source.path, lora.path):
+        # Refuses a token without an embedding.
+        load_tokenizer(resized(source, layout, changes), trust_remote_code=False, adapter=lora.path)
     require_finite_checkpoint(source, progress)
-    merged = write_merged(source, layout, changes, result_dir, link="copy" if copy else "hard", progress=progress)
+    link: LinkMode = "copy" if copy else "hard"
+    merged = write_merged(source, layout, lora.path, changes, result_dir, link=link, progress=progress)
     with removed_on_failure(result_dir):
         identity = checkpoint_identity(checkpoint, source)
         head_from = identity if merged.head_keys else None

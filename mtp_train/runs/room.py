@@ -1,0 +1,199 @@
+"""Whether the devices of a run hold what it loads, from shapes alone, and the settings with which they do.
+
+``check`` plans with it for any device. A run refuses with it a trunk that its GPU cannot decode with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint
+from mtp_train.checkpoints.quantised import quant_method
+from mtp_train.errors import MtpError
+from mtp_train.families import family_for
+from mtp_train.heads.diagnose import empty_head, named_rejections, stored_dtype
+from mtp_train.heads.lora import require_lora_targets
+from mtp_train.recipe.schema import Recipe
+from mtp_train.runs.refusals import HeadOnTrunk, refusals
+from mtp_train.runs.settings import memory_options, plan_of
+from mtp_train.train.machine import Device
+from mtp_train.train.plan import GIB, Footprint, Plan, estimate_footprint, in_shards
+from mtp_train.trunk.load import Trunk, empty_trunk_at
+
+ROOM_SHARE = 0.85
+"""The largest share of a GPU's memory for a trunk and two heads that decode: caches and activations need the rest."""
+MOST_PROCESSES = 64
+SERVERS = ("data.regenerate.endpoint=http://localhost:8000/v1", "gate.enabled=false")
+"""Leave answers and measurements to servers: no process then decodes with the whole trunk."""
+Replan = Callable[[Sequence[str], int], Recipe]
+Change = tuple[list[str], int]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a run needs of the device of each process."""
+
+    plan: Plan
+    memory: Footprint
+    """Of training with the whole trunk."""
+    in_shards: Footprint | None
+    """Of training with trunk and head in shards (FSDP2, ZeRO-3); None where that is not possible."""
+    device: Device
+    decodes: bool
+    """Whether each process decodes with the whole trunk."""
+
+    @property
+    def needs_shards(self) -> bool:
+        """Whether training fits in shards only."""
+        return self.in_shards is not None and self.memory.total_bytes > self.device.memory_bytes
+
+    @property
+    def training(self) -> Footprint:
+        """The footprint of training in the way that fits."""
+        return self.in_shards if self.in_shards is not None and self.needs_shards else self.memory
+
+    @property
+    def decoding_problem(self) -> str | None:
+        """Why a GPU cannot decode with the trunk; None if it can, or need not."""
+        needed, memory = self.memory.decoding_bytes, self.device.memory_bytes
+        if not self.decodes or self.device.kind != "cuda" or needed <= ROOM_SHARE * memory:
+            return None
+        return (
+            f"{needed / GIB:.3g} GiB of trunk and two heads, to answer prompts and to measure, on {self.device}, of "
+            f"which {ROOM_SHARE:.0%} can hold them"
+        )
+
+    @property
+    def problem(self) -> str | None:
+        """Why the run does not fit; None if it does."""
+        needed = self.training.total_bytes
+        if self.decoding_problem is None and needed > self.device.memory_bytes:
+            return f"{needed / GIB:.3g} GiB to train on each process, on {self.device}"
+        return self.decoding_problem
+
+
+class Alternative(NamedTuple):
+    """Settings with which a run fits."""
+
+    overrides: tuple[str, ...]
+    processes: int
+    room: Room
+
+    def needs(self) -> str:
+        """Return the memory of a process, for a reader."""
+        used = max(self.room.training.total_bytes, self.room.memory.decoding_bytes if self.room.decodes else 0)
+        memory = self.room.memory
+        text = f"{used / GIB:.3g} GiB a process" + (", in shards" if self.room.needs_shards else "")
+        return f"{text}, and {memory.loading_bytes / GIB:.3g} GiB of main memory" if memory.offloaded_bytes else text
+
+    def arguments(self, world_size: int) -> str:
+        """Return what to add to ``mtp-train check``, quoted for a shell."""
+        processes = [] if self.processes == world_size else ["--processes", str(self.processes)]
+        return shlex.join([*self.overrides, *processes])
+
+
+class Shapes:
+    """The trunk and the head of a recipe, without their weights.
+
+    Args:
+        recipe: The recipe.
+        model: The trunk by its config, and the head.
+        checkpoint: The trunk's checkpoint; None if its weights are not here.
+    """
+
+    def __init__(self, recipe: Recipe, model: HeadOnTrunk, checkpoint: Checkpoint | None) -> None:
+        self.model, self._checkpoint, family = model, checkpoint, model.family
+        self._is_packed = quant_method(model.config) is not None
+        with named_rejections(model.path):
+            of_trunk, trusts = family_for(model.config, where=str(model.path)), recipe.model.trust_remote_code
+            self.trunk: Trunk = empty_trunk_at(model.path, of_trunk, trust_remote_code=trusts)
+            self.trunk.show_layers(family.wiring.trunk_layers(model.text_config))
+            self._head = {
+                name: value.shape for name, value in empty_head(family, model.text_config, model.num_modules).items()
+            }
+
+    @cached_property
+    def _stored(self) -> torch.dtype:
+        if self._checkpoint is None or self._is_packed:
+            return torch.bfloat16
+        return TORCH_DTYPES[stored_dtype(self._checkpoint, self._checkpoint.family)]
+
+    def room(self, recipe: Recipe, world_size: int, device: Device) -> Room:
+        """Return what a run of a recipe needs of the device of each process.
+
+        Raises:
+            RecipeError: A step does not divide among the processes, or the head has no layer of a LoRA target's name.
+        """
+        plan, model, on_gpu = plan_of(recipe, world_size), self.model, device.kind == "cuda"
+        trained = None
+        if recipe.head.lora is not None:
+            convention = model.family.convention(recipe.head.convention)
+            shape = model.family, model.text_config, model.num_modules, convention
+            trained = require_lora_targets(recipe.head.lora, *shape)
+        is_stored_packed = self._checkpoint is not None and self._is_packed and on_gpu
+        memory = estimate_footprint(
+            memory_options(recipe),
+            self.trunk,
+            self._head,
+            plan,
+            torch.device(device.kind),
+            device.memory_bytes if on_gpu else None,
+            lora_parameters=trained,
+            stored=self._stored,
+            packed_bytes=self._checkpoint.num_bytes if self._checkpoint is not None and is_stored_packed else None,
+        )
+        # Packed trunks are refused under FSDP2 and ZeRO-3.
+        is_plain = recipe.model.quantization is None and not self._is_packed
+        shards = in_shards(memory, self.trunk, plan, is_adapted=recipe.model.adapter is not None) if is_plain else None
+        return Room(plan, memory, shards, device, recipe.decodes and recipe.study is None)
+
+    def alternatives(self, recipe: Recipe, world_size: int, device: Device, replan: Replan) -> Iterator[Alternative]:
+        """Yield settings with which a run that does not fit does, by the same estimate; one of each sort.
+
+        Args:
+            recipe: The recipe.
+            world_size: Processes of the run.
+            device: The device of each.
+            replan: Returns the recipe with further overrides, for a number of processes.
+        """
+        for sort in _changes(recipe, world_size, device):
+            for overrides, processes in sort:
+                if recipe.train.processes not in (None, processes):
+                    overrides = [*overrides, f"train.processes={processes}"]
+                try:
+                    changed = replan(overrides, processes)
+                    room = self.room(changed, processes, device)
+                    refused = refusals(changed, self.model, processes)
+                except MtpError:
+                    continue
+                if room.problem is None and not refused:
+                    yield Alternative(tuple(overrides), processes, room)
+                    break
+
+
+def _changes(recipe: Recipe, world_size: int, device: Device) -> Iterator[list[Change]]:
+    """Yield changes of a recipe in sorts, in each the smallest change first."""
+    one, recompute = ["train.micro_batch_sequences=1"], ["train.gradient_checkpointing=true"]
+    same = [[], one, recompute, [*one, *recompute]]
+    # LoRA changes the result.
+    lighter = same if recipe.head.lora or recipe.head.is_new else [*same, [*one, *recompute, "head.lora={}"]]
+    doubled = [count for count in (world_size << power for power in range(1, 7)) if count <= MOST_PROCESSES]
+    whole = [] if recipe.model.offload is None else ["model.offload=null"]
+    yield [(change, world_size) for change in lighter[1:]]
+    if device.kind != "cpu":
+        yield [(["model.offload=cpu", *change], 1) for change in lighter]
+    for bits in ("8bit", "4bit"):
+        yield [([f"model.quantization={bits}", *whole, *change], world_size) for change in lighter]
+    yield [([*whole, *change], count) for count, change in itertools.product(doubled, same)]
+    answered = recipe.data.answered
+    if recipe.decodes and answered is not None:
+        servers = [*SERVERS, *([] if answered.batch_size is None else ["data.regenerate.batch_size=null"]), *whole]
+        counts = itertools.product([world_size, *doubled], same)
+        yield [([*servers, *change], count) for count, change in counts]

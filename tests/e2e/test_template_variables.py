@@ -1,0 +1,69 @@
+"""Answers are given to the prompts that a server of the trunk would render, tools and variables included."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from byte_tokenizer import byte_tokenizer
+from mtp_train.answers.store import stored_rows
+from mtp_train.cli.main import main
+from runs import document, refusal, write_inputs, write_recipe
+
+TEMPLATE = (
+    "{{ tools | tojson if tools }}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "lookup"}}]
+
+
+@pytest.mark.usefixtures("own_datasets_cache")
+def test_prompts_are_answered_as_the_trunk_is_served(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    inputs = write_inputs(tmp_path)
+    tokenizer = byte_tokenizer(TEMPLATE)
+    tokenizer.save_pretrained(inputs / "finetune")
+    asked = [[{"role": "user", "content": f"Weather in {place}?"}] for place in map(str, range(40))]
+    with (inputs / "prompts.jsonl").open("w") as file:
+        file.writelines(json.dumps({"prompt": one, "tools": json.dumps(TOOLS)}) + "\n" for one in asked)
+    data: dict[str, Any] = {
+        "sources": [{"path": str(inputs / "prompts.jsonl")}],
+        "holdout": 0.4,
+        "seq_len_tokens": 192,
+        "regenerate": {"temperature": 0.0, "max_new_tokens": 4},
+    }
+    recipe, run = write_recipe(tmp_path / "a.yaml", inputs, tmp_path / "run", data=data), tmp_path / "run"
+    document(["regenerate", recipe, "data.chat_template_kwargs.enable_thinking=false"], capfd)
+    (directory,) = run.glob("data/responses-*")
+    expected = {
+        tuple(
+            tokenizer.apply_chat_template(
+                one, tools=TOOLS, add_generation_prompt=True, enable_thinking=False, return_dict=False
+            )
+        )
+        for one in asked
+    }
+    found = {row.prompt_ids for row in stored_rows(directory)}
+    assert found
+    assert found <= expected
+    # Served with thinking, they are answers to other prompts: no run takes them over.
+    assert "data.chat_template_kwargs" in refusal(["regenerate", recipe], capfd)
+    other = write_recipe(tmp_path / "b.yaml", inputs, tmp_path / "other", data={**data, "responses": str(run)})
+    assert main(["regenerate", str(other)]) == 2
+    assert "has no response to any of the" in capfd.readouterr().err
+
+
+def test_prompts_without_responses_are_refused_where_no_trunk_answers(
+    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "say {n}"}}\n' for n in range(40)))
+    data = {"sources": [{"path": str(tmp_path / "prompts.jsonl")}], "holdout": 0.4, "seq_len_tokens": 192}
+    recipe = write_recipe(tmp_path / "a.yaml", inputs, tmp_path / "run", data=data)
+    said = refusal(["check", recipe], capfd)
+    assert "a prompt without a response" in said
+    assert "data.regenerate={}" in said
+    # Control: the override that the message names.
+    assert document(["check", recipe, "data.regenerate={}"], capfd)["data"].startswith("training on ")
