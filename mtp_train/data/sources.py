@@ -14,6 +14,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from pathlib import Path
 from types import MappingProxyType
@@ -116,10 +117,10 @@ def load_records(
             malformed.
     """
     name = name or path
-    files = local_files(path, name)
-    if files is not None and config is not None and not Path(path).expanduser().is_dir():
+    source = _Source(path, name, local_files(path, name), config, split, max_records, streaming)
+    if source.files is not None and config is not None and not source.place.is_dir():
         raise DataError(f"{name}: config {config!r} of local files; expected null, as they have none. Leave it out.")
-    names, rows = _read(path, files, config, split, name, max_records, streaming)
+    names, rows = source.read()
     chosen = _format_of(names, format, columns, name)
     if group_field is not None and group_field not in names:
         raise DataError(
@@ -132,7 +133,7 @@ def load_records(
     records = []
     # Most records have the same other columns, which are held once.
     unread: dict[tuple[str, ...], tuple[str, ...]] = {}
-    pairs = read_each(_readable(rows, name, files), name, lambda pair, where: read_content(pair[0], chosen, where))
+    pairs = read_each(source.readable(rows), name, lambda pair, where: read_content(pair[0], chosen, where))
     for number, (row, file), (content, others) in pairs:
         where = f"{name}, record {number}"
         group = _parse_group(row.get(group_field), group_field, where) if group_field else file
@@ -157,8 +158,8 @@ def load_rows(path: str, *, config: str | None = None, split: str = "train", nam
     files = local_files(path, name)
     if files is not None:
         config, split = None, split if Path(path).expanduser().is_dir() else "train"
-    _, rows = _read(path, files, config, split, name, None, False)
-    return [row for row, _ in _readable(rows, name, files)]
+    source = _Source(path, name, files, config, split)
+    return [row for row, _ in source.readable(source.read()[1])]
 
 
 def read_each(
@@ -215,68 +216,118 @@ def _holds(table: datasets.Dataset, column: str) -> Iterator[bool]:
         yield from (bool(one) for one in known.to_pylist())
 
 
-def _readable(
-    rows: Iterable[OwnedRow] | datasets.Dataset, name: str, files: Sequence[Path] | None
-) -> Iterator[OwnedRow]:
-    """Yield rows, some of which are decoded only now.
+@dataclass(frozen=True)
+class _Source:
+    """A source, with the arguments of :func:`load_records` that choose its rows."""
 
-    Raises:
-        DataError: A row cannot be decoded.
-    """
-    try:
-        yield from zip(rows, repeat(None)) if isinstance(rows, datasets.Dataset) else rows
-    except UNREADABLE as error:
-        raise _unreadable(name, files, error) from error
+    path: str
+    name: str
+    files: Sequence[Path] | None
+    """Its local files; None for a dataset of the hub."""
+    config: str | None
+    split: str
+    max_records: int | None = None
+    streaming: bool = False
 
+    @property
+    def place(self) -> Path:
+        """The path with ``~`` expanded."""
+        return Path(self.path).expanduser()
 
-def _read(
-    path: str,
-    files: Sequence[Path] | None,
-    config: str | None,
-    split: str,
-    name: str,
-    max_records: int | None,
-    streaming: bool,
-) -> tuple[list[str], Iterable[OwnedRow] | datasets.Dataset]:
-    """Return the column names and the rows."""
-    try:
-        by_split = _files_by_split(path, files, config, streaming)
-        if by_split is not None:
-            names, rows = _read_files(by_split, split, max_records, streaming)
+    def read(self) -> tuple[list[str], Iterable[OwnedRow] | datasets.Dataset]:
+        """Return the column names and the rows.
+
+        Raises:
+            DataError: The source cannot be read, or is empty.
+        """
+        try:
+            by_split = self._files_by_split()
+            names, rows = self._read_table() if by_split is None else self._read_files(by_split)
+        except UNREADABLE as error:
+            raise _unreadable(self.name, self.files, error) from error
+        if not names:
+            raise DataError(f"{self.name}: no record; expected at least one. Remove the source, or check its split.")
+        return names, rows
+
+    def readable(self, rows: Iterable[OwnedRow] | datasets.Dataset) -> Iterator[OwnedRow]:
+        """Yield rows, some of which are decoded only now.
+
+        Raises:
+            DataError: A row cannot be decoded.
+        """
+        try:
+            yield from zip(rows, repeat(None)) if isinstance(rows, datasets.Dataset) else rows
+        except UNREADABLE as error:
+            raise _unreadable(self.name, self.files, error) from error
+
+    def _read_table(self) -> tuple[list[str], Iterable[OwnedRow] | datasets.Dataset]:
+        """Read a dataset of the hub or a directory by its own builder, and other files by the builder of their kind."""
+        given: dict[str, Any] = {"split": self.split, "streaming": self.streaming}
+        if self.files is None:
+            table = datasets.load_dataset(self.path, self.config, **given)
+        elif is_saved(self.place):
+            table = _saved(self.place, self.split)
+        elif self.place.is_dir():
+            table = datasets.load_dataset(str(self.place), self.config, **given)
         else:
-            names, rows = _read_table(path, files, config, split, max_records, streaming)
-    except UNREADABLE as error:
-        raise _unreadable(name, files, error) from error
-    if not names:
-        raise DataError(f"{name}: no record; expected at least one. Remove the source, or check its split.")
-    return names, rows
+            kind = BUILDERS[_suffix(self.files[0])]
+            table = datasets.load_dataset(kind, data_files=[str(file) for file in self.files], **given)
+        if isinstance(table, datasets.IterableDataset):
+            rows = list(islice(table, self.max_records))
+            return list(rows[0]) if rows else [], [(row, None) for row in rows]
+        if self.max_records is not None:
+            table = table.select(range(min(self.max_records, len(table))))
+        return table.column_names if len(table) else [], table
 
+    def _files_by_split(self) -> Mapping[str, Sequence[str]] | None:
+        """Return the files of each split if they are read here, else None.
 
-def _read_table(
-    path: str,
-    files: Sequence[Path] | None,
-    config: str | None,
-    split: str,
-    max_records: int | None,
-    streaming: bool,
-) -> tuple[list[str], Iterable[OwnedRow] | datasets.Dataset]:
-    """Read a dataset of the hub or a directory by its own builder, and other files by the builder of their kind."""
-    given: dict[str, Any] = {"split": split, "streaming": streaming}
-    if files is None:
-        table = datasets.load_dataset(path, config, **given)
-    elif is_saved(where := Path(path).expanduser()):
-        table = _saved(where, split)
-    elif where.is_dir():
-        table = datasets.load_dataset(str(where), config, **given)
-    else:
-        kind = BUILDERS[_suffix(files[0])]
-        table = datasets.load_dataset(kind, data_files=[str(file) for file in files], **given)
-    if isinstance(table, datasets.IterableDataset):
-        rows = list(islice(table, max_records))
-        return list(rows[0]) if rows else [], [(row, None) for row in rows]
-    if max_records is not None:
-        table = table.select(range(min(max_records, len(table))))
-    return table.column_names if len(table) else [], table
+        These are local text files, and JSON files, local or of the hub, whose rows are not in a ``field`` of an object.
+        """
+        files, place = self.files, self.place
+        if files is not None and (is_saved(place) or BUILDERS[_suffix(files[0])] == "parquet"):
+            return None
+        if files is not None and not place.is_dir():
+            return {"train": [str(file) for file in files]}
+        builder = datasets.load_dataset_builder(self.path if files is None else str(place), self.config)
+        is_json = isinstance(builder, JsonBuilder)
+        if (files is None and not is_json) or (is_json and builder.config.field is not None):
+            return None
+        found = {str(split): list(map(str, some)) for split, some in (builder.config.data_files or {}).items()}
+        if files is not None:
+            # By the names that the user gave, without those that were left out.
+            ours = {file.resolve(): str(file) for file in files}
+            return {split: [ours[one] for one in map(_resolved, some) if one in ours] for split, some in found.items()}
+        if self.streaming:
+            return found
+        return {split: datasets.DownloadManager().download_and_extract(some) for split, some in found.items()}
+
+    def _read_files(self, by_split: Mapping[str, Sequence[str]]) -> tuple[list[str], Iterable[OwnedRow]]:
+        """Return the column names and the rows of JSON or text files, every row with all columns.
+
+        Streaming reads only the first ``max_records``; otherwise every row of the split is checked.
+        """
+
+        def every(name: str) -> Iterator[OwnedRow]:
+            return (pair for file in by_split[name] for pair in _rows_of(file))
+
+        def wanted() -> Iterator[OwnedRow]:
+            return chain.from_iterable(islice(every(name), start, end) for name, start, end in parts)
+
+        parts: list[tuple[str, int | None, int | None]] = [(self.split, None, None)]
+        if self.split not in by_split:
+            # A slice, or a split that does not exist.
+            counts = {name: sum(1 for _ in every(name)) for name in by_split}
+            absolute = datasets.ReadInstruction.from_spec(self.split).to_absolute(counts)
+            parts = [(part.splitname, part.from_, part.to) for part in absolute]
+        names = dict[str, None]()
+        if self.streaming:
+            first = list(islice(wanted(), self.max_records))
+            names |= dict.fromkeys(name for row, _ in first for name in row)
+            return list(names), [(dict.fromkeys(names) | row, file) for row, file in first]
+        for row, _ in wanted():
+            names |= dict.fromkeys(row)
+        return list(names), ((dict.fromkeys(names) | row, file) for row, file in islice(wanted(), self.max_records))
 
 
 def is_saved(directory: Path) -> bool:
@@ -295,64 +346,8 @@ def _saved(directory: Path, split: str) -> datasets.Dataset:
     return datasets.concatenate_datasets([splits[part.splitname].select(range(part.from_, part.to)) for part in parts])
 
 
-def _files_by_split(
-    path: str, files: Sequence[Path] | None, config: str | None, streaming: bool
-) -> Mapping[str, Sequence[str]] | None:
-    """Return the files of each split if they are read here, else None.
-
-    These are local text files, and JSON files, local or of the hub, whose rows are not in a ``field`` of an object.
-    """
-    where = Path(path).expanduser()
-    if files is not None and (is_saved(where) or BUILDERS[_suffix(files[0])] == "parquet"):
-        return None
-    if files is not None and not where.is_dir():
-        return {"train": [str(file) for file in files]}
-    builder = datasets.load_dataset_builder(path if files is None else str(where), config)
-    is_json = isinstance(builder, JsonBuilder)
-    if (files is None and not is_json) or (is_json and builder.config.field is not None):
-        return None
-    found = {str(split): list(map(str, some)) for split, some in (builder.config.data_files or {}).items()}
-    if files is not None:
-        # By the names that the user gave, without those that were left out.
-        ours = {file.resolve(): str(file) for file in files}
-        return {split: [ours[one] for one in map(_resolved, some) if one in ours] for split, some in found.items()}
-    if streaming:
-        return found
-    return {split: datasets.DownloadManager().download_and_extract(some) for split, some in found.items()}
-
-
 def _resolved(file: str) -> Path:
     return Path(file).resolve()
-
-
-def _read_files(
-    by_split: Mapping[str, Sequence[str]], split: str, max_rows: int | None, streaming: bool
-) -> tuple[list[str], Iterable[OwnedRow]]:
-    """Return the column names and the rows of JSON or text files, every row with all columns.
-
-    Streaming reads only the first ``max_rows``; otherwise every row of the split is checked.
-    """
-
-    def every(name: str) -> Iterator[OwnedRow]:
-        return (pair for file in by_split[name] for pair in _rows_of(file))
-
-    def wanted() -> Iterator[OwnedRow]:
-        return chain.from_iterable(islice(every(name), start, end) for name, start, end in parts)
-
-    parts: list[tuple[str, int | None, int | None]] = [(split, None, None)]
-    if split not in by_split:
-        # A slice, or a split that does not exist.
-        counts = {name: sum(1 for _ in every(name)) for name in by_split}
-        absolute = datasets.ReadInstruction.from_spec(split).to_absolute(counts)
-        parts = [(part.splitname, part.from_, part.to) for part in absolute]
-    names = dict[str, None]()
-    if streaming:
-        first = list(islice(wanted(), max_rows))
-        names |= dict.fromkeys(name for row, _ in first for name in row)
-        return list(names), [(dict.fromkeys(names) | row, file) for row, file in first]
-    for row, _ in wanted():
-        names |= dict.fromkeys(row)
-    return list(names), ((dict.fromkeys(names) | row, file) for row, file in islice(wanted(), max_rows))
 
 
 class _BadLineError(ValueError):

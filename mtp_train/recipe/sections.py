@@ -255,7 +255,7 @@ class RegenerateSpec(RecipeSection):
     1024."""
     batch_size: OrAuto[Count | None] = None
     """Prompts per batch of the built-in decoder on each process; null is 16. `auto`: 64 on a GPU, 32 on a CPU, or as
-    many as fit into memory; null with `endpoint`."""
+    many as fit into memory. A server (`endpoint`) makes its own batches."""
     temperature: NonNegative = 1.0
     """Sampling temperature; 0 is greedy. Above 0 every prompt has its own seed, derived from `seed` and recorded with
     the response. Sampled responses follow the distribution that a server samples from
@@ -283,11 +283,6 @@ class RegenerateSpec(RecipeSection):
     finishes for ten minutes."""
 
     def contradictions(self) -> Iterator[str]:
-        if self.endpoint is not None and self.batch_size is not None:
-            yield (
-                f"batch_size: {self.batch_size} with data.regenerate.endpoint, whose server makes its own batches; "
-                "expected null. Use data.regenerate.concurrency."
-            )
         if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
             yield (
                 f"endpoint: {self.endpoint!r}; expected an address that starts with http:// or https://. Write, for "
@@ -352,29 +347,14 @@ class DataSection(RecipeSection):
                 "prompts that the run did not. Write data.regenerate.enabled: true, or data.responses: null."
             )
         for number, source in enumerate(self.sources):
-            if self.answered is not None and source.format == "text":
-                yield (
-                    f"sources.{number}.format: 'text' while data.regenerate is on; expected records with a prompt. "
-                    "Write data.regenerate: null, or use chats or records with prompt and response."
-                )
             if source.streaming and self.max_documents is None:
                 yield (
                     f"sources.{number}.streaming: true while data.max_documents is null; expected the number of "
                     "records to read. Set data.max_documents."
                 )
-            if source.streaming and "[" in source.split:
-                yield (
-                    f"sources.{number}.split: {source.split!r} of a stream; expected a whole split. Leave the slice "
-                    "out; data.max_documents limits the number of records."
-                )
         weighted = [number for number, source in enumerate(self.sources) if source.weight is not None]
         bare = [number for number in range(len(self.sources)) if number not in weighted]
-        if weighted and len(self.sources) == 1:
-            yield (
-                "sources.0.weight: set on the only source; expected a second source to mix it with. Leave it out; "
-                "data.max_documents limits the number of records."
-            )
-        elif weighted and bare:
+        if weighted and bare:
             yield (
                 f"sources.{bare[0]}.weight: null while data.sources.{weighted[0]}.weight is set; expected a weight on "
                 "every source or on none. Add it, or remove the others."

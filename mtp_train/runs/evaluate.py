@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from rich.progress import Progress
 
 from mtp_inference.opening import OWN
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
+from mtp_train.checkpoints.identity import InputFiles, hash_inputs
 from mtp_train.checkpoints.locations import is_run, open_location
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.data.sources import local_files
@@ -168,7 +168,7 @@ def _measure(
     tracking.require("--")
     grid = replace(grid, chat_template_kwargs=_variables(specs, grid))
     with full_disk_is_named(out, what="the report"), RunDirectory(out).held(progress.console):
-        if told := _trained_on(specs, grid.suite):
+        if told := _trained_on(specs, grid.suite, progress):
             progress.console.print(f"Is the text new to the head? {told}", highlight=False)
         report = run_study(specs, grid, out, progress, title=title, costs=costs, server=server)
         if told:
@@ -205,17 +205,25 @@ def _variables(specs: Sequence[ArmSpec], grid: EvaluationGrid) -> Mapping[str, A
     return first
 
 
-def _trained_on(specs: Sequence[ArmSpec], suite: str) -> str:
+def _trained_on(specs: Sequence[ArmSpec], suite: str, progress: Progress) -> str:
     """Return sentences on arms whose heads were trained on a file of the suite, by its content; empty if none was."""
-    place = str(BUILTIN_FILE) if suite == BUILTIN else suite_location(suite)
-    files = [] if place is None else local_files(place, suite) or []
-    digests = {hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-    told = [
-        f"arm {spec.name} was trained on it ({label} of {run.path}), but for held-out groups"
+    sources = [
+        (spec.name, f"{label} of {run.path}", contents.values())
         for spec in specs
         for run in _runs_of(spec)
         for label, contents in run.contents.items()
-        if label.startswith("data.sources.") and not digests.isdisjoint(contents.values())
+        if label.startswith("data.sources.")
+    ]
+    place = str(BUILTIN_FILE) if suite == BUILTIN else suite_location(suite)
+    files = local_files(place, suite) if place is not None and sources else None
+    if not files:
+        return ""
+    inputs = {suite: InputFiles(Path(place or ""), {str(file): file for file in files})}
+    digests = set(hash_inputs(inputs, {}, progress)[suite].contents.values())
+    told = [
+        f"arm {name} was trained on it ({source}), but for held-out groups"
+        for name, source, contents in sources
+        if not digests.isdisjoint(contents)
     ]
     if not told:
         return ""

@@ -105,6 +105,7 @@ class Tracking:
                 id=tracked["wandb"],
                 resume="allow",
                 reinit="create_new",
+                settings={"silent": True},
             )
         # Earlier versions of accelerate open a tracker as they make it.
         if hasattr(tracker, "start"):

@@ -30,15 +30,25 @@ VALUES = st.recursive(
 MESSAGES = st.fixed_dictionaries(
     {},
     optional={
-        "role": st.sampled_from(["user", "assistant", "system", "bot"]) | VALUES,
+        "role": st.sampled_from(["user", "assistant", "system", "function_call", "bot"]) | VALUES,
         "content": st.text() | VALUES,
         "from": st.sampled_from(["human", "gpt"]) | VALUES,
         "value": VALUES,
-        "tool_calls": VALUES,
+        "tool_calls": VALUES
+        | st.lists(st.fixed_dictionaries({"function": st.dictionaries(st.just("arguments"), VALUES)})),
     },
 )
+JSON_TEXTS = VALUES | VALUES.map(json.dumps)
 ROWS = VALUES | st.fixed_dictionaries(
-    {}, optional={"messages": st.lists(MESSAGES) | VALUES, "text": st.text() | VALUES, "prompt": VALUES}
+    {},
+    optional={
+        "messages": st.lists(MESSAGES) | VALUES,
+        "text": st.text() | VALUES,
+        "prompt": st.lists(MESSAGES) | VALUES,
+        "completion": st.lists(MESSAGES) | VALUES,
+        **dict.fromkeys(("instruction", "input", "output", "system"), st.text() | VALUES),
+        **dict.fromkeys(("tools", "chat_template_kwargs"), JSON_TEXTS),
+    },
 )
 
 

@@ -107,21 +107,9 @@ MEDUSA = [*RANDOM, "head.kind=medusa"]
         (["objective.loss=ce", "objective.temperature=2"], "objective.temperature", "or write objective.loss: kl"),
         (["objective.vocab=draft"], "objective.vocab", "or write objective.vocab: all"),
         (["objective.on_policy=true", "head.num_depths=1"], "objective.on_policy", "objective.on_policy: false"),
-        (["data.regenerate={}", "data.sources.0.format=text"], "data.sources.0.format", "data.regenerate: null"),
-        (["data.sources.0.weight=2"], "data.sources.0.weight", "Leave it out"),
         (["data.sources=[{path: a, weight: 1}, {path: b}]"], "data.sources.1.weight", "or remove the others"),
         (["data.sources.0.streaming=true"], "data.sources.0.streaming", "Set data.max_documents"),
-        (
-            ["data.sources.0={path: a, streaming: true, split: 'train[:9]'}", "data.max_documents=9"],
-            "data.sources.0.split",
-            "Leave the slice out",
-        ),
         (["data.regenerate={temperature: 0, top_p: 0.9}"], "data.regenerate.top_p", "or raise the temperature"),
-        (
-            ["data.regenerate={endpoint: 'http://a/v1', batch_size: 4}"],
-            "data.regenerate.batch_size",
-            "Use data.regenerate.concurrency",
-        ),
         (
             ["data.regenerate={endpoint: 'localhost:8000'}"],
             "data.regenerate.endpoint",
