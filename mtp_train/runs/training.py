@@ -33,7 +33,7 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.resolve import lr_choice
 from mtp_train.runs.run import Run
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
-from mtp_train.runs.settings import MEASURES, train_options
+from mtp_train.runs.settings import MEASURES, tracking_of, train_options
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.hidden_cache import (
     HiddenCache,
@@ -134,9 +134,11 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document], *, choose
     if recipe.head.lora is not None:
         put_on_lora(head, recipe.head.lora, seed=recipe.seed)
     draft_vocab = chosen_vocab(run, documents, len(trunk.lm_head_VD))
-    if draft_vocab is not None and recipe.objective.vocab == "draft":
-        documents = keep_targets(documents, set(draft_vocab.tolist()))
-    module = head_training(recipe, trunk, head, draft_vocab)
+    own = inputs.head_plan.output
+    trained_vocab = own.token_ids_R if own is not None else draft_vocab if recipe.objective.vocab == "draft" else None
+    if trained_vocab is not None:
+        documents = keep_targets(documents, set(trained_vocab.tolist()))
+    module = head_training(recipe, trunk, head, trained_vocab)
     training, measured = part_documents(recipe, documents)
     cache = hidden_cache(run, module, documents)
     batches = global_batches(
@@ -154,10 +156,9 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document], *, choose
             return None
         return RunLog(
             run_dir,
-            wandb=recipe.track.wandb,
-            project=recipe.track.project,
+            resume_step,
+            tracking=tracking_of(recipe),
             config=recipe.model_dump(mode="json"),
-            resume_step=resume_step,
             on_log=lambda metrics: progress.update(task, description=described(metrics)),
         )
 
@@ -211,7 +212,7 @@ def head_training(recipe: Recipe, trunk: Trunk, head: MtpHead, draft_vocab: torc
         on_policy=recipe.objective.on_policy,
         apart=recipe.objective.unroll == "fastmtp",
         recompute=recipe.train.gradient_checkpointing,
-        draft_vocab=draft_vocab if recipe.objective.vocab == "draft" else None,
+        draft_vocab=draft_vocab,
         compute_dtype=COMPUTE_DTYPES[recipe.train.precision],
     )
 
@@ -278,6 +279,8 @@ def trained_artifact(
     if recipe.head.lora is not None:
         head = build_head(plan, text_config_of(run.inputs.finetune), dtype=torch.float32)
         weights = merged_weights(head, recipe.head.lora, weights)
+    if plan.output is not None:
+        weights = {name: value for name, value in weights.items() if not name.endswith(".lm_head.weight")}
     return Artifact(
         layout=plan.layout,
         num_modules=plan.num_modules,
@@ -291,4 +294,6 @@ def trained_artifact(
             SELECTED: None if selection is None else asdict(selection.best),
         },
         draft_vocab=draft_vocab,
+        output=plan.output,
+        draft_config=plan.draft_config,
     )
