@@ -47,6 +47,9 @@ from mtp_train.runs.run_directory import ADAPTER, PROVENANCE_FILE, TRUNK, claime
 from mtp_train.trunk.tokenizer import load_tokenizer
 from mtp_train.trunk.whole import first_of, require_whole_trunk
 
+# Programs that pass both draft nothing, or crash (unsloth#10169, LM Studio's bug tracker #2244).
+_ONE_HEAD = "TRUNK.gguf must have no head of its own (convert_hf_to_gguf.py --no-mtp); if it has one, leave -md out."
+
 
 @dataclass(frozen=True)
 class ExportResult:
@@ -61,8 +64,8 @@ class ExportResult:
     flag: str | None = None
     """vLLM's flag that drafts with a head-only export; None for other forms."""
     notes: tuple[str, ...] = ()
-    """Sentences about weight files that were left out, and the trunk's layers that a draft model for speculators
-    reads."""
+    """Sentences about weight files that were left out, the trunk's layers that a draft model for speculators reads, and
+    the trunk that a GGUF file is passed with."""
 
     def to_json(self) -> dict[str, Any]:
         values: dict[str, Any] = {"out": str(self.out), "notes": self.notes}
@@ -76,7 +79,7 @@ class ExportResult:
         if self.file is not None:
             kind = "draft-eagle3" if self.file.name.startswith("eagle3-") else "draft-mtp"
             serve = f"llama-server -m TRUNK.gguf -md {self.file} --spec-type {kind} --spec-draft-n-max 3"
-            return f"Wrote {self.file}. Serve it: {serve}"
+            return "\n".join([f"Wrote {self.file}. Serve it: {serve}", *self.notes])
         if self.flag is not None:
             serve = f"vllm serve {shlex.quote(str(self.trunk))} {self.flag}"
             return f"Wrote {self.out}: the head alone. Draft with it: {serve}"
@@ -130,7 +133,8 @@ def export(
     _require_sound(source, found, progress, head_only=head_only, alone=head_only or gguf is not None)
     trunk, layout = found.trunk, layout_of(found.holder)
     if gguf is not None:
-        return ExportResult(out, trunk.path, file=_write_gguf(source, found, layout, out, gguf, progress))
+        told = (_ONE_HEAD,) if found.plan.family.kind == "mtp" else ()
+        return ExportResult(out, trunk.path, file=_write_gguf(source, found, layout, out, gguf, progress), notes=told)
     if speculators and found.plan.family.kind == "mtp":
         raise CheckpointError(
             f"{trunk.path}: its head is an MTP head, which is part of the trunk's checkpoint; expected a head of kind "
@@ -148,7 +152,7 @@ def export(
 def _take_head_out(source: Path, out: Path, head_only: bool, progress: Progress) -> ExportResult:
     if not head_only:
         raise MtpError(f"{source}: a GGUF file; expected --head-only, which takes its head out. Add it.")
-    return ExportResult(out, source, file=export_gguf_head(source, out, progress))
+    return ExportResult(out, source, file=export_gguf_head(source, out, progress), notes=(_ONE_HEAD,))
 
 
 def _write_with_trunk(
