@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from mtp_train.runs.check import check as check
     from mtp_train.runs.checkpoint_tools.export_checkpoint import ExportResult as ExportResult
     from mtp_train.runs.checkpoint_tools.export_checkpoint import export as export
-    from mtp_train.runs.checkpoint_tools.graft import GraftResult as GraftResult
-    from mtp_train.runs.checkpoint_tools.graft import graft as graft
     from mtp_train.runs.checkpoint_tools.inspect import Inspection as Inspection
     from mtp_train.runs.checkpoint_tools.inspect import inspect as inspect
-    from mtp_train.runs.checkpoint_tools.merge import MergeResult as MergeResult
-    from mtp_train.runs.checkpoint_tools.merge import merge as merge
+    from mtp_train.runs.checkpoint_tools.join import GraftResult as GraftResult
+    from mtp_train.runs.checkpoint_tools.join import MergeResult as MergeResult
+    from mtp_train.runs.checkpoint_tools.join import graft as graft
+    from mtp_train.runs.checkpoint_tools.join import merge as merge
     from mtp_train.runs.evaluate import EvaluationResult as EvaluationResult
     from mtp_train.runs.evaluate import compare as compare
     from mtp_train.runs.evaluate import evaluate as evaluate
@@ -79,9 +79,8 @@ _NAMES_BY_MODULE = {
     "hooks.train_beside": ("train_head_beside",),
     "runs.check": ("CheckResult", "check"),
     "runs.checkpoint_tools.export_checkpoint": ("ExportResult", "export"),
-    "runs.checkpoint_tools.graft": ("GraftResult", "graft"),
     "runs.checkpoint_tools.inspect": ("Inspection", "inspect"),
-    "runs.checkpoint_tools.merge": ("MergeResult", "merge"),
+    "runs.checkpoint_tools.join": ("GraftResult", "MergeResult", "graft", "merge"),
     "runs.evaluate": ("EvaluationResult", "compare", "evaluate"),
     "runs.generate": ("GenerateResult", "generate"),
     "runs.probe": ("ProbeResult", "probe"),

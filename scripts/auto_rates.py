@@ -7,6 +7,7 @@
 The starts, on the demo or on a directory with ``base``, ``finetune`` and ``prompts.jsonl``:
 
 - ``trained``: a head that was trained out on the fine-tune, whose trunk a mild LoRA on other text then changed;
+- ``halfway``: the base's head after a few steps on the fine-tune;
 - ``stale``: the base's head on the fine-tune;
 - ``new``: a head that starts as a copy of the last layer.
 
@@ -44,7 +45,7 @@ from mtp_train.runs.write_recipe import settings_of
 from mtp_train.train.log import read_metrics
 from mtp_train.trunk.tokenizer import load_tokenizer
 
-STARTS = ("trained", "stale", "new")
+STARTS = ("trained", "halfway", "stale", "new")
 FACTORS = (1.0, 0.2, 0.04)
 SHORT = {
     "data.regenerate.max_prompts": 320,
@@ -109,11 +110,14 @@ def cells(models: Path | None, out: Path, console: Console) -> Iterator[dict[str
     first = run(out / "first", of_graft, {"train.max_steps": 240}, console)
     again = {"model.head_from": str(first), "data.responses": str(first), "train.max_steps": 240}
     trained = run(out / "again", of_graft, again, console)
+    few = {"train.max_steps": 12, "data.responses": str(first)}
+    halfway = run(out / "halfway", of_graft, few, console)
     adapter = out / "adapter"
     if not adapter.is_dir():
         tune_mildly(Path(resolve(trunk)), Path(code), adapter)
     values: dict[str, dict[str, Any]] = {
         "trained": {"model.head_from": str(trained), "model.adapter": str(adapter)},
+        "halfway": {"model.head_from": str(halfway), "data.responses": str(first)},
         "stale": {"data.responses": str(first)},
         "new": {"data.responses": str(first)},
     }

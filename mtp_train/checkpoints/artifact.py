@@ -1,13 +1,15 @@
 """Read and write head directories, which contain a head on its own.
 
 ``head.safetensors`` has the weights under native keys. ``head_config.json`` has the family, the layout and the origin.
-A head with a draft vocabulary also has ``draft_vocab.safetensors``.
+A head with a draft vocabulary also has ``draft_vocab.safetensors``, one with an output matrix of its own
+``output.safetensors``.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,13 @@ from mtp_train.checkpoints.native import NativeHead, stored_tensor
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family, family_named, of_kind
+from mtp_train.families.drafts.record import described_by
+from mtp_train.head_kinds import find_head_kind
 
 WEIGHTS_FILE = "head.safetensors"
 HEAD_CONFIG_FILE = "head_config.json"
 VOCAB_FILE, VOCAB_KEY = "draft_vocab.safetensors", "token_ids"
+OUTPUT_FILE, OUTPUT_KEY = "output.safetensors", "lm_head.weight"
 FORMAT_VERSION = 1
 
 
@@ -45,11 +50,12 @@ class HeadConfigFile:
     shared_keys: list[str]
     config_fields: dict[str, Any]
     notes: dict[str, Any]
+    draft_config: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class OwnOutput:
-    """The head's own output matrix, which only the decoder uses."""
+    """The head's own output matrix, which is not trained."""
 
     weight: PendingTensor
     """Shape (R, D)."""
@@ -70,6 +76,8 @@ class HeadPlan:
     """int32, the tokens that the head may draft; None for all."""
     output: OwnOutput | None = None
     """None where the head drafts with the trunk's output matrix, or the family gives each module one."""
+    draft_config: Mapping[str, Any] | None = None
+    """The config of the draft model that describes the head's layer; None for the family's own."""
 
     @property
     def family(self) -> Family:
@@ -98,6 +106,10 @@ def save_artifact(artifact: Artifact, out: Path) -> None:
         write_safetensors(directory / WEIGHTS_FILE, artifact.head.tensors)
         if artifact.draft_vocab is not None:
             write_safetensors(directory / VOCAB_FILE, [held_tensor(VOCAB_KEY, "I32", artifact.draft_vocab)])
+        if artifact.output is not None:
+            ids_R = artifact.output.token_ids_R
+            rows = [] if ids_R is None else [held_tensor(VOCAB_KEY, "I64", ids_R.long())]
+            write_safetensors(directory / OUTPUT_FILE, [replace(artifact.output.weight, key=OUTPUT_KEY), *rows])
         layout, head = artifact.layout, artifact.head
         written = HeadConfigFile(
             format_version=FORMAT_VERSION,
@@ -114,6 +126,7 @@ def save_artifact(artifact: Artifact, out: Path) -> None:
             shared_keys=list(head.shared_keys),
             config_fields=dict(head.config_fields),
             notes=artifact.notes,
+            draft_config=None if artifact.draft_config is None else dict(artifact.draft_config),
         )
         write_json(directory / HEAD_CONFIG_FILE, asdict(written))
 
@@ -133,6 +146,8 @@ def load_artifact(path: Path) -> Artifact:
     written = validated(HeadConfigFile, config, path / HEAD_CONFIG_FILE, "Write the head again.")
     try:
         family = of_kind(family_named(written.family), written.kind)
+        if written.draft_config is not None:
+            family = described_by(family, find_head_kind(written.kind), written.draft_config)
     except KeyError as error:
         raise CheckpointError(
             f"{path / HEAD_CONFIG_FILE}: of an unknown family ({error}); expected a head that mtp-train wrote. Write "
@@ -151,7 +166,17 @@ def load_artifact(path: Path) -> Artifact:
         head=NativeHead(tensors, tuple(written.shared_keys), written.config_fields),
         notes=written.notes,
         draft_vocab=_load_draft_vocab(path, written.draft_vocab),
+        output=_load_output(path / OUTPUT_FILE),
+        draft_config=written.draft_config,
     )
+
+
+def _load_output(path: Path) -> OwnOutput | None:
+    if not path.is_file():
+        return None
+    stored = Checkpoint(path.parent, {}, None, scan_safetensors(path))
+    ids_R = stored.read(VOCAB_KEY) if VOCAB_KEY in stored.tensors else None
+    return OwnOutput(stored_tensor(stored, OUTPUT_KEY, OUTPUT_KEY), ids_R)
 
 
 def _load_draft_vocab(path: Path, size: int | None) -> Tensor | None:

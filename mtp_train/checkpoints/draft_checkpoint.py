@@ -57,13 +57,14 @@ def write_draft_checkpoint(
     kind = find_head_kind(artifact.family.kind)
     require_readable(source, kind.name, form)
     stored = parts_of(kind).format
-    vocab = artifact.draft_vocab if stored.draft_vocab else None
+    own = artifact.output
+    vocab = own.token_ids_R if own is not None else artifact.draft_vocab if stored.draft_vocab else None
     tensors = [*artifact.head.tensors]
     dtype = tensors[0].dtype
     tensors += [held_tensor(key, dtype, torch.zeros(layer_config.hidden_size)) for key in stored.zeros]
     if stored.has_output:
         tensors += [
-            _output_rows(source, artifact.layout, layer_config, vocab),
+            _output_rows(source, artifact.layout, layer_config, vocab) if own is None else own.weight,
             *_vocab_tensors(layer_config.vocab_size, vocab),
         ]
     config = draft_config(

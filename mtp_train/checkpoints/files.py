@@ -332,10 +332,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
             tensors = _scan_indexed(path, index)
             files = {info.file for info in tensors.values()}
             if has_single and SINGLE_FILE not in files:
+                moved = shlex.join(["mv", str(path / SINGLE_FILE), f"{path.absolute()}-{SINGLE_FILE}"])
                 raise CheckpointError(
                     f"{path}: contains two sets of weights, {SINGLE_FILE} and the {len(files)} file(s) of "
                     f"{INDEX_FILE}: transformers reads the first, vLLM and SGLang the second, llama.cpp's converter "
-                    f"both; expected one. To keep those of the index: {_move_single(path)}"
+                    f"both; expected one. To keep those of the index: {moved}"
                 )
             return Checkpoint(path, config, index, tensors)
     if has_single:
@@ -349,11 +350,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
     raise CheckpointError(
         f"{path}: no weights; expected {SINGLE_FILE} or {INDEX_FILE}. Point at the directory that contains them."
     )
-
-
-def _move_single(path: Path) -> str:
-    """Return the command that moves the single file out of a directory."""
-    return shlex.join(["mv", str(path / SINGLE_FILE), f"{path.absolute()}-{SINGLE_FILE}"])
 
 
 def _adds_nothing(path: Path, index: Mapping[str, Any]) -> bool:

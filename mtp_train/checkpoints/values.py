@@ -11,7 +11,7 @@ from torch import Tensor
 from mtp_train.checkpoints.files import Checkpoint, all_finite
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import trunk_tensors
-from mtp_train.checkpoints.quantised import is_scale, read_plain_in_blocks
+from mtp_train.checkpoints.quantised import is_scale
 from mtp_train.errors import CheckpointError
 
 _PIECE = 1 << 18
@@ -58,10 +58,10 @@ def common_tensors(
     return {name: (ours[name], theirs[name]) for name in names}
 
 
-def squared_change(checkpoint: Checkpoint, key: str, base: Checkpoint, base_key: str) -> tuple[float, float]:
-    """Return ``|W - W0|^2`` and ``|W0|^2`` over the rows that both tensors have, whatever their stored dtypes."""
+def squared_change(ours: Iterator[Tensor], theirs: Iterator[Tensor]) -> tuple[float, float]:
+    """Return ``|W - W0|^2`` and ``|W0|^2`` over the rows that both tensors have, whatever their dtypes and blocks."""
     change, size = 0.0, 0.0
-    for new, old in paired_rows(read_plain_in_blocks(checkpoint, key), read_plain_in_blocks(base, base_key)):
+    for new, old in paired_rows(ours, theirs):
         for new_X, old_X in zip(*(torch.split(one.reshape(-1), _PIECE) for one in (new, old)), strict=True):
             wide = torch.float32 if {new_X.dtype, old_X.dtype} <= _IN_FP32 else torch.float64
             new_X, old_X = new_X.to(wide), old_X.to(wide)

@@ -173,10 +173,11 @@ def _resized_header(header: Mapping[str, Any], changes: Mapping[str, RowChange |
     written, offset = {key: entry for key, entry in header.items() if key == "__metadata__"}, 0
     tensors = {key: entry for key, entry in header.items() if key != "__metadata__"}
     for key, entry in sorted(tensors.items(), key=lambda item: tuple(item[1]["data_offsets"])):
-        shape = shapes.get(key, entry["shape"])
-        end = offset + TensorInfo("", entry["dtype"], tuple(shape)).num_bytes
-        written[key] = {"dtype": entry["dtype"], "shape": shape, "data_offsets": [offset, end]}
-        offset = end
+        shape, size = shapes.get(key, entry["shape"]), entry["data_offsets"][1] - entry["data_offsets"][0]
+        if key in shapes:
+            size = size // entry["shape"][0] * shape[0]
+        written[key] = {"dtype": entry["dtype"], "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
     return _encoded(written)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import mtp_train as mtp
-from mtp_train.cli import checkpoint_commands, decoding_commands, recipe_commands
+from mtp_train.cli.commands import add_commands
 from mtp_train.cli.output import printed
 from mtp_train.errors import printable
 from mtp_train.train.stopping import Stopped, stopped_by_signals
@@ -129,9 +129,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"mtp-train {mtp.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for group in (recipe_commands, checkpoint_commands, decoding_commands):
-        group.add_commands(commands)
+    add_commands(parser.add_subparsers(dest="command", required=True, metavar="COMMAND"))
     return parser
 
 
@@ -147,7 +145,6 @@ def quieten_libraries(*, verbose: bool = False) -> None:
         return
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("WANDB_SILENT", "true")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if "datasets" in sys.modules:
         import datasets

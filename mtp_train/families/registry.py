@@ -20,13 +20,18 @@ from mtp_train.families.drafts.derive import draft_kind
 from mtp_train.families.engines import ENGINES
 from mtp_train.families.models.after_the_trunk import BAILING_HYBRID, DOTS3_NOTE, HY_V3, HY_V4, STEP3P7
 from mtp_train.families.models.attached import ATTACHED, transformers_only
-from mtp_train.families.models.beside_the_trunk import ERNIE4_5_MOE, EXAONE4_5, EXAONE_MOE, MELLUM
+from mtp_train.families.models.beside_the_trunk import (
+    ERNIE4_5_MOE,
+    EXAONE4_5,
+    EXAONE_MOE,
+    LONGCAT_FLASH,
+    MELLUM,
+    MINIMAX_M3,
+)
 from mtp_train.families.models.deepseek import DEEPSEEK_V3, DEEPSEEK_V4, DEEPSEEK_V32
 from mtp_train.families.models.glm import GLM4_MOE, GLM4_MOE_LITE, GLM5_NEXT, GLM_MOE_DSA, GLM_OCR
 from mtp_train.families.models.inkling import INKLING
-from mtp_train.families.models.longcat import LONGCAT_FLASH
 from mtp_train.families.models.mimo import MIMO, MIMO_V2
-from mtp_train.families.models.minimax import MINIMAX_M3
 from mtp_train.families.models.nemotron import NEMOTRON_H
 from mtp_train.families.models.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN4_EXP
 from mtp_train.families.spec import Family, RawConfig, raw_text_config

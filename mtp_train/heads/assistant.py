@@ -12,6 +12,7 @@ from mtp_train.checkpoints.quantised import is_scale
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Assistant
 from mtp_train.heads.diagnose import HeadDiagnosis, choose_attention, compare_shapes, named_rejections
+from mtp_train.upstream.transformers_private import quiet_loading
 
 
 def _config_of(checkpoint: Checkpoint) -> PretrainedConfig:
@@ -58,6 +59,6 @@ def load_assistant(
             f"{checkpoint.path}: {diagnosis.describe()}; expected a whole {assistant.title}. Download it again."
         )
     config = _config_of(checkpoint)
-    with assistant.building(config.get_text_config()):
+    with quiet_loading(), assistant.building(config.get_text_config()):
         model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.path, config=config, dtype=dtype)
     return model.requires_grad_(False).to(device).eval()

@@ -30,6 +30,8 @@ from mtp_train.checkpoints.suggestions import inspect_command, train_command
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family, of_kind
+from mtp_train.families.drafts.record import described_by
+from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.diagnose import diagnose_head, empty_head, layout_of, stored_dtype, text_config_of
 from mtp_train.heads.module import MtpHead, OutputRows, unroll_of
 
@@ -85,6 +87,8 @@ def graft_artifact_plan(
         UnsupportedModelError: The family has no convention of this name.
     """
     theirs, family = artifact.family, of_kind(finetune.family, artifact.family.kind)
+    if artifact.draft_config is not None:
+        family = described_by(family, find_head_kind(family.kind), artifact.draft_config)
     layout = replace(layout_of(finetune), family=family, fused_experts=artifact.layout.fused_experts)
     ours = family.name, family.kind, layout.num_hidden_layers
     if (theirs.name, theirs.kind, artifact.layout.num_hidden_layers) != ours:
@@ -104,7 +108,8 @@ def graft_artifact_plan(
     _require_shapes({one.key: one.shape for one in tensors}, layout.native_shapes(empty))
     shared = tuple(artifact.layout.renamed(key, layout) for key in head.shared_keys)
     template = NativeHead(tensors, shared, head.config_fields)
-    return HeadPlan(layout, artifact.num_modules, convention, template, artifact.draft_vocab)
+    described = artifact.output, artifact.draft_config
+    return HeadPlan(layout, artifact.num_modules, convention, template, artifact.draft_vocab, *described)
 
 
 def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dtype) -> MtpHead:

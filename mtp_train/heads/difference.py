@@ -16,7 +16,7 @@ from torch import Tensor
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import native_head_of, plain_tensor
-from mtp_train.checkpoints.values import paired_rows
+from mtp_train.checkpoints.values import squared_change
 from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.heads.diagnose import layout_of
 
@@ -96,9 +96,9 @@ def compare_heads(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint) 
             return None
         new = plain_tensor(checkpoint, old.key, old.key)
         if new.shape == old.shape:
-            moved = _Moved(new, old)
-            change, size = change + moved.change, size + moved.size
-            form = _wrong_form(moved, new, old, projection=_is_projection(layout, old.key))
+            moved = squared_change(new.parts(), old.parts())
+            change, size = change + moved[0], size + moved[1]
+            form = _wrong_form(*moved, new, old, projection=_is_projection(layout, old.key))
         elif new.shape == old.shape[::-1] and _distance(_whole(new).T, _whole(old)) < _NEARER:
             form = "transposed"
         else:
@@ -112,50 +112,30 @@ def compare_heads(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint) 
     return HeadDifference("retrained" if change else "equal", relative)
 
 
-class _Moved:
-    """Sums over two tensors of one shape: ``|new - old|^2``, ``|old|^2``, ``|new|^2`` and their inner product."""
-
-    def __init__(self, new: PendingTensor, old: PendingTensor) -> None:
-        self.change = self.size = self.own = self.inner = 0.0
-        for mine, theirs in paired_rows(new.parts(), old.parts()):
-            # Compared in the base's dtype: a conversion that rounds is no change.
-            new_X, old_X = mine.to(theirs.dtype).double(), theirs.double()
-            self.change += float((new_X - old_X).square().sum())
-            self.size += float(old_X.square().sum())
-            self.own += float(new_X.square().sum())
-            self.inner += float((new_X * old_X).sum())
-
-    @property
-    def relative(self) -> float:
-        return math.sqrt(self.change / self.size) if self.size else math.inf * self.change
-
-    @property
-    def is_rescaled(self) -> bool:
-        scale = self.inner / self.size
-        rest = max(0.0, self.own - self.inner * scale)
-        return abs(scale - 1) > _SCALE and rest < _SCALE_REST**2 * self.own
-
-
-def _wrong_form(moved: _Moved, new: PendingTensor, old: PendingTensor, *, projection: bool) -> WrongForm | None:
-    if not moved.change or not moved.size:
+def _wrong_form(
+    change: float, size: float, new: PendingTensor, old: PendingTensor, *, projection: bool
+) -> WrongForm | None:
+    if not change or not size:
         return None
-    if not moved.own:
+    _, own = squared_change(new.parts(), new.parts())
+    if not own:
         return "zero"
     if len(old.shape) < 2:
         difference_D = _whole(new).double() - _whole(old).double()
         rest_D = difference_D - difference_D.mean().round().clamp(-1, 1)
         shifted = abs(float(difference_D.mean())) > 0.5 and float(rest_D.square().mean().sqrt()) < _SHIFT_RMS
         return "norms shifted" if shifted else None
-    if moved.is_rescaled:
+    relative, inner = math.sqrt(change / size), (own + size - change) / 2
+    if abs(inner / size - 1) > _SCALE and own - inner**2 / size < _SCALE_REST**2 * own:
         return "rescaled"
-    if len(old.shape) != 2 or moved.relative < _FAR:
+    if len(old.shape) != 2 or relative < _FAR:
         return None
     rows, columns = old.shape
     if projection and columns % 2 == 0:
         first, second = _whole(new).chunk(2, dim=1)
-        if _distance(torch.cat([second, first], dim=1), _whole(old)) < _NEARER * moved.relative:
+        if _distance(torch.cat([second, first], dim=1), _whole(old)) < _NEARER * relative:
             return "halves swapped"
-    if rows == columns and _distance(_whole(new).T, _whole(old)) < _NEARER * moved.relative:
+    if rows == columns and _distance(_whole(new).T, _whole(old)) < _NEARER * relative:
         return "transposed"
     return None
 

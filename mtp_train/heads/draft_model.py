@@ -24,7 +24,7 @@ from mtp_train.checkpoints.native import NativeHead, stored_tensor
 from mtp_train.checkpoints.quantised import PLAIN_DTYPES
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Family, draft_kind, of_kind
-from mtp_train.families.drafts.record import DraftFormat, parts_of
+from mtp_train.families.drafts.record import DraftFormat, described_by, parts_of
 from mtp_train.families.models.attached import LLAMA
 from mtp_train.head_kinds import HeadKind
 from mtp_train.heads.diagnose import (
@@ -91,22 +91,13 @@ class DraftModel:
 
     def family(self, trunk: Family) -> Family:
         """Return the family record of a trunk with this head, and with the layer of the draft model's config."""
-        found = of_kind(trunk, self.kind.name)
-        own = self._layer_config if self.format.describes_layer else found.layer.config
-        layers = self._trunk_layers()
-        return replace(
-            found,
-            layer=replace(found.layer, config=own),
-            wiring=found.wiring if layers is None else replace(found.wiring, trunk_layers=lambda text_config: layers),
-        )
+        found, layers = described_by(of_kind(trunk, self.kind.name), self.kind, self.config), self.trunk_layers
+        if layers is None:
+            return found
+        return replace(found, wiring=replace(found.wiring, trunk_layers=lambda text_config: layers))
 
-    def _layer_config(self, text_config: Any, num_modules: int) -> LlamaConfig:
-        config: LlamaConfig = LlamaConfig.from_dict(
-            {name: value for name, value in self.config.items() if name not in ("architectures", "model_type")}
-        )
-        return config
-
-    def _trunk_layers(self) -> tuple[int, ...] | None:
+    @property
+    def trunk_layers(self) -> tuple[int, ...] | None:
         """Return the layers whose input the head reads, counted as vLLM and llama.cpp do; None without such a field."""
         nested = self.config.get("eagle_config") or {}
         layers = self.config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
@@ -196,7 +187,7 @@ def draft_plan(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
     if draft.num_drafted is not None:
         output = OwnOutput(stored_tensor(draft.checkpoint, OUTPUT_KEY, OUTPUT_KEY), _drafted_tokens(draft.checkpoint))
     layout = replace(layout_of(trunk), family=family)
-    return HeadPlan(layout, draft.num_modules, "auto", NativeHead(tensors, (), {}), None, output)
+    return HeadPlan(layout, draft.num_modules, "auto", NativeHead(tensors, (), {}), None, output, draft.config)
 
 
 def _drafted_tokens(checkpoint: Checkpoint) -> Tensor | None:

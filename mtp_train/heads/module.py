@@ -190,10 +190,9 @@ class MtpHead(nn.Module):
         return (lambda state_BTD: norm(_centred(state_BTD))) if self.convention.centred else norm
 
     def own_lm_heads(self, num_depths: int) -> list[Tensor] | None:
-        """Return the output matrix (V, D) of each depth, None where all depths use the trunk's."""
-        if not self.family.wiring.own_lm_head:
-            return None
-        return [cast(nn.Linear, self.module_for(depth).lm_head).weight for depth in range(1, num_depths + 1)]
+        """Return the output matrix (V or R, D) of each depth, None where all depths use the trunk's."""
+        modules = [self.module_for(depth).lm_head for depth in range(1, num_depths + 1)]
+        return None if modules[0] is None else [cast(nn.Linear, module).weight for module in modules]
 
     def embedding(self, shared: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Return the embedding function of the head's input tokens: its own, or else ``shared``, the trunk's."""

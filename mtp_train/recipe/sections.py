@@ -255,7 +255,7 @@ class RegenerateSpec(RecipeSection):
     1024."""
     batch_size: OrAuto[Count | None] = None
     """Prompts per batch of the built-in decoder on each process; null is 16. `auto`: 64 on a GPU, 32 on a CPU, or as
-    many as fit into memory; null with `endpoint`."""
+    many as fit into memory. A server (`endpoint`) makes its own batches."""
     temperature: NonNegative = 1.0
     """Sampling temperature; 0 is greedy. Above 0 every prompt has its own seed, derived from `seed` and recorded with
     the response. Sampled responses follow the distribution that a server samples from
@@ -283,11 +283,6 @@ class RegenerateSpec(RecipeSection):
     finishes for ten minutes."""
 
     def contradictions(self) -> Iterator[str]:
-        if self.endpoint is not None and self.batch_size is not None:
-            yield (
-                f"batch_size: {self.batch_size} with data.regenerate.endpoint, whose server makes its own batches; "
-                "expected null. Use data.regenerate.concurrency."
-            )
         if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
             yield (
                 f"endpoint: {self.endpoint!r}; expected an address that starts with http:// or https://. Write, for "

@@ -146,7 +146,13 @@ def log_report(report: Report, out: Path, project: str, mode: WandbMode) -> None
     import wandb
 
     run = wandb.init(
-        project=project, name=out.name, dir=out, mode=mode, config=dict(report.settings), reinit="create_new"
+        project=project,
+        name=out.name,
+        dir=out,
+        mode=mode,
+        config=dict(report.settings),
+        reinit="create_new",
+        settings={"silent": True},
     )
     try:
         logged: dict[str, object] = {}

@@ -120,7 +120,10 @@ def serving_lines(serves: Mapping[str, str]) -> list[tuple[str, str]]:
         together.setdefault("not verified" if text.startswith("not verified") else text, []).append(engine)
     unverified = {text for text in serves.values() if text.startswith("not verified")}
     shown = unverified.pop() if len(unverified) == 1 else "not verified by this project"
-    return [(", ".join(engines), shown if text == "not verified" else text) for text, engines in together.items()]
+    return [
+        (", ".join(engines) if len(together) > 1 else "every engine", shown if text == "not verified" else text)
+        for text, engines in together.items()
+    ]
 
 
 def wiring_note(family: Family, convention: str, serves: Mapping[str, str]) -> str | None:

@@ -11,12 +11,15 @@ from pathlib import Path
 import torch
 
 from mtp_train.acceptance.names import VANILLA
-from mtp_train.checkpoints.artifact import Artifact, load_artifact
+from mtp_train.checkpoints.artifact import Artifact, OwnOutput, load_artifact
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.locations import RECIPE_FILE, head_directory, is_run, open_location
+from mtp_train.checkpoints.writing import held_tensor
 from mtp_train.errors import RecipeError, UnsupportedModelError
+from mtp_train.families import of_kind
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.build import HeadPlan, deepest, graft_artifact_plan, graft_plan
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.draft_model import DraftModel, draft_model, draft_plan
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
@@ -62,7 +65,7 @@ def source_plan(recipe: Recipe, finetune: Checkpoint, source: Checkpoint | LoneH
     Raises:
         RecipeError: It is of another kind than ``head.kind``, or has fewer blocks than ``head.num_depths``.
         CheckpointError: The source has no complete head, or it does not fit the trunk.
-        UnsupportedModelError: The family has no convention of the recipe's name, or the head's output is its own.
+        UnsupportedModelError: The family has no convention of the recipe's name, or engines agree on no such head.
     """
     head, found = recipe.head, "mtp" if isinstance(source, Checkpoint) else source.kind
     if found != head.kind:
@@ -73,10 +76,15 @@ def source_plan(recipe: Recipe, finetune: Checkpoint, source: Checkpoint | LoneH
     if isinstance(source, Checkpoint):
         return graft_plan(finetune, source, head.convention)
     if isinstance(source.stored, DraftModel):
-        plan = _with_the_trunks_output(draft_plan(source.stored, finetune), source.path, finetune)
+        plan = _of_draft(source.stored, finetune)
     else:
         trusts = recipe.model.trust_remote_code
         plan = graft_artifact_plan(finetune, source.stored, source.path, head.convention, trust_remote_code=trusts)
+    if plan.output is not None and head.draft_vocab is not None:
+        raise RecipeError(
+            f"head.draft_vocab: {head.draft_vocab}, and {source.path} has an output matrix of its own; expected its "
+            "tokens. Write head.draft_vocab: null."
+        )
     most = deepest(plan)
     if find_head_kind(head.kind).parallel and most is not None and head.num_depths > most:
         raise RecipeError(
@@ -86,29 +94,32 @@ def source_plan(recipe: Recipe, finetune: Checkpoint, source: Checkpoint | LoneH
     return plan
 
 
-def _with_the_trunks_output(plan: HeadPlan, path: Path, trunk: Checkpoint) -> HeadPlan:
-    """Return the plan of a draft model that drafts with the trunk's own rows for its tokens.
+def _of_draft(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
+    """Return the plan of a draft model. Where its output matrix is a copy of the trunk's rows, those rows are used.
 
     Raises:
-        UnsupportedModelError: Its output matrix was trained, so that its states do not fit the trunk's rows.
+        UnsupportedModelError: It reads other layers of the trunk than an export can name.
     """
+    plan, text_config = draft_plan(draft, trunk), text_config_of(trunk)
+    usual = of_kind(trunk.family, draft.kind.name).wiring.trunk_layers(text_config)
+    if draft.trunk_layers not in (None, usual):
+        raise UnsupportedModelError(
+            f"{draft.checkpoint.path}: reads the trunk's layers {draft.trunk_layers}; expected {usual}, which all "
+            "engines agree on. Start a new head with head.init: random."
+        )
     if plan.output is None:
         return plan
-    layout, ids_R = plan.layout, plan.output.token_ids_R
+    layout, weight, ids_R = plan.layout, plan.output.weight, plan.output.token_ids_R
+    own_RD = weight.load()
     rows_RD = trunk.read(layout.lm_head_key if layout.lm_head_key in trunk.tensors else layout.embed_key)
     if ids_R is not None:
-        ids_R = ids_R.sort().values
-        rows_RD = rows_RD[ids_R]
-    own_RD = plan.output.weight.load().float()
-    if plan.output.token_ids_R is not None:
-        own_RD = own_RD[plan.output.token_ids_R.argsort()]
-    distance = float(torch.linalg.norm(own_RD - rows_RD.float()) / torch.linalg.norm(own_RD))
-    if distance > SAME_ROWS:
-        raise UnsupportedModelError(
-            f"{path}: its output matrix differs from the rows of {trunk.path} by {distance:.0%}; expected those rows, "
-            "as training computes drafts with them. Start a new head of this kind with head.init: random."
-        )
-    return replace(plan, output=None, draft_vocab=None if ids_R is None else ids_R.int())
+        # Ascending, as vocabularies are here.
+        ids_R, order_R = ids_R.sort()
+        own_RD, rows_RD = own_RD[order_R], rows_RD[ids_R]
+    distance = torch.linalg.norm(own_RD.float() - rows_RD.float()) / torch.linalg.norm(own_RD.float())
+    if distance <= SAME_ROWS:
+        return replace(plan, output=None, draft_vocab=None if ids_R is None else ids_R.int())
+    return replace(plan, output=OwnOutput(held_tensor(weight.key, weight.dtype, own_RD), ids_R))
 
 
 def require_source_model(recipe: Recipe) -> None:

@@ -6,8 +6,9 @@ Three measurements, on text that the fine-tune writes itself:
    different text, so the level is compared by overlap of p and q at depth 1 at equal target entropy (``evaluation/
    entropy.py``). What is missing there is what fine-tuning cost the head.
 2. A short training on a few dozen answers, and the paired gain in tau on the held-out prompts.
-3. Whether the base's head drafts for the base at all. If not, the head or the tokenizer is at fault, and training on
-   the fine-tune hides it at best.
+3. Whether the base's head drafts for the base at all, and whether it drafts better in a known wrong form or under
+   another convention (``evaluation/wirings.py``). If so, the head or the tokenizer is at fault, and training on the
+   fine-tune hides it at best.
 """
 
 from __future__ import annotations
@@ -22,22 +23,26 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from mtp_inference.opening import OWN
+from mtp_inference import HeadDrafting, SpeculativeDecoder
+from mtp_inference.opening import OWN, open_model
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.names import GRAFT, RETRAINED
 from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.demo import GROUP_FIELD
+from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.checkpoints.suggestions import graft_command, inspect_command, last_name, retrain_command
-from mtp_train.checkpoints.writing import full_disk_is_named, write_text
+from mtp_train.checkpoints.writing import full_disk_is_named, write_json, write_text
 from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
-from mtp_train.data.tokenize import Prompt, choose_evenly
+from mtp_train.data.tokenize import Prompt, build_prompts, choose_evenly
 from mtp_train.errors import ChangedInputError, GateRefusedError
-from mtp_train.evaluation.arms import ArmSpec
+from mtp_train.evaluation.arms import ArmSpec, local_device
+from mtp_train.evaluation.dense import own_text
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK
 from mtp_train.evaluation.results import ALL_TASKS, REPORT_FILE, Report, load_report
 from mtp_train.evaluation.run import run_study
+from mtp_train.evaluation.wirings import better_wiring
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.display import html_table
@@ -47,13 +52,15 @@ from mtp_train.runs.pipeline import run_recipe
 from mtp_train.runs.resolve import Overrides, override_texts, require_one_process, resolved_recipe
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.write_recipe import settings_of
-from mtp_train.trunk.progress import progress_on
+from mtp_train.trunk.progress import progress_on, shown_loading
+from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 
 Verdict = Literal["graft", "retrain", "fault", "undecided"]
 
 OWN_BASE = "base"
 TRAINING, COMPARISON, PROMPTS = "training", "comparison", "prompts.jsonl"
 PROMPTS_PER_MODEL = 32
+WIRING, WIRING_PROMPTS, WIRING_TOKENS = "wiring.json", 16, 32
 MARGIN = 0.03
 """A head that lost at most this share of its level is good enough: retraining it would not be noticed."""
 LEAST_TAU = 1.3
@@ -104,6 +111,9 @@ class ProbeResult:
     gain_ci95: Interval | None = None
     """Paired interval of the gain in tau over the graft."""
     trained_steps: int | None = None
+    wiring: str | None = None
+    """The form or convention in which the base's head drafts better for the base, with its figures; None if ours is
+    the best."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train probe --json`` prints them."""
@@ -122,6 +132,7 @@ class ProbeResult:
             ("base's head on the fine-tune", _level_text(self.graft)),
             *([] if self.base is None else [("base's head on the base", _level_text(self.base))]),
             ("overlap lost at equal entropy", _lost_text(self)),
+            *([("base's head, wired otherwise", self.wiring)] if self.wiring is not None else []),
             *([("briefly retrained", trained)] if self.trained_tau is not None else []),
         ]
 
@@ -174,7 +185,8 @@ def probe_with(
     report = _compare(recipe, donor, out, console)
     own = _level(report, OWN_BASE) if OWN_BASE in report.arms else None
     found = ProbeResult("undecided", "", "", _level(report, GRAFT), own, *_lost_overlap(report))
-    if not is_at_fault(found.base):
+    found = replace(found, wiring=None if is_lone(donor) else _better_wiring(recipe, donor, out, console))
+    if not is_at_fault(found.base) and found.wiring is None:
         # Two models were loaded before this one.
         gc.collect()
         with contextlib.suppress(GateRefusedError):
@@ -195,6 +207,8 @@ def judge(found: ProbeResult) -> tuple[Verdict, str]:
     A loss or a gain counts if its whole 95 % interval does.
     """
     own, graft, gain, lost = found.base, found.graft, found.gain_ci95, found.lost_overlap_ci95
+    if found.wiring is not None:
+        return "fault", f"{found.wiring}. The base's head is in a wrong form, or was trained with that wiring"
     if own is not None and is_at_fault(own):
         return "fault", (
             f"The base's head drafts for the base itself with tau {_number(own.tau)} {_interval(own.tau_ci95)}; "
@@ -253,6 +267,34 @@ def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> Report:
     held = out / COMPARISON
     with progress_on(console) as progress, full_disk_is_named(held, what="the probe"), RunDirectory(held).held(console):
         return run_study(arms, grid, held, progress, title=f"probe of {trunk}", costs=False)
+
+
+def _better_wiring(recipe: Recipe, donor: str, out: Path, console: Console) -> str | None:
+    """Draft for the base with its head in every known wrong form; return the one that fits better, in a sentence.
+
+    The answer is kept in the probe's directory.
+    """
+    file = out / WIRING
+    if file.is_file():
+        kept: str | None = read_json(file)["wiring"]
+        return kept
+    model, device = open_model(donor, OWN), local_device()
+    tokenizer = load_tokenizer(model.checkpoint, recipe.model.trust_remote_code)
+    prompts = choose_evenly(build_prompts(split_records(recipe)[1], tokenizer), WIRING_PROMPTS, recipe.seed)
+    with progress_on(console) as progress:
+        with shown_loading(progress, donor, model.checkpoint.num_bytes):
+            trunk = model.load_trunk(device)
+        drafting = model.load_drafting(trunk)
+        if not isinstance(drafting, HeadDrafting):
+            return None
+        plain = SpeculativeDecoder(trunk, None, 0, eos_token_ids(model.checkpoint, tokenizer))
+        found = plain.decode([prompt.prompt_ids for prompt in prompts], WIRING_TOKENS)
+        texts = own_text(prompts, [tuple(one.token_ids) for one in found], recipe.data.seq_len_tokens)
+        better = better_wiring(trunk, drafting, texts, min(2, model.deepest), progress)
+    wiring = None if better is None else str(better)
+    with full_disk_is_named(out, what="the probe"):
+        write_json(file, {"wiring": wiring})
+    return wiring
 
 
 def _write_prompts(recipe: Recipe, file: Path) -> None:

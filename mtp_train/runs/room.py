@@ -192,8 +192,7 @@ def _changes(recipe: Recipe, world_size: int, device: Device) -> Iterator[list[C
     for bits in ("8bit", "4bit"):
         yield [([f"model.quantization={bits}", *whole, *change], world_size) for change in lighter]
     yield [([*whole, *change], count) for count, change in itertools.product(doubled, same)]
-    answered = recipe.data.answered
-    if recipe.decodes and answered is not None:
-        servers = [*SERVERS, *([] if answered.batch_size is None else ["data.regenerate.batch_size=null"]), *whole]
+    if recipe.decodes and recipe.regenerates:
+        servers = [*SERVERS, *whole]
         counts = itertools.product([world_size, *doubled], same)
         yield [([*servers, *change], count) for count, change in counts]

@@ -134,9 +134,11 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document], *, choose
     if recipe.head.lora is not None:
         put_on_lora(head, recipe.head.lora, seed=recipe.seed)
     draft_vocab = chosen_vocab(run, documents, len(trunk.lm_head_VD))
-    if draft_vocab is not None and recipe.objective.vocab == "draft":
-        documents = keep_targets(documents, set(draft_vocab.tolist()))
-    module = head_training(recipe, trunk, head, draft_vocab)
+    own = inputs.head_plan.output
+    trained_vocab = own.token_ids_R if own is not None else draft_vocab if recipe.objective.vocab == "draft" else None
+    if trained_vocab is not None:
+        documents = keep_targets(documents, set(trained_vocab.tolist()))
+    module = head_training(recipe, trunk, head, trained_vocab)
     training, measured = part_documents(recipe, documents)
     cache = hidden_cache(run, module, documents)
     batches = global_batches(
@@ -211,7 +213,7 @@ def head_training(recipe: Recipe, trunk: Trunk, head: MtpHead, draft_vocab: torc
         on_policy=recipe.objective.on_policy,
         apart=recipe.objective.unroll == "fastmtp",
         recompute=recipe.train.gradient_checkpointing,
-        draft_vocab=draft_vocab if recipe.objective.vocab == "draft" else None,
+        draft_vocab=draft_vocab,
         compute_dtype=COMPUTE_DTYPES[recipe.train.precision],
     )
 
@@ -278,6 +280,8 @@ def trained_artifact(
     if recipe.head.lora is not None:
         head = build_head(plan, text_config_of(run.inputs.finetune), dtype=torch.float32)
         weights = merged_weights(head, recipe.head.lora, weights)
+    if plan.output is not None:
+        weights = {name: value for name, value in weights.items() if not name.endswith(".lm_head.weight")}
     return Artifact(
         layout=plan.layout,
         num_modules=plan.num_modules,
@@ -291,4 +295,6 @@ def trained_artifact(
             SELECTED: None if selection is None else asdict(selection.best),
         },
         draft_vocab=draft_vocab,
+        output=plan.output,
+        draft_config=plan.draft_config,
     )

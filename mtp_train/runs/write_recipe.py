@@ -271,9 +271,8 @@ def _commented(settings: Plain, start: Start, found: CheckResult) -> str:
     header = (
         f"# yaml-language-server: $schema={SCHEMA_FILE}",
         f"# Trains: {_TRAINS[start]}",
-        "# Check: mtp-train check THIS_FILE prints plan, memory and the engines that serve the result.",
-        "# Launch: accelerate launch -m mtp_train THIS_FILE; mtp-train recipes lists files for several GPUs.",
-        "# Override a field by adding section.field=value to either command. The schema above describes every field.",
+        "# Check: mtp-train check THIS_FILE --processes N prints plan, memory, the engines that serve the result,",
+        "# and the command that launches it. Override a field by adding section.field=value to either.",
     )
     notes = {
         path: _first_sentence(node["description"]) for path, node in walk_fields(schema_tree()) if "description" in node

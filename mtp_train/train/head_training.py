@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from mtp_train.heads.module import MtpHead
+from mtp_train.heads.module import MtpHead, OutputRows
 from mtp_train.losses.chunked import LossTerms, frozen_head_loss
 from mtp_train.train.packed_rows import AlignedRows, Forwards, PackedBatch, aligned_rows, autocasting
 from mtp_train.train.teacher_forced import DenseSums, dense_sums
@@ -46,7 +46,7 @@ class HeadTraining(nn.Module):
         apart: Independent depths: each attends to rows of its own depth only (``heads.step.unroll``).
         recompute: Recompute the head's activations in the backward pass, to save memory (``heads.step.unroll``).
         draft_vocab: int, shape (R,), ascending: p and q are distributions over these tokens alone, and no other token
-            may be a target. None for all.
+            may be a target. None for all. Those of a head with its own output rows.
         loss_rows: Target rows of one chunk of the loss; None for the device's (``losses.chunked.chunk_rows``).
         compute_dtype: bfloat16 or float32, the dtype of all matrix products, whatever dtype the weights are held in:
             the head's by autocast, the trunk's by :meth:`~mtp_train.trunk.load.Trunk.computing_in`, so that it computes
@@ -86,6 +86,7 @@ class HeadTraining(nn.Module):
         self.apart = apart
         self.recompute = recompute
         self.compute_dtype = compute_dtype
+        self.owns_rows = isinstance(head.module_for(1).lm_head, OutputRows)
         self.register_buffer("draft_vocab", None if draft_vocab is None else draft_vocab.long(), persistent=False)
 
     def train(self, mode: bool = True) -> HeadTraining:
@@ -144,7 +145,8 @@ class HeadTraining(nn.Module):
         targets_N, vocab_R = rows.targets_N, cast("Tensor | None", self.draft_vocab)
         if vocab_R is not None:
             lm_head_VD = lm_head_VD[vocab_R]
-            own_heads = None if own_heads is None else [own_VD[vocab_R] for own_VD in own_heads]
+            if own_heads is not None and not self.owns_rows:
+                own_heads = [own_VD[vocab_R] for own_VD in own_heads]
             # Tokens outside the draft vocabulary get a wrong index here. They are masked out of the loss, so it is
             # never read.
             targets_N = torch.searchsorted(vocab_R, targets_N).clamp(max=len(vocab_R) - 1)

@@ -44,7 +44,13 @@ class RunLog:
             import wandb as wandb_package
 
             self._wandb = wandb_package.init(
-                project=project, name=run_dir.name, dir=run_dir, mode=wandb, config=dict(config), reinit="create_new"
+                project=project,
+                name=run_dir.name,
+                dir=run_dir,
+                mode=wandb,
+                config=dict(config),
+                reinit="create_new",
+                settings={"silent": True},
             )
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:

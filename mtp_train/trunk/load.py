@@ -37,6 +37,7 @@ from mtp_train.trunk.recurrent_kernels import choose_kernels
 from mtp_train.upstream.transformers_private import (
     kept_in_fp32,
     loading_layer_by_layer,
+    quiet_loading,
     renamed_keys,
     without_packed_rows,
 )
@@ -469,7 +470,7 @@ def load_trunk(
         given["quantization_config"] = packing(quantization, dtype, empty, where=str(path))
         # bitsandbytes quantises on the device where the weights will run, and they are not moved afterwards.
         given["device_map"] = {"": device}
-    with _loading(path, family, config, torch.device(device), on_layer):
+    with quiet_loading(), _loading(path, family, config, torch.device(device), on_layer):
         model, info = _trunk_class(family).from_pretrained(
             path,
             output_loading_info=True,

@@ -36,7 +36,7 @@ from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Family
 from mtp_train.heads.diagnose import layout_of, named_rejections, trunk_config
 from mtp_train.trunk.load import empty_trunk
-from mtp_train.upstream.transformers_private import without_deepspeed
+from mtp_train.upstream.transformers_private import quiet_loading, without_deepspeed
 
 # The shape that replaces the unknown shape of a packed weight.
 _UNKNOWN = (1, 1)
@@ -243,7 +243,8 @@ def _match(
             delattr(part, QUANTISATION)
     is_quantised = len(plain) < len(shapes) or quant_method(checkpoint.config) is not None
     try:
-        with nullcontext() if family.trunk.loading is None else family.trunk.loading(checkpoint.tensors):
+        loading = nullcontext() if family.trunk.loading is None else family.trunk.loading(checkpoint.tensors)
+        with quiet_loading(), loading:
             _, info = type(model).from_pretrained(
                 None,
                 config=config,

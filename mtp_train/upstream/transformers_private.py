@@ -8,6 +8,7 @@ rotary embeddings in ``transformers.models`` are named in the family records and
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLaye
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask as sdpa_mask
+from transformers.utils import logging as transformers_logging
 
 from mtp_train.upstream import Symbol
 
@@ -130,6 +132,12 @@ SYMBOLS = (
         "_keep_in_fp32_modules_strict",
         "trunk/precision.py",
         "a model class does not document which of its parameters stay in fp32",
+    ),
+    Symbol(
+        "transformers.integrations.hub_kernels",
+        "logger",
+        "trunk/load.py, trunk/whole.py, heads/assistant.py",
+        "its notices of kernels that are not installed come with every model, and no setting leaves them out alone",
     ),
     Symbol(
         "transformers:PreTrainedModel",
@@ -305,6 +313,25 @@ def load_from_wrapper(language_model: Any, wrapper: str) -> None:
     conversion_mapping.register_checkpoint_conversion_mapping(
         language_model.__name__, [*of_wrapper, inside], overwrite=True
     )
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Load a model without transformers' bars, and without its notices of kernels unless its verbosity is info."""
+    from transformers.integrations import hub_kernels
+
+    hub_kernels.logger.addFilter(_is_wanted)
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _is_wanted(_: logging.LogRecord) -> bool:
+    return transformers_logging.get_verbosity() <= logging.INFO
 
 
 def listed_head_keys(model_class: Any) -> list[str]:

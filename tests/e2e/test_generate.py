@@ -15,7 +15,7 @@ import mtp_train as mtp
 from byte_tokenizer import byte_tokenizer
 from checkpoints import wrap_as_vision_language
 from mtp_inference import plain_greedy
-from mtp_train.cli import decoding_commands
+from mtp_train.cli import commands
 from mtp_train.cli.main import main
 from mtp_train.errors import printable
 from mtp_train.families import FAMILIES
@@ -147,7 +147,7 @@ def test_a_text_is_printed_as_it_is_decoded_and_then_tau_and_speed(
     run_dir: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces: list[str] = []
-    monkeypatch.setattr(decoding_commands, "_print_piece", pieces.append)
+    monkeypatch.setattr(commands, "_print_piece", pieces.append)
     first, second = requests([run_dir / "export"], capfd)
     out, err = printed([run_dir / "export"], PROMPTS[:1], capfd)
     assert "".join(pieces) == first["text"]

@@ -27,6 +27,7 @@ from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.draft_model import draft_model, draft_plan
 from mtp_train.recipe.loading import load_recipe
+from mtp_train.train.log import read_metrics
 from runs import TINY_RESCUE, document, refusal, run_quietly, shorten_probes, write_recipe
 from toy_kind import TOY
 
@@ -251,3 +252,34 @@ def test_a_head_of_another_kind_than_the_recipe_names_is_refused(
     arms = {"evaluate__arms": ["none", "graft", "retrained"], "gate__baseline": "auto"}
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **{**RUN, **wrong, **arms})
     assert "has a head of kind eagle;" in refusal(["run", recipe], capfd)
+
+
+def test_a_released_draft_model_keeps_its_own_output_matrix_and_layer(
+    runs: dict[str, Path], inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As third parties release them: the output rows were trained, and the layer adds the normed state."""
+    released = shutil.copytree(runs["eagle3"] / "export", tmp_path / "released")
+    tensors = load_file(released / "model.safetensors")
+    rows_RD = tensors["lm_head.weight"]
+    noise_RD = torch.randn(rows_RD.shape, generator=torch.Generator().manual_seed(0)) * rows_RD.std()
+    tensors["lm_head.weight"] = (rows_RD + noise_RD).to(rows_RD.dtype)
+    save_file(tensors, released / "model.safetensors")
+    config = json.loads((released / "config.json").read_text())
+    (released / "config.json").write_text(json.dumps({**config, "norm_before_residual": True}))
+    settings = {"model__head_from": str(released), "head__kind": "eagle3", "head__init": "graft"}
+    settings |= {"evaluate__arms": ["none", "graft", "retrained"], "gate__baseline": "auto", "train__max_steps": 12}
+    out = run(inputs, tmp_path / "again", **settings)
+    lines = [line["loss"] for line in read_metrics(out) if "loss" in line]
+    assert lines[-1] < lines[0]
+    report = load_report(out / "report.json")
+    ask = ["generate", inputs / "finetune", "--prompt", "say 3", "--max-new-tokens", 16, "--depth", 2]
+    drafts = {}
+    for head in (out / "head", out / "export"):
+        (drafts[head.name],) = document([*ask, "--head", head], capfd)["requests"]
+    assert drafts["head"] == drafts["export"]
+    assert report.arms["retrained"].tau > report.arms["graft"].tau
+    exported = load_file(out / "export" / "model.safetensors")
+    assert torch.equal(exported["lm_head.weight"], tensors["lm_head.weight"])
+    assert torch.equal(exported["d2t"], tensors["d2t"])
+    assert not torch.equal(exported["fc.weight"], tensors["fc.weight"])
+    assert json.loads((out / "export" / "config.json").read_text())["norm_before_residual"] is True

@@ -142,7 +142,8 @@ def test_a_run_that_does_not_fit_is_planned_with_the_settings_that_are_printed(
 def test_a_server_answers_the_prompts_of_a_recipe_that_was_written_before(tmp_path: Path) -> None:
     inputs = write_inputs(tmp_path / "in")
     mtp.write_recipe("my.yaml", inputs / "finetune", inputs / "base", data=[inputs / "chats.jsonl"])
-    assert mtp.check("my.yaml", ["data.regenerate.endpoint=http://localhost:8000/v1"]).room.problem is None
+    for recipe in ("my.yaml", "retrain_head"):
+        assert mtp.check(recipe, ["data.regenerate.endpoint=http://localhost:8000/v1"]).room.problem is None
 
 
 def test_the_launch_line_starts_the_run_that_was_planned(tmp_path: Path) -> None:

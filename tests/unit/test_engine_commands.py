@@ -10,6 +10,9 @@ from mtp_train.families import FAMILIES, Family
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.families.engines import engine_commands
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
+from mtp_train.runs.display import wiring_note
+
+FAMILY = {family.name: family for family in FAMILIES}
 
 
 def test_commands_draft_as_many_tokens_as_asked() -> None:
@@ -46,3 +49,17 @@ def test_an_external_drafter_is_served_like_a_head() -> None:
     # llama.cpp refuses one as wide as its trunk.
     wide = partial(GEMMA4_ASSISTANT.commands, {**config, "backbone_hidden_size": 32}, "helper")
     assert wide(2)["llama.cpp"].startswith("no: its loader refuses")
+
+
+def test_engines_that_wire_a_head_otherwise_are_named_beside_their_commands() -> None:
+    glm = FAMILY["glm4_moe"]
+    serves = engine_commands(glm.serving, "model", 3)
+    said = wiring_note(glm, "auto", serves)
+    assert said is not None
+    assert said.startswith("wired in another way on vllm than it is trained and measured here")
+    assert said.endswith("; head.convention=vllm trains and measures for vllm")
+    # llama.cpp only counts positions from one higher.
+    assert "llama.cpp" not in said
+    assert wiring_note(glm, "auto", serves | {"vllm": "no: has none"}) is None
+    qwen = FAMILY["qwen3_5"]
+    assert wiring_note(qwen, "auto", engine_commands(qwen.serving, "model", 3)) is None

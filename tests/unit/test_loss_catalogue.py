@@ -78,7 +78,7 @@ def test_a_head_learns_by_it(brier: str) -> None:
         given = micro_batches(
             sequences, depth_weights(used.head.num_depths, used.objective.depth_decay), plan, accelerator
         )
-        (sums_K, _), _ = optimise(wrapped, optimizer, accelerator, used.train.max_grad_norm, given)
+        (sums_K, *_), _ = optimise(wrapped, optimizer, accelerator, used.train.max_grad_norm, given)
         totals.append(float(sums_K.sum()))
     assert totals[-1] < 0.5 * totals[0]
 

@@ -146,6 +146,12 @@ def test_the_command_line_uses_the_public_api_alone() -> None:
     assert "mtp_train.runs" in {name.rpartition(".")[0] for name in imports_of_ours(package / "runs" / "check.py")}
 
 
+def test_functions_are_quiet() -> None:
+    code = "import mtp_train as mtp\nmtp.inspect('demo:base')\nmtp.generate('demo:base', ['def'], max_new_tokens=2)\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
 # Results
 
 

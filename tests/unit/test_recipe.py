@@ -111,11 +111,6 @@ MEDUSA = [*RANDOM, "head.kind=medusa"]
         (["data.sources.0.streaming=true"], "data.sources.0.streaming", "Set data.max_documents"),
         (["data.regenerate={temperature: 0, top_p: 0.9}"], "data.regenerate.top_p", "or raise the temperature"),
         (
-            ["data.regenerate={endpoint: 'http://a/v1', batch_size: 4}"],
-            "data.regenerate.batch_size",
-            "Use data.regenerate.concurrency",
-        ),
-        (
             ["data.regenerate={endpoint: 'localhost:8000'}"],
             "data.regenerate.endpoint",
             "Write, for example, http://localhost:8000/v1",

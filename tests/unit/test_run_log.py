@@ -1,13 +1,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from mtp_train.checkpoints.locations import RECIPE_FILE
+from mtp_train.errors import RecipeError
+from mtp_train.runs.display import LOG_FILE, logged
 from mtp_train.train.log import METRICS_FILE, RunLog, read_metrics
 
 
@@ -61,6 +67,27 @@ def test_wandb_gets_the_numbers_but_no_text(tmp_path: Path, monkeypatch: pytest.
     log.close()
     expected = [("init", ("online", "tests", {"seed": 1})), ("log", ({"loss": 0.5}, 3)), ("finish", None)]
     assert calls == expected
+
+
+def test_what_a_run_prints_is_in_its_log_once_it_owns_the_directory(tmp_path: Path) -> None:
+    console = Console(quiet=True)
+
+    def refused() -> None:
+        with logged(tmp_path, console):
+            warnings.simplefilter("always")
+            console.print("1 process")
+            assert not (tmp_path / LOG_FILE).exists()
+            (tmp_path / RECIPE_FILE).touch()
+            warnings.warn("odd", stacklevel=1)
+            logging.getLogger("mtp_train.trunk").warning("slow")
+            raise RecipeError("seed: odd.")
+
+    with pytest.raises(RecipeError):
+        refused()
+    console.print("after")
+    _, started, *lines = (tmp_path / LOG_FILE).read_text().splitlines()
+    assert started[:2] == "20"
+    assert lines == ["1 process", "UserWarning: odd", "slow", "RecipeError: seed: odd."]
 
 
 def test_off_does_not_import_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 
 from checkpoints import all_tensors, base_and_finetune, save_stripped
 from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint, open_checkpoint, scan_safetensors
+from mtp_train.checkpoints.quantised import read_plain_in_blocks
 from mtp_train.checkpoints.values import common_tensors, find_non_finite, paired_rows, squared_change
 from mtp_train.heads.diagnose import layout_of
 from tiny import tiny_trunk
@@ -32,6 +34,10 @@ def stored(folder: Path, tensor: torch.Tensor) -> Checkpoint:
     save_file({"w": tensor}, folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
     return open_checkpoint(folder)
+
+
+def blocks(checkpoint: Checkpoint, key: str = "w") -> Iterator[torch.Tensor]:
+    return read_plain_in_blocks(checkpoint, key)
 
 
 def exact_change(new: torch.Tensor, old: torch.Tensor) -> tuple[float, float]:
@@ -58,7 +64,7 @@ def test_a_change_is_right_to_six_digits(
     old = size * torch.randn(601, 500, generator=generator)
     new = (old * (1 + relative * torch.randn(old.shape, generator=generator))).to(new_dtype)
     old = old.to(old_dtype)
-    found = squared_change(stored(tmp_path / "new", new), "w", stored(tmp_path / "old", old), "w")
+    found = squared_change(blocks(stored(tmp_path / "new", new)), blocks(stored(tmp_path / "old", old)))
     assert found == pytest.approx(exact_change(new, old), rel=1e-6)
     assert found[0] > 0
 
@@ -68,8 +74,8 @@ def test_nan_is_seen_and_equal_tensors_have_no_change(tmp_path: Path) -> None:
     new = old.clone()
     new[5, 2] = torch.nan
     base = stored(tmp_path / "old", old)
-    assert squared_change(base, "w", base, "w") == (0.0, 9.0 * 2100)
-    change, size = squared_change(stored(tmp_path / "new", new), "w", base, "w")
+    assert squared_change(blocks(base), blocks(base)) == (0.0, 9.0 * 2100)
+    change, size = squared_change(blocks(stored(tmp_path / "new", new)), blocks(base))
     assert (math.isnan(change), size) == (True, 9.0 * 2100)
 
 
@@ -85,7 +91,7 @@ def test_added_tokens_do_not_count_as_change(tmp_path: Path) -> None:
     def changes() -> list[float]:
         ours, theirs = open_checkpoint(finetune), open_checkpoint(base)
         shared = common_tensors(ours, layout_of(ours), theirs, layout_of(theirs)).values()
-        return [squared_change(ours, key, theirs, base_key)[0] for key, base_key in shared]
+        return [squared_change(blocks(ours, key), blocks(theirs, base_key))[0] for key, base_key in shared]
 
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     assert sum(changes()) > 0

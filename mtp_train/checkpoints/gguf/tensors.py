@@ -196,7 +196,7 @@ def _cut(
     """Return, per part of a tensor, its shape and the function of a block that returns the part."""
     if cut.how in ("query_pairs", "key_pairs"):
         count = int(config["num_attention_heads" if cut.how == "query_pairs" else "num_key_value_heads"])
-        return ((shape, lambda block: _paired(block, count)),)
+        return ((shape, lambda block: paired(block, count)),)
     if cut.how == "halves":
         *outer, rows, columns = shape
         half = (*outer, rows // 2, columns)
@@ -213,7 +213,7 @@ def _cut(
     )
 
 
-def _paired(block: Tensor, num_heads: int) -> Tensor:
+def paired(block: Tensor, num_heads: int) -> Tensor:
     return block.view(num_heads, 2, -1, block.shape[1]).transpose(1, 2).reshape(block.shape)
 
 

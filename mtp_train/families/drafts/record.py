@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.engines import Convention, EngineSupport
@@ -114,6 +114,19 @@ class DraftParts:
     """The engines' entries for a trunk, by the name of its family, or by the model type of a wrapper around it. In the
     commands ``{path}`` is the draft model and TRUNK its trunk."""
     format: DraftFormat
+
+
+def described_by(family: Family, kind: HeadKind, config: Mapping[str, Any]) -> Family:
+    """Return the family record of a head with the layer that the config of a draft model describes."""
+
+    def layer_config(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+        return LlamaConfig.from_dict(
+            {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
+        )
+
+    if not parts_of(kind).format.describes_layer:
+        return family
+    return replace(family, layer=replace(family.layer, config=layer_config))
 
 
 def parts_of(kind: HeadKind) -> DraftParts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,8 @@ from mtp_train.checkpoints.draft_checkpoint import DraftForm
 from mtp_train.checkpoints.export import LinkMode, write_checkpoint, write_head_only
 from mtp_train.checkpoints.files import Checkpoint, is_gguf, open_checkpoint, read_json
 from mtp_train.checkpoints.gguf.architectures import gguf_head_for
+from mtp_train.checkpoints.gguf.draft_model import write_draft_gguf
+from mtp_train.checkpoints.gguf.model_file import open_gguf
 from mtp_train.checkpoints.gguf.sidecar import GgufKind, write_gguf
 from mtp_train.checkpoints.gguf.tensors import gguf_tensors
 from mtp_train.checkpoints.identity import checkpoint_files, directory_files, require_same
@@ -44,6 +47,9 @@ from mtp_train.runs.run_directory import ADAPTER, PROVENANCE_FILE, TRUNK, claime
 from mtp_train.trunk.tokenizer import load_tokenizer
 from mtp_train.trunk.whole import first_of, require_whole_trunk
 
+# Programs that pass both draft nothing, or crash (unsloth#10169, LM Studio's bug tracker #2244).
+_ONE_HEAD = "TRUNK.gguf must have no head of its own (convert_hf_to_gguf.py --no-mtp); if it has one, leave -md out."
+
 
 @dataclass(frozen=True)
 class ExportResult:
@@ -58,8 +64,8 @@ class ExportResult:
     flag: str | None = None
     """vLLM's flag that drafts with a head-only export; None for other forms."""
     notes: tuple[str, ...] = ()
-    """Sentences about weight files that were left out, and the trunk's layers that a draft model for speculators
-    reads."""
+    """Sentences about weight files that were left out, the trunk's layers that a draft model for speculators reads, and
+    the trunk that a GGUF file is passed with."""
 
     def to_json(self) -> dict[str, Any]:
         values: dict[str, Any] = {"out": str(self.out), "notes": self.notes}
@@ -71,8 +77,9 @@ class ExportResult:
 
     def __str__(self) -> str:
         if self.file is not None:
-            serve = f"llama-server -m TRUNK.gguf -md {self.file} --spec-type draft-mtp --spec-draft-n-max 3"
-            return f"Wrote {self.file}. Serve it: {serve}"
+            kind = "draft-eagle3" if self.file.name.startswith("eagle3-") else "draft-mtp"
+            serve = f"llama-server -m TRUNK.gguf -md {self.file} --spec-type {kind} --spec-draft-n-max 3"
+            return "\n".join([f"Wrote {self.file}. Serve it: {serve}", *self.notes])
         if self.flag is not None:
             serve = f"vllm serve {shlex.quote(str(self.trunk))} {self.flag}"
             return f"Wrote {self.out}: the head alone. Draft with it: {serve}"
@@ -123,10 +130,11 @@ def export(
         return _take_head_out(source, out, head_only, progress)
     refuse_existing(out, what="the checkpoint" if gguf is None else "the GGUF file")
     found = _head_to_export(source, progress)
-    _require_sound(source, found, progress, alone=head_only or gguf is not None)
+    _require_sound(source, found, progress, head_only=head_only, alone=head_only or gguf is not None)
     trunk, layout = found.trunk, layout_of(found.holder)
     if gguf is not None:
-        return ExportResult(out, trunk.path, file=_write_gguf(found, layout, out, gguf, progress))
+        told = (_ONE_HEAD,) if found.plan.family.kind == "mtp" else ()
+        return ExportResult(out, trunk.path, file=_write_gguf(source, found, layout, out, gguf, progress), notes=told)
     if speculators and found.plan.family.kind == "mtp":
         raise CheckpointError(
             f"{trunk.path}: its head is an MTP head, which is part of the trunk's checkpoint; expected a head of kind "
@@ -144,7 +152,7 @@ def export(
 def _take_head_out(source: Path, out: Path, head_only: bool, progress: Progress) -> ExportResult:
     if not head_only:
         raise MtpError(f"{source}: a GGUF file; expected --head-only, which takes its head out. Add it.")
-    return ExportResult(out, source, file=export_gguf_head(source, out, progress))
+    return ExportResult(out, source, file=export_gguf_head(source, out, progress), notes=(_ONE_HEAD,))
 
 
 def _write_with_trunk(
@@ -191,8 +199,12 @@ def _notes(found: _HeadToExport) -> tuple[str, ...]:
     return (*notes, *left_out(others))
 
 
-def _write_gguf(found: _HeadToExport, layout: HeadLayout, out: Path, kind: GgufKind, progress: Progress) -> Path:
+def _write_gguf(
+    source: Path, found: _HeadToExport, layout: HeadLayout, out: Path, kind: GgufKind, progress: Progress
+) -> Path:
     """Write ``mtp-NAME.gguf``, named after the trunk, into a new directory; return its path."""
+    if isinstance(found.plan, Artifact) and found.plan.family.kind != "mtp":
+        return _write_draft_gguf(source, found.trunk, found.plan, out, kind, progress)
     trunk = found.trunk
     # A checkpoint may store its head in FP8; read without ``verbatim``, the tensors are plain floats.
     head = native_head_of(found.holder, layout, layout) if not isinstance(found.plan, Artifact) else found.plan.head
@@ -214,6 +226,29 @@ def _write_gguf(found: _HeadToExport, layout: HeadLayout, out: Path, kind: GgufK
             tokenizer=tokenizer,
             progress=progress,
         )
+    return out / name
+
+
+def _write_draft_gguf(
+    source: Path, checkpoint: Checkpoint, head: Artifact, out: Path, kind: GgufKind, progress: Progress
+) -> Path:
+    """Write ``eagle3-NAME.gguf``, named after the trunk's GGUF file, into a new directory; return its path.
+
+    Raises:
+        CheckpointError: The head is no EAGLE-3 head, or the run's trunk is no GGUF file.
+    """
+    trunk = load_recipe(source / RECIPE_FILE).model.trunk
+    if head.family.kind != "eagle3" or not is_gguf(trunk):
+        raise CheckpointError(
+            f"{source}: a head of kind {head.family.kind} for {trunk}; expected an MTP head, or an EAGLE-3 head for "
+            "a trunk that is a GGUF file. Export it without --gguf: it becomes a draft model, which llama.cpp's "
+            "converter reads."
+        )
+    name = f"eagle3-{Path(trunk).name}"
+    with new_directory(out, what="the GGUF file") as directory, tempfile.TemporaryDirectory(dir=directory) as work:
+        draft = Path(work) / "draft"
+        write_export(checkpoint, head, draft, adapter=None, link="hard", progress=progress)
+        write_draft_gguf(open_checkpoint(draft), open_gguf(Path(trunk)), directory / name, kind, progress)
     return out / name
 
 
@@ -272,12 +307,12 @@ def _head_to_export(source: Path, progress: Progress) -> _HeadToExport:
     return _HeadToExport(trunk, trunk, load_artifact(source / HEAD), adapter, hub_id)
 
 
-def _require_sound(source: Path, found: _HeadToExport, progress: Progress, *, alone: bool) -> None:
+def _require_sound(source: Path, found: _HeadToExport, progress: Progress, *, head_only: bool, alone: bool) -> None:
     """Check the weights, and for a head ``alone`` that it can be written without its trunk's checkpoint."""
-    if alone and found.plan.family.kind != "mtp":
+    if head_only and found.plan.family.kind != "mtp":
         raise CheckpointError(
             f"{found.trunk.path}: its head is {found.plan.family.title}; expected an MTP head. Export it without "
-            "--head-only or --gguf: it becomes a draft model, a directory of its own that llama.cpp's converter reads."
+            "--head-only: it becomes a draft model, a directory of its own."
         )
     if alone and found.adapter is not None:
         raise CheckpointError(

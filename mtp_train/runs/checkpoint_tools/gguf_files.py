@@ -18,6 +18,7 @@ from rich.progress import Progress
 from mtp_train.checkpoints.export import LinkMode
 from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS, gguf_head_for
+from mtp_train.checkpoints.gguf.draft_model import ARCH as DRAFT_ARCH
 from mtp_train.checkpoints.gguf.model_file import (
     GgufModel,
     open_gguf,
@@ -30,6 +31,7 @@ from mtp_train.checkpoints.gguf.sidecar import GgufKind
 from mtp_train.checkpoints.gguf.tensors import GgufTensor, head_tensors
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import native_head_of
+from mtp_train.checkpoints.suggestions import train_command
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import refuse_existing
 from mtp_train.errors import CheckpointError
@@ -100,15 +102,6 @@ def inspect_gguf(file: Path) -> GgufInspection:
     beside = heads_beside(model)
     problems = tuple(_head_problems(model))
     status = _status(model, problems)
-    spec = "--spec-type draft-mtp --spec-draft-n-max 3"
-    if status == "healthy":
-        serve = f"llama-server -m {shlex.quote(str(file))} {spec}" if model.holds_trunk else None
-        serve = serve or f"llama-server -m TRUNK.gguf -md {shlex.quote(str(file))} {spec}"
-    elif beside and status == "none":
-        serve = f"llama-server -m {shlex.quote(str(file))} -md {shlex.quote(str(file.parent / beside[0]))} {spec}"
-    else:
-        serve = f"no: {problems[0] if problems else 'no head'}"
-    drafts = model.arch in _RECORDS
     return GgufInspection(
         file=str(file),
         architecture=model.arch,
@@ -120,9 +113,31 @@ def inspect_gguf(file: Path) -> GgufInspection:
         problems=problems,
         holds_trunk=model.holds_trunk,
         heads_beside=beside,
-        serves={"llama.cpp": serve if drafts else f"no: llama.cpp has no graph for a head of {model.arch}"},
-        cure=graft_gguf_command(file) if drafts and status != "healthy" else None,
+        serves={"llama.cpp": _served(model, file, status, problems, beside)},
+        cure=_cure(model, file, status),
     )
+
+
+def _served(model: GgufModel, file: Path, status: GgufStatus, problems: Sequence[str], beside: Sequence[str]) -> str:
+    """Return the command that drafts with the head, or why llama.cpp does not."""
+    name, spec = shlex.quote(str(file)), "--spec-type draft-mtp --spec-draft-n-max 3"
+    if model.arch == DRAFT_ARCH:
+        return f"llama-server -m TRUNK.gguf -md {name} --spec-type draft-eagle3 --spec-draft-n-max 3"
+    if model.arch not in _RECORDS:
+        return f"no: llama.cpp has no graph for a head of {model.arch}"
+    if status == "healthy":
+        return (
+            f"llama-server -m {name} {spec}" if model.holds_trunk else f"llama-server -m TRUNK.gguf -md {name} {spec}"
+        )
+    if status == "none" and beside:
+        return f"llama-server -m {name} -md {shlex.quote(str(file.with_name(beside[0])))} {spec}"
+    return f"no: {problems[0] if problems else 'no head'}"
+
+
+def _cure(model: GgufModel, file: Path, status: GgufStatus) -> str | None:
+    if model.arch == DRAFT_ARCH or status == "healthy":
+        return None
+    return graft_gguf_command(file) if model.arch in _RECORDS else train_command(str(file))
 
 
 def graft_gguf_command(file: Path) -> str:

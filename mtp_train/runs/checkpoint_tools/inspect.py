@@ -17,7 +17,7 @@ from mtp_train.checkpoints.files import Checkpoint, is_gguf
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT, HeadLayout
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
-from mtp_train.checkpoints.quantised import QUANTISATION, unmatched_by_sglang
+from mtp_train.checkpoints.quantised import QUANTISATION, read_plain_in_blocks, unmatched_by_sglang
 from mtp_train.checkpoints.suggestions import (
     draft_model_flag,
     export_command,
@@ -313,7 +313,8 @@ def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint,
     changed, largest = 0, 0.0
     shared = common_tensors(checkpoint, layout, base, layout_of(base))
     for key, base_key in progress.track(shared.values(), description="comparing with the base"):
-        difference, size = squared_change(checkpoint, key, base, base_key)
+        ours, theirs = read_plain_in_blocks(checkpoint, key), read_plain_in_blocks(base, base_key)
+        difference, size = squared_change(ours, theirs)
         # NaN counts as changed: it differs from everything.
         if difference != 0.0:
             changed += 1

@@ -1,0 +1,90 @@
+"""A head in a known wrong form drafts better when that form is undone, and the probe names it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from rich.progress import Progress
+from test_probe_verdict import found as probed
+
+from mtp_inference import HeadDrafting, SpeculativeDecoder
+from mtp_inference.opening import OWN, open_model
+from mtp_train import demo_path
+from mtp_train.data.tokenize import Document, Prompt
+from mtp_train.evaluation.dense import own_text
+from mtp_train.evaluation.wirings import better_wiring, wirings
+from mtp_train.heads.module import MtpHead
+from mtp_train.runs.probe import ProbeResult, judge
+from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.tokenizer import load_tokenizer
+
+Change = Callable[[MtpHead], MtpHead]
+
+
+@cache
+def demo() -> tuple[Trunk, Callable[[], HeadDrafting], list[Document]]:
+    """Return the demo's base, a maker of its head, and what the base writes on a few prompts."""
+    model = open_model(str(demo_path("base")), OWN)
+    trunk, tokenizer = model.load_trunk(torch.device("cpu")), load_tokenizer(model.checkpoint, False)
+    lines = demo_path("code").read_text().splitlines()[:80:8]
+    prompts = [
+        Prompt(str(number), str(number), tuple(tokenizer(json.loads(line)["text"])["input_ids"][:48]))
+        for number, line in enumerate(lines)
+    ]
+    plain = SpeculativeDecoder(trunk, None, 0, frozenset()).decode([one.prompt_ids for one in prompts], 24)
+    texts = own_text(prompts, [tuple(one.token_ids) for one in plain], 1 << 12)
+
+    def head() -> HeadDrafting:
+        drafting = model.load_drafting(trunk)
+        assert isinstance(drafting, HeadDrafting)
+        return drafting
+
+    return trunk, head, texts
+
+
+def best(damage: Change | None) -> str | None:
+    trunk, make, texts = demo()
+    drafting = make()
+    if damage is not None:
+        damage(drafting.head)
+    found = better_wiring(trunk, drafting, texts, 2, Progress(disable=True))
+    return None if found is None else found.name
+
+
+def test_the_demo_s_head_fits_best_as_it_is() -> None:
+    assert best(None) is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "cure"),
+    [
+        ("with the halves of its projection swapped", "with the halves of its projection swapped"),
+        ("with its square matrices transposed", "with its square matrices transposed"),
+        ("with the norms before its projection plus one", "with the norms before its projection minus one"),
+        ("with all its norms minus one", "with all its norms plus one"),
+    ],
+)
+def test_a_wrong_form_is_found_by_undoing_it(damage: str, cure: str) -> None:
+    change = wirings(demo()[1]().head)[damage]
+    # A shift by one barely matters where norms are large: by three it does, and one step back is better already.
+    times = 3 if "norms before" in damage else 1
+
+    def repeated(head: MtpHead) -> MtpHead:
+        for _ in range(times):
+            change(head)
+        return head
+
+    assert best(repeated) == cure
+
+
+def test_the_probe_calls_it_a_fault() -> None:
+    healthy: ProbeResult = probed()
+    assert judge(healthy)[0] != "fault"
+    verdict, reason = judge(replace(healthy, wiring="It drafts better for the base with X"))
+    assert verdict == "fault"
+    assert reason.startswith("It drafts better for the base with X")
