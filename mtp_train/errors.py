@@ -104,6 +104,12 @@ class GateRefusedError(MtpError):
     """Directory of the refused run, with its report; None for an error of another function than ``run``."""
 
 
+class GateUndecidedError(GateRefusedError):
+    """Report a trained head whose drafts are shown neither to pay nor to cost. Exit code 3, as nothing is exported."""
+
+    reason = "gate_undecided"
+
+
 class NotLosslessError(MtpError):
     """Report a decoder that changes the text of this trunk. Exit code 1, as no input of the user caused it."""
 

@@ -62,7 +62,7 @@ WARM_GATE = replace(
     detectable_gain=0.16,
 )
 PASSED = GateVerdict(
-    passed=True,
+    outcome="passed",
     baseline="graft",
     delta_tau_ci95=(2.04, 2.18),
     reason="tau 3.44 against 1.33: the gain lies above 0",
@@ -133,7 +133,7 @@ def at_depths(report: Report, intervals: dict[int, tuple[float, float]]) -> Repo
     shallow = tuple(
         cell_of("retrained", arm, replace(HEADLINE, depth=depth)) for depth, arm in arms.items() if depth < 3
     )
-    return replace(report, arms=own, cells=run_cells(own), depths=shallow)
+    return replace(report, arms=own, cells=(*run_cells(own), *shallow))
 
 
 EMPTY = Report(arms={}, settings={})

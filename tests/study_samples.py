@@ -65,6 +65,7 @@ def make_cell(arm: str, task: str, setting: Setting) -> Cell:
         break_even_acceptance=0.1 if depth else None,
         tokens_per_second=tau / needed / PLAIN_SECONDS,
         speedup=tau / needed,
+        speedup_ci95=(0.95 * tau / needed, 1.05 * tau / needed) if depth else None,
         rounds=rounds,
         prompts=prompts,
         groups=prompts // 2,

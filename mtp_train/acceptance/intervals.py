@@ -43,6 +43,14 @@ class Spread(NamedTuple):
         half = t_quantile(self.freedom, level) * self.error
         return value - half, value + half
 
+    def plus(self, other: Spread) -> Spread:
+        """Return the spread of a sum of two independent figures (degrees of freedom: Welch and Satterthwaite)."""
+        error = math.hypot(self.error, other.error)
+        if not error:
+            return self
+        parts = [(one.error / error) ** 4 / one.freedom for one in (self, other)]
+        return Spread(error, max(1, math.floor(1.0 / sum(parts) + 1e-6)))
+
     def detectable(self, level: float) -> float:
         """Return the smallest true difference whose interval excludes 0 with probability :data:`POWER`."""
         return (t_quantile(self.freedom, level) + t_quantile(self.freedom, 2 * (1 - POWER))) * self.error
@@ -63,6 +71,10 @@ class Difference:
     spread: Spread | None = None
     """None for a single group, and for a difference read back from a report."""
 
+    def interval(self, level: float) -> Interval | None:
+        """Return the interval at a two-sided level; None without a spread."""
+        return None if self.spread is None else self.spread.interval(self.value, level)
+
 
 def sum_by_group(values_PX: FloatArray, groups: Sequence[str]) -> FloatArray:
     """Return the sums over each group's prompts, groups in order of first appearance; later axes are kept."""
@@ -80,8 +92,11 @@ def judge_difference(value: float, without_G: FloatArray, weight_G: FloatArray) 
         without_G: The difference over all groups but one, for each group.
         weight_G: Weight of each group in the difference, in any unit.
     """
-    groups = int((weight_G > 0).sum())
-    spread = _spread(value, without_G, weight_G)
+    return tested(value, jackknife(value, without_G, weight_G), int((weight_G > 0).sum()))
+
+
+def tested(value: float, spread: Spread | None, groups: int) -> Difference:
+    """Return a difference of known spread with its interval and p-value."""
     if spread is None:
         return Difference(value, None, None, groups)
     if spread.error > NO_SPREAD * abs(value):
@@ -126,9 +141,9 @@ def ratio_interval(totals_G: FloatArray, counts_G: FloatArray, high: float) -> I
         The interval; None if only one group has a count above 0, as it has no spread.
     """
     value = float(totals_G.sum() / counts_G.sum())
-    # The clamp avoids a division by 0 if only one group counts; `_spread` then returns None.
+    # The clamp avoids a division by 0 if only one group counts; `jackknife` then returns None.
     without_G = (totals_G.sum() - totals_G) / np.maximum(counts_G.sum() - counts_G, 1e-9)
-    spread = _spread(value, without_G, counts_G)
+    spread = jackknife(value, without_G, counts_G)
     if spread is None:
         return None
     below, above = spread.interval(value, 0.05)
@@ -163,8 +178,8 @@ def marginal_intervals(counts: Sequence[PromptCounts]) -> list[Interval | None]:
     return [ratio_interval(accepted_G, rounds_G, 1.0) if rounds_G.any() else None for accepted_G in accepted_GK.T]
 
 
-def _spread(value: float, without_G: FloatArray, weight_G: FloatArray) -> Spread | None:
-    """Return the spread of a value; None for fewer than two groups."""
+def jackknife(value: float, without_G: FloatArray, weight_G: FloatArray) -> Spread | None:
+    """Return the spread of a value; None for fewer than two groups. Arguments as for :func:`judge_difference`."""
     without_G, weight_G = without_G[weight_G > 0], weight_G[weight_G > 0]
     num_groups = len(without_G)
     if num_groups < 2 or not np.isfinite(without_G).all():

@@ -1,50 +1,43 @@
-"""Whether drafts pay: the one decision behind the gate against plain decoding, headlines and serving advice.
+"""The speed of decoding with drafts over that without, and whether drafts pay.
 
 A round with drafts takes longer than a plain step, so tau alone does not decide. The *break-even tau* is the ratio of
 the two times: drafts pay where tau exceeds it, which is where the speedup exceeds 1, prefill aside.
 
-Shapes: P prompts, G groups.
+Texts and times are measured apart. How many rounds a text takes is counted on all prompts, in batches. How long a round
+takes varies little between prompts, but with the other work of the machine: a few prompts are timed several times, one
+at a time, and each prompt's best time counts. The time of a text is its prefill and its rounds at these times. The
+interval is of the logarithm of the ratio, and contains both errors: of rounds over the groups of all prompts, of times
+over the groups of the timed ones.
+
+Shapes: P prompts, G groups, X sums over prompts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from mtp_train.acceptance.counts import FloatArray, Interval, PromptCounts
-from mtp_train.acceptance.intervals import Difference, judge_difference, sum_by_group, two_sided_p
+from mtp_train.acceptance.counts import FloatArray, Interval, PromptCounts, num_groups
+from mtp_train.acceptance.intervals import Difference, Spread, jackknife, sum_by_group, tested
 
 Verdict = Literal["above", "below", "neither"]
 """Where an interval lies: ``above`` or ``below`` the value that decides, or on both sides of it."""
+CLOCK_SHARE = 0.5
+"""Times are precise enough where their error is below this share of that of the rounds: it then adds 12 %."""
 
 
-def pays(
-    speedup: float | None,
-    speedup_interval: Interval | None,
-    tau_interval: Interval | None,
-    break_even_tau: float | None,
-) -> Verdict:
-    """Decide whether drafts are shown to pay. A mean above 1 alone shows nothing.
+class Pair(NamedTuple):
+    """Counts of a head and of its baseline, on the same prompts in the same order."""
 
-    The interval of the measured speedup decides where it is known: it contains the spread of texts and of times, and
-    prefill. Without it, the interval of tau decides by its side of the break-even tau, unless the measured speedup
-    contradicts it: a head that is slower over whole replies does not pay, whatever its rounds cost.
-
-    Args:
-        speedup: Tokens per second over those of plain decoding; None where only the costs of rounds are known.
-        speedup_interval: Interval of the speedup; None where it is unknown.
-        tau_interval: Interval of tau; None for a single group of prompts.
-        break_even_tau: Tau at which a round with drafts takes as long as plain decoding of the same tokens.
-    """
-    if speedup_interval is not None:
-        return side(speedup_interval, 1.0)
-    by_tau = side(tau_interval, break_even_tau)
-    if speedup is not None and by_tau != side((speedup, speedup), 1.0):
-        return "neither"
-    return by_tau
+    head: Sequence[PromptCounts]
+    baseline: Sequence[PromptCounts]
+    timed_head: Sequence[PromptCounts] = ()
+    """Counts of the timed prompts, with their best times."""
+    timed_baseline: Sequence[PromptCounts] = ()
 
 
 def side(interval: Interval | None, value: float | None) -> Verdict:
@@ -70,76 +63,95 @@ def round_seconds(counts: Sequence[PromptCounts]) -> float | None:
     return sum(known) / rounds if rounds and len(known) == len(seconds) else None
 
 
-def speed_difference(drafted: Sequence[PromptCounts], plain: Sequence[PromptCounts]) -> Difference | None:
-    """Return ``speedup - 1`` on the same prompts in the same order, prefill included; None without measured times."""
-    rows = [
-        (a.new_tokens, a.seconds, b.new_tokens, b.seconds)
-        for a, b in zip(drafted, plain, strict=True)
-        if a.seconds is not None and b.seconds is not None
-    ]
-    totals_P4 = np.array(rows, dtype=np.float64).reshape(-1, 4)
-    total_4 = totals_P4.sum(axis=0)
-    if len(rows) != len(drafted) or not (total_4 > 0).all():
-        return None
-    totals_G4 = sum_by_group(totals_P4, [one.group for one in drafted])
-    weight_G = (totals_G4[:, 1::2] / total_4[1::2]).mean(axis=1)
-    return judge_difference(float(_gain(total_4)), _gain(total_4 - totals_G4), weight_G)
-
-
-def _gain(totals_X4: FloatArray) -> FloatArray:
-    # A group that holds all tokens leaves 0 / 0 behind. Its NaN means "no spread" to `judge_difference`.
-    with np.errstate(divide="ignore", invalid="ignore"):
-        rates_X2 = totals_X4[..., ::2] / totals_X4[..., 1::2]
-        gain_X: FloatArray = rates_X2[..., 0] / rates_X2[..., 1] - 1.0
-    return gain_X
+def tokens_per_second(decoded: Sequence[PromptCounts], timed: Sequence[PromptCounts]) -> float | None:
+    """Return the new tokens of decoded prompts over the time of their prefill and rounds; None without times."""
+    texts, clock = _texts(decoded).sum(axis=0), _clock(timed)
+    found = math.nan if clock is None else 1.0 / float(_seconds_per_token(texts, clock.sum(axis=0)))
+    return found if math.isfinite(found) else None
 
 
 @dataclass(frozen=True)
-class SpeedTest:
-    """The test of a head against plain decoding at one setting.
+class Speedup:
+    """The speed with drafts over the speed without, prefill included.
 
     Attributes:
-        tau_gain: ``tau - 1`` with its spread.
-        gain: ``speedup - 1``; None where times were not measured.
-        break_even_tau: Measured, or of the target engine.
-        on_target: True where ``break_even_tau`` is of the target engine. Then it decides alone: the speed measured here
-            is that of another engine.
+        log: Its logarithm, with the whole spread.
+        of_texts: The part of the spread that more prompts narrow.
+        of_clock: The part of the spread that more passes narrow.
     """
 
-    tau_gain: Difference
-    gain: Difference | None
-    break_even_tau: float | None
-    on_target: bool
+    log: Difference
+    of_texts: Spread | None
+    of_clock: Spread | None
 
     @property
-    def p_value(self) -> float | None:
-        """Two-sided p-value of drafts that neither pay nor cost; None where nothing was measured to decide by."""
-        if not self.on_target:
-            return None if self.gain is None else self.gain.p_value
-        spread = self.tau_gain.spread
-        if spread is None or self.break_even_tau is None:
-            return None
-        margin = 1.0 + self.tau_gain.value - self.break_even_tau
-        # Without any spread, the margin alone decides.
-        return two_sided_p(margin / spread.error, spread.freedom) if spread.error else float(margin == 0.0)
+    def value(self) -> float:
+        """The speedup itself."""
+        return math.exp(self.log.value)
 
-    def verdict(self, level: float) -> Verdict:
-        """Return what intervals at this two-sided level show (:func:`pays`)."""
-        if self.on_target:
-            return pays(None, None, self.tau_interval(level), self.break_even_tau)
-        return pays(None, self.speedup_interval(level), None, None)
+    def interval(self, level: float) -> Interval | None:
+        """Return the interval at a two-sided level; None for a single group."""
+        bounds = self.log.interval(level)
+        return None if bounds is None else (math.exp(bounds[0]), math.exp(bounds[1]))
 
-    def tau_interval(self, level: float) -> Interval | None:
-        """Return the interval of tau; None for a single group."""
-        return _above_one(self.tau_gain, level)
-
-    def speedup_interval(self, level: float) -> Interval | None:
-        """Return the interval of the speedup; None for a single group or without measured times."""
-        return None if self.gain is None else _above_one(self.gain, level)
+    @property
+    def needs_passes(self) -> bool:
+        """Whether further passes may decide: the 95 % interval holds 1, and the times have a share in its width."""
+        if self.of_texts is None or self.of_clock is None or side(self.interval(0.05), 1.0) != "neither":
+            return False
+        return self.of_clock.error > CLOCK_SHARE * self.of_texts.error
 
 
-def _above_one(gain: Difference, level: float) -> Interval | None:
-    if gain.spread is None:
+def measured_speedup(pair: Pair) -> Speedup | None:
+    """Return the speedup of a head over plain decoding of the same prompts; None without measured times."""
+    clock, plain_clock = _clock(pair.timed_head), _clock(pair.timed_baseline)
+    if clock is None or plain_clock is None:
         return None
-    low, high = gain.spread.interval(1.0 + gain.value, level)
-    return low, high
+    texts_G = sum_by_group(np.hstack([_texts(pair.head), _texts(pair.baseline)]), [one.group for one in pair.head])
+    clock_G = sum_by_group(np.hstack([clock, plain_clock]), [one.group for one in pair.timed_head])
+    texts, clock = texts_G.sum(axis=0), clock_G.sum(axis=0)
+    value = float(_log_ratio(texts, clock))
+    if not math.isfinite(value):
+        return None
+    of_texts = jackknife(value, _log_ratio(texts - texts_G, clock), _shares(texts_G[:, 1::3]))
+    of_clock = jackknife(value, _log_ratio(texts, clock - clock_G), _shares(clock_G[:, 1::4]))
+    spread = None if of_texts is None or of_clock is None else of_texts.plus(of_clock)
+    return Speedup(tested(value, spread, num_groups(pair.head)), of_texts, of_clock)
+
+
+def _texts(counts: Sequence[PromptCounts]) -> FloatArray:
+    """Return prompts, rounds and tokens of each prompt, (P, 3)."""
+    return np.array([(1, one.rounds, one.new_tokens) for one in counts], dtype=np.float64).reshape(-1, 3)
+
+
+def _clock(counts: Sequence[PromptCounts]) -> FloatArray | None:
+    """Return prompts, rounds, seconds of prefill and of rounds of each prompt, (P, 4); None where not measured."""
+    rows = [
+        (1, one.rounds, one.seconds - one.seconds_decode, one.seconds_decode)
+        for one in counts
+        if one.seconds is not None and one.seconds_decode is not None
+    ]
+    return np.array(rows, dtype=np.float64) if rows and len(rows) == len(counts) else None
+
+
+def _seconds_per_token(texts_X3: FloatArray, clock_X4: FloatArray) -> FloatArray:
+    # A group that holds all rounds leaves 0 / 0 behind. Its NaN means "no spread" to `jackknife`.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        prompts_X, rounds_X, tokens_X = np.moveaxis(texts_X3, -1, 0)
+        timed_X, timed_rounds_X, prefill_X, decode_X = np.moveaxis(clock_X4, -1, 0)
+        seconds_X = prompts_X * prefill_X / timed_X + rounds_X * decode_X / timed_rounds_X
+        per_token_X: FloatArray = seconds_X / tokens_X
+    return per_token_X
+
+
+def _log_ratio(texts_X6: FloatArray, clock_X8: FloatArray) -> FloatArray:
+    drafted_X = _seconds_per_token(texts_X6[..., :3], clock_X8[..., :4])
+    plain_X = _seconds_per_token(texts_X6[..., 3:], clock_X8[..., 4:])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio_X: FloatArray = np.log(plain_X / drafted_X)
+    return ratio_X
+
+
+def _shares(rounds_GX: FloatArray) -> FloatArray:
+    shares_G: FloatArray = (rounds_GX / np.maximum(rounds_GX.sum(axis=0), 1.0)).mean(axis=1)
+    return shares_G

@@ -62,7 +62,6 @@ def assemble(
         cells=tuple(cell for arm in found.arms for cell in make_cells(arm, tasks_apart=tasks_apart)),
         lossless=lossless(checked_records(found.arms)),
         settings={**settings, **found.facts, "threads": torch.get_num_threads(), **versions},
-        depths=tuple(make_cell(arm, setting) for arm in found.arms for setting in arm.timed_only),
     )
 
 

@@ -1,8 +1,8 @@
 """The measuring engine: decode prompts with every arm of one trunk at every setting, one record each.
 
-All prompts are decoded in ragged batches, for acceptance and for the texts, which must equal those of plain decoding. A
-few of them are decoded again, one at a time, for the speed. Every figure of a report is computed from these records
-(``mtp_train.evaluation.statistics``).
+All prompts are decoded in ragged batches, for acceptance and for the texts, which must equal those of plain decoding.
+The beginnings of a few of them are decoded again, one at a time, for the time of a round. Every figure of a report is
+computed from these records (``mtp_train.evaluation.statistics``).
 
 Plain decoding runs through the same decoder at depth 0. A prompt has the same noise seed everywhere, so that every text
 must equal the plain one, unless its drafts were sampled: such a text follows the same distribution with other noise.
@@ -10,11 +10,14 @@ must equal the plain one, unless its drafts were sampled: such a text follows th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from mtp_inference import GenerationResult, Request, SpeculativeDecoder, compare
 from mtp_inference.drafters.drafter import Drafting
+from mtp_inference.drafters.other_drafters import NgramDrafting
 from mtp_inference.requests import Round
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.answers.generate import noise_seed
@@ -25,17 +28,21 @@ from mtp_train.trunk.load import Trunk
 
 Prompts = Mapping[int | None, Sequence[TaskPrompt]]
 """Prompts by the context length that they were extended to; None: as they are."""
-ArmRecords = dict[str, dict[Setting, list[PromptRecord]]]
-"""Records by arm and setting, in the order of the prompts; those of plain decoding at :attr:`Setting.plain`."""
 Lane = tuple[str, Setting]
-"""An arm at a setting."""
+"""An arm at a setting; plain decoding is at :attr:`Setting.plain`."""
+LaneRecords = dict[Lane, list[PromptRecord]]
+"""Records in the order of the prompts."""
 MAX_BATCH, MAX_BATCH_TOKENS = 16, 65_536
 """Most prompts decoded together, and the most positions of their caches."""
 BATCHES_AT_A_TIME = 4
 """Batches that are decoded in one call, whose rows go to waiting prompts, and stored after it."""
-SPEED_PROMPTS = 8
-"""Prompts that are timed: round times vary little between prompts."""
-WARM_UP_TOKENS = 8
+SPEED_PROMPTS, SPEED_TOKENS, SPEED_PASSES = 8, 16, 3
+"""Prompts that are timed, the tokens decoded of each, and how often: round times vary little between prompts and along
+a text, and much with the other work of a machine."""
+SPEED_SECONDS = 120.0
+"""Time limit of the passes at one temperature and context, which go on while they may decide whether drafts pay. The
+first :data:`SPEED_PASSES` are made in any case."""
+SPEED_SETTINGS = {"speed_prompts": SPEED_PROMPTS, "speed_tokens": SPEED_TOKENS, "speed_passes": SPEED_PASSES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +57,8 @@ class DecodingOptions:
     """With a prompt's id, the seed of its noise."""
     batch: int = MAX_BATCH
     """Most prompts decoded together."""
+    store: Store | None = None
+    """Holds records of an interrupted study, which are not decoded again, and receives the new ones."""
     seq_len_tokens: int = 8192
     """Longest text for teacher-forced metrics, prompt included; a longer text is cut at its end."""
     dense_tokens: int | None = None
@@ -61,9 +70,9 @@ class DecodingOptions:
         return max(1, min(self.batch, len(prompts), MAX_BATCH_TOKENS // longest))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrunkArms:
-    """A trunk in memory, with what drafts for it."""
+    """A trunk in memory, what drafts for it, and how all of it decodes."""
 
     trunk: Trunk
     name: str
@@ -72,6 +81,7 @@ class TrunkArms:
     """The drafters, by arm."""
     head_names: Mapping[str, str]
     """The drafters as the report names them, by arm."""
+    options: DecodingOptions
     plain_arm: str = PLAIN
     """Name of plain decoding."""
 
@@ -87,30 +97,32 @@ class TrunkArms:
         return found
 
     def num_decodings(self, lanes: Iterable[Lane], prompts: Prompts) -> int:
-        """Return how often ``on_prompt`` is called while lanes are decoded or timed."""
+        """Return how often prompts are decoded by lanes and by plain decoding."""
         return sum(len(prompts[plain.context_tokens]) * len(some) for plain, some in self.by_plain(lanes).items())
 
-    def decoder(self, arm: str, setting: Setting, options: DecodingOptions, rows: int) -> SpeculativeDecoder:
+    def decoder(self, arm: str, setting: Setting, rows: int) -> SpeculativeDecoder:
         """Return the decoder of an arm at a setting, for so many prompts at a time."""
         return SpeculativeDecoder(
             self.trunk,
             self.drafting.get(arm),
             setting.depth,
-            options.eos_ids,
+            self.options.eos_ids,
             draft_sampling="sampled" if setting.rule == "sampled" else "argmax",
             max_batch=rows,
         )
+
+    def request(self, prompt: TaskPrompt, setting: Setting, max_new_tokens: int) -> Request:
+        """Return the request of a prompt at a setting."""
+        sampling = setting.sampling(noise_seed(prompt.id, self.options.seed))
+        return Request(prompt_ids=prompt.prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling)
 
 
 def decode_prompts(
     arms: TrunkArms,
     prompts: Prompts,
     lanes: Iterable[Lane],
-    options: DecodingOptions,
-    *,
-    store: Store | None = None,
     on_prompt: Callable[[], object] = lambda: None,
-) -> ArmRecords:
+) -> LaneRecords:
     """Decode every prompt with drafters and without, in ragged batches.
 
     Settings that differ only in depth and rule share one plain decoding.
@@ -119,11 +131,10 @@ def decode_prompts(
         arms: The trunk and its drafters.
         prompts: The prompts of every context of the settings.
         lanes: The drafters and their settings.
-        options: Limits, seed and batch size.
-        store: Holds records of an interrupted study, which are not decoded again, and receives the new ones.
         on_prompt: Called for each prompt of each lane and of plain decoding (:meth:`TrunkArms.num_decodings`).
     """
-    records: ArmRecords = {arm: {} for arm in (arms.plain_arm, *arms.drafting)}
+    store = arms.options.store
+    records: LaneRecords = {}
     for plain, some in arms.by_plain(lanes).items():
         given = prompts[plain.context_tokens]
         for arm, setting in some:
@@ -131,32 +142,32 @@ def decode_prompts(
             missing = [prompt for prompt in given if prompt.id not in found]
             for _ in range(len(given) - len(missing)):
                 on_prompt()
-            references = {one.prompt_id: one for one in records[arms.plain_arm].get(plain, ())}
-            for group, results in _decode(arms, arm, setting, missing, options):
+            references = {one.prompt_id: one for one in records.get((arms.plain_arm, plain), ())}
+            for group, results in _decode(arms, arm, setting, missing):
                 done = [record_of(*pair) for pair in zip(group, results, strict=True)]
                 if setting.rule in ("greedy", "argmax"):
                     pairs = zip(group, done, strict=True)
-                    done = [_compared(arms, one, setting, mine, references[one.id], options) for one, mine in pairs]
+                    done = [_compared(arms, one, setting, mine, references[one.id]) for one, mine in pairs]
                 found |= {one.prompt_id: one for one in done}
                 if store is not None:
                     store.add(arm, setting, done)
                 for _ in done:
                     on_prompt()
-            records[arm][setting] = [found[prompt.id] for prompt in given]
+            records[arm, setting] = [found[prompt.id] for prompt in given]
     return records
 
 
 def _decode(
-    arms: TrunkArms, arm: str, setting: Setting, prompts: Sequence[TaskPrompt], options: DecodingOptions
+    arms: TrunkArms, arm: str, setting: Setting, prompts: Sequence[TaskPrompt]
 ) -> Iterator[tuple[Sequence[TaskPrompt], list[GenerationResult]]]:
     """Yield some batches of prompts at a time, with their results."""
     if not prompts:
         return
-    rows = options.rows(prompts)
-    decoder = arms.decoder(arm, setting, options, rows)
+    rows, limit = arms.options.rows(prompts), arms.options.max_new_tokens
+    decoder = arms.decoder(arm, setting, rows)
     for start in range(0, len(prompts), BATCHES_AT_A_TIME * rows):
         group = prompts[start : start + BATCHES_AT_A_TIME * rows]
-        yield group, decoder.decode([request_of(prompt, setting, options) for prompt in group])
+        yield group, decoder.decode([arms.request(prompt, setting, limit) for prompt in group])
 
 
 def _compared(
@@ -165,82 +176,84 @@ def _compared(
     setting: Setting,
     drafted: PromptRecord,
     plain: PromptRecord,
-    options: DecodingOptions,
 ) -> PromptRecord:
     """Return a record with the verdict of its comparison with the plain text of the same prompt."""
-    sampling = setting.sampling(noise_seed(prompt.id, options.seed))
+    sampling = setting.sampling(noise_seed(prompt.id, arms.options.seed))
     rounds = [Round(*counts) for counts in zip(drafted.drafted, drafted.accepted, strict=True)]
     found = compare(drafted.token_ids, plain.token_ids, arms.trunk, prompt.prompt_ids, sampling=sampling, rounds=rounds)
     return replace(drafted, same_as_plain=found.verdict, noise=found.noise)
 
 
-def time_prompts(
-    arms: TrunkArms,
-    prompts: Prompts,
-    lanes: Iterable[Lane],
-    options: DecodingOptions,
-    *,
-    store: Store | None = None,
-    on_prompt: Callable[[], object] = lambda: None,
-) -> ArmRecords:
-    """Decode prompts with drafters and without, one at a time; arguments as for :func:`decode_prompts`.
+class Stopwatch:
+    """Time the beginnings of prompts with drafters and without, one at a time, and keep the best times.
 
-    Lanes take turns prompt by prompt, so that a machine that slows down slows all of them down alike.
+    Every pass decodes the same rounds. On a CPU each round keeps its best time, as other work interrupts single rounds;
+    on a GPU, where rounds run ahead of the host, all rounds of a prompt together. Lanes take turns prompt by prompt, so
+    that a machine that slows down slows all of them down alike, and each pass reverses their order.
+
+    Args:
+        arms: The trunk and its drafters.
+        prompts: The prompts to time.
+        lanes: Plain decoding and the drafters at settings with its temperature and context.
     """
-    records: ArmRecords = {arm: {} for arm in (arms.plain_arm, *arms.drafting)}
-    for plain, some in arms.by_plain(lanes).items():
-        given = prompts[plain.context_tokens]
-        found = {lane: {} if store is None else store.read(*lane, timed=True) for lane in some}
-        decoders: dict[Lane, SpeculativeDecoder] = {}
-        for prompt in given:
-            for lane in some:
-                if prompt.id not in found[lane]:
-                    if lane not in decoders:
-                        decoders[lane] = arms.decoder(*lane, options, 1)
-                        # Lazy initialisation happens in the first call, which is therefore not timed.
-                        _timed(decoders[lane], prompt, lane[1], options, min(WARM_UP_TOKENS, options.max_new_tokens))
-                    one = _timed(decoders[lane], prompt, lane[1], options, options.max_new_tokens)
-                    found[lane][prompt.id] = one
-                    if store is not None:
-                        store.add(*lane, [one], timed=True)
-                on_prompt()
-        for (arm, setting), by_prompt in found.items():
-            records[arm][setting] = [by_prompt[prompt.id] for prompt in given]
-    return records
+
+    def __init__(self, arms: TrunkArms, prompts: Sequence[TaskPrompt], lanes: Sequence[Lane]) -> None:
+        self.arms, self.prompts, self.lanes = arms, prompts, lanes
+        self._decoders = {lane: arms.decoder(*lane, 1) for lane in lanes if prompts}
+        self._found: dict[Lane, dict[str, PromptRecord]] = {lane: {} for lane in lanes}
+        self._best: dict[tuple[Lane, str], list[float]] = {}
+        for lane in self._decoders:
+            # Lazy initialisation happens in the first call.
+            self._decode(prompts[0], lane)
+
+    @property
+    def records(self) -> LaneRecords:
+        """The records with the best times so far."""
+        return {lane: list(by_prompt.values()) for lane, by_prompt in self._found.items()}
+
+    def run(self, passes: int, on_prompt: Callable[[], object]) -> None:
+        """Time every prompt in every lane so many times more."""
+        for number in range(passes):
+            for prompt in self.prompts:
+                for lane in self.lanes[:: -1 if number % 2 else 1]:
+                    record, seconds = self._decode(prompt, lane)
+                    best = self._best.setdefault((lane, prompt.id), seconds)
+                    best[:] = map(min, best, seconds)
+                    self._found[lane][prompt.id] = replace(
+                        record, seconds_prefill=best[0], seconds_decode=sum(best[1:])
+                    )
+                    on_prompt()
+
+    def _decode(self, prompt: TaskPrompt, lane: Lane) -> tuple[PromptRecord, list[float]]:
+        """Return the record of a prompt, and the seconds of its prefill and of each round, or of all together."""
+        # A lookup drafts in some rounds only, and rarely in the first ones: it is timed over the whole text.
+        is_lookup = isinstance(self.arms.drafting.get(lane[0]), NgramDrafting)
+        limit = self.arms.options.max_new_tokens
+        request = self.arms.request(prompt, lane[1], limit if is_lookup else min(SPEED_TOKENS, limit))
+        times, results = [time.perf_counter()], []
+        for chunk in self._decoders[lane].decode_chunks([request]):
+            times.append(time.perf_counter())
+            results.append(chunk.result)
+        (result,) = filter(None, results)
+        seconds = [after - before for before, after in pairwise(times)]
+        if self.arms.trunk.lm_head_VD.device.type != "cpu":
+            seconds = [seconds[0], sum(seconds[1:])]
+        return record_of(prompt, result), seconds
 
 
-def _timed(
-    decoder: SpeculativeDecoder, prompt: TaskPrompt, setting: Setting, options: DecodingOptions, max_new_tokens: int
-) -> PromptRecord:
-    request = replace(request_of(prompt, setting, options), max_new_tokens=max_new_tokens)
-    (result,) = decoder.decode([request])
-    return replace(
-        record_of(prompt, result), seconds_prefill=result.seconds_prefill, seconds_decode=result.seconds_decode
-    )
-
-
-def speed_prompts(prompts: Prompts, seed: int) -> Prompts:
+def speed_prompts(prompts: Sequence[TaskPrompt], seed: int) -> list[TaskPrompt]:
     """Return the prompts to time, as evenly over their groups as possible, in the order of the prompts."""
-    chosen = {
-        context: {prompt.id for prompt in choose_evenly(some, SPEED_PROMPTS, seed)} for context, some in prompts.items()
-    }
-    return {context: [one for one in some if one.id in chosen[context]] for context, some in prompts.items()}
+    chosen = {prompt.id for prompt in choose_evenly(prompts, SPEED_PROMPTS, seed)}
+    return [one for one in prompts if one.id in chosen]
 
 
-def joined(parts: Sequence[ArmRecords], prompts: Prompts) -> ArmRecords:
+def joined(parts: Sequence[LaneRecords], prompts: Prompts) -> LaneRecords:
     """Return the records of all processes, each of which decoded some of the prompts, in the order of the prompts."""
-    whole: ArmRecords = {arm: {} for arm in parts[0]}
-    for arm, settings in parts[0].items():
-        for setting in settings:
-            by_prompt = {one.prompt_id: one for part in parts for one in part[arm][setting]}
-            whole[arm][setting] = [by_prompt[prompt.id] for prompt in prompts[setting.context_tokens]]
+    whole = {}
+    for lane in parts[0]:
+        by_prompt = {one.prompt_id: one for part in parts for one in part[lane]}
+        whole[lane] = [by_prompt[prompt.id] for prompt in prompts[lane[1].context_tokens]]
     return whole
-
-
-def request_of(prompt: TaskPrompt, setting: Setting, options: DecodingOptions) -> Request:
-    """Return the request of a prompt at a setting."""
-    sampling = setting.sampling(noise_seed(prompt.id, options.seed))
-    return Request(prompt_ids=prompt.prompt_ids, max_new_tokens=options.max_new_tokens, sampling=sampling)
 
 
 def record_of(prompt: TaskPrompt, result: GenerationResult) -> PromptRecord:

@@ -12,7 +12,7 @@ import io
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,31 @@ def dense_rows(
         agreed_KN=np.concatenate(agreed, axis=1),
         valid_KN=np.concatenate(valid, axis=1),
     )
+
+
+def replayed(rows: DenseRows, plain: Sequence[PromptRecord], depth: int) -> list[PromptRecord]:
+    """Return the rounds of greedy decoding at a depth, as the drafts at every position of the plain texts give them.
+
+    A round drafts the same tokens here as in decoding: those after its last committed token. Rounds that reach past the
+    end of a text are left out with their tokens.
+
+    Args:
+        rows: Metrics of the plain texts at temperature 0, of this depth at least.
+        plain: Records of plain decoding.
+        depth: Drafts a round.
+    """
+    texts, found = {one.prompt_id: one for one in plain}, []
+    for number, prompt_id in enumerate(rows.prompt_ids.tolist()):
+        text, of_text_N = texts[prompt_id], rows.prompt_N == number
+        agreed_KT = (rows.agreed_KN & rows.valid_KN)[:depth, of_text_N]
+        last, accepted = 0, list[int]()
+        # No depth predicts the first new token of a prompt of one token, which has no start.
+        while text.prompt_tokens > 1 and last + depth < agreed_KT.shape[1]:
+            accepted.append(int(agreed_KT[np.arange(depth), last + 1 + np.arange(depth)].cumprod().sum()))
+            last += accepted[-1] + 1
+        drafted = (depth,) * len(accepted)
+        found.append(replace(text, token_ids=text.token_ids[: last + 1], drafted=drafted, accepted=tuple(accepted)))
+    return found
 
 
 def own_text(prompts: Sequence[Prompt], outputs: Sequence[tuple[int, ...]], seq_len_tokens: int) -> list[Document]:

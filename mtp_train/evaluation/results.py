@@ -17,7 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.gate import GateVerdict
-from mtp_train.acceptance.speed import Verdict, pays
+from mtp_train.acceptance.speed import Verdict, side
 from mtp_train.errors import DataError
 from mtp_train.evaluation.prompt_records import Setting
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 class ArmResult:
     """The figures of one arm; None where a figure has no meaning or was not measured.
 
-    Acceptance is of all prompts, decoded in batches. Speed is of some of them, decoded one at a time.
+    Rounds are of all prompts, decoded in batches. Times of a round are of some of them, decoded one at a time.
     """
 
     trunk: str
@@ -65,7 +65,7 @@ class ArmResult:
     repeated_8gram_share: float | None = None
     """Share of 8-grams that already occurred in the same output."""
     tokens_per_second: float | None = None
-    """New tokens per second of decoding, prefill included."""
+    """New tokens over the time of the prefill and the rounds of their texts."""
     speedup: float | None = None
     """Tokens per second over those of the same trunk without drafts."""
     speedup_ci95: Interval | None = None
@@ -85,10 +85,8 @@ class ArmResult:
 
     @property
     def pays(self) -> Verdict | None:
-        """Whether drafts are shown to pay, at 95 % (``acceptance.speed.pays``); None where no speed was measured."""
-        if self.head is None or self.speedup is None or (self.speedup_ci95 is None and self.break_even_tau is None):
-            return None
-        return pays(self.speedup, self.speedup_ci95, self.tau_ci95, self.break_even_tau)
+        """Where the 95 % interval of the speedup lies: above 1, below it, or neither; None without an interval."""
+        return None if self.head is None or self.speedup_ci95 is None else side(self.speedup_ci95, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,13 +247,16 @@ class Lossless:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleText:
-    """A text that the retrained head drafted for, at the report's first setting."""
+    """A text that heads drafted for, at the report's first setting."""
 
     prompt_id: str
     prompt: str
     """The end of the prompt."""
     pieces: tuple[tuple[str, bool], ...]
-    """The text in pieces, each with True where it consists of accepted drafts and False where the trunk added it."""
+    """The text in pieces, each with True where it consists of accepted drafts of the retrained head and False where the
+    trunk added it."""
+    before: tuple[tuple[str, bool], ...] = ()
+    """The same with the head that the gate compares with; empty without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,8 +281,6 @@ class Report:
     findings: tuple[Finding, ...] = ()
     endpoint: Mapping[str, Any] | None = None
     """Measurements of a served model, if there was one (``mtp_train.evaluation.served``)."""
-    depths: tuple[Cell, ...] = ()
-    """The retrained head of a run at fewer drafts a round: figures of the timed prompts alone."""
     samples: tuple[SampleText, ...] = ()
     """Some texts of the retrained head of a run, for the page."""
 

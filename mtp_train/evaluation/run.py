@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from rich.progress import Progress
 
 from mtp_inference import HeadDrafting
 from mtp_train.acceptance.names import PLAIN, SERVED
+from mtp_train.acceptance.speed import measured_speedup
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.identity import InputFiles, Loaders, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import open_location
@@ -33,25 +35,28 @@ from mtp_train.evaluation.arms import (
 from mtp_train.evaluation.assemble import Measurements, assemble, compared
 from mtp_train.evaluation.costs import head_costs
 from mtp_train.evaluation.decoding import (
-    SPEED_PROMPTS,
+    SPEED_PASSES,
+    SPEED_SECONDS,
+    SPEED_SETTINGS,
     DecodingOptions,
     Lane,
+    LaneRecords,
     Prompts,
+    Stopwatch,
     TrunkArms,
     decode_prompts,
     joined,
     speed_prompts,
-    time_prompts,
 )
-from mtp_train.evaluation.dense import DenseRows, dense_rows
+from mtp_train.evaluation.dense import DenseRows, dense_rows, replayed
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
-from mtp_train.evaluation.prompt_records import Setting, TaskPrompt
+from mtp_train.evaluation.prompt_records import PromptRecord, Setting, TaskPrompt
 from mtp_train.evaluation.results import REPORT_FILE, ArmCosts, Report, load_report, read_record
 from mtp_train.evaluation.served import Server, ask, judged
 from mtp_train.evaluation.statistics import MeasuredArm, Records
 from mtp_train.evaluation.store import Store
 from mtp_train.evaluation.suites import load_suite
-from mtp_train.trunk.load import Trunk
+from mtp_train.train.machine import device_name
 from mtp_train.trunk.progress import shown_loading
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.trunk.whole import require_whole_trunk
@@ -78,80 +83,122 @@ ALONE = Processes(0, 1, lambda own: own)
 def measure_trunk(
     arms: TrunkArms,
     prompts: Prompts,
-    settings: Sequence[Setting],
-    options: DecodingOptions,
+    lanes: Sequence[Lane],
     progress: Progress,
-    *,
     processes: Processes = ALONE,
-    store: Store | None = None,
-    only_timed: Sequence[Lane] = (),
+    *,
+    shallow: Sequence[Lane] = (),
 ) -> list[MeasuredArm]:
-    """Measure the arms of a trunk in memory: acceptance on all prompts, speed on a few, teacher-forced metrics.
+    """Measure the arms of a trunk in memory: acceptance on all prompts, times on a few, teacher-forced metrics.
 
     Args:
         arms: The trunk and its drafters.
         prompts: The prompts of every context of the settings.
-        settings: The settings with drafts.
-        options: Limits, seed and batch size.
+        lanes: The drafters and their settings.
         progress: Shows how many of this process's prompts are decoded.
         processes: The processes, each of which must call this.
-        store: As for :func:`decode_prompts`.
-        only_timed: Drafters at further settings, whose speed alone is measured.
+        shallow: Heads with fewer drafts a round than in ``lanes``, greedily. They are timed, and their rounds are
+            replayed from teacher-forced drafts.
 
     Returns:
         Plain decoding, then the drafters; every process returns the same, but only the first has teacher-forced
-        metrics.
+        metrics and ``shallow``.
     """
-    lanes, few = arms.lanes(settings), speed_prompts(prompts, options.seed)
-    own, own_few = (
-        {context: some[processes.index :: processes.count] for context, some in given.items()}
-        for given in (prompts, few)
-    )
-    to_time = [*lanes, *only_timed]
-    total = arms.num_decodings(lanes, own) + arms.num_decodings(to_time, own_few)
-    shown = partial(progress.advance, progress.add_task(f"decoding with {arms.name}", total=total))
-    decoded = decode_prompts(arms, own, lanes, options, store=store, on_prompt=shown)
-    timed = time_prompts(arms, own_few, to_time, options, store=store, on_prompt=shown)
+    own = {context: some[processes.index :: processes.count] for context, some in prompts.items()}
+    task = progress.add_task(f"decoding with {arms.name}", total=arms.num_decodings(lanes, own))
+    decoded = decode_prompts(arms, own, lanes, partial(progress.advance, task))
     decoded = joined(processes.gather([decoded]), prompts)
-    timed = joined(processes.gather([timed]), few)
-    plain, dense = decoded[arms.plain_arm], {}
+    timed: LaneRecords = {}
+    for some in arms.by_plain([*lanes, *shallow]).values():
+        timed |= _timed(arms, prompts, some, decoded, progress, processes)
+    dense = {}
     if processes.index == 0:
         heads = {name: one for name, one in arms.drafting.items() if isinstance(one, HeadDrafting)}
-        depth = max((setting.depth for setting in settings), default=0)
-        dense = {
-            name: _dense(arms.trunk, name, head, prompts, plain, depth, options, progress, store)
-            for name, head in heads.items()
-        }
-
-    def measured(name: str, head: str | None, own_dense: Any) -> MeasuredArm:
-        mine, my_times = ({**one[arms.plain_arm], **one[name]} for one in (decoded, timed))
-        return MeasuredArm(name, arms.name, head, mine, my_times, own_dense)
-
+        depth = max((setting.depth for _, setting in lanes), default=0)
+        plain = of_arm(decoded, arms.plain_arm)
+        dense = {name: _dense(arms, name, head, prompts, plain, depth, progress) for name, head in heads.items()}
+    for name, setting in shallow if dense else ():
+        rows = dense[name][setting.temperature, setting.context_tokens]
+        decoded[name, setting] = replayed(rows, plain[setting.plain], setting.depth)
     # The trunk's entropy is the same with any head, and plain decoding has no head to measure it with.
-    first = measured(arms.plain_arm, None, next(iter(dense.values()), {}))
-    return [first, *(measured(name, arms.head_names[name], dense.get(name, {})) for name in arms.drafting)]
+    first = _arm(arms, arms.plain_arm, decoded, timed, next(iter(dense.values()), {}))
+    return [first, *(_arm(arms, name, decoded, timed, dense.get(name, {})) for name in arms.drafting)]
+
+
+def _arm(arms: TrunkArms, name: str, decoded: LaneRecords, timed: LaneRecords, dense: Any) -> MeasuredArm:
+    mine, my_times = (of_arm(one, arms.plain_arm, name) for one in (decoded, timed))
+    return MeasuredArm(name, arms.name, arms.head_names.get(name), mine, my_times, dense)
+
+
+def of_arm(records: LaneRecords, *names: str) -> dict[Setting, list[PromptRecord]]:
+    """Return the records of some arms by setting."""
+    return {setting: found for (arm, setting), found in records.items() if arm in names}
+
+
+def _timed(
+    arms: TrunkArms,
+    prompts: Prompts,
+    lanes: Sequence[Lane],
+    decoded: LaneRecords,
+    progress: Progress,
+    processes: Processes,
+) -> LaneRecords:
+    """Return the best times of a few prompts in plain decoding and in the lanes after it, or those of the store.
+
+    Passes are added while a lane is undecided for lack of precise times (:attr:`Speedup.needs_passes`), up to
+    :data:`SPEED_SECONDS`.
+    """
+    context, store = lanes[0][1].context_tokens, arms.options.store
+    few = speed_prompts(prompts[context], arms.options.seed)
+    stored = {lane: {} if store is None else store.read(*lane, timed=True) for lane in lanes}
+    complete = all(prompt.id in found for found in stored.values() for prompt in few)
+    if all(processes.gather([complete])):
+        return {lane: [found[prompt.id] for prompt in few] for lane, found in stored.items()}
+    watch = Stopwatch(arms, few[processes.index :: processes.count], lanes)
+    task = progress.add_task(f"timing {arms.name}", total=0)
+    begun, measures = time.perf_counter(), 0
+    while True:
+        measures += 1
+        progress.update(task, total=measures * SPEED_PASSES * len(watch.prompts) * len(lanes))
+        watch.run(SPEED_PASSES, partial(progress.advance, task))
+        found = joined(processes.gather([watch.records]), {context: few})
+        spent = max(processes.gather([time.perf_counter() - begun]))
+        if spent * (1 + 1 / measures) > SPEED_SECONDS or not _needs_passes(arms, lanes, decoded, found):
+            break
+    if store is not None:
+        for lane, records in watch.records.items():
+            store.add(*lane, records, timed=True)
+    return found
+
+
+def _needs_passes(arms: TrunkArms, lanes: Sequence[Lane], decoded: LaneRecords, timed: LaneRecords) -> bool:
+    """Return whether further passes may decide whether the drafts of a lane pay."""
+    for name, setting in lanes[1:]:
+        arm = _arm(arms, name, decoded, timed, {})
+        speedup = measured_speedup(arm.against(arm.undrafted, setting)) if setting in arm.decoded else None
+        if speedup is not None and speedup.needs_passes:
+            return True
+    return False
 
 
 def _dense(
-    trunk: Trunk,
+    arms: TrunkArms,
     name: str,
     drafting: HeadDrafting,
     prompts: Prompts,
     plain: Records,
     depth: int,
-    options: DecodingOptions,
     progress: Progress,
-    store: Store | None,
 ) -> dict[tuple[float, int | None], DenseRows]:
     """Return teacher-forced metrics at every position of the trunk's own texts, by temperature and context."""
-    found = {}
+    found, store = {}, arms.options.store
     for setting, texts in progress.track(plain.items(), description=f"teacher-forced figures, {name}"):
         path = None if store is None else store.file(name, f"dense-{setting.slug}.npz")
         if path is not None and path.is_file():
             rows = DenseRows.load(path)
         else:
             given = prompts[setting.context_tokens]
-            rows = dense_rows(trunk, drafting, given, texts, depth, setting.temperature, options)
+            rows = dense_rows(arms.trunk, drafting, given, texts, depth, setting.temperature, arms.options)
             if path is not None:
                 rows.save(path)
         found[setting.temperature, setting.context_tokens] = rows
@@ -254,7 +301,7 @@ def study_report(found: Measurements, grid: EvaluationGrid, title: str) -> Repor
     settings = {
         **json.loads(json.dumps(asdict(grid))),
         "contexts": ["own" if one is None else one for one in grid.contexts],
-        "speed_prompts": SPEED_PROMPTS,
+        **SPEED_SETTINGS,
         "headline": {key: getattr(grid.headline, key) for key in ("temperature", "context_tokens", "depth", "rule")},
     }
     return compared(assemble(found, grid.headline, settings, tasks_apart=True), found, title)
@@ -296,18 +343,25 @@ def _measure(study: _Study, group: Sequence[OpenArm], plain_name: str, found: Me
     for maker in drafting.values():
         maker.check(trunk, max(grid.depths or ()))
     heads = {arm.spec.name: str(arm.spec.head_name) for arm in group}
-    arms = TrunkArms(trunk, first.spec.trunk_name, drafting, heads, plain_name)
     study.store.require_unchanged(progress)
     eos_ids = eos_token_ids(first.model.checkpoint, tokenizer)
     if is_served and found.served is not None:
         found.served = judged(found.served, trunk, eos_ids)
         for warning in found.served.document["warnings"]:
             progress.console.print(f"{SERVED}: {warning}", highlight=False)
-    found.facts = {"dtype": trunk.dtype_name, "device": str(trunk.lm_head_VD.device)}
-    options = DecodingOptions(max_new_tokens=grid.max_new_tokens, eos_ids=eos_ids, seed=grid.seed, batch=grid.batch)
-    found.arms += measure_trunk(
-        arms, prompts, grid.settings(), options, progress, processes=study.processes, store=study.store
+    found.facts = {"dtype": trunk.dtype_name, "device": device_name(trunk.lm_head_VD.device)}
+    options = DecodingOptions(
+        max_new_tokens=grid.max_new_tokens, eos_ids=eos_ids, seed=grid.seed, batch=grid.batch, store=study.store
     )
+    arms = TrunkArms(
+        trunk=trunk,
+        name=first.spec.trunk_name,
+        drafting=drafting,
+        head_names=heads,
+        options=options,
+        plain_arm=plain_name,
+    )
+    found.arms += measure_trunk(arms, prompts, arms.lanes(grid.settings()), progress, study.processes)
     if study.costs:
         found.costs += _costs(study, arms)
 

@@ -7,11 +7,9 @@ accepted 0. Only ``acceptance_rate`` divides by the drafted tokens: it is high w
 accurate and rarely drafts. vLLM's counters omit rounds without drafts, so that it reports a higher mean acceptance
 length for such drafters. Where every round drafts, its figures equal these.
 
-Acceptance is of prompts that were decoded in batches. Speed is of the timed records, a few of these prompts decoded one
-at a time: tokens per second are all returned tokens over all wall time, prefill included; the time of a round excludes
-prefill. So ``speedup`` is what a user measures, and ``break_even_tau`` depends on the cost of rounds alone.
-
-Whether drafts pay is decided by ``acceptance.speed.pays`` alone.
+Acceptance is of prompts that were decoded in batches, the time of a round of a few of these prompts, decoded one at a
+time; ``acceptance.speed`` computes speeds of both. ``speedup`` includes prefill, as for a user, and ``break_even_tau``
+is the cost of rounds alone.
 
 Shapes: K depths, N target positions, P prompts, G groups of prompts, B bins.
 """
@@ -19,7 +17,7 @@ Shapes: K depths, N target positions, P prompts, G groups of prompts, B bins.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,7 +32,7 @@ from mtp_train.acceptance.counts import (
     tau,
 )
 from mtp_train.acceptance.intervals import marginal_intervals, pooled_tau_interval, sum_by_group, tau_interval
-from mtp_train.acceptance.speed import break_even_tau, round_seconds, speed_difference
+from mtp_train.acceptance.speed import Pair, break_even_tau, measured_speedup, round_seconds, tokens_per_second
 from mtp_train.evaluation.dense import DenseRows
 from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.results import ALL_TASKS, Cell, Lossless, PositionBin
@@ -57,7 +55,7 @@ class MeasuredArm:
     decoded: Records
     """All prompts, decoded in batches: what was accepted, and the texts."""
     timed: Records = field(default_factory=dict)
-    """Some of the prompts, decoded one at a time: how long it took."""
+    """The beginnings of some of the prompts, decoded one at a time: how long a round takes."""
     dense: Mapping[tuple[float, int | None], DenseRows] = field(default_factory=dict)
     """Teacher-forced metrics by temperature and context, of as many depths as the deepest setting. Empty for drafters
     without a distribution q."""
@@ -66,11 +64,6 @@ class MeasuredArm:
     def settings(self) -> list[Setting]:
         """The arm's own settings: with drafts, or plain ones for an arm of plain decoding."""
         return [one for one, records in self.decoded.items() if records and self.is_own(one)]
-
-    @property
-    def timed_only(self) -> list[Setting]:
-        """The arm's own settings that were timed and not decoded with all prompts."""
-        return [one for one in self.timed if self.is_own(one) and one not in self.decoded]
 
     def is_own(self, setting: Setting) -> bool:
         """Whether a setting is the arm's and not the plain one of its trunk."""
@@ -84,6 +77,20 @@ class MeasuredArm:
         """Return the counts of every prompt, or of every timed one, at the arm's own setting."""
         own = self.own(setting)
         return [one.counts(own.depth) for one in (self.timed if timed else self.decoded).get(own, ())]
+
+    def against(self, other: MeasuredArm, setting: Setting) -> Pair:
+        """Return the counts of this arm and of another one at a setting, on the prompts of this arm."""
+        pairs = []
+        for timed in (False, True):
+            own, theirs = (arm.counts(setting, timed=timed) for arm in (self, other))
+            known = {one.prompt_id for one in own}
+            pairs += [own, [one for one in theirs if one.prompt_id in known]]
+        return Pair(*pairs)
+
+    @property
+    def undrafted(self) -> MeasuredArm:
+        """Plain decoding of the arm's trunk."""
+        return replace(self, head=None)
 
 
 def checked_records(arms: Iterable[MeasuredArm]) -> list[PromptRecord]:
@@ -114,8 +121,7 @@ def make_cells(arm: MeasuredArm, *, tasks_apart: bool = True) -> tuple[Cell, ...
 
 def make_cell(arm: MeasuredArm, setting: Setting, task: str = ALL_TASKS) -> Cell:
     """Return an arm's figures at one of its own settings, where it decoded, on one task or all."""
-    every = arm.decoded.get(setting) or arm.timed.get(setting, ())
-    decoded = [one for one in every if task in (ALL_TASKS, one.task)]
+    decoded = [one for one in arm.decoded[setting] if task in (ALL_TASKS, one.task)]
     counts = [one.counts(setting.depth) for one in decoded]
     dense = arm.dense.get((setting.temperature, setting.context_tokens))
     return Cell(
@@ -154,25 +160,25 @@ def _draft_figures(decoded: Sequence[PromptRecord], counts: Sequence[PromptCount
 
 
 def _speed_figures(arm: MeasuredArm, setting: Setting) -> dict[str, Any]:
-    """Return the figures of timed prompts, and those beside plain decoding of the same prompts."""
-    timed, plain = ([one.counts(at.depth) for one in arm.timed.get(at, ())] for at in (setting, setting.plain))
-    seconds = [one.seconds for one in timed if one.seconds is not None]
-    if not sum(seconds):
+    """Return the figures of the timed prompts, and those beside plain decoding of the same prompts."""
+    pair = arm.against(arm.undrafted, setting)
+    speed, timed = tokens_per_second(pair.head, pair.timed_head), pair.timed_head
+    if speed is None:
         return {}
+    prefills = [(one.seconds or 0.0) - (one.seconds_decode or 0.0) for one in timed]
     found: dict[str, Any] = {
-        "tokens_per_second": sum(one.new_tokens for one in timed) / sum(seconds),
-        "seconds_prefill": (sum(seconds) - sum(one.seconds_decode or 0.0 for one in timed)) / len(timed),
+        "tokens_per_second": speed,
+        "seconds_prefill": _mean(prefills),
         "round_seconds": round_seconds(timed),
         "speedup": None if setting.depth else 1.0,
     }
-    if not setting.depth or not plain:
+    gain = measured_speedup(pair) if setting.depth else None
+    if gain is None:
         return found
-    gain, needed = speed_difference(timed, plain), break_even_tau(timed, plain)
-    if gain is not None:
-        interval = None if gain.ci95 is None else (1.0 + gain.ci95[0], 1.0 + gain.ci95[1])
-        found |= {"speedup": 1.0 + gain.value, "speedup_ci95": interval}
+    needed = break_even_tau(timed, pair.timed_baseline)
     acceptance = None if needed is None else break_even_acceptance(needed, setting.depth)
-    return {**found, "break_even_tau": needed, "break_even_acceptance": acceptance}
+    speedups = {"speedup": gain.value, "speedup_ci95": gain.interval(0.05)}
+    return {**found, **speedups, "break_even_tau": needed, "break_even_acceptance": acceptance}
 
 
 def _mean(values: Sequence[float]) -> float:

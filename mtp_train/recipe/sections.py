@@ -553,10 +553,15 @@ class ExportSection(RecipeSection):
 class TrackSection(RecipeSection):
     """Experiment tracking, in addition to `metrics.jsonl`."""
 
-    wandb: Literal["off", "offline", "online"] = "offline"
-    """The mode of Weights & Biases. `offline` needs no network."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """The mode of Weights & Biases, which needs `pip install wandb`. `offline` needs no network: upload later with
+    `wandb sync`. A resumed run goes on under its id in `tracked.json`."""
+    tensorboard: bool = False
+    """Whether to write events for TensorBoard to `run_dir/tensorboard`; needs `pip install tensorboard`."""
+    trackio: bool = False
+    """Whether to track with trackio; needs `pip install trackio`."""
     project: Text = "mtp-train"
-    """The Weights & Biases project."""
+    """The project in Weights & Biases and trackio."""
 
 
 class StudySection(RecipeSection):

@@ -96,7 +96,9 @@ class FigureFile:
     png: bytes
 
 
-FIGURE_STEM = r"tau|marginal_acceptance|speedup|loss|held_out|depth|context|output_position|costs|tasks_\d+"
+FIGURE_STEM = (
+    r"tau|marginal_acceptance|speedup|loss|held_out|learning_rate|depth|context|output_position|costs|tasks_\d+"
+)
 """Pattern of the stem of every figure that a report can have."""
 MAX_TASK_CHARS = 18
 
@@ -121,7 +123,7 @@ def render_figures(report: Report, metrics: Sequence[Mapping[str, Any]] = ()) ->
         caption = f"Share of rounds that accepted the draft at each position (marginal acceptance), {INTERVALS}."
         figures.append(FigureFile("marginal_acceptance", caption, marginal_figure(with_shares)))
     if with_speed:
-        caption = "Tokens per second, divided by tokens per second of the same trunk and decoder without drafts."
+        caption = f"Tokens per second over those of the same trunk and decoder without drafts, {INTERVALS}."
         figures.append(FigureFile("speedup", caption, speedup_figure(with_speed)))
     figures += _heat_maps(slices)
     draws = (_depth, _context, _output, _costs)
@@ -143,6 +145,9 @@ def _training_figures(metrics: Sequence[Mapping[str, Any]]) -> list[FigureFile]:
     if held_out:
         caption = "Expected tau on text kept from training, by step, from teacher-forced acceptance."
         figures.append(FigureFile("held_out", caption, _lines(held_out, "training step", "tokens per round (tau)")))
+    if rates := curves(metrics, {"lr": "learning rate"}):
+        caption = "Learning rate by step."
+        figures.append(FigureFile("learning_rate", caption, _lines(rates, "training step", "learning rate")))
     return figures
 
 
@@ -199,14 +204,16 @@ def marginal_figure(drawn: Sequence[Drawn]) -> bytes:
 
 
 def speedup_figure(drawn: Sequence[Drawn]) -> bytes:
-    """Draw the speedup of each arm as a bar."""
+    """Draw the speedup of each arm as a bar with its interval."""
     figure, axes = canvas(row_height(len(drawn)))
     for row, d in enumerate(drawn):
         speedup = d.arm.speedup or 0.0
         _bar(axes, row, speedup, d.look)
-        write_value(axes, speedup, row, f"{speedup:.2f}x")
+        interval = d.arm.speedup_ci95 or (speedup, speedup)
+        axes.plot(interval, [row, row], color=INK, linewidth=2, solid_capstyle="butt")
+        write_value(axes, interval[1], row, f"{speedup:.2f}x")
     axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_xlim(0, 1.2 * max(1.0, *(d.arm.speedup or 0.0 for d in drawn)))
+    axes.set_xlim(0, 1.2 * max(1.0, *((d.arm.speedup_ci95 or (0.0, d.arm.speedup or 0.0))[1] for d in drawn)))
     name_rows(axes, drawn)
     axes.set_xlabel("times the speed without drafts")
     return png(figure)
@@ -382,7 +389,7 @@ def _depth(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
     """Draw speedup and tau over the number of drafts, and the tau at which a round breaks even."""
     at = [(float(setting.depth), setting) for setting in slices.depths()]
     tau = _series(slices, looks, at, lambda cell: (cell.tau, cell.tau_ci95))
-    speedup = _series(slices, looks, at, lambda cell: (cell.speedup, None))
+    speedup = _series(slices, looks, at, lambda cell: (cell.speedup, cell.speedup_ci95))
     needed = _series(slices, looks, at, lambda cell: (cell.break_even_tau, None))
     if len(at) < 2 or not tau:
         return None
@@ -392,7 +399,7 @@ def _depth(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
         caption = "Measured speed and tau by drafts per round. Dashed: the speed without drafts."
         axes.remove()
         above, axes = figure.subplots(2, 1, sharex=True)
-        draw_series(figure, above, speedup, legend=False)
+        draw_series(figure, above, speedup, shift=0.04, legend=False)
         above.axhline(1.0, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
         above.set_ylabel("times the speed\nwithout drafts")
         style_axes(above)

@@ -46,14 +46,15 @@ from mtp_train.report.wording import (
 
 _RULE_NOTE = "Compare arms within one temperature and rule only: which head is better can depend on both."
 _SAMPLE_NOTE = (
-    "Held-out prompts (grey) and their texts. Marked: drafts of the retrained head that the trunk accepted; the other "
-    "tokens are the trunk's own, one a round."
+    "Held-out prompts (grey) and their texts. Marked: drafts that the trunk accepted; the other tokens are the trunk's "
+    "own, one a round."
 )
 _GATE_NOTE = (
     "The gate passes when the interval of the gain, paired by prompt and over groups of prompts, lies above 0 at one "
     "setting at least (Holm's correction over the settings) and below 0 at none. The last column is the gain that the "
     "gate detects with probability 0.8. Against plain decoding, which accepts no draft, the gate asks for a measured "
-    "speedup whose interval lies above 1, or, where gate.break_even_tau is set, for a tau whose interval lies above it."
+    "speedup whose interval lies above 1, or, where gate.break_even_tau is set, for a tau whose interval lies above "
+    "it; an interval on both sides is undecided."
 )
 
 
@@ -83,12 +84,17 @@ class Section:
         return not (self.statements or self.arms or self.figures or any(self.tables) or self.samples or self.rows)
 
 
-def render_page(report: Report, figures: Sequence[FigureFile], provenance: Mapping[str, Any]) -> str:
-    """Return the page of a report. Markup in a name, a path or a reason is escaped."""
+def render_page(
+    report: Report, figures: Sequence[FigureFile], provenance: Mapping[str, Any], serving: Mapping[str, str]
+) -> str:
+    """Return the page of a report. Markup in a name, a path or a reason is escaped.
+
+    ``serving`` are the commands that serve the export, by engine.
+    """
     slices = slice_report(report)
     verdict = headline(slices)
     subject = report.title or next((arm.trunk for arm in group_arms(report).alike.values()), "")
-    sections = [*_sections(slices, figures), Section("Provenance", rows=flatten(provenance))]
+    sections = [*_sections(slices, figures, serving), Section("Provenance", rows=flatten(provenance))]
     environment = Environment(
         loader=PackageLoader("mtp_train.report"),
         autoescape=True,
@@ -104,11 +110,13 @@ def render_page(report: Report, figures: Sequence[FigureFile], provenance: Mappi
         setting_sentence=_setting_sentence(slices),
         sections=[section for section in sections if not section.is_empty],
         columns=COLUMNS,
+        before=report.gate.baseline if report.gate else "",
+        after=RETRAINED,
         glossary=GLOSSARY,
     )
 
 
-def _sections(slices: Slices, drawn: Sequence[FigureFile]) -> list[Section]:
+def _sections(slices: Slices, drawn: Sequence[FigureFile], serving: Mapping[str, str]) -> list[Section]:
     """Return every section, including those without content."""
     report, groups = slices.report, group_arms(slices.report)
     ranked = slices.ranked()
@@ -120,7 +128,7 @@ def _sections(slices: Slices, drawn: Sequence[FigureFile]) -> list[Section]:
 
     gate, told = report.gate, tuple[str, ...]()
     if gate is not None:
-        told = (f"{'Passed' if gate.passed else 'Refused'} against {gate.baseline}. {capitalised(gate.reason)}",)
+        told = (f"{gate.outcome.capitalize()} against {gate.baseline}. {capitalised(gate.reason)}",)
     real = (
         "First arm minus second, paired by prompt, intervals over groups of prompts. "
         f"{count_real(report)} of the report's comparisons are real, at 5 % over all of them together (Holm). "
@@ -134,12 +142,10 @@ def _sections(slices: Slices, drawn: Sequence[FigureFile]) -> list[Section]:
             (apart_sentence(groups, report.settings),),
             arms=_arm_rows(groups.apart, "other trunk", focus),
         ),
-        Section(
-            "Recorded, not measured here", (recorded_sentence(groups),), arms=_arm_rows(groups.recorded, "recorded")
-        ),
-        Section("Figures", figures=figures("tau", "marginal_acceptance", "speedup", "loss", "held_out")),
+        Section("What to serve", statements=tuple(serving_sentences(slices)), rows=tuple(serving.items())),
+        Section("Figures", figures=figures("tau", "marginal_acceptance", "speedup")),
+        Section("Training", figures=figures("loss", "held_out", "learning_rate")),
         Section("Differences", (real,), tables=(difference_table(slices), difference_matrix(slices))),
-        Section("What to serve", statements=tuple(serving_sentences(slices))),
         Section("By position in the draft", tables=(position_table(report),)),
         Section("By task", figures=figures("tasks_"), tables=(task_table(slices),)),
         Section("By temperature", (_RULE_NOTE,), tables=(temperature_table(slices),)),
@@ -152,6 +158,9 @@ def _sections(slices: Slices, drawn: Sequence[FigureFile]) -> list[Section]:
         Section("Is it lossless?", statements=(lossless_sentence(report.lossless),)),
         Section("Is the text new to the head?", statements=(held_out,) if held_out else ()),
         Section("The gate", (power_sentence(gate), _GATE_NOTE), told, tables=(gate_table(gate),)),
+        Section(
+            "Recorded, not measured here", (recorded_sentence(groups),), arms=_arm_rows(groups.recorded, "recorded")
+        ),
         Section("Settings", rows=flatten(report.settings)),
     ]
 

@@ -97,5 +97,5 @@ def slice_report(report: Report) -> Slices:
         headline=headline if headline in settings else next(iter(settings), None),
         arms=tuple(sorted(dict.fromkeys(names), key=[*report.arms, *names].index)),
         tasks=tuple(dict.fromkeys(cell.task for cell in report.cells if cell.task != ALL_TASKS)),
-        cells={(cell.arm, cell.task, cell.setting): cell for cell in (*report.depths, *report.cells)},
+        cells={(cell.arm, cell.task, cell.setting): cell for cell in report.cells},
     )

@@ -8,13 +8,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from mtp_train.acceptance.names import RETRAINED
+from mtp_train.acceptance.names import PLAIN, RETRAINED
 from mtp_train.evaluation.results import ALL_TASKS, Report
 from mtp_train.report.slices import Slices, slice_report
 from mtp_train.report.tables import PAYS, gate_table, tau_matrix
 from mtp_train.report.wording import (
     COLUMNS,
     GROUPS,
+    REPEATS,
     apart_sentence,
     arm_cells,
     capitalised,
@@ -36,7 +37,7 @@ from mtp_train.report.wording import (
     signed,
 )
 
-NARROW_COLUMNS = tuple(column for column in COLUMNS if column != GROUPS)
+NARROW_COLUMNS = tuple(column for column in COLUMNS if column not in (GROUPS, REPEATS))
 """Columns that fit in 80 characters; the numbers of groups are printed below the table."""
 TONES = {"good": "green", "bad": "red", "neutral": "cyan"}
 
@@ -99,16 +100,18 @@ def _gate(report: Report) -> Text | None:
     table = gate_table(report.gate)
     if table is None:
         return None
-    lines = [
-        f"Gate, {setting}: tau {before} to {after}, gain {interval} over {groups} groups: {verdict}"
-        for setting, _, groups, before, after, interval, verdict, _ in table.groups[""]
-    ]
+    lines = []
+    for setting, _, groups, tau, before, gain, verdict, _ in table.groups[""]:
+        told = f"tau {before} to {tau}, gain {gain}"
+        if report.gate is not None and report.gate.baseline == PLAIN:
+            told = f"tau {tau}, tau needed {before}, speedup {gain}"
+        lines.append(f"Gate, {setting}: {told} over {groups} groups: {verdict}")
     return Text("\n".join([*lines, power_sentence(report.gate)]))
 
 
 def _depth_lines(slices: Slices) -> list[str]:
     """Return tau, break-even tau and speed of a run's head at each depth, one line of text each."""
-    cells = slices.by_depth(RETRAINED) if slices.report.depths else {}
+    cells = slices.by_depth(RETRAINED) if slices.report.title is None else {}
     return [
         f"{depth_words(depth)} a round: tau {format_tau(cell)}, break-even {format_number(cell.break_even_tau, 2)}, "
         f"speedup {format_estimate(cell.speedup, cell.speedup_ci95)}; pays: {PAYS[cell.pays]}"

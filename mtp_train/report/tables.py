@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mtp_train.acceptance.gate import GateVerdict
+from mtp_train.acceptance.names import PLAIN
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import ALL_TASKS, ArmResult, Cell, Report
 from mtp_train.report.slices import Slices
@@ -46,7 +47,9 @@ class TextTable:
 
 MAX_INTERVALS = 3
 """The most columns with intervals that fit in 80 characters; a table of more arms shows tau alone."""
-PAYS = {"above": "yes", "below": "no", "neither": "not shown", None: "-"}
+_TAU_VERDICTS = {"above": "gain shown", "below": "loss shown", "neither": "not shown"}
+_SPEED_VERDICTS = {"above": "drafts pay", "below": "drafts do not pay", "neither": "undecided"}
+PAYS = {"above": "yes", "below": "no", "neither": "undecided", None: "-"}
 
 _CELL_COLUMNS: dict[str, Callable[[Cell], str]] = {
     "prompts": lambda cell: format_number(cell.prompts, 0),
@@ -192,23 +195,22 @@ def _p_value(value: float | None) -> str:
 
 
 def gate_table(gate: GateVerdict | None) -> TextTable | None:
-    """Return the gate's figures at each setting; None without any."""
-    verdicts = {"above": "gain shown", "below": "loss shown", "neither": "not shown"}
-    rows = [
-        (
-            one.setting,
-            str(one.prompts),
-            str(one.groups),
-            f"{one.baseline_tau:.2f}",
-            f"{one.tau:.2f}",
-            "-" if one.delta_tau_ci95 is None else "[{:+.2f}, {:+.2f}]".format(*one.delta_tau_ci95),
-            verdicts[one.verdict],
-            "-" if one.detectable_gain is None else f"+{one.detectable_gain:.2f}",
-        )
-        for one in (gate.settings if gate is not None else ())
-    ]
-    columns = ("setting", "prompts", "groups", "baseline", "retrained", "gain [95 %]", "verdict", "detectable")
-    return make_table(columns, {"": rows})
+    """Return the gate's figures at each setting; None without any. Against plain decoding the speed decides."""
+    if gate is None:
+        return None
+    against_plain = gate.baseline == PLAIN
+    verdicts = _SPEED_VERDICTS if against_plain else _TAU_VERDICTS
+    rows = []
+    for one in gate.settings:
+        gain = "-" if one.delta_tau_ci95 is None else "[{:+.2f}, {:+.2f}]".format(*one.delta_tau_ci95)
+        decides = [f"{one.baseline_tau:.2f}", gain]
+        if against_plain:
+            decides = [format_number(one.break_even_tau, 2), format_estimate(one.speedup, one.speedup_ci95)]
+        detectable = "-" if one.detectable_gain is None else f"+{one.detectable_gain:.2f}"
+        counts = str(one.prompts), str(one.groups), format_estimate(one.tau, one.tau_ci95)
+        rows.append((one.setting, *counts, *decides, verdicts[one.verdict], detectable))
+    decides = ["tau needed", "speedup [95 %]"] if against_plain else ["baseline", "gain [95 %]"]
+    return make_table(("setting", "prompts", "groups", "tau", *decides, "verdict", "detectable"), {"": rows})
 
 
 def position_table(report: Report) -> TextTable | None:

@@ -30,7 +30,8 @@ from mtp_train.report.slices import Slices, slice_report
 Arms = dict[str, ArmResult]
 
 GROUPS = "groups"
-COLUMNS = ("tau [95 %]", GROUPS, "by position", "tokens/s", "speedup", "repeats", "entropy")
+REPEATS = "repeats"
+COLUMNS = ("tau [95 %]", GROUPS, "by position", "tokens/s", "speedup [95 %]", REPEATS, "entropy")
 
 GLOSSARY = (
     ("trunk", "The frozen target model. Drafts change its speed, never the distribution of its output."),
@@ -52,10 +53,11 @@ GLOSSARY = (
     ("groups", "Sets of related prompts (a module, a conversation, a file) that are held out as a whole."),
     (
         "speedup",
-        "Tokens per second with drafts, divided by tokens per second of the same trunk and decoder without: on a few "
-        "prompts, one at a time. Acceptance is of all prompts, decoded in batches.",
+        "Tokens per second with drafts, divided by tokens per second of the same trunk and decoder without. Rounds are "
+        "counted on all prompts, in batches; a round is timed on a few prompts, one at a time, by its best time of "
+        "several. The interval contains the errors of both.",
     ),
-    ("pays", "The interval of the speedup lies above 1; where it is unknown, that of tau above the break-even tau."),
+    ("pays", "Yes: the interval of the speedup lies above 1. No: below 1. Undecided: it contains 1."),
     ("repeats", "Share of 8-grams that already occurred in the same output. Loops are easy to draft and inflate tau."),
     ("entropy", "Entropy of the trunk's next-token distribution, in nats. Text of low entropy is easier to draft."),
     ("graft", "The base model's head, copied to the fine-tune without training."),
@@ -156,13 +158,16 @@ def headline(slices: Slices) -> Headline:
 
 def _gate_headline(gate: GateVerdict, retrained: ArmResult | None) -> Headline:
     baseline, detail = BASELINES.get(gate.baseline, gate.baseline), capitalised(gate.reason)
-    if not gate.passed:
-        shown = "no speedup" if gate.baseline == PLAIN else "no gain"
-        return Headline("bad", f"Refused: {shown} shown over {baseline}", detail)
+    if gate.outcome == "undecided":
+        return Headline("neutral", "Undecided whether drafts pay: nothing is exported", detail)
+    if gate.outcome == "refused":
+        shown = "drafts do not pay" if gate.baseline == PLAIN else f"no gain shown over {baseline}"
+        return Headline("bad", f"Refused: {shown}", detail)
     title = f"The retrained head beats {baseline}"
-    # Against plain decoding the gate itself requires that drafts pay, in the engine that serves them.
-    if retrained is None or gate.baseline == PLAIN:
+    if retrained is None:
         return Headline("good", title, detail)
+    if gate.baseline == PLAIN and gate.settings[0].decides == "tau":
+        title = "Passed by the break-even tau of another engine"
     return Headline(*payment(retrained, title), detail)
 
 
@@ -198,13 +203,14 @@ def _best_arm(slices: Slices, ranked: Sequence[tuple[str, Cell, float]]) -> Head
 def payment(arm: ArmResult, title: str) -> tuple[Tone, str]:
     """Return tone and title of a headline on an arm: green only where its drafts are shown to pay.
 
-    A title stays as it is where no interval of the speed is known, as in older reports.
+    A title stays as it is where no interval of the speed is known.
     """
     if arm.pays in (None, "above"):
         return "good", title
+    measured = f"speedup {format_estimate(arm.speedup, arm.speedup_ci95)}"
     if arm.pays == "below":
-        return "bad", f"{title}, and drafts slow decoding down here"
-    return "neutral", f"{title}, and is not shown to decode faster"
+        return "bad", f"{title}, and drafts slow decoding down here: {measured}"
+    return "neutral", f"{title}; undecided whether it is faster: {measured}"
 
 
 def key_figures(slices: Slices) -> list[tuple[str, str]]:
@@ -262,7 +268,17 @@ def depth_sentence(cells: Mapping[int, ArmResult]) -> str:
         return ""
     best, depths = recommended(known.values()), ", ".join(map(str, known))
     if best is None:
-        return f"Serve without drafts: none of the depths measured here ({depths}) is shown to pay."
+        unsure = [
+            f"{depth_words(depth)} {format_estimate(cell.speedup, cell.speedup_ci95)}"
+            for depth, cell in known.items()
+            if cell.pays == "neither"
+        ]
+        if not unsure:
+            return f"Serve without drafts: they slow decoding down at each of the depths measured here ({depths})."
+        return (
+            f"Undecided whether drafts pay: the interval of the speedup contains 1 for {'; '.join(unsure)}. Measure "
+            "more prompts, on a machine without other work."
+        )
     depth = next(depth for depth, cell in known.items() if cell is best)
     return (
         f"Serve with {depth_words(depth)} a round, the fastest of the depths measured here ({depths}) that are shown "
@@ -332,7 +348,8 @@ def power_sentence(gate: GateVerdict | None) -> str:
     seen = [f"{one.detectable_gain:.2f}" + (f" ({one.setting})" if len(settings) > 1 else "") for one in settings]
     if not seen:
         return ""
-    return f"Power of the gate: it detects a true gain in tau of {', '.join(seen)} with probability {POWER:g}."
+    gain = f"a true gain in {settings[0].decides} of {', '.join(seen)}"
+    return f"Power of the gate: it detects {gain} with probability {POWER:g}."
 
 
 def lossless_sentence(lossless: Lossless | None) -> str:
@@ -421,7 +438,7 @@ def arm_cells(arm: ArmResult) -> tuple[str, ...]:
         format_groups(arm),
         format_shares(arm.marginal),
         format_number(arm.tokens_per_second, 1),
-        format_speedup(arm.speedup),
+        format_estimate(arm.speedup, arm.speedup_ci95),
         format_percent(arm.repeated_8gram_share),
         format_number(arm.target_entropy, 2),
     )

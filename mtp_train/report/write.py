@@ -1,4 +1,4 @@
-"""Write the files of a report (``report.json``, ``report.html``, CSV, ``figures/``), and log it to Weights & Biases."""
+"""Write the files of a report (``report.json``, ``report.html``, CSV, ``figures/``), and log it to trackers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.evaluation.results import REPORT_FILE, ArmComparison, Cell, Report
 from mtp_train.report.figures import FIGURE_STEM, render_figures
 from mtp_train.report.page import render_page
+from mtp_train.train.log import TRACKED_FILE, Tracking, read_tracked
 
 MARGINAL_CI95 = "marginal_ci95"
 PAGE_FILE = "report.html"
@@ -23,13 +24,14 @@ PER_POSITION = ("marginal", "conditional", "dense", "overlap")
 FIRST_COLUMNS = ("arm", "task", "temperature", "top_p", "top_k", "context_tokens", "depth", "rule")
 CELL_COLUMNS = tuple(dict.fromkeys((*FIRST_COLUMNS, *(field.name for field in fields(Cell)))))
 COMPARISON_COLUMNS = tuple(dict.fromkeys(("first", "second", "task", *(field.name for field in fields(ArmComparison)))))
-TRACKED_FILE = "tracked.json"
-"""Written after a study was logged, with the project and the mode."""
-WandbMode = Literal["off", "offline", "online"]
 
 
 def write_report(
-    report: Report, out: Path, provenance: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]] = ()
+    report: Report,
+    out: Path,
+    provenance: Mapping[str, Any],
+    metrics: Sequence[Mapping[str, Any]] = (),
+    serving: Mapping[str, str] | None = None,
 ) -> None:
     """Write a report, replacing an earlier one.
 
@@ -41,10 +43,11 @@ def write_report(
         out: The directory of the run or study; created where it is missing.
         provenance: Origin of the figures for the page; nested values are flattened.
         metrics: The lines of a run's ``metrics.jsonl``, for the curves of training.
+        serving: The commands that serve a run's export, by engine.
     """
     figures = render_figures(report, metrics)
     files = {Path("figures") / f"{figure.stem}.png": figure.png for figure in figures}
-    files[Path(PAGE_FILE)] = render_page(report, figures, provenance).encode()
+    files[Path(PAGE_FILE)] = render_page(report, figures, provenance, serving or {}).encode()
     files |= {Path(f"{name}.csv"): table.csv().encode() for name, table in csv_tables(report).items()}
     encoded = json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
     files[Path(REPORT_FILE)] = f"{encoded}\n".encode()
@@ -130,40 +133,50 @@ def _replace_files(run_dir: Path, files: Mapping[Path, bytes]) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def log_report(report: Report, out: Path, project: str, mode: WandbMode) -> None:
-    """Log a report that was written to ``out`` to Weights & Biases, once: :data:`TRACKED_FILE` marks a logged one.
+def log_report(report: Report, out: Path, tracking: Tracking, config: Mapping[str, Any] | None = None) -> None:
+    """Log a report that was written to ``out`` to each tracker, once: :data:`TRACKED_FILE` names those that have it.
 
-    A rerun of the command logs a report whose logging failed or was off.
+    A rerun of the command logs a report whose logging failed or was off. All trackers get the numbers; Weights & Biases
+    gets tables, figures and the page too.
 
     Args:
         report: The report.
-        out: Its directory; its ``figures`` are logged, and wandb writes its files there.
-        project: The Weights & Biases project.
-        mode: ``off`` does not import wandb; ``offline`` needs no network (upload later with ``wandb sync``).
+        out: Its directory. The report of a run goes to the tracked run of its training.
+        tracking: The trackers.
+        config: Settings that are shown with the run; None for those of the report.
     """
-    if mode == "off" or (out / TRACKED_FILE).is_file():
-        return
+    done = read_tracked(out).get("report", [])
+    with tracking.opened(out, config or report.settings, only=lambda name: name not in done) as trackers:
+        numbers = report_numbers(report)
+        for name, tracker in trackers.items():
+            # Of a run, the numbers belong to its last step, which wandb and trackio know.
+            tracker.log(numbers | _wandb_media(report, out) if name == "wandb" else numbers)
+    if trackers:
+        write_json(out / TRACKED_FILE, {**read_tracked(out), "report": [*done, *trackers]})
+
+
+def report_numbers(report: Report) -> dict[str, float]:
+    """Return the numbers of a report that are worth a column in a table of runs."""
+    found: dict[str, float | None] = {}
+    for name, arm in report.arms.items():
+        low, high = arm.speedup_ci95 or (None, None)
+        figures = {"tau": arm.tau, "acceptance_rate": arm.acceptance_rate, "speedup": arm.speedup}
+        figures |= {"speedup_low": low, "speedup_high": high}
+        found |= {f"arms/{name}/{key}": value for key, value in figures.items()}
+    if report.gate is not None:
+        low, high = report.gate.delta_tau_ci95 or (None, None)
+        found |= {"gate/passed": float(report.gate.passed), "gate/delta_tau_low": low, "gate/delta_tau_high": high}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _wandb_media(report: Report, out: Path) -> dict[str, Any]:
     import wandb
 
-    run = wandb.init(
-        project=project,
-        name=out.name,
-        dir=out,
-        mode=mode,
-        config=dict(report.settings),
-        reinit="create_new",
-        settings={"silent": True},
-    )
-    try:
-        logged: dict[str, object] = {}
-        for name, table in csv_tables(report).items():
-            logged[f"tables/{name}"] = wandb.Table(columns=[*table.columns], data=table.rows)
-        for path in sorted((out / "figures").glob("*.png")):
-            logged[f"figures/{path.stem}"] = wandb.Image(str(path))
-        for name, arm in report.arms.items():
-            numbers = {"tau": arm.tau, "acceptance_rate": arm.acceptance_rate, "speedup": arm.speedup}
-            logged |= {f"arms/{name}/{key}": value for key, value in numbers.items() if value is not None}
-        run.log(logged)
-    finally:
-        run.finish()
-    write_json(out / TRACKED_FILE, {"project": project, "mode": mode})
+    tables = csv_tables(report).items()
+    found: dict[str, Any] = {
+        f"tables/{name}": wandb.Table(columns=[*table.columns], data=table.rows) for name, table in tables
+    }
+    found |= {f"figures/{path.stem}": wandb.Image(str(path)) for path in sorted((out / "figures").glob("*.png"))}
+    if (out / PAGE_FILE).is_file():
+        found["report"] = wandb.Html((out / PAGE_FILE).read_text(encoding="utf-8"))
+    return found

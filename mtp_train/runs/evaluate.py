@@ -25,12 +25,11 @@ from mtp_train.evaluation.run import run_study
 from mtp_train.evaluation.served import Server
 from mtp_train.evaluation.suites import BUILTIN, BUILTIN_FILE, suite_location
 from mtp_train.report.summary import summary
-from mtp_train.report.write import WandbMode, log_report, write_report
+from mtp_train.report.write import log_report, write_report
 from mtp_train.runs.display import quiet_progress, rich_to_html, rich_to_text
 from mtp_train.runs.run_directory import RunDirectory, checkpoint_identity, environment_facts
+from mtp_train.train.log import Tracking, WandbMode
 from mtp_train.trunk.quantise import Quantization
-
-WANDB_PROJECT = "mtp-train"
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,8 @@ def _measure(
     """Measure arms and a server, write the report and return it. ``subjects`` are the arms as the user named them."""
     names = [one.name for one in specs] + ([] if server is None else [server.url])
     title = f"{'evaluation' if len(names) == 1 else 'comparison'} of {', '.join(names)}"
-    progress = progress or quiet_progress()
+    progress, tracking = progress or quiet_progress(), Tracking(wandb)
+    tracking.require("--")
     grid = replace(grid, chat_template_kwargs=_variables(subjects, grid))
     with full_disk_is_named(out, what="the report"), RunDirectory(out).held(progress.console):
         if told := _trained_on(subjects, grid.suite, progress):
@@ -177,7 +177,7 @@ def _measure(
         if not (out / REPORT_FILE).is_file():
             identities = {one.name: checkpoint_identity(one.trunk, open_location(one.trunk)) for one in specs}
             write_report(report, out, {"arms": identities, **environment_facts()})
-        log_report(report, out, WANDB_PROJECT, wandb)
+        log_report(report, out, tracking)
     return EvaluationResult(out, report)
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mtp_inference import HeadDrafting
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.text import marked_pieces
-from mtp_train.acceptance.gate import GateVerdict, Pair, decide_gate
+from mtp_train.acceptance.gate import GateVerdict, decide_gate
 from mtp_train.acceptance.names import GRAFT, NATIVE, PLAIN, RETRAINED, VANILLA
 from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.artifact import load_artifact
@@ -22,9 +22,9 @@ from mtp_train.checkpoints.demo import PREFIX, RECORDED_FILE, home_source, recor
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.locations import EXPORT, HEAD, head_directory
 from mtp_train.checkpoints.suggestions import evaluate_command, graft_command, grafted_name
-from mtp_train.data.tokenize import Document, Prompt
+from mtp_train.data.tokenize import Document
 from mtp_train.evaluation.assemble import Measurements, assemble
-from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_PROMPTS, DecodingOptions, Lane, Prompts, TrunkArms
+from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_SETTINGS, DecodingOptions, Lane, Prompts, TrunkArms
 from mtp_train.evaluation.grid import left_out
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, PromptRecord, Setting, TaskPrompt
 from mtp_train.evaluation.results import UNJUDGED, ArmResult, Cell, Report, SampleText, read_record, recommended
@@ -32,12 +32,14 @@ from mtp_train.evaluation.run import Processes, measure_trunk
 from mtp_train.evaluation.statistics import MeasuredArm, checked_records
 from mtp_train.heads.build import HeadPlan, build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
+from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
+from mtp_train.report.slices import slice_report
 from mtp_train.runs.inputs import Inputs
 from mtp_train.runs.run import Run
 from mtp_train.runs.settings import run_settings
 from mtp_train.runs.training import SELECTED
-from mtp_train.train.machine import set_threads
+from mtp_train.train.machine import device_name, set_threads
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
 from mtp_train.trunk.progress import shown_loading
@@ -73,9 +75,15 @@ def evaluate_run(run: Run, trunk: Trunk, training: Sequence[Document]) -> Report
     return replace(
         report,
         arms={**report.arms, **others},
-        gate=judge(recipe, found.arms, settings, report.depths, without_gain(run.directory.path)),
+        gate=judge(
+            recipe,
+            found.arms,
+            settings,
+            slice_report(report).by_depth(RETRAINED),
+            without_gain(run.directory.path),
+        ),
         settings={**report.settings, "held_out": held_out},
-        samples=sample_texts(found.arms, settings[0], inputs),
+        samples=sample_texts(found.arms, settings[0], inputs, recipe.gate_baseline),
     )
 
 
@@ -103,7 +111,7 @@ def measure_arms(run: Run, trunk: Trunk, settings: Sequence[Setting]) -> Measure
     """Decode with every planned head, and with the vanilla model where the recipe names it.
 
     The arms on the run's trunk decode at every setting, the vanilla model at the first one only. The retrained head is
-    also timed at every depth below the recipe's, for break-even tau by depth.
+    also measured at every depth below the recipe's, greedily.
     """
     recipe, inputs = run.recipe, run.inputs
     set_threads("decoding", 1, inputs.finetune, trunk.lm_head_VD.device, run.progress.console)
@@ -114,8 +122,10 @@ def measure_arms(run: Run, trunk: Trunk, settings: Sequence[Setting]) -> Measure
         del plans[RETRAINED]
     heads = {arm: _drafting(plan, inputs.finetune, trunk) for arm, plan in plans.items()}
     first = settings[0]
-    shallow = [(same or RETRAINED, replace(first, depth=depth)) for depth in range(1, first.depth)]
-    arms = measure(run, trunk, heads, settings, only_timed=shallow)
+    lanes = [(arm, setting) for setting in settings for arm in heads]
+    depths = range(1, first.depth if first.rule == "greedy" else 0)
+    shallow = [(same or RETRAINED, replace(first, depth=depth)) for depth in depths]
+    arms = measure(run, trunk, heads, lanes, shallow=shallow)
     if same is not None:
         start = next(arm for arm in arms if arm.name == same)
         arms.append(replace(start, name=RETRAINED, head=str(run.directory.path / HEAD)))
@@ -135,10 +145,10 @@ def measure(
     run: Run,
     trunk: Trunk,
     drafting: Mapping[str, Drafting],
-    settings: Sequence[Setting],
-    *,
+    lanes: Sequence[Lane],
     trunk_name: str | None = None,
-    only_timed: Sequence[Lane] = (),
+    *,
+    shallow: Sequence[Lane] = (),
 ) -> list[MeasuredArm]:
     """Measure drafters of a trunk on the held-out prompts, after plain decoding (:func:`measure_trunk`)."""
     recipe, inputs, accelerator = run.recipe, run.inputs, run.accelerator
@@ -154,8 +164,8 @@ def measure(
     )
     prompts: Prompts = {None: [TaskPrompt.of(one, HELD_OUT_TASK) for one in inputs.held_out]}
     processes = Processes(accelerator.process_index, accelerator.num_processes, accelerator.gather_items)
-    arms = TrunkArms(trunk, name, drafting, names)
-    return measure_trunk(arms, prompts, settings, options, run.progress, processes=processes, only_timed=only_timed)
+    arms = TrunkArms(trunk=trunk, name=name, drafting=drafting, head_names=names, options=options)
+    return measure_trunk(arms, prompts, lanes, run.progress, processes, shallow=shallow)
 
 
 def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadPlan]:
@@ -196,7 +206,7 @@ def measure_vanilla(run: Run, base: Checkpoint, setting: Setting, dtype: torch.d
         offload_layers(trunk, recipe.model.offload, device, run.directory.path)
     heads = {VANILLA: _drafting(native_plan(base, recipe.head.convention), base, trunk)}
     at_home = replace(run, inputs=replace(inputs, held_out=inputs.home or inputs.held_out))
-    return measure(at_home, trunk, heads, [setting], trunk_name=name)[1]
+    return measure(at_home, trunk, heads, [(VANILLA, setting)], name)[1]
 
 
 def without_gain(run_dir: Path) -> str | None:
@@ -215,7 +225,7 @@ def judge(
     recipe: Recipe,
     arms: Sequence[MeasuredArm],
     settings: Sequence[Setting],
-    depths: Sequence[Cell],
+    depths: Mapping[int, Cell],
     no_gain: str | None = None,
 ) -> GateVerdict:
     """Apply the gate: refuse a decoder that changed an output, and a head that is not better than its baseline.
@@ -224,7 +234,7 @@ def judge(
         recipe: The gate's baseline and confidence.
         arms: The measured arms.
         settings: The settings to judge at.
-        depths: The retrained head at fewer drafts a round.
+        depths: The retrained head by number of drafts a round.
         no_gain: That training gave no gain, in words.
     """
     baseline = recipe.gate_baseline
@@ -234,20 +244,19 @@ def judge(
             f"Refused: decoding with drafts changed the output of {len(broken)} prompts ({broken[0]} first), and no "
             "near tie explains it. Acceptance measured this way means nothing; please report it"
         )
-        return GateVerdict(passed=False, baseline=baseline, delta_tau_ci95=None, reason=reason)
+        return GateVerdict(outcome="refused", baseline=baseline, delta_tau_ci95=None, reason=reason)
     by_name = {arm.name: arm for arm in arms}
     head, other = by_name[RETRAINED], by_name[baseline]
-    pairs = {
-        one.name: Pair(head.counts(one), other.counts(one), head.counts(one, timed=True), other.counts(one, timed=True))
-        for one in settings
-    }
+    pairs = {one.name: head.against(other, one) for one in settings}
     verdict = decide_gate(pairs, baseline, recipe.gate.confidence, target_break_even=recipe.gate.break_even_tau)
-    if not verdict.passed and baseline == PLAIN and verdict.settings:
-        return replace(verdict, reason=f"{verdict.reason}. {_faster_depth(depths)}")
     if no_gain is not None and baseline == recipe.head.init:
-        verdict = replace(verdict, passed=False, reason=f"Refused: {no_gain}")
+        verdict = replace(verdict, outcome="refused", reason=f"Refused: {no_gain}")
+    if verdict.passed:
+        return verdict
+    if baseline == PLAIN and verdict.settings:
+        return replace(verdict, reason=f"{verdict.reason}. {_next_step(recipe, verdict, depths)}")
     donor, adapter = recipe.model.head_from, recipe.model.adapter
-    if verdict.passed or baseline != GRAFT or donor is None:
+    if baseline != GRAFT or donor is None:
         return verdict
     if head_directory(donor) is not None or recipe.head.kind != "mtp":
         # No command grafts a head without a trunk.
@@ -257,30 +266,40 @@ def judge(
     return replace(verdict, reason=f"{verdict.reason}. {GRAFT_INSTEAD} {better}")
 
 
-def _faster_depth(depths: Sequence[Cell]) -> str:
-    """Return what to do about drafts that do not pay."""
-    best = recommended(depths)
-    if best is not None:
+def _next_step(recipe: Recipe, verdict: GateVerdict, depths: Mapping[int, Cell]) -> str:
+    """Return what to do about a head that is not shown to pay."""
+    best = recommended(depths.values())
+    if best is not None and best.depth != recipe.draft_depth and recipe.gate.break_even_tau is None:
         return f"Fewer drafts a round are shown to pay: set evaluate.depth to {best.depth}"
-    return (
-        "Serve without drafts, or train for longer. If another engine will serve the head, set gate.break_even_tau to "
-        "that engine's"
+    if verdict.outcome == "undecided":
+        return "Measure more: raise evaluate.prompts and data.holdout, or leave the machine to the evaluation alone"
+    other = (
+        ""
+        if recipe.gate.break_even_tau is not None
+        else (". If another engine will serve the head, set gate.break_even_tau to that engine's")
     )
+    return f"Train for longer, or serve without drafts{other}"
 
 
-def sample_texts(arms: Sequence[MeasuredArm], setting: Setting, inputs: Inputs) -> tuple[SampleText, ...]:
-    """Return texts of the retrained head at a setting, accepted drafts apart; none without such a head."""
-    arm = next((arm for arm in arms if arm.name == RETRAINED), None)
-    prompts = {prompt.id: prompt for prompt in inputs.held_out}
-    chosen = arm.decoded[setting][:NUM_SAMPLES] if arm is not None else ()
-    return tuple(_sample(one, prompts[one.prompt_id], inputs.tokenizer) for one in chosen)
+def sample_texts(
+    arms: Sequence[MeasuredArm], setting: Setting, inputs: Inputs, baseline: str
+) -> tuple[SampleText, ...]:
+    """Return texts of the retrained head and of its baseline at a setting, accepted drafts apart."""
+    decoded = {arm.name: arm.decoded[setting] for arm in arms if setting in arm.decoded}
+    before = {one.prompt_id: one for one in decoded.get(baseline, ())}
+    prompts, tokenizer = {prompt.id: prompt for prompt in inputs.held_out}, inputs.tokenizer
 
+    def pieces(one: PromptRecord) -> tuple[tuple[str, bool], ...]:
+        return marked_pieces(tokenizer, prompts[one.prompt_id].prompt_ids, one.token_ids, one.from_drafts)
 
-def _sample(one: PromptRecord, prompt: Prompt, tokenizer: Any) -> SampleText:
-    return SampleText(
-        prompt_id=one.prompt_id,
-        prompt=tokenizer.decode(list(prompt.prompt_ids))[-SAMPLE_PROMPT_CHARS:],
-        pieces=marked_pieces(tokenizer, prompt.prompt_ids, one.token_ids, one.from_drafts),
+    return tuple(
+        SampleText(
+            prompt_id=one.prompt_id,
+            prompt=tokenizer.decode(list(prompts[one.prompt_id].prompt_ids))[-SAMPLE_PROMPT_CHARS:],
+            pieces=pieces(one),
+            before=pieces(before[one.prompt_id]) if one.prompt_id in before else (),
+        )
+        for one in decoded.get(RETRAINED, ())[:NUM_SAMPLES]
     )
 
 
@@ -302,14 +321,14 @@ def evaluation_settings(recipe: Recipe, inputs: Inputs, settings: Sequence[Setti
         **({"not_measured": ignored} if ignored else {}),
         "depth": recipe.draft_depth,
         "batch_size": MAX_BATCH,
-        "speed_prompts": SPEED_PROMPTS,
+        **SPEED_SETTINGS,
         "speed_batch_size": 1,
         "max_new_tokens": recipe.evaluate.max_new_tokens,
         "prompts": len(inputs.held_out),
         "vanilla_prompts": home_source(recipe.model.head_from) if inputs.home else None,
         "groups": len({prompt.group for prompt in inputs.held_out}),
         "train_precision": recipe.train.precision,
-        "loss": recipe.objective.loss,
+        "loss": find_loss(recipe.objective.loss).name,
         "train_steps": recipe.train.max_steps,
         "tokens_per_step": recipe.train.tokens_per_step,
         "seed": recipe.seed,
@@ -321,13 +340,8 @@ _OF_TRAINING = ("trunk", "head_from", "depth", "train_precision", "loss", "train
 
 def trunk_facts(recipe: Recipe, trunk: Trunk) -> dict[str, Any]:
     """Return how the trunk was held while the built-in decoder measured it."""
-    weight = trunk.lm_head_VD
-    on_cuda = weight.device.type == "cuda"
-    return {
-        "dtype": trunk.dtype_name,
-        "offload": recipe.model.offload,
-        "device": torch.cuda.get_device_name(weight.device) if on_cuda else str(weight.device),
-    }
+    device = device_name(trunk.lm_head_VD.device)
+    return {"dtype": trunk.dtype_name, "offload": recipe.model.offload, "device": device}
 
 
 def recorded_arms(trunk: str) -> dict[str, ArmResult]:

@@ -24,14 +24,15 @@ from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.locations import EXPORT, HEAD
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.data.tokenize import Document
-from mtp_train.errors import GateRefusedError
+from mtp_train.errors import GateRefusedError, GateUndecidedError
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, Report, load_report
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.recipe.loading import RecipeLike
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.summary import summary
-from mtp_train.report.write import PAGE_FILE, write_report
+from mtp_train.report.wording import serving_depth
+from mtp_train.report.write import PAGE_FILE, log_report, write_report
 from mtp_train.runs.display import logged, quiet_progress, rich_to_html, serving_lines, wiring_note
 from mtp_train.runs.evaluate_run import evaluate_run, served_commands, unjudged
 from mtp_train.runs.export import write_card, write_export
@@ -40,7 +41,7 @@ from mtp_train.runs.regeneration import data_stage, generate_responses, regenera
 from mtp_train.runs.resolve import FROM_TEXT, Choice, Overrides, recipe_of, resolve_training, resolved_recipe
 from mtp_train.runs.run import Run, RunTrunk, join_processes, memory_is_named
 from mtp_train.runs.run_directory import DONE, Attempt, Outcome, RunDirectory
-from mtp_train.runs.settings import plan_of
+from mtp_train.runs.settings import plan_of, tracking_of
 from mtp_train.runs.training import STATE, part_documents, train_stage
 from mtp_train.train.launch import describe_processes, lost_process_is_named
 from mtp_train.train.log import read_metrics
@@ -168,7 +169,8 @@ def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcom
         return Outcome(0, "done", "", DONE)
     _report(run, report, console)
     if report.gate is not None and not report.gate.passed:
-        raise GateRefusedError(report.gate.reason)
+        refused = GateUndecidedError if report.gate.outcome == "undecided" else GateRefusedError
+        raise refused(report.gate.reason)
     run.attempt.stage = "export"
     exported = _export(run) if run.recipe.export.enabled else ""
     if report.gate is None:
@@ -223,8 +225,23 @@ def _evaluate(run: Run, trunk: RunTrunk) -> Report:
 def _report(run: Run, report: Report, console: Console) -> None:
     """Write and print the report, after a check that no input was changed since the beginning."""
     run.directory.require_same_inputs(run.recipe, run.progress)
-    write_report(report, run.directory.path, run.directory.provenance, read_metrics(run.directory.path))
+    run_dir = run.directory.path
+    is_served = run.recipe.export.enabled and (report.gate is None or report.gate.passed)
+    serving = _serving(run_dir, run.inputs.finetune.path, report) if is_served else {}
+    write_report(report, run_dir, run.directory.provenance, read_metrics(run_dir), serving)
+    try:
+        log_report(report, run_dir, tracking_of(run.recipe), run.recipe.model_dump(mode="json"))
+    except Exception as error:
+        # A tracker's server that is down costs no run its export.
+        console.print(f"track: {type(error).__name__}: {error}; the report was written, but not tracked.", markup=False)
     console.print(summary(report))
+
+
+def _serving(run_dir: Path, trunk: Path, report: Report) -> dict[str, str]:
+    """Return engine to the command that serves a run's export at the depth that its report recommends."""
+    head = load_artifact(run_dir / HEAD)
+    engines = open_checkpoint(trunk).engines if head.family.kind == "mtp" else head.family.serving
+    return engine_commands(engines, str(run_dir / EXPORT), serving_depth(report) or head.num_depths)
 
 
 def _export(run: Run) -> str:
@@ -354,9 +371,7 @@ class RunResult:
         """Engine to the command that serves the export, or ``no: REASON``; empty without an export."""
         if self.export is None or not (self.run_dir / HEAD).is_dir():
             return {}
-        head = load_artifact(self.run_dir / HEAD)
-        engines = open_checkpoint(self.export).engines if head.family.kind == "mtp" else head.family.serving
-        return engine_commands(engines, str(self.export), head.num_depths)
+        return _serving(self.run_dir, self.export, self.report)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train run --json`` prints them."""

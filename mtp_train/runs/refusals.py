@@ -27,7 +27,7 @@ from mtp_train.heads.lora import require_lora_targets
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.run_answers import require_answers
-from mtp_train.runs.settings import plan_of, run_settings
+from mtp_train.runs.settings import plan_of, run_settings, tracking_of
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.offload import Offload
 from mtp_train.trunk.quantise import require_bitsandbytes, require_quantizable
@@ -60,6 +60,7 @@ def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpErr
     checks: list[Callable[[], object]] = [
         partial(plan_of, recipe, world_size),
         partial(require_answers, recipe, Path(recipe.run_dir)),
+        tracking_of(recipe).require,
         *_packing(recipe, model.path, model.config, world_size),
     ]
     if recipe.head.lora is not None:

@@ -65,6 +65,7 @@ from mtp_train.recipe.json_schema import dotted, shown_whole
 from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, validated
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.head_source import LoneHead, open_head_source
+from mtp_train.train.machine import device_name
 from mtp_train.train.stopping import Stopped
 from mtp_train.trunk.progress import is_main_process
 
@@ -533,7 +534,7 @@ def environment_facts() -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = None
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor() or platform.machine()
+    device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return {
         "versions": versions,
         "python": platform.python_version(),

@@ -8,6 +8,7 @@ from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.evaluation.grid import served_settings
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.recipe.schema import Recipe
+from mtp_train.train.log import Tracking
 from mtp_train.train.plan import GIB, MemoryOptions, Plan, TrainOptions, make_plan
 from mtp_train.trunk.precision import COMPUTE_DTYPES
 
@@ -50,6 +51,11 @@ def train_options(recipe: Recipe) -> TrainOptions:
         save_steps=train.save_steps,
         depth_decay=recipe.objective.depth_decay,
     )
+
+
+def tracking_of(recipe: Recipe) -> Tracking:
+    """Return where a run is tracked."""
+    return Tracking(**dict(recipe.track))
 
 
 def measured_tokens(recipe: Recipe) -> tuple[int, int]:

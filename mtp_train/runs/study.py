@@ -49,6 +49,7 @@ from mtp_train.runs.inputs import Inputs, split_records
 from mtp_train.runs.regeneration import data_stage
 from mtp_train.runs.run import Run, RunTrunk
 from mtp_train.runs.run_directory import Outcome, RunDirectory
+from mtp_train.runs.settings import tracking_of
 from mtp_train.runs.training import HIDDEN, train_stage
 
 HEADS, GRID_DIR, HOME_DIR = "heads", "grid", "home"
@@ -76,7 +77,7 @@ def run_study_stages(run: Run, study: StudySection, console: Console) -> Outcome
     report = report_of(recipe, study, measured, found)
     run.directory.require_same_inputs(recipe, run.progress)
     write_report(report, run_dir, run.directory.provenance)
-    log_report(report, run_dir, recipe.track.project, recipe.track.wandb)
+    log_report(report, run_dir, tracking_of(recipe), recipe.model_dump(mode="json"))
     console.print(summary(report))
     if report.lossless is not None and report.lossless.faults:
         return Outcome(1, "not_lossless", f"{lossless_sentence(report.lossless)} Please report it.", "done")

@@ -33,7 +33,7 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.resolve import lr_choice
 from mtp_train.runs.run import Run
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
-from mtp_train.runs.settings import MEASURES, train_options
+from mtp_train.runs.settings import MEASURES, tracking_of, train_options
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.hidden_cache import (
     HiddenCache,
@@ -156,10 +156,9 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document], *, choose
             return None
         return RunLog(
             run_dir,
-            wandb=recipe.track.wandb,
-            project=recipe.track.project,
+            resume_step,
+            tracking=tracking_of(recipe),
             config=recipe.model_dump(mode="json"),
-            resume_step=resume_step,
             on_log=lambda metrics: progress.update(task, description=described(metrics)),
         )
 

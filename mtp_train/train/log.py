@@ -1,15 +1,122 @@
-"""Log a run's numbers: to ``metrics.jsonl`` always, to Weights & Biases if the recipe asks for it."""
+"""Log a run's numbers: to ``metrics.jsonl`` always, to experiment trackers if the recipe asks for them."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mtp_train.checkpoints.writing import write_text
+from mtp_train.checkpoints.files import read_json
+from mtp_train.checkpoints.writing import write_json, write_text
+from mtp_train.errors import RecipeError
 
 METRICS_FILE = "metrics.jsonl"
+TRACKED_FILE = "tracked.json"
+"""The id of a directory's Weights & Biases run, under which a resumed run goes on, and the trackers that have its
+report."""
+WandbMode = Literal["off", "offline", "online"]
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """Experiment trackers, opened through accelerate; by default none."""
+
+    wandb: WandbMode = "off"
+    """``offline`` needs no network; upload later with ``wandb sync``."""
+    tensorboard: bool = False
+    trackio: bool = False
+    project: str = "mtp-train"
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the trackers, which are also those of their packages."""
+        asked = {"wandb": self.wandb != "off", "tensorboard": self.tensorboard, "trackio": self.trackio}
+        return [name for name, is_on in asked.items() if is_on]
+
+    def require(self, where: str = "track.") -> None:
+        """Check that the packages are installed.
+
+        Raises:
+            RecipeError: One is not.
+        """
+        missing = [name for name in self.names if importlib.util.find_spec(name) is None]
+        if missing:
+            raise RecipeError(
+                *(
+                    f"{where}{name}: the package is not installed; expected it, to track there. Run 'pip install "
+                    f"{name}', or leave {where}{name} out."
+                    for name in missing
+                )
+            )
+
+    @contextlib.contextmanager
+    def opened(
+        self,
+        directory: Path,
+        config: Mapping[str, Any],
+        *,
+        resume_step: int | None = None,
+        only: Callable[[str], bool] = bool,
+    ) -> Iterator[dict[str, Any]]:
+        """Open the trackers, and end their runs at the end of the block.
+
+        Args:
+            directory: The run directory, whose name is the run's; wandb and TensorBoard write into it.
+            config: Settings that are shown with the run.
+            resume_step: Steps after it will be logged again; None keeps all steps.
+            only: Whether to open a tracker, by its name.
+
+        Yields:
+            accelerate's trackers, by name.
+        """
+        trackers: dict[str, Any] = {}
+        with contextlib.ExitStack() as stack:
+            for name in filter(only, self.names):
+                trackers[name] = self._open(name, directory, dict(config), resume_step)
+                stack.callback(trackers[name].finish)
+            yield trackers
+
+    def _open(self, name: str, directory: Path, config: dict[str, Any], resume_step: int | None) -> Any:
+        from accelerate import PartialState, tracking
+
+        # The trackers ask it which process is the main one.
+        PartialState()
+        if name == "tensorboard":
+            purge = {} if resume_step is None else {"purge_step": resume_step + 1}
+            tracker: Any = tracking.TensorBoardTracker(name, directory, **purge)
+        elif name == "trackio":
+            tracker = tracking.TrackioTracker(self.project, name=directory.name, config=config, resume="allow")
+        else:
+            tracked = read_tracked(directory)
+            if "wandb" not in tracked:
+                tracked["wandb"] = secrets.token_hex(4)
+                write_json(directory / TRACKED_FILE, tracked)
+            tracker = tracking.WandBTracker(
+                self.project,
+                name=directory.name,
+                dir=directory,
+                mode=self.wandb,
+                config=config,
+                id=tracked["wandb"],
+                resume="allow",
+                reinit="create_new",
+                settings={"silent": True},
+            )
+        # Earlier versions of accelerate open a tracker as they make it.
+        if hasattr(tracker, "start"):
+            tracker.start()
+        return tracker
+
+
+def read_tracked(directory: Path) -> dict[str, Any]:
+    """Return the content of :data:`TRACKED_FILE`; empty where nothing was tracked."""
+    path = directory / TRACKED_FILE
+    return dict(read_json(path)) if path.is_file() else {}
 
 
 class RunLog:
@@ -17,21 +124,19 @@ class RunLog:
 
     Args:
         run_dir: The run directory.
-        wandb: ``off``, ``offline`` (needs no network; upload later with ``wandb sync``) or ``online``.
-        project: The Weights & Biases project.
-        config: The resolved recipe, for Weights & Biases.
         resume_step: Lines after this step are dropped: a killed run may have logged steps that will be repeated.
+        tracking: The trackers.
+        config: The resolved recipe, for the trackers.
         on_log: Called with the numbers of every step that is logged.
     """
 
     def __init__(
         self,
         run_dir: Path,
-        *,
-        wandb: Literal["off", "offline", "online"],
-        project: str,
-        config: Mapping[str, Any],
         resume_step: int,
+        *,
+        tracking: Tracking | None = None,
+        config: Mapping[str, Any] | None = None,
         on_log: Callable[[Mapping[str, Any]], None] = lambda metrics: None,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -39,32 +144,22 @@ class RunLog:
         kept = [line for line in read_metrics(run_dir) if line["step"] <= resume_step]
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self._on_log = on_log
-        self._wandb: Any = None
-        if wandb != "off":
-            import wandb as wandb_package
-
-            self._wandb = wandb_package.init(
-                project=project,
-                name=run_dir.name,
-                dir=run_dir,
-                mode=wandb,
-                config=dict(config),
-                reinit="create_new",
-                settings={"silent": True},
-            )
+        self._open = contextlib.ExitStack()
+        opened = (tracking or Tracking()).opened(run_dir, config or {}, resume_step=resume_step)
+        self._trackers = self._open.enter_context(opened)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record numbers of an optimiser step (counted from 1)."""
         with self.path.open("a", encoding="utf-8") as handle:
             handle.write(json.dumps({"step": step, **metrics}) + "\n")
         self._on_log(metrics)
-        if self._wandb is not None:
-            self._wandb.log({name: value for name, value in metrics.items() if not isinstance(value, str)}, step=step)
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        for tracker in self._trackers.values():
+            tracker.log(numbers, step=step)
 
     def close(self) -> None:
-        """Flush and end the Weights & Biases run, if any."""
-        if self._wandb is not None:
-            self._wandb.finish()
+        """End the runs of the trackers."""
+        self._open.close()
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
@@ -61,6 +63,18 @@ def _device_type() -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() == "true"
     return "cpu" if accelerator is None or wants_cpu else accelerator.type
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU or of this machine's CPU, for reports."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return str(device)
+    # platform.processor() gives no more than the architecture on Linux.
+    cores = Path("/proc/cpuinfo")
+    named = re.search(r"^model name\s*:\s*(.+)$", cores.read_text(), re.MULTILINE) if cores.is_file() else None
+    return f"cpu ({named[1] if named else platform.processor() or platform.machine()})"
 
 
 SHARED_WORK = 512**2

@@ -71,7 +71,6 @@ def test_two_processes_measure_a_head_as_one_does(recipe: Path, run_dir: Path, t
     assert [without_speed(found[part]) for part in FIGURES] == [without_speed(expected[part]) for part in FIGURES]
 
 
-# Other depths are only timed, here on fewer prompts than in a process of its own (conftest.py).
 FIGURES = ("arms", "cells", "lossless", "samples", "settings")
 SPEEDS = ("speed", "second", "round", "break_even", "cost")
 

@@ -32,6 +32,7 @@ WARM = Setting(0.8, None, DEPTH, "argmax", top_p=0.9, top_k=40)
 DRAWN_WARM = replace(WARM, rule="sampled")
 DRAWN = Setting(0.8, None, DEPTH, "sampled")
 SETTINGS = (GREEDY, WARM, DRAWN_WARM, DRAWN)
+SHALLOW = replace(GREEDY, depth=1)
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +54,16 @@ def prompts() -> list[TaskPrompt]:
 
 
 def decode(trunk: Trunk, settings: tuple[Setting, ...], seed: int = 0) -> list[MeasuredArm]:
-    arms = TrunkArms(trunk, "finetune", {"retrained": HeadDrafting(tiny_head(trunk))}, {"retrained": "run/head"})
-    options = DecodingOptions(max_new_tokens=TOKENS, eos_ids=(), seed=seed)
-    only_timed = [("retrained", replace(settings[0], depth=1))]
-    return measure_trunk(arms, {None: prompts()}, settings, options, Progress(disable=True), only_timed=only_timed)
+    arms = TrunkArms(
+        trunk=trunk,
+        name="finetune",
+        drafting={"retrained": HeadDrafting(tiny_head(trunk))},
+        head_names={"retrained": "run/head"},
+        options=DecodingOptions(max_new_tokens=TOKENS, eos_ids=(), seed=seed),
+    )
+    lanes = arms.lanes(settings)
+    shallow = [("retrained", SHALLOW)] if settings[0] == GREEDY else []
+    return measure_trunk(arms, {None: prompts()}, lanes, Progress(disable=True), shallow=shallow)
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +73,14 @@ def served(trunk: Trunk) -> list[MeasuredArm]:
 
 def test_every_setting_decodes_every_prompt_and_times_some(served: list[MeasuredArm]) -> None:
     plain, retrained = served
-    chosen = speed_prompts({None: prompts()}, 0)[None]
+    chosen = speed_prompts(prompts(), 0)
     # As evenly over the groups as possible.
     assert len(chosen) == SPEED_PROMPTS < len(prompts())
     assert {one.group for one in chosen} == {one.group for one in prompts()}
     for arm in served:
-        for records in arm.decoded.values():
+        for setting, records in arm.decoded.items():
+            if setting == SHALLOW:
+                continue
             assert [(one.prompt_id, one.group) for one in records] == [(one.id, one.group) for one in prompts()]
             assert {one.seconds for one in records} == {None}
         for records in arm.timed.values():
@@ -79,8 +88,7 @@ def test_every_setting_decodes_every_prompt_and_times_some(served: list[Measured
             assert all(one.seconds is not None and one.same_as_plain is None for one in records)
     # Settings that differ in the rule alone share one plain decoding.
     assert list(plain.decoded) == [GREEDY.plain, WARM.plain, DRAWN.plain]
-    assert retrained.settings == list(SETTINGS)
-    assert retrained.timed_only == [replace(GREEDY, depth=1)]
+    assert retrained.settings == [*SETTINGS, SHALLOW]
     texts = [tuple(one.token_ids for one in records) for records in plain.decoded.values()]
     assert len(set(texts)) == 3
 
@@ -112,10 +120,10 @@ def test_a_divergence_at_a_served_setting_refuses_the_export(served: list[Measur
         for one in retrained.decoded[WARM]
     ]
     arms = (plain, replace(retrained, decoded={**retrained.decoded, WARM: broken}))
-    verdict = judge(recipe, arms, SETTINGS, ())
+    verdict = judge(recipe, arms, SETTINGS, {})
     assert not verdict.passed
     assert "changed the output of 1 prompts (p3 first)" in verdict.reason
-    assert "changed the output" not in judge(recipe, served, SETTINGS, ()).reason
+    assert "changed the output" not in judge(recipe, served, SETTINGS, {}).reason
 
 
 def test_a_report_has_a_cell_of_each_arm_at_each_setting(served: list[MeasuredArm]) -> None:
@@ -123,17 +131,14 @@ def test_a_report_has_a_cell_of_each_arm_at_each_setting(served: list[MeasuredAr
     by_place = {(cell.arm, cell.setting): cell for cell in report.cells}
     assert list(by_place) == [
         *((PLAIN, setting) for setting in (GREEDY.plain, WARM.plain, DRAWN.plain)),
-        *(("retrained", setting) for setting in SETTINGS),
+        *(("retrained", setting) for setting in (*SETTINGS, SHALLOW)),
     ]
     cell = by_place["retrained", WARM]
     assert (cell.prompts, cell.groups, cell.depth) == (len(prompts()), 5, DEPTH)
     assert len(cell.overlap or ()) == DEPTH
     assert report.arms["retrained"] == by_place["retrained", GREEDY].result
     assert report.arms[PLAIN].speedup == 1.0
-    # Fewer drafts are timed alone, on the same prompts as the others.
-    (shallow,) = report.depths
-    assert (shallow.arm, shallow.depth, shallow.prompts) == ("retrained", 1, SPEED_PROMPTS)
-    assert shallow.speedup is not None
+    assert by_place["retrained", SHALLOW].speedup is not None
 
 
 class Recipe:

@@ -64,8 +64,8 @@ def with_verdicts(arm: MeasuredArm, verdicts: dict[str, Any]) -> MeasuredArm:
     return replace(arm, decoded={GREEDY: records})
 
 
-def judge(asked: Recipe, arms: tuple[MeasuredArm, ...], depths: tuple[Cell, ...] = ()) -> GateVerdict:
-    return evaluate_run.judge(asked, arms, [GREEDY], depths)
+def judge(asked: Recipe, arms: tuple[MeasuredArm, ...], depths: dict[int, Cell] | None = None) -> GateVerdict:
+    return evaluate_run.judge(asked, arms, [GREEDY], depths or {})
 
 
 WEAK = [(3, 0), (2, 1), (4, 1), (3, 1), (2, 0), (3, 0), (4, 2), (3, 1)]
@@ -121,42 +121,44 @@ def timed(name: str, shares: list[tuple[int, int]], seconds: float) -> MeasuredA
     """Return the arm of :func:`planted` with this time per prompt, one new token per round and accepted draft."""
     arm = planted(name, shares)
     texts = [(0,) * (1 + ROUNDS + first + second) for first, second in shares]
-    return replace(
-        arm,
-        timed={
-            setting: [
-                replace(
-                    one,
-                    token_ids=text,
-                    accepted=one.accepted if setting.depth else (0,) * (len(text) - 1),
-                    drafted=one.drafted if setting.depth else (0,) * (len(text) - 1),
-                    seconds_prefill=0.1,
-                    seconds_decode=seconds * (1 + number / 100),
-                )
-                for number, (one, text) in enumerate(zip(records, texts, strict=True))
-            ]
-            for setting, records in arm.decoded.items()
-        },
-    )
+    decoded = {
+        setting: [
+            replace(
+                one,
+                token_ids=text,
+                accepted=one.accepted if setting.depth else (0,) * (len(text) - 1),
+                drafted=one.drafted if setting.depth else (0,) * (len(text) - 1),
+                seconds_prefill=0.1,
+                seconds_decode=seconds * (1 + number / 100),
+            )
+            for number, (one, text) in enumerate(zip(records, texts, strict=True))
+        ]
+        for setting, records in arm.decoded.items()
+    }
+    return replace(arm, decoded=decoded, timed=decoded)
 
 
 def test_against_plain_decoding_a_slow_head_is_refused_with_the_depth_that_pays() -> None:
     ask = recipe(gate__baseline="none")
     plain, slow = timed(PLAIN, STRONG, 1.0), timed("retrained", STRONG, 1.3)
     verdict = judge(ask, (plain, slow))
-    assert not verdict.passed
+    assert verdict.outcome == "refused"
     assert "measured speedup 0.7" in verdict.reason
     assert verdict.reason.endswith(
-        "Serve without drafts, or train for longer. If another engine will serve the head, set gate.break_even_tau to "
+        "Train for longer, or serve without drafts. If another engine will serve the head, set gate.break_even_tau to "
         "that engine's"
     )
     assert judge(ask, (plain, timed("retrained", STRONG, 0.6))).passed
-    assert judge(recipe(gate__baseline="none", gate__break_even_tau=1.8), (plain, slow)).passed
+    on_target = judge(recipe(gate__baseline="none", gate__break_even_tau=1.8), (plain, slow))
+    assert on_target.passed
+    assert "here: measured speedup 0.7" in on_target.reason
+    unsure = judge(ask, (plain, timed("retrained", STRONG, 1.0)))
+    assert (unsure.outcome, "serve without" in unsure.reason) == ("undecided", False)
+    assert "Measure more: raise evaluate.prompts" in unsure.reason
 
     shallow = replace(GREEDY, depth=1)
-    fast = replace(slow, timed={shallow: timed("retrained", STRONG, 0.5).timed[GREEDY], **plain.timed})
-    assert fast.timed_only == [shallow]
-    cured = judge(ask, (plain, slow), (make_cell(fast, shallow),))
+    quick = {shallow: timed("retrained", STRONG, 0.5).timed[GREEDY], **plain.timed}
+    cured = judge(ask, (plain, slow), {1: make_cell(replace(slow, decoded=quick, timed=quick), shallow)})
     assert cured.reason.endswith("Fewer drafts a round are shown to pay: set evaluate.depth to 1")
 
 
@@ -185,14 +187,20 @@ def test_sample_texts_are_the_retrained_heads_first_at_the_first_setting() -> No
     arm = MeasuredArm(
         "retrained", "in/finetune", "run/head", {other: [record("p3", (0,), tokens=(9,))], GREEDY: records}
     )
-    first, second = sample_texts([planted("graft", WEAK), arm], GREEDY, held_out)
+    first, second = sample_texts([planted("graft", WEAK), arm], GREEDY, held_out, "native")
     assert (first.prompt_id, first.prompt) == ("p0", "ef")
     assert first.pieces == (("a", False), ("b", True), ("c", False))
+    assert first.before == second.before == ()
+    # The same text, drafted for by the head that the gate compares with.
+    graft = MeasuredArm("graft", "in/finetune", "in/base", {GREEDY: [record("p0", (0, 0), tokens=(1, 2, 3))]})
+    before = sample_texts([graft, arm], GREEDY, held_out, "graft")
+    assert [one.before for one in before] == [(("abc", False),), ()]
+    assert [one.pieces for one in before] == [first.pieces, second.pieces]
     # The end of a long prompt is shown.
     assert (second.prompt_id, second.prompt) == ("p1", "a" * (SAMPLE_PROMPT_CHARS - 1) + "b")
     many = replace(arm, decoded={GREEDY: records * NUM_SAMPLES})
-    assert len(sample_texts([many], GREEDY, held_out)) == NUM_SAMPLES
-    assert sample_texts([planted("graft", WEAK)], GREEDY, held_out) == ()
+    assert len(sample_texts([many], GREEDY, held_out, "native")) == NUM_SAMPLES
+    assert sample_texts([planted("graft", WEAK)], GREEDY, held_out, "graft") == ()
 
 
 def test_tokens_of_accepted_drafts_are_told_apart() -> None:
@@ -214,13 +222,16 @@ DRAFTED = [
 ]
 
 
-def test_speed_is_of_the_timed_prompts_and_acceptance_of_all() -> None:
+def test_rounds_are_of_all_prompts_and_their_times_of_the_timed_ones() -> None:
     """The other prompts were decoded in a batch, whose rows have no times."""
     every = {GREEDY.plain: PLAIN_TEXTS, GREEDY: DRAFTED}
     timed = {setting: records[:1] for setting, records in every.items()}
     cell = make_cell(MeasuredArm("retrained", "in/finetune", "run/head", every, timed), GREEDY)
     assert (cell.prompts, cell.tau) == (2, 2.0)
-    assert (cell.tokens_per_second, cell.speedup, cell.speedup_ci95) == (9 / 0.25, 9 / 0.25 / (6 / 0.5), None)
+    # Prefill of .0625 s and rounds of .1875 / 4 s; plain: .125 s and rounds of .375 / 5 s.
+    assert cell.tokens_per_second == pytest.approx(14 / (2 * 0.0625 + 6 * 0.1875 / 4))
+    assert cell.speedup == pytest.approx(cell.tokens_per_second / (10 / (2 * 0.125 + 8 * 0.075)))
+    assert cell.speedup_ci95 is None
     assert cell.round_seconds == 0.1875 / 4
     untimed = make_cell(MeasuredArm("retrained", "in/finetune", "run/head", every), GREEDY)
     assert (untimed.tau, untimed.tokens_per_second, untimed.speedup, untimed.pays) == (2.0, None, None, None)

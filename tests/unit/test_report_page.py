@@ -19,7 +19,7 @@ FIGURES = [FigureFile(stem, f"Caption of {stem}.", b"\x89PNG fake") for stem in 
 
 
 def page_of(report: Report, **provenance: object) -> str:
-    return render_page(report, FIGURES if report.cells else [], provenance)
+    return render_page(report, FIGURES if report.cells else [], provenance, {})
 
 
 def section(page: str, title: str) -> str:
@@ -55,7 +55,7 @@ def test_sections_without_content_are_left_out() -> None:
 
 
 def test_hostile_names_are_shown_as_text() -> None:
-    gate = GateVerdict(passed=False, baseline=HOSTILE, delta_tau_ci95=None, reason=HOSTILE)
+    gate = GateVerdict(outcome="refused", baseline=HOSTILE, delta_tau_ci95=None, reason=HOSTILE)
     arm = "distilled+retrained"
     hostile = replace(
         STUDY,
@@ -106,7 +106,7 @@ def test_page_of_a_run_says_verdict_gate_settings_and_provenance() -> None:
 
 def test_command_in_the_reason_can_be_copied() -> None:
     command = "mtp-train graft one --from two --out three"
-    gate = GateVerdict(passed=False, baseline="graft", delta_tau_ci95=None, reason=f"no gain. Use: {command}")
+    gate = GateVerdict(outcome="refused", baseline="graft", delta_tau_ci95=None, reason=f"no gain. Use: {command}")
     assert page_of(replace(SAMPLE, gate=gate)).count(f"No gain. Use: {command}</") == 2
 
 
@@ -120,7 +120,23 @@ def test_page_recommends_one_depth_and_lists_the_break_even_of_each() -> None:
     page = page_of(at_depths(SAMPLE, {1: (1.1, 1.3), 3: (0.9, 1.2)}))
     assert "Serve with 1 draft a round" in section(page, "What to serve")
     assert "1.20 [1.10, 1.30]" in section(page, "By depth")
-    assert "not shown" in section(page, "By depth")
+    assert "undecided" in section(page, "By depth")
+
+
+def test_page_of_a_run_ends_with_recorded_arms_and_has_the_commands_that_serve() -> None:
+    page = render_page(SAMPLE, [], {}, {"vllm": "vllm serve runs/one/export --speculative-config '{}'"})
+    assert "vllm serve runs/one/export --speculative-config '{}'" in section(page, "What to serve")
+    titles = re.findall(r"<h2[^>]*>(.*?)</h2>", page)
+    assert titles.index("Recorded, not measured here") > titles.index("The gate") > titles.index("What to serve")
+
+
+def test_samples_show_the_same_text_before_and_after_training() -> None:
+    (sample,) = SAMPLE.samples
+    page = page_of(replace(SAMPLE, samples=(replace(sample, before=(("\n", False), ("    return a + b\n", False))),)))
+    before, after = re.findall(r'<pre class="sample">(.*?)</pre>', page, re.DOTALL)
+    assert (before.count("<mark>"), after.count("<mark>")) == (0, 1)
+    assert (before.startswith("<b>graft</b>"), after.startswith("<b>retrained</b>")) == (True, True)
+    assert Reader(before).text.split("graft")[1] == Reader(after).text.split("retrained")[1]
 
 
 def test_lossy_decoder_is_said_before_any_finding() -> None:

@@ -49,7 +49,7 @@ def test_any_arm_on_another_trunk_is_apart() -> None:
 
 def test_headline_follows_the_gate() -> None:
     assert headline(SAMPLE).tone == "good"
-    refused = headline(replace(SAMPLE, gate=replace(PASSED, passed=False)))
+    refused = headline(replace(SAMPLE, gate=replace(PASSED, outcome="refused")))
     assert refused.tone == "bad"
     assert refused.title == "Refused: no gain shown over the graft"
     assert headline(EMPTY).tone == "neutral"
@@ -102,8 +102,11 @@ def test_one_depth_is_recommended_the_fastest_that_is_shown_to_pay() -> None:
         "Serve with 2 drafts a round, the fastest of the depths measured here (1, 2, 3) that are shown to pay: "
         "1.40 [1.20, 1.60] times the speed of plain decoding."
     ]
-    none = serving(at_depths(SAMPLE, {1: (0.8, 0.9), 3: (0.9, 1.2)}))
-    assert none == ["Serve without drafts: none of the depths measured here (1, 3) is shown to pay."]
+    none = serving(at_depths(SAMPLE, {1: (0.8, 0.9), 3: (0.9, 0.99)}))
+    assert none == ["Serve without drafts: they slow decoding down at each of the depths measured here (1, 3)."]
+    # An interval that contains 1 advises nothing.
+    (unsure,) = serving(at_depths(SAMPLE, {1: (0.8, 0.9), 3: (0.9, 1.2)}))
+    assert unsure.startswith("Undecided whether drafts pay: the interval of the speedup contains 1 for 3 drafts 1.05 [")
     assert serving(SAMPLE) == serving(EMPTY) == []
 
 
@@ -111,8 +114,16 @@ def test_one_depth_is_recommended_the_fastest_that_is_shown_to_pay() -> None:
     ("interval", "tone", "title"),
     [
         ((1.1, 1.3), "good", "The retrained head beats the graft"),
-        ((0.9, 1.9), "neutral", "The retrained head beats the graft, and is not shown to decode faster"),
-        ((0.8, 0.9), "bad", "The retrained head beats the graft, and drafts slow decoding down here"),
+        (
+            (0.9, 1.9),
+            "neutral",
+            "The retrained head beats the graft; undecided whether it is faster: speedup 1.40 [0.90, 1.90]",
+        ),
+        (
+            (0.8, 0.9),
+            "bad",
+            "The retrained head beats the graft, and drafts slow decoding down here: speedup 0.85 [0.80, 0.90]",
+        ),
     ],
 )
 def test_headline_is_green_only_where_drafts_are_shown_to_pay(
@@ -124,11 +135,16 @@ def test_headline_is_green_only_where_drafts_are_shown_to_pay(
 
 def test_headline_against_plain_decoding_is_the_gates() -> None:
     slow = at_depths(SAMPLE, {3: (0.8, 0.9)})
-    refused = headline(replace(slow, gate=replace(PASSED, passed=False, baseline="none")))
-    assert (refused.tone, refused.title) == ("bad", "Refused: no speedup shown over plain decoding")
-    # By the break-even of another engine it may pay there.
+    refused = headline(replace(slow, gate=replace(PASSED, outcome="refused", baseline="none")))
+    assert (refused.tone, refused.title) == ("bad", "Refused: drafts do not pay")
+    undecided = headline(replace(slow, gate=replace(PASSED, outcome="undecided", baseline="none")))
+    assert (undecided.tone, undecided.title) == ("neutral", "Undecided whether drafts pay: nothing is exported")
+    # By the break-even of another engine it may pay there; here it does not.
     passed = headline(replace(slow, gate=replace(PASSED, baseline="none")))
-    assert (passed.tone, passed.title) == ("good", "The retrained head beats plain decoding")
+    assert (passed.tone, passed.title) == (
+        "bad",
+        "Passed by the break-even tau of another engine, and drafts slow decoding down here: speedup 0.85 [0.80, 0.90]",
+    )
 
 
 # Studies

@@ -1,39 +1,42 @@
+"""The log of a run: ``metrics.jsonl``, and the trackers that its recipe asks for."""
+
 from __future__ import annotations
 
 import json
 import logging
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.utils
 from rich.console import Console
 
 from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.errors import RecipeError
+from mtp_train.report.write import log_report
 from mtp_train.runs.display import LOG_FILE, logged
-from mtp_train.train.log import METRICS_FILE, RunLog, read_metrics
-
-
-def open_log(run_dir: Path, resume_step: int = 0, wandb: Any = "off") -> RunLog:
-    return RunLog(run_dir, wandb=wandb, project="tests", config={"seed": 1}, resume_step=resume_step)
+from mtp_train.train.log import METRICS_FILE, RunLog, Tracking, read_metrics, read_tracked
+from report_samples import SAMPLE
+from study_samples import BARE, STUDY
 
 
 def steps(run_dir: Path) -> list[int]:
     return [line["step"] for line in read_metrics(run_dir)]
 
 
-def fill(run_dir: Path, last: int) -> None:
-    log = open_log(run_dir)
-    for step in range(1, last + 1):
-        log.log(step, {"loss": 1.0 / step})
+def fill(run_dir: Path, last: int, tracking: Tracking | None = None, resume_step: int = 0) -> None:
+    log = RunLog(run_dir, resume_step, tracking=tracking, config={"seed": 1})
+    for step in range(resume_step + 1, last + 1):
+        log.log(step, {"loss": 1.0 / step, "device": "cpu"})
     log.close()
 
 
 def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
-    log = open_log(tmp_path)
+    log = RunLog(tmp_path, 0)
     log.log(1, {"loss": 0.5, "wrapper": "HeadTraining", "loss_depth_2": None})
     log.log(2, {"loss": 0.25})
     lines = (tmp_path / METRICS_FILE).read_text().splitlines()
@@ -45,28 +48,10 @@ def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
 
 def test_resuming_drops_the_steps_that_will_be_done_again(tmp_path: Path) -> None:
     fill(tmp_path, 5)
-    log = open_log(tmp_path, resume_step=3)
+    log = RunLog(tmp_path, 3)
     assert steps(tmp_path) == [1, 2, 3]
     log.log(4, {"loss": 9.0})
     assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)[-2:]] == [(3, 1 / 3), (4, 9.0)]
-
-
-def test_wandb_gets_the_numbers_but_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, Any]] = []
-    run = SimpleNamespace(
-        log=lambda numbers, step: calls.append(("log", (numbers, step))), finish=lambda: calls.append(("finish", None))
-    )
-
-    def init(**arguments: Any) -> SimpleNamespace:
-        calls.append(("init", (arguments["mode"], arguments["project"], arguments["config"])))
-        return run
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    log = open_log(tmp_path, wandb="online")
-    log.log(3, {"loss": 0.5, "device": "cpu"})
-    log.close()
-    expected = [("init", ("online", "tests", {"seed": 1})), ("log", ({"loss": 0.5}, 3)), ("finish", None)]
-    assert calls == expected
 
 
 def test_what_a_run_prints_is_in_its_log_once_it_owns_the_directory(tmp_path: Path) -> None:
@@ -90,18 +75,147 @@ def test_what_a_run_prints_is_in_its_log_once_it_owns_the_directory(tmp_path: Pa
     assert lines == ["1 process", "UserWarning: odd", "slow", "RecipeError: seed: odd."]
 
 
-def test_off_does_not_import_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # an import would raise
+# Trackers
+
+
+class Recorder:
+    """Fake of the package wandb and of its runs."""
+
+    def __init__(self) -> None:
+        self.opened: list[dict[str, Any]] = []
+        self.logged: list[tuple[dict[str, Any], int | None]] = []
+        self.finished = 0
+        self.fails = False
+
+    def init(self, **settings: Any) -> Recorder:
+        self.opened.append(settings)
+        return self
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        if self.fails:
+            raise OSError("disk full")
+        self.logged.append((values, step))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+    @staticmethod
+    def Table(columns: list[str], data: list[list[Any]]) -> SimpleNamespace:
+        return SimpleNamespace(columns=columns, data=data)
+
+    @staticmethod
+    def Image(path: str) -> str:
+        return path
+
+    @staticmethod
+    def Html(text: str) -> str:
+        return text
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    found = Recorder()
+    monkeypatch.setitem(sys.modules, "wandb", found)
+    return found
+
+
+ONLINE = Tracking("online", project="tests")
+
+
+def test_a_resumed_run_and_its_report_go_on_in_the_same_wandb_run(tmp_path: Path, recorder: Recorder) -> None:
+    run_dir = tmp_path / "run"
+    fill(run_dir, 2, ONLINE)
+    fill(run_dir, 3, ONLINE, resume_step=2)
+    log_report(SAMPLE, run_dir, ONLINE, {"seed": 1})
+    names = ("project", "name", "dir", "mode", "config", "resume")
+    assert [[one[name] for name in names] for one in recorder.opened] == [
+        ["tests", "run", run_dir, "online", {"seed": 1}, "allow"]
+    ] * 3
+    assert {one["id"] for one in recorder.opened} == {read_tracked(run_dir)["wandb"]}
+    assert recorder.finished == 3
+    # Numbers, and no text.
+    assert recorder.logged[:3] == [({"loss": 1.0 / step}, step) for step in (1, 2, 3)]
+    (report, step) = recorder.logged[3]
+    assert step is None
+    assert (report["arms/retrained/tau"], report["gate/passed"], report["gate/delta_tau_low"]) == (3.44, 1.0, 2.04)
+    assert "arms/none/acceptance_rate" not in report
+    fill(tmp_path / "other", 1, ONLINE)
+    assert recorder.opened[-1]["id"] != recorder.opened[0]["id"]
+
+
+def test_wandb_gets_tables_figures_and_the_page_of_a_report(tmp_path: Path, recorder: Recorder) -> None:
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "tau.png").write_bytes(b"png")
+    (tmp_path / "report.html").write_text("<p>", encoding="utf-8")
+    log_report(STUDY, tmp_path, replace(ONLINE, wandb="offline"))
+    assert (recorder.opened[0]["mode"], recorder.opened[0]["config"]) == ("offline", dict(STUDY.settings))
+    logged = recorder.logged[0][0]
+    cells = logged["tables/acceptance"]
+    assert len(cells.data) == len(STUDY.cells)
+    assert {len(row) for row in cells.data} == {len(cells.columns)}
+    assert cells.data[0][cells.columns.index("tau")] == STUDY.cells[0].tau
+    assert len(logged["tables/comparisons"].data) == len(STUDY.comparisons)
+    assert (logged["figures/tau"], logged["report"]) == (str(tmp_path / "figures" / "tau.png"), "<p>")
+
+
+def test_a_report_whose_logging_fails_is_logged_by_a_rerun_and_only_once(tmp_path: Path, recorder: Recorder) -> None:
+    recorder.fails = True
+    with pytest.raises(OSError, match="disk full"):
+        log_report(BARE, tmp_path, ONLINE)
+    assert recorder.finished == 1
+    recorder.fails = False
+    for _ in range(2):
+        log_report(BARE, tmp_path, ONLINE)
+    assert (recorder.finished, len(recorder.logged)) == (2, 1)
+
+
+def test_other_trackers_get_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, trackio, calls = Recorder(), Recorder(), list[Any]()
+    writer.add_scalar = lambda *given, **more: calls.append((*given, more["global_step"]))  # type: ignore[attr-defined]
+    writer.flush = writer.close = lambda: None  # type: ignore[attr-defined]
+    made: list[Any] = []
+
+    def opened(*given: Any, **more: Any) -> Recorder:
+        made.append((given, more))
+        return writer
+
+    monkeypatch.setattr(torch.utils, "tensorboard", SimpleNamespace(SummaryWriter=opened), raising=False)
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    both = Tracking(tensorboard=True, trackio=True, project="tests")
+    fill(tmp_path / "run", 3, both, resume_step=2)
+    # TensorBoard drops the steps that are done again.
+    assert made == [((str(tmp_path / "run" / "tensorboard"),), {"purge_step": 3})]
+    assert calls == [("loss", 1 / 3, 3)]
+    assert (trackio.opened[0]["project"], trackio.opened[0]["name"]) == ("tests", "run")
+    assert trackio.logged == [({"loss": 1 / 3}, 3)]
+    log_report(SAMPLE, tmp_path / "run", both)
+    assert (trackio.logged[1][0]["arms/retrained/tau"], made[1][1]) == (3.44, {})
+    assert read_tracked(tmp_path / "run") == {"report": ["tensorboard", "trackio"]}
+
+
+def test_nothing_is_imported_that_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("wandb", "trackio"):
+        monkeypatch.setitem(sys.modules, package, None)  # an import would raise
     fill(tmp_path, 1)
-    assert steps(tmp_path) == [1]
+    log_report(STUDY, tmp_path, Tracking())
+    assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
+
+
+def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    Tracking().require()
+    with pytest.raises(RecipeError, match=r"track.wandb: the package is not installed; .* 'pip install wandb'"):
+        Tracking("offline").require()
+    with pytest.raises(RecipeError, match=r"track.tensorboard: (.|\n)*track.trackio: "):
+        Tracking(tensorboard=True, trackio=True).require()
 
 
 def test_offline_leaves_a_wandb_run_to_upload_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")  # the recipe overrides the environment
-    log = open_log(tmp_path, wandb="offline")
-    log.log(1, {"loss": 0.5})
-    log.close()
+    fill(tmp_path, 1, Tracking("offline"))
     (directory,) = (tmp_path / "wandb").glob("offline-run-*")
     (file,) = directory.glob("*.wandb")
     assert file.stat().st_size > 0
-    assert steps(tmp_path) == [1]
+    assert directory.name.endswith(read_tracked(tmp_path)["wandb"])

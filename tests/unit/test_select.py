@@ -111,7 +111,7 @@ def run_training(
         accelerator=Accelerator(cpu=True, gradient_accumulation_steps=plan.accumulation),
         selection=selection,
         state_dir=directory / "state",
-        make_log=lambda step: RunLog(directory, wandb="off", project="", config={}, resume_step=step),
+        make_log=lambda step: RunLog(directory, step),
         on_step=on_step,
         lr_for=lr_for,
     )

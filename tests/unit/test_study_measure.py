@@ -11,18 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.progress import Progress
 
 from mtp_inference import HeadDrafting, Sampling, SpeculativeDecoder
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.other_drafters import NgramDrafting
 from mtp_inference.lossless import gap_of_draws
+from mtp_inference.opening import OWN
 from mtp_inference.sampling.distributions import TOKEN, SamplingRows, probabilities, uniform
 from mtp_train.errors import OutputExistsError
-from mtp_train.evaluation.decoding import ArmRecords, DecodingOptions, TrunkArms, decode_prompts, time_prompts
-from mtp_train.evaluation.grid import EvaluationGrid
+from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
+from mtp_train.evaluation.decoding import DecodingOptions, LaneRecords, Stopwatch, TrunkArms, decode_prompts
+from mtp_train.evaluation.dense import dense_rows, replayed
+from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
 from mtp_train.evaluation.prompt_records import Setting, TaskPrompt
+from mtp_train.evaluation.run import measure_trunk
 from mtp_train.evaluation.store import Store
 from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.tokenizer import load_tokenizer
 from tiny import tiny_head, tiny_trunk
 
 GRID = EvaluationGrid(
@@ -58,19 +64,20 @@ def drafting(trunk: Trunk) -> dict[str, Drafting]:
 
 def block(
     trunk: Trunk, drafting: dict[str, Drafting], out: Path, temperature: float, grid: EvaluationGrid = GRID
-) -> tuple[ArmRecords, int]:
+) -> tuple[LaneRecords, int]:
     done: list[None] = []
-    arms = TrunkArms(trunk, "trunk", drafting, {})
-    options = DecodingOptions(max_new_tokens=grid.max_new_tokens, eos_ids=(), seed=grid.seed, batch=grid.batch)
+    options = DecodingOptions(
+        max_new_tokens=grid.max_new_tokens,
+        eos_ids=(),
+        seed=grid.seed,
+        batch=grid.batch,
+        store=Store(out, {"grid": repr(grid)}),
+    )
+    arms = TrunkArms(trunk=trunk, name="trunk", drafting=drafting, head_names={}, options=options)
     lanes = arms.lanes(grid.drafted(temperature, None))
-    store = Store(out, {"grid": repr(grid)})
-    found = [
-        decode(arms, {None: prompts()}, lanes, options, store=store, on_prompt=lambda: done.append(None))
-        for decode in (decode_prompts, time_prompts)
-    ]
-    assert len(done) == 2 * arms.num_decodings(lanes, {None: prompts()})
-    assert texts_of(found[0]) == texts_of(found[1])
-    return found[0], len(done)
+    found = decode_prompts(arms, {None: prompts()}, lanes, lambda: done.append(None))
+    assert len(done) == arms.num_decodings(lanes, {None: prompts()})
+    return found, len(done)
 
 
 def test_rules_go_with_temperatures() -> None:
@@ -86,12 +93,12 @@ def test_every_arm_says_what_plain_decoding_says(
     trunk: Trunk, drafting: dict[str, Drafting], tmp_path: Path, temperature: float
 ) -> None:
     measured, done = block(trunk, drafting, tmp_path / "out", temperature)
-    plain = measured["none"][Setting(temperature, None, 0, "none")]
+    plain = measured["none", Setting(temperature, None, 0, "none")]
     settings = GRID.drafted(temperature, None)
-    assert done == 2 * 3 * (1 + 2 * len(settings))
+    assert done == 3 * (1 + 2 * len(settings))
     for arm in drafting:
         for setting in settings:
-            for ours, reference, prompt in zip(measured[arm][setting], plain, prompts(), strict=True):
+            for ours, reference, prompt in zip(measured[arm, setting], plain, prompts(), strict=True):
                 assert (ours.prompt_id, ours.task, ours.prompt_tokens) == (
                     prompt.id,
                     prompt.task,
@@ -114,7 +121,7 @@ def test_a_broken_off_study_goes_on(
     trunk: Trunk, drafting: dict[str, Drafting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, _ = block(trunk, drafting, tmp_path / "whole", 0.0)
-    left = iter(range(9))
+    left = iter(range(3))
     stock = SpeculativeDecoder.decode
 
     def breaking(*args: Any) -> Any:
@@ -139,12 +146,48 @@ def test_a_broken_off_study_goes_on(
         assert [json.loads(line)["prompt_id"] for line in lines] == ["p0", "p1", "p2"]
 
 
-def texts_of(measured: ArmRecords) -> dict[str, Any]:
+def texts_of(measured: LaneRecords) -> dict[str, Any]:
     return {
         f"{arm} {setting.slug}": [(one.token_ids, one.drafted, one.accepted) for one in texts]
-        for arm, by_setting in measured.items()
-        for setting, texts in by_setting.items()
+        for (arm, setting), texts in measured.items()
     }
+
+
+def test_times_are_the_best_of_several_passes_and_are_stored(
+    trunk: Trunk, drafting: dict[str, Drafting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arms = TrunkArms(
+        trunk=trunk,
+        name="trunk",
+        drafting=drafting,
+        head_names=dict.fromkeys(drafting, "head"),
+        options=DecodingOptions(max_new_tokens=20, eos_ids=(), seed=0, store=Store(tmp_path, {})),
+    )
+    lanes = arms.lanes([Setting(0.0, None, 2, "greedy")])
+    stock, taken = Stopwatch._decode, list[tuple[int, list[float]]]()
+
+    def noted(self: Stopwatch, *given: Any) -> Any:
+        record, seconds = stock(self, *given)
+        taken.append((len(record.token_ids), list(seconds)))
+        return record, seconds
+
+    monkeypatch.setattr(Stopwatch, "_decode", noted)
+    first = measure_trunk(arms, {None: prompts()}, lanes, Progress(disable=True))
+    # A warm-up of each lane, then three prompts in three lanes, three times: the beginnings, but for a lookup.
+    assert [tokens for tokens, _ in taken[:3]] == [16, 16, 20]
+    passes = [taken[start : start + 9] for start in range(3, 30, 9)]
+    assert len(taken) == 30
+    # The second pass takes the lanes in reverse.
+    assert [tokens for tokens, _ in passes[1][:3]] == [20, 16, 16]
+    lookup = first[2].timed[lanes[1][1]]
+    for prompt, record in enumerate(lookup):
+        # Every pass decodes the same rounds, and each keeps its best time.
+        times = [passes[number][3 * prompt + (0 if number % 2 else 2)][1] for number in range(3)]
+        prefill, *rounds = map(min, zip(*times, strict=True))
+        assert (record.seconds_prefill, record.seconds_decode) == (prefill, sum(rounds))
+        assert len(rounds) == len(record.accepted)
+    again = measure_trunk(arms, {None: prompts()}, lanes, Progress(disable=True))
+    assert (len(taken), [one.timed for one in again]) == (30, [one.timed for one in first])
 
 
 def test_a_directory_belongs_to_one_study(tmp_path: Path) -> None:
@@ -202,3 +245,27 @@ def test_a_filter_that_rounding_moves_is_a_near_tie(
                 gap = gap_of_draws(logits_V, sampling, 1, (there, here), NOISE)
                 verdicts.add("near_tie" if gap <= NOISE else "divergence")
     assert verdicts == {verdict}
+
+
+def test_replayed_rounds_are_those_of_decoding() -> None:
+    """Of a head whose drafts are accepted often, at the depth of its teacher-forced drafts and below it."""
+    opened = open_arm(ArmSpec("base", "demo:base", OWN))
+    trunk = load_arm_trunk(opened, torch.device("cpu"))
+    head = opened.model.load_drafting(trunk)
+    assert isinstance(head, HeadDrafting)
+    suite = EvaluationGrid(suite="demo", prompts_per_task=2)
+    given = grid_prompts(suite, load_tokenizer(opened.model.checkpoint, trust_remote_code=False), [None])[None]
+    options = DecodingOptions(max_new_tokens=40, eos_ids=(), seed=0)
+    arms = TrunkArms(trunk=trunk, name="base", drafting={"own": head}, head_names={"own": "own"}, options=options)
+    settings = [Setting(0.0, None, depth, "greedy") for depth in (3, 1)]
+    decoded = decode_prompts(arms, {None: given}, arms.lanes(settings))
+    plain = decoded["none", settings[0].plain]
+    rows = dense_rows(trunk, head, given, plain, 3, 0.0, options)
+    for setting in settings:
+        found = replayed(rows, plain, setting.depth)
+        for mine, theirs in zip(found, decoded["own", setting], strict=True):
+            # Decoding goes on past the end of the text, which is not known here.
+            assert mine.accepted == theirs.accepted[: len(mine.accepted)]
+            assert len(theirs.accepted) - len(mine.accepted) <= setting.depth + 1
+            assert mine.token_ids == theirs.token_ids[: 1 + len(mine.accepted) + sum(mine.accepted)]
+        assert sum(sum(one.accepted) for one in found) > 0.3 * sum(sum(one.drafted) for one in found)

@@ -248,7 +248,7 @@ def run_training(
         ),
         accelerator=Accelerator(cpu=True, gradient_accumulation_steps=plan.accumulation),
         state_dir=directory / "state",
-        make_log=lambda step: RunLog(directory, wandb="off", project="", config={}, resume_step=step),
+        make_log=lambda step: RunLog(directory, step),
         on_step=on_step,
     )
     return module
@@ -399,5 +399,5 @@ def test_a_damaged_line_of_the_log_costs_no_other_line(tmp_path: Path) -> None:
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3]
-    RunLog(tmp_path, wandb="off", project="", config={}, resume_step=3).log(4, {"loss": 0.5})
+    RunLog(tmp_path, 3).log(4, {"loss": 0.5})
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3, 4]
