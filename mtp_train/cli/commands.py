@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 import mtp_train as mtp
-from mtp_train.cli.output import Handler, Printed, Result, add_command, chosen, console_of, progress_of, rendered
+from mtp_train.cli.output import Handler, Printed, add_command, chosen, console_of, progress_of, rendered
 from mtp_train.errors import printable
 from mtp_train.trunk.progress import is_main_process
 
@@ -40,9 +41,9 @@ def _add_runs(commands: Any) -> None:
     shown = "print the resolved recipe, with the reasons for its automatic settings, in place of the plan"
     check.add_argument("--show", choices=("recipe",), help=shown)
 
-    add_command(commands, "recipes", "list the recipes and accelerate files of the package", _recipes)
+    add_command(commands, "recipes", "list the recipes and accelerate files of the package", calling("recipes"))
 
-    init = add_command(commands, "init", "write a commented recipe for a model", _init)
+    init = add_command(commands, "init", "write a commented recipe for a model", calling("write_recipe"))
     init.add_argument("out", type=Path, metavar="FILE", help="the new recipe, as my-model.yaml")
     init.add_argument("--trunk", required=True, metavar="CKPT", help="the model, or a peft adapter of the base")
     init.add_argument("--base", metavar="BASE", help="the checkpoint it was fine-tuned from, with the head")
@@ -51,14 +52,14 @@ def _add_runs(commands: Any) -> None:
     _add_device(init)
 
     answers = "only generate the trunk's answers to the recipe's prompts"
-    _add_recipe(commands, "regenerate", answers, _regenerate)
+    _add_recipe(commands, "regenerate", answers, calling("regenerate"))
 
-    probe = add_command(commands, "probe", "find out in minutes whether a rescue will help", _probe)
+    probe = add_command(commands, "probe", "find out in minutes whether a rescue will help", calling("probe"))
     _add_pair(probe)
     probe.add_argument("--out", type=Path, metavar="DIR", help="the measurements (default: FINETUNE-probe)")
     _add_data(probe)
 
-    rescue = add_command(commands, "rescue", "put the base's head back, retrained if that helps", _rescue)
+    rescue = add_command(commands, "rescue", "put the base's head back, retrained if that helps", calling("rescue"))
     _add_pair(rescue)
     rescue.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run; the checkpoint is DIR/export")
     _add_data(rescue)
@@ -66,7 +67,7 @@ def _add_runs(commands: Any) -> None:
 
 
 def _add_pair(command: argparse.ArgumentParser) -> None:
-    command.add_argument("finetune", help="a checkpoint, or a peft adapter of the base")
+    command.add_argument("fine_tune", metavar="finetune", help="a checkpoint, or a peft adapter of the base")
     command.add_argument("--from", dest="base", required=True, metavar="BASE", help="its base, with the head")
 
 
@@ -89,6 +90,26 @@ def _add_recipe(commands: Any, name: str, text: str, handler: Handler) -> argpar
     return command
 
 
+def call(args: argparse.Namespace, name: str, **given: Any) -> Any:
+    """Call a function of the public API with the arguments that have the names of its parameters, and those given."""
+    if hasattr(args, "recipe"):
+        require_valid(args)
+    function = getattr(mtp, name)
+    parameters = inspect.signature(function).parameters
+    given = {key: value for key, value in vars(args).items() if key in parameters} | given
+    if "console" in parameters:
+        given["console"] = console_of(args)
+    if "progress" not in parameters:
+        return function(**given)
+    with progress_of(args) as progress:
+        return function(**given, progress=progress)
+
+
+def calling(name: str) -> Handler:
+    """Return a handler that calls a function of the public API."""
+    return lambda args: call(args, name)
+
+
 def require_valid(args: argparse.Namespace) -> None:
     """Check the fields of a recipe before the libraries that run it are imported, which takes seconds.
 
@@ -108,9 +129,8 @@ def _count(text: str) -> int:
 
 
 def _run(args: argparse.Namespace) -> Printed:
-    require_valid(args)
     try:
-        done = mtp.run(args.recipe, args.overrides, console=console_of(args))
+        done = call(args, "run")
     except mtp.GateRefusedError as error:
         done = mtp.RunResult(error.run_dir or Path(), error.exit_code, error.reason, str(error), "done")
         if not args.json:
@@ -122,54 +142,29 @@ def _run(args: argparse.Namespace) -> Printed:
 
 
 def _check(args: argparse.Namespace) -> Printed:
-    require_valid(args)
-    found = mtp.check(args.recipe, args.overrides, processes=args.processes, device=args.device)
+    found = call(args, "check")
     is_refused = found.room.problem is not None and args.device is not None
     text = str(found) if args.show is None else found.resolved_yaml().rstrip()
     return Printed(found.to_json(), text, mtp.MtpError.exit_code if is_refused else 0)
 
 
-def _recipes(args: argparse.Namespace) -> Result:
-    return mtp.recipes()
-
-
-def _init(args: argparse.Namespace) -> Result:
-    plan = {"processes": args.processes, "device": args.device}
-    return mtp.write_recipe(args.out, args.trunk, args.base, data=args.data, **plan)
-
-
-def _regenerate(args: argparse.Namespace) -> Result:
-    require_valid(args)
-    with progress_of(args) as progress:
-        return mtp.regenerate(args.recipe, args.overrides, progress=progress)
-
-
-def _probe(args: argparse.Namespace) -> Result:
-    return mtp.probe(args.finetune, args.base, args.out, data=args.data, console=console_of(args))
-
-
-def _rescue(args: argparse.Namespace) -> Result:
-    changes = {"data": args.data, "overrides": args.overrides, "console": console_of(args)}
-    return mtp.rescue(args.finetune, args.base, args.out, **changes)
-
-
 def _add_checkpoints(commands: Any) -> None:
-    inspect = add_command(commands, "inspect", "report the state of a checkpoint's head", _inspect)
-    inspect.add_argument("checkpoint")
-    inspect.add_argument("--base", help="the checkpoint it was fine-tuned from")
+    inspected = add_command(commands, "inspect", "report the state of a checkpoint's head", calling("inspect"))
+    inspected.add_argument("checkpoint")
+    inspected.add_argument("--base", help="the checkpoint it was fine-tuned from")
 
-    graft = add_command(commands, "graft", "put the base's head back on a fine-tune", _graft)
-    graft.add_argument("finetune")
+    graft = add_command(commands, "graft", "put the base's head back on a fine-tune", calling("graft"))
+    graft.add_argument("fine_tune", metavar="finetune")
     graft.add_argument("--from", dest="base", required=True, metavar="BASE")
     graft.add_argument("--head", choices=KINDS, help="its storage in a GGUF file (default: q8_0, or as BASE has it)")
     _add_output(graft)
 
-    merge = add_command(commands, "merge", "merge a LoRA adapter into a checkpoint, head kept", _merge)
+    merge = add_command(commands, "merge", "merge a LoRA adapter into a checkpoint, head kept", calling("merge"))
     merge.add_argument("checkpoint")
     merge.add_argument("--adapter", required=True, metavar="DIR", help="a peft LoRA adapter: a directory or a hub id")
     _add_output(merge)
 
-    export = add_command(commands, "export", "write a servable checkpoint of a run", _export)
+    export = add_command(commands, "export", "write a servable checkpoint of a run", calling("export"))
     export.add_argument("source", type=Path, metavar="RUN|CKPT")
     _add_output(export)
     form = export.add_mutually_exclusive_group()
@@ -177,38 +172,13 @@ def _add_checkpoints(commands: Any) -> None:
     form.add_argument("--head-only", action="store_true", help="the head alone, as a draft model for vLLM")
     form.add_argument("--speculators", action="store_true", help="an EAGLE-3 head in the speculators package's format")
 
-    demo = add_command(commands, "demo", "write the embedded demo: two checkpoints and prompts", _demo)
-    demo.add_argument("target", type=Path, metavar="DIR")
+    demo = add_command(commands, "demo", "write the embedded demo: two checkpoints and prompts", calling("demo"))
+    demo.add_argument("out", type=Path, metavar="DIR")
 
 
 def _add_output(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory")
     command.add_argument("--copy", action="store_true", help="copy unchanged shards instead of hard-linking them")
-
-
-def _inspect(args: argparse.Namespace) -> Result:
-    with progress_of(args) as progress:
-        return mtp.inspect(args.checkpoint, args.base, progress=progress)
-
-
-def _graft(args: argparse.Namespace) -> Result:
-    with progress_of(args) as progress:
-        return mtp.graft(args.finetune, args.base, args.out, head=args.head, copy=args.copy, progress=progress)
-
-
-def _merge(args: argparse.Namespace) -> Result:
-    with progress_of(args) as progress:
-        return mtp.merge(args.checkpoint, args.adapter, args.out, copy=args.copy, progress=progress)
-
-
-def _export(args: argparse.Namespace) -> Result:
-    form = chosen(args, "head_only", "gguf", "speculators", "copy")
-    with progress_of(args) as progress:
-        return mtp.export(args.source, args.out, **form, progress=progress)
-
-
-def _demo(args: argparse.Namespace) -> Result:
-    return mtp.demo(args.target)
 
 
 def _add_decoding(commands: Any) -> None:
@@ -229,7 +199,7 @@ def _add_generate(add: Callable[..., Any]) -> None:
     add("checkpoint")
     add("--head", help=f"{_DRAFTER} (default: its own)")
     add("--adapter", metavar="DIR", help="a peft adapter for the trunk, applied without merging")
-    add("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
+    add("--prompt", dest="prompts", action="append", required=True, metavar="TEXT", help="may be given several times")
     add("--chat", action="store_true", help="put the prompt through the chat template")
     _add_variables(add)
     add("--max-new-tokens", type=int, default=128, metavar="N", help="longest response, in tokens")
@@ -319,14 +289,9 @@ def _generate(args: argparse.Namespace) -> Printed:
     from mtp_inference import Sampling
 
     sampling = Sampling(**chosen(args, "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"))
-    options = chosen(args, "head", "adapter", "chat", "chat_template_kwargs", "max_new_tokens", "depth", "mtp")
-    options |= chosen(args, "stop", "draft_sampling")
-    streams = not (args.json or args.show_drafts or len(args.prompt) > 1)
+    streams = not (args.json or args.show_drafts or len(args.prompts) > 1)
     on_text = _print_piece if streams else None
-    with progress_of(args) as progress:
-        done = mtp.generate(
-            args.checkpoint, args.prompt, **options, sampling=sampling, on_text=on_text, progress=progress
-        )
+    done = call(args, "generate", sampling=sampling, on_text=on_text)
     if not args.json:
         print(f"{chr(10) * streams}{done.summary}", file=sys.stderr)
     if args.show_drafts:
@@ -347,26 +312,11 @@ def grid_of(args: argparse.Namespace) -> mtp.EvaluationGrid:
 
 
 def _evaluate(args: argparse.Namespace) -> Printed:
-    arm = chosen(args, "head", "adapter", "trunk_bits", "head_bits", "costs", "wandb")
-    server = chosen(args, "endpoint", "served_model", "api_key_env", "concurrency", "request_timeout_seconds")
-    with progress_of(args) as progress:
-        return _measured(
-            mtp.evaluate(
-                args.checkpoint,
-                args.out,
-                **arm,
-                **server,
-                served_only=args.served_only,
-                grid=grid_of(args),
-                progress=progress,
-            )
-        )
+    return _measured(call(args, "evaluate", grid=grid_of(args)))
 
 
 def _compare(args: argparse.Namespace) -> Printed:
-    with progress_of(args) as progress:
-        options = chosen(args, "costs", "wandb")
-        return _measured(mtp.compare(args.arms, args.out, **options, grid=grid_of(args), progress=progress))
+    return _measured(call(args, "compare", grid=grid_of(args)))
 
 
 def _measured(done: mtp.EvaluationResult) -> Printed:

@@ -12,11 +12,12 @@ import torch
 
 from mtp_train.acceptance.names import VANILLA
 from mtp_train.checkpoints.artifact import Artifact, OwnOutput, load_artifact
-from mtp_train.checkpoints.files import Checkpoint
-from mtp_train.checkpoints.locations import RECIPE_FILE, head_directory, is_run, open_location
+from mtp_train.checkpoints.demo import resolve
+from mtp_train.checkpoints.files import CONFIG_FILE, Checkpoint, is_gguf, read_config
+from mtp_train.checkpoints.locations import RECIPE_FILE, head_directory, is_run, locate_checkpoint, open_location
 from mtp_train.checkpoints.writing import held_tensor
 from mtp_train.errors import RecipeError, UnsupportedModelError
-from mtp_train.families import of_kind
+from mtp_train.families import draft_kind, of_kind
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.build import HeadPlan, deepest, graft_artifact_plan, graft_plan
 from mtp_train.heads.diagnose import text_config_of
@@ -143,8 +144,11 @@ def require_source_model(recipe: Recipe) -> None:
 
 
 def is_lone(location: str) -> bool:
-    """Return whether a location is a head without a trunk."""
-    return head_directory(location) is not None or draft_model(open_location(location)) is not None
+    """Return whether a location is a head without a trunk; reads no weights."""
+    if head_directory(location) is not None:
+        return True
+    path = locate_checkpoint(resolve(location))
+    return not is_gguf(path) and draft_kind(read_config(path / CONFIG_FILE)) is not None
 
 
 def trunk_of(location: str) -> str | None:
