@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from checkpoints import save_stripped, shard
 from mtp_train.checkpoints.files import open_checkpoint
@@ -40,7 +41,7 @@ def test_a_new_an_empty_and_a_refused_run_dir_are_ours(tmp_path: Path, recipe: R
 
 def test_an_undecided_gate_has_an_outcome_of_its_own(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
-    with pytest.raises(GateRefusedError), directory.recording():
+    with pytest.raises(GateRefusedError), directory.held(Console(quiet=True)), directory.recording():
         raise GateUndecidedError("undecided whether drafts pay")
     outcome = directory.outcome
     assert outcome == Outcome(3, "gate_undecided", "undecided whether drafts pay", "done")
