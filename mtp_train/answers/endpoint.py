@@ -319,12 +319,14 @@ class Endpoint:
         except (httpx.HTTPError, _UnusableError):
             return None
 
-    def response_ids(self, question: Question, document: Mapping[str, Any]) -> list[int] | Refusal:
-        """Return the tokens of a response, with the end-of-text token if the response is finished.
+    def response_ids(self, question: Question, document: Mapping[str, Any] | Refusal) -> list[int] | Refusal:
+        """Return the tokens of a response, with the end-of-text token if the response is finished, or the refusal.
 
         Raises:
             DataError: The server counted other prompt tokens, or returned tokens outside the trunk's vocabulary.
         """
+        if isinstance(document, Refusal):
+            return document
         choices = _entries(document, "choices")
         if not choices or not isinstance(choices[0].get("text"), str):
             raise self._unusable("answers without a text", "OpenAI's completions", "Use a server that has them")

@@ -14,6 +14,7 @@ import torch
 from mtp_train.answers.check import CheckedStore
 from mtp_train.answers.endpoint import GREEDY, Endpoint, Refusal
 from mtp_train.answers.generate import Answering, Question
+from mtp_train.answers.store import RegeneratedRow
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
 from mtp_train.trunk.load import Trunk
@@ -58,8 +59,7 @@ def probe(endpoint: Endpoint, trunk: Trunk, prompts: Sequence[Prompt], *, seq_le
     answering = Answering(max_new_tokens=PROBE_TOKENS, seq_len_tokens=seq_len_tokens)
     for prompt in prompts:
         question = answering.ask(prompt)
-        answer = endpoint.first(partial(_greedily, endpoint, question))
-        response = answer if isinstance(answer, Refusal) else endpoint.response_ids(question, answer)
+        response = endpoint.response_ids(question, endpoint.first(partial(_greedily, endpoint, question)))
         if isinstance(response, Refusal):
             raise DataError(
                 f"data.regenerate.endpoint: {endpoint.url} {response.reason}; expected a response to {prompt.id}. "
@@ -115,10 +115,22 @@ def regenerate_served(
 
     def on_done(done: Done) -> None:
         nonlocal generated
-        found = {number: (prompts[number], questions[number], future) for number, future in done.items()}
-        rows, refused = _read(endpoint, list(found.values()), store, answering)
-        generated += rows
-        refusals.extend(refused)
+        rows, failure = list[RegeneratedRow](), None
+        for number, future in done.items():
+            if (error := future.exception()) is not None:
+                failure = error
+                continue
+            response = endpoint.response_ids(questions[number], future.result())
+            if isinstance(response, Refusal):
+                refusals.append(response.reason)
+            else:
+                rows.append(answering.row(prompts[number], response))
+        if rows:
+            store.append(rows)
+        # A request that failed for good ends the others; what was answered is stored first.
+        if failure is not None:
+            raise failure
+        generated += len(rows)
         on_prompt(generated + len(refusals), len(prompts))
 
     with contextlib.closing(endpoint):
@@ -131,33 +143,3 @@ def regenerate_served(
             "expected responses. Check the server's log."
         )
     return ServedCounts(generated=generated, refused=len(refusals), refusal=refusals[-1] if refusals else None)
-
-
-def _read(
-    endpoint: Endpoint,
-    done: Sequence[tuple[Prompt, Question, Future[dict[str, Any] | Refusal]]],
-    store: CheckedStore,
-    answering: Answering,
-) -> tuple[int, list[str]]:
-    """Store finished responses; return their number and the errors of refused prompts.
-
-    Raises:
-        DataError: A request failed for good. The other responses are stored first.
-    """
-    rows, refusals = [], []
-    failure: BaseException | None = None
-    for prompt, question, future in done:
-        failure = future.exception() or failure
-        if future.exception() is not None:
-            continue
-        answer = future.result()
-        response = answer if isinstance(answer, Refusal) else endpoint.response_ids(question, answer)
-        if isinstance(response, Refusal):
-            refusals.append(response.reason)
-        else:
-            rows.append(answering.row(prompt, response))
-    if rows:
-        store.append(rows)
-    if failure is not None:
-        raise failure
-    return len(rows), refusals

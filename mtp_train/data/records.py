@@ -245,7 +245,7 @@ def has_calls_as_text(content: Content) -> bool:
     if not isinstance(content, Chat):
         return False
     calls = (call for message in content.messages for call in message.get("tool_calls", ()))
-    return any(isinstance(_arguments(call), str) for call in calls)
+    return any(isinstance(_function(call).get("arguments"), str) for call in calls)
 
 
 def parse_text(value: object, field: str, where: str) -> str:
@@ -329,17 +329,15 @@ def _parse_calls(value: object, where: str) -> list[dict[str, Any]]:
         raise DataError(
             f"{where}: tool_calls are {_shown(value)}; expected a list of objects. Fix or remove the record."
         )
-    return [
-        {**call, "function": {**call["function"], "arguments": _json_or_text(_arguments(call) or {})}}
-        if isinstance(call.get("function"), Mapping)
-        else dict(call)
-        for call in value
-    ]
+    parsed = [{**_function(call), "arguments": _json_or_text(_function(call).get("arguments") or {})} for call in value]
+    pairs = zip(value, parsed, strict=True)
+    return [one if _function(call) is call else {**call, "function": one} for call, one in pairs]
 
 
-def _arguments(call: Mapping[str, Any]) -> object:
+def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a tool call calls; some data has its name and arguments in the call itself."""
     function = call.get("function")
-    return function.get("arguments") if isinstance(function, Mapping) else None
+    return function if isinstance(function, Mapping) else call
 
 
 def _json_or_text(value: object) -> Any:

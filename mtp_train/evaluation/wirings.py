@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from rich.progress import Progress
@@ -33,28 +33,10 @@ _SURE, _LIKELY = 4.0, 2.0
 overlap alone may rise, where q was wrong."""
 
 
-@dataclass(frozen=True)
-class BetterWiring:
-    """A form or convention in which a head drafts better for its trunk than in ours."""
-
-    name: str
-    right: float
-    """Share of the drafts of all depths that are the trunk's own tokens."""
-    own_right: float
-    """The same, wired as we do."""
-    num_drafts: int
-
-    def __str__(self) -> str:
-        return (
-            f"It drafts better for the base {self.name}: {self.right:.0%} of {self.num_drafts} drafts are right "
-            f"instead of {self.own_right:.0%}"
-        )
-
-
 def better_wiring(
     trunk: Trunk, drafting: HeadDrafting, texts: Sequence[Document], num_depths: int, progress: Progress
-) -> BetterWiring | None:
-    """Return the wiring under which a head drafts best, None if none is shown to be better than ours.
+) -> str | None:
+    """Return a sentence about the wiring under which a head drafts best, None if none is shown to be better than ours.
 
     Args:
         trunk: The trunk.
@@ -84,7 +66,8 @@ def better_wiring(
     gain = (sum(overlaps[best]) - sum(overlaps[""])) / len(texts)
     if gain < _GAIN or gains[0] < _SURE or gains[1] < _LIKELY:
         return None
-    return BetterWiring(best, sum(right[best]) / len(texts), sum(right[""]) / len(texts), num_drafts)
+    shares = [sum(right[name]) / len(texts) for name in (best, "")]
+    return f"The head drafts better {best}: {shares[0]:.0%} of {num_drafts} drafts are right instead of {shares[1]:.0%}"
 
 
 def _in_errors(mine: Sequence[float], own: Sequence[float]) -> float:

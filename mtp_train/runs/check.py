@@ -326,7 +326,7 @@ def _described(recipe: Recipe, text: RunText) -> str:
     paths, column = ", ".join(source.path for source in recipe.data.sources), recipe.data.group_field
     answers = f"answers of the trunk to {len(text.prompts)} prompts of {paths}" if text.prompts else paths
     groups = "by first user turn or file, near-duplicate prompts joined" if column is None else f"by column {column!r}"
-    return f"{answers}; {text.split}; held out {groups}"
+    return "; ".join([answers, text.split, f"held out {groups}", *text.notes])
 
 
 def whole_disk(recipe: Recipe, cached: int, memory: Footprint) -> int:

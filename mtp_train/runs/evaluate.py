@@ -116,7 +116,7 @@ def evaluate(
     server = server_of(subject, endpoint, served_model, api_key_env, concurrency, request_timeout_seconds, served_only)
     arms = [] if served_only else packed_arms(subject, trunk_bits, head_bits)
     settled = (grid or EvaluationGrid()).settled(arms, [subject.trunk])
-    return _measure(arms, settled, Path(out), progress, costs, wandb, server)
+    return _measure(arms, [named(subject)], settled, Path(out), progress, costs, wandb, server)
 
 
 def compare(
@@ -149,11 +149,12 @@ def compare(
     """
     specs = [parse_arm(str(arm)) for arm in arms]
     settled = (grid or EvaluationGrid()).settled(specs, [one.trunk for one in specs])
-    return _measure(specs, settled, Path(out), progress, costs, wandb, None)
+    return _measure(specs, specs, settled, Path(out), progress, costs, wandb, None)
 
 
 def _measure(
     specs: Sequence[ArmSpec],
+    subjects: Sequence[ArmSpec],
     grid: EvaluationGrid,
     out: Path,
     progress: Progress | None,
@@ -161,14 +162,14 @@ def _measure(
     wandb: WandbMode,
     server: Server | None,
 ) -> EvaluationResult:
-    """Measure arms and a server, write the report and return it."""
+    """Measure arms and a server, write the report and return it. ``subjects`` are the arms as the user named them."""
     names = [one.name for one in specs] + ([] if server is None else [server.url])
     title = f"{'evaluation' if len(names) == 1 else 'comparison'} of {', '.join(names)}"
     progress, tracking = progress or quiet_progress(), Tracking(wandb)
     tracking.require("--")
-    grid = replace(grid, chat_template_kwargs=_variables(specs, grid))
+    grid = replace(grid, chat_template_kwargs=_variables(subjects, grid))
     with full_disk_is_named(out, what="the report"), RunDirectory(out).held(progress.console):
-        if told := _trained_on(specs, grid.suite, progress):
+        if told := _trained_on(subjects, grid.suite, progress):
             progress.console.print(f"Is the text new to the head? {told}", highlight=False)
         report = run_study(specs, grid, out, progress, title=title, costs=costs, server=server)
         if told:

@@ -100,7 +100,9 @@ class RunText(NamedTuple):
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt]
     split: str
-    """What is on each side of the split, and what of the records is not used, in words."""
+    """What is on each side of the split, in words."""
+    notes: Sequence[str]
+    """What of the records is not in their text, in words."""
 
     def most_tokens(self, recipe: Recipe) -> int:
         """Return the most tokens of the training text, answers included."""
@@ -135,7 +137,7 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
     home = home_prompts(recipe, tokenizer)
     # Printed after all checks: a refusal is one message alone.
     if PartialState().is_main_process:
-        progress.console.print(f"data: {text.split}.")
+        progress.console.print(f"data: {'. '.join([text.split, *text.notes])}.")
     return Inputs(
         finetune=finetune,
         donor=donor,
@@ -177,7 +179,7 @@ def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progr
     require_embedded([*prompts, *held_out], documents, vocab_size, tokenizer)
     require_gate_groups(recipe, held_out)
     split = split_sentence(training, held_out_records, held_out)
-    return RunText(documents, prompts, held_out, ". ".join([split, *notes]))
+    return RunText(documents, prompts, held_out, split, notes)
 
 
 def plan_head(recipe: Recipe, finetune: Checkpoint, donor: Checkpoint | LoneHead | None) -> HeadPlan:

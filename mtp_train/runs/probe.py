@@ -208,7 +208,7 @@ def judge(found: ProbeResult) -> tuple[Verdict, str]:
     """
     own, graft, gain, lost = found.base, found.graft, found.gain_ci95, found.lost_overlap_ci95
     if found.wiring is not None:
-        return "fault", f"{found.wiring}. The base's head is in a wrong form, or was trained with that wiring"
+        return "fault", f"{found.wiring}. It is in a wrong form, or was trained with that wiring"
     if own is not None and is_at_fault(own):
         return "fault", (
             f"The base's head drafts for the base itself with tau {_number(own.tau)} {_interval(own.tau_ci95)}; "
@@ -290,8 +290,7 @@ def _better_wiring(recipe: Recipe, donor: str, out: Path, console: Console) -> s
         plain = SpeculativeDecoder(trunk, None, 0, eos_token_ids(model.checkpoint, tokenizer))
         found = plain.decode([prompt.prompt_ids for prompt in prompts], WIRING_TOKENS)
         texts = own_text(prompts, [tuple(one.token_ids) for one in found], recipe.data.seq_len_tokens)
-        better = better_wiring(trunk, drafting, texts, min(2, model.deepest), progress)
-    wiring = None if better is None else str(better)
+        wiring = better_wiring(trunk, drafting, texts, min(2, model.deepest), progress)
     with full_disk_is_named(out, what="the probe"):
         write_json(file, {"wiring": wiring})
     return wiring

@@ -66,4 +66,4 @@ def test_prompts_without_responses_are_refused_where_no_trunk_answers(
     assert "a prompt without a response" in said
     assert "data.regenerate={}" in said
     # Control: the override that the message names.
-    assert document(["check", recipe, "data.regenerate={}"], capfd)["data"].startswith("training on ")
+    assert "training on " in document(["check", recipe, "data.regenerate={}"], capfd)["data"]

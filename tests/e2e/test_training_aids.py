@@ -98,6 +98,20 @@ def test_a_training_without_a_gain_returns_the_head_that_it_was_given(
         run_quietly(load_recipe(killed / "recipe.yaml"))
 
 
+def test_the_automatic_rate_is_recorded_and_kept(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtp_train.runs.resolve.GOOD_OVERLAP", 0.0)
+    fields = {"train__lr": "auto", "train__max_steps": 2, "train__select": {"share": 0.3}, "gate__enabled": False}
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **(RUN | fields))
+    assert main(["run", str(recipe)]) == 0
+    recorded = load_recipe(tmp_path / "run" / "recipe.yaml")
+    config = json.loads((inputs / "finetune" / "config.json").read_text())
+    width = config.get("text_config", config)["hidden_size"]
+    assert recorded.train.lr == pytest.approx(0.2 * 0.4096 / width)
+    assert max(line["lr"] for line in read_metrics(tmp_path / "run") if "lr" in line) <= recorded.train.lr
+    # The same command finds its run, whose rate is that of the record.
+    assert main(["run", str(recipe)]) == 0
+
+
 def test_a_run_out_of_memory_says_what_to_change_and_goes_on_once_it_is(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from byte_tokenizer import byte_tokenizer
 from checkpoints import base_and_finetune
 from mtp_train.data.tokenize import Document
 from mtp_train.recipe.loading import STAND_INS, with_values
+from mtp_train.recipe.sections import LoraSection
 from mtp_train.runs import resolve
 from mtp_train.runs.resolve import (
     EPOCHS,
@@ -21,6 +22,7 @@ from mtp_train.runs.resolve import (
     ModelFacts,
     TextFacts,
     automatic_values,
+    lr_choice,
     recipe_of,
     resolve_training,
     resolved_recipe,
@@ -192,6 +194,15 @@ def test_a_resumed_run_keeps_what_it_recorded(inputs: Path, tmp_path: Path) -> N
     assert Choice("train.max_steps", 77, f"recorded in {tmp_path / 'run'}") in choices
     elsewhere, _ = resolved_recipe(mapping(inputs, tmp_path / "other"))
     assert elsewhere.train == before.train
+
+
+def test_a_head_that_drafts_well_before_training_gets_a_fifth_of_the_rate() -> None:
+    recipe = tiny_recipe(Path("nowhere"), Path("nowhere/run"))
+    rule = lr_choice(recipe, 128).value
+    assert rule == pytest.approx(3.2e-3)
+    assert [lr_choice(recipe, 128, overlap).value for overlap in (0.05, 0.3, 0.85)] == [rule, rule, rule / 5]
+    on_lora = recipe.replaced({"head.lora": LoraSection()})
+    assert lr_choice(on_lora, 128, 0.85).value == pytest.approx(2 * rule)
 
 
 def test_a_step_is_of_whole_micro_batches(inputs: Path, tmp_path: Path) -> None:

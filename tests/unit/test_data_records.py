@@ -66,6 +66,13 @@ def test_nulls_that_arrow_fills_in_are_dropped_at_every_level() -> None:
     )
 
 
+def test_arguments_in_the_call_itself_are_parsed_too() -> None:
+    (message,) = parse_messages(
+        [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": 1}'}]}], "x"
+    ).messages
+    assert message["tool_calls"] == [{"name": "f", "arguments": {"a": 1}}]
+
+
 def test_text_in_parts_is_one_text() -> None:
     parts = [{"type": "text", "text": "hi "}, {"type": "text", "text": "there", "image": None}]
     assert parse_messages([{"role": "user", "content": parts}], "x").messages == (

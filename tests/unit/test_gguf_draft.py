@@ -83,4 +83,4 @@ def test_a_draft_model_has_the_trunks_vocabulary_and_llama_cpps_order(tmp_path: 
     assert str(looked_at.serves["llama.cpp"]).startswith(
         f"llama-server -m TRUNK.gguf -md {out} --spec-type draft-eagle3"
     )
-    assert looked_at.cure is None
+    assert (looked_at.status, looked_at.cure) == ("healthy", None)

@@ -254,19 +254,6 @@ def test_an_lm_head_that_is_not_tied_as_the_config_says_is_a_problem(tmp_path: P
     assert inspect(other, base).status == "healthy"
 
 
-def gguf(path: Path, *fields: bytes) -> None:
-    path.write_bytes(b"GGUF" + b"".join(fields))
-
-
-def test_a_sidecar_beside_an_embedded_head_is_warned_of(base: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(base, tmp_path / "folder"))
-    gguf(folder / "mtp-folder.gguf", b"qwen35.nextn_predict_layers")
-    gguf(folder / "plain.gguf")
-    assert inspect(folder).note is None
-    gguf(folder / "whole.gguf", b"qwen35.nextn_predict_layers")
-    assert (inspect(folder).note or "").startswith("mtp-folder.gguf is beside whole.gguf, which has a head of its own")
-
-
 SINGLE_NAMES = [f"mtp.layers.0.self_attn.{name}_proj" for name in "qkvo"] + [
     f"mtp.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")
 ]

@@ -52,8 +52,7 @@ def best(damage: Change | None) -> str | None:
     drafting = make()
     if damage is not None:
         damage(drafting.head)
-    found = better_wiring(trunk, drafting, texts, 2, Progress(disable=True))
-    return None if found is None else found.name
+    return better_wiring(trunk, drafting, texts, 2, Progress(disable=True))
 
 
 def test_the_demo_s_head_fits_best_as_it_is() -> None:
@@ -79,12 +78,12 @@ def test_a_wrong_form_is_found_by_undoing_it(damage: str, cure: str) -> None:
             change(head)
         return head
 
-    assert best(repeated) == cure
+    assert (best(repeated) or "").startswith(f"The head drafts better {cure}: ")
 
 
 def test_the_probe_calls_it_a_fault() -> None:
     healthy: ProbeResult = probed()
     assert judge(healthy)[0] != "fault"
-    verdict, reason = judge(replace(healthy, wiring="It drafts better for the base with X"))
+    verdict, reason = judge(replace(healthy, wiring="The head drafts better with X"))
     assert verdict == "fault"
-    assert reason.startswith("It drafts better for the base with X")
+    assert reason.startswith("The head drafts better with X")

@@ -135,7 +135,7 @@ def _served(model: GgufModel, file: Path, status: GgufStatus, problems: Sequence
 
 
 def _cure(model: GgufModel, file: Path, status: GgufStatus) -> str | None:
-    if model.arch == DRAFT_ARCH or status == "healthy":
+    if status == "healthy":
         return None
     return graft_gguf_command(file) if model.arch in _RECORDS else train_command(str(file))
 
@@ -180,6 +180,8 @@ def _head_problems(model: GgufModel) -> list[str]:
 
 
 def _status(model: GgufModel, problems: Sequence[str]) -> GgufStatus:
+    if model.arch == DRAFT_ARCH:
+        return "healthy"
     if not model.head:
         return "declared_but_missing" if model.declared_modules else "none"
     if problems:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,7 +93,7 @@ def _diagnose_weights(checkpoint: Checkpoint, layout: HeadLayout | None, progres
     return WeightsDiagnosis(non_finite, checkpoint.unlisted_keys, unnamed_files(checkpoint, layout))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Inspection:
     """State of a checkpoint's MTP head and trunk, as :func:`inspect` returns it.
 
@@ -108,19 +108,19 @@ class Inspection:
     without a declaration; ``partial``: keys missing; ``quantised``: packed in a form that is not read here;
     ``stripped``: no head, but the base has one; ``none``: no head; ``damaged``: see :attr:`problems`; ``miswired``: a
     known wrong form of the base's head, or zeros; ``foreign``: another kind of drafter, or MLX's layout."""
-    stale: bool | None
+    stale: bool | None = None
     """Whether the trunk changed and the head still equals the base's; None without a base or a head."""
     head: HeadDiagnosis
     """Declared and present modules, missing and unexpected keys, shape and dtype errors of the head."""
-    trunk: TrunkDiagnosis
+    trunk: TrunkDiagnosis = field(default_factory=TrunkDiagnosis)
     """Missing parameters, shape and dtype errors of the trunk; empty for a checkpoint without one."""
-    trunk_changed: TrunkChange | None
+    trunk_changed: TrunkChange | None = None
     """None without a base."""
-    head_difference: HeadDifference | None
+    head_difference: HeadDifference | None = None
     """How the head differs from the base's; None without a base or a complete head, except for a head of zeros."""
     weights: WeightsDiagnosis
     """Tensors with NaN, and tensors and files that the checkpoint does not name."""
-    problems: tuple[str, ...]
+    problems: tuple[str, ...] = ()
     """Why ``generate`` and ``export`` refuse the checkpoint, a phrase each, whatever its head's status."""
     serves: Mapping[str, str]
     """Engine to the command that serves the checkpoint with its head, or ``no: REASON``."""
@@ -129,7 +129,7 @@ class Inspection:
     runs_here: str
     """``yes``, or why the head can be inspected, grafted and exported, but not trained or decoded with."""
     note: str | None = None
-    """Sentences about a checkpoint that is a drafter, and about files that engines confuse; None without one."""
+    """A sentence about a drafter, or about tensors beside the head; None without one."""
     other_cure: str | None = None
     """The command that puts the base's head in place, where ``cure`` takes one from an unnamed weight file."""
 
@@ -283,7 +283,7 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         ),
         cure=_find_cure(checkpoint, base, status, change, stale, trunk, problems),
         runs_here="yes" if unread is None else f"no: {unread}",
-        note=_note(checkpoint, layout),
+        note=_note(checkpoint),
         other_cure=graft_command(*_with_donor(checkpoint, base)) if chooses else None,
     )
 
@@ -323,30 +323,15 @@ def compare_trunks(checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint,
     return TrunkChange(changed / len(shared), largest)
 
 
-def _note(checkpoint: Checkpoint, layout: HeadLayout) -> str | None:
-    """Return what to know about a drafter's tensors and files that engines read or confuse; None without such."""
-    notes = []
+def _note(checkpoint: Checkpoint) -> str | None:
+    """Return the sentence about an output matrix of fewer tokens; None without one."""
     reduced = [key for key in checkpoint.tensors if REDUCED_OUTPUT.fullmatch(key)]
-    if reduced:
-        notes.append(
-            f"{first_of(reduced)}: an output matrix of fewer tokens beside the head, with which some engines draft, "
-            "others with the whole lm_head. It stays as it is, and is not grafted"
-        )
-    files = [name for name in unnamed_weights(checkpoint) if name.endswith(".gguf")]
-    sidecars = [name for name in files if name.rpartition("/")[2].startswith("mtp-")]
-    whole = [name for name in files if name not in sidecars and _embeds_head(checkpoint.path / name)]
-    if sidecars and whole:
-        notes.append(
-            f"{sidecars[0]} is beside {whole[0]}, which has a head of its own: programs that pass both draft nothing "
-            f"or crash. Pass {whole[0]} alone, and move {sidecars[0]} to another directory"
-        )
-    return ". ".join(notes) or None
-
-
-def _embeds_head(file: Path) -> bool:
-    """Return whether a GGUF file declares MTP modules; its fields come before its tokens."""
-    with file.open("rb") as handle:
-        return b".nextn_predict_layers" in handle.read(1 << 16)
+    if not reduced:
+        return None
+    return (
+        f"{first_of(reduced)}: an output matrix of fewer tokens beside the head, with which some engines draft, and "
+        "others with the whole lm_head; it stays as it is, and is not grafted"
+    )
 
 
 def serving_commands(
@@ -460,13 +445,8 @@ def _inspect_mlx(checkpoint: Checkpoint, progress: Progress) -> Inspection:
         checkpoint=path,
         family=checkpoint.family.name,
         status="foreign",
-        stale=None,
         head=HeadDiagnosis(0, 0, (), (), (), ()),
-        trunk=TrunkDiagnosis(),
-        trunk_changed=None,
-        head_difference=None,
         weights=_diagnose_weights(checkpoint, None, progress),
-        problems=(),
         serves=engine_commands(complete(MLX_ALONE), path, SUGGESTED_DEPTH),
         cure=f"hf download {shlex.quote(original or 'ORIGINAL')} --local-dir {shlex.quote(path)}-original",
         runs_here="no: in MLX's layout",
@@ -549,11 +529,7 @@ def _inspect_drafter(
         checkpoint=str(checkpoint.path),
         family=family,
         status="partial" if not diagnosis.complete else "damaged" if problems else "healthy",
-        stale=None,
         head=diagnosis,
-        trunk=TrunkDiagnosis(),
-        trunk_changed=None,
-        head_difference=None,
         weights=weights,
         problems=problems,
         serves=serves if whole else dict.fromkeys(serves, f"no: {reason}"),
