@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
-from statistics import median
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mtp_inference import HeadDrafting, SpeculativeDecoder
+from mtp_inference import HeadDrafting
 from mtp_inference.batch import Batch
 from mtp_inference.cache.convolved import NgramStore
 from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, ConvolvedStore, IndexedStore, WindowCache
@@ -23,19 +22,15 @@ from mtp_inference.drafters.assistant_drafter import AssistantDrafting
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting
 from mtp_inference.drafters.head_drafter import ChainedDrafter, ChainedDraftsDrafter, RecursiveDrafter
 from mtp_inference.drafters.other_drafters import ModelDrafter, ModelDrafting
-from mtp_inference.requests import MAX_DEPTH, Request
+from mtp_inference.requests import MAX_DEPTH
 from mtp_inference.round import prefill
+from mtp_train.acceptance.names import PLAIN
+from mtp_train.evaluation.decoding import SPEED_PASSES, DecodingOptions, Stopwatch, TrunkArms
+from mtp_train.evaluation.grid import greedy
+from mtp_train.evaluation.prompt_records import TaskPrompt
 from mtp_train.evaluation.results import ArmCosts
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
-
-
-def now(device: torch.device) -> float:
-    """Synchronise with the device, and return the time in seconds."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
 
 _KEEPING = (RecursiveDrafter, ChainedDrafter, ChainedDraftsDrafter, ModelDrafter)
 """Drafters with a KV cache of their own."""
@@ -58,7 +53,6 @@ def head_costs(
     drafting: MtpHead | Drafting | None,
     *,
     prefill_tokens: int = 2048,
-    repeats: int = 3,
     max_seconds: float = 60.0,
 ) -> ArmCosts:
     """Return the memory of an arm's weights and caches, and the ratio of prefill speed with its drafter and without.
@@ -72,8 +66,7 @@ def head_costs(
         trunk: The trunk.
         drafting: The head, or the maker of another drafter; None for plain decoding.
         prefill_tokens: Length of the prompt of random tokens; limited by the model's ``max_position_embeddings``.
-        repeats: The most timed prompts.
-        max_seconds: Time limit; one prompt is timed at least.
+        max_seconds: Time limit of the prefill's passes; one is made at least, after a warm-up.
     """
     maker: Drafting | None = HeadDrafting(drafting) if isinstance(drafting, MtpHead) else drafting
     depth = _deepest(maker)
@@ -81,7 +74,7 @@ def head_costs(
     weights = own_weight_bytes(trunk, maker)
     known = trunk.config.to_dict().get("max_position_embeddings") or prefill_tokens + 1
     num_tokens = min(prefill_tokens, known - 1)
-    rates = None if maker is None else _prefill_rates(trunk, maker, depth, num_tokens, repeats, max_seconds)
+    rates = None if maker is None else _prefill_rates(trunk, maker, depth, num_tokens, max_seconds)
     return ArmCosts(
         arm=arm,
         head_bytes=weights,
@@ -178,56 +171,21 @@ def _placed_bytes(rings: Iterable[Tensor], max_undecided: int) -> float:
 
 
 def _prefill_rates(
-    trunk: Trunk,
-    maker: Drafting,
-    depth: int,
-    num_tokens: int,
-    repeats: int,
-    max_seconds: float,
+    trunk: Trunk, maker: Drafting, depth: int, num_tokens: int, max_seconds: float
 ) -> tuple[float, float]:
-    """Return the median prompt tokens per second without the drafter and with it."""
+    """Return the prompt tokens per second without the drafter and with it, each the best of some passes."""
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(trunk.lm_head_VD.shape[0], (num_tokens,), generator=generator).tolist()
-    decoders = [
-        SpeculativeDecoder(trunk, None, 0, eos_ids=(), max_batch=1),
-        SpeculativeDecoder(trunk, maker, depth, eos_ids=(), max_batch=1),
-    ]
-    taken = in_turns(decoders, prompt, repeats, max_seconds=max_seconds)
-    without, with_head = (num_tokens / median(runs) for runs in taken)
-    return without, with_head
-
-
-def in_turns(
-    decoders: Sequence[SpeculativeDecoder], prompt: Sequence[int], repeats: int, *, max_seconds: float
-) -> list[list[float]]:
-    """Return the seconds to a prompt's first token, by decoder and repeat; the decoders take turns.
-
-    A repeat that would end after ``max_seconds`` is left out, except for the first one.
-    """
+    prompt_ids = tuple(torch.randint(trunk.lm_head_VD.shape[0], (num_tokens,), generator=generator).tolist())
+    options = DecodingOptions(max_new_tokens=1, eos_ids=(), seed=0)
+    arms = TrunkArms(trunk=trunk, name="", drafting={"head": maker}, head_names={}, options=options)
+    plain, drafted = greedy(depth).plain, greedy(depth)
     begun = time.perf_counter()
-    on_gpu = decoders[0].trunk.lm_head_VD.device.type == "cuda"
-    for decoder in decoders:
-        # The first call includes lazy initialisation; on a GPU, rounds are captured at their second use.
-        for _ in range(2 if on_gpu else 1):
-            first_token_seconds(decoder, prompt)
-    taken: list[list[float]] = [[] for _ in decoders]
-    for turn in range(repeats):
-        num_done = len(taken[0])
-        if num_done and (time.perf_counter() - begun) * (num_done + 1) / num_done > max_seconds:
-            break
-        for place in range(len(decoders)):
-            index = (place + turn) % len(decoders)
-            taken[index].append(first_token_seconds(decoders[index], prompt))
-    return taken
-
-
-def first_token_seconds(decoder: SpeculativeDecoder, prompt: Sequence[int]) -> float:
-    """Return the seconds from a request to its first token."""
-    stream = decoder.decode_chunks([Request(prompt_ids=prompt, max_new_tokens=1)])
-    started = now(decoder.trunk.lm_head_VD.device)
-    # The token is on the host by then.
-    next(stream)
-    return time.perf_counter() - started
+    prompt = TaskPrompt(id="", group="", task="", prompt_ids=prompt_ids)
+    watch = Stopwatch(arms, [prompt], [(PLAIN, plain), ("head", drafted)])
+    warm_up = max(time.perf_counter() - begun, 1e-9)
+    watch.run(max(1, min(SPEED_PASSES, int(max_seconds / warm_up) - 1)), lambda: None)
+    without, with_head = (num_tokens / (records[0].seconds_prefill or math.inf) for records in watch.records.values())
+    return without, with_head
 
 
 def _size(tensor: Tensor) -> int:

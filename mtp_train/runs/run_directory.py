@@ -417,8 +417,8 @@ def _holder(path: Path) -> tuple[str, str]:
 def _differing_fields(recorded: str, recipe: Recipe) -> list[str]:
     """Return the fields of a recorded recipe that differ from this one, each with both values.
 
-    Not compared: the address of a server, as what it serves is checked again, the number of processes, and a precision
-    that is ``auto``.
+    Not compared: the address of a server, as what it serves is checked again, the number of processes, a precision that
+    is ``auto``, and trackers.
     """
     try:
         before = validated(*parse_yaml(recorded, "recipe"))
@@ -441,8 +441,9 @@ def _differences(there: Any, here: Any, path: str) -> Iterator[str]:
 
 
 def _on_machines_of(before: Recipe, now: Recipe) -> Recipe:
-    """Return a recipe with the processes, the ``auto`` precision and the server of another one."""
+    """Return a recipe with the processes, the ``auto`` precision, the server and the trackers of another one."""
     values: dict[str, Any] = {"train.processes": before.train.processes}
+    values |= {f"track.{name}": value for name, value in before.track}
     if now.train.precision == "auto":
         values["train.precision"] = before.train.precision
     regenerate, earlier = now.data.regenerate, before.data.regenerate

@@ -67,3 +67,24 @@ def test_prompts_without_responses_are_refused_where_no_trunk_answers(
     assert "data.regenerate={}" in said
     # Control: the override that the message names.
     assert "training on " in document(["check", recipe, "data.regenerate={}"], capfd)["data"]
+
+
+def test_generate_writes_the_prompt_with_the_variables(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    finetune = write_inputs(tmp_path) / "finetune"
+    tokenizer = byte_tokenizer(TEMPLATE)
+    tokenizer.save_pretrained(finetune)
+    short = ["generate", finetune, "--depth", 0, "--max-new-tokens", 4, "--prompt"]
+    variables = ["--chat-template-kwargs", "enable_thinking=false", f"tools={json.dumps(TOOLS)}"]
+    chat = document([*short, "hi", "--chat", *variables], capfd)
+    assert chat["settings"]["chat_template_kwargs"] == {"enable_thinking": False, "tools": TOOLS}
+    messages = [{"role": "user", "content": "hi"}]
+    text = tokenizer.apply_chat_template(
+        messages, tools=TOOLS, enable_thinking=False, add_generation_prompt=True, tokenize=False
+    )
+    assert document([*short, text], capfd)["requests"] == chat["requests"]
+    # Control: without the variables it is another prompt.
+    assert document([*short, "hi", "--chat"], capfd)["requests"] != chat["requests"]
+    assert "given without --chat; expected a chat" in refusal([*short, "hi", *variables], capfd)
+    with pytest.raises(SystemExit):
+        main([*map(str, short), "hi", "--chat", "--chat-template-kwargs", "enable_thinking"])
+    assert "'enable_thinking'; expected NAME=VALUE" in capfd.readouterr().err

@@ -42,6 +42,8 @@ def test_a_claimed_run_dir_is_its_recipes_and_no_others(tmp_path: Path, recipe: 
     RunDirectory(tmp_path / "run").claim(recipe, {"seed": 0}, {})
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     RunDirectory(tmp_path / "run").require_ours(recipe)
+    # Trackers change no figure: a run goes on with others.
+    RunDirectory(tmp_path / "run").require_ours(recipe.replaced({"track.tensorboard": True}))
     other = tiny_recipe(tmp_path / "in", tmp_path / "run", train__lr=2e-3, data__regenerate={}, seed=7)
     differ = (
         r"seed: 0 there, 7 here, data\.regenerate: null there, a section here, train\.lr: 0\.001 there, 0\.002 here"

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
 from mtp_inference import AssistantDrafting, HeadDrafting
 from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
-from mtp_train.evaluation import costs as module
+from mtp_train.evaluation import decoding
 from mtp_train.evaluation.costs import Kept, head_costs, own_weight_bytes, probe_caches
+from mtp_train.evaluation.decoding import Stopwatch
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
@@ -28,10 +29,9 @@ class WorkClock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ticks = 0
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self.read))
-        monkeypatch.setattr(module, "now", self.read)
+        monkeypatch.setattr(decoding, "time", SimpleNamespace(perf_counter=self.read))
 
-    def read(self, *_device: Any) -> float:
+    def read(self) -> float:
         return float(self.ticks)
 
     @contextmanager
@@ -120,7 +120,7 @@ def test_weights_of_a_head_are_counted_as_by_hand_and_turned_into_context() -> N
     attention = 32 * (2 * 2 * 16) + 2 * 32 * 16 + 32 * 32 + 2 * 16
     # Norms of both inputs, the projection; the layer, its norms; the final norm. No embedding, no output matrix.
     weights = 2 * 32 + 64 * 32 + attention + 3 * 32 * 48 + 2 * 32 + 32
-    costs = head_costs("own", trunk, tiny_head(trunk), prefill_tokens=8, repeats=1)
+    costs = head_costs("own", trunk, tiny_head(trunk), prefill_tokens=8)
     assert costs.head_bytes == FP32 * weights
     assert (costs.trunk_kv_bytes_per_token, costs.head_kv_bytes_per_token) == (FP32 * 32, FP32 * 32)
     assert costs.trunk_state_bytes == FP32 * 3 * CONVOLUTION
@@ -147,11 +147,11 @@ def test_a_reduced_vocabulary_is_a_copy() -> None:
 def test_other_drafters_cost_what_they_hold() -> None:
     trunk, model = tiny_trunk("qwen3_5"), tiny_trunk("glm4_moe", seed=1)
     own = sum(FP32 * weight.numel() for weight in model.causal_lm.state_dict().values())
-    costs = head_costs("model", trunk, ModelDrafting(model), prefill_tokens=8, repeats=1)
+    costs = head_costs("model", trunk, ModelDrafting(model), prefill_tokens=8)
     assert (costs.head_bytes, costs.head_kv_bytes_per_token) == (own, FP32 * 3 * 32)
     # Weights shared with the trunk do not count.
     assert own_weight_bytes(trunk, ModelDrafting(trunk)) == 0
-    lookup = head_costs("ngram", trunk, NgramDrafting(), prefill_tokens=8, repeats=1)
+    lookup = head_costs("ngram", trunk, NgramDrafting(), prefill_tokens=8)
     assert (lookup.head_bytes, lookup.head_kv_bytes_per_token, lookup.context_tokens_lost) == (0, 0, 0)
     assert lookup.prefill_ratio is not None
 
@@ -160,7 +160,7 @@ def test_other_drafters_cost_what_they_hold() -> None:
 def test_an_external_drafter_has_weights_and_reads_the_trunks_keys() -> None:
     trunk, model = tiny_gemma_trunk(), tiny_assistant()
     once = {id(weight): FP32 * weight.numel() for weight in model.parameters()}
-    costs = head_costs("assistant", trunk, AssistantDrafting(model, GEMMA4_ASSISTANT), prefill_tokens=8, repeats=1)
+    costs = head_costs("assistant", trunk, AssistantDrafting(model, GEMMA4_ASSISTANT), prefill_tokens=8)
     buffers = costs.head_bytes - sum(once.values())
     assert 0 <= buffers < FP32 * VOCAB_SIZE
     assert costs.head_kv_bytes_per_token == 0
@@ -184,47 +184,30 @@ def test_prefill_is_timed_with_the_head_and_without(monkeypatch: pytest.MonkeyPa
         clock.watching(trunk.decoder, 10, each_token=True),
         clock.watching(projection, 1, each_token=True),
     ):
-        costs = head_costs("own", trunk, head, prefill_tokens=41, repeats=3, max_seconds=1e9)
+        costs = head_costs("own", trunk, head, prefill_tokens=41, max_seconds=1e9)
     # The head reads a prompt's rows but the last, which waits for the first draft.
     assert costs.prefill_ratio == 410 / (410 + 40)
     assert costs.plain_prefill_tokens_per_second == 41 / 410
     assert costs.prefill_tokens == 41
 
 
-def test_the_prompt_fits_the_model_and_figures_are_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prompt_fits_the_model() -> None:
     trunk = tiny_trunk("qwen3_5")
     trunk.config.max_position_embeddings = 20
-    seconds = {0: iter([9.0, 1.0, 70.0, 2.0]), 1: iter([9.0, 4.0, 5.0, 60.0])}
-    lengths = []
-
-    def first_token_seconds(decoder: Any, prompt: list[int]) -> float:
-        lengths.append(len(prompt))
-        return next(seconds[decoder.depth])
-
-    monkeypatch.setattr(module, "first_token_seconds", first_token_seconds)
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
-    costs = head_costs("own", trunk, tiny_head(trunk), repeats=3)
-    assert lengths == [19] * 8
-    assert (costs.prefill_tokens, costs.plain_prefill_tokens_per_second) == (19, 19 / 2.0)
-    assert costs.prefill_ratio == pytest.approx(2.0 / 5.0)
+    assert head_costs("own", trunk, tiny_head(trunk)).prefill_tokens == 19
 
 
-@pytest.mark.parametrize(("max_seconds", "repeats"), [(0.0, 1), (70.0, 1), (85.0, 2), (110.0, 3)])
-def test_a_repeat_that_would_end_late_is_not_begun(
-    monkeypatch: pytest.MonkeyPatch, max_seconds: float, repeats: int
-) -> None:
-    clock = WorkClock(monkeypatch)
-    order = []
+@pytest.mark.parametrize(("max_seconds", "passes"), [(0.0, 1), (1e9, 3)])
+def test_a_slow_prompt_is_timed_once(monkeypatch: pytest.MonkeyPatch, max_seconds: float, passes: int) -> None:
+    taken, stock = list[str](), Stopwatch._decode
 
-    def first_token_seconds(decoder: Any, prompt: list[int]) -> float:
-        clock.ticks += 10
-        order.append(decoder.depth)
-        return 10.0
+    def noted(self: Stopwatch, prompt: Any, lane: Any) -> Any:
+        taken.append(lane[0])
+        return stock(self, prompt, lane)
 
-    monkeypatch.setattr(module, "first_token_seconds", first_token_seconds)
-    trunk: Any = SimpleNamespace(lm_head_VD=torch.zeros(1))
-    decoders: Any = [SimpleNamespace(depth=depth, trunk=trunk) for depth in (0, 1)]
-    taken = module.in_turns(decoders, [1], 3, max_seconds=max_seconds)
-    assert [len(one) for one in taken] == [repeats] * 2
-    # Each decoder goes first in turn, after a warm-up of each.
-    assert order == [0, 1, *[0, 1, 1, 0, 0, 1][: 2 * repeats]]
+    monkeypatch.setattr(Stopwatch, "_decode", noted)
+    trunk = tiny_trunk("qwen3_5")
+    head_costs("own", trunk, tiny_head(trunk), prefill_tokens=8, max_seconds=max_seconds)
+    # A warm-up of each, then each goes first in turn.
+    order = ["none", "head", "head", "none", "none", "head"]
+    assert taken == ["none", "head", *order[: 2 * passes]]
