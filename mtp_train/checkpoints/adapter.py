@@ -41,7 +41,7 @@ _NUM_KEPT = 4
 _ROOT = "base_model.model."
 _PART = re.compile(
     r"(?P<module>.+?)(?P<wraps>(?:\.base_layer)*)\."
-    r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?\Z"
+    r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.(?P<field>weight|bias))?\Z"
 )
 # peft wraps the parameters of one module in the order of their declaration, the first one innermost.
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
@@ -51,7 +51,6 @@ _UNMERGEABLE = {
     "arrow_config": "routes each token to other adapters",
     "kasa_config": "rescales singular values of the base",
     "layer_replication": "repeats layers of the base",
-    "lora_bias": "adds a bias to each product",
     "monteclora_config": "samples its weights",
     "trainable_token_indices": "replaces single rows of the embedding",
     "use_bdlora": "is block-diagonal",
@@ -111,6 +110,8 @@ class LowRank:
     scale: float
     magnitude: Tensor | None = None
     """DoRA's magnitude: the norm of each row of the merged weight."""
+    bias: Tensor | None = None
+    """What ``lora_bias`` adds to the module's bias."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,8 @@ def _group(stored: Checkpoint) -> tuple[dict[_Wrapped, _Parts], dict[str, str]]:
         if match is None:
             replacements[name.replace(".base_layer", "")] = key
             continue
-        groups.setdefault((match["module"], match["wraps"].count(".base_layer")), {})[match["part"]] = key
+        parts = groups.setdefault((match["module"], match["wraps"].count(".base_layer")), {})
+        parts[match["part"] + ("_bias" if match["field"] == "bias" else "")] = key
     return groups, replacements
 
 
@@ -321,4 +323,5 @@ def _pair(
         num_experts=down[0] // rank if stacked else None,
         scale=config.scale(name),
         magnitude=None if magnitude is None else load(magnitude),
+        bias=config.scale(name) * load(parts["lora_B_bias"]) if "lora_B_bias" in parts else None,
     )

@@ -98,6 +98,9 @@ class _Turn(NamedTuple):
 
 def _turn(tokenizer: PreTrainedTokenizerBase, chat: Chat, is_marked: bool, where: str) -> _Turn:
     before = render_chat(tokenizer, chat.messages[:-1], where, chat.variables, add_generation_prompt=True)
+    if before.rstrip().endswith(THINKING_ENDS):
+        # A prompt that closes the thinking asks for a turn without any.
+        chat = replace(chat, messages=(*chat.messages[:-1], _without_thinking(chat.messages[-1])))
     text = render_chat(tokenizer, chat.messages, where, chat.variables, add_generation_prompt=False)
     spoken = _restored(chat.messages[-1], before, text)
     if spoken is not None:
@@ -130,9 +133,7 @@ def _restored(message: Message, before: str, text: str) -> str | None:
     thinking = thinking.lstrip().removeprefix(THINKING_STARTS)
     is_written = thinking.strip() in written and written.count(THINKING_STARTS) + is_opened <= 1
     place = written.rfind(answer.strip())
-    # A prompt that closes the thinking asks for a turn without any.
-    is_closed = before.rstrip().endswith(THINKING_ENDS)
-    if not thinking.strip() or is_written or is_closed or not answer.strip() or place < 0:
+    if not thinking.strip() or is_written or not answer.strip() or place < 0:
         return None
     if not is_opened:
         thinking = THINKING_STARTS + thinking
@@ -141,6 +142,12 @@ def _restored(message: Message, before: str, text: str) -> str | None:
     # The end-of-turn text is all that the template writes after the answer.
     end = written[place + len(answer.strip()) :].rstrip()
     return f"{thinking}{THINKING_ENDS}{answer.rstrip()}{end}"
+
+
+def _without_thinking(message: Message) -> Message:
+    *thinking, answer = message["content"].rpartition(THINKING_ENDS)
+    others = {name: value for name, value in message.items() if name not in ("reasoning_content", "reasoning")}
+    return {**others, "content": answer.lstrip("\n") if any(thinking) else answer}
 
 
 def _said(message: Message, written: str, is_opened: bool) -> str:

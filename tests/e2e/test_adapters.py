@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapters import rename_keys, rewrite_config, write_adapter
+from byte_tokenizer import CHATML
 from checkpoints import all_tensors
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from mtp_train.checkpoints.files import open_checkpoint
@@ -200,6 +201,9 @@ def test_a_head_trained_on_an_adapter_is_exported_with_the_adapter_merged(
     pristine: Path, adapter: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     base, run_dir = pristine / "base", tmp_path / "run"
+    # Chats are trained on, and served, as the adapter was trained on them.
+    template = f"{CHATML}{{# the adapter's #}}"
+    (adapter / "chat_template.jinja").write_text(template)
     recipe = write_recipe(tmp_path / "recipe.yaml", pristine, run_dir, **LEARNS)
     overrides = [f"model.trunk={base}", f"model.adapter={adapter}"]
     assert document(["run", recipe, *overrides], capfd)["exit_code"] == 0
@@ -212,6 +216,7 @@ def test_a_head_trained_on_an_adapter_is_exported_with_the_adapter_merged(
     assert any(not torch.equal(value, head[key]) for key, value in exported.items() if not is_head(key))
     assert any(not torch.equal(value, head[key]) for key, value in exported.items() if is_head(key))
     assert tree(tmp_path / "again") == tree(run_dir / "export")
+    assert (run_dir / "export" / "chat_template.jinja").read_text() == template
     assert not list(run_dir.glob(".export*"))
     message = refusal(["export", run_dir, "--head-only", "--out", tmp_path / "alone"], capfd)
     assert f"its trunk has the unmerged adapter {adapter}" in message

@@ -107,6 +107,13 @@ def test_thinking_that_a_template_always_drops_is_put_back_where_it_is_said() ->
     [
         # As DeepSeek V3.1 writes it: the prompt asks for an answer without thinking.
         ("</think>", "</think>{{ message.content.split('</think>')[-1] }}", "yes"),
+        # Qwen3, served without thinking: the template writes thinking where there is some, and the prompt closes it.
+        (
+            "<think>\n\n</think>\n\n",
+            "{% if '</think>' in message.content or message.reasoning_content %}{{ message.content }}{% else %}"
+            "<think>\n\n</think>\n\n{{ message.content }}{% endif %}",
+            "yes",
+        ),
         # Kimi K2 Thinking: the template writes empty thinking for every finished turn.
         ("", "<think></think>{{ message.content.split('</think>')[-1] }}", "<think>hm</think>yes"),
         # Nemotron Nano 2: the prompt opens the thinking, and so may the turn after it.
