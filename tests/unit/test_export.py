@@ -147,17 +147,6 @@ def test_a_head_with_an_output_matrix_of_its_own_does_not_follow_added_tokens(tm
         graft(finetune, base, tmp_path / "out")
 
 
-def test_a_base_of_another_width_is_refused(tmp_path: Path) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
-    tensors = all_tensors(base)
-    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:, 1:].contiguous()
-    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        CheckpointError, match=r"trunk tensor embed_tokens\.weight is \[67, 31\], in .* it is \[67, 32\]"
-    ):
-        graft(finetune, base, tmp_path / "out")
-
-
 def test_a_misspelt_head_key_is_named_with_the_nearest_known_one(tmp_path: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     tensors = all_tensors(base)
@@ -167,17 +156,6 @@ def test_a_misspelt_head_key_is_named_with_the_nearest_known_one(tmp_path: Path)
         CheckpointError, match=r"gate_porj\.weight \(nearest known: mtp\.layers\.0\.mlp\.gate_proj\.weight\)"
     ):
         graft(finetune, base, tmp_path / "out")
-
-
-@pytest.mark.parametrize("key", ["mtp.fc.weight", "model.norm.weight"])
-def test_nan_in_the_weights_is_refused(key: str, tmp_path: Path) -> None:
-    base, finetune = base_and_finetune(tmp_path, "qwen3_5")
-    tensors = all_tensors(base)
-    tensors[key].view(-1)[0] = float("nan")
-    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=rf"{key} holds NaN or infinite values"):
-        graft(finetune, base, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("family_name", ["qwen3_5", "qwen3_next"])
