@@ -184,15 +184,19 @@ def unmatched_by_sglang(checkpoint: Checkpoint, layout: HeadLayout) -> str | Non
     vLLM reads such a head as it is: the exceptions of compressed-tensors name the parts of the module.
     """
     head = {key: info for key, info in checkpoint.tensors.items() if layout.is_head_key(key)}
-    holder = _holder(checkpoint.config)
-    if holder is None or quant_method(checkpoint.config) != "compressed-tensors" or any(map(packed_weight, head)):
+    # Under other prefixes SGLang knows which layers it has fused.
+    beside = "mtp." in layout.family.keys.head_prefixes
+    if quant_method(checkpoint.config) != "compressed-tensors" or not beside or any(map(packed_weight, head)):
         return None
-    entries = list(holder[QUANTISATION].get("ignore") or [])
+    settings = (_holder(checkpoint.config) or {QUANTISATION: {}})[QUANTISATION]
+    entries = list(settings.get("ignore") or [])
 
     def missed(modules: Iterable[str]) -> list[str]:
         return [one for one in modules if not any(_COMPRESSED.matches(entry, one) for entry in entries)]
 
-    modules = [module for some in plain_modules(head, layout).values() for module in some]
+    # SGLang looks single experts up as they are stored.
+    plain = (module for some in plain_modules(head, layout).values() for module in some)
+    modules = [module for module in plain if ".experts." not in module]
     fused = missed(map(_fused, modules))
     return fused[0] if fused and not missed(modules) else None
 
