@@ -224,18 +224,21 @@ def key_figures(slices: Slices) -> list[tuple[str, str]]:
         shown = {BASELINES.get(baseline, baseline): report.arms.get(baseline), RETRAINED: retrained}
         known = {name: arm.tau for name, arm in shown.items() if arm is not None and arm.tau is not None}
         found += [(f"{tau:.2f}", f"tokens per round, {name}") for name, tau in known.items()]
-        if retrained.speedup is not None:
-            found.append((format_speedup(retrained.speedup), "the speed without drafts"))
-        return found
+        return [*found, *_speed_figure(retrained)]
     found.append((f"{ranked[0][2]:.2f}", f"tokens per round, {ranked[0][0]}"))
     fast = [(cell.speedup, arm) for arm, cell in slices.pooled().items() if cell.speedup is not None]
     if fast:
-        speedup, name = max(fast)
-        found.append((format_speedup(speedup), f"the speed without drafts, {name}"))
+        name = max(fast)[1]
+        found += _speed_figure(slices.pooled()[name], f", {name}")
     if report.comparisons:
         found.append((count_real(report), "differences are real"))
     prompts = max((cell.prompts or 0) for _, cell, _ in ranked)
     return [*found, (f"{prompts:,}", f"prompts of {len(slices.tasks)} tasks" if len(slices.tasks) > 1 else "prompts")]
+
+
+def _speed_figure(arm: ArmResult, name: str = "") -> list[tuple[str, str]]:
+    bounds = "" if arm.speedup_ci95 is None else " [{:.2f}, {:.2f}]".format(*arm.speedup_ci95)
+    return [] if arm.speedup is None else [(format_speedup(arm.speedup), f"the speed without drafts{name}{bounds}")]
 
 
 def count_real(report: Report) -> str:

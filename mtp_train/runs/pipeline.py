@@ -81,7 +81,8 @@ def run(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | Non
         outcome = run_recipe(checked, console or Console(quiet=True), choices)
         # A finished run returns the outcome that it recorded, which may be the gate's refusal.
         if outcome.exit_code == GateRefusedError.exit_code:
-            raise GateRefusedError(outcome.message)
+            kind = GateUndecidedError if outcome.reason == GateUndecidedError.reason else GateRefusedError
+            raise kind(outcome.message)
     except GateRefusedError as error:
         error.run_dir = run_dir
         raise
