@@ -8,6 +8,7 @@ makes both again; ``demo_assets/provenance.json`` records the settings.
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,9 +84,10 @@ class DemoResult:
         return {name: str(path) for name, path in vars(self).items()}
 
     def __str__(self) -> str:
+        pair = f"{shlex.quote(str(self.finetune))} --from {shlex.quote(str(self.base))}"
         return (
             f"Wrote {self.base} (trunk and head), {self.finetune} (its head stripped by save_pretrained) and "
-            f"{self.prompts}."
+            f"{self.prompts}.\nmtp-train rescue {pair} --data {shlex.quote(str(self.prompts))} --out rescued"
         )
 
 

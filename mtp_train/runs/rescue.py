@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress
 
 from mtp_train.acceptance.names import GRAFT, RETRAINED
 from mtp_train.checkpoints.artifact import Artifact
@@ -33,7 +34,7 @@ from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.checkpoint_tools.gguf_files import graft_gguf, inspect_gguf
 from mtp_train.runs.checkpoint_tools.inspect import serving_commands
-from mtp_train.runs.display import html_table, quiet_progress, serving_lines, wiring_note
+from mtp_train.runs.display import html_table, serving_lines, wiring_note
 from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
 from mtp_train.runs.export import write_export, write_untrained_card
 from mtp_train.runs.head_source import open_head_source, source_plan
@@ -42,6 +43,7 @@ from mtp_train.runs.probe import ProbeResult, default_out, probe_with
 from mtp_train.runs.resolve import Overrides, require_one_process, resolved_recipe
 from mtp_train.runs.run_directory import PROBE, RunDirectory, checkpoint_identity
 from mtp_train.runs.write_recipe import settings_of
+from mtp_train.trunk.progress import progress_on
 
 
 @dataclass(frozen=True)
@@ -120,19 +122,20 @@ def rescue(
             RunDirectory(out).require_ours(recipe)
         found = _probed(tuned, donor, out, paths, overrides, console)
         if found.verdict == "fault":
-            raise _at_fault(donor, found)
+            raise CheckpointError(
+                f"{donor}: {found.reason}; nothing was trained. Look at it with {found.command}, or train all the same "
+                "with --set train.max_steps=500."
+            )
         if found.verdict == "graft":
-            return _grafted(recipe, found, console)
-    # After a refusal the base's head is exported below.
+            again = "To retrain the head all the same, choose another --out and add --set train.max_steps=500"
+            return _result(recipe, GRAFT, f"{found.reason}. {again}", console)
     with contextlib.suppress(GateRefusedError):
         run_recipe(recipe, console, choices)
     gate = load_report(out / REPORT_FILE).gate
     refused = gate is not None and not gate.passed
-    if refused and not (out / EXPORT).exists():
-        write_graft(recipe, out / EXPORT)
-    # The refusal ends in the command for a graft, which has been written above.
+    # The refusal ends in the command for a graft, which is written here.
     reason = "" if gate is None else gate.reason.partition(f". {GRAFT_INSTEAD}")[0]
-    return _result(recipe, GRAFT if refused else RETRAINED, reason)
+    return _result(recipe, GRAFT if refused else RETRAINED, reason, console)
 
 
 def _probed(
@@ -153,28 +156,15 @@ def _probed(
     return found
 
 
-def _at_fault(donor: str, found: ProbeResult) -> CheckpointError:
-    return CheckpointError(
-        f"{donor}: {found.reason}; nothing was trained. Look at it with {found.command}, or train all the same with "
-        "--set train.max_steps=500."
-    )
-
-
-def _grafted(recipe: Recipe, found: ProbeResult, console: Console) -> RescueResult:
-    """Export the base's head as it is, as the probe advises."""
-    out = Path(recipe.run_dir)
-    with full_disk_is_named(out, what="the rescue"), RunDirectory(out).held(console):
-        if not (out / EXPORT).exists():
-            write_graft(recipe, out / EXPORT)
-    again = "To retrain the head all the same, choose another --out and add --set train.max_steps=500"
-    return _result(recipe, GRAFT, f"{found.reason}. {again}")
-
-
-def _result(recipe: Recipe, head: str, reason: str) -> RescueResult:
+def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueResult:
+    """Export the head as it was if nothing better was exported, and return what serves the export."""
     run_dir = Path(recipe.run_dir)
-    export = run_dir / EXPORT
-    if is_gguf(recipe.model.trunk):
-        return _in_gguf(Path(recipe.model.trunk), export, head, reason)
+    export, held = run_dir / EXPORT, RunDirectory(run_dir).held(console)
+    with full_disk_is_named(run_dir, what="the rescue"), held, progress_on(console) as progress:
+        if head == GRAFT and not export.exists():
+            write_graft(recipe, export, progress)
+        if is_gguf(recipe.model.trunk):
+            return _in_gguf(Path(recipe.model.trunk), export, head, reason, progress)
     checkpoint, tuned = open_checkpoint(export), open_location(recipe.model.trunk)
     family = of_kind(tuned.family, recipe.head.kind)
     if recipe.head.kind == "mtp":
@@ -189,18 +179,18 @@ def _result(recipe: Recipe, head: str, reason: str) -> RescueResult:
     return RescueResult(str(checkpoint.path), head, reason, serves, page_of(run_dir), tuple(notes))
 
 
-def _in_gguf(trunk: Path, export: Path, head: str, reason: str) -> RescueResult:
+def _in_gguf(trunk: Path, export: Path, head: str, reason: str, progress: Progress) -> RescueResult:
     """Write the trunk's GGUF file with the exported head in it, ``NAME-mtp.gguf`` beside the export."""
     model = open_gguf(trunk)
     stem = SPLIT.sub("", trunk.name).removesuffix(".gguf")
     out = split_path(export.with_name(f"{stem}-mtp.gguf"), 0, len(model.files))
     if not out.exists():
-        graft_gguf(trunk, str(export), export.with_name(f"{stem}-mtp.gguf"), None, "hard", quiet_progress())
+        graft_gguf(trunk, str(export), export.with_name(f"{stem}-mtp.gguf"), None, "hard", progress)
     found = inspect_gguf(out)
     return RescueResult(str(out), head, reason, dict(found.serves), page_of(export.parent))
 
 
-def write_graft(recipe: Recipe, out: Path) -> None:
+def write_graft(recipe: Recipe, out: Path, progress: Progress) -> None:
     """Write the recipe's trunk with the head as it was, or that head as a draft model; an adapter is merged."""
     model = recipe.model
     if model.head_from is None or recipe.gate_baseline != GRAFT:
@@ -212,7 +202,7 @@ def write_graft(recipe: Recipe, out: Path) -> None:
     plan = source_plan(recipe, finetune, source)
     adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
     head = Artifact(**vars(plan), num_depths=recipe.head.num_depths, notes={})
-    write_export(finetune, head, out, adapter=adapter, link=recipe.export.link, progress=quiet_progress())
+    write_export(finetune, head, out, adapter=adapter, link=recipe.export.link, progress=progress)
     if plan.family.kind != "mtp":
         return
     with removed_on_failure(out):

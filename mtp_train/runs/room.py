@@ -149,9 +149,10 @@ class Shapes:
             stored=self._stored,
             packed_bytes=self._checkpoint.num_bytes if self._checkpoint is not None and is_stored_packed else None,
         )
-        # Packed trunks are refused under FSDP2 and ZeRO-3.
-        is_plain = recipe.model.quantization is None and not self._is_packed
-        shards = in_shards(memory, self.trunk, plan, is_adapted=recipe.model.adapter is not None) if is_plain else None
+        shards = None
+        # accelerate shards on GPUs only, and packed trunks are refused under FSDP2 and ZeRO-3.
+        if on_gpu and recipe.model.quantization is None and not self._is_packed:
+            shards = in_shards(memory, self.trunk, plan, is_adapted=recipe.model.adapter is not None)
         return Room(plan, memory, shards, device, recipe.decodes and recipe.study is None)
 
     def alternatives(self, recipe: Recipe, world_size: int, device: Device, replan: Replan) -> Iterator[Alternative]:

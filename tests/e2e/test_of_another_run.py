@@ -158,8 +158,8 @@ def test_a_head_that_does_not_fit_is_refused(first: Path, pristine: Path, tmp_pa
     config = donor / "head" / "head_config.json"
     fields = json.loads(config.read_text())
     for change, found in {
-        ("family", "glm4_moe"): ": a head of kind mtp for GLM",
-        ("kind", "eagle3"): " has a head of kind eagle3; expected the same kind",
+        ("family", "glm4_moe"): "a head of kind mtp for GLM",
+        ("kind", "eagle3"): "has a head of kind eagle3; expected the same kind",
         ("num_hidden_layers", 99): " of 99 layers; expected kind mtp",
     }.items():
         config.write_text(json.dumps({**fields, **dict([change])}))

@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,19 @@ def test_the_help_of_a_command_ends_with_an_example_that_it_takes(name: str, cap
         main([name, "--help"])
     shown = " ".join(capfd.readouterr().out.split()).rpartition("example: mtp-train ")[2]
     assert parse(build_parser(), shlex.split(shown)).command == name
+
+
+def test_verbose_shows_where_an_error_came_from_and_quiet_no_progress(
+    inputs: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["inspect", "nowhere", "-v"]) == 2
+    assert "Traceback" in capfd.readouterr().err
+    monkeypatch.setattr("mtp_train.trunk.progress.LINE_SECONDS", -1.0)
+    for quiet in ([], ["-q"]):
+        assert main(["inspect", str(inputs / "base"), *quiet]) == 0
+        printed = capfd.readouterr()
+        assert ": healthy\n" in printed.out
+        assert ("looking for NaN" in printed.err) is not bool(quiet)
 
 
 def test_help_states_defaults_once(capfd: Capture) -> None:
