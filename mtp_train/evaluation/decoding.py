@@ -121,7 +121,7 @@ def decode_prompts(
     arms: TrunkArms,
     prompts: Prompts,
     lanes: Iterable[Lane],
-    on_prompt: Callable[[], object] = lambda: None,
+    on_prompt: Callable[..., object] = lambda number=1: None,
 ) -> LaneRecords:
     """Decode every prompt with drafters and without, in ragged batches.
 
@@ -131,7 +131,8 @@ def decode_prompts(
         arms: The trunk and its drafters.
         prompts: The prompts of every context of the settings.
         lanes: The drafters and their settings.
-        on_prompt: Called for each prompt of each lane and of plain decoding (:meth:`TrunkArms.num_decodings`).
+        on_prompt: Called for each prompt of each lane and of plain decoding (:meth:`TrunkArms.num_decodings`); with 0
+            between them, as a batch takes long.
     """
     store = arms.options.store
     records: LaneRecords = {}
@@ -143,7 +144,7 @@ def decode_prompts(
             for _ in range(len(given) - len(missing)):
                 on_prompt()
             references = {one.prompt_id: one for one in records.get((arms.plain_arm, plain), ())}
-            for group, results in _decode(arms, arm, setting, missing):
+            for group, results in _decode(arms, arm, setting, missing, on_prompt):
                 done = [record_of(*pair) for pair in zip(group, results, strict=True)]
                 if setting.rule in ("greedy", "argmax"):
                     pairs = zip(group, done, strict=True)
@@ -158,7 +159,7 @@ def decode_prompts(
 
 
 def _decode(
-    arms: TrunkArms, arm: str, setting: Setting, prompts: Sequence[TaskPrompt]
+    arms: TrunkArms, arm: str, setting: Setting, prompts: Sequence[TaskPrompt], on_prompt: Callable[..., object]
 ) -> Iterator[tuple[Sequence[TaskPrompt], list[GenerationResult]]]:
     """Yield some batches of prompts at a time, with their results."""
     if not prompts:
@@ -167,7 +168,12 @@ def _decode(
     decoder = arms.decoder(arm, setting, rows)
     for start in range(0, len(prompts), BATCHES_AT_A_TIME * rows):
         group = prompts[start : start + BATCHES_AT_A_TIME * rows]
-        yield group, decoder.decode([arms.request(prompt, setting, limit) for prompt in group])
+        results: dict[int, GenerationResult] = {}
+        for chunk in decoder.decode_chunks([arms.request(prompt, setting, limit) for prompt in group]):
+            on_prompt(0)
+            if chunk.result is not None:
+                results[chunk.index] = chunk.result
+        yield group, [results[number] for number in range(len(group))]
 
 
 def _compared(

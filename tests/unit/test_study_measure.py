@@ -75,7 +75,7 @@ def block(
     )
     arms = TrunkArms(trunk=trunk, name="trunk", drafting=drafting, head_names={}, options=options)
     lanes = arms.lanes(grid.drafted(temperature, None))
-    found = decode_prompts(arms, {None: prompts()}, lanes, lambda: done.append(None))
+    found = decode_prompts(arms, {None: prompts()}, lanes, lambda number=1: done.extend([None] * number))
     assert len(done) == arms.num_decodings(lanes, {None: prompts()})
     return found, len(done)
 
@@ -122,14 +122,14 @@ def test_a_broken_off_study_goes_on(
 ) -> None:
     whole, _ = block(trunk, drafting, tmp_path / "whole", 0.0)
     left = iter(range(3))
-    stock = SpeculativeDecoder.decode
+    stock = SpeculativeDecoder.decode_chunks
 
     def breaking(*args: Any) -> Any:
         if next(left, None) is None:
             raise KeyboardInterrupt
         return stock(*args)
 
-    monkeypatch.setattr(SpeculativeDecoder, "decode", breaking)
+    monkeypatch.setattr(SpeculativeDecoder, "decode_chunks", breaking)
     out = tmp_path / "broken"
     with pytest.raises(KeyboardInterrupt):
         block(trunk, drafting, out, 0.0)
