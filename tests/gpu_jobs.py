@@ -1,7 +1,7 @@
 """What a GPU is asked to do in a process of its own: ``python gpu_jobs.py steps FAMILY | failed-capture``.
 
-Prints what came of it as JSON on the last line. Nothing here needs a package that only whole runs import (datasets,
-wandb, deepspeed).
+Prints what came of it as JSON on the last line. Nothing here needs a package that only whole runs import (wandb,
+deepspeed).
 """
 
 from __future__ import annotations

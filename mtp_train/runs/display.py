@@ -115,15 +115,14 @@ def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
 
 def serving_lines(serves: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return a line per engine that serves, one for all engines that are not verified, and one per reason against."""
+    unverified = {text for text in serves.values() if text.startswith("not verified")}
     together: dict[str, list[str]] = {}
     for engine, text in serves.items():
-        together.setdefault("not verified" if text.startswith("not verified") else text, []).append(engine)
-    unverified = {text for text in serves.values() if text.startswith("not verified")}
-    shown = unverified.pop() if len(unverified) == 1 else "not verified by this project"
-    return [
-        (", ".join(engines) if len(together) > 1 else "every engine", shown if text == "not verified" else text)
-        for text, engines in together.items()
-    ]
+        several = len(unverified) > 1 and text in unverified
+        together.setdefault("not verified by this project" if several else text, []).append(engine)
+    if len(together) == 1:
+        return [("every engine", text) for text in together]
+    return [(", ".join(engines), text) for text, engines in together.items()]
 
 
 def wiring_note(family: Family, convention: str, serves: Mapping[str, str]) -> str | None:

@@ -29,7 +29,8 @@ from mtp_train.trunk.load import Trunk, empty_trunk_at
 
 ROOM_SHARE = 0.85
 """The largest share of a GPU's memory for a trunk and two heads that decode: caches and activations need the rest."""
-MOST_PROCESSES = 64
+DOUBLINGS = 5
+"""Most times that the number of processes is doubled."""
 SERVERS = ("data.regenerate.endpoint=http://localhost:8000/v1", "gate.enabled=false")
 """Leave answers and measurements to servers: no process then decodes with the whole trunk."""
 Replan = Callable[[Sequence[str], int], Recipe]
@@ -137,7 +138,7 @@ class Shapes:
             convention = model.family.convention(recipe.head.convention)
             shape = model.family, model.text_config, model.num_modules, convention
             trained = require_lora_targets(recipe.head.lora, *shape)
-        is_stored_packed = self._checkpoint is not None and self._is_packed and on_gpu
+        stored = self._checkpoint if self._is_packed and on_gpu else None
         memory = estimate_footprint(
             memory_options(recipe),
             self.trunk,
@@ -147,7 +148,7 @@ class Shapes:
             device.memory_bytes if on_gpu else None,
             lora_parameters=trained,
             stored=self._stored,
-            packed_bytes=self._checkpoint.num_bytes if self._checkpoint is not None and is_stored_packed else None,
+            packed_bytes=None if stored is None else stored.num_bytes,
         )
         shards = None
         # accelerate shards on GPUs only, and packed trunks are refused under FSDP2 and ZeRO-3.
@@ -185,7 +186,7 @@ def _changes(recipe: Recipe, world_size: int, device: Device) -> Iterator[list[C
     same = [[], one, recompute, [*one, *recompute]]
     # LoRA changes the result.
     lighter = same if recipe.head.lora or recipe.head.is_new else [*same, [*one, *recompute, "head.lora={}"]]
-    doubled = [count for count in (world_size << power for power in range(1, 7)) if count <= MOST_PROCESSES]
+    doubled = [world_size << power for power in range(1, DOUBLINGS + 1)]
     whole = [] if recipe.model.offload is None else ["model.offload=null"]
     yield [(change, world_size) for change in lighter[1:]]
     if device.kind != "cpu":

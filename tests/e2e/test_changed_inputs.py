@@ -177,8 +177,8 @@ def test_a_trunk_that_is_rewritten_while_its_head_trains_is_refused(pristine: Pa
     inputs = shutil.copytree(pristine, tmp_path / "in")
     train = pipeline.train_stage
 
-    def rewriting(*args: Any) -> None:
-        train(*args)
+    def rewriting(*args: Any, **named: Any) -> None:
+        train(*args, **named)
         flip(inputs / "finetune" / "model.safetensors")
 
     path = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run")

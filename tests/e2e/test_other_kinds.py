@@ -87,7 +87,7 @@ def test_its_export_is_a_draft_model_that_drafts_the_same(
     assert (found["family"], found["status"], found["missing_keys"]) == (kind, "healthy", [])
     assert found["serves"] == promised
     assert main(["check", str(runs[kind].parent / "recipe.yaml")]) == 0
-    announced = "the export, a draft model beside its TRUNK, in"
+    announced = "/export, a draft model beside its TRUNK, for"
     assert announced in capfd.readouterr().out
     assert main(["check", str(runs[kind].parent / "recipe.yaml"), "export.enabled=false"]) == 0
     assert announced not in capfd.readouterr().out

@@ -154,9 +154,9 @@ def test_the_run_directory_of_a_study_is_refused_to_another(inputs: Path, unbrok
 def test_check_plans_for_all_heads(inputs: Path, tmp_path: Path) -> None:
     both = check(tiny_recipe(inputs, tmp_path, **STUDY), processes=1)
     one = check(tiny_recipe(inputs, tmp_path, **{**STUDY, "study": {"objectives": ["kl"]}}), processes=1)
-    assert "# study: 2 head(s) (kl, ce); disk is of all of them" in str(both)
+    assert "frozen); a study of kl, ce\n" in str(both)
     assert both.disk_bytes == 2 * one.disk_bytes
-    assert "# study" not in str(check(tiny_recipe(inputs, tmp_path), processes=1))
+    assert "; a study of" not in str(check(tiny_recipe(inputs, tmp_path), processes=1))
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def test_only_what_is_marked_gpu_is_skipped_below_a_directory_of_that_name(
     assert item.get_closest_marker("skip") is not None
 
 
-ABSENT = ("datasets", "wandb", "deepspeed", "gguf")
+ABSENT = ("wandb", "deepspeed")
 WITHOUT = """
 import sys
 from importlib.machinery import PathFinder

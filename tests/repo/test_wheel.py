@@ -92,7 +92,7 @@ def test_an_installed_recipe_is_checked_by_name_from_an_empty_directory(wheel: z
     # The clone's path of the recipe does not exist here, which its name replaces.
     assert done.returncode == 2
     assert "Did you mean retrain_head?" in done.stderr
-    assert done.stdout.startswith(f"{site / SHIPPED / 'accelerate' / 'ddp.yaml'}\nrun_dir: runs/retrain_head\n")
+    assert done.stdout.startswith(f"{site / SHIPPED / 'accelerate' / 'ddp.yaml'}\ntrains: a head of kind mtp, ")
     assert list(empty.iterdir()) == []
 
 

@@ -59,6 +59,7 @@ def test_what_save_pretrained_leaves_is_declared_but_missing_and_the_cure_works(
     assert (found.status, found.head.declared_modules, found.head.present_modules) == ("declared_but_missing", 1, 0)
     assert found.stale is None
     assert found.serves["vllm"].startswith("no: holds no head tensors")
+    assert "\nevery engine: no: holds no head tensors" in str(found)
     assert found.cure is not None
     command = shlex.split(found.cure)
     assert command[:2] == ["mtp-train", "graft"]
