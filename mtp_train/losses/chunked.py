@@ -270,15 +270,22 @@ def frozen_head_loss(
                 del logits_CV, row
             # Before the next chunk's teacher logits are computed.
             del work
-    targets_K = (row_weight_KN != 0).sum(dim=1).float()
-    row_weight_KN = row_weight_KN * survivors(hit_KN) if on_policy else row_weight_KN
-    return _terms(loss, student_KND, gradient_KND, loss_KN, row_weight_KN, targets_K)
+    reached_KN = survivors(hit_KN) if on_policy else None
+    return _terms(loss, student_KND, gradient_KND, loss_KN, row_weight_KN, reached_KN)
 
 
 def _terms(
-    loss: Loss, student_KND: Tensor, gradient_KND: Tensor, loss_KN: Tensor, row_weight_KN: Tensor, targets_K: Tensor
+    loss: Loss,
+    student_KND: Tensor,
+    gradient_KND: Tensor,
+    loss_KN: Tensor,
+    row_weight_KN: Tensor,
+    reached_KN: Tensor | None,
 ) -> LossTerms:
     """Return the weighted loss of rows whose own losses and gradients are known; the gradients are scaled in place."""
+    targets_K = (row_weight_KN != 0).sum(dim=1).float()
+    if reached_KN is not None:
+        row_weight_KN = row_weight_KN * reached_KN
     slope_KN, combine = row_weight_KN, loss.combine_fn()
     if combine is not None:
         loss_KN, slope_KN = combine(loss_KN, row_weight_KN)

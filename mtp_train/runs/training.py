@@ -105,7 +105,7 @@ def renumbered(sequences: Sequence[PackedSequence], indices: Sequence[int]) -> l
 
 
 def make_selection(
-    run: Run, documents: Sequence[Document], measured: Sequence[int], cache: HiddenCache | None
+    run: Run, documents: Sequence[Document], measured: Sequence[int], cache: HiddenCache | None, *, chooses_lr: bool
 ) -> Selection | None:
     """Return the selection of the best head; None if the recipe takes the last head."""
     spec, data = run.recipe.train.select, run.recipe.data
@@ -115,7 +115,8 @@ def make_selection(
     sequences = pack_documents(text, data.seq_len_tokens, pack=data.pack, seed=run.recipe.seed, epoch=0)
     kept = renumbered(sequences[: max(1, spec.tokens // data.seq_len_tokens)], measured)
     every = spec.every_steps or math.ceil(run.recipe.train.max_steps / MEASURES)
-    return Selection(every, spec.patience, kept, cache, run.directory.path / STATE)
+    lr_for = partial(record_lr, run) if chooses_lr else None
+    return Selection(every, spec.patience, kept, cache, run.directory.path / STATE, lr_for)
 
 
 STATE, HIDDEN = "state", "hidden"
@@ -148,7 +149,7 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document], *, choose
         sequences_per_step=inputs.plan.sequences_per_step,
         seed=recipe.seed,
     )
-    selection = make_selection(run, documents, measured, cache)
+    selection = make_selection(run, documents, measured, cache, chooses_lr=chooses_lr)
     task = progress.add_task("training the head", total=inputs.plan.max_steps)
 
     def make_log(resume_step: int) -> RunLog | None:
@@ -170,7 +171,6 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document], *, choose
         accelerator=accelerator,
         cache=cache,
         selection=selection,
-        lr_for=partial(record_lr, run) if chooses_lr else None,
         state_dir=run_dir / STATE,
         make_log=make_log,
         on_step=lambda done: progress.update(task, completed=done),

@@ -60,6 +60,12 @@ class LogSums:
         """Return no sums, and start the clock."""
         return cls([0.0] * num_depths, [0.0] * num_depths, [0.0] * num_depths)
 
+    @classmethod
+    def after(cls, done: int, state_dir: Path, num_depths: int) -> LogSums:
+        """Return the sums that a state recorded, and start the clock; none at the beginning."""
+        saved = load_sums(state_dir, done) if done else None
+        return cls(**saved) if saved else cls.zero(num_depths)
+
     @property
     def seconds(self) -> float:
         """Seconds of training since the last log line."""
@@ -121,7 +127,6 @@ def train_head(
     on_step: Callable[[int], None],
     cache: HiddenCache | None = None,
     selection: Selection | None = None,
-    lr_for: Callable[[float], float] | None = None,
 ) -> dict[str, Tensor]:
     """Train the head from the newest saved state to the last step.
 
@@ -136,8 +141,6 @@ def train_head(
         on_step: Called after each step with the number of steps done, for a progress bar.
         cache: The trunk's hidden states; None computes them in every step.
         selection: Selects the best head during training; None takes the last head.
-        lr_for: Called once before the first step, on every process, with the starting head's overlap of p and q at
-            depth 1; returns the peak learning rate. None takes that of ``options``. Needs ``selection``.
 
     Returns:
         The trained weights, whole on every rank; with LoRA, its matrices. ``module`` may be left in shards.
@@ -154,7 +157,6 @@ def train_head(
     wrapped, optimizer = prepare(module, optimizer, accelerator, plan, options.max_grad_norm)
     if done:
         load_moments(state_dir, done, head, optimizer)
-    saved = load_sums(state_dir, done) if done else None
     run = Training(
         options=options,
         plan=plan,
@@ -167,15 +169,21 @@ def train_head(
         state_dir=state_dir,
         log=make_log(done),
         facts=run_facts(accelerator, wrapped, module.compute_dtype),
-        sums=LogSums(**saved) if saved else LogSums.zero(module.num_depths),
+        sums=LogSums.after(done, state_dir, module.num_depths),
     )
     if selection is not None and not done:
-        figures = measure(run, selection, 0)
-        if lr_for is not None:
-            run.options = replace(options, lr=lr_for(figures["held_out_overlap_depth_1"]))
-    prepared = Preparation.of(plan, run.weight_K, accelerator, cache).steps(batch_fn, done)
-    _train_on(run, done, prepared, on_step)
+        measure_start(run, selection)
+    _train_on(run, done, Preparation.of(plan, run.weight_K, accelerator, cache).steps(batch_fn, done), on_step)
     return chosen_weights(head, selection)
+
+
+def measure_start(run: Training, selection: Selection) -> None:
+    """Measure the head before the first step, and set the learning rate if it depends on that."""
+    figures = measure(run, selection, 0)
+    if selection.lr_for is not None:
+        run.options = replace(run.options, lr=selection.lr_for(figures["held_out_overlap_depth_1"]))
+    # The clock of the log begins with the first step.
+    run.sums = LogSums.zero(len(run.weight_K))
 
 
 def _train_on(run: Training, done: int, prepared: Iterator[Prepared], on_step: Callable[[int], None]) -> None:

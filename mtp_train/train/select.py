@@ -8,7 +8,7 @@ head that it was given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ class Selection:
         sequences: Packed text to measure on, the same on every process.
         cache: The trunk's states of the text; None computes them.
         directory: Directory of resume states.
+        lr_for: Called once before the first step, on every process, with the starting head's overlap of p and q at
+            depth 1; returns the peak learning rate. None takes that of the options.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class Selection:
         sequences: Sequence[PackedSequence],
         cache: HiddenCache | None,
         directory: Path,
+        lr_for: Callable[[float], float] | None = None,
     ) -> None:
         self.every_steps = every_steps
         self.patience = patience
         self.sequences = sequences
         self.cache = cache
         self.directory = directory
+        self.lr_for = lr_for
         self.best = Best()
 
     @property

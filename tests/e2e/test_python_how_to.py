@@ -30,7 +30,6 @@ def test_every_block_of_the_how_to_runs(
     assert names["texts"] == [one.text for one in names["result"].requests]
     printed = capsys.readouterr().out
     assert "grafted: already exists" in printed
-    assert "Nothing was uploaded." in printed
     for result in (names["done"], names["one"], names["both"], names["found"], names["result"]):
         shown(result)
 

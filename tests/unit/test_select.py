@@ -97,7 +97,7 @@ def run_training(
     assert spec is not None
     kept = pack_documents(documents(3, first=20), SEQ_LEN, pack=True, seed=0, epoch=0)
     selection = (Selection if scores is None else Scripted)(
-        spec.every_steps, spec.patience, kept, None, directory / "state"
+        spec.every_steps, spec.patience, kept, None, directory / "state", lr_for
     )
     if isinstance(selection, Scripted):
         selection.scores = list(scores or [])
@@ -113,7 +113,6 @@ def run_training(
         state_dir=directory / "state",
         make_log=lambda step: RunLog(directory, step),
         on_step=on_step,
-        lr_for=lr_for,
     )
     return weights, after
 
