@@ -217,7 +217,7 @@ def without_gain(run_dir: Path) -> str | None:
         return None
     return (
         f"training gave no gain: in {selected['since']} measurements on text kept out of training, no head had a "
-        f"higher tau than the {selected['start']:.2f} before the first step (teacher-forced, sampled)"
+        f"higher tau than the {selected['start']:.2f} before the first step (teacher-forced)"
     )
 
 

@@ -26,7 +26,7 @@ from mtp_train.train.hidden_cache import HiddenCache
 from mtp_train.train.launch import clip_gradient, prepare, run_facts, takes_fused
 from mtp_train.train.log import RunLog
 from mtp_train.train.plan import Plan, TrainOptions
-from mtp_train.train.select import Selection
+from mtp_train.train.select import Selection, score_of
 from mtp_train.train.state import (
     head_state,
     load_best,
@@ -312,7 +312,7 @@ def finish_step(run: Training, done: int, norm: float, sequences: Sequence[Packe
 def measure(run: Training, selection: Selection, done: int) -> dict[str, Any]:
     """Measure, judge and log the head after ``done`` steps, and return the figures; every process must call it."""
     figures = selection.measure(run.wrapped, len(run.weight_K), run.accelerator)
-    selection.judge(done, figures["held_out_tau_sampled"], run.head, writes=run.accelerator.is_main_process)
+    selection.judge(done, score_of(figures), run.head, writes=run.accelerator.is_main_process)
     if run.log is not None:
         run.log.log(done, figures)
     return figures

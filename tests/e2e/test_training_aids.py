@@ -19,6 +19,7 @@ from mtp_train.evaluation.results import load_report
 from mtp_train.heads.lora import is_lora
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.train.log import read_metrics
+from mtp_train.train.select import score_of
 from runs import LEARNS, copy_run, run_quietly, write_inputs, write_recipe
 
 RUN: dict[str, Any] = {**LEARNS, "train__max_steps": 12, "train__save_steps": 6, "train__log_steps": 3}
@@ -70,10 +71,10 @@ def test_a_training_without_a_gain_returns_the_head_that_it_was_given(
     good = run(inputs, tmp_path / "good", train__select={"every_steps": 4, "share": 0.3})
     lines = [line for line in read_metrics(good) if "held_out_tau" in line]
     assert [line["step"] for line in lines] == [0, 4, 8, 12]
-    best = max(lines, key=lambda line: line["held_out_tau_sampled"])
+    best = max(lines, key=score_of)
     state = json.loads(max((good / "state").glob("step-*/state.json")).read_text())
-    assert state["best"]["score"] == best["held_out_tau_sampled"]
-    assert state["best"]["start"] == lines[0]["held_out_tau_sampled"] < best["held_out_tau_sampled"]
+    assert state["best"]["score"] == score_of(best)
+    assert state["best"]["start"] == score_of(lines[0]) < score_of(best)
 
     spoils = {"model__head_from": str(good), "train__lr": 1.0, "train__select": {"patience": 2, "share": 0.3}}
     with pytest.raises(GateRefusedError, match="training gave no gain: in 2 measurements") as refused:

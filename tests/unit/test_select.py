@@ -72,7 +72,7 @@ class Scripted(Selection):
     def measure(self, *arguments: Any) -> dict[str, Any]:
         found = super().measure(*arguments)
         assert found["held_out_tau"] >= 1.0
-        return {**found, "held_out_tau_sampled": self.scores.pop(0)}
+        return {**found, **dict.fromkeys(("held_out_tau", "held_out_tau_sampled"), self.scores.pop(0))}
 
 
 def run_training(
