@@ -42,7 +42,7 @@ def toy_config(
 
 
 def serving(trunk: str) -> Mapping[str, EngineSupport]:
-    vllm = EngineSupport(True, "vllm serve TRUNK --speculative-config {vllm_toy}", plain="vllm serve TRUNK")
+    vllm = EngineSupport(True, "vllm serve TRUNK --speculative-config {vllm_toy}")
     return engine_table(vllm=vllm, transformers=no(f"has no toy for {trunk}"))
 
 

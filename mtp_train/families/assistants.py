@@ -117,25 +117,22 @@ GEMMA4_ASSISTANT = Assistant(
     trunk=_GEMMA4_TRUNK,
     trunk_hidden_size="backbone_hidden_size",
     support=engine_table(
-        vllm=EngineSupport(True, "vllm serve TRUNK --speculative-config {vllm_config}", plain="vllm serve TRUNK"),
+        vllm=EngineSupport(True, "vllm serve TRUNK --speculative-config {vllm_config}"),
         sglang=EngineSupport(
             True,
             "python -m sglang.launch_server --model-path TRUNK --speculative-algorithm NEXTN "
             "--speculative-draft-model-path {path} --speculative-num-steps {depth} --speculative-eagle-topk 1 "
             "--speculative-num-draft-tokens {depth_plus_1}",
-            plain="python -m sglang.launch_server --model-path TRUNK",
         ),
         llama_cpp=EngineSupport(
             True,
             "python convert_hf_to_gguf.py {path} --outfile assistant.gguf && "
             "llama-server -m TRUNK.gguf -md assistant.gguf --spec-type draft-mtp --spec-draft-n-max {depth}",
-            plain="llama-server -m TRUNK.gguf",
         ),
         transformers=EngineSupport(
             True,
             "model.generate(..., assistant_model=AutoModelForCausalLM.from_pretrained({python_path})): batch 1; "
             "release 5.23.0 fails to build its own class for it, 5.19 builds it",
-            plain="model.generate(...)",
         ),
     ),
     default=_AS_TRANSFORMERS,

@@ -77,8 +77,6 @@ class EngineSupport:
 
     supported: bool | None
     text: str
-    plain: str | None = None
-    """Command that serves the same checkpoint without drafts. None if the engine does not draft."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,19 +96,16 @@ class ServingEngine:
 VLLM = EngineSupport(
     True,
     'vllm serve {path} --speculative-config \'{{"method":"mtp","num_speculative_tokens":{depth}}}\'',
-    plain="vllm serve {path}",
 )
 SGLANG = EngineSupport(
     True,
     "python -m sglang.launch_server --model-path {path} --speculative-algorithm NEXTN --speculative-num-steps {depth} "
     "--speculative-eagle-topk 1 --speculative-num-draft-tokens {depth_plus_1}",
-    plain="python -m sglang.launch_server --model-path {path}",
 )
-_LLAMA_CPP_PLAIN = "python convert_hf_to_gguf.py {path} --outfile model.gguf && llama-server -m model.gguf"
 LLAMA_CPP = EngineSupport(
     True,
-    f"{_LLAMA_CPP_PLAIN} --spec-type draft-mtp --spec-draft-n-max {{depth}}",
-    plain=_LLAMA_CPP_PLAIN,
+    "python convert_hf_to_gguf.py {path} --outfile model.gguf && "
+    "llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max {depth}",
 )
 
 
@@ -120,7 +115,6 @@ def _sidecar(options: str) -> EngineSupport:
         f"python convert_hf_to_gguf.py {{path}} {options}--outfile model.gguf && "
         "mtp-train export {path} --out model-head --gguf f16 && "
         "llama-server -m model.gguf -md model-head/mtp-*.gguf --spec-type draft-mtp --spec-draft-n-max {depth}",
-        plain=_LLAMA_CPP_PLAIN,
     )
 
 
@@ -128,15 +122,13 @@ LLAMA_CPP_SIDECAR = _sidecar("--no-mtp ")
 """For heads that llama.cpp's converter writes in a form that its graph does not load."""
 LLAMA_CPP_BESIDE = _sidecar("")
 """For heads that llama.cpp's converter leaves out and its graph loads."""
-USE_MTP = EngineSupport(
-    True, "model.generate(..., use_mtp=True): batch 1, one draft a round for each module", plain="model.generate(...)"
-)
+USE_MTP = EngineSupport(True, "model.generate(..., use_mtp=True): batch 1, one draft a round for each module")
 
 
 def use_mtp_named(pattern: str) -> EngineSupport:
     """Return the entry of a head whose keys transformers' class does not list, so that the caller has to name them."""
     named = f"once loaded, model._keys_to_ignore_on_load_unexpected = [r'{pattern}']; {USE_MTP.text}"
-    return EngineSupport(True, named.replace("{", "{{").replace("}", "}}"), plain=USE_MTP.plain)
+    return EngineSupport(True, named.replace("{", "{{").replace("}", "}}"))
 
 
 _GGUF_FRONT_END = EngineSupport(
@@ -244,7 +236,7 @@ def engine_commands(engines: Mapping[str, EngineSupport], path: str, depth: int)
     Args:
         engines: The complete table of a family, or of an external drafter.
         path: The checkpoint, complete with its head; or the external drafter.
-        depth: Drafts per round; at 0 the commands serve without drafts, and only engines that can draft are named.
+        depth: Drafts per round.
     """
     draft_model = {"model": path, "num_speculative_tokens": depth}
     words = {
@@ -255,8 +247,6 @@ def engine_commands(engines: Mapping[str, EngineSupport], path: str, depth: int)
         "depth": depth,
         "depth_plus_1": depth + 1,
     }
-    if depth == 0:
-        return {name: one.plain.format(**words) for name, one in engines.items() if one.plain is not None}
     return {
         name: f"no: {one.text}" if one.supported is False else one.text.format(**words) for name, one in engines.items()
     }

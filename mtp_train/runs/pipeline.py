@@ -31,10 +31,10 @@ from mtp_train.heads.diagnose import layout_of
 from mtp_train.recipe.loading import RecipeLike
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.summary import summary
-from mtp_train.report.wording import serving_depth
+from mtp_train.report.wording import capitalised, serving_depth
 from mtp_train.report.write import PAGE_FILE, log_report, write_report
 from mtp_train.runs.display import logged, quiet_progress, rich_to_html, serving_lines, wiring_note
-from mtp_train.runs.evaluate_run import evaluate_run, served_commands, unjudged
+from mtp_train.runs.evaluate_run import evaluate_run, served_commands, unjudged, without_gain
 from mtp_train.runs.export import write_card, write_export
 from mtp_train.runs.refusals import check_decoder
 from mtp_train.runs.regeneration import data_stage, generate_responses, regeneration_of, trained_documents
@@ -176,7 +176,9 @@ def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcom
     exported = _export(run) if run.recipe.export.enabled else ""
     if report.gate is None:
         commands = served_commands(run.recipe, run.directory.path)
-        return Outcome(0, UNJUDGED, f"{UNJUDGED_SENTENCE}{exported}\n{commands}", DONE)
+        stayed = without_gain(run.directory.path)
+        no_gain = "" if stayed is None else f" {capitalised(stayed)}. This is the head as it was."
+        return Outcome(0, UNJUDGED, f"{UNJUDGED_SENTENCE}{no_gain}{exported}\n{commands}", DONE)
     return Outcome(0, "done", f"{report.gate.reason}.{exported}", DONE)
 
 

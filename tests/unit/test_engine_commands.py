@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-import pytest
-
-from mtp_train.families import FAMILIES, Family
+from mtp_train.families import FAMILIES
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.families.engines import engine_commands
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
@@ -27,16 +25,6 @@ def test_commands_draft_as_many_tokens_as_asked() -> None:
     assert commands(5)["llama.cpp"].endswith("llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max 5")
     assert commands(5)["transformers"].startswith("no: ")
     assert commands(SUGGESTED_DEPTH).keys() == family.serving.keys()
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_depth_0_serves_the_same_checkpoint_without_drafts_wherever_it_could_draft(family: Family) -> None:
-    off = engine_commands(family.serving, "model", 0)
-    assert off.keys() == {name for name, support in family.serving.items() if support.supported}
-    # Every command that drafts says so by one of these words, and by nothing else.
-    words = ("spec", "use_mtp")
-    assert [command for command in off.values() if any(word in command for word in words)] == []
-    assert all(any(word in family.serving[name].text for word in words) for name in off)
 
 
 def test_an_external_drafter_is_served_like_a_head() -> None:

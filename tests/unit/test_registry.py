@@ -194,7 +194,7 @@ def test_a_package_whose_family_cannot_be_loaded_is_named_each_time(monkeypatch:
 TOY_ENGINE = ServingEngine(
     name="toy engine",
     default=no("has no MTP"),
-    support={"llama": EngineSupport(True, "toy serve {path} --drafts {depth}", plain="toy serve {path}")},
+    support={"llama": EngineSupport(True, "toy serve {path} --drafts {depth}")},
     conventions={"llama": Convention(position_offset=7)},
 )
 """All of an engine: this record, and one call that registers it."""

@@ -35,7 +35,6 @@ _IN_LLAMA_CPP = EngineSupport(
     True,
     "python convert_hf_to_gguf.py {path} --target-model-dir TRUNK --outfile draft.gguf && "
     "llama-server -m TRUNK.gguf -md draft.gguf --spec-type draft-eagle3 --spec-draft-n-max {depth}",
-    plain="llama-server -m TRUNK.gguf",
 )
 
 

@@ -28,7 +28,7 @@ _SGLANG = "python -m sglang.launch_server --model-path TRUNK"
 
 def in_vllm(method: str, remark: str = "") -> EngineSupport:
     """Return the entry of vLLM for a draft model of one of its methods."""
-    return EngineSupport(True, f"{_VLLM} --speculative-config {{vllm_{method}}}{remark}", plain=_VLLM)
+    return EngineSupport(True, f"{_VLLM} --speculative-config {{vllm_{method}}}{remark}")
 
 
 def in_sglang(algorithm: str) -> EngineSupport:
@@ -37,4 +37,4 @@ def in_sglang(algorithm: str) -> EngineSupport:
         "--speculative-draft-model-path {path} --speculative-num-steps {depth} --speculative-eagle-topk 1 "
         "--speculative-num-draft-tokens {depth_plus_1}"
     )
-    return EngineSupport(True, f"{_SGLANG} --speculative-algorithm {algorithm} {drafts}", plain=_SGLANG)
+    return EngineSupport(True, f"{_SGLANG} --speculative-algorithm {algorithm} {drafts}")

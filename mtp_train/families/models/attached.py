@@ -49,7 +49,6 @@ _USE_MTP_TOLD = use_mtp_named(r"^mtp\.")
 _USE_MTP_UNSCALED = EngineSupport(
     True,
     f"{_USE_MTP_TOLD.text}; sampled drafts are drawn without the model's scale or bound of logits, fewer are accepted",
-    plain=_USE_MTP_TOLD.plain,
 )
 _NO_VLLM = no(
     "has no such head of its own for this model, and its transformers backend finds one by the keys that the model's "
@@ -301,7 +300,6 @@ SEED_OSS = attached(
         EngineSupport(
             True,
             f"{_USE_MTP_TOLD.text}, with the config's dropout: set attention_dropout and residual_dropout to 0 first",
-            plain=_USE_MTP_TOLD.plain,
         )
     ),
 )

@@ -8,7 +8,6 @@ from dataclasses import replace
 from mtp_train.families.engines import (
     BEFORE_NORM,
     HEAD_IGNORED,
-    LLAMA_CPP,
     LLAMA_CPP_BESIDE,
     LLAMA_CPP_POSITIONS,
     USE_MTP,
@@ -108,7 +107,6 @@ _ENGINES = engine_table(
         "python convert_hf_to_gguf.py {path} --outfile model.gguf && "
         "python convert_hf_to_gguf.py {path} --mtp --outfile mtp.gguf && "
         "llama-server -m model.gguf -md mtp.gguf --spec-type draft-mtp --spec-draft-n-max {depth}",
-        plain=LLAMA_CPP.plain,
     ),
 )
 _OTHER_NAMES = (

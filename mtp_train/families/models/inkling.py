@@ -150,7 +150,6 @@ INKLING = Family(
         transformers=EngineSupport(
             True,
             f"{USE_MTP.text}; 5.23 leaves out the trunk's norm of the embedding, which costs accepted drafts",
-            plain=USE_MTP.plain,
         ),
         llama_cpp=no("has no graph for this model"),
     ),
