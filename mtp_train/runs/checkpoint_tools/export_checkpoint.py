@@ -133,8 +133,7 @@ def export(
     _require_sound(source, found, progress, head_only=head_only, alone=head_only or gguf is not None)
     trunk, layout = found.trunk, layout_of(found.holder)
     if gguf is not None:
-        told = (_ONE_HEAD,) if found.plan.family.kind == "mtp" else ()
-        return ExportResult(out, trunk.path, file=_write_gguf(source, found, layout, out, gguf, progress), notes=told)
+        return _export_gguf(source, found, layout, out, gguf, progress)
     if speculators and found.plan.family.kind == "mtp":
         raise CheckpointError(
             f"{trunk.path}: its head is an MTP head, which is part of the trunk's checkpoint; expected a head of kind "
@@ -147,6 +146,13 @@ def export(
     form: DraftForm = "speculators" if speculators else "engines"
     notes = _write_with_trunk(source, found, out, form, "copy" if copy else "hard", progress)
     return ExportResult(out, trunk.path, notes=notes)
+
+
+def _export_gguf(
+    source: Path, found: _HeadToExport, layout: HeadLayout, out: Path, kind: GgufKind, progress: Progress
+) -> ExportResult:
+    file = _write_gguf(source, found, layout, out, kind, progress)
+    return ExportResult(out, found.trunk.path, file=file, notes=(_ONE_HEAD,) if found.plan.family.kind == "mtp" else ())
 
 
 def _take_head_out(source: Path, out: Path, head_only: bool, progress: Progress) -> ExportResult:
