@@ -34,7 +34,9 @@ def test_disk_holds_three_resume_states_the_head_and_its_export(tmp_path: Path) 
 @pytest.mark.parametrize(("dtype", "each"), [("auto", 4), ("bf16", 2), ("fp8", 1)])
 def test_hidden_states_count_once_a_token_and_no_more_than_they_may(dtype: str, each: int, tmp_path: Path) -> None:
     used = tiny_recipe(tmp_path, tmp_path / "run", train__hidden_cache={"dtype": dtype})
-    text = RunText(documents=[], prompts=[Prompt(name, "g", (1,) * 40) for name in "abc"], held_out=[], split="")
+    text = RunText(
+        documents=[], prompts=[Prompt(name, "g", (1,) * 40) for name in "abc"], held_out=[], split="", notes=[]
+    )
     assert text.most_tokens(used) == 3 * 40
     answered = used.replaced({"data.regenerate": RegenerateSpec(max_new_tokens=50)})
     assert text.most_tokens(answered) == 3 * 90

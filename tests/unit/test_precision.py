@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtp_train import check
@@ -218,6 +219,8 @@ def test_the_plan_counts_weights_that_are_converted(
 
 def test_a_trunk_that_does_not_fit_is_planned_as_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = write_inputs(tmp_path / "in")
+    weights = inputs / "finetune" / "model.safetensors"
+    save_file({key: value.bfloat16() for key, value in load_file(weights).items()}, weights)
     recipe = tiny_recipe(inputs, tmp_path / "run", train__precision="fp32")
     roomy = check(recipe, processes=1).memory
     monkeypatch.setattr("mtp_train.trunk.precision.main_memory_bytes", lambda: 1000)

@@ -128,7 +128,6 @@ MEDUSA = [*RANDOM, "head.kind=medusa"]
         ([*STUDIED, "study.depths=[3, 3]"], "study.depths", "Remove the repeats"),
         ([*STUDIED, "study.rules=[greedy]"], "study.rules", "Add 'sampled', or remove the temperature"),
         ([*STUDIED, "study.rules=[argmax]"], "study.rules", "Add 'greedy', or remove the temperature"),
-        (["head.kind=eagle3"], "head.init", "Write head.init: random"),
         ([*MEDUSA, "evaluate.depth=4"], "evaluate.depth", "or raise head.num_depths"),
         ([*MEDUSA, "objective.unroll=fastmtp"], "objective.unroll", "Write objective.unroll: exact"),
     ],
