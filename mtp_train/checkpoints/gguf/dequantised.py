@@ -17,7 +17,7 @@ from torch import Tensor
 from mtp_train.checkpoints.export import add_in_place
 from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, open_checkpoint
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
-from mtp_train.checkpoints.gguf.model_file import GgufModel, open_gguf
+from mtp_train.checkpoints.gguf.model_file import GgufModel, dequantised_tensor, open_gguf, torch_shape
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.writing import PendingTensor, new_directory
@@ -98,12 +98,11 @@ def _add_head(model: GgufModel, directory: Path, dtype: torch.dtype) -> None:
                 "renamed. Use the safetensors checkpoint; mtp-train inspect and graft work with this file."
             )
         offset = record.norm_offset if name.endswith("norm.weight") else 0.0
-        shape = tuple(int(size) for size in reversed(stored.shape))
         load = partial(_loaded, stored, offset, dtype)
-        tensors.append(PendingTensor(key, SAFETENSORS_DTYPES[dtype], shape, load))
+        tensors.append(PendingTensor(key, SAFETENSORS_DTYPES[dtype], torch_shape(stored), load))
     declared = trunk.family.declaring(model.declared_modules, trunk.config)
     add_in_place(trunk, layout, NativeHead(tuple(tensors), (), declared))
 
 
 def _loaded(stored: gguf.ReaderTensor, offset: float, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(gguf.quants.dequantize(stored.data, stored.tensor_type)).sub_(offset).to(dtype)
+    return dequantised_tensor(stored).sub_(offset).to(dtype)

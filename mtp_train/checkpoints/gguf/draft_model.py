@@ -5,6 +5,7 @@ The source is llama.cpp's converter for drafts of its architecture ``eagle3`` (`
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from mtp_train.checkpoints.draft_checkpoint import CHOSEN_KEY, OFFSETS_KEY, OUTPUT_KEY
 from mtp_train.checkpoints.files import Checkpoint
-from mtp_train.checkpoints.gguf.model_file import GgufModel
+from mtp_train.checkpoints.gguf.model_file import GgufModel, copy_field
 from mtp_train.checkpoints.gguf.record import ATTENTION, BEFORE_FFN, DECODER, DENSE, Value, flag, whole
-from mtp_train.checkpoints.gguf.sidecar import GgufKind, add_info, add_value, begin_tensors, encoded
+from mtp_train.checkpoints.gguf.sidecar import GgufKind, add_info, add_value, encoded, write_values
 from mtp_train.checkpoints.gguf.tensors import GgufTensor, paired
 
 ARCH = "eagle3"
@@ -64,19 +65,15 @@ def write_draft_gguf(draft: Checkpoint, trunk: GgufModel, path: Path, kind: Gguf
         add_value(writer, name, value)
     for name, field in trunk.readers[0].fields.items():
         if name.startswith("tokenizer."):
-            writer.add_key_value(name, field.contents(), field.types[0], sub_type=field.types[-1])
+            copy_field(writer, field)
     for tensor in tensors:
         add_info(writer, tensor, kind)
     if offsets is not None:
         writer.add_tensor_info("d2t", offsets.shape, offsets.dtype, offsets.nbytes, raw_dtype=Stored.I64)
-    begin_tensors(writer)
-    for handle in writer.fout or ():
-        for tensor in progress.track(tensors, description=f"writing {path.name}"):
-            writer.write_padding(handle, sum(handle.write(block.data) for block in encoded(tensor, kind)))
-        if offsets is not None:
-            # Its readers want the tokens themselves.
-            writer.write_padding(handle, handle.write((offsets + np.arange(offsets.size)).data))
-    writer.close()
+    values = (encoded(one, kind) for one in progress.track(tensors, description=f"writing {path.name}"))
+    # Its readers want the tokens themselves.
+    tokens = [] if offsets is None else [offsets + np.arange(offsets.size)]
+    write_values(writer, itertools.chain(values, [tokens]))
 
 
 def _fields(config: Mapping[str, Any], num_layers: int) -> dict[str, Value]:

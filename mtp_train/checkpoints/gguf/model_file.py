@@ -6,23 +6,24 @@ llama.cpp stores the modules of a head as blocks behind the trunk's: ``block_cou
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import gguf
-from gguf import GGUFReader, GGUFValueType, ReaderTensor
+import torch
+from gguf import GGUFReader, GGUFValueType, ReaderField, ReaderTensor
 from rich.progress import Progress
+from torch import Tensor
 
 from mtp_train.checkpoints.export import LinkMode, place_file
 from mtp_train.checkpoints.gguf.record import Value
-from mtp_train.checkpoints.gguf.sidecar import GgufKind, add_info, add_value, begin_tensors, encoded
+from mtp_train.checkpoints.gguf.sidecar import GgufKind, add_info, add_value, encoded, write_values
 from mtp_train.checkpoints.gguf.tensors import GgufTensor
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.errors import CheckpointError
@@ -63,7 +64,7 @@ class GgufModel:
         """Modules of a head that the metadata declares."""
         return int(self.value(NUM_MODULES_KEY) or 0)
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         """Blocks of the trunk."""
         return int(self.value(BLOCK_COUNT) or 0) - self.declared_modules
@@ -73,7 +74,7 @@ class GgufModel:
         """Whether this is more than a head in a file of its own."""
         return any(name.startswith("blk.0.") for name in self.tensors)
 
-    @property
+    @cached_property
     def head(self) -> dict[str, ReaderTensor]:
         """The tensors of the head's blocks."""
         return {name: one for name, one in self.tensors.items() if block_of(name) >= self.num_layers}
@@ -130,18 +131,14 @@ def with_modules(trunk: GgufModel, donor: Mapping[str, Value], num_modules: int)
     """
     changed: dict[str, Value] = {BLOCK_COUNT: trunk.num_layers + num_modules, NUM_MODULES_KEY: num_modules}
     for name, theirs in donor.items():
-        mine = trunk.value(name)
-        if not isinstance(theirs, list) or name.startswith("rope.dimension_sections"):
+        if not isinstance(theirs, list) or len(theirs) <= trunk.num_layers or name == "rope.dimension_sections":
             continue
-        # A number that holds for all layers may be a list where the head's differs.
-        own = (
-            theirs[: trunk.num_layers]
-            if mine is None
-            else mine
-            if isinstance(mine, list)
-            else [mine] * trunk.num_layers
-        )
-        if len(theirs) > trunk.num_layers:
+        mine = trunk.value(name)
+        if mine is None:
+            changed[name] = theirs
+        else:
+            # A number that holds for all layers may be a list where the head's differs.
+            own = mine if isinstance(mine, list) else [mine] * trunk.num_layers
             changed[name] = [*own[: trunk.num_layers], *theirs[trunk.num_layers :]]
     return changed
 
@@ -225,18 +222,12 @@ def _write(
             writer.add_tensor_info(one.name, one.data.shape, one.data.dtype, one.data.nbytes, raw_dtype=one.tensor_type)
         else:
             add_info(writer, one, kind)
-    with closing(writer):
-        begin_tensors(writer)
-        for handle in writer.fout or ():
-            for one in progress.track(tensors, description=f"writing {path.name}"):
-                blocks: Iterable[Any] = [one.data] if isinstance(one, ReaderTensor) else encoded(one, kind)
-                writer.write_padding(handle, sum(handle.write(block.data) for block in blocks))
-            handle.flush()
-            os.fsync(handle.fileno())
+    tracked = progress.track(tensors, description=f"writing {path.name}")
+    write_values(writer, ([one.data] if isinstance(one, ReaderTensor) else encoded(one, kind) for one in tracked))
 
 
 def _copy_fields(writer: gguf.GGUFWriter, model: GgufModel, changed: Mapping[str, Value], num_tensors: int) -> None:
-    """Write a model's metadata; a changed field keeps its type, so that a loader that read it reads it still."""
+    """Write a model's metadata, with changed fields."""
     values = {f"{model.arch}.{name}": value for name, value in changed.items()}
     alone = len(model.readers) == 1
     if not alone:
@@ -244,10 +235,22 @@ def _copy_fields(writer: gguf.GGUFWriter, model: GgufModel, changed: Mapping[str
     for name, field in model.readers[0].fields.items():
         if name.startswith(("GGUF.", "split.") if alone else "GGUF.") or name == "general.architecture":
             continue
-        kind, inner = field.types[0], field.types[-1]
-        value = values.pop(name, None)
-        if isinstance(value, list):
-            kind = GGUFValueType.ARRAY
-        writer.add_key_value(name, field.contents() if value is None else value, kind, sub_type=inner)
+        copy_field(writer, field, values.pop(name, None))
     for name, value in values.items():
         add_value(writer, name, value)
+
+
+def copy_field(writer: gguf.GGUFWriter, field: ReaderField, value: Value | None = None) -> None:
+    """Write a field of another file; a new value keeps its type, so that a loader that read it reads it still."""
+    kind = GGUFValueType.ARRAY if isinstance(value, list) else field.types[0]
+    writer.add_key_value(field.name, field.contents() if value is None else value, kind, sub_type=field.types[-1])
+
+
+def torch_shape(stored: ReaderTensor) -> tuple[int, ...]:
+    """Return the shape that torch would give a tensor."""
+    return tuple(int(size) for size in reversed(stored.shape))
+
+
+def dequantised_tensor(stored: ReaderTensor) -> Tensor:
+    """Return the values of a tensor, in fp32."""
+    return torch.tensor(gguf.quants.dequantize(stored.data, stored.tensor_type)).reshape(torch_shape(stored))

@@ -67,8 +67,7 @@ def write_gguf(
     writer.add_file_type(_FILE_TYPES[kind])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_vocabulary(writer, trunk, tokenizer, record, int(config["vocab_size"]))
-    with closing(writer):
-        _write(writer, progress.track(tensors, description=f"writing {path.name}"), kind)
+    write_values(writer, (encoded(one, kind) for one in progress.track(tensors, description=f"writing {path.name}")))
 
 
 def add_info(writer: gguf.GGUFWriter, tensor: GgufTensor, kind: GgufKind) -> None:
@@ -131,23 +130,25 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
         writer.add_array(key, value)
 
 
-def _write(writer: gguf.GGUFWriter, tensors: Iterable[GgufTensor], kind: GgufKind) -> None:
-    begin_tensors(writer)
-    # GGUFWriter writes whole tensors only, and an embedding has gigabytes. Write blocks into its open file instead.
-    for handle in writer.fout or ():
-        for tensor in tensors:
-            writer.write_padding(handle, sum(handle.write(data.data) for data in encoded(tensor, kind)))
-        handle.flush()
-        os.fsync(handle.fileno())
+def write_values(writer: gguf.GGUFWriter, tensors: Iterable[Iterable[np.ndarray[Any, Any]]]) -> None:
+    """Write the metadata and the values of the declared tensors, and close the file.
 
+    ``GGUFWriter`` writes whole tensors only, and an embedding has gigabytes: blocks go into its open file instead.
 
-def begin_tensors(writer: gguf.GGUFWriter) -> None:
-    """Write everything that precedes the values of the tensors."""
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for handle in writer.fout or ():
-        writer.write_padding(handle, handle.tell())
+    Args:
+        writer: A writer with all fields, and all tensors declared.
+        tensors: The blocks of each tensor's stored values, in the order of their declarations.
+    """
+    with closing(writer):
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for handle in writer.fout or ():
+            writer.write_padding(handle, handle.tell())
+            for blocks in tensors:
+                writer.write_padding(handle, sum(handle.write(block.data) for block in blocks))
+            handle.flush()
+            os.fsync(handle.fileno())
 
 
 def encoded(tensor: GgufTensor, kind: GgufKind) -> Iterator[np.ndarray[Any, Any]]:

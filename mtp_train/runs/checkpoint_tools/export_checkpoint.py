@@ -39,7 +39,7 @@ from mtp_train.errors import CheckpointError, GateRefusedError, MtpError
 from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of, with_head_beside
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.runs.checkpoint_tools.gguf_files import export_gguf_head
+from mtp_train.runs.checkpoint_tools.gguf_files import config_of, export_gguf_head
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
 from mtp_train.runs.display import quiet_progress
 from mtp_train.runs.export import write_card, write_export
@@ -215,9 +215,7 @@ def _write_gguf(
     # A checkpoint may store its head in FP8; read without ``verbatim``, the tensors are plain floats.
     head = native_head_of(found.holder, layout, layout) if not isinstance(found.plan, Artifact) else found.plan.head
     record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))
-    text_config = text_config_of(trunk)
-    # The raw config has fields that transformers drops. A config that lists its layers one by one has no layer count.
-    config = {**trunk.text_config, **text_config.to_dict(), "num_hidden_layers": text_config.num_hidden_layers}
+    config = config_of(trunk)
     tensors = gguf_tensors(trunk, layout, head, record, config)
     tokenizer = load_tokenizer(trunk, trust_remote_code=False)
     name = f"mtp-{checkpoint_name(trunk.path)}.gguf"

@@ -11,17 +11,18 @@ from typing import Any, Literal
 
 import gguf
 import numpy as np
-import torch
 from gguf import ReaderTensor
 from rich.progress import Progress
 
 from mtp_train.checkpoints.export import LinkMode
-from mtp_train.checkpoints.files import is_gguf
+from mtp_train.checkpoints.files import Checkpoint, is_gguf
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS, gguf_head_for
 from mtp_train.checkpoints.gguf.draft_model import ARCH as DRAFT_ARCH
 from mtp_train.checkpoints.gguf.model_file import (
     GgufModel,
+    dequantised_tensor,
     open_gguf,
+    torch_shape,
     with_modules,
     write_embedded,
     write_head_alone,
@@ -235,7 +236,7 @@ def graft_gguf(
     """
     trunk = open_gguf(fine_tune)
     refuse_existing(out, what="the GGUF file")
-    if any(name in trunk.head for reader in trunk.readers[1:] for name in (one.name for one in reader.tensors)):
+    if trunk.head.keys() - {one.name for one in trunk.readers[0].tensors}:
         raise CheckpointError(
             f"{fine_tune}: has a head in a split that is not the first; expected one without a head there. Merge the "
             "splits with llama-gguf-split --merge."
@@ -257,10 +258,8 @@ def _of_checkpoint(trunk: GgufModel, base: str, kind: GgufKind | None, progress:
     diagnosis = diagnose_head(donor)
     if not diagnosis.complete:
         raise CheckpointError(f"{base}: {diagnosis.describe()}; expected a checkpoint with a complete head.")
-    record = gguf_head_for(donor.family, str(donor.text_config.get("model_type")), where=base)
-    text = text_config_of(donor)
-    config = {**donor.text_config, **text.to_dict(), "num_hidden_layers": text.num_hidden_layers}
-    shape = {"block_count": int(text.num_hidden_layers), "embedding_length": int(text.hidden_size)}
+    record, config = gguf_head_for(donor.family, str(donor.text_config.get("model_type")), where=base), config_of(donor)
+    shape = {"block_count": int(config["num_hidden_layers"]), "embedding_length": int(config["hidden_size"])}
     _require_fit(trunk, base, record.arch, shape)
     require_finite_checkpoint(donor, progress)
     layout = layout_of(donor)
@@ -268,6 +267,19 @@ def _of_checkpoint(trunk: GgufModel, base: str, kind: GgufKind | None, progress:
     modules = diagnosis.present_modules
     found = {name: field({**config, NUM_MODULES: modules}) for name, field in record.fields.items()}
     return tensors, found, modules
+
+
+def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the text config that the fields of a GGUF file are read from, with defaults filled in.
+
+    The raw config has fields that transformers drops. A config that lists its layers one by one has no layer count.
+    """
+    text_config = text_config_of(checkpoint)
+    return {
+        **checkpoint.text_config,
+        **text_config.to_dict(),
+        "num_hidden_layers": text_config.num_hidden_layers,
+    }
 
 
 def _of_gguf(trunk: GgufModel, base: str, kind: GgufKind | None, progress: Progress) -> _Head:
@@ -289,12 +301,7 @@ def _of_gguf(trunk: GgufModel, base: str, kind: GgufKind | None, progress: Progr
 
 
 def _decoded(one: ReaderTensor) -> GgufTensor:
-    shape = tuple(int(size) for size in reversed(one.shape))
-
-    def blocks() -> Any:
-        return iter((torch.tensor(gguf.quants.dequantize(one.data, one.tensor_type)).reshape(shape),))
-
-    return GgufTensor(one.name, shape, blocks)
+    return GgufTensor(one.name, torch_shape(one), lambda: iter((dequantised_tensor(one),)))
 
 
 def _require_fit(trunk: GgufModel, base: str, arch: str, shape: Mapping[str, int]) -> None:
