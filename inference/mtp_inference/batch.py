@@ -84,13 +84,7 @@ class Batch(RowState):
             dtype=None if not widening.prefill or widening.rounds else weight.dtype,
         )
         self.widening = widening if self.cache.converts else widening._replace(prefill=widening.rounds)
-        self.chooser = Chooser(
-            [Sampling()] * rows,
-            draft_sampling,
-            vocab_size=len(weight),
-            device=weight.device,
-            penalises=size.penalises,
-        )
+        self.chooser = Chooser([Sampling()] * rows, draft_sampling, weight.device)
         self.drafter: Drafter | None = None
         if drafting is not None and size.depth:
             self.drafter = drafting.make(trunk, size, self.cache)
@@ -133,7 +127,6 @@ class Batch(RowState):
     def commit(self, tokens_BT: Tensor, accepted_B: Tensor, kept_B: Tensor) -> None:
         """Extend the texts by the first ``kept_B`` tokens (0 in inactive rows), and end those that are complete."""
         counts_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) < kept_B[:, None]
-        self.chooser.read(tokens_BT, counts_BT)
         is_stop_BT = (tokens_BT[..., None] == self.stop_BN[:, None]).any(-1) & counts_BT
         self.room_B -= kept_B
         last_B = tokens_BT.gather(1, accepted_B[:, None])[:, 0]

@@ -133,7 +133,7 @@ def compare(
         plain_tokens: New token ids of plain decoding.
         trunk: The target model that decoded both.
         prompt_ids: The prompt of both.
-        sampling: The settings of both, without a repetition penalty; None for greedy texts.
+        sampling: The settings of both; None for greedy texts.
         rounds: The rounds that produced ``tokens``; if empty, rounds of three drafts, some of them rejected.
 
     Example:
