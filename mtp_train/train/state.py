@@ -213,9 +213,10 @@ def load_best(state_dir: Path, step: int) -> Best:
     return Best(**read_json(_step_directory(state_dir, step) / _META)["best"])
 
 
-def load_sums(state_dir: Path, step: int) -> dict[str, Any] | None:
-    """Load a step's sums since the last log line; None for a state of an earlier release, which has none."""
-    return read_json(_step_directory(state_dir, step) / _META).get("sums")
+def load_sums(state_dir: Path, step: int) -> dict[str, Any]:
+    """Load a step's sums since the last log line."""
+    sums: dict[str, Any] = read_json(_step_directory(state_dir, step) / _META)["sums"]
+    return sums
 
 
 def save_best(state_dir: Path, step: int, weights: dict[str, Tensor]) -> None:
