@@ -92,7 +92,7 @@ class RegeneratedStore:
         self.keeps = keeps
         self.path = directory / f"regenerated-{rank:05d}-of-{world:05d}.jsonl"
         if keeps and self.path.exists():
-            os.truncate(self.path, _whole_bytes(self.path))
+            os.truncate(self.path, whole_bytes(self.path))
 
     def __iter__(self) -> Iterator[RegeneratedRow]:
         """Read the rows of all processes one by one, copied rows first, each id once.
@@ -186,14 +186,10 @@ def stored_rows(directory: Path) -> Iterator[RegeneratedRow]:
     """
     seen: set[str] = set()
     for path in response_files(directory):
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                # Another process may be writing its last line.
-                if line.endswith(b"\n"):
-                    row = _parse_row(line, f"{path}, line {number}")
-                    if row.id not in seen:
-                        seen.add(row.id)
-                        yield row
+        for row in rows_after(path, 0):
+            if row.id not in seen:
+                seen.add(row.id)
+                yield row
 
 
 def write_copied(directory: Path, rows: Iterable[RegeneratedRow]) -> None:
@@ -212,9 +208,11 @@ def rows_after(path: Path, start: int) -> Iterator[RegeneratedRow]:
         return
     with path.open("rb") as lines:
         lines.seek(start)
+        place = f" after byte {start}" if start else ""
         for number, line in enumerate(lines, start=1):
+            # Another process may be writing its last line.
             if line.endswith(b"\n"):
-                yield _parse_row(line, f"{path}, line {number} after byte {start}")
+                yield _parse_row(line, f"{path}, line {number}{place}")
 
 
 def settings_key(settings: Mapping[str, object]) -> str:
@@ -237,7 +235,7 @@ def _goes_on(row: RegeneratedRow, special_ids: Collection[int]) -> bool:
     return not set(row.prompt_ids).intersection(special_ids).isdisjoint(row.response_ids[:-1])
 
 
-def _whole_bytes(path: Path) -> int:
+def whole_bytes(path: Path) -> int:
     """Return the length of a file up to and including its last line end. Reads backwards, as the file may be large."""
     start = path.stat().st_size
     with path.open("rb") as file:

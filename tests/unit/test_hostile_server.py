@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from byte_tokenizer import byte_tokenizer
 from mtp_train.answers import endpoint as endpoint_module
-from mtp_train.answers.check import AnswerFit, CheckedStore
 from mtp_train.answers.draft_counts import as_completion
 from mtp_train.answers.endpoint import GREEDY, LIST_TIMEOUT, Endpoint, Refusal
 from mtp_train.answers.generate import Answering, Question
-from mtp_train.answers.served import regenerate_served
+from mtp_train.answers.served import AnswerFit, CheckedStore, regenerate_served
 from mtp_train.answers.store import RegeneratedStore
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError, MtpError
