@@ -50,16 +50,7 @@ def choose_widening(trunk: Trunk, num_rows: int) -> Widening:
 
 
 class Batch(RowState):
-    """The state of one batch, which :mod:`mtp_inference.round` reads and writes.
-
-    Args:
-        trunk: The trunk.
-        drafting: Makes the drafter; not used at depth 0.
-        size: Sizes of the buffers.
-        draft_sampling: See :class:`Chooser`.
-        prefill_chunk: Prompt tokens of one forward.
-        cpu_layers: Layers that rounds run by a faster forward.
-    """
+    """The state of one batch, which :mod:`mtp_inference.round` reads and writes."""
 
     def __init__(
         self,

@@ -97,7 +97,6 @@ def fit_of(
     Args:
         answers: Prompts and responses, with at least one response token in total.
         distribution: The distribution that the trunk's tokens are drawn from.
-        is_greedy: Whether decoding is greedy.
         eos_ids: The tokens that end a response. They count as one token, as servers do not report which one it was.
 
     Raises:
@@ -148,9 +147,6 @@ class CheckedStore:
     in bytes up to which they were checked.
 
     Args:
-        store: The store of this process.
-        judge: Computes the :class:`AnswerFit` of a sample of responses.
-        url: The server's address, for messages.
         others: Files of earlier calls with another number of processes, which this process checks too.
     """
 
@@ -246,11 +242,6 @@ def probe(endpoint: Endpoint, trunk: Trunk, prompts: Sequence[Prompt], *, seq_le
     The server answers prompts greedily. Each token has to equal the trunk's own greedy choice at that position, near
     ties aside.
 
-    Args:
-        endpoint: The server. Its ``prompts_as`` is set here.
-        prompts: A few prompts, spread over the data.
-        seq_len_tokens: Limit of prompt and response together.
-
     Returns:
         The share of tokens that equal the trunk's choice.
 
@@ -302,11 +293,6 @@ def regenerate_served(
     """Send prompts to a server, and store each response as soon as it arrives.
 
     Args:
-        prompts: The prompts of this process that have no response yet
-            (:func:`mtp_train.answers.generate.missing_prompts`).
-        store: The store of this process.
-        sampling: Sampling settings (:meth:`Endpoint.payload`).
-        answering: The settings of responses.
         on_prompt: Called with the number of prompts done and the number in all.
 
     Raises:

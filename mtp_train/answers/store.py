@@ -34,9 +34,7 @@ class RegeneratedRow:
     """Hold one response.
 
     Args:
-        id: The record's id.
         group: The record's group: held-out splits and intervals keep or leave out whole groups.
-        prompt_ids: The prompt's tokens.
         response_ids: The trunk's tokens, the end-of-text token included.
         finished: Whether the response ended in an end-of-text token.
         seed: Seed of the sampling noise; not used in greedy decoding.
@@ -79,9 +77,6 @@ class RegeneratedStore:
     Opening a store drops a last line that a kill cut off from this process's file.
 
     Args:
-        directory: Created if it does not exist.
-        rank: This process.
-        world: Number of processes.
         keeps: Whether to write rows; false in a process that only runs the trunk with the one that writes.
     """
 
@@ -135,7 +130,6 @@ class RegeneratedStore:
             groups: The group of each prompt by its id. Responses to other prompts are left out: prompts of an earlier
                 split may be held out now. None takes all responses, with their stored groups.
             max_repeated: Responses with a larger share of repeated 8-grams are left out; None takes all.
-            special_ids: The tokenizer's special tokens, for :attr:`ResponseCounts.past_the_turn`.
 
         Raises:
             DataError: No response can be trained on.

@@ -54,7 +54,6 @@ class Document:
     Args:
         input_ids: The tokens, kept as int32.
         loss_mask: True where the token may be a target.
-        group: Documents of one group are held out together.
         id: The record's id. The documents of a split text or of a chat with several documents append ``/0``, ``/1``,
             ...
     """
@@ -160,9 +159,6 @@ def frequent_tokens(documents: Iterable[Document], size: int, vocab_size: int, a
     Tokens with equal counts, including tokens that do not occur, are ranked by id: tokenizers assign low ids first.
 
     Args:
-        documents: The text.
-        size: Size of the vocabulary.
-        vocab_size: Number of tokens to choose from.
         always: Tokens that are chosen first whatever their count, such as end-of-text tokens.
     """
     counts_V = np.zeros(vocab_size, dtype=np.int64)
@@ -179,13 +175,7 @@ MAX_CONTINUATION_TOKENS = 256
 
 @dataclass(frozen=True)
 class Prompt:
-    """Hold the tokens before a response.
-
-    Args:
-        id: The record's id.
-        group: The record's group.
-        prompt_ids: The tokens.
-    """
+    """Hold the tokens before a response."""
 
     id: str
     group: str
@@ -329,7 +319,6 @@ class _Turn(NamedTuple):
     """An assistant turn.
 
     Args:
-        chat: The chat up to and including the turn.
         text: The chat, rendered up to the end of the turn.
         span: First and past-the-last character of the assistant's text.
         is_marked: Whether the template's marks select a part of the span.
@@ -368,8 +357,6 @@ def _restored(message: Message, before: str, text: str) -> str | None:
     """Return a turn as the model generates it if the template drops or doubles its thinking, else None.
 
     Args:
-        message: The turn.
-        before: The prompt for the turn.
         text: The chat up to and including the turn, as the template renders it.
     """
     written = text[_shared(before, text) :]

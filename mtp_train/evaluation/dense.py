@@ -96,11 +96,8 @@ def dense_rows(
     """Return a head's teacher-forced metrics on its trunk's plain outputs.
 
     Args:
-        trunk: The trunk.
         drafting: The head, and the tokens that it may draft.
         prompts: The prompts; prompts without a record are ignored.
-        plain: Records of plain decoding.
-        num_depths: K.
         temperature: p and q are ``softmax(logits / temperature)``. Temperature 0, where acceptance depends on the
             argmax tokens alone, is measured at 1.
         options: Limits of the texts; prompts past ``dense_tokens`` are left out, except for the first.
@@ -135,8 +132,6 @@ def replayed(rows: DenseRows, plain: Sequence[PromptRecord], depth: int) -> list
 
     Args:
         rows: Metrics of the plain texts at temperature 0, of this depth at least.
-        plain: Records of plain decoding.
-        depth: Drafts a round.
     """
     texts, found = {one.prompt_id: one for one in plain}, []
     for number, prompt_id in enumerate(rows.prompt_ids.tolist()):

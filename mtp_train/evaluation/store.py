@@ -42,7 +42,6 @@ class Store:
     The directory is created with the first measurement, so that a refused study leaves none.
 
     Args:
-        out: The directory.
         identity: Arms, grid and options as plain JSON. A directory with another identity is refused.
         writer: Number of this process. Several may write at a time once the first one, 0, has claimed the directory;
             each appends to files of its own, and reads those of all.

@@ -61,12 +61,7 @@ class SuiteRecord:
 
 @dataclass(frozen=True)
 class Suite:
-    """The prompts of a suite, as text.
-
-    Args:
-        name: The name that the user gave.
-        records: The records in the order of the file; ids are unique.
-    """
+    """The prompts of a suite, as text."""
 
     name: str
     records: tuple[SuiteRecord, ...]
@@ -84,9 +79,6 @@ def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Su
     (:func:`content_group`). Records that are not text are left out, and counted in the log.
 
     Args:
-        name: Name of the suite in messages.
-        location: The file, directory or dataset.
-        layout: How its records are read.
         stem: Start of the records' ids, and the task of records that name none.
 
     Raises:
@@ -206,11 +198,8 @@ def text_before(
     one, and only the first text can be cut.
 
     Args:
-        asked: The record.
-        num_tokens: Length of the context.
         records: The suite's texts (:func:`distinct_texts`).
         seed: Determines, with the record's id, where the order of the texts starts.
-        tokens_of: The trunk's tokenizer.
 
     Raises:
         DataError: The suite has no other text.
@@ -314,10 +303,7 @@ def choose_records(
     The choice depends on the records' ids and the seed alone. A larger ``prompts_per_task`` extends a smaller choice.
 
     Args:
-        suite: The suite.
         prompts_per_task: The most records per task; None for all.
-        seed: Determines the choice.
-        tasks: Names of tasks; None for all.
 
     Raises:
         DataError: The suite has no task of one of these names.
@@ -358,12 +344,8 @@ def suite_prompts(
     :func:`choose_records` to see how many.
 
     Args:
-        suite: The suite.
-        tokenizer: The trunk's.
         context_tokens: The length of every prompt; None leaves the prompts unchanged.
-        prompts_per_task: As in :func:`choose_records`.
         seed: Determines the choice of prompts and the order of the inserted texts.
-        tasks: As in :func:`choose_records`.
 
     Raises:
         DataError: A task does not exist, a record does not fit the tokenizer, or no prompt is left.

@@ -43,7 +43,6 @@ def chunk_rows(vocab_size: int, gpu_bytes: int | None) -> int:
     300 rows on. A CPU works on a few rows at a time, and its chunks stay small.
 
     Args:
-        vocab_size: V.
         gpu_bytes: Memory of the GPU; None for any other device.
     """
     if gpu_bytes is None:
@@ -99,7 +98,6 @@ def chain_losses(tv_KN: Tensor, row_weight_KN: Tensor) -> tuple[Tensor, Tensor]:
     mean of these losses). Depths without a target at a start are left out of its products.
 
     Args:
-        tv_KN: Each row's ``tv``.
         row_weight_KN: Weight of each row's loss; 0 where depth k has no valid target at the row.
 
     Returns:
@@ -210,8 +208,6 @@ def frozen_head_loss(
     Args:
         student_KND: The head's final hidden states, aligned to target rows (``align_to_targets``).
         teacher_ND: The trunk's final hidden states at the same target rows.
-        lm_head_VD: The frozen output matrix.
-        targets_N: int64, the token that follows each target row.
         row_weight_KN: fp32, 0 where depth k has no valid target at the row.
         kind: The loss, by its name in ``losses/catalogue.py``.
         temperature: Softens p and q of every loss that distils.

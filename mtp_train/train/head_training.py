@@ -37,10 +37,6 @@ class HeadTraining(nn.Module):
     """A frozen trunk and the head that is trained on it.
 
     Args:
-        trunk: The trunk. It stays in eval mode and without gradients, also after ``train()``.
-        head: The head, in fp32.
-        num_depths: K.
-        kind: The loss, by its name in ``losses/catalogue.py``.
         temperature: Softens p and q of every loss that distils.
         apart: Independent depths: each attends to rows of its own depth only (``heads.step.unroll``).
         recompute: Recompute the head's activations in the backward pass, to save memory (``heads.step.unroll``).
@@ -107,9 +103,6 @@ class HeadTraining(nn.Module):
         """Return the loss of one micro-batch.
 
         Args:
-            tokens_BT: int, packed tokens.
-            positions_BT: int, restarting at each document.
-            document_BT: int, document numbers.
             loss_mask_BT: bool, tokens that may be targets.
             scale_K: fp32, factor of each depth's summed loss: the depth's weight over the number of its targets in the
                 whole step.

@@ -101,7 +101,6 @@ def make_optimizer(head: nn.Module, options: TrainOptions, *, fused: bool = Fals
     """Build AdamW over the head; weight decay on matrices only.
 
     Args:
-        options: The settings of AdamW.
         fused: Whether a step is one CUDA kernel for many tensors; on CPUs it would round in another way.
     """
     matrices = [parameter for parameter in head.parameters() if parameter.requires_grad and parameter.ndim > 1]
@@ -128,16 +127,11 @@ def train_head(
     """Train the head from the newest saved state to the last step.
 
     Args:
-        module: Trunk and head.
-        options: The settings of AdamW and of the loop.
-        plan: The division of a step among processes and micro-batches.
         batch_fn: From a step (0-based) to its packed sequences, the same on every rank.
         accelerator: Built with ``gradient_accumulation_steps=plan.accumulation``.
-        state_dir: Directory of resume states.
         make_log: From the step to resume at to the open log; None on ranks that do not log.
         on_step: Called after each step with the number of steps done, for a progress bar.
         cache: The trunk's hidden states; None computes them in every step.
-        selection: Selects the best head during training; None takes the last head.
 
     Returns:
         The trained weights, whole on every rank; with LoRA, its matrices. ``module`` may be left in shards.

@@ -143,13 +143,7 @@ def save_state(
     processes.
 
     Args:
-        state_dir: Directory of resume states.
-        step: Steps done.
-        head: The head, sharded or whole.
-        optimizer: AdamW, prepared by accelerate or not.
         best: The best head so far; None without a selection. Earlier best heads are removed.
-        sums: The sums since the last log line.
-        writes: Whether this process writes.
     """
     weights = head_state(head)
     moments, numbers = _flatten_optimizer(head, optimizer)

@@ -123,10 +123,8 @@ class Chooser(RowState):
     """Choose the tokens of one batch.
 
     Args:
-        settings: Sampling settings of each row.
         draft_sampling: ``argmax``: a draft is the drafter's first choice, accepted with the probability that the trunk
             gives it. ``sampled``: drafts are drawn from q and verified by rejection sampling.
-        device: Device of the batch.
     """
 
     def __init__(self, settings: Sequence[Sampling], draft_sampling: DraftSampling, device: torch.device) -> None:
@@ -162,9 +160,6 @@ class Chooser(RowState):
 
         Args:
             logits_BTV: The trunk's logits after each token of the window.
-            window_BT: The last committed token and the drafts.
-            length_B: The position of the last committed token.
-            drafts: The drafts.
             limit_B: Number of drafts of each row that count: ``num_drafted_B`` of the rules above.
         """
         positions_BT = length_B[:, None] + torch.arange(1, window_BT.shape[1] + 1, device=window_BT.device)

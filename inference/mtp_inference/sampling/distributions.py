@@ -351,7 +351,6 @@ def listed_edge(top_BTM: Tensor, least_BT1: Tensor, num_kept_BT1: Tensor, tail_B
         top_BTM: The largest scores, in descending order.
         least_BT1: The least score that top-k keeps, which the list contains.
         num_kept_BT1: Number of tokens that top-k keeps. Those that are not listed tie with the least.
-        tail_B11: ``1 - top_p``.
     """
     is_below_BTM = top_BTM < least_BT1
     num_below_BT1 = is_below_BTM.sum(-1, keepdim=True)
@@ -371,7 +370,6 @@ def _edge_in(scores_BTM1: Tensor, p_BTM1: Tensor, num_passed_BT1: Tensor, tail_B
         scores_BTM1: Scores in descending order, but that of the last entry, which is at most the edge's.
         p_BTM1: Their probabilities. The last entry is the sum of tokens that are not listed.
         num_passed_BT1: Number of entries at the end of the list that are not the edge.
-        tail_B11: ``1 - top_p``.
     """
     num_dropped_BT1 = (p_BTM1.flip(-1).cumsum(-1) <= tail_B11).sum(-1, keepdim=True).maximum(num_passed_BT1)
     place_BT1 = (p_BTM1.shape[-1] - 1 - num_dropped_BT1).clamp(min=0)
@@ -386,7 +384,6 @@ def edge_of_growing_lists(scores_BTV: Tensor, tail_B11: Tensor) -> Edge:
     Reads values on the host.
 
     Args:
-        scores_BTV: The scores.
         tail_B11: ``1 - top_p``, fp64. Rows whose tail rounds to 0 in fp32 keep all tokens.
     """
     scores_RV = scores_BTV.flatten(0, 1)
@@ -445,7 +442,6 @@ def first_over(weights_BTNS: Tensor, sums_BTN: Tensor, threshold_BT1: Tensor) ->
 
     Args:
         weights_BTNS: Weights of 0 or more in blocks, fp32, or bool to count.
-        sums_BTN: The sums of the blocks, fp32.
         threshold_BT1: fp32. A threshold from the total on counts as a little less than the total.
 
     Returns:
