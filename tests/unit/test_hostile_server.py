@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import gzip
-import threading
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from byte_tokenizer import byte_tokenizer
 from mtp_train.answers import endpoint as endpoint_module
-from mtp_train.answers.check import AnswerFit, CheckedStore
 from mtp_train.answers.draft_counts import as_completion
-from mtp_train.answers.endpoint import GREEDY, LIST_TIMEOUT, Endpoint, Refusal
-from mtp_train.answers.generate import Answering, Question
-from mtp_train.answers.served import regenerate_served
-from mtp_train.answers.store import RegeneratedStore
-from mtp_train.data.tokenize import Prompt
+from mtp_train.answers.endpoint import GREEDY, Endpoint, Refusal
+from mtp_train.answers.generate import Question
 from mtp_train.errors import DataError, MtpError
 from openai_server import Reply, completion, openai_server
 
@@ -67,46 +60,6 @@ def test_an_error_that_echoes_the_key_or_steers_the_terminal_is_shown_without() 
     refused = asked(Reply(status=400, body=f"\x1b]0;title\x07 Bearer {KEY} \u202e is unknown".encode()), api_key=KEY)
     assert isinstance(refused, Refusal)
     assert refused.reason == r"answers 400 (\x1b]0;title\x07 Bearer *** \u202e is unknown)"
-
-
-def test_the_list_of_models_is_waited_for_briefly_and_a_response_as_long_as_set(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    waits: list[httpx.Timeout] = []
-    stock = httpx.Client.stream
-
-    def noted(self: httpx.Client, *arguments: Any, timeout: httpx.Timeout, **more: Any) -> Any:
-        waits.append(timeout)
-        return stock(self, *arguments, timeout=timeout, **more)
-
-    monkeypatch.setattr(httpx.Client, "stream", noted)
-    asked(GOOD, timeout_seconds=77.0)
-    assert waits == [LIST_TIMEOUT, httpx.Timeout(77.0, connect=10.0)]
-    assert (LIST_TIMEOUT.connect, LIST_TIMEOUT.read) == (10.0, 10.0)
-
-
-def test_a_server_that_finishes_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "STALL_SECONDS", 0.2)
-    prompts = [Prompt(f"f#{number}", "g", (10, 20, 30)) for number in range(3)]
-    ended = threading.Event()
-    with openai_server(lambda payload: (ended.wait(), GOOD)[1]) as served:
-        endpoint = Endpoint(served.url, TOKENIZER, {EOS}, VOCAB_SIZE, concurrency=2)
-        endpoint.choose_model(None)
-        store = CheckedStore(
-            RegeneratedStore(tmp_path), lambda rows: AnswerFit(len(rows), 1, found=1.0, expected=1.0, allowed=0.0), ""
-        )
-        try:
-            with pytest.raises(DataError, match="finished none of its requests in"):
-                regenerate_served(
-                    prompts,
-                    store,
-                    endpoint,
-                    GREEDY,
-                    Answering(max_new_tokens=8, seq_len_tokens=64, eos_ids={EOS}),
-                    lambda done, total: None,
-                )
-        finally:
-            ended.set()
 
 
 # Any JSON
