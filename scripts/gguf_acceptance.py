@@ -1,8 +1,11 @@
 #!/usr/bin/env python
 """Count the drafts that llama-server accepts from heads inside GGUF files of one trunk, by its own counters.
 
-    mtp-train graft tuned.gguf --from BASE --out stale.gguf
-    mtp-train rescue tuned.gguf --from BASE --data prompts.jsonl --out rescued
+    python scripts/make_demo.py base finetune texts --size wide --work wide      # a pair that K-quants fit
+    python convert_hf_to_gguf.py wide/finetune --outfile bf16.gguf --outtype bf16
+    llama-quantize bf16.gguf tuned.gguf Q4_K_M
+    mtp-train graft tuned.gguf --from wide/base --out stale.gguf
+    mtp-train rescue tuned.gguf --from wide/base --data prompts.jsonl --out rescued
     python scripts/gguf_acceptance.py --server llama-server --trunk tuned.gguf --suite held-out.jsonl --title NAME \
         --out RECORD.json --kinds rescued/export stale=stale.gguf retrained=rescued/tuned-mtp.gguf
 
@@ -18,8 +21,10 @@ import argparse
 import contextlib
 import datetime
 import json
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -134,7 +139,7 @@ def arm_of(file: Path, trunk: Path, served: Served, plain: Served) -> dict[str, 
     state, own, given = inspect_gguf(file), open_gguf(file).tensors, open_gguf(trunk).tensors
     cell = served.cells[0]
     return {
-        "head": state.head_quantisation,
+        "head": state.head_quantisation if cell.draft_tokens else None,
         "trunk_bytes_equal": all(np.array_equal(own[name].data, one.data) for name, one in given.items()),
         "tokens": cell.new_tokens,
         "rounds": cell.rounds,
@@ -148,8 +153,8 @@ def arm_of(file: Path, trunk: Path, served: Served, plain: Served) -> dict[str, 
 
 def difference(first: Served, second: Served) -> dict[str, Any]:
     """Return tau of the first arm less that of the second, with its interval over groups."""
-    (mine,), (theirs,) = first.counts.values(), second.counts.values()
-    found = tau_difference(list(mine.values()), [theirs[prompt] for prompt in mine])
+    (mine,), (theirs,) = first.by_prompt.values(), second.by_prompt.values()
+    found = tau_difference([one for _, one in mine.values()], [theirs[prompt][1] for prompt in mine])
     interval = [round(one, 3) for one in found.ci95 or ()]
     arms = {"first": first.cells[0].arm, "second": second.cells[0].arm}
     return {**arms, "delta_tau": round(found.value, 3), "ci95": interval, "groups": found.groups}
@@ -193,7 +198,9 @@ def main() -> None:
     pairs += [(kind, EXACT) for kind in kinds if kind != EXACT]
     differences = [difference(served[one], served[other]) for one, other in pairs]
     version = subprocess.run([options.server, "--version"], capture_output=True, text=True, check=True).stderr
-    settings = {key: vars(options)[key] for key in ("depth", "threads", "new_tokens")}
+    given = [word.replace(options.server, Path(options.server).name) for word in sys.argv[1:]]
+    settings: dict[str, Any] = {"command": shlex.join(["python", "scripts/gguf_acceptance.py", *given])}
+    settings |= {key: vars(options)[key] for key in ("depth", "threads", "new_tokens")}
     settings |= {"llama.cpp": version.splitlines()[0], "date": str(datetime.date.today()), "prompts": len(prompts)}
     settings |= {"trunk": inspect_gguf(trunk).quantisation, "groups": served[PLAIN].cells[0].groups}
     record = {"settings": settings, "arms": found, "differences": differences, "unavailable": missing}
