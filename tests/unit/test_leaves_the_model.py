@@ -183,11 +183,3 @@ def _hooks(model: Any) -> dict[str, object]:
     return {name: value for name, value in model_state(model).items() if "_hooks" in name}
 
 
-def test_a_copy_of_a_model_whose_head_is_kept_is_the_model(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
-    model = load(base)
-    before = model_state(model)
-    keep_head(model)
-    keep_head(model)
-    assert difference(before, model_state(model)) == THE_SAVE
-    assert difference(model_state(model), model_state(copy.deepcopy(model))) == set()
