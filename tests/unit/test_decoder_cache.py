@@ -12,13 +12,12 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from mtp_inference.cache.delta import MAX_WINDOW, gated_delta_token, gated_delta_window
 from mtp_inference.cache.model_cache import AttentionStore, WindowCache
-from mtp_inference.cache.recurrent import RecurrentStore, undecided_states, window_conv
+from mtp_inference.cache.recurrent import undecided_states, window_conv
 from mtp_inference.cache.window import Window, attending_in_windows
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.trunk.load import Trunk
 from scripted import BatchRun, random_prompt, state_bound, state_errors
 from tiny import CACHE_KINDS, SLIDING_WINDOW, tiny_trunk
-from tolerances import FAR
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 VALUE_HEADS = 4
@@ -242,10 +241,6 @@ def continue_rows(trunk: Trunk, cache: WindowCache, lengths: list[int], window_B
 
 PROMPTS = [random_prompt(num_tokens, seed=num_tokens) for num_tokens in (2, 1, 70, 3, 9)]
 WINDOW_BT = torch.tensor([random_prompt(4, seed=row) for row in range(len(PROMPTS))])
-
-
-
-
 
 
 @pytest.mark.parametrize("kind", CACHE_KINDS)

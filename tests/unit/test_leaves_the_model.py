@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -181,5 +180,3 @@ def test_an_interrupted_training_leaves_no_hook_and_goes_on_later(tmp_path: Path
 
 def _hooks(model: Any) -> dict[str, object]:
     return {name: value for name, value in model_state(model).items() if "_hooks" in name}
-
-

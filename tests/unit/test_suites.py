@@ -17,7 +17,6 @@ from mtp_train.evaluation.suites import (
     Suite,
     SuiteRecord,
     choose_records,
-    content_text,
     load_suite,
     suite_prompts,
 )
@@ -54,8 +53,6 @@ LETTERS = suite_of(*(Chat((user(letter * 30),)) for letter in "abcdef"))
 
 
 # The built-in suite.
-
-
 
 
 def test_every_builtin_prompt_can_be_written_with_and_without_a_template() -> None:
