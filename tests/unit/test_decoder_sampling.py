@@ -29,11 +29,11 @@ from tiny import FAMILY_NAMES, VOCAB_SIZE, chained_head, nearly_tiny, tiny_head,
 SETTINGS = [
     Sampling(temperature=0.8),
     Sampling(temperature=0.8, top_k=12),
-    Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.3),
-    Sampling(temperature=0.8, min_p=0.05, repetition_penalty=0.8),
+    Sampling(temperature=0.8, top_p=0.9),
+    Sampling(temperature=0.8, min_p=0.05),
     Sampling(),
-    Sampling(temperature=0.8, top_k=20, top_p=0.8, min_p=0.02, repetition_penalty=1.2),
-    Sampling(repetition_penalty=1.5),
+    Sampling(temperature=0.8, top_k=20, top_p=0.8, min_p=0.02),
+    Sampling(),
 ]
 
 
@@ -55,7 +55,7 @@ OTHERS = [("glm4_moe", "ngram"), ("qwen3_5", "model"), ("mistral", "model")]
 
 @functools.cache
 def mixed_requests() -> list[Request]:
-    """Return seven requests of seven settings, lengths and depths."""
+    """Return seven requests of several settings, lengths and depths."""
     generator = torch.Generator().manual_seed(0)
     return [
         Request(
@@ -138,7 +138,6 @@ def exact_steps(trunk: Trunk, prompt: Sequence[int], sampling: Sampling = PLAIN)
     """Return the probabilities of the next token after every prefix of 0, 1, 2 tokens, in double, (VOCAB**n, VOCAB)."""
     processors = transformers.LogitsProcessorList(
         [
-            transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
             transformers.TemperatureLogitsWarper(sampling.temperature),
             transformers.TopKLogitsWarper(sampling.top_k or VOCAB),
             transformers.TopPLogitsWarper(sampling.top_p),
@@ -212,7 +211,6 @@ def worst_deviation(trunk: Trunk, drafting: Drafting | None, sampling: Sampling,
         ("mistral", "model", Sampling(temperature=1.0, top_k=4)),
         ("mistral", "model", Sampling(temperature=0.7, top_p=0.75)),
         ("glm4_moe", "chained", Sampling(temperature=1.3, min_p=0.15)),
-        ("mistral", "model", Sampling(temperature=1.0, repetition_penalty=1.8)),
     ],
 )
 def test_drawn_drafts_leave_the_distribution_as_it_is(name: str, drafting: str, sampling: Sampling) -> None:
