@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from demo_maker.corpus import TWINS, held_out_with
+from demo_maker.corpus import TWINS
 from mtp_train.checkpoints.demo import demo, demo_path, recorded, resolve
 from mtp_train.checkpoints.files import Checkpoint, open_checkpoint
 from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
@@ -43,10 +42,6 @@ def tokenizer() -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="module")
 def trunk(finetune: Checkpoint) -> Trunk:
     return load_trunk(finetune.path, finetune.family, dtype=torch.float32)
-
-
-def rows(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in demo_path(name).read_text(encoding="utf-8").splitlines()]
 
 
 # The checkpoints
@@ -81,15 +76,6 @@ def test_the_finetune_answers_in_json_and_ends_by_itself(trunk: Trunk, tokenizer
 
 
 # The prompts
-
-
-def test_every_prompt_is_a_question_with_a_json_answer_and_an_id_of_its_own() -> None:
-    records = rows("prompts")
-    assert len({record["id"] for record in records}) == len(records) > 1000
-    for record in records:
-        assert [message["role"] for message in record["messages"]] == ["user", "assistant"]
-        module = json.loads(record["messages"][1]["content"])["module"].split(".")[0]
-        assert held_out_with(module) == record["group"]
 
 
 def test_the_demo_is_evaluated_evenly_on_at_least_twelve_groups() -> None:
