@@ -27,13 +27,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import torch
 from rich.progress import Progress
@@ -59,13 +59,6 @@ TOP, POSITIONS, LOGIT_PROMPTS = 50, 48, 8
 """Tokens by rank and positions of each prompt whose log-probabilities are compared, and prompts."""
 
 
-def post(path: str, body: dict[str, Any]) -> Any:
-    """Send a request to the server; return its answer."""
-    request = urllib.request.Request(f"{URL}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)
-
-
 @contextlib.contextmanager
 def serving(file: Path, options: argparse.Namespace, *, drafts: bool) -> Iterator[None]:
     """Serve a file while the block runs."""
@@ -74,9 +67,9 @@ def serving(file: Path, options: argparse.Namespace, *, drafts: bool) -> Iterato
     with subprocess.Popen([*words, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             for _ in range(SECONDS_TO_LOAD):
-                with contextlib.suppress(urllib.error.URLError):
-                    urllib.request.urlopen(f"{URL}/health").close()
-                    break
+                with contextlib.suppress(httpx.TransportError):
+                    if httpx.get(f"{URL}/health").is_success:
+                        break
                 if server.poll() is not None:
                     raise SystemExit(f"{file}: {options.server} ended with {server.returncode}")
                 time.sleep(1)
@@ -98,13 +91,14 @@ def quantised_heads(trunk: Path, head: str, server: str, work: Path) -> tuple[di
     (alone,) = Path(mtp.export(arms[EXACT], work / "alone", head_only=True).out).glob("*.gguf")
     missing = []
     for kind in QUANTISED:
-        words = [quantiser, "--allow-requantize", "--pure", alone, work / f"alone-{kind}.gguf", kind]
-        done = subprocess.run(words, capture_output=True, text=True)
-        if done.returncode:
-            missing.append(f"head-{kind}: {done.stderr.strip().splitlines()[-1]}")
-            continue
-        arms[f"head-{kind}"] = work / f"{kind}.gguf"
-        mtp.graft(trunk, work / f"alone-{kind}.gguf", arms[f"head-{kind}"])
+        new = work / f"alone-{kind}.gguf"
+        subprocess.run([quantiser, "--allow-requantize", "--pure", alone, new, kind], capture_output=True, check=True)
+        found = inspect_gguf(new).head_quantisation or ""
+        if found.startswith(kind):
+            arms[f"head-{kind}"] = work / f"{kind}.gguf"
+            mtp.graft(trunk, new, arms[f"head-{kind}"])
+        else:
+            missing.append(f"head-{kind}: llama-quantize writes {found} for rows of this length")
     return arms, missing
 
 
@@ -114,7 +108,7 @@ def logit_distance(trunk: Path, prompts: list[tuple[int, ...]]) -> dict[str, Any
     differences, same = [], []
     for ids in prompts:
         wanted = {"prompt": list(ids), "n_predict": POSITIONS, "temperature": 0, "n_probs": TOP, "cache_prompt": False}
-        told = post("completion", wanted)["completion_probabilities"]
+        told = httpx.post(f"{URL}/completion", json=wanted, timeout=None).json()["completion_probabilities"]
         tokens_1T = torch.tensor([[*ids, *(one["id"] for one in told)]])
         with torch.no_grad():
             logits_TV = ours.logits(ours.hidden(tokens_1T)[0, len(ids) - 1 : -1]).float()
@@ -171,12 +165,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     options = parser.parse_args()
     trunk = Path(options.trunk)
-    grid = EvaluationGrid(
-        suite=options.suite,
-        prompts_per_task=options.count,
-        temperatures=(0.0,),
-        max_new_tokens=options.new_tokens,
-    )
+    sizes = {"prompts_per_task": options.count, "max_new_tokens": options.new_tokens}
+    grid = EvaluationGrid(suite=options.suite, temperatures=(0.0,), **sizes)
     prompts = [one.prompt_ids for one in grid_prompts(grid, gguf_tokenizer(trunk), (None,))[None]]
     named = {name: Path(file) for name, _, file in (arm.partition("=") for arm in options.arms)}
     pairs = [pair[::-1] for pair in combinations(named, 2)]
@@ -185,12 +175,10 @@ def main() -> None:
         kinds, missing = (
             quantised_heads(trunk, options.kinds, options.server, Path(work)) if options.kinds else ({}, [])
         )
+        server = partial(Server, url=URL, checkpoint=options.trunk, request_timeout_seconds=RESPONSE_TIMEOUT_SECONDS)
         for name, file in {PLAIN: next(iter(named.values())), **named, **kinds}.items():
             with serving(file, options, drafts=name != PLAIN):
-                arm = Server(
-                    name=name, url=URL, checkpoint=str(trunk), request_timeout_seconds=RESPONSE_TIMEOUT_SECONDS
-                )
-                served[name] = ask(arm, grid, progress)
+                served[name] = ask(server(name=name), grid, progress)
                 if name == PLAIN:
                     distance = logit_distance(trunk, prompts[:LOGIT_PROMPTS])
             found[name] = arm_of(file, trunk, served[name], served[PLAIN])
