@@ -26,14 +26,14 @@ from mtp_train.evaluation.served import Server
 from mtp_train.evaluation.suites import BUILTIN, BUILTIN_FILE, suite_location
 from mtp_train.report.summary import summary
 from mtp_train.report.write import log_report, write_report
-from mtp_train.runs.display import quiet_progress, rich_to_html, rich_to_text
+from mtp_train.runs.display import RichlyShown, quiet_progress
 from mtp_train.runs.run_directory import RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.train.log import Tracking, WandbMode
 from mtp_train.trunk.quantise import Quantization
 
 
 @dataclass(frozen=True)
-class EvaluationResult:
+class EvaluationResult(RichlyShown):
     """Measurements of one or more arms, as :func:`evaluate` and :func:`compare` return them.
 
     Printed, and in a notebook, it shows the verdict, the arms, tau by task and the depths to serve.
@@ -53,14 +53,8 @@ class EvaluationResult:
         """Return plain JSON values, as ``--json`` prints them: the content of ``report.json``."""
         return self.report.to_json()
 
-    def __str__(self) -> str:
-        return rich_to_text(self.__rich__())
-
     def __rich__(self) -> RenderableType:
         return summary(self.report)
-
-    def _repr_html_(self) -> str:
-        return rich_to_html(self.__rich__())
 
 
 def evaluate(

@@ -18,16 +18,21 @@ from mtp_inference.text import marked_pieces
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.errors import DataError, printable
 from mtp_train.evaluation.arms import local_device
-from mtp_train.runs.display import html_table, quiet_progress
+from mtp_train.runs.display import Shown, html_table, quiet_progress
 from mtp_train.train.machine import use_threads
 from mtp_train.trunk.tokenizer import load_tokenizer, require_variables
 from mtp_train.trunk.whole import require_whole_trunk
 
 _KWARGS = "--chat-template-kwargs"
+_DOCUMENT = (
+    *("text", "token_ids", "finish_reason", "num_drafts", "num_draft_tokens", "num_accepted_tokens"),
+    "accepted_per_pos",
+)
+"""What of a result ``--json`` prints."""
 
 
 @dataclass(frozen=True)
-class GenerateResult:
+class GenerateResult(Shown):
     """New text and counters of each prompt, as :func:`generate` returns them."""
 
     requests: tuple[GenerationResult, ...]
@@ -39,7 +44,8 @@ class GenerateResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train generate --json`` prints them; counters have vLLM's names."""
-        return {"requests": [_document(one) for one in self.requests], "settings": self.settings}
+        requests = [{name: getattr(one, name) for name in _DOCUMENT} for one in self.requests]
+        return {"requests": requests, "settings": self.settings}
 
     @property
     def tau(self) -> float:
@@ -48,16 +54,11 @@ class GenerateResult:
         return 1.0 + sum(one.num_accepted_tokens for one in self.requests) / max(1, rounds)
 
     @property
-    def tokens_per_second(self) -> float:
-        """New tokens of all prompts, which are decoded together, per second of the longest, prefill included."""
-        seconds = max(one.seconds_prefill + one.seconds_decode for one in self.requests)
-        return sum(len(one.token_ids) for one in self.requests) / max(seconds, 1e-9)
-
-    @property
     def summary(self) -> str:
-        """Tau and speed in a line."""
+        """Tau and speed in a line. The prompts are decoded together, so the longest one's time counts."""
         tokens, rounds = (sum(len(one.token_ids) for one in self.requests), sum(one.rounds for one in self.requests))
-        return f"{tokens} tokens in {rounds} rounds: tau {self.tau:.2f}, {self.tokens_per_second:.1f} tokens/s"
+        seconds = max(one.seconds_prefill + one.seconds_decode for one in self.requests)
+        return f"{tokens} tokens in {rounds} rounds: tau {self.tau:.2f}, {tokens / max(seconds, 1e-9):.1f} tokens/s"
 
     def __str__(self) -> str:
         if len(self.requests) == 1:
@@ -202,12 +203,11 @@ def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: 
     tokenizer = load_tokenizer(model.checkpoint, trust_remote_code=False, adapter=model.adapter)
     variables = options.chat_template_kwargs
     require_variables(tokenizer, variables, _KWARGS)
-    prompts = [
-        prompt_tokens(tokenizer, prompt, chat=options.chat, where=f"--prompt {number}", variables=variables)
-        for number, prompt in enumerate(options.prompts, start=1)
-    ]
-    for number, prompt_ids in enumerate(prompts, start=1):
-        refuse_images(prompt_ids, model.image_ids, f"--prompt {number}")
+    prompts = []
+    for number, prompt in enumerate(options.prompts, start=1):
+        where = f"--prompt {number}"
+        prompts.append(prompt_tokens(tokenizer, prompt, chat=options.chat, where=where, variables=variables))
+        refuse_images(prompts[-1], model.image_ids, where)
     if model.external is not None and depth:
         drafter = model.external
         progress.console.print(f"drafting with {drafter.checkpoint.path}, a {drafter.title}", highlight=False)
@@ -221,7 +221,7 @@ def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: 
             on_text(chunk.text)
         if chunk.result is not None:
             results[chunk.index] = chunk.result
-    ordered = tuple(results[index] for index in range(len(requests)))
+    ordered = tuple(result for _, result in sorted(results.items()))
     pieces = tuple(
         marked_pieces(tokenizer, prompt_ids, one.token_ids, one.from_drafts, options.stop)
         for prompt_ids, one in zip(prompts, ordered, strict=True)
@@ -242,15 +242,3 @@ def _require_weights(model: OpenModel, depth: int, progress: Progress) -> None:
         require_whole_trunk(model.draft_model)
     for one in (model.checkpoint, *(model.draft_checkpoints if depth else ())):
         require_finite_checkpoint(one, progress)
-
-
-def _document(result: GenerationResult) -> dict[str, Any]:
-    return {
-        "text": result.text,
-        "token_ids": list(result.token_ids),
-        "finish_reason": result.finish_reason,
-        "num_drafts": result.num_drafts,
-        "num_draft_tokens": result.num_draft_tokens,
-        "num_accepted_tokens": result.num_accepted_tokens,
-        "accepted_per_pos": list(result.accepted_per_pos),
-    }

@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from rich.console import Console, Group, RenderableType
@@ -33,7 +32,7 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.report.summary import summary
 from mtp_train.report.wording import capitalised, serving_depth
 from mtp_train.report.write import PAGE_FILE, log_report, write_report
-from mtp_train.runs.display import logged, quiet_progress, rich_to_html, serving_lines, wiring_note
+from mtp_train.runs.display import RichlyShown, Shown, logged, quiet_progress, serving_lines, wiring_note
 from mtp_train.runs.evaluate_run import evaluate_run, served_commands, unjudged, without_gain
 from mtp_train.runs.export import write_card, write_export
 from mtp_train.runs.refusals import check_decoder
@@ -260,7 +259,7 @@ def _export(run: Run) -> str:
 
 
 @dataclass(frozen=True)
-class RegenerateResult:
+class RegenerateResult(Shown):
     """Directory and counts of the responses that :func:`regenerate` wrote."""
 
     run_dir: Path
@@ -269,11 +268,10 @@ class RegenerateResult:
     """Responses, the documents made of them, their tokens, and the responses that were left out or cut."""
 
     def to_json(self) -> dict[str, int]:
-        """Return plain JSON values, as ``mtp-train regenerate --json`` prints them."""
         return asdict(self.counts)
 
-    def __str__(self) -> str:
-        return "\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in asdict(self.counts).items())
+    def _rows(self) -> list[tuple[str, str]]:
+        return [(name.replace("_", " "), str(value)) for name, value in asdict(self.counts).items()]
 
 
 def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progress | None = None) -> RegenerateResult:
@@ -340,7 +338,7 @@ def page_of(run_dir: Path) -> str | None:
 
 
 @dataclass(frozen=True)
-class RunResult:
+class RunResult(RichlyShown):
     """Outcome of a finished run, as :func:`run` returns it. In a notebook it shows the table of the arms."""
 
     run_dir: Path
@@ -376,10 +374,6 @@ class RunResult:
             return {}
         return _serving(self.run_dir, self.export, self.report)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, as ``mtp-train run --json`` prints them."""
-        return {**asdict(self), "run_dir": str(self.run_dir)}
-
     def __str__(self) -> str:
         lines = [self.message, *([] if self.page is None else [f"report: {self.page}"])]
         lines += [f"{engines}: {text}" for engines, text in serving_lines(self.serves)]
@@ -391,6 +385,3 @@ class RunResult:
 
     def __rich__(self) -> RenderableType:
         return Group(summary(self.report), Text(f"\n{self.message}"))
-
-    def _repr_html_(self) -> str:
-        return rich_to_html(self.__rich__())

@@ -17,7 +17,7 @@ import contextlib
 import gc
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +45,7 @@ from mtp_train.evaluation.run import run_study
 from mtp_train.evaluation.wirings import better_wiring
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.display import html_table
+from mtp_train.runs.display import Shown
 from mtp_train.runs.head_source import LoneHead, is_lone, open_head_source, trunk_of
 from mtp_train.runs.inputs import split_records
 from mtp_train.runs.pipeline import run_recipe
@@ -89,7 +89,7 @@ class HeadLevel:
 
 
 @dataclass(frozen=True)
-class ProbeResult:
+class ProbeResult(Shown):
     """Result of :func:`probe`: a verdict and its figures."""
 
     verdict: Verdict
@@ -115,16 +115,8 @@ class ProbeResult:
     """The form or convention in which the base's head drafts better for the base, with its figures; None if ours is
     the best."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, as ``mtp-train probe --json`` prints them."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        rows = "\n".join(f"{name}: {text}" for name, text in self._rows())
-        return f"{rows}\n{self.verdict}: {self.reason}\n{self.command}"
-
-    def _repr_html_(self) -> str:
-        return html_table(f"{self.verdict}: {self.reason}", ("", "tau"), self._rows())
+    def _title(self) -> str:
+        return f"{self.verdict}: {self.reason}"
 
     def _rows(self) -> list[tuple[str, str]]:
         trained = f"{_number(self.trained_tau)} after {self.trained_steps} steps, gain {_interval(self.gain_ci95)}"
@@ -134,6 +126,7 @@ class ProbeResult:
             ("overlap lost at equal entropy", _lost_text(self)),
             *([("base's head, wired otherwise", self.wiring)] if self.wiring is not None else []),
             *([("briefly retrained", trained)] if self.trained_tau is not None else []),
+            ("next", self.command),
         ]
 
 

@@ -14,7 +14,6 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -34,7 +33,7 @@ from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.checkpoint_tools.gguf_files import graft_gguf, inspect_gguf
 from mtp_train.runs.checkpoint_tools.inspect import serving_commands
-from mtp_train.runs.display import html_table, serving_lines, wiring_note
+from mtp_train.runs.display import Shown, serving_lines, wiring_note
 from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
 from mtp_train.runs.export import write_export, write_untrained_card
 from mtp_train.runs.head_source import open_head_source, source_plan
@@ -47,7 +46,7 @@ from mtp_train.trunk.progress import progress_on
 
 
 @dataclass(frozen=True)
-class RescueResult:
+class RescueResult(Shown):
     """The checkpoint that :func:`rescue` wrote, and the head it has."""
 
     out: str
@@ -64,17 +63,12 @@ class RescueResult:
     notes: tuple[str, ...] = ()
     """Which engines wire the head otherwise than it was measured; weight files of the fine-tune that no copy has."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, as ``mtp-train rescue --json`` prints them."""
-        return dict(vars(self))
+    def _title(self) -> str:
+        return f"{self.reason}.\nWrote {self.out}, with the {self.head} head."
 
-    def __str__(self) -> str:
-        lines = [f"{self.reason}.", f"Wrote {self.out}, with the {self.head} head."]
-        lines += [] if self.page is None else [f"report: {self.page}"]
-        return "\n".join([*lines, *(f"{engines}: {text}" for engines, text in serving_lines(self.serves)), *self.notes])
-
-    def _repr_html_(self) -> str:
-        return html_table(f"{self.out}: {self.head} head. {self.reason}.", ("engine", "command"), self.serves.items())
+    def _rows(self) -> list[tuple[str, str]]:
+        page = [] if self.page is None else [("report", self.page)]
+        return [*page, *serving_lines(self.serves), *(("note", one) for one in self.notes)]
 
 
 def rescue(

@@ -32,6 +32,7 @@ from mtp_train.recipe.loading import dump_yaml, with_stand_ins
 from mtp_train.recipe.sections import AUTO
 from mtp_train.recipe.shipped import SCHEMA_FILE
 from mtp_train.runs.check import CheckResult, check, launch_command
+from mtp_train.runs.display import Shown
 from mtp_train.runs.head_source import LoneHead, open_head_source
 from mtp_train.runs.inputs import plan_head
 
@@ -91,7 +92,7 @@ _DRAFT_VOCAB = 32_000
 
 
 @dataclass(frozen=True)
-class WriteRecipeResult:
+class WriteRecipeResult(Shown):
     """The recipe that :func:`write_recipe` wrote."""
 
     out: Path
@@ -104,10 +105,6 @@ class WriteRecipeResult:
     """The commands to run next: check the recipe, and run it, if it fits."""
     notes: tuple[str, ...] = ()
     """That the run does not fit; for a new head, that the base may have one, as releases of this family do."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, as ``mtp-train init --json`` prints them."""
-        return {**vars(self), "out": str(self.out)}
 
     def __str__(self) -> str:
         said = f"Wrote {self.out} ({self.family}). It trains {_TRAINS[self.start]}"

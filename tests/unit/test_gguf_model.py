@@ -192,6 +192,14 @@ def test_a_head_that_cannot_work_is_no_healthy_one(
 def test_a_head_beside_the_file_is_named(base: Path, trunk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(base), "--out", str(trunk.parent / "head"), "--gguf", "q8_0"]) == 0
     (trunk.parent / "head" / "mtp-base.gguf").rename(trunk.parent / "mtp-base.gguf")
+    # Neighbours that cannot be read are no reason to refuse a file that can, nor hide a head beside it.
+    (trunk.parent / "cut.gguf").write_bytes(b"GGUF\x03")
+    foreign = gguf.GGUFWriter(trunk.parent / "foreign.gguf", "qwen35")
+    foreign.add_tensor("blk.first.weight", np.ones(4, dtype=np.float32))
+    foreign.write_header_to_file()
+    foreign.write_kv_data_to_file()
+    foreign.write_tensors_to_file()
+    foreign.close()
     assert f"-m {trunk} -md {trunk.parent / 'mtp-base.gguf'} " in looked_at(trunk).serves["llama.cpp"]
     out = trunk.parent / "whole.gguf"
     capsys.readouterr()

@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.progress import Progress
 
@@ -22,7 +22,6 @@ from mtp_train.checkpoints.gguf.model_file import open_gguf
 from mtp_train.checkpoints.gguf.sidecar import GgufKind, write_gguf
 from mtp_train.checkpoints.gguf.tensors import gguf_tensors
 from mtp_train.checkpoints.identity import checkpoint_files, directory_files, require_same
-from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.locations import (
     HEAD,
     RECIPE_FILE,
@@ -41,7 +40,7 @@ from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of, w
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.checkpoint_tools.gguf_files import config_of, export_gguf_head
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
-from mtp_train.runs.display import quiet_progress
+from mtp_train.runs.display import Shown, quiet_progress
 from mtp_train.runs.export import write_card, write_export
 from mtp_train.runs.run_directory import ADAPTER, PROVENANCE_FILE, TRUNK, claimed_by_run
 from mtp_train.trunk.tokenizer import load_tokenizer
@@ -52,7 +51,7 @@ _ONE_HEAD = "TRUNK.gguf must have no head of its own (convert_hf_to_gguf.py --no
 
 
 @dataclass(frozen=True)
-class ExportResult:
+class ExportResult(Shown):
     """The files that :func:`export` wrote."""
 
     out: Path
@@ -66,14 +65,6 @@ class ExportResult:
     notes: tuple[str, ...] = ()
     """Sentences about weight files that were left out, the trunk's layers that a draft model for speculators reads, and
     the trunk that a GGUF file is passed with."""
-
-    def to_json(self) -> dict[str, Any]:
-        values: dict[str, Any] = {"out": str(self.out), "notes": self.notes}
-        if self.file is not None:
-            values["file"] = str(self.file)
-        if self.flag is not None:
-            values["flag"] = self.flag
-        return values
 
     def __str__(self) -> str:
         if self.file is not None:
@@ -125,40 +116,28 @@ def export(
         Wrote my-27b-head/mtp-my-27b.gguf. Serve it: llama-server ...
     """
     source, out, progress = Path(source), Path(out), progress or quiet_progress()
-    _require_one_form(head_only=head_only, gguf=gguf is not None, speculators=speculators, copy=copy)
+    forms = (("--head-only", head_only), ("--gguf", gguf), ("--speculators", speculators))
+    given = [name for name, is_on in forms if is_on]
+    if len(given) > 1:
+        raise MtpError(f"{' and '.join(given)}: given together; expected one of them. Leave the others out.")
+    if gguf is not None and copy:
+        raise MtpError("--copy: given with --gguf, which links no files; expected one of them. Leave --copy out.")
     if is_gguf(source):
-        return _take_head_out(source, out, head_only, progress)
+        if not head_only:
+            raise MtpError(f"{source}: a GGUF file; expected --head-only, which takes its head out. Add it.")
+        return ExportResult(out, source, file=export_gguf_head(source, out, progress), notes=(_ONE_HEAD,))
     refuse_existing(out, what="the checkpoint" if gguf is None else "the GGUF file")
     found = _head_to_export(source, progress)
     _require_sound(source, found, progress, head_only=head_only, alone=head_only or gguf is not None)
-    trunk, layout = found.trunk, layout_of(found.holder)
     if gguf is not None:
-        return _export_gguf(source, found, layout, out, gguf, progress)
-    if speculators and found.plan.family.kind == "mtp":
-        raise CheckpointError(
-            f"{trunk.path}: its head is an MTP head, which is part of the trunk's checkpoint; expected a head of kind "
-            "eagle3. Leave --speculators out."
-        )
+        return _write_gguf_file(source, found, out, gguf, progress)
     if head_only:
-        write_head_only(trunk, layout, found.plan.head, out)
+        write_head_only(found.trunk, layout_of(found.holder), found.plan.head, out)
         depths = found.plan.num_depths if isinstance(found.plan, Artifact) else SUGGESTED_DEPTH
-        return ExportResult(out, trunk.path, flag=draft_model_flag(str(out), depths))
+        return ExportResult(out, found.trunk.path, flag=draft_model_flag(str(out), depths))
     form: DraftForm = "speculators" if speculators else "engines"
     notes = _write_with_trunk(source, found, out, form, "copy" if copy else "hard", progress)
-    return ExportResult(out, trunk.path, notes=notes)
-
-
-def _export_gguf(
-    source: Path, found: _HeadToExport, layout: HeadLayout, out: Path, kind: GgufKind, progress: Progress
-) -> ExportResult:
-    file = _write_gguf(source, found, layout, out, kind, progress)
-    return ExportResult(out, found.trunk.path, file=file, notes=(_ONE_HEAD,) if found.plan.family.kind == "mtp" else ())
-
-
-def _take_head_out(source: Path, out: Path, head_only: bool, progress: Progress) -> ExportResult:
-    if not head_only:
-        raise MtpError(f"{source}: a GGUF file; expected --head-only, which takes its head out. Add it.")
-    return ExportResult(out, source, file=export_gguf_head(source, out, progress), notes=(_ONE_HEAD,))
+    return ExportResult(out, found.trunk.path, notes=notes)
 
 
 def _write_with_trunk(
@@ -166,6 +145,11 @@ def _write_with_trunk(
 ) -> tuple[str, ...]:
     """Write the trunk's checkpoint with the head in it, or a run's draft model; return what to tell about it."""
     trunk, layout = found.trunk, layout_of(found.holder)
+    if form == "speculators" and found.plan.family.kind == "mtp":
+        raise CheckpointError(
+            f"{trunk.path}: its head is an MTP head, which is part of the trunk's checkpoint; expected a head of kind "
+            "eagle3. Leave --speculators out."
+        )
     if not isinstance(found.plan, Artifact):
         write_checkpoint(trunk, layout, found.plan.head, out, link=link)
         return _notes(found)
@@ -178,14 +162,6 @@ def _write_with_trunk(
         layers = found.plan.family.wiring.trunk_layers(text_config_of(trunk))
         notes += (f"It reads the hidden states after the layers {', '.join(map(str, layers))} of its trunk.",)
     return notes
-
-
-def _require_one_form(*, head_only: bool, gguf: bool, speculators: bool, copy: bool) -> None:
-    given = [f"--{name}" for name, on in (("head-only", head_only), ("gguf", gguf), ("speculators", speculators)) if on]
-    if len(given) > 1:
-        raise MtpError(f"{' and '.join(given)}: given together; expected one of them. Leave the others out.")
-    if gguf and copy:
-        raise MtpError("--copy: given with --gguf, which links no files; expected one of them. Leave --copy out.")
 
 
 def _notes(found: _HeadToExport) -> tuple[str, ...]:
@@ -205,17 +181,14 @@ def _notes(found: _HeadToExport) -> tuple[str, ...]:
     return (*notes, *left_out(others))
 
 
-def _write_gguf(
-    source: Path, found: _HeadToExport, layout: HeadLayout, out: Path, kind: GgufKind, progress: Progress
-) -> Path:
-    """Write ``mtp-NAME.gguf``, named after the trunk, into a new directory; return its path."""
-    if isinstance(found.plan, Artifact) and found.plan.family.kind != "mtp":
-        return _write_draft_gguf(source, found.trunk, found.plan, out, kind, progress)
-    trunk = found.trunk
+def _write_gguf_file(source: Path, found: _HeadToExport, out: Path, kind: GgufKind, progress: Progress) -> ExportResult:
+    """Write ``mtp-NAME.gguf`` or ``eagle3-NAME.gguf``, named after the trunk, into a new directory."""
+    if found.plan.family.kind != "mtp":
+        return ExportResult(out, found.trunk.path, file=_write_draft_gguf(source, found, out, kind, progress))
+    trunk, layout, config = found.trunk, layout_of(found.holder), config_of(found.trunk)
     # A checkpoint may store its head in FP8; read without ``verbatim``, the tensors are plain floats.
-    head = native_head_of(found.holder, layout, layout) if not isinstance(found.plan, Artifact) else found.plan.head
+    head = found.plan.head if isinstance(found.plan, Artifact) else native_head_of(found.holder, layout, layout)
     record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))
-    config = config_of(trunk)
     tensors = gguf_tensors(trunk, layout, head, record, config)
     tokenizer = load_tokenizer(trunk, trust_remote_code=False)
     name = f"mtp-{checkpoint_name(trunk.path)}.gguf"
@@ -230,19 +203,12 @@ def _write_gguf(
             tokenizer=tokenizer,
             progress=progress,
         )
-    return out / name
+    return ExportResult(out, trunk.path, file=out / name, notes=(_ONE_HEAD,))
 
 
-def _write_draft_gguf(
-    source: Path, checkpoint: Checkpoint, head: Artifact, out: Path, kind: GgufKind, progress: Progress
-) -> Path:
-    """Write ``eagle3-NAME.gguf``, named after the trunk's GGUF file, into a new directory; return its path.
-
-    Raises:
-        CheckpointError: The head is no EAGLE-3 head, or the run's trunk is no GGUF file.
-    """
-    trunk = load_recipe(source / RECIPE_FILE).model.trunk
-    if head.family.kind != "eagle3" or not is_gguf(trunk):
+def _write_draft_gguf(source: Path, found: _HeadToExport, out: Path, kind: GgufKind, progress: Progress) -> Path:
+    trunk, head = load_recipe(source / RECIPE_FILE).model.trunk, found.plan
+    if not isinstance(head, Artifact) or head.family.kind != "eagle3" or not is_gguf(trunk):
         raise CheckpointError(
             f"{source}: a head of kind {head.family.kind} for {trunk}; expected an MTP head, or an EAGLE-3 head for "
             "a trunk that is a GGUF file. Export it without --gguf: it becomes a draft model, which llama.cpp's "
@@ -251,7 +217,7 @@ def _write_draft_gguf(
     name = f"eagle3-{Path(trunk).name}"
     with new_directory(out, what="the GGUF file") as directory, tempfile.TemporaryDirectory(dir=directory) as work:
         draft = Path(work) / "draft"
-        write_export(checkpoint, head, draft, adapter=None, link="hard", progress=progress)
+        write_export(found.trunk, head, draft, adapter=None, link="hard", progress=progress)
         write_draft_gguf(open_checkpoint(draft), open_gguf(Path(trunk)), directory / name, kind, progress)
     return out / name
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +37,7 @@ from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import refuse_existing
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
-from mtp_train.runs.display import html_table
+from mtp_train.runs.display import Shown
 
 GgufStatus = Literal["healthy", "declared_but_missing", "undeclared", "partial", "damaged", "none"]
 _ALWAYS = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
@@ -46,7 +46,7 @@ _RECORDS = {record.arch: record for record in GGUF_HEADS.values()}
 
 
 @dataclass(frozen=True)
-class GgufInspection:
+class GgufInspection(Shown):
     """State of the head in a GGUF file, as :func:`mtp_train.inspect` returns it."""
 
     file: str
@@ -67,22 +67,14 @@ class GgufInspection:
     serves: Mapping[str, str]
     cure: str | None
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def __str__(self) -> str:
-        (_, status), *rows = self._rows()
-        return "\n".join([f"{self.file}: {status}", *(f"{label}: {text}" for label, text in rows)])
-
-    def _repr_html_(self) -> str:
-        return html_table(self.file, ("", ""), self._rows())
+    def _title(self) -> str:
+        return f"{self.file}: {self.status}" + ("" if self.holds_trunk else ", a head in a file of its own")
 
     def _rows(self) -> list[tuple[str, str]]:
         modules = f"modules declared {self.declared_modules}, present {self.present_modules}"
         beside = ", ".join(self.heads_beside)
         both = f"{beside} beside a head in the file: pass one of them, -md for the other file, never both"
         return [
-            ("status", self.status + ("" if self.holds_trunk else ", a head in a file of its own")),
             ("architecture", f"{self.architecture}; {modules}"),
             ("trunk", self.quantisation),
             *([("head", self.head_quantisation)] if self.head_quantisation else []),
@@ -154,14 +146,17 @@ def _types(tensors: Any) -> str:
 
 def heads_beside(model: GgufModel) -> tuple[str, ...]:
     """Return the other GGUF files of a model's directory that hold a head of its architecture alone."""
-    first = model.files[0]
-    found = []
-    for path in sorted(first.parent.glob("*.gguf")):
-        if path not in model.files and "-of-" not in path.name:
-            other = open_gguf(path)
-            if other.arch == model.arch and other.present_modules and not other.holds_trunk:
-                found.append(path.name)
-    return tuple(found)
+    others = (path for path in sorted(model.files[0].parent.glob("*.gguf")) if path not in model.files)
+    return tuple(path.name for path in others if "-of-" not in path.name and _is_head_for(model, path))
+
+
+def _is_head_for(model: GgufModel, file: Path) -> bool:
+    try:
+        other = open_gguf(file)
+        return other.arch == model.arch and other.present_modules > 0 and not other.holds_trunk
+    # A neighbour that is broken, or of another kind, is nobody's head; names of its blocks may have no number.
+    except (CheckpointError, ValueError, TypeError):
+        return False
 
 
 def _head_problems(model: GgufModel) -> list[str]:
@@ -191,7 +186,7 @@ def _status(model: GgufModel, problems: Sequence[str]) -> GgufStatus:
 
 
 @dataclass(frozen=True)
-class GgufGraftResult:
+class GgufGraftResult(Shown):
     """The GGUF file that :func:`mtp_train.graft` wrote."""
 
     files: tuple[Path, ...]
@@ -200,9 +195,6 @@ class GgufGraftResult:
     head_quantisation: str
     heads_beside: tuple[str, ...] = ()
     """Files beside it that hold a head alone, not to be passed with it."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "files": [str(file) for file in self.files]}
 
     def __str__(self) -> str:
         first = shlex.quote(str(self.files[0]))

@@ -38,7 +38,7 @@ from mtp_train.heads.diagnose import DSPARK_BLOCK, HeadDiagnosis, diagnose_head,
 from mtp_train.heads.difference import HeadDifference, compare_heads, zero_head
 from mtp_train.heads.draft_model import DraftModel, diagnose_draft, draft_model, draft_plan, vocabulary_problem
 from mtp_train.runs.checkpoint_tools.gguf_files import GgufInspection, inspect_gguf
-from mtp_train.runs.display import html_table, quiet_progress, serving_lines
+from mtp_train.runs.display import Shown, quiet_progress, serving_lines
 from mtp_train.trunk.whole import TrunkDiagnosis, diagnose_trunk, first_of, holds_trunk, untie_command
 
 Status = Literal[
@@ -94,7 +94,7 @@ def _diagnose_weights(checkpoint: Checkpoint, layout: HeadLayout | None, progres
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inspection:
+class Inspection(Shown):
     """State of a checkpoint's MTP head and trunk, as :func:`inspect` returns it.
 
     ``print(inspection)`` shows what ``mtp-train inspect`` prints; :meth:`to_json` returns the document of its
@@ -162,12 +162,8 @@ class Inspection:
             "note": self.note,
         }
 
-    def __str__(self) -> str:
-        (_, status), *rows = self._rows()
-        return "\n".join([f"{self.checkpoint}: {status}", *(f"{label}: {text}" for label, text in rows)])
-
-    def _repr_html_(self) -> str:
-        return html_table(self.checkpoint, ("", ""), self._rows())
+    def _title(self) -> str:
+        return f"{self.checkpoint}: {self.status}" + (" (stale)" if self.stale else "")
 
     def _rows(self) -> list[tuple[str, str]]:
         head, trunk, weights, change = self.head, self.trunk, self.weights, self.trunk_changed
@@ -185,7 +181,6 @@ class Inspection:
             "no part of the checkpoint": tuple(map(str, weights.unnamed_files)),
         }
         rows = [
-            ("status", self.status + (" (stale)" if self.stale else "")),
             ("family", f"{self.family}; modules declared {head.declared_modules}, present {head.present_modules}"),
             ("note", self.note),
             *((title, _first_three(keys)) for title, keys in found.items() if keys),

@@ -7,7 +7,7 @@ and MTP head stay as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.runs.checkpoint_tools.gguf_files import GgufGraftResult, graft_gguf
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH, serving_commands
-from mtp_train.runs.display import quiet_progress, serving_lines
+from mtp_train.runs.display import Shown, quiet_progress, serving_lines
 from mtp_train.runs.export import write_untrained_card
 from mtp_train.runs.run_directory import checkpoint_identity
 from mtp_train.trunk.tokenizer import load_tokenizer
@@ -37,7 +37,7 @@ from mtp_train.trunk.whole import first_of, require_whole_trunk
 
 
 @dataclass(frozen=True)
-class GraftResult:
+class GraftResult(Shown):
     """The checkpoint that :func:`graft` wrote."""
 
     out: Path
@@ -49,9 +49,6 @@ class GraftResult:
     """Engine to the command that serves ``out``, or ``no: REASON``."""
     notes: tuple[str, ...] = ()
     """Sentences about weight files that were left out."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {"out": str(self.out), "serves": dict(self.serves), "notes": self.notes}
 
     def __str__(self) -> str:
         served = (f"{engines}: {text}" for engines, text in serving_lines(self.serves))
@@ -121,7 +118,7 @@ def graft(
 
 
 @dataclass(frozen=True)
-class MergeResult:
+class MergeResult(Shown):
     """The checkpoint that :func:`merge` wrote, and the next command for its head."""
 
     out: str
@@ -148,7 +145,7 @@ class MergeResult:
         return train_command(self.out) if self.attached else graft_command(self.out, "BASE")
 
     def to_json(self) -> dict[str, Any]:
-        values = asdict(self) | {"cure": self.cure}
+        values = super().to_json() | {"cure": self.cure}
         return values | values.pop("merged")
 
     def __str__(self) -> str:
