@@ -242,7 +242,7 @@ def test_a_circle_is_found() -> None:
         ("mtp_train.train.loop", "import mtp_train.runs.pipeline", "mtp_train.runs.pipeline"),
         ("mtp_train.runs.pipeline", "from mtp_train.cli import main", "mtp_train.cli.main"),
         ("mtp_train.runs.pipeline", "import mtp_train as mtp", "mtp_train"),
-        ("mtp_train.evaluation.run", "from mtp_train.report import page", "mtp_train.report.page"),
+        ("mtp_train.evaluation.run", "from mtp_train.report import write", "mtp_train.report.write"),
         ("mtp_inference.session", "from mtp_train.losses.chunked import row_work", "mtp_train.losses.chunked.row_work"),
         ("mtp_inference.session", "from mtp_train.data import pack", "mtp_train.data.pack"),
     ],

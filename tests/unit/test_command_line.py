@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from launching import environment
-from mtp_train.cli.main import build_parser, main, parse
-from mtp_train.cli.output import EXAMPLES
+from mtp_train.cli.main import EXAMPLES, build_parser, main, parse
 
 Capture = pytest.CaptureFixture[str]
 

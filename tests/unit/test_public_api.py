@@ -164,9 +164,9 @@ def test_an_inspection_is_the_document_of_the_command_and_a_table(capfd: pytest.
     assert str(found).splitlines()[0].endswith("finetune: declared_but_missing")
     page = found._repr_html_()
     assert page.startswith("<table><caption>")
-    assert ">declared_but_missing</td>" in page
+    assert "finetune: declared_but_missing</caption>" in page
     marked = dataclasses.replace(found, checkpoint="<b>", serves={"vllm": "a && b"})._repr_html_()
-    assert "<caption>&lt;b&gt;</caption>" in marked
+    assert "<caption>&lt;b&gt;: declared_but_missing</caption>" in marked
     assert "a &amp;&amp; b" in marked
 
 

@@ -10,7 +10,7 @@ import pytest
 from mtp_train.acceptance.gate import GateVerdict
 from mtp_train.evaluation.results import Lossless, Report
 from mtp_train.report.figures import FigureFile
-from mtp_train.report.page import render_page
+from mtp_train.report.write import render_page
 from rendering import HOSTILE, Reader
 from report_samples import EMPTY, SAMPLE, at_depths
 from study_samples import BARE, STUDY
