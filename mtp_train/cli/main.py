@@ -29,14 +29,10 @@ CLOSED_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command, by default the one of ``sys.argv``; return its exit code.
 
-    Args:
-        argv: Arguments without the program's name; a recipe's path or name as the first one means ``run``.
-
-    Returns:
-        0 done, 2 wrong input, 3 the gate refused, 143 or 130 stopped by SIGTERM or SIGINT, 141 stdout was closed. A
-        bug leaves as a traceback (exit code 1).
+    0 done, 2 wrong input, 3 the gate refused, 143 or 130 stopped by SIGTERM or SIGINT, 141 stdout was closed. A bug
+    leaves as a traceback (exit code 1).
     """
     try:
         with stopped_by_signals():

@@ -132,11 +132,7 @@ class HeadBeside(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Add the hooks to the model, and restore the head if the trainer resumes from a checkpoint.
-
-        Raises:
-            UnsupportedModelError: The model is in shards.
-        """
+        """Add the hooks to the model, and restore the head if the trainer resumes from a checkpoint."""
         shards = shards_model(AcceleratorState())
         if shards is not None:
             raise UnsupportedModelError(

@@ -105,14 +105,9 @@ _Dumper.add_implicit_resolver(_TAG + "float", _FLOAT, _DIGITS)
 
 
 def parse_yaml(text: str, where: str) -> tuple[Any, list[str]]:
-    """Return the value of a YAML document, and one problem for each repeated key.
+    """Return the value of a YAML document, named ``where`` in messages, and one problem for each repeated key.
 
-    Args:
-        text: The document.
-        where: Name of the document in messages.
-
-    Raises:
-        RecipeError: The text is not YAML; the message has line and column.
+    Raises a RecipeError with line and column for text that is not YAML.
     """
     try:
         loader = _Loader(text, where)
@@ -185,15 +180,10 @@ def _unparsable(where: str, found: str) -> RecipeError:
 
 
 def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the checked recipe of a file, of plain values or of a recipe.
+    """Return the checked recipe of a file, of a name, of plain values or of a recipe, with ``section.field=value``
+    overrides.
 
-    Args:
-        recipe: A YAML file, the name of a recipe of the package, a mapping of the same shape, or a recipe. A mapping is
-            not changed.
-        overrides: ``section.field=value`` each, the value in YAML; applied in order, before validation.
-
-    Raises:
-        RecipeError: The file is missing, not YAML, or not a valid recipe; the message lists all problems.
+    Raises a RecipeError that lists all problems.
     """
     return validated(*plain_recipe(recipe, overrides))
 
@@ -235,11 +225,7 @@ def validated(data: object, problems: Sequence[str] = ()) -> Recipe:
 
 
 def with_stand_ins(data: object, problems: Sequence[str] = ()) -> Recipe:
-    """Return the recipe of plain values with a stand-in for every field that is ``auto``.
-
-    Raises:
-        RecipeError: There are problems already, or another field is wrong; the message lists all problems.
-    """
+    """Return the recipe of plain values with a stand-in for every field that is ``auto``."""
     values = {field: one for field, one in STAND_INS.items() if value_of(data, field) == AUTO}
     if "train.tokens_per_step" in values:
         # A whole micro-batch, as the recipe's rules ask for; wrong values are reported as such.

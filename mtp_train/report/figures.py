@@ -104,11 +104,8 @@ MAX_TASK_CHARS = 18
 
 
 def render_figures(report: Report, metrics: Sequence[Mapping[str, Any]] = ()) -> list[FigureFile]:
-    """Draw every figure of a report that has data.
-
-    Args:
-        report: The report.
-        metrics: The lines of a run's ``metrics.jsonl``, for the curves of training.
+    """Draw every figure of a report that has data; ``metrics``, a run's ``metrics.jsonl``, gives the curves of
+    training.
     """
     slices, drawn = slice_report(report), _drawn_arms(report)
     with_tau = [d for d in drawn if d.arm.tau is not None]
@@ -152,12 +149,7 @@ def _training_figures(metrics: Sequence[Mapping[str, Any]]) -> list[FigureFile]:
 
 
 def curves(metrics: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> list[Series]:
-    """Return one line over the training step per logged figure that has two points or more.
-
-    Args:
-        metrics: Lines with ``step`` and figures; a figure may be missing or None.
-        names: By key of a figure, the name of its line.
-    """
+    """Return a line over the training step for each named figure that has two points or more, by key and name of line."""
     looks = assign_looks(list(names))
     lines = []
     for key, name in names.items():
@@ -228,15 +220,10 @@ def draw_series(
     legend: bool = True,
     every: int = 1,
 ) -> None:
-    """Draw lines with their intervals, and a legend below the plot.
+    """Draw lines with their intervals, and a legend below the plot unless another plot of the figure has it.
 
-    Args:
-        figure: The figure that gets the legend.
-        axes: The axes that get the lines.
-        series: The lines.
-        shift: Horizontal distance between two lines in units of x, which keeps their intervals apart.
-        legend: False where another plot of the same figure has the legend.
-        every: Distance of two markers of a line, in points.
+    ``shift`` is the distance of two lines in x, which keeps their intervals apart, ``every`` the points from marker to
+    marker.
     """
     lines = []
     for index, one in enumerate(series):

@@ -113,14 +113,7 @@ def context_words(context_tokens: int | None) -> str:
 def _point_table(
     slices: Slices, name: str, points: Sequence[tuple[str, str, Setting]], columns: Sequence[str]
 ) -> TextTable | None:
-    """Return a group per point (label, task, setting) with a row per arm; with a single arm, one row per point.
-
-    Args:
-        slices: The report.
-        name: Heading of the points, for a single arm.
-        points: What the rows are about.
-        columns: Keys of :data:`_CELL_COLUMNS`.
-    """
+    """Return a group per point (label, task, setting) with a row per arm; with a single arm, one row per point."""
     groups: dict[str, list[tuple[str, ...]]] = {}
     alone = len(slices.arms) == 1
     for label, task, setting in points:

@@ -215,17 +215,10 @@ def write_report(
     metrics: Sequence[Mapping[str, Any]] = (),
     serving: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a report, replacing an earlier one.
+    """Write a report to a directory, replacing an earlier one.
 
     Everything is rendered before the first byte is written. Every file is written under a temporary name before the
     first is renamed, and ``report.json`` is renamed last. So an earlier report stays intact when something fails.
-
-    Args:
-        report: The report.
-        out: The directory of the run or study; created where it is missing.
-        provenance: Origin of the figures for the page; nested values are flattened.
-        metrics: The lines of a run's ``metrics.jsonl``, for the curves of training.
-        serving: The commands that serve a run's export, by engine.
     """
     figures = render_figures(report, metrics)
     files = {Path("figures") / f"{figure.stem}.png": figure.png for figure in figures}
@@ -319,13 +312,7 @@ def log_report(report: Report, out: Path, tracking: Tracking, config: Mapping[st
     """Log a report that was written to ``out`` to each tracker, once: :data:`TRACKED_FILE` names those that have it.
 
     A rerun of the command logs a report whose logging failed or was off. All trackers get the numbers; Weights & Biases
-    gets tables, figures and the page too.
-
-    Args:
-        report: The report.
-        out: Its directory. The report of a run goes to the tracked run of its training.
-        tracking: The trackers.
-        config: Settings that are shown with the run; None for those of the report.
+    gets tables, figures and the page too. A run's go to the tracked run of its training; ``config`` is shown with it.
     """
     done = read_tracked(out).get("report", [])
     with tracking.opened(out, config or report.settings, only=lambda name: name not in done) as trackers:

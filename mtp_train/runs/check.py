@@ -308,11 +308,7 @@ def _checkpoint(recipe: Recipe) -> Checkpoint | None:
 
 
 def _text(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> RunText | None:
-    """Read the data as a run does, and split it; None without a tokenizer.
-
-    Raises:
-        MtpError: A run would refuse the data or the tokenizer.
-    """
+    """Read the data as a run does, and split it; None without a tokenizer."""
     if not any(file for pattern in TOKENIZER_PATTERNS for file in trunk.glob(pattern)):
         return None
     tokenizer = recipe_tokenizer(recipe, Checkpoint(trunk, config, None, {}))

@@ -182,11 +182,7 @@ def _runs_of(spec: ArmSpec) -> list[RunDirectory]:
 
 
 def _variables(specs: Sequence[ArmSpec], grid: EvaluationGrid) -> Mapping[str, Any]:
-    """Return the grid's variables for the chat template, or where it has none those of the arms' recipes.
-
-    Raises:
-        DataError: The recipes have several.
-    """
+    """Return the grid's variables for the chat template, or where it has none those of the arms' recipes."""
     if grid.chat_template_kwargs is not None:
         return grid.chat_template_kwargs
     recipes = {run.path: run.recipe for spec in specs for run in _runs_of(spec)}
@@ -226,11 +222,7 @@ def _trained_on(specs: Sequence[ArmSpec], suite: str, progress: Progress) -> str
 
 
 def subject_arm(checkpoint: str, head: str | Path | None, adapter: str | Path | None) -> ArmSpec:
-    """Return the arm of ``evaluate``. The arm of a run has the run's name and its recipe's quantisation.
-
-    Raises:
-        MtpError: A head or an adapter is given for a run, or the run has no head so far.
-    """
+    """Return the arm of ``evaluate``. The arm of a run has the run's name and its recipe's quantisation."""
     if not is_run(Path(checkpoint)):
         return ArmSpec("", checkpoint, OWN if head is None else str(head), None if adapter is None else str(adapter))
     for flag, value in (("--head", head), ("--adapter", adapter)):
@@ -269,11 +261,7 @@ def server_of(
     request_timeout_seconds: float,
     served_only: bool,
 ) -> Server | None:
-    """Return the server to measure, None without an endpoint.
-
-    Raises:
-        DataError: A setting of a server is given without an endpoint, or a number is out of range.
-    """
+    """Return the server to measure, None without an endpoint."""
     if endpoint is None:
         for flag, value in (("served-model", served_model), ("api-key-env", api_key_env), ("served-only", served_only)):
             if value:

@@ -230,12 +230,7 @@ def judge(
 ) -> GateVerdict:
     """Apply the gate: refuse a decoder that changed an output, and a head that is not better than its baseline.
 
-    Args:
-        recipe: The gate's baseline and confidence.
-        arms: The measured arms.
-        settings: The settings to judge at.
-        depths: The retrained head by number of drafts a round.
-        no_gain: That training gave no gain, in words.
+    ``depths`` is the retrained head by number of drafts a round; ``no_gain`` tells that training gave no gain.
     """
     baseline = recipe.gate_baseline
     broken = [one.prompt_id for one in checked_records(arms) if one.same_as_plain == "divergence"]
@@ -345,17 +340,10 @@ def trunk_facts(recipe: Recipe, trunk: Trunk) -> dict[str, Any]:
 
 
 def recorded_arms(trunk: str) -> dict[str, ArmResult]:
-    """Return the recorded arms on the fine-tune, ``measured_here`` false; none for any other trunk.
-
-    - ``control``: a head trained for as many steps on the base's old code instead of the fine-tune's answers.
-    - ``ceiling``: a head trained for ten times the steps.
-    - ``random``: a head that starts from random weights.
-    - ``table``: no head, but a static table of n-grams and their next tokens in the fine-tune's answers.
+    """Return the recorded arms of the demo's fine-tune (``report.wording.RECORDED``), ``measured_here`` false; none for
+    any other trunk.
 
     All were measured on the recipe's own held-out prompts.
-
-    Args:
-        trunk: The trunk as the recipe names it.
     """
     if trunk != f"{PREFIX}finetune":
         return {}
@@ -391,14 +379,9 @@ class Overlap(NamedTuple):
 
 
 def measure_overlap(held_out: Sequence[Text], training: Iterable[Text], special_ids: Collection[int] = ()) -> Overlap:
-    """Measure the overlap of held-out texts with training texts.
+    """Measure the overlap of held-out texts with training texts; no n-gram contains one of ``special_ids``.
 
     It takes about 0.1 ms for a training text of 500 tokens, and memory for the held-out text only.
-
-    Args:
-        held_out: Tokens of each text.
-        training: Likewise.
-        special_ids: The tokenizer's special tokens. No n-gram contains one.
     """
     special = np.array(sorted(special_ids), dtype=np.int64)
     texts = [ngram_hashes(text, special) for text in held_out]

@@ -160,11 +160,7 @@ def recipe_tokenizer(recipe: Recipe, trunk: Checkpoint) -> Any:
 
 
 def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progress | None = None) -> RunText:
-    """Read, split and tokenize everything that a run trains on and evaluates on.
-
-    Raises:
-        DataError: A source cannot be read, a side of the split is empty or too small, or a token has no embedding.
-    """
+    """Read, split and tokenize everything that a run trains on and evaluates on."""
     require_variables(tokenizer, recipe.data.chat_template_kwargs, "data.chat_template_kwargs")
     training, held_out_records = split_records(recipe, progress)
     notes = template_notes([*training, *held_out_records], tokenizer)
@@ -196,11 +192,7 @@ def plan_head(recipe: Recipe, finetune: Checkpoint, donor: Checkpoint | LoneHead
 
 
 def split_records(recipe: Recipe, progress: Progress | None = None) -> tuple[list[Record], list[Record]]:
-    """Return the training records and the held-out records. No group is on both sides.
-
-    Raises:
-        DataError: A source cannot be read, or a side would be empty.
-    """
+    """Return the training records and the held-out records. No group is on both sides."""
     return split_by_group(read_records(recipe, progress), recipe.data.holdout, recipe.seed)
 
 
@@ -212,11 +204,7 @@ def split_sentence(training: Sequence[Record], held_out: Sequence[Record], promp
 
 
 def load_sources(recipe: Recipe) -> list[list[Record]]:
-    """Return the records of every source of the recipe, with the recipe's variables for the chat template.
-
-    Raises:
-        DataError: A source cannot be read.
-    """
+    """Return the records of every source of the recipe, with the recipe's variables for the chat template."""
     loaded = (
         load_records(
             resolve(source.path),
@@ -253,11 +241,7 @@ def read_records(recipe: Recipe, progress: Progress | None = None) -> list[Recor
 
 
 def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any) -> list[Prompt]:
-    """Return the prompts to regenerate responses for.
-
-    Raises:
-        DataError: A record has no prompt, or no prompt leaves room for a response.
-    """
+    """Return the prompts to regenerate responses for."""
     for record in records:
         if isinstance(record.content, PlainText):
             raise DataError(
@@ -277,11 +261,7 @@ def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any)
 
 
 def evaluation_prompts(recipe: Recipe, records: Sequence[Record], tokenizer: Any) -> list[Prompt]:
-    """Return the held-out prompts that every arm decodes, as evenly from the groups as possible.
-
-    Raises:
-        DataError: There is no such prompt.
-    """
+    """Return the held-out prompts that every arm decodes, as evenly from the groups as possible."""
     prompts = choose_evenly(build_prompts(records, tokenizer), recipe.evaluate.prompts, recipe.seed)
     if not prompts:
         raise DataError(

@@ -89,19 +89,11 @@ def run(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | Non
 
 
 def run_recipe(recipe: Recipe, console: Console, choices: Sequence[Choice] = ()) -> Outcome:
-    """Run a recipe to its outcome, and record it in the run directory.
+    """Run a recipe to its outcome, record that in the run directory, and return it; a finished run's is returned as it
+    is.
 
-    Args:
-        recipe: The recipe.
-        console: Where progress bars and the table of results are printed.
-        choices: Fields that were ``auto``; those that depend on the training text are resolved once it exists.
-
-    Returns:
-        The outcome; the recorded one if the run had finished before.
-
-    Raises:
-        MtpError: The user's input is wrong, the gate refused, or a process was lost. The outcome is recorded first if
-            the run directory belongs to this run.
+    Errors are recorded too if the run directory belongs to this run. Fields in ``choices`` that depend on the training
+    text are resolved once it exists.
     """
     directory = RunDirectory(Path(recipe.run_dir))
     with stopped_by_signals(), full_disk_is_named(directory.path, what="the run"):

@@ -49,11 +49,7 @@ class HeadOnTrunk(NamedTuple):
 
 
 def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpError]:
-    """Return every problem of a recipe with its model, its other inputs and the number of processes; reads no weights.
-
-    Raises:
-        UnsupportedModelError: The installed transformers, or the family, has no such head.
-    """
+    """Return every problem of a recipe with its model, its inputs and the number of processes; reads no weights."""
     convention = model.family.convention(recipe.head.convention)
     # Raises if the head is not supported by the installed transformers.
     _ = model.family.classes
@@ -91,11 +87,7 @@ def weight_refusals(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | Non
 
 
 def raise_together(problems: Sequence[MtpError]) -> None:
-    """Raise problems, if there are any: one as it is, several as one error that lists them.
-
-    Raises:
-        MtpError: There are problems.
-    """
+    """Raise problems, if there are any: one as it is, several as one error that lists them."""
     if len(problems) == 1:
         raise problems[0]
     if problems:
@@ -163,12 +155,7 @@ def _vocabulary(checkpoint: Path) -> object:
 
 
 def require_offload(offload: Offload, world_size: int, config: RawConfig, *, where: Path) -> None:
-    """Check that a run has one process, and a checkpoint whose layers accelerate can load one at a time.
-
-    Raises:
-        RecipeError: There are several processes.
-        CheckpointError: The weights are quantised.
-    """
+    """Check that a run has one process, and a checkpoint whose layers accelerate can load one at a time."""
     if world_size > 1:
         raise RecipeError(
             f"model.offload: {offload}, with {world_size} processes; expected one process. Launch with "
@@ -183,11 +170,7 @@ def require_offload(offload: Offload, world_size: int, config: RawConfig, *, whe
 
 
 def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:
-    """Check that the fine-tune has a head if the recipe evaluates it.
-
-    Raises:
-        CheckpointError: ``evaluate.arms`` has ``native`` and the fine-tune has no head.
-    """
+    """Check that the fine-tune has a head if the recipe evaluates it."""
     if NATIVE in recipe.evaluate.arms and not diagnose_head(finetune).complete:
         raise CheckpointError(
             f"evaluate.arms: native, but {finetune.path} {diagnose_head(finetune).describe()}; expected a head of its "
@@ -199,9 +182,6 @@ def require_gate_groups(recipe: Recipe, held_out: Sequence[Prompt]) -> None:
     """Check that the evaluation prompts are of enough groups to show a gain: before training, not after it.
 
     A study has no gate.
-
-    Raises:
-        DataError: They are not.
     """
     needed, found = min_gate_groups(recipe.gate.confidence), len({prompt.group for prompt in held_out})
     if recipe.gate.enabled and recipe.study is None and found < needed:
@@ -216,9 +196,6 @@ def require_embedded(prompts: Sequence[Prompt], documents: Sequence[Document], v
     """Check that the trunk has an embedding for every token of the text.
 
     Tokenizers may have added tokens without one: Gemma 3's text models have a token for images.
-
-    Raises:
-        DataError: It has none for a token of a record.
     """
     largest_ids = [(prompt.id, max(prompt.prompt_ids)) for prompt in prompts]
     largest_ids += [(document.id, int(document.input_ids.max())) for document in documents]
@@ -235,11 +212,7 @@ def require_embedded(prompts: Sequence[Prompt], documents: Sequence[Document], v
 def check_decoder(
     trunk: Trunk, prompts: Sequence[Sequence[int]], eos_ids: Collection[int], depth: int, console: Console
 ) -> None:
-    """Decode some prompts plainly and with drafts from the prompt, and measure the errors of the decoder's windows.
-
-    Raises:
-        NotLosslessError: The decoder changes a text, or its windows differ from the model by more than rounding.
-    """
+    """Decode some prompts plainly and with drafts from the prompt, and measure the errors of the decoder's windows."""
     chosen = [list(prompt)[-CHECK_PROMPT_TOKENS:] for prompt in prompts[:CHECK_PROMPTS]]
     plain = SpeculativeDecoder(trunk, None, 0, eos_ids).decode(chosen, CHECK_NEW_TOKENS)
     drafted = SpeculativeDecoder(trunk, NgramDrafting(), depth, eos_ids).decode(chosen, CHECK_NEW_TOKENS)

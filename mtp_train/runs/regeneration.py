@@ -69,18 +69,8 @@ def trained_documents(run: Run) -> list[Document]:
 def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tuple[list[Document], ResponseCounts]:
     """Generate responses to the training prompts, and return the documents made from them.
 
-    Prompts with a stored response at the same settings are skipped.
-
-    Args:
-        run: The run.
-        trunk: Its trunk.
-        in_shards: The trunk is to be sharded and only checks a server's responses: the first process asks the server,
-            and the trunk cannot train afterwards.
-
-    Raises:
-        RecipeError: The recipe does not regenerate.
-        DataError: No prompt leaves room for a response, or no response can be trained on.
-        TrainingError: The processes do not share the run directory.
+    Prompts with a stored response at the same settings are skipped. A trunk ``in_shards`` only checks a server's
+    responses: the first process asks the server, and the trunk cannot train afterwards.
     """
     recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
     settings = regeneration_of(recipe)
@@ -119,11 +109,7 @@ def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tu
 
 
 def regeneration_of(recipe: Recipe) -> RegenerateSpec:
-    """Return the settings of regeneration.
-
-    Raises:
-        RecipeError: The recipe does not regenerate.
-    """
+    """Return the settings of regeneration."""
     settings = recipe.data.answered
     if settings is None:
         raise RecipeError("data.regenerate: off; expected it enabled. Write data.regenerate.enabled: true.")
@@ -131,11 +117,7 @@ def regeneration_of(recipe: Recipe) -> RegenerateSpec:
 
 
 def documents_of(run: Run, settings: RegenerateSpec, store: RegeneratedStore) -> tuple[list[Document], ResponseCounts]:
-    """Return the documents made from the responses to the run's own prompts.
-
-    Raises:
-        DataError: No response can be trained on.
-    """
+    """Return the documents made from the responses to the run's own prompts."""
     return store.to_documents(
         run.recipe.data.seq_len_tokens,
         groups={prompt.id: prompt.group for prompt in run.inputs.prompts},
@@ -282,11 +264,7 @@ def answer_by_server(
 ) -> str:
     """Check that the recipe's server serves the trunk, then generate the responses to this process's prompts on it.
 
-    Returns:
-        A sentence about the result for the log; empty if no prompt was left.
-
-    Raises:
-        DataError: The server does not serve the trunk, or fails for good.
+    Returns a sentence about the result for the log; empty if no prompt was left.
     """
     recipe, inputs = run.recipe, run.inputs
     rank, world, room = store.rank, store.world, recipe.data.seq_len_tokens

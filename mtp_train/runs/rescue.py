@@ -306,11 +306,7 @@ def _better_wiring(recipe: Recipe, donor: str, out: Path, console: Console) -> s
 
 
 def _write_prompts(recipe: Recipe, file: Path) -> None:
-    """Write the held-out records that both models answer, the same ones in every start of a probe.
-
-    Raises:
-        MtpError: The file holds other prompts, as the data or another setting changed.
-    """
+    """Write the held-out records that both models answer, the same ones in every start of a probe."""
     _, held_out = split_records(recipe)
     chosen = choose_evenly([Prompt(record.id, record.group, ()) for record in held_out], PROMPTS_PER_MODEL, recipe.seed)
     by_id = {record.id: record for record in held_out}

@@ -145,11 +145,7 @@ def override_texts(overrides: Overrides) -> list[str]:
 
 
 def require_one_process(command: str) -> None:
-    """Refuse a launch of several processes for a command that runs on one.
-
-    Raises:
-        RecipeError: There are several.
-    """
+    """Refuse a launch of several processes for a command that runs on one."""
     if launched_processes() > 1:
         found = f"mtp-train {command}: launched with {launched_processes()} processes"
         raise RecipeError(f"{found}; expected one. For several, write the recipe with mtp-train init, and launch that.")
@@ -209,11 +205,7 @@ def automatic_values(
     device: Device,
     counted: Callable[[Recipe], TextFacts] | None = None,
 ) -> tuple[Choice, ...]:
-    """Return the values of fields that are ``auto``: those that the run directory records, or by the rules.
-
-    Raises:
-        MtpError: The model or the data cannot be read.
-    """
+    """Return the values of fields that are ``auto``: those that the run directory records, or by the rules."""
     recorded = RunDirectory(Path(recipe.run_dir)).recipe
     if recorded is not None:
         return tuple(Choice(field, attrgetter(field)(recorded), f"recorded in {recipe.run_dir}") for field in fields)
@@ -354,12 +346,8 @@ def _lr(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
 
 
 def lr_choice(recipe: Recipe, hidden_size: int, overlap: float | None = None) -> Choice:
-    """Return the automatic learning rate.
-
-    Args:
-        recipe: Its head may have LoRA.
-        hidden_size: Width of the trunk.
-        overlap: Overlap of p and q at depth 1 before the first step; None before it is measured.
+    """Return the automatic learning rate; ``overlap``: of p and q at depth 1 before the first step, once it is
+    measured.
     """
     rate, reason = LEARNING_RATE * WIDTH / hidden_size, f"{LEARNING_RATE:g} x {WIDTH} / {hidden_size} channels"
     if recipe.head.lora is not None:

@@ -101,13 +101,7 @@ class Alternative(NamedTuple):
 
 
 class Shapes:
-    """The trunk and the head of a recipe, without their weights.
-
-    Args:
-        recipe: The recipe.
-        model: The trunk by its config, and the head.
-        checkpoint: The trunk's checkpoint; None if its weights are not here.
-    """
+    """The trunk and the head of a recipe, without their weights; ``checkpoint`` is None if the trunk's are not here."""
 
     def __init__(self, recipe: Recipe, model: HeadOnTrunk, checkpoint: Checkpoint | None) -> None:
         self.model, self._checkpoint, family = model, checkpoint, model.family
@@ -127,11 +121,7 @@ class Shapes:
         return TORCH_DTYPES[stored_dtype(self._checkpoint, self._checkpoint.family)]
 
     def room(self, recipe: Recipe, world_size: int, device: Device) -> Room:
-        """Return what a run of a recipe needs of the device of each process.
-
-        Raises:
-            RecipeError: A step does not divide among the processes, or the head has no layer of a LoRA target's name.
-        """
+        """Return what a run of a recipe needs of the device of each process."""
         plan, model, on_gpu = plan_of(recipe, world_size), self.model, device.kind == "cuda"
         trained = None
         if recipe.head.lora is not None:
@@ -159,11 +149,7 @@ class Shapes:
     def alternatives(self, recipe: Recipe, world_size: int, device: Device, replan: Replan) -> Iterator[Alternative]:
         """Yield settings with which a run that does not fit does, by the same estimate; one of each sort.
 
-        Args:
-            recipe: The recipe.
-            world_size: Processes of the run.
-            device: The device of each.
-            replan: Returns the recipe with further overrides, for a number of processes.
+        ``replan`` returns the recipe with further overrides, for a number of processes.
         """
         for sort in _changes(recipe, world_size, device):
             for overrides, processes in sort:

@@ -49,13 +49,7 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 
 def join_processes(recipe: Recipe, directory: RunDirectory, attempt: Attempt) -> tuple[RunAccelerator, Recipe]:
-    """Join the processes of the launch. Return them, and the recipe with ``precision: auto`` resolved for all of them.
-
-    Raises:
-        TrainingError: They do not share the run directory, their number is not ``train.processes``, or accelerate's
-            state differs from the launcher's settings.
-        LostProcessError: Another process ended before all had joined.
-    """
+    """Join the processes of the launch. Return them, and the recipe with ``precision: auto`` resolved for all."""
     with lost_process_is_named():
         accelerator = make_accelerator()
         attempt.joined = True
@@ -144,14 +138,8 @@ class Run:
 def load_run_trunk(run: Run, *, to_shard: bool = False) -> Trunk:
     """Load the trunk on the process's device, or into main memory if it is offloaded.
 
-    Args:
-        run: The run.
-        to_shard: Load a trunk that is only going to be sharded: in shards under FSDP2 (:func:`layer_sharder`), else
-            into main memory. Every process must call it.
-
-    Raises:
-        TrainingError: The recipe offloads the trunk, and the launcher asks for a wrapper.
-        CheckpointError: The trunk cannot be loaded; with ``to_shard``, by this process or another.
+    A trunk ``to_shard`` is loaded in shards under FSDP2 (:func:`layer_sharder`), else into main memory; every process
+    must call it.
     """
     model, inputs, accelerator = run.recipe.model, run.inputs, run.accelerator
     device, on_layer = accelerator.device, None
@@ -191,11 +179,7 @@ def _sharder_while_loading(run: Run) -> Callable[[nn.Module], object] | None:
 
 
 def require_room(run: Run) -> None:
-    """Check, before a trunk is loaded, that the GPU of each process holds the trunk that a run decodes with.
-
-    Raises:
-        RecipeError: It does not.
-    """
+    """Check, before a trunk is loaded, that the GPU of each process holds the trunk that a run decodes with."""
     recipe, inputs, count = run.recipe, run.inputs, run.accelerator.num_processes
     if run.accelerator.device.type != "cuda" or not recipe.decodes or recipe.study is not None:
         return
@@ -212,11 +196,7 @@ def require_room(run: Run) -> None:
 
 
 class RunTrunk:
-    """The trunk of a run, loaded again where a stage needs another form. One is in memory at a time.
-
-    Args:
-        run: The run.
-    """
+    """The trunk of a run, loaded again where a stage needs another form. One is in memory at a time."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -226,21 +206,13 @@ class RunTrunk:
 
     @property
     def trunk(self) -> Trunk:
-        """The trunk in memory.
-
-        Raises:
-            ValueError: None was loaded.
-        """
+        """The trunk in memory."""
         if self._trunk is None:
             raise ValueError("no trunk in memory; expected load() before.")
         return self._trunk
 
     def load(self, *, decodes: bool) -> None:
-        """Load the trunk to decode with it, or to train a head on it.
-
-        Raises:
-            MtpError: It cannot be loaded, or the GPUs are too small to decode with it.
-        """
+        """Load the trunk to decode with it, or to train a head on it."""
         require_room(self._run)
         to_shard = not decodes and shards_trunk(self._run.accelerator)
         self._trunk = load_run_trunk(self._run, to_shard=to_shard)
@@ -277,16 +249,7 @@ class RunTrunk:
 
 
 def require_shared(directory: Path, names: Sequence[str], accelerator: RunAccelerator) -> None:
-    """Wait for all processes, then until every one sees the same files; every process must call it.
-
-    Args:
-        directory: The directory that they share.
-        names: Files in it, or directories with all their files; they may be missing, but then for all processes.
-        accelerator: The processes.
-
-    Raises:
-        TrainingError: The files differ between processes, as on machines without a common file system.
-    """
+    """Wait until every process sees the same files and directories of a directory, or none; every process must call it."""
     for _ in range(ATTEMPTS):
         first, *others = accelerator.gather_items([files_in(directory, names)])
         odd = [rank for rank, seen in enumerate(others, start=1) if seen != first]
@@ -314,11 +277,7 @@ def files_in(directory: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def require_alike(what: str, checksum: str, accelerator: RunAccelerator) -> None:
-    """Check that all processes read the same inputs; every process must call it.
-
-    Raises:
-        TrainingError: A process reads others than the main process.
-    """
+    """Check that all processes read the same inputs; every process must call it."""
     (first, _), *others = accelerator.gather_items([(checksum, socket.gethostname())])
     for rank, (other, host) in enumerate(others, start=1):
         if other != first:
@@ -348,15 +307,7 @@ def text_checksum(documents: Iterable[Document], prompts: Iterable[Prompt]) -> s
 
 @contextlib.contextmanager
 def memory_is_named(recipe: Recipe, stage: Callable[[], str]) -> Iterator[None]:
-    """Turn an out-of-memory error of the device or the machine into one with a hint.
-
-    Args:
-        recipe: The recipe.
-        stage: Returns the stage that the run has reached.
-
-    Raises:
-        OutOfMemoryError: A memory allocation failed.
-    """
+    """Turn an out-of-memory error of the device or the machine into one with a hint for the stage that the run is in."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

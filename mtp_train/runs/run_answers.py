@@ -37,11 +37,7 @@ Trunk = tuple[Contents, Contents | None]
 
 
 def require_answers(recipe: Recipe, run_dir: Path, trunk: Trunk | None = None) -> None:
-    """Check that ``data.responses`` names a run with responses, of ``trunk`` if given, unless they were copied before.
-
-    Raises:
-        DataError: It does not.
-    """
+    """Check that ``data.responses`` names a run with responses, of ``trunk`` if given, unless they are copied."""
     is_copied = any(run_dir.glob(f"{DATA}/responses-*/{COPIED_FILE}"))
     if recipe.data.responses is not None and not is_copied:
         _answers_of(recipe.data.responses, trunk)
@@ -52,9 +48,6 @@ def copy_answers(location: str, directory: Path, prompts: Sequence[Prompt], trun
 
     A response belongs to a prompt with the same tokens: ids contain the path of the data as the recipe spells it.
     A directory with a complete copy is left as it is. Returns sentences for the log.
-
-    Raises:
-        DataError: The directory is no run's, or has no response of this trunk to one of the prompts.
     """
     if (directory / COPIED_FILE).is_file():
         return []

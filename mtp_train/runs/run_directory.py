@@ -154,12 +154,7 @@ class RunDirectory:
     # Whose it is
 
     def require_ours(self, recipe: Recipe) -> None:
-        """Check that the directory is new, or holds a run of the same resolved recipe.
-
-        Raises:
-            OutputExistsError: It holds the run of another recipe, or other files; it is the root, no directory, or lies
-                within an input.
-        """
+        """Check that the directory is new, or holds a run of the same resolved recipe."""
         self.require_outside_inputs(recipe)
         entries = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
         # Files of a refused run, and of a claim that was killed.
@@ -190,9 +185,6 @@ class RunDirectory:
         """Refuse the root, a path below a file, and directories within an input: a run would change that input.
 
         ``check`` calls this alone: it accepts the directory of another recipe, to compare its overrides.
-
-        Raises:
-            OutputExistsError: The run directory is in such a place.
         """
         run_dir, place = self.path, self.path.resolve()
         if place == Path(place.anchor):
@@ -308,15 +300,12 @@ class RunDirectory:
         write_json(self.path / OUTCOME_FILE, outcome.__dict__)
 
     def record_failure(self, outcome: Outcome) -> Outcome | None:
-        """Record how a process of a run failed.
+        """Record how a process of a run failed; return an earlier outcome that is kept instead.
 
         Rank 0's error replaces an earlier one, unless rank 0 failed or was stopped only because another rank died.
         Other ranks record an error only if there is none. Ranks are the launcher's: processes that are not connected
         would all count as the main process. An error in the first stage concerns all ranks, so its message names no
         rank.
-
-        Returns:
-            The earlier outcome that is kept instead; None if this outcome was recorded.
         """
         rank = int(os.environ.get("RANK", "0"))
         follows = outcome.reason in (LostProcessError.reason, StoppedError.reason)
@@ -364,11 +353,7 @@ class RunDirectory:
                     path.unlink(missing_ok=True)
 
     def hash_inputs(self, recipe: Recipe, progress: Progress) -> dict[str, InputRecord]:
-        """Return the content hashes of the recipe's inputs. Files with a valid record here are not read.
-
-        Raises:
-            MtpError: An input is missing.
-        """
+        """Return the content hashes of the recipe's inputs. Files with a valid record here are not read."""
         return hash_inputs(loaded(_input_loaders(recipe, {}, anew=True)), read_records(self.path), progress)
 
     def require_same_inputs(
@@ -377,9 +362,6 @@ class RunDirectory:
         """Check that the inputs have not changed since the run began. A directory that is not claimed yet passes.
 
         Hub ids stand for the hub's current revision with ``anew``, as for a new run; else for the snapshot in use.
-
-        Raises:
-            ChangedInputError: An input changed, is missing, or cannot be shown to be the same.
         """
         if self.is_claimed:
             places = {label: one.location for label, one in read_records(self.path).items()}

@@ -21,11 +21,7 @@ MEASURES = 10
 
 
 def plan_of(recipe: Recipe, world_size: int) -> Plan:
-    """Return how the recipe's steps are divided among processes.
-
-    Raises:
-        RecipeError: They do not divide.
-    """
+    """Return how the recipe's steps are divided among processes."""
     return make_plan(
         max_steps=recipe.train.max_steps,
         tokens_per_step=recipe.train.tokens_per_step,

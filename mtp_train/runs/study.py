@@ -186,11 +186,7 @@ class StudyInputs:
 
 
 def gather_study(recipe: Recipe, study: StudySection, inputs: Inputs) -> StudyInputs:
-    """Read and check the further inputs of a study. Writes nothing and does not load the trunk.
-
-    Raises:
-        MtpError: An input is missing, malformed, or does not fit the recipe.
-    """
+    """Read and check the further inputs of a study. Writes nothing and does not load the trunk."""
     if inputs.base is None:
         raise DataError("model.head_from: null; expected the vanilla model of the study. Name it.")
     training, _ = split_records(recipe)
@@ -204,11 +200,7 @@ def gather_study(recipe: Recipe, study: StudySection, inputs: Inputs) -> StudyIn
 def untrained_prompts(
     recipe: Recipe, study: StudySection, suite: str, training: Sequence[Record], inputs: Inputs
 ) -> list[TaskPrompt]:
-    """Return a suite's prompts by task, without prompts that share a group with training text or nearly repeat it.
-
-    Raises:
-        DataError: There is no such suite, or fewer than two prompts are left.
-    """
+    """Return a suite's prompts by task, without prompts that share a group with training text or nearly repeat it."""
     groups = {record.group for record in training}
     known = {prompt.prompt_ids for prompt in build_prompts(training, inputs.tokenizer)}
     loaded = load_suite(suite, recipe.data.chat_template_kwargs)
@@ -239,11 +231,7 @@ def near_trained(records: Sequence[Record], training: Sequence[Record]) -> set[s
 
 
 def home_prompts(recipe: Recipe, study: StudySection, inputs: Inputs) -> list[TaskPrompt]:
-    """Return prompts of the kind of text that the vanilla model was made for. They are not trained on.
-
-    Raises:
-        DataError: A source is missing or malformed, or gives no prompt.
-    """
+    """Return prompts of the kind of text that the vanilla model was made for. They are not trained on."""
     sources = [
         load_records(
             resolve(path),
@@ -347,13 +335,8 @@ def find(
     levels: Sequence[LevelDifference],
     grafted: Sequence[LevelDifference],
 ) -> tuple[Finding, ...]:
-    """Test every claim, the prediction first.
-
-    Args:
-        report: Cells and comparisons of all arms.
-        study: The recipe's ``study`` section.
-        levels: Levels of the first objective's head against the arm that gives the vanilla level.
-        grafted: Levels of the grafted head, likewise.
+    """Test every claim, the prediction first, by the levels of the first objective's head and those of the grafted
+    head.
     """
     settings = [level.setting for level in levels]
     first, *others = study.objectives

@@ -73,11 +73,7 @@ SELECTED = "selected"
 
 
 def part_documents(recipe: Recipe, documents: Sequence[Document]) -> tuple[list[int], list[int]]:
-    """Return the indices of the documents to train on, and of the documents to select the best head by.
-
-    Raises:
-        DataError: All documents are in one group.
-    """
+    """Return the indices of the documents to train on, and of the documents to select the best head by."""
     spec = recipe.train.select
     if spec is None:
         return list(range(len(documents))), []
@@ -218,11 +214,7 @@ def head_training(recipe: Recipe, trunk: Trunk, head: MtpHead, draft_vocab: torc
 
 
 def hidden_cache(run: Run, module: HeadTraining, documents: Sequence[Document]) -> HiddenCache | None:
-    """Build the cache of the trunk's hidden states, then drop the trunk's layers; None if the recipe has no cache.
-
-    Raises:
-        TrainingError: The disk has no room, or a quantised trunk would have to be sharded.
-    """
+    """Build the cache of the trunk's hidden states, then drop the trunk's layers; None if the recipe has no cache."""
     recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
     spec, trunk, device = recipe.train.hidden_cache, module.trunk, accelerator.device
     if spec is None:

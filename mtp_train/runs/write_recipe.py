@@ -168,11 +168,7 @@ def write_recipe(
 
 
 def start_of(trunk: str, base: str | None) -> Start:
-    """Return where the head of a model comes from.
-
-    Raises:
-        CheckpointError: The model's head is missing or incomplete, or the model is an adapter, and there is no base.
-    """
+    """Return where the head of a model comes from."""
     if base is not None:
         return "graft"
     path = locate_checkpoint(resolve(trunk))
@@ -197,11 +193,7 @@ def _lacks_base(trunk: str, found: str, named: str | None) -> CheckpointError:
 
 
 def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: Sequence[str]) -> Plain:
-    """Return the plain values of the recipe for a model.
-
-    Raises:
-        MtpError: A location cannot be opened.
-    """
+    """Return the plain values of the recipe for a model."""
     adapter, source = None, None if base is None else open_head_source(base)
     if base is not None and is_adapter(locate_checkpoint(resolve(trunk))):
         if isinstance(source, LoneHead):

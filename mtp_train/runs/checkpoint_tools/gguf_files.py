@@ -86,11 +86,7 @@ class GgufInspection(Shown):
 
 
 def inspect_gguf(file: Path) -> GgufInspection:
-    """Report the state of the head in a GGUF file.
-
-    Raises:
-        CheckpointError: It is no complete GGUF file.
-    """
+    """Report the state of the head in a GGUF file."""
     model = open_gguf(file)
     beside = heads_beside(model)
     problems = tuple(_head_problems(model))
@@ -211,20 +207,8 @@ class GgufGraftResult(Shown):
 def graft_gguf(
     fine_tune: Path, base: str, out: Path, kind: GgufKind | None, link: LinkMode, progress: Progress
 ) -> GgufGraftResult:
-    """Write a GGUF file with the head of a base in it; the trunk's tensors keep their bytes.
-
-    Args:
-        fine_tune: The GGUF file of the trunk, or one of its splits.
-        base: A checkpoint with a head, or a GGUF file with one.
-        out: The new file.
-        kind: Storage of the head's matrices; None for Q8_0, or as the base's GGUF file has them.
-        link: How splits without a change are placed.
-        progress: Shows what is read and written.
-
-    Raises:
-        OutputExistsError: ``out`` exists.
-        CheckpointError: The base has no complete head or another architecture or shape, or a weight is not finite.
-        UnsupportedModelError: llama.cpp has no graph for such a head.
+    """Write a GGUF file with the head of a base in it; the trunk's tensors keep their bytes. See
+    :func:`mtp_train.graft`.
     """
     trunk = open_gguf(fine_tune)
     refuse_existing(out, what="the GGUF file")
@@ -309,12 +293,7 @@ def _require_fit(trunk: GgufModel, base: str, arch: str, shape: Mapping[str, int
 
 
 def export_gguf_head(file: Path, out: Path, progress: Progress) -> Path:
-    """Write the head of a GGUF file as a file of its own, ``out/mtp-NAME.gguf``; return its path.
-
-    Raises:
-        OutputExistsError: ``out`` exists.
-        CheckpointError: The file has no head.
-    """
+    """Write the head of a GGUF file as a file of its own, ``out/mtp-NAME.gguf``; return its path."""
     model = open_gguf(file)
     refuse_existing(out, what="the GGUF file")
     if not model.head:
