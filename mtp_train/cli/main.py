@@ -320,7 +320,7 @@ def _run_recipe(args: argparse.Namespace) -> Printed:
     try:
         done = call(args, "run")
     except mtp.GateRefusedError as error:
-        done = mtp.RunResult(error.run_dir or Path(), error.exit_code, error.reason, str(error), "done")
+        done = mtp.RunResult(error.exit_code, error.reason, str(error), "done", error.run_dir or Path())
         if not args.json:
             if is_main_process() and done.page is not None:
                 print(f"report: {done.page}")

@@ -149,7 +149,7 @@ def _training_figures(metrics: Sequence[Mapping[str, Any]]) -> list[FigureFile]:
 
 
 def curves(metrics: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> list[Series]:
-    """Return a line over the training step for each named figure that has two points or more, by key and name of line."""
+    """Return a line over the training step for each figure, named by key, that has two points or more."""
     looks = assign_looks(list(names))
     lines = []
     for key, name in names.items():

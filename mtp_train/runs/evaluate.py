@@ -15,7 +15,6 @@ from mtp_inference.opening import OWN
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
 from mtp_train.checkpoints.identity import InputFiles, hash_inputs
 from mtp_train.checkpoints.locations import is_run, open_location
-from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.data.sources import local_files
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import BITS_OPTIONS, ArmSpec, arm_of_run, named, parse_arm
@@ -162,7 +161,7 @@ def _measure(
     progress, tracking = progress or quiet_progress(), Tracking(wandb)
     tracking.require("--")
     grid = replace(grid, chat_template_kwargs=_variables(subjects, grid))
-    with full_disk_is_named(out, what="the report"), RunDirectory(out).held(progress.console):
+    with RunDirectory(out).held(progress.console, "the report"):
         if told := _trained_on(subjects, grid.suite, progress):
             progress.console.print(f"Is the text new to the head? {told}", highlight=False)
         report = run_study(specs, grid, out, progress, title=title, costs=costs, server=server)

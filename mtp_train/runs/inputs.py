@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from mtp_train.acceptance.names import VANILLA
 from mtp_train.answers.generate import RESPONSE_ROOM_TOKENS
-from mtp_train.checkpoints.demo import GROUP_FIELD, home_source, resolve
+from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, home_source, resolve
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.identity import Contents
 from mtp_train.checkpoints.locations import locate_adapter, locate_checkpoint, open_location
@@ -272,9 +272,20 @@ def evaluation_prompts(recipe: Recipe, records: Sequence[Record], tokenizer: Any
 
 
 def home_prompts(recipe: Recipe, tokenizer: Any) -> list[Prompt]:
-    """Return prompts of the vanilla model's own kind if they are distributed with it, else none."""
-    source = home_source(recipe.model.head_from)
-    if source is None or VANILLA not in recipe.evaluate.arms:
-        return []
-    records = load_records(resolve(source), group_field=GROUP_FIELD, name=source)
-    return choose_evenly(build_prompts(records, tokenizer), min(recipe.evaluate.prompts, HOME_PROMPTS), recipe.seed)
+    """Return prompts of the vanilla model's own kind of text, if any is named or distributed with it."""
+    number, paths = recipe.evaluate.prompts, list[str]()
+    if recipe.study is not None:
+        paths = list(recipe.study.vanilla_sources)
+    elif VANILLA in recipe.evaluate.arms and (source := home_source(recipe.model.head_from)) is not None:
+        number, paths = min(number, HOME_PROMPTS), [source]
+    groups = [GROUP_FIELD if path.startswith(PREFIX) else None for path in paths]
+    loaded = [load_records(resolve(path), group_field=its, name=path) for path, its in zip(paths, groups, strict=True)]
+    variables = recipe.data.chat_template_kwargs
+    records = [with_variables(record, variables) for records in loaded for record in records]
+    prompts = choose_evenly(build_prompts(records, tokenizer), number, recipe.seed)
+    if records and not prompts:
+        raise DataError(
+            f"study.vanilla_sources: {len(records)} texts, none long enough to continue; expected at least one of two "
+            "tokens. Use longer texts."
+        )
+    return prompts

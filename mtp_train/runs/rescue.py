@@ -274,7 +274,7 @@ def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> Report:
         seed=recipe.seed,
     ).settled(arms, [arm.trunk for arm in arms])
     held = out / COMPARISON
-    with progress_on(console) as progress, full_disk_is_named(held, what="the probe"), RunDirectory(held).held(console):
+    with progress_on(console) as progress, RunDirectory(held).held(console, "the probe"):
         return run_study(arms, grid, held, progress, title=f"probe of {trunk}", costs=False)
 
 
@@ -487,8 +487,8 @@ def _probed(
 def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueResult:
     """Export the head as it was if nothing better was exported, and return what serves the export."""
     run_dir = Path(recipe.run_dir)
-    export, held = run_dir / EXPORT, RunDirectory(run_dir).held(console)
-    with full_disk_is_named(run_dir, what="the rescue"), held, progress_on(console) as progress:
+    export = run_dir / EXPORT
+    with RunDirectory(run_dir).held(console, "the rescue"), progress_on(console) as progress:
         if head == GRAFT and not export.exists():
             write_graft(recipe, export, progress)
         if is_gguf(recipe.model.trunk):

@@ -249,7 +249,7 @@ class RunTrunk:
 
 
 def require_shared(directory: Path, names: Sequence[str], accelerator: RunAccelerator) -> None:
-    """Wait until every process sees the same files and directories of a directory, or none; every process must call it."""
+    """Wait until every process sees the same files of a directory; every process must call it."""
     for _ in range(ATTEMPTS):
         first, *others = accelerator.gather_items([files_in(directory, names)])
         odd = [rank for rank, seen in enumerate(others, start=1) if seen != first]
@@ -307,7 +307,7 @@ def text_checksum(documents: Iterable[Document], prompts: Iterable[Prompt]) -> s
 
 @contextlib.contextmanager
 def memory_is_named(recipe: Recipe, stage: Callable[[], str]) -> Iterator[None]:
-    """Turn an out-of-memory error of the device or the machine into one with a hint for the stage that the run is in."""
+    """Turn an out-of-memory error of the device or the machine into one with a hint for the stage of the run."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

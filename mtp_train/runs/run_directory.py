@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -46,7 +46,7 @@ from mtp_train.checkpoints.identity import (
     write_records,
 )
 from mtp_train.checkpoints.locations import RECIPE_FILE, is_run, locate_checkpoint, open_location
-from mtp_train.checkpoints.writing import LOCK_FILE, write_json, write_text
+from mtp_train.checkpoints.writing import LOCK_FILE, full_disk_is_named, write_json, write_text
 from mtp_train.data.sources import local_files
 from mtp_train.errors import (
     CheckpointError,
@@ -60,6 +60,7 @@ from mtp_train.errors import (
     printable,
     redacted,
 )
+from mtp_train.evaluation.results import read_record
 from mtp_train.evaluation.suites import suite_location
 from mtp_train.recipe.json_schema import dotted, shown_whole
 from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, validated
@@ -139,12 +140,9 @@ class RunDirectory:
     def outcome(self) -> Outcome | None:
         """The recorded outcome, without fields of other releases; None if there is none that can be read."""
         try:
-            found = read_json(self.path / OUTCOME_FILE)
-            exit_code, *texts = (found[field.name] for field in fields(Outcome))
-        except (CheckpointError, KeyError):
+            return read_record(Outcome, read_json(self.path / OUTCOME_FILE), OUTCOME_FILE)
+        except (CheckpointError, DataError):
             return None
-        whole = type(exit_code) is int and all(isinstance(text, str) for text in texts)
-        return Outcome(exit_code, *texts) if whole else None
 
     @property
     def contents(self) -> dict[str, Contents]:
@@ -213,8 +211,10 @@ class RunDirectory:
     # The lock
 
     @contextlib.contextmanager
-    def held(self, console: Console) -> Iterator[None]:
+    def held(self, console: Console, what: str = "the run") -> Iterator[None]:
         """Hold the directory for this launch within the block: two runs would delete each other's files.
+
+        A full disk is named as such, and what was written to it.
 
         The main process writes ``run.lock`` with its machine and process id, and removes it in the end. A lock whose
         process is gone is taken over: at once on this machine, after ``LEASE_SECONDS`` without a sign of life
@@ -223,9 +223,15 @@ class RunDirectory:
         Raises:
             OutputExistsError: Another run holds the directory, or it was removed within the block.
         """
-        if not is_main_process():
-            yield
-            return
+        with full_disk_is_named(self.path, what=what):
+            if is_main_process():
+                with self._locked(console):
+                    yield
+            else:
+                yield
+
+    @contextlib.contextmanager
+    def _locked(self, console: Console) -> Iterator[None]:
         missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         # A second is enough to find that the process of a lock on this machine is gone.
@@ -436,7 +442,6 @@ def _on_machines_of(before: Recipe, now: Recipe) -> Recipe:
 
 
 def claimed_by_run(run_dir: Path) -> Claimed:
-    """Describe a run directory."""
     return Claimed(run_dir, "run", "write another run_dir for the new ones")
 
 
@@ -453,21 +458,17 @@ def _input_loaders(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> 
         is_here = Path(resolve(location)).expanduser().exists()
         return location if anew or known is None or is_here or not Path(known).exists() else known
 
-    def checkpoint(label: str, location: str) -> InputFiles:
-        return checkpoint_files(open_location(located(label, location)))
-
-    def head_source(label: str, location: str) -> InputFiles:
-        source = open_head_source(located(label, location))
+    def head_source(location: str) -> InputFiles:
+        source = open_head_source(located(HEAD_FROM, location))
         return checkpoint_files(source) if isinstance(source, Checkpoint) else directory_files(source.path)
 
-    def adapter(label: str, location: str) -> InputFiles:
-        return directory_files(locate_checkpoint(located(label, location)))
-
-    loaders: dict[str, Callable[[], InputFiles]] = {TRUNK: partial(checkpoint, TRUNK, model.trunk)}
+    loaders: dict[str, Callable[[], InputFiles]] = {
+        TRUNK: lambda: checkpoint_files(open_location(located(TRUNK, model.trunk)))
+    }
     if model.head_from:
-        loaders[HEAD_FROM] = partial(head_source, HEAD_FROM, model.head_from)
-    if model.adapter:
-        loaders[ADAPTER] = partial(adapter, ADAPTER, model.adapter)
+        loaders[HEAD_FROM] = partial(head_source, model.head_from)
+    if adapter := model.adapter:
+        loaders[ADAPTER] = lambda: directory_files(locate_checkpoint(located(ADAPTER, adapter)))
     data = {f"data.sources.{number}": source.path for number, source in enumerate(recipe.data.sources)}
     if study is not None:
         data |= {f"study.vanilla_sources.{number}": path for number, path in enumerate(study.vanilla_sources)}
