@@ -16,16 +16,13 @@ RULES = ("greedy", "sampled", "argmax")
 
 @dataclass(frozen=True)
 class Slices:
-    """A report indexed by the axes of its grid; arms and tasks keep the report's order.
-
-    Attributes:
-        headline: The setting that ``report.arms`` states; None where no arm drafts.
-        arms: Arms that draft.
-    """
+    """A report indexed by the axes of its grid; arms and tasks keep the report's order."""
 
     report: Report
     headline: Setting | None
+    """The setting that ``report.arms`` states; None where no arm drafts."""
     arms: tuple[str, ...]
+    """Arms that draft."""
     tasks: tuple[str, ...]
     cells: dict[tuple[str, str, Setting], Cell]
 

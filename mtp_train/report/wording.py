@@ -111,17 +111,14 @@ class Headline:
 
 @dataclass(frozen=True)
 class ArmGroups:
-    """Arms of a report, split by whether their figures compare.
-
-    Attributes:
-        alike: Measured here on the run's trunk; these compare with each other.
-        apart: Measured here on another trunk (vanilla); these do not compare with ``alike``.
-        recorded: Measured elsewhere and shown as recorded.
-    """
+    """Arms of a report, split by whether their figures compare."""
 
     alike: Arms
+    """Measured here on the run's trunk; these compare with each other."""
     apart: Arms
+    """Measured here on another trunk (vanilla); these do not compare with ``alike``."""
     recorded: Arms
+    """Measured elsewhere and shown as recorded."""
 
 
 def group_arms(report: Report) -> ArmGroups:
@@ -405,33 +402,21 @@ def held_out_sentence(settings: Mapping[str, Any]) -> str:
 
 def apart_sentence(groups: ArmGroups, settings: Mapping[str, Any]) -> str:
     """Return sentences on why arms on another trunk do not compare: the text they decode, its repeats and entropies."""
-    return f"{_entropy_sentence(groups)}{_vanilla_sentence(groups, settings)}"
-
-
-def _vanilla_sentence(groups: ArmGroups, settings: Mapping[str, Any]) -> str:
-    vanilla = groups.apart.get(VANILLA)
-    if vanilla is None or "vanilla_prompts" not in settings:
-        return ""
-    source = settings["vanilla_prompts"]
-    told = (
-        f"continues {source}, text of its own kind" if source else "answers the same prompts, not text of its own kind"
-    )
-    repeats = vanilla.repeated_8gram_share
-    if repeats is None:
-        return f" vanilla {told}."
-    return f" vanilla {told}; {format_percent(repeats)} of the 8-grams it writes repeat, and repeats are easy to draft."
-
-
-def _entropy_sentence(groups: ArmGroups) -> str:
     text = "Another trunk writes other text, so its tau does not compare with the arms above"
     entropies = [f"{arm.target_entropy:.2f} for {name}" for name, arm in groups.apart.items() if arm.target_entropy]
     own = [arm.target_entropy for arm in groups.alike.values() if arm.target_entropy]
-    if not entropies or not own:
+    if entropies and own:
+        text += ": text of low entropy is easier to draft. Target entropy in nats per token: "
+        text += f"{', '.join(entropies)}, against {own[0]:.2f} on the trunk above"
+    vanilla = groups.apart.get(VANILLA)
+    if vanilla is None or "vanilla_prompts" not in settings:
         return f"{text}."
-    return (
-        f"{text}: text of low entropy is easier to draft. "
-        f"Target entropy in nats per token: {', '.join(entropies)}, against {own[0]:.2f} on the trunk above."
-    )
+    source, repeats = settings["vanilla_prompts"], vanilla.repeated_8gram_share
+    own_kind = f"continues {source}, text of its own kind"
+    text += f". vanilla {own_kind if source else 'answers the same prompts, not text of its own kind'}"
+    if repeats is not None:
+        text += f"; {format_percent(repeats)} of the 8-grams it writes repeat, and repeats are easy to draft"
+    return f"{text}."
 
 
 def arm_cells(arm: ArmResult) -> tuple[str, ...]:

@@ -5,14 +5,13 @@ The page is one HTML file without scripts or network, figures included; its temp
 
 from __future__ import annotations
 
-import base64
 import csv
 import io
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,12 @@ from mtp_train.report.figures import FIGURE_STEM, FigureFile, render_figures
 from mtp_train.report.slices import Slices, slice_report
 from mtp_train.report.tables import (
     TextTable,
-    context_table,
+    axis_tables,
     cost_table,
-    depth_table,
     difference_matrix,
     difference_table,
     gate_table,
     position_table,
-    task_table,
-    temperature_table,
 )
 from mtp_train.report.wording import (
     COLUMNS,
@@ -77,8 +73,10 @@ class Section:
     notes: tuple[str, ...] = ()
     statements: tuple[str, ...] = ()
     """Sentences that are content of their own."""
-    arms: Sequence[Mapping[str, Any]] = ()
-    figures: Sequence[Mapping[str, str]] = ()
+    arms: Mapping[str, ArmResult] = field(default_factory=dict)
+    mark: str = ""
+    """What stands behind the names of the arms."""
+    figures: Sequence[FigureFile] = ()
     tables: Sequence[TextTable | None] = ()
     samples: Sequence[SampleText] = ()
     rows: Sequence[tuple[str, str]] = ()
@@ -121,6 +119,8 @@ def render_page(
         setting_sentence=_setting_sentence(slices),
         sections=[section for section in sections if not section.is_empty],
         columns=COLUMNS,
+        arm_cells=arm_cells,
+        focus=_focus(slices),
         before=report.gate.baseline if report.gate else "",
         after=RETRAINED,
         glossary=GLOSSARY,
@@ -130,13 +130,11 @@ def render_page(
 def _sections(slices: Slices, drawn: Sequence[FigureFile], serving: Mapping[str, str]) -> list[Section]:
     """Return every section, including those without content."""
     report, groups = slices.report, group_arms(slices.report)
-    ranked = slices.ranked()
-    focus = RETRAINED if RETRAINED in groups.alike else ranked[0][0] if len(ranked) > 1 else None
 
-    def figures(*stems: str) -> list[dict[str, str]]:
-        chosen = [figure for stem in stems for figure in drawn if figure.stem.startswith(stem)]
-        return [{"caption": figure.caption, "base64": base64.b64encode(figure.png).decode()} for figure in chosen]
+    def figures(*stems: str) -> list[FigureFile]:
+        return [figure for stem in stems for figure in drawn if figure.stem.startswith(stem)]
 
+    axes = axis_tables(slices)
     gate, told = report.gate, tuple[str, ...]()
     if gate is not None:
         told = (f"{gate.outcome.capitalize()} against {gate.baseline}. {capitalised(gate.reason)}",)
@@ -147,21 +145,22 @@ def _sections(slices: Slices, drawn: Sequence[FigureFile], serving: Mapping[str,
     )
     held_out = held_out_sentence(report.settings)
     return [
-        Section("Same trunk, same prompts", arms=_arm_rows(groups.alike, "", focus)),
+        Section("Same trunk, same prompts", arms=groups.alike),
         Section(
             "Another trunk, shown apart",
             (apart_sentence(groups, report.settings),),
-            arms=_arm_rows(groups.apart, "other trunk", focus),
+            arms=groups.apart,
+            mark="other trunk",
         ),
         Section("What to serve", statements=tuple(serving_sentences(slices)), rows=tuple(serving.items())),
         Section("Figures", figures=figures("tau", "marginal_acceptance", "speedup")),
         Section("Training", figures=figures("loss", "held_out", "learning_rate")),
         Section("Differences", (real,), tables=(difference_table(slices), difference_matrix(slices))),
         Section("By position in the draft", tables=(position_table(report),)),
-        Section("By task", figures=figures("tasks_"), tables=(task_table(slices),)),
-        Section("By temperature", (_RULE_NOTE,), tables=(temperature_table(slices),)),
-        Section("By depth", figures=figures("depth"), tables=(depth_table(slices),)),
-        Section("By context", figures=figures("context"), tables=(context_table(slices),)),
+        Section("By task", figures=figures("tasks_"), tables=(axes["task"],)),
+        Section("By temperature", (_RULE_NOTE,), tables=(axes["setting"],)),
+        Section("By depth", figures=figures("depth"), tables=(axes["drafts"],)),
+        Section("By context", figures=figures("context"), tables=(axes["context"],)),
         Section("Along the output", figures=figures("output_position")),
         Section("What it costs", figures=figures("costs"), tables=(cost_table(report),)),
         Section("The served model", rows=flatten(report.endpoint or {})),
@@ -169,9 +168,7 @@ def _sections(slices: Slices, drawn: Sequence[FigureFile], serving: Mapping[str,
         Section("Is it lossless?", statements=(lossless_sentence(report.lossless),)),
         Section("Is the text new to the head?", statements=(held_out,) if held_out else ()),
         Section("The gate", (power_sentence(gate), _GATE_NOTE), told, tables=(gate_table(gate),)),
-        Section(
-            "Recorded, not measured here", (recorded_sentence(groups),), arms=_arm_rows(groups.recorded, "recorded")
-        ),
+        Section("Recorded, not measured here", (recorded_sentence(groups),), arms=groups.recorded, mark="recorded"),
         Section("Settings", rows=flatten(report.settings)),
     ]
 
@@ -185,19 +182,12 @@ def _setting_sentence(slices: Slices) -> str:
     )
 
 
-def _arm_rows(arms: Mapping[str, ArmResult], note: str, focus: str | None = None) -> list[dict[str, Any]]:
-    """Return rows for the table of arms; the arm named ``focus`` is highlighted."""
-    return [
-        {
-            "name": name,
-            "note": note,
-            "trunk": arm.trunk,
-            "head": arm.head,
-            "cells": arm_cells(arm),
-            "focus": name == focus,
-        }
-        for name, arm in arms.items()
-    ]
+def _focus(slices: Slices) -> str | None:
+    """Return the name of the arm that is highlighted: the retrained head, or the best of several."""
+    ranked = slices.ranked()
+    if RETRAINED in group_arms(slices.report).alike:
+        return RETRAINED
+    return ranked[0][0] if len(ranked) > 1 else None
 
 
 MARGINAL_CI95 = "marginal_ci95"
