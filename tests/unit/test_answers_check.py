@@ -127,12 +127,6 @@ def test_a_server_that_switches_its_model_after_the_proof_is_noticed(
     assert len(RegeneratedStore(tmp_path).rows()) == 18
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_server_of_the_trunk_is_left_alone(sampling: dict[str, Any], trunk: Trunk, tmp_path: Path) -> None:
-    """The control."""
-    assert answer(tmp_path, trunk, served_by(trunk, [EOS]), sampling, proves=True) == 18
-
-
 def test_a_server_with_a_temperature_of_its_own_is_noticed(
     trunk: Trunk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

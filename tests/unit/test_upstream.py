@@ -67,12 +67,6 @@ def test_a_symbol_that_moved_is_named(owner: str, name: str, missing: str) -> No
     assert found.startswith(missing)
 
 
-@pytest.mark.parametrize("symbol", SYMBOLS, ids=[symbol.path for symbol in SYMBOLS])
-def test_every_module_that_a_table_names_exists(symbol: Symbol) -> None:
-    for place in symbol.used_in.split(", "):
-        assert any((package / place.split(" ")[0]).is_file() for package in PACKAGES), place
-
-
 def undocumented(source: str) -> list[str]:
     """Return the undocumented modules that some code imports, and the underscored names of the tables that it uses."""
     private = {symbol.name for symbol in SYMBOLS if symbol.name.startswith("_")}
