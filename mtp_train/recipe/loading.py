@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 import json
 import math
 import re
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from mtp_train.errors import RecipeError
 from mtp_train.recipe.json_schema import (
@@ -285,26 +284,7 @@ def problems_of(data: object, invalid: ValidationError) -> list[str]:
     """Return one line per problem with a recipe's plain values, ``"{path}: {found}; expected {rule}. {hint}"``."""
     # Unknown keys first: a misspelt key is often the cause of a missing field.
     errors = sorted(invalid.errors(include_url=False), key=lambda error: error["type"] != "extra_forbidden")
-    worded = [problem for error in errors for problem in _worded(data, error["type"], error["loc"], error.get("ctx"))]
-    if isinstance(data, Mapping) and all(error["loc"] for error in errors):
-        worded += _between_readable_sections(data, {str(error["loc"][0]) for error in errors})
-    return worded
-
-
-def _between_readable_sections(data: Mapping[str, object], unreadable: Collection[str]) -> Iterator[str]:
-    """Yield the contradictions between sections that have no problem of their own."""
-    types: dict[str, Any] = {name: field.annotation for name, field in Recipe.model_fields.items()}
-    readable = {
-        name: TypeAdapter(types[name]).validate_json(json.dumps(data[name], default=str))
-        for name in types.keys() & data.keys() - set(unreadable)
-    }
-    recipe = Recipe.model_construct(**readable)
-    for name in unreadable:
-        # Without its default, a rule that reads the section ends in an AttributeError.
-        recipe.__dict__.pop(name, None)
-    for rules in recipe.rules():
-        with contextlib.suppress(AttributeError):
-            yield from rules
+    return [problem for error in errors for problem in _worded(data, error["type"], error["loc"], error.get("ctx"))]
 
 
 def _worded(data: object, kind: str, loc: Loc, context: dict[str, Any] | None) -> Iterator[str]:
