@@ -106,12 +106,10 @@ def _errors_of(checks: Sequence[Callable[[], object]]) -> list[MtpError]:
 
 def _packing(recipe: Recipe, path: Path, config: RawConfig, world_size: int) -> list[Callable[[], object]]:
     quantization, offload = recipe.model.quantization, recipe.model.offload
-    checks: list[Callable[[], object]] = []
-    if quantization is not None:
-        checks.append(partial(require_quantizable, quantization, config, where=path))
-    if offload is not None:
-        checks.append(partial(require_offload, offload, world_size, config, where=path))
-    return checks
+    quantizable = [] if quantization is None else [partial(require_quantizable, quantization, config, where=path)]
+    if offload is None:
+        return [*quantizable]
+    return [*quantizable, partial(require_offload, offload, world_size, config, where=path)]
 
 
 def _of_the_head(recipe: Recipe, model: HeadOnTrunk, convention: Convention) -> Iterator[RecipeError]:
@@ -133,9 +131,9 @@ def _of_the_demo(recipe: Recipe, trunk: Path) -> Iterator[RecipeError]:
         (f"data.sources.{number}.path", source.path, f"data.sources.{number}.path=chats.jsonl data.group_field=null")
         for number, source in enumerate(recipe.data.sources)
     ]
+    of_study = () if recipe.study is None else recipe.study.vanilla_sources
     sources += [
-        (f"study.vanilla_sources.{number}", path, "study.vanilla_sources=[chats.jsonl]")
-        for number, path in enumerate(recipe.study.vanilla_sources if recipe.study is not None else ())
+        (f"study.vanilla_sources.{at}", path, "study.vanilla_sources=[chats.jsonl]") for at, path in enumerate(of_study)
     ]
     named = [source for source in sources if source[1].startswith(PREFIX)]
     if named and _vocabulary(trunk) != _vocabulary(demo_path("base")):
@@ -171,10 +169,11 @@ def require_offload(offload: Offload, world_size: int, config: RawConfig, *, whe
 
 def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:
     """Check that the fine-tune has a head if the recipe evaluates it."""
-    if NATIVE in recipe.evaluate.arms and not diagnose_head(finetune).complete:
+    found = diagnose_head(finetune)
+    if NATIVE in recipe.evaluate.arms and not found.complete:
         raise CheckpointError(
-            f"evaluate.arms: native, but {finetune.path} {diagnose_head(finetune).describe()}; expected a head of its "
-            "own. Remove native from evaluate.arms."
+            f"evaluate.arms: native, but {finetune.path} {found.describe()}; expected a head of its own. Remove native "
+            "from evaluate.arms."
         )
 
 

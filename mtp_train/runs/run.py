@@ -24,6 +24,7 @@ from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.checkpoints.writing import LOCK_FILE
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import OutOfMemoryError, RecipeError, TrainingError
+from mtp_train.evaluation.run import Processes
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
@@ -101,6 +102,11 @@ class Run:
     def is_main(self) -> bool:
         """Whether this process writes and prints for all."""
         return self.accelerator.is_main_process
+
+    @property
+    def processes(self) -> Processes:
+        """The processes in the form that evaluation takes."""
+        return Processes(self.accelerator.process_index, self.accelerator.num_processes, self.accelerator.gather_items)
 
     def claim(self) -> None:
         """Claim the directory for the recipe and its inputs, and give the inputs their recorded identities.

@@ -33,7 +33,7 @@ from mtp_train.evaluation.entropy import EntropySums, fine_edges, overlap_differ
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Setting, TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS, VERDICTS, ArmComparison, Cell, Finding, Report, Tone, negated
-from mtp_train.evaluation.run import Processes, measure_study, study_report
+from mtp_train.evaluation.run import measure_study, study_report
 from mtp_train.evaluation.statistics import MeasuredArm
 from mtp_train.evaluation.suites import load_suite, suite_prompts
 from mtp_train.losses.catalogue import find_loss
@@ -107,14 +107,13 @@ def train_heads(run: Run, study: StudySection) -> None:
 
 def measure_arms(run: Run, study: StudySection, grid: EvaluationGrid, prompts: Sequence[TaskPrompt]) -> Measurements:
     """Measure every arm on the same prompts, and vanilla also on its own. Every process must call it."""
-    recipe, run_dir, accelerator = run.recipe, run.directory.path, run.accelerator
-    processes = Processes(accelerator.process_index, accelerator.num_processes, accelerator.gather_items)
+    recipe, run_dir = run.recipe, run.directory.path
     specs = arm_specs(recipe, study, run_dir)
-    measured = measure_study(specs, grid, run_dir / GRID_DIR, run.progress, prompts, processes)
+    measured = measure_study(specs, grid, run_dir / GRID_DIR, run.progress, prompts, run.processes)
     if run.inputs.home:
         home = [TaskPrompt.of(prompt, HOME_TASK) for prompt in run.inputs.home]
         vanilla = ArmSpec(HOME, str(recipe.model.head_from), OWN, quantization=recipe.model.quantization)
-        at_home = measure_study([vanilla], grid, run_dir / HOME_DIR, run.progress, home, processes)
+        at_home = measure_study([vanilla], grid, run_dir / HOME_DIR, run.progress, home, run.processes)
         measured.arms += [arm for arm in at_home.arms if arm.head is not None]
     return measured
 
