@@ -316,12 +316,8 @@ def shards_model(state: AcceleratorState) -> str | None:
 def batch_of(tokens_BT: Tensor, mask: Any, positions_BT: Tensor | None, labels_BT: Tensor | None) -> PackedBatch:
     """Return the tokens of a forward pass as a training batch of the head, with padding and packed documents separated.
 
-    Args:
-        tokens_BT: int, the tokens.
-        mask: The forward's attention mask: of shape (B, T), 0 on padding. Masks of other kinds are ignored.
-        positions_BT: int, restarting at each document of a packed row; None for one document per row. Shape (1, T)
-            applies to all rows.
-        labels_BT: int, -100 on tokens that are no targets; None if every token is a target.
+    The attention mask counts where it has the shape of the tokens. Positions restart at each document of a packed row;
+    labels of -100 mark tokens that are no targets.
     """
     real_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
     if isinstance(mask, Tensor) and mask.shape == tokens_BT.shape:

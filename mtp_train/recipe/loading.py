@@ -104,10 +104,7 @@ _Dumper.add_implicit_resolver(_TAG + "float", _FLOAT, _DIGITS)
 
 
 def parse_yaml(text: str, where: str) -> tuple[Any, list[str]]:
-    """Return the value of a YAML document, named ``where`` in messages, and one problem for each repeated key.
-
-    Raises a RecipeError with line and column for text that is not YAML.
-    """
+    """Return the value of a YAML document, named ``where`` in messages, and one problem for each repeated key."""
     try:
         loader = _Loader(text, where)
         value = loader.get_single_data()
@@ -132,11 +129,8 @@ def dump_yaml(value: object) -> str:
 
 
 def apply_override(data: dict[Any, Any], override: str) -> list[str]:
-    """Set one value in the plain data of a recipe, in place. Return the problems; if there are any, nothing is set.
-
-    Args:
-        data: The recipe. Missing sections are added; list items are addressed by number.
-        override: ``section.field=value``, the value in YAML. A list is replaced as a whole.
+    """Set one value of ``section.field=value`` in the plain data of a recipe; return the problems, with which nothing
+    is set.
     """
     path, equals, text = override.partition("=")
     path = path.strip()
@@ -179,11 +173,7 @@ def _unparsable(where: str, found: str) -> RecipeError:
 
 
 def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the checked recipe of a file, of a name, of plain values or of a recipe, with ``section.field=value``
-    overrides.
-
-    Raises a RecipeError that lists all problems.
-    """
+    """Return the checked recipe of a file, a name, plain values or a recipe; an error lists all problems."""
     return validated(*plain_recipe(recipe, overrides))
 
 
@@ -205,11 +195,7 @@ def plain_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Any
 
 
 def validated(data: object, problems: Sequence[str] = ()) -> Recipe:
-    """Return the recipe of plain values.
-
-    Raises:
-        RecipeError: There are problems already, or the values are not a valid recipe; the message lists all problems.
-    """
+    """Return the recipe of plain values; an error lists all problems, those given first."""
     found = list(problems)
     try:
         # Strict in JSON's types: a list is a tuple, a whole number a float. Other objects of YAML are text.

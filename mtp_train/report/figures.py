@@ -110,9 +110,7 @@ MAX_TASK_CHARS = 18
 
 
 def render_figures(report: Report, metrics: Sequence[Mapping[str, Any]] = ()) -> list[FigureFile]:
-    """Draw every figure of a report that has data; ``metrics``, a run's ``metrics.jsonl``, gives the curves of
-    training.
-    """
+    """Draw every figure of a report that has data, and of the lines of a run's ``metrics.jsonl``."""
     slices, drawn = slice_report(report), _drawn_arms(report)
     looks = assign_looks(slices.arms)
     figures = []
@@ -214,11 +212,7 @@ def draw_series(
     legend: bool = True,
     every: int = 1,
 ) -> None:
-    """Draw lines with their intervals, and a legend below the plot unless another plot of the figure has it.
-
-    ``shift`` is the distance of two lines in x, which keeps their intervals apart, ``every`` the points from marker to
-    marker.
-    """
+    """Draw lines ``shift`` apart, with intervals and a marker every few points, and a legend below the plot."""
     lines = []
     for index, one in enumerate(series):
         aside = shift * (index - (len(series) - 1) / 2)

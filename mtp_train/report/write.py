@@ -20,6 +20,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from mtp_train.acceptance.names import RETRAINED
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.evaluation.results import REPORT_FILE, ArmComparison, ArmResult, Cell, Report, SampleText
+from mtp_train.report import wording
 from mtp_train.report.figures import FIGURE_STEM, FigureFile, render_figures
 from mtp_train.report.slices import Slices, slice_report
 from mtp_train.report.tables import (
@@ -30,24 +31,6 @@ from mtp_train.report.tables import (
     difference_table,
     gate_table,
     position_table,
-)
-from mtp_train.report.wording import (
-    COLUMNS,
-    GLOSSARY,
-    apart_sentence,
-    arm_cells,
-    capitalised,
-    count_real,
-    flatten,
-    group_arms,
-    headline,
-    held_out_sentence,
-    key_figures,
-    lossless_sentence,
-    power_sentence,
-    recorded_sentence,
-    serving_sentences,
-    setting_words,
 )
 from mtp_train.train.log import TRACKED_FILE, Tracking, read_tracked
 
@@ -96,14 +79,11 @@ class Section:
 def render_page(
     report: Report, figures: Sequence[FigureFile], provenance: Mapping[str, Any], serving: Mapping[str, str]
 ) -> str:
-    """Return the page of a report. Markup in a name, a path or a reason is escaped.
-
-    ``serving`` are the commands that serve the export, by engine.
-    """
+    """Return the page of a report, with the commands that serve the export; markup in any text is escaped."""
     slices = slice_report(report)
-    verdict = headline(slices)
-    subject = report.title or next((arm.trunk for arm in group_arms(report).alike.values()), "")
-    sections = [*_sections(slices, figures, serving), Section("Provenance", rows=flatten(provenance))]
+    verdict = wording.headline(slices)
+    subject = report.title or next((arm.trunk for arm in wording.group_arms(report).alike.values()), "")
+    sections = [*_sections(slices, figures, serving), Section("Provenance", rows=wording.flatten(provenance))]
     environment = Environment(
         loader=PackageLoader("mtp_train.report"),
         autoescape=True,
@@ -114,22 +94,22 @@ def render_page(
     return environment.get_template("page.html.j2").render(
         subject=subject,
         headline=verdict,
-        key_figures=key_figures(slices),
+        key_figures=wording.key_figures(slices),
         findings=[one for one in report.findings if one.evidence != verdict.detail],
         setting_sentence=_setting_sentence(slices),
         sections=[section for section in sections if not section.is_empty],
-        columns=COLUMNS,
-        arm_cells=arm_cells,
+        columns=wording.COLUMNS,
+        arm_cells=wording.arm_cells,
         focus=_focus(slices),
         before=report.gate.baseline if report.gate else "",
         after=RETRAINED,
-        glossary=GLOSSARY,
+        glossary=wording.GLOSSARY,
     )
 
 
 def _sections(slices: Slices, drawn: Sequence[FigureFile], serving: Mapping[str, str]) -> list[Section]:
     """Return every section, including those without content."""
-    report, groups = slices.report, group_arms(slices.report)
+    report, groups = slices.report, wording.group_arms(slices.report)
 
     def figures(*stems: str) -> list[FigureFile]:
         return [figure for stem in stems for figure in drawn if figure.stem.startswith(stem)]
@@ -137,22 +117,22 @@ def _sections(slices: Slices, drawn: Sequence[FigureFile], serving: Mapping[str,
     axes = axis_tables(slices)
     gate, told = report.gate, tuple[str, ...]()
     if gate is not None:
-        told = (f"{gate.outcome.capitalize()} against {gate.baseline}. {capitalised(gate.reason)}",)
+        told = (f"{gate.outcome.capitalize()} against {gate.baseline}. {wording.capitalised(gate.reason)}",)
     real = (
         "First arm minus second, paired by prompt, intervals over groups of prompts. "
-        f"{count_real(report)} of the report's comparisons are real, at 5 % over all of them together (Holm). "
+        f"{wording.count_real(report)} of the report's comparisons are real, at 5 % over all of them together (Holm). "
         "Other settings are in comparisons.csv."
     )
-    held_out = held_out_sentence(report.settings)
+    held_out = wording.held_out_sentence(report.settings)
     return [
         Section("Same trunk, same prompts", arms=groups.alike),
         Section(
             "Another trunk, shown apart",
-            (apart_sentence(groups, report.settings),),
+            (wording.apart_sentence(groups, report.settings),),
             arms=groups.apart,
             mark="other trunk",
         ),
-        Section("What to serve", statements=tuple(serving_sentences(slices)), rows=tuple(serving.items())),
+        Section("What to serve", statements=tuple(wording.serving_sentences(slices)), rows=tuple(serving.items())),
         Section("Figures", figures=figures("tau", "marginal_acceptance", "speedup")),
         Section("Training", figures=figures("loss", "held_out", "learning_rate")),
         Section("Differences", (real,), tables=(difference_table(slices), difference_matrix(slices))),
@@ -163,13 +143,15 @@ def _sections(slices: Slices, drawn: Sequence[FigureFile], serving: Mapping[str,
         Section("By context", figures=figures("context"), tables=(axes["context"],)),
         Section("Along the output", figures=figures("output_position")),
         Section("What it costs", figures=figures("costs"), tables=(cost_table(report),)),
-        Section("The served model", rows=flatten(report.endpoint or {})),
+        Section("The served model", rows=wording.flatten(report.endpoint or {})),
         Section("Sample texts", (_SAMPLE_NOTE,), samples=report.samples),
-        Section("Is it lossless?", statements=(lossless_sentence(report.lossless),)),
+        Section("Is it lossless?", statements=(wording.lossless_sentence(report.lossless),)),
         Section("Is the text new to the head?", statements=(held_out,) if held_out else ()),
-        Section("The gate", (power_sentence(gate), _GATE_NOTE), told, tables=(gate_table(gate),)),
-        Section("Recorded, not measured here", (recorded_sentence(groups),), arms=groups.recorded, mark="recorded"),
-        Section("Settings", rows=flatten(report.settings)),
+        Section("The gate", (wording.power_sentence(gate), _GATE_NOTE), told, tables=(gate_table(gate),)),
+        Section(
+            "Recorded, not measured here", (wording.recorded_sentence(groups),), arms=groups.recorded, mark="recorded"
+        ),
+        Section("Settings", rows=wording.flatten(report.settings)),
     ]
 
 
@@ -177,7 +159,7 @@ def _setting_sentence(slices: Slices) -> str:
     if slices.headline is None:
         return ""
     return (
-        f"Unless a table states another setting: {setting_words(slices.headline)}. "
+        f"Unless a table states another setting: {wording.setting_words(slices.headline)}. "
         f"All {len(slices.report.cells):,} cells are in acceptance.csv."
     )
 
@@ -185,7 +167,7 @@ def _setting_sentence(slices: Slices) -> str:
 def _focus(slices: Slices) -> str | None:
     """Return the name of the arm that is highlighted: the retrained head, or the best of several."""
     ranked = slices.ranked()
-    if RETRAINED in group_arms(slices.report).alike:
+    if RETRAINED in wording.group_arms(slices.report).alike:
         return RETRAINED
     return ranked[0][0] if len(ranked) > 1 else None
 

@@ -227,10 +227,7 @@ def judge(
     depths: Mapping[int, Cell],
     no_gain: str | None = None,
 ) -> GateVerdict:
-    """Apply the gate: refuse a decoder that changed an output, and a head that is not better than its baseline.
-
-    ``depths`` is the retrained head by number of drafts a round; ``no_gain`` tells that training gave no gain.
-    """
+    """Apply the gate: refuse a decoder that changed an output, and a head that is not better than its baseline."""
     baseline = recipe.gate_baseline
     broken = [one.prompt_id for one in checked_records(arms) if one.same_as_plain == "divergence"]
     if broken:
@@ -296,10 +293,7 @@ def sample_texts(
 
 
 def evaluation_settings(recipe: Recipe, inputs: Inputs, settings: Sequence[Setting]) -> dict[str, Any]:
-    """Return how everything was measured; figures measured with other settings are not comparable.
-
-    The sampling parameters are the first setting's, which the report's arms are measured at.
-    """
+    """Return how everything was measured, sampling parameters as of the first setting, which the report's arms have."""
     first, ignored = settings[0], left_out(inputs.finetune)
     return {
         "trunk": recipe.model.trunk,
@@ -331,11 +325,7 @@ _OF_TRAINING = ("trunk", "head_from", "depth", "train_precision", "loss", "train
 
 
 def recorded_arms(trunk: str) -> dict[str, ArmResult]:
-    """Return the recorded arms of the demo's fine-tune (``report.wording.RECORDED``), ``measured_here`` false; none for
-    any other trunk.
-
-    All were measured on the recipe's own held-out prompts.
-    """
+    """Return the demo's recorded arms (``report.wording.RECORDED``), of its held-out prompts; none for any other trunk."""
     if trunk != f"{PREFIX}finetune":
         return {}
     arms = recorded()["arms"]

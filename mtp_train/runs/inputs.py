@@ -113,11 +113,7 @@ class RunText(NamedTuple):
 
 
 def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs:
-    """Open and check everything that a run reads. Writes nothing and does not load the trunk.
-
-    Raises:
-        MtpError: An input is missing, malformed, or does not fit the recipe.
-    """
+    """Open and check everything that a run reads. Writes nothing and does not load the trunk."""
     finetune = open_location(recipe.model.trunk)
     require_source_model(recipe)
     donor = open_head_source(recipe.model.head_from) if recipe.model.head_from else None

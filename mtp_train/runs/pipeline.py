@@ -88,12 +88,7 @@ def run(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | Non
 
 
 def run_recipe(recipe: Recipe, console: Console, choices: Sequence[Choice] = ()) -> Outcome:
-    """Run a recipe to its outcome, record that in the run directory, and return it; a finished run's is returned as it
-    is.
-
-    Errors are recorded too if the run directory belongs to this run. Fields in ``choices`` that depend on the training
-    text are resolved once it exists.
-    """
+    """Run a recipe to its outcome, which is recorded as errors are, or return the outcome of a run that had finished."""
     directory = RunDirectory(Path(recipe.run_dir))
     with stopped_by_signals():
         directory.require_ours(recipe)

@@ -45,10 +45,7 @@ BATCH_SIZE, CONCURRENCY = 16, 32
 
 
 def data_stage(run: Run, trunk: Trunk, *, in_shards: bool = False) -> list[Document]:
-    """Return the documents to train on: the trunk's own responses, or the sources' text.
-
-    See :func:`generate_responses` for ``in_shards``.
-    """
+    """Return the documents to train on: the trunk's own responses, or the sources' text."""
     if not run.recipe.regenerates:
         return list(run.inputs.documents)
     return generate_responses(run, trunk, in_shards=in_shards)[0]

@@ -111,17 +111,9 @@ def resolved_recipe(
 ) -> ResolvedRecipe:
     """Return a checked recipe from any of its forms, with fields that are ``auto`` resolved.
 
-    Args:
-        recipe: A YAML file, the name of a recipe of the package, a mapping of the same shape, or a recipe, which is
-            returned as it is.
-        overrides: Dotted field to value, ``{"train.lr": 1e-4}``, or strings ``section.field=value`` with YAML values.
-        world_size: Processes that will train; None for ``train.processes``, else ``WORLD_SIZE`` of a launcher, else 1.
-        device: What they will run on; None for this machine's.
-        counted: Returns the lengths of the records in place of :func:`text_facts`.
-
-    Raises:
-        RecipeError: A field is unknown, out of range or contradicts another one; the message lists all problems.
-        MtpError: A field is ``auto``, and the model or the data that it depends on cannot be read.
+    A recipe is returned as it is. ``world_size`` is the number of processes that will train, by default
+    ``train.processes``, else that of the launcher; ``device`` what they will run on, by default this machine's.
+    ``counted`` returns the lengths of the records in place of :func:`text_facts`. An error lists all problems.
     """
     if isinstance(recipe, Recipe) and not overrides:
         return ResolvedRecipe(recipe, ())
@@ -346,9 +338,7 @@ def _lr(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
 
 
 def lr_choice(recipe: Recipe, hidden_size: int, overlap: float | None = None) -> Choice:
-    """Return the automatic learning rate; ``overlap``: of p and q at depth 1 before the first step, once it is
-    measured.
-    """
+    """Return the automatic learning rate; ``overlap``: of p and q at depth 1 before the first step, once measured."""
     rate, reason = LEARNING_RATE * WIDTH / hidden_size, f"{LEARNING_RATE:g} x {WIDTH} / {hidden_size} channels"
     if recipe.head.lora is not None:
         rate, reason = LORA_FACTOR * rate, f"{reason} x {LORA_FACTOR} for LoRA"

@@ -83,11 +83,7 @@ class Run:
         progress: Progress,
         attempt: Attempt | None = None,
     ) -> Run:
-        """Gather, check and hash the inputs of a run. Writes nothing, so that a corrected recipe can use the directory.
-
-        Raises:
-            MtpError: An input is missing, malformed, does not fit the recipe, or changed since the run began.
-        """
+        """Gather, check and hash the inputs of a run. Writes nothing, so that a corrected recipe can use the directory."""
         is_main = accelerator.is_main_process
         if is_main:
             directory.require_same_inputs(recipe, progress, anew=True)
@@ -109,12 +105,7 @@ class Run:
         return Processes(self.accelerator.process_index, self.accelerator.num_processes, self.accelerator.gather_items)
 
     def claim(self) -> None:
-        """Claim the directory for the recipe and its inputs, and give the inputs their recorded identities.
-
-        Raises:
-            ChangedInputError: An input changed while it was loaded.
-            TrainingError: The processes do not share the directory, or read other inputs than the main process.
-        """
+        """Claim the directory for the recipe and its inputs, and give the inputs their recorded identities."""
         inputs, accelerator = self.inputs, self.accelerator
         if accelerator.num_processes > 1:
             require_alike("model", checkpoints_checksum([inputs.finetune, inputs.donor]), accelerator)

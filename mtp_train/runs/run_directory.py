@@ -214,14 +214,9 @@ class RunDirectory:
     def held(self, console: Console, what: str = "the run") -> Iterator[None]:
         """Hold the directory for this launch within the block: two runs would delete each other's files.
 
-        A full disk is named as such, and what was written to it.
-
         The main process writes ``run.lock`` with its machine and process id, and removes it in the end. A lock whose
         process is gone is taken over: at once on this machine, after ``LEASE_SECONDS`` without a sign of life
         elsewhere.
-
-        Raises:
-            OutputExistsError: Another run holds the directory, or it was removed within the block.
         """
         with full_disk_is_named(self.path, what=what):
             if is_main_process():
@@ -260,12 +255,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Attempt]:
-        """Record how an attempt ends, in ``outcome.json``, on every way out of the block.
-
-        Raises:
-            StoppedError: A signal stopped the block.
-            MtpError: The block raised it, or the directory was removed within the block.
-        """
+        """Record how an attempt ends, in ``outcome.json``, on every way out of the block."""
         attempt = Attempt()
         # The main process holds the directory of all nodes.
         if is_main_process():

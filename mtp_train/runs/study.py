@@ -281,9 +281,7 @@ def find(
     levels: Sequence[LevelDifference],
     grafted: Sequence[LevelDifference],
 ) -> tuple[Finding, ...]:
-    """Test every claim, the prediction first, by the levels of the first objective's head and those of the grafted
-    head.
-    """
+    """Test every claim, the prediction first, by the levels of the first objective's head and of the grafted head."""
     settings = [level.setting for level in levels]
     first, *others = study.objectives
     measures = list(dict.fromkeys(one for level in levels for one in back_at_vanilla(report, level, study)))

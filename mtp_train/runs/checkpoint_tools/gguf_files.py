@@ -207,9 +207,7 @@ class GgufGraftResult(Shown):
 def graft_gguf(
     fine_tune: Path, base: str, out: Path, kind: GgufKind | None, link: LinkMode, progress: Progress
 ) -> GgufGraftResult:
-    """Write a GGUF file with the head of a base in it; the trunk's tensors keep their bytes. See
-    :func:`mtp_train.graft`.
-    """
+    """Write a GGUF file with the head of a base in it; the trunk's tensors keep their bytes."""
     trunk = open_gguf(fine_tune)
     refuse_existing(out, what="the GGUF file")
     if trunk.head.keys() - {one.name for one in trunk.readers[0].tensors}:
