@@ -92,11 +92,12 @@ def _gate(report: Report) -> Text | None:
 def _depth_lines(slices: Slices) -> list[str]:
     """Return tau, break-even tau and speed of a run's head at each depth, one line of text each."""
     cells = slices.by_depth(RETRAINED) if slices.report.title is None else {}
-    return [
-        f"{wording.depth_words(depth)} a round: tau {wording.format_tau(cell)}, break-even {wording.format_number(cell.break_even_tau, 2)}, "
-        f"speedup {wording.format_estimate(cell.speedup, cell.speedup_ci95)}; pays: {PAYS[cell.pays]}"
-        for depth, cell in cells.items()
-    ]
+    lines = []
+    for depth, cell in cells.items():
+        needed, speedup = wording.format_number(cell.break_even_tau, 2), (cell.speedup, cell.speedup_ci95)
+        told = f"tau {wording.format_tau(cell)}, break-even {needed}, speedup {wording.format_estimate(*speedup)}"
+        lines.append(f"{wording.depth_words(depth)} a round: {told}; pays: {PAYS[cell.pays]}")
+    return lines
 
 
 def _differences(slices: Slices) -> Text:

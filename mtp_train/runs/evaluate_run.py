@@ -325,7 +325,7 @@ _OF_TRAINING = ("trunk", "head_from", "depth", "train_precision", "loss", "train
 
 
 def recorded_arms(trunk: str) -> dict[str, ArmResult]:
-    """Return the demo's recorded arms (``report.wording.RECORDED``), of its held-out prompts; none for any other trunk."""
+    """Return the demo's recorded arms (``report.wording.RECORDED``), on its held-out prompts; none on other trunks."""
     if trunk != f"{PREFIX}finetune":
         return {}
     arms = recorded()["arms"]

@@ -88,7 +88,7 @@ def run(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | Non
 
 
 def run_recipe(recipe: Recipe, console: Console, choices: Sequence[Choice] = ()) -> Outcome:
-    """Run a recipe to its outcome, which is recorded as errors are, or return the outcome of a run that had finished."""
+    """Run a recipe to its outcome, which is recorded as errors are, or return that of a run that had finished."""
     directory = RunDirectory(Path(recipe.run_dir))
     with stopped_by_signals():
         directory.require_ours(recipe)

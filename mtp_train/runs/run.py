@@ -83,7 +83,7 @@ class Run:
         progress: Progress,
         attempt: Attempt | None = None,
     ) -> Run:
-        """Gather, check and hash the inputs of a run. Writes nothing, so that a corrected recipe can use the directory."""
+        """Gather, check and hash the inputs of a run. Writes nothing: a corrected recipe can use the directory."""
         is_main = accelerator.is_main_process
         if is_main:
             directory.require_same_inputs(recipe, progress, anew=True)
