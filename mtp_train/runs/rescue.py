@@ -57,6 +57,7 @@ from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
+from mtp_train.report.wording import format_number
 from mtp_train.runs.checkpoint_tools.gguf_files import graft_gguf, inspect_gguf
 from mtp_train.runs.checkpoint_tools.inspect import serving_commands
 from mtp_train.runs.display import Shown, serving_lines, wiring_note
@@ -135,13 +136,19 @@ class ProbeResult(Shown):
         return f"{self.verdict}: {self.reason}"
 
     def _rows(self) -> list[tuple[str, str]]:
-        trained = f"{_number(self.trained_tau)} after {self.trained_steps} steps, gain {_interval(self.gain_ci95)}"
+        trained = (
+            f"{format_number(self.trained_tau, 2)} after {self.trained_steps} steps, gain {_interval(self.gain_ci95)}"
+        )
         return [
             ("base's head on the fine-tune", _level_text(self.graft)),
             *([] if self.base is None else [("base's head on the base", _level_text(self.base))]),
             ("overlap lost at equal entropy", _lost_text(self)),
             *([("base's head, wired otherwise", self.wiring)] if self.wiring is not None else []),
-            *([("briefly retrained", trained)] if self.trained_tau is not None else []),
+            *(
+                []
+                if self.trained_tau is None
+                else [("briefly retrained", f"{trained}, gain {_interval(self.gain_ci95)}")]
+            ),
             ("next", self.command),
         ]
 
@@ -220,7 +227,7 @@ def judge(found: ProbeResult) -> tuple[Verdict, str]:
         return "fault", f"{found.wiring}. It is in a wrong form, or was trained with that wiring"
     if own is not None and is_at_fault(own):
         return "fault", (
-            f"The base's head drafts for the base itself with tau {_number(own.tau)} {_interval(own.tau_ci95)}; "
+            f"The base's head drafts for the base itself with tau {own.tau:.2f} {_interval(own.tau_ci95)}; "
             f"expected more than {LEAST_TAU:g}. The head is damaged or of another model, or the tokenizer is not the "
             "base's"
         )
@@ -229,12 +236,12 @@ def judge(found: ProbeResult) -> tuple[Verdict, str]:
     intact = lost is not None and own is not None and own.overlap is not None and lost[1] < MARGIN * own.overlap
     lost_text = f"Overlap lost at equal target entropy: {_lost_text(found)}"
     trained = (
-        f"{found.trained_steps} steps raised tau from {_number(graft.tau)} by {_interval(gain)} to "
-        f"{_number(found.trained_tau)}, and a rescue trains for longer"
+        f"{found.trained_steps} steps raised tau from {graft.tau:.2f} by {_interval(gain)} to "
+        f"{format_number(found.trained_tau, 2)}, and a rescue trains for longer"
     )
     if intact and not helps_much:
         level = own.overlap if own is not None else None
-        return "graft", f"{lost_text}, less than {100 * MARGIN:g} % of the base's {_number(level)}"
+        return "graft", f"{lost_text}, less than {100 * MARGIN:g} % of the base's {format_number(level, 2)}"
     if helps:
         return "retrain", f"{trained}. {lost_text}"
     if lost is not None and lost[0] > 0.0:
@@ -364,11 +371,7 @@ def _lost_text(found: ProbeResult) -> str:
         if found.base is None:
             return "unknown, as the trunk that the head was made for is not known"
         return "unknown, as the texts of the two models share too few entropies"
-    return f"{_number(found.lost_overlap)} {_interval(found.lost_overlap_ci95)}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    return f"{format_number(found.lost_overlap, 2)} {_interval(found.lost_overlap_ci95)}"
 
 
 def _interval(interval: Interval | None) -> str:
@@ -376,7 +379,7 @@ def _interval(interval: Interval | None) -> str:
 
 
 def _level_text(level: HeadLevel) -> str:
-    return f"tau {_number(level.tau)} {_interval(level.tau_ci95)}, overlap {_number(level.overlap)}"
+    return f"tau {level.tau:.2f} {_interval(level.tau_ci95)}, overlap {format_number(level.overlap, 2)}"
 
 
 @dataclass(frozen=True)

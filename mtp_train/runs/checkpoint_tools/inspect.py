@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,6 +54,7 @@ Status = Literal[
     "foreign",
 ]
 SUGGESTED_DEPTH = 3
+_KEYS = ("missing_keys", "shape_errors", "dtype_errors")
 
 
 @dataclass(frozen=True)
@@ -134,32 +135,16 @@ class Inspection(Shown):
     """The command that puts the base's head in place, where ``cure`` takes one from an unnamed weight file."""
 
     def to_json(self) -> dict[str, Any]:
-        head, trunk, weights, change = self.head, self.trunk, self.weights, self.trunk_changed
+        found = super().to_json()
+        head, trunk, weights = (found.pop(part) for part in ("head", "trunk", "weights"))
+        of_head = ("declared_modules", "present_modules", "unexpected_keys", *_KEYS)
         return {
-            "checkpoint": self.checkpoint,
-            "family": self.family,
-            "declared_modules": head.declared_modules,
-            "present_modules": head.present_modules,
-            "status": self.status,
-            "stale": self.stale,
-            "missing_keys": head.missing_keys,
-            "unexpected_keys": head.unexpected_keys,
-            "shape_errors": head.shape_errors,
-            "dtype_errors": head.dtype_errors,
-            "trunk_missing_keys": trunk.missing_keys,
-            "trunk_shape_errors": trunk.shape_errors,
-            "trunk_dtype_errors": trunk.dtype_errors,
-            "non_finite_keys": weights.non_finite_keys,
-            "problems": self.problems,
-            "trunk_changed": None if change is None else asdict(change),
-            "head_difference": None if self.head_difference is None else self.head_difference.to_json(),
-            "serves": dict(self.serves),
-            "cure": self.cure,
-            "other_cure": self.other_cure,
-            "unlisted_keys": weights.unlisted_keys,
-            "unnamed_weights": [asdict(one) for one in weights.unnamed_files],
-            "runs_here": self.runs_here,
-            "note": self.note,
+            **found,
+            **{name: head[name] for name in of_head},
+            **{f"trunk_{name}": trunk[name] for name in _KEYS},
+            "non_finite_keys": weights["non_finite_keys"],
+            "unlisted_keys": weights["unlisted_keys"],
+            "unnamed_weights": weights["unnamed_files"],
         }
 
     def _title(self) -> str:
