@@ -248,8 +248,6 @@ def _read(path: Path) -> str:
         if path.is_file() or path.is_dir() or not path.exists():
             return path.read_text(encoding="utf-8")
         found = "not a regular file"
-    except UnicodeDecodeError:
-        found, hint = "not text in UTF-8", "Save it as UTF-8, or check the path."
     except FileNotFoundError:
         found, siblings = "no such file", [str(file) for file in path.parent.glob("*.yaml")]
         near = difflib.get_close_matches(str(path), siblings, n=1)
@@ -257,11 +255,9 @@ def _read(path: Path) -> str:
             expected += f", or the name of one of the package: {', '.join(recipe_names())}"
             near = difflib.get_close_matches(path.stem, recipe_names())
         hint = f"Did you mean {' or '.join(near)}?" if near else "Check the path, or see mtp-train recipes."
-    except OSError as error:
-        found = f"cannot be read ({error.strerror})"
-    except ValueError as error:
-        # A NUL or an unpaired surrogate in the path.
-        found = f"cannot be a path ({error})"
+    # No text in UTF-8; a path with a NUL or an unpaired surrogate.
+    except (OSError, ValueError) as error:
+        found = f"cannot be read ({error})"
     shown_path = str(path)[:200].encode("ascii", "backslashreplace").decode()
     raise RecipeError(f"{shown_path}: {found}; expected {expected}. {hint}")
 

@@ -144,11 +144,7 @@ class ProbeResult(Shown):
             *([] if self.base is None else [("base's head on the base", _level_text(self.base))]),
             ("overlap lost at equal entropy", _lost_text(self)),
             *([("base's head, wired otherwise", self.wiring)] if self.wiring is not None else []),
-            *(
-                []
-                if self.trained_tau is None
-                else [("briefly retrained", f"{trained}, gain {_interval(self.gain_ci95)}")]
-            ),
+            *([] if self.trained_tau is None else [("briefly retrained", trained)]),
             ("next", self.command),
         ]
 

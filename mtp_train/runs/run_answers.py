@@ -72,31 +72,28 @@ def copy_answers(location: str, directory: Path, prompts: Sequence[Prompt], trun
 
 
 def _answers_of(location: str, trunk: Trunk | None) -> list[Answers]:
+    def refused(found: str, expected: str, instead: str) -> DataError:
+        told = f"data.responses: {location} {found}; expected {expected}"
+        return DataError(f"{told}. {instead}, or write data.responses: null.")
+
     run = Path(location).expanduser()
     if not is_run(run):
-        raise DataError(
-            f"data.responses: {location} is no run ({RECIPE_FILE} is missing); expected the directory of a run with "
-            "responses. Check the path, or write data.responses: null."
-        )
+        expected = "the directory of a run with responses"
+        raise refused(f"is no run ({RECIPE_FILE} is missing)", expected, "Check the path")
     found = [
         Answers(path.parent, read_json(path))
         for path in sorted(run.glob(f"{DATA}/responses-*/{SETTINGS_FILE}"))
         if response_files(path.parent)
     ]
     if not found:
-        raise DataError(
-            f"data.responses: {location} has no responses (in {run / DATA}); expected a run with data.regenerate. Name "
-            "such a run, or write data.responses: null."
-        )
+        raise refused(f"has no responses (in {run / DATA})", "a run with data.regenerate", "Name such a run")
     same = [one for one in found if trunk in (None, (one.settings.get("trunk"), one.settings.get("adapter")))]
     if trunk is not None and not same:
         recorded = found[0].settings.get("trunk")
         names = changed_files(recorded, trunk[0]) if isinstance(recorded, dict) else []
         differs = f"{', '.join(names[:3])} differ" if names else "the adapter differs"
-        raise DataError(
-            f"data.responses: {location} has responses of another trunk than model.trunk ({differs}); expected the "
-            "same content. Name a run on this trunk, or write data.responses: null."
-        )
+        other = f"has responses of another trunk than model.trunk ({differs})"
+        raise refused(other, "the same content", "Name a run on this trunk")
     return same
 
 

@@ -160,42 +160,32 @@ class RunDirectory:
         if entries <= {PROBE} | claims | {f".{name}.tmp" for name in (*claims, RECIPE_FILE)}:
             return
         if not self.is_claimed:
-            raise OutputExistsError(
-                f"run_dir: {self.path} holds files that are not a run's ({', '.join(sorted(entries)[:3])}); expected a "
-                "new or empty directory. Choose another run_dir."
-            )
+            others = ", ".join(sorted(entries)[:3])
+            raise self._refused(f"holds files that are not a run's ({others})", "a new or empty directory")
         found = self.provenance.get("format_version")
         if found != FORMAT_VERSION:
-            raise OutputExistsError(
-                f"run_dir: {self.path} holds a run of format_version {found!r}, which another version of mtp-train "
-                f"began; expected {FORMAT_VERSION}. Choose another run_dir, or remove this one."
-            )
+            which = f"holds a run of format_version {found!r}, which another version of mtp-train began"
+            raise self._refused(which, str(FORMAT_VERSION), ", or remove this one")
         recorded = self.path / RECIPE_FILE
         differing = _differing_fields(recorded.read_text(encoding="utf-8"), recipe)
         if differing:
             more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
-            raise OutputExistsError(
-                f"run_dir: {self.path} holds the run of another recipe ({recorded}): {', '.join(differing[:3])}{more}; "
-                "expected the same resolved recipe to resume. Choose another run_dir, or remove this one."
-            )
+            other = f"holds the run of another recipe ({recorded}): {', '.join(differing[:3])}{more}"
+            raise self._refused(other, "the same resolved recipe to resume", ", or remove this one")
 
     def require_outside_inputs(self, recipe: Recipe) -> None:
         """Refuse the root, a path below a file, and directories within an input: a run would change that input.
 
         ``check`` calls this alone: it accepts the directory of another recipe, to compare its overrides.
         """
-        run_dir, place = self.path, self.path.resolve()
+        place = self.path.resolve()
         if place == Path(place.anchor):
-            raise OutputExistsError(
-                f"run_dir: {run_dir} is the root; expected a new directory. Choose another run_dir."
-            )
-        if run_dir.exists() and not run_dir.is_dir():
-            raise OutputExistsError(f"run_dir: {run_dir} is a file; expected a directory. Choose another run_dir.")
+            raise self._refused("is the root", "a new directory")
+        if self.path.exists() and not self.path.is_dir():
+            raise self._refused("is a file", "a directory")
         above = next(one for one in place.parents if one.exists())
         if not above.is_dir():
-            raise OutputExistsError(
-                f"run_dir: {run_dir} lies below the file {above}; expected a new directory. Choose another run_dir."
-            )
+            raise self._refused(f"lies below the file {above}", "a new directory")
         model = recipe.model
         inputs = {TRUNK: model.trunk, HEAD_FROM: model.head_from, ADAPTER: model.adapter}
         inputs["data.responses"] = recipe.data.responses
@@ -203,10 +193,10 @@ class RunDirectory:
         for field, name in inputs.items():
             location = None if name is None else Path(resolve(name)).resolve()
             if location is not None and location.is_dir() and place.is_relative_to(location):
-                raise OutputExistsError(
-                    f"run_dir: {run_dir} lies within {field} ({name}); expected a directory outside of the inputs. "
-                    "Choose another run_dir."
-                )
+                raise self._refused(f"lies within {field} ({name})", "a directory outside of the inputs")
+
+    def _refused(self, found: str, expected: str, instead: str = "") -> OutputExistsError:
+        return OutputExistsError(f"run_dir: {self.path} {found}; expected {expected}. Choose another run_dir{instead}.")
 
     # The lock
 

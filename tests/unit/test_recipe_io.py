@@ -243,7 +243,7 @@ def test_files_that_cannot_be_read_are_refused(recipe_file: Path, tmp_path: Path
     assert directory.startswith(f"{tmp_path}: cannot be read (")
     recipe_file.write_bytes(b"run_dir: \xff\n")
     (binary,) = problems_of(recipe_file)
-    assert binary.startswith(f"{recipe_file}: not text in UTF-8; expected a recipe in YAML. ")
+    assert binary.startswith(f"{recipe_file}: cannot be read ('utf-8' codec can't decode byte 0xff in position 9: ")
 
 
 @pytest.fixture(

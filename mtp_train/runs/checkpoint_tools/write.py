@@ -312,8 +312,8 @@ def export(
         Wrote my-27b-head/mtp-my-27b.gguf. Serve it: llama-server ...
     """
     source, out, progress = Path(source), Path(out), progress or quiet_progress()
-    forms = (("--head-only", head_only), ("--gguf", gguf), ("--speculators", speculators))
-    given = [name for name, is_on in forms if is_on]
+    forms = {"--head-only": head_only, "--gguf": gguf, "--speculators": speculators}
+    given = [name for name, is_on in forms.items() if is_on]
     if len(given) > 1:
         raise MtpError(f"{' and '.join(given)}: given together; expected one of them. Leave the others out.")
     if gguf is not None and copy:
@@ -332,8 +332,8 @@ def export(
         depths = found.plan.num_depths if isinstance(found.plan, Artifact) else SUGGESTED_DEPTH
         return ExportResult(out, found.trunk.path, flag=draft_model_flag(str(out), depths))
     form: DraftForm = "speculators" if speculators else "engines"
-    notes = _write_with_trunk(source, found, out, form, "copy" if copy else "hard", progress)
-    return ExportResult(out, found.trunk.path, notes=notes)
+    link: LinkMode = "copy" if copy else "hard"
+    return ExportResult(out, found.trunk.path, notes=_write_with_trunk(source, found, out, form, link, progress))
 
 
 def _write_with_trunk(
