@@ -329,19 +329,19 @@ def export(
         return _write_gguf_file(source, found, out, gguf, progress)
     if head_only:
         write_head_only(found.trunk, layout_of(found.holder), found.plan.head, out)
-        depths = found.plan.num_depths if isinstance(found.plan, Artifact) else SUGGESTED_DEPTH
-        return ExportResult(out, found.trunk.path, flag=draft_model_flag(str(out), depths))
-    form: DraftForm = "speculators" if speculators else "engines"
+        return ExportResult(out, found.trunk.path, flag=draft_model_flag(str(out), found.num_depths))
     link: LinkMode = "copy" if copy else "hard"
-    return ExportResult(out, found.trunk.path, notes=_write_with_trunk(source, found, out, form, link, progress))
+    notes = _write_with_trunk(source, found, out, link, progress, speculators=speculators)
+    return ExportResult(out, found.trunk.path, notes=notes)
 
 
 def _write_with_trunk(
-    source: Path, found: _HeadToExport, out: Path, form: DraftForm, link: LinkMode, progress: Progress
+    source: Path, found: _HeadToExport, out: Path, link: LinkMode, progress: Progress, *, speculators: bool
 ) -> tuple[str, ...]:
     """Write the trunk's checkpoint with the head in it, or a run's draft model; return what to tell about it."""
     trunk, layout = found.trunk, layout_of(found.holder)
-    if form == "speculators" and found.plan.family.kind == "mtp":
+    form: DraftForm = "speculators" if speculators else "engines"
+    if speculators and found.plan.family.kind == "mtp":
         raise CheckpointError(
             f"{trunk.path}: its head is an MTP head, which is part of the trunk's checkpoint; expected a head of kind "
             "eagle3. Leave --speculators out."
@@ -354,7 +354,7 @@ def _write_with_trunk(
     with removed_on_failure(out):
         write_card(source, out)
     notes = left_out(unnamed_files(trunk, layout)) if found.plan.family.kind == "mtp" else ()
-    if form == "speculators":
+    if speculators:
         layers = found.plan.family.wiring.trunk_layers(text_config_of(trunk))
         notes += (f"It reads the hidden states after the layers {', '.join(map(str, layers))} of its trunk.",)
     return notes
@@ -438,6 +438,11 @@ class _HeadToExport(NamedTuple):
     """The LoRA adapter that the run's trunk was trained with; None without one."""
     hub_id: str | None = None
     """Hub id of a run's trunk; None for a local one."""
+
+    @property
+    def num_depths(self) -> int:
+        """Drafts per round that the head was trained for, or that a command suggests."""
+        return self.plan.num_depths if isinstance(self.plan, Artifact) else SUGGESTED_DEPTH
 
 
 def _head_to_export(source: Path, progress: Progress) -> _HeadToExport:
