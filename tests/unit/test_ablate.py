@@ -82,13 +82,13 @@ def test_every_cell_is_trained_measured_and_not_done_twice(
     import ablate
 
     out = tmp_path / "out"
-    argv = [str(recipe), "--out", str(out), "--losses", "kl,ce", "--unrolls", "exact,on_policy", "--seeds", "2"]
+    argv = [str(recipe), "--out", str(out), "--losses", "kl,ce", "--unrolls", "exact,fastmtp", "--seeds", "2"]
     found = ablate.main(argv)
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == json.loads(json.dumps(found))
     names = {
         f"{text}-{unroll}-{loss}"
         for text in ("self", "corpus")
-        for unroll in ("exact", "on_policy")
+        for unroll in ("exact", "fastmtp")
         for loss in ("kl", "ce")
     }
     assert {(row["cell"], row["temperature"]) for row in found["rows"]} == {(n, t) for n in names for t in (0.0, 1.0)}

@@ -12,11 +12,18 @@ import torch
 
 from byte_tokenizer import byte_tokenizer
 from mtp_inference.sampling.distributions import Sampling, distribution_of
-from mtp_train.answers import check as checked
-from mtp_train.answers.check import AnswerFit, CheckedStore, JudgeFn, allowance, fit_of
+from mtp_train.answers import served as checked
 from mtp_train.answers.endpoint import Endpoint
 from mtp_train.answers.generate import Answering, missing_prompts
-from mtp_train.answers.served import probe, regenerate_served
+from mtp_train.answers.served import (
+    AnswerFit,
+    CheckedStore,
+    JudgeFn,
+    allowance,
+    fit_of,
+    probe,
+    regenerate_served,
+)
 from mtp_train.answers.store import RegeneratedRow, RegeneratedStore
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import CheckpointError, DataError
