@@ -1,7 +1,4 @@
-"""Tables of a report as text, shared by the page and the terminal.
-
-``wording.GLOSSARY`` explains the headings to the report's readers.
-"""
+"""Tables of a report as text, shared by the page and the terminal; ``glossary.html.j2`` explains the headings."""
 
 from __future__ import annotations
 

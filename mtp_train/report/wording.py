@@ -33,55 +33,6 @@ GROUPS = "groups"
 REPEATS = "repeats"
 COLUMNS = ("tau [95 %]", GROUPS, "by position", "tokens/s", "speedup [95 %]", REPEATS, "entropy")
 
-GLOSSARY = (
-    ("trunk", "The frozen target model. Drafts change its speed, never the distribution of its output."),
-    ("head", "The MTP module that drafts the next tokens."),
-    (
-        "round",
-        "One draft and verify step: the head drafts a few tokens, the trunk checks them in one pass, and the leading "
-        "drafts that pass are accepted.",
-    ),
-    ("tau", "Mean tokens committed per round, the trunk's own bonus token included. 1.00 is plain decoding."),
-    ("by position", "Marginal acceptance: the share of all rounds that accepted the draft at position 1, 2, ..."),
-    ("conditional", "The same among the rounds that accepted the position before."),
-    ("dense", "Teacher-forced acceptance at every position of the trunk's own text: comparable across depths."),
-    (
-        "[95 %]",
-        "Interval over groups of prompts. Rounds of one prompt are alike, and so are prompts of one group: only more "
-        "groups narrow it.",
-    ),
-    ("groups", "Sets of related prompts (a module, a conversation, a file) that are held out as a whole."),
-    (
-        "speedup",
-        "Tokens per second with drafts, divided by tokens per second of the same trunk and decoder without. Rounds are "
-        "counted on all prompts, in batches; a round is timed on a few prompts, one at a time, by its best time of "
-        "several. The interval contains the errors of both.",
-    ),
-    ("pays", "Yes: the interval of the speedup lies above 1. No: below 1. Undecided: it contains 1."),
-    ("repeats", "Share of 8-grams that already occurred in the same output. Loops are easy to draft and inflate tau."),
-    ("entropy", "Entropy of the trunk's next-token distribution, in nats. Text of low entropy is easier to draft."),
-    ("graft", "The base model's head, copied to the fine-tune without training."),
-    ("retrained", "The head after training on the fine-tune's own output, or beside the trunk during fine-tuning."),
-    ("vanilla", "The base model with its own head."),
-    ("macro", "Mean of tau over prompts. Tau itself pools rounds, so long texts weigh more."),
-    ("overlap", "Mean of sum min(p, q): the expected acceptance of rejection sampling."),
-    ("rule", "How drafts are made and verified; figures of different rules do not compare."),
-    ("greedy", "Temperature 0: drafts are accepted while they equal the trunk's most probable token."),
-    (
-        "argmax drafts",
-        "The head's most probable token, accepted with the trunk's probability of it. Most engines do this.",
-    ),
-    ("sampled drafts", "Drawn from the head's distribution and verified by rejection sampling."),
-    ("tau needed", "Break-even tau, from which drafts pay: the time of a round with drafts over that of a plain step."),
-    (
-        "real",
-        "The difference passes a test paired by prompt, over groups of prompts, at 5 % over all comparisons together "
-        "(Holm's correction).",
-    ),
-    ("the head", "Compared at equal target entropy, so that an easier text alone makes no difference."),
-    ("own context", "The unchanged prompts. A context of 512 is the same prompts with other text before them."),
-)
-
 RECORDED = {
     CONTROL: "the same training on the base's old text",
     CEILING: "ten times the steps",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -18,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mtp_train.acceptance.names import RETRAINED
-from mtp_train.checkpoints.writing import write_json
+from mtp_train.checkpoints.writing import write_bytes, write_json
 from mtp_train.evaluation.results import REPORT_FILE, ArmComparison, ArmResult, Cell, Report, SampleText
 from mtp_train.report import wording
 from mtp_train.report.figures import FIGURE_STEM, FigureFile, render_figures
@@ -103,7 +102,6 @@ def render_page(
         focus=_focus(slices),
         before=report.gate.baseline if report.gate else "",
         after=RETRAINED,
-        glossary=wording.GLOSSARY,
     )
 
 
@@ -189,8 +187,7 @@ def write_report(
 ) -> None:
     """Write a report to a directory, replacing an earlier one.
 
-    Everything is rendered before the first byte is written. Every file is written under a temporary name before the
-    first is renamed, and ``report.json`` is renamed last. So an earlier report stays intact when something fails.
+    Everything is rendered before the first byte is written, each file is replaced as a whole, ``report.json`` last.
     """
     figures = render_figures(report, metrics)
     files = {Path("figures") / f"{figure.stem}.png": figure.png for figure in figures}
@@ -198,7 +195,9 @@ def write_report(
     files |= {Path(f"{name}.csv"): table.csv().encode() for name, table in csv_tables(report).items()}
     encoded = json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
     files[Path(REPORT_FILE)] = f"{encoded}\n".encode()
-    _replace_files(out, files)
+    for path, content in files.items():
+        (out / path).parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(out / path, content)
     for path in (out / "figures").glob("*.png"):
         if re.fullmatch(FIGURE_STEM, path.stem) and path.relative_to(out) not in files:
             path.unlink()
@@ -262,22 +261,6 @@ def flat_table(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Fl
             values += [*found, *[None] * len(parts[name])][: len(parts[name])]
         table.rows.append(values)
     return table
-
-
-def _replace_files(run_dir: Path, files: Mapping[Path, bytes]) -> None:
-    aside = {run_dir / path: run_dir / path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in files}
-    try:
-        for (target, temporary), content in zip(aside.items(), files.values(), strict=True):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as handle:
-                handle.write(content)
-                handle.flush()
-                os.fsync(handle.fileno())
-        for target, temporary in aside.items():
-            temporary.replace(target)
-    finally:
-        for temporary in aside.values():
-            temporary.unlink(missing_ok=True)
 
 
 def log_report(report: Report, out: Path, tracking: Tracking, config: Mapping[str, Any] | None = None) -> None:

@@ -116,22 +116,6 @@ def test_failing_page_leaves_the_previous_report_whole(tmp_path: Path, monkeypat
     assert contents(tmp_path) == before
 
 
-def test_failing_disk_leaves_the_previous_report_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_report(STUDY, tmp_path, {})
-    before = contents(tmp_path)
-    written = []
-
-    def fill_up(descriptor: int) -> None:
-        written.append(descriptor)
-        if len(written) == 4:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", fill_up)
-    with pytest.raises(OSError, match="No space left"):
-        write_report(replace(STUDY, title="another"), tmp_path, PROVENANCE)
-    assert contents(tmp_path) == before
-
-
 def test_no_cell_of_a_table_is_a_formula() -> None:
     table = FlatTable(["task", "gain"], [["=HYPERLINK(1)", -0.5], ["+1", None], ["@x", 2], ["-a", 1.5], ["a=b", 0]])
     assert table.csv().splitlines() == ["task,gain", "'=HYPERLINK(1),-0.5", "'+1,", "'@x,2", "'-a,1.5", "a=b,0"]
