@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from rich.progress import Progress
 
+from mtp_train.checkpoints import suggestions
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, merge_command
 from mtp_train.checkpoints.contents import UnnamedFile, unnamed_files, unnamed_weights
 from mtp_train.checkpoints.files import Checkpoint, is_gguf
@@ -18,17 +19,6 @@ from mtp_train.checkpoints.keymap import REDUCED_OUTPUT, HeadLayout
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
 from mtp_train.checkpoints.quantised import QUANTISATION, read_plain_in_blocks, unmatched_by_sglang
-from mtp_train.checkpoints.suggestions import (
-    draft_model_flag,
-    export_command,
-    graft_command,
-    inspect_command,
-    named_base,
-    original_of,
-    probe_command,
-    retrain_command,
-    train_command,
-)
 from mtp_train.checkpoints.values import common_tensors, find_non_finite, squared_change
 from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.families import Assistant, assistant_for, draft_engines, of_kind
@@ -264,7 +254,7 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         cure=_find_cure(checkpoint, base, status, change, stale, trunk, problems),
         runs_here="yes" if unread is None else f"no: {unread}",
         note=_note(checkpoint),
-        other_cure=graft_command(*_with_donor(checkpoint, base)) if chooses else None,
+        other_cure=suggestions.graft_command(*_with_donor(checkpoint, base)) if chooses else None,
     )
 
 
@@ -337,7 +327,7 @@ def serving_commands(
         }
     # ``export --head-only`` writes none of the trunk's layers.
     if not any(name.startswith("layers.") for name in trunk_tensors(checkpoint, layout_of(checkpoint))):
-        flag = draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
+        flag = suggestions.draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
         reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
         return dict.fromkeys(checkpoint.family.serving, reason)
     return engine_commands(checkpoint.engines, str(checkpoint.path), SUGGESTED_DEPTH) | _misread(checkpoint)
@@ -387,28 +377,29 @@ def _find_cure(
     if status == "miswired":
         # The base's head fits the base's trunk; on another trunk it has to be retrained as well.
         moved = change is not None and change.share_of_tensors > 0
-        return retrain_command(path, donor) if moved else graft_command(path, donor)
+        return suggestions.retrain_command(path, donor) if moved else suggestions.graft_command(path, donor)
     if problems and problems == _adapter_problems(checkpoint):
         return merge_command(path, path)
     if problems:
         return f"hf download CHECKPOINT --local-dir {shlex.quote(path)}"
     if status not in ("partial", "quantised", "foreign") and _has_unnamed_head(checkpoint):
-        return export_command(path)
+        return suggestions.export_command(path)
     if status in ("declared_but_missing", "stripped", "partial", "quantised"):
-        return graft_command(path, donor)
+        return suggestions.graft_command(path, donor)
     if status == "undeclared" or (not stale and status == "healthy" and _misread(checkpoint)):
-        return export_command(path)
+        return suggestions.export_command(path)
     if status == "none":
         # Releases of such a family have a head. It was probably dropped: Unsloth drops its count in the config too.
         lost = base is None and not checkpoint.family.attached
-        return inspect_command(path, donor) if lost else train_command(path)
+        return suggestions.inspect_command(path, donor) if lost else suggestions.train_command(path)
     # Bytes tell that the head was not trained for this trunk, not that it drafts worse.
-    return probe_command(path, donor) if stale else None
+    return suggestions.probe_command(path, donor) if stale else None
 
 
 def _with_donor(checkpoint: Checkpoint, base: Checkpoint | None) -> tuple[str, str]:
     """Return the path of a checkpoint, and that of its base: the given one, or the name on its card."""
-    return str(checkpoint.path), str(base.path) if base is not None else named_base(checkpoint.path) or "BASE"
+    named = str(base.path) if base is not None else suggestions.named_base(checkpoint.path)
+    return str(checkpoint.path), named or "BASE"
 
 
 def _has_unnamed_head(checkpoint: Checkpoint) -> bool:
@@ -420,7 +411,7 @@ def _has_unnamed_head(checkpoint: Checkpoint) -> bool:
 def _inspect_mlx(checkpoint: Checkpoint, progress: Progress) -> Inspection:
     """Inspect a checkpoint that MLX alone reads: neither its trunk nor its head is compared."""
     path = str(checkpoint.path)
-    original = original_of(checkpoint.path)
+    original = suggestions.original_of(checkpoint.path)
     return Inspection(
         checkpoint=path,
         family=checkpoint.family.name,
