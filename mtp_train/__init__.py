@@ -48,11 +48,11 @@ if TYPE_CHECKING:
     from mtp_train.runs.checkpoint_tools.write import export as export
     from mtp_train.runs.checkpoint_tools.write import graft as graft
     from mtp_train.runs.checkpoint_tools.write import merge as merge
-    from mtp_train.runs.evaluate import EvaluationResult as EvaluationResult
-    from mtp_train.runs.evaluate import compare as compare
-    from mtp_train.runs.evaluate import evaluate as evaluate
-    from mtp_train.runs.generate import GenerateResult as GenerateResult
-    from mtp_train.runs.generate import generate as generate
+    from mtp_train.runs.decode import EvaluationResult as EvaluationResult
+    from mtp_train.runs.decode import GenerateResult as GenerateResult
+    from mtp_train.runs.decode import compare as compare
+    from mtp_train.runs.decode import evaluate as evaluate
+    from mtp_train.runs.decode import generate as generate
     from mtp_train.runs.pipeline import RegenerateResult as RegenerateResult
     from mtp_train.runs.pipeline import RunResult as RunResult
     from mtp_train.runs.pipeline import open_report as open_report
@@ -80,8 +80,7 @@ _NAMES_BY_MODULE = {
     "runs.check": ("CheckResult", "check"),
     "runs.checkpoint_tools.inspect": ("Inspection", "inspect"),
     "runs.checkpoint_tools.write": ("ExportResult", "GraftResult", "MergeResult", "export", "graft", "merge"),
-    "runs.evaluate": ("EvaluationResult", "compare", "evaluate"),
-    "runs.generate": ("GenerateResult", "generate"),
+    "runs.decode": ("EvaluationResult", "GenerateResult", "compare", "evaluate", "generate"),
     "runs.rescue": ("ProbeResult", "RescueResult", "probe", "rescue"),
     "runs.pipeline": ("RegenerateResult", "RunResult", "open_report", "regenerate", "run"),
     "runs.write_recipe": ("WriteRecipeResult", "write_recipe"),

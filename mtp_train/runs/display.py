@@ -148,7 +148,7 @@ def serving_lines(serves: Mapping[str, str]) -> list[tuple[str, str]]:
     for engine, text in serves.items():
         several = len(unverified) > 1 and text in unverified
         together.setdefault("not verified by this project" if several else text, []).append(engine)
-    if len(together) == 1:
+    if len(together) == 1 < len(serves):
         return [("every engine", text) for text in together]
     return [(", ".join(engines), text) for text, engines in together.items()]
 

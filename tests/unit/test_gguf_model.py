@@ -204,7 +204,7 @@ def test_a_head_beside_the_file_is_named(base: Path, trunk: Path, capsys: pytest
     out = trunk.parent / "whole.gguf"
     capsys.readouterr()
     assert main(["graft", str(trunk), "--from", str(base), "--out", str(out)]) == 0
-    assert "do not pass mtp-base.gguf with -md beside it" in capsys.readouterr().out
+    assert "Do not pass mtp-base.gguf with -md beside it" in capsys.readouterr().out
     assert "pass one of them" in str(looked_at(out))
 
 

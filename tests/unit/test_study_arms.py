@@ -12,7 +12,7 @@ from mtp_train.errors import CheckpointError, DataError
 from mtp_train.evaluation.arms import ArmSpec, open_arm, parse_arm, require_distinct
 from mtp_train.evaluation.run import plain_names
 from mtp_train.recipe.loading import dump_recipe
-from mtp_train.runs.evaluate import packed_arms, server_of, subject_arm
+from mtp_train.runs.decode import packed_arms, server_of, subject_arm
 from runs import tiny_recipe
 
 

@@ -181,33 +181,13 @@ def _status(model: GgufModel, problems: Sequence[str]) -> GgufStatus:
     return "healthy" if model.declared_modules == model.present_modules else "undeclared"
 
 
-@dataclass(frozen=True)
-class GgufGraftResult(Shown):
-    """The GGUF file that :func:`mtp_train.graft` wrote."""
-
-    files: tuple[Path, ...]
-    fine_tune: str
-    base: str
-    head_quantisation: str
-    heads_beside: tuple[str, ...] = ()
-    """Files beside it that hold a head alone, not to be passed with it."""
-
-    def __str__(self) -> str:
-        first = shlex.quote(str(self.files[0]))
-        lines = [
-            f"Wrote {', '.join(map(str, self.files))}: the trunk of {self.fine_tune} byte for byte, the head of "
-            f"{self.base} as {self.head_quantisation}.",
-            f"Serve it: llama-server -m {first} --spec-type draft-mtp --spec-draft-n-max 3",
-        ]
-        if self.heads_beside:
-            lines.append(f"The head is in the file: do not pass {', '.join(self.heads_beside)} with -md beside it.")
-        return "\n".join(lines)
-
-
 def graft_gguf(
     fine_tune: Path, base: str, out: Path, kind: GgufKind | None, link: LinkMode, progress: Progress
-) -> GgufGraftResult:
-    """Write a GGUF file with the head of a base in it; the trunk's tensors keep their bytes."""
+) -> tuple[Path, ...]:
+    """Write a GGUF file with the head of a base in it, in as many splits as the trunk; return their paths.
+
+    The trunk's tensors keep their bytes.
+    """
     trunk = open_gguf(fine_tune)
     refuse_existing(out, what="the GGUF file")
     if trunk.head.keys() - {one.name for one in trunk.readers[0].tensors}:
@@ -218,9 +198,7 @@ def graft_gguf(
     head, fields, modules = (_of_gguf if is_gguf(base) else _of_checkpoint)(trunk, base, kind, progress)
     changed = with_modules(trunk, fields, modules)
     new = [one for one in head if one.name not in trunk.tensors or one.name in trunk.head]
-    files = write_embedded(trunk, new, changed, out, kind=kind or "q8_0", link=link, progress=progress)
-    written = open_gguf(files[0])
-    return GgufGraftResult(files, str(fine_tune), base, _types(written.head.values()), heads_beside(written))
+    return write_embedded(trunk, new, changed, out, kind=kind or "q8_0", link=link, progress=progress)
 
 
 _Head = tuple[Sequence[GgufTensor | ReaderTensor], Mapping[str, Any], int]

@@ -54,7 +54,7 @@ from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of, with_head_beside
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.runs.checkpoint_tools.gguf_files import GgufGraftResult, config_of, export_gguf_head, graft_gguf
+from mtp_train.runs.checkpoint_tools.gguf_files import config_of, export_gguf_head, graft_gguf, inspect_gguf
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH, serving_commands
 from mtp_train.runs.display import Shown, quiet_progress, serving_lines
 from mtp_train.runs.export import write_card, write_export, write_untrained_card
@@ -68,6 +68,7 @@ class GraftResult(Shown):
     """The checkpoint that :func:`graft` wrote."""
 
     out: Path
+    """The new directory, or the first split of the GGUF file."""
     fine_tune: str
     """The trunk's checkpoint, as the caller named it."""
     base: str
@@ -75,7 +76,7 @@ class GraftResult(Shown):
     serves: Mapping[str, str]
     """Engine to the command that serves ``out``, or ``no: REASON``."""
     notes: tuple[str, ...] = ()
-    """Sentences about weight files that were left out."""
+    """Sentences about weight files that were left out, or about the storage in a GGUF file."""
 
     def __str__(self) -> str:
         served = (f"{engines}: {text}" for engines, text in serving_lines(self.serves))
@@ -92,7 +93,7 @@ def graft(
     head: GgufKind | None = None,
     copy: bool = False,
     progress: Progress | None = None,
-) -> GraftResult | GgufGraftResult:
+) -> GraftResult:
     """Write a fine-tune together with the MTP head of its base. Every tensor keeps its bytes.
 
     Args:
@@ -117,7 +118,12 @@ def graft(
     out, progress = Path(out), progress or quiet_progress()
     link: LinkMode = "copy" if copy else "hard"
     if is_gguf(fine_tune):
-        return graft_gguf(Path(fine_tune), str(base), out, head, link, progress)
+        file, *more = graft_gguf(Path(fine_tune), str(base), out, head, link, progress)
+        found = inspect_gguf(file)
+        told = [f"Its trunk is that of {fine_tune} byte for byte; the head's tensors are {found.head_quantisation}."]
+        told += [f"Its splits are {', '.join(path.name for path in (file, *more))}."] if more else []
+        told += [f"Do not pass {one} with -md beside it: the head is in the file." for one in found.heads_beside]
+        return GraftResult(file, str(fine_tune), str(base), found.serves, tuple(told))
     if head is not None:
         raise MtpError(
             f"--head: given for {fine_tune}, whose head keeps its bytes; expected a GGUF file. Leave it out."
