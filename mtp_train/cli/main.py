@@ -222,7 +222,6 @@ def add_command(commands: Any, name: str, text: str, handler: Handler, **setting
 
 KINDS = ("f32", "f16", "bf16", "q8_0")
 RULES = ("greedy", "argmax", "sampled")
-PACKINGS = ("none", "8bit", "4bit")
 _DRAFTER = "a head directory, a draft model, a checkpoint to take one from, an assistant, ngram, or model:CKPT"
 
 
@@ -401,8 +400,6 @@ def _add_generate(add: Callable[..., Any]) -> None:
     add("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
     chooses = "how drafts are chosen above temperature 0; sampled drafts are accepted more often"
     add("--draft-sampling", choices=("argmax", "sampled"), default="sampled", help=chooses)
-    marks = "mark accepted drafts: green, or in brackets without a terminal"
-    add("--show-drafts", action="store_true", help=marks)
 
 
 def _add_evaluate(add: Callable[..., Any]) -> None:
@@ -410,9 +407,6 @@ def _add_evaluate(add: Callable[..., Any]) -> None:
     add("checkpoint", metavar="CKPT|RUN", help=subject)
     add("--head", help=f"{_DRAFTER} (default: its own)")
     add("--adapter", metavar="DIR", help="a peft adapter for the trunk, applied without merging")
-    packed = "pack the trunk: an arm for each (default: none, or as in a run's recipe)"
-    add("--trunk-bits", nargs="+", choices=PACKINGS, help=packed)
-    add("--head-bits", nargs="+", choices=PACKINGS, default=["none"], help="pack the head: an arm for each")
     add("--endpoint", metavar="URL", help="measure a server too, as http://host:port/v1")
     add("--served-model", metavar="NAME", help="its name for the model (default: the only one)")
     add("--api-key-env", metavar="VAR", help="the environment variable with the server's key")
@@ -476,20 +470,15 @@ def _generate(args: argparse.Namespace) -> Printed:
     from mtp_inference import Sampling
 
     sampling = Sampling(**of_fields(args, Sampling))
-    streams = not (args.json or args.show_drafts or len(args.prompts) > 1)
-
-    def print_piece(text: str) -> None:
-        print(printable(text), end="", flush=True)
-
-    done = call(args, "generate", sampling=sampling, on_text=print_piece if streams else None)
+    streams = not (args.json or len(args.prompts) > 1)
+    done = call(args, "generate", sampling=sampling, on_text=_print_piece if streams else None)
     if not args.json:
         print(f"{chr(10) * streams}{done.summary}", file=sys.stderr)
-    if args.show_drafts:
-        console = Console(soft_wrap=True)
-        with console.capture() as capture:
-            console.print(done.marked(brackets=not console.is_terminal), end="")
-        return Printed(done.to_json(), capture.get(), styled=True)
     return Printed(done.to_json(), "" if streams else str(done))
+
+
+def _print_piece(text: str) -> None:
+    print(printable(text), end="", flush=True)
 
 
 def of_fields(args: argparse.Namespace, record: Any) -> dict[str, Any]:

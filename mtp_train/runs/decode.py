@@ -13,20 +13,18 @@ from typing import Any
 
 from rich.console import RenderableType
 from rich.progress import Progress
-from rich.text import Text
 
 from mtp_inference import MAX_DEPTH, GenerationResult, Request, Sampling, SpeculativeDecoder
 from mtp_inference.opening import OWN, OpenModel, open_model, prompt_tokens, refuse_images
 from mtp_inference.requests import MtpMode
 from mtp_inference.sampling.chooser import DraftSampling
-from mtp_inference.text import marked_pieces
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
 from mtp_train.checkpoints.identity import InputFiles, hash_inputs
 from mtp_train.checkpoints.locations import is_run, open_location
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.data.sources import local_files
-from mtp_train.errors import DataError, printable
-from mtp_train.evaluation.arms import BITS_OPTIONS, ArmSpec, arm_of_run, local_device, named, parse_arm
+from mtp_train.errors import DataError
+from mtp_train.evaluation.arms import ArmSpec, arm_of_run, local_device, named, parse_arm
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.results import REPORT_FILE, ArmResult, Report
 from mtp_train.evaluation.run import run_study
@@ -38,7 +36,6 @@ from mtp_train.runs.display import RichlyShown, Shown, html_table, quiet_progres
 from mtp_train.runs.run_directory import RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.train.log import Tracking, WandbMode
 from mtp_train.train.machine import use_threads
-from mtp_train.trunk.quantise import Quantization
 from mtp_train.trunk.tokenizer import load_tokenizer, require_variables
 from mtp_train.trunk.whole import require_whole_trunk
 
@@ -58,8 +55,6 @@ class GenerateResult(Shown):
     """One result per prompt: ``text``, ``token_ids``, ``num_drafts`` (rounds), ``accepted_per_pos``, ``tau``."""
     settings: dict[str, Any]
     """Checkpoint, head, depth, sampling, dtype, device and the like."""
-    pieces: tuple[tuple[tuple[str, bool], ...], ...] = field(default=(), repr=False)
-    """Each text in pieces, with True for accepted drafts and False for the trunk's own tokens."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as ``mtp-train generate --json`` prints them; counters have vLLM's names."""
@@ -83,17 +78,6 @@ class GenerateResult(Shown):
         if len(self.requests) == 1:
             return self.requests[0].text
         return "\n".join(f"--- prompt {number}\n{one.text}" for number, one in enumerate(self.requests, start=1))
-
-    def marked(self, *, brackets: bool = False) -> Text:
-        """Return the texts for a rich console, with accepted drafts in green; also between brackets on request."""
-        marked = Text()
-        for number, pieces in enumerate(self.pieces, start=1):
-            if len(self.pieces) > 1:
-                marked.append(f"{chr(10) * (number > 1)}--- prompt {number}\n")
-            for text, is_draft in pieces:
-                shown = printable(text)
-                marked.append(f"[{shown}]" if is_draft and brackets else shown, "green" if is_draft else "")
-        return marked
 
     def _repr_html_(self) -> str:
         columns = ("text", "new tokens", "rounds", "accepted drafts", "tokens per round")
@@ -241,17 +225,13 @@ def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: 
         if chunk.result is not None:
             results[chunk.index] = chunk.result
     ordered = tuple(result for _, result in sorted(results.items()))
-    pieces = tuple(
-        marked_pieces(tokenizer, prompt_ids, one.token_ids, one.from_drafts, options.stop)
-        for prompt_ids, one in zip(prompts, ordered, strict=True)
-    )
     settings = options.settings() | {
         "external_drafter": None if model.external is None else model.external.title,
         "dtype": decoder.trunk.dtype_name,
         "device": str(device),
         "captured_rounds": decoder.captured_rounds,
     }
-    return GenerateResult(ordered, settings, pieces)
+    return GenerateResult(ordered, settings)
 
 
 def _require_weights(model: OpenModel, depth: int, progress: Progress) -> None:
@@ -294,8 +274,6 @@ def evaluate(
     *,
     head: str | Path | None = None,
     adapter: str | Path | None = None,
-    trunk_bits: Sequence[str] | None = None,
-    head_bits: Sequence[str] = ("none",),
     grid: EvaluationGrid | None = None,
     endpoint: str | None = None,
     served_model: str | None = None,
@@ -315,8 +293,6 @@ def evaluate(
         head: What drafts: a head directory, a checkpoint to take the head from, a draft model, ``"ngram"`` or
             ``"model:CKPT"``. None for the checkpoint's own head.
         adapter: A peft adapter to apply to the trunk without merging.
-        trunk_bits: ``"none"``, ``"8bit"``, ``"4bit"``: an arm for each. None: as in a run's recipe, else unquantised.
-        head_bits: The same for the head.
         grid: The settings to measure; None for the defaults of :class:`EvaluationGrid`.
         endpoint: URL of a server of the same model, which is measured as one more arm: ``http://host:port/v1``.
         served_model: The model's name at the server; None where it serves only one.
@@ -339,7 +315,7 @@ def evaluate(
     """
     subject = subject_arm(str(checkpoint), head, adapter)
     server = server_of(subject, endpoint, served_model, api_key_env, concurrency, request_timeout_seconds, served_only)
-    arms = [] if served_only else packed_arms(subject, trunk_bits, head_bits)
+    arms = [] if served_only else [named(subject)]
     settled = (grid or EvaluationGrid()).settled(arms, [subject.trunk])
     return _measure(arms, [named(subject)], settled, Path(out), progress, costs, wandb, server)
 
@@ -463,24 +439,6 @@ def subject_arm(checkpoint: str, head: str | Path | None, adapter: str | Path | 
                 "or name the run's trunk."
             )
     return arm_of_run(Path(checkpoint))
-
-
-def packed_arms(subject: ArmSpec, trunk_bits: Sequence[str] | None, head_bits: Sequence[str]) -> list[ArmSpec]:
-    """Return an arm for each way to pack trunk and head."""
-    own = (subject.quantization, None)
-    trunks = own[:1] if trunk_bits is None else _quantizations("--trunk-bits", trunk_bits)
-    packings = [(trunk, head) for trunk in trunks for head in _quantizations("--head-bits", head_bits)]
-    return [
-        named(replace(subject, name=subject.name if one == own else "", quantization=one[0], head_quantization=one[1]))
-        for one in packings
-    ]
-
-
-def _quantizations(flag: str, names: Sequence[str]) -> tuple[Quantization | None, ...]:
-    for name in names:
-        if name not in BITS_OPTIONS:
-            raise DataError(f"{flag}: {name!r}; expected {', '.join(BITS_OPTIONS)}. Correct it.")
-    return tuple(dict.fromkeys(BITS_OPTIONS[name] for name in names))
 
 
 def server_of(
