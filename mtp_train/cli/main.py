@@ -89,7 +89,6 @@ class Parser(argparse.ArgumentParser):
     """A parser that names the nearest command, choice or option in place of a misspelt one."""
 
     def error(self, message: str) -> NoReturn:
-        """Print usage and message, and exit with 2."""
         misspelt = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if misspelt is not None:
             message += _meant(misspelt[1], re.findall(r"[\w.-]+", misspelt[2]))
@@ -118,7 +117,6 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser. Each command sets its handler."""
     parser = Parser(
         prog="mtp-train",
         description="Put the MTP head back on a fine-tuned model, retrain it, prove the gain, and export it. A recipe "
@@ -304,7 +302,6 @@ def call(args: argparse.Namespace, name: str, **given: Any) -> Any:
 
 
 def calling(name: str) -> Handler:
-    """Return a handler that calls a function of the public API."""
     return lambda args: call(args, name)
 
 
@@ -482,7 +479,6 @@ def _print_piece(text: str) -> None:
 
 
 def of_fields(args: argparse.Namespace, record: Any) -> dict[str, Any]:
-    """Return the arguments that have the names of a record's fields."""
     return {field.name: getattr(args, field.name) for field in fields(record)}
 
 

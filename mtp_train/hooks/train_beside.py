@@ -126,7 +126,6 @@ class HeadBeside(TrainerCallback):
         save_with(model, self.native_values)
 
     def native_values(self) -> list[Tensor]:
-        """Return the head's tensors as a checkpoint stores them."""
         return [pending.load() for pending in trained_head(self.plan, self.head.state_dict()).tensors]
 
     def on_train_begin(
@@ -163,7 +162,6 @@ class HeadBeside(TrainerCallback):
             self.restore(Path(state.best_model_checkpoint))
 
     def release(self) -> None:
-        """Remove every hook from the model."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -174,7 +172,6 @@ class HeadBeside(TrainerCallback):
         self._arguments = named
 
     def _learn(self, decoder: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        """Add the gradient of one forward's loss."""
         # A head with dropout would use up random numbers of the model's own dropout.
         with unchanged_random_state(self.model.device):
             self._add_gradient(decoder, inputs, named, output)
@@ -272,12 +269,10 @@ class HeadBeside(TrainerCallback):
             save_artifact(self.artifact(), directory / HEAD_DIRECTORY)
 
     def artifact(self) -> Artifact:
-        """Return the head as an artifact, to be saved as a head directory."""
         trained = replace(self.plan, head=trained_head(self.plan, self.head.state_dict()))
         return Artifact(**vars(trained), num_depths=len(self.weight_K), notes={"trained": "beside the model"})
 
     def state(self) -> dict[str, Tensor]:
-        """Return weights and AdamW's moments by name."""
         found = {f"weight.{name}": value.detach() for name, value in self.named.items()}
         for name, value in self.named.items():
             found |= {f"{field}.{name}": entry for field, entry in self.optimizer.state[value].items()}

@@ -68,7 +68,6 @@ class Subject:
     look: Look
 
     def label(self, separator: str) -> str:
-        """Return the name, shortened to fit, and the note."""
         short = cut(self.name, MAX_LABEL_CHARS)
         return f"{short}{separator}({self.note})" if self.note else short
 
@@ -98,7 +97,6 @@ class FigureFile:
 
     @property
     def uri(self) -> str:
-        """The image as the address of an ``img`` tag."""
         return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
 
 
@@ -161,7 +159,6 @@ def curves(metrics: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> li
 
 
 def tau_figure(drawn: Sequence[Drawn]) -> bytes:
-    """Draw tau of each arm as a point with its interval."""
     figure, axes = canvas(row_height(len(drawn)))
     ends = [d.arm.tau_ci95 or (d.arm.tau or 0.0, d.arm.tau or 0.0) for d in drawn]
     for row, (d, interval) in enumerate(zip(drawn, ends, strict=True)):
@@ -173,7 +170,6 @@ def tau_figure(drawn: Sequence[Drawn]) -> bytes:
 
 
 def marginal_figure(drawn: Sequence[Drawn]) -> bytes:
-    """Draw marginal acceptance over the position in the draft, one line per arm."""
     series, depth = [], max(len(d.arm.marginal or ()) for d in drawn)
     for d in drawn:
         shares = d.arm.marginal or ()
@@ -184,7 +180,6 @@ def marginal_figure(drawn: Sequence[Drawn]) -> bytes:
 
 
 def speedup_figure(drawn: Sequence[Drawn]) -> bytes:
-    """Draw the speedup of each arm as a bar with its interval."""
     figure, axes = canvas(row_height(len(drawn)))
     ends = [d.arm.speedup_ci95 or (d.arm.speedup or 0.0, d.arm.speedup or 0.0) for d in drawn]
     for row, (d, interval) in enumerate(zip(drawn, ends, strict=True)):
@@ -248,7 +243,6 @@ def assign_looks(names: Sequence[str]) -> dict[str, Look]:
 
 
 def _drawn_arms(report: Report) -> list[Drawn]:
-    """Return the arms that draft."""
     groups = group_arms(report)
     shown = ((groups.alike, ""), (groups.apart, "other trunk"), (groups.recorded, "recorded"))
     looks = assign_looks([name for arms, _ in shown for name in arms])
@@ -277,7 +271,6 @@ def canvas(height_inches: float) -> tuple[Figure, Axes]:
 
 
 def style_axes(axes: Axes) -> None:
-    """Apply the report's style to axes."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK, labelsize=11)
     axes.xaxis.label.set_fontsize(11)
@@ -285,7 +278,6 @@ def style_axes(axes: Axes) -> None:
 
 
 def row_height(num_rows: int) -> float:
-    """Return the height in inches of a figure with that many rows."""
     return 0.9 + 0.5 * num_rows
 
 
@@ -302,17 +294,14 @@ def name_rows(axes: Axes, drawn: Sequence[Subject]) -> None:
 
 
 def write_value(axes: Axes, x: float, row: int, text: str) -> None:
-    """Write a value to the right of its mark."""
     axes.annotate(text, (x, row), xytext=(9, 0), textcoords="offset points", va="center", fontsize=11, color=INK)
 
 
 def cut(name: str, length: int) -> str:
-    """Shorten a name to at most ``length`` characters."""
     return name if len(name) <= length else f"{name[: length - 3]}..."
 
 
 def png(figure: Figure) -> bytes:
-    """Render a figure as PNG bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -392,7 +381,6 @@ def _depth(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
 
 
 def _context(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
-    """Draw tau over the length of the context."""
     settings = slices.contexts()
     series = _series(slices, looks, list(enumerate(settings)), lambda cell: (cell.tau, cell.tau_ci95))
     if len(settings) < 2 or not series:

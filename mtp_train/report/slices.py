@@ -82,7 +82,6 @@ class Slices:
 
 
 def slice_report(report: Report) -> Slices:
-    """Index a report by the axes of its grid."""
     drafting = [cell for cell in report.cells if cell.rule != "none"]
     names = [cell.arm for cell in drafting]
     settings = [cell.setting for cell in drafting if cell.task == ALL_TASKS]

@@ -111,7 +111,6 @@ def _differences(slices: Slices) -> Text:
 
 
 def plain_table(first: str) -> Table:
-    """Return an empty table without a frame, with its first column."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, caption_justify="left")
     table.add_column(Text(first), no_wrap=True)
     return table

@@ -72,7 +72,6 @@ _AXES = {
 def make_table(
     columns: Sequence[str], groups: Mapping[str, Sequence[tuple[str, ...]]], *, prose: bool = False
 ) -> TextTable | None:
-    """Return a table without its empty groups; None where all are empty."""
     kept = {title: rows for title, rows in groups.items() if rows}
     return TextTable(tuple(columns), kept, prose) if kept else None
 
@@ -93,7 +92,6 @@ def axis_tables(slices: Slices) -> dict[str, TextTable | None]:
 
 
 def context_words(context_tokens: int | None) -> str:
-    """Format the length of a context; ``own`` for unchanged prompts."""
     return "own" if context_tokens is None else f"{context_tokens:,}"
 
 
@@ -157,7 +155,6 @@ def difference_matrix(slices: Slices) -> TextTable | None:
 
 
 def _task_words(task: str, groups: Iterable[int | None]) -> str:
-    """Return a task's name with the number of groups behind its intervals."""
     known = [count for count in groups if count is not None]
     return f"{task} ({count_words(known)})" if known else task
 
@@ -194,7 +191,6 @@ def gate_table(gate: GateVerdict | None) -> TextTable | None:
 
 
 def position_table(report: Report) -> TextTable | None:
-    """Return the figures of every arm by position in the draft."""
     kinds = ("marginal", "conditional", "dense", "overlap")
     figures = {
         name: {kind: shares for kind in kinds if (shares := getattr(arm, kind))} for name, arm in report.arms.items()

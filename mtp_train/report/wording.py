@@ -73,7 +73,6 @@ class ArmGroups:
 
 
 def group_arms(report: Report) -> ArmGroups:
-    """Split the arms by whether they were measured here and on the run's trunk."""
     here = {name: arm for name, arm in report.arms.items() if arm.measured_here}
     # The trunk of the first of these arms is the run's trunk. The vanilla arm has another one, the base model.
     names = [name for name in (RETRAINED, GRAFT, NATIVE, *here) if name in here and name != VANILLA]
@@ -238,7 +237,6 @@ def depth_sentence(cells: Mapping[int, ArmResult]) -> str:
 
 
 def setting_words(setting: Setting) -> str:
-    """Describe a setting in one line."""
     context = "own context" if setting.context_tokens is None else f"context of {setting.context_tokens:,} tokens"
     # A server may not report the number of drafts.
     drafts = f", {depth_words(setting.depth)} a round" if setting.depth else ""
@@ -246,12 +244,10 @@ def setting_words(setting: Setting) -> str:
 
 
 def depth_words(depth: int) -> str:
-    """Format a number of drafts."""
     return "no drafts" if depth == 0 else f"{depth} draft{'s' * (depth > 1)}"
 
 
 def pair_words(row: ArmComparison) -> str:
-    """Return the name of a comparison: ``first - second``."""
     return f"{row.first} - {row.second}"
 
 
@@ -304,7 +300,6 @@ def power_sentence(gate: GateVerdict | None) -> str:
 
 
 def lossless_sentence(lossless: Lossless | None) -> str:
-    """Return a sentence that compares the output of decoding with drafts and without."""
     if lossless is None or not lossless.checked:
         return "Not checked: no output was compared with plain decoding."
     same = f"{lossless.identical} of {lossless.checked} outputs equal plain decoding token for token"
@@ -371,7 +366,6 @@ def apart_sentence(groups: ArmGroups, settings: Mapping[str, Any]) -> str:
 
 
 def arm_cells(arm: ArmResult) -> tuple[str, ...]:
-    """Return the cells of an arm under :data:`COLUMNS`."""
     return (
         format_tau(arm),
         format_groups(arm),
@@ -384,12 +378,10 @@ def arm_cells(arm: ArmResult) -> tuple[str, ...]:
 
 
 def format_tau(arm: ArmResult) -> str:
-    """Format tau, with its interval where it has one."""
     return format_estimate(arm.tau, arm.tau_ci95)
 
 
 def format_groups(arm: ArmResult) -> str:
-    """Format the number of groups behind the interval of tau, or a dash."""
     return format_number(None if arm.tau_ci95 is None else arm.groups, 0)
 
 
@@ -400,7 +392,6 @@ def count_words(groups: Iterable[int]) -> str:
 
 
 def format_estimate(value: float | None, interval: Interval | None) -> str:
-    """Format a number, with its interval where it has one."""
     if value is None or interval is None:
         return format_number(value, 2)
     return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
@@ -412,29 +403,24 @@ def format_shares(shares: Iterable[float | None] | None) -> str:
 
 
 def format_number(value: float | None, decimals: int) -> str:
-    """Format a number with thousands separators, or a dash."""
     return "-" if value is None else f"{value:,.{decimals}f}"
 
 
 def format_percent(value: float | None) -> str:
-    """Format a share as a percentage, or a dash."""
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def format_speedup(value: float | None) -> str:
-    """Format a ratio as a multiple (``1.70x``), or a dash."""
     return "-" if value is None else f"{value:.2f}x"
 
 
 def format_seconds(value: float | None) -> str:
-    """Format a time in seconds or milliseconds, or a dash."""
     if value is None:
         return "-"
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
 def format_bytes(value: int) -> str:
-    """Format a size in B, kB, MB or GB."""
     size = float(value)
     for unit in ("B", "kB", "MB"):
         if size < 1000:

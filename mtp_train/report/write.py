@@ -66,12 +66,10 @@ class Section:
 
     @property
     def anchor(self) -> str:
-        """The fragment of a link to the section."""
         return self.title.lower().replace(" ", "-").strip("?")
 
     @property
     def is_empty(self) -> bool:
-        """Whether the section has no content besides notes."""
         return not (self.statements or self.arms or self.figures or any(self.tables) or self.samples or self.rows)
 
 
@@ -106,7 +104,6 @@ def render_page(
 
 
 def _sections(slices: Slices, drawn: Sequence[FigureFile], serving: Mapping[str, str]) -> list[Section]:
-    """Return every section, including those without content."""
     report, groups = slices.report, wording.group_arms(slices.report)
 
     def figures(*stems: str) -> list[FigureFile]:
@@ -224,7 +221,6 @@ class FlatTable:
     rows: list[list[Any]]
 
     def csv(self) -> str:
-        """Return the table as CSV."""
         buffer = io.StringIO()
         rows = ([_plain_text(value) for value in row] for row in (self.columns, *self.rows))
         csv.writer(buffer, lineterminator="\n").writerows(rows)

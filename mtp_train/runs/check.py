@@ -95,7 +95,6 @@ class CheckResult(Shown):
         return self.room.in_shards
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, as ``mtp-train check --json`` prints them."""
         shards = self.memory_in_shards
         return {
             "fits": self.room.problem is None,

@@ -178,13 +178,11 @@ class _Options:
             object.__setattr__(self, "depth", 0)
 
     def settings(self) -> dict[str, Any]:
-        """Return the options, those of sampling among the others, for the result's ``settings``."""
         given = asdict(self)
         del given["prompts"], given["sampling"]
         return {**given, **asdict(self.sampling), "stop": list(self.stop)}
 
     def request(self, number: int, prompt_ids: Sequence[int]) -> Request:
-        """Return the decoder's request for one prompt."""
         return Request(
             prompt_ids=prompt_ids,
             max_new_tokens=self.max_new_tokens,
@@ -450,7 +448,6 @@ def server_of(
     request_timeout_seconds: float,
     served_only: bool,
 ) -> Server | None:
-    """Return the server to measure, None without an endpoint."""
     if endpoint is None:
         for flag, value in (("served-model", served_model), ("api-key-env", api_key_env), ("served-only", served_only)):
             if value:

@@ -82,7 +82,6 @@ class _Log(RenderHook):
         return renderables
 
     def write(self, text: str) -> None:
-        """Append text, once the directory is a run's."""
         self._kept += text
         if (self._file.parent / RECIPE_FILE).exists():
             with self._file.open("a", encoding="utf-8") as handle:

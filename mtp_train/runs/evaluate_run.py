@@ -258,7 +258,6 @@ def judge(
 
 
 def _next_step(recipe: Recipe, verdict: GateVerdict, depths: Mapping[int, Cell]) -> str:
-    """Return what to do about a head that is not shown to pay."""
     best = recommended(depths.values())
     if best is not None and best.depth != recipe.draft_depth and recipe.gate.break_even_tau is None:
         return f"Fewer drafts a round are shown to pay: set evaluate.depth to {best.depth}"

@@ -93,7 +93,6 @@ def require_exportable(trunk: Checkpoint, kind: str, adapter: Path | None) -> No
 
 
 def write_card(run_dir: Path, out: Path) -> None:
-    """Write the card of the export ``out`` of an evaluated run."""
     recipe, provenance = load_recipe(run_dir / RECIPE_FILE), read_json(run_dir / PROVENANCE_FILE)
     report, trunk, base = load_report(run_dir / REPORT_FILE), provenance["trunk"], provenance["head_from"]
     tool = f"mtp-train {provenance['versions']['mtp-train']}"

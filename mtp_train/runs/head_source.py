@@ -38,7 +38,6 @@ class LoneHead:
 
     @property
     def kind(self) -> str:
-        """Its kind, as ``head.kind`` names it."""
         return self.stored.kind.name if isinstance(self.stored, DraftModel) else self.stored.family.kind
 
     @property
@@ -47,7 +46,6 @@ class LoneHead:
 
 
 def open_head_source(location: str) -> Checkpoint | LoneHead:
-    """Open the source of a head."""
     directory = head_directory(location)
     if directory is not None:
         return LoneHead(directory, load_artifact(directory))
@@ -57,7 +55,6 @@ def open_head_source(location: str) -> Checkpoint | LoneHead:
 
 
 def source_plan(recipe: Recipe, finetune: Checkpoint, source: Checkpoint | LoneHead) -> HeadPlan:
-    """Plan to start from the head of ``model.head_from``."""
     head, found = recipe.head, "mtp" if isinstance(source, Checkpoint) else source.kind
     if found != head.kind:
         raise RecipeError(

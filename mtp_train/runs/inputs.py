@@ -81,7 +81,6 @@ class Inputs:
 
     @property
     def base(self) -> Checkpoint | None:
-        """The donor if it is a checkpoint."""
         return self.donor if isinstance(self.donor, Checkpoint) else None
 
     def graft(self, recipe: Recipe) -> HeadPlan | None:
@@ -150,13 +149,11 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
 
 
 def recipe_tokenizer(recipe: Recipe, trunk: Checkpoint) -> Any:
-    """Load the tokenizer of a recipe's trunk, or of the adapter on it."""
     adapter = locate_checkpoint(recipe.model.adapter) if recipe.model.adapter else None
     return load_tokenizer(trunk, recipe.model.trust_remote_code, adapter)
 
 
 def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progress | None = None) -> RunText:
-    """Read, split and tokenize everything that a run trains on and evaluates on."""
     require_variables(tokenizer, recipe.data.chat_template_kwargs, "data.chat_template_kwargs")
     training, held_out_records = split_records(recipe, progress)
     notes = template_notes([*training, *held_out_records], tokenizer)
@@ -237,7 +234,6 @@ def read_records(recipe: Recipe, progress: Progress | None = None) -> list[Recor
 
 
 def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any) -> list[Prompt]:
-    """Return the prompts to regenerate responses for."""
     for record in records:
         if isinstance(record.content, PlainText):
             raise DataError(

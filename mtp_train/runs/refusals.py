@@ -146,7 +146,6 @@ def _of_the_demo(recipe: Recipe, trunk: Path) -> Iterator[RecipeError]:
 
 
 def _vocabulary(checkpoint: Path) -> object:
-    """Return the tokens of a checkpoint's fast tokenizer; None without one."""
     file = checkpoint / "tokenizer.json"
     model = read_json(file).get("model") if file.is_file() else None
     return model.get("vocab") if isinstance(model, dict) else None
@@ -168,7 +167,6 @@ def require_offload(offload: Offload, world_size: int, config: RawConfig, *, whe
 
 
 def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:
-    """Check that the fine-tune has a head if the recipe evaluates it."""
     found = diagnose_head(finetune)
     if NATIVE in recipe.evaluate.arms and not found.complete:
         raise CheckpointError(

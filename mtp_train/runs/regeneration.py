@@ -110,7 +110,6 @@ def regeneration_of(recipe: Recipe) -> RegenerateSpec:
 
 
 def documents_of(run: Run, settings: RegenerateSpec, store: RegeneratedStore) -> tuple[list[Document], ResponseCounts]:
-    """Return the documents made from the responses to the run's own prompts."""
     return store.to_documents(
         run.recipe.data.seq_len_tokens,
         groups={prompt.id: prompt.group for prompt in run.inputs.prompts},
@@ -139,12 +138,10 @@ def responses_directory(run: Run, settings: RegenerateSpec) -> tuple[Path, dict[
 
 
 def sampling_of(settings: RegenerateSpec) -> dict[str, Any]:
-    """Return the sampling settings."""
     return {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "min_p")}
 
 
 def answering_of(run: Run, settings: RegenerateSpec) -> Answering:
-    """Return the settings of responses besides sampling."""
     return Answering(
         max_new_tokens=settings.max_new_tokens,
         seq_len_tokens=run.recipe.data.seq_len_tokens,

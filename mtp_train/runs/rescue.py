@@ -249,7 +249,6 @@ def judge(found: ProbeResult) -> tuple[Verdict, str]:
 
 
 def is_at_fault(own: HeadLevel | None) -> bool:
-    """Return whether the base's head is shown to draft badly for the base itself."""
     if own is None:
         return False
     high = own.tau if own.tau_ci95 is None else own.tau_ci95[1]
@@ -324,7 +323,6 @@ def _write_prompts(recipe: Recipe, file: Path) -> None:
 
 
 def _row(record: Record) -> dict[str, Any]:
-    """Return a record as a row of a file of prompts, with its group."""
     row: dict[str, Any] = {"task": HELD_OUT_TASK, GROUP_FIELD: record.group}
     content = record.content
     match content:
@@ -343,7 +341,6 @@ def _level(report: Report, name: str) -> HeadLevel:
 
 
 def _lost_overlap(report: Report) -> tuple[float | None, Interval | None]:
-    """Return what the head lost on the fine-tune, at equal target entropy."""
     row = next((one for one in report.comparisons if one.task == ALL_TASKS), None)
     if row is None:
         return None, None

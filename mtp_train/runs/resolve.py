@@ -82,7 +82,6 @@ class Choice:
 
     @property
     def shown(self) -> str:
-        """The value for a reader."""
         return f"{self.value:.3g}" if isinstance(self.value, float) else shown(self.value)
 
     def __str__(self) -> str:
@@ -97,7 +96,6 @@ class ResolvedRecipe(NamedTuple):
 
 
 def recipe_of(recipe: RecipeLike, overrides: Overrides = ()) -> Recipe:
-    """Return a checked recipe from any of its forms; see :func:`resolved_recipe`."""
     return resolved_recipe(recipe, overrides).recipe
 
 
@@ -129,7 +127,6 @@ def resolved_recipe(
 
 
 def override_texts(overrides: Overrides) -> list[str]:
-    """Return overrides as ``section.field=value`` with YAML values."""
     if not isinstance(overrides, Mapping):
         return list(overrides)
     texts = {field: json.dumps(value, default=str, ensure_ascii=False) for field, value in overrides.items()}
@@ -137,14 +134,12 @@ def override_texts(overrides: Overrides) -> list[str]:
 
 
 def require_one_process(command: str) -> None:
-    """Refuse a launch of several processes for a command that runs on one."""
     if launched_processes() > 1:
         found = f"mtp-train {command}: launched with {launched_processes()} processes"
         raise RecipeError(f"{found}; expected one. For several, write the recipe with mtp-train init, and launch that.")
 
 
 def launched_processes() -> int:
-    """Return the number of processes of this launch."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -222,7 +217,6 @@ def resolve_training(
 
 
 def model_facts(recipe: Recipe, world_size: int, device: Device) -> ModelFacts:
-    """Read the model's config and the sizes of its tensors."""
     checkpoint = open_location(recipe.model.trunk)
     text_config = text_config_of(checkpoint, trust_remote_code=recipe.model.trust_remote_code)
     fields = text_config.to_dict()
@@ -246,7 +240,6 @@ def model_facts(recipe: Recipe, world_size: int, device: Device) -> ModelFacts:
 
 
 def text_facts(recipe: Recipe) -> TextFacts:
-    """Read the data, and count the tokens of a sample of it."""
     records = [record for source in load_sources(recipe) for record in source]
     tokenizer = recipe_tokenizer(recipe, open_location(recipe.model.trunk))
     sample = records[:: max(1, len(records) // SAMPLE_RECORDS)][:SAMPLE_RECORDS]
@@ -273,7 +266,6 @@ def _long(lengths: Sequence[int]) -> int:
 
 
 def _power_of_two(least: float) -> int:
-    """Return the smallest power of two that is at least this number."""
     return 1 << math.ceil(math.log2(max(1.0, least)))
 
 

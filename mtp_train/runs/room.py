@@ -52,12 +52,10 @@ class Room:
 
     @property
     def needs_shards(self) -> bool:
-        """Whether training fits in shards only."""
         return self.in_shards is not None and self.memory.total_bytes > self.device.memory_bytes
 
     @property
     def training(self) -> Footprint:
-        """The footprint of training in the way that fits."""
         return self.in_shards if self.in_shards is not None and self.needs_shards else self.memory
 
     @property
@@ -88,14 +86,12 @@ class Alternative(NamedTuple):
     room: Room
 
     def needs(self) -> str:
-        """Return the memory of a process, for a reader."""
         used = max(self.room.training.total_bytes, self.room.memory.decoding_bytes if self.room.decodes else 0)
         memory = self.room.memory
         text = f"{used / GIB:.3g} GiB a process" + (", in shards" if self.room.needs_shards else "")
         return f"{text}, and {memory.loading_bytes / GIB:.3g} GiB of main memory" if memory.offloaded_bytes else text
 
     def arguments(self, world_size: int) -> str:
-        """Return what to add to ``mtp-train check``, quoted for a shell."""
         processes = [] if self.processes == world_size else ["--processes", str(self.processes)]
         return shlex.join([*self.overrides, *processes])
 
@@ -121,7 +117,6 @@ class Shapes:
         return TORCH_DTYPES[stored_dtype(self._checkpoint, self._checkpoint.family)]
 
     def room(self, recipe: Recipe, world_size: int, device: Device) -> Room:
-        """Return what a run of a recipe needs of the device of each process."""
         plan, model, on_gpu = plan_of(recipe, world_size), self.model, device.kind == "cuda"
         trained = None
         if recipe.head.lora is not None:

@@ -96,12 +96,10 @@ class Run:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes and prints for all."""
         return self.accelerator.is_main_process
 
     @property
     def processes(self) -> Processes:
-        """The processes in the form that evaluation takes."""
         return Processes(self.accelerator.process_index, self.accelerator.num_processes, self.accelerator.gather_items)
 
     def claim(self) -> None:
@@ -203,7 +201,6 @@ class RunTrunk:
 
     @property
     def trunk(self) -> Trunk:
-        """The trunk in memory."""
         if self._trunk is None:
             raise ValueError("no trunk in memory; expected load() before.")
         return self._trunk
@@ -238,7 +235,6 @@ class RunTrunk:
             self.offload()
 
     def drop(self) -> None:
-        """Free the trunk, and the memory of a training on it."""
         if self._trunk is not None:
             give_up_shards(self._trunk, self._run.accelerator)
         self._trunk, self.is_whole = None, False

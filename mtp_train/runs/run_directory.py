@@ -120,7 +120,6 @@ class RunDirectory:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether a run has begun here."""
         return is_run(self.path)
 
     @property
@@ -133,7 +132,6 @@ class RunDirectory:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """The content of ``provenance.json``."""
         return read_json(self.path / PROVENANCE_FILE)
 
     @property
@@ -281,7 +279,6 @@ class RunDirectory:
             self.write_outcome(attempt.outcome)
 
     def write_outcome(self, outcome: Outcome) -> None:
-        """Write ``outcome.json``."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.path / OUTCOME_FILE, outcome.__dict__)
 
@@ -330,7 +327,6 @@ class RunDirectory:
         return recipe.replaced({"train.precision": precision})
 
     def clear_leftovers(self) -> None:
-        """Remove temporary files of writes that a kill interrupted."""
         for pattern in _LEFTOVERS:
             for path in self.path.glob(pattern):
                 if path.is_dir():
@@ -373,7 +369,6 @@ def _acquire(lock: SoftFileLease, path: Path, console: Console) -> None:
 
 
 def _holder(path: Path) -> tuple[str, str]:
-    """Return the machine and the process id in a lock file."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -491,7 +486,6 @@ def checkpoint_identity(name: str, checkpoint: Checkpoint | LoneHead) -> dict[st
 
 
 def environment_facts() -> dict[str, Any]:
-    """Return versions, command line, git commit and hardware."""
     versions: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:

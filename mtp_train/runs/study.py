@@ -81,7 +81,6 @@ def study_outcome(report: Report) -> Outcome:
 
 
 def head_dir(run_dir: Path, objective: str) -> Path:
-    """Return the directory of one head's training, laid out like a run directory."""
     return run_dir / HEADS / objective
 
 
@@ -136,7 +135,6 @@ def report_of(recipe: Recipe, study: StudySection, grid: EvaluationGrid, measure
 
 
 def arm_specs(recipe: Recipe, study: StudySection, run_dir: Path) -> list[ArmSpec]:
-    """Return the arms that all decode the same prompts."""
     model = recipe.model
     base = str(model.head_from)
 
@@ -150,7 +148,6 @@ def arm_specs(recipe: Recipe, study: StudySection, run_dir: Path) -> list[ArmSpe
 
 
 def grid_of(recipe: Recipe, study: StudySection) -> EvaluationGrid:
-    """Return the settings to measure."""
     return EvaluationGrid(
         suite=study.suite or "held-out prompts",
         prompts_per_task=study.prompts_per_task if study.suite else recipe.evaluate.prompts,
@@ -198,7 +195,6 @@ def near_trained(records: Sequence[Record], training: Sequence[Record]) -> set[s
 
 
 def for_objective(recipe: Recipe, objective: str) -> Recipe:
-    """Return the recipe of one head, which differs in its loss alone."""
     temperature = recipe.objective.temperature if find_loss(objective).distils else 1.0
     values: dict[str, object] = {"objective.loss": objective, "objective.temperature": temperature}
     cache = recipe.train.hidden_cache
@@ -211,7 +207,6 @@ def for_objective(recipe: Recipe, objective: str) -> Recipe:
 
 
 def retrained(objective: str) -> str:
-    """Return the arm name of a head that was retrained towards an objective."""
     return f"{RETRAINED}-{objective}"
 
 
@@ -374,7 +369,6 @@ def is_stale(level: LevelDifference) -> list[Finding]:
 
 
 def cell_of(report: Report, arm: str, setting: Setting) -> Cell:
-    """Return an arm's cell at a setting, all tasks together."""
     return next(cell for cell in report.cells if cell.arm == arm and cell.task == ALL_TASKS and cell.setting == setting)
 
 

@@ -184,14 +184,12 @@ def record_lr(run: Run, overlap: float) -> float:
 
 
 def described(metrics: Mapping[str, Any]) -> str:
-    """Return the numbers of a step as the description of the training's progress."""
     shown = {"loss": "loss {:.3f}", "held_out_tau": "held-out tau {:.2f}", "tokens_per_second": "{:,.0f} tokens/s"}
     found = (text.format(metrics[name]) for name, text in shown.items() if metrics.get(name) is not None)
     return ", ".join(["training the head", *found])
 
 
 def head_training(recipe: Recipe, trunk: Trunk, head: MtpHead, draft_vocab: torch.Tensor | None) -> HeadTraining:
-    """Return trunk and head as one training module, by the recipe's settings."""
     return HeadTraining(
         trunk,
         head,

@@ -141,7 +141,6 @@ def write_recipe(
 
 
 def start_of(trunk: str, base: str | None) -> Start:
-    """Return where the head of a model comes from."""
     if base is not None:
         return "graft"
     path = locate_checkpoint(resolve(trunk))
@@ -166,7 +165,6 @@ def _lacks_base(trunk: str, found: str, named: str | None) -> CheckpointError:
 
 
 def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: Sequence[str]) -> Plain:
-    """Return the plain values of the recipe for a model."""
     adapter, source = None, None if base is None else open_head_source(base)
     if base is not None and is_adapter(locate_checkpoint(resolve(trunk))):
         if isinstance(source, LoneHead):

@@ -86,7 +86,6 @@ class GgufInspection(Shown):
 
 
 def inspect_gguf(file: Path) -> GgufInspection:
-    """Report the state of the head in a GGUF file."""
     model = open_gguf(file)
     beside = heads_beside(model)
     problems = tuple(_head_problems(model))

@@ -370,7 +370,6 @@ def _find_cure(
     trunk: TrunkDiagnosis,
     problems: Sequence[str],
 ) -> str | None:
-    """Return the command to run next; None for a checkpoint that needs no repair."""
     path, donor = _with_donor(checkpoint, base)
     if trunk.untied is not None and len(problems) == 1:
         return untie_command(checkpoint.path)
