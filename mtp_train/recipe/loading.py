@@ -257,7 +257,7 @@ def _read(path: Path) -> str:
         hint = f"Did you mean {' or '.join(near)}?" if near else "Check the path, or see mtp-train recipes."
     # No text in UTF-8; a path with a NUL or an unpaired surrogate.
     except (OSError, ValueError) as error:
-        found = f"cannot be read ({error})"
+        found = f"cannot be read ({getattr(error, 'strerror', None) or error})"
     shown_path = str(path)[:200].encode("ascii", "backslashreplace").decode()
     raise RecipeError(f"{shown_path}: {found}; expected {expected}. {hint}")
 

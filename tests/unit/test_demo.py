@@ -12,10 +12,9 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from demo_maker.corpus import TWINS, held_out_with
-from mtp_train.checkpoints.demo import demo, demo_path, recorded, resolve
+from mtp_train.checkpoints.demo import demo, demo_path, recorded
 from mtp_train.checkpoints.files import INDEX_FILE, Checkpoint, open_checkpoint
 from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
-from mtp_train.errors import MtpError
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.evaluate_run import recorded_arms
@@ -146,18 +145,6 @@ def test_neither_checkpoint_was_trained_on_a_shipped_module(name: str) -> None:
 
 
 # Finding and copying
-
-
-def test_a_demo_location_is_a_path_in_the_package_and_any_other_stays() -> None:
-    assert Path(resolve("demo:base")) == demo_path("base")
-    assert demo_path("base").is_dir()
-    elsewhere = ["runs/a", "org/model", "./demo:base"]
-    assert [resolve(location) for location in elsewhere] == elsewhere
-
-
-def test_an_unknown_part_of_the_demo_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(MtpError, match=r"demo:bose: .*demo:base, demo:finetune, demo:prompts"):
-        resolve("demo:bose")
 
 
 def test_the_written_demo_equals_the_packaged_one(tmp_path: Path) -> None:

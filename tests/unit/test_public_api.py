@@ -119,16 +119,6 @@ def test_an_inspection_is_the_document_of_the_command_and_a_table(capfd: pytest.
     assert "a &amp;&amp; b" in marked
 
 
-def test_functions_print_nothing_of_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    done = mtp.graft("demo:finetune", demo_path("base"), str(tmp_path / "grafted"))
-    assert done.out == tmp_path / "grafted"
-    result = mtp.generate(done.out, "import os", max_new_tokens=4, depth=2)
-    assert result.to_json()["settings"]["depth"] == 2
-    assert "<td" in result._repr_html_()
-    assert str(result) == result.requests[0].text
-    assert capfd.readouterr() == ("", "")
-
-
 def test_one_export_has_one_form(tmp_path: Path) -> None:
     with pytest.raises(mtp.MtpError, match="--head-only and --gguf: given together; expected one of them"):
         mtp.export("demo:base", tmp_path / "out", head_only=True, gguf="f16")

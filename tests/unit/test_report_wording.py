@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from mtp_train.acceptance.counts import Interval
-from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import ALL_TASKS, Report
 from mtp_train.report.slices import Slices, slice_report
 from mtp_train.report.wording import (
@@ -117,12 +116,6 @@ def test_headline_setting_is_the_one_that_the_arms_state() -> None:
     assert slice_report(BARE).headline is None
 
 
-def test_rule_of_the_headline_stands_for_its_temperature() -> None:
-    setting = Setting(0.6, None, 3, "argmax")
-    slices = replace(slice_report(STUDY), headline=setting)
-    assert setting in slices.main_temperatures()
-
-
 def test_cells_of_a_server_are_told_as_far_as_it_tells() -> None:
     cell = replace(STUDY.cells[-1], arm="served", task=ALL_TASKS, temperature=0.6, context_tokens=None, depth=0)
     served = replace(cell, rule="served", tau=None, speedup=None)
@@ -178,8 +171,3 @@ def test_entropy_control_decides_what_differs(
     )
     assert difference_words(row) == words
     assert difference_words(row.swapped()) == words
-
-
-def test_interval_beyond_zero_that_the_correction_does_not_pass_is_said() -> None:
-    row = replace(STUDY.comparisons[0], same_trunk=True, differs=False, delta_tau_ci95=(0.1, 0.9))
-    assert difference_words(row) == difference_words(row.swapped()) == "not shown over so many comparisons"
