@@ -35,6 +35,7 @@ from mtp_train.heads.diagnose import text_config_of
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.slices import slice_report
+from mtp_train.runs.head_source import source_plan
 from mtp_train.runs.inputs import Inputs
 from mtp_train.runs.run import Run
 from mtp_train.runs.settings import run_settings
@@ -171,8 +172,8 @@ def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadP
     """Return the heads to measure on the fine-tune's trunk; the gate's baseline is always among them."""
     wanted = {*recipe.evaluate.arms, recipe.gate_baseline, RETRAINED}
     plans: dict[str, HeadPlan] = {}
-    if GRAFT in wanted and (graft := inputs.graft(recipe)) is not None:
-        plans[GRAFT] = graft
+    if GRAFT in wanted and inputs.donor is not None:
+        plans[GRAFT] = source_plan(recipe, inputs.finetune, inputs.donor)
     if NATIVE in wanted:
         plans[NATIVE] = native_plan(inputs.finetune, recipe.head.convention)
     plans[RETRAINED] = load_artifact(run_dir / HEAD)

@@ -114,12 +114,11 @@ def require_source_model(recipe: Recipe) -> None:
     found = f"model.head_from: {location} has a head and no exported checkpoint with its trunk"
     if recipe.study is not None:
         raise RecipeError(f"{found}, with study; expected a checkpoint. Name the base in model.head_from.")
-    if VANILLA in arms:
-        kept = ", ".join(arm for arm in arms if arm != VANILLA)
-        raise RecipeError(
-            f"{found}, with the arm vanilla, the model of model.head_from; expected a checkpoint. Write "
-            f"evaluate.arms: [{kept}], or name the base in model.head_from."
-        )
+    kept = ", ".join(arm for arm in arms if arm != VANILLA)
+    raise RecipeError(
+        f"{found}, with the arm vanilla, the model of model.head_from; expected a checkpoint. Write "
+        f"evaluate.arms: [{kept}], or name the base in model.head_from."
+    )
 
 
 def is_lone(location: str) -> bool:

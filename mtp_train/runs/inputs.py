@@ -83,14 +83,6 @@ class Inputs:
     def base(self) -> Checkpoint | None:
         return self.donor if isinstance(self.donor, Checkpoint) else None
 
-    def graft(self, recipe: Recipe) -> HeadPlan | None:
-        """Return the plan of the head of ``model.head_from`` on the trunk; None if the recipe names none.
-
-        Raises:
-            CheckpointError: It does not fit the trunk.
-        """
-        return None if self.donor is None else source_plan(recipe, self.finetune, self.donor)
-
 
 class RunText(NamedTuple):
     """The text of a run, as :class:`Inputs` has it."""

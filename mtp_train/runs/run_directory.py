@@ -119,14 +119,10 @@ class RunDirectory:
     path: Path
 
     @property
-    def is_claimed(self) -> bool:
-        return is_run(self.path)
-
-    @property
     def recipe(self) -> Recipe | None:
         """The recorded recipe; None where there is none, or one of another version, which ``require_ours`` refuses."""
         try:
-            return load_recipe(self.path / RECIPE_FILE) if self.is_claimed else None
+            return load_recipe(self.path / RECIPE_FILE) if is_run(self.path) else None
         except RecipeError:
             return None
 
@@ -157,7 +153,7 @@ class RunDirectory:
         claims = {OUTCOME_FILE, PROVENANCE_FILE, RECORD_FILE, LOCK_FILE}
         if entries <= {PROBE} | claims | {f".{name}.tmp" for name in (*claims, RECIPE_FILE)}:
             return
-        if not self.is_claimed:
+        if not is_run(self.path):
             others = ", ".join(sorted(entries)[:3])
             raise self._refused(f"holds files that are not a run's ({others})", "a new or empty directory")
         found = self.provenance.get("format_version")
@@ -306,7 +302,7 @@ class RunDirectory:
     def claim(self, recipe: Recipe, provenance: Mapping[str, Any], records: Records) -> None:
         """Record inputs, provenance and recipe, unless a run has begun here. The recipe comes last: it is the claim."""
         self.path.mkdir(parents=True, exist_ok=True)
-        if not self.is_claimed:
+        if not is_run(self.path):
             write_records(self.path, records)
             write_json(self.path / PROVENANCE_FILE, {"format_version": FORMAT_VERSION, **provenance})
             self.record_recipe(recipe)
@@ -345,7 +341,7 @@ class RunDirectory:
 
         Hub ids stand for the hub's current revision with ``anew``, as for a new run; else for the snapshot in use.
         """
-        if self.is_claimed:
+        if is_run(self.path):
             places = {label: one.location for label, one in read_records(self.path).items()}
             loaders = _input_loaders(recipe, places, anew=anew)
             require_same(claimed_by_run(self.path), loaders, progress, finished=finished)
