@@ -48,6 +48,7 @@ _TRAINS: Mapping[Start, str] = {
     "attach": "a new head for model.trunk, which has none, on the responses of model.trunk.",
 }
 _NOTES: Mapping[str, str] = {
+    "run_dir": "The directory of all outputs. The same command resumes an interrupted run.",
     "head.kind": "The kind that most servers draft with on this model. mtp-train check lists the others.",
     "data.sources": "Chats or prompts like those that the model will serve.",
     "data.regenerate": "The model answers the prompts itself: a head learns best from the text that it will draft.",

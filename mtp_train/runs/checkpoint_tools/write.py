@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -118,12 +118,8 @@ def graft(
     out, progress = Path(out), progress or quiet_progress()
     link: LinkMode = "copy" if copy else "hard"
     if is_gguf(fine_tune):
-        file, *more = graft_gguf(Path(fine_tune), str(base), out, head, link, progress)
-        found = inspect_gguf(file)
-        told = [f"Its trunk is that of {fine_tune} byte for byte; the head's tensors are {found.head_quantisation}."]
-        told += [f"Its splits are {', '.join(path.name for path in (file, *more))}."] if more else []
-        told += [f"Do not pass {one} with -md beside it: the head is in the file." for one in found.heads_beside]
-        return GraftResult(file, str(fine_tune), str(base), found.serves, tuple(told))
+        files = graft_gguf(Path(fine_tune), str(base), out, head, link, progress)
+        return _in_gguf(files, str(fine_tune), str(base))
     if head is not None:
         raise MtpError(
             f"--head: given for {fine_tune}, whose head keeps its bytes; expected a GGUF file. Leave it out."
@@ -148,6 +144,14 @@ def graft(
     if reduced:
         notes += (f"Left out, as it is of {donor.path}'s own tokens: {first_of(reduced)}.",)
     return GraftResult(out, str(fine_tune), str(base), serves, notes)
+
+
+def _in_gguf(files: Sequence[Path], fine_tune: str, base: str) -> GraftResult:
+    found = inspect_gguf(files[0])
+    told = [f"Its trunk is that of {fine_tune} byte for byte; the head's tensors are {found.head_quantisation}."]
+    told += [f"Its splits are {', '.join(path.name for path in files)}."] if len(files) > 1 else []
+    told += [f"Do not pass {one} with -md beside it: the head is in the file." for one in found.heads_beside]
+    return GraftResult(files[0], fine_tune, base, found.serves, tuple(told))
 
 
 @dataclass(frozen=True)
