@@ -8,7 +8,7 @@ import pytest
 
 from mtp_train.acceptance.counts import Interval
 from mtp_train.evaluation.results import ALL_TASKS, Report
-from mtp_train.report.slices import Slices, slice_report
+from mtp_train.report.slices import slice_report
 from mtp_train.report.wording import (
     Headline,
     difference_words,
@@ -97,12 +97,6 @@ def test_headline_against_plain_decoding_is_the_gates() -> None:
 # Studies
 
 
-def slices_of(*arms: str) -> Slices:
-    """Return the slices of the study with these arms only, without findings."""
-    kept = {name: arm for name, arm in UNTESTED.arms.items() if name in arms}
-    return slice_report(replace(UNTESTED, arms=kept, cells=tuple(c for c in UNTESTED.cells if c.arm in arms)))
-
-
 def pooled_differ(report: Report, differs: bool) -> Report:
     rows = (replace(row, differs=differs) if row.task == ALL_TASKS else row for row in report.comparisons)
     return replace(report, comparisons=tuple(rows))
@@ -136,12 +130,6 @@ def test_headline_names_the_best_arm_only_where_every_difference_is_real() -> No
     assert level.detail.endswith("No real difference from vanilla+native and distilled+graft.")
     uncompared = headline(replace(UNTESTED, comparisons=()))
     assert uncompared.title == level.title
-
-
-def test_headline_of_one_arm_is_what_its_drafts_bring() -> None:
-    verdict = headline_of(slices_of(BEST, "distilled"))
-    assert (verdict.tone, verdict.title) == ("good", f"{BEST} drafts at 2.17x the speed without drafts")
-    assert "1.36 would break even" in verdict.detail
 
 
 @pytest.mark.parametrize(
