@@ -32,7 +32,7 @@ from mtp_train.data.pack import PackedSequence, global_batches
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation import run as study_run
-from mtp_train.runs import generate
+from mtp_train.runs import decode
 from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train import feed
 from mtp_train.train.head_training import HeadTraining
@@ -134,7 +134,7 @@ def everything_there() -> Iterator[torch.device]:
     """Have training and measuring choose the device."""
     with simulated_device() as device, pytest.MonkeyPatch.context() as patch:
         patch.setattr(accelerate.Accelerator, "device", property(lambda self: device))
-        for module in (generate, study_run):
+        for module in (decode, study_run):
             patch.setattr(module, "local_device", lambda: device)
         yield device
 
