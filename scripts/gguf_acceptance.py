@@ -11,7 +11,7 @@
     python scripts/gguf_acceptance.py --server llama-server --trunk tuned.gguf --suite held-out.jsonl --title NAME \
         --out RECORD.json --kinds rescued/export stale=stale.gguf trunk=of-bf16.gguf pack=rescued/tuned-mtp.gguf
 
-Both files of prompts are parts of ``wide/prompts.jsonl`` without a common group. The arm ``none`` decodes the first file
+Both files of prompts are parts of ``wide/prompts.jsonl`` without a common group. Arm ``none`` decodes the first file
 without drafts. The record has the differences of arms, paired by prompt, with 95 % intervals over groups of prompts;
 ``--kinds HEAD`` adds that head in several quantisations (K-quants by llama-quantize beside the server), and how far the
 log-probabilities of the dequantised trunk are from the server's. Records of other titles in RECORD.json are kept.
