@@ -72,11 +72,7 @@ def _external_drafter(head: str) -> ExternalDrafter | None:
 
 
 def head_plan(checkpoint: Checkpoint, head: str) -> HeadPlan:
-    """Plan the head of a drafter's name for the trunk's ``checkpoint``.
-
-    Raises:
-        CheckpointError: The head is missing, damaged, or of another shape than the trunk.
-    """
+    """Plan the head of a drafter's name for the trunk's ``checkpoint``."""
     if head == OWN:
         return native_plan(checkpoint, "auto")
     if is_head_directory(Path(head)):
@@ -125,11 +121,7 @@ class OpenModel:
         return frozenset(int(config[name]) for name in IMAGE_FIELDS if name in config)
 
     def load_trunk(self, device: torch.device, dtype: torch.dtype | None = None) -> Trunk:
-        """Load the trunk; without a dtype in the stored one, on a CPU in fp32 if that fits in memory.
-
-        Raises:
-            CheckpointError: Weights are missing or do not fit the config, or the adapter does not fit the trunk.
-        """
+        """Load the trunk; without a dtype in the stored one, on a CPU in fp32 if that fits in memory."""
         return load_trunk(
             self.checkpoint.path,
             self.family,
@@ -140,11 +132,7 @@ class OpenModel:
         )
 
     def load_drafting(self, trunk: Trunk) -> Drafting | None:
-        """Load the drafter in the trunk's dtype and on its device; None for plain decoding.
-
-        Raises:
-            CheckpointError: A weight of the drafter is missing, of another shape, NaN or infinite.
-        """
+        """Load the drafter in the trunk's dtype and on its device; None for plain decoding."""
         dtype, device = trunk.lm_head_VD.dtype, trunk.lm_head_VD.device
         if self.plan is not None:
             head = build_head(self.plan, text_config_of(self.checkpoint), dtype=dtype).to(device).eval()

@@ -139,12 +139,7 @@ class Session:
         self._round_clock = time.thread_time if self.batch.last_B.device.type == "cpu" else time.perf_counter
 
     def run(self) -> Iterator[Chunk]:
-        """Decode all lanes; yield a chunk for each lane that a prefill or a round extends.
-
-        Raises:
-            MtpError: Another call of the decoder has taken over the buffers.
-            CheckpointError: Logits are NaN or infinite.
-        """
+        """Decode all lanes; yield a chunk for each lane that a prefill or a round extends."""
         while self.waiting or self.lanes or self.in_flight:
             while self.waiting and len(self.lanes) < self.batch.cache.num_rows:
                 yield from self._admit()

@@ -284,11 +284,7 @@ class Endpoint:
         }
 
     def complete(self, payload: Mapping[str, Any]) -> dict[str, Any] | Refusal:
-        """Send a request, again until it is answered or refused. Thread-safe.
-
-        Raises:
-            DataError: The server cannot be reached, or refuses access.
-        """
+        """Send a request, again until it is answered or refused. Thread-safe."""
         return self._request("POST", self.url + "/completions", payload)
 
     def complete_with_counts(self, payload: dict[str, Any]) -> dict[str, Any] | Refusal:

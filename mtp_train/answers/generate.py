@@ -85,9 +85,6 @@ def regenerate(
 
     Returns:
         The number of prompts that this process answered now.
-
-    Raises:
-        DataError: Every prompt is too long, or the store holds responses to other prompts.
     """
     fitting = fitting_prompts(prompts, answering.seq_len_tokens)
     stored = answered(fitting, store)
@@ -143,11 +140,7 @@ def answered(prompts: Sequence[Prompt], store: RegeneratedStore) -> set[str]:
 
 
 def missing_prompts(prompts: Sequence[Prompt], store: RegeneratedStore, seq_len_tokens: int) -> list[Prompt]:
-    """Return the prompts of a process that have no response yet: every ``store.world``-th, from ``store.rank``.
-
-    Raises:
-        DataError: Every prompt is too long, or the store holds responses to other prompts.
-    """
+    """Return the prompts of a process that have no response yet: every ``store.world``-th, from ``store.rank``."""
     fitting = sorted(fitting_prompts(prompts, seq_len_tokens), key=lambda prompt: prompt.id)
     stored = answered(fitting, store)
     return [prompt for prompt in fitting[store.rank :: store.world] if prompt.id not in stored]

@@ -90,11 +90,7 @@ class RegeneratedStore:
             os.truncate(self.path, whole_bytes(self.path))
 
     def __iter__(self) -> Iterator[RegeneratedRow]:
-        """Read the rows of all processes one by one, copied rows first, each id once.
-
-        Raises:
-            DataError: A line is not a stored response.
-        """
+        """Read the rows of all processes one by one, copied rows first, each id once."""
         return stored_rows(self.directory)
 
     def rows(self) -> list[RegeneratedRow]:
@@ -173,11 +169,7 @@ def response_files(directory: Path) -> list[Path]:
 
 
 def stored_rows(directory: Path) -> Iterator[RegeneratedRow]:
-    """Yield the rows of all files of a directory, each id once. Writes nothing.
-
-    Raises:
-        DataError: A line is not a stored response.
-    """
+    """Yield the rows of all files of a directory, each id once. Writes nothing."""
     seen: set[str] = set()
     for path in response_files(directory):
         for row in rows_after(path, 0):
@@ -193,11 +185,7 @@ def write_copied(directory: Path, rows: Iterable[RegeneratedRow]) -> None:
 
 
 def rows_after(path: Path, start: int) -> Iterator[RegeneratedRow]:
-    """Yield the complete rows of a file after its first ``start`` bytes, which end a line; none without a file.
-
-    Raises:
-        DataError: A line is not a stored response.
-    """
+    """Yield the complete rows of a file after its first ``start`` bytes, which end a line; none without a file."""
     if not path.is_file():
         return
     with path.open("rb") as lines:

@@ -79,9 +79,6 @@ def global_batches(
 
     Epochs follow one another without end; a step may span two. The sequences depend on the step alone, so a run can
     resume from the number of its step.
-
-    Raises:
-        DataError: There is no document, or one is longer than a sequence.
     """
     stream = _EpochStream(_lengths(documents, seq_len_tokens), seq_len_tokens, pack=pack, seed=seed)
 

@@ -147,9 +147,6 @@ def load_rows(path: str, *, config: str | None = None, split: str = "train", nam
     Args:
         config: The configuration of a dataset on the hub; local files have none.
         split: The split of a dataset on the hub or of a directory; a local file has one split, ``train``.
-
-    Raises:
-        DataError: There is no such file or dataset, it is empty, or it cannot be read.
     """
     name = name or path
     files = local_files(path, name)
@@ -518,12 +515,7 @@ def columns_of(format: str, known: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_content(row: Row, columns: Mapping[str, str], where: str) -> tuple[Content, tuple[str, ...]]:
-    """Return the content of a row, and the other columns that have a value.
-
-    Raises:
-        UnsupportedRecordError: A part of the row is not text.
-        DataError: The row is malformed.
-    """
+    """Return the content of a row, and the other columns that have a value."""
     require_text_only(row, where)
     content = parse_content({ours: row.get(theirs) for ours, theirs in columns.items()}, where)
     read = {theirs for ours, theirs in columns.items() if isinstance(content, Chat) or ours not in CHAT_COLUMNS}

@@ -186,9 +186,6 @@ def build_prompts(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase)
     """Return each record's prompt: a chat without its last assistant turn, a pair's prompt, a plain text's first half.
 
     Of a text at most ``MAX_CONTINUATION_TOKENS`` are taken; texts of fewer than two tokens are left out.
-
-    Raises:
-        DataError: A chat starts with the assistant, a prompt is empty, or a record does not fit the tokenizer.
     """
     prompts = (Prompt(record.id, record.group, tuple(_prompt_ids(record, tokenizer))) for record in records)
     return [prompt for prompt in prompts if prompt.prompt_ids]

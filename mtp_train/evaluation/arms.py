@@ -166,11 +166,7 @@ class OpenArm:
 
 
 def open_arm(spec: ArmSpec) -> OpenArm:
-    """Open the files of an arm.
-
-    Raises:
-        MtpError: A file is missing or damaged, or does not fit the trunk.
-    """
+    """Open the files of an arm."""
     model = open_model(
         spec.trunk,
         spec.head,

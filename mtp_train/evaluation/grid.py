@@ -61,11 +61,7 @@ class EvaluationGrid:
     seed: int = 0
 
     def settled(self, arms: Sequence[ArmSpec], trunks: Sequence[str]) -> EvaluationGrid:
-        """Return the grid with values in range and without repeats, suite and depths chosen for the arms.
-
-        Raises:
-            MtpError: A value is out of range, or the files of an arm are missing or damaged.
-        """
+        """Return the grid with values in range and without repeats, suite and depths chosen for the arms."""
         # The demo's trunks were trained on two kinds of text and can write nothing else.
         suite = "demo" if all(trunk.startswith(PREFIX) for trunk in trunks) else "builtin"
         depths = self.depths
@@ -141,11 +137,7 @@ def require_grid(grid: EvaluationGrid) -> None:
 def grid_prompts(
     grid: EvaluationGrid, tokenizer: Any, contexts: Sequence[int | None]
 ) -> dict[int | None, list[TaskPrompt]]:
-    """Return the prompts of the grid's suite, by the length that they are extended to.
-
-    Raises:
-        DataError: The suite or a task does not exist, or the suite cannot be read.
-    """
+    """Return the prompts of the grid's suite, by the length that they are extended to."""
     variables = grid.chat_template_kwargs or {}
     require_variables(tokenizer, variables, "--chat-template-kwargs")
     suite = load_suite(grid.suite, variables)

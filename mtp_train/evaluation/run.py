@@ -229,9 +229,6 @@ def run_study(
         specs: The arms, in the order they are shown.
         out: Directory of the measurements. An interrupted study in it is resumed; the report of a finished one is read.
         server: A server that is sent the suite's prompts before anything is decoded here.
-
-    Raises:
-        MtpError: An arm cannot be measured, or ``out`` contains other files.
     """
     study = _opened(specs, grid, out, progress, costs=costs, server=server)
     if study.store.is_finished:

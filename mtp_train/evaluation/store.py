@@ -64,11 +64,7 @@ class Store:
         return (self.out / REPORT_FILE).is_file()
 
     def hash_inputs(self, inputs: Loaders, progress: Progress) -> None:
-        """Hash the inputs, and check that measurements in the directory, if any, were made from these.
-
-        Raises:
-            ChangedInputError: An input changed, or cannot be shown to be the same.
-        """
+        """Hash the inputs, and check that measurements in the directory, if any, were made from these."""
         self._inputs = inputs
         if (self.out / STUDY_FILE).is_file():
             claimed = Claimed(self.out, "study", "choose another --out for the new ones")

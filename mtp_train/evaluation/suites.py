@@ -260,9 +260,6 @@ def load_suite(name: str, chat_template_kwargs: Mapping[str, Any] = NO_VARIABLES
         name: ``builtin``, ``demo``, ``BENCHMARK:LOCATION``, or the location of the user's own records, in any format
             that ``data.sources`` reads.
         chat_template_kwargs: Variables for the chat template, where a record has none of that name.
-
-    Raises:
-        DataError: The suite or file does not exist, or has another format.
     """
     records = _records_of(name)
     return Suite(name, tuple(replace(one, record=with_variables(one.record, chat_template_kwargs)) for one in records))

@@ -170,11 +170,7 @@ class Feed:
             self._threads.shutdown(cancel_futures=True)
 
     def sequences(self) -> Sequence[PackedSequence]:
-        """Return the sequences of the step of the next micro-batch.
-
-        Raises:
-            Exception: The step's data could not be prepared.
-        """
+        """Return the sequences of the step of the next micro-batch."""
         return self._next().sequences
 
     def micro_batches(self, count: int) -> Iterator[MicroBatch]:
