@@ -25,7 +25,7 @@ from mtp_inference.drafters.other_drafters import ModelDrafter, ModelDrafting
 from mtp_inference.requests import MAX_DEPTH
 from mtp_inference.round import prefill
 from mtp_train.acceptance.names import PLAIN
-from mtp_train.evaluation.decoding import SPEED_PASSES, DecodingOptions, Stopwatch, TrunkArms
+from mtp_train.evaluation.decoding import SPEED_PASSES, Stopwatch, TrunkArms
 from mtp_train.evaluation.grid import greedy
 from mtp_train.evaluation.prompt_records import TaskPrompt
 from mtp_train.evaluation.results import ArmCosts
@@ -82,7 +82,6 @@ def head_costs(
         context_tokens_lost=math.ceil(weights / trunk_kept.per_token) if trunk_kept.per_token else None,
         prefill_ratio=None if rates is None else rates[1] / rates[0],
         prefill_tokens=None if rates is None else num_tokens,
-        plain_prefill_tokens_per_second=None if rates is None else rates[0],
     )
 
 
@@ -174,8 +173,8 @@ def _prefill_rates(
     """Return the prompt tokens per second without the drafter and with it, each the best of some passes."""
     generator = torch.Generator().manual_seed(0)
     prompt_ids = tuple(torch.randint(trunk.lm_head_VD.shape[0], (num_tokens,), generator=generator).tolist())
-    options = DecodingOptions(max_new_tokens=1, eos_ids=(), seed=0)
-    arms = TrunkArms(trunk=trunk, name="", drafting={"head": maker}, head_names={}, options=options)
+    drafting = {"head": maker}
+    arms = TrunkArms(trunk=trunk, name="", drafting=drafting, head_names={}, max_new_tokens=1, eos_ids=(), seed=0)
     plain, drafted = greedy(depth).plain, greedy(depth)
     begun = time.perf_counter()
     prompt = TaskPrompt(id="", group="", task="", prompt_ids=prompt_ids)

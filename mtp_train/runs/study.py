@@ -36,7 +36,7 @@ from mtp_train.evaluation.entropy import EntropySums, fine_edges, overlap_differ
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Setting, TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS, VERDICTS, ArmComparison, Cell, Finding, Report, Tone, negated
-from mtp_train.evaluation.run import Processes, measure_study, study_report
+from mtp_train.evaluation.run import Processes, Study, study_report
 from mtp_train.evaluation.statistics import MeasuredArm
 from mtp_train.evaluation.suites import load_suite, suite_prompts
 from mtp_train.losses.catalogue import find_loss
@@ -116,10 +116,12 @@ def measure_arms(run: Run, study: StudySection, found: StudyInputs) -> Measureme
     processes = Processes(accelerator.process_index, accelerator.num_processes, accelerator.gather_items)
     grid = grid_of(recipe, study)
     specs = arm_specs(recipe, study, run_dir)
-    measured = measure_study(specs, grid, run_dir / GRID_DIR, progress, found.prompts, processes)
+    measured = Study(specs, grid, run_dir / GRID_DIR, progress, prompts=found.prompts, processes=processes).measure()
     if found.home:
         vanilla = ArmSpec(HOME, str(recipe.model.head_from), OWN, quantization=recipe.model.quantization)
-        at_home = measure_study([vanilla], grid, run_dir / HOME_DIR, progress, found.home, processes)
+        at_home = Study(
+            [vanilla], grid, run_dir / HOME_DIR, progress, prompts=found.home, processes=processes
+        ).measure()
         measured.arms += [arm for arm in at_home.arms if arm.head is not None]
     return measured
 
