@@ -20,7 +20,7 @@ from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.head_drafter import HeadDrafting
 from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
 from mtp_inference.requests import MAX_DEPTH
-from mtp_train.checkpoints.files import CONFIG_FILE, Checkpoint
+from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.locations import head_directory, is_head_directory, locate_adapter, open_location
 from mtp_train.errors import CheckpointError, DataError, UnsupportedModelError
 from mtp_train.families import Assistant, Family, assistant_for
@@ -187,18 +187,6 @@ def open_model(
     return OpenModel(
         checkpoint, family, adapter_path, quantization, head, head_quantization, plan, external, draft_model=model
     )
-
-
-def export_of_run(location: str) -> str:
-    """Return the export inside a run directory; any other location unchanged."""
-    export, own = Path(location) / "export", Path(location) / CONFIG_FILE
-    return str(export) if (export / CONFIG_FILE).is_file() and not own.is_file() else location
-
-
-def head_of_run(location: str) -> str:
-    """Return the head directory inside a run directory; any other location unchanged."""
-    head = Path(location) / "head"
-    return str(head) if is_head_directory(head) else location
 
 
 def require_own_head(location: str) -> None:

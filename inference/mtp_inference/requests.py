@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from mtp_inference.sampling.distributions import Sampling
-from mtp_train.acceptance.counts import PromptCounts
 from mtp_train.errors import MtpError
 
 
@@ -95,18 +94,6 @@ class GenerationResult:
     def tau(self) -> float:
         """Mean tokens committed per round, bonus token included: ``1 + accepted / rounds``; 1.0 without rounds."""
         return 1.0 + self.num_accepted_tokens / self.rounds if self.rounds else 1.0
-
-    def counts(self, prompt_id: str, group: str) -> PromptCounts:
-        """Return the counts in the form that acceptance statistics pool over prompts, by whole groups."""
-        return PromptCounts(
-            prompt_id=prompt_id,
-            rounds=self.rounds,
-            num_draft_tokens=self.num_draft_tokens,
-            accepted_per_pos=self.accepted_per_pos,
-            new_tokens=len(self.token_ids),
-            seconds=self.seconds_prefill + self.seconds_decode,
-            group=group,
-        )
 
     def __repr__(self) -> str:
         parts = [f"text={self.text!r}", f"{len(self.token_ids)} tokens", self.finish_reason]

@@ -120,23 +120,6 @@ def accepted_by_position(counts: Sequence[PromptCounts]) -> tuple[FloatArray, Fl
     return np.array(accepted, dtype=np.float64).reshape(len(counts), width), np.array(rounds, dtype=np.float64)
 
 
-def paired(a: Sequence[PromptCounts], b: Sequence[PromptCounts]) -> list[PromptCounts]:
-    """Return the counts of ``b`` in the order of the prompts of ``a``.
-
-    Raises:
-        ValueError: The two were not decoded on the same prompts.
-    """
-    by_id = {c.prompt_id: c for c in b}
-    names = [c.prompt_id for c in a]
-    if len(by_id) != len(b) or len(set(names)) != len(names) or by_id.keys() != set(names):
-        odd = sorted(by_id.keys() ^ set(names))
-        raise ValueError(
-            f"paired comparison: {len(a)} and {len(b)} prompts, {len(odd)} without a partner {odd[:3]}; expected each "
-            "prompt once in both. Decode both arms on the same prompts."
-        )
-    return [by_id[name] for name in names]
-
-
 def repeated_ngram_share(token_lists: Iterable[Sequence[int]], n: int = 8) -> float | None:
     """Return the share of n-grams that already occurred earlier in the same output, pooled over outputs.
 

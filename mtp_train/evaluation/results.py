@@ -109,8 +109,6 @@ class Cell(ArmResult, Setting):
     """Mean prefill time per prompt."""
     round_seconds: float | None = None
     """Mean wall time of a round, which for plain decoding is one token."""
-    break_even_acceptance: float | None = None
-    """Conditional acceptance, equal at all positions, that results in :attr:`break_even_tau`; None where none does."""
 
     @property
     def result(self) -> ArmResult:
@@ -210,8 +208,6 @@ class ArmCosts:
     """Prompt tokens per second with the head, divided by the same without."""
     prefill_tokens: int | None
     """Length of the prompt that prefill was timed on."""
-    plain_prefill_tokens_per_second: float | None = None
-    """Prompt tokens per second without the head, at that length."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 

@@ -43,11 +43,6 @@ class Teacher(NamedTuple):
     """``sum_v p log p``."""
 
 
-def softened(logits_CV: Tensor, teacher_logits_CV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log q and log p of a chunk at a temperature, as new tensors in fp32 that the caller may overwrite."""
-    return log_probabilities(logits_CV, temperature), log_probabilities(teacher_logits_CV, temperature)
-
-
 def log_probabilities(logits_CV: Tensor, temperature: float) -> Tensor:
     """Return ``log softmax(logits / T)``, as a new tensor in fp32 that the caller may overwrite."""
     logits_CV = logits_CV.float()
