@@ -15,9 +15,9 @@ from typing import Any
 from rich.progress import Progress
 
 from mtp_inference import HeadDrafting
-from mtp_train.acceptance.names import PLAIN, SERVED
+from mtp_train.acceptance.names import PLAIN
 from mtp_train.acceptance.speed import measured_speedup
-from mtp_train.checkpoints.files import read_json
+from mtp_train.checkpoints.files import is_gguf, read_json
 from mtp_train.checkpoints.identity import InputFiles, Loaders, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.values import require_finite_checkpoint
@@ -211,7 +211,7 @@ class Study:
         out: Directory of the measurements. Those of an interrupted study in it are not measured again.
         prompts: Prompts that are given; None for the suite's.
         costs: Whether memory and prefill are measured as well.
-        server: A server that is sent the suite's prompts before anything is decoded here.
+        servers: Servers that are sent the suite's prompts before anything is decoded here.
 
     Raises:
         MtpError: An arm cannot be measured, or ``out`` contains other files.
@@ -226,16 +226,16 @@ class Study:
         *,
         prompts: Sequence[TaskPrompt] | None = None,
         costs: bool = False,
-        server: Server | None = None,
+        servers: Sequence[Server] = (),
         processes: Processes = ALONE,
     ) -> None:
         require_distinct(specs)
         self.arms = [open_arm(spec) for spec in specs]
-        self.grid, self.prompts, self.costs, self.server = grid, prompts, costs, server
+        self.grid, self.prompts, self.costs, self.servers = grid, prompts, costs, servers
         self.progress, self.processes = progress, processes
         if processes.index == 0:
             self.store = Store(out, self._identity())
-            self.store.hash_inputs(_inputs(self.arms, server), progress)
+            self.store.hash_inputs(_inputs(self.arms, servers), progress)
             if not self.store.is_finished:
                 _require_sound(self.arms, progress)
             if processes.count > 1:
@@ -247,19 +247,18 @@ class Study:
 
     def measure(self) -> Measurements:
         """Measure all arms, with one trunk in memory at a time."""
-        server, served_trunk = self.server, None if self.server is None else self.server.checkpoint
-        found = Measurements(served=None if server is None else ask(server, self.grid, self.progress))
+        found = Measurements(served={one.name: ask(one, self.grid, self.progress) for one in self.servers})
         by_trunk: dict[Any, list[OpenArm]] = {}
         for arm in self.arms:
             by_trunk.setdefault(arm.spec.trunk_key, []).append(arm)
         names = plain_names([group[0].spec for group in by_trunk.values()])
         for plain_name, group in zip(names, by_trunk.values(), strict=True):
-            self._measure(group, plain_name, found, group[0].spec.trunk == served_trunk)
+            self._measure(group, plain_name, found)
             # Free the weights before the next trunk is loaded.
             gc.collect()
         return found
 
-    def _measure(self, group: Sequence[OpenArm], plain_name: str, found: Measurements, is_served: bool) -> None:
+    def _measure(self, group: Sequence[OpenArm], plain_name: str, found: Measurements) -> None:
         """Load one trunk, measure all its arms, and add the results to ``found``."""
         first, grid, progress = group[0], self.grid, self.progress
         tokenizer = load_tokenizer(first.model.checkpoint, trust_remote_code=False, adapter=first.model.adapter)
@@ -271,10 +270,11 @@ class Study:
             maker.check(trunk, max(grid.depths or ()))
         self.store.require_unchanged(progress)
         eos_ids = eos_token_ids(first.model.checkpoint, tokenizer)
-        if is_served and found.served is not None:
-            found.served = judged(found.served, trunk, eos_ids)
-            for warning in found.served.document["warnings"]:
-                progress.console.print(f"{SERVED}: {warning}", highlight=False)
+        for server in self.servers:
+            if server.checkpoint == first.spec.trunk:
+                found.served[server.name] = judged(found.served[server.name], trunk, eos_ids)
+                for warning in found.served[server.name].document["warnings"]:
+                    progress.console.print(f"{server.name}: {warning}", highlight=False)
         found.facts = {"dtype": trunk.dtype_name, "device": device_name(trunk.lm_head_VD.device)}
         arms = TrunkArms(
             trunk=trunk,
@@ -301,7 +301,7 @@ class Study:
         A study may resume the measurements of one with an equal identity and unchanged inputs. Prompts that are given
         come from a run, and the run's directory records its inputs.
         """
-        prompts, server = self.prompts, self.server
+        prompts = self.prompts
         return {
             "format_version": FORMAT_VERSION,
             "arms": [asdict(arm.spec) for arm in self.arms],
@@ -309,7 +309,7 @@ class Study:
             "costs": self.costs,
             "prompts": None if prompts is None else [prompt.id for prompt in prompts],
             "prompt_texts": _suite_digest(self.grid.suite) if prompts is None else None,
-            "server": None if server is None else server.identity(),
+            "server": [one.identity() for one in self.servers] or None,
             "device": local_device().type,
         }
 
@@ -324,10 +324,10 @@ def run_study(
     study = Study(specs, grid, out, progress, **options)
     if study.store.is_finished:
         return load_report(out / REPORT_FILE)
-    found = study.measure()
-    # With a server alone, nothing has been stored so far.
+    report = study_report(study.measure(), grid, title)
+    # With servers alone, nothing has been stored so far.
     study.store.claim()
-    return study_report(found, grid, title)
+    return report
 
 
 def study_report(found: Measurements, grid: EvaluationGrid, title: str) -> Report:
@@ -367,7 +367,7 @@ def _suite_digest(name: str) -> str:
     return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
-def _inputs(arms: Sequence[OpenArm], server: Server | None) -> Loaders:
+def _inputs(arms: Sequence[OpenArm], servers: Sequence[Server]) -> Loaders:
     """Return loaders of the files that the measurements depend on, by label."""
     loaders: dict[str, Callable[[], InputFiles]] = {}
     for arm in arms:
@@ -377,8 +377,10 @@ def _inputs(arms: Sequence[OpenArm], server: Server | None) -> Loaders:
             loaders[f"{name}: adapter"] = partial(directory_files, arm.model.adapter)
         if arm.head_loader is not None:
             loaders[f"{name}: head"] = arm.head_loader
-    if server is not None:
-        loaders["the served checkpoint"] = lambda: checkpoint_files(open_location(server.checkpoint))
+    if servers:
+        place = servers[0].checkpoint
+        of_gguf = partial(InputFiles, Path(place), {Path(place).name: Path(place)})
+        loaders["the served checkpoint"] = of_gguf if is_gguf(place) else lambda: checkpoint_files(open_location(place))
     return loaders
 
 
