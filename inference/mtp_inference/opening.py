@@ -48,7 +48,6 @@ class ExternalDrafter:
 
     @property
     def title(self) -> str:
-        """The kind of drafter, for messages."""
         return self.assistant.title
 
     def trunk_family(self, trunk: Checkpoint) -> Family:
@@ -72,7 +71,6 @@ def _external_drafter(head: str) -> ExternalDrafter | None:
 
 
 def head_plan(checkpoint: Checkpoint, head: str) -> HeadPlan:
-    """Plan the head of a drafter's name for the trunk's ``checkpoint``."""
     if head == OWN:
         return native_plan(checkpoint, "auto")
     if is_head_directory(Path(head)):

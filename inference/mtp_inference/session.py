@@ -67,7 +67,6 @@ class Lane:
 
     @property
     def met_stop_string(self) -> bool:
-        """Whether a stop string ended the text."""
         return self.text_stream is not None and self.text_stream.stopped
 
     def extend(self, tokens: Sequence[int]) -> Chunk:
@@ -150,7 +149,6 @@ class Session:
                 yield from self._look()
 
     def _admit(self) -> Iterator[Chunk]:
-        """Prefill the next requests of one length on neighbouring free rows."""
         self._require_rows()
         started = time.perf_counter()
         lanes, rows = self._next_group()
@@ -199,7 +197,6 @@ class Session:
         self._depths = []
 
     def _launch(self) -> None:
-        """Start a round over all rows."""
         self._require_rows()
         depth = self._depth()
         plan = self._plan(depth)
@@ -260,7 +257,6 @@ class Session:
         )
 
     def _look(self) -> Iterator[Chunk]:
-        """Read the outcome of the oldest round in flight."""
         outcome, lanes, plan, launched = self.in_flight.popleft()
         rows = outcome.rows()
         now = self._round_clock()

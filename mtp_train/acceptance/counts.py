@@ -53,7 +53,6 @@ class PromptCounts:
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Accepted drafts, bonus tokens excluded."""
         return sum(self.accepted_per_pos)
 
 
@@ -64,7 +63,6 @@ def tau(counts: Sequence[PromptCounts]) -> float:
 
 
 def num_groups(counts: Sequence[PromptCounts]) -> int:
-    """Return the number of groups that the prompts belong to."""
     return len({c.group for c in counts})
 
 

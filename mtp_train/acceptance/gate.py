@@ -29,8 +29,6 @@ GateOutcome = Literal["passed", "refused", "undecided"]
 
 @dataclass(frozen=True, kw_only=True)
 class GateSetting:
-    """The gate's result at one setting."""
-
     setting: str
     """Name of the setting: ``greedy``, or temperature and filters."""
     tau: float
@@ -89,7 +87,6 @@ class GateVerdict:
     @computed_field  # type: ignore[prop-decorator]
     @property
     def passed(self) -> bool:
-        """Whether the head may be exported."""
         return self.outcome == "passed"
 
 
@@ -239,7 +236,6 @@ def _figures(found: GateSetting, baseline: str) -> str:
 
 
 def _told(found: GateSetting, gain: Difference, level: float, baseline: str) -> str:
-    """Return the result at one setting in words."""
     bounds = gain.interval(level)
     interval = ""
     if bounds is not None:

@@ -187,7 +187,6 @@ class Endpoint:
         return printable(redacted(text.replace(self._api_key, "***") if self._api_key else text))
 
     def close(self) -> None:
-        """End all waits and close the connections; nothing more is sent."""
         self._closed.set()
         self._client.close()
 
@@ -425,7 +424,6 @@ def _read_json(response: httpx.Response) -> dict[str, Any]:
 
 
 def _object(value: object) -> Mapping[str, Any]:
-    """Return a JSON object; an empty one in place of anything else."""
     return value if isinstance(value, dict) else {}
 
 

@@ -34,8 +34,6 @@ GenerateFn = Callable[[list[Question]], list[list[int]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Answering:
-    """The settings of responses besides sampling."""
-
     max_new_tokens: int
     seq_len_tokens: int | None = None
     """Limit of prompt and response together; None for no limit."""

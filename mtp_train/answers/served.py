@@ -65,7 +65,6 @@ class AnswerFit(NamedTuple):
 
     @property
     def is_trunks(self) -> bool:
-        """Whether the responses can come from the trunk."""
         return abs(self.found - self.expected) <= self.allowed
 
     @property
@@ -193,7 +192,6 @@ def _mark(path: Path) -> Path:
 
 
 def _marked(path: Path) -> int:
-    """Return the length up to which a file is checked."""
     mark = _mark(path)
     length = int(mark.read_text()) if mark.is_file() else 0
     # A file shorter than its mark was replaced since the check.

@@ -94,7 +94,6 @@ class RegeneratedStore:
         return stored_rows(self.directory)
 
     def rows(self) -> list[RegeneratedRow]:
-        """Return the rows of all processes, sorted by id."""
         return sorted(self, key=lambda row: row.id)
 
     def files_of_others(self) -> list[Path]:
@@ -103,7 +102,6 @@ class RegeneratedStore:
         return [path for path in sorted(self.directory.glob(FILE_PATTERN)) if not path.name.endswith(ours)]
 
     def append(self, rows: Sequence[RegeneratedRow]) -> None:
-        """Add rows to this process's file and flush them to disk."""
         if not self.keeps:
             return
         with self.path.open("ab") as file:
@@ -164,7 +162,6 @@ class RegeneratedStore:
 
 
 def response_files(directory: Path) -> list[Path]:
-    """Return the files of a directory with responses, the copied ones first."""
     return [*directory.glob(COPIED_FILE), *sorted(directory.glob(FILE_PATTERN))]
 
 

@@ -71,7 +71,6 @@ def near_duplicate_groups(texts: Sequence[str], on_text: Callable[[int], None] |
 
 
 def _join(parent_N: Indices, sketches_NH: Sketches, one_P: Indices, other_P: Indices) -> None:
-    """Join the pairs whose sketches agree, in place."""
     roots_N = _roots(parent_N)
     apart_P = roots_N[one_P] != roots_N[other_P]
     one_P, other_P = one_P[apart_P], other_P[apart_P]
@@ -186,8 +185,6 @@ def join_near_duplicates(records: Sequence[Record], on_group: Callable[[int], No
 
 
 class Grouped(Protocol):
-    """An item with a group: a record, a document or a prompt."""
-
     @property
     def group(self) -> str:
         """Name of the item's group; groups are held out as a whole."""

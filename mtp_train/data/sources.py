@@ -225,7 +225,6 @@ class _Source:
 
     @property
     def place(self) -> Path:
-        """The path with ``~`` expanded."""
         return Path(self.path).expanduser()
 
     def read(self) -> tuple[list[str], Iterable[OwnedRow] | datasets.Dataset]:
@@ -325,14 +324,12 @@ class _Source:
 
 
 def is_saved(directory: Path) -> bool:
-    """Return whether ``save_to_disk`` of ``datasets`` wrote a directory."""
     files = DATASETDICT_JSON_FILENAME, DATASET_STATE_JSON_FILENAME, DATASET_INFO_FILENAME
     of_splits, *of_one = ((directory / file).is_file() for file in files)
     return of_splits or all(of_one)
 
 
 def _saved(directory: Path, split: str) -> datasets.Dataset:
-    """Return a split, or a part of one, of a dataset that was saved to disk."""
     whole = datasets.load_from_disk(str(directory))
     splits = whole if isinstance(whole, datasets.DatasetDict) else {"train": whole}
     counts = {name: len(table) for name, table in splits.items()}
@@ -510,7 +507,6 @@ def known_columns(names: Collection[str], given: Mapping[str, str] = MappingProx
 
 
 def columns_of(format: str, known: Mapping[str, str]) -> dict[str, str]:
-    """Return the known columns that a format reads."""
     return {ours: known[ours] for ours in (*FORMATS[format], *CHAT_COLUMNS) if ours in known}
 
 

@@ -70,7 +70,6 @@ class Document:
         object.__setattr__(self, "id", id)
 
     def has_target(self) -> bool:
-        """Return whether depth 1 has at least one target."""
         return bool(self.loss_mask[FIRST_TARGET:].any())
 
 
@@ -147,7 +146,6 @@ def _split(token_ids: list[int], mask: list[bool], seq_len_tokens: int) -> list[
 
 
 def _documents(pieces: list[Tokens], record: Record) -> list[Document]:
-    """Return one document per piece, numbered if there are several."""
     if len(pieces) == 1:
         return [Document(*pieces[0], record.group, record.id)]
     return [Document(*piece, record.group, f"{record.id}/{number}") for number, piece in enumerate(pieces)]
@@ -175,8 +173,6 @@ MAX_CONTINUATION_TOKENS = 256
 
 @dataclass(frozen=True)
 class Prompt:
-    """Hold the tokens before a response."""
-
     id: str
     group: str
     prompt_ids: tuple[int, ...]
@@ -391,7 +387,6 @@ def _said(message: Message, written: str, is_opened: bool) -> str:
 
 
 def _shared(first: str, second: str) -> int:
-    """Return the length of the common prefix of two texts."""
     if second.startswith(first):
         return len(first)
     pairs = enumerate(zip(first, second, strict=False))

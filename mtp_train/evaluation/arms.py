@@ -49,13 +49,11 @@ class ArmSpec:
 
     @property
     def trunk_name(self) -> str:
-        """The trunk as the report names it."""
         parts = (f"+{self.adapter}" if self.adapter else "", f"@{self.quantization}" if self.quantization else "")
         return self.trunk + "".join(parts)
 
     @property
     def head_name(self) -> str | None:
-        """The head as the report names it."""
         location = self.trunk if self.head == OWN else self.head
         return f"{location}@{self.head_quantization}" if self.head_quantization else location
 
@@ -101,7 +99,6 @@ def named(spec: ArmSpec) -> ArmSpec:
 
 
 def trunk_label(spec: ArmSpec) -> str:
-    """Name an arm's trunk in short."""
     adapter = f"+{_short(spec.adapter)}" if spec.adapter else ""
     return _short(spec.trunk) + adapter + (f"@{spec.quantization}" if spec.quantization else "")
 
@@ -166,7 +163,6 @@ class OpenArm:
 
 
 def open_arm(spec: ArmSpec) -> OpenArm:
-    """Open the files of an arm."""
     model = open_model(
         spec.trunk,
         spec.head,

@@ -131,13 +131,11 @@ def _cache_of(drafter: Drafter | None) -> WindowCache | None:
 
 
 def kept_of(cache: WindowCache) -> Kept:
-    """Return the size of a cache with one row."""
     layers = [_layer_bytes(layer) for layer in cache.layers]
     return Kept(round(sum(grows for grows, _ in layers)), round(sum(fixed for _, fixed in layers)))
 
 
 def _layer_bytes(layer: Any) -> tuple[float, float]:
-    """Return bytes per token and bytes per text of one layer with one row."""
     if isinstance(layer, RecurrentStore):
         state = sum(_size(part) for part in (layer.conv_BCW, layer.state_BHKV) if part is not None)
         beside = _placed_bytes(layer.placed(), layer.max_undecided) if isinstance(layer, NgramStore) else 0.0

@@ -79,7 +79,6 @@ class TrunkArms:
         return max(1, min(self.batch, len(prompts), MAX_BATCH_TOKENS // longest))
 
     def lanes(self, settings: Iterable[Setting]) -> list[Lane]:
-        """Return every drafter at every setting."""
         return [(arm, setting) for setting in settings for arm in self.drafting]
 
     def by_plain(self, lanes: Iterable[Lane]) -> dict[Setting, list[Lane]]:
@@ -90,7 +89,6 @@ class TrunkArms:
         return found
 
     def num_decodings(self, lanes: Iterable[Lane], prompts: Prompts) -> int:
-        """Return how often prompts are decoded by lanes and by plain decoding."""
         return sum(len(prompts[plain.context_tokens]) * len(some) for plain, some in self.by_plain(lanes).items())
 
     def decoder(self, arm: str, setting: Setting, rows: int) -> SpeculativeDecoder:
@@ -105,7 +103,6 @@ class TrunkArms:
         )
 
     def request(self, prompt: TaskPrompt, setting: Setting, max_new_tokens: int) -> Request:
-        """Return the request of a prompt at a setting."""
         sampling = setting.sampling(noise_seed(prompt.id, self.seed))
         return Request(prompt_ids=prompt.prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling)
 
@@ -151,7 +148,6 @@ def decode_prompts(
 def _decode(
     arms: TrunkArms, arm: str, setting: Setting, prompts: Sequence[TaskPrompt], on_prompt: Callable[..., object]
 ) -> Iterator[tuple[Sequence[TaskPrompt], list[GenerationResult]]]:
-    """Yield some batches of prompts at a time, with their results."""
     if not prompts:
         return
     rows, limit = arms.rows(prompts), arms.max_new_tokens

@@ -81,12 +81,10 @@ class EvaluationGrid:
         return grid
 
     def drafted(self, temperature: float, context_tokens: int | None) -> list[Setting]:
-        """Return the settings with drafts at one temperature and context."""
         rules = [rule for rule in self.rules if (rule == "greedy") == (temperature == 0.0)]
         return [Setting(temperature, context_tokens, depth, rule) for rule in rules for depth in self.depths or ()]
 
     def settings(self) -> list[Setting]:
-        """Return every setting with drafts."""
         return [one for context in self.contexts for t in self.temperatures for one in self.drafted(t, context)]
 
     @property
@@ -157,7 +155,6 @@ def grid_prompts(
 
 
 def greedy(depth: int) -> Setting:
-    """Return greedy decoding of prompts as they are."""
     return Setting(0.0, None, depth, "greedy")
 
 

@@ -112,7 +112,6 @@ class Cell(ArmResult, Setting):
 
     @property
     def result(self) -> ArmResult:
-        """The figures without the setting, as the report's ``arms`` hold them."""
         return ArmResult(**{field.name: getattr(self, field.name) for field in fields(ArmResult)})
 
 
@@ -151,7 +150,6 @@ class ArmComparison(Setting):
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     def swapped(self) -> ArmComparison:
-        """Return the comparison with the arms exchanged."""
         overlap = self.delta_overlap_at_equal_entropy
         return replace(
             self,
@@ -165,7 +163,6 @@ class ArmComparison(Setting):
 
 
 def negated(interval: Interval | None) -> Interval | None:
-    """Return the interval of the negated difference."""
     return None if interval is None else (-interval[1], -interval[0])
 
 

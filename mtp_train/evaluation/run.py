@@ -125,7 +125,6 @@ def _arm(arms: TrunkArms, name: str, decoded: LaneRecords, timed: LaneRecords, d
 
 
 def of_arm(records: LaneRecords, *names: str) -> dict[Setting, list[PromptRecord]]:
-    """Return the records of some arms by setting."""
     return {setting: found for (arm, setting), found in records.items() if arm in names}
 
 
@@ -166,7 +165,6 @@ def _timed(
 
 
 def _needs_passes(arms: TrunkArms, lanes: Sequence[Lane], decoded: LaneRecords, timed: LaneRecords) -> bool:
-    """Return whether further passes may decide whether the drafts of a lane pay."""
     for name, setting in lanes[1:]:
         arm = _arm(arms, name, decoded, timed, {})
         speedup = measured_speedup(arm.against(arm.undrafted, setting)) if setting in arm.decoded else None
@@ -331,7 +329,6 @@ def run_study(
 
 
 def study_report(found: Measurements, grid: EvaluationGrid, title: str) -> Report:
-    """Compute the report of a grid's measurements."""
     settings = {
         **json.loads(json.dumps(asdict(grid))),
         "contexts": ["own" if one is None else one for one in grid.contexts],
@@ -368,7 +365,6 @@ def _suite_digest(name: str) -> str:
 
 
 def _inputs(arms: Sequence[OpenArm], servers: Sequence[Server]) -> Loaders:
-    """Return loaders of the files that the measurements depend on, by label."""
     loaders: dict[str, Callable[[], InputFiles]] = {}
     for arm in arms:
         name = arm.spec.name

@@ -66,7 +66,6 @@ class MeasuredArm:
         return [one for one, records in self.decoded.items() if records and self.is_own(one)]
 
     def is_own(self, setting: Setting) -> bool:
-        """Whether a setting is the arm's and not the plain one of its trunk."""
         return (setting.depth > 0) == (self.head is not None)
 
     def own(self, setting: Setting) -> Setting:
@@ -89,7 +88,6 @@ class MeasuredArm:
 
     @property
     def undrafted(self) -> MeasuredArm:
-        """Plain decoding of the arm's trunk."""
         return replace(self, head=None)
 
 
@@ -100,7 +98,6 @@ def checked_records(arms: Iterable[MeasuredArm]) -> list[PromptRecord]:
 
 
 def lossless(checked: Sequence[PromptRecord]) -> Lossless:
-    """Count the verdicts of compared records."""
     verdicts = [one.same_as_plain for one in checked]
     return Lossless(
         checked=len(verdicts),

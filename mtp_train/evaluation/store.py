@@ -60,7 +60,6 @@ class Store:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the directory has the report of its study."""
         return (self.out / REPORT_FILE).is_file()
 
     def hash_inputs(self, inputs: Loaders, progress: Progress) -> None:
@@ -100,7 +99,6 @@ class Store:
         return found
 
     def add(self, arm: str, setting: Setting, records: Iterable[PromptRecord], *, timed: bool = False) -> None:
-        """Append records."""
         path = self.file(arm, f"{_stem(setting, timed)}{self._suffix}")
         if path.exists():
             os.truncate(path, whole_bytes(path))

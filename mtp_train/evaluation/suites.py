@@ -53,8 +53,6 @@ Read = tuple[Content, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class SuiteRecord:
-    """A record and the task it belongs to."""
-
     task: str
     record: Record
 
@@ -155,8 +153,6 @@ def _speed_bench(row: Row, where: str) -> Row:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the records of a file are read."""
-
     fields: str
     """The fields of a record, for error messages."""
     ours: Callable[[Row, str], Row]
@@ -238,7 +234,6 @@ def _shuffled(records: Iterable[SuiteRecord], seed: int) -> list[SuiteRecord]:
 
 
 def content_text(content: Content) -> str:
-    """Return the prompt of a record as plain text."""
     if isinstance(content, Chat):
         return SEPARATOR.join(message["content"] for message in content.prompt_messages())
     return content.prompt if isinstance(content, PromptResponse) else content.text

@@ -67,17 +67,14 @@ class Loss:
     distils: bool = True
 
     def rows_fn(self) -> RowsFn:
-        """Return the function that computes rows."""
         return _resolved(self.rows)
 
     def prepared(self, teacher_logits_CV: Tensor | None, temperature: float) -> Any:
-        """Return what ``rows`` reads of the trunk, for all depths of a chunk."""
         if self.prepare is None or teacher_logits_CV is None:
             return teacher_logits_CV
         return _resolved(self.prepare)(teacher_logits_CV, temperature)
 
     def combine_fn(self) -> CombineFn | None:
-        """Return the function that combines the depths of a start; None where rows are independent."""
         return None if self.combine is None else _resolved(self.combine)
 
 

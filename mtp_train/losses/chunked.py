@@ -52,7 +52,6 @@ def chunk_rows(vocab_size: int, gpu_bytes: int | None) -> int:
 
 
 def gpu_bytes_of(device: torch.device) -> int | None:
-    """Return the memory of a CUDA or ROCm device; None for any other."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 

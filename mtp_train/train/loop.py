@@ -44,8 +44,6 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class LogSums:
-    """Sums since the last log line."""
-
     loss_sum_K: list[float]
     targets_K: list[float]
     tokens: int = 0
@@ -55,7 +53,6 @@ class LogSums:
 
     @classmethod
     def zero(cls, num_depths: int) -> LogSums:
-        """Return no sums, and start the clock."""
         return cls([0.0] * num_depths, [0.0] * num_depths)
 
     @classmethod
@@ -65,7 +62,6 @@ class LogSums:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training since the last log line."""
         return self.seconds_before + time.perf_counter() - self.started
 
     def saved(self) -> dict[str, Any]:
@@ -93,7 +89,6 @@ class Training:
     sums: LogSums
 
     def is_over(self, done: int) -> bool:
-        """Return whether training is over after ``done`` steps."""
         return is_over(done, self.options, self.selection)
 
 
@@ -230,12 +225,10 @@ def take_steps(run: Training, done: int, feed: Feed, on_step: Callable[[int], No
 
 
 def is_over(done: int, options: TrainOptions, selection: Selection | None) -> bool:
-    """Return whether training is over after ``done`` steps."""
     return done >= options.max_steps or (selection is not None and selection.is_exhausted)
 
 
 def chosen_weights(head: MtpHead, selection: Selection | None) -> dict[str, Tensor]:
-    """Return the last weights, or the best ones."""
     return head_state(head) if selection is None else selection.best_weights()
 
 

@@ -135,16 +135,13 @@ class Footprint:
 
     @property
     def total_bytes(self) -> int:
-        """Sum of all bytes on the device."""
         weights = self.trunk_bytes + self.converted_bytes + self.head_and_optimizer_bytes
         return weights + self.loss_bytes + self.activation_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
         return {**asdict(self), "total_bytes": self.total_bytes}
 
     def to_text(self) -> str:
-        """Return total and parts for a reader."""
         elsewhere = f" ({self.offloaded_bytes / GIB:.2f} offloaded)" if self.offloaded_bytes else ""
         elsewhere += f", converted weights {self.converted_bytes / GIB:.2f}" if self.converted_bytes else ""
         return (
@@ -172,7 +169,6 @@ class MemoryOptions:
     lora: LoraSettings | None = None
 
     def adapts_experts(self, name: str, shape: Size) -> bool:
-        """Return whether a weight of the head is of experts with LoRA."""
         return self.lora is not None and is_target(name, self.lora.targets) and is_stacked(name, shape)
 
 

@@ -161,7 +161,6 @@ def give_up_shards(trunk: Trunk, accelerator: Accelerator) -> None:
 
 
 def most_of_all(count: int, device: torch.device) -> int:
-    """Return the maximum of a count over all processes."""
     most = torch.tensor(count, device=device)
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
     return int(most)

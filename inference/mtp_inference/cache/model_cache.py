@@ -64,7 +64,6 @@ class AttentionStore(CacheLayerMixin, RowState):
         self.window: Window | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the buffers."""
         heads = (self.num_rows, key_states.shape[1], self.size)
         dtype = self.buffer_dtype or key_states.dtype
         self.keys = key_states.new_zeros(*heads, key_states.shape[-1], dtype=dtype)
@@ -112,7 +111,6 @@ class AttentionStore(CacheLayerMixin, RowState):
         return announced(self.window).start or 0
 
     def get_max_length(self) -> int:
-        """Return the number of slots."""
         return self.size
 
 
@@ -368,7 +366,6 @@ class WindowCache(RowState, Cache):
         super().keep_rows(rows_R)
 
     def _layer(self, layer: Any, index: int) -> Any:
-        """Return our layer in place of transformers' own."""
         if type(layer).__name__ in CONVOLVED_CACHE_LAYERS and layer.number_of_states > 1:
             window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
             size = self.capacity if window is None else min(self.capacity, window + self.max_window)

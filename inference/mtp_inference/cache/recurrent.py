@@ -259,7 +259,6 @@ class RecurrentLayers(RowState):
         self._window: Window | None = None
 
     def begin(self, window: Window) -> None:
-        """Announce the next window."""
         self._window = window
         for store in self.stores:
             store.begin(window)
@@ -278,11 +277,9 @@ class RecurrentLayers(RowState):
             self._commit_decided(conv, decided, num_kept_B)
 
     def snapshot(self) -> tuple[Tensor, ...]:
-        """Return copies of the states."""
         return tuple(buffer.clone() for buffer in (self.conv_LBWC, self.state_LBHKV) if buffer is not None)
 
     def restore(self, states: tuple[Tensor, ...]) -> None:
-        """Restore the states of a snapshot."""
         if self.conv_LBWC is not None and self.state_LBHKV is not None:
             for buffer, saved in zip((self.conv_LBWC, self.state_LBHKV), states, strict=True):
                 buffer.copy_(saved)
@@ -334,7 +331,6 @@ class RecurrentLayers(RowState):
         return self.conv_LBWC, self.state_LBHKV
 
     def _show(self) -> None:
-        """Give each layer its part of the states."""
         if self.conv_LBWC is not None and self.state_LBHKV is not None:
             for store, conv_BWC, state_BHKV in zip(self.stores, self.conv_LBWC, self.state_LBHKV, strict=True):
                 store.conv_BCW, store.state_BHKV = conv_BWC.transpose(1, 2), state_BHKV

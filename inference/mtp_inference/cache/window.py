@@ -67,12 +67,10 @@ class Window:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
         return self.positions_BT.shape[1]
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the window starts at position 0."""
         return self.start == 0
 
     def mask(self, size: int, sliding_window: int | None, always: bool = False) -> Tensor | None:

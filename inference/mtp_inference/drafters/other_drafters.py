@@ -92,7 +92,6 @@ class ModelDrafter(Drafter):
         return choice.result()
 
     def _read_pending(self, plan: RoundPlan) -> Tensor:
-        """Run the pending tokens and commit them; return their hidden states."""
         positions_BP = self.pending.positions(plan.pending + 1)
         hidden: list[Tensor] = []
         for start in range(0, plan.pending, MAX_WINDOW):

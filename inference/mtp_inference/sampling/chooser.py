@@ -106,8 +106,6 @@ DraftSampling = Literal["argmax", "sampled"]
 
 
 class Drafts(NamedTuple):
-    """The drafted tokens of a round."""
-
     tokens_BK: Tensor
     """int64."""
     q_BKV: Tensor | None = None
@@ -134,11 +132,9 @@ class Chooser(RowState):
 
     @property
     def samples_drafts(self) -> bool:
-        """Whether drafts are drawn from q."""
         return self.draft_sampling == "sampled" and self.rows.any_sampled
 
     def set_rows(self, rows: slice, settings: Sequence[Sampling]) -> None:
-        """Set the sampling settings of rows."""
         self.settings[rows] = settings
         self.rows = self.rows.replaced(SamplingRows.stack(self.settings, self.rows.seed_B.device))
 
@@ -194,11 +190,9 @@ class DraftChoice:
 
     @property
     def last_B1(self) -> Tensor:
-        """The newest token."""
         return self._read[-1]
 
     def add(self, logits_B1V: Tensor) -> None:
-        """Choose the next token."""
         chooser = self._chooser
         self._peaks.append(logits_B1V.amax(dim=-1))
         if chooser.samples_drafts:
@@ -219,7 +213,6 @@ class DraftChoice:
 
 
 def _choose(logits_BTV: Tensor, rows: SamplingRows, positions_BT: Tensor) -> Tensor:
-    """Return the trunk's own token at every position, (B, T)."""
     if rows.any_sampled:
         return draw(probabilities(logits_BTV, rows), uniform(rows.seed_B, positions_BT, TOKEN))
     return logits_BTV.argmax(dim=-1)

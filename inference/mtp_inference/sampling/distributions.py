@@ -133,8 +133,6 @@ class SamplingRows:
 
     @classmethod
     def stack(cls, settings: Sequence[Sampling], device: torch.device | str) -> SamplingRows:
-        """Stack the settings of one request per row."""
-
         def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
@@ -460,7 +458,6 @@ def first_over(weights_BTNS: Tensor, sums_BTN: Tensor, threshold_BT1: Tensor) ->
 
 
 def _first_over(weights_BTN: Tensor, threshold_BT1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index of the first sum over the threshold, and the sums."""
     # A parallel scan sums each entry in its own order, so sums may change at a weight of 0, and may even fall.
     # Therefore weights of 0 are masked out, and the total is the largest sum, not the last.
     sums_BTN = weights_BTN.cumsum(-1).masked_fill_(weights_BTN <= 0.0, -math.inf)
