@@ -32,7 +32,7 @@ from mtp_train.data.tokenize import Document, build_prompts, choose_evenly
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import ArmSpec
 from mtp_train.evaluation.assemble import Measurements
-from mtp_train.evaluation.entropy import EntropySums, fine_edges, overlap_difference
+from mtp_train.evaluation.entropy import EntropySums, overlap_difference
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Setting, TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS, VERDICTS, ArmComparison, Cell, Finding, Report, Tone, negated
@@ -321,7 +321,7 @@ def levels_at_home(head: MeasuredArm, vanilla: MeasuredArm, settings: Sequence[S
         mine, theirs = ([one.counts(setting.depth) for one in arm.decoded[setting]] for arm in (head, vanilla))
         tau = tau_difference([*mine, *map(_unmet, theirs)], [*map(_unmet, mine), *theirs])
         place = setting.temperature, setting.context_tokens
-        first, second = (EntropySums.of(arm.dense[place], fine_edges()) for arm in (head, vanilla))
+        first, second = (EntropySums.of(arm.dense[place]) for arm in (head, vanilla))
         found.append(LevelDifference(setting, tau, overlap_difference(*_over_all(first, second), None)))
     return found
 

@@ -422,13 +422,13 @@ def _list_of(scores_RV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return torch.cat([top_RM, least_R1], dim=-1), torch.cat([p_RM, outside_R1], dim=-1)
 
 
-def in_blocks(values_BTV: Tensor, padding: float = 0.0) -> Tensor:
+def in_blocks(values_BTV: Tensor) -> Tensor:
     """Return a vocabulary in blocks, (B, T, N, S): a view, or a padded copy if no size of blocks divides it."""
     vocab = values_BTV.shape[-1]
     size = next((size for size in BLOCKS if vocab % size == 0), min(BLOCKS[0], vocab))
     missing = -vocab % size
     if missing:
-        values_BTV = torch.nn.functional.pad(values_BTV, (0, missing), value=padding)
+        values_BTV = torch.nn.functional.pad(values_BTV, (0, missing))
     return values_BTV.unflatten(-1, (-1, size))
 
 
