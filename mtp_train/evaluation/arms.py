@@ -155,8 +155,8 @@ class OpenArm:
         head = self.model.head
         if head is None or head in (OWN, NGRAM):
             return None
-        if self.model.draft_checkpoints:
-            return partial(checkpoint_files, self.model.draft_checkpoints[0])
+        if self.model.drafter is not None:
+            return partial(checkpoint_files, self.model.drafter)
         if is_head_directory(Path(head)):
             return partial(directory_files, Path(head))
         return partial(checkpoint_files, open_location(head))

@@ -341,10 +341,12 @@ def study_report(found: Measurements, grid: EvaluationGrid, title: str) -> Repor
 def _require_sound(arms: Sequence[OpenArm], progress: Progress) -> None:
     models = [arm.model for arm in arms]
     trunks = {one.checkpoint.path: (one.checkpoint, one.family) for one in models}
-    trunks |= {one.draft_model.path: (one.draft_model, one.draft_model.family) for one in models if one.draft_model}
+    trunks |= {
+        one.drafter.path: (one.drafter, one.drafter.family) for one in models if one.drafter and not one.assistant
+    }
     for checkpoint, family in trunks.values():
         require_whole_trunk(checkpoint, family)
-    every = {one.path: one for model in models for one in (model.checkpoint, *model.draft_checkpoints)}
+    every = {one.path: one for model in models for one in (model.checkpoint, model.drafter) if one is not None}
     for checkpoint in every.values():
         require_finite_checkpoint(checkpoint, progress)
 

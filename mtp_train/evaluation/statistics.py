@@ -83,7 +83,7 @@ class MeasuredArm:
         for timed in (False, True):
             own, theirs = (arm.counts(setting, timed=timed) for arm in (self, other))
             by_id = {one.prompt_id: one for one in theirs}
-            pairs += [own, [by_id[one.prompt_id] for one in own]]
+            pairs += [own, [by_id[one.prompt_id] for one in own if one.prompt_id in by_id]]
         return Pair(*pairs)
 
     @property
