@@ -6,7 +6,7 @@ least ``i + 1`` drafts. *Marginal* acceptance divides it by the rounds, *conditi
 
 Intervals are in ``acceptance/intervals.py``, the gate that uses them in ``acceptance/gate.py``.
 
-Shape letters: N rows, V vocabulary, K depths (K1 = K + 1), P prompts.
+Shape letters: N rows, V vocabulary, K depths, P prompts.
 """
 
 from __future__ import annotations
@@ -132,23 +132,6 @@ def repeated_ngram_share(token_lists: Iterable[Sequence[int]], n: int = 8) -> fl
         total += len(grams)
         repeated += len(grams) - len(set(grams))
     return repeated / total if total else None
-
-
-def accept_greedy(draft_K: Tensor, target_K1: Tensor) -> Tensor:
-    """Count the drafts that greedy decoding accepts: the longest prefix equal to the trunk's argmax.
-
-    Runs on the tensors' device without synchronising.
-
-    Example:
-        draft ``[5, 7, 9]``, trunk ``[5, 7, 2, 4]``: 2 are accepted and token 2 is committed after them.
-
-    Args:
-        target_K1: The trunk's argmax after the last committed token and after each draft, shape (..., K + 1).
-
-    Returns:
-        Number of accepted drafts in 0..K, int64, shape (...); a 0-d tensor for a single row.
-    """
-    return (draft_K == target_K1[..., :-1]).cumprod(-1).sum(-1)
 
 
 def overlap(p_NV: Tensor, q_NV: Tensor) -> Tensor:

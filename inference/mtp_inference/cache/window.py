@@ -146,17 +146,6 @@ def window_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def announced(window: Window | None) -> Window:
-    """Return the announced window of a cache.
-
-    Raises:
-        RuntimeError: No window was announced.
-    """
-    if window is None:
-        raise RuntimeError("cache: no window announced; expected begin() before every forward.")
-    return window
-
-
 AttentionInterface.register(WINDOW_ATTENTION, window_attention)
 AttentionMaskInterface.register(WINDOW_ATTENTION, sdpa_mask)
 

@@ -31,7 +31,6 @@ from mtp_inference.sampling.distributions import (
     probabilities,
     uniform,
 )
-from mtp_train.acceptance.counts import accept_greedy
 
 
 class Verdict(NamedTuple):
@@ -51,7 +50,8 @@ def verify_matching(drafts_BK: Tensor, choices_BK1: Tensor, num_drafted_B: Tenso
     # No token is -1, so an ignored draft never equals a choice.
     counted_BK = drafts_BK.masked_fill(~_is_drafted(drafts_BK, num_drafted_B), -1)
     # An accepted draft equals the trunk's choice, so all committed tokens are choices.
-    return Verdict(accept_greedy(counted_BK, choices_BK1), choices_BK1)
+    num_accepted_B = (counted_BK == choices_BK1[:, :-1]).cumprod(-1).sum(-1)
+    return Verdict(num_accepted_B, choices_BK1)
 
 
 def verify_rejection(
