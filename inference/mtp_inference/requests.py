@@ -158,7 +158,6 @@ class Chunk:
     """The tokens and the text that prefill or one round added to one request."""
 
     index: int
-    """Index of the request in the call."""
     token_ids: tuple[int, ...]
     """New token ids, in order; empty only if the text had ended before."""
     text: str

@@ -32,7 +32,6 @@ class GateSetting:
     setting: str
     """Name of the setting: ``greedy``, or temperature and filters."""
     tau: float
-    """Tau of the retrained head."""
     baseline_tau: float
     delta_tau_ci95: Interval | None
     """Paired 95 % interval of the gain, before any correction; None for a single group."""

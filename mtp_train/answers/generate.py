@@ -38,7 +38,6 @@ class Answering:
     seq_len_tokens: int | None = None
     """Limit of prompt and response together; None for no limit."""
     eos_ids: Collection[int] = ()
-    """The tokens that end a response."""
     seed: int = 0
     """The run's seed; with the prompt's id it gives the seed of a response."""
 

@@ -38,9 +38,7 @@ class ArmSpec:
     adapter: str | None = None
     """A peft adapter that the trunk wears, unmerged."""
     quantization: Quantization | None = None
-    """How the trunk is packed as it is loaded."""
     head_quantization: Quantization | None = None
-    """How the head is packed."""
 
     @property
     def trunk_key(self) -> tuple[str, str | None, Quantization | None]:

@@ -42,7 +42,6 @@ class Kept(NamedTuple):
     """Size of a cache for one text, in bytes."""
 
     per_token: int
-    """Bytes that grow with the length of the text."""
     per_text: int
     """Bytes that do not: recurrent states, inputs of convolutions and compressors, full sliding windows."""
 

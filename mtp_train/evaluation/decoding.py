@@ -57,11 +57,8 @@ class TrunkArms:
     head_names: Mapping[str, str]
     """The drafters as the report names them, by arm."""
     plain_arm: str = PLAIN
-    """Name of plain decoding."""
     max_new_tokens: int
-    """Limit per prompt."""
     eos_ids: Collection[int]
-    """Tokens that end a text."""
     seed: int
     """With a prompt's id, the seed of its noise."""
     batch: int = MAX_BATCH

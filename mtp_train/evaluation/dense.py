@@ -46,11 +46,9 @@ class DenseRows:
     groups: NDArray[np.str_]
     """Group of each prompt, shape (P,); intervals leave out whole groups."""
     tasks: NDArray[np.str_]
-    """Task of each prompt, shape (P,)."""
     prompt_N: NDArray[np.int64]
     """Index into :attr:`prompt_ids` of each position's prompt."""
     entropy_N: NDArray[np.float32]
-    """Entropy of p, nats."""
     overlap_KN: NDArray[np.float32]
     """``sum_v min(p, q)``."""
     agreed_KN: NDArray[np.bool_]

@@ -43,7 +43,6 @@ class EvaluationGrid:
     """``builtin``, ``demo``, ``mt-bench:LOC``, ``spec-bench:LOC``, ``speed-bench:LOC``, ``humaneval:LOC``,
     ``gsm8k:LOC``, or a file of prompts. ``auto``: ``demo`` for the demo's trunks, else ``builtin``."""
     tasks: Sequence[str] | None = None
-    """Tasks of the suite; None for all."""
     prompts_per_task: int = 8
     temperatures: Sequence[float] = (0.0, 1.0)
     contexts: Sequence[int | None] = (None,)

@@ -91,7 +91,6 @@ class PromptRecord:
     task: str
     prompt_tokens: int
     token_ids: tuple[int, ...]
-    """New tokens."""
     drafted: tuple[int, ...]
     """Drafts of each round, in order: the depth, or fewer where the drafter proposed fewer."""
     accepted: tuple[int, ...]

@@ -75,7 +75,6 @@ class ArmResult:
     rounds: int | None = None
     """Decoding rounds, all prompts together."""
     prompts: int | None = None
-    """Prompts decoded."""
     groups: int | None = None
     """Groups of the prompts, which :attr:`tau_ci95` leaves out one at a time."""
     measured_here: bool = True
@@ -103,7 +102,6 @@ class Cell(ArmResult, Setting):
     draft_tokens: int
     accepted_tokens: int
     new_tokens: int
-    """Tokens returned."""
     mean_prompt_tokens: float
     seconds_prefill: float | None = None
     """Mean prefill time per prompt."""
@@ -172,9 +170,7 @@ class PositionBin(Setting):
 
     arm: str
     start: int
-    """Index of the first new token."""
     stop: int
-    """Index after the last new token."""
     tau: float
     tau_ci95: Interval | None
     groups: int
@@ -204,7 +200,6 @@ class ArmCosts:
     prefill_ratio: float | None
     """Prompt tokens per second with the head, divided by the same without."""
     prefill_tokens: int | None
-    """Length of the prompt that prefill was timed on."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -224,9 +219,7 @@ class Lossless:
     """How many outputs of decoding with drafts were compared with plain decoding, and with what result."""
 
     checked: int
-    """Outputs compared."""
     identical: int
-    """Outputs equal token for token."""
     near_tie_divergences: int
     """Outputs whose first difference is a near tie of the trunk's two best tokens, which rounding decides."""
     noise: float | None = None
@@ -244,7 +237,6 @@ class SampleText:
 
     prompt_id: str
     prompt: str
-    """The end of the prompt."""
     pieces: tuple[tuple[str, bool], ...]
     """The text in pieces, each with True where it consists of accepted drafts of the retrained head and False where the
     trunk added it."""

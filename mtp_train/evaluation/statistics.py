@@ -49,7 +49,6 @@ class MeasuredArm:
 
     name: str
     trunk: str
-    """The trunk, as the user named it."""
     head: str | None
     """The drafter; None for an arm of plain decoding."""
     decoded: Records

@@ -169,7 +169,6 @@ OWN = Layout(
     "text, continued from its half)",
     lambda row, _where: row,
 )
-"""The user's own file."""
 BENCHMARKS: Mapping[str, Layout] = {
     "mt-bench": Layout(_TURNS, _first_turn),
     "spec-bench": Layout(_TURNS, _first_turn),

@@ -54,11 +54,8 @@ class CacheLayout:
     """The layout of a cache: which document's tokens are where. It is the same in every process."""
 
     lengths: tuple[int, ...]
-    """Tokens of each document."""
     width: int
-    """D."""
     dtype: torch.dtype
-    """As the trunk computes them."""
 
     @property
     def token_bytes(self) -> int:

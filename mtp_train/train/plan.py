@@ -124,7 +124,6 @@ class Footprint:
     decoding_bytes: int = 0
     """Bytes of the trunk and of two heads, all that decoding holds besides keys, values and activations."""
     loss_rows: int = CHUNK_ROWS
-    """Target rows of one chunk of the loss."""
     converted_bytes: int = 0
     """Bytes of weights that are held a second time in the dtype of the products: the output matrix and one layer of
     the trunk, and the head if products are in bf16. Also those of experts' gradients in passing."""
@@ -157,7 +156,6 @@ class MemoryOptions:
 
     num_depths: int
     compute_dtype: torch.dtype
-    """The dtype of matrix products."""
     recompute: bool
     """Whether the head's activations are recomputed in the backward pass."""
     held: str = "auto"

@@ -45,7 +45,6 @@ class Best:
     """The best measured head (:mod:`mtp_train.train.select`) that a state records."""
 
     step: int = 0
-    """Steps done at its measure."""
     score: float = 0.0
     since: int = 0
     """Number of measures after it."""
@@ -258,9 +257,7 @@ FIELDS = ("exp_avg", "exp_avg_sq")
 
 class Moments(NamedTuple):
     step: float
-    """The parameter's count of steps, for the bias correction."""
     values: dict[str, Tensor]
-    """The moments by name, each of the parameter's shape."""
 
 
 class TorchMoments:

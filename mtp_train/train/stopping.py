@@ -43,7 +43,6 @@ class Signals:
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """The first signal; None before it."""
         self.is_noting = False
         """Whether a signal is only noted, because the work stops by itself soon."""
 

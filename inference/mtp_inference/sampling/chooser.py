@@ -107,7 +107,6 @@ DraftSampling = Literal["argmax", "sampled"]
 
 class Drafts(NamedTuple):
     tokens_BK: Tensor
-    """int64."""
     q_BKV: Tensor | None = None
     """fp32, the distribution that each token was drawn from; None for argmax drafts."""
     num_drafted_B: Tensor | None = None

@@ -102,7 +102,6 @@ class SamplingRows:
     temperature_B: Tensor
     """fp32; 1 in greedy rows."""
     is_greedy_B: Tensor
-    """bool."""
     kth_B: Tensor
     """int64, ``top_k - 1``: the place of the last score that top-k keeps; 0 if top-k is off."""
     keeps_any_k_B: Tensor
@@ -112,9 +111,7 @@ class SamplingRows:
     top_p_tail_B: Tensor
     """fp32, ``1 - top_p``: subtracted in double like in transformers, as rounding decides ties at the edge."""
     min_p_B: Tensor
-    """fp32."""
     seed_B: Tensor
-    """int64."""
     any_sampled: bool
     any_top_k: bool
     any_top_p: bool
