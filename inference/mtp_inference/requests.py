@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -25,8 +24,6 @@ class GenerationResult:
     Prefill gives the first token, before the first round. Each round drafts exactly ``depth`` tokens; with
     ``mtp="auto"`` the decoder chooses how many. Accepted tokens past EOS or past the limit are counted and not
     returned, so ``1 + rounds + num_accepted_tokens`` may exceed ``len(token_ids)``.
-
-    In a notebook a result is shown as a table.
 
     Example:
         >>> from mtp_inference import GenerationResult
@@ -97,18 +94,8 @@ class GenerationResult:
 
     def __repr__(self) -> str:
         parts = [f"text={self.text!r}", f"{len(self.token_ids)} tokens", self.finish_reason]
-        parts += [f"{name}={getattr(self, name)}" for name in _COUNTERS]
+        parts += [f"{name}={getattr(self, name)}" for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")]
         return f"{type(self).__name__}({', '.join(parts)}, tau={self.tau:.2f})"
-
-    def _repr_html_(self) -> str:
-        cells = {"text": self.text, "tokens": len(self.token_ids), "ended by": self.finish_reason}
-        cells |= {name: getattr(self, name) for name in _COUNTERS}
-        cells |= {"accepted_per_pos": ", ".join(map(str, self.accepted_per_pos)), "tau": f"{self.tau:.2f}"}
-        rows = (f"<tr><th>{name}</th><td>{html.escape(str(value))}</td></tr>" for name, value in cells.items())
-        return f"<table>{''.join(rows)}</table>"
-
-
-_COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 
 MAX_DEPTH = 7

@@ -339,15 +339,13 @@ class Endpoint:
         token_ids = choice.get("token_ids")
         if token_ids is None:
             token_ids = raw_tokens(self._tokenizer, choice["text"], start=False)
-        if not isinstance(token_ids, list) or not all(self._is_token(token) for token in token_ids):
+        known = range(self._vocab_size)
+        if not isinstance(token_ids, list) or not all(type(one) is int and one in known for one in token_ids):
             raise self._unusable("returns tokens that the trunk does not have", "the trunk", "Serve the trunk itself")
         token_ids = token_ids[: question.max_new_tokens]
         if choice["finish_reason"] == "stop" and self._eos_ids.isdisjoint(token_ids):
             token_ids.append(self._end(choice))
         return token_ids
-
-    def _is_token(self, value: object) -> bool:
-        return type(value) is int and 0 <= value < self._vocab_size
 
     def _end(self, choice: Mapping[str, Any]) -> int:
         """Return the token that ended a response, for servers that leave it out of the response."""

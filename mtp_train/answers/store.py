@@ -150,7 +150,7 @@ class RegeneratedStore:
                 truncated=is_kept and len(row.prompt_ids) + num_tokens > seq_len_tokens,
                 unfinished=not row.finished,
                 repetitive=repetitive,
-                past_the_turn=_goes_on(row, special_ids),
+                past_the_turn=not set(row.prompt_ids).intersection(special_ids).isdisjoint(row.response_ids[:-1]),
             )
         if not documents:
             raise DataError(
@@ -207,11 +207,6 @@ def _document(row: RegeneratedRow, seq_len_tokens: int) -> Document:
     token_ids = row.prompt_ids + row.response_ids
     mask = (False,) * len(row.prompt_ids) + (True,) * len(row.response_ids)
     return Document(token_ids[:seq_len_tokens], mask[:seq_len_tokens], row.group, row.id)
-
-
-def _goes_on(row: RegeneratedRow, special_ids: Collection[int]) -> bool:
-    """Return whether a response repeats a special token of its prompt, its last token aside."""
-    return not set(row.prompt_ids).intersection(special_ids).isdisjoint(row.response_ids[:-1])
 
 
 def whole_bytes(path: Path) -> int:

@@ -19,7 +19,7 @@ from mtp_inference.cache.convolved import NgramStore
 from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, ConvolvedStore, IndexedStore, WindowCache
 from mtp_inference.cache.recurrent import RecurrentStore
 from mtp_inference.drafters.assistant_drafter import AssistantDrafting
-from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting
+from mtp_inference.drafters.drafter import BatchSize, Drafting
 from mtp_inference.drafters.head_drafter import ChainedDrafter, ChainedDraftsDrafter, RecursiveDrafter
 from mtp_inference.drafters.other_drafters import ModelDrafter, ModelDrafting
 from mtp_inference.requests import MAX_DEPTH
@@ -121,12 +121,8 @@ def probe_caches(trunk: Trunk, maker: Drafting | None, depth: int) -> tuple[Kept
     batch = Batch(trunk, maker, BatchSize(1, capacity=PROBE_TOKENS, depth=depth, max_window=PROBE_TOKENS))
     prompt_BT = torch.zeros(1, PROBE_TOKENS - depth - 1, dtype=torch.long, device=trunk.lm_head_VD.device)
     prefill(batch, slice(0, 1), prompt_BT)
-    cache = _cache_of(batch.drafter)
-    return kept_of(batch.cache), Kept(0, 0) if cache is None else kept_of(cache)
-
-
-def _cache_of(drafter: Drafter | None) -> WindowCache | None:
-    return drafter.cache if isinstance(drafter, _KEEPING) else None
+    drafter = batch.drafter
+    return kept_of(batch.cache), kept_of(drafter.cache) if isinstance(drafter, _KEEPING) else Kept(0, 0)
 
 
 def kept_of(cache: WindowCache) -> Kept:

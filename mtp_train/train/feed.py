@@ -81,9 +81,7 @@ class Preparation:
     accelerate's averaging over micro-batches.
 
     Attributes:
-        plan: The division of a step.
         weight_K: The weight of each depth, which sum to 1.
-        rank: This process.
         cache: The trunk's hidden states; None if the trunk computes them.
         in_shards: Whether all processes run the trunk's passes together.
         pins: Whether to put the tensors into page-locked memory.

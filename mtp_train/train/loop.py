@@ -88,9 +88,6 @@ class Training:
     """What every log line repeats: processes, wrapper, precision and device."""
     sums: LogSums
 
-    def is_over(self, done: int) -> bool:
-        return is_over(done, self.options, self.selection)
-
 
 def make_optimizer(head: nn.Module, options: TrainOptions, *, fused: bool = False) -> torch.optim.AdamW:
     """Build AdamW over the head; weight decay on matrices only.
@@ -185,7 +182,7 @@ def _train_on(run: Training, done: int, prepared: Iterator[Prepared], on_step: C
     run.accelerator.wait_for_everyone()
     if run.log is not None:
         run.log.close()
-    if not run.is_over(done):
+    if not is_over(done, run.options, run.selection):
         raise stopped_after(run.state_dir.parent, done, run.options.max_steps, signals)
 
 
@@ -211,7 +208,7 @@ def resume(state_dir: Path, head: MtpHead, selection: Selection | None, accelera
 def take_steps(run: Training, done: int, feed: Feed, on_step: Callable[[int], None], signals: Signals) -> int:
     """Train from step ``done`` until the end or a signal; return the number of steps done."""
     told_to_stop = False
-    while not (told_to_stop or run.is_over(done)):
+    while not (told_to_stop or is_over(done, run.options, run.selection)):
         sequences = feed.sequences()
         for group in run.optimizer.param_groups:
             group["lr"] = run.options.lr_at(done)
@@ -287,7 +284,7 @@ def finish_step(run: Training, done: int, norm: float, sequences: Sequence[Packe
         run.sums = LogSums.zero(len(run.weight_K))
     if selection is not None and selection.is_due(done, options.max_steps):
         measure(run, selection, done)
-    if saves or done % options.save_steps == 0 or run.is_over(done):
+    if saves or done % options.save_steps == 0 or is_over(done, run.options, run.selection):
         best = None if selection is None else selection.best
         sums = run.sums.saved()
         save_state(run.state_dir, done, run.head, run.optimizer, best, sums, writes=accelerator.is_main_process)
