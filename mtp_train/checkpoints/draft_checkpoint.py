@@ -166,13 +166,7 @@ def _output_rows(
     if draft_vocab is None:
         return whole
     rows_R = draft_vocab.long()
-    return PendingTensor(
-        OUTPUT_KEY,
-        whole.dtype,
-        (len(rows_R), whole.shape[1]),
-        load=lambda: torch.cat([*_picked(whole.parts(), rows_R)]),
-        blocks=lambda: _picked(whole.parts(), rows_R),
-    )
+    return PendingTensor(OUTPUT_KEY, whole.dtype, (len(rows_R), whole.shape[1]), lambda: _picked(whole.parts(), rows_R))
 
 
 def _picked(blocks: Iterable[Tensor], rows_R: Tensor) -> Iterator[Tensor]:

@@ -70,7 +70,7 @@ def locate_checkpoint(name: str) -> Path:
     path = Path(name).expanduser()
     if is_gguf(path):
         # transformers loads with it.
-        from mtp_train.checkpoints.gguf.dequantised import dequantised
+        from mtp_train.checkpoints.gguf.model_file import dequantised
 
         return dequantised(path)
     if path.exists() or name.count("/") != 1 or name.startswith((".", "~", "/")):

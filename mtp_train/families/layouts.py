@@ -50,9 +50,9 @@ def expert_rules(
     """
     ours, native = "layer.mlp.experts", [f"{layer}{experts}.{{expert}}.{name}.weight" for name in names]
     return (
-        KeyRule(native=native[0], ours=f"{ours}.gate_up_proj", stack="experts_concat", order=0),
-        KeyRule(native=native[1], ours=f"{ours}.gate_up_proj", stack="experts_concat", order=1),
-        KeyRule(native=native[2], ours=f"{ours}.down_proj", stack="experts"),
+        KeyRule(native=native[0], ours=f"{ours}.gate_up_proj"),
+        KeyRule(native=native[1], ours=f"{ours}.gate_up_proj"),
+        KeyRule(native=native[2], ours=f"{ours}.down_proj"),
     )
 
 

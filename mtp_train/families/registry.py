@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.assistants import ASSISTANTS, assistant_for
-from mtp_train.families.drafts.derive import draft_kind
+from mtp_train.families.drafts.record import draft_kind
 from mtp_train.families.engines import ENGINES
 from mtp_train.families.models.after_the_trunk import BAILING_HYBRID, DOTS3_NOTE, HY_V3, HY_V4, STEP3P7
 from mtp_train.families.models.attached import ATTACHED, transformers_only
@@ -28,8 +28,16 @@ from mtp_train.families.models.beside_the_trunk import (
     MELLUM,
     MINIMAX_M3,
 )
-from mtp_train.families.models.deepseek import DEEPSEEK_V3, DEEPSEEK_V4, DEEPSEEK_V32
-from mtp_train.families.models.glm import GLM4_MOE, GLM4_MOE_LITE, GLM5_NEXT, GLM_MOE_DSA, GLM_OCR
+from mtp_train.families.models.deepseek import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V4,
+    DEEPSEEK_V32,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
+    GLM5_NEXT,
+    GLM_MOE_DSA,
+    GLM_OCR,
+)
 from mtp_train.families.models.inkling import INKLING
 from mtp_train.families.models.mimo import MIMO, MIMO_V2
 from mtp_train.families.models.nemotron import NEMOTRON_H

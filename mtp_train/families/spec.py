@@ -20,7 +20,6 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, Pretrained
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.engines import ENGINES, Convention, EngineSupport, choose_convention, complete, use_mtp_named
-from mtp_train.families.mechanisms.residual_streams import Streams
 from mtp_train.upstream.transformers_private import listed_head_keys, load_from_wrapper
 
 RawConfig = Mapping[str, Any]
@@ -40,18 +39,17 @@ class KeyRule:
     ``{module}`` the index of the head module, ``{layer}`` the same index counted after the trunk's layers, ``{expert}``
     the index of an expert, ``{sub}`` the index of a sublayer, ``{last}`` the index of the last sublayer and ``{rest}``
     any tail. ``ours`` is relative to one head module and may use ``{sub}`` and ``{rest}``. In both directions the first
-    rule that matches applies.
+    rule that matches applies. The tensors of several rules with one ``ours`` are concatenated along the rows, in the
+    order of the rules (gate, then up).
     """
 
     native: str
     ours: str
-    stack: Literal["none", "experts", "experts_concat", "concat"] = "none"
-    """How several native tensors make one of ours. ``experts``: one native tensor per expert, stacked along a new first
-    axis; not applied to a checkpoint that stores its experts fused. ``experts_concat``: the same for several rules with
-    one ``ours``, whose tensors are concatenated along the next axis (gate, then up). ``concat``: several rules with one
-    ``ours`` whose native tensors are concatenated; if they hold experts, the checkpoint has already stacked these."""
-    order: int = 0
-    """Position among the rules that share ``ours`` under ``experts_concat`` and ``concat``."""
+
+    @property
+    def for_each_expert(self) -> bool:
+        """Whether ours stacks one native tensor per expert; not applied to a checkpoint that stores experts fused."""
+        return "{expert}" in self.native and "{expert}" not in self.ours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +72,6 @@ class Borrowed:
     """None if the layers take no position embeddings."""
     norm_eps: str = "rms_norm_eps"
     """Field of the config with the norms' epsilon."""
-    more_outputs: bool = False
-    """Whether the layer returns a tuple whose first element is the hidden state."""
     build_layer: Callable[[Borrowed, PretrainedConfig, int], nn.Module] | None = None
     """Builds the head's layer from this record, the config and the module index. None: ``layer`` is used unchanged."""
     frozen: str | None = None
@@ -158,6 +154,25 @@ class TrunkClass:
         if self.wrapper is not None:
             load_from_wrapper(found, self.wrapper)
         return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streams:
+    """Parallel residual streams of a trunk (hyper-connections, arXiv:2512.24880), which its head reads unmixed.
+
+    The states that the head reads and recycles are then the streams' concatenation.
+    """
+
+    count: str
+    """Field of the text config with the number of streams."""
+    mixer: str
+    """Class of the borrowed module that mixes the streams into one state, in front of the final norm."""
+    trunk_mixer: str
+    """Attribute of the decoder with the trunk's mixer."""
+    mixer_options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the mixer's class besides the config."""
+    joined: bool = False
+    """Whether layers, mixer and the head's norm of the state take the streams as one concatenated state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,8 +277,6 @@ class HeadLayer:
     """Text config and number of modules to the config that the borrowed layers are built from."""
     rotary_axes: int = 1
     """Rows of positions that the rotary embedding takes: 3 if it has time, height and width (all equal for text)."""
-    rotary_by_layer_type: bool = False
-    """Whether the rotary embedding takes the type of the layer as an argument."""
     rotary_kind: str | None = None
     """Name of the rotary embedding that the head's layer uses, if the trunk has several."""
     masks_of_distances: bool = False
@@ -313,7 +326,7 @@ class Family:
     title: str
     """The name that tables and messages print."""
     kind: str = "mtp"
-    """The head's architecture. ``drafts/derive.py`` derives the records of other kinds from a trunk's own record."""
+    """The head's architecture. ``drafts/record.py`` derives the records of other kinds from a trunk's own record."""
     model_types: tuple[str, ...]
     """Values of ``model_type`` in the text config, or in a wrapper's config whose text part is another family's."""
     attached: bool = False

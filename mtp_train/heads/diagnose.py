@@ -22,7 +22,7 @@ from mtp_train.checkpoints.suggestions import original_of
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family
 from mtp_train.heads.module import MtpHead
-from mtp_train.upstream.transformers_private import attention_of, set_attention
+from mtp_train.upstream.transformers_private import attention_of, quiet_loading, set_attention
 
 DSPARK_BLOCK = "dspark_block_size"
 _DSPARK = re.compile(r"\.(?:markov_head|main_norm|main_proj|confidence_head)\.")
@@ -316,7 +316,8 @@ def named_rejections(path: Path) -> Iterator[None]:
         CheckpointError: The config is rejected.
     """
     try:
-        yield
+        with quiet_loading():
+            yield
     except _REJECTIONS as error:
         reason = " ".join(str(error).split())
         kind = "" if isinstance(error, _WORDED) else f"{type(error).__name__}: "

@@ -8,6 +8,7 @@ Shapes: B rows, T tokens, D hidden, R rows of an output matrix, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Literal, cast
 
@@ -158,6 +159,9 @@ class MtpHead(nn.Module):
         make_module = HeadModule if kind.draft_parts is None else parts_of(kind).module
         self.blocks = nn.ModuleList(make_module(family, self.config, index) for index in range(num_modules))
         self.rotary = family.classes.make_rotary(self.config)
+        self.rotary_takes_layer_type = (
+            self.rotary is not None and "layer_type" in inspect.signature(self.rotary.forward).parameters
+        )
         self.logit_divisor = family.divisor(text_config)
         self.trunk_layers = family.wiring.trunk_layers(text_config)
         """The trunk's layers whose input the head reads; empty where it reads the last hidden state."""

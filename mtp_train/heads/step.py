@@ -79,7 +79,8 @@ def mtp_step(
         position_ids=positions_BT,
         past_key_values=cache,
     )
-    if head.family.classes.more_outputs:
+    if isinstance(block_BTD, tuple):
+        # Some layers return more than the hidden state.
         block_BTD = block_BTD[0]
     normed_BTD, block_BTD = module.finish(block_BTD, head.norm_for(depth))
     recycled = {"after_final_norm": normed_BTD, "before_final_norm": block_BTD, "trunk": hidden_BTD}
@@ -98,7 +99,7 @@ def _position_embeddings(
     kind = head.family.layer.rotary_kind
     if kind is not None:
         return {kind: head.rotary(fused_BTD, positions_BT, kind)}
-    layer_type = (head.layer_type(depth),) if head.family.layer.rotary_by_layer_type else ()
+    layer_type = (head.layer_type(depth),) if head.rotary_takes_layer_type else ()
     embeddings: tuple[Tensor, Tensor] = head.rotary(fused_BTD, positions_BT, *layer_type)
     return embeddings
 

@@ -351,6 +351,15 @@ class Trunk(nn.Module):
         return logits if bound is None else bound * torch.tanh(logits / bound)
 
 
+def non_finite_error(source: str, trunk: Trunk, num_tokens: int) -> CheckpointError:
+    """Return the error for logits that are NaN or infinite, of the trunk or a drafter, after so many tokens."""
+    return CheckpointError(
+        f"{source}: its logits after {num_tokens} tokens are NaN or infinite ({trunk.dtype_name}); expected finite "
+        "logits. Load the model in a dtype of larger range; if that does not help, restore its weights: mtp-train "
+        "inspect names those that are not finite."
+    )
+
+
 def _trunk_class(family: Family) -> Any:
     if family.trunk.stand_in is not None:
         return family.trunk.stand_in.model_class()

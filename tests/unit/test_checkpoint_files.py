@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from checkpoints import save_with_head, shard
+from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.locations import locate_checkpoint
 from mtp_train.errors import CheckpointError, UnsupportedModelError
@@ -31,10 +32,11 @@ def test_single_and_sharded_files_list_the_same_tensors(checkpoint: Path) -> Non
     assert torch.equal(sharded.read("mtp.fc.weight"), value)
 
 
-def test_blocks_of_a_tensor_make_up_the_tensor(checkpoint: Path) -> None:
+def test_blocks_of_a_tensor_make_up_the_tensor(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "BLOCK_ELEMENTS", 100)
     opened = open_checkpoint(checkpoint)
     whole = opened.read("model.embed_tokens.weight")
-    blocks = list(opened.read_in_blocks("model.embed_tokens.weight", max_elements=100))
+    blocks = list(opened.read_in_blocks("model.embed_tokens.weight"))
     assert len(blocks) > 1
     assert torch.equal(torch.cat(blocks), whole)
 

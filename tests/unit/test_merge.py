@@ -22,7 +22,7 @@ from checkpoints import (
     shard,
     wrap_as_vision_language,
 )
-from mtp_train.checkpoints import writing
+from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.heads.diagnose import diagnose_head, layout_of
@@ -166,7 +166,7 @@ def test_stacked_experts_stay_stacked(tmp_path: Path, monkeypatch: pytest.Monkey
     base = fuse_experts(with_head(tmp_path, "glm4_moe"))
     model = write_adapter(base, tmp_path / "lora", target_parameters=EXPERTS[:2])
     # Less than two experts: blocks begin within a tensor.
-    monkeypatch.setattr(writing, "_BLOCK_BYTES", 5000)
+    monkeypatch.setattr(files, "BLOCK_ELEMENTS", 2500)
     merge(base, tmp_path / "lora", tmp_path / "out")
     assert_like_peft(tmp_path / "out", model)
     assert_only_trunk_moved(tmp_path / "out", base, r"layers\.[12]\.mlp\.experts\.(gate_up|down)_proj$")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.gguf.model_file import GgufModel, copy_field
 from mtp_train.checkpoints.gguf.record import ATTENTION, BEFORE_FFN, DECODER, DENSE, Value, flag, whole
 from mtp_train.checkpoints.gguf.sidecar import GgufKind, add_info, add_value, encoded, write_values
-from mtp_train.checkpoints.gguf.tensors import GgufTensor, paired
+from mtp_train.checkpoints.gguf.tensors import paired
+from mtp_train.checkpoints.native import stored_tensor
+from mtp_train.checkpoints.writing import PendingTensor
 
 ARCH = "eagle3"
 _LAYER = "midlayer."
@@ -83,13 +86,13 @@ def _fields(config: Mapping[str, Any], num_layers: int) -> dict[str, Value]:
     return {f"{ARCH}.{name}": value for name, value in values.items() if value is not None}
 
 
-def _tensor(draft: Checkpoint, key: str, config: Mapping[str, Any]) -> GgufTensor:
+def _tensor(draft: Checkpoint, key: str, config: Mapping[str, Any]) -> PendingTensor:
     """Return a tensor under its GGUF name; rows of queries and keys in the order of llama.cpp's rotary embedding."""
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     num_heads = next((int(config[field]) for part, field in heads.items() if f".{part}." in key), None)
 
-    def blocks() -> Any:
-        value: Tensor = draft.read(key)
-        return iter((value if num_heads is None else paired(value, num_heads),))
+    def blocks() -> list[Tensor]:
+        value = draft.read(key)
+        return [value if num_heads is None else paired(value, num_heads)]
 
-    return GgufTensor(_NAMES[key], draft.tensors[key].shape, blocks)
+    return replace(stored_tensor(draft, key, _NAMES[key]), blocks=blocks)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.gguf.record import NUM_MODULES, GgufHead, Value
-from mtp_train.checkpoints.gguf.tensors import GgufTensor
+from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError
 
 GgufKind = Literal["f32", "f16", "bf16", "q8_0"]
@@ -42,7 +42,7 @@ _FULL_PRECISION = (
 def write_gguf(
     path: Path,
     record: GgufHead,
-    tensors: Sequence[GgufTensor],
+    tensors: Sequence[PendingTensor],
     *,
     kind: GgufKind,
     trunk: Path,
@@ -70,18 +70,18 @@ def write_gguf(
     write_values(writer, (encoded(one, kind) for one in progress.track(tensors, description=f"writing {path.name}")))
 
 
-def add_info(writer: gguf.GGUFWriter, tensor: GgufTensor, kind: GgufKind) -> None:
+def add_info(writer: gguf.GGUFWriter, tensor: PendingTensor, kind: GgufKind) -> None:
     """Declare a tensor to a writer."""
     stored = stored_type(tensor, kind)
     dtype = np.dtype(_CONTAINERS[stored])
     shape = gguf.quant_shape_to_byte_shape(tensor.shape, stored) if dtype == np.uint8 else tensor.shape
-    writer.add_tensor_info(tensor.name, shape, dtype, math.prod(shape) * dtype.itemsize, raw_dtype=stored)
+    writer.add_tensor_info(tensor.key, shape, dtype, math.prod(shape) * dtype.itemsize, raw_dtype=stored)
 
 
-def stored_type(tensor: GgufTensor, kind: GgufKind) -> Stored:
+def stored_type(tensor: PendingTensor, kind: GgufKind) -> Stored:
     """Return a tensor's storage type: fp32 for vectors, norms and routers, f16 if rows do not fill Q8_0 blocks."""
-    vector_or_router = len(tensor.shape) < 2 or tensor.name.endswith(_FULL_PRECISION)
-    if kind == "f32" or vector_or_router or not tensor.name.endswith(".weight"):
+    vector_or_router = len(tensor.shape) < 2 or tensor.key.endswith(_FULL_PRECISION)
+    if kind == "f32" or vector_or_router or not tensor.key.endswith(".weight"):
         return Stored.F32
     return Stored.F16 if kind == "q8_0" and tensor.shape[-1] % _Q8_BLOCK else _WANTED[kind]
 
@@ -105,10 +105,10 @@ def _add_description(writer: gguf.GGUFWriter, trunk: Path) -> None:
 
 
 def _add_fields(
-    writer: gguf.GGUFWriter, record: GgufHead, tensors: Sequence[GgufTensor], config: Mapping[str, Any]
+    writer: gguf.GGUFWriter, record: GgufHead, tensors: Sequence[PendingTensor], config: Mapping[str, Any]
 ) -> None:
     num_layers = int(config["num_hidden_layers"])
-    blocks = {int(tensor.name.split(".")[1]) for tensor in tensors if tensor.name.startswith("blk.")}
+    blocks = {int(tensor.key.split(".")[1]) for tensor in tensors if tensor.key.startswith("blk.")}
     writer.add_block_count(num_layers + len(blocks))
     writer.add_nextn_predict_layers(len(blocks))
     for name, field in record.fields.items():
@@ -151,22 +151,17 @@ def write_values(writer: gguf.GGUFWriter, tensors: Iterable[Iterable[np.ndarray[
             os.fsync(handle.fileno())
 
 
-def encoded(tensor: GgufTensor, kind: GgufKind) -> Iterator[np.ndarray[Any, Any]]:
+def encoded(tensor: PendingTensor, kind: GgufKind) -> Iterator[np.ndarray[Any, Any]]:
     """Yield a tensor's stored values, a block of rows at a time.
 
     Raises:
         CheckpointError: A value is not finite or beyond f16, or the tensor has other rows than it declares.
     """
-    rows, stored = 0, stored_type(tensor, kind)
-    for block in tensor.blocks():
-        rows += block.shape[0]
+    stored = stored_type(tensor, kind)
+    for block in tensor.parts():
         # Quantising needs several times the memory of a block in fp32.
         for part in torch.split(block, max(1, _MAX_ELEMENTS // max(1, block[0].numel()))):
-            yield _encode(tensor.name, part, stored)
-    if rows != tensor.shape[0]:
-        raise CheckpointError(
-            f"{tensor.name}: {rows} rows along its first axis; expected {tensor.shape[0]}. Use a head of this model."
-        )
+            yield _encode(tensor.key, part, stored)
 
 
 def _encode(name: str, block: Tensor, stored: Stored) -> np.ndarray[Any, Any]:

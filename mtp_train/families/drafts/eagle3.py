@@ -13,16 +13,18 @@ from torch import Tensor, nn
 from transformers import Cache, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.drafts.llama import PLAIN_SETTINGS, llama_draft_config, llama_layer
-from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts, SpeculatorsForm
-from mtp_train.families.drafts.served_trunks import (
+from mtp_train.families.drafts.llama import (
     NO_EAGLE,
+    PLAIN_SETTINGS,
     STATES_IN_LLAMA_CPP,
     STATES_IN_SGLANG,
     STATES_IN_VLLM,
     in_sglang,
     in_vllm,
+    llama_draft_config,
+    llama_layer,
 )
+from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts, SpeculatorsForm
 from mtp_train.families.engines import Convention, EngineSupport, engine_table, no
 from mtp_train.families.spec import Borrowed, Family, KeyRule, RawConfig
 

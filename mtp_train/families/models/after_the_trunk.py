@@ -143,8 +143,8 @@ STEP3P7 = Family(
         KeyRule(native=f"{AFTER_THE_TRUNK}transformer.shared_head.output.weight", ours="lm_head.weight"),
         KeyRule(native=f"{_STEP_MOE}gate.weight", ours="layer.mlp.gate.weight"),
         KeyRule(native=f"{_STEP_MOE}router_bias", ours="layer.mlp.gate.e_score_correction_bias"),
-        KeyRule(native=f"{_STEP_MOE}gate_proj.weight", ours="layer.mlp.experts.gate_up_proj", stack="concat", order=0),
-        KeyRule(native=f"{_STEP_MOE}up_proj.weight", ours="layer.mlp.experts.gate_up_proj", stack="concat", order=1),
+        KeyRule(native=f"{_STEP_MOE}gate_proj.weight", ours="layer.mlp.experts.gate_up_proj"),
+        KeyRule(native=f"{_STEP_MOE}up_proj.weight", ours="layer.mlp.experts.gate_up_proj"),
         KeyRule(native=f"{_STEP_MOE}down_proj.weight", ours="layer.mlp.experts.down_proj"),
         KeyRule(native=f"{AFTER_THE_TRUNK}share_expert.{{rest}}", ours="layer.mlp.shared_experts.{rest}"),
         final_norm="transformer.shared_head.norm",
@@ -158,7 +158,7 @@ STEP3P7 = Family(
             "llama.cpp": replace(BEFORE_NORM, prefix="trunk", position_offset=1),
         },
     ),
-    layer=HeadLayer(config=_step_layers, borrowed=Borrowed.of("step3p7", "Step3p7"), rotary_by_layer_type=True),
+    layer=HeadLayer(config=_step_layers, borrowed=Borrowed.of("step3p7", "Step3p7")),
     trunk=TrunkTraits(only_with_vision=True, masks_by_layer_type=True),
     engines=engine_table(
         transformers=no("generate(use_mtp=True) reads and recycles other states and the trunk's lm_head")
@@ -186,7 +186,6 @@ DOTS3_NOTE = Family(
     layer=HeadLayer(
         config=lambda config, num_modules: dense_sliding(config.per_layer_config["sliding_attention"], num_modules),
         borrowed=Borrowed.of("dots3_note", "Dots3Note", layer="TextDecoderLayer", rotary="TextRotaryEmbedding"),
-        rotary_by_layer_type=True,
     ),
     trunk=TrunkTraits(masks_by_layer_type=True, needs_transformers="5.23"),
     engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=LLAMA_CPP_KEEPS),

@@ -93,7 +93,6 @@ def attached(
     *,
     classes: tuple[str, str],
     head_layer_config: Callable[[PretrainedConfig, int], PretrainedConfig] = _without_window,
-    rotary_by_layer_type: bool = False,
     norm: str = "RMSNorm",
     norm_eps: str = "rms_norm_eps",
     layer_rules: tuple[KeyRule, ...] = (),
@@ -123,7 +122,6 @@ def attached(
         layer=HeadLayer(
             config=head_layer_config,
             borrowed=Borrowed.of(*classes, norm=norm, norm_eps=norm_eps),
-            rotary_by_layer_type=rotary_by_layer_type,
         ),
         trunk=trunk,
         engines=engines,
@@ -165,7 +163,6 @@ GEMMA3 = attached(
     "Gemma 3 (text)",
     classes=("gemma3", "Gemma3"),
     head_layer_config=full,
-    rotary_by_layer_type=True,
     trunk=TrunkTraits(masks_by_layer_type=True, logit_bound="final_logit_softcapping"),
 )
 
@@ -246,7 +243,6 @@ OLMO3 = attached(
     "OLMo 3",
     classes=("olmo3", "Olmo3"),
     head_layer_config=full,
-    rotary_by_layer_type=True,
     trunk=_SEVERAL_LAYER_TYPES,
 )
 # The head reads embeddings without the trunk's multiplier. Its norm of the embedding cancels any multiplier.

@@ -111,7 +111,7 @@ MELLUM = Family(
     keys=beside_the_trunk(*expert_rules(BESIDE_THE_TRUNK)),
     # vLLM runs transformers' own head.
     wiring=Wiring(conventions={"vllm": Convention()}),
-    layer=HeadLayer(config=_as_declared, borrowed=Borrowed.of("mellum", "Mellum"), rotary_by_layer_type=True),
+    layer=HeadLayer(config=_as_declared, borrowed=Borrowed.of("mellum", "Mellum")),
     trunk=TrunkTraits(masks_by_layer_type=True),
     engines=engine_table(
         transformers=USE_MTP,
@@ -229,8 +229,8 @@ def _gate_up_rules(native: str, ours: str) -> tuple[KeyRule, ...]:
     """Return the rules for two matrices of a release that transformers merges into one."""
     merged = f"{ours}gate_up_proj.weight"
     return (
-        KeyRule(native=f"{native}gate_proj.weight", ours=merged, stack="concat", order=0),
-        KeyRule(native=f"{native}up_proj.weight", ours=merged, stack="concat", order=1),
+        KeyRule(native=f"{native}gate_proj.weight", ours=merged),
+        KeyRule(native=f"{native}up_proj.weight", ours=merged),
     )
 
 

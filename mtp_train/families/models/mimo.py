@@ -88,7 +88,6 @@ MIMO_V2 = Family(
     layer=HeadLayer(
         config=dense_sliding,
         borrowed=Borrowed.of("mimo_v2_flash", "MiMoV2Flash"),
-        rotary_by_layer_type=True,
     ),
     trunk=TrunkTraits(masks_by_layer_type=True),
     # llama.cpp's converter writes separate query, key and value matrices; its graph of the head aborts on these.

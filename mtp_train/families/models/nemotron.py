@@ -96,9 +96,7 @@ NEMOTRON_H = Family(
             *end_rules("mtp.layers.0.", final_norm=None),
             KeyRule(native="mtp.layers.{last}.final_layernorm.weight", ours="final_norm.weight"),
             *(
-                KeyRule(
-                    native=f"{_SUB}{_EXPERTS}.{{expert}}.{one}.weight", ours=f"{_OURS}{_EXPERTS}.{one}", stack="experts"
-                )
+                KeyRule(native=f"{_SUB}{_EXPERTS}.{{expert}}.{one}.weight", ours=f"{_OURS}{_EXPERTS}.{one}")
                 for one in ("up_proj", "down_proj")
             ),
             KeyRule(native=f"{_SUB}{{rest}}", ours=f"{_OURS}{{rest}}"),

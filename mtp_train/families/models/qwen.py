@@ -28,7 +28,6 @@ from mtp_train.families.layouts import (
     weight_rules,
 )
 from mtp_train.families.mechanisms.key_pools import AveragedPools, choose_pools
-from mtp_train.families.mechanisms.residual_streams import Streams
 from mtp_train.families.spec import (
     Borrowed,
     Declaration,
@@ -37,6 +36,7 @@ from mtp_train.families.spec import (
     KeyRule,
     Keys,
     RecurrentKernels,
+    Streams,
     TrunkTraits,
     Wiring,
 )

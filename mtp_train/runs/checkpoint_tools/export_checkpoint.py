@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rich.progress import Progress
 
@@ -31,7 +31,7 @@ from mtp_train.checkpoints.locations import (
     open_location,
     refuse_adapter,
 )
-from mtp_train.checkpoints.native import native_head_of
+from mtp_train.checkpoints.native import exact_tensor, native_head_of, stored_tensor
 from mtp_train.checkpoints.suggestions import draft_model_flag
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import new_directory, refuse_existing, removed_on_failure
@@ -61,6 +61,8 @@ class ExportResult:
     """The checkpoint of the trunk that the head drafts for."""
     file: Path | None = None
     """The GGUF file in ``out``; None for other forms."""
+    spec_type: Literal["draft-mtp", "draft-eagle3"] = "draft-mtp"
+    """llama.cpp's kind of the drafter in ``file``."""
     flag: str | None = None
     """vLLM's flag that drafts with a head-only export; None for other forms."""
     notes: tuple[str, ...] = ()
@@ -77,9 +79,8 @@ class ExportResult:
 
     def __str__(self) -> str:
         if self.file is not None:
-            kind = "draft-eagle3" if self.file.name.startswith("eagle3-") else "draft-mtp"
-            serve = f"llama-server -m TRUNK.gguf -md {self.file} --spec-type {kind} --spec-draft-n-max 3"
-            return "\n".join([f"Wrote {self.file}. Serve it: {serve}", *self.notes])
+            drafter = f"-md {self.file} --spec-type {self.spec_type} --spec-draft-n-max 3"
+            return "\n".join([f"Wrote {self.file}. Serve it: llama-server -m TRUNK.gguf {drafter}", *self.notes])
         if self.flag is not None:
             serve = f"vllm serve {shlex.quote(str(self.trunk))} {self.flag}"
             return f"Wrote {self.out}: the head alone. Draft with it: {serve}"
@@ -151,8 +152,11 @@ def export(
 def _export_gguf(
     source: Path, found: _HeadToExport, layout: HeadLayout, out: Path, kind: GgufKind, progress: Progress
 ) -> ExportResult:
-    file = _write_gguf(source, found, layout, out, kind, progress)
-    return ExportResult(out, found.trunk.path, file=file, notes=(_ONE_HEAD,) if found.plan.family.kind == "mtp" else ())
+    if isinstance(found.plan, Artifact) and found.plan.family.kind != "mtp":
+        file = _write_draft_gguf(source, found.trunk, found.plan, out, kind, progress)
+        return ExportResult(out, found.trunk.path, file=file, spec_type="draft-eagle3")
+    file = _write_gguf(found, layout, out, kind, progress)
+    return ExportResult(out, found.trunk.path, file=file, notes=(_ONE_HEAD,))
 
 
 def _take_head_out(source: Path, out: Path, head_only: bool, progress: Progress) -> ExportResult:
@@ -205,15 +209,12 @@ def _notes(found: _HeadToExport) -> tuple[str, ...]:
     return (*notes, *left_out(others))
 
 
-def _write_gguf(
-    source: Path, found: _HeadToExport, layout: HeadLayout, out: Path, kind: GgufKind, progress: Progress
-) -> Path:
+def _write_gguf(found: _HeadToExport, layout: HeadLayout, out: Path, kind: GgufKind, progress: Progress) -> Path:
     """Write ``mtp-NAME.gguf``, named after the trunk, into a new directory; return its path."""
-    if isinstance(found.plan, Artifact) and found.plan.family.kind != "mtp":
-        return _write_draft_gguf(source, found.trunk, found.plan, out, kind, progress)
     trunk = found.trunk
-    # A checkpoint may store its head in FP8; read without ``verbatim``, the tensors are plain floats.
-    head = native_head_of(found.holder, layout, layout) if not isinstance(found.plan, Artifact) else found.plan.head
+    head = found.plan.head
+    if not isinstance(found.plan, Artifact):
+        head = native_head_of(found.holder, layout, layout, take=exact_tensor)
     record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))
     config = config_of(trunk)
     tensors = gguf_tensors(trunk, layout, head, record, config)
@@ -336,7 +337,7 @@ def _own_head(checkpoint: Checkpoint) -> HeadPlan:
             "head. Use mtp-train graft to put the base's head back."
         )
     layout = layout_of(checkpoint)
-    template = native_head_of(checkpoint, layout, layout, verbatim=True)
+    template = native_head_of(checkpoint, layout, layout, take=stored_tensor)
     declared = checkpoint.family.declaring(diagnosis.present_modules, checkpoint.config)
     head = replace(template, config_fields={**template.config_fields, **declared})
     return HeadPlan(layout, diagnosis.present_modules, "auto", head)
