@@ -25,7 +25,7 @@ from mtp_train.checkpoints.locations import head_directory, is_head_directory, l
 from mtp_train.errors import CheckpointError, DataError, UnsupportedModelError
 from mtp_train.families import Assistant, Family, assistant_for
 from mtp_train.heads.assistant import load_assistant
-from mtp_train.heads.build import HeadPlan, build_head, deepest, graft_plan, native_plan, stored_head_plan
+from mtp_train.heads.build import HeadPlan, build_head, deepest, graft_plan, stored_head_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
 from mtp_train.heads.draft_model import draft_model, draft_plan
 from mtp_train.trunk.load import Trunk, load_trunk
@@ -78,7 +78,7 @@ def head_plan(checkpoint: Checkpoint, head: str) -> HeadPlan:
         CheckpointError: The head is missing, damaged, or of another shape than the trunk.
     """
     if head == OWN:
-        return native_plan(checkpoint, "auto")
+        return graft_plan(checkpoint, checkpoint, "auto")
     if is_head_directory(Path(head)):
         return stored_head_plan(Path(head), checkpoint.family)
     donor = open_location(head)

@@ -22,14 +22,8 @@ from mtp_train.checkpoints.quantised import is_scale
 from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError
 
-_PIECE = 1 << 18
-"""Numbers that are compared at once: few enough for the cache of a processor."""
-_IN_FP32 = {torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2}
-"""Types whose numbers fp32 holds exactly."""
-_RUN = 256
-"""Squares that are summed in fp32."""
-_SMALLEST = 1e-31
-"""Mean square above which the squares that underflow change the sum by less than 1e-6 of it."""
+_PIECE = 1 << 16
+"""Numbers that are compared at once in fp64: few enough for the cache of a processor."""
 
 
 def find_non_finite(checkpoint: Checkpoint, progress: Progress) -> list[str]:
@@ -70,23 +64,11 @@ def squared_change(ours: Iterator[Tensor], theirs: Iterator[Tensor]) -> tuple[fl
     """Return ``|W - W0|^2`` and ``|W0|^2`` over the rows that both tensors have, whatever their dtypes and blocks."""
     change, size = 0.0, 0.0
     for new, old in paired_rows(ours, theirs):
-        for new_X, old_X in zip(*(torch.split(one.reshape(-1), _PIECE) for one in (new, old)), strict=True):
-            wide = torch.float32 if {new_X.dtype, old_X.dtype} <= _IN_FP32 else torch.float64
-            new_X, old_X = new_X.to(wide), old_X.to(wide)
-            change += _squared_norm(new_X - old_X)
-            size += _squared_norm(old_X)
+        for pair in zip(*(torch.split(one.reshape(-1), _PIECE) for one in (new, old)), strict=True):
+            new_X, old_X = (one.double() for one in pair)
+            change += float((new_X - old_X).square().sum())
+            size += float(old_X.square().sum())
     return change, size
-
-
-def _squared_norm(values_X: Tensor) -> float:
-    """Return ``|x|^2``: products in fp32, short sums in fp32, and their sum in fp64."""
-    squared = values_X.square()
-    whole = len(values_X) // _RUN * _RUN
-    total = float(squared[:whole].view(-1, _RUN).sum(dim=1).double().sum() + squared[whole:].double().sum())
-    # The square of a number above 1e19 overflows, and one below 1e-19 loses digits. Weights seldom have such sizes.
-    if _SMALLEST * len(values_X) < total < float("inf") or not values_X.any():
-        return total
-    return float(values_X.double().square().sum())
 
 
 def paired_rows(ours: Iterator[Tensor], theirs: Iterator[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -44,13 +44,8 @@ def deepest(plan: HeadPlan) -> int | None:
     return None if unroll == "recursive" else plan.num_modules
 
 
-def native_plan(checkpoint: Checkpoint, convention: str) -> HeadPlan:
-    """Plan to start from the head in the checkpoint itself, see :func:`graft_plan`."""
-    return graft_plan(checkpoint, checkpoint, convention)
-
-
 def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadPlan:
-    """Plan to start from the base's head on the fine-tune's trunk.
+    """Plan to start from the base's head on the fine-tune's trunk; the two may be one checkpoint.
 
     Raises:
         CheckpointError: The base has no complete head, or its trunk has another shape.

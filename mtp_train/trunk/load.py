@@ -38,7 +38,6 @@ from mtp_train.upstream.transformers_private import (
     kept_in_fp32,
     loading_layer_by_layer,
     quiet_loading,
-    renamed_keys,
     without_packed_rows,
 )
 
@@ -63,7 +62,7 @@ def put_on(model: Any, adapter: Path) -> Any:
             warnings.simplefilter("ignore")
             wrapped: Any = PeftModel.from_pretrained(model, str(adapter))
             # Loaded a second time, because from_pretrained does not return the keys that did not match.
-            result: Any = wrapped.load_adapter(str(adapter), wrapped.active_adapter, key_mapping=renamed_keys(model))
+            result: Any = wrapped.load_adapter(str(adapter), wrapped.active_adapter)
     # peft raises these for a config or a shape that does not fit the model.
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, re.error) as error:
         if isinstance(error, RuntimeError) and "size mismatch" not in str(error):
@@ -374,12 +373,6 @@ def empty_trunk(config: PretrainedConfig, family: Family, *, trust_remote_code: 
         else:
             model = _trunk_class(family).from_config(config, trust_remote_code=trust_remote_code)
     return Trunk(model, family)
-
-
-def empty_trunk_at(path: Path, family: Family, *, trust_remote_code: bool = False) -> Trunk:
-    """Return the trunk of a checkpoint without weights, on the meta device."""
-    config = trunk_config(path, family, trust_remote_code=trust_remote_code)
-    return empty_trunk(config, family, trust_remote_code=trust_remote_code)
 
 
 def _require_all_loaded(path: Path, info: Mapping[str, Any]) -> None:

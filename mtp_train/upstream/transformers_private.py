@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,7 +68,6 @@ SYMBOLS = (
     # No argument of from_pretrained accepts the tensors of a head that the model class does not have.
     "transformers:PreTrainedModel._keys_to_ignore_on_load_unexpected",
 )
-"""Another name may be absent: ``_checkpoint_conversion_mapping`` (:func:`renamed_keys`)."""
 
 
 def attention_of(config: Any) -> str | None:
@@ -261,12 +260,3 @@ def _is_wanted(_: logging.LogRecord) -> bool:
 def listed_head_keys(model_class: Any) -> list[str]:
     """Return the patterns of tensor keys that ``generate(use_mtp=True)`` takes for a head of the model class."""
     return list(model_class._keys_to_ignore_on_load_unexpected or ())
-
-
-def renamed_keys(model: Any) -> Mapping[str, str]:
-    """Return a model's mapping from tensor keys of its checkpoints to its own, as peft reads it; often empty.
-
-    transformers 5 has no such attribute any more. Model classes that come with a checkpoint may still have it.
-    """
-    mapping: Mapping[str, str] = getattr(model, "_checkpoint_conversion_mapping", {})
-    return mapping

@@ -40,7 +40,7 @@ from mtp_train.families.spec import (
     TrunkTraits,
     Wiring,
 )
-from mtp_train.heads.build import build_head, native_plan
+from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import empty_head, text_config_of
 from mtp_train.heads.step import unroll
 from runs import document, tiny_recipe
@@ -114,7 +114,9 @@ def test_its_head_is_read_from_a_checkpoint_and_runs(toy: Family, tmp_path: Path
     written = tiny_head(trunk)
     checkpoint = open_checkpoint(save_with_head(trunk, written, tmp_path / "toy"))
     assert {"toy_head.0.join.weight", "toy_head.0.mlp.up_proj.weight"} <= set(checkpoint.tensors)
-    read = build_head(native_plan(checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32).eval()
+    read = build_head(
+        graft_plan(checkpoint, checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32
+    ).eval()
     tokens_BT = torch.randint(VOCAB_SIZE, (2, 7), generator=torch.Generator().manual_seed(3))
     hidden_BTD = trunk.head_input(trunk.hidden(tokens_BT), read.convention)
     states = [

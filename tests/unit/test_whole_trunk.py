@@ -90,7 +90,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "a size of zero": (
         lambda path: set_fields(path, {"intermediate_size": 0}),
         "partial",
-        r"trunk shape mismatch: \S+: found \[\d+, 32\], expected \[0, 32\]|head shape mismatch: .*expected \[0, 32\]",
+        r"(trunk|head) shape mismatch: \S+: found \[\d+, \d+\], expected \[(32, 0|0, 32)\]",
     ),
     "NaN in the trunk": (poisoned(LAYER), "damaged", rf"NaN or infinite values: {LAYER}|{LAYER} holds NaN"),
     "NaN in the head": (poisoned(HEAD), "damaged", rf"NaN or infinite values: {HEAD}|{HEAD} holds NaN"),

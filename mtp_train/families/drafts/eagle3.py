@@ -24,7 +24,7 @@ from mtp_train.families.drafts.llama import (
     llama_draft_config,
     llama_layer,
 )
-from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts, SpeculatorsForm
+from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
 from mtp_train.families.engines import Convention, EngineSupport, engine_table, no
 from mtp_train.families.spec import Borrowed, Family, KeyRule, RawConfig
 
@@ -158,7 +158,6 @@ def _serving(trunk: str) -> Mapping[str, EngineSupport]:
     )
 
 
-_SPECULATORS = SpeculatorsForm(algorithm="eagle3", architecture="Eagle3DraftModel")
 PARTS = DraftParts(
     prefixes=("fc.", "midlayer.", "norm."),
     rules=(
@@ -175,12 +174,12 @@ PARTS = DraftParts(
     serving=_serving,
     format=DraftFormat(
         written_as=("LlamaForCausalLMEagle3",),
-        read_as=("Eagle3LlamaForCausalLM", "Eagle3Speculator", _SPECULATORS.architecture),
+        read_as=("Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"),
         config=_config,
         drafted_field="draft_vocab_size",
         draft_vocab=True,
         plain_settings=PLAIN_SETTINGS,
         renames={"layers.0.": "midlayer."},
-        speculators=_SPECULATORS,
+        speculators="Eagle3DraftModel",
     ),
 )

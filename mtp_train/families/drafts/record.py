@@ -49,15 +49,6 @@ class Block(nn.Module):
         return logits
 
 
-@dataclass(frozen=True)
-class SpeculatorsForm:
-    """Names of a kind in the speculators package."""
-
-    algorithm: str
-    architecture: str
-    """Value of ``architectures`` in its ``config.json``."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class DraftFormat:
     """How a draft model is stored: its ``config.json``, and its tensors beside the head's own."""
@@ -86,8 +77,9 @@ class DraftFormat:
     """Keys of vectors (D) of zeros that are written because an engine has random values where the file has none."""
     renames: Mapping[str, str] = field(default_factory=dict)
     """Prefixes of tensor keys as the speculators package writes them, to the same prefixes in ``DraftParts.rules``."""
-    speculators: SpeculatorsForm | None = None
-    """None where the speculators package does not support this kind."""
+    speculators: str | None = None
+    """``architectures`` in the speculators package, whose name of the algorithm is the kind's; None where the package
+    does not support the kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
