@@ -4,9 +4,8 @@
     python scripts/ablate.py recipes/retrain_head.yaml --out runs/ablation evaluate.prompts=96
 
 Texts are ``corpus``, the responses in the sources, and ``self``, the trunk's responses to the same prompts. Unrolls are
-``exact``, ``fastmtp`` and ``on_policy`` (exact, without the depths after a wrong draft). All other settings, such as
-steps, learning rate and held-out prompts, come from the recipe and are equal for all runs. The seed determines the
-order of the training text.
+``exact`` and ``fastmtp``. All other settings, such as steps, learning rate and held-out prompts, come from the recipe
+and are equal for all runs. The seed determines the order of the training text.
 
 Acceptance is measured by decoding: greedily, and at temperature 1 with sampled drafts and rejection sampling. Intervals
 of tau are over groups of prompts, with the rounds of all seeds pooled in each group. ``recorded_ablation.py`` compares
@@ -49,7 +48,7 @@ from mtp_train.trunk.load import Trunk
 from recorded_ablation import contrasts, pooled, tables
 
 TEXTS = ("corpus", "self")
-UNROLLS = ("exact", "fastmtp", "on_policy")
+UNROLLS = ("exact", "fastmtp")
 TEMPERATURES = (0.0, 1.0)
 DECODED_TOGETHER = 32
 
@@ -73,8 +72,7 @@ class Cell:
             {
                 "seed": seed,
                 "objective.loss": self.loss,
-                "objective.unroll": "fastmtp" if self.unroll == "fastmtp" else "exact",
-                "objective.on_policy": self.unroll == "on_policy",
+                "objective.unroll": self.unroll,
             }
         )
 
@@ -187,7 +185,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Cell]]:
     default_first = sorted(loss_names(), key=lambda name: name != DEFAULT_LOSS)
     parser.add_argument("--losses", default=",".join(default_first), help="the first is the reference")
     parser.add_argument("--texts", default="self,corpus", help="the first is the reference")
-    parser.add_argument("--unrolls", default="exact,fastmtp", help="the first is the reference; also on_policy")
+    parser.add_argument("--unrolls", default="exact,fastmtp", help="the first is the reference")
     parser.add_argument("--seeds", type=int, default=3)
     arguments = parser.parse_intermixed_args(argv)
     axes = [("losses", loss_names()), ("texts", TEXTS), ("unrolls", UNROLLS)]

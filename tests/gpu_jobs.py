@@ -98,7 +98,7 @@ def two_steps(
             found.append(optimise(wrapped, optimizer, accelerator, MAX_GRAD_NORM, given))
     joined = torch.distributed.is_initialized()
     return {
-        "losses": [float(value) for sums_3K, _ in found for value in sums_3K[0]],
+        "losses": [float(value) for sums_2K, _ in found for value in sums_2K[0]],
         "norms": [norm_1.item() for _, norm_1 in found],
         "sharded": sum(isinstance(parameter, DTensor) for parameter in module.trunk.layers.parameters()),
         "backend": torch.distributed.get_backend() if joined else None,

@@ -210,7 +210,7 @@ class BatchRun:
 def greedy_chooser(num_rows: int) -> Chooser:
     """Return the choices of a batch that decodes greedily."""
     device = torch.device("cpu")
-    return Chooser([Sampling()] * num_rows, "argmax", vocab_size=VOCAB_SIZE, device=device, penalises=False)
+    return Chooser([Sampling()] * num_rows, "argmax", device)
 
 
 def state_bound(trunk: Trunk) -> float:

@@ -126,7 +126,7 @@ WAITS = {
     **{"head__num_depths": 3, "data__seq_len_tokens": 16, "train__tokens_per_step": 64, "train__log_steps": 2},
     **{"train__micro_batch_sequences": 2, "train__max_steps": 3, "train__save_steps": 100},
 }
-_SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=3)
+_SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=3)
 
 
 @contextlib.contextmanager
@@ -210,7 +210,7 @@ def steps_waits(
     """
     used = tiny_recipe(directory, directory, **WAITS)
     plan, trunk = plan_of(used, 1), tiny_trunk(name)
-    settings: dict[str, Any] = {"draft_vocab": torch.arange(0, VOCAB_SIZE, 2)} if keeps else {"on_policy": True}
+    settings: dict[str, Any] = {"draft_vocab": torch.arange(0, VOCAB_SIZE, 2)} if keeps else {}
     module = HeadTraining(trunk, tiny_head(trunk), num_depths=3, kind="lk", temperature=1.0, **settings)
     sizes: dict[str, int] = {"seq_len_tokens": plan.seq_len_tokens, "sequences_per_step": plan.sequences_per_step}
     forward, marks = HeadTraining.forward, list[int]()

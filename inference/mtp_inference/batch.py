@@ -50,16 +50,7 @@ def choose_widening(trunk: Trunk, num_rows: int) -> Widening:
 
 
 class Batch(RowState):
-    """The state of one batch, which :mod:`mtp_inference.round` reads and writes.
-
-    Args:
-        trunk: The trunk.
-        drafting: Makes the drafter; not used at depth 0.
-        size: Sizes of the buffers.
-        draft_sampling: See :class:`Chooser`.
-        prefill_chunk: Prompt tokens of one forward.
-        cpu_layers: Layers that rounds run by a faster forward.
-    """
+    """The state of one batch, which :mod:`mtp_inference.round` reads and writes."""
 
     def __init__(
         self,
@@ -84,13 +75,7 @@ class Batch(RowState):
             dtype=None if not widening.prefill or widening.rounds else weight.dtype,
         )
         self.widening = widening if self.cache.converts else widening._replace(prefill=widening.rounds)
-        self.chooser = Chooser(
-            [Sampling()] * rows,
-            draft_sampling,
-            vocab_size=len(weight),
-            device=weight.device,
-            penalises=size.penalises,
-        )
+        self.chooser = Chooser([Sampling()] * rows, draft_sampling, weight.device)
         self.drafter: Drafter | None = None
         if drafting is not None and size.depth:
             self.drafter = drafting.make(trunk, size, self.cache)
@@ -133,7 +118,6 @@ class Batch(RowState):
     def commit(self, tokens_BT: Tensor, accepted_B: Tensor, kept_B: Tensor) -> None:
         """Extend the texts by the first ``kept_B`` tokens (0 in inactive rows), and end those that are complete."""
         counts_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) < kept_B[:, None]
-        self.chooser.read(tokens_BT, counts_BT)
         is_stop_BT = (tokens_BT[..., None] == self.stop_BN[:, None]).any(-1) & counts_BT
         self.room_B -= kept_B
         last_B = tokens_BT.gather(1, accepted_B[:, None])[:, 0]

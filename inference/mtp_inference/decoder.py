@@ -390,7 +390,6 @@ class SpeculativeDecoder:
             max_window=self.prefill_chunk if self._on_gpu else max(min(longest_prompt, self.prefill_chunk), depth + 1),
             depth=depth,
             num_stops=max(len(lane.stops) for lane in lanes),
-            penalises=any(lane.request.sampling.repetition_penalty != 1.0 for lane in lanes),
         )
 
     @property

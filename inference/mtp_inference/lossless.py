@@ -133,7 +133,7 @@ def compare(
         plain_tokens: New token ids of plain decoding.
         trunk: The target model that decoded both.
         prompt_ids: The prompt of both.
-        sampling: The settings of both, without a repetition penalty; None for greedy texts.
+        sampling: The settings of both; None for greedy texts.
         rounds: The rounds that produced ``tokens``; if empty, rounds of three drafts, some of them rejected.
 
     Example:
@@ -267,10 +267,7 @@ def gap_of_draws(logits_V: Tensor, sampling: Sampling, position: int, pair: tupl
     """Return the distance of the random number at a position from the farther of two tokens' intervals.
 
     Args:
-        logits_V: The reference logits, fp32.
-        sampling: The settings of both texts.
         position: Position of the two tokens in the text, prompt included.
-        pair: The two tokens.
         noise: Largest error of the cumulative distribution.
     """
     draws = [_draw(*one, position) for one in _near_filters(logits_V, sampling, noise)]

@@ -21,7 +21,7 @@ from torch import Tensor
 from mtp_inference.batch import Batch
 from mtp_inference.drafters.drafter import RoundPlan
 from mtp_inference.forward import prefill_chunks
-from mtp_inference.sampling.chooser import Drafts
+from mtp_inference.sampling.chooser import DraftChoice, Drafts
 
 BAD_TRUNK, BAD_DRAFTER = -1, -2
 """Returned in place of a number of tokens if the logits of the trunk, or of the drafter, are NaN or infinite."""
@@ -39,7 +39,7 @@ def run_round(batch: Batch, plan: RoundPlan) -> Tensor:
     drafter, chooser, cache = batch.drafter, batch.chooser, batch.cache
     with batch.in_round():
         # Draft.
-        choice = chooser.begin_draft(batch.last_B, batch.length_B)
+        choice = DraftChoice(chooser, batch.last_B, batch.length_B)
         drafts = choice.result() if plan.depth == 0 or drafter is None else drafter.draft(plan, choice)
 
         # Verify: one forward over the last committed token and the drafts.
@@ -79,7 +79,6 @@ def prefill(batch: Batch, rows: slice, prompt_RT: Tensor) -> Tensor:
         # The first token and the drafter use the precision of the rounds.
         hidden_RTD = hidden_RTD.to(trunk.lm_head_VD.dtype)
     with batch.widened(widening.rounds):
-        batch.chooser.read_prompts(rows, prompt_RT)
         logits_R1V = trunk.logits(hidden_RTD[:, -1:])
         first_R = batch.chooser.first(rows, logits_R1V, num_tokens)
         if batch.drafter is not None:
@@ -96,7 +95,7 @@ def prefill(batch: Batch, rows: slice, prompt_RT: Tensor) -> Tensor:
 def settle_drafter(batch: Batch, plan: RoundPlan) -> None:
     """Make the drafter process its pending tokens before a round without drafts."""
     if batch.drafter is not None:
-        batch.drafter.draft(plan, batch.chooser.begin_draft(batch.last_B, batch.length_B))
+        batch.drafter.draft(plan, DraftChoice(batch.chooser, batch.last_B, batch.length_B))
 
 
 def _flagged(kept_B: Tensor, logits_BTV: Tensor, drafts: Drafts) -> Tensor:

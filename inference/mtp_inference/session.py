@@ -114,10 +114,8 @@ class Session:
     """One call of the decoder.
 
     Args:
-        rounds: Runs the rounds of the batch.
         waiting: Lanes without a row, in the order of admission.
         costs: Measured costs of rounds; this session adds to them.
-        max_depth: Largest number of drafts per round.
         max_in_flight: Number of rounds that run ahead of the host.
     """
 

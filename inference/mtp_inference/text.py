@@ -35,9 +35,7 @@ class TextStream:
     character, the longer one counts. The end therefore does not depend on how the text is split into tokens.
 
     Args:
-        tokenizer: The trunk's tokenizer.
         prompt_ids: Token ids of the prompt. Its text is only context: a stop string that begins in it is ignored.
-        stop: Strings that end the text.
 
     Raises:
         MtpError: ``stop`` is a single string, or contains an empty string.

@@ -162,7 +162,6 @@ def accept_greedy(draft_K: Tensor, target_K1: Tensor) -> Tensor:
         draft ``[5, 7, 9]``, trunk ``[5, 7, 2, 4]``: 2 are accepted and token 2 is committed after them.
 
     Args:
-        draft_K: Drafted ids, shape (..., K).
         target_K1: The trunk's argmax after the last committed token and after each draft, shape (..., K + 1).
 
     Returns:

@@ -110,7 +110,6 @@ def decide_gate(
 
     Args:
         measured: Counts of both heads by setting. The verdict's own interval and groups are from the first setting.
-        baseline: Name of the baseline's arm.
         confidence: Confidence of the two-sided intervals that decide, over all settings together.
         target_break_even: Break-even tau of the engine that will serve the head, which then decides against plain
             decoding; None to decide by the speed measured here.

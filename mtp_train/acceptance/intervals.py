@@ -88,7 +88,6 @@ def judge_difference(value: float, without_G: FloatArray, weight_G: FloatArray) 
     """Return a difference with its interval and p-value.
 
     Args:
-        value: The difference over all groups.
         without_G: The difference over all groups but one, for each group.
         weight_G: Weight of each group in the difference, in any unit.
     """
@@ -151,13 +150,7 @@ def ratio_interval(totals_G: FloatArray, counts_G: FloatArray, high: float) -> I
 
 
 def pooled_tau_interval(accepted_G: FloatArray, rounds_G: FloatArray, depth: int) -> Interval | None:
-    """Return the interval of tau, ``1 + sum(accepted) / sum(rounds)``; None without rounds, and for a single group.
-
-    Args:
-        accepted_G: Accepted drafts of each group.
-        rounds_G: Rounds of each group.
-        depth: Most drafts of a round.
-    """
+    """Return the interval of tau, ``1 + sum(accepted) / sum(rounds)``; None without rounds, and for a single group."""
     interval = ratio_interval(accepted_G, rounds_G, depth) if rounds_G.any() else None
     return None if interval is None else (1.0 + interval[0], 1.0 + interval[1])
 

@@ -132,13 +132,10 @@ class Endpoint:
     Args:
         url: The server's address, up to and including the API version (``http://host:8000/v1``).
         eos_ids: The tokens that end a response.
-        vocab_size: Size of the trunk's vocabulary.
         api_key: Sent as a bearer token; None sends no token.
-        concurrency: Most requests at a time.
         timeout_seconds: Longest wait for a part of a response. A server sends nothing until a response is complete, and
             a busy one queues requests first.
         wait: Called to wait a number of seconds. The default returns after that time, or when :meth:`close` is called.
-        names: Names of the settings in messages.
     """
 
     def __init__(
@@ -197,7 +194,6 @@ class Endpoint:
         """Do the work of requests in threads, ``concurrency`` at a time.
 
         Args:
-            work: The requests.
             on_done: Called with the requests that are finished, by their number; its errors end the others.
 
         Raises:

@@ -80,9 +80,6 @@ def regenerate(
 
     Args:
         prompts: The prompts of all processes, in any order.
-        store: The store of this process.
-        generate_fn: Decodes with the trunk.
-        answering: The settings of responses.
         batch_size: Prompts that are decoded together; a batch has ``PROMPTS_PER_ROW`` times as many.
         on_batch: Called with the number of batches done and the number in all, of this process.
 

@@ -34,9 +34,7 @@ class RegeneratedRow:
     """Hold one response.
 
     Args:
-        id: The record's id.
         group: The record's group: held-out splits and intervals keep or leave out whole groups.
-        prompt_ids: The prompt's tokens.
         response_ids: The trunk's tokens, the end-of-text token included.
         finished: Whether the response ended in an end-of-text token.
         seed: Seed of the sampling noise; not used in greedy decoding.
@@ -79,9 +77,6 @@ class RegeneratedStore:
     Opening a store drops a last line that a kill cut off from this process's file.
 
     Args:
-        directory: Created if it does not exist.
-        rank: This process.
-        world: Number of processes.
         keeps: Whether to write rows; false in a process that only runs the trunk with the one that writes.
     """
 
@@ -92,7 +87,7 @@ class RegeneratedStore:
         self.keeps = keeps
         self.path = directory / f"regenerated-{rank:05d}-of-{world:05d}.jsonl"
         if keeps and self.path.exists():
-            os.truncate(self.path, _whole_bytes(self.path))
+            os.truncate(self.path, whole_bytes(self.path))
 
     def __iter__(self) -> Iterator[RegeneratedRow]:
         """Read the rows of all processes one by one, copied rows first, each id once.
@@ -135,7 +130,6 @@ class RegeneratedStore:
             groups: The group of each prompt by its id. Responses to other prompts are left out: prompts of an earlier
                 split may be held out now. None takes all responses, with their stored groups.
             max_repeated: Responses with a larger share of repeated 8-grams are left out; None takes all.
-            special_ids: The tokenizer's special tokens, for :attr:`ResponseCounts.past_the_turn`.
 
         Raises:
             DataError: No response can be trained on.
@@ -186,14 +180,10 @@ def stored_rows(directory: Path) -> Iterator[RegeneratedRow]:
     """
     seen: set[str] = set()
     for path in response_files(directory):
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                # Another process may be writing its last line.
-                if line.endswith(b"\n"):
-                    row = _parse_row(line, f"{path}, line {number}")
-                    if row.id not in seen:
-                        seen.add(row.id)
-                        yield row
+        for row in rows_after(path, 0):
+            if row.id not in seen:
+                seen.add(row.id)
+                yield row
 
 
 def write_copied(directory: Path, rows: Iterable[RegeneratedRow]) -> None:
@@ -212,9 +202,11 @@ def rows_after(path: Path, start: int) -> Iterator[RegeneratedRow]:
         return
     with path.open("rb") as lines:
         lines.seek(start)
+        place = f" after byte {start}" if start else ""
         for number, line in enumerate(lines, start=1):
+            # Another process may be writing its last line.
             if line.endswith(b"\n"):
-                yield _parse_row(line, f"{path}, line {number} after byte {start}")
+                yield _parse_row(line, f"{path}, line {number}{place}")
 
 
 def settings_key(settings: Mapping[str, object]) -> str:
@@ -237,7 +229,7 @@ def _goes_on(row: RegeneratedRow, special_ids: Collection[int]) -> bool:
     return not set(row.prompt_ids).intersection(special_ids).isdisjoint(row.response_ids[:-1])
 
 
-def _whole_bytes(path: Path) -> int:
+def whole_bytes(path: Path) -> int:
     """Return the length of a file up to and including its last line end. Reads backwards, as the file may be large."""
     start = path.stat().st_size
     with path.open("rb") as file:

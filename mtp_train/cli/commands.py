@@ -209,7 +209,6 @@ def _add_generate(add: Callable[..., Any]) -> None:
     add("--top-k", type=int, default=0, metavar="N", help="0 is off")
     add("--top-p", type=float, default=1.0, metavar="P", help="1 is off")
     add("--min-p", type=float, default=0.0, metavar="P", help="0 is off")
-    add("--repetition-penalty", type=float, default=1.0, metavar="R", help="1 is off")
     add("--seed", type=int, default=0, metavar="S", help="of the first prompt; prompt i has S + i")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
     chooses = "how drafts are chosen above temperature 0; sampled drafts are accepted more often"
@@ -288,7 +287,7 @@ def _context(text: str) -> int | None:
 def _generate(args: argparse.Namespace) -> Printed:
     from mtp_inference import Sampling
 
-    sampling = Sampling(**chosen(args, "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"))
+    sampling = Sampling(**chosen(args, "temperature", "top_k", "top_p", "min_p", "seed"))
     streams = not (args.json or args.show_drafts or len(args.prompts) > 1)
     on_text = _print_piece if streams else None
     done = call(args, "generate", sampling=sampling, on_text=on_text)

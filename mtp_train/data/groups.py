@@ -48,7 +48,6 @@ def near_duplicate_groups(texts: Sequence[str], on_text: Callable[[int], None] |
     """Join texts with their near-duplicates, transitively. The result depends on the texts alone.
 
     Args:
-        texts: Distinct texts, normalised.
         on_text: Called with the number of texts sketched since the last call.
 
     Returns:
@@ -169,7 +168,6 @@ def join_near_duplicates(records: Sequence[Record], on_group: Callable[[int], No
     the records does not matter.
 
     Args:
-        records: The records of all sources.
         on_group: Called with the number of groups sketched since the last call.
     """
     texts: dict[str, str] = {}
@@ -219,9 +217,7 @@ def split_by_group(
     """Split items into items to train on and held-out items.
 
     Args:
-        items: Records, documents or prompts.
         holdout: Expected share of the groups that is held out, between 0 and 1.
-        seed: Another seed holds out other groups.
         field: The recipe field of ``holdout``, for the error.
 
     Raises:
@@ -251,11 +247,6 @@ def mix(sources: Sequence[Sequence[Record]], weights: Sequence[float], seed: int
     """Return records of all sources in the order of the sources, their numbers in proportion to the weights.
 
     At least one source is taken whole. From the others, records are chosen by their ids and the seed alone.
-
-    Args:
-        sources: The records of each source.
-        weights: One weight above 0 per source.
-        seed: Another seed chooses other records.
 
     Raises:
         DataError: A source's share is less than one record.

@@ -59,11 +59,7 @@ def pack_documents(
     """Return the sequences of one epoch, in order.
 
     Args:
-        documents: Each of at most ``seq_len_tokens`` tokens.
-        seq_len_tokens: Length of every sequence, padding included.
         pack: False gives every document a sequence of its own.
-        seed: With ``epoch`` fixes the order.
-        epoch: From 0.
     """
     groups = _assign(_lengths(documents, seq_len_tokens), seq_len_tokens, pack=pack, seed=seed, epoch=epoch)
     return [_sequence(documents, group, seq_len_tokens) for group in groups]

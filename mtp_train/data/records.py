@@ -136,7 +136,6 @@ def parse_content(values: Mapping[str, object], where: str) -> Content:
     Args:
         values: The values of a format's columns (``FORMATS`` in ``sources.py``), and of those beside them: ``system``,
             ``tools`` and ``chat_template_kwargs``.
-        where: The record in messages.
 
     Raises:
         UnsupportedRecordError: A message has image, audio or other parts that are not text.

@@ -109,7 +109,6 @@ def load_records(
         group_field: The column whose value groups records. None groups by content (:func:`content_group`), and the
             paragraphs of a .txt file by their file.
         name: Name of the source in record ids and messages; None uses the path.
-        max_records: Read no more than the first ``max_records``.
         streaming: Whether to read only the requested records, without a copy in the cache.
 
     Raises:
@@ -146,10 +145,8 @@ def load_rows(path: str, *, config: str | None = None, split: str = "train", nam
     """Read the rows of one source with its columns as they are.
 
     Args:
-        path: As for :func:`load_records`.
         config: The configuration of a dataset on the hub; local files have none.
         split: The split of a dataset on the hub or of a directory; a local file has one split, ``train``.
-        name: Name of the source in messages; None uses the path.
 
     Raises:
         DataError: There is no such file or dataset, it is empty, or it cannot be read.
@@ -506,12 +503,7 @@ def _unreadable(name: str, files: Sequence[Path] | None, error: Exception) -> Da
 
 
 def known_columns(names: Collection[str], given: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """Return the columns of ``FORMATS`` and ``CHAT_COLUMNS`` that a source has, with their names there.
-
-    Args:
-        names: The names of the source's columns.
-        given: As ``columns`` of :func:`load_records`.
-    """
+    """Return the columns of ``FORMATS`` and ``CHAT_COLUMNS`` that a source has, with their names there."""
     known = dict(given)
     for ours in (*chain.from_iterable(FORMATS.values()), *CHAT_COLUMNS):
         for theirs in (ours, OTHER_NAMES.get(ours, ours)):

@@ -50,7 +50,6 @@ def assemble(
     """Compute the report of some arms: their figures at every setting.
 
     Args:
-        found: The measurements.
         headline: The setting of the report's ``arms``; an arm that was not measured there has cells only.
         settings: How everything was measured. Figures measured with other settings are not comparable.
         tasks_apart: Whether there are cells of every task, besides those of all tasks together.

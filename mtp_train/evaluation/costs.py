@@ -62,8 +62,6 @@ def head_costs(
     an n-gram drafter has neither weights nor keys.
 
     Args:
-        arm: Name of the arm.
-        trunk: The trunk.
         drafting: The head, or the maker of another drafter; None for plain decoding.
         prefill_tokens: Length of the prompt of random tokens; limited by the model's ``max_position_embeddings``.
         max_seconds: Time limit of the prefill's passes; one is made at least, after a warm-up.

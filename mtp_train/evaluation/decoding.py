@@ -128,9 +128,6 @@ def decode_prompts(
     Settings that differ only in depth and rule share one plain decoding.
 
     Args:
-        arms: The trunk and its drafters.
-        prompts: The prompts of every context of the settings.
-        lanes: The drafters and their settings.
         on_prompt: Called for each prompt of each lane and of plain decoding (:meth:`TrunkArms.num_decodings`); with 0
             between them, as a batch takes long.
     """
@@ -198,8 +195,6 @@ class Stopwatch:
     that a machine that slows down slows all of them down alike, and each pass reverses their order.
 
     Args:
-        arms: The trunk and its drafters.
-        prompts: The prompts to time.
         lanes: Plain decoding and the drafters at settings with its temperature and context.
     """
 

@@ -78,7 +78,6 @@ def overlap_difference(first: EntropySums, second: EntropySums, task: str | None
 
     Args:
         first: Sums over the bins of :func:`fine_edges`.
-        second: Sums over the same bins.
         task: The task to compare; None for all tasks.
 
     Returns:

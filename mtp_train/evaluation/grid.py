@@ -63,10 +63,6 @@ class EvaluationGrid:
     def settled(self, arms: Sequence[ArmSpec], trunks: Sequence[str]) -> EvaluationGrid:
         """Return the grid with values in range and without repeats, suite and depths chosen for the arms.
 
-        Args:
-            arms: The arms, for the depths that all of them can draft.
-            trunks: Their trunks, or the served trunk, for the suite.
-
         Raises:
             MtpError: A value is out of range, or the files of an arm are missing or damaged.
         """
@@ -184,10 +180,7 @@ def served_settings(
     """Return every combination of sampling parameters, greedy first; a text stands for the trunk's generation config.
 
     Args:
-        trunk: The trunk, whose generation config is read.
-        depth: Drafts per round.
         temperature: Temperatures. Values of the other parameters apply above 0.
-        top_p: Values of top-p.
         top_k: Values of top-k; 0 for no limit.
         rule: How drafts are made above temperature 0; a text for ``argmax``.
 

@@ -92,11 +92,6 @@ def measure_trunk(
     """Measure the arms of a trunk in memory: acceptance on all prompts, times on a few, teacher-forced metrics.
 
     Args:
-        arms: The trunk and its drafters.
-        prompts: The prompts of every context of the settings.
-        lanes: The drafters and their settings.
-        progress: Shows how many of this process's prompts are decoded.
-        processes: The processes, each of which must call this.
         shallow: Heads with fewer drafts a round than in ``lanes``, greedily. They are timed, and their rounds are
             replayed from teacher-forced drafts.
 
@@ -232,11 +227,7 @@ def run_study(
 
     Args:
         specs: The arms, in the order they are shown.
-        grid: The settings.
         out: Directory of the measurements. An interrupted study in it is resumed; the report of a finished one is read.
-        progress: Shows progress bars.
-        title: Title of the report.
-        costs: Whether memory and prefill are measured as well.
         server: A server that is sent the suite's prompts before anything is decoded here.
 
     Raises:

@@ -23,10 +23,10 @@ from mtp_inference.sampling.distributions import Sampling, distribution_of
 from mtp_train.acceptance.counts import repeated_ngram_share
 from mtp_train.acceptance.intervals import pooled_tau_interval, sum_by_group
 from mtp_train.acceptance.names import SERVED
-from mtp_train.answers.check import Answer, fit_of, spread
 from mtp_train.answers.draft_counts import SpecCounts, increase, response_counts
 from mtp_train.answers.endpoint import GREEDY, Endpoint, Refusal, SettingNames, read_api_key
 from mtp_train.answers.generate import Answering
+from mtp_train.answers.served import Answer, fit_of, spread
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.errors import DataError
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts

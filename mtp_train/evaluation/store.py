@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -12,6 +13,7 @@ from typing import Any
 from rich.progress import Progress
 
 from mtp_inference.opening import MODEL, NGRAM, OWN
+from mtp_train.answers.store import whole_bytes
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.identity import (
     RECORD_FILE,
@@ -40,7 +42,6 @@ class Store:
     The directory is created with the first measurement, so that a refused study leaves none.
 
     Args:
-        out: The directory.
         identity: Arms, grid and options as plain JSON. A directory with another identity is refused.
         writer: Number of this process. Several may write at a time once the first one, 0, has claimed the directory;
             each appends to files of its own, and reads those of all.
@@ -105,8 +106,9 @@ class Store:
     def add(self, arm: str, setting: Setting, records: Iterable[PromptRecord], *, timed: bool = False) -> None:
         """Append records."""
         path = self.file(arm, f"{_stem(setting, timed)}{self._suffix}")
-        with path.open("a+b") as file:
-            _drop_partial_line(file)
+        if path.exists():
+            os.truncate(path, whole_bytes(path))
+        with path.open("ab") as file:
             file.writelines(f"{json.dumps(asdict(one))}\n".encode() for one in records)
 
     def file(self, arm: str, name: str) -> Path:
@@ -133,17 +135,6 @@ class Store:
 
 def _stem(setting: Setting, timed: bool) -> str:
     return f"timed-{setting.slug}" if timed else setting.slug
-
-
-def _drop_partial_line(file: Any) -> None:
-    end = file.seek(0, 2)
-    while end:
-        file.seek(end - 1)
-        if file.read(1) == b"\n":
-            break
-        end -= 1
-    file.truncate(end)
-    file.seek(0, 2)
 
 
 def _require_ours(out: Path, identity: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import chain, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,12 +61,7 @@ class SuiteRecord:
 
 @dataclass(frozen=True)
 class Suite:
-    """The prompts of a suite, as text.
-
-    Args:
-        name: The name that the user gave.
-        records: The records in the order of the file; ids are unique.
-    """
+    """The prompts of a suite, as text."""
 
     name: str
     records: tuple[SuiteRecord, ...]
@@ -84,9 +79,6 @@ def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Su
     (:func:`content_group`). Records that are not text are left out, and counted in the log.
 
     Args:
-        name: Name of the suite in messages.
-        location: The file, directory or dataset.
-        layout: How its records are read.
         stem: Start of the records' ids, and the task of records that name none.
 
     Raises:
@@ -94,13 +86,13 @@ def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Su
     """
 
     def read(row: Row, where: str) -> Read:
+        given = {column: value for column, value in row.items() if value is not None}
         try:
-            return layout.read(row, where)
+            return _content(layout.ours(given, where), where)
         except KeyError as missing:
-            fields = ", ".join(repr(field) for field, value in row.items() if value is not None)
             raise DataError(
-                f"{where}: no {missing}, the fields are {fields}; expected {layout.fields}. Repair it, or write the "
-                "prompts as a .jsonl of your own."
+                f"{where}: no {missing}, the fields are {', '.join(map(repr, given))}; expected {layout.fields}. "
+                "Repair it, or write the prompts as a .jsonl of your own."
             ) from None
 
     records: list[SuiteRecord] = []
@@ -120,43 +112,37 @@ def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Su
     return records
 
 
-def _own_content(row: Row, where: str) -> Read:
-    """Read a record of the first of the formats that it has."""
-    known = known_columns([column for column, value in row.items() if value is not None])
+def _content(row: Row, where: str) -> Read:
+    """Read a record by the first of the formats that it has.
+
+    User messages are stripped: leading white space would become part of their first token.
+    """
+    known = known_columns(row)
     format = next((one for one, (first, *_) in FORMATS.items() if first in known), None)
     if format is None:
         raise KeyError("prompt")
     content, unread = read_content(dict(row), columns_of(format, known), where)
-    return _tidied(content) if isinstance(content, Chat) else content, unread
+    if isinstance(content, Chat):
+        messages = (
+            {**message, "content": message["content"].strip()} if message["role"] == "user" else message
+            for message in content.messages
+        )
+        content = replace(content, messages=tuple(messages))
+    return content, unread
 
 
-def _completed(row: Row, where: str) -> Read:
-    return PromptResponse(_text(row, "prompt", where)), ()
+def _first_turn(row: Row, where: str) -> Row:
+    turns = row["turns"]
+    if not isinstance(turns, list) or not turns or not str(turns[0]).strip():
+        raise DataError(f"{where}: turns are {turns!r:.60}; expected a list of texts. Repair the record.")
+    return {"instruction": turns[0]}
 
 
-def _tidied(chat: Chat) -> Chat:
-    """Return the chat with user messages stripped: leading white space would become part of their first token."""
-    messages = (
-        {**message, "content": message["content"].strip()} if message["role"] == "user" else message
-        for message in chat.messages
-    )
-    return replace(chat, messages=tuple(messages))
-
-
-def _first_turn(row: Row, where: str) -> Read:
-    turns = _present(row, "turns")
-    if not isinstance(turns, list) or not turns:
-        raise DataError(f"{where}: turns are {turns!r}; expected a list of texts. Repair the record.")
-    return _question("text", {"text": turns[0]}, f"{where}, turn 1")
-
-
-def _speed_bench(row: Row, where: str) -> Read:
-    """Read a record written by either script that fetches the texts: one writes `turns`, the other `messages`."""
-    if row.get("messages") is None:
-        found = _first_turn(row, where)
-    else:
-        found = _tidied(Chat(parse_messages(row["messages"], where).messages[:1])), ()
-    if SPEED_BENCH_PLACEHOLDER in content_text(found[0]):
+def _speed_bench(row: Row, where: str) -> Row:
+    """Convert a record written by either script that fetches the texts: one writes `turns`, the other `messages`."""
+    messages = row.get("messages")
+    found = {"messages": messages[:1]} if isinstance(messages, list) else _first_turn(row, where)
+    if SPEED_BENCH_PLACEHOLDER in str(found):
         raise DataError(
             f"{where}: a placeholder instead of the prompt; expected the text, which the dataset's licence does not "
             "allow it to contain: each user fetches the texts from their sources. Run "
@@ -167,32 +153,14 @@ def _speed_bench(row: Row, where: str) -> Read:
     return found
 
 
-def _question(field: str, row: Row, where: str) -> Read:
-    return Chat(({"role": "user", "content": _text(row, field, where).strip()},)), ()
-
-
-def _text(row: Row, field: str, where: str) -> str:
-    value = _present(row, field)
-    if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{where}: {field} is {value!r:.60}; expected text. Fill it in, or remove the record.")
-    return parse_text(value, field, where)
-
-
-def _present(row: Row, field: str) -> Any:
-    """Return a field's value; raise KeyError where it is missing or None (a column of other records)."""
-    if row.get(field) is None:
-        raise KeyError(field)
-    return row[field]
-
-
 @dataclass(frozen=True)
 class Layout:
     """How the records of a file are read."""
 
     fields: str
     """The fields of a record, for error messages."""
-    read: Callable[[Row, str], Read]
-    """Returns the prompt of a record, which is named in its error messages, and its columns that are not read."""
+    ours: Callable[[Row, str], Row]
+    """Returns a record, which is named in error messages, in columns that ``data.sources`` reads."""
     hub_config: str | None = None
     """The configuration of the dataset on the hub."""
     split: str = "train"
@@ -203,15 +171,15 @@ _TURNS = "`question_id`, `category` and `turns`, a list of texts"
 OWN = Layout(
     "`messages` (a chat), `prompt` (raw text to go on from, or messages), `instruction` (a user's turn) or `text` (raw "
     "text, continued from its half)",
-    _own_content,
+    lambda row, _where: row,
 )
 """The user's own file."""
 BENCHMARKS: Mapping[str, Layout] = {
     "mt-bench": Layout(_TURNS, _first_turn),
     "spec-bench": Layout(_TURNS, _first_turn),
     "speed-bench": Layout(f"{_TURNS} (or `messages`)", _speed_bench, "qualitative", "test"),
-    "humaneval": Layout("`task_id` and `prompt`", _completed, split="test"),
-    "gsm8k": Layout("`question` and `answer`", partial(_question, "question"), "main", "test"),
+    "humaneval": Layout("`task_id` and `prompt`", lambda row, _where: {"prompt": row["prompt"]}, split="test"),
+    "gsm8k": Layout("`question` and `answer`", lambda row, _where: {"instruction": row["question"]}, "main", "test"),
 }
 """The supported benchmarks, by the name before ``:LOCATION``."""
 
@@ -230,11 +198,8 @@ def text_before(
     one, and only the first text can be cut.
 
     Args:
-        asked: The record.
-        num_tokens: Length of the context.
         records: The suite's texts (:func:`distinct_texts`).
         seed: Determines, with the record's id, where the order of the texts starts.
-        tokens_of: The trunk's tokenizer.
 
     Raises:
         DataError: The suite has no other text.
@@ -338,10 +303,7 @@ def choose_records(
     The choice depends on the records' ids and the seed alone. A larger ``prompts_per_task`` extends a smaller choice.
 
     Args:
-        suite: The suite.
         prompts_per_task: The most records per task; None for all.
-        seed: Determines the choice.
-        tasks: Names of tasks; None for all.
 
     Raises:
         DataError: The suite has no task of one of these names.
@@ -382,12 +344,8 @@ def suite_prompts(
     :func:`choose_records` to see how many.
 
     Args:
-        suite: The suite.
-        tokenizer: The trunk's.
         context_tokens: The length of every prompt; None leaves the prompts unchanged.
-        prompts_per_task: As in :func:`choose_records`.
         seed: Determines the choice of prompts and the order of the inserted texts.
-        tasks: As in :func:`choose_records`.
 
     Raises:
         DataError: A task does not exist, a record does not fit the tokenizer, or no prompt is left.

@@ -43,7 +43,6 @@ def chunk_rows(vocab_size: int, gpu_bytes: int | None) -> int:
     300 rows on. A CPU works on a few rows at a time, and its chunks stay small.
 
     Args:
-        vocab_size: V.
         gpu_bytes: Memory of the GPU; None for any other device.
     """
     if gpu_bytes is None:
@@ -63,10 +62,8 @@ class LossTerms(NamedTuple):
     total: Tensor
     """Scalar fp32: sum over depths and rows of ``row_weight * loss``."""
     sum_K: Tensor
-    """fp32, detached: sum of the unweighted loss over each depth's counted rows."""
+    """fp32, detached: sum of the unweighted loss over each depth's targets."""
     count_K: Tensor
-    """fp32: number of each depth's counted rows: its targets, without those that ``on_policy`` leaves out."""
-    targets_K: Tensor
     """fp32: number of each depth's targets, the rows of a weight other than 0."""
 
 
@@ -101,7 +98,6 @@ def chain_losses(tv_KN: Tensor, row_weight_KN: Tensor) -> tuple[Tensor, Tensor]:
     mean of these losses). Depths without a target at a start are left out of its products.
 
     Args:
-        tv_KN: Each row's ``tv``.
         row_weight_KN: Weight of each row's loss; 0 where depth k has no valid target at the row.
 
     Returns:
@@ -119,25 +115,6 @@ def chain_losses(tv_KN: Tensor, row_weight_KN: Tensor) -> tuple[Tensor, Tensor]:
         slope_KS[depth] = (weight_KS * others_KS.cumprod(dim=0))[depth:].sum(dim=0)
     slope_KS = torch.where(weight_KS != 0, slope_KS, 0.0)
     return _to_targets(loss_KS), _to_targets(slope_KS)
-
-
-def survivors(hit_KN: Tensor) -> Tensor:
-    """Return which rows are reached if each depth reads the head's own greedy draft instead of the text.
-
-    If depth k drafts the token of the text, depth k + 1 reads the same token either way. If it drafts another token,
-    that draft is rejected, later depths of the round do not count, and p after the draft is unknown. On-policy training
-    therefore equals teacher forcing without the rows after a wrong draft.
-
-    Args:
-        hit_KN: bool, at target rows: whether the head's most probable token is the target.
-
-    Returns:
-        bool, shape (K, N): whether all earlier depths of the same start were hits; True at depth 1.
-    """
-    hit_KS = to_starts(hit_KN)
-    reached_KS = torch.ones_like(hit_KS)
-    reached_KS[1:] = hit_KS[:-1].cumprod(dim=0).bool()
-    return _to_targets(reached_KS)
 
 
 def to_starts(aligned_KN: Tensor) -> Tensor:
@@ -222,7 +199,6 @@ def frozen_head_loss(
     kind: str,
     temperature: float = 1.0,
     own_heads: Sequence[Tensor] | None = None,
-    on_policy: bool = False,
     compute_dtype: torch.dtype | None = None,
     num_rows: int | None = None,
     used_N: Tensor | None = None,
@@ -232,13 +208,10 @@ def frozen_head_loss(
     Args:
         student_KND: The head's final hidden states, aligned to target rows (``align_to_targets``).
         teacher_ND: The trunk's final hidden states at the same target rows.
-        lm_head_VD: The frozen output matrix.
-        targets_N: int64, the token that follows each target row.
         row_weight_KN: fp32, 0 where depth k has no valid target at the row.
         kind: The loss, by its name in ``losses/catalogue.py``.
         temperature: Softens p and q of every loss that distils.
         own_heads: Frozen output matrix of each depth; None if the head shares the trunk's.
-        on_policy: Leave out rows after a wrong draft of their start, see :func:`survivors`.
         compute_dtype: The dtype of the products with the output matrix; softmax and losses are in fp32. A matrix held
             in another dtype is converted once for all rows. None uses the matrix's own dtype.
         num_rows: Target rows of one chunk; None for :func:`chunk_rows`. Another number sums in another order.
@@ -253,7 +226,7 @@ def frozen_head_loss(
         lm_head_VD = lm_head_VD.to(compute_dtype)
         heads = [lm_head_VD] * len(student_KND) if own_heads is None else [own.to(compute_dtype) for own in own_heads]
         gradient_KND = torch.zeros_like(student_KND)
-        loss_KN, hit_KN = torch.zeros_like(row_weight_KN), torch.zeros_like(row_weight_KN, dtype=torch.bool)
+        loss_KN = torch.zeros_like(row_weight_KN)
         buffer_CV = _logits_buffer(min(len(used_N), num_rows), lm_head_VD)
         for rows_C in used_N.split(num_rows):
             teacher_CV = teacher_ND[rows_C].to(compute_dtype) @ lm_head_VD.T if loss.distils else None
@@ -262,30 +235,17 @@ def frozen_head_loss(
             for depth, output_VD in enumerate(heads):
                 state_CD = student_KND[depth, rows_C].to(compute_dtype)
                 logits_CV = torch.mm(state_CD, output_VD.T, out=None if buffer_CV is None else buffer_CV[: len(rows_C)])
-                if on_policy:
-                    hit_KN[depth, rows_C] = logits_CV.argmax(dim=-1) == targets_N[rows_C]
                 row = work(logits_CV, targets_N[rows_C])
                 loss_KN[depth, rows_C] = row.loss_C
                 gradient_KND[depth, rows_C] = (row.gradient_CV.to(compute_dtype) @ output_VD).to(gradient_KND.dtype)
                 del logits_CV, row
             # Before the next chunk's teacher logits are computed.
             del work
-    reached_KN = survivors(hit_KN) if on_policy else None
-    return _terms(loss, student_KND, gradient_KND, loss_KN, row_weight_KN, reached_KN)
+    return _terms(loss, student_KND, gradient_KND, loss_KN, row_weight_KN)
 
 
-def _terms(
-    loss: Loss,
-    student_KND: Tensor,
-    gradient_KND: Tensor,
-    loss_KN: Tensor,
-    row_weight_KN: Tensor,
-    reached_KN: Tensor | None,
-) -> LossTerms:
+def _terms(loss: Loss, student_KND: Tensor, gradient_KND: Tensor, loss_KN: Tensor, row_weight_KN: Tensor) -> LossTerms:
     """Return the weighted loss of rows whose own losses and gradients are known; the gradients are scaled in place."""
-    targets_K = (row_weight_KN != 0).sum(dim=1).float()
-    if reached_KN is not None:
-        row_weight_KN = row_weight_KN * reached_KN
     slope_KN, combine = row_weight_KN, loss.combine_fn()
     if combine is not None:
         loss_KN, slope_KN = combine(loss_KN, row_weight_KN)
@@ -293,4 +253,4 @@ def _terms(
     counted_KN = row_weight_KN != 0
     sum_K, count_K = (loss_KN * counted_KN).sum(dim=1), counted_KN.sum(dim=1).float()
     total = (row_weight_KN * loss_KN).sum()
-    return LossTerms(_KnownGradient.apply(student_KND, total, gradient_KND), sum_K, count_K, targets_K)
+    return LossTerms(_KnownGradient.apply(student_KND, total, gradient_KND), sum_K, count_K)

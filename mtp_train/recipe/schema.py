@@ -130,11 +130,6 @@ class Recipe(RecipeSection):
                 "objective.vocab: 'draft' while head.draft_vocab is null; expected the size of the draft vocabulary. "
                 "Set head.draft_vocab, or write objective.vocab: all."
             )
-        if objective.on_policy and head.num_depths == 1:
-            yield (
-                "objective.on_policy: true with head.num_depths: 1, where the head reads no draft; expected 2 depths "
-                "or more. Write objective.on_policy: false."
-            )
 
     def _of_depths(self) -> Iterator[str]:
         head, depth = self.head, self.evaluate.depth

@@ -376,9 +376,6 @@ class ObjectiveSection(RecipeSection):
     """The teacher-forced rollout over the depths. `exact`: attention and positions as in decoding. `fastmtp`: a query
     attends only to keys of its own depth, and positions do not advance with the depth; for heads with one MTP module,
     and for comparison."""
-    on_policy: bool = False
-    """Train depth k + 1 as if it read the head's own draft: positions after a wrong draft, which decoding would reject,
-    are left out of the loss."""
     vocab: Literal["all", "draft"] = "all"
     """The tokens over which p and q are computed: all, or the `head.draft_vocab` most frequent ones."""
 
@@ -398,9 +395,6 @@ class HiddenCacheSpec(RecipeSection):
 
     max_gib: Positive = 64.0
     """Maximum size of the cache, in GiB. A run that needs more is refused before it starts."""
-    dtype: Literal["auto", "bf16", "fp8"] = "auto"
-    """The dtype of the stored states. `auto`: as the trunk computes them. `bf16`: 2 bytes per number. `fp8`: 1 byte per
-    number, with one scale per token."""
     directory: Text | None = None
     """The directory of the caches. Each cache has a name derived from trunk, text and precision. Null is `hidden` in
     the run directory."""

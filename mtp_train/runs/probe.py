@@ -7,7 +7,7 @@ Three measurements, on text that the fine-tune writes itself:
    entropy.py``). What is missing there is what fine-tuning cost the head.
 2. A short training on a few dozen answers, and the paired gain in tau on the held-out prompts.
 3. Whether the base's head drafts for the base at all, and whether it drafts better in a known wrong form or under
-   another convention (``evaluation/wirings.py``). If so, the head or the tokenizer is at fault, and training on the
+   another convention (``better_wiring``). If so, the head or the tokenizer is at fault, and training on the
    fine-tune hides it at best.
 """
 
@@ -37,12 +37,11 @@ from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
 from mtp_train.data.tokenize import Prompt, build_prompts, choose_evenly
 from mtp_train.errors import ChangedInputError, GateRefusedError
 from mtp_train.evaluation.arms import ArmSpec, local_device
-from mtp_train.evaluation.dense import own_text
+from mtp_train.evaluation.dense import better_wiring, own_text
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK
 from mtp_train.evaluation.results import ALL_TASKS, REPORT_FILE, Report, load_report
 from mtp_train.evaluation.run import run_study
-from mtp_train.evaluation.wirings import better_wiring
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.display import html_table

@@ -13,10 +13,9 @@ import torch
 
 from mtp_inference import Request, Sampling, SpeculativeDecoder
 from mtp_inference.sampling.distributions import distribution_of
-from mtp_train.answers.check import AnswerFit, CheckedStore, JudgeFn, fit_of
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS, Endpoint, read_api_key
 from mtp_train.answers.generate import Answering, Question, fitting_prompts, missing_prompts, regenerate
-from mtp_train.answers.served import PROBE_PROMPTS, probe, regenerate_served
+from mtp_train.answers.served import PROBE_PROMPTS, AnswerFit, CheckedStore, JudgeFn, fit_of, probe, regenerate_served
 from mtp_train.answers.store import (
     COPIED_FILE,
     RegeneratedRow,

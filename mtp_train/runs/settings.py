@@ -12,7 +12,7 @@ from mtp_train.train.log import Tracking
 from mtp_train.train.plan import GIB, MemoryOptions, Plan, TrainOptions, make_plan
 from mtp_train.trunk.precision import COMPUTE_DTYPES
 
-_CACHED_BYTES = {"auto": 4, "bf16": 2, "fp8": 1}
+_CACHED_BYTES = 4
 """Most bytes of a number in a hidden-state cache: states are computed in fp32 at most."""
 
 
@@ -85,7 +85,7 @@ def cache_bytes(recipe: Recipe, num_tokens: int, state_width: int) -> int:
     spec = recipe.train.hidden_cache
     if spec is None:
         return 0
-    return min(num_tokens * state_width * _CACHED_BYTES[spec.dtype], int(spec.max_gib * GIB))
+    return min(num_tokens * state_width * _CACHED_BYTES, int(spec.max_gib * GIB))
 
 
 def run_settings(recipe: Recipe, trunk: Checkpoint) -> list[Setting]:

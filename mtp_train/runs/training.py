@@ -209,7 +209,6 @@ def head_training(recipe: Recipe, trunk: Trunk, head: MtpHead, draft_vocab: torc
         num_depths=recipe.head.num_depths,
         kind=find_loss(recipe.objective.loss).name,
         temperature=recipe.objective.temperature,
-        on_policy=recipe.objective.on_policy,
         apart=recipe.objective.unroll == "fastmtp",
         recompute=recipe.train.gradient_checkpointing,
         draft_vocab=draft_vocab,
@@ -233,7 +232,7 @@ def hidden_cache(run: Run, module: HeadTraining, documents: Sequence[Document]) 
     else:
         hidden_fn = partial(isolated_hidden, trunk.to(device))
     with trunk.computing_in(module.compute_dtype):
-        layout = layout_for(hidden_fn, documents, spec.dtype, device)
+        layout = layout_for(hidden_fn, documents, device)
         precision, quantization = recipe.train.precision, recipe.model.quantization
         adapter = inputs.contents[ADAPTER] if inputs.adapter else None
         identity = cache_identity(inputs.contents[TRUNK], adapter, documents, layout, precision, quantization)

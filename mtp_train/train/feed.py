@@ -150,7 +150,6 @@ class Feed:
     Args:
         prepared: The micro-batches on the host, in order. They are made one at a time, from another thread where the
             device lets it.
-        device: The device of training.
     """
 
     def __init__(self, prepared: Iterator[Prepared], device: torch.device) -> None:

@@ -37,12 +37,7 @@ class HeadTraining(nn.Module):
     """A frozen trunk and the head that is trained on it.
 
     Args:
-        trunk: The trunk. It stays in eval mode and without gradients, also after ``train()``.
-        head: The head, in fp32.
-        num_depths: K.
-        kind: The loss, by its name in ``losses/catalogue.py``.
         temperature: Softens p and q of every loss that distils.
-        on_policy: Leave out rows after a wrong draft (``losses.chunked.survivors``).
         apart: Independent depths: each attends to rows of its own depth only (``heads.step.unroll``).
         recompute: Recompute the head's activations in the backward pass, to save memory (``heads.step.unroll``).
         draft_vocab: int, shape (R,), ascending: p and q are distributions over these tokens alone, and no other token
@@ -63,7 +58,6 @@ class HeadTraining(nn.Module):
         num_depths: int,
         kind: str,
         temperature: float,
-        on_policy: bool = False,
         apart: bool = False,
         recompute: bool = False,
         draft_vocab: Tensor | None = None,
@@ -81,7 +75,6 @@ class HeadTraining(nn.Module):
         self.num_depths = num_depths
         self.kind = kind
         self.temperature = temperature
-        self.on_policy = on_policy
         self.loss_rows = loss_rows
         self.apart = apart
         self.recompute = recompute
@@ -110,9 +103,6 @@ class HeadTraining(nn.Module):
         """Return the loss of one micro-batch.
 
         Args:
-            tokens_BT: int, packed tokens.
-            positions_BT: int, restarting at each document.
-            document_BT: int, document numbers.
             loss_mask_BT: bool, tokens that may be targets.
             scale_K: fp32, factor of each depth's summed loss: the depth's weight over the number of its targets in the
                 whole step.
@@ -159,7 +149,6 @@ class HeadTraining(nn.Module):
             kind=self.kind,
             temperature=self.temperature,
             own_heads=own_heads,
-            on_policy=self.on_policy,
             compute_dtype=self.compute_dtype,
             num_rows=self.loss_rows,
             used_N=used_N,

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,14 +41,12 @@ from mtp_train.heads.alignment import PADDING_DOCUMENT
 
 SHARD_BYTES = 1 << 28
 MANIFEST_FILE = "manifest.json"
-STATES, SCALES = "states", "scales"
-_FP8_MAX = 448.0
+STATES = "states"
 
 HiddenFn = Callable[[Tensor, Tensor, int], Tensor]
 """From tokens (1, S), their document numbers (1, S) and the most tokens of one forward pass to the trunk's hidden
 states (1, S, D), as :func:`mtp_train.train.packed_rows.isolated_hidden`. With a trunk in shards, all processes have to
 call it equally often."""
-StoredDtype = Literal["auto", "bf16", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -60,14 +58,12 @@ class CacheLayout:
     width: int
     """D."""
     dtype: torch.dtype
-    """Stored dtype; ``float8_e4m3fn`` has a scale per token in fp32."""
-    computed: torch.dtype
-    """Dtype that the trunk computes, and that reading returns."""
+    """As the trunk computes them."""
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's state."""
-        return self.width * self.dtype.itemsize + (4 if self.dtype is torch.float8_e4m3fn else 0)
+        return self.width * self.dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
@@ -97,21 +93,11 @@ class CacheLayout:
         return len(self.first_documents) - 1
 
 
-def layout_for(
-    hidden_fn: HiddenFn, documents: Sequence[Document], dtype: StoredDtype, device: torch.device
-) -> CacheLayout:
-    """Return the layout of a cache. Runs the trunk on one token for the width and the dtype of its states.
-
-    Args:
-        hidden_fn: Runs the trunk.
-        documents: All documents to train on.
-        dtype: ``auto`` is the dtype that the trunk computes.
-        device: The trunk's device.
-    """
+def layout_for(hidden_fn: HiddenFn, documents: Sequence[Document], device: torch.device) -> CacheLayout:
+    """Return the layout of a cache. Runs the trunk on one token for the width and the dtype of its states."""
     token_11 = torch.zeros(1, 1, dtype=torch.long, device=device)
     one = hidden_fn(token_11, torch.zeros_like(token_11), 1)
-    stored = {"auto": one.dtype, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[dtype]
-    return CacheLayout(tuple(len(document.input_ids) for document in documents), one.shape[-1], stored, one.dtype)
+    return CacheLayout(tuple(len(document.input_ids) for document in documents), one.shape[-1], one.dtype)
 
 
 def cache_identity(
@@ -122,16 +108,7 @@ def cache_identity(
     precision: str,
     quantization: str | None,
 ) -> dict[str, Any]:
-    """Return everything that the stored states depend on.
-
-    Args:
-        trunk: Content hashes of the trunk's checkpoint.
-        adapter: Content hashes of its adapter; None without one.
-        documents: All documents to train on.
-        layout: The layout of the cache.
-        precision: ``train.precision``.
-        quantization: ``model.quantization``.
-    """
+    """Return everything that the stored states depend on."""
     tokens = hashlib.sha256()
     for document in documents:
         ids = np.asarray(document.input_ids, dtype=np.int32)
@@ -143,8 +120,7 @@ def cache_identity(
         "adapter": None if adapter is None else dict(adapter),
         "precision": precision,
         "quantization": quantization,
-        "computed": str(layout.computed).removeprefix("torch."),
-        "stored": str(layout.dtype).removeprefix("torch."),
+        "dtype": str(layout.dtype).removeprefix("torch."),
         "width": layout.width,
         "tokens": sum(layout.lengths),
     }
@@ -166,7 +142,7 @@ def require_room(layout: CacheLayout, directory: Path, max_bytes: int) -> None:
     if layout.num_bytes > max_bytes:
         raise TrainingError(
             f"train.hidden_cache.max_gib: {what}; expected at most {max_bytes / (1 << 30):g} GiB. Raise it, take "
-            "dtype: fp8 or fewer documents, or write train.hidden_cache: null."
+            "fewer documents, or write train.hidden_cache: null."
         )
     found = next(parent for parent in (directory, *directory.parents) if parent.exists())
     free = shutil.disk_usage(found).free
@@ -196,13 +172,7 @@ def build_cache(
     processes run its forward passes together.
 
     Args:
-        hidden_fn: Runs the trunk; the caller sets up autocast.
-        documents: The documents of the layout.
-        directory: The directory of this cache, created if it does not exist.
-        device: The trunk's device.
         max_tokens: Most tokens of one forward pass, padding included.
-        rank: This process.
-        world: Number of processes.
         on_shard: Called with the number of turns done and the number in all.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -215,7 +185,7 @@ def build_cache(
         tokens_1S, document_1S = _in_one_row(documents[first:end], device)
         states_1SD = hidden_fn(tokens_1S, document_1S, max_tokens)
         if writes:
-            _write(states_1SD[0], layout.dtype, path)
+            _write(states_1SD[0], path)
         on_shard(turn + 1, num_turns)
 
 
@@ -229,17 +199,11 @@ def _in_one_row(documents: Sequence[Document], device: torch.device) -> tuple[Te
     return torch.from_numpy(ids)[None].to(device), torch.from_numpy(numbers)[None].to(device)
 
 
-def _write(states_SD: Tensor, dtype: torch.dtype, path: Path) -> None:
-    tensors = {STATES: states_SD}
-    if dtype is torch.float8_e4m3fn:
-        # fp8 has a small range: scale every token to the whole of it.
-        scales_S1 = states_SD.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / _FP8_MAX
-        tensors = {STATES: states_SD.float() / scales_S1, SCALES: scales_S1}
+def _write(states_SD: Tensor, path: Path) -> None:
     # Two runs may build the same cache, also on two machines: each writes under a name of its own, then renames.
     partial = path.with_suffix(f".{socket.gethostname()}-{os.getpid()}.partial")
     partial.unlink(missing_ok=True)
-    stored = {STATES: SAFETENSORS_DTYPES[dtype], SCALES: SAFETENSORS_DTYPES[torch.float32]}
-    write_safetensors(partial, [held_tensor(name, stored[name], values) for name, values in tensors.items()])
+    write_safetensors(partial, [held_tensor(STATES, SAFETENSORS_DTYPES[states_SD.dtype], states_SD)])
     partial.replace(path)
 
 
@@ -255,12 +219,7 @@ def write_manifest(directory: Path, identity: dict[str, Any], layout: CacheLayou
 
 
 class HiddenCache:
-    """A complete cache, from which a few documents at a time are read.
-
-    Args:
-        directory: The directory of this cache.
-        layout: The layout that it was built by.
-    """
+    """A complete cache, from which a few documents at a time are read."""
 
     def __init__(self, directory: Path, layout: CacheLayout) -> None:
         self.layout = layout
@@ -273,7 +232,7 @@ class HiddenCache:
         With ``pins`` the result is in page-locked memory, which a GPU copies from while it computes.
         """
         shape = (len(sequences), len(sequences[0].input_ids_T), self.layout.width)
-        states_BTD = torch.zeros(shape, dtype=self.layout.computed, pin_memory=pins)
+        states_BTD = torch.zeros(shape, dtype=self.layout.dtype, pin_memory=pins)
         for row, sequence in enumerate(sequences):
             place = 0
             for index in sequence.members:
@@ -287,8 +246,5 @@ class HiddenCache:
         shard = bisect_right(self.layout.first_documents, index) - 1
         begin = int(self.layout.starts[self.layout.first_documents[shard]])
         start, end = (int(place) - begin for place in self.layout.starts[index : index + 2])
-        file = self._files[shard]
-        states_TD: Tensor = file.get_slice(STATES)[start:end]
-        if self.layout.dtype is torch.float8_e4m3fn:
-            return (states_TD.float() * file.get_slice(SCALES)[start:end]).to(self.layout.computed)
-        return states_TD.to(self.layout.computed)
+        states_TD: Tensor = self._files[shard].get_slice(STATES)[start:end]
+        return states_TD

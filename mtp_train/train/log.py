@@ -67,9 +67,7 @@ class Tracking:
 
         Args:
             directory: The run directory, whose name is the run's; wandb and TensorBoard write into it.
-            config: Settings that are shown with the run.
             resume_step: Steps after it will be logged again; None keeps all steps.
-            only: Whether to open a tracker, by its name.
 
         Yields:
             accelerate's trackers, by name.
@@ -123,9 +121,7 @@ class RunLog:
     """One ``log(step, metrics)`` for all sinks; only the main process should hold one.
 
     Args:
-        run_dir: The run directory.
         resume_step: Lines after this step are dropped: a killed run may have logged steps that will be repeated.
-        tracking: The trackers.
         config: The resolved recipe, for the trackers.
         on_log: Called with the numbers of every step that is logged.
     """

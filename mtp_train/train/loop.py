@@ -47,8 +47,6 @@ class LogSums:
     """Sums since the last log line."""
 
     loss_sum_K: list[float]
-    counted_K: list[float]
-    """With objective.on_policy fewer than the targets of the text."""
     targets_K: list[float]
     tokens: int = 0
     seconds_before: float = 0.0
@@ -58,13 +56,12 @@ class LogSums:
     @classmethod
     def zero(cls, num_depths: int) -> LogSums:
         """Return no sums, and start the clock."""
-        return cls([0.0] * num_depths, [0.0] * num_depths, [0.0] * num_depths)
+        return cls([0.0] * num_depths, [0.0] * num_depths)
 
     @classmethod
     def after(cls, done: int, state_dir: Path, num_depths: int) -> LogSums:
         """Return the sums that a state recorded, and start the clock; none at the beginning."""
-        saved = load_sums(state_dir, done) if done else None
-        return cls(**saved) if saved else cls.zero(num_depths)
+        return cls(**load_sums(state_dir, done)) if done else cls.zero(num_depths)
 
     @property
     def seconds(self) -> float:
@@ -73,7 +70,7 @@ class LogSums:
 
     def saved(self) -> dict[str, Any]:
         """Return the constructor arguments of the sums, for a resume state."""
-        sums = {"loss_sum_K": self.loss_sum_K, "counted_K": self.counted_K, "targets_K": self.targets_K}
+        sums = {"loss_sum_K": self.loss_sum_K, "targets_K": self.targets_K}
         return {**sums, "tokens": self.tokens, "seconds_before": self.seconds}
 
 
@@ -104,7 +101,6 @@ def make_optimizer(head: nn.Module, options: TrainOptions, *, fused: bool = Fals
     """Build AdamW over the head; weight decay on matrices only.
 
     Args:
-        options: The settings of AdamW.
         fused: Whether a step is one CUDA kernel for many tensors; on CPUs it would round in another way.
     """
     matrices = [parameter for parameter in head.parameters() if parameter.requires_grad and parameter.ndim > 1]
@@ -131,16 +127,11 @@ def train_head(
     """Train the head from the newest saved state to the last step.
 
     Args:
-        module: Trunk and head.
-        options: The settings of AdamW and of the loop.
-        plan: The division of a step among processes and micro-batches.
         batch_fn: From a step (0-based) to its packed sequences, the same on every rank.
         accelerator: Built with ``gradient_accumulation_steps=plan.accumulation``.
-        state_dir: Directory of resume states.
         make_log: From the step to resume at to the open log; None on ranks that do not log.
         on_step: Called after each step with the number of steps done, for a progress bar.
         cache: The trunk's hidden states; None computes them in every step.
-        selection: Selects the best head during training; None takes the last head.
 
     Returns:
         The trained weights, whole on every rank; with LoRA, its matrices. ``module`` may be left in shards.
@@ -230,8 +221,8 @@ def take_steps(run: Training, done: int, feed: Feed, on_step: Callable[[int], No
         for group in run.optimizer.param_groups:
             group["lr"] = run.options.lr_at(done)
         given = feed.micro_batches(run.plan.accumulation)
-        sums_3K, norm_1 = optimise(run.wrapped, run.optimizer, run.accelerator, run.options.max_grad_norm, given)
-        norm, told_to_stop = gather(run, sums_3K, norm_1, sequences, signals.number is not None)
+        sums_2K, norm_1 = optimise(run.wrapped, run.optimizer, run.accelerator, run.options.max_grad_norm, given)
+        norm, told_to_stop = gather(run, sums_2K, norm_1, sequences, signals.number is not None)
         done += 1
         finish_step(run, done, norm, sequences, saves=told_to_stop)
         on_step(done)
@@ -258,34 +249,34 @@ def optimise(
     """Do one optimiser step over this rank's micro-batches of it, without waiting for the device.
 
     Returns:
-        Each depth's loss sum, counted rows and targets on this rank, shape (3, K), and the gradient norm, (1,).
+        Each depth's loss sum and number of targets on this rank, shape (2, K), and the gradient norm, (1,).
     """
-    sums_3K = torch.zeros(3, 1, device=accelerator.device)
+    sums_2K = torch.zeros(2, 1, device=accelerator.device)
     norm_1 = torch.zeros(1, device=accelerator.device)
     for micro in micro_batches:
         with accelerator.accumulate(wrapped):
             terms = wrapped(*micro.batch, micro.scale_K, micro.hidden_BTD, known=micro.known)
             accelerator.backward(terms.total)
-            sums_3K = sums_3K + torch.stack([terms.sum_K, terms.count_K, terms.targets_K])
+            sums_2K = sums_2K + torch.stack([terms.sum_K, terms.count_K])
             if accelerator.sync_gradients:
                 norm_1 += clip_gradient(accelerator, wrapped, max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-    return sums_3K, norm_1
+    return sums_2K, norm_1
 
 
 def gather(
-    run: Training, sums_3K: Tensor, norm_1: Tensor, sequences: Sequence[PackedSequence], told_to_stop: bool
+    run: Training, sums_2K: Tensor, norm_1: Tensor, sequences: Sequence[PackedSequence], told_to_stop: bool
 ) -> tuple[float, bool]:
     """Add one step's sums over all ranks to the log's; return its gradient norm, and whether any rank shall stop.
 
     The host waits for the device here, once in a step.
     """
-    told_1 = sums_3K.new_full((1,), float(told_to_stop))
-    reduced = run.accelerator.reduce(torch.cat([sums_3K.flatten(), told_1]), reduction="sum")
+    told_1 = sums_2K.new_full((1,), float(told_to_stop))
+    reduced = run.accelerator.reduce(torch.cat([sums_2K.flatten(), told_1]), reduction="sum")
     *sums, told, norm = torch.cat([reduced, norm_1]).tolist()
-    num_depths = sums_3K.shape[1]
-    for row, into in enumerate((run.sums.loss_sum_K, run.sums.counted_K, run.sums.targets_K)):
+    num_depths = sums_2K.shape[1]
+    for row, into in enumerate((run.sums.loss_sum_K, run.sums.targets_K)):
         for depth in range(num_depths):
             into[depth] += sums[row * num_depths + depth]
     for sequence in sequences:
@@ -336,8 +327,8 @@ def require_finite(run: Training, done: int, norm: float, sequences: Sequence[Pa
 
 
 def log_line(sums: LogSums, weight_K: Sequence[float], norm: float, lr: float) -> dict[str, Any]:
-    """Return the numbers of one log line: the loss that is minimised, and each depth's mean over its counted rows."""
-    loss_K = [total / count if count else None for total, count in zip(sums.loss_sum_K, sums.counted_K, strict=True)]
+    """Return the numbers of one log line: the loss that is minimised, and each depth's mean over its targets."""
+    loss_K = [total / count if count else None for total, count in zip(sums.loss_sum_K, sums.targets_K, strict=True)]
     minimised = zip(weight_K, sums.loss_sum_K, sums.targets_K, strict=True)
     seconds = sums.seconds
     return {

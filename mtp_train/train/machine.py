@@ -86,15 +86,7 @@ _LAUNCHERS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
 
 
 def set_threads(work: str, rows: int, checkpoint: Checkpoint, device: torch.device, console: Console) -> None:
-    """Set the number of threads for a stage that runs on a CPU, and print it.
-
-    Args:
-        work: Name of the stage in the printed line.
-        rows: Rows of the stage's matrix products: tokens that are computed together.
-        checkpoint: The trunk's checkpoint.
-        device: The trunk's device.
-        console: The console to print on.
-    """
+    """Set the number of threads for a stage that runs on a CPU, and print it."""
     if device.type == "cpu":
         console.print(f"{work} with {use_threads(checkpoint.text_config, rows)}", highlight=False)
 

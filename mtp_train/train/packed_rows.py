@@ -79,8 +79,6 @@ def isolated_hidden(
     """Return the trunk's hidden states of packed documents, each computed as if it were alone.
 
     Args:
-        tokens_BT: int, packed tokens.
-        document_BT: int, document number of each token, ``PADDING_DOCUMENT`` on padding.
         max_tokens: Tokens of one forward pass, padding included; a longer document has a pass of its own. None is B *
             T.
         forwards: The passes, planned from the same documents. None plans them here: the host waits for the device's
@@ -155,12 +153,9 @@ def aligned_rows(
     The trunk runs outside of autocast, as in decoding.
 
     Args:
-        batch: The rows.
-        num_depths: K.
         hidden_BTD: The trunk's hidden states of the rows, zeros on padding; None runs the trunk.
         forwards: See :func:`isolated_hidden`.
         apart: See :func:`mtp_train.heads.step.unroll`.
-        recompute: Likewise.
         autocast: The dtype of autocast for the head's products; None leaves autocast as it is.
     """
     trunk.show_layers(head.trunk_layers)

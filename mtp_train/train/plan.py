@@ -182,7 +182,6 @@ def estimate_disk(memory: Footprint, cache_bytes: int) -> int:
     The export's other shards are links to the trunk's.
 
     Args:
-        memory: Weights of the head.
         cache_bytes: The most bytes of a hidden-state cache.
     """
     return memory.trained_parameters * _STATE_BYTES * _STATES_AT_ONCE + memory.head_parameters * 2 * 2 + cache_bytes
@@ -203,10 +202,6 @@ def estimate_footprint(
     """Estimate the memory of training and of decoding from shapes alone.
 
     Args:
-        trunk: The trunk, possibly on the meta device.
-        head: Shapes of the head's weights.
-        plan: The division of a step.
-        device: The device of a process.
         gpu_bytes: Its memory; None for any device but a CUDA or ROCm one.
         lora_parameters: Number of LoRA's weights; None if all of the head is trained.
         stored: The dtype of the checkpoint. Nearly all releases are in bf16.
@@ -249,13 +244,7 @@ def estimate_footprint(
 
 
 def activation_bytes(options: MemoryOptions, hidden: int, rows: int, seq_len_tokens: int) -> int:
-    """Estimate the bytes that training keeps between forward and backward pass.
-
-    Args:
-        hidden: Width of the head's states.
-        rows: Tokens of a micro-batch.
-        seq_len_tokens: Length of a sequence.
-    """
+    """Estimate the bytes that training keeps between forward and backward pass."""
     depths = options.num_depths
     # The backward pass needs about 30 hidden-sized states per row and depth. With checkpointing, all but two of these
     # and the keys and values are recomputed, one depth at a time.
@@ -279,9 +268,6 @@ def converted_head_bytes(options: MemoryOptions, head: Mapping[str, Size]) -> in
     autocast makes one copy of a trained matrix for all depths. Experts, and with LoRA all frozen matrices, are copied
     for each depth that their module computes. Experts with LoRA are copied in fp32 too: peft adds the product of LoRA's
     matrices to them. With checkpointing, the backward pass makes the copies again for one depth at a time.
-
-    Args:
-        head: Shapes of the head's weights.
     """
     computed = options.compute_dtype.itemsize
     num_modules = len({name.split(".")[1] for name in head if name.startswith("blocks.")})
@@ -300,9 +286,6 @@ def passing_expert_bytes(options: MemoryOptions, head: Mapping[str, Size]) -> in
 
     Trained experts: the gradient of one depth, and its transpose. Experts with LoRA: the product of LoRA's matrices, in
     fp32, of which peft keeps one for each tensor during a forward pass.
-
-    Args:
-        head: Shapes of the head's weights.
     """
     if options.lora is not None:
         return _MASTER_BYTES * sum(shape.numel() for name, shape in head.items() if options.adapts_experts(name, shape))
@@ -322,8 +305,6 @@ def in_shards(whole: Footprint, trunk: Trunk, plan: Plan, *, is_adapted: bool) -
 
     Args:
         whole: The footprint of a process with the whole trunk, unquantised.
-        trunk: The trunk, possibly on the meta device.
-        plan: Gives the number of processes.
         is_adapted: Whether an adapter is put on the trunk, which is loaded whole then.
     """
     if plan.world_size == 1:

@@ -38,11 +38,8 @@ class Selection:
     """Measures the head, stores the best weights, and ends training when measures stop improving.
 
     Args:
-        every_steps: Steps between measures.
         patience: Training ends after so many measures without a better one; None for no limit.
-        sequences: Packed text to measure on, the same on every process.
         cache: The trunk's states of the text; None computes them.
-        directory: Directory of resume states.
         lr_for: Called once before the first step, on every process, with the starting head's overlap of p and q at
             depth 1; returns the peak learning rate. None takes that of the options.
     """

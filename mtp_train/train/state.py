@@ -143,13 +143,7 @@ def save_state(
     processes.
 
     Args:
-        state_dir: Directory of resume states.
-        step: Steps done.
-        head: The head, sharded or whole.
-        optimizer: AdamW, prepared by accelerate or not.
         best: The best head so far; None without a selection. Earlier best heads are removed.
-        sums: The sums since the last log line.
-        writes: Whether this process writes.
     """
     weights = head_state(head)
     moments, numbers = _flatten_optimizer(head, optimizer)
@@ -213,9 +207,10 @@ def load_best(state_dir: Path, step: int) -> Best:
     return Best(**read_json(_step_directory(state_dir, step) / _META)["best"])
 
 
-def load_sums(state_dir: Path, step: int) -> dict[str, Any] | None:
-    """Load a step's sums since the last log line; None for a state of an earlier release, which has none."""
-    return read_json(_step_directory(state_dir, step) / _META).get("sums")
+def load_sums(state_dir: Path, step: int) -> dict[str, Any]:
+    """Load a step's sums since the last log line."""
+    sums: dict[str, Any] = read_json(_step_directory(state_dir, step) / _META)["sums"]
+    return sums
 
 
 def save_best(state_dir: Path, step: int, weights: dict[str, Tensor]) -> None:

@@ -22,11 +22,7 @@ from mtp_train.errors import StoppedError
 
 
 class Stopped(BaseException):
-    """A signal stopped the work. Not an ``Exception``, so that no handler of errors takes it for one.
-
-    Args:
-        number: The number of the signal.
-    """
+    """A signal stopped the work. Not an ``Exception``, so that no handler of errors takes it for one."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -68,7 +68,6 @@ def target_figures(
     """Return the figures of all target rows. Only p and q of one chunk of rows are held at a time.
 
     Args:
-        rows: Aligned rows of trunk and head.
         trunk: Its output matrix gives p, and q if the head has none of its own.
         temperature: Divisor of the logits of p and q, above 0.
         draft_vocab_R: int, the tokens that the head may draft; q is 0 elsewhere. None for all.

@@ -23,23 +23,6 @@ from mtp_train.recipe.loading import load_recipe
 from runs import document, tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = (
-    "run",
-    "check",
-    "recipes",
-    "init",
-    "regenerate",
-    "inspect",
-    "graft",
-    "probe",
-    "rescue",
-    "merge",
-    "export",
-    "generate",
-    "evaluate",
-    "compare",
-    "demo",
-)
 Capture = pytest.CaptureFixture[str]
 
 
@@ -212,12 +195,6 @@ def program(command: list[Any], cwd: Path = ROOT) -> subprocess.CompletedProcess
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "inference")]),
     }
     return subprocess.run(command, cwd=cwd, env={**os.environ, **paths}, capture_output=True, text=True, check=False)
-
-
-def test_help_names_every_command() -> None:
-    done = program([sys.executable, "-m", "mtp_train", "--help"])
-    assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(re.findall(r"^    ([a-z]+)(?: |$)", done.stdout, flags=re.MULTILINE)) == sorted(COMMANDS)
 
 
 def test_a_recipe_is_a_program(inputs: Path, tmp_path: Path) -> None:

@@ -100,16 +100,6 @@ def test_a_server_of_another_model_writes_nothing(
     assert list((tmp_path / "run").glob("data/*/regenerated-*.jsonl")) == []
 
 
-def test_a_key_that_is_not_there_is_asked_for(
-    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("KEY_OF_THE_TEST", raising=False)
-    asking = {**WRITTEN, "endpoint": "http://localhost/v1", "api_key_env": "KEY_OF_THE_TEST"}
-    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", data__regenerate=asking)
-    assert main(["regenerate", str(recipe)]) == 2
-    assert "data.regenerate.api_key_env: the variable KEY_OF_THE_TEST is not set" in capfd.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("served_model", ["finetune", "base"])
 def test_processes_with_shards_of_the_trunk_check_the_responses_together(

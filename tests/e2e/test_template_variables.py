@@ -56,19 +56,6 @@ def test_prompts_are_answered_as_the_trunk_is_served(tmp_path: Path, capfd: pyte
     assert "has no response to any of the" in capfd.readouterr().err
 
 
-def test_prompts_without_responses_are_refused_where_no_trunk_answers(
-    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "say {n}"}}\n' for n in range(40)))
-    data = {"sources": [{"path": str(tmp_path / "prompts.jsonl")}], "holdout": 0.4, "seq_len_tokens": 192}
-    recipe = write_recipe(tmp_path / "a.yaml", inputs, tmp_path / "run", data=data)
-    said = refusal(["check", recipe], capfd)
-    assert "a prompt without a response" in said
-    assert "data.regenerate={}" in said
-    # Control: the override that the message names.
-    assert "training on " in document(["check", recipe, "data.regenerate={}"], capfd)["data"]
-
-
 def test_generate_writes_the_prompt_with_the_variables(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     finetune = write_inputs(tmp_path) / "finetune"
     tokenizer = byte_tokenizer(TEMPLATE)

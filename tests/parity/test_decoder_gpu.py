@@ -50,7 +50,7 @@ def test_captured_sampling_equals_sampling_one_operation_at_a_time(draft_samplin
         Request(
             prompt_ids=prompt,
             max_new_tokens=NEW_TOKENS,
-            sampling=Sampling(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.1, seed=seed),
+            sampling=Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=seed),
             depth=seed % 4,
         )
         for seed, prompt in enumerate(prompts())

@@ -157,35 +157,6 @@ def test_a_control_reads_the_other_side_also_where_no_head_of_the_family_does(tm
     assert not torch.allclose(other, read)
 
 
-def test_without_prompts_the_demos_held_out_ones_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import engine_parity
-
-    command = ["engine_parity.py", "demo:base", "--engine", "vllm", "--out", str(tmp_path / "record.json")]
-    monkeypatch.setattr(sys, "argv", command)
-    task = engine_parity.make_task(engine_parity.parse(), tmp_path)
-    assert (task.kind, task.dtype, task.max_new_tokens) == ("decode", "bfloat16", 64)
-    assert len({tuple(prompt_ids) for prompt_ids in task.prompts}) == 12
-
-
-def test_an_engine_that_cannot_decode_a_family_is_asked_for_logits(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    import engine_parity
-
-    command = ["engine_parity.py", "demo:base", "--engine", "transformers", "--out", str(tmp_path / "record.json")]
-    monkeypatch.setattr(sys, "argv", command)
-    task = engine_parity.make_task(engine_parity.parse(), tmp_path)
-    assert (task.kind, task.dtype) == ("logits", "float32")
-
-
-def test_a_program_that_fails_is_quoted(tmp_path: Path) -> None:
-    from engines.launch import ENGINES, EngineProgramError, run_program
-
-    engine = replace(ENGINES["vllm"], program="absent.py")
-    with pytest.raises(EngineProgramError, match=r"(?s)absent\.py: exit code 2, no document; .* No such file"):
-        run_program(engine, sys.executable, {}, tmp_path / "work")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", list(PYTHONS))
 def test_an_installed_engine_does_what_we_do(engine: str, tmp_path: Path) -> None:
@@ -245,17 +216,6 @@ def test_streams_read_in_another_order_or_mixed_as_the_trunk_does_are_seen(tmp_p
     found = {name: entry["verdict"] for name, entry in controls(task, compare).items()}
     assert found.keys() == {"zero_first_embedding", "leading_row", "other_streams", "trunk_mixer"}
     assert found["other_streams"] == found["trunk_mixer"] == "different"
-
-
-def test_the_job_names_the_draft_model_and_its_kind(beside: tuple[Any, dict[str, Any]]) -> None:
-    from engines.launch import ENGINES
-    from engines.witness import job_of
-
-    task, _ = beside
-    assert job_of(task, 2)["draft"] == {"kind": "eagle3", "path": str(task.draft)}
-    # Where llama.cpp reads one more row of an MTP head, it reads none of a draft model.
-    assert not replace(task, engine=ENGINES["llama.cpp"]).leading_row
-    assert replace(task, engine=ENGINES["llama.cpp"], draft=None).leading_row
 
 
 def test_drafts_are_the_best_of_those_that_may_be_drafted(beside: tuple[Any, dict[str, Any]]) -> None:

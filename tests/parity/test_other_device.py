@@ -26,7 +26,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"head__draft_vocab": 40, "objective__vocab": "draft", "objective__loss": "tv"},
     {"objective__unroll": "fastmtp", "objective__loss": "ce"},
     {"objective__loss": "e2e_tv"},
-    {"objective__loss": "lk", "objective__on_policy": True},
+    {"objective__loss": "lk"},
     {"data__pack": True, "objective__loss": "reverse_kl"},
 )
 

@@ -268,31 +268,7 @@ def test_a_right_import_passes(module: str, line: str) -> None:
     assert upward_imports(line, module) == []
 
 
-def heavy_imports(statement: str, heavy: set[str], *paths: Path) -> set[str]:
-    """Return which of the heavy packages a fresh interpreter holds after one statement."""
-    code = f"{statement}\nimport sys\nprint(*(name for name in {sorted(heavy)} if name in sys.modules))"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (*paths, *SOURCE_ROOTS)))}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
-
-
 TRAINER_STACK = {"accelerate", "deepspeed", "wandb", "datasets", "peft"}
-
-
-@pytest.mark.parametrize(
-    ("statement", "heavy"),
-    [
-        ("import mtp_train", TRAINER_STACK | {"torch", "transformers"}),
-        (
-            "from mtp_train.recipe.loading import load_recipe; load_recipe('retrain_head')",
-            TRAINER_STACK | {"torch", "transformers"},
-        ),
-        ("import mtp_train.cli.main", TRAINER_STACK | {"torch", "transformers"}),
-    ],
-)
-def test_a_light_module_leaves_the_heavy_packages_alone(statement: str, heavy: set[str]) -> None:
-    assert heavy_imports(statement, heavy) == set()
 
 
 def test_the_decoder_needs_neither_the_trainer_stack_nor_the_recipe_and_pydantic() -> None:
@@ -321,9 +297,3 @@ def test_the_decoder_needs_neither_the_trainer_stack_nor_the_recipe_and_pydantic
     assert done.returncode == 0, done.stderr
     # The control: a recipe needs pydantic.
     assert "pydantic" in done.stdout
-
-
-def test_a_heavy_import_is_found_in_a_package_that_hides_it(tmp_path: Path) -> None:
-    (tmp_path / "wandb.py").touch()
-    (tmp_path / "innocent.py").write_text("import json\ntry:\n    import wandb\nexcept ImportError:\n    pass\n")
-    assert heavy_imports("import innocent", TRAINER_STACK, tmp_path) == {"wandb"}

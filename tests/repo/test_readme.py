@@ -81,38 +81,12 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(path: Path) -> None:
             assert anchor in [re.sub(r"[^\w\- ]", "", one).lower().replace(" ", "-") for one in headings], link
 
 
-def test_the_recipe_that_is_written_is_the_one_that_is_checked_launched_and_served() -> None:
-    commands = list(shell_commands((RECIPES / "retrain.md").read_text(encoding="utf-8")))
-    (written,) = [words[2] for words in commands if words[:2] == ["mtp-train", "init"]]
-    assert [words[2] for words in commands if words[:2] == ["mtp-train", "check"]] == [written]
-    launched = [words[words.index("mtp_train") + 1] for words in commands if "mtp_train" in words]
-    assert set(launched) == {written}
-    served = [words for words in commands if words[0] == "vllm" or "sglang.launch_server" in words]
-    assert len(served) == 2
-    assert all(f"runs/{Path(written).stem}/export" in words for words in served)
-
-
 def test_the_generated_pages_are_up_to_date() -> None:
     assert table() in (RECIPES / "families.md").read_text(encoding="utf-8"), "scripts/support_table.py --write"
     assert page() == (RECIPES / "commands.md").read_text(encoding="utf-8"), "python scripts/commands_page.py"
-
-
-def test_the_readme_counts_the_families() -> None:
-    of_releases = [family for family in FAMILIES if not family.attached]
-    assert f"[{len(of_releases)} families](recipes/families.md)" in README
-    assert f"to {len(FAMILIES) - len(of_releases)} more" in README
 
 
 def test_no_engine_is_said_to_run_what_its_record_does_not_claim() -> None:
     families = {family.name: family for family in FAMILIES}
     for engine, name in witnessed():
         assert families[name].serving[engine].supported, (engine, name)
-
-
-def test_the_page_on_attaching_names_every_model_that_it_is_for() -> None:
-    text = " ".join((RECIPES / "attach.md").read_text(encoding="utf-8").split())
-    assert [family.title for family in FAMILIES if family.attached and family.title not in text] == []
-
-
-def test_the_readme_is_one_page() -> None:
-    assert len(README.split()) <= 800

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -28,11 +27,6 @@ SCHEMA = ROOT / "mtp_train" / "recipe" / "schema.json"
 
 def named(path: Path) -> str:
     return str(path.relative_to(ROOT))
-
-
-def test_there_are_recipes_and_machines() -> None:
-    assert "recipes/retrain_head.yaml" in map(named, RECIPES)
-    assert {path.name for path in MACHINES} >= {"single.yaml", "ddp.yaml", "cpu_ddp.yaml"}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=named)
@@ -73,11 +67,6 @@ def test_files_generated_from_the_fields_are_up_to_date(command: str, path: Path
     words = [sys.executable, "-m", *f"mtp_train.recipe.{command}".split()]
     printed = subprocess.run(words, capture_output=True, check=True, cwd=ROOT).stdout
     assert printed == path.read_bytes(), f"run: python -m mtp_train.recipe.{command} > new && mv new {named(path)}"
-
-
-def test_files_named_in_the_page_on_machines_exist() -> None:
-    text = NODES.read_text(encoding="utf-8")
-    assert all((ROOT / "recipes" / name).is_file() for name in re.findall(r"accelerate/\w+\.yaml", text))
 
 
 @pytest.mark.parametrize("path", MACHINES, ids=named)
@@ -152,48 +141,3 @@ def test_the_slurm_script_starts_one_launcher_on_each_node(tmp_path: Path) -> No
         assert_two_nodes(words, node, "node-a")
         assert launch_command_parser().parse_args(words).main_process_port == 23456
         assert words[-1] == "train.lr=1e-4"
-
-
-PROBE = """
-import os
-
-import torch
-from accelerate import Accelerator
-
-accelerator = Accelerator()
-module = torch.nn.Linear(1, 1, bias=False)
-wrapped = accelerator.prepare(module)
-wrapped(torch.full((1, 1), accelerator.process_index + 1.0)).sum().backward()
-gradient = module.weight.grad.item()
-facts = (accelerator.num_processes, accelerator.distributed_type.value, type(wrapped).__name__, gradient)
-# In one write: two processes share the pipe.
-os.write(1, (" ".join(map(str, facts)) + "\\n").encode())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("environment", "line"),
-    [
-        # The mean of the inputs 1 and 2: the processes share their gradients.
-        ({"ACCELERATE_USE_CPU": "true"}, "2 MULTI_CPU DistributedDataParallel 1.5"),
-        # The trap that the file and the page warn of.
-        ({}, "1 NO Linear 1.0"),
-    ],
-)
-def test_cpu_ddp_synchronises_two_processes_given_its_variable(
-    tmp_path: Path, environment: dict[str, str], line: str
-) -> None:
-    probe = tmp_path / "probe.py"
-    probe.write_text(PROBE, encoding="utf-8")
-    settings = ROOT / "recipes" / "accelerate" / "cpu_ddp.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(settings), str(probe)]
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
-    run = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**inherited, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environment},
-    )
-    assert run.stdout.splitlines() == [line, line]

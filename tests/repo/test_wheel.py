@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import os
 import shutil
 import subprocess
@@ -108,17 +107,3 @@ def test_the_wheel_holds_the_demo_checkpoints(wheel: zipfile.ZipFile, name: str)
 def test_the_demo_checkpoints_stay_small(wheel: zipfile.ZipFile) -> None:
     sizes = {name: wheel.getinfo(name).file_size for name in names_under(wheel, ASSETS)}
     assert 0 < sum(sizes.values()) < MAX_ASSET_BYTES
-
-
-def test_the_wheel_installs_one_command(wheel: zipfile.ZipFile) -> None:
-    (name,) = (name for name in wheel.namelist() if name.endswith("/entry_points.txt"))
-    entry_points = configparser.ConfigParser()
-    entry_points.read_string(wheel.read(name).decode())
-    assert {section: dict(entry_points[section]) for section in entry_points.sections()} == {
-        "console_scripts": {"mtp-train": "mtp_train.cli.main:main"}
-    }
-
-
-def test_the_wheel_carries_its_licence(wheel: zipfile.ZipFile) -> None:
-    (name,) = (name for name in wheel.namelist() if name.endswith("/licenses/LICENSE"))
-    assert wheel.read(name) == (REPOSITORY / "LICENSE").read_bytes()

@@ -8,30 +8,11 @@ import pytest
 import torch
 
 from mtp_train.acceptance.counts import (
-    PromptCounts,
     accept_greedy,
     entropy,
-    marginal,
     overlap,
     repeated_ngram_share,
 )
-
-
-def counts(prompt_id: str, rounds: int, *accepted: int) -> PromptCounts:
-    return PromptCounts(
-        prompt_id=prompt_id,
-        rounds=rounds,
-        num_draft_tokens=rounds * len(accepted),
-        accepted_per_pos=accepted,
-        new_tokens=1 + rounds + sum(accepted),
-        seconds=None,
-        group=prompt_id,
-    )
-
-
-def test_mixed_depths_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"depths \[1, 2\]; expected one depth"):
-        marginal([counts("a", 4, 3), counts("b", 4, 3, 1)])
 
 
 def test_repeated_ngrams_count_within_one_output_only() -> None:

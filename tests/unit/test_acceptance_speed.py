@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -138,7 +137,6 @@ def test_the_fastest_depth_that_is_shown_to_pay_is_recommended() -> None:
 # A machine with other work
 
 PASSES = 3
-Rule = Callable[[FloatArray, FloatArray, FloatArray], Interval]
 
 
 def busy(rng: np.random.Generator, shape: tuple[int, ...], share: float) -> FloatArray:

@@ -10,7 +10,6 @@ from mtp_train.heads.alignment import (
     PADDING_DOCUMENT,
     input_tokens,
     prefix_mask,
-    shift_left,
     target_tokens,
     unroll_mask,
     valid_targets,
@@ -31,16 +30,6 @@ def flags(text: str) -> list[bool]:
 def seen(mask_QS: Tensor) -> list[str]:
     """Return a mask as text, one line a query."""
     return ["".join("x" if value else "." for value in line) for line in mask_QS.tolist()]
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "expected"), [(0, [1, 2, 3, 4]), (1, [2, 3, 4, 9]), (4, [9, 9, 9, 9]), (7, [9, 9, 9, 9])]
-)
-def test_shift_left_moves_and_fills(num_tokens: int, expected: list[int]) -> None:
-    values_BT = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-    shifted_BT = shift_left(values_BT, num_tokens, 9)
-    assert shifted_BT[0].tolist() == expected
-    assert shifted_BT[1].tolist() == [value if value == 9 else value + 4 for value in expected]
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,18 @@ import torch
 
 from byte_tokenizer import byte_tokenizer
 from mtp_inference.sampling.distributions import Sampling, distribution_of
-from mtp_train.answers import check as checked
-from mtp_train.answers.check import AnswerFit, CheckedStore, JudgeFn, allowance, fit_of
+from mtp_train.answers import served as checked
 from mtp_train.answers.endpoint import Endpoint
 from mtp_train.answers.generate import Answering, missing_prompts
-from mtp_train.answers.served import probe, regenerate_served
+from mtp_train.answers.served import (
+    AnswerFit,
+    CheckedStore,
+    JudgeFn,
+    allowance,
+    fit_of,
+    probe,
+    regenerate_served,
+)
 from mtp_train.answers.store import RegeneratedRow, RegeneratedStore
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import CheckpointError, DataError
@@ -125,12 +132,6 @@ def test_a_server_that_switches_its_model_after_the_proof_is_noticed(
     assert len(RegeneratedStore(tmp_path).rows()) == 12
     assert answer(tmp_path, trunk, own, sampling) == 6, "the same command goes on from there"
     assert len(RegeneratedStore(tmp_path).rows()) == 18
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_server_of_the_trunk_is_left_alone(sampling: dict[str, Any], trunk: Trunk, tmp_path: Path) -> None:
-    """The control."""
-    assert answer(tmp_path, trunk, served_by(trunk, [EOS]), sampling, proves=True) == 18
 
 
 def test_a_server_with_a_temperature_of_its_own_is_noticed(

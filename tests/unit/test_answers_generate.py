@@ -126,19 +126,6 @@ def test_a_run_resumes_with_another_number_of_processes(tmp_path: Path) -> None:
     assert len(RegeneratedStore(tmp_path).rows()) == 20
 
 
-def test_progress_is_told(tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    regenerate(
-        PROMPTS,
-        RegeneratedStore(tmp_path),
-        Speaker(),
-        Answering(max_new_tokens=8, seq_len_tokens=64, eos_ids={EOS}),
-        batch_size=3,
-        on_batch=lambda done, total: told.append((done, total)),
-    )
-    assert told == [(1, 2), (2, 2)]
-
-
 def test_prompts_without_room_for_a_response_are_counted_or_refused(tmp_path: Path) -> None:
     counts = answer(RegeneratedStore(tmp_path), Speaker(), seq_len_tokens=18)
     assert counts == 14
@@ -152,15 +139,3 @@ def test_responses_to_other_prompts_are_not_reused(tmp_path: Path) -> None:
     changed = [Prompt(PROMPTS[0].id, PROMPTS[0].group, (9, 9)), *PROMPTS[1:]]
     with pytest.raises(DataError, match="the stored response of f#00 answers another prompt; expected"):
         answer(store, Speaker(), changed)
-
-
-def test_a_missing_response_is_a_bug_that_shows(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        regenerate(
-            PROMPTS,
-            RegeneratedStore(tmp_path),
-            lambda questions: [[1, 2]] * (len(questions) - 1),
-            Answering(max_new_tokens=8, seq_len_tokens=64, eos_ids={EOS}),
-            batch_size=1,
-        )
-    assert RegeneratedStore(tmp_path).rows() == []

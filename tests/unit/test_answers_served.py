@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from byte_tokenizer import byte_tokenizer
-from mtp_train.answers.check import AnswerFit, CheckedStore
 from mtp_train.answers.endpoint import GREEDY, Endpoint
 from mtp_train.answers.generate import Answering, missing_prompts
-from mtp_train.answers.served import ServedCounts, probe, regenerate_served
+from mtp_train.answers.served import AnswerFit, CheckedStore, ServedCounts, probe, regenerate_served
 from mtp_train.answers.store import RegeneratedRow, RegeneratedStore
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError

@@ -27,7 +27,7 @@ from assistants import (
 from checkpoints import all_tensors
 from mtp_inference import AssistantDrafting, Sampling, SpeculativeDecoder, plain_greedy
 from mtp_inference.drafters.drafter import RoundPlan
-from mtp_inference.sampling.chooser import Chooser
+from mtp_inference.sampling.chooser import Chooser, DraftChoice
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.errors import CheckpointError, MtpError, UnsupportedModelError
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
@@ -198,11 +198,10 @@ def test_a_trunk_that_shares_no_keys_is_read_at_the_last_layers() -> None:
 )
 def test_q_is_zero_outside_the_chosen_centroids(name: str, num_tokens: int) -> None:
     run = BatchRun(pair(name).trunk, pair(name).drafting(), prompts(), depth=2)
-    vocab_size = pair(name).trunk.lm_head_VD.shape[0]
     hot = [Sampling(temperature=20.0)] * len(prompts())
-    chooser = Chooser(hot, "sampled", vocab_size=vocab_size, device=torch.device("cpu"), penalises=False)
+    chooser = Chooser(hot, "sampled", torch.device("cpu"))
     assert run.drafter is not None
-    choice = chooser.begin_draft(run.batch.last_B, run.batch.length_B)
+    choice = DraftChoice(chooser, run.batch.last_B, run.batch.length_B)
     with torch.inference_mode():
         q_BKV = run.drafter.draft(RoundPlan(2, 32, 0, None), choice).q_BKV
     assert q_BKV is not None

@@ -69,7 +69,7 @@ def prompt(num_tokens: int) -> list[int]:
     return torch.randint(VOCAB_SIZE, (num_tokens,), generator=torch.Generator().manual_seed(num_tokens)).tolist()
 
 
-SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.1)
+SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.95, min_p=0.01)
 
 
 def requests_of(depth: int, sampling: Sampling, lengths: tuple[int, ...] = (11, 4, 7)) -> list[Request]:
@@ -304,7 +304,7 @@ class CountingBatch(Batch):
         self.cache = type("Capacity", (), {"capacity": 5000})()
         settings = [Sampling()]
         device = torch.device("cpu")
-        self.chooser = Chooser(settings, "argmax", vocab_size=9, device=device, penalises=False)
+        self.chooser = Chooser(settings, "argmax", device)
 
 
 @pytest.fixture

@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from checkpoints import save_with_head, shard
-from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.locations import locate_checkpoint
 from mtp_train.errors import CheckpointError, UnsupportedModelError
@@ -19,26 +17,6 @@ from tiny import tiny_head, tiny_trunk
 def checkpoint(tmp_path: Path) -> Path:
     trunk = tiny_trunk("qwen3_5")
     return save_with_head(trunk, tiny_head(trunk), tmp_path / "checkpoint")
-
-
-def test_single_and_sharded_files_list_the_same_tensors(checkpoint: Path) -> None:
-    single = open_checkpoint(checkpoint)
-    expected = {key: (info.dtype, info.shape) for key, info in single.tensors.items()}
-    value = single.read("mtp.fc.weight")
-    sharded = open_checkpoint(shard(checkpoint))
-    assert {key: (info.dtype, info.shape) for key, info in sharded.tensors.items()} == expected
-    assert single.index is None
-    assert sharded.index is not None
-    assert torch.equal(sharded.read("mtp.fc.weight"), value)
-
-
-def test_blocks_of_a_tensor_make_up_the_tensor(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "BLOCK_ELEMENTS", 100)
-    opened = open_checkpoint(checkpoint)
-    whole = opened.read("model.embed_tokens.weight")
-    blocks = list(opened.read_in_blocks("model.embed_tokens.weight"))
-    assert len(blocks) > 1
-    assert torch.equal(torch.cat(blocks), whole)
 
 
 def test_an_index_that_lists_a_tensor_its_shard_lacks_is_refused(checkpoint: Path) -> None:

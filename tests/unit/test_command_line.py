@@ -65,18 +65,6 @@ def test_verbose_shows_where_an_error_came_from_and_quiet_no_progress(
         assert ("looking for NaN" in printed.err) is not bool(quiet)
 
 
-def test_help_states_defaults_once(capfd: Capture) -> None:
-    for argv in (["generate", "--help"], ["evaluate", "--help"]):
-        with pytest.raises(SystemExit):
-            main(argv)
-        text = " ".join(capfd.readouterr().out.split())
-        assert "longest response, in tokens (default: 128)" in text
-        assert "default: None" not in text
-        assert "default: False" not in text
-        assert "(default: 0.0) (default" not in text
-    assert "of the trunk; 0 is greedy (default: 0.0 1.0)" in text
-
-
 def test_a_reader_that_closes_the_pipe_gets_no_traceback() -> None:
     reads, writes = os.pipe()
     os.close(reads)

@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
 
 from mtp_train.data import pack as pack_module
-from mtp_train.data.pack import PackedSequence, collate, count_targets, full_batches, global_batches, pack_documents
+from mtp_train.data.pack import PackedSequence, count_targets, full_batches, global_batches, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import DataError
 
@@ -151,19 +150,6 @@ def test_documents_that_cannot_be_packed_are_refused() -> None:
         global_batches([], seq_len_tokens=4, pack=True, sequences_per_step=1, seed=0)
     with pytest.raises(DataError, match=r"1: 5 tokens; expected at most data.seq_len_tokens = 4"):
         pack_documents(of_lengths(2, 5, 3), 4, pack=True, seed=0, epoch=0)
-
-
-def test_a_batch_holds_tensors_of_rows_by_tokens() -> None:
-    sequences = pack_documents(of_lengths(2, 3), 4, pack=False, seed=0, epoch=0)
-    batch = collate(sequences)
-    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in batch.items()} == {
-        "input_ids_BT": (torch.int64, (2, 4)),
-        "positions_BT": (torch.int64, (2, 4)),
-        "document_BT": (torch.int64, (2, 4)),
-        "loss_mask_BT": (torch.bool, (2, 4)),
-    }
-    assert batch["input_ids_BT"].tolist() == contents(sequences)
-    assert batch["loss_mask_BT"].tolist() == [sequence.loss_mask_T.tolist() for sequence in sequences]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])

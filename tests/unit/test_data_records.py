@@ -8,12 +8,9 @@ import pytest
 from mtp_train.data.records import (
     Chat,
     PlainText,
-    PromptResponse,
     Record,
-    content_group,
     parse_content,
     parse_messages,
-    parse_text,
 )
 from mtp_train.errors import DataError
 
@@ -107,25 +104,11 @@ def test_long_values_are_quoted_briefly() -> None:
         parse_messages("x" * 1000, "f")
 
 
-def test_text_must_be_text() -> None:
-    assert parse_text("a", "text", "f") == "a"
-    with pytest.raises(DataError, match="f, record 1: prompt is missing; expected text"):
-        parse_text(None, "prompt", "f, record 1")
-
-
 def test_a_prompt_goes_up_to_the_last_assistant_turn() -> None:
     assert Chat((USER, ASSISTANT, USER, ASSISTANT)).prompt_messages() == (USER, ASSISTANT, USER)
     assert Chat((USER,)).prompt_messages() == (USER,)
     assert Chat((USER, ASSISTANT, USER)).prompt_messages() == (USER, ASSISTANT, USER)
     assert Chat((ASSISTANT,)).prompt_messages() == ()
-
-
-def test_records_that_repeat_a_prompt_share_a_group() -> None:
-    other_answer = {"role": "assistant", "content": "good day"}
-    assert content_group(Chat((USER, ASSISTANT))) == content_group(Chat((USER, other_answer)))
-    assert content_group(PromptResponse("a", "b")) == content_group(PromptResponse("a", "c"))
-    assert content_group(PromptResponse("a", "b")) != content_group(PromptResponse("b", "b"))
-    assert content_group(PlainText("a")) != content_group(PlainText("b"))
 
 
 def test_a_record_names_its_place() -> None:

@@ -303,15 +303,6 @@ def test_a_stream_reads_no_more_than_it_is_asked_for(tmp_path: Path) -> None:
             load_records(path, **reading)
 
 
-def test_records_can_be_limited_and_sliced(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [{"text": letter} for letter in "abcd"])
-    assert [record.id for record in load_records(path, max_records=3, name="demo:a")] == [
-        f"demo:a#{number}" for number in (1, 2, 3)
-    ]
-    assert len(load_records(path, max_records=9)) == 4
-    assert [record.content for record in load_records(path, split="train[2:]")] == [PlainText("c"), PlainText("d")]
-
-
 def test_the_group_field_groups(tmp_path: Path) -> None:
     rows = [{"text": "a", "module": 1}, {"text": "b", "module": 1}, {"text": "b", "module": 2}]
     path = write_lines(tmp_path / "a.jsonl", rows)

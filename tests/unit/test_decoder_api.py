@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import pkgutil
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ import torch
 import mtp_inference
 from adapters import write_adapter
 from byte_tokenizer import byte_tokenizer
-from mtp_inference import GenerationResult, Request, SpeculativeDecoder, plain_greedy
-from mtp_inference.requests import Round
+from mtp_inference import Request, SpeculativeDecoder, plain_greedy
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError, DataError, MtpError, UnsupportedModelError
@@ -140,26 +138,3 @@ def test_what_cannot_be_loaded_or_decoded_is_refused(pristine: Path, decoder: Sp
     with pytest.raises(DataError, match=r"prompt 1: holds image or video token"):
         images.stream("a#b")
     assert issubclass(UnsupportedModelError, MtpError)
-
-
-def result() -> GenerationResult:
-    return GenerationResult(
-        token_ids=(1, 2, 3),
-        text="a <b>",
-        finish_reason="stop",
-        depth=3,
-        round_log=(Round(3, 2), Round(3, 1)),
-        seconds_prefill=0.5,
-        seconds_decode=1.0,
-    )
-
-
-def test_a_result_prints_in_a_line_and_as_a_table() -> None:
-    assert repr(result()) == (
-        "GenerationResult(text='a <b>', 3 tokens, stop, num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3, "
-        "tau=2.50)"
-    )
-    table = result()._repr_html_()
-    cells = dict(re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", table))
-    assert cells["text"] == "a &lt;b&gt;"
-    assert (cells["accepted_per_pos"], cells["tau"]) == ("2, 1, 0", "2.50")

@@ -28,11 +28,11 @@ from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, chained_head, nearly_tin
 SETTINGS = [
     Sampling(temperature=0.8),
     Sampling(temperature=0.8, top_k=12),
-    Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.3),
-    Sampling(temperature=0.8, min_p=0.05, repetition_penalty=0.8),
+    Sampling(temperature=0.8, top_p=0.9),
+    Sampling(temperature=0.8, min_p=0.05),
     Sampling(),
-    Sampling(temperature=0.8, top_k=20, top_p=0.8, min_p=0.02, repetition_penalty=1.2),
-    Sampling(repetition_penalty=1.5),
+    Sampling(temperature=0.8, top_k=20, top_p=0.8, min_p=0.02),
+    Sampling(),
 ]
 
 
@@ -54,7 +54,7 @@ OTHERS = [(name, drafting) for name in CACHE_KINDS.values() for drafting in ("ng
 
 @functools.cache
 def mixed_requests() -> list[Request]:
-    """Return seven requests of seven settings, lengths and depths."""
+    """Return seven requests of several settings, lengths and depths."""
     generator = torch.Generator().manual_seed(0)
     return [
         Request(

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from demo_maker.corpus import TWINS, held_out_with
 from mtp_train.checkpoints.demo import demo, demo_path, recorded, resolve
-from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
+from mtp_train.checkpoints.files import INDEX_FILE, Checkpoint, open_checkpoint
 from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
-from mtp_train.errors import MtpError, OutputExistsError
+from mtp_train.errors import MtpError
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.evaluate_run import recorded_arms
@@ -23,7 +23,6 @@ from mtp_train.runs.inputs import HOME_PROMPTS, evaluation_prompts, home_prompts
 from mtp_train.trunk.load import Trunk, load_trunk
 
 CHECKPOINTS = ("base", "finetune")
-MAX_BYTES = 11_000_000
 
 
 @pytest.fixture(scope="module")
@@ -57,21 +56,10 @@ def provenance() -> dict[str, Any]:
 # The checkpoints
 
 
-def test_both_checkpoints_together_stay_small_enough_to_ship() -> None:
-    files = [file for name in CHECKPOINTS for file in demo_path(name).rglob("*") if file.is_file()]
-    assert sum(file.stat().st_size for file in files) < MAX_BYTES
-
-
 def test_the_base_has_a_complete_head_in_a_sharded_checkpoint(base: Checkpoint) -> None:
     assert diagnose_head(base).complete
     assert (base.path / INDEX_FILE).is_file()
     assert len({info.file for info in base.tensors.values()}) > 1
-
-
-def test_the_finetune_declares_a_head_and_holds_none(finetune: Checkpoint) -> None:
-    diagnosis = diagnose_head(finetune)
-    assert (diagnosis.declared_modules, diagnosis.present_modules) == (1, 0)
-    assert {info.file for info in finetune.tensors.values()} == {SINGLE_FILE}
 
 
 def test_the_finetune_is_the_base_with_every_matrix_changed(base: Checkpoint, finetune: Checkpoint) -> None:
@@ -94,27 +82,6 @@ def test_the_config_is_one_that_serving_engines_load(name: str) -> None:
     assert config["dtype"] == "bfloat16"
     # With mrope keys in a text-only config vLLM crashes as soon as it drafts.
     assert sorted(config["rope_parameters"]) == ["partial_rotary_factor", "rope_theta", "rope_type"]
-
-
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_all_weights_are_bfloat16_and_the_output_matrix_is_tied(name: str) -> None:
-    checkpoint = open_checkpoint(demo_path(name))
-    assert {info.dtype for info in checkpoint.tensors.values()} == {"BF16"}
-    assert "lm_head.weight" not in checkpoint.tensors
-
-
-def test_the_tokenizer_gives_back_any_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    text = 'def f(x):\n\treturn {"a": x ** 2}  # \u00e9\u4e2d \U0001f40d\r\n'
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert len(tokenizer) == 2048
-
-
-def test_the_chat_prompt_is_the_start_of_the_whole_chat(tokenizer: PreTrainedTokenizerBase) -> None:
-    messages = rows("prompts")[0]["messages"]
-    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
-    full = tokenizer.apply_chat_template(messages, return_dict=False)
-    assert full[: len(prompt)] == prompt
-    assert full.count(tokenizer.eos_token_id) == 2
 
 
 @torch.inference_mode()
@@ -202,13 +169,6 @@ def test_the_written_demo_equals_the_packaged_one(tmp_path: Path) -> None:
         assert copied == {file.name: file.read_bytes() for file in demo_path(name).iterdir()}
 
 
-def test_an_existing_target_is_refused_and_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "kept").write_text("mine")
-    with pytest.raises(OutputExistsError, match="already exists"):
-        demo(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-
-
 # The recorded arms
 
 
@@ -222,52 +182,3 @@ def test_the_recorded_arms_belong_to_the_demo_and_say_that_they_are_recorded() -
 
 
 # How it was made
-
-
-@pytest.fixture
-def maker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-
-
-@pytest.mark.usefixtures("maker")
-def test_a_function_is_described_by_what_its_source_says() -> None:
-    from demo_maker.corpus import SourceFile
-    from demo_maker.records import described_functions
-
-    source = '''
-class Box:
-    def open(self, name, *rest, mode="r"):
-        """Open a box.
-
-        More."""
-        def inner():
-            return 1
-        if not name:
-            raise errors.Missing(name)
-        raise ValueError
-'''
-    (described,) = described_functions(SourceFile("shelf.boxes", source))
-    assert described.group == "shelf"
-    assert described.prompt == "Describe shelf.boxes.Box.open(self, name, *rest, mode='r')"
-    assert json.loads(described.answer) == {
-        "name": "open",
-        "module": "shelf.boxes",
-        "class": "Box",
-        "args": ["self", "name", "*rest", "mode"],
-        "defaults": {"mode": "'r'"},
-        "returns": False,
-        "raises": ["Missing", "ValueError"],
-        "lines": 9,
-        "doc": "Open a box.",
-    }
-
-
-@pytest.mark.usefixtures("maker")
-def test_modules_that_repeat_each_other_are_picked_together_or_not_at_all() -> None:
-    from demo_maker.corpus import TWINS, pick_prompt_modules
-
-    sizes = {name: 10 for names in TWINS for name in names} | {f"module{number}": 10 for number in range(40)}
-    for share in (0.3, 0.6):
-        picked = set(pick_prompt_modules(sizes, share, smallest=1, largest=99))
-        assert all(picked.issuperset(names) or picked.isdisjoint(names) for names in TWINS)
-        assert 0 < len(picked) < len(sizes)

@@ -11,11 +11,10 @@ import torch
 from demo_maker.corpus import SourceFile
 from demo_maker.install import code_lines, prompt_lines
 from demo_maker.records import described_functions
-from demo_maker.sizes import DEMO, SIZES, Size
+from demo_maker.sizes import DEMO, Size
 from demo_maker.stages import make_base, make_finetune
 from demo_maker.texts import Texts
 from demo_maker.training import TrainSettings
-from mtp_train.checkpoints.demo import demo_path
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.heads.diagnose import diagnose_head
 
@@ -52,13 +51,6 @@ def test_a_pair_of_another_size_goes_the_way_of_the_one_that_ships(texts: Texts,
     assert notes[0]["trained_tokens"] == SMALL.base_tokens
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     assert {name: config[name] for name in SMALL.shape} == SMALL.shape
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_a_size_names_what_the_config_of_the_demo_has(name: str) -> None:
-    config = json.loads((demo_path("base") / "config.json").read_text())
-    assert SIZES[name].shape.keys() <= config.keys()
-    assert (SIZES[name].shape.items() <= config.items()) == (name == "demo")
 
 
 def test_texts_of_a_pair_are_sources_of_a_recipe(texts: Texts) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from demo_maker.table import TableDrafting, make_table
-from mtp_inference import GenerationResult, SpeculativeDecoder
 from mtp_train.data.tokenize import Document
-from tiny import tiny_trunk
 
 
 def document(tokens: list[int], first_target: int = 0) -> Document:
@@ -25,20 +23,3 @@ def test_the_longest_known_context_counts() -> None:
     assert drafting.next_token([1, 5]) == 2
     assert drafting.next_token([4, 5]) == 3
     assert drafting.next_token([4]) is None
-
-
-def test_a_table_of_the_trunk_s_own_text_drafts_it_and_changes_nothing() -> None:
-    trunk, prompt = tiny_trunk("qwen3_5"), [1, 2, 3, 4]
-
-    def decode(drafting: TableDrafting | None) -> GenerationResult:
-        (result,) = SpeculativeDecoder(trunk, drafting, 3 if drafting else 0, []).decode([prompt], 20)
-        return result
-
-    plain = decode(None)
-    drafted = decode(TableDrafting(make_table([document([*prompt, *plain.token_ids])], 20), 20))
-    assert drafted.token_ids == plain.token_ids
-    assert drafted.num_accepted_tokens > 10
-    # A table of another text has none of these contexts.
-    other = decode(TableDrafting(make_table([document([0, 0])])))
-    assert other.token_ids == plain.token_ids
-    assert other.num_accepted_tokens < drafted.num_accepted_tokens

@@ -14,7 +14,7 @@ from checkpoints import shard
 from draft_models import CHOSEN, NUM_DEPTHS, DraftModelToWrite
 from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
-from mtp_train.errors import CheckpointError, UnsupportedModelError
+from mtp_train.errors import CheckpointError
 from tiny import VOCAB_SIZE
 
 LAYER = {
@@ -134,15 +134,6 @@ def test_medusa_keeps_its_blocks_and_the_whole_lm_head(tmp_path: Path) -> None:
     assert torch.equal(tensors["lm_head.weight"], written.trunk.lm_head_VD)
     assert (config["num_heads"], config["original_lm_head"], config["medusa_fc_bias"]) == (NUM_DEPTHS, True, True)
     assert config["truncated_vocab_size"] == VOCAB_SIZE
-
-
-def test_a_trunk_of_few_layers_has_no_three_states(tmp_path: Path) -> None:
-    with pytest.raises(
-        UnsupportedModelError, match=r"6 layers; expected 7 or more: with fewer, two of the three states"
-    ):
-        DraftModelToWrite(tmp_path, "eagle3", num_layers=6).write()
-    assert DraftModelToWrite(tmp_path / "more", "eagle3", num_layers=7).write()
-    assert DraftModelToWrite(tmp_path / "other", "eagle", num_layers=6).write()
 
 
 def rewritten(written: DraftModelToWrite, added: dict[str, Tensor], removed: str) -> None:

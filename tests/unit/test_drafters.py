@@ -15,7 +15,7 @@ import mtp_inference.session
 from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
 from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafter, NgramDrafting
-from mtp_inference.sampling.chooser import Chooser, Drafts, DraftSampling
+from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts, DraftSampling
 from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.heads.module import Unroll
 from mtp_train.trunk.load import Trunk
@@ -160,14 +160,14 @@ def test_a_drafter_that_misses_a_stretch_drafts_otherwise(maker: str, monkeypatc
 @pytest.mark.parametrize("maker", ["recursive", "chained", "chained_drafts", "recurrent_model", "attention_model"])
 def test_a_wide_plan_at_the_end_of_the_buffers_drafts_the_same(maker: str) -> None:
     trunk, prompt_1T, first_1 = trunk_of("qwen3_5"), torch.tensor([prompt(12)]), torch.tensor([5])
-    chooser = Chooser([Sampling()], "argmax", vocab_size=VOCAB_SIZE, device=torch.device("cpu"), penalises=False)
+    chooser = Chooser([Sampling()], "argmax", torch.device("cpu"))
     drafted = []
     with torch.inference_mode():
         hidden_1TD = trunk.hidden(prompt_1T)
         for pending in (1, 33):
             drafter = made(MAKERS[maker](), trunk, BatchSize(1, 16, 3, 16))
             drafter.start(slice(0, 1), hidden_1TD, prompt_1T, first_1)
-            choice = chooser.begin_draft(first_1, torch.tensor([12]))
+            choice = DraftChoice(chooser, first_1, torch.tensor([12]))
             drafted.append(drafter.draft(RoundPlan(3, 16, pending, None), choice).tokens_BK.tolist())
     assert drafted[0] == drafted[1]
 
@@ -199,8 +199,8 @@ def start_ngrams(drafter: Drafter, text: Sequence[int], row: int = 0) -> None:
 def drafted_ngrams(drafter: Drafter, depth: int = 3) -> list[list[int]]:
     assert isinstance(drafter, NgramDrafter)
     device = torch.device("cpu")
-    chooser = Chooser([Sampling()] * len(drafter.length_B), "argmax", vocab_size=9, device=device, penalises=False)
-    drafts = drafter.draft(RoundPlan(depth, 0, 0, None), chooser.begin_draft(drafter.length_B, drafter.length_B))
+    chooser = Chooser([Sampling()] * len(drafter.length_B), "argmax", device)
+    drafts = drafter.draft(RoundPlan(depth, 0, 0, None), DraftChoice(chooser, drafter.length_B, drafter.length_B))
     assert drafts.num_drafted_B is not None
     assert drafts.tokens_BK.shape == (len(drafter.length_B), depth)
     pairs = zip(drafts.tokens_BK.tolist(), drafts.num_drafted_B.tolist(), strict=True)
@@ -281,7 +281,7 @@ def test_a_reduced_vocabulary_bounds_the_drafts_and_not_the_text(
 ) -> None:
     trunk = trunk_of("qwen3_5")
     head = head_of(trunk, kind, 3)
-    settings = [Sampling(temperature=0.9, top_k=30, repetition_penalty=1.2, seed=seed) for seed in range(3)]
+    settings = [Sampling(temperature=0.9, top_k=30, seed=seed) for seed in range(3)]
     requests = [
         Request(prompt_ids=prompt(4 + row), max_new_tokens=20, sampling=settings[row] if sampled else Sampling())
         for row in range(3)

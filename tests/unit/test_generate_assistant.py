@@ -73,15 +73,6 @@ def test_the_text_is_the_trunks_and_the_drafts_are_the_assistants(
     assert all(one["num_draft_tokens"] == 0 for one in plain["requests"])
 
 
-def test_it_says_what_it_drafts_with(saved_trunk: Path, saved_assistant: Path, capfd: Capture) -> None:
-    argv = ["generate", saved_trunk, "--head", saved_assistant, "--prompt", "a", "--max-new-tokens", 2]
-    assert main([str(word) for word in argv]) == 0
-    # The terminal's width breaks lines; the text itself stays alone on stdout.
-    said = capfd.readouterr()
-    assert "a Gemma 4 assistant" in " ".join(said.err.split())
-    assert "assistant" not in said.out
-
-
 def test_the_language_model_of_a_release_is_decoded(
     trunk: Trunk, saved_assistant: Path, tmp_path: Path, capfd: Capture
 ) -> None:

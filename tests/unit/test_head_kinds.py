@@ -10,8 +10,7 @@ import pytest
 from mtp_train import head_kinds
 from mtp_train.errors import RecipeError, UnsupportedModelError
 from mtp_train.families import draft_kind, family_named, of_kind
-from mtp_train.families.drafts.record import parts_of
-from mtp_train.head_kinds import draft_kinds, find_head_kind, register_head_kind
+from mtp_train.head_kinds import find_head_kind, register_head_kind
 from mtp_train.recipe.schema import Recipe
 from runs import tiny_recipe
 from toy_kind import TOY
@@ -54,11 +53,3 @@ def test_parallel_modules_follow_the_rules_of_medusa(monkeypatch: pytest.MonkeyP
     assert recipe_with(head__kind="flat", head__num_depths=2).fresh_modules == 2
     with pytest.raises(RecipeError, match=r"evaluate\.depth: 3 with head\.kind: flat and head\.num_depths: 2"):
         recipe_with(head__kind="flat", head__num_depths=2, evaluate__depth=3)
-
-
-def test_every_draft_model_has_names_of_its_own() -> None:
-    formats = [parts_of(kind).format for kind in draft_kinds()]
-    names = [name for stored in formats for name in (*stored.written_as, *stored.read_as)]
-    assert len(set(names)) == len(names) >= len(formats)
-    with pytest.raises(ValueError, match="mtp: stored in its trunk's checkpoint"):
-        parts_of(find_head_kind("mtp"))

@@ -19,7 +19,6 @@ from mtp_train.losses.chunked import depth_weights
 from mtp_train.losses.rows import softened
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.settings import plan_of
-from mtp_train.runs.study import for_objective
 from mtp_train.runs.training import head_training
 from mtp_train.train.loop import optimise
 from runs import tiny_recipe
@@ -51,17 +50,6 @@ def recipe_with(**overrides: object) -> Recipe:
     return tiny_recipe(Path("anywhere"), Path("anywhere"), **{**settings, **overrides})
 
 
-def test_its_gradient_is_autograds(brier: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits_CV, teacher_CV = torch.randn(2, 5, 11, generator=generator)
-    logits_CV.requires_grad_()
-    gap_CV = torch.softmax(logits_CV / 0.7, -1) - torch.softmax(teacher_CV / 0.7, -1)
-    expected_C = gap_CV.square().sum(-1)
-    row = find_loss(brier).rows_fn()(logits_CV.detach(), teacher_CV, torch.zeros(5, dtype=torch.long), 0.7)
-    torch.testing.assert_close(row.loss_C, expected_C.detach())
-    torch.testing.assert_close(row.gradient_CV, torch.autograd.grad(expected_C.sum(), logits_CV)[0])
-
-
 def test_a_head_learns_by_it(brier: str) -> None:
     used = recipe_with(objective__loss=brier, objective__temperature=2.0)
     generator = torch.Generator().manual_seed(0)
@@ -81,10 +69,6 @@ def test_a_head_learns_by_it(brier: str) -> None:
         (sums_K, *_), _ = optimise(wrapped, optimizer, accelerator, used.train.max_grad_norm, given)
         totals.append(float(sums_K.sum()))
     assert totals[-1] < 0.5 * totals[0]
-
-
-def test_a_study_can_train_towards_it(brier: str) -> None:
-    assert for_objective(recipe_with(), brier).objective.loss == brier
 
 
 def test_a_recipe_names_it_in_its_choices(brier: str) -> None:

@@ -162,10 +162,7 @@ def test_loss_and_gradient_equal_autograd(kind: str, temperature: float, num_row
 @pytest.mark.parametrize("num_rows", [1, 7, 50, 4096])
 def test_the_size_of_a_chunk_changes_rounding_alone(num_rows: int, kind: str) -> None:
     rows = random_rows(50)
-    whole, pieces = (
-        frozen_head_loss(**rows._asdict(), kind=kind, on_policy=kind == "kl", num_rows=number)
-        for number in (None, num_rows)
-    )
+    whole, pieces = (frozen_head_loss(**rows._asdict(), kind=kind, num_rows=number) for number in (None, num_rows))
     torch.testing.assert_close(pieces.total, whole.total)
     torch.testing.assert_close(pieces.sum_K, whole.sum_K)
     assert torch.equal(pieces.count_K, whole.count_K)

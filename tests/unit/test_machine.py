@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from rich.console import Console
 
 from mtp_train.checkpoints.locations import RECIPE_FILE
-from mtp_train.errors import GateRefusedError, OutputExistsError
+from mtp_train.errors import OutputExistsError
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs import pipeline
@@ -119,21 +118,3 @@ def test_the_resolved_precision_is_recorded_and_kept_on_another_machine(
         pipeline.run_recipe(
             tiny_recipe(tmp_path / "in", tmp_path / "run", train__precision="bf16"), Console(quiet=True)
         )
-
-
-@pytest.mark.parametrize(("precision", "native", "warned"), [("bf16", False, 1), ("bf16", True, 0), ("auto", False, 0)])
-def test_a_slow_precision_is_obeyed_with_one_warning(
-    precision: str, native: bool, warned: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resolve_as(monkeypatch, native)
-    recipe = tiny_recipe(
-        write_inputs(tmp_path / "in"), tmp_path / "run", train__precision=precision, train__max_steps=1
-    )
-    told = io.StringIO()
-    with pytest.raises(GateRefusedError):
-        pipeline.run_recipe(recipe, Console(file=told, width=200))
-    assert told.getvalue().startswith("1 process on cpu, no shards\n")
-    assert told.getvalue().count("expect slower steps than in fp32, up to 5 times") == warned
-    assert told.getvalue().count("training with 1 thread(s), as set") == 1
-    assert told.getvalue().count("decoding with 1 thread(s), as set") == 1
-    assert load_recipe(tmp_path / "run" / RECIPE_FILE).train.precision == ("fp32" if precision == "auto" else "bf16")

@@ -15,7 +15,6 @@ from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.trunk.load import load_trunk
-from tiny import ALL_FAMILIES
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -45,20 +44,6 @@ def test_a_witness_holds_its_whole_head_and_prompts_that_read_back_as_the_same_t
         assert tokenizer(tokenizer.decode(prompt_ids))["input_ids"] == prompt_ids
 
 
-def test_the_same_seed_makes_the_same_weights_and_another_seed_others(tmp_path: Path) -> None:
-    one, again, other = (make("mimo", tmp_path / str(number), seed) for number, seed in enumerate((1, 1, 2)))
-    keys = sorted(one.tensors)
-    assert all(torch.equal(one.read(key), again.read(key)) for key in keys)
-    assert not all(torch.equal(one.read(key), other.read(key)) for key in keys)
-
-
-def test_a_released_config_says_what_the_release_says(tmp_path: Path) -> None:
-    checkpoint = make("mimo", tmp_path)
-    assert checkpoint.config["model_type"] == "mimo"
-    assert checkpoint.family.name == "mimo"
-    assert (tmp_path / "configuration_mimo.py").is_file()
-
-
 def test_a_witness_of_streams_has_a_release_s_names_and_sends_tokens_to_experts_of_their_own(tmp_path: Path) -> None:
     checkpoint = make("deepseek_v4", tmp_path)
     assert {"embed.weight", "hc_head_fn", "layers.1.attn.compressor.ape", "head.weight"} <= checkpoint.tensors.keys()
@@ -69,20 +54,6 @@ def test_a_witness_of_streams_has_a_release_s_names_and_sends_tokens_to_experts_
     trunk = load_trunk(tmp_path, checkpoint.family, dtype=torch.float32)
     assert trunk.config.layer_types[1] == "compressed_sparse_attention"
     assert all(checkpoint.read(key).isfinite().all() for key in checkpoint.tensors)
-
-
-@pytest.mark.skipif("step3p7" not in ALL_FAMILIES, reason="this transformers does not run Step-3.7")
-def test_a_wrapper_says_it_of_its_text_model_and_loads_so(tmp_path: Path) -> None:
-    from witness_maker.shapes import SHAPES
-
-    checkpoint = make("step3p7", tmp_path)
-    released = SHAPES["step3p7"].released
-    kept = {name: value for name, value in released.items() if value is not None}
-    assert {name: checkpoint.config["text_config"].get(name) for name in released} == {**released, **kept}
-    assert not set(checkpoint.config["text_config"]) & (set(released) - set(kept))
-    trunk = load_trunk(tmp_path, checkpoint.family, dtype=torch.float32)
-    assert trunk.config.layer_types == SHAPES["step3p7"].fields["layer_types"]
-    assert diagnose_head(checkpoint).complete
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])

@@ -84,15 +84,6 @@ def test_a_card_says_nothing_of_the_machine(directory: Path) -> None:
     assert "chats.jsonl" not in text
 
 
-def test_a_card_replaces_the_trunks_own_and_the_linked_file_is_not_written_to(directory: Path) -> None:
-    own = directory / "finetune" / "README.md"
-    own.write_text("---\nlicense: mit\n---\n# Mine\n")
-    (directory / "export" / "README.md").hardlink_to(own)
-    _, body = written(directory)
-    assert own.read_text() == "---\nlicense: mit\n---\n# Mine\n"
-    assert "# Mine" not in body
-
-
 def test_a_trunk_of_the_hub_is_the_base_model_and_before_it_the_heads(directory: Path) -> None:
     record(directory, base="maker/base")
     assert written(directory)[0]["base_model"] == "maker/base"
@@ -114,16 +105,6 @@ def test_a_graft_has_a_card_without_figures(directory: Path) -> None:
     assert """vllm serve . --speculative-config '{"method":"mtp","num_speculative_tokens":2}'""" in body
     assert "## Acceptance" not in body
     assert str(directory) not in body
-
-
-def test_a_merged_checkpoint_without_a_head_has_a_card_without_one(directory: Path) -> None:
-    trunk = identity("maker/base", directory / "base", "c0ffee1234")
-    write_untrained_card(directory / "export", trunk, None, str(directory / "lora"), 2)
-    fields, body = card(directory)
-    assert fields == {"base_model": "maker/base", "library_name": "transformers"}
-    assert "the weights of `maker/base@c0ffee1`, with the adapter `lora` merged into them." in body
-    assert "vllm serve ." not in body
-    assert "not trained" not in body
 
 
 def test_a_report_without_a_gate_or_other_trunks_has_its_card(directory: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
-import inspect as python_inspect
 import pkgutil
 import subprocess
 import sys
@@ -20,44 +19,17 @@ from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.resolve import recipe_of
 from runs import document
 
+HEAVY = {"torch", "transformers", "accelerate", "datasets", "numpy", "wandb", "peft"}
 RECIPE = Path(__file__).parents[2] / "recipes" / "retrain_head.yaml"
 
-# Users build on these. A change here is a line under "Changed" or "Removed" in CHANGELOG.md.
-EXIT_CODES = {
-    "ChangedInputError": 2,
-    "CheckpointError": 2,
-    "DataError": 2,
-    "FullDiskError": 2,
-    "GateRefusedError": 3,
-    "LostProcessError": 1,
-    "MtpError": 2,
-    "OutOfMemoryError": 2,
-    "OutputExistsError": 2,
-    "RecipeError": 2,
-    "StoppedError": 143,
-    "TrainingError": 2,
-    "UnsupportedModelError": 2,
-}
 
-
-def test_every_public_name_is_documented_and_records_are_frozen() -> None:
+def test_every_public_name_is_there_and_records_are_frozen() -> None:
     with pytest.raises(AttributeError, match="module 'mtp_train' has no attribute 'inspekt'"):
         _ = mtp.inspekt  # type: ignore[attr-defined]
     for name in {*mtp.__all__} - {"__version__"}:
         found = getattr(mtp, name)
-        text = python_inspect.getdoc(found) or ""
-        assert text.partition("\n")[0].endswith("."), name
-        if python_inspect.isfunction(found):
-            assert "Raises:" in text, name
-            assert "Args:" in text or not python_inspect.signature(found).parameters or name == "demo_path", name
-            assert "Example:\n    >>> " in text, name
         if dataclasses.is_dataclass(found):
             assert found.__dataclass_params__.frozen, name
-
-
-def test_an_exception_has_its_exit_code() -> None:
-    assert {name: getattr(mtp, name).exit_code for name in EXIT_CODES} == EXIT_CODES
-    assert all(issubclass(getattr(mtp, name), mtp.MtpError) for name in EXIT_CODES)
 
 
 def test_the_names_outlive_the_import_of_every_module() -> None:
@@ -68,18 +40,6 @@ def test_the_names_outlive_the_import_of_every_module() -> None:
     assert [name for name in mtp.__all__ if isinstance(getattr(mtp, name), types.ModuleType)] == []
 
 
-def test_type_checkers_read_the_same_names_as_the_interpreter() -> None:
-    tree = ast.parse(Path(mtp.__file__).read_text(encoding="utf-8"))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level == 0]
-    typed = {
-        alias.name: f"{node.module}".removeprefix("mtp_train.")
-        for node in imports
-        if f"{node.module}".startswith("mtp_train.")
-        for alias in node.names
-    }
-    assert typed == mtp._MODULES
-
-
 # Imports
 
 
@@ -88,22 +48,17 @@ def imported(words: list[str]) -> set[str]:
     code = "import sys\nimport mtp_train\n"
     if words:
         code += f"from mtp_train.cli.main import main\ntry:\n    main({words!r})\nexcept SystemExit:\n    pass\n"
-    code += "print('heavy:', *{'torch', 'transformers', 'accelerate', 'datasets', 'numpy'} & set(sys.modules))"
+    code += f"print('heavy:', *{HEAVY} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.rpartition("heavy:")[2].split())
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["--help"], ["evaluate", "--help"], ["check"]], ids=lambda words: " ".join(words)
+    "words",
+    [[], ["evaluate", "--help"], ["demo", "D"], ["recipes"], ["check", "retrain_head", "train.lrr=1"]],
+    ids=lambda words: " ".join(words),
 )
-def test_importing_parsing_and_help_load_nothing_heavy(words: list[str]) -> None:
-    assert imported(words) == set()
-
-
-@pytest.mark.parametrize(
-    "words", [["demo", "D"], ["recipes"], ["check", "retrain_head", "train.lrr=1"], ["run", "nothing"]]
-)
-def test_commands_that_read_no_checkpoint_load_nothing_heavy(
+def test_what_reads_no_checkpoint_loads_nothing_heavy(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -146,12 +101,6 @@ def test_the_command_line_uses_the_public_api_alone() -> None:
     assert "mtp_train.runs" in {name.rpartition(".")[0] for name in imports_of_ours(package / "runs" / "check.py")}
 
 
-def test_functions_are_quiet() -> None:
-    code = "import mtp_train as mtp\nmtp.inspect('demo:base')\nmtp.generate('demo:base', ['def'], max_new_tokens=2)\n"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("", "")
-
-
 # Results
 
 
@@ -177,7 +126,7 @@ def test_functions_print_nothing_of_their_own(tmp_path: Path, capfd: pytest.Capt
     assert result.to_json()["settings"]["depth"] == 2
     assert "<td" in result._repr_html_()
     assert str(result) == result.requests[0].text
-    assert capfd.readouterr().out == ""
+    assert capfd.readouterr() == ("", "")
 
 
 def test_one_export_has_one_form(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from mtp_inference.sampling.distributions import (
     SamplingRows,
     draw,
     probabilities,
-    seen_before,
     uniform,
 )
 from mtp_train.errors import MtpError
@@ -28,8 +27,7 @@ MIXED = [
     Sampling(temperature=0.7, top_k=5),
     Sampling(temperature=1.3, top_p=0.8),
     Sampling(temperature=0.7, min_p=0.2),
-    Sampling(temperature=1.3, repetition_penalty=1.4),
-    Sampling(temperature=0.6, top_k=12, top_p=0.9, min_p=0.05, repetition_penalty=0.8),
+    Sampling(temperature=0.6, top_k=12, top_p=0.9, min_p=0.05),
     Sampling(temperature=1.0, top_k=1000, top_p=0.05),
     Sampling(temperature=2.0, top_k=1),
 ]
@@ -42,18 +40,17 @@ def stack(*settings: Sampling) -> SamplingRows:
     return SamplingRows.stack(settings, "cpu")
 
 
-def by_transformers(scores_V: Tensor, seen_ids: list[int], sampling: Sampling) -> Tensor:
+def by_transformers(scores_V: Tensor, sampling: Sampling) -> Tensor:
     """Return one position's probabilities as ``generate`` makes them: same processors, same order."""
     steps = transformers.LogitsProcessorList(
         [
-            transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
             transformers.TemperatureLogitsWarper(sampling.temperature),
             transformers.TopKLogitsWarper(sampling.top_k or len(scores_V)),
             transformers.TopPLogitsWarper(sampling.top_p),
             transformers.MinPLogitsWarper(sampling.min_p),
         ]
     )
-    return steps(torch.tensor([seen_ids]), scores_V[None])[0].softmax(-1)
+    return steps(torch.tensor([[0]]), scores_V[None])[0].softmax(-1)
 
 
 def assert_same_distribution(actual: Tensor, expected: Tensor, ties: bool = False) -> None:
@@ -92,7 +89,6 @@ def joint_evenness(u: Tensor, other: Tensor, bins: int = 16) -> float:
         ({"top_p": 1.01}, "top_p"),
         ({"min_p": 1.0}, "min_p"),
         ({"min_p": -0.1}, "min_p"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**63}, "seed"),
     ],
@@ -114,22 +110,18 @@ def test_every_row_of_a_mixed_batch_equals_transformers(ties: bool) -> None:
     if ties:
         logits_BTV = logits_BTV.round()
     logits_BTV[:, 0, 7] = -math.inf
-    window_BT = torch.randint(50, logits_BTV.shape[:2])
-    seen_BV = torch.rand(len(MIXED), 50) < 0.2
-    seen_BTV = seen_before(seen_BV, window_BT)
-    p_BTV = probabilities(logits_BTV, stack(*MIXED), seen_BTV)
+    p_BTV = probabilities(logits_BTV, stack(*MIXED))
     assert p_BTV.dtype == torch.float32
     for row, sampling in enumerate(MIXED):
         for t in range(4):
-            seen_ids = [*seen_BV[row].nonzero()[:, 0].tolist(), *window_BT[row, : t + 1].tolist()]
-            assert_same_distribution(p_BTV[row, t], by_transformers(logits_BTV[row, t], seen_ids, sampling), ties)
+            assert_same_distribution(p_BTV[row, t], by_transformers(logits_BTV[row, t], sampling), ties)
 
 
 @pytest.mark.parametrize("top_p", [0.1, 0.3, 0.7, 0.8, 0.9])
 def test_top_p_drops_as_many_equal_tokens_as_transformers_and_the_first_of_them(top_p: float) -> None:
     sampling, flat_V = Sampling(temperature=1.0, top_p=top_p), torch.zeros(10)
     p_V = probabilities(flat_V[None, None], stack(sampling))[0, 0]
-    assert_same_distribution(p_V, by_transformers(flat_V, [0], sampling), ties=True)
+    assert_same_distribution(p_V, by_transformers(flat_V, sampling), ties=True)
     num_kept = int((p_V > 0.0).sum())
     assert num_kept < 10
     assert bool((p_V[-num_kept:] > 0.0).all())
@@ -143,34 +135,18 @@ def test_top_p_and_min_p_keep_the_most_probable_token() -> None:
 
 def test_bf16_logits_become_fp32_before_anything_is_computed() -> None:
     logits_BTV = torch.randn(len(MIXED), 2, 30).bfloat16()
-    seen_BTV = torch.rand(len(MIXED), 2, 30) < 0.3
     rows = stack(*MIXED)
-    p_BTV = probabilities(logits_BTV, rows, seen_BTV)
+    p_BTV = probabilities(logits_BTV, rows)
     assert p_BTV.dtype == torch.float32
-    assert torch.equal(p_BTV, probabilities(logits_BTV.float(), rows, seen_BTV))
+    assert torch.equal(p_BTV, probabilities(logits_BTV.float(), rows))
 
 
-def test_a_greedy_row_takes_the_first_largest_logit_after_the_penalty() -> None:
-    logits_BTV = torch.tensor([[[1.0, 3.0, 3.0]], [[1.0, 3.0, 2.0]], [[1.0, 3.0, 2.0]]])
-    seen_BTV = torch.tensor([False, True, False]).expand(3, 1, 3)
-    settings = [Sampling(), Sampling(repetition_penalty=2.0), Sampling(temperature=1.0, top_k=2)]
-    p_BTV = probabilities(logits_BTV, stack(*settings), seen_BTV)
-    assert p_BTV[:2].tolist() == [[[0.0, 1.0, 0.0]], [[0.0, 0.0, 1.0]]]
-    assert (p_BTV[2, 0] > 0.0).tolist() == [False, True, True]
-    assert torch.equal(probabilities(logits_BTV, stack(*settings[:2], settings[1]), seen_BTV)[:2], p_BTV[:2])
-
-
-def test_a_penalty_without_the_tokens_seen_is_an_error() -> None:
-    with pytest.raises(ValueError, match="seen_BTV is None; expected the tokens seen before"):
-        probabilities(torch.zeros(1, 1, 3), stack(Sampling(repetition_penalty=1.1)))
-
-
-def test_a_position_has_seen_the_text_and_the_window_up_to_itself() -> None:
-    seen_BV = torch.tensor([[False, False, False, True, False], [False] * 5])
-    seen_BTV = seen_before(seen_BV, torch.tensor([[0, 2, 2], [4, 1, 0]]))
-    ids = [[row.nonzero()[:, 0].tolist() for row in rows] for rows in seen_BTV]
-    assert ids == [[[0, 3], [0, 2, 3], [0, 2, 3]], [[4], [1, 4], [0, 1, 4]]]
-    assert seen_BV.sum() == 1, "the text's own record must stay as it was"
+def test_a_greedy_row_takes_the_first_largest_logit() -> None:
+    logits_BTV = torch.tensor([[[1.0, 3.0, 3.0]], [[1.0, 3.0, 2.0]]])
+    p_BTV = probabilities(logits_BTV, stack(Sampling(), Sampling(temperature=1.0, top_k=2)))
+    assert p_BTV[0].tolist() == [[0.0, 1.0, 0.0]]
+    assert (p_BTV[1, 0] > 0.0).tolist() == [False, True, True]
+    assert torch.equal(probabilities(logits_BTV, stack(Sampling(), Sampling()))[0], p_BTV[0])
 
 
 def splitmix64(seed: int, position: int, stream: int) -> float:

@@ -259,8 +259,8 @@ def test_the_batch_of_a_loss_that_is_not_finite_is_kept(tmp_path: Path, monkeypa
     stock, calls = loop.optimise, iter(range(1, 100))
 
     def spoilt(*arguments: Any) -> Any:
-        sums_3K, norm = stock(*arguments)
-        return (sums_3K * float("nan") if next(calls) == 6 else sums_3K), norm
+        sums_2K, norm = stock(*arguments)
+        return (sums_2K * float("nan") if next(calls) == 6 else sums_2K), norm
 
     monkeypatch.setattr(loop, "optimise", spoilt)
     with pytest.raises(TrainingError, match=r"bad_batch-00000006\.safetensors") as error:

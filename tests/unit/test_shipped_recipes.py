@@ -58,12 +58,6 @@ def test_an_unknown_name_is_answered_with_the_names_there_are(words: list[str], 
     assert named in said
 
 
-def test_a_mistyped_command_is_no_recipe(capfd: Capture) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["rescu", "my-model"])
-    assert "invalid choice: 'rescu'" in capfd.readouterr().err
-
-
 def test_a_name_in_the_place_of_a_command_is_run(capfd: Capture) -> None:
     assert main(["retrain_head", "train.max_step=3"]) == 2
     assert "train.max_step: unknown; expected a field of train. Did you mean train.max_steps?" in capfd.readouterr().err

@@ -222,19 +222,6 @@ def test_a_server_without_drafts_is_told_from_one_that_counts_none(
     assert (cell.new_tokens, cell.draft_tokens, cell.acceptance_rate) == (8 * len(PROMPTS), 0, None)
 
 
-def test_prompts_go_as_text_where_token_ids_are_not_taken(trunk: Trunk) -> None:
-    server = DraftingServer(trunk, None, 0, [], "silent")
-
-    def reply(payload: dict[str, Any]) -> Reply:
-        if not isinstance(payload["prompt"], str):
-            return Reply(400, b"prompt must be text")
-        return server.reply({**payload, "prompt": TOKENIZER(payload["prompt"])["input_ids"]})
-
-    with serving(server, reply) as url:
-        document = measure(url, []).document
-    assert (document["prompts_as"], document["failures"]) == ("text", [])
-
-
 # Failures
 
 

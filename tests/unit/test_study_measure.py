@@ -88,35 +88,6 @@ def test_rules_go_with_temperatures() -> None:
     assert replace(GRID, depths=(5,), temperatures=(1.0,)).headline == Setting(1.0, None, 5, "sampled")
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_arm_says_what_plain_decoding_says(
-    trunk: Trunk, drafting: dict[str, Drafting], tmp_path: Path, temperature: float
-) -> None:
-    measured, done = block(trunk, drafting, tmp_path / "out", temperature)
-    plain = measured["none", Setting(temperature, None, 0, "none")]
-    settings = GRID.drafted(temperature, None)
-    assert done == 3 * (1 + 2 * len(settings))
-    for arm in drafting:
-        for setting in settings:
-            for ours, reference, prompt in zip(measured[arm, setting], plain, prompts(), strict=True):
-                assert (ours.prompt_id, ours.task, ours.prompt_tokens) == (
-                    prompt.id,
-                    prompt.task,
-                    len(prompt.prompt_ids),
-                )
-                assert len(ours.token_ids) == GRID.max_new_tokens
-                if setting.rule == "sampled" and arm == "head":
-                    # Drafts were drawn: the text is another draw from the same distribution.
-                    assert ours.same_as_plain is None
-                elif setting.rule != "sampled":
-                    assert (ours.token_ids, ours.same_as_plain) == (reference.token_ids, "identical")
-                assert len(ours.drafted) == len(ours.accepted)
-                assert all(a <= d <= setting.depth for a, d in zip(ours.accepted, ours.drafted, strict=True))
-                # The first token comes from prefill; the last round may go past the limit.
-                assert 1 + len(ours.accepted) + sum(ours.accepted) >= GRID.max_new_tokens
-    assert all(one.drafted == (0,) * (GRID.max_new_tokens - 1) and one.same_as_plain is None for one in plain)
-
-
 def test_a_broken_off_study_goes_on(
     trunk: Trunk, drafting: dict[str, Drafting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,28 +35,6 @@ def cell_of(records: Sequence[PromptRecord], plain: Sequence[PromptRecord] = ())
     return make_cells(arm(records, plain))[0]
 
 
-def test_vllm_would_count_the_same() -> None:
-    """Its formulas (vllm/v1/spec_decode/metrics.py), on the same rounds."""
-    records = decoded_of(rounds_by_accepted(np.random.default_rng(0), np.linspace(-1, 2, 7)[None])[0])
-    num_drafts = num_draft_tokens = num_accepted_tokens = 0
-    accepted_per_pos = [0] * DEPTH
-    for record in records:
-        for accepted in record.accepted:
-            num_drafts += 1
-            num_draft_tokens += DEPTH
-            num_accepted_tokens += accepted
-            for position in range(accepted):
-                accepted_per_pos[position] += 1
-    cell = cell_of(records)
-    assert cell.tau == pytest.approx(1 + num_accepted_tokens / num_drafts)
-    assert cell.acceptance_rate == pytest.approx(num_accepted_tokens / num_draft_tokens)
-    assert cell.marginal == pytest.approx([count / num_drafts for count in accepted_per_pos])
-    assert (cell.rounds, cell.draft_tokens, cell.accepted_tokens) == (num_drafts, num_draft_tokens, num_accepted_tokens)
-    assert cell.accepted_histogram is not None
-    assert sum(cell.accepted_histogram) == num_drafts
-    assert sum(number * rounds for number, rounds in enumerate(cell.accepted_histogram)) == num_accepted_tokens
-
-
 @pytest.mark.parametrize(
     ("histogram", "marginal", "conditional", "tau"),
     [

@@ -104,65 +104,6 @@ def test_depths_apart_see_rows_of_their_own_depth() -> None:
     assert (found[1] - exact[1]).abs().max() > 1e-2
 
 
-def reached_by_hand(module: HeadTraining, batch: PackedBatch, vocab: Tensor) -> Tensor:
-    """Return where a target row is reached by its start's own drafts: bool, (K, N), start by start."""
-    rows = aligned_rows(module.trunk, module.head, batch, NUM_DEPTHS)
-    drafts_KN = vocab[(rows.student_KND @ module.trunk.lm_head_VD[vocab].T).argmax(-1)]
-    num_rows = len(rows.targets_N)
-    reached_KN = torch.zeros(NUM_DEPTHS, num_rows, dtype=torch.bool)
-    for start in range(num_rows):
-        for depth in range(1, min(NUM_DEPTHS, num_rows - 1 - start) + 1):
-            row = start + depth
-            reached_KN[depth - 1, row] = True
-            if not rows.valid_KN[depth - 1, row] or drafts_KN[depth - 1, row] != rows.targets_N[row]:
-                break
-    return reached_KN & rows.valid_KN
-
-
-@pytest.mark.parametrize("kind", ["kl", "ce", "e2e_tv"])
-def test_on_policy_leaves_out_what_comes_after_a_wrong_draft(kind: str) -> None:
-    batch = batch_of(SEQ_LEN, 9, 6, tokens=FEW)
-    module = training_module(kind=kind, on_policy=True, draft_vocab=FEW)
-    terms, gradient = loss_and_gradient(module, batch)
-    with torch.no_grad():
-        reached_KN = reached_by_hand(module, batch, FEW)
-        valid_KN = aligned_rows(module.trunk, module.head, batch, NUM_DEPTHS).valid_KN
-    assert (reached_KN[0] == valid_KN[0]).all()
-    assert 0 < reached_KN[1].sum() < valid_KN[1].sum()
-
-    def masked_rows(*inputs: Any, **options: Any) -> Any:
-        rows = aligned_rows(*inputs, **options)
-        return rows._replace(valid_KN=reached_KN)
-
-    other = training_module(kind=kind, draft_vocab=FEW)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtp_train.train.head_training.aligned_rows", masked_rows)
-        expected, expected_gradient = loss_and_gradient(other, batch)
-    torch.testing.assert_close(terms[:-1], expected[:-1])
-    torch.testing.assert_close(gradient, expected_gradient)
-    all_rows, _ = loss_and_gradient(training_module(kind=kind, draft_vocab=FEW), batch)
-    assert all_rows.sum_K[1] > 1.1 * terms.sum_K[1]
-    # The log divides by all targets: rows that are left out count as 0, as in the loss that is minimised.
-    assert terms.targets_K.tolist() == all_rows.targets_K.tolist() == valid_KN.sum(1).tolist()
-    assert terms.count_K.tolist() == reached_KN.sum(1).tolist()
-    assert all_rows.count_K.tolist() == valid_KN.sum(1).tolist()
-    assert terms.count_K[1] < all_rows.count_K[1]
-
-
-@torch.no_grad()
-def test_a_right_draft_reads_as_the_text_does_and_a_wrong_one_does_not() -> None:
-    """The reason why leaving rows out is the same as reading the drafts."""
-    module = training_module()
-    batch = batch_of(SEQ_LEN, tokens=FEW)
-    start = 4
-    drafted = batch.tokens_BT.clone()
-    same = states_of(module, batch._replace(tokens_BT=drafted))
-    torch.testing.assert_close(same, states_of(module, batch))
-    drafted[0, start + 2] = (drafted[0, start + 2] + 1) % VOCAB_SIZE
-    other = states_of(module, batch._replace(tokens_BT=drafted))
-    assert (other[1, start + 2] - same[1, start + 2]).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("kind", ["kl", "ce", "tv"])
 def test_a_draft_vocabulary_is_all_there_is(kind: str) -> None:
     """Against the loss of a model whose output matrix has no other rows."""

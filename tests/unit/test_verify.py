@@ -17,7 +17,6 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from mtp_inference.sampling.chooser import Verdict, verify_matching, verify_rejection
 from mtp_inference.sampling.distributions import (
@@ -28,7 +27,6 @@ from mtp_inference.sampling.distributions import (
     SamplingRows,
     draw,
     probabilities,
-    seen_before,
     uniform,
 )
 
@@ -44,17 +42,15 @@ FILTERS = {
     "top_k": Sampling(temperature=1.0, top_k=4),
     "top_p": Sampling(temperature=1.0, top_p=0.75),
     "min_p": Sampling(temperature=1.0, min_p=0.15),
-    "penalty": Sampling(temperature=1.0, repetition_penalty=1.8),
 }
 
-Round = Callable[[SamplingRows, Tensor, Tensor, Tensor, Tensor], Verdict]
-"""(settings, last token B1, tokens seen BV, positions BK1, number drafted B) -> verdict."""
+Round = Callable[[SamplingRows, Tensor, Tensor, Tensor], Verdict]
+"""(settings, last token B1, positions BK1, number drafted B) -> verdict."""
 
 
-def from_table(table_VV: Tensor, window_BT: Tensor, rows: SamplingRows, seen_BV: Tensor, last: int = 0) -> Tensor:
+def from_table(table_VV: Tensor, window_BT: Tensor, rows: SamplingRows, last: int = 0) -> Tensor:
     """Return the probabilities after each token of a window, or after its ``last`` ones."""
-    seen_BTV = seen_before(seen_BV, window_BT)[:, -last:] if rows.any_penalty else None
-    return probabilities(table_VV[window_BT[:, -last:]], rows, seen_BTV)
+    return probabilities(table_VV[window_BT[:, -last:]], rows)
 
 
 def greedy_drafts(last_B1: Tensor) -> Tensor:
@@ -67,20 +63,18 @@ def greedy_drafts(last_B1: Tensor) -> Tensor:
 def matching_round(
     rows: SamplingRows,
     last_B1: Tensor,
-    seen_BV: Tensor,
     position_BK1: Tensor,
     num_drafted_B: Tensor,
     drafts: Callable[[Tensor], Tensor] = greedy_drafts,
 ) -> Verdict:
     drafts_BK = drafts(last_B1)
-    p_BK1V = from_table(TRUNK_VV, torch.cat([last_B1, drafts_BK], dim=1), rows, seen_BV)
+    p_BK1V = from_table(TRUNK_VV, torch.cat([last_B1, drafts_BK], dim=1), rows)
     return verify_matching(drafts_BK, draw(p_BK1V, uniform(rows.seed_B, position_BK1, TOKEN)), num_drafted_B)
 
 
 def rejection_round(
     rows: SamplingRows,
     last_B1: Tensor,
-    seen_BV: Tensor,
     position_BK1: Tensor,
     num_drafted_B: Tensor,
     fault: str = "",
@@ -91,15 +85,15 @@ def rejection_round(
     draft_u_BK = uniform(rows.seed_B, position_BK1[:, :DEPTH], DRAFT)
     window_BT, told_q = last_B1, []
     for k in range(DEPTH):
-        q_B1V = from_table(HEAD_VV, window_BT, unfiltered if fault == "unfiltered drafts" else rows, seen_BV, last=1)
+        q_B1V = from_table(HEAD_VV, window_BT, unfiltered if fault == "unfiltered drafts" else rows, last=1)
         told_rows = unfiltered if fault == "unfiltered q" else rows
-        told_q.append(from_table(told_VV, window_BT, told_rows, seen_BV, last=1) if fault else q_B1V)
+        told_q.append(from_table(told_VV, window_BT, told_rows, last=1) if fault else q_B1V)
         window_BT = torch.cat([window_BT, draw(q_B1V, draft_u_BK[:, k : k + 1])], dim=1)
     q_BKV = torch.cat(told_q, dim=1)
     return verify_rejection(
         window_BT[:, 1:],
         q_BKV.roll(1, dims=1) if fault == "neighbour's q" else q_BKV,
-        from_table(TRUNK_VV, window_BT, rows, seen_BV),
+        from_table(TRUNK_VV, window_BT, rows),
         draft_u_BK if fault == "reused noise" else uniform(rows.seed_B, position_BK1[:, :DEPTH], ACCEPT),
         uniform(rows.seed_B, position_BK1, TOKEN),
         num_drafted_B,
@@ -110,17 +104,12 @@ def decode(one_round: Round, rows: SamplingRows, num_drafted_B: Tensor, length: 
     """Run rounds until every row has ``length`` tokens after START; return them, (B, length)."""
     num_rows = len(rows.seed_B)
     text_BL = torch.full((num_rows, 1 + length * (DEPTH + 1)), START)
-    seen_BV = one_hot(text_BL[:, 0], VOCAB).bool()
     end_B1 = torch.ones(num_rows, 1, dtype=torch.int64)
     ahead_K1 = torch.arange(DEPTH + 1)
     for _ in range(length):
         # Each round commits a token at least; what it leaves beyond, the next one overwrites.
-        num_accepted_B, tokens_BK1 = one_round(
-            rows, text_BL.gather(1, end_B1 - 1), seen_BV, end_B1 + ahead_K1, num_drafted_B
-        )
+        num_accepted_B, tokens_BK1 = one_round(rows, text_BL.gather(1, end_B1 - 1), end_B1 + ahead_K1, num_drafted_B)
         text_BL.scatter_(1, end_B1 + ahead_K1, tokens_BK1)
-        is_committed_BK1 = ahead_K1 <= num_accepted_B[:, None]
-        seen_BV = seen_BV.scatter(1, torch.where(is_committed_BK1, tokens_BK1, tokens_BK1[:, :1]), True)
         end_B1 = end_B1 + num_accepted_B[:, None] + 1
     return text_BL[:, 1 : 1 + length]
 
@@ -138,7 +127,6 @@ def exact_joint(sampling: Sampling) -> Tensor:
     """Return the probability of every text of LENGTH tokens, in double, shape (VOCAB,) * LENGTH."""
     steps = transformers.LogitsProcessorList(
         [
-            transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
             transformers.TemperatureLogitsWarper(sampling.temperature),
             transformers.TopKLogitsWarper(sampling.top_k or VOCAB),
             transformers.TopPLogitsWarper(sampling.top_p),
@@ -322,7 +310,7 @@ def test_the_exact_distribution_of_other_settings_is_told_apart() -> None:
     tokens_BL = decode(matching_round, many(FILTERS["plain"]), depth_of(ROWS))
     assert deviations(tokens_BL, exact_joint(Sampling(temperature=1.1))) > FAR_OUT
     assert deviations(tokens_BL, exact_joint(FILTERS["top_k"])) == math.inf
-    assert deviations(tokens_BL, exact_joint(FILTERS["penalty"])) > FAR_OUT
+    assert deviations(tokens_BL, exact_joint(FILTERS["top_p"])) > FAR_OUT
 
 
 def random_drafts(last_B1: Tensor) -> Tensor:

@@ -16,8 +16,7 @@ from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_inference.opening import OWN, open_model
 from mtp_train import demo_path
 from mtp_train.data.tokenize import Document, Prompt
-from mtp_train.evaluation.dense import own_text
-from mtp_train.evaluation.wirings import better_wiring, wirings
+from mtp_train.evaluation.dense import better_wiring, own_text, wirings
 from mtp_train.heads.module import MtpHead
 from mtp_train.runs.probe import ProbeResult, judge
 from mtp_train.trunk.load import Trunk

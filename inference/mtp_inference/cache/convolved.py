@@ -24,9 +24,7 @@ class ConvolutionInputs(LinearAttentionLayer, RowState):
     """Inputs of a layer's convolutions, with the cache interface of transformers' models and of the head's.
 
     Args:
-        num_rows: B.
         max_undecided: Longest window whose tokens may be rejected.
-        num_convolutions: Number of convolutions in the layer.
     """
 
     def __init__(self, num_rows: int, max_undecided: int, num_convolutions: int) -> None:
@@ -72,12 +70,7 @@ NGRAM_STATES = 3
 
 
 class NgramStore(RowState, RecurrentStore):
-    """State of a recurrent layer with a second convolution that also reads the tokens before a window (Qwen4-Exp).
-
-    Args:
-        num_rows: B.
-        max_undecided: Longest window whose tokens may be rejected.
-    """
+    """State of a recurrent layer with a second convolution that also reads the tokens before a window (Qwen4-Exp)."""
 
     def __init__(self, num_rows: int, max_undecided: int) -> None:
         super().__init__()

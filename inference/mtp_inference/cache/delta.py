@@ -195,9 +195,6 @@ def _correct(read_NRV: Tensor, score_NRT: Tensor, value: Tensor, beta: Tensor, k
     Args:
         read_NRV: What queries (the first T of R = 2T) and keys read from the state before the window.
         score_NRT: Decayed products of queries and keys with the window's keys.
-        value: Shape (B, T, H, Vd).
-        beta: Shape (B, T, H).
-        key_width: Kd.
     """
     num_rows, num_tokens, num_heads, value_width = value.shape
     beta_NT1 = heads_first(beta.float()[..., None], num_heads)

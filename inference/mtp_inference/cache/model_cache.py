@@ -39,8 +39,6 @@ class AttentionStore(CacheLayerMixin, RowState):
     """Keys and values of one attention layer, (B, H, S, width), allocated at the first update.
 
     Args:
-        num_rows: B.
-        size: S.
         sliding_window: Number of positions that a query attends to; None for all.
         dtype: Dtype of the buffers; None for the dtype of the first keys. Keys and values of another dtype are
             converted when written, and back when read.
@@ -302,9 +300,6 @@ class WindowCache(RowState, Cache):
     """Cache of a model for a batch of rows, written a window at a time.
 
     Args:
-        config: The text config of the model.
-        num_rows: B.
-        capacity: Number of positions of a row.
         max_window: Longest window; buffers of sliding-window layers are larger by it.
         max_undecided: Longest window whose tokens may be rejected; None for ``max_window``.
         dtype: Dtype of the stored keys, values and convolution inputs, if windows are computed in another dtype

@@ -87,9 +87,6 @@ def mamba2_token(
         hidden_states: x, shape (B, H, P).
         dt: Shape (B, H, P), constant along P, like ``D`` and ``dt_bias`` of shape (H, P).
         A: Shape (H, P, Ns), constant along P and Ns.
-        B: Shape (B, G, Ns).
-        C: As ``B``.
-        D: See ``dt``.
         dt_bias: See ``dt``.
 
     Returns:
@@ -249,8 +246,6 @@ class RecurrentLayers(RowState):
     """The recurrent layers of one cache.
 
     Args:
-        stores: The layers; all of one shape.
-        num_rows: B.
         conv_dtype: Dtype of the stored convolution inputs; None for the dtype of the first window.
     """
 

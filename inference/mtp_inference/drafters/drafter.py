@@ -35,8 +35,6 @@ class BatchSize(NamedTuple):
     """Longest window of a forward, prefill included."""
     num_stops: int = 0
     """Largest number of stop tokens of a row."""
-    penalises: bool = False
-    """Whether a row may have a repetition penalty."""
 
     @property
     def num_pending(self) -> int:

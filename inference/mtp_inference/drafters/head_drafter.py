@@ -39,10 +39,8 @@ class _HeadDrafter(Drafter):
     """Base of drafters with an MTP head.
 
     Args:
-        trunk: The trunk whose embedding the head reads.
         head: The head; its dtype may differ from the trunk's.
         logits: Function from the head's states (B, 1, D) to logits (B, 1, V).
-        size: Sizes of the batch.
     """
 
     def __init__(self, trunk: Trunk, head: MtpHead, logits: LogitsFn, size: BatchSize) -> None:

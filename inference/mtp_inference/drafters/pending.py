@@ -19,10 +19,7 @@ class Pending(RowState):
     """The pending tokens of every row, at consecutive positions.
 
     Args:
-        size: Number of rows and places.
-        device: Device of the batch.
         width: D, the width of the hidden states; 0 to store tokens only.
-        dtype: Dtype of the hidden states.
     """
 
     def __init__(self, size: BatchSize, device: torch.device, width: int = 0, dtype: torch.dtype = torch.float32):

@@ -1,8 +1,7 @@
 """Choose the tokens of a batch: the trunk's tokens and the drafts, and verify the drafts.
 
-The trunk's distribution p and the drafter's distribution q go through the same processors, each with the tokens before
-its position. Random numbers depend on the request's seed, the position and the purpose, never on the batch. A request
-therefore gets the same text in every batch.
+The trunk's distribution p and the drafter's distribution q go through the same processors. Random numbers depend on the
+request's seed, the position and the purpose, never on the batch. A request therefore gets the same text in every batch.
 
 Verification keeps the trunk's distribution (Leviathan et al., arXiv:2211.17192, appendix A.1). A draft x is drawn from
 q and accepted with probability min(1, p(x) / q(x)); a rejected draft is replaced by a draw from max(p - q, 0),
@@ -29,9 +28,7 @@ from mtp_inference.sampling.distributions import (
     Sampling,
     SamplingRows,
     draw,
-    penalise,
     probabilities,
-    seen_before,
     uniform,
 )
 from mtp_train.acceptance.counts import accept_greedy
@@ -126,29 +123,14 @@ class Chooser(RowState):
     """Choose the tokens of one batch.
 
     Args:
-        settings: Sampling settings of each row.
         draft_sampling: ``argmax``: a draft is the drafter's first choice, accepted with the probability that the trunk
             gives it. ``sampled``: drafts are drawn from q and verified by rejection sampling.
-        vocab_size: V.
-        device: Device of the batch.
-        penalises: Whether a row may have a repetition penalty; the tokens of each text are then tracked.
     """
 
-    def __init__(
-        self,
-        settings: Sequence[Sampling],
-        draft_sampling: DraftSampling,
-        *,
-        vocab_size: int,
-        device: torch.device,
-        penalises: bool,
-    ) -> None:
+    def __init__(self, settings: Sequence[Sampling], draft_sampling: DraftSampling, device: torch.device) -> None:
         self.settings = list(settings)
         self.draft_sampling = draft_sampling
         self.rows = SamplingRows.stack(self.settings, device)
-        self.seen_BV: Tensor | None = None
-        if penalises:
-            self.seen_BV = torch.zeros(len(self.settings), vocab_size, dtype=torch.bool, device=device)
 
     @property
     def samples_drafts(self) -> bool:
@@ -165,28 +147,11 @@ class Chooser(RowState):
         self.settings = [self.settings[row] for row in rows_R.tolist()]
         self.rows = SamplingRows.stack(self.settings, self.rows.seed_B.device)
 
-    def read_prompts(self, rows: slice, prompt_RT: Tensor) -> None:
-        """Record the tokens of prompts, (R, tokens), in place of the earlier texts of these rows."""
-        if self.seen_BV is not None:
-            self.seen_BV[rows] = torch.zeros_like(self.seen_BV[rows]).scatter_(1, prompt_RT, True)
-
-    def read(self, tokens_BT: Tensor, counts_BT: Tensor) -> None:
-        """Record the committed tokens where ``counts_BT`` is set; it is set for the first token of every active row."""
-        if self.seen_BV is not None:
-            # A scatter cannot skip entries: write the first token again instead. An inactive row records a token that
-            # is not its own, until :meth:`read_prompts` begins its next text.
-            read_BT = torch.where(counts_BT, tokens_BT, tokens_BT[:, :1])
-            self.seen_BV.scatter_(1, read_BT, True)
-
     def first(self, rows: slice, logits_R1V: Tensor, position: int) -> Tensor:
-        """Return the first token after prompts of one length, (R,), and record it; ``position`` is that length."""
-        seen_R1V = None if self.seen_BV is None else self.seen_BV[rows, None]
+        """Return the first token after prompts of one length, (R,); ``position`` is that length."""
         of_rows = SamplingRows.stack(self.settings[rows], logits_R1V.device)
         position_R1 = torch.full(logits_R1V.shape[:2], position, device=logits_R1V.device)
-        first_R1 = _choose(logits_R1V, of_rows, seen_R1V, position_R1)
-        if self.seen_BV is not None:
-            self.seen_BV[rows] = self.seen_BV[rows].scatter(1, first_R1, True)
-        return first_R1[:, 0]
+        return _choose(logits_R1V, of_rows, position_R1)[:, 0]
 
     def verify(
         self, logits_BTV: Tensor, window_BT: Tensor, length_B: Tensor, drafts: Drafts, limit_B: Tensor
@@ -195,33 +160,30 @@ class Chooser(RowState):
 
         Args:
             logits_BTV: The trunk's logits after each token of the window.
-            window_BT: The last committed token and the drafts.
-            length_B: The position of the last committed token.
-            drafts: The drafts.
             limit_B: Number of drafts of each row that count: ``num_drafted_B`` of the rules above.
         """
         positions_BT = length_B[:, None] + torch.arange(1, window_BT.shape[1] + 1, device=window_BT.device)
-        seen_BTV = None if self.seen_BV is None else seen_before(self.seen_BV, window_BT)
         if drafts.q_BKV is None:
-            choices_BT = _choose(logits_BTV, self.rows, seen_BTV, positions_BT)
+            choices_BT = _choose(logits_BTV, self.rows, positions_BT)
             return verify_matching(drafts.tokens_BK, choices_BT, limit_B)
         seed_B = self.rows.seed_B
         return verify_rejection(
             drafts.tokens_BK,
             drafts.q_BKV,
-            probabilities(logits_BTV, self.rows, seen_BTV),
+            probabilities(logits_BTV, self.rows),
             uniform(seed_B, positions_BT[:, :-1], ACCEPT),
             uniform(seed_B, positions_BT, TOKEN),
             limit_B,
         )
 
-    def begin_draft(self, last_B: Tensor, length_B: Tensor) -> DraftChoice:
-        """Begin a draft after the last committed tokens, whose positions are ``length_B``."""
-        return DraftChoice(self, last_B, length_B)
-
 
 class DraftChoice:
-    """Choose the tokens of one draft, one after the other."""
+    """Choose the tokens of one draft, one after the other.
+
+    Args:
+        last_B: The last committed tokens.
+        length_B: Their positions.
+    """
 
     def __init__(self, chooser: Chooser, last_B: Tensor, length_B: Tensor) -> None:
         self._chooser = chooser
@@ -239,18 +201,13 @@ class DraftChoice:
         """Choose the next token."""
         chooser = self._chooser
         self._peaks.append(logits_B1V.amax(dim=-1))
-        seen_B1V = None
-        if chooser.seen_BV is not None:
-            seen_B1V = seen_before(chooser.seen_BV, torch.cat(self._read, dim=1))[:, -1:]
         if chooser.samples_drafts:
-            q_B1V = probabilities(logits_B1V, chooser.rows, seen_B1V)
+            q_B1V = probabilities(logits_B1V, chooser.rows)
             position_B1 = (self.length_B + len(self._read))[:, None]
             self._q.append(q_B1V)
             self._read.append(draw(q_B1V, uniform(chooser.rows.seed_B, position_B1, DRAFT)))
         else:
-            # Temperature and truncation never change the argmax; a penalty may.
-            if seen_B1V is not None:
-                logits_B1V = penalise(logits_B1V, seen_B1V, chooser.rows)
+            # Temperature and truncation never change the argmax.
             self._read.append(logits_B1V.argmax(dim=-1))
 
     def result(self) -> Drafts:
@@ -261,10 +218,8 @@ class DraftChoice:
         return Drafts(torch.cat(self._read[1:], dim=1), q_BKV, peak_BK=torch.cat(self._peaks, dim=1))
 
 
-def _choose(logits_BTV: Tensor, rows: SamplingRows, seen_BTV: Tensor | None, positions_BT: Tensor) -> Tensor:
+def _choose(logits_BTV: Tensor, rows: SamplingRows, positions_BT: Tensor) -> Tensor:
     """Return the trunk's own token at every position, (B, T)."""
     if rows.any_sampled:
-        return draw(probabilities(logits_BTV, rows, seen_BTV), uniform(rows.seed_B, positions_BT, TOKEN))
-    if seen_BTV is not None:
-        logits_BTV = penalise(logits_BTV, seen_BTV, rows)
+        return draw(probabilities(logits_BTV, rows), uniform(rows.seed_B, positions_BT, TOKEN))
     return logits_BTV.argmax(dim=-1)

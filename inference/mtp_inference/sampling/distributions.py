@@ -1,7 +1,7 @@
 """Sampling settings, the probabilities that they give, and reproducible random numbers.
 
-Filters follow the order and the definitions of transformers' processors (repetition penalty, temperature, top-k, top-p,
-min-p). Each row of the batch has its own settings. Temperature 0 is greedy: probability 1 for the largest logit.
+Filters follow the order and the definitions of transformers' processors (temperature, top-k, top-p, min-p). Each row of
+the batch has its own settings. Temperature 0 is greedy: probability 1 for the largest logit.
 
 Random numbers are counter-based: a number is a hash of the request's seed, the absolute position of the token that it
 decides, and a stream, one for each decision at a position. A text therefore does not depend on the rest of the batch,
@@ -74,16 +74,14 @@ class Sampling:
     """Keep the fewest tokens whose probabilities reach this sum, in (0, 1]; 1 is off."""
     min_p: float = 0.0
     """Keep tokens at least this probable, relative to the most probable one, in [0, 1); 0 is off."""
-    repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens seen before, greedy rows included; 1 is off."""
     seed: int = 0
     """Fixes the noise, 0 to 2**63 - 1."""
 
     def __post_init__(self) -> None:
-        heat, penalty = self.temperature, self.repetition_penalty
         _require(
-            heat == 0.0 or MIN_TEMPERATURE <= heat < math.inf,
-            f"temperature: {heat}; expected 0 or a number from {MIN_TEMPERATURE}. Use 0 for greedy decoding.",
+            self.temperature == 0.0 or MIN_TEMPERATURE <= self.temperature < math.inf,
+            f"temperature: {self.temperature}; expected 0 or a number from {MIN_TEMPERATURE}. Use 0 for the most "
+            "probable token.",
         )
         _require(
             isinstance(self.top_k, int) and 0 <= self.top_k < 2**63,
@@ -91,10 +89,6 @@ class Sampling:
         )
         _require(0.0 < self.top_p <= 1.0, f"top_p: {self.top_p}; expected a number in (0, 1]. Use 1 to switch it off.")
         _require(0.0 <= self.min_p < 1.0, f"min_p: {self.min_p}; expected a number in [0, 1). Use 0 to switch it off.")
-        _require(
-            0.0 < penalty < math.inf,
-            f"repetition_penalty: {penalty}; expected a number above 0. Use 1 to switch it off.",
-        )
         _require(
             isinstance(self.seed, int) and 0 <= self.seed < 2**63,
             f"seed: {self.seed}; expected a whole number from 0 to 2**63 - 1. Use 0 where any will do.",
@@ -119,15 +113,12 @@ class SamplingRows:
     """fp32, ``1 - top_p``: subtracted in double like in transformers, as rounding decides ties at the edge."""
     min_p_B: Tensor
     """fp32."""
-    penalty_B: Tensor
-    """fp32."""
     seed_B: Tensor
     """int64."""
     any_sampled: bool
     any_top_k: bool
     any_top_p: bool
     any_min_p: bool
-    any_penalty: bool
     any_listed: bool
     """Whether a row with top-p is listed."""
     any_searched: bool
@@ -138,7 +129,7 @@ class SamplingRows:
     @property
     def steps(self) -> tuple[bool, ...]:
         """Return which steps run: equal for batches that run the same operations on a GPU, where lists are not used."""
-        return self.any_sampled, self.any_top_k, self.any_top_p, self.any_min_p, self.any_penalty
+        return self.any_sampled, self.any_top_k, self.any_top_p, self.any_min_p
 
     @classmethod
     def stack(cls, settings: Sequence[Sampling], device: torch.device | str) -> SamplingRows:
@@ -160,13 +151,11 @@ class SamplingRows:
             is_listed_B=column([_is_listed(one) for one in settings], torch.bool),
             top_p_tail_B=column([1.0 - one.top_p for one in settings], torch.float32),
             min_p_B=column([one.min_p for one in settings], torch.float32),
-            penalty_B=column([one.repetition_penalty for one in settings], torch.float32),
             seed_B=column([one.seed for one in settings], torch.int64),
             any_sampled=bool(sampled),
             any_top_k=most_k > 0,
             any_top_p=bool(lists),
             any_min_p=any(one.min_p > 0.0 for one in sampled),
-            any_penalty=any(one.repetition_penalty != 1.0 for one in settings),
             any_listed=True in lists,
             any_searched=False in lists,
             top_k_width=listed_width(most_k) if most_k else 0,
@@ -178,44 +167,13 @@ class SamplingRows:
         return replace(new, **{name: tensor.copy_(getattr(new, name)) for name, tensor in tensors.items()})
 
 
-def seen_before(seen_BV: Tensor, window_tokens_BT: Tensor) -> Tensor:
-    """Return the set of tokens before and at each position of a window, bool (B, T, V).
-
-    ``seen_BV`` is the set of the committed text's tokens.
-    """
-    num_tokens = window_tokens_BT.shape[1]
-    read_TT = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=seen_BV.device).tril()
-    # Replace tokens after position t by the first token, which every position has read.
-    read_BTT = torch.where(read_TT, window_tokens_BT[:, None, :], window_tokens_BT[:, :1, None])
-    return seen_BV[:, None, :].repeat(1, num_tokens, 1).scatter_(2, read_BTT, True)
-
-
-def penalise(logits_BTV: Tensor, seen_BTV: Tensor, rows: SamplingRows) -> Tensor:
-    """Apply the repetition penalty (Keskar et al., arXiv:1909.05858, with transformers' rule for signs)."""
-    penalty_B11 = rows.penalty_B[:, None, None]
-    penalised_BTV = torch.where(logits_BTV < 0, logits_BTV * penalty_B11, logits_BTV / penalty_B11)
-    return torch.where(seen_BTV, penalised_BTV, logits_BTV)
-
-
-def probabilities(logits_BTV: Tensor, rows: SamplingRows, seen_BTV: Tensor | None = None) -> Tensor:
-    """Return the distribution that each position's token is drawn from.
-
-    Args:
-        logits_BTV: Logits of any float dtype.
-        rows: Settings of the rows.
-        seen_BTV: Tokens before each position (:func:`seen_before`); needed if a row has a penalty.
+def probabilities(logits_BTV: Tensor, rows: SamplingRows) -> Tensor:
+    """Return the distribution that each position's token is drawn from, for logits of any float dtype.
 
     Returns:
         Probabilities, fp32 (B, T, V). Rows of temperature 0 are one-hot at the first of the largest logits.
     """
     scores_BTV = logits_BTV.float()
-    if rows.any_penalty:
-        if seen_BTV is None:
-            raise ValueError(
-                "probabilities: a row has a repetition penalty and seen_BTV is None; expected the tokens seen before "
-                "each position. Pass what seen_before() returns."
-            )
-        scores_BTV = penalise(scores_BTV, seen_BTV, rows)
     first_BT1 = scores_BTV.argmax(-1, keepdim=True)
     if not rows.any_sampled:
         return _one_hot(first_BT1, scores_BTV)
@@ -224,7 +182,7 @@ def probabilities(logits_BTV: Tensor, rows: SamplingRows, seen_BTV: Tensor | Non
 
 
 def distribution_of(sampling: Sampling, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return a function from logits (T, V) to fp32 probabilities (T, V); a repetition penalty is not applied."""
+    """Return a function from logits (T, V) to fp32 probabilities (T, V)."""
     rows = SamplingRows.stack([sampling], device)
     return lambda logits_TV: probabilities(logits_TV[None], rows)[0]
 
@@ -393,7 +351,6 @@ def listed_edge(top_BTM: Tensor, least_BT1: Tensor, num_kept_BT1: Tensor, tail_B
         top_BTM: The largest scores, in descending order.
         least_BT1: The least score that top-k keeps, which the list contains.
         num_kept_BT1: Number of tokens that top-k keeps. Those that are not listed tie with the least.
-        tail_B11: ``1 - top_p``.
     """
     is_below_BTM = top_BTM < least_BT1
     num_below_BT1 = is_below_BTM.sum(-1, keepdim=True)
@@ -413,7 +370,6 @@ def _edge_in(scores_BTM1: Tensor, p_BTM1: Tensor, num_passed_BT1: Tensor, tail_B
         scores_BTM1: Scores in descending order, but that of the last entry, which is at most the edge's.
         p_BTM1: Their probabilities. The last entry is the sum of tokens that are not listed.
         num_passed_BT1: Number of entries at the end of the list that are not the edge.
-        tail_B11: ``1 - top_p``.
     """
     num_dropped_BT1 = (p_BTM1.flip(-1).cumsum(-1) <= tail_B11).sum(-1, keepdim=True).maximum(num_passed_BT1)
     place_BT1 = (p_BTM1.shape[-1] - 1 - num_dropped_BT1).clamp(min=0)
@@ -428,7 +384,6 @@ def edge_of_growing_lists(scores_BTV: Tensor, tail_B11: Tensor) -> Edge:
     Reads values on the host.
 
     Args:
-        scores_BTV: The scores.
         tail_B11: ``1 - top_p``, fp64. Rows whose tail rounds to 0 in fp32 keep all tokens.
     """
     scores_RV = scores_BTV.flatten(0, 1)
@@ -487,7 +442,6 @@ def first_over(weights_BTNS: Tensor, sums_BTN: Tensor, threshold_BT1: Tensor) ->
 
     Args:
         weights_BTNS: Weights of 0 or more in blocks, fp32, or bool to count.
-        sums_BTN: The sums of the blocks, fp32.
         threshold_BT1: fp32. A threshold from the total on counts as a little less than the total.
 
     Returns:
