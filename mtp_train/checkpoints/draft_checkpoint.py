@@ -50,7 +50,6 @@ def write_draft_checkpoint(
     ``vllm serve OUT`` load, None for ``source``'s path.
 
     Raises:
-        OutputExistsError: ``out`` exists.
         CheckpointError: The form does not support this head, the lm_head cannot be copied, or the disk is full.
         UnsupportedModelError: Engines would give the head other inputs than it was trained with.
     """
@@ -86,12 +85,7 @@ def write_draft_checkpoint(
 
 
 def require_readable(source: Checkpoint, kind: str, form: DraftForm = "engines") -> None:
-    """Check that the readers of this format give a head of this kind the inputs that it was trained with on this trunk.
-
-    Raises:
-        CheckpointError: The format does not support this kind of head.
-        UnsupportedModelError: Engines would give the head other inputs on this trunk.
-    """
+    """Check that readers of this format give a head of this kind the inputs it was trained with on this trunk."""
     if form == "speculators" and parts_of(find_head_kind(kind)).format.speculators is None:
         supported = ", ".join(one.name for one in draft_kinds() if parts_of(one).format.speculators is not None)
         raise CheckpointError(

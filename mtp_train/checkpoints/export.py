@@ -177,10 +177,6 @@ def write_head_only(source: Checkpoint, layout: HeadLayout, head: NativeHead, ou
     """Write the head with the files that an engine needs to load it alone: embedding, lm_head, config and tokenizer.
 
     An engine replaces the embedding and the lm_head with the trunk's, but does not start without them.
-
-    Raises:
-        OutputExistsError: ``out`` exists.
-        CheckpointError: The disk is full, or a head tensor has another shape than the head declares.
     """
     ends: tuple[str, ...] = (layout.embed_key, layout.lm_head_key.removesuffix("weight"))
     if layout.family.keys.embed_norm is not None:
@@ -327,9 +323,6 @@ def patched_documents(source: Checkpoint, layout: HeadLayout, head: NativeHead) 
 
     The config gets the head's fields. Where the checkpoint is quantised and the new head is in plain floats, the head
     is added to the exceptions of the quantisation config, in a form that vLLM and SGLang both match.
-
-    Raises:
-        CheckpointError: The exceptions of this quantisation method are not supported.
     """
     config = with_fields(source, head.config_fields)
     documents: dict[str, Any] = {} if config is None else {CONFIG_FILE: config}

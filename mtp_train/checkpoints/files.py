@@ -212,11 +212,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def validated(model: type[_Model], content: Mapping[str, Any], file: Path, hint: str) -> _Model:
-    """Return the fields of a JSON object that a pydantic model declares.
-
-    Raises:
-        CheckpointError: A field is missing, of another type or out of bounds; the message ends with ``hint``.
-    """
+    """Return the fields of a JSON object that a pydantic model declares."""
     try:
         return model.model_validate(content)
     except ValidationError as error:

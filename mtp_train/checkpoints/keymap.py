@@ -88,7 +88,6 @@ class HeadLayout:
         of the tensor's rows, in order. ``{expert}`` stays in a key that exists once for each expert.
 
         Args:
-            layer: The layer's number.
             tail: The tensor's name in transformers' layer.
         """
         for rules in (self.family.keys.trunk_rules, [rule for rule, _, _ in self._rules]):

@@ -88,11 +88,7 @@ def locate_checkpoint(name: str) -> Path:
 
 
 def exported_of(directory: Path) -> Path:
-    """Return the checkpoint that the run, or the rescue, in a directory exported; another directory as it is.
-
-    Raises:
-        CheckpointError: The run has not exported one.
-    """
+    """Return the checkpoint that the run, or the rescue, in a directory exported; another directory as it is."""
     if not is_run(directory):
         # A rescue whose probe advised a graft has no recipe.
         is_rescue = not (directory / CONFIG_FILE).exists() and (directory / EXPORT / CONFIG_FILE).is_file()

@@ -99,9 +99,6 @@ def native_head_of(
     Args:
         take: :func:`plain_tensor`, :func:`exact_tensor`, or :func:`stored_tensor` for a head that stays in its own
             checkpoint.
-
-    Raises:
-        CheckpointError: An FP8 weight has no scales.
     """
     keys = [key for key in source.tensors if source_layout.is_head_key(key)]
     shared = [key for key in keys if source_layout.shared_key(key) is not None]
@@ -120,11 +117,7 @@ def shared_tensors(
     head: NativeHead,
     take: Take = stored_tensor,
 ) -> Iterator[PendingTensor]:
-    """Yield the head's copies of trunk tensors, with the values of a trunk.
-
-    Raises:
-        CheckpointError: A key is not one that the family's head shares with its trunk.
-    """
+    """Yield the head's copies of trunk tensors, with the values of a trunk."""
     for key in head.shared_keys:
         shared = layout.shared_key(key)
         if shared is None:
@@ -176,9 +169,6 @@ def require_same_trunk_shape(
     of tensors that both store in plain floats. The embedding may have more or fewer rows (added tokens), unless the
     head has weights of that size: heads otherwise use the embedding and the output matrix of the trunk that they are
     on.
-
-    Raises:
-        CheckpointError: They differ; the message names the first tensor.
     """
     if finetune.family.name != base.family.name:
         raise CheckpointError(

@@ -43,11 +43,7 @@ class PendingTensor:
     """The checkpoint and key from which it is copied unchanged; None for a new value."""
 
     def parts(self) -> Iterator[Tensor]:
-        """Yield the values in blocks.
-
-        Raises:
-            CheckpointError: They have another shape than declared.
-        """
+        """Yield the values in blocks."""
         rows: list[int] = []
         for block in self.blocks():
             rows += block.shape[:1]
@@ -208,11 +204,7 @@ _NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EAC
 
 @contextlib.contextmanager
 def full_disk_is_named(target: Path, *, what: str) -> Iterator[None]:
-    """Convert write failures on a full or read-only disk to an error for the user.
-
-    Raises:
-        FullDiskError: The disk is full or not writable.
-    """
+    """Convert write failures on a full or read-only disk to an error for the user."""
     try:
         yield
     except OSError as error:

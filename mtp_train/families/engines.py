@@ -53,11 +53,7 @@ _Wired = TypeVar("_Wired")
 
 
 def choose_convention(name: str, default: _Wired, by_engine: Mapping[str, _Wired], *, title: str) -> _Wired:
-    """Return the convention of a head or drafter for ``auto`` or for an engine.
-
-    Raises:
-        UnsupportedModelError: There is no convention for this engine.
-    """
+    """Return the convention of a head or drafter for ``auto`` or for an engine."""
     known = {"auto": default, **by_engine}
     if name not in known:
         raise UnsupportedModelError(
@@ -236,7 +232,6 @@ def engine_commands(engines: Mapping[str, EngineSupport], path: str, depth: int)
     Args:
         engines: The complete table of a family, or of an external drafter.
         path: The checkpoint, complete with its head; or the external drafter.
-        depth: Drafts per round.
     """
     draft_model = {"model": path, "num_speculative_tokens": depth}
     words = {

@@ -61,7 +61,6 @@ def beside_the_trunk(*layer_rules: KeyRule, **keys: Any) -> Keys:
 
     Args:
         *layer_rules: Rules of the layer, which precede the catch-all.
-        **keys: Further fields of :class:`Keys`.
     """
     ends = {"proj": "fc", "embed_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden"}
     rules = (*end_rules("mtp.", **ends, final_norm="norm"), *layer_rules)

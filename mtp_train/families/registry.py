@@ -139,9 +139,6 @@ def register_installed() -> None:
 
     Called by :func:`family_for` and :func:`family_named`, not on import: a package that declares a family imports this
     one, and may itself be in the middle of its import.
-
-    Raises:
-        UnsupportedModelError: An entry point cannot be loaded, or its family is refused by :func:`register`.
     """
     for point in entry_points(group=ENTRY_POINTS):
         try:
@@ -208,11 +205,7 @@ def family_for(config: RawConfig, *, where: str) -> Family:
 
 
 def in_wrapper(family: Family, config: RawConfig, *, where: str) -> Family:
-    """Return the family's record, adapted if the config is a vision-language wrapper's.
-
-    Raises:
-        UnsupportedModelError: A head can be attached to the language model alone, but not inside of this wrapper.
-    """
+    """Return the family's record, adapted if the config is a vision-language wrapper's."""
     if not family.attached or raw_text_config(config) is config:
         return family
     wrapper = str(config.get("model_type"))
@@ -239,11 +232,7 @@ def in_wrapper(family: Family, config: RawConfig, *, where: str) -> Family:
 
 
 def refuse_unserved_heads(config: RawConfig, *, where: str) -> None:
-    """Refuse a model with heads of a kind that no engine loads.
-
-    Raises:
-        UnsupportedModelError: The config describes such heads.
-    """
+    """Refuse a model with heads of a kind that no engine loads."""
     found = _unserved_heads(raw_text_config(config))
     if found is not None:
         raise UnsupportedModelError(

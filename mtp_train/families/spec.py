@@ -410,7 +410,6 @@ class Family:
         """Return every engine with its support for the head of one checkpoint.
 
         Args:
-            config: The checkpoint's raw config.
             dtypes: Its keys and their safetensors dtypes; None if they are unknown.
         """
         table = self.serving

@@ -49,7 +49,6 @@ def valid_targets(document_BT: Tensor, loss_mask_BT: Tensor, depth: int) -> Tens
     Args:
         document_BT: int, document number of each token, ``PADDING_DOCUMENT`` on padding.
         loss_mask_BT: bool, whether the token may be a target.
-        depth: 1-based depth.
 
     Returns:
         bool, shape (B, T): the target is in the start's document, and its loss mask is set.
@@ -95,7 +94,6 @@ def unroll_distances(mask_BTS: Tensor, depth: int) -> Tensor:
 
     Args:
         mask_BTS: ``unroll_mask`` of the batch at ``depth``.
-        depth: 1-based depth of the queries.
 
     Returns:
         int64, shape (B, T, depth * T), -1 where a query does not attend to a key.

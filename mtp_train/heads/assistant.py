@@ -26,9 +26,6 @@ def diagnose_assistant(checkpoint: Checkpoint, assistant: Assistant) -> HeadDiag
     """Compare an external drafter's tensor keys with the parameters of transformers' class; allocates no weights.
 
     A tied lm_head may be stored or left out.
-
-    Raises:
-        CheckpointError: transformers rejects the config.
     """
     config = _config_of(checkpoint)
     with (

@@ -49,7 +49,6 @@ def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadP
 
     Raises:
         CheckpointError: The base has no complete head, or its trunk has another shape.
-        UnsupportedModelError: The family has no convention of this name.
     """
     layout, base_layout = layout_of(finetune), layout_of(base)
     finetune.family.convention(convention)
@@ -79,7 +78,6 @@ def graft_artifact_plan(
 
     Raises:
         CheckpointError: The head is of another family or kind, was trained with another wiring, or has another shape.
-        UnsupportedModelError: The family has no convention of this name.
     """
     theirs, family = artifact.family, of_kind(finetune.family, artifact.family.kind)
     if artifact.draft_config is not None:
@@ -275,9 +273,6 @@ def _copied_layer(
     """Return the trunk's tensors for the head's layer by head key, from the last layer that has them all.
 
     Layers of the same kind as the head's layer (such as full attention) come before the others.
-
-    Raises:
-        CheckpointError: No layer has tensors of these names and shapes.
     """
     mapped = ((pending, layout.map_key(pending.key)) for pending in tensors)
     of_layer = {one.key: one.shape for one, found in mapped if found is not None and ".layer." in found.ours}

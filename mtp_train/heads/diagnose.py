@@ -174,11 +174,7 @@ def _has_fused_experts(checkpoint: Checkpoint, layout: HeadLayout) -> bool:
 
 
 def text_config_of(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Return transformers' text config of a checkpoint.
-
-    Raises:
-        CheckpointError: transformers rejects the config.
-    """
+    """Return transformers' text config of a checkpoint."""
     config = trunk_config(checkpoint.path, checkpoint.family, trust_remote_code=trust_remote_code)
     text_config: PretrainedConfig = config.get_text_config()
     return text_config
@@ -290,9 +286,6 @@ def choose_attention(config: PretrainedConfig, path: Path) -> None:
     """Reset a stored choice of FlashAttention, which needs a package and a GPU, to the default of the model's class.
 
     The config is changed in place. FlashAttention and the default compute the same function.
-
-    Raises:
-        CheckpointError: The stored implementation is unknown to transformers.
     """
     for part in (config, config.get_text_config()):
         name = attention_of(part)

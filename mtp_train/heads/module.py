@@ -33,7 +33,6 @@ class OutputRows(nn.Module):
     Args:
         weight_RD: The rows of the output matrix; frozen.
         token_ids_R: int, the token of each row; None where the rows are the whole vocabulary in order.
-        vocab_size: V.
     """
 
     def __init__(self, weight_RD: Tensor, token_ids_R: Tensor | None, vocab_size: int) -> None:

@@ -54,7 +54,6 @@ def mtp_step(
     """Run one depth of the head.
 
     Args:
-        head: The head.
         hidden_BTD: The trunk's hidden states (depth 1), or the recycled states of the depth before.
         embed_BTD: The trunk's embedding of the token that each row reads.
         depth: 1-based depth; selects the module.
@@ -131,11 +130,9 @@ def unroll(
     do not advance. FastMTP trains in this way (arXiv:2509.18362, section 3.2); in decoding there are no such rows.
 
     Args:
-        head: The head.
         hidden_BTD: The trunk's hidden states from the family's source; states of several layers are concatenated.
         tokens_BT: int, the tokens of the same rows.
         embed: The trunk's embedding.
-        num_depths: K.
         positions_BT: int, restarting at each document.
         document_BT: int, document number, ``PADDING_DOCUMENT`` on padding.
         apart: See above; no effect on a head with a module for each depth.

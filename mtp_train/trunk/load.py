@@ -48,11 +48,7 @@ def put_on(model: Any, adapter: Path) -> Any:
     peft skips tensors without a module, and modules without a tensor, with at most a warning. Here both are errors.
 
     Args:
-        model: A transformers model.
         adapter: The adapter's directory, see :func:`mtp_train.checkpoints.locations.locate_adapter`.
-
-    Raises:
-        CheckpointError: peft rejects the adapter, or a tensor or an adapted module has no counterpart.
     """
     from peft import PeftModel
 
@@ -95,7 +91,6 @@ class Trunk(nn.Module):
 
     Args:
         model: A transformers causal language model, possibly wrapped by peft.
-        family: Its record.
         is_view: Leave the model unchanged, for a model that another program trains or runs. A view cannot run the
             layers over windows. It has hidden states only of the model's own forwards, between :meth:`listen` and
             :meth:`release`, and it calls parts of the model without the hooks of other programs.
@@ -163,7 +158,6 @@ class Trunk(nn.Module):
         are read outside of their module's forward (``lm_head_VD``) keep their dtype.
 
         Args:
-            dtype: fp32 or a dtype in half precision.
             scratch: A buffer to reuse. Share it only among callers that are always, or never, in inference mode.
         """
         return nullcontext() if self.in_shards else computing_in(self.causal_lm, set(self.layers), dtype, scratch)
@@ -213,9 +207,6 @@ class Trunk(nn.Module):
         """Append the input of these layers to the hidden states, after the last state, for a head that reads it.
 
         There is no way back: heads that do not read these states ignore them.
-
-        Raises:
-            UnsupportedModelError: Other layers were chosen before.
         """
         if not layers or layers == self.shown_layers:
             return
@@ -281,7 +272,6 @@ class Trunk(nn.Module):
         it.
 
         Args:
-            tokens_BT: int tokens, one sequence per row.
             cache: The state of earlier tokens; updated in place.
         """
         output = self.decoder(input_ids=tokens_BT, past_key_values=cache, use_cache=cache is not None)
@@ -294,8 +284,6 @@ class Trunk(nn.Module):
         """Return the hidden states of tokens at given positions, which may differ between rows. Shape (B, T, D).
 
         Args:
-            tokens_BT: int tokens.
-            positions_BT: int, their positions.
             masks: Layer type to a bool mask (B, 1, T, S), True where a query attends to a key; None is plain causal
                 attention.
             cache: The state of earlier tokens, which also stores where the window goes.
@@ -399,12 +387,7 @@ def _loading(
     device: torch.device,
     on_layer: Callable[[nn.Module], object] | None,
 ) -> Iterator[None]:
-    """Prepare transformers' loader for a checkpoint of a family, and name damaged files.
-
-    Raises:
-        CheckpointError: A file is truncated or otherwise no safetensors file, or an FP8 weight has a last block that
-            is smaller, which transformers dequantises wrongly on a CPU.
-    """
+    """Prepare transformers' loader for a checkpoint of a family, and name damaged files."""
     if device.type == "cpu" and quant_method(config.to_dict()) == "fp8":
         checkpoint = open_checkpoint(path)
         layout = layout_of(checkpoint, family)
@@ -450,12 +433,9 @@ def load_trunk(
 
     Args:
         path: A checkpoint directory; of a vision-language wrapper, the text model is loaded.
-        family: The record that ``family_for`` selected.
         dtype: A torch dtype, or ``"auto"`` for the checkpoint's own.
-        device: A torch device name.
         adapter: A peft adapter directory, applied unmerged.
         quantization: Quantise the linear layers, see :mod:`mtp_train.trunk.quantise`.
-        trust_remote_code: Whether code beside the weights may run.
         on_layer: Called with each decoder layer as soon as it is loaded, frozen and in main memory, before the next one
             is read. It may shard the layer; layers stay on the device where it leaves them. For plain weights on
             ``device`` "cpu", without an adapter.

@@ -104,9 +104,6 @@ def held_dtype(asked: str, stored: torch.dtype, num_weights: int, device: torch.
 
     Args:
         asked: ``auto``, ``float32`` or ``bfloat16``.
-        stored: The checkpoint's dtype.
-        num_weights: The number of weights of the trunk.
-        device: The device on which it will run.
     """
     if asked != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[asked]

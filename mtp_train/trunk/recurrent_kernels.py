@@ -41,7 +41,6 @@ class ByTensor:
 
     Attributes:
         kernel: The model's function as transformers defines it, which calls the kernel.
-        plain: The model's torch function.
         takes: Whether the kernel takes a first argument that is on a suitable device.
     """
 
@@ -61,7 +60,6 @@ def choose_kernels(module: ModuleType, recurrent: RecurrentKernels | None) -> No
     Without any of the packages the module stays as it is. The change is for all models of the module, and for good.
 
     Args:
-        module: The Python module that defines the model.
         recurrent: The names of its functions; None for a model without a recurrent state.
     """
     if not any(importlib.util.find_spec(package) for package in _PACKAGES):

@@ -173,11 +173,7 @@ def _mark_as_loaded(layer: Any) -> None:
 
 
 class _PendingLayers:
-    """The decoder layers of a model, with the names of the parameters that are not loaded yet.
-
-    Args:
-        model: A transformers causal language model without weights.
-    """
+    """The decoder layers of a model, with the names of the parameters that are not loaded yet."""
 
     def __init__(self, model: Any) -> None:
         layers = model.get_decoder().layers
@@ -223,7 +219,6 @@ def load_from_wrapper(language_model: Any, wrapper: str) -> None:
     """Make a language model's class load its weights from a wrapper's checkpoint, which has other tensor keys.
 
     Args:
-        language_model: The class of the language model.
         wrapper: The ``model_type`` of the wrapper.
     """
     from transformers import conversion_mapping

@@ -50,14 +50,7 @@ def write_draft_gguf(draft: Checkpoint, trunk: GgufModel, path: Path, kind: Gguf
     """Write a draft model that :func:`write_draft_checkpoint` wrote as a GGUF file.
 
     Args:
-        draft: The draft model.
         trunk: The GGUF file of its trunk, whose vocabulary is copied.
-        path: The new file.
-        kind: Storage of matrices.
-        progress: Shows the tensors that are written.
-
-    Raises:
-        CheckpointError: A weight is not finite, or beyond f16.
     """
     config = draft.config
     tensors = [_tensor(draft, key, config) for key in draft.tensors if key not in (OFFSETS_KEY, CHOSEN_KEY)]

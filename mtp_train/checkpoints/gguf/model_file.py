@@ -132,9 +132,7 @@ def with_modules(trunk: GgufModel, donor: Mapping[str, Value], num_modules: int)
     """Return the fields that change where a head joins a trunk, named without their prefix.
 
     Args:
-        trunk: The model without the head.
         donor: Fields of the model that the head is from, of which the lists reach over the head's blocks.
-        num_modules: Modules of the head.
     """
     changed: dict[str, Value] = {BLOCK_COUNT: trunk.num_layers + num_modules, NUM_MODULES_KEY: num_modules}
     for name, theirs in donor.items():
@@ -169,13 +167,6 @@ def write_embedded(
         head: The head's tensors: encoded as ``kind``, or copied as another file has them.
         changed: Fields that change, without the architecture's prefix.
         out: The new file; splits are named after it.
-        kind: Storage of the head's matrices.
-        link: How later splits are placed.
-        progress: Shows the tensors that are written.
-
-    Raises:
-        CheckpointError: A weight of the head is not finite, or beyond f16.
-        FullDiskError: The disk is full or not writable.
     """
     targets = [split_path(out, number, len(trunk.files)) for number in range(len(trunk.files))]
     kept = [one for one in trunk.readers[0].tensors if block_of(one.name) < trunk.num_layers]
@@ -187,11 +178,7 @@ def write_embedded(
 
 
 def write_head_alone(model: GgufModel, out: Path, progress: Progress) -> None:
-    """Write a model's head as a file of its own, with the trunk's tensors that the loader requires, bytes unchanged.
-
-    Raises:
-        FullDiskError: The disk is full or not writable.
-    """
+    """Write a model's head as a file of its own, with the trunk's tensors that the loader requires, bytes unchanged."""
     tensors = [*(model.tensors[name] for name in _SHARED if name in model.tensors), *model.head.values()]
     with _new_files([out]) as (written,):
         _write(replace(model, readers=model.readers[:1]), tensors, {}, written, "f16", progress)
@@ -274,11 +261,6 @@ def dequantised(file: Path) -> Path:
 
     transformers reads the trunk, its config and its tokenizer. Weights become bf16, or fp32 if none is quantised. The
     directory lies in the hub's cache under a name that follows from the file's path, size and time.
-
-    Raises:
-        UnsupportedModelError: The installed transformers does not read the architecture.
-        CheckpointError: It is no complete GGUF file.
-        FullDiskError: The disk is full or not writable.
     """
     model = open_gguf(file)
     stats = [(str(one.resolve()), one.stat().st_size, one.stat().st_mtime_ns) for one in model.files]
@@ -316,11 +298,7 @@ def _write_checkpoint(model: GgufModel, target: Path, dtype: torch.dtype) -> Non
 
 
 def _add_head(model: GgufModel, directory: Path, dtype: torch.dtype) -> None:
-    """Add the head to the checkpoint.
-
-    Raises:
-        UnsupportedModelError: The record does more than rename the head's tensors.
-    """
+    """Add the head to the checkpoint."""
     trunk = open_checkpoint(directory)
     record = GGUF_HEADS[str(trunk.text_config.get("model_type"))]
     layout = HeadLayout(trunk.family, _TRUNK_PREFIX, model.num_layers)

@@ -54,10 +54,6 @@ def write_gguf(
 
     ``trunk`` is the checkpoint's directory, for its model card and tokenizer files; ``config`` its text config with
     defaults filled in.
-
-    Raises:
-        CheckpointError: A weight is NaN, infinite or beyond what f16 can hold, or the tokenizer does not fit.
-        UnsupportedModelError: GGUF has no form for the config's rotary scaling.
     """
     writer = gguf.GGUFWriter(path, record.arch)
     for tensor in tensors:
@@ -136,7 +132,6 @@ def write_values(writer: gguf.GGUFWriter, tensors: Iterable[Iterable[np.ndarray[
     ``GGUFWriter`` writes whole tensors only, and an embedding has gigabytes: blocks go into its open file instead.
 
     Args:
-        writer: A writer with all fields, and all tensors declared.
         tensors: The blocks of each tensor's stored values, in the order of their declarations.
     """
     with closing(writer):
@@ -152,11 +147,7 @@ def write_values(writer: gguf.GGUFWriter, tensors: Iterable[Iterable[np.ndarray[
 
 
 def encoded(tensor: PendingTensor, kind: GgufKind) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield a tensor's stored values, a block of rows at a time.
-
-    Raises:
-        CheckpointError: A value is not finite or beyond f16, or the tensor has other rows than it declares.
-    """
+    """Yield a tensor's stored values, a block of rows at a time."""
     stored = stored_type(tensor, kind)
     for block in tensor.parts():
         # Quantising needs several times the memory of a block in fp32.
@@ -181,11 +172,7 @@ def _encode(name: str, block: Tensor, stored: Stored) -> np.ndarray[Any, Any]:
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, path: Path, tokenizer: Any, record: GgufHead, vocab_size: int) -> None:
-    """Write a byte-level BPE vocabulary, padded to the embedding's number of rows.
-
-    Raises:
-        CheckpointError: The tokenizer has more tokens than the embedding, or no merges.
-    """
+    """Write a byte-level BPE vocabulary, padded to the embedding's number of rows."""
     texts = {token_id: text for text, token_id in tokenizer.get_vocab().items()}
     if max(texts) >= vocab_size:
         raise CheckpointError(

@@ -23,11 +23,7 @@ _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 def gguf_tensors(
     trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: Mapping[str, Any]
 ) -> list[PendingTensor]:
-    """Return the head's tensors and the trunk's tensors that llama.cpp's loader requires, without loading them.
-
-    Raises:
-        CheckpointError: The record has no name for a tensor of the head.
-    """
+    """Return the head's tensors and the trunk's tensors that llama.cpp's loader requires, without loading them."""
     of_trunk = (exact_tensor(trunk, key, name) for key, name in trunk_names(layout).items() if key in trunk.tensors)
     generated = [
         held_tensor(name, "F32", torch.tensor(values))
@@ -44,11 +40,7 @@ def gguf_tensors(
 def head_tensors(
     trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: Mapping[str, Any]
 ) -> list[PendingTensor]:
-    """Return the head's tensors alone.
-
-    Raises:
-        CheckpointError: The record has no name for a tensor of the head.
-    """
+    """Return the head's tensors alone."""
     return [_with_offset(one, record.norm_offset) for one in _of_head(trunk, layout, head, record, config)]
 
 

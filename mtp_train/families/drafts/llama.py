@@ -43,7 +43,6 @@ def llama_layer(
     """Return a head's layer with the sizes and the rotary base of its trunk.
 
     Args:
-        build_layer: Transformers' Llama classes, the layer's config and the module's number to the layer.
         rotary: The rotary embedding's name without ``Llama``; None for a layer without attention.
     """
     return HeadLayer(

@@ -20,11 +20,7 @@ _NO_MEDUSA = no("has no Medusa")
 
 
 class ResidualBlock(nn.Module):
-    """``x + SiLU(W x + b)`` (section 2.1.1). Zero weights make it the identity.
-
-    Args:
-        hidden_size: D.
-    """
+    """``x + SiLU(W x + b)`` (section 2.1.1). Zero weights make it the identity."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()

@@ -165,7 +165,6 @@ def draft_engines(kind: str, trunk: str) -> Mapping[str, EngineSupport]:
     """Return the engines' table of a head of this kind.
 
     Args:
-        kind: Its name.
         trunk: The family's name, or the wrapper's model type for a trunk inside of a vision-language model.
     """
     return complete(parts_of(find_head_kind(kind)).serving(trunk))
@@ -206,11 +205,7 @@ def of_kind(family: Family, kind: str) -> Family:
 
 
 def require_served_trunk(kind: str, text_config: RawConfig, *, where: str) -> None:
-    """Check that engines give a head of this kind the inputs that it was trained with on this trunk.
-
-    Raises:
-        UnsupportedModelError: They do not.
-    """
+    """Check that engines give a head of this kind the inputs that it was trained with on this trunk."""
     found = find_head_kind(kind)
     reason = None if found.draft_parts is None else parts_of(found).unserved_trunk(text_config)
     if reason is not None:

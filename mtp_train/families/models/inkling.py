@@ -47,11 +47,7 @@ def _layer_rules(layer: str) -> tuple[KeyRule, ...]:
 
 
 class _InterleavedMlp(nn.Module):
-    """A gated MLP with gate and up in alternate rows of one matrix, as releases store them: gate first.
-
-    Args:
-        stock: transformers' MLP of the layer, which has two matrices.
-    """
+    """A gated MLP with gate and up in alternate rows of one matrix, as releases store them: gate first."""
 
     def __init__(self, stock: Any) -> None:
         super().__init__()

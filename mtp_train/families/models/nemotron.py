@@ -38,11 +38,7 @@ def _head_layer_config(text_config: PretrainedConfig, num_modules: int) -> Pretr
 
 
 class _LayersInTurn(nn.Module):
-    """Several borrowed layers that run one after the other as one layer; none of them takes position embeddings.
-
-    Args:
-        layers: Layers with their own norm and residual connection.
-    """
+    """Several borrowed layers that run one after the other as one layer; none of them takes position embeddings."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
