@@ -427,7 +427,6 @@ _GENERATION_FIELDS: tuple[_Rule, ...] = (
 
 
 def _require_generation_config(path: Path) -> None:
-    """Check a checkpoint's generation config, which engines and transformers read too."""
     file = path / GENERATION_CONFIG_FILE
     if not os.path.lexists(file):
         return

@@ -43,7 +43,6 @@ class PendingTensor:
     """The checkpoint and key from which it is copied unchanged; None for a new value."""
 
     def parts(self) -> Iterator[Tensor]:
-        """Yield the values in blocks."""
         rows: list[int] = []
         for block in self.blocks():
             rows += block.shape[:1]

@@ -198,7 +198,7 @@ def unregister_engine(name: str) -> None:
 
 def engine_table(
     *,
-    transformers: EngineSupport,
+    transformers: EngineSupport | None = None,
     vllm: EngineSupport | None = None,
     sglang: EngineSupport | None = None,
     llama_cpp: EngineSupport | None = None,
@@ -248,5 +248,4 @@ def engine_commands(engines: Mapping[str, EngineSupport], path: str, depth: int)
 
 
 def _json(content: object) -> str:
-    """Return JSON quoted as one shell word."""
     return shlex.quote(json.dumps(content, separators=(",", ":")))

@@ -18,7 +18,21 @@ from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.assistants import ASSISTANTS, assistant_for
 from mtp_train.families.drafts.record import draft_kind
 from mtp_train.families.engines import ENGINES
-from mtp_train.families.models.after_the_trunk import BAILING_HYBRID, DOTS3_NOTE, HY_V3, HY_V4, STEP3P7
+from mtp_train.families.models.after_the_trunk import (
+    BAILING_HYBRID,
+    DEEPSEEK_V3,
+    DEEPSEEK_V4,
+    DEEPSEEK_V32,
+    DOTS3_NOTE,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
+    GLM5_NEXT,
+    GLM_MOE_DSA,
+    GLM_OCR,
+    HY_V3,
+    HY_V4,
+    STEP3P7,
+)
 from mtp_train.families.models.attached import ATTACHED, transformers_only
 from mtp_train.families.models.beside_the_trunk import (
     ERNIE4_5_MOE,
@@ -26,21 +40,12 @@ from mtp_train.families.models.beside_the_trunk import (
     EXAONE_MOE,
     LONGCAT_FLASH,
     MELLUM,
+    MIMO,
+    MIMO_V2,
     MINIMAX_M3,
-)
-from mtp_train.families.models.deepseek import (
-    DEEPSEEK_V3,
-    DEEPSEEK_V4,
-    DEEPSEEK_V32,
-    GLM4_MOE,
-    GLM4_MOE_LITE,
-    GLM5_NEXT,
-    GLM_MOE_DSA,
-    GLM_OCR,
+    NEMOTRON_H,
 )
 from mtp_train.families.models.inkling import INKLING
-from mtp_train.families.models.mimo import MIMO, MIMO_V2
-from mtp_train.families.models.nemotron import NEMOTRON_H
 from mtp_train.families.models.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN4_EXP
 from mtp_train.families.spec import Family, RawConfig, raw_text_config
 

@@ -61,14 +61,17 @@ class SharedKey:
     """The repeated trunk key, ``{trunk}`` allowed. If the checkpoint lacks it (tied weights), the embedding's key."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Borrowed:
     """The transformers classes that a head is built from, by name: importing a family imports no model code."""
 
-    python_module: str
-    layer: str
-    norm: str
-    rotary: str | None
+    model: str
+    """Directory of the model under ``transformers.models``."""
+    prefix: str
+    """The beginning of the names of its classes; the rest of three of them follows."""
+    layer: str = "DecoderLayer"
+    norm: str = "RMSNorm"
+    rotary: str | None = "RotaryEmbedding"
     """None if the layers take no position embeddings."""
     norm_eps: str = "rms_norm_eps"
     """Field of the config with the norms' epsilon."""
@@ -78,39 +81,23 @@ class Borrowed:
     """Submodule of the layer that only selects keys and so gets no gradient. It is frozen, because distributed training
     waits for a gradient of every trainable parameter."""
 
-    @classmethod
-    def of(
-        cls,
-        model: str,
-        prefix: str,
-        *,
-        layer: str = "DecoderLayer",
-        norm: str = "RMSNorm",
-        rotary: str | None = "RotaryEmbedding",
-        **options: Any,
-    ) -> Borrowed:
-        """Return the classes of one model of transformers, whose names begin with ``prefix``.
-
-        ``model`` is its directory under ``transformers.models``, ``options`` are further fields of the record.
-        """
-        return cls(
-            python_module=f"transformers.models.{model}.modeling_{model}",
-            layer=prefix + layer,
-            norm=prefix + norm,
-            rotary=None if rotary is None else prefix + rotary,
-            **options,
-        )
+    @property
+    def python_module(self) -> str:
+        return f"transformers.models.{self.model}.modeling_{self.model}"
 
     def cls(self, name: str) -> Any:
-        """Return a class of the Python module by name."""
+        """Return a class of the Python module by its whole name."""
         return getattr(importlib.import_module(self.python_module), name)
+
+    def stock_layer(self, config: PretrainedConfig, layer_idx: int) -> Any:
+        return self.cls(self.prefix + self.layer)(config, layer_idx)
 
     def make_layer(self, config: PretrainedConfig, layer_idx: int) -> nn.Module:
         """Build a decoder layer, randomly initialised."""
         if self.build_layer is not None:
             layer = self.build_layer(self, config, layer_idx)
         else:
-            layer = self.cls(self.layer)(config, layer_idx)
+            layer = self.stock_layer(config, layer_idx)
         if self.frozen is not None:
             layer.get_submodule(self.frozen).requires_grad_(False)
         return layer
@@ -118,12 +105,12 @@ class Borrowed:
     def make_norm(self, config: PretrainedConfig, width: int | None = None) -> nn.Module:
         """Build a norm over ``width`` (default: the hidden size), initialised to the identity scale."""
         eps = config.to_dict()[self.norm_eps]
-        norm: nn.Module = self.cls(self.norm)(width or config.hidden_size, eps=eps)
+        norm: nn.Module = self.cls(self.prefix + self.norm)(width or config.hidden_size, eps=eps)
         return norm
 
     def make_rotary(self, config: PretrainedConfig) -> nn.Module | None:
         """Build the rotary embedding, or return None if the layers take none."""
-        return None if self.rotary is None else self.cls(self.rotary)(config=config)
+        return None if self.rotary is None else self.cls(self.prefix + self.rotary)(config=config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +182,7 @@ class RecurrentKernels:
 class Declaration:
     """How a ``config.json`` declares a head."""
 
-    count: str | None
+    count: str | None = "num_nextn_predict_layers"
     """Field with the number of head modules. None if configs have no such field and engines hard-code the number."""
     implied: int = 0
     """Number of modules that engines assume if the config lacks the field."""
@@ -333,12 +320,12 @@ class Family:
     """Whether releases carry no head, so that a checkpoint has one only after it was attached."""
     wrapper: str | None = None
     """Model type of the vision-language model around such a trunk; see ``registry.WRAPPERS``."""
-    declaration: Declaration = Declaration(count="num_nextn_predict_layers")
+    declaration: Declaration = Declaration()
     keys: Keys
     wiring: Wiring = Wiring()
     layer: HeadLayer
     trunk: TrunkTraits = TrunkTraits()
-    engines: Mapping[str, EngineSupport]
+    engines: Mapping[str, EngineSupport] = field(default_factory=dict)
     """Which serving engines load the head: the family's own entries; see ``engine_table``."""
     engines_of: Callable[[Mapping[str, str]], Mapping[str, EngineSupport]] | None = None
     """The entries for one checkpoint, from its keys and their safetensors dtypes. None: ``engines`` holds for all."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from mtp_train.checkpoints.suggestions import inspect_command, train_command
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family, of_kind
-from mtp_train.families.drafts.record import described_by
+from mtp_train.families.drafts.record import Block, described_by
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.diagnose import diagnose_head, empty_head, layout_of, stored_dtype, text_config_of
 from mtp_train.heads.module import MtpHead, OutputRows, unroll_of
@@ -124,7 +124,9 @@ def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dt
     if plan.output is not None:
         output_RD = plan.output.weight.load()
         _require_finite({plan.output.weight.key: output_RD})
-        head.give_output(OutputRows(output_RD.to(dtype), plan.output.token_ids_R, text_config.vocab_size))
+        output = OutputRows(output_RD.to(dtype), plan.output.token_ids_R, text_config.vocab_size)
+        for block in head.blocks:
+            cast(Block, block).lm_head = output
     return head
 
 

@@ -208,10 +208,6 @@ class MtpHead(nn.Module):
         own = cast(Block, self.blocks[0]).embedding
         return None if own is None else cast(nn.Embedding, own).weight
 
-    def give_output(self, output: OutputRows) -> None:
-        for block in self.blocks:
-            cast(Block, block).lm_head = output
-
     def sliding_window(self, depth: int) -> int | None:
         """Return how many positions a query of ``depth`` attends to, None for all."""
         layer = self._stock_layers[0 if self.unroll == "recursive" else depth - 1]

@@ -198,7 +198,6 @@ class Trunk(nn.Module):
         self._of_layers.clear()
 
     def _call(self, part: Any, given: Tensor) -> Tensor:
-        """Call a part of the model."""
         # Hooks may add noise (NEFTune) or count calls. In a view they belong to the model's own forwards only.
         result: Tensor = part.forward(given) if self._is_view else part(given)
         return result

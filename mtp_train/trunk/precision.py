@@ -229,7 +229,6 @@ class _Unit:
         return tuple(map(self._converted, args)), {name: self._converted(one) for name, one in kwargs.items()}
 
     def after(self, _unit: nn.Module, _args: Any, output: Any) -> Any:
-        """Restore the weights."""
         self.restore()
         return self._converted(output) if self._embeds else None
 

@@ -66,12 +66,7 @@ TOY = Family(
     wiring=Wiring(concat="hidden_first", conventions={"vllm": Convention(zero_first_embedding=True)}),
     layer=HeadLayer(
         config=with_layers,
-        borrowed=Borrowed(
-            python_module="transformers.models.llama.modeling_llama",
-            layer="LlamaDecoderLayer",
-            norm="LlamaRMSNorm",
-            rotary="LlamaRotaryEmbedding",
-        ),
+        borrowed=Borrowed("llama", "Llama"),
     ),
     trunk=TrunkTraits(stand_in=TrunkClass(model_type="llama")),
     engines=engine_table(transformers=no("has no class for it")),

@@ -57,7 +57,6 @@ _SLIDING = "sliding_attention"
 
 
 def _kinds(config: RawConfig) -> list[str]:
-    """Return the attention type of each block."""
     modules = list(config.get("mtp_layer_types") or [_SLIDING] * config[NUM_MODULES])
     return [*config["layer_types"], *modules[: config[NUM_MODULES]]]
 

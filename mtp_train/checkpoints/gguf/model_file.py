@@ -221,7 +221,6 @@ def _write(
 
 
 def _copy_fields(writer: gguf.GGUFWriter, model: GgufModel, changed: Mapping[str, Value], num_tensors: int) -> None:
-    """Write a model's metadata, with changed fields."""
     values = {f"{model.arch}.{name}": value for name, value in changed.items()}
     alone = len(model.readers) == 1
     if not alone:
@@ -298,7 +297,6 @@ def _write_checkpoint(model: GgufModel, target: Path, dtype: torch.dtype) -> Non
 
 
 def _add_head(model: GgufModel, directory: Path, dtype: torch.dtype) -> None:
-    """Add the head to the checkpoint."""
     trunk = open_checkpoint(directory)
     record = GGUF_HEADS[str(trunk.text_config.get("model_type"))]
     layout = HeadLayout(trunk.family, _TRUNK_PREFIX, model.num_layers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from mtp_train.errors import UnsupportedModelError
@@ -73,7 +74,9 @@ class GgufHead:
     """Kind of special token to its text, for tokens that the tokenizer's files do not declare."""
 
 
-def _first(kind: Callable[[Any], Value], names: tuple[str, ...], default: Value | None) -> Field:
+def _first(kind: Callable[[Any], Value], *names: str, default: Value | None = None) -> Field:
+    """Read a value from the first of these fields that the config has."""
+
     def read(config: RawConfig) -> Value | None:
         value = next((config[name] for name in names if name in config), default)
         return None if value is None else kind(value)
@@ -81,17 +84,7 @@ def _first(kind: Callable[[Any], Value], names: tuple[str, ...], default: Value 
     return read
 
 
-def whole(*names: str, default: int | None = None) -> Field:
-    """Read an integer from the first of these fields that the config has."""
-    return _first(int, names, default)
-
-
-def real(*names: str, default: float | None = None) -> Field:
-    return _first(float, names, default)
-
-
-def flag(*names: str, default: bool | None = None) -> Field:
-    return _first(bool, names, default)
+whole, real, flag = (partial(_first, kind) for kind in (int, float, bool))
 
 
 def total(*names: str) -> Field:

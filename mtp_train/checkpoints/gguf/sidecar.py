@@ -22,13 +22,6 @@ from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError
 
 GgufKind = Literal["f32", "f16", "bf16", "q8_0"]
-_WANTED = {"f32": Stored.F32, "f16": Stored.F16, "bf16": Stored.BF16, "q8_0": Stored.Q8_0}
-_FILE_TYPES = {
-    "f32": gguf.LlamaFileType.ALL_F32,
-    "f16": gguf.LlamaFileType.MOSTLY_F16,
-    "bf16": gguf.LlamaFileType.MOSTLY_BF16,
-    "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
-}
 _CONTAINERS = {Stored.F32: "float32", Stored.F16: "float16", Stored.BF16: "uint8", Stored.Q8_0: "uint8"}
 _Q8_BLOCK = 32
 _MAX_ELEMENTS = 1 << 24
@@ -60,7 +53,7 @@ def write_gguf(
         add_info(writer, tensor, kind)
     _add_description(writer, trunk)
     _add_fields(writer, record, tensors, config)
-    writer.add_file_type(_FILE_TYPES[kind])
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_vocabulary(writer, trunk, tokenizer, record, int(config["vocab_size"]))
     write_values(writer, (encoded(one, kind) for one in progress.track(tensors, description=f"writing {path.name}")))
@@ -79,7 +72,7 @@ def stored_type(tensor: PendingTensor, kind: GgufKind) -> Stored:
     vector_or_router = len(tensor.shape) < 2 or tensor.key.endswith(_FULL_PRECISION)
     if kind == "f32" or vector_or_router or not tensor.key.endswith(".weight"):
         return Stored.F32
-    return Stored.F16 if kind == "q8_0" and tensor.shape[-1] % _Q8_BLOCK else _WANTED[kind]
+    return Stored.F16 if kind == "q8_0" and tensor.shape[-1] % _Q8_BLOCK else Stored[kind.upper()]
 
 
 def _add_description(writer: gguf.GGUFWriter, trunk: Path) -> None:

@@ -42,7 +42,7 @@ class EagleModule(Block):
 
 
 def _without_input_norm(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: nn.Module = borrowed.cls(borrowed.layer)(config, layer_idx)
+    layer: nn.Module = borrowed.stock_layer(config, layer_idx)
     layer.set_submodule("input_layernorm", nn.Identity())
     return layer
 

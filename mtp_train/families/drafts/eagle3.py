@@ -104,7 +104,7 @@ class Eagle3Module(Block):
 
 
 def _reading_two(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer = borrowed.cls(borrowed.layer)(config, layer_idx)
+    layer = borrowed.stock_layer(config, layer_idx)
     # Only third-party checkpoints set it; ours omit it.
     adds_normed = bool(config.to_dict().get("norm_before_residual"))
     return Eagle3Layer(layer, borrowed.make_norm(config), adds_normed=adds_normed)

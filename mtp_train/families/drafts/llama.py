@@ -47,7 +47,7 @@ def llama_layer(
     """
     return HeadLayer(
         config=llama_config,
-        borrowed=Borrowed.of("llama", "Llama", rotary=rotary, build_layer=build_layer),
+        borrowed=Borrowed("llama", "Llama", rotary=rotary, build_layer=build_layer),
     )
 
 

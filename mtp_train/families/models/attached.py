@@ -19,7 +19,6 @@ from transformers import PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.engines import (
-    HEAD_IGNORED,
     LLAMA_CPP_POSITIONS,
     Convention,
     EngineSupport,
@@ -39,7 +38,7 @@ from mtp_train.families.layouts import (
     sparse_full,
     with_layers,
 )
-from mtp_train.families.models.mimo import MIMO
+from mtp_train.families.models.beside_the_trunk import MIMO
 from mtp_train.families.spec import Borrowed, Declaration, Family, HeadLayer, KeyRule, TrunkTraits, Wiring
 from mtp_train.upstream.transformers_private import attention_of, set_attention
 
@@ -121,7 +120,7 @@ def attached(
         wiring=wiring,
         layer=HeadLayer(
             config=head_layer_config,
-            borrowed=Borrowed.of(*classes, norm=norm, norm_eps=norm_eps),
+            borrowed=Borrowed(*classes, norm=norm, norm_eps=norm_eps),
         ),
         trunk=trunk,
         engines=engines,
@@ -141,7 +140,6 @@ QWEN2 = Family(
     layer=HeadLayer(config=full, borrowed=MIMO.layer.borrowed),
     trunk=_SEVERAL_LAYER_TYPES,
     engines=engine_table(
-        transformers=no("loads the trunk and ignores the head"),
         llama_cpp=no("has no graph for this head; to convert the trunk, put Qwen2ForCausalLM back into config.json"),
     ),
 )
@@ -342,7 +340,7 @@ class _EitherNorm(Borrowed):
 
 
 def _always_rotated(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: Any = borrowed.cls(borrowed.layer)(config, layer_idx)
+    layer: Any = borrowed.stock_layer(config, layer_idx)
     # In the trunk, layers with full attention use rotary embeddings only if they are dense. llama.cpp's head always
     # does.
     layer.self_attn.force_rope = True
@@ -359,13 +357,12 @@ COHERE2_MOE = Family(
     wiring=Wiring(conventions={"llama.cpp": LLAMA_CPP_POSITIONS}),
     layer=HeadLayer(
         config=sparse_full,
-        borrowed=_EitherNorm.of(
+        borrowed=_EitherNorm(
             "cohere2_moe", "Cohere2Moe", norm="LayerNorm", norm_eps="layer_norm_eps", build_layer=_always_rotated
         ),
     ),
     trunk=TrunkTraits(masks_by_layer_type=True, logit_divisor=lambda config: 1.0 / config["logit_scale"]),
     engines=engine_table(
-        transformers=HEAD_IGNORED,
         vllm=no("has no head for this model, and refuses a checkpoint with a layer after the trunk's last"),
         sglang=no("has no head for this model; it loads the trunk and leaves the head's layer out"),
     ),
