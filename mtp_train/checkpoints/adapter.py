@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, Field
 from rich.progress import Progress
 from torch import Tensor
 
 from mtp_train.checkpoints.files import (
     TORCH_DTYPES,
     Checkpoint,
+    bounded,
     read_json,
     scan_safetensors,
     validated,
@@ -61,14 +61,15 @@ _UNMERGEABLE = {
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-class LoraConfigFile(BaseModel, frozen=True, strict=True):
+@dataclass(frozen=True)
+class LoraConfigFile:
     """The fields of a LoRA adapter's ``adapter_config.json`` that determine how its weights are read."""
 
-    r: Annotated[int, Field(ge=1)]
-    lora_alpha: Annotated[float, Field(ge=-1e30, le=1e30)]
+    r: int = bounded(1, math.inf)
+    lora_alpha: int | float = bounded(-1e30, 1e30)
     rank_pattern: dict[str, int] | None = None
     """Regular expressions of module names to ranks."""
-    alpha_pattern: dict[str, float] | None = None
+    alpha_pattern: dict[str, int | float] | None = None
     use_rslora: bool | None = None
     use_dora: bool | None = None
     fan_in_fan_out: bool | None = None

@@ -15,7 +15,6 @@ import copy
 import filecmp
 import itertools
 import logging
-import math
 import os
 import re
 import shutil
@@ -245,12 +244,8 @@ class _Placed:
         old_metadata = (source.index or {}).get("metadata")
         metadata = dict(old_metadata) if isinstance(old_metadata, dict) else {}
         metadata["total_size"] = sum(info.num_bytes for info in tensors.values())
-        if isinstance(metadata.get("total_parameters"), int):
-            # Shapes of packed weights do not give it, so the old count is corrected by what changed.
-            keys = source.tensors.keys() | tensors.keys()
-            changed = {key for key in keys if source.tensors.get(key) != tensors.get(key)}
-            for sign, held in ((-1, source.tensors), (1, tensors)):
-                metadata["total_parameters"] += sign * sum(math.prod(held[key].shape) for key in changed & held.keys())
+        # Shapes of packed weights do not give this count.
+        metadata.pop("total_parameters", None)
         return {
             "metadata": metadata,
             "weight_map": {key: self.renames.get(info.file, info.file) for key, info in sorted(tensors.items())},

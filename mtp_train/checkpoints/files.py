@@ -12,13 +12,13 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, get_type_hints
 
 import torch
-from pydantic import BaseModel, ValidationError
+from huggingface_hub.dataclasses import type_validator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -208,20 +208,30 @@ def read_json(path: Path) -> dict[str, Any]:
     return parsed
 
 
-_Model = TypeVar("_Model", bound=BaseModel)
+_Model = TypeVar("_Model")
+
+
+def bounded(least: float, most: float) -> Any:
+    """Return a field of a dataclass for :func:`validated`, with the bounds of its number."""
+    return field(metadata={"bounds": (least, most)})
 
 
 def validated(model: type[_Model], content: Mapping[str, Any], file: Path, hint: str) -> _Model:
-    """Return the fields of a JSON object that a pydantic model declares."""
-    try:
-        return model.model_validate(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name, found = ".".join(map(str, first["loc"])), f"{first['input']!r:.60}"
-        if first["type"] == "missing":
-            found, first["msg"] = "missing", "a value"
-        expected = first["msg"].removeprefix("Input should be ")
-        raise CheckpointError(f"{file}: {name} is {found}; expected {expected}. {hint}") from None
+    """Return the fields of a JSON object that a dataclass declares; pydantic is not at hand where we only decode."""
+    types, values = get_type_hints(model), {}
+    for one in fields(cast(Any, model)):
+        value = values[one.name] = content.get(one.name, one.default)
+        least, most = one.metadata.get("bounds", (-math.inf, math.inf))
+        try:
+            type_validator(one.name, value, types[one.name])
+            fits = "bounds" not in one.metadata or value is None or least <= value <= most
+        except TypeError:
+            fits = False
+        if not fits:
+            found = "missing" if value is MISSING else f"{value!r:.60}"
+            between = f" from {least} to {most}" if "bounds" in one.metadata else ""
+            raise CheckpointError(f"{file}: {one.name} is {found}; expected {one.type}{between}. {hint}")
+    return model(**values)
 
 
 def named_file(directory: Path, name: object, *, named_by: Path) -> str:

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from mtp_train.families.engines import EngineSupport, choose_convention, complete, engine_commands, engine_table, no
+from mtp_train.families.drafts.llama import in_sglang, in_vllm
+from mtp_train.families.engines import (
+    EngineSupport,
+    choose_convention,
+    complete,
+    engine_commands,
+    engine_table,
+    no,
+)
 from mtp_train.families.spec import (
     Declaration,
     Family,
@@ -117,13 +125,8 @@ GEMMA4_ASSISTANT = Assistant(
     trunk=_GEMMA4_TRUNK,
     trunk_hidden_size="backbone_hidden_size",
     support=engine_table(
-        vllm=EngineSupport(True, "vllm serve TRUNK --speculative-config {vllm_config}"),
-        sglang=EngineSupport(
-            True,
-            "python -m sglang.launch_server --model-path TRUNK --speculative-algorithm NEXTN "
-            "--speculative-draft-model-path {path} --speculative-num-steps {depth} --speculative-eagle-topk 1 "
-            "--speculative-num-draft-tokens {depth_plus_1}",
-        ),
+        vllm=in_vllm("config"),
+        sglang=in_sglang("NEXTN"),
         llama_cpp=EngineSupport(
             True,
             "python convert_hf_to_gguf.py {path} --outfile assistant.gguf && "

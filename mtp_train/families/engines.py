@@ -93,10 +93,12 @@ VLLM = EngineSupport(
     True,
     'vllm serve {path} --speculative-config \'{{"method":"mtp","num_speculative_tokens":{depth}}}\'',
 )
+SGLANG_DRAFTS = (
+    "--speculative-num-steps {depth} --speculative-eagle-topk 1 --speculative-num-draft-tokens {depth_plus_1}"
+)
 SGLANG = EngineSupport(
     True,
-    "python -m sglang.launch_server --model-path {path} --speculative-algorithm NEXTN --speculative-num-steps {depth} "
-    "--speculative-eagle-topk 1 --speculative-num-draft-tokens {depth_plus_1}",
+    f"python -m sglang.launch_server --model-path {{path}} --speculative-algorithm NEXTN {SGLANG_DRAFTS}",
 )
 LLAMA_CPP = EngineSupport(
     True,

@@ -159,7 +159,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a config without a kind": (lambda path: write_config(path, "{}"), "peft_type None; expected the kind of a peft"),
     "a rank of text": (
         lambda path: rewrite_config(path, r="eight"),
-        "peft cannot apply it to the trunk|r is 'eight'; expected a valid integer",
+        "peft cannot apply it to the trunk|r is 'eight'; expected int",
     ),
     "a broken pattern": (
         lambda path: rewrite_config(path, target_modules="(q_proj"),

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import LlamaConfig, PretrainedConfig
 
-from mtp_train.families.engines import EngineSupport, no
+from mtp_train.families.engines import SGLANG_DRAFTS, EngineSupport, no
 from mtp_train.families.spec import Borrowed, HeadLayer, RawConfig
 
 # Settings that change the forward, and the values with which it equals the forward of the paper.
@@ -131,8 +131,5 @@ def in_vllm(method: str, remark: str = "") -> EngineSupport:
 
 def in_sglang(algorithm: str) -> EngineSupport:
     """Return the entry of SGLang for a draft model of one of its algorithms."""
-    drafts = (
-        "--speculative-draft-model-path {path} --speculative-num-steps {depth} --speculative-eagle-topk 1 "
-        "--speculative-num-draft-tokens {depth_plus_1}"
-    )
+    drafts = f"--speculative-draft-model-path {{path}} {SGLANG_DRAFTS}"
     return EngineSupport(True, f"{_SGLANG} --speculative-algorithm {algorithm} {drafts}")
