@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="+", choices=STAGES)
     parser.add_argument("--work", type=Path, required=True, help="where the stages leave their results")
-    parser.add_argument("--size", choices=SIZES, default="demo", help="the pair that ships, or a smaller one")
+    parser.add_argument("--size", choices=SIZES, default="demo", help="the pair that ships, or another one")
     parser.add_argument("--device", type=torch.device, default="cpu", help="where base, finetune and check run")
     arguments = parser.parse_args()
     if arguments.size != "demo" and {"install", "record"} & set(arguments.stages):

@@ -6,12 +6,15 @@ token, positions are marginal. Sources, found in the engines' code:
 - vLLM, and llama-server with ``--metrics``: counters of the whole server at ``/metrics``, one series per engine.
 - SGLang: fields in each response of ``/generate``, whose names changed twice. ``spec_accept_length`` counts the
   prefill's token, and the gauges cover a window of time: neither is used.
+- llama-server: ``timings`` in each response. They have no rounds: those are the tokens less the first and the accepted
+  ones. Drafts accepted behind an end-of-text token are in no token, so that a text may have one or two rounds more.
 
 Shapes: K draft positions.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,7 +67,8 @@ class SpecCounts:
     @property
     def depth(self) -> int:
         """The most drafts per round, at least the mean rounded up."""
-        most = -(-self.draft_tokens // self.rounds) if self.rounds else 0
+        # The rounds of llama-server's timings may be a few too low.
+        most = math.ceil(self.draft_tokens / self.rounds - 0.1) if self.rounds else 0
         return max(most, len(self.accepted_per_pos or ()))
 
 
@@ -134,7 +138,11 @@ def as_completion(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def response_counts(document: Mapping[str, Any]) -> SpecCounts | None:
-    """Return the draft counts in a response of :func:`as_completion`; None where it has none."""
+    """Return the draft counts in a response of llama-server or of :func:`as_completion`; None where it has none."""
+    if isinstance(timings := document.get("timings"), dict):
+        tokens, drafted, accepted = (timings.get(name, 0) for name in ("predicted_n", "draft_n", "draft_n_accepted"))
+        made = {"draft_tokens": drafted, "accepted_tokens": accepted, "accepted_per_pos": None}
+        return SpecCounts(rounds=max(1, tokens - 1 - accepted), **made) if drafted else SpecCounts()
     told = document.get("meta_info") or {}
     accepted = _first(told, "spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
     drafted = _first(told, "spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")

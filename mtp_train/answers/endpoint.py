@@ -12,6 +12,7 @@ the server's counts of drafts.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -156,11 +157,13 @@ class Endpoint:
         self.model = ""
         # vllm, sglang, llamacpp, ...: `owned_by` of the model.
         self.served_with = ""
+        # The files that the server says it loaded, on its machine.
+        self.checkpoint: str | None = None
         self.prompts_as: Literal["token ids", "text"] = "token ids"
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(eos_ids)
         self._vocab_size = vocab_size
-        self._names = names
+        self.names = names
         self._api_key = api_key
         self._timeout = httpx.Timeout(timeout_seconds, connect=CONNECT_TIMEOUT_SECONDS)
         self._closed = threading.Event()
@@ -208,8 +211,8 @@ class Endpoint:
                 done, _ = wait(waiting, timeout=STALL_SECONDS, return_when=FIRST_COMPLETED)
                 if not done:
                     raise StalledError(
-                        f"{self._names.url}: {self.url} finished none of its requests in {STALL_SECONDS / 60:g} "
-                        f"minutes; expected responses. Check the server's log, {self._names.restart}."
+                        f"{self.names.url}: {self.url} finished none of its requests in {STALL_SECONDS / 60:g} "
+                        f"minutes; expected responses. Check the server's log, {self.names.restart}."
                     )
                 on_done({waiting.pop(future): future for future in done})
         except BaseException as error:
@@ -248,12 +251,17 @@ class Endpoint:
         served = [str(entry.get("id")) for entry in entries]
         if wanted is None and len(served) != 1:
             found = f"serves {', '.join(served) or 'no model'}"
-            raise self._unusable(found, "one model, or its name", f"Name it in {self._names.model}")
+            raise self._unusable(found, "one model, or its name", f"Name it in {self.names.model}")
         if wanted is not None and wanted not in served:
             found = f"serves {', '.join(served) or 'no model'}, not {wanted}"
-            raise self._unusable(found, f"{self._names.model} among them", "Correct the name")
+            raise self._unusable(found, f"{self.names.model} among them", "Correct the name")
         self.model = wanted if wanted is not None else served[0]
-        self.served_with = str(entries[served.index(self.model)].get("owned_by") or "")
+        chosen = entries[served.index(self.model)]
+        self.served_with, place = str(chosen.get("owned_by") or ""), chosen.get("root")
+        if self.served_with == "llamacpp":
+            with contextlib.suppress(ValueError, RecursionError):
+                place = _object(json.loads(self.look("/props") or "{}")).get("model_path")
+        self.checkpoint = place if isinstance(place, str) else None
 
     def payload(self, question: Question, sampling: Mapping[str, float]) -> dict[str, Any]:
         """Return the JSON body of a completion request.
@@ -389,17 +397,17 @@ class Endpoint:
             if response.status_code not in PASSING:
                 return self._refusal(response.status_code, cause)
             wanted_seconds = _retry_after(response)
-        raise self._unusable(f"{cause}, {MAX_ATTEMPTS} times", "an answer", f"Start it again; {self._names.restart}")
+        raise self._unusable(f"{cause}, {MAX_ATTEMPTS} times", "an answer", f"Start it again; {self.names.restart}")
 
     def _refusal(self, status: int, cause: str) -> Refusal:
         if status in (401, 403):
-            raise self._unusable(cause, "access", f"Name the variable with its key in {self._names.api_key_env}")
+            raise self._unusable(cause, "access", f"Name the variable with its key in {self.names.api_key_env}")
         if status in (404, 405):
             raise self._unusable(cause, "OpenAI's completions there", "Check the address, with its version")
         return Refusal(cause)
 
     def _unusable(self, found: str, expected: str, cure: str) -> DataError:
-        return DataError(f"{self._names.url}: {self.url} {found}; expected {expected}. {cure}.")
+        return DataError(f"{self.names.url}: {self.url} {found}; expected {expected}. {cure}.")
 
 
 def _entries(document: object, name: str) -> list[dict[str, Any]]:

@@ -190,8 +190,11 @@ def _add_decoding(commands: Any) -> None:
     _add_grid(evaluate.add_argument)
     compare = add_command(commands, "compare", "measure several arms, and test which differences are real", _compare)
     arms = "a checkpoint with its own head, a trunk + what drafts (see evaluate --head), or the directory of a run; "
-    arms += "@8bit or @4bit behind one packs it, @none behind a run ignores its recipe's quantisation"
+    arms += "@8bit or @4bit behind one packs it, @none behind a run ignores its recipe's quantisation; or NAME=URL for "
+    arms += "each: servers of one trunk, of which the second is judged against the first (exit code 3: not better)"
     compare.add_argument("arms", nargs="+", metavar="[NAME=]TRUNK[+HEAD]", help=arms)
+    written = "writes the prompts for servers (default: the first server's files)"
+    compare.add_argument("--tokenizer", metavar="CKPT", help=written)
     _add_grid(compare.add_argument)
 
 
@@ -320,5 +323,6 @@ def _compare(args: argparse.Namespace) -> Printed:
 
 def _measured(done: mtp.EvaluationResult) -> Printed:
     # A draft that changes the text is a bug of the decoder, whatever the figures are.
-    lossless = done.report.lossless
-    return Printed(done.to_json(), rendered(done), 1 if lossless and lossless.faults else 0, styled=True)
+    lossless, gate = done.report.lossless, done.report.gate
+    refused = mtp.GateRefusedError.exit_code if gate is not None and not gate.passed else 0
+    return Printed(done.to_json(), rendered(done), 1 if lossless and lossless.faults else refused, styled=True)

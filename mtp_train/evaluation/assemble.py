@@ -11,7 +11,12 @@ from typing import Any
 import torch
 import transformers
 
+from mtp_train.acceptance.counts import PromptCounts
+from mtp_train.acceptance.gate import GateVerdict, decide_gate
 from mtp_train.acceptance.intervals import holm, tau_difference
+from mtp_train.acceptance.names import PLAIN
+from mtp_train.acceptance.speed import Pair
+from mtp_train.errors import DataError
 from mtp_train.evaluation.entropy import EntropySums, fine_edges, overlap_difference
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import ALL_TASKS, ArmComparison, ArmCosts, Report
@@ -28,6 +33,9 @@ from mtp_train.evaluation.statistics import (
 LEVEL = 0.05
 """Probability of any false finding among all comparisons of a report."""
 
+LEAST_SAME_TEXTS = 0.5
+"""Share of equal greedy texts below which two servers may not serve one trunk. Rounding alone changes fewer."""
+
 Sums = dict[tuple[str, float, int | None], EntropySums]
 
 
@@ -40,8 +48,8 @@ class Measurements:
     costs: list[ArmCosts] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     """How the trunk was held: dtype, device and the like."""
-    served: Served | None = None
-    """Measurements of a server."""
+    served: dict[str, Served] = field(default_factory=dict)
+    """Measurements of servers, by arm."""
 
 
 def assemble(
@@ -65,27 +73,61 @@ def assemble(
 
 
 def compared(report: Report, found: Measurements, title: str) -> Report:
-    """Return the report of a study: with its comparisons, positions in the output, costs and server."""
+    """Return the report of a study: with its comparisons, positions in the output, costs and servers.
+
+    The second of two servers is judged against the first one.
+    """
     drafted = [arm for arm in found.arms if arm.head is not None]
-    served, arms, cells = found.served, report.arms, report.cells
-    if served is not None:
-        arms, cells = {**arms, served.cells[0].arm: served.cells[0].result}, (*cells, *served.cells)
+    served, documents = found.served, {name: one.document for name, one in found.served.items()}
     return replace(
         report,
         title=title,
-        arms=arms,
-        cells=cells,
-        comparisons=compare_arms(drafted),
+        arms={**report.arms, **{name: one.cells[0].result for name, one in served.items()}},
+        cells=(*report.cells, *(cell for one in served.values() for cell in one.cells)),
+        comparisons=compare_arms(drafted, served),
+        gate=_gate(*served.values()) if len(served) == 2 else None,
         positions=tuple(one for arm in drafted for one in position_bins(arm)),
         costs=tuple(found.costs),
-        endpoint=None if served is None else served.document,
+        endpoint=next(iter(documents.values())) if len(documents) == 1 else documents or None,
     )
 
 
-def compare_arms(arms: Sequence[MeasuredArm]) -> tuple[ArmComparison, ...]:
+def _gate(baseline: Served, judged: Served) -> GateVerdict:
+    """Apply the gate to the head of a server, against another server on the same prompts.
+
+    Raises:
+        DataError: The judged server has no drafts, or those of single prompts are not known of both alike.
+    """
+    pairs, sources = {}, [one.document["counts"] for one in (baseline, judged)]
+    for before, (setting, after) in zip(baseline.counts.values(), judged.counts.items(), strict=True):
+        both = [prompt for prompt in after if prompt in before]
+        if not both or not setting.depth or sources[0] != sources[1]:
+            found = " and ".join(sources) if both and setting.depth else "no drafts, or none that it counts by prompt"
+            raise DataError(
+                f"arm {judged.cells[0].arm}: {found}; expected counts of one kind on prompts that both servers answer. "
+                "Start llama-server with --spec-type draft-mtp (draft-eagle3 with -md), both with --metrics or neither."
+            )
+        counts = [after[prompt] for prompt in both], [before[prompt] for prompt in both]
+        pairs[setting.name] = Pair(*counts, *counts)
+    name = baseline.cells[0].arm if any(setting.depth for setting in baseline.counts) else PLAIN
+    verdict, same = decide_gate(pairs, name), same_texts(baseline, judged)
+    if same is not None and same < LEAST_SAME_TEXTS:
+        told = f"{verdict.reason}. Only {same:.0%} of the greedy texts are the same: do both serve one trunk?"
+        verdict = replace(verdict, reason=told)
+    return verdict
+
+
+def same_texts(first: Served, second: Served) -> float | None:
+    """Return the share of greedy texts that two servers both wrote; None without any."""
+    texts, others = dict(first.answers.get(0.0, ())), dict(second.answers.get(0.0, ()))
+    both = texts.keys() & others.keys()
+    return sum(texts[prompt] == others[prompt] for prompt in both) / len(both) if both else None
+
+
+def compare_arms(arms: Sequence[MeasuredArm], served: Mapping[str, Served] | None = None) -> tuple[ArmComparison, ...]:
     """Return every pair of arms at every common setting with drafts, all tasks first, then each task.
 
-    Arms are compared on the prompts that both decoded.
+    Arms are compared on the prompts that both decoded; servers with servers.
     """
     sums = {(arm.name, *key): EntropySums.of(rows, fine_edges()) for arm in arms for key, rows in arm.dense.items()}
     found = [
@@ -95,6 +137,15 @@ def compare_arms(arms: Sequence[MeasuredArm]) -> tuple[ArmComparison, ...]:
         if setting.depth and setting in second.decoded
         for comparison in _compare(first, second, setting, sums)
     ]
+    for (name, mine), (other, its) in combinations((served or {}).items(), 2):
+        for setting in [one for one in mine.counts if one.depth and one in its.counts]:
+            theirs = its.counts[setting]
+            pairs = [
+                (prompt.task, one, theirs[prompt]) for prompt, one in mine.counts[setting].items() if prompt in theirs
+            ]
+            same = same_texts(mine, its)
+            same_trunk = same is None or same >= LEAST_SAME_TEXTS
+            found += _rows(pairs, (None, None), **vars(setting), first=name, second=other, same_trunk=same_trunk)
     return _corrected(found)
 
 
@@ -105,9 +156,19 @@ def _compare(first: MeasuredArm, second: MeasuredArm, setting: Setting, sums: Su
         for one in first.decoded[setting]
         if one.prompt_id in others
     ]
-    tasks = dict.fromkeys(task for task, _, _ in pairs)
     place = setting.temperature, setting.context_tokens
     dense = sums.get((first.name, *place)), sums.get((second.name, *place))
+    same_trunk = first.trunk == second.trunk
+    return _rows(pairs, dense, **vars(setting), first=first.name, second=second.name, same_trunk=same_trunk)
+
+
+def _rows(
+    pairs: Sequence[tuple[str, PromptCounts, PromptCounts]],
+    dense: tuple[EntropySums | None, EntropySums | None],
+    **named: Any,
+) -> list[ArmComparison]:
+    """Return the comparison of all tasks and of each task, given the counts of both arms by prompt."""
+    tasks = dict.fromkeys(task for task, _, _ in pairs)
     compared = []
     for task in [None, *tasks] if pairs else []:
         chosen = [(mine, theirs) for its_task, mine, theirs in pairs if task in (None, its_task)]
@@ -115,15 +176,12 @@ def _compare(first: MeasuredArm, second: MeasuredArm, setting: Setting, sums: Su
         at_equal = None if dense[0] is None or dense[1] is None else overlap_difference(dense[0], dense[1], task)
         compared.append(
             ArmComparison(
-                **vars(setting),
-                first=first.name,
-                second=second.name,
+                **named,
                 task=ALL_TASKS if task is None else task,
                 delta_tau=delta.value,
                 delta_tau_ci95=delta.ci95,
                 groups=delta.groups,
                 p_value=delta.p_value,
-                same_trunk=first.trunk == second.trunk,
                 delta_overlap_at_equal_entropy=None if at_equal is None else at_equal.value,
                 delta_overlap_at_equal_entropy_ci95=None if at_equal is None else at_equal.ci95,
             )

@@ -15,9 +15,9 @@ from typing import Any
 from rich.progress import Progress
 
 from mtp_inference import HeadDrafting
-from mtp_train.acceptance.names import PLAIN, SERVED
+from mtp_train.acceptance.names import PLAIN
 from mtp_train.acceptance.speed import measured_speedup
-from mtp_train.checkpoints.files import read_json
+from mtp_train.checkpoints.files import is_gguf, read_json
 from mtp_train.checkpoints.identity import InputFiles, Loaders, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.values import require_finite_checkpoint
@@ -209,7 +209,7 @@ class _Study:
     prompts: Sequence[TaskPrompt] | None
     """Prompts that are given; None for the suite's."""
     costs: bool
-    server: Server | None
+    servers: Sequence[Server]
     processes: Processes
 
 
@@ -221,25 +221,26 @@ def run_study(
     *,
     title: str,
     costs: bool,
-    server: Server | None = None,
+    servers: Sequence[Server] = (),
 ) -> Report:
     """Measure arms over a grid and return the report.
 
     Args:
         specs: The arms, in the order they are shown.
         out: Directory of the measurements. An interrupted study in it is resumed; the report of a finished one is read.
-        server: A server that is sent the suite's prompts before anything is decoded here.
+        servers: Servers that are sent the suite's prompts before anything is decoded here.
 
     Raises:
         MtpError: An arm cannot be measured, or ``out`` contains other files.
     """
-    study = _opened(specs, grid, out, progress, costs=costs, server=server)
+    study = _opened(specs, grid, out, progress, costs=costs, servers=servers)
     if study.store.is_finished:
         return load_report(out / REPORT_FILE)
     found = _measure_all(study)
-    # With a server alone, nothing has been stored so far.
+    report = study_report(found, grid, title)
+    # With servers alone, nothing has been stored so far.
     study.store.claim()
-    return study_report(found, grid, title)
+    return report
 
 
 def measure_study(
@@ -266,16 +267,16 @@ def _opened(
     *,
     prompts: Sequence[TaskPrompt] | None = None,
     costs: bool = False,
-    server: Server | None = None,
+    servers: Sequence[Server] = (),
     processes: Processes = ALONE,
 ) -> _Study:
     """Open and check the arms and the directory, as far as this takes no weights in memory."""
     require_distinct(specs)
     arms = [open_arm(spec) for spec in specs]
-    identity = _identity(arms, grid, costs, prompts, server)
+    identity = _identity(arms, grid, costs, prompts, servers)
     if processes.index == 0:
         store = Store(out, identity)
-        store.hash_inputs(_inputs(arms, server), progress)
+        store.hash_inputs(_inputs(arms, servers), progress)
         if not store.is_finished:
             _require_sound(arms, progress)
         if processes.count > 1:
@@ -284,7 +285,7 @@ def _opened(
     processes.gather([])
     if processes.index > 0:
         store = Store(out, identity, processes.index)
-    return _Study(arms, grid, store, progress, prompts, costs, server, processes)
+    return _Study(arms, grid, store, progress, prompts, costs, servers, processes)
 
 
 def study_report(found: Measurements, grid: EvaluationGrid, title: str) -> Report:
@@ -310,20 +311,19 @@ def _require_sound(arms: Sequence[OpenArm], progress: Progress) -> None:
 
 
 def _measure_all(study: _Study) -> Measurements:
-    server, served_trunk = study.server, None if study.server is None else study.server.checkpoint
-    found = Measurements(served=None if server is None else ask(server, study.grid, study.progress))
+    found = Measurements(served={one.name: ask(one, study.grid, study.progress) for one in study.servers})
     by_trunk: dict[Any, list[OpenArm]] = {}
     for arm in study.arms:
         by_trunk.setdefault(arm.spec.trunk_key, []).append(arm)
     names = plain_names([group[0].spec for group in by_trunk.values()])
     for plain_name, group in zip(names, by_trunk.values(), strict=True):
-        _measure(study, group, plain_name, found, group[0].spec.trunk == served_trunk)
+        _measure(study, group, plain_name, found)
         # Free the weights before the next trunk is loaded.
         gc.collect()
     return found
 
 
-def _measure(study: _Study, group: Sequence[OpenArm], plain_name: str, found: Measurements, is_served: bool) -> None:
+def _measure(study: _Study, group: Sequence[OpenArm], plain_name: str, found: Measurements) -> None:
     """Load one trunk, measure all its arms, and add the results to ``found``."""
     first, grid, progress = group[0], study.grid, study.progress
     tokenizer = load_tokenizer(first.model.checkpoint, trust_remote_code=False, adapter=first.model.adapter)
@@ -336,10 +336,11 @@ def _measure(study: _Study, group: Sequence[OpenArm], plain_name: str, found: Me
     heads = {arm.spec.name: str(arm.spec.head_name) for arm in group}
     study.store.require_unchanged(progress)
     eos_ids = eos_token_ids(first.model.checkpoint, tokenizer)
-    if is_served and found.served is not None:
-        found.served = judged(found.served, trunk, eos_ids)
-        for warning in found.served.document["warnings"]:
-            progress.console.print(f"{SERVED}: {warning}", highlight=False)
+    for server in study.servers:
+        if server.checkpoint == first.spec.trunk:
+            found.served[server.name] = judged(found.served[server.name], trunk, eos_ids)
+            for warning in found.served[server.name].document["warnings"]:
+                progress.console.print(f"{server.name}: {warning}", highlight=False)
     found.facts = {"dtype": trunk.dtype_name, "device": device_name(trunk.lm_head_VD.device)}
     options = DecodingOptions(
         max_new_tokens=grid.max_new_tokens, eos_ids=eos_ids, seed=grid.seed, batch=grid.batch, store=study.store
@@ -381,7 +382,7 @@ def _identity(
     grid: EvaluationGrid,
     costs: bool,
     prompts: Sequence[TaskPrompt] | None,
-    server: Server | None,
+    servers: Sequence[Server],
 ) -> dict[str, Any]:
     """Return the identity of a study, written into its directory.
 
@@ -395,7 +396,7 @@ def _identity(
         "costs": costs,
         "prompts": None if prompts is None else [prompt.id for prompt in prompts],
         "prompt_texts": _suite_digest(grid.suite) if prompts is None else None,
-        "server": None if server is None else server.identity(),
+        "server": [one.identity() for one in servers] or None,
         "device": local_device().type,
     }
 
@@ -406,7 +407,7 @@ def _suite_digest(name: str) -> str:
     return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
-def _inputs(arms: Sequence[OpenArm], server: Server | None) -> Loaders:
+def _inputs(arms: Sequence[OpenArm], servers: Sequence[Server]) -> Loaders:
     """Return loaders of the files that the measurements depend on, by label."""
     loaders: dict[str, Callable[[], InputFiles]] = {}
     for arm in arms:
@@ -416,8 +417,10 @@ def _inputs(arms: Sequence[OpenArm], server: Server | None) -> Loaders:
             loaders[f"{name}: adapter"] = partial(directory_files, arm.model.adapter)
         if arm.head_loader is not None:
             loaders[f"{name}: head"] = arm.head_loader
-    if server is not None:
-        loaders["the served checkpoint"] = lambda: checkpoint_files(open_location(server.checkpoint))
+    if servers:
+        place = servers[0].checkpoint
+        of_gguf = partial(InputFiles, Path(place), {Path(place).name: Path(place)})
+        loaders["the served checkpoint"] = of_gguf if is_gguf(place) else lambda: checkpoint_files(open_location(place))
     return loaders
 
 

@@ -1,7 +1,7 @@
-"""Add a served model to a study as one more arm: send the same prompts to a running server, and read its counts.
+"""Measure a served model as an arm: send the same prompts to a running server, and read its counts.
 
 Tasks are sent one after the other, so that the increase of the server's counters belongs to one task. With one request
-at a time, or on SGLang, it belongs to one prompt, which intervals need.
+at a time, or where responses have counts, it belongs to one prompt, which intervals need.
 """
 
 from __future__ import annotations
@@ -13,33 +13,31 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from functools import partial, reduce
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
 from rich.progress import Progress
 
 from mtp_inference.sampling.distributions import Sampling, distribution_of
-from mtp_train.acceptance.counts import repeated_ngram_share
-from mtp_train.acceptance.intervals import pooled_tau_interval, sum_by_group
+from mtp_train.acceptance.counts import PromptCounts, repeated_ngram_share
+from mtp_train.acceptance.intervals import tau_interval
 from mtp_train.acceptance.names import SERVED
 from mtp_train.answers.draft_counts import SpecCounts, increase, response_counts
 from mtp_train.answers.endpoint import GREEDY, Endpoint, Refusal, SettingNames, read_api_key
 from mtp_train.answers.generate import Answering
 from mtp_train.answers.served import Answer, fit_of, spread
+from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.errors import DataError
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
-from mtp_train.evaluation.prompt_records import TaskPrompt
+from mtp_train.evaluation.prompt_records import Setting, TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS, Cell
+from mtp_train.evaluation.statistics import macro_tau
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-NAMES = SettingNames("--endpoint", "--served-model", "--api-key-env", "then run the command again")
 WARM_UP_TOKENS = 8
 SETTLE_LOOKS, SETTLE_SECONDS = 20, 0.1
 """Retries, and seconds between them, until the counters include the responses that were just received."""
@@ -51,13 +49,15 @@ MAX_FOREIGN_SHARE = 0.01
 class Server:
     """A server with the OpenAI API, and the checkpoint that it serves."""
 
+    name: str = SERVED
+    """Its arm."""
     url: str
     checkpoint: str
     """Source of the tokenizer, the chat template and the EOS ids."""
-    model: str | None
+    model: str | None = None
     """Name of the model in the server's list; None where it serves a single model."""
-    api_key_env: str | None
-    concurrency: int
+    api_key_env: str | None = None
+    concurrency: int = 1
     request_timeout_seconds: float
     """Longest wait for the server to send a part of a response."""
 
@@ -67,6 +67,11 @@ class Server:
         # It changes no figure: an evaluation may be resumed with another one.
         del settings["request_timeout_seconds"]
         return settings
+
+    @property
+    def setting(self) -> str:
+        """The user's setting with the address, for messages."""
+        return "--endpoint" if self.name == SERVED else f"arm {self.name}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +84,8 @@ class Served:
     """The server, request settings, throughput, failures, warnings and the verdict on the answers."""
     answers: Mapping[float, tuple[Answer, ...]]
     """Prompts and responses as token ids, by temperature."""
+    counts: Mapping[Setting, Mapping[TaskPrompt, PromptCounts]]
+    """Counts of single prompts at each temperature, those without drafts included; empty where they are not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +96,8 @@ class _Answered:
     """Number of new tokens, as counted by the server."""
     counts: SpecCounts | None
     """Draft counts in the response; None where it has none."""
+    seconds: tuple[float, float] | None
+    """Time of prefill and of decoding, by the server's clock; None where the response has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +115,9 @@ class _Block:
 
     @property
     def parts(self) -> list[_Block]:
-        """The block, or a block for each of its responses that has counts of its own."""
+        """The block, or without counters a block for each of its responses that has counts of its own."""
+        if self.counts is not None:
+            return [self]
         own = replace(self, seconds=self.seconds / max(1, len(self.answered)))
         told = [replace(own, answered=(one,), counts=one.counts) for one in self.answered if one.counts is not None]
         return told or [self]
@@ -118,39 +129,66 @@ def ask(server: Server, grid: EvaluationGrid, progress: Progress) -> Served:
     Raises:
         MtpError: The server or the checkpoint's tokenizer cannot be used.
     """
-    checkpoint = open_location(server.checkpoint)
-    tokenizer = load_tokenizer(checkpoint, trust_remote_code=False)
+    if is_gguf(server.checkpoint):
+        from mtp_train.checkpoints.gguf.model_file import gguf_tokenizer
+
+        tokenizer = gguf_tokenizer(Path(server.checkpoint))
+        eos_ids, vocab_size = frozenset({tokenizer.eos_token_id}), len(tokenizer)
+    else:
+        checkpoint = open_location(server.checkpoint)
+        tokenizer = load_tokenizer(checkpoint, trust_remote_code=False)
+        eos_ids, vocab_size = eos_token_ids(checkpoint, tokenizer), text_config_of(checkpoint).vocab_size
     prompts = grid_prompts(grid, tokenizer, (None,))[None]
-    eos_ids, vocab_size = eos_token_ids(checkpoint, tokenizer), text_config_of(checkpoint).vocab_size
     with contextlib.closing(connect(server, tokenizer, eos_ids, vocab_size)) as endpoint:
-        endpoint.choose_model(server.model)
-        return measure_endpoint(endpoint, prompts, grid, progress)
+        found = measure_endpoint(endpoint, prompts, grid, progress)
+    if server.name == SERVED:
+        return found
+    # Servers of one trunk name its files differently.
+    cells = (replace(cell, arm=server.name, trunk=server.checkpoint) for cell in found.cells)
+    return replace(found, cells=tuple(cells))
 
 
-def connect(
-    server: Server, tokenizer: PreTrainedTokenizerBase, eos_ids: Collection[int], vocab_size: int, **options: Any
-) -> Endpoint:
-    """Return a client of the server, with the trunk's tokenizer, EOS ids and vocabulary size.
+def connect(server: Server, tokenizer: Any, eos_ids: Collection[int], vocab_size: int, **options: Any) -> Endpoint:
+    """Return a client of the server's model, with the trunk's tokenizer, EOS ids and vocabulary size.
 
     Raises:
-        DataError: The address is not one, or the key's variable is not set.
+        DataError: The address is not one, the key's variable is not set, or the server does not list the model.
     """
-    if urlsplit(server.url).scheme not in ("http", "https") or not urlsplit(server.url).hostname:
+    url = urlsplit(server.url)
+    if url.scheme not in ("http", "https") or not url.hostname:
         raise DataError(
-            f"{NAMES.url}: {server.url!r}; expected an address such as http://localhost:8000/v1. Include the API "
-            "version."
+            f"{server.setting}: {server.url!r}; expected an address such as http://localhost:8000/v1. Correct it."
         )
-    return Endpoint(
-        server.url,
+    names = SettingNames(server.setting, "--served-model", "--api-key-env", "then run the command again")
+    endpoint = Endpoint(
+        server.url if url.path.strip("/") else f"{server.url.rstrip('/')}/v1",
         tokenizer,
         eos_ids,
         vocab_size,
-        api_key=read_api_key(server.api_key_env, NAMES),
+        api_key=read_api_key(server.api_key_env, names),
         concurrency=server.concurrency,
         timeout_seconds=server.request_timeout_seconds,
-        names=NAMES,
+        names=names,
         **options,
     )
+    endpoint.choose_model(server.model)
+    return endpoint
+
+
+def served_checkpoint(server: Server) -> str:
+    """Return the files that a server says it serves, where they are on this machine.
+
+    Raises:
+        DataError: It names none, or they are elsewhere.
+    """
+    with contextlib.closing(connect(server, None, (), 0)) as endpoint:
+        place = endpoint.checkpoint
+    if place is None or not Path(place).exists():
+        raise DataError(
+            f"{server.setting}: {server.url} serves {place or 'files that it does not name'}; expected files on this "
+            "machine, whose tokenizer writes the prompts. Name the trunk: --tokenizer CKPT."
+        )
+    return place
 
 
 def measure_endpoint(
@@ -159,8 +197,8 @@ def measure_endpoint(
     """Send every prompt at every temperature of a grid, and measure acceptance and throughput.
 
     Args:
-        endpoint: The server, whose model was chosen. With a concurrency of 1, every figure has an interval, whichever
-            counts the server reports.
+        endpoint: The server. With a concurrency of 1, every figure has an interval, whichever counts the server
+            reports.
         prompts: The prompts, sent as token ids, or as text to a server that accepts only text.
         grid: Its temperatures, without top-p and top-k; the first one is the headline. Its seed gives, combined with a
             prompt's id, the sampling seed of its request.
@@ -199,7 +237,10 @@ def _answer(prompt: TaskPrompt, endpoint: Endpoint, temperature: float, grid: Ev
     if isinstance(token_ids, Refusal):
         return token_ids
     tokens = (document.get("usage") or {}).get("completion_tokens") or len(token_ids)
-    return _Answered(prompt=prompt, token_ids=tuple(token_ids), tokens=tokens, counts=response_counts(document))
+    counts, timings = response_counts(document), document.get("timings")
+    # Of llama-server.
+    seconds = (timings["prompt_ms"] / 1000, timings["predicted_ms"] / 1000) if timings else None
+    return _Answered(prompt=prompt, token_ids=tuple(token_ids), tokens=tokens, counts=counts, seconds=seconds)
 
 
 def _ask_all(
@@ -222,8 +263,8 @@ def _ask_all(
     failed = [one for block in blocks for one in block.failed]
     if len(failed) == len(prompts):
         raise DataError(
-            f"{NAMES.url}: {endpoint.url} refuses all of {len(prompts)} prompts at temperature {temperature:g} "
-            f"({failed[0][0].id}: {failed[0][1]}); expected responses. Check the server's log."
+            f"{endpoint.names.url}: {endpoint.url} refuses all of {len(prompts)} prompts at temperature "
+            f"{temperature:g} ({failed[0][0].id}: {failed[0][1]}); expected responses. Check the server's log."
         )
     return blocks
 
@@ -277,8 +318,9 @@ def _require_own(endpoint: Endpoint, blocks: Sequence[_Block]) -> None:
     if generated > (1.0 + MAX_FOREIGN_SHARE) * own and not any(block.failed for block in blocks):
         task = answered[0].prompt.task
         raise DataError(
-            f"{NAMES.url}: {endpoint.url} generated {generated} tokens, {own} of them for us ({task}, {len(answered)} "
-            "prompts); expected no other client, as its counters do not separate requests. Measure while it is idle."
+            f"{endpoint.names.url}: {endpoint.url} generated {generated} tokens, {own} of them for us ({task}, "
+            f"{len(answered)} prompts); expected no other client, as its counters do not separate requests. Measure "
+            "while it is idle."
         )
 
 
@@ -296,8 +338,8 @@ def _served(endpoint: Endpoint, asked: Mapping[float, Sequence[_Block]], grid: E
     warnings = [f"{len(failed)} requests failed, {failed[0][1].id} first: {failed[0][2]}."] if failed else []
     if not counted:
         warnings.append(
-            "The server does not count its drafts, so acceptance is unknown. Counts come from vLLM, SGLang, and "
-            "llama-server with --metrics."
+            "The server does not count its drafts, so acceptance is unknown. Counts come from vLLM, SGLang and "
+            "llama-server."
         )
     document = {
         "url": endpoint.url,
@@ -305,6 +347,7 @@ def _served(endpoint: Endpoint, asked: Mapping[float, Sequence[_Block]], grid: E
         "model": endpoint.model,
         "prompts_as": endpoint.prompts_as,
         "drafts": drafts,
+        "counts": "counters" if any(block.counts for blocks in asked.values() for block in blocks) else "responses",
         "concurrency": endpoint.concurrency,
         "max_new_tokens": grid.max_new_tokens,
         "seed": grid.seed,
@@ -320,7 +363,33 @@ def _served(endpoint: Endpoint, asked: Mapping[float, Sequence[_Block]], grid: E
         temperature: tuple((one.prompt.prompt_ids, one.token_ids) for block in blocks for one in block.answered)
         for temperature, blocks in asked.items()
     }
-    return Served(cells=tuple(cells), document=document, answers=answers)
+    of_prompts = {
+        cell.setting: _prompt_counts(parts[cell.temperature], cell.depth) for cell in cells if cell.task == ALL_TASKS
+    }
+    return Served(cells=tuple(cells), document=document, answers=answers, counts=of_prompts)
+
+
+def _prompt_counts(parts: Sequence[_Block], depth: int) -> dict[TaskPrompt, PromptCounts]:
+    """Return the counts of prompts that have their own. Without drafts every token but the first is a round."""
+    found = {}
+    for part in parts:
+        one, counts = part.answered[0], part.counts
+        if counts is None or len(part.answered) > 1:
+            continue
+        # Where the positions are unknown, only the sum means something.
+        reached = counts.accepted_per_pos or (counts.accepted_tokens,)
+        seconds = one.seconds
+        found[one.prompt] = PromptCounts(
+            prompt_id=one.prompt.id,
+            rounds=counts.rounds if depth else one.tokens - 1,
+            num_draft_tokens=counts.draft_tokens,
+            accepted_per_pos=(*reached, *[0] * depth)[:depth],
+            new_tokens=one.tokens,
+            seconds=sum(seconds) if seconds else None,
+            group=one.prompt.group,
+            seconds_decode=seconds[1] if seconds else None,
+        )
+    return found
 
 
 def _speed(temperature: float, blocks: Sequence[_Block]) -> dict[str, Any]:
@@ -368,21 +437,14 @@ def _acceptance(parts: Sequence[_Block], counts: SpecCounts | None) -> dict[str,
     if counts is None or not counts.rounds:
         plain = None if counts is None else 1.0
         return {"tau": plain, "tau_macro": plain, "draft_tokens": 0, "accepted_tokens": 0}
-    single = [part for part in parts if len(part.answered) == 1]
-    by_prompt = [part.counts for part in single if part.counts is not None]
-    interval = macro = None
-    if len(by_prompt) == len(parts):
-        totals_P2 = np.array([(one.accepted_tokens, one.rounds) for one in by_prompt], dtype=np.float64)
-        groups = [part.answered[0].prompt.group for part in single]
-        accepted_G, rounds_G = sum_by_group(totals_P2, groups).T
-        interval = pooled_tau_interval(accepted_G, rounds_G, counts.depth)
-        macro = float(np.mean([one.tau for one in by_prompt if one.rounds]))
+    by_prompt = list(_prompt_counts(parts, counts.depth).values())
+    all_apart = len(by_prompt) == len(parts)
     reached = counts.accepted_per_pos
     chain = None if reached is None else (counts.rounds, *reached)
     return {
         "tau": counts.tau,
-        "tau_ci95": interval,
-        "tau_macro": macro,
+        "tau_ci95": tau_interval(by_prompt) if all_apart else None,
+        "tau_macro": macro_tau(by_prompt) if all_apart else None,
         "acceptance_rate": _ratio(counts.accepted_tokens, counts.draft_tokens),
         "marginal": None if reached is None else tuple(share / counts.rounds for share in reached),
         "conditional": None if chain is None else tuple(_ratio(later, earlier) for earlier, later in pairwise(chain)),

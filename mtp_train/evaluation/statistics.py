@@ -135,7 +135,7 @@ def make_cell(arm: MeasuredArm, setting: Setting, task: str = ALL_TASKS) -> Cell
         rounds=sum(one.rounds for one in counts),
         prompts=len(decoded),
         groups=num_groups(counts),
-        tau_macro=_macro(counts),
+        tau_macro=macro_tau(counts),
         draft_tokens=sum(one.num_draft_tokens for one in counts),
         accepted_tokens=sum(one.num_accepted_tokens for one in counts),
         new_tokens=sum(one.new_tokens for one in counts),
@@ -185,7 +185,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _macro(counts: Sequence[PromptCounts]) -> float | None:
+def macro_tau(counts: Sequence[PromptCounts]) -> float | None:
     """Return the mean of each prompt's tau, without prompts that ended with their first token."""
     own = [tau([count]) for count in counts if count.rounds]
     return _mean(own) if own else None

@@ -146,7 +146,7 @@ def headline(slices: Slices) -> Headline:
     if report.settings.get("gate") == UNJUDGED:
         return Headline("neutral", "Unjudged head", UNJUDGED_SENTENCE)
     if report.gate is not None:
-        return _gate_headline(report.gate, report.arms.get(RETRAINED))
+        return _gate_headline(report, report.gate)
     if report.findings:
         first = report.findings[0]
         return Headline(first.tone, verdict_title(first), first.evidence)
@@ -156,14 +156,17 @@ def headline(slices: Slices) -> Headline:
     return _one_arm(*ranked[0]) if len(ranked) == 1 else _best_arm(slices, ranked)
 
 
-def _gate_headline(gate: GateVerdict, retrained: ArmResult | None) -> Headline:
+def _gate_headline(report: Report, gate: GateVerdict) -> Headline:
+    retrained = report.arms.get(RETRAINED)
     baseline, detail = BASELINES.get(gate.baseline, gate.baseline), capitalised(gate.reason)
     if gate.outcome == "undecided":
-        return Headline("neutral", "Undecided whether drafts pay: nothing is exported", detail)
+        unwritten = ": nothing is exported" if report.title is None else ""
+        return Headline("neutral", f"Undecided whether drafts pay{unwritten}", detail)
     if gate.outcome == "refused":
         shown = "drafts do not pay" if gate.baseline == PLAIN else f"no gain shown over {baseline}"
         return Headline("bad", f"Refused: {shown}", detail)
-    title = f"The retrained head beats {baseline}"
+    # Of two servers the second is judged.
+    title = f"{'The retrained head' if report.title is None else list(report.arms)[-1]} beats {baseline}"
     if retrained is None:
         return Headline("good", title, detail)
     if gate.baseline == PLAIN and gate.settings[0].decides == "tau":

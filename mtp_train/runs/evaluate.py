@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.console import RenderableType
 from rich.progress import Progress
 
 from mtp_inference.opening import OWN
+from mtp_train.acceptance.names import SERVED
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
 from mtp_train.checkpoints.identity import InputFiles, hash_inputs
 from mtp_train.checkpoints.locations import is_run, open_location
@@ -22,7 +24,7 @@ from mtp_train.evaluation.arms import BITS_OPTIONS, ArmSpec, arm_of_run, named, 
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.results import REPORT_FILE, ArmResult, Report
 from mtp_train.evaluation.run import run_study
-from mtp_train.evaluation.served import Server
+from mtp_train.evaluation.served import Server, served_checkpoint
 from mtp_train.evaluation.suites import BUILTIN, BUILTIN_FILE, suite_location
 from mtp_train.report.summary import summary
 from mtp_train.report.write import log_report, write_report
@@ -116,7 +118,8 @@ def evaluate(
     server = server_of(subject, endpoint, served_model, api_key_env, concurrency, request_timeout_seconds, served_only)
     arms = [] if served_only else packed_arms(subject, trunk_bits, head_bits)
     settled = (grid or EvaluationGrid()).settled(arms, [subject.trunk])
-    return _measure(arms, [named(subject)], settled, Path(out), progress, costs, wandb, server)
+    servers = [] if server is None else [server]
+    return _measure(arms, [named(subject)], settled, Path(out), progress, costs, wandb, servers)
 
 
 def compare(
@@ -124,6 +127,7 @@ def compare(
     out: str | Path,
     *,
     grid: EvaluationGrid | None = None,
+    tokenizer: str | Path | None = None,
     costs: bool = True,
     wandb: WandbMode = "off",
     progress: Progress | None = None,
@@ -133,8 +137,12 @@ def compare(
     Args:
         arms: For each arm ``[NAME=]TRUNK[+HEAD]`` or ``[NAME=]RUN``: a checkpoint with its own head, a trunk and what
             drafts (see ``head`` of :func:`evaluate`), or a run directory. ``@8bit`` or ``@4bit`` behind one packs it.
+            Or ``NAME=http://host:port`` for every arm: servers of one trunk, which have to run at the same time. Of
+            two, the gate's rule judges the second against the first (``report.gate``).
         out: A new directory, or the directory of the same comparison, which is then resumed.
         grid: The settings to measure; None for the defaults of :class:`EvaluationGrid`.
+        tokenizer: The trunk of servers, whose tokenizer writes the prompts; None for the files of the first one, where
+            they are on this machine.
         costs: Also measure memory and prefill.
         wandb: Log the report to Weights & Biases: ``"off"``, ``"offline"`` or ``"online"``.
         progress: A started rich progress bar; None shows nothing.
@@ -147,9 +155,32 @@ def compare(
         >>> found = mtp.compare(["graft=demo:finetune+demo:base", "new=runs/a"], "eval/both")
         >>> [(row.first, row.second, row.delta_tau, row.differs) for row in found.report.comparisons]
     """
-    specs = [parse_arm(str(arm)) for arm in arms]
-    settled = (grid or EvaluationGrid()).settled(specs, [one.trunk for one in specs])
-    return _measure(specs, specs, settled, Path(out), progress, costs, wandb, None)
+    servers = served_arms(list(map(str, arms)), None if tokenizer is None else str(tokenizer))
+    specs = [] if servers else [parse_arm(str(arm)) for arm in arms]
+    settled = (grid or EvaluationGrid()).settled(
+        specs, [one.checkpoint for one in servers] or [one.trunk for one in specs]
+    )
+    return _measure(specs, specs, settled, Path(out), progress, costs, wandb, servers)
+
+
+def served_arms(arms: Sequence[str], tokenizer: str | None) -> list[Server]:
+    """Return the servers that arms name; none where the arms are checkpoints.
+
+    Raises:
+        DataError: Only some arms are servers, or the tokenizer's files are not known.
+    """
+    if tokenizer is None and not any("://" in arm for arm in arms):
+        return []
+    urls = dict(arm.split("=", 1) for arm in arms if "://" in arm.partition("=")[2])
+    if len(urls) != len(arms):
+        raise DataError(
+            f"arms: {', '.join(arms)}; expected NAME=http://host:port for each where one is a server, under different "
+            "names. To compare a checkpoint with its server, use mtp-train evaluate CKPT --endpoint URL."
+        )
+    make = partial(Server, request_timeout_seconds=RESPONSE_TIMEOUT_SECONDS)
+    servers = [make(name=name, url=url, checkpoint=tokenizer or "") for name, url in urls.items()]
+    place = tokenizer or served_checkpoint(servers[0])
+    return [replace(one, checkpoint=place) for one in servers]
 
 
 def _measure(
@@ -160,10 +191,10 @@ def _measure(
     progress: Progress | None,
     costs: bool,
     wandb: WandbMode,
-    server: Server | None,
+    servers: Sequence[Server],
 ) -> EvaluationResult:
-    """Measure arms and a server, write the report and return it. ``subjects`` are the arms as the user named them."""
-    names = [one.name for one in specs] + ([] if server is None else [server.url])
+    """Measure arms and servers, write the report and return it. ``subjects`` are the arms as the user named them."""
+    names = [one.name for one in specs] + [one.url if one.name == SERVED else one.name for one in servers]
     title = f"{'evaluation' if len(names) == 1 else 'comparison'} of {', '.join(names)}"
     progress, tracking = progress or quiet_progress(), Tracking(wandb)
     tracking.require("--")
@@ -171,7 +202,7 @@ def _measure(
     with full_disk_is_named(out, what="the report"), RunDirectory(out).held(progress.console):
         if told := _trained_on(subjects, grid.suite, progress):
             progress.console.print(f"Is the text new to the head? {told}", highlight=False)
-        report = run_study(specs, grid, out, progress, title=title, costs=costs, server=server)
+        report = run_study(specs, grid, out, progress, title=title, costs=costs, servers=servers)
         if told:
             report = replace(report, settings={**report.settings, "trained_on": told})
         if not (out / REPORT_FILE).is_file():

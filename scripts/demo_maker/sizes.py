@@ -1,4 +1,4 @@
-"""Model sizes and training settings: the demo of the package, and a smaller one outside of the package."""
+"""Model sizes and training settings: the demo of the package, and others outside of the package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Size:
     """Rows per training step of the base."""
     finetune: TrainSettings
     finetune_rows: int
-    finetune_epochs: int
+    finetune_epochs: float
 
 
 # Eight layers, against one in the head, so that speculative decoding can save wall-clock time.
@@ -60,4 +60,11 @@ SMALL = replace(
     base=TrainSettings(lr=8e-3, warmup_steps=60),
     finetune=TrainSettings(lr=4e-3, warmup_steps=30, weight_decay=0.0),
 )
-SIZES = {"small": SMALL, "demo": DEMO}
+# Rows of 256 values in every matrix, as the K-quants of llama.cpp require, and few enough layers and tokens for a CPU.
+WIDE = replace(
+    DEMO,
+    shape={**DEMO.shape, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64},
+    base_tokens=800_000,
+    finetune_epochs=0.4,
+)
+SIZES = {"small": SMALL, "demo": DEMO, "wide": WIDE}

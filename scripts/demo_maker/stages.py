@@ -80,13 +80,13 @@ def make_finetune(texts: Texts, work: Path, size: Size, device: torch.device) ->
         return {"answer": answer_loss(trunk, *(tensor.to(device) for tensor in padded(batch, pad)))}
 
     before = held_out_loss(trunk, unseen, pad)
-    num_steps = size.finetune_epochs * len(exchanges) // size.finetune_rows
+    num_steps = int(size.finetune_epochs * len(exchanges) / size.finetune_rows)
     log = train(trunk, batches_by_length(exchanges, size.finetune_rows), losses, size.finetune, num_steps=num_steps)
     note = {
         "settings": settings_of(size.finetune),
         "seed": SEED,
         "rows_per_step": size.finetune_rows,
-        "trained_tokens": size.finetune_epochs * sum(len(one.tokens) for one in exchanges),
+        "trained_tokens": int(size.finetune_epochs * sum(len(one.tokens) for one in exchanges)),
         "mean_answer_tokens": sum(one.answer_end - one.answer_start for one in exchanges) / len(exchanges),
         "held_out_loss": {"before": before, "after": held_out_loss(trunk, unseen, pad)},
         "log": log,

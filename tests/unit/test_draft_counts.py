@@ -60,6 +60,15 @@ def test_counters_that_are_rounded_are_an_error_where_they_are() -> None:
         drafts(f"llamacpp:{text}", server="llamacpp")
 
 
+def test_timings_of_llama_server_have_no_rounds_and_no_positions() -> None:
+    timings = {"predicted_n": 53, "draft_n": 45, "draft_n_accepted": 37, "prompt_ms": 11.2}
+    counts = response_counts({"timings": timings})
+    assert counts == SpecCounts(rounds=15, draft_tokens=45, accepted_tokens=37, accepted_per_pos=None)
+    # Of a text that ends behind accepted drafts a round is missing, which is no draft more in every round.
+    assert SpecCounts(rounds=438, draft_tokens=1326, accepted_tokens=974, accepted_per_pos=None).depth == 3
+    assert response_counts({"timings": {"predicted_n": 53}}) == SpecCounts()
+
+
 HISTOGRAM = [3, 4, 0, 2]
 EXPECTED = SpecCounts(rounds=9, draft_tokens=27, accepted_tokens=10, accepted_per_pos=(6, 2, 2))
 NAMES = [

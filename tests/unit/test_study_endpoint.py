@@ -80,7 +80,6 @@ def measure(
     settings = EvaluationGrid(**{"temperatures": [0.0], "max_new_tokens": NEW_TOKENS, "seed": SEED} | grid)
     client = connect(server, TOKENIZER, eos_ids, VOCAB_SIZE, wait=lambda seconds: None)
     with Progress(disable=True) as progress, closing(client) as endpoint:
-        endpoint.choose_model(None)
         return measure_endpoint(endpoint, PROMPTS, settings, progress)
 
 

@@ -273,20 +273,35 @@ def dequantised(file: Path) -> Path:
     return target
 
 
+def gguf_tokenizer(file: Path) -> Any:
+    """Return the tokenizer of a GGUF file.
+
+    Raises:
+        UnsupportedModelError: The installed transformers does not read the architecture.
+        CheckpointError: It is no complete GGUF file.
+    """
+    from transformers import AutoTokenizer
+
+    return _read(open_gguf(file), AutoTokenizer)
+
+
+def _read(model: GgufModel, reader: Any, **options: Any) -> Any:
+    first = model.files[0]
+    try:
+        return reader.from_pretrained(first.parent, gguf_file=first.name, **options)
+    except (ValueError, NotImplementedError, KeyError) as error:
+        raise UnsupportedModelError(
+            f"{first}: transformers does not read the architecture {model.arch} from GGUF "
+            f"({' '.join(str(error).split()):.120}); expected one that it does, as llama, qwen3 or, from 5.23, "
+            "qwen35. Use the safetensors checkpoint; mtp-train inspect and graft work with this file."
+        ) from error
+
+
 def _write_checkpoint(model: GgufModel, target: Path, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    first = model.files[0]
     with new_directory(target, what="the dequantised checkpoint") as directory:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(first.parent, gguf_file=first.name)
-            trunk: Any = AutoModelForCausalLM.from_pretrained(first.parent, gguf_file=first.name, dtype=dtype)
-        except (ValueError, NotImplementedError, KeyError) as error:
-            raise UnsupportedModelError(
-                f"{first}: transformers does not read the architecture {model.arch} from GGUF "
-                f"({' '.join(str(error).split()):.120}); expected one that it does, as llama, qwen3 or, from 5.23, "
-                "qwen35. Use the safetensors checkpoint; mtp-train inspect and graft work with this file."
-            ) from error
+        tokenizer, trunk = _read(model, AutoTokenizer), _read(model, AutoModelForCausalLM, dtype=dtype)
         # transformers keeps the file's quantisation in the config, and then refuses to save.
         trunk.config.__dict__.pop("quantization_config", None)
         trunk.is_quantized, trunk.hf_quantizer = False, None

@@ -1,0 +1,142 @@
+"""``compare`` of two servers: the gate judges the second head by the counts of both servers on the same prompts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp_train.checkpoints.demo import demo_path
+from mtp_train.cli.main import main
+from mtp_train.evaluation.results import load_report
+from openai_server import Reply, ReplyFn, completion, openai_server
+
+GROUPS, NEW_TOKENS = 8, 41
+
+
+def llama(accepted: int, *, text: str = "the same", ms_per_token: float = 1.0) -> ReplyFn:
+    """Answer as llama-server does: ``accepted`` drafts of three in most rounds, none drafted where it is -1."""
+
+    def reply(payload: dict[str, Any]) -> Reply:
+        rounds = (NEW_TOKENS - 1 - len(payload["prompt"]) % 3) // (1 + max(0, accepted))
+        timings = {"predicted_n": NEW_TOKENS, "prompt_ms": 1.0, "predicted_ms": NEW_TOKENS * ms_per_token}
+        if accepted >= 0:
+            timings |= {"draft_n": 3 * rounds, "draft_n_accepted": NEW_TOKENS - 1 - rounds}
+        document = json.loads(completion(text, "length").body)
+        return Reply(body=json.dumps({**document, "timings": timings}).encode())
+
+    return reply
+
+
+@pytest.fixture
+def compare(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    suite = tmp_path / "suite.jsonl"
+    rows = [{"prompt": f"{'word ' * number}?", "group": f"g{number}"} for number in range(GROUPS)]
+    suite.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    props = json.dumps({"model_path": str(demo_path("finetune"))})
+
+    def run(*replies: ReplyFn, names: tuple[str, ...] = ("stale", "retrained"), more: tuple[str, ...] = ()) -> Any:
+        with ExitStack() as stack:
+            shows = {"/props": lambda: props}
+            served = [stack.enter_context(openai_server(one, owner="llamacpp", shows=shows)) for one in replies]
+            # As llama-server prints its address: without the API's version.
+            arms = [f"{name}={one.url.removesuffix('/v1')}" for name, one in zip(names, served, strict=True)]
+            flags = ["--suite", str(suite), "--temperatures", "0", "--out", str(tmp_path / "out")]
+            code = main(["compare", *arms, *more, *flags])
+        return code, capfd.readouterr()
+
+    return run
+
+
+def test_a_better_head_passes_by_the_counts_of_both_servers(compare: Callable[..., Any], tmp_path: Path) -> None:
+    code, printed = compare(llama(0), llama(2))
+    report = load_report(tmp_path / "out" / "report.json")
+    assert (code, report.gate.outcome, report.gate.passed, report.gate.baseline) == (0, "passed", True, "stale")
+    (setting,) = report.gate.settings
+    assert (setting.setting, setting.groups, setting.prompts) == ("greedy", GROUPS, GROUPS)
+    # A round commits accepted drafts and one token more; prefill gives the first.
+    for name, tau in (("stale", setting.baseline_tau), ("retrained", setting.tau)):
+        (cell,) = [one for one in report.cells if (one.arm, one.task) == (name, "all")]
+        assert tau == pytest.approx(report.arms[name].tau) == 1 + cell.accepted_tokens / cell.rounds
+        assert cell.rounds + cell.accepted_tokens == GROUPS * (NEW_TOKENS - 1)
+    low, high = report.gate.delta_tau_ci95
+    assert low < setting.tau - setting.baseline_tau < high
+    comparison = next(one for one in report.comparisons if one.task == "all")
+    assert (comparison.first, comparison.differs, comparison.same_trunk) == ("stale", True, True)
+    assert set(report.endpoint) == {"stale", "retrained"}
+    assert "retrained beats stale" in printed.out
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("replies", "outcome", "baseline"),
+    [
+        ((llama(2), llama(2)), "refused", "stale"),
+        ((llama(2), llama(0)), "refused", "stale"),
+        ((llama(-1), llama(2)), "undecided", "none"),
+        ((llama(-1), llama(2, ms_per_token=3.0)), "refused", "none"),
+    ],
+    ids=["equal", "worse", "as slow as without drafts", "slower than without drafts"],
+)
+def test_a_head_that_is_not_better_exits_with_3(
+    compare: Callable[..., Any], tmp_path: Path, replies: tuple[ReplyFn, ...], outcome: str, baseline: str
+) -> None:
+    code, _ = compare(*replies)
+    gate = load_report(tmp_path / "out" / "report.json").gate
+    assert (code, gate.outcome, gate.baseline) == (3, outcome, baseline)
+
+
+def test_against_plain_decoding_the_servers_own_clock_decides(compare: Callable[..., Any], tmp_path: Path) -> None:
+    code, _ = compare(llama(-1, ms_per_token=3.0), llama(2))
+    (setting,) = load_report(tmp_path / "out" / "report.json").gate.settings
+    assert (code, setting.decides, setting.verdict) == (0, "speedup", "above")
+    assert setting.speedup == pytest.approx((1 + 3 * NEW_TOKENS) / (1 + NEW_TOKENS))
+
+
+def test_servers_that_write_other_texts_may_not_serve_one_trunk(compare: Callable[..., Any], tmp_path: Path) -> None:
+    compare(llama(0), llama(2, text="another"))
+    report = load_report(tmp_path / "out" / "report.json")
+    assert "Only 0% of the greedy texts are the same: do both serve one trunk?" in report.gate.reason
+    assert {one.same_trunk for one in report.comparisons} == {False}
+
+
+def test_three_servers_are_compared_without_a_verdict(compare: Callable[..., Any], tmp_path: Path) -> None:
+    code, _ = compare(llama(0), llama(2), llama(1), names=("a", "b", "c"))
+    report = load_report(tmp_path / "out" / "report.json")
+    assert (code, report.gate, list(report.arms)) == (0, None, ["a", "b", "c"])
+    assert {(one.first, one.second) for one in report.comparisons} == {("a", "b"), ("a", "c"), ("b", "c")}
+
+
+@pytest.mark.parametrize(
+    ("replies", "more", "told"),
+    [
+        (
+            (llama(0), llama(-1)),
+            (),
+            "arm retrained: no drafts, .* Start llama-server with --spec-type draft-mtp",
+        ),
+        ((llama(0), llama(2)), ("demo:finetune",), "expected NAME=http://host:port for each"),
+        ((llama(0), llama(2)), ("stale=http://127.0.0.1:1",), "under different names"),
+    ],
+    ids=["no head", "a checkpoint among them", "one name twice"],
+)
+def test_what_the_gate_cannot_judge_is_an_error(
+    compare: Callable[..., Any], tmp_path: Path, replies: tuple[ReplyFn, ...], more: tuple[str, ...], told: str
+) -> None:
+    code, printed = compare(*replies, more=more)
+    assert code == 2
+    assert re.search(told, printed.err), printed.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_server_elsewhere_needs_the_name_of_its_trunk(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with openai_server(llama(0), owner="llamacpp", shows={"/props": lambda: '{"model_path": "/far/away.gguf"}'}) as one:
+        assert main(["compare", f"a={one.url}", f"b={one.url}", "--out", str(tmp_path / "out")]) == 2
+    told = capfd.readouterr().err
+    assert "serves /far/away.gguf; expected files on this machine" in told
+    assert "--tokenizer CKPT" in told
