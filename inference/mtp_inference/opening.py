@@ -24,10 +24,9 @@ from mtp_train.checkpoints.files import CONFIG_FILE, Checkpoint
 from mtp_train.checkpoints.locations import head_directory, is_head_directory, locate_adapter, open_location
 from mtp_train.errors import CheckpointError, DataError, UnsupportedModelError
 from mtp_train.families import Assistant, Family, assistant_for
-from mtp_train.heads.assistant import load_assistant
 from mtp_train.heads.build import HeadPlan, build_head, deepest, graft_plan, stored_head_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
-from mtp_train.heads.draft_model import draft_model, draft_plan
+from mtp_train.heads.draft_model import draft_model, draft_plan, load_assistant
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.precision import trunk_dtype
 from mtp_train.trunk.quantise import Quantization, pack_head, require_bitsandbytes, require_quantizable

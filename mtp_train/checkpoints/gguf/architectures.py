@@ -41,13 +41,13 @@ from mtp_train.checkpoints.gguf.record import (
     real,
     rope_of,
     rope_scaling,
+    rope_value,
     rotated,
     router,
     sections_always,
     total,
     weights,
     whole,
-    window_theta,
     yarn_log_multiplier,
 )
 from mtp_train.errors import UnsupportedModelError
@@ -106,7 +106,7 @@ _MIMO_V2 = GgufHead(
         "attention.sliding_window": whole("sliding_window_size", "sliding_window"),
         "attention.sliding_window_pattern": _mimo_windows,
         "rope.freq_base": _THETA,
-        "rope.freq_base_swa": either(real("swa_rope_theta"), window_theta),
+        "rope.freq_base_swa": either(real("swa_rope_theta"), rope_value("rope_theta", of=_SLIDING)),
         "rope.dimension_count": rotated("head_dim", 0.334),
     },
 )
@@ -172,7 +172,7 @@ _STEP = GgufHead(
             config["mlp_layer_types"].index("sparse") if "sparse" in config["mlp_layer_types"] else 0
         ),
         "moe_every_n_layers": whole("moe_every_n_layer", default=1),
-        "rope.freq_base_swa": window_theta,
+        "rope.freq_base_swa": rope_value("rope_theta", of=_SLIDING),
         "rope.scaling.type": lambda config: None if _is_llama3(config) else DECODER["rope.scaling.type"](config),
         "swiglu_clamp_exp": limits("swiglu_limits"),
         "swiglu_clamp_shexp": limits("swiglu_limits_shared"),

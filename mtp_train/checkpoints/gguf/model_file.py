@@ -1,4 +1,4 @@
-"""Read GGUF files of whole models, write one with a head in it, and dequantise one into a checkpoint in the cache.
+"""Read GGUF files of whole models: write one with a head in it or a draft model beside one, dequantise one.
 
 llama.cpp stores the modules of a head as blocks behind the trunk's: ``block_count`` counts both,
 ``nextn_predict_layers`` the modules. Lists with a value for each block are that long.
@@ -7,6 +7,7 @@ llama.cpp stores the modules of a head as blocks behind the trunk's: ``block_cou
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import re
 import tempfile
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Stored
 from gguf import GGUFReader, GGUFValueType, ReaderField, ReaderTensor
@@ -25,13 +27,15 @@ from huggingface_hub import constants
 from rich.progress import Progress
 from torch import Tensor
 
+from mtp_train.checkpoints.draft_checkpoint import CHOSEN_KEY, OFFSETS_KEY, OUTPUT_KEY
 from mtp_train.checkpoints.export import LinkMode, add_in_place, place_file
-from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, open_checkpoint
+from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, Checkpoint, open_checkpoint
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
-from mtp_train.checkpoints.gguf.record import Value
+from mtp_train.checkpoints.gguf.record import ATTENTION, BEFORE_FFN, DECODER, DENSE, Value, flag, whole
 from mtp_train.checkpoints.gguf.sidecar import GgufKind, add_info, add_value, encoded, write_values
+from mtp_train.checkpoints.gguf.tensors import paired
 from mtp_train.checkpoints.keymap import HeadLayout
-from mtp_train.checkpoints.native import NativeHead
+from mtp_train.checkpoints.native import NativeHead, stored_tensor
 from mtp_train.checkpoints.writing import PendingTensor, full_disk_is_named, new_directory
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 
@@ -337,3 +341,68 @@ def _add_head(model: GgufModel, directory: Path, dtype: torch.dtype) -> None:
 
 def _loaded(stored: gguf.ReaderTensor, offset: float) -> list[Tensor]:
     return [dequantised_tensor(stored).sub_(offset)]
+
+
+DRAFT_ARCH = "eagle3"
+_LAYER = "midlayer."
+_DRAFT_NAMES = {
+    "fc.weight": "fc.weight",
+    "norm.weight": "output_norm.weight",
+    OUTPUT_KEY: "output.weight",
+    **{_LAYER + key: f"blk.0.{name}" for key, name in {**ATTENTION, **BEFORE_FFN, **DENSE}.items()},
+    f"{_LAYER}hidden_norm.weight": "blk.0.attn_norm_2.weight",
+}
+"""Keys of the format of EAGLE-3's authors, to names by llama.cpp's converter for its architecture ``eagle3``."""
+_DRAFT_FIELDS = {
+    **{name: field for name, field in DECODER.items() if not name.startswith("rope.dimension_sections")},
+    "vocab_size": whole("vocab_size"),
+    "rope.dimension_count": whole("head_dim"),
+    "target_hidden_size": whole("target_hidden_size"),
+    "norm_before_residual": flag("norm_before_residual", default=False),
+    "norm_before_fc": flag("norm_before_fc", default=False),
+}
+
+
+def write_draft_gguf(draft: Checkpoint, trunk: GgufModel, path: Path, kind: GgufKind, progress: Progress) -> None:
+    """Write a draft model that :func:`write_draft_checkpoint` wrote as a GGUF file.
+
+    Args:
+        trunk: The GGUF file of its trunk, whose vocabulary is copied.
+    """
+    config = draft.config
+    tensors = [_draft_tensor(draft, key, config) for key in draft.tensors if key not in (OFFSETS_KEY, CHOSEN_KEY)]
+    offsets = draft.read(OFFSETS_KEY).numpy() if OFFSETS_KEY in draft.tensors else None
+    writer = gguf.GGUFWriter(path, DRAFT_ARCH)
+    writer.add_type(gguf.GGUFType.MODEL)
+    for name, value in _draft_fields(config, trunk.num_layers).items():
+        add_value(writer, name, value)
+    for name, field in trunk.readers[0].fields.items():
+        if name.startswith("tokenizer."):
+            copy_field(writer, field)
+    for tensor in tensors:
+        add_info(writer, tensor, kind)
+    if offsets is not None:
+        writer.add_tensor_info("d2t", offsets.shape, offsets.dtype, offsets.nbytes, raw_dtype=Stored.I64)
+    values = (encoded(one, kind) for one in progress.track(tensors, description=f"writing {path.name}"))
+    # Its readers want the tokens themselves.
+    tokens = [] if offsets is None else [offsets + np.arange(offsets.size)]
+    write_values(writer, itertools.chain(values, [tokens]))
+
+
+def _draft_fields(config: Mapping[str, Any], num_layers: int) -> dict[str, Value]:
+    values: dict[str, Value | None] = {name: field(config) for name, field in _DRAFT_FIELDS.items()}
+    # The layers that engines read where a draft model names none, as ours do not.
+    values |= {"block_count": 1, "target_layers": [2, num_layers // 2, num_layers - 3]}
+    return {f"{DRAFT_ARCH}.{name}": value for name, value in values.items() if value is not None}
+
+
+def _draft_tensor(draft: Checkpoint, key: str, config: Mapping[str, Any]) -> PendingTensor:
+    """Return a tensor under its GGUF name; rows of queries and keys in the order of llama.cpp's rotary embedding."""
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    num_heads = next((int(config[field]) for part, field in heads.items() if f".{part}." in key), None)
+
+    def blocks() -> list[Tensor]:
+        value = draft.read(key)
+        return [value if num_heads is None else paired(value, num_heads)]
+
+    return replace(stored_tensor(draft, key, _DRAFT_NAMES[key]), blocks=blocks)

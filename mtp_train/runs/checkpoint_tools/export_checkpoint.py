@@ -17,8 +17,7 @@ from mtp_train.checkpoints.draft_checkpoint import DraftForm
 from mtp_train.checkpoints.export import LinkMode, write_checkpoint, write_head_only
 from mtp_train.checkpoints.files import Checkpoint, is_gguf, open_checkpoint, read_json
 from mtp_train.checkpoints.gguf.architectures import gguf_head_for
-from mtp_train.checkpoints.gguf.draft_model import write_draft_gguf
-from mtp_train.checkpoints.gguf.model_file import open_gguf
+from mtp_train.checkpoints.gguf.model_file import open_gguf, write_draft_gguf
 from mtp_train.checkpoints.gguf.sidecar import GgufKind, write_gguf
 from mtp_train.checkpoints.gguf.tensors import gguf_tensors
 from mtp_train.checkpoints.identity import checkpoint_files, directory_files, require_same

@@ -17,8 +17,8 @@ from rich.progress import Progress
 from mtp_train.checkpoints.export import LinkMode
 from mtp_train.checkpoints.files import Checkpoint, is_gguf
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS, gguf_head_for
-from mtp_train.checkpoints.gguf.draft_model import ARCH as DRAFT_ARCH
 from mtp_train.checkpoints.gguf.model_file import (
+    DRAFT_ARCH,
     GgufModel,
     dequantised_tensor,
     open_gguf,

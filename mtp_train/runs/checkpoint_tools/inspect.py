@@ -40,9 +40,15 @@ from mtp_train.checkpoints.values import (
 from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.families import Assistant, assistant_for, draft_engines, of_kind
 from mtp_train.families.engines import DSPARK, MLX_ALONE, complete, engine_commands
-from mtp_train.heads.assistant import diagnose_assistant
 from mtp_train.heads.diagnose import DSPARK_BLOCK, HeadDiagnosis, diagnose_head, layout_of, with_head_beside
-from mtp_train.heads.draft_model import DraftModel, diagnose_draft, draft_model, draft_plan, vocabulary_problem
+from mtp_train.heads.draft_model import (
+    DraftModel,
+    diagnose_assistant,
+    diagnose_draft,
+    draft_model,
+    draft_plan,
+    vocabulary_problem,
+)
 from mtp_train.runs.checkpoint_tools.gguf_files import GgufInspection, inspect_gguf
 from mtp_train.runs.display import html_table, quiet_progress, serving_lines
 from mtp_train.trunk.whole import TrunkDiagnosis, diagnose_trunk, first_of, holds_trunk, untie_command
