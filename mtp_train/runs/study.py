@@ -57,6 +57,10 @@ HOME_TASK = "vanilla's own"
 CLAIM = "Retraining on the distilled trunk's own responses brings acceptance back to the vanilla level"
 BACK = "Back at the vanilla level by "
 BEATS_GRAFT = "Retraining beats the grafted head on the distilled trunk"
+WEAK = (
+    " The retrained head is above that level by more than the margin: vanilla's own head is not trained out, so the "
+    "level is a low bar."
+)
 DRAFTS_BETTER = "A head trained towards {} drafts better than one towards {}"
 
 
@@ -380,7 +384,9 @@ def prediction(measures: Sequence[Finding]) -> Finding:
     tone: Tone = "good" if tones == {"good"} else "bad" if tones == {"bad"} else "neutral"
     found = {word: [one.statement for one in measures if one.tone == of] for of, word in VERDICTS.items()}
     told = [f"{word} by {', '.join(map(_measure, some))}" for word, some in found.items() if some]
-    return Finding(tone=tone, statement=f"{CLAIM}.", evidence=f"{'; '.join(told).capitalize() or 'Not measured'}.")
+    weak = WEAK if any(one.evidence.endswith(WEAK) for one in measures) else ""
+    evidence = f"{'; '.join(told).capitalize() or 'Not measured'}.{weak}"
+    return Finding(tone=tone, statement=f"{CLAIM}.", evidence=evidence)
 
 
 def _measure(statement: str) -> str:
@@ -413,12 +419,13 @@ def back_at_vanilla(report: Report, level: LevelDifference, study: StudySection)
         )
     if level.overlap is not None and theirs.overlap and theirs.overlap[0] is not None:
         limit = -study.margin * theirs.overlap[0]
+        weak = WEAK if tone_of(level.overlap.ci95, -limit) == "good" else ""
         findings.append(
             _finding(
                 tone_of(level.overlap.ci95, limit),
                 f"{BACK}overlap at equal target entropy ({_text(level.setting)})",
                 f"{head} less {home}: {_over_groups(level.overlap, 3)}; back means above {limit:+.3f} "
-                f"({100 * study.margin:g} % of {theirs.overlap[0]:.3f}).",
+                f"({100 * study.margin:g} % of {theirs.overlap[0]:.3f}).{weak}",
             )
         )
     return findings
