@@ -38,11 +38,6 @@ def input_tokens(tokens_BT: Tensor, depth: int) -> Tensor:
     return shift_left(tokens_BT, depth, 0)
 
 
-def target_tokens(tokens_BT: Tensor, depth: int) -> Tensor:
-    """Return the token that depth ``depth`` predicts at each start row (0 past the end)."""
-    return shift_left(tokens_BT, depth + 1, 0)
-
-
 def valid_targets(document_BT: Tensor, loss_mask_BT: Tensor, depth: int) -> Tensor:
     """Return at which start rows depth ``depth`` has a target that counts in the loss.
 

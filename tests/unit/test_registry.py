@@ -13,7 +13,6 @@ import torch
 
 from checkpoints import base_and_finetune, save_with_head
 from mtp_train.checkpoints.files import open_checkpoint
-from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import (
     FAMILIES,
@@ -41,7 +40,7 @@ from mtp_train.families.spec import (
     Wiring,
 )
 from mtp_train.heads.build import build_head, graft_plan
-from mtp_train.heads.diagnose import empty_head, text_config_of
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.step import unroll
 from runs import document, tiny_recipe
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
@@ -89,18 +88,6 @@ def test_a_registered_family_is_found_until_it_is_removed(toy: Family) -> None:
     with pytest.raises(UnsupportedModelError, match="model_type 'toy_model', an architecture without a known head"):
         family_for({"model_type": "toy_model"}, where="x")
     assert toy not in FAMILIES
-
-
-def test_its_head_keys_go_to_ours_and_back(toy: Family) -> None:
-    empty = empty_head(toy, tiny_trunk("toy").config, 2)
-    layout = HeadLayout(toy, "model.", 3)
-    generator = torch.Generator().manual_seed(0)
-    state = {name: torch.randn(value.shape, generator=generator) for name, value in empty.items()}
-    native = {key: part for name, value in state.items() for key, part in layout.split(name, value)}
-    assert "toy_head.1.self_attn.q_proj.weight" in native
-    joined = layout.join(native)
-    assert joined.keys() == state.keys()
-    assert all(torch.equal(joined[name], value) for name, value in state.items())
 
 
 @torch.inference_mode()
