@@ -511,3 +511,10 @@ def all_finite(block: Tensor) -> bool:
     # torch has no aminmax for float8.
     ends = torch.aminmax(block) if block.dtype.itemsize > 1 else torch.aminmax(block.float())
     return bool(torch.isfinite(torch.stack(ends)).all())
+
+
+def require_finite(name: str, value: Tensor) -> None:
+    if not all_finite(value):
+        raise CheckpointError(
+            f"{name}: holds NaN or infinite values; expected finite weights. Use a checkpoint saved before it diverged."
+        )

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from mtp_train.checkpoints.artifact import Artifact, HeadPlan, load_artifact
-from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, Checkpoint, all_finite
+from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, Checkpoint, require_finite
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import (
     NativeHead,
@@ -114,7 +114,8 @@ def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dt
     convention = plan.family.convention(plan.convention)
     head = MtpHead(plan.family, text_config, num_modules=plan.num_modules, convention=convention)
     native = {pending.key: pending.load() for pending in plan.head.tensors}
-    _require_finite(native)
+    for key, value in native.items():
+        require_finite(key, value)
     needed = plan.layout.native_shapes(head.state_dict())
     _require_shapes({key: value.shape for key, value in native.items()}, needed)
     head.load_state_dict(plan.layout.join(native))
@@ -123,7 +124,7 @@ def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dt
         parameter.data = parameter.data.to(dtype)
     if plan.output is not None:
         output_RD = plan.output.weight.load()
-        _require_finite({plan.output.weight.key: output_RD})
+        require_finite(plan.output.weight.key, output_RD)
         output = OutputRows(output_RD.to(dtype), plan.output.token_ids_R, text_config.vocab_size)
         for block in head.blocks:
             cast(Block, block).lm_head = output
@@ -168,14 +169,6 @@ def native_tensors(
     """Return our parameters as native tensors with the given stored dtypes, in their order."""
     split = {key: value for name, tensor in state.items() for key, value in layout.split(name, tensor)}
     return tuple(held_tensor(key, dtype, split[key]) for key, dtype in dtypes.items())
-
-
-def _require_finite(tensors: Mapping[str, Tensor]) -> None:
-    bad = next((key for key, value in tensors.items() if not all_finite(value)), None)
-    if bad is not None:
-        raise CheckpointError(
-            f"{bad}: holds NaN or infinite values; expected finite weights. Use a checkpoint saved before it diverged."
-        )
 
 
 def fresh_plan(

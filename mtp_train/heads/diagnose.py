@@ -221,15 +221,13 @@ def foreign_drafter(checkpoint: Checkpoint, head_keys: Sequence[str]) -> str | N
 def with_head_beside(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with the head that its directory holds where the index, or its family, does not look."""
     layout = layout_of(checkpoint)
-    return with_found_head(
-        checkpoint, layout, _needed(checkpoint, layout, layout.family.declared_modules(checkpoint.config))
-    )
+    head = _empty_head_of(checkpoint, layout.family.declared_modules(checkpoint.config))
+    return with_found_head(checkpoint, layout, layout.native_shapes(head))
 
 
-def _needed(checkpoint: Checkpoint, layout: HeadLayout, num_modules: int) -> dict[str, tuple[int, ...]]:
-    text_config = text_config_of(checkpoint)
+def _empty_head_of(checkpoint: Checkpoint, num_modules: int) -> dict[str, Tensor]:
     with named_rejections(checkpoint.path):
-        return layout.native_shapes(empty_head(layout.family, text_config, max(1, num_modules)))
+        return empty_head(checkpoint.family, text_config_of(checkpoint), max(1, num_modules))
 
 
 def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
@@ -241,10 +239,7 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
     mapped = {key: layout.map_key(key) for key in own}
     present = {entry.ours.split(".")[1] for entry in mapped.values() if entry is not None}
     # The declared number of modules; where the config lost that count, the number that is present.
-    num_modules = max(declared, len(present), 1)
-    text_config = text_config_of(checkpoint)
-    with named_rejections(checkpoint.path):
-        head = empty_head(layout.family, text_config, num_modules)
+    head = _empty_head_of(checkpoint, max(declared, len(present)))
     needed = layout.native_shapes(head)
     held = with_found_head(checkpoint, layout, needed)
     packed = {key: weight for key in mapped if (weight := packed_weight(key)) in needed}

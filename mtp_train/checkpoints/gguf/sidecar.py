@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Stored
 from rich.progress import Progress
 from torch import Tensor
 
-from mtp_train.checkpoints.files import read_json
+from mtp_train.checkpoints.files import read_json, require_finite
 from mtp_train.checkpoints.gguf.record import NUM_MODULES, GgufHead, Value
 from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError
@@ -149,11 +149,9 @@ def encoded(tensor: PendingTensor, kind: GgufKind) -> Iterator[np.ndarray[Any, A
 
 
 def _encode(name: str, block: Tensor, stored: Stored) -> np.ndarray[Any, Any]:
-    values = block.detach().float().contiguous().numpy()
-    if not np.isfinite(values).all():
-        raise CheckpointError(
-            f"{name}: holds NaN or infinite values; expected finite weights. Use a checkpoint saved before it diverged."
-        )
+    block = block.detach().float().contiguous()
+    require_finite(name, block)
+    values = block.numpy()
     # An overflow is reported below by tensor name, so numpy's warning is off.
     with np.errstate(over="ignore"):
         data: np.ndarray[Any, Any] = gguf.quants.quantize(values, stored)
