@@ -114,7 +114,7 @@ _GEMMA4_TRUNK = Family(
     keys=Keys(trunk_prefixes=("model.language_model.", "model."), head_prefixes=(), rules=()),
     wiring=Wiring(conventions={}),
     layer=HeadLayer(),
-    trunk=TrunkTraits(masks_by_layer_type=True, logit_bound="final_logit_softcapping"),
+    trunk=TrunkTraits(masks_by_layer_type=True),
     engines=engine_table(vllm=_NO_HEAD, sglang=_NO_HEAD, llama_cpp=_NO_HEAD, transformers=_NO_HEAD),
 )
 _AS_TRANSFORMERS = AssistantConvention(position_offset=1, more_sliding_keys=1)

@@ -297,8 +297,6 @@ class TrunkTraits:
     """Attribute of the decoder's final norm. None if a mixer of streams ends the decoder."""
     logit_divisor: Callable[[RawConfig], float] | None = None
     """Raw text config to the divisor of hidden states in front of the lm_head."""
-    logit_bound: str | None = None
-    """Field of the text config with the c of ``c tanh(logits / c)``, for trunks that bound their logits."""
     real_vocab: str | None = None
     """Field of the text config with the number of lm_head rows that are tokens; the remaining rows are padding."""
     recurrent: RecurrentKernels | None = None

@@ -111,9 +111,8 @@ class Trunk(nn.Module):
         :mod:`mtp_train.trunk.offload`.
         """
 
-        self._logit_bound = (
-            None if family.trunk.logit_bound is None else self.config.to_dict().get(family.trunk.logit_bound)
-        )
+        # The c of "c tanh(logits / c)"; Gemma has one.
+        self._logit_bound = self.config.to_dict().get("final_logit_softcapping")
         self._fp32_lm_head = any("lm_head" in name for name in kept_in_fp32(self.causal_lm))
         self.shown_layers: tuple[int, ...] = ()
         """See :meth:`show_layers`."""

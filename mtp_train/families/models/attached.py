@@ -161,7 +161,7 @@ GEMMA3 = attached(
     "Gemma 3 (text)",
     classes=("gemma3", "Gemma3"),
     head_layer_config=full,
-    trunk=TrunkTraits(masks_by_layer_type=True, logit_bound="final_logit_softcapping"),
+    trunk=_SEVERAL_LAYER_TYPES,
 )
 
 
@@ -177,7 +177,7 @@ GEMMA2 = attached(
     "Gemma 2",
     classes=("gemma2", "Gemma2"),
     head_layer_config=full,
-    trunk=TrunkTraits(masks_by_layer_type=True, logit_bound="final_logit_softcapping", prepare=_keep_score_bounds),
+    trunk=TrunkTraits(masks_by_layer_type=True, prepare=_keep_score_bounds),
     engines=_UNSCALED,
 )
 
