@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from rich.progress import Progress
@@ -118,9 +118,6 @@ class HeadDifference:
     """``norm(new - old) / norm(old)`` over all tensors of the head; None without a base."""
     keys: Mapping[WrongForm, Sequence[str]] = field(default_factory=dict)
     """Tensors in a wrong form; empty for a head that is equal or retrained."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "relative_change": self.relative_change, "keys": dict(self.keys)}
 
     def __str__(self) -> str:
         if self.kind == "equal":

@@ -15,7 +15,7 @@ from checkpoints import all_tensors
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import rescue as rescue_module
-from mtp_train.runs.probe import HeadLevel, ProbeResult
+from mtp_train.runs.rescue import HeadLevel, ProbeResult
 from mtp_train.runs.resolve import resolved_recipe
 from mtp_train.runs.write_recipe import settings_of
 from runs import GETS_NO_BETTER, LEARNS, TINY_RESCUE, document, overrides_of, shorten_probes, tree

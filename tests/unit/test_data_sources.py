@@ -349,17 +349,6 @@ def test_a_broken_line_is_named(tmp_path: Path, bad_line: str) -> None:
         load_records(str(tmp_path / "a.jsonl"))
 
 
-def test_an_unknown_split_is_refused(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
-    with pytest.raises(DataError, match=r'Unknown split "test".*whose one split is `train`'):
-        load_records(path, split="test")
-
-
-def test_a_dataset_out_of_reach_is_refused() -> None:
-    with pytest.raises(DataError, match=r"nobody/nothing: cannot be read \(.+\); expected a local file, or a dataset"):
-        load_records("nobody/nothing")
-
-
 def test_unknown_columns_are_listed(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"question": "a", "answer": "b"}])
     with pytest.raises(

@@ -53,6 +53,8 @@ def test_a_vision_language_wrapper_gives_its_text_model(
     plain, wrapped = load(base), load(wrap_as_vision_language(tmp_path / "wrapped", wrapper))
     expected = plain.logits(plain.hidden(TOKENS_1T))
     assert torch.equal(wrapped.logits(wrapped.hidden(TOKENS_1T)), expected)
+    assert not any(parameter.requires_grad for parameter in plain.parameters())
+    assert not any(module.training for module in plain.modules())
 
 
 def test_an_adapter_is_applied_unmerged_and_frozen(tmp_path: Path) -> None:
