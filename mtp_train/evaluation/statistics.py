@@ -41,6 +41,8 @@ POSITION_EDGES = (0, *(8 << doubling for doubling in range(24)))
 """First new token of each stretch of the output."""
 Records = Mapping[Setting, Sequence[PromptRecord]]
 """Records of an arm by setting, in the order of the prompts."""
+ByPrompt = Mapping[Setting, Mapping[str, tuple[str, PromptCounts]]]
+"""Task and counts of each prompt id, by setting."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +66,14 @@ class MeasuredArm:
     def settings(self) -> list[Setting]:
         """The arm's own settings: with drafts, or plain ones for an arm of plain decoding."""
         return [one for one, records in self.decoded.items() if records and self.is_own(one)]
+
+    @property
+    def by_prompt(self) -> ByPrompt:
+        """Task and counts of every prompt at every setting."""
+        return {
+            setting: {one.prompt_id: (one.task, one.counts(setting.depth)) for one in records}
+            for setting, records in self.decoded.items()
+        }
 
     def is_own(self, setting: Setting) -> bool:
         """Whether a setting is the arm's and not the plain one of its trunk."""

@@ -314,15 +314,9 @@ def evaluate(
         >>> tau = mtp.evaluate("runs/a", "eval/a", grid=grid).arms["a"].tau
     """
     subject = subject_arm(str(checkpoint), head, adapter)
-    server = server_of(
-        subject,
-        endpoint,
-        served_only,
-        model=served_model,
-        api_key_env=api_key_env,
-        concurrency=concurrency,
-        request_timeout_seconds=request_timeout_seconds,
-    )
+    settings: dict[str, Any] = {"model": served_model, "api_key_env": api_key_env, "concurrency": concurrency}
+    settings["request_timeout_seconds"] = request_timeout_seconds
+    server = server_of(subject, endpoint, served_only, **settings)
     arms = [] if served_only else [named(subject)]
     settled = (grid or EvaluationGrid()).settled(arms, [subject.trunk])
     servers = [] if server is None else [server]
