@@ -24,10 +24,9 @@ from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.locations import head_directory, is_head_directory, locate_adapter, open_location
 from mtp_train.errors import CheckpointError, DataError, UnsupportedModelError
 from mtp_train.families import Assistant, Family, assistant_for
-from mtp_train.heads.assistant import load_assistant
-from mtp_train.heads.build import HeadPlan, build_head, deepest, graft_plan, native_plan, stored_head_plan
+from mtp_train.heads.build import HeadPlan, build_head, deepest, graft_plan, stored_head_plan
 from mtp_train.heads.diagnose import diagnose_head, text_config_of
-from mtp_train.heads.draft_model import draft_model, draft_plan
+from mtp_train.heads.draft_model import draft_model, draft_plan, load_assistant
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.precision import trunk_dtype
 from mtp_train.trunk.quantise import Quantization, pack_head, require_bitsandbytes, require_quantizable
@@ -52,7 +51,7 @@ def _trunk_family(assistant: Assistant, drafter: Checkpoint, trunk: Checkpoint) 
 
 def head_plan(checkpoint: Checkpoint, head: str) -> HeadPlan:
     if head == OWN:
-        return native_plan(checkpoint, "auto")
+        return graft_plan(checkpoint, checkpoint, "auto")
     if is_head_directory(Path(head)):
         return stored_head_plan(Path(head), checkpoint.family)
     donor = open_location(head)

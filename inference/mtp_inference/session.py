@@ -22,7 +22,7 @@ from mtp_inference.requests import Chunk, GenerationResult, Request, Round
 from mtp_inference.round import BAD_DRAFTER, BAD_TRUNK, prefill, settle_drafter
 from mtp_inference.text import TextStream
 from mtp_train.errors import MtpError
-from mtp_train.trunk.non_finite import Source, non_finite_error
+from mtp_train.trunk.load import non_finite_error
 
 MAX_PREFILL_TOKENS = 16384
 """Largest number of prompt tokens prefilled together; a single prompt may be longer."""
@@ -282,9 +282,9 @@ class Session:
                 lane.controller.observe(num_drafted, num_accepted)
             yield self._extend(lane, tokens[:num_kept])
 
-    def _non_finite(self, source: Source, lane: Lane, accepted: Sequence[int]) -> Exception:
-        token_ids = [*lane.request.prompt_ids, *lane.tokens, *accepted]
-        return non_finite_error(source, self.batch.trunk, self.batch.drafter, token_ids, max(lane.depth, 1))
+    def _non_finite(self, source: str, lane: Lane, accepted: Sequence[int]) -> Exception:
+        num_tokens = len(lane.request.prompt_ids) + len(lane.tokens) + len(accepted)
+        return non_finite_error(source, self.batch.trunk, num_tokens)
 
     def _extend(self, lane: Lane, tokens: Sequence[int]) -> Chunk:
         """Add committed tokens to a lane, and free its row if its text has ended."""

@@ -35,8 +35,7 @@ from mtp_train.answers.store import RegeneratedRow, RegeneratedStore, rows_after
 from mtp_train.checkpoints.writing import write_text
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
-from mtp_train.trunk.load import Trunk
-from mtp_train.trunk.non_finite import non_finite_error
+from mtp_train.trunk.load import Trunk, non_finite_error
 
 FALSE_ALARM = 1e-6
 """Probability that one check refuses responses of the trunk itself, rounding aside."""
@@ -111,7 +110,7 @@ def fit_of(
             part = slice(start, start + ROWS_AT_A_TIME)
             logits_TV = trunk.logits(hidden_TD[part])
             if not logits_TV.amax().isfinite():
-                raise non_finite_error("trunk", trunk, None, tokens_1T[0].tolist(), 1)
+                raise non_finite_error("trunk", trunk, tokens_1T.shape[1])
             more = _moments(distribution(logits_TV).double(), said_T[part], sorted(eos_ids))
             sums = [one + other for one, other in zip(sums, more, strict=True)]
     found, expected, variance = sums

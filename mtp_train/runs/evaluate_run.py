@@ -30,7 +30,7 @@ from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, PromptRecord, Set
 from mtp_train.evaluation.results import UNJUDGED, ArmResult, Cell, Report, SampleText, read_record, recommended
 from mtp_train.evaluation.run import measure_trunk
 from mtp_train.evaluation.statistics import MeasuredArm, checked_records
-from mtp_train.heads.build import HeadPlan, build_head, native_plan
+from mtp_train.heads.build import HeadPlan, build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
@@ -178,7 +178,7 @@ def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadP
     if GRAFT in wanted and inputs.donor is not None:
         plans[GRAFT] = source_plan(recipe, inputs.finetune, inputs.donor)
     if NATIVE in wanted:
-        plans[NATIVE] = native_plan(inputs.finetune, recipe.head.convention)
+        plans[NATIVE] = graft_plan(inputs.finetune, inputs.finetune, recipe.head.convention)
     plans[RETRAINED] = load_artifact(run_dir / HEAD)
     return plans
 
@@ -207,7 +207,7 @@ def measure_vanilla(run: Run, base: Checkpoint, setting: Setting, dtype: torch.d
         )
     if recipe.model.offload is not None:
         offload_layers(trunk, recipe.model.offload, device, run.directory.path)
-    heads = {VANILLA: _drafting(native_plan(base, recipe.head.convention), base, trunk)}
+    heads = {VANILLA: _drafting(graft_plan(base, base, recipe.head.convention), base, trunk)}
     at_home = replace(run, inputs=replace(inputs, held_out=inputs.home or inputs.held_out))
     return measure(at_home, trunk, heads, [(VANILLA, setting)], name)[1]
 

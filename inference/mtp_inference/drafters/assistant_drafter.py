@@ -32,7 +32,7 @@ class AssistantDrafting(Drafting):
 
     Args:
         model: transformers' model of the assistant, on the trunk's device and in its dtype. ``load_assistant`` in
-            ``mtp_train.heads.assistant`` loads it; ``from_pretrained(..., head=ASSISTANT)`` does both.
+            ``mtp_train.heads.draft_model`` loads it; ``from_pretrained(..., head=ASSISTANT)`` does both.
         assistant: The record of the assistant.
         convention: ``auto``, or the engine whose positions to follow: ``transformers``, ``vllm`` or ``llama.cpp``.
 
