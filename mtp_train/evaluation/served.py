@@ -130,7 +130,7 @@ def ask(server: Server, grid: EvaluationGrid, progress: Progress) -> Served:
         MtpError: The server or the checkpoint's tokenizer cannot be used.
     """
     if is_gguf(server.checkpoint):
-        from mtp_train.checkpoints.gguf.dequantised import gguf_tokenizer
+        from mtp_train.checkpoints.gguf.model_file import gguf_tokenizer
 
         tokenizer = gguf_tokenizer(Path(server.checkpoint))
         eos_ids, vocab_size = frozenset({tokenizer.eos_token_id}), len(tokenizer)
