@@ -87,6 +87,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "damaged",
         r"trunk shape mismatch: \S+: found \[272, 32\], expected \[271, 32\] \(2 in all\)",
     ),
+    "a size of zero": (
+        lambda path: set_fields(path, {"intermediate_size": 0}),
+        "partial",
+        r"(trunk|head) shape mismatch: \S+: found \[\d+, \d+\], expected \[(32, 0|0, 32)\]",
+    ),
     "NaN in the trunk": (poisoned(LAYER), "damaged", rf"NaN or infinite values: {LAYER}|{LAYER} holds NaN"),
     "NaN in the head": (poisoned(HEAD), "damaged", rf"NaN or infinite values: {HEAD}|{HEAD} holds NaN"),
     "an adapter beside": (
