@@ -1,106 +1,206 @@
 #!/usr/bin/env python
-"""Count the drafts that llama-server accepts from the heads inside GGUF files of one trunk, by its own counters.
+"""Count the drafts that llama-server accepts from heads inside GGUF files of one trunk, by its own counters.
 
-    mtp-train rescue tuned.gguf --from demo:base --data prompts.jsonl --out rescued
-    mtp-train graft tuned.gguf --from demo:base --out stale.gguf
-    python scripts/gguf_acceptance.py --server llama-server --tokenizer demo:finetune --prompts prompts.jsonl \
-        --out RECORD.json none=tuned.gguf stale=stale.gguf retrained=rescued/tuned-mtp.gguf
+    mtp-train graft tuned.gguf --from BASE --out stale.gguf
+    mtp-train rescue tuned.gguf --from BASE --data prompts.jsonl --out rescued
+    python scripts/gguf_acceptance.py --server llama-server --trunk tuned.gguf --suite held-out.jsonl --title NAME \
+        --out RECORD.json --kinds rescued/export stale=stale.gguf retrained=rescued/tuned-mtp.gguf
 
-The first arm decodes without drafts. Every arm's texts are compared with the first one's.
+The arm ``none`` decodes the first file without drafts. The record has the differences of arms, paired by prompt, with
+95 % intervals over groups of prompts; ``--kinds HEAD`` adds that head in several quantisations (K-quants by
+llama-quantize beside the server), and how far the log-probabilities of the dequantised trunk are from the server's.
+Records of other titles in RECORD.json are kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
+import shutil
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from mtp_train.checkpoints.locations import open_location
+import numpy as np
+import torch
+from rich.progress import Progress
+
+import mtp_train as mtp
+from mtp_train.acceptance.intervals import tau_difference
+from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
+from mtp_train.checkpoints.gguf.dequantised import gguf_tokenizer
+from mtp_train.checkpoints.gguf.model_file import open_gguf
 from mtp_train.checkpoints.writing import write_json
-from mtp_train.data.sources import load_records
-from mtp_train.data.tokenize import build_prompts
+from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
+from mtp_train.evaluation.assemble import same_texts
+from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
+from mtp_train.evaluation.served import Served, Server, ask
 from mtp_train.runs.checkpoint_tools.gguf_files import inspect_gguf
-from mtp_train.trunk.tokenizer import load_tokenizer
 
 PORT, SECONDS_TO_LOAD = 18_080, 600
+URL = f"http://127.0.0.1:{PORT}"
+GRAFTED, QUANTISED = ("f32", "bf16", "f16", "q8_0"), ("Q6_K", "Q4_K", "Q4_0")
+"""Storage of a head: by the package ``gguf``, and by llama-quantize."""
+PLAIN, EXACT = "none", "head-f32"
+TOP, POSITIONS, LOGIT_PROMPTS = 50, 48, 8
+"""Tokens by rank and positions of each prompt whose log-probabilities are compared, and prompts."""
 
 
-def ask(path: str, body: dict[str, Any] | None = None) -> Any:
+def post(path: str, body: dict[str, Any]) -> Any:
     """Send a request to the server; return its answer."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{PORT}/{path}", data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(f"{URL}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request) as answer:
         return json.load(answer)
 
 
-def wait(server: subprocess.Popen[bytes]) -> None:
-    """Wait until the server has loaded its model."""
-    for _ in range(SECONDS_TO_LOAD):
-        try:
-            ask("health")
-            return
-        except urllib.error.URLError:
-            if server.poll() is not None:
-                raise
-            time.sleep(1)
-
-
-def decode(file: str, prompts: list[tuple[int, ...]], options: argparse.Namespace, drafts: bool) -> dict[str, Any]:
-    """Decode the prompts one at a time, greedily; return the server's counters and the texts."""
+@contextlib.contextmanager
+def serving(file: Path, options: argparse.Namespace, *, drafts: bool) -> Iterator[None]:
+    """Serve a file while the block runs."""
     flags = ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(options.depth)] if drafts else []
-    words = [options.server, "-m", file, "--port", str(PORT), "-t", str(options.threads), "-np", "1", *flags]
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+    words = [options.server, "-m", file, "--port", str(PORT), "-t", str(options.threads), "-np", "1", "--metrics"]
+    with subprocess.Popen([*words, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
-            wait(server)
-            settings = {"n_predict": options.new_tokens, "temperature": 0, "cache_prompt": False, "return_tokens": True}
-            answers = [ask("completion", {"prompt": list(ids), **settings}) for ids in prompts]
+            for _ in range(SECONDS_TO_LOAD):
+                with contextlib.suppress(urllib.error.URLError):
+                    urllib.request.urlopen(f"{URL}/health").close()
+                    break
+                if server.poll() is not None:
+                    raise SystemExit(f"{file}: {options.server} ended with {server.returncode}")
+                time.sleep(1)
+            yield
         finally:
             server.kill()
-    timings = [answer["timings"] for answer in answers]
-    drafted, accepted, tokens = (
-        sum(one.get(name, 0) for one in timings) for name in ("draft_n", "draft_n_accepted", "predicted_n")
-    )
+
+
+def quantised_heads(trunk: Path, head: str, server: str, work: Path) -> tuple[dict[str, Path], list[str]]:
+    """Write the trunk with a head in every storage; return the files by arm, and what cannot be written here."""
+    arms = {}
+    for kind in GRAFTED:
+        arms[f"head-{kind}"] = work / f"{kind}.gguf"
+        mtp.graft(trunk, head, arms[f"head-{kind}"], head=kind)
+    beside = Path(shutil.which(server) or server).with_name("llama-quantize")
+    quantiser = str(beside) if beside.is_file() else shutil.which("llama-quantize")
+    if quantiser is None:
+        return arms, [f"head-{kind}: needs llama-quantize" for kind in QUANTISED]
+    (alone,) = Path(mtp.export(arms[EXACT], work / "alone", head_only=True).out).glob("*.gguf")
+    missing = []
+    for kind in QUANTISED:
+        words = [quantiser, "--allow-requantize", "--pure", alone, work / f"alone-{kind}.gguf", kind]
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode:
+            missing.append(f"head-{kind}: {done.stderr.strip().splitlines()[-1]}")
+            continue
+        arms[f"head-{kind}"] = work / f"{kind}.gguf"
+        mtp.graft(trunk, work / f"alone-{kind}.gguf", arms[f"head-{kind}"])
+    return arms, missing
+
+
+def logit_distance(trunk: Path, prompts: list[tuple[int, ...]]) -> dict[str, Any]:
+    """Return how far log-probabilities of the dequantised trunk are from the server's, over the server's top tokens."""
+    ours = load_arm_trunk(open_arm(ArmSpec("trunk", str(trunk), None)), torch.device("cpu"))
+    differences, same = [], []
+    for ids in prompts:
+        wanted = {"prompt": list(ids), "n_predict": POSITIONS, "temperature": 0, "n_probs": TOP, "cache_prompt": False}
+        told = post("completion", wanted)["completion_probabilities"]
+        tokens_1T = torch.tensor([[*ids, *(one["id"] for one in told)]])
+        with torch.no_grad():
+            logits_TV = ours.logits(ours.hidden(tokens_1T)[0, len(ids) - 1 : -1]).float()
+        for one, logs_V in zip(told, logits_TV.log_softmax(-1), strict=True):
+            theirs = {top["id"]: top["logprob"] for top in one["top_logprobs"]}
+            differences.append(np.abs([float(logs_V[token]) - value for token, value in theirs.items()]))
+            same.append(int(logs_V.argmax()) == one["id"])
+    every = np.concatenate(differences)
     return {
-        "tokens": tokens,
-        "drafted": drafted,
-        "accepted": accepted,
-        "tau": round(tokens / (tokens - accepted), 3),
-        "texts": [answer["tokens"] for answer in answers],
+        "dtype": ours.dtype_name,
+        "positions": len(differences),
+        "tokens_by_rank": TOP,
+        "mean": round(float(every.mean()), 4),
+        "mean_of_first": round(float(np.mean([one[0] for one in differences])), 4),
+        "max": round(float(every.max()), 4),
+        "same_first_choice": round(float(np.mean(same)), 4),
     }
+
+
+def arm_of(file: Path, trunk: Path, served: Served, plain: Served) -> dict[str, Any]:
+    """Return the record of an arm."""
+    state, own, given = inspect_gguf(file), open_gguf(file).tensors, open_gguf(trunk).tensors
+    cell = served.cells[0]
+    return {
+        "head": state.head_quantisation,
+        "trunk_bytes_equal": all(np.array_equal(own[name].data, one.data) for name, one in given.items()),
+        "tokens": cell.new_tokens,
+        "rounds": cell.rounds,
+        "drafted": cell.draft_tokens,
+        "accepted": cell.accepted_tokens,
+        "tau": round(cell.tau or 0.0, 3),
+        "tau_ci95": [round(one, 3) for one in cell.tau_ci95 or ()],
+        "same_texts": same_texts(served, plain),
+    }
+
+
+def difference(first: Served, second: Served) -> dict[str, Any]:
+    """Return tau of the first arm less that of the second, with its interval over groups."""
+    (mine,), (theirs,) = first.counts.values(), second.counts.values()
+    found = tau_difference(list(mine.values()), [theirs[prompt] for prompt in mine])
+    interval = [round(one, 3) for one in found.ci95 or ()]
+    arms = {"first": first.cells[0].arm, "second": second.cells[0].arm}
+    return {**arms, "delta_tau": round(found.value, 3), "ci95": interval, "groups": found.groups}
 
 
 def main() -> None:
     """Decode with every arm, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("arms", nargs="+", metavar="NAME=FILE", help="the first decodes without drafts")
-    for name in ("server", "tokenizer", "prompts", "out"):
+    parser.add_argument("arms", nargs="+", metavar="NAME=FILE")
+    for name in ("server", "trunk", "suite", "title", "out"):
         parser.add_argument(f"--{name}", required=True)
-    for name, default in (("count", 24), ("depth", 3), ("threads", 1), ("new-tokens", 96)):
+    parser.add_argument("--kinds", metavar="HEAD", help="a checkpoint or GGUF file whose head is quantised")
+    for name, default in (("count", 96), ("depth", 3), ("threads", 1), ("new-tokens", 96)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     options = parser.parse_args()
-    tokenizer = load_tokenizer(open_location(options.tokenizer), trust_remote_code=False)
-    records = load_records(options.prompts)[: options.count]
-    prompts = [one.prompt_ids for one in build_prompts(records, tokenizer)]
+    trunk = Path(options.trunk)
+    grid = EvaluationGrid(
+        suite=options.suite,
+        prompts_per_task=options.count,
+        temperatures=(0.0,),
+        max_new_tokens=options.new_tokens,
+    )
+    prompts = [one.prompt_ids for one in grid_prompts(grid, gguf_tokenizer(trunk), (None,))[None]]
+    named = {name: Path(file) for name, _, file in (arm.partition("=") for arm in options.arms)}
+    pairs = [pair[::-1] for pair in combinations(named, 2)]
+    served, found, missing = dict[str, Served](), dict[str, Any](), list[str]()
+    with tempfile.TemporaryDirectory() as work, Progress(disable=True) as progress:
+        kinds, missing = (
+            quantised_heads(trunk, options.kinds, options.server, Path(work)) if options.kinds else ({}, [])
+        )
+        for name, file in {PLAIN: next(iter(named.values())), **named, **kinds}.items():
+            with serving(file, options, drafts=name != PLAIN):
+                arm = Server(
+                    name=name, url=URL, checkpoint=str(trunk), request_timeout_seconds=RESPONSE_TIMEOUT_SECONDS
+                )
+                served[name] = ask(arm, grid, progress)
+                if name == PLAIN:
+                    distance = logit_distance(trunk, prompts[:LOGIT_PROMPTS])
+            found[name] = arm_of(file, trunk, served[name], served[PLAIN])
+            print(name, json.dumps(found[name]), flush=True)
+    pairs += [(kind, EXACT) for kind in kinds if kind != EXACT]
+    differences = [difference(served[one], served[other]) for one, other in pairs]
     version = subprocess.run([options.server, "--version"], capture_output=True, text=True, check=True).stderr
-    found = {}
-    for index, arm in enumerate(options.arms):
-        name, _, file = arm.partition("=")
-        state = inspect_gguf(Path(file))
-        found[name] = decode(file, prompts, options, drafts=index > 0)
-        found[name] |= {"trunk": state.quantisation, "head": state.head_quantisation}
-    plain = next(iter(found.values()))["texts"]
-    for one in found.values():
-        one["same_texts"] = sum(text == other for text, other in zip(one.pop("texts"), plain, strict=True))
-    settings = {key: value for key, value in vars(options).items() if key not in ("server", "out", "arms")}
+    settings = {key: vars(options)[key] for key in ("depth", "threads", "new_tokens")}
     settings |= {"llama.cpp": version.splitlines()[0], "date": str(datetime.date.today()), "prompts": len(prompts)}
-    write_json(Path(options.out), {"settings": settings, "arms": found})
-    print(json.dumps(found))
+    settings |= {"trunk": inspect_gguf(trunk).quantisation, "groups": served[PLAIN].cells[0].groups}
+    record = {"settings": settings, "arms": found, "differences": differences, "unavailable": missing}
+    record["log_probabilities_dequantised_less_served"] = distance
+    out = Path(options.out)
+    write_json(out, {**(json.loads(out.read_text()) if out.is_file() else {}), options.title: record})
+    print(json.dumps(record["differences"]), json.dumps(distance), *missing, sep="\n")
 
 
 if __name__ == "__main__":

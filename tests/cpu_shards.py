@@ -4,7 +4,7 @@ accelerate shards on no CPU under FSDP2: it takes processes there for plain data
 processes on GPUs are, it does everything else as it does there. ``DIES=RANK:STEP`` in the environment makes a process
 kill itself before that step, ``DIES_IN=RANK:MODULE:FUNCTION`` when it calls a function. ``SHARD_BYTES`` is the size of
 the files of hidden states; ``FULL=RANK:NUMBER`` leaves a process no room for those behind so many. ``ATTEMPTS`` is how
-often processes look for one another's files. ``LOADS_WHOLE`` has processes load a whole trunk before they shard it.
+often processes look for one another's files.
 """
 
 from __future__ import annotations
@@ -77,8 +77,6 @@ if __name__ == "__main__":
         die_in(*place.split(":"))
     if (files := asked_of_this_process("FULL")) is not None:
         fill_disk_after(files)
-    if "LOADS_WHOLE" in os.environ:
-        run.layer_sharder = lambda _accelerator: None
     hidden_cache.SHARD_BYTES = int(os.environ.get("SHARD_BYTES", hidden_cache.SHARD_BYTES))
     run.ATTEMPTS = int(os.environ.get("ATTEMPTS", run.ATTEMPTS))
     leave(main(["run", *sys.argv[1:]]))

@@ -60,11 +60,6 @@ class SpecCounts:
         )
 
     @property
-    def tau(self) -> float:
-        """Mean tokens committed per round; 1.0 where nothing was drafted."""
-        return 1.0 + self.accepted_tokens / self.rounds if self.rounds else 1.0
-
-    @property
     def depth(self) -> int:
         """The most drafts per round, at least the mean rounded up."""
         # The rounds of llama-server's timings may be a few too low.

@@ -111,17 +111,17 @@ def _gate(baseline: Served, judged: Served) -> GateVerdict:
         pairs[setting.name] = Pair(*counts, *counts)
     name = baseline.cells[0].arm if any(setting.depth for setting in baseline.counts) else PLAIN
     verdict, same = decide_gate(pairs, name), same_texts(baseline, judged)
-    if same is not None and same < LEAST_SAME_TEXTS:
+    if same < LEAST_SAME_TEXTS:
         told = f"{verdict.reason}. Only {same:.0%} of the greedy texts are the same: do both serve one trunk?"
         verdict = replace(verdict, reason=told)
     return verdict
 
 
-def same_texts(first: Served, second: Served) -> float | None:
-    """Return the share of greedy texts that two servers both wrote; None without any."""
+def same_texts(first: Served, second: Served) -> float:
+    """Return the share of greedy texts that two servers both wrote; 1.0 without any."""
     texts, others = dict(first.answers.get(0.0, ())), dict(second.answers.get(0.0, ()))
     both = texts.keys() & others.keys()
-    return sum(texts[prompt] == others[prompt] for prompt in both) / len(both) if both else None
+    return sum(texts[prompt] == others[prompt] for prompt in both) / len(both) if both else 1.0
 
 
 def compare_arms(arms: Sequence[MeasuredArm], served: Mapping[str, Served] | None = None) -> tuple[ArmComparison, ...]:
@@ -143,8 +143,7 @@ def compare_arms(arms: Sequence[MeasuredArm], served: Mapping[str, Served] | Non
             pairs = [
                 (prompt.task, one, theirs[prompt]) for prompt, one in mine.counts[setting].items() if prompt in theirs
             ]
-            same = same_texts(mine, its)
-            same_trunk = same is None or same >= LEAST_SAME_TEXTS
+            same_trunk = same_texts(mine, its) >= LEAST_SAME_TEXTS
             found += _rows(pairs, (None, None), **vars(setting), first=name, second=other, same_trunk=same_trunk)
     return _corrected(found)
 

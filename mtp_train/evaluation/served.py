@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from rich.progress import Progress
 
 from mtp_inference.sampling.distributions import Sampling, distribution_of
-from mtp_train.acceptance.counts import PromptCounts, repeated_ngram_share
+from mtp_train.acceptance.counts import PromptCounts, acceptance_rate, conditional, marginal, repeated_ngram_share, tau
 from mtp_train.acceptance.intervals import tau_interval
 from mtp_train.acceptance.names import SERVED
 from mtp_train.answers.draft_counts import SpecCounts, increase, response_counts
@@ -363,18 +363,18 @@ def _served(endpoint: Endpoint, asked: Mapping[float, Sequence[_Block]], grid: E
         temperature: tuple((one.prompt.prompt_ids, one.token_ids) for block in blocks for one in block.answered)
         for temperature, blocks in asked.items()
     }
-    of_prompts = {
-        cell.setting: _prompt_counts(parts[cell.temperature], cell.depth) for cell in cells if cell.task == ALL_TASKS
-    }
+    pooled = [cell for cell in cells if cell.task == ALL_TASKS]
+    single = {one: [part for part in some if len(part.answered) == 1] for one, some in parts.items()}
+    of_prompts = {cell.setting: _part_counts(single[cell.temperature], cell.depth) for cell in pooled}
     return Served(cells=tuple(cells), document=document, answers=answers, counts=of_prompts)
 
 
-def _prompt_counts(parts: Sequence[_Block], depth: int) -> dict[TaskPrompt, PromptCounts]:
-    """Return the counts of prompts that have their own. Without drafts every token but the first is a round."""
+def _part_counts(parts: Sequence[_Block], depth: int) -> dict[TaskPrompt, PromptCounts]:
+    """Return the counts of each part under its first prompt. Without drafts every token but the first is a round."""
     found = {}
     for part in parts:
         one, counts = part.answered[0], part.counts
-        if counts is None or len(part.answered) > 1:
+        if counts is None:
             continue
         # Where the positions are unknown, only the sum means something.
         reached = counts.accepted_per_pos or (counts.accepted_tokens,)
@@ -437,26 +437,22 @@ def _acceptance(parts: Sequence[_Block], counts: SpecCounts | None) -> dict[str,
     if counts is None or not counts.rounds:
         plain = None if counts is None else 1.0
         return {"tau": plain, "tau_macro": plain, "draft_tokens": 0, "accepted_tokens": 0}
-    by_prompt = list(_prompt_counts(parts, counts.depth).values())
-    all_apart = len(by_prompt) == len(parts)
-    reached = counts.accepted_per_pos
-    chain = None if reached is None else (counts.rounds, *reached)
+    by_part, reached = list(_part_counts(parts, counts.depth).values()), counts.accepted_per_pos
+    all_apart = all(len(part.answered) == 1 for part in parts)
+    figures: dict[str, Any] = {}
+    if reached is not None:
+        figures = {"marginal": tuple(marginal(by_part)), "conditional": tuple(conditional(by_part))}
+        figures["accepted_histogram"] = tuple(a - b for a, b in pairwise((counts.rounds, *reached, 0)))
     return {
-        "tau": counts.tau,
-        "tau_ci95": tau_interval(by_prompt) if all_apart else None,
-        "tau_macro": macro_tau(by_prompt) if all_apart else None,
-        "acceptance_rate": _ratio(counts.accepted_tokens, counts.draft_tokens),
-        "marginal": None if reached is None else tuple(share / counts.rounds for share in reached),
-        "conditional": None if chain is None else tuple(_ratio(later, earlier) for earlier, later in pairwise(chain)),
-        "accepted_histogram": None if chain is None else tuple(a - b for a, b in pairwise((*chain, 0))),
+        "tau": tau(by_part),
+        "tau_ci95": tau_interval(by_part) if all_apart else None,
+        "tau_macro": macro_tau(by_part) if all_apart else None,
+        "acceptance_rate": acceptance_rate(by_part),
         "rounds": counts.rounds,
         "draft_tokens": counts.draft_tokens,
         "accepted_tokens": counts.accepted_tokens,
+        **figures,
     }
-
-
-def _ratio(above: float, below: float) -> float | None:
-    return above / below if below else None
 
 
 def judged(served: Served, trunk: Trunk, eos_ids: Collection[int]) -> Served:

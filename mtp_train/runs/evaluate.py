@@ -115,7 +115,15 @@ def evaluate(
         >>> tau = mtp.evaluate("runs/a", "eval/a", grid=grid).arms["a"].tau
     """
     subject = subject_arm(str(checkpoint), head, adapter)
-    server = server_of(subject, endpoint, served_model, api_key_env, concurrency, request_timeout_seconds, served_only)
+    server = server_of(
+        subject,
+        endpoint,
+        served_only,
+        model=served_model,
+        api_key_env=api_key_env,
+        concurrency=concurrency,
+        request_timeout_seconds=request_timeout_seconds,
+    )
     arms = [] if served_only else packed_arms(subject, trunk_bits, head_bits)
     settled = (grid or EvaluationGrid()).settled(arms, [subject.trunk])
     servers = [] if server is None else [server]
@@ -297,34 +305,21 @@ def _quantizations(flag: str, names: Sequence[str]) -> tuple[Quantization | None
     return tuple(dict.fromkeys(BITS_OPTIONS[name] for name in names))
 
 
-def server_of(
-    subject: ArmSpec,
-    endpoint: str | None,
-    served_model: str | None,
-    api_key_env: str | None,
-    concurrency: int,
-    request_timeout_seconds: float,
-    served_only: bool,
-) -> Server | None:
-    """Return the server to measure, None without an endpoint.
+def server_of(subject: ArmSpec, endpoint: str | None, served_only: bool, **settings: Any) -> Server | None:
+    """Return the server to measure, with the settings as its fields; None without an endpoint.
 
     Raises:
         DataError: A setting of a server is given without an endpoint, or a number is out of range.
     """
     if endpoint is None:
-        for flag, value in (("served-model", served_model), ("api-key-env", api_key_env), ("served-only", served_only)):
+        given = {"served-model": settings["model"], "api-key-env": settings["api_key_env"], "served-only": served_only}
+        for flag, value in given.items():
             if value:
                 raise DataError(f"--{flag}: given without --endpoint; expected a server. Add --endpoint URL.")
         return None
+    concurrency, seconds = settings["concurrency"], settings["request_timeout_seconds"]
     if concurrency < 1:
         raise DataError(f"--concurrency: {concurrency}; expected 1 or more. Correct it.")
-    if not 0 < request_timeout_seconds < math.inf:
-        raise DataError(f"--request-timeout: {request_timeout_seconds:g}; expected seconds above 0. Correct it.")
-    return Server(
-        url=endpoint,
-        checkpoint=subject.trunk,
-        model=served_model,
-        api_key_env=api_key_env,
-        concurrency=concurrency,
-        request_timeout_seconds=request_timeout_seconds,
-    )
+    if not 0 < seconds < math.inf:
+        raise DataError(f"--request-timeout: {seconds:g}; expected seconds above 0. Correct it.")
+    return Server(url=endpoint, checkpoint=subject.trunk, **settings)

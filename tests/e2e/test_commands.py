@@ -78,17 +78,6 @@ def test_check_touches_no_weights(recipe: Path, inputs: Path, tmp_path: Path, ca
     assert main(["generate", str(hollow / "base"), "--prompt", "x"]) == 2
 
 
-def test_check_sees_that_a_step_does_not_divide(recipe: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert main(["check", str(recipe)]) == 2
-    message = capfd.readouterr().err
-    assert "train.tokens_per_step: 384 is 4 sequences; expected a multiple of 3 (micro_batch_sequences x 3" in message
-    assert document(["check", recipe, "--processes", "2"], capfd)["plan"]["accumulation"] == 2
-    with pytest.raises(SystemExit, match="2"):
-        main(["check", str(recipe), "--processes", "0"])
-    assert "--processes: 0; expected 1 or more" in capfd.readouterr().err
-
-
 # regenerate
 
 

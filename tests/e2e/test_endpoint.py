@@ -89,17 +89,6 @@ def test_responses_are_kept_where_the_server_moved_and_not_where_it_serves_anoth
         assert "holds the run of another recipe" in capfd.readouterr().err
 
 
-def test_a_server_of_another_model_writes_nothing(
-    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with serving(inputs / "base") as served:
-        asking = {**WRITTEN, "endpoint": served.url}
-        recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", data__regenerate=asking)
-        assert main(["regenerate", str(recipe)]) == 2
-    assert "does not serve the trunk as trunk" in capfd.readouterr().err
-    assert list((tmp_path / "run").glob("data/*/regenerated-*.jsonl")) == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("served_model", ["finetune", "base"])
 def test_processes_with_shards_of_the_trunk_check_the_responses_together(

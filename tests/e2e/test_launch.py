@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from launching import (
-    COMMAND_LINE,
     DEADLINE_SECONDS,
     assert_same_lines,
     environment,
@@ -27,7 +26,6 @@ from launching import (
     metrics,
     outcome,
     responses,
-    start,
 )
 from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.cli.main import main
@@ -96,20 +94,6 @@ def test_processes_that_do_not_know_one_another_are_refused(recipe: Path, tmp_pa
     assert done.stdout == ""
     assert outcome(tmp_path / "run") == {"exit_code": 2, "reason": "bad_input", "message": message, "stage": "check"}
     assert list(tree(tmp_path / "run")) == ["outcome.json"]
-
-
-@pytest.mark.slow
-def test_processes_that_the_launcher_drops_are_refused(recipe: Path, tmp_path: Path) -> None:
-    """With ``--cpu`` accelerate starts one plain process instead, whose environment does not record the request."""
-    run_dir = tmp_path / "run"
-    program = (*COMMAND_LINE, recipe, f"run_dir={run_dir}", "train.processes=2", "--json")
-    done = start("fsdp2.yaml", *program, flags=("--num_processes", "2", "--cpu"))
-    assert done.returncode == 1
-    said = outcome(run_dir)
-    assert (said["exit_code"], said["reason"], said["stage"]) == (2, "bad_input", "check")
-    assert said["message"].startswith("train.processes: 2, and the launcher started 1; expected as many. Add --num_p")
-    assert done.stderr.count(f"mtp-train: {said['message']}\n") == 1
-    assert list(tree(run_dir)) == ["outcome.json"]
 
 
 def test_two_processes_resolve_auto_alike_and_their_verdict_outlives_the_launcher(

@@ -167,21 +167,6 @@ def test_nodes_that_do_not_share_the_run_directory_are_refused(recipe: Path, tmp
     assert list(tree(ours)) == ["outcome.json"]
 
 
-def test_nodes_with_other_data_are_refused(recipe: Path, tmp_path: Path) -> None:
-    run_dir, seen_as = tmp_path / "first" / "run", tmp_path / "second" / "run"
-    run_dir.mkdir(parents=True)
-    seen_as.parent.mkdir()
-    seen_as.symlink_to(run_dir)
-    text = (recipe.parent / "chats.jsonl").read_text()
-    (run_dir.parent / "chats.jsonl").write_text(text)
-    (seen_as.parent / "chats.jsonl").write_text(text.replace("say 0", "tell 0"))
-    both = launch_nodes(TORCHRUN, recipe, [run_dir, seen_as], "data.sources.0.path=chats.jsonl")
-    assert [done.returncode for done in both] == [1, 1], both
-    message = f"data: the files of process 1 on {socket.gethostname()} differ from those of process 0;"
-    assert both[0].stderr.count(f"mtp-train: {message}") == 1, both[0].stderr
-    assert list(tree(run_dir)) == ["outcome.json"]
-
-
 HOLD = """
 import sys
 from filelock import SoftFileLease

@@ -64,18 +64,6 @@ def test_the_how_to_keeps_the_head_and_it_drafts(
     assert tau(tuned, capfd) > 2
 
 
-def test_without_the_line_inspect_names_what_was_lost(
-    tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script, *_ = page()
-    assert LINE in script
-    tuned = fine_tune(script.replace(LINE, ""), tmp_path, monkeypatch)
-    found = document(["inspect", tuned, "--base", "demo:base"], capfd)
-    assert found["status"] == "declared_but_missing"
-    assert "mtp.fc.weight" in found["missing_keys"]
-    assert found["cure"].startswith("mtp-train graft ")
-
-
 @pytest.mark.parametrize("library", ["transformers", pytest.param("trl", marks=with_trl)])
 def test_the_how_to_trains_the_head_beside_the_model(
     library: str, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch

@@ -22,7 +22,6 @@ from test_attach_head import ATTACH, write_headless
 
 import sharded_families
 from launching import (
-    COMMAND_LINE,
     DEADLINE_SECONDS,
     ROOT,
     assert_same_lines,
@@ -35,7 +34,7 @@ from launching import (
 from mtp_train.errors import GateRefusedError
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.train.launch import make_accelerator
-from runs import run_quietly, tiny_recipe, tree, write_inputs, write_recipe
+from runs import run_quietly, tiny_recipe, write_inputs, write_recipe
 from sharded_families import CASES, HALF, SEQ_LEN, SEQUENCES, train
 from tolerances import FAR, rounding_of_mean
 
@@ -201,24 +200,6 @@ def test_states_kept_by_processes_that_share_the_trunk_give_the_same_run(
     torch.testing.assert_close(head(run_dir), head(one_process), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("settings", [{}, {"train__hidden_cache": {}}], ids=["trunk", "hidden_cache"])
-def test_a_trunk_sharded_while_it_is_loaded_gives_the_same_run(
-    settings: dict[str, Any], inputs: Path, tmp_path: Path
-) -> None:
-    """To the last bit, as the trunk that every process loads whole and shards afterwards."""
-    changes = {**SHORT, **settings, "data__regenerate": {"enabled": False}}
-    now, before = tmp_path / "now" / "run", tmp_path / "before" / "run"
-    for run_dir, variables in ((now, {}), (before, {"LOADS_WHOLE": "1"})):
-        run_dir.parent.mkdir()
-        done = run_on(FSDP2, inputs, run_dir, changes, **variables)
-        assert outcome(run_dir)["stage"] == "done", done.stderr
-    for field in ("loss", "loss_depth_1", "loss_depth_2", "grad_norm"):
-        assert [line[field] for line in metrics(now)] == [line[field] for line in metrics(before)], field
-    found, expected = head(now), head(before)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
 def states(run_dir: Path) -> dict[str, int]:
     """Return when each file of hidden states was written."""
     return {path.name: path.stat().st_mtime_ns for path in run_dir.glob("hidden/*/*.safetensors")}
@@ -301,17 +282,6 @@ def test_a_process_that_is_lost_in_any_stage_is_named(place: str, stage: str, in
     lose_the_second_process(recipe, DIES_IN=f"1:{place}")
     found = outcome(tmp_path / "run")
     assert (found["exit_code"], found["reason"], found["stage"]) == (1, "lost_process", stage)
-
-
-def test_sharding_that_accelerate_leaves_out_is_refused(inputs: Path, tmp_path: Path) -> None:
-    """On CPUs accelerate silently replaces FSDP2 by data parallelism."""
-    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **SHORT)
-    done = start("fsdp2.yaml", *COMMAND_LINE, recipe, flags=TWO, **CPU)
-    assert done.returncode == 1
-    message = "launcher: asks for FSDP, accelerate gives MULTI_CPU; expected what was asked for."
-    assert outcome(tmp_path / "run")["message"].startswith(message)
-    assert done.stderr.count(f"mtp-train: {message}") == 1
-    assert list(tree(tmp_path / "run")) == ["outcome.json"]
 
 
 def loss_bound(case: str, loss: float) -> float:

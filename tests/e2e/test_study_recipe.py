@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from rich.progress import Progress
 
-from launching import ROOT, launch, metrics, outcome
+from launching import ROOT, metrics, outcome
 from mtp_train import check
-from mtp_train.errors import DataError, OutputExistsError
+from mtp_train.errors import DataError
 from mtp_train.evaluation.results import Report, load_report
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.sections import StudySection
 from mtp_train.runs import study as stages
 from mtp_train.runs.inputs import gather_inputs
 from mtp_train.runs.study import CLAIM, gather_study
-from runs import copy_run, run_quietly, tiny_recipe, write_inputs, write_recipe
+from runs import run_quietly, tiny_recipe, write_inputs
 
 STUDY: dict[str, Any] = {
     "data__regenerate": {"enabled": True, "max_new_tokens": 12, "batch_size": 4},
@@ -145,33 +145,12 @@ def test_a_suite_is_measured_without_what_was_trained_on(inputs: Path, tmp_path:
         gather_study(recipe, StudySection(**study), read)
 
 
-def test_the_run_directory_of_a_study_is_refused_to_another(inputs: Path, unbroken: Path) -> None:
-    other = {**at_home(inputs), "study": {**at_home(inputs)["study"], "margin": 0.1}}
-    with pytest.raises(OutputExistsError, match="holds the run of another recipe"):
-        run_quietly(tiny_recipe(inputs, unbroken, **other))
-
-
 def test_check_plans_for_all_heads(inputs: Path, tmp_path: Path) -> None:
     both = check(tiny_recipe(inputs, tmp_path, **STUDY), processes=1)
     one = check(tiny_recipe(inputs, tmp_path, **{**STUDY, "study": {"objectives": ["kl"]}}), processes=1)
     assert "frozen); a study of kl, ce\n" in str(both)
     assert both.disk_bytes == 2 * one.disk_bytes
     assert "; a study of" not in str(check(tiny_recipe(inputs, tmp_path), processes=1))
-
-
-@pytest.mark.slow
-def test_two_processes_measure_the_arms_as_one_does(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
-    run_dir = copy_run(unbroken, tmp_path / "run", "grid", "home", "report.json")
-    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, run_dir, **at_home(inputs))
-    done = launch("cpu_ddp.yaml", recipe, run_dir, ACCELERATE_USE_CPU="true")
-    assert done.returncode == 0, done.stderr
-    assert stable(load_report(run_dir / "report.json")) == stable(load_report(unbroken / "report.json"))
-    # Each decoded its share of every arm's prompts.
-    shares = [
-        len(path.read_text().splitlines()) for path in sorted((run_dir / "grid" / "measured" / "graft").glob("t0-*"))
-    ]
-    assert len(shares) == 2
-    assert abs(shares[0] - shares[1]) <= 1
 
 
 @pytest.mark.slow

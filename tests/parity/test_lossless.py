@@ -127,7 +127,7 @@ def far_off(kind: str) -> float:
 
 
 # The last changes depth from round to round: rounds without drafts follow accepting ones.
-@pytest.mark.parametrize("depths", [[1], [3], [7, 0], [3, 0, 0, 2, 0, 5]], ids=str)
+@pytest.mark.parametrize("depths", [[7, 0], [3, 0, 0, 2, 0, 5]], ids=str)
 @pytest.mark.parametrize("kind", CACHE_KINDS)
 def test_every_round_leaves_the_states_of_a_plain_forward(kind: str, depths: list[int]) -> None:
     is_plain, rounds = run_rounds(kind, depths)

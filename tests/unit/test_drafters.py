@@ -172,18 +172,6 @@ def test_a_wide_plan_at_the_end_of_the_buffers_drafts_the_same(maker: str) -> No
     assert drafted[0] == drafted[1]
 
 
-@pytest.mark.parametrize("maker", UNROLLS)
-def test_a_long_prompt_is_read_in_parts(maker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafted = []
-    for chunk in (2048, 7):
-        monkeypatch.setattr(mtp_inference.drafters.head_drafter, "KEYS_CHUNK", chunk)
-        record = Recorded(MAKERS[maker]())
-        requests = [Request(prompt_ids=prompt(60), max_new_tokens=8)]
-        assert_plain("qwen3_5", SpeculativeDecoder(trunk_of("qwen3_5"), record, 3, ()), requests)
-        drafted.append([draft.tokens_BK.tolist() for draft in record.drafts])
-    assert drafted[0] == drafted[1]
-
-
 def ngrams(text: Sequence[int], longest: int = 3, shortest: int = 1, depth: int = 3) -> list[int]:
     """Return what is drafted after a text, the last token of which is the trunk's."""
     drafter = made(NgramDrafting(longest, shortest), trunk_of("glm4_moe"), BatchSize(1, 32, depth, 32))

@@ -189,9 +189,30 @@ def test_a_head_that_cannot_work_is_no_healthy_one(
     assert looked_at(out).status == "healthy"
 
 
+def test_a_head_with_a_reduced_vocabulary_is_refused(
+    head: gguf.GGUFReader, trunk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reduced, name = tmp_path / "reduced.gguf", f"blk.{LAYERS}.nextn.shared_head_head.weight"
+    writer = gguf.GGUFWriter(reduced, "qwen35")
+    for key, field in head.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            writer.add_key_value(key, field.contents(), field.types[0], sub_type=field.types[-1])
+    for tensor in head.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    writer.add_tensor(name, np.ones((100, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    told = refusal(["graft", trunk, "--from", reduced, "--out", tmp_path / "out.gguf"], capsys)
+    assert f"reduced draft vocabulary, which llama.cpp reads of EAGLE-3 only: {name}, 100 of 272 tokens" in told
+    assert not (tmp_path / "out.gguf").exists()
+
+
 def test_a_head_beside_the_file_is_named(base: Path, trunk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(base), "--out", str(trunk.parent / "head"), "--gguf", "q8_0"]) == 0
     (trunk.parent / "head" / "mtp-base.gguf").rename(trunk.parent / "mtp-base.gguf")
+    (trunk.parent / "half-downloaded.gguf").write_bytes(b"GGUF")
     assert f"-m {trunk} -md {trunk.parent / 'mtp-base.gguf'} " in looked_at(trunk).serves["llama.cpp"]
     out = trunk.parent / "whole.gguf"
     capsys.readouterr()

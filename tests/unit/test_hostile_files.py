@@ -61,6 +61,7 @@ HOSTILE = {
     "zip.jsonl": b"PK\x03\x04garbage",
     "cut.txt.gz": PACKED[: len(PACKED) // 2],
     "other.txt.xz": b"garbage!",
+    "latin1.txt": b"\xff\xfe nope",
     "cut.parquet": parquet_of(pa.table({"text": ["a"] * 100}))[:60],
     "invalid.parquet": parquet_of(pa.table({"text": invalid_text()})),
 }

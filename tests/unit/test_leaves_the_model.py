@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -181,13 +180,3 @@ def test_an_interrupted_training_leaves_no_hook_and_goes_on_later(tmp_path: Path
 
 def _hooks(model: Any) -> dict[str, object]:
     return {name: value for name, value in model_state(model).items() if "_hooks" in name}
-
-
-def test_a_copy_of_a_model_whose_head_is_kept_is_the_model(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
-    model = load(base)
-    before = model_state(model)
-    keep_head(model)
-    keep_head(model)
-    assert difference(before, model_state(model)) == THE_SAVE
-    assert difference(model_state(model), model_state(copy.deepcopy(model))) == set()

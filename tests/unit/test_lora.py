@@ -9,19 +9,17 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from test_training import NUM_DEPTHS, SEQ_LEN, four_sequences, make_documents, recipe
+from test_training import NUM_DEPTHS, SEQ_LEN, make_documents, recipe
 from torch import Tensor
 
-from mtp_inference import HeadDrafting, SpeculativeDecoder
-from mtp_train.data.pack import collate, global_batches
+from mtp_train.data.pack import global_batches
 from mtp_train.errors import RecipeError
-from mtp_train.heads.lora import is_lora, merged_weights, put_on_lora, require_lora_targets
-from mtp_train.heads.module import MtpHead
+from mtp_train.heads.lora import is_lora, put_on_lora, require_lora_targets
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import LoraSection
 from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train.head_training import HeadTraining
-from mtp_train.train.loop import make_optimizer, train_head
+from mtp_train.train.loop import train_head
 from tiny import num_released_modules, tiny_head, tiny_trunk
 
 WITH_EXPERTS = "glm4_moe"
@@ -32,29 +30,6 @@ def worn(family_name: str, spec: LoraSection) -> HeadTraining:
     head = tiny_head(trunk)
     put_on_lora(head, spec, seed=0)
     return HeadTraining(trunk, head, num_depths=NUM_DEPTHS, kind="kl", temperature=1.0)
-
-
-def randomise(head: MtpHead) -> dict[str, Tensor]:
-    """Give the matrices values that change the head (B starts as zeros); return them."""
-    generator = torch.Generator().manual_seed(7)
-    matrices = {name: value for name, value in head.named_parameters() if value.requires_grad}
-    for value in matrices.values():
-        value.data.copy_(0.3 * torch.randn(value.shape, generator=generator))
-    return matrices
-
-
-def test_the_optimiser_holds_the_matrices_alone_and_one_step_moves_the_head() -> None:
-    module = worn(WITH_EXPERTS, LoraSection(r=32, alpha=32)).train()
-    plain = {name: value for name, value in tiny_head(module.trunk).named_parameters()}
-    optimizer = make_optimizer(module.head, train_options(recipe(train__lr=0.1)))
-    held = {id(value) for group in optimizer.param_groups for value in group["params"]}
-    assert held == {id(value) for value in module.head.parameters() if value.requires_grad}
-    module(*collate(four_sequences()).values(), torch.ones(NUM_DEPTHS)).total.backward()
-    optimizer.step()
-    matrices = {name: value for name, value in module.head.named_parameters() if value.requires_grad}
-    merged = merged_weights(tiny_head(module.trunk), LoraSection(r=32, alpha=32), matrices)
-    moved = {name for name, value in plain.items() if not torch.equal(merged[name], value)}
-    assert moved == {name for name, value in plain.items() if value.ndim > 1 and not name.endswith("mlp.gate.weight")}
 
 
 def test_only_the_layers_that_are_named_are_adapted() -> None:
@@ -87,17 +62,6 @@ def test_the_start_follows_the_seed_and_leaves_other_random_numbers_alone() -> N
     assert torch.equal(found[0][0], found[1][0])
     assert not torch.equal(found[0][0], found[2][0])
     assert found[0][1] == found[2][1]
-
-
-@torch.no_grad()
-def test_a_head_that_wears_lora_decodes() -> None:
-    """Acceptance during training is measured with it; the text still equals the trunk's."""
-    module = worn(WITH_EXPERTS, LoraSection(r=4)).eval()
-    randomise(module.head)
-    prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
-    plain = SpeculativeDecoder(module.trunk, None, 0, frozenset()).decode(prompts, 12)
-    drafting = SpeculativeDecoder(module.trunk, HeadDrafting(module.head), NUM_DEPTHS, frozenset())
-    assert [one.token_ids for one in drafting.decode(prompts, 12)] == [one.token_ids for one in plain]
 
 
 def train(directory: Path, used: Recipe, *, stop_after: int | None = None) -> dict[str, Tensor]:

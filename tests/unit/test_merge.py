@@ -305,7 +305,6 @@ def test_a_stripped_checkpoint_is_merged_and_told_to_graft(tmp_path: Path, capfd
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another kind": ({"peft_type": "IA3"}, "peft_type 'IA3'; expected LORA"),
-    "changed base": ({"init_lora_weights": "pissa_niter_4"}, "changed the base's weights before training"),
     "activated": ({"alora_invocation_tokens": [1]}, "acts only after its invocation tokens"),
     "wrong rank": ({"r": 3}, "expected matrices of rank 3"),
 }
@@ -327,7 +326,6 @@ def test_an_adapter_that_does_not_fit_is_refused_by_the_tensor_s_name(tmp_path: 
             ("layers.3", "layers.7", "adapts model.layers.7.self_attn.q_proj.weight, for which"),
             ("q_proj", "k_proj", "adapts model.layers.3.self_attn.k_proj.weight as [64, 32], but in"),
             ("model.model.layers.3", "model.mtp.layers.0", "adapts mtp.layers.0.self_attn.q_proj.weight, which"),
-            ("lora_B", "lora_C", "q_proj; expected lora_A and lora_B"),
         ]
     ):
         shutil.copytree(tmp_path / "lora", tmp_path / f"lora{number}")
@@ -335,7 +333,7 @@ def test_an_adapter_that_does_not_fit_is_refused_by_the_tensor_s_name(tmp_path: 
         assert reason in refusal(base, tmp_path / f"lora{number}", tmp_path / "out", capfd)
 
 
-def test_weights_that_overflow_or_were_never_finite_are_refused(tmp_path: Path, capfd: Capture) -> None:
+def test_weights_that_overflow_are_refused(tmp_path: Path, capfd: Capture) -> None:
     base = with_head(tmp_path)
     write_adapter(base, tmp_path / "lora", target_modules=LINEAR)
     trunk = tiny_trunk("qwen3_5")
@@ -344,11 +342,6 @@ def test_weights_that_overflow_or_were_never_finite_are_refused(tmp_path: Path, 
     save_file(tensors, half / SINGLE_FILE, metadata={"format": "pt"})
     rewrite_config(tmp_path / "lora", lora_alpha=1e8)
     assert "would contain NaN or infinite values in F16" in refusal(half, tmp_path / "lora", tmp_path / "out", capfd)
-    adapter = tmp_path / "lora" / "adapter_model.safetensors"
-    broken = load_file(adapter)
-    next(iter(broken.values()))[0, 0] = float("nan")
-    save_file(broken, adapter, {"format": "pt"})
-    assert "holds NaN or infinite values (1 such" in refusal(base, tmp_path / "lora", tmp_path / "out", capfd)
 
 
 def with_tokens(adapter: Path, *tokens: str, template: str | None = None) -> Any:

@@ -49,15 +49,3 @@ def test_the_verdict_follows_from_intervals(figures: dict[str, Any], verdict: st
     said, reason = judge(found(**figures))
     assert said == verdict
     assert told in reason
-
-
-def test_it_prints_each_level_the_verdict_and_the_command() -> None:
-    text = str(found(verdict="retrain", reason="Because.", command="mtp-train rescue a"))
-    assert text.splitlines() == [
-        "base's head on the fine-tune: tau 2.00 [1.90, 2.10], overlap 0.50",
-        "base's head on the base: tau 3.00 [2.80, 3.20], overlap 0.70",
-        "overlap lost at equal entropy: 0.10 [0.05, 0.15]",
-        "briefly retrained: 2.30 after 20 steps, gain [0.20, 0.40]",
-        "retrain: Because.",
-        "mtp-train rescue a",
-    ]

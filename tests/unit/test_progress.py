@@ -7,7 +7,6 @@ import io
 import pytest
 from rich.console import Console
 
-from mtp_train.runs.training import described
 from mtp_train.trunk.progress import LINE_SECONDS, LoggedProgress, progress_on, shown_loading
 
 
@@ -75,11 +74,3 @@ def test_other_processes_and_quiet_consoles_show_nothing(terminal: bool, is_main
     assert progress.disable
     assert not isinstance(progress, LoggedProgress)
     assert not progress_on(Console(force_terminal=True, file=io.StringIO())).disable, "the control"
-
-
-def test_training_tells_its_figures_as_far_as_they_are_known() -> None:
-    assert (
-        described({"loss": 1.23456, "tokens_per_second": 12345.6}) == "training the head, loss 1.235, 12,346 tokens/s"
-    )
-    told = described({"loss": 1.0, "held_out_tau": 2.345, "tokens_per_second": 10.0})
-    assert told == "training the head, loss 1.000, held-out tau 2.35, 10 tokens/s"

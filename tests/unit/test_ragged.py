@@ -94,13 +94,12 @@ def assert_dropping_changes_no_text(
     assert set(without_dropping) == {len(requests)}
 
 
-@pytest.mark.parametrize("heat", [0.0, 1.0], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", CACHE_KINDS.values())
 def test_dropped_rows_change_no_text_of_any_cache(
-    name: str, heat: float, forwards: Forwards, monkeypatch: pytest.MonkeyPatch
+    name: str, forwards: Forwards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = SpeculativeDecoder(trunk_of(name), ModelDrafting(nearly(name)), 3, (), prefill_chunk=8)
-    assert_dropping_changes_no_text(decoder, requests_of(heat=heat), forwards, monkeypatch)
+    assert_dropping_changes_no_text(decoder, requests_of(heat=1.0), forwards, monkeypatch)
 
 
 DRAFTING = {

@@ -224,12 +224,6 @@ def test_a_registered_engine_is_in_every_table_until_it_is_removed(
     assert "toy engine" not in qwen.serving
 
 
-def test_every_record_names_known_engines_only() -> None:
-    known = set(family_named("llama").serving)
-    for family in FAMILIES:
-        assert {*family.engines, *family.wiring.conventions} <= known, family.name
-
-
 @pytest.mark.parametrize("model_type", HEADLESS)
 def test_a_model_without_heads_is_recognised(model_type: str) -> None:
     with pytest.raises(UnsupportedModelError, match=r"no MTP head|external drafter|has an MTP head for it"):

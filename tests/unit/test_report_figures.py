@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from mtp_train.evaluation.results import Report
-from mtp_train.report.figures import FIGURE_STEM, LOOKS, FigureFile, assign_looks, curves, render_figures
+from mtp_train.report.figures import FIGURE_STEM, FigureFile, curves, render_figures
 from report_samples import EMPTY, METRICS, PLAIN, RETRAINED, SAMPLE, run_cells
-from study_samples import BARE, RATES, STUDY
+from study_samples import BARE, STUDY
 
 OF_A_RUN = ["tau", "marginal_acceptance", "speedup"]
 OF_A_STUDY = [*OF_A_RUN, "tasks_1", "tasks_2", "tasks_3", "depth", "context", "output_position", "costs"]
@@ -63,18 +63,6 @@ def test_figures_show_the_cells(full: list[FigureFile]) -> None:
     arms = {**STUDY.arms, arm: replace(STUDY.arms[arm], **figures)}
     drawn = render_figures(replace(STUDY, arms=arms, cells=tuple(changed)))
     assert [one.stem for one, other in zip(drawn, full, strict=True) if one.png == other.png] == ["output_position"]
-
-
-def test_arms_keep_their_colour_in_every_figure() -> None:
-    for figure in render_figures(SAMPLE):
-        colours = {colour for _, colour in pixels(figure).getcolors(maxcolors=1 << 20) or ()}
-        assert (0x00, 0x72, 0xB2) in colours, f"{figure.stem} lost the retrained arm"
-    named = LOOKS.values()
-    assert len({look.colour for look in named}) == len({look.marker for look in named}) == len(LOOKS)
-    looks = assign_looks([*RATES, "graft", "none"])
-    assert len(set(looks.values())) == 5
-    assert looks["graft"] == LOOKS["graft"]
-    assert len(assign_looks([f"arm {number}" for number in range(20)])) == 20
 
 
 @pytest.mark.parametrize("name", [r"$\frac$", "x" * 300, "<b>&"], ids=["mathematics", "long", "markup"])

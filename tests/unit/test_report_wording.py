@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from mtp_train.acceptance.counts import Interval
-from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import ALL_TASKS, Report
-from mtp_train.report.slices import Slices, slice_report
+from mtp_train.report.slices import slice_report
 from mtp_train.report.wording import (
     Headline,
     difference_words,
@@ -98,12 +97,6 @@ def test_headline_against_plain_decoding_is_the_gates() -> None:
 # Studies
 
 
-def slices_of(*arms: str) -> Slices:
-    """Return the slices of the study with these arms only, without findings."""
-    kept = {name: arm for name, arm in UNTESTED.arms.items() if name in arms}
-    return slice_report(replace(UNTESTED, arms=kept, cells=tuple(c for c in UNTESTED.cells if c.arm in arms)))
-
-
 def pooled_differ(report: Report, differs: bool) -> Report:
     rows = (replace(row, differs=differs) if row.task == ALL_TASKS else row for row in report.comparisons)
     return replace(report, comparisons=tuple(rows))
@@ -115,12 +108,6 @@ def test_headline_setting_is_the_one_that_the_arms_state() -> None:
     served = tuple(cell for cell in STUDY.cells if cell.depth in (0, 2))
     assert slice_report(replace(STUDY, cells=served)).headline == replace(HEADLINE, depth=2)
     assert slice_report(BARE).headline is None
-
-
-def test_rule_of_the_headline_stands_for_its_temperature() -> None:
-    setting = Setting(0.6, None, 3, "argmax")
-    slices = replace(slice_report(STUDY), headline=setting)
-    assert setting in slices.main_temperatures()
 
 
 def test_cells_of_a_server_are_told_as_far_as_it_tells() -> None:
@@ -143,12 +130,6 @@ def test_headline_names_the_best_arm_only_where_every_difference_is_real() -> No
     assert level.detail.endswith("No real difference from vanilla+native and distilled+graft.")
     uncompared = headline(replace(UNTESTED, comparisons=()))
     assert uncompared.title == level.title
-
-
-def test_headline_of_one_arm_is_what_its_drafts_bring() -> None:
-    verdict = headline_of(slices_of(BEST, "distilled"))
-    assert (verdict.tone, verdict.title) == ("good", f"{BEST} drafts at 2.17x the speed without drafts")
-    assert "1.36 would break even" in verdict.detail
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,9 @@ def test_evaluate_takes_a_run_as_compare_does(tmp_path: Path) -> None:
     assert packed_arms(subject, None, ["none"]) == [parse_arm(str(run_dir))]
     plain, packed = packed_arms(subject, None, ["none", "8bit"])
     assert (plain.name, packed.name, packed.head_quantization) == ("run7", "finetune+run7/head@8bit", "8bit")
-    server = server_of(subject, "http://localhost:1", None, None, 1, 60.0, served_only=True)
+    server = server_of(
+        subject, "http://localhost:1", True, model=None, api_key_env=None, concurrency=1, request_timeout_seconds=60.0
+    )
     assert server is not None
     assert server.checkpoint == recipe.model.trunk
     with pytest.raises(DataError, match=r"--head: given with .*run7, a run, which has its own"):

@@ -264,12 +264,6 @@ def test_a_server_that_refuses_everything_is_an_error() -> None:
         measure(served.url, [0])
 
 
-@pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://host/v1", "http:///v1"])
-def test_an_address_has_a_scheme_and_a_host(url: str) -> None:
-    with pytest.raises(DataError, match=r"--endpoint: .*expected an address such as"):
-        measure(url, [0])
-
-
 def test_a_key_that_is_not_there_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KEY_OF_THE_TEST", raising=False)
     with pytest.raises(DataError, match=r"--api-key-env: the variable KEY_OF_THE_TEST is not set"):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from mtp_train.acceptance.intervals import ratio_interval
 from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.results import ALL_TASKS, Cell
 from mtp_train.evaluation.statistics import (
@@ -152,34 +150,6 @@ def test_dense_figures_are_of_the_cells_task_and_depth() -> None:
     shallow = Setting(0.0, None, 1, "greedy")
     cell = make_cells(dataclasses.replace(measured, decoded={shallow: measured.decoded[GREEDY]}))[0]
     assert cell.overlap == pytest.approx((0.5,))
-
-
-def covered(studies: int, prompts: int, spread: float) -> tuple[float, float]:
-    """Return how often tau's interval, and one over rounds, covers the truth."""
-    rng = np.random.default_rng(prompts)
-    skill_SP = rng.normal(0.8, 0.8, (studies, prompts))
-    rounds_SPK1 = rounds_by_accepted(rng, skill_SP, spread=spread)
-    many = rounds_by_accepted(rng, rng.normal(0.8, 0.8, (1, 400_000)), spread=spread)[0].sum(axis=0)
-    truth = 1 + many @ np.arange(DEPTH + 1) / many.sum()
-    over_prompts = over_rounds = 0
-    for rounds_PK1 in rounds_SPK1:
-        rounds_P = rounds_PK1.sum(axis=1).astype(float)
-        interval = ratio_interval(rounds_PK1 @ np.arange(DEPTH + 1.0), rounds_P, DEPTH)
-        assert interval is not None
-        over_prompts += interval[0] <= truth - 1 <= interval[1]
-        times = rounds_PK1.sum(axis=0)
-        mean = times @ np.arange(DEPTH + 1) / times.sum()
-        error = math.sqrt(times @ (np.arange(DEPTH + 1) - mean) ** 2 / times.sum() ** 2)
-        over_rounds += abs(1 + mean - truth) <= 1.96 * error
-    return over_prompts / studies, over_rounds / studies
-
-
-@pytest.mark.parametrize("prompts", [5, 8, 24, 64])
-def test_intervals_cover_the_true_tau(prompts: int) -> None:
-    """In 95 % of studies, within three standard errors of 600 of them; an interval over rounds does not."""
-    over_prompts, over_rounds = covered(600, prompts, spread=0.5)
-    assert 0.923 <= over_prompts <= 0.977
-    assert over_rounds < 0.85
 
 
 def test_rounds_lie_where_they_begin() -> None:

@@ -30,7 +30,7 @@ from mtp_train.families import Convention
 from mtp_train.heads.build import build_head, native_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.trunk.load import Trunk, load_trunk
-from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
 from tolerances import rounding
 
 TOKENS_1T = torch.arange(9)[None]
@@ -53,25 +53,6 @@ def test_a_vision_language_wrapper_gives_its_text_model(
     plain, wrapped = load(base), load(wrap_as_vision_language(tmp_path / "wrapped", wrapper))
     expected = plain.logits(plain.hidden(TOKENS_1T))
     assert torch.equal(wrapped.logits(wrapped.hidden(TOKENS_1T)), expected)
-
-
-@pytest.mark.parametrize("family_name", FAMILY_NAMES)
-def test_a_loaded_trunk_is_frozen_and_in_eval_mode(family_name: str, tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, family_name)
-    trunk = load(base)
-    assert not any(parameter.requires_grad for parameter in trunk.parameters())
-    assert not any(module.training for module in trunk.modules())
-    expected = AutoModelForCausalLM.from_pretrained(base)(TOKENS_1T).logits
-    assert torch.equal(trunk.logits(trunk.hidden(TOKENS_1T)), expected)
-
-
-def test_missing_trunk_weights_are_named(tmp_path: Path) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
-    tensors = all_tensors(base)
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"trunk weights model\.layers\.1\.mlp\.up_proj\.weight are missing"):
-        load(base)
 
 
 def test_an_adapter_is_applied_unmerged_and_frozen(tmp_path: Path) -> None:

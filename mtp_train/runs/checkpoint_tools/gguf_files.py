@@ -30,6 +30,7 @@ from mtp_train.checkpoints.gguf.model_file import (
 from mtp_train.checkpoints.gguf.record import NUM_MODULES
 from mtp_train.checkpoints.gguf.sidecar import GgufKind
 from mtp_train.checkpoints.gguf.tensors import GgufTensor, head_tensors
+from mtp_train.checkpoints.keymap import REDUCED_OUTPUT
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import native_head_of
 from mtp_train.checkpoints.suggestions import train_command
@@ -38,10 +39,13 @@ from mtp_train.checkpoints.writing import refuse_existing
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
 from mtp_train.runs.display import html_table
+from mtp_train.trunk.whole import first_of
 
 GgufStatus = Literal["healthy", "declared_but_missing", "undeclared", "partial", "damaged", "none"]
 _ALWAYS = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
 """What a module has in every architecture that names it so."""
+_BY_TOKEN = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")
+"""Matrices of a module with a row for every token."""
 _RECORDS = {record.arch: record for record in GGUF_HEADS.values()}
 
 
@@ -103,6 +107,7 @@ def inspect_gguf(file: Path) -> GgufInspection:
     beside = heads_beside(model)
     problems = tuple(_head_problems(model))
     status = _status(model, problems)
+    cure = graft_gguf_command(file) if model.arch in _RECORDS else train_command(str(file))
     return GgufInspection(
         file=str(file),
         architecture=model.arch,
@@ -115,7 +120,7 @@ def inspect_gguf(file: Path) -> GgufInspection:
         holds_trunk=model.holds_trunk,
         heads_beside=beside,
         serves={"llama.cpp": _served(model, file, status, problems, beside)},
-        cure=_cure(model, file, status),
+        cure=None if status == "healthy" else cure,
     )
 
 
@@ -135,12 +140,6 @@ def _served(model: GgufModel, file: Path, status: GgufStatus, problems: Sequence
     return f"no: {problems[0] if problems else 'no head'}"
 
 
-def _cure(model: GgufModel, file: Path, status: GgufStatus) -> str | None:
-    if status == "healthy":
-        return None
-    return graft_gguf_command(file) if model.arch in _RECORDS else train_command(str(file))
-
-
 def graft_gguf_command(file: Path) -> str:
     """Return the command that puts a base's head into a file; BASE is to be replaced."""
     out = shlex.quote(f"{file.name.removesuffix('.gguf')}-mtp.gguf")
@@ -158,15 +157,19 @@ def heads_beside(model: GgufModel) -> tuple[str, ...]:
     found = []
     for path in sorted(first.parent.glob("*.gguf")):
         if path not in model.files and "-of-" not in path.name:
-            other = open_gguf(path)
+            try:
+                other = open_gguf(path)
+            except CheckpointError:
+                # As while it is downloaded.
+                continue
             if other.arch == model.arch and other.present_modules and not other.holds_trunk:
                 found.append(path.name)
     return tuple(found)
 
 
 def _head_problems(model: GgufModel) -> list[str]:
-    """Return what is wrong with a head: names that every module has, NaN, and matrices of zeros."""
-    record, missing = _RECORDS.get(model.arch), []
+    """Return what is wrong with a head: names that every module has, its vocabulary, NaN, and matrices of zeros."""
+    record, missing, embedding = _RECORDS.get(model.arch), [], model.tensors.get("token_embd.weight")
     wanted = {name for name in _ALWAYS if record is not None and name in record.names.values()}
     for block in sorted({int(name.split(".")[1]) for name in model.head}):
         missing += [f"blk.{block}.{name}" for name in sorted(wanted) if f"blk.{block}.{name}" not in model.head]
@@ -177,6 +180,9 @@ def _head_problems(model: GgufModel) -> list[str]:
             problems.append(f"NaN or infinite values: {name}")
         elif name.endswith("nextn.eh_proj.weight") and not values.any():
             problems.append(f"all zeros: {name}")
+        elif name.endswith(_BY_TOKEN) and embedding is not None and len(values) != len(embedding.data):
+            of_all = f"{len(values)} of {len(embedding.data)} tokens"
+            problems.append(f"reduced draft vocabulary, which llama.cpp reads of EAGLE-3 only: {name}, {of_all}")
     return problems
 
 
@@ -262,6 +268,9 @@ def _of_checkpoint(trunk: GgufModel, base: str, kind: GgufKind | None, progress:
     shape = {"block_count": int(config["num_hidden_layers"]), "embedding_length": int(config["hidden_size"])}
     _require_fit(trunk, base, record.arch, shape)
     require_finite_checkpoint(donor, progress)
+    if reduced := [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]:
+        told = f"Left out, as llama.cpp reads a reduced draft vocabulary of EAGLE-3 only: {first_of(reduced)}."
+        progress.console.print(told, highlight=False)
     layout = layout_of(donor)
     tensors = head_tensors(donor, layout, native_head_of(donor, layout, layout), record, config)
     modules = diagnosis.present_modules
