@@ -40,27 +40,27 @@ if TYPE_CHECKING:
     from mtp_train.recipe.shipped import recipes as recipes
     from mtp_train.runs.check import CheckResult as CheckResult
     from mtp_train.runs.check import check as check
-    from mtp_train.runs.checkpoint_tools.export_checkpoint import ExportResult as ExportResult
-    from mtp_train.runs.checkpoint_tools.export_checkpoint import export as export
     from mtp_train.runs.checkpoint_tools.inspect import Inspection as Inspection
     from mtp_train.runs.checkpoint_tools.inspect import inspect as inspect
-    from mtp_train.runs.checkpoint_tools.join import GraftResult as GraftResult
-    from mtp_train.runs.checkpoint_tools.join import MergeResult as MergeResult
-    from mtp_train.runs.checkpoint_tools.join import graft as graft
-    from mtp_train.runs.checkpoint_tools.join import merge as merge
-    from mtp_train.runs.evaluate import EvaluationResult as EvaluationResult
-    from mtp_train.runs.evaluate import compare as compare
-    from mtp_train.runs.evaluate import evaluate as evaluate
-    from mtp_train.runs.generate import GenerateResult as GenerateResult
-    from mtp_train.runs.generate import generate as generate
+    from mtp_train.runs.checkpoint_tools.write import ExportResult as ExportResult
+    from mtp_train.runs.checkpoint_tools.write import GraftResult as GraftResult
+    from mtp_train.runs.checkpoint_tools.write import MergeResult as MergeResult
+    from mtp_train.runs.checkpoint_tools.write import export as export
+    from mtp_train.runs.checkpoint_tools.write import graft as graft
+    from mtp_train.runs.checkpoint_tools.write import merge as merge
+    from mtp_train.runs.decode import EvaluationResult as EvaluationResult
+    from mtp_train.runs.decode import GenerateResult as GenerateResult
+    from mtp_train.runs.decode import compare as compare
+    from mtp_train.runs.decode import evaluate as evaluate
+    from mtp_train.runs.decode import generate as generate
     from mtp_train.runs.pipeline import RegenerateResult as RegenerateResult
     from mtp_train.runs.pipeline import RunResult as RunResult
     from mtp_train.runs.pipeline import open_report as open_report
     from mtp_train.runs.pipeline import regenerate as regenerate
     from mtp_train.runs.pipeline import run as run
-    from mtp_train.runs.probe import ProbeResult as ProbeResult
-    from mtp_train.runs.probe import probe as probe
+    from mtp_train.runs.rescue import ProbeResult as ProbeResult
     from mtp_train.runs.rescue import RescueResult as RescueResult
+    from mtp_train.runs.rescue import probe as probe
     from mtp_train.runs.rescue import rescue as rescue
     from mtp_train.runs.write_recipe import WriteRecipeResult as WriteRecipeResult
     from mtp_train.runs.write_recipe import write_recipe as write_recipe
@@ -78,13 +78,10 @@ _NAMES_BY_MODULE = {
     "hooks.keep_head": ("KeepHead", "keep_head"),
     "hooks.train_beside": ("train_head_beside",),
     "runs.check": ("CheckResult", "check"),
-    "runs.checkpoint_tools.export_checkpoint": ("ExportResult", "export"),
     "runs.checkpoint_tools.inspect": ("Inspection", "inspect"),
-    "runs.checkpoint_tools.join": ("GraftResult", "MergeResult", "graft", "merge"),
-    "runs.evaluate": ("EvaluationResult", "compare", "evaluate"),
-    "runs.generate": ("GenerateResult", "generate"),
-    "runs.probe": ("ProbeResult", "probe"),
-    "runs.rescue": ("RescueResult", "rescue"),
+    "runs.checkpoint_tools.write": ("ExportResult", "GraftResult", "MergeResult", "export", "graft", "merge"),
+    "runs.decode": ("EvaluationResult", "GenerateResult", "compare", "evaluate", "generate"),
+    "runs.rescue": ("ProbeResult", "RescueResult", "probe", "rescue"),
     "runs.pipeline": ("RegenerateResult", "RunResult", "open_report", "regenerate", "run"),
     "runs.write_recipe": ("WriteRecipeResult", "write_recipe"),
     "recipe.shipped": ("RecipesResult", "recipes"),

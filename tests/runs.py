@@ -18,7 +18,7 @@ from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs import probe
+from mtp_train.runs import rescue
 from mtp_train.runs.pipeline import run_recipe
 from mtp_train.runs.run_directory import Outcome
 
@@ -125,9 +125,9 @@ TINY_RESCUE = overrides_of(
 
 def shorten_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a probe take a few seconds on tiny models."""
-    monkeypatch.setattr(probe, "PROMPTS_PER_MODEL", 8)
+    monkeypatch.setattr(rescue, "PROMPTS_PER_MODEL", 8)
     short = {"data.regenerate.max_prompts": 4, "data.regenerate.max_new_tokens": 8, "evaluate.max_new_tokens": 8}
-    monkeypatch.setattr(probe, "SHORT", probe.SHORT | short | {"evaluate.prompts": 8, "train.max_steps": 1})
+    monkeypatch.setattr(rescue, "SHORT", rescue.SHORT | short | {"evaluate.prompts": 8, "train.max_steps": 1})
 
 
 def refusal(argv: list[Any], capfd: pytest.CaptureFixture[str]) -> str:

@@ -32,7 +32,7 @@ from mtp_train.data.pack import PackedSequence, global_batches
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation import run as study_run
-from mtp_train.runs import generate
+from mtp_train.runs import decode
 from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train import feed
 from mtp_train.train.head_training import HeadTraining
@@ -134,7 +134,7 @@ def everything_there() -> Iterator[torch.device]:
     """Have training and measuring choose the device."""
     with simulated_device() as device, pytest.MonkeyPatch.context() as patch:
         patch.setattr(accelerate.Accelerator, "device", property(lambda self: device))
-        for module in (generate, study_run):
+        for module in (decode, study_run):
             patch.setattr(module, "local_device", lambda: device)
         yield device
 
@@ -201,12 +201,8 @@ def steps_waits(
 ) -> list[list[str]]:
     """Train, and return where the host waits in each step between the first and the last one.
 
-    Args:
-        directory: A new directory for resume states.
-        name: The trunk's.
-        keeps: Whether hidden states are given.
-        knows: Whether forwards are told what the host knows; a control if not.
-        streams: Whether copies run beside the steps; a control if not.
+    ``keeps``: with hidden states that are given. The controls: forwards that are not told what the host ``knows``, and
+    copies that no ``streams`` run beside the steps.
     """
     used = tiny_recipe(directory, directory, **WAITS)
     plan, trunk = plan_of(used, 1), tiny_trunk(name)

@@ -5,35 +5,34 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import inspect
 import json
 import logging
 import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from rich.console import Console
 
 import mtp_train as mtp
-from mtp_train.cli.commands import add_commands
-from mtp_train.cli.output import printed
 from mtp_train.errors import printable
 from mtp_train.train.stopping import Stopped, stopped_by_signals
-from mtp_train.trunk.progress import is_main_process
+from mtp_train.trunk.progress import is_main_process, progress_on
 
 CLOSED_PIPE = 141
 """Exit code where nobody reads stdout any more, as of a program that SIGPIPE ends."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command, by default the one of ``sys.argv``; return its exit code.
 
-    Args:
-        argv: Arguments without the program's name; a recipe's path or name as the first one means ``run``.
-
-    Returns:
-        0 done, 2 wrong input, 3 the gate refused, 143 or 130 stopped by SIGTERM or SIGINT, 141 stdout was closed. A
-        bug leaves as a traceback (exit code 1).
+    0 done, 2 wrong input, 3 the gate refused, 143 or 130 stopped by SIGTERM or SIGINT, 141 stdout was closed. A bug
+    leaves as a traceback (exit code 1).
     """
     try:
         with stopped_by_signals():
@@ -61,22 +60,20 @@ def _run(arguments: list[str]) -> int:
     try:
         # With --json stdout is for the one document: output of libraries goes to stderr.
         with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
-            result = printed(args.handler(args))
+            found = args.handler(args)
+            result = found if isinstance(found, Printed) else Printed(found.to_json(), str(found))
     except mtp.MtpError as error:
         if args.verbose:
             traceback.print_exc()
-        if is_main_process() or error.of_one_process or _ends_this_node(error):
+        # Another node's main process may be the one that was lost: each node prints that one is.
+        ends_node = isinstance(error, mtp.LostProcessError) and os.environ.get("LOCAL_RANK") == "0"
+        if is_main_process() or error.of_one_process or ends_node:
             print(f"mtp-train: {error}", file=sys.stderr)
         return error.exit_code
     if is_main_process():
         text = result.text if result.styled else printable(result.text)
         print(json.dumps(result.document, indent=2, allow_nan=False) if args.json else text, flush=True)
     return result.exit_code
-
-
-def _ends_this_node(error: mtp.MtpError) -> bool:
-    """Return whether a node prints that a process is lost: the main process of another node may be that process."""
-    return isinstance(error, mtp.LostProcessError) and os.environ.get("LOCAL_RANK") == "0"
 
 
 def _means_recipe(word: str) -> bool:
@@ -92,7 +89,6 @@ class Parser(argparse.ArgumentParser):
     """A parser that names the nearest command, choice or option in place of a misspelt one."""
 
     def error(self, message: str) -> NoReturn:
-        """Print usage and message, and exit with 2."""
         misspelt = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if misspelt is not None:
             message += _meant(misspelt[1], re.findall(r"[\w.-]+", misspelt[2]))
@@ -121,7 +117,6 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser. Each command sets its handler."""
     parser = Parser(
         prog="mtp-train",
         description="Put the MTP head back on a fine-tuned model, retrain it, prove the gain, and export it. A recipe "
@@ -129,7 +124,9 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"mtp-train {mtp.__version__}")
-    add_commands(parser.add_subparsers(dest="command", required=True, metavar="COMMAND"))
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add_some in (_add_runs, _add_checkpoints, _add_decoding):
+        add_some(commands)
     return parser
 
 
@@ -157,3 +154,344 @@ def quieten_libraries(*, verbose: bool = False) -> None:
         transformers_logging.disable_progress_bar()
     for library in ("torch.distributed.elastic", "bitsandbytes"):
         logging.getLogger(library).setLevel(logging.ERROR)
+
+
+class Printed(NamedTuple):
+    """Output of a command whose text or exit code differs from its result's."""
+
+    document: Any
+    """Plain JSON values, for ``--json``."""
+    text: str
+    exit_code: int = 0
+    styled: bool = False
+    """Whether the text has the terminal's own control characters, as a table in colours has."""
+
+
+Handler = Callable[[argparse.Namespace], Any]
+"""Returns a result of the public API, or what to print of it."""
+
+
+class WithDefaults(argparse.HelpFormatter):
+    """Print the default of every option, unless its help already contains one; do not break examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith("example: ") else super()._fill_text(text, width, indent)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, default = action.help, action.default
+        says_nothing = default is None or isinstance(default, bool) or default in ([], argparse.SUPPRESS)
+        if text is None or "default" in text or says_nothing:
+            return text
+        shown = " ".join(str(one) for one in default) if isinstance(default, list) else default
+        return f"{text} (default: {shown})"
+
+
+EXAMPLES = {
+    "run": "retrain_head run_dir=runs/first train.max_steps=50",
+    "check": "my-27b.yaml --processes 8 --device h100",
+    "recipes": "",
+    "init": "my-27b.yaml --trunk ./my-27b --base BASE --data chats.jsonl",
+    "regenerate": "my-27b.yaml",
+    "probe": "./my-27b --from BASE --data chats.jsonl",
+    "rescue": "./my-27b --from BASE --data chats.jsonl --out runs/my-27b",
+    "inspect": "./my-27b --base BASE",
+    "graft": "./my-27b --from BASE --out ./my-27b-mtp",
+    "merge": "BASE --adapter ./my-lora --out ./my-27b",
+    "export": "runs/my-27b --out ./my-27b-head --gguf q8_0",
+    "demo": "./demo",
+    "generate": "./my-27b-mtp --depth 3 --prompt 'def add(a, b):'",
+    "evaluate": "runs/my-27b --temperatures 0 1 --depths 1 3 --out eval/my-27b",
+    "compare": "old=./my-27b+BASE new=runs/my-27b --out eval/old-new",
+}
+"""Arguments of every command, for its help."""
+
+
+def add_command(commands: Any, name: str, text: str, handler: Handler, **settings: Any) -> argparse.ArgumentParser:
+    """Add a subcommand with the options of all commands to the parser's commands and return its parser."""
+    about = {"help": text, "description": f"{text[0].upper()}{text[1:]}."}
+    about["epilog"] = f"example: mtp-train {name} {EXAMPLES[name]}".rstrip()
+    command: argparse.ArgumentParser = commands.add_parser(name, formatter_class=WithDefaults, **about, **settings)
+    command.add_argument("--json", action="store_true", help="print one JSON document and nothing else on stdout")
+    command.add_argument("-q", "--quiet", action="store_true", help="print the result and errors only")
+    command.add_argument("-v", "--verbose", action="store_true", help="print messages of libraries, and tracebacks")
+    command.set_defaults(parser=command, handler=handler)
+    return command
+
+
+KINDS = ("f32", "f16", "bf16", "q8_0")
+RULES = ("greedy", "argmax", "sampled")
+_DRAFTER = "a head directory, a draft model, a checkpoint to take one from, an assistant, ngram, or model:CKPT"
+
+
+def _add_runs(commands: Any) -> None:
+    _add_recipe(commands, "run", "run or resume a recipe: regenerate, train, evaluate, gate, export", _run_recipe)
+
+    check = _add_recipe(commands, "check", "check a recipe and print its plan; reads no weights", _check)
+    processes = "processes that will train (default: train.processes, else as launched)"
+    check.add_argument("--processes", type=_count, metavar="N", help=processes)
+    _add_device(check)
+    shown = "print the resolved recipe, with the reasons for its automatic settings, in place of the plan"
+    check.add_argument("--show", choices=("recipe",), help=shown)
+
+    add_command(commands, "recipes", "list the recipes and accelerate files of the package", calling("recipes"))
+
+    init = add_command(commands, "init", "write a commented recipe for a model", calling("write_recipe"))
+    init.add_argument("out", type=Path, metavar="FILE", help="the new recipe, as my-model.yaml")
+    init.add_argument("--trunk", required=True, metavar="CKPT", help="the model, or a peft adapter of the base")
+    init.add_argument("--base", metavar="BASE", help="the checkpoint it was fine-tuned from, with the head")
+    _add_data(init)
+    init.add_argument("--processes", type=_count, metavar="N", help="refuse a launch of another number of processes")
+    _add_device(init)
+
+    answers = "only generate the trunk's answers to the recipe's prompts"
+    _add_recipe(commands, "regenerate", answers, calling("regenerate"))
+
+    probe = add_command(commands, "probe", "find out in minutes whether a rescue will help", calling("probe"))
+    _add_pair(probe)
+    probe.add_argument("--out", type=Path, metavar="DIR", help="the measurements (default: FINETUNE-probe)")
+    _add_data(probe)
+
+    rescue = add_command(commands, "rescue", "put the base's head back, retrained if that helps", calling("rescue"))
+    _add_pair(rescue)
+    rescue.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run; the checkpoint is DIR/export")
+    _add_data(rescue)
+    rescue.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="section.field=value")
+
+
+def _add_pair(command: argparse.ArgumentParser) -> None:
+    command.add_argument("fine_tune", metavar="finetune", help="a checkpoint, or a peft adapter of the base")
+    command.add_argument("--from", dest="base", required=True, metavar="BASE", help="its base, with the head")
+
+
+def _add_device(command: argparse.ArgumentParser) -> None:
+    device = command.add_mutually_exclusive_group()
+    planned = "plan for h100, h200, a100, l40s, rtx4090 or mi300x (default: this machine's)"
+    device.add_argument("--device", metavar="NAME", help=planned)
+    device.add_argument("--memory", dest="device", metavar="24GiB", help="plan for a GPU of this memory")
+
+
+def _add_data(command: argparse.ArgumentParser) -> None:
+    prompts = "prompts like those that the model will serve (default: built-in ones)"
+    command.add_argument("--data", nargs="+", default=[], metavar="PATH", help=prompts)
+
+
+def _add_recipe(commands: Any, name: str, text: str, handler: Handler) -> argparse.ArgumentParser:
+    command = add_command(commands, name, text, handler, allow_abbrev=False)
+    command.add_argument("recipe", type=Path, help="a YAML file, or a name that mtp-train recipes lists")
+    command.add_argument("overrides", nargs="*", metavar="section.field=value")
+    return command
+
+
+def call(args: argparse.Namespace, name: str, **given: Any) -> Any:
+    """Call a function of the public API with the arguments that have the names of its parameters, and those given."""
+    if hasattr(args, "recipe"):
+        # The libraries that run a recipe take seconds to import: a wrong field is told before.
+        from mtp_train.recipe.loading import plain_recipe, with_stand_ins
+
+        with_stand_ins(*plain_recipe(args.recipe, args.overrides))
+    function = getattr(mtp, name)
+    parameters = inspect.signature(function).parameters
+    given = {key: value for key, value in vars(args).items() if key in parameters} | given
+    if "console" in parameters:
+        # Tables are on stdout, with ``--json`` on stderr.
+        given["console"] = Console(quiet=args.quiet or not is_main_process())
+    if "progress" not in parameters:
+        return function(**given)
+    with progress_on(Console(stderr=True, quiet=args.quiet)) as progress:
+        return function(**given, progress=progress)
+
+
+def calling(name: str) -> Handler:
+    return lambda args: call(args, name)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}; expected 1 or more")
+    return number
+
+
+def _run_recipe(args: argparse.Namespace) -> Printed:
+    try:
+        done = call(args, "run")
+    except mtp.GateRefusedError as error:
+        done = mtp.RunResult(error.exit_code, error.reason, str(error), "done", error.run_dir or Path())
+        if not args.json:
+            if is_main_process() and done.page is not None:
+                print(f"report: {done.page}")
+            raise
+        # With --json a refusal is a result like any other: a script reads the verdict from the document.
+    return Printed(done.to_json(), str(done), done.exit_code)
+
+
+def _check(args: argparse.Namespace) -> Printed:
+    found = call(args, "check")
+    is_refused = found.room.problem is not None and args.device is not None
+    text = str(found) if args.show is None else found.resolved_yaml().rstrip()
+    return Printed(found.to_json(), text, mtp.MtpError.exit_code if is_refused else 0)
+
+
+def _add_checkpoints(commands: Any) -> None:
+    inspected = add_command(commands, "inspect", "report the state of a checkpoint's head", calling("inspect"))
+    inspected.add_argument("checkpoint")
+    inspected.add_argument("--base", help="the checkpoint it was fine-tuned from")
+
+    graft = add_command(commands, "graft", "put the base's head back on a fine-tune", calling("graft"))
+    graft.add_argument("fine_tune", metavar="finetune")
+    graft.add_argument("--from", dest="base", required=True, metavar="BASE")
+    graft.add_argument("--head", choices=KINDS, help="its storage in a GGUF file (default: q8_0, or as BASE has it)")
+    _add_output(graft)
+
+    merge = add_command(commands, "merge", "merge a LoRA adapter into a checkpoint, head kept", calling("merge"))
+    merge.add_argument("checkpoint")
+    merge.add_argument("--adapter", required=True, metavar="DIR", help="a peft LoRA adapter: a directory or a hub id")
+    _add_output(merge)
+
+    export = add_command(commands, "export", "write a servable checkpoint of a run", calling("export"))
+    export.add_argument("source", type=Path, metavar="RUN|CKPT")
+    _add_output(export)
+    form = export.add_mutually_exclusive_group()
+    form.add_argument("--gguf", choices=KINDS, help="the head alone, as a GGUF file for llama.cpp")
+    form.add_argument("--head-only", action="store_true", help="the head alone, as a draft model for vLLM")
+    form.add_argument("--speculators", action="store_true", help="an EAGLE-3 head in the speculators package's format")
+
+    demo = add_command(commands, "demo", "write the embedded demo: two checkpoints and prompts", calling("demo"))
+    demo.add_argument("out", type=Path, metavar="DIR")
+
+
+def _add_output(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new directory")
+    command.add_argument("--copy", action="store_true", help="copy unchanged shards instead of hard-linking them")
+
+
+def _add_decoding(commands: Any) -> None:
+    generate = add_command(commands, "generate", "decode with the built-in speculative decoder", _generate)
+    _add_generate(generate.add_argument)
+    text = "measure acceptance and speed by task, temperature, context, depth and rule"
+    evaluate = add_command(commands, "evaluate", text, _measure)
+    _add_evaluate(evaluate.add_argument)
+    _add_grid(evaluate.add_argument)
+    compare = add_command(commands, "compare", "measure several arms, and test which differences are real", _measure)
+    arms = "a checkpoint with its own head, a trunk + what drafts (see evaluate --head), or the directory of a run; "
+    arms += "@8bit or @4bit behind one packs it, @none behind a run ignores its recipe's quantisation; or NAME=URL for "
+    arms += "each: servers of one trunk, of which the second is judged against the first (exit code 3: not better)"
+    compare.add_argument("arms", nargs="+", metavar="[NAME=]TRUNK[+HEAD]", help=arms)
+    written = "writes the prompts for servers (default: the first server's files)"
+    compare.add_argument("--tokenizer", metavar="CKPT", help=written)
+    _add_grid(compare.add_argument)
+
+
+def _add_generate(add: Callable[..., Any]) -> None:
+    add("checkpoint")
+    add("--head", help=f"{_DRAFTER} (default: its own)")
+    add("--adapter", metavar="DIR", help="a peft adapter for the trunk, applied without merging")
+    add("--prompt", dest="prompts", action="append", required=True, metavar="TEXT", help="may be given several times")
+    add("--chat", action="store_true", help="put the prompt through the chat template")
+    _add_variables(add)
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="longest response, in tokens")
+    add("--depth", type=int, default=3, metavar="K", help="drafts per round, 0 to 7; 0 is plain decoding")
+    add("--mtp", choices=("on", "off", "auto"), default="on", help="off is plain decoding; auto drafts what pays")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
+    add("--top-k", type=int, default=0, metavar="N", help="0 is off")
+    add("--top-p", type=float, default=1.0, metavar="P", help="1 is off")
+    add("--min-p", type=float, default=0.0, metavar="P", help="0 is off")
+    add("--seed", type=int, default=0, metavar="S", help="of the first prompt; prompt i has S + i")
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
+    chooses = "how drafts are chosen above temperature 0; sampled drafts are accepted more often"
+    add("--draft-sampling", choices=("argmax", "sampled"), default="sampled", help=chooses)
+
+
+def _add_evaluate(add: Callable[..., Any]) -> None:
+    subject = "a checkpoint, or the directory of a run: its trunk and its trained head"
+    add("checkpoint", metavar="CKPT|RUN", help=subject)
+    add("--head", help=f"{_DRAFTER} (default: its own)")
+    add("--adapter", metavar="DIR", help="a peft adapter for the trunk, applied without merging")
+    add("--endpoint", metavar="URL", help="measure a server too, as http://host:port/v1")
+    add("--served-model", metavar="NAME", help="its name for the model (default: the only one)")
+    add("--api-key-env", metavar="VAR", help="the environment variable with the server's key")
+    add("--concurrency", type=int, default=1, metavar="N", help="requests to the server at a time")
+    waits = {"type": float, "default": 3600.0, "metavar": "SECONDS", "dest": "request_timeout_seconds"}
+    add("--request-timeout", **waits, help="longest wait for it to send a part of a response (default: 3600)")
+    add("--served-only", action="store_true", help="measure the server alone; load no weights here")
+
+
+def _add_grid(add: Callable[..., Any]) -> None:
+    suites = "builtin, demo, mt-bench:LOC, spec-bench:LOC, speed-bench:LOC, humaneval:LOC, gsm8k:LOC, or a file"
+    add("--suite", default="auto", help=suites)
+    add("--tasks", nargs="+", metavar="TASK", help="only these tasks of the suite")
+    add("--prompts-per-task", type=int, default=8, metavar="N", help="prompts to decode of each task")
+    add("--temperatures", nargs="+", type=float, default=[0.0, 1.0], metavar="T", help="of the trunk; 0 is greedy")
+    extends = "extend prompts to these lengths with text before them (default: own, as they are)"
+    _add_variables(add)
+    add("--contexts", nargs="+", type=_context, default=[None], metavar="N|own", help=extends)
+    add("--depths", nargs="+", type=int, metavar="K", help="drafts per round (default: 1 2 3 5, if the heads can)")
+    rules = "greedy at temperature 0; above: argmax drafts, or sampled ones with rejection"
+    add("--rules", nargs="+", choices=RULES, default=list(RULES), help=rules)
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="longest response, in tokens")
+    add("--batch", type=int, default=16, metavar="N", help="most prompts decoded together for acceptance")
+    add("--seed", type=int, default=0, metavar="S", help="of sampling and of the choice of prompts")
+    add("--no-costs", dest="costs", action="store_false", help="leave out memory and prefill of heads")
+    add("--wandb", choices=("off", "offline", "online"), default="off", help="track the report")
+    add("--out", type=Path, required=True, metavar="DIR", help="a new directory, or one to resume")
+
+
+def _add_variables(add: Callable[..., Any]) -> None:
+    variables = "variables for the chat template, with values in JSON or text, as enable_thinking=false"
+    given = {"nargs": "+", "action": _Variables, "metavar": "NAME=VALUE"}
+    add("--chat-template-kwargs", **given, help=variables)
+
+
+class _Variables(argparse.Action):
+    """Read NAME=VALUE pairs into a mapping."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        found: dict[str, Any] = dict(getattr(namespace, self.dest) or {})
+        for pair in values:
+            name, equals, text = pair.partition("=")
+            if not name or not equals:
+                raise argparse.ArgumentError(self, f"'{pair}'; expected NAME=VALUE")
+            try:
+                found[name] = json.loads(text)
+            except ValueError:
+                found[name] = text
+        setattr(namespace, self.dest, found)
+
+
+def _context(text: str) -> int | None:
+    if text == "own":
+        return None
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"'{text}'; expected a number of tokens, or own")
+    return int(text)
+
+
+def _generate(args: argparse.Namespace) -> Printed:
+    from mtp_inference import Sampling
+
+    sampling = Sampling(**of_fields(args, Sampling))
+    streams = not (args.json or len(args.prompts) > 1)
+    done = call(args, "generate", sampling=sampling, on_text=_print_piece if streams else None)
+    if not args.json:
+        print(f"{chr(10) * streams}{done.summary}", file=sys.stderr)
+    return Printed(done.to_json(), "" if streams else str(done))
+
+
+def _print_piece(text: str) -> None:
+    print(printable(text), end="", flush=True)
+
+
+def of_fields(args: argparse.Namespace, record: Any) -> dict[str, Any]:
+    return {field.name: getattr(args, field.name) for field in fields(record)}
+
+
+def _measure(args: argparse.Namespace) -> Printed:
+    done = call(args, args.command, grid=mtp.EvaluationGrid(**of_fields(args, mtp.EvaluationGrid)))
+    console = Console()
+    with console.capture() as capture:
+        console.print(done)
+    # A draft that changes the text is a bug of the decoder, whatever the figures are.
+    lossless, gate = done.report.lossless, done.report.gate
+    refused = mtp.GateRefusedError.exit_code if gate is not None and not gate.passed else 0
+    exit_code = 1 if lossless and lossless.faults else refused
+    return Printed(done.to_json(), capture.get().rstrip(), exit_code, styled=True)

@@ -174,15 +174,7 @@ class _SaveWithHead:
 
 
 def put_head(directory: Path, base: Checkpoint, values: list[Tensor] | None = None) -> None:
-    """Add the base's head to a saved checkpoint, unless it has a complete head.
-
-    Args:
-        base: The checkpoint with the head.
-        values: The head's tensors in the order of :func:`native_head_of`; None reads them from the base.
-
-    Raises:
-        CheckpointError: The head does not fit the checkpoint, or the disk is full.
-    """
+    """Add the base's head, or other ``values`` for it, to a saved checkpoint, unless it has a complete head."""
     saved = open_checkpoint(directory)
     if diagnose_head(saved).complete:
         return
@@ -204,11 +196,7 @@ def _holds_model(directory: Path) -> bool:
 
 
 def inside(model: Any) -> PreTrainedModel:
-    """Return the transformers model inside the wrappers of peft, ``torch.compile`` and training on several devices.
-
-    Raises:
-        UnsupportedModelError: There is no transformers model inside.
-    """
+    """Return the transformers model inside the wrappers of peft, ``torch.compile`` and training on several devices."""
     unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
     inner = unwrapped.get_base_model() if isinstance(unwrapped, PeftModel) else unwrapped
     if not isinstance(inner, PreTrainedModel):

@@ -35,7 +35,7 @@ from mtp_train.checkpoints.adapter import is_adapter
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.heads.alignment import PADDING_DOCUMENT
-from mtp_train.heads.build import HeadPlan, build_head, native_plan, trained_head
+from mtp_train.heads.build import HeadPlan, build_head, graft_plan, trained_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.experts import autocast_dtype
 from mtp_train.hooks.keep_head import inside, keep_head, kept_base, save_with
@@ -104,7 +104,7 @@ class HeadBeside(TrainerCallback):
     def __init__(self, model: Any, *, lr: float, num_depths: int, depth_decay: float) -> None:
         self.model, self.lr = inside(model), lr
         base = kept_base(model)
-        self.plan: HeadPlan = native_plan(base, "auto")
+        self.plan: HeadPlan = graft_plan(base, base, "auto")
         with unchanged_random_state(self.model.device):
             self.head = build_head(self.plan, text_config_of(base), dtype=torch.float32).to(self.model.device)
         if self.head.unroll != "recursive":
@@ -126,17 +126,12 @@ class HeadBeside(TrainerCallback):
         save_with(model, self.native_values)
 
     def native_values(self) -> list[Tensor]:
-        """Return the head's tensors as a checkpoint stores them."""
         return [pending.load() for pending in trained_head(self.plan, self.head.state_dict()).tensors]
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        """Add the hooks to the model, and restore the head if the trainer resumes from a checkpoint.
-
-        Raises:
-            UnsupportedModelError: The model is in shards.
-        """
+        """Add the hooks to the model, and restore the head if the trainer resumes from a checkpoint."""
         shards = shards_model(AcceleratorState())
         if shards is not None:
             raise UnsupportedModelError(
@@ -167,7 +162,6 @@ class HeadBeside(TrainerCallback):
             self.restore(Path(state.best_model_checkpoint))
 
     def release(self) -> None:
-        """Remove every hook from the model."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -178,7 +172,6 @@ class HeadBeside(TrainerCallback):
         self._arguments = named
 
     def _learn(self, decoder: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        """Add the gradient of one forward's loss."""
         # A head with dropout would use up random numbers of the model's own dropout.
         with unchanged_random_state(self.model.device):
             self._add_gradient(decoder, inputs, named, output)
@@ -276,12 +269,10 @@ class HeadBeside(TrainerCallback):
             save_artifact(self.artifact(), directory / HEAD_DIRECTORY)
 
     def artifact(self) -> Artifact:
-        """Return the head as an artifact, to be saved as a head directory."""
         trained = replace(self.plan, head=trained_head(self.plan, self.head.state_dict()))
         return Artifact(**vars(trained), num_depths=len(self.weight_K), notes={"trained": "beside the model"})
 
     def state(self) -> dict[str, Tensor]:
-        """Return weights and AdamW's moments by name."""
         found = {f"weight.{name}": value.detach() for name, value in self.named.items()}
         for name, value in self.named.items():
             found |= {f"{field}.{name}": entry for field, entry in self.optimizer.state[value].items()}
@@ -320,12 +311,8 @@ def shards_model(state: AcceleratorState) -> str | None:
 def batch_of(tokens_BT: Tensor, mask: Any, positions_BT: Tensor | None, labels_BT: Tensor | None) -> PackedBatch:
     """Return the tokens of a forward pass as a training batch of the head, with padding and packed documents separated.
 
-    Args:
-        tokens_BT: int, the tokens.
-        mask: The forward's attention mask: of shape (B, T), 0 on padding. Masks of other kinds are ignored.
-        positions_BT: int, restarting at each document of a packed row; None for one document per row. Shape (1, T)
-            applies to all rows.
-        labels_BT: int, -100 on tokens that are no targets; None if every token is a target.
+    The attention mask counts where it has the shape of the tokens. Positions restart at each document of a packed row;
+    labels of -100 mark tokens that are no targets.
     """
     real_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
     if isinstance(mask, Tensor) and mask.shape == tokens_BT.shape:

@@ -30,7 +30,6 @@ class _WithoutFieldTitles(GenerateJsonSchema):
 
 
 def recipe_schema() -> Node:
-    """Return the JSON Schema of recipes, with the docstring under each field as its description."""
     return Recipe.model_json_schema(schema_generator=_WithoutFieldTitles)
 
 
@@ -85,7 +84,6 @@ def not_null(node: Node) -> Node:
 
 
 def describe(node: Node) -> str:
-    """Return in words which values a node allows."""
     match node:
         case {"anyOf": [first, *arms]} if first == _AUTO and all("items" not in arm for arm in arms):
             return f"{describe(arms[0] if len(arms) == 1 else {'anyOf': arms})}, or {AUTO}"
@@ -136,7 +134,6 @@ def shown_whole(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value in short, as a recipe would contain it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):

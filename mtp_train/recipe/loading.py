@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 import json
 import math
 import re
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from mtp_train.errors import RecipeError
 from mtp_train.recipe.json_schema import (
@@ -105,15 +104,7 @@ _Dumper.add_implicit_resolver(_TAG + "float", _FLOAT, _DIGITS)
 
 
 def parse_yaml(text: str, where: str) -> tuple[Any, list[str]]:
-    """Return the value of a YAML document, and one problem for each repeated key.
-
-    Args:
-        text: The document.
-        where: Name of the document in messages.
-
-    Raises:
-        RecipeError: The text is not YAML; the message has line and column.
-    """
+    """Return the value of a YAML document, named ``where`` in messages, and one problem for each repeated key."""
     try:
         loader = _Loader(text, where)
         value = loader.get_single_data()
@@ -138,11 +129,8 @@ def dump_yaml(value: object) -> str:
 
 
 def apply_override(data: dict[Any, Any], override: str) -> list[str]:
-    """Set one value in the plain data of a recipe, in place. Return the problems; if there are any, nothing is set.
-
-    Args:
-        data: The recipe. Missing sections are added; list items are addressed by number.
-        override: ``section.field=value``, the value in YAML. A list is replaced as a whole.
+    """Set one value of ``section.field=value`` in the plain data of a recipe; return the problems, with which nothing
+    is set.
     """
     path, equals, text = override.partition("=")
     path = path.strip()
@@ -185,16 +173,7 @@ def _unparsable(where: str, found: str) -> RecipeError:
 
 
 def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the checked recipe of a file, of plain values or of a recipe.
-
-    Args:
-        recipe: A YAML file, the name of a recipe of the package, a mapping of the same shape, or a recipe. A mapping is
-            not changed.
-        overrides: ``section.field=value`` each, the value in YAML; applied in order, before validation.
-
-    Raises:
-        RecipeError: The file is missing, not YAML, or not a valid recipe; the message lists all problems.
-    """
+    """Return the checked recipe of a file, a name, plain values or a recipe; an error lists all problems."""
     return validated(*plain_recipe(recipe, overrides))
 
 
@@ -216,11 +195,7 @@ def plain_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Any
 
 
 def validated(data: object, problems: Sequence[str] = ()) -> Recipe:
-    """Return the recipe of plain values.
-
-    Raises:
-        RecipeError: There are problems already, or the values are not a valid recipe; the message lists all problems.
-    """
+    """Return the recipe of plain values; an error lists all problems, those given first."""
     found = list(problems)
     try:
         # Strict in JSON's types: a list is a tuple, a whole number a float. Other objects of YAML are text.
@@ -235,11 +210,7 @@ def validated(data: object, problems: Sequence[str] = ()) -> Recipe:
 
 
 def with_stand_ins(data: object, problems: Sequence[str] = ()) -> Recipe:
-    """Return the recipe of plain values with a stand-in for every field that is ``auto``.
-
-    Raises:
-        RecipeError: There are problems already, or another field is wrong; the message lists all problems.
-    """
+    """Return the recipe of plain values with a stand-in for every field that is ``auto``."""
     values = {field: one for field, one in STAND_INS.items() if value_of(data, field) == AUTO}
     if "train.tokens_per_step" in values:
         # A whole micro-batch, as the recipe's rules ask for; wrong values are reported as such.
@@ -277,8 +248,6 @@ def _read(path: Path) -> str:
         if path.is_file() or path.is_dir() or not path.exists():
             return path.read_text(encoding="utf-8")
         found = "not a regular file"
-    except UnicodeDecodeError:
-        found, hint = "not text in UTF-8", "Save it as UTF-8, or check the path."
     except FileNotFoundError:
         found, siblings = "no such file", [str(file) for file in path.parent.glob("*.yaml")]
         near = difflib.get_close_matches(str(path), siblings, n=1)
@@ -286,11 +255,9 @@ def _read(path: Path) -> str:
             expected += f", or the name of one of the package: {', '.join(recipe_names())}"
             near = difflib.get_close_matches(path.stem, recipe_names())
         hint = f"Did you mean {' or '.join(near)}?" if near else "Check the path, or see mtp-train recipes."
-    except OSError as error:
-        found = f"cannot be read ({error.strerror})"
-    except ValueError as error:
-        # A NUL or an unpaired surrogate in the path.
-        found = f"cannot be a path ({error})"
+    # No text in UTF-8; a path with a NUL or an unpaired surrogate.
+    except (OSError, ValueError) as error:
+        found = f"cannot be read ({getattr(error, 'strerror', None) or error})"
     shown_path = str(path)[:200].encode("ascii", "backslashreplace").decode()
     raise RecipeError(f"{shown_path}: {found}; expected {expected}. {hint}")
 
@@ -299,26 +266,7 @@ def problems_of(data: object, invalid: ValidationError) -> list[str]:
     """Return one line per problem with a recipe's plain values, ``"{path}: {found}; expected {rule}. {hint}"``."""
     # Unknown keys first: a misspelt key is often the cause of a missing field.
     errors = sorted(invalid.errors(include_url=False), key=lambda error: error["type"] != "extra_forbidden")
-    worded = [problem for error in errors for problem in _worded(data, error["type"], error["loc"], error.get("ctx"))]
-    if isinstance(data, Mapping) and all(error["loc"] for error in errors):
-        worded += _between_readable_sections(data, {str(error["loc"][0]) for error in errors})
-    return worded
-
-
-def _between_readable_sections(data: Mapping[str, object], unreadable: Collection[str]) -> Iterator[str]:
-    """Yield the contradictions between sections that have no problem of their own."""
-    types: dict[str, Any] = {name: field.annotation for name, field in Recipe.model_fields.items()}
-    readable = {
-        name: TypeAdapter(types[name]).validate_json(json.dumps(data[name], default=str))
-        for name in types.keys() & data.keys() - set(unreadable)
-    }
-    recipe = Recipe.model_construct(**readable)
-    for name in unreadable:
-        # Without its default, a rule that reads the section ends in an AttributeError.
-        recipe.__dict__.pop(name, None)
-    for rules in recipe.rules():
-        with contextlib.suppress(AttributeError):
-            yield from rules
+    return [problem for error in errors for problem in _worded(data, error["type"], error["loc"], error.get("ctx"))]
 
 
 def _worded(data: object, kind: str, loc: Loc, context: dict[str, Any] | None) -> Iterator[str]:

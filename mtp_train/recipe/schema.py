@@ -75,12 +75,10 @@ class Recipe(RecipeSection):
         return self.gate.enabled or (answered is not None and answered.endpoint is None)
 
     def contradictions(self) -> Iterator[str]:
-        for rules in self.rules():
-            yield from rules
-
-    def rules(self) -> tuple[Iterator[str], ...]:
-        """Return the rules between sections, in groups that read the same sections."""
-        return self._of_arms(), self._of_the_head(), self._of_depths(), self._of_training(), self._of_the_study()
+        yield from self._of_arms()
+        yield from self._of_the_head()
+        yield from self._of_training()
+        yield from self._of_the_study()
 
     def _of_arms(self) -> Iterator[str]:
         donor, arms, baseline, init = self.model.head_from, self.evaluate.arms, self.gate_baseline, self.head.init
@@ -131,8 +129,7 @@ class Recipe(RecipeSection):
                 "Set head.draft_vocab, or write objective.vocab: all."
             )
 
-    def _of_depths(self) -> Iterator[str]:
-        head, depth = self.head, self.evaluate.depth
+        depth = self.evaluate.depth
         if find_head_kind(head.kind).parallel and (depth or 0) > head.num_depths:
             yield (
                 f"evaluate.depth: {depth} with head.kind: {head.kind} and head.num_depths: {head.num_depths}; expected "
@@ -140,11 +137,8 @@ class Recipe(RecipeSection):
             )
 
     def _of_training(self) -> Iterator[str]:
-        tokens, seq_len, sequences = (
-            self.train.tokens_per_step,
-            self.data.seq_len_tokens,
-            self.train.micro_batch_sequences,
-        )
+        tokens, seq_len = self.train.tokens_per_step, self.data.seq_len_tokens
+        sequences = self.train.micro_batch_sequences
         unit = seq_len * sequences
         if tokens % unit:
             below = tokens // unit * unit

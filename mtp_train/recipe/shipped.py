@@ -41,7 +41,6 @@ class RecipesResult:
     """For ``accelerate launch --config_file``, by path."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, as ``mtp-train recipes --json`` prints them."""
         return {
             group: [asdict(file) | {"path": str(file.path)} for file in files] for group, files in vars(self).items()
         }
@@ -76,7 +75,6 @@ def recipes() -> RecipesResult:
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the package's recipes."""
     return [path.stem for path in _files(_directory())]
 
 

@@ -9,6 +9,7 @@ A figure of a study shows one slice of the grid through its headline setting.
 
 from __future__ import annotations
 
+import base64
 import io
 import math
 import re
@@ -67,7 +68,6 @@ class Subject:
     look: Look
 
     def label(self, separator: str) -> str:
-        """Return the name, shortened to fit, and the note."""
         short = cut(self.name, MAX_LABEL_CHARS)
         return f"{short}{separator}({self.note})" if self.note else short
 
@@ -95,6 +95,10 @@ class FigureFile:
     caption: str
     png: bytes
 
+    @property
+    def uri(self) -> str:
+        return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
+
 
 FIGURE_STEM = (
     r"tau|marginal_acceptance|speedup|loss|held_out|learning_rate|depth|context|output_position|costs|tasks_\d+"
@@ -104,25 +108,17 @@ MAX_TASK_CHARS = 18
 
 
 def render_figures(report: Report, metrics: Sequence[Mapping[str, Any]] = ()) -> list[FigureFile]:
-    """Draw every figure of a report that has data.
-
-    Args:
-        report: The report.
-        metrics: The lines of a run's ``metrics.jsonl``, for the curves of training.
-    """
+    """Draw every figure of a report that has data, and of the lines of a run's ``metrics.jsonl``."""
     slices, drawn = slice_report(report), _drawn_arms(report)
-    with_tau = [d for d in drawn if d.arm.tau is not None]
-    with_shares = [d for d in drawn if d.arm.marginal]
-    with_speed = [d for d in drawn if d.arm.speedup is not None]
     looks = assign_looks(slices.arms)
     figures = []
-    if with_tau:
+    if with_tau := [d for d in drawn if d.arm.tau is not None]:
         caption = f"Tokens committed per round (tau), {INTERVALS}. 1 is plain decoding."
         figures.append(FigureFile("tau", caption, tau_figure(with_tau)))
-    if with_shares:
+    if with_shares := [d for d in drawn if d.arm.marginal]:
         caption = f"Share of rounds that accepted the draft at each position (marginal acceptance), {INTERVALS}."
         figures.append(FigureFile("marginal_acceptance", caption, marginal_figure(with_shares)))
-    if with_speed:
+    if with_speed := [d for d in drawn if d.arm.speedup is not None]:
         caption = f"Tokens per second over those of the same trunk and decoder without drafts, {INTERVALS}."
         figures.append(FigureFile("speedup", caption, speedup_figure(with_speed)))
     figures += _heat_maps(slices)
@@ -136,28 +132,22 @@ def _training_figures(metrics: Sequence[Mapping[str, Any]]) -> list[FigureFile]:
     depths = sorted({key for line in metrics for key in line if re.fullmatch(r"loss_depth_\d+", key)})
     names = {"loss": "loss", **{key: f"depth {key.rsplit('_', 1)[1]}" for key in depths}}
     # A single depth has the curve of the loss itself.
-    losses = curves(metrics, names if len(depths) > 1 else {"loss": "loss"})
-    held_out = curves(metrics, {"held_out_tau": "greedy", "held_out_tau_sampled": "sampled"})
-    figures = []
-    if losses:
-        caption = "Training loss by step: the weighted sum over depths, and each depth's mean over its target tokens."
-        figures.append(FigureFile("loss", caption, _lines(losses, "training step", "training loss")))
-    if held_out:
-        caption = "Expected tau on text kept from training, by step, from teacher-forced acceptance."
-        figures.append(FigureFile("held_out", caption, _lines(held_out, "training step", "tokens per round (tau)")))
-    if rates := curves(metrics, {"lr": "learning rate"}):
-        caption = "Learning rate by step."
-        figures.append(FigureFile("learning_rate", caption, _lines(rates, "training step", "learning rate")))
-    return figures
+    loss = "Training loss by step: the weighted sum over depths, and each depth's mean over its target tokens."
+    tau = "Expected tau on text kept from training, by step, from teacher-forced acceptance."
+    kinds = (
+        ("loss", loss, "training loss", names if len(depths) > 1 else {"loss": "loss"}),
+        ("held_out", tau, "tokens per round (tau)", {"held_out_tau": "greedy", "held_out_tau_sampled": "sampled"}),
+        ("learning_rate", "Learning rate by step.", "learning rate", {"lr": "learning rate"}),
+    )
+    return [
+        FigureFile(stem, caption, _lines(drawn, "training step", label))
+        for stem, caption, label, lines in kinds
+        if (drawn := curves(metrics, lines))
+    ]
 
 
 def curves(metrics: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> list[Series]:
-    """Return one line over the training step per logged figure that has two points or more.
-
-    Args:
-        metrics: Lines with ``step`` and figures; a figure may be missing or None.
-        names: By key of a figure, the name of its line.
-    """
+    """Return a line over the training step for each figure, named by key, that has two points or more."""
     looks = assign_looks(list(names))
     lines = []
     for key, name in names.items():
@@ -169,53 +159,42 @@ def curves(metrics: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> li
 
 
 def tau_figure(drawn: Sequence[Drawn]) -> bytes:
-    """Draw tau of each arm as a point with its interval."""
     figure, axes = canvas(row_height(len(drawn)))
-    for row, d in enumerate(drawn):
-        tau = d.arm.tau or 0.0
-        low, high = d.arm.tau_ci95 or (tau, tau)
-        axes.plot([low, high], [row, row], color=d.look.colour, linewidth=2, solid_capstyle="butt")
-        axes.plot([tau], [row], **_marker(d), linestyle="none", markersize=8)
-        write_value(axes, high, row, f"{tau:.2f}")
-    axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
-    right = max((d.arm.tau_ci95 or (0.0, d.arm.tau or 0.0))[1] for d in drawn)
-    axes.set_xlim(0.9, 0.9 + 1.2 * max(right - 0.9, 0.1))
-    name_rows(axes, drawn)
-    axes.set_xlabel("tokens per round (tau)")
-    return png(figure)
+    ends = [d.arm.tau_ci95 or (d.arm.tau or 0.0, d.arm.tau or 0.0) for d in drawn]
+    for row, (d, interval) in enumerate(zip(drawn, ends, strict=True)):
+        axes.plot(interval, [row, row], color=d.look.colour, linewidth=2, solid_capstyle="butt")
+        axes.plot([d.arm.tau or 0.0], [row], **_marker(d), linestyle="none", markersize=8)
+        write_value(axes, interval[1], row, f"{d.arm.tau:.2f}")
+    axes.set_xlim(0.9, 0.9 + 1.2 * max(max(high for _, high in ends) - 0.9, 0.1))
+    return _beside_plain(figure, axes, drawn, "tokens per round (tau)")
 
 
 def marginal_figure(drawn: Sequence[Drawn]) -> bytes:
-    """Draw marginal acceptance over the position in the draft, one line per arm."""
-    figure, axes = canvas(3.3 + 0.25 * len(drawn))
-    depth = max(len(d.arm.marginal or ()) for d in drawn)
-    series = []
+    series, depth = [], max(len(d.arm.marginal or ()) for d in drawn)
     for d in drawn:
         shares = d.arm.marginal or ()
         intervals = [*(d.arm.marginal_ci95 or ()), *[None] * len(shares)]
-        series.append(Series(d, [(k, share, intervals[k - 1]) for k, share in enumerate(shares, 1)]))
-    draw_series(figure, axes, series, shift=0.05)
-    axes.set_ylim(-0.03, 1.03)
-    axes.set_xlim(0.7, depth + 0.3)
-    axes.set_xticks(range(1, depth + 1))
-    axes.set_xlabel("position in the draft")
-    axes.set_ylabel("share of rounds")
-    return png(figure)
+        series.append(Series(d, [(k, share, intervals[k]) for k, share in enumerate(shares)]))
+    ticks = [str(position) for position in range(1, depth + 1)]
+    return _lines(series, "position in the draft", "share of rounds", ticks, (-0.03, 1.03))
 
 
 def speedup_figure(drawn: Sequence[Drawn]) -> bytes:
-    """Draw the speedup of each arm as a bar with its interval."""
     figure, axes = canvas(row_height(len(drawn)))
-    for row, d in enumerate(drawn):
-        speedup = d.arm.speedup or 0.0
-        _bar(axes, row, speedup, d.look)
-        interval = d.arm.speedup_ci95 or (speedup, speedup)
+    ends = [d.arm.speedup_ci95 or (d.arm.speedup or 0.0, d.arm.speedup or 0.0) for d in drawn]
+    for row, (d, interval) in enumerate(zip(drawn, ends, strict=True)):
+        _bar(axes, row, d.arm.speedup or 0.0, d.look)
         axes.plot(interval, [row, row], color=INK, linewidth=2, solid_capstyle="butt")
-        write_value(axes, interval[1], row, f"{speedup:.2f}x")
-    axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_xlim(0, 1.2 * max(1.0, *((d.arm.speedup_ci95 or (0.0, d.arm.speedup or 0.0))[1] for d in drawn)))
+        write_value(axes, interval[1], row, f"{d.arm.speedup:.2f}x")
+    axes.set_xlim(0, 1.2 * max(1.0, *(high for _, high in ends)))
+    return _beside_plain(figure, axes, drawn, "times the speed without drafts")
+
+
+def _beside_plain(figure: Figure, axes: Axes, drawn: Sequence[Subject], label: str) -> bytes:
+    """Name rows and axis, mark 1, which is plain decoding, and render the figure."""
+    axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=0.5)
     name_rows(axes, drawn)
-    axes.set_xlabel("times the speed without drafts")
+    axes.set_xlabel(label)
     return png(figure)
 
 
@@ -228,16 +207,7 @@ def draw_series(
     legend: bool = True,
     every: int = 1,
 ) -> None:
-    """Draw lines with their intervals, and a legend below the plot.
-
-    Args:
-        figure: The figure that gets the legend.
-        axes: The axes that get the lines.
-        series: The lines.
-        shift: Horizontal distance between two lines in units of x, which keeps their intervals apart.
-        legend: False where another plot of the same figure has the legend.
-        every: Distance of two markers of a line, in points.
-    """
+    """Draw lines ``shift`` apart, with intervals and a marker every few points, and a legend below the plot."""
     lines = []
     for index, one in enumerate(series):
         aside = shift * (index - (len(series) - 1) / 2)
@@ -273,7 +243,6 @@ def assign_looks(names: Sequence[str]) -> dict[str, Look]:
 
 
 def _drawn_arms(report: Report) -> list[Drawn]:
-    """Return the arms that draft."""
     groups = group_arms(report)
     shown = ((groups.alike, ""), (groups.apart, "other trunk"), (groups.recorded, "recorded"))
     looks = assign_looks([name for arms, _ in shown for name in arms])
@@ -302,7 +271,6 @@ def canvas(height_inches: float) -> tuple[Figure, Axes]:
 
 
 def style_axes(axes: Axes) -> None:
-    """Apply the report's style to axes."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK, labelsize=11)
     axes.xaxis.label.set_fontsize(11)
@@ -310,7 +278,6 @@ def style_axes(axes: Axes) -> None:
 
 
 def row_height(num_rows: int) -> float:
-    """Return the height in inches of a figure with that many rows."""
     return 0.9 + 0.5 * num_rows
 
 
@@ -327,17 +294,14 @@ def name_rows(axes: Axes, drawn: Sequence[Subject]) -> None:
 
 
 def write_value(axes: Axes, x: float, row: int, text: str) -> None:
-    """Write a value to the right of its mark."""
     axes.annotate(text, (x, row), xytext=(9, 0), textcoords="offset points", va="center", fontsize=11, color=INK)
 
 
 def cut(name: str, length: int) -> str:
-    """Shorten a name to at most ``length`` characters."""
     return name if len(name) <= length else f"{name[: length - 3]}..."
 
 
 def png(figure: Figure) -> bytes:
-    """Render a figure as PNG bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
@@ -417,7 +381,6 @@ def _depth(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
 
 
 def _context(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
-    """Draw tau over the length of the context."""
     settings = slices.contexts()
     series = _series(slices, looks, list(enumerate(settings)), lambda cell: (cell.tau, cell.tau_ci95))
     if len(settings) < 2 or not series:
@@ -492,7 +455,13 @@ def _series(
     return series
 
 
-def _lines(series: Sequence[Series], x_label: str, y_label: str, ticks: Sequence[str] = ()) -> bytes:
+def _lines(
+    series: Sequence[Series],
+    x_label: str,
+    y_label: str,
+    ticks: Sequence[str] = (),
+    y_limits: tuple[float, float] | None = None,
+) -> bytes:
     """Draw lines over numbers, or over the labels ``ticks`` at x = 0, 1, ..."""
     figure, axes = canvas(3.3 + 0.25 * len(series))
     # About a dozen markers per line tell lines apart without hiding them.
@@ -500,6 +469,8 @@ def _lines(series: Sequence[Series], x_label: str, y_label: str, ticks: Sequence
     draw_series(figure, axes, series, shift=0.05 if ticks else 0.0, legend=len(series) > 1, every=every)
     if ticks:
         axes.set_xticks(range(len(ticks)), ticks)
+    if y_limits:
+        axes.set_ylim(y_limits)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     return png(figure)

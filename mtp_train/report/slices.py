@@ -16,16 +16,13 @@ RULES = ("greedy", "sampled", "argmax")
 
 @dataclass(frozen=True)
 class Slices:
-    """A report indexed by the axes of its grid; arms and tasks keep the report's order.
-
-    Attributes:
-        headline: The setting that ``report.arms`` states; None where no arm drafts.
-        arms: Arms that draft.
-    """
+    """A report indexed by the axes of its grid; arms and tasks keep the report's order."""
 
     report: Report
     headline: Setting | None
+    """The setting that ``report.arms`` states; None where no arm drafts."""
     arms: tuple[str, ...]
+    """Arms that draft."""
     tasks: tuple[str, ...]
     cells: dict[tuple[str, str, Setting], Cell]
 
@@ -85,7 +82,6 @@ class Slices:
 
 
 def slice_report(report: Report) -> Slices:
-    """Index a report by the axes of its grid."""
     drafting = [cell for cell in report.cells if cell.rule != "none"]
     names = [cell.arm for cell in drafting]
     settings = [cell.setting for cell in drafting if cell.task == ALL_TASKS]

@@ -10,34 +10,11 @@ from rich.text import Text
 
 from mtp_train.acceptance.names import PLAIN, RETRAINED
 from mtp_train.evaluation.results import ALL_TASKS, Report
+from mtp_train.report import wording
 from mtp_train.report.slices import Slices, slice_report
 from mtp_train.report.tables import PAYS, gate_table, tau_matrix
-from mtp_train.report.wording import (
-    COLUMNS,
-    GROUPS,
-    REPEATS,
-    apart_sentence,
-    arm_cells,
-    capitalised,
-    count_real,
-    depth_words,
-    difference_words,
-    format_estimate,
-    format_number,
-    format_tau,
-    group_arms,
-    group_sentence,
-    headline,
-    held_out_sentence,
-    lossless_sentence,
-    pair_words,
-    power_sentence,
-    serving_sentences,
-    setting_words,
-    signed,
-)
 
-NARROW_COLUMNS = tuple(column for column in COLUMNS if column not in (GROUPS, REPEATS))
+NARROW_COLUMNS = tuple(column for column in wording.COLUMNS if column not in (wording.GROUPS, wording.REPEATS))
 """Columns that fit in 80 characters; the numbers of groups are printed below the table."""
 TONES = {"good": "green", "bad": "red", "neutral": "cyan"}
 
@@ -45,7 +22,7 @@ TONES = {"good": "green", "bad": "red", "neutral": "cyan"}
 def summary(report: Report) -> RenderableType:
     """Return verdict, arms, gate, tasks, differences and what to serve as one rich renderable."""
     slices = slice_report(report)
-    verdict = headline(slices)
+    verdict = wording.headline(slices)
     # `Text`, since rich would parse square brackets of a path as markup. Inside the panel, since rich truncates titles.
     told = Text.assemble((verdict.title, "bold"), "\n", verdict.detail)
     parts: list[RenderableType] = [Panel(told, border_style=TONES[verdict.tone])]
@@ -54,7 +31,7 @@ def summary(report: Report) -> RenderableType:
     findings = [Text.assemble((one.statement, TONES[one.tone]), f"\n  {one.evidence}") for one in report.findings[1:]]
     parts += [_title("Findings"), *findings] if findings else []
     if slices.headline:
-        parts.append(Text(f"{capitalised(setting_words(slices.headline))}\n"))
+        parts.append(Text(f"{wording.capitalised(wording.setting_words(slices.headline))}\n"))
     parts.append(arm_table(report))
     if gate := _gate(report):
         parts.append(gate)
@@ -66,29 +43,32 @@ def summary(report: Report) -> RenderableType:
             table.add_row(*map(Text, row))
         parts += [_title("Tau by task"), table]
     if report.comparisons:
-        parts += [_title(f"Differences: {count_real(report)} are real, over the whole grid"), _differences(slices)]
-    if serving := serving_sentences(slices):
+        parts += [
+            _title(f"Differences: {wording.count_real(report)} are real, over the whole grid"),
+            _differences(slices),
+        ]
+    if serving := wording.serving_sentences(slices):
         parts += [_title("What to serve"), Text("\n".join([*_depth_lines(slices), *serving]))]
-    parts.append(Text(f"\nLossless: {lossless_sentence(report.lossless)}"))
-    if held_out := held_out_sentence(report.settings):
+    parts.append(Text(f"\nLossless: {wording.lossless_sentence(report.lossless)}"))
+    if held_out := wording.held_out_sentence(report.settings):
         parts.append(Text(f"Held out: {held_out}"))
     return Group(*parts)
 
 
 def arm_table(report: Report) -> Table:
     """Return the table of arms: those on the first trunk, then other trunks, then recorded figures."""
-    groups = group_arms(report)
+    groups = wording.group_arms(report)
     table = plain_table("arm")
     for index, column in enumerate(NARROW_COLUMNS):
         table.add_column(column, justify="right", no_wrap=index == 0)
     for arms, note in ((groups.alike, ""), (groups.apart, " *"), (groups.recorded, " +")):
         for name, arm in arms.items():
-            cells = dict(zip(COLUMNS, arm_cells(arm), strict=True))
+            cells = dict(zip(wording.COLUMNS, wording.arm_cells(arm), strict=True))
             table.add_row(Text(name + note), *(Text(cells[column]) for column in NARROW_COLUMNS))
         table.add_section()
-    notes = [told] if (told := group_sentence(report.arms)) else []
+    notes = [told] if (told := wording.group_sentence(report.arms)) else []
     if groups.apart:
-        notes.append(f"* {apart_sentence(groups, report.settings)}")
+        notes.append(f"* {wording.apart_sentence(groups, report.settings)}")
     if groups.recorded:
         notes.append("+ Recorded earlier with settings of its own, not measured here.")
     table.caption = Text("\n".join(notes))
@@ -106,23 +86,24 @@ def _gate(report: Report) -> Text | None:
         if report.gate is not None and report.gate.baseline == PLAIN:
             told = f"tau {tau}, tau needed {before}, speedup {gain}"
         lines.append(f"Gate, {setting}: {told} over {groups} groups: {verdict}")
-    return Text("\n".join([*lines, power_sentence(report.gate)]))
+    return Text("\n".join([*lines, wording.power_sentence(report.gate)]))
 
 
 def _depth_lines(slices: Slices) -> list[str]:
     """Return tau, break-even tau and speed of a run's head at each depth, one line of text each."""
     cells = slices.by_depth(RETRAINED) if slices.report.title is None else {}
-    return [
-        f"{depth_words(depth)} a round: tau {format_tau(cell)}, break-even {format_number(cell.break_even_tau, 2)}, "
-        f"speedup {format_estimate(cell.speedup, cell.speedup_ci95)}; pays: {PAYS[cell.pays]}"
-        for depth, cell in cells.items()
-    ]
+    lines = []
+    for depth, cell in cells.items():
+        needed, speedup = wording.format_number(cell.break_even_tau, 2), (cell.speedup, cell.speedup_ci95)
+        told = f"tau {wording.format_tau(cell)}, break-even {needed}, speedup {wording.format_estimate(*speedup)}"
+        lines.append(f"{wording.depth_words(depth)} a round: {told}; pays: {PAYS[cell.pays]}")
+    return lines
 
 
 def _differences(slices: Slices) -> Text:
     lines = [
-        f"{pair_words(row)}: {signed(row.delta_tau, row.delta_tau_ci95)} over {row.groups} groups: "
-        f"{difference_words(row)}"
+        f"{wording.pair_words(row)}: {wording.signed(row.delta_tau, row.delta_tau_ci95)} over {row.groups} groups: "
+        f"{wording.difference_words(row)}"
         for row in slices.comparisons()
         if row.task == ALL_TASKS
     ]
@@ -130,7 +111,6 @@ def _differences(slices: Slices) -> Text:
 
 
 def plain_table(first: str) -> Table:
-    """Return an empty table without a frame, with its first column."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, caption_justify="left")
     table.add_column(Text(first), no_wrap=True)
     return table

@@ -1,7 +1,4 @@
-"""Tables of a report as text, shared by the page and the terminal.
-
-``wording.GLOSSARY`` explains the headings to the report's readers.
-"""
+"""Tables of a report as text, shared by the page and the terminal; ``glossary.html.j2`` explains the headings."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from dataclasses import dataclass
 from mtp_train.acceptance.gate import GateVerdict
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.evaluation.prompt_records import Setting
-from mtp_train.evaluation.results import ALL_TASKS, ArmResult, Cell, Report
+from mtp_train.evaluation.results import ALL_TASKS, Cell, Report
 from mtp_train.report.slices import Slices
 from mtp_train.report.wording import (
     count_words,
@@ -32,17 +29,13 @@ from mtp_train.report.wording import (
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table of text.
-
-    Attributes:
-        columns: Headings; the first is for the names of the rows.
-        groups: Rows by the title of their group; an empty title is not shown.
-        prose: Whether the last column holds sentences.
-    """
+    """A table of text; its first column is for the names of the rows."""
 
     columns: tuple[str, ...]
     groups: Mapping[str, Sequence[tuple[str, ...]]]
+    """Rows by the title of their group; an empty title is not shown."""
     prose: bool = False
+    """Whether the last column holds sentences."""
 
 
 MAX_INTERVALS = 3
@@ -66,61 +59,46 @@ _CELL_COLUMNS: dict[str, Callable[[Cell], str]] = {
     "speedup [95 %]": lambda cell: format_estimate(cell.speedup, cell.speedup_ci95),
     "pays": lambda cell: PAYS[cell.pays],
 }
-TASK_COLUMNS = ("tau [95 %]", "groups", "macro", "by position", "overlap", "entropy")
+_TASK_COLUMNS = ("tau [95 %]", "groups", "macro", "by position", "overlap", "entropy")
+_AXES = {
+    "task": _TASK_COLUMNS,
+    "setting": (*_TASK_COLUMNS, "speedup [95 %]"),
+    "drafts": ("prompts", "tau [95 %]", "groups", "tau needed", "round", "speedup [95 %]", "pays"),
+    "context": ("tau [95 %]", "groups", "by position", "prompt tokens", "prefill", "speedup [95 %]"),
+}
+"""Columns of the tables along an axis of the grid, by the heading of its points."""
 
 
 def make_table(
     columns: Sequence[str], groups: Mapping[str, Sequence[tuple[str, ...]]], *, prose: bool = False
 ) -> TextTable | None:
-    """Return a table without its empty groups; None where all are empty."""
     kept = {title: rows for title, rows in groups.items() if rows}
     return TextTable(tuple(columns), kept, prose) if kept else None
 
 
-def task_table(slices: Slices) -> TextTable | None:
-    """Return the arms on every task, at the headline setting; None for a single task."""
-    if slices.headline is None or len(slices.tasks) < 2:
-        return None
-    return _point_table(slices, "task", [(task, task, slices.headline) for task in slices.tasks], TASK_COLUMNS)
-
-
-def temperature_table(slices: Slices) -> TextTable | None:
-    """Return the arms at every temperature, filter and rule, over all tasks; None for a single setting."""
-    points = [(setting.name, ALL_TASKS, setting) for setting in slices.temperatures()]
-    columns = (*TASK_COLUMNS, "speedup [95 %]")
-    return _point_table(slices, "setting", points, columns) if len(points) > 1 else None
-
-
-def depth_table(slices: Slices) -> TextTable | None:
-    """Return the arms at every depth, over all tasks; None for a single depth."""
-    points = [(depth_words(s.depth), ALL_TASKS, s) for s in slices.depths()]
-    columns = ("prompts", "tau [95 %]", "groups", "tau needed", "round", "speedup [95 %]", "pays")
-    return _point_table(slices, "drafts", points, columns) if len(points) > 1 else None
-
-
-def context_table(slices: Slices) -> TextTable | None:
-    """Return the arms at every context length, over all tasks; None for a single length."""
-    points = [(context_words(s.context_tokens), ALL_TASKS, s) for s in slices.contexts()]
-    columns = ("tau [95 %]", "groups", "by position", "prompt tokens", "prefill", "speedup [95 %]")
-    return _point_table(slices, "context", points, columns) if len(points) > 1 else None
+def axis_tables(slices: Slices) -> dict[str, TextTable | None]:
+    """Return a table of the arms along each axis through the headline setting; None for an axis with a single point."""
+    headline, everywhere = slices.headline, ALL_TASKS
+    points: dict[str, list[tuple[str, str, Setting]]] = {
+        "task": [] if headline is None else [(task, task, headline) for task in slices.tasks],
+        "setting": [(setting.name, everywhere, setting) for setting in slices.temperatures()],
+        "drafts": [(depth_words(setting.depth), everywhere, setting) for setting in slices.depths()],
+        "context": [(context_words(setting.context_tokens), everywhere, setting) for setting in slices.contexts()],
+    }
+    return {
+        axis: _point_table(slices, axis, points[axis], columns) if len(points[axis]) > 1 else None
+        for axis, columns in _AXES.items()
+    }
 
 
 def context_words(context_tokens: int | None) -> str:
-    """Format the length of a context; ``own`` for unchanged prompts."""
     return "own" if context_tokens is None else f"{context_tokens:,}"
 
 
 def _point_table(
     slices: Slices, name: str, points: Sequence[tuple[str, str, Setting]], columns: Sequence[str]
 ) -> TextTable | None:
-    """Return a group per point (label, task, setting) with a row per arm; with a single arm, one row per point.
-
-    Args:
-        slices: The report.
-        name: Heading of the points, for a single arm.
-        points: What the rows are about.
-        columns: Keys of :data:`_CELL_COLUMNS`.
-    """
+    """Return a group per point (label, task, setting) with a row per arm; with a single arm, one row per point."""
     groups: dict[str, list[tuple[str, ...]]] = {}
     alone = len(slices.arms) == 1
     for label, task, setting in points:
@@ -177,7 +155,6 @@ def difference_matrix(slices: Slices) -> TextTable | None:
 
 
 def _task_words(task: str, groups: Iterable[int | None]) -> str:
-    """Return a task's name with the number of groups behind its intervals."""
     known = [count for count in groups if count is not None]
     return f"{task} ({count_words(known)})" if known else task
 
@@ -214,8 +191,10 @@ def gate_table(gate: GateVerdict | None) -> TextTable | None:
 
 
 def position_table(report: Report) -> TextTable | None:
-    """Return the figures of every arm by position in the draft."""
-    figures = {name: _by_position(arm) for name, arm in report.arms.items()}
+    kinds = ("marginal", "conditional", "dense", "overlap")
+    figures = {
+        name: {kind: shares for kind in kinds if (shares := getattr(arm, kind))} for name, arm in report.arms.items()
+    }
     depth = max((len(shares) for by_kind in figures.values() for shares in by_kind.values()), default=0)
     groups = {
         name: [
@@ -227,11 +206,6 @@ def position_table(report: Report) -> TextTable | None:
     return make_table(("figure", *(str(k) for k in range(1, depth + 1))), groups)
 
 
-def _by_position(arm: ArmResult) -> dict[str, Sequence[float | None]]:
-    kinds = {"marginal": arm.marginal, "conditional": arm.conditional, "dense": arm.dense, "overlap": arm.overlap}
-    return {kind: shares for kind, shares in kinds.items() if shares}
-
-
 def cost_table(report: Report) -> TextTable | None:
     """Return memory and prefill costs of each head; None where none were measured."""
     rows = [
@@ -241,15 +215,9 @@ def cost_table(report: Report) -> TextTable | None:
             f"{format_bytes(cost.head_kv_bytes_per_token)} on {format_bytes(cost.trunk_kv_bytes_per_token)}",
             format_bytes(cost.trunk_state_bytes),
             format_number(cost.context_tokens_lost, 0),
-            _prefill(cost.prefill_ratio, cost.prefill_tokens),
+            format_speedup(cost.prefill_ratio) + (f" at {cost.prefill_tokens:,} tokens" if cost.prefill_tokens else ""),
         )
         for cost in report.costs
     ]
     columns = ("arm", "weights", "KV cache per token", "trunk's state", "context given up", "prompt speed")
     return make_table(columns, {"": rows})
-
-
-def _prefill(ratio: float | None, tokens: int | None) -> str:
-    if ratio is None:
-        return "-"
-    return format_speedup(ratio) + (f" at {tokens:,} tokens" if tokens else "")

@@ -33,55 +33,6 @@ GROUPS = "groups"
 REPEATS = "repeats"
 COLUMNS = ("tau [95 %]", GROUPS, "by position", "tokens/s", "speedup [95 %]", REPEATS, "entropy")
 
-GLOSSARY = (
-    ("trunk", "The frozen target model. Drafts change its speed, never the distribution of its output."),
-    ("head", "The MTP module that drafts the next tokens."),
-    (
-        "round",
-        "One draft and verify step: the head drafts a few tokens, the trunk checks them in one pass, and the leading "
-        "drafts that pass are accepted.",
-    ),
-    ("tau", "Mean tokens committed per round, the trunk's own bonus token included. 1.00 is plain decoding."),
-    ("by position", "Marginal acceptance: the share of all rounds that accepted the draft at position 1, 2, ..."),
-    ("conditional", "The same among the rounds that accepted the position before."),
-    ("dense", "Teacher-forced acceptance at every position of the trunk's own text: comparable across depths."),
-    (
-        "[95 %]",
-        "Interval over groups of prompts. Rounds of one prompt are alike, and so are prompts of one group: only more "
-        "groups narrow it.",
-    ),
-    ("groups", "Sets of related prompts (a module, a conversation, a file) that are held out as a whole."),
-    (
-        "speedup",
-        "Tokens per second with drafts, divided by tokens per second of the same trunk and decoder without. Rounds are "
-        "counted on all prompts, in batches; a round is timed on a few prompts, one at a time, by its best time of "
-        "several. The interval contains the errors of both.",
-    ),
-    ("pays", "Yes: the interval of the speedup lies above 1. No: below 1. Undecided: it contains 1."),
-    ("repeats", "Share of 8-grams that already occurred in the same output. Loops are easy to draft and inflate tau."),
-    ("entropy", "Entropy of the trunk's next-token distribution, in nats. Text of low entropy is easier to draft."),
-    ("graft", "The base model's head, copied to the fine-tune without training."),
-    ("retrained", "The head after training on the fine-tune's own output, or beside the trunk during fine-tuning."),
-    ("vanilla", "The base model with its own head."),
-    ("macro", "Mean of tau over prompts. Tau itself pools rounds, so long texts weigh more."),
-    ("overlap", "Mean of sum min(p, q): the expected acceptance of rejection sampling."),
-    ("rule", "How drafts are made and verified; figures of different rules do not compare."),
-    ("greedy", "Temperature 0: drafts are accepted while they equal the trunk's most probable token."),
-    (
-        "argmax drafts",
-        "The head's most probable token, accepted with the trunk's probability of it. Most engines do this.",
-    ),
-    ("sampled drafts", "Drawn from the head's distribution and verified by rejection sampling."),
-    ("tau needed", "Break-even tau, from which drafts pay: the time of a round with drafts over that of a plain step."),
-    (
-        "real",
-        "The difference passes a test paired by prompt, over groups of prompts, at 5 % over all comparisons together "
-        "(Holm's correction).",
-    ),
-    ("the head", "Compared at equal target entropy, so that an easier text alone makes no difference."),
-    ("own context", "The unchanged prompts. A context of 512 is the same prompts with other text before them."),
-)
-
 RECORDED = {
     CONTROL: "the same training on the base's old text",
     CEILING: "ten times the steps",
@@ -111,21 +62,17 @@ class Headline:
 
 @dataclass(frozen=True)
 class ArmGroups:
-    """Arms of a report, split by whether their figures compare.
-
-    Attributes:
-        alike: Measured here on the run's trunk; these compare with each other.
-        apart: Measured here on another trunk (vanilla); these do not compare with ``alike``.
-        recorded: Measured elsewhere and shown as recorded.
-    """
+    """Arms of a report, split by whether their figures compare."""
 
     alike: Arms
+    """Measured here on the run's trunk; these compare with each other."""
     apart: Arms
+    """Measured here on another trunk (vanilla); these do not compare with ``alike``."""
     recorded: Arms
+    """Measured elsewhere and shown as recorded."""
 
 
 def group_arms(report: Report) -> ArmGroups:
-    """Split the arms by whether they were measured here and on the run's trunk."""
     here = {name: arm for name, arm in report.arms.items() if arm.measured_here}
     # The trunk of the first of these arms is the run's trunk. The vanilla arm has another one, the base model.
     names = [name for name in (RETRAINED, GRAFT, NATIVE, *here) if name in here and name != VANILLA]
@@ -293,7 +240,6 @@ def depth_sentence(cells: Mapping[int, ArmResult]) -> str:
 
 
 def setting_words(setting: Setting) -> str:
-    """Describe a setting in one line."""
     context = "own context" if setting.context_tokens is None else f"context of {setting.context_tokens:,} tokens"
     # A server may not report the number of drafts.
     drafts = f", {depth_words(setting.depth)} a round" if setting.depth else ""
@@ -301,12 +247,10 @@ def setting_words(setting: Setting) -> str:
 
 
 def depth_words(depth: int) -> str:
-    """Format a number of drafts."""
     return "no drafts" if depth == 0 else f"{depth} draft{'s' * (depth > 1)}"
 
 
 def pair_words(row: ArmComparison) -> str:
-    """Return the name of a comparison: ``first - second``."""
     return f"{row.first} - {row.second}"
 
 
@@ -359,7 +303,6 @@ def power_sentence(gate: GateVerdict | None) -> str:
 
 
 def lossless_sentence(lossless: Lossless | None) -> str:
-    """Return a sentence that compares the output of decoding with drafts and without."""
     if lossless is None or not lossless.checked:
         return "Not checked: no output was compared with plain decoding."
     same = f"{lossless.identical} of {lossless.checked} outputs equal plain decoding token for token"
@@ -408,37 +351,24 @@ def held_out_sentence(settings: Mapping[str, Any]) -> str:
 
 def apart_sentence(groups: ArmGroups, settings: Mapping[str, Any]) -> str:
     """Return sentences on why arms on another trunk do not compare: the text they decode, its repeats and entropies."""
-    return f"{_entropy_sentence(groups)}{_vanilla_sentence(groups, settings)}"
-
-
-def _vanilla_sentence(groups: ArmGroups, settings: Mapping[str, Any]) -> str:
-    vanilla = groups.apart.get(VANILLA)
-    if vanilla is None or "vanilla_prompts" not in settings:
-        return ""
-    source = settings["vanilla_prompts"]
-    told = (
-        f"continues {source}, text of its own kind" if source else "answers the same prompts, not text of its own kind"
-    )
-    repeats = vanilla.repeated_8gram_share
-    if repeats is None:
-        return f" vanilla {told}."
-    return f" vanilla {told}; {format_percent(repeats)} of the 8-grams it writes repeat, and repeats are easy to draft."
-
-
-def _entropy_sentence(groups: ArmGroups) -> str:
     text = "Another trunk writes other text, so its tau does not compare with the arms above"
     entropies = [f"{arm.target_entropy:.2f} for {name}" for name, arm in groups.apart.items() if arm.target_entropy]
     own = [arm.target_entropy for arm in groups.alike.values() if arm.target_entropy]
-    if not entropies or not own:
+    if entropies and own:
+        text += ": text of low entropy is easier to draft. Target entropy in nats per token: "
+        text += f"{', '.join(entropies)}, against {own[0]:.2f} on the trunk above"
+    vanilla = groups.apart.get(VANILLA)
+    if vanilla is None or "vanilla_prompts" not in settings:
         return f"{text}."
-    return (
-        f"{text}: text of low entropy is easier to draft. "
-        f"Target entropy in nats per token: {', '.join(entropies)}, against {own[0]:.2f} on the trunk above."
-    )
+    source, repeats = settings["vanilla_prompts"], vanilla.repeated_8gram_share
+    own_kind = f"continues {source}, text of its own kind"
+    text += f". vanilla {own_kind if source else 'answers the same prompts, not text of its own kind'}"
+    if repeats is not None:
+        text += f"; {format_percent(repeats)} of the 8-grams it writes repeat, and repeats are easy to draft"
+    return f"{text}."
 
 
 def arm_cells(arm: ArmResult) -> tuple[str, ...]:
-    """Return the cells of an arm under :data:`COLUMNS`."""
     return (
         format_tau(arm),
         format_groups(arm),
@@ -451,12 +381,10 @@ def arm_cells(arm: ArmResult) -> tuple[str, ...]:
 
 
 def format_tau(arm: ArmResult) -> str:
-    """Format tau, with its interval where it has one."""
     return format_estimate(arm.tau, arm.tau_ci95)
 
 
 def format_groups(arm: ArmResult) -> str:
-    """Format the number of groups behind the interval of tau, or a dash."""
     return format_number(None if arm.tau_ci95 is None else arm.groups, 0)
 
 
@@ -467,7 +395,6 @@ def count_words(groups: Iterable[int]) -> str:
 
 
 def format_estimate(value: float | None, interval: Interval | None) -> str:
-    """Format a number, with its interval where it has one."""
     if value is None or interval is None:
         return format_number(value, 2)
     return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
@@ -479,29 +406,24 @@ def format_shares(shares: Iterable[float | None] | None) -> str:
 
 
 def format_number(value: float | None, decimals: int) -> str:
-    """Format a number with thousands separators, or a dash."""
     return "-" if value is None else f"{value:,.{decimals}f}"
 
 
 def format_percent(value: float | None) -> str:
-    """Format a share as a percentage, or a dash."""
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def format_speedup(value: float | None) -> str:
-    """Format a ratio as a multiple (``1.70x``), or a dash."""
     return "-" if value is None else f"{value:.2f}x"
 
 
 def format_seconds(value: float | None) -> str:
-    """Format a time in seconds or milliseconds, or a dash."""
     if value is None:
         return "-"
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
 def format_bytes(value: int) -> str:
-    """Format a size in B, kB, MB or GB."""
     size = float(value)
     for unit in ("B", "kB", "MB"):
         if size < 1000:

@@ -1,22 +1,171 @@
-"""Write the files of a report (``report.json``, ``report.html``, CSV, ``figures/``), and log it to trackers."""
+"""Write everything that shows a report, and send it to experiment trackers: ``report.json``, tables, figures, the page.
+
+The page is one HTML file without scripts or network, figures included; its template is in ``templates/``.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mtp_train.checkpoints.writing import write_json
-from mtp_train.evaluation.results import REPORT_FILE, ArmComparison, Cell, Report
-from mtp_train.report.figures import FIGURE_STEM, render_figures
-from mtp_train.report.page import render_page
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from mtp_train.acceptance.names import RETRAINED
+from mtp_train.checkpoints.writing import write_bytes, write_json
+from mtp_train.evaluation.results import REPORT_FILE, ArmComparison, ArmResult, Cell, Report, SampleText
+from mtp_train.report import wording
+from mtp_train.report.figures import FIGURE_STEM, FigureFile, render_figures
+from mtp_train.report.slices import Slices, slice_report
+from mtp_train.report.tables import (
+    TextTable,
+    axis_tables,
+    cost_table,
+    difference_matrix,
+    difference_table,
+    gate_table,
+    position_table,
+)
 from mtp_train.train.log import TRACKED_FILE, Tracking, read_tracked
+
+_RULE_NOTE = "Compare arms within one temperature and rule only: which head is better can depend on both."
+_SAMPLE_NOTE = (
+    "Held-out prompts (grey) and their texts. Marked: drafts that the trunk accepted; the other tokens are the trunk's "
+    "own, one a round."
+)
+_GATE_NOTE = (
+    "The gate passes when the interval of the gain, paired by prompt and over groups of prompts, lies above 0 at one "
+    "setting at least (Holm's correction over the settings) and below 0 at none. The last column is the gain that the "
+    "gate detects with probability 0.8. Against plain decoding, which accepts no draft, the gate asks for a measured "
+    "speedup whose interval lies above 1, or, where gate.break_even_tau is set, for a tau whose interval lies above "
+    "it; an interval on both sides is undecided."
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and its content, shown in the order of the fields."""
+
+    title: str
+    notes: tuple[str, ...] = ()
+    statements: tuple[str, ...] = ()
+    """Sentences that are content of their own."""
+    arms: Mapping[str, ArmResult] = field(default_factory=dict)
+    mark: str = ""
+    """What stands behind the names of the arms."""
+    figures: Sequence[FigureFile] = ()
+    tables: Sequence[TextTable | None] = ()
+    samples: Sequence[SampleText] = ()
+    rows: Sequence[tuple[str, str]] = ()
+    """Names and values."""
+
+    @property
+    def anchor(self) -> str:
+        return self.title.lower().replace(" ", "-").strip("?")
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.statements or self.arms or self.figures or any(self.tables) or self.samples or self.rows)
+
+
+def render_page(
+    report: Report, figures: Sequence[FigureFile], provenance: Mapping[str, Any], serving: Mapping[str, str]
+) -> str:
+    """Return the page of a report, with the commands that serve the export; markup in any text is escaped."""
+    slices = slice_report(report)
+    verdict = wording.headline(slices)
+    subject = report.title or next((arm.trunk for arm in wording.group_arms(report).alike.values()), "")
+    sections = [*_sections(slices, figures, serving), Section("Provenance", rows=wording.flatten(provenance))]
+    environment = Environment(
+        loader=PackageLoader("mtp_train.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(
+        subject=subject,
+        headline=verdict,
+        key_figures=wording.key_figures(slices),
+        findings=[one for one in report.findings if one.evidence != verdict.detail],
+        setting_sentence=_setting_sentence(slices),
+        sections=[section for section in sections if not section.is_empty],
+        columns=wording.COLUMNS,
+        arm_cells=wording.arm_cells,
+        focus=_focus(slices),
+        before=report.gate.baseline if report.gate else "",
+        after=RETRAINED,
+    )
+
+
+def _sections(slices: Slices, drawn: Sequence[FigureFile], serving: Mapping[str, str]) -> list[Section]:
+    report, groups = slices.report, wording.group_arms(slices.report)
+
+    def figures(*stems: str) -> list[FigureFile]:
+        return [figure for stem in stems for figure in drawn if figure.stem.startswith(stem)]
+
+    axes = axis_tables(slices)
+    gate, told = report.gate, tuple[str, ...]()
+    if gate is not None:
+        told = (f"{gate.outcome.capitalize()} against {gate.baseline}. {wording.capitalised(gate.reason)}",)
+    real = (
+        "First arm minus second, paired by prompt, intervals over groups of prompts. "
+        f"{wording.count_real(report)} of the report's comparisons are real, at 5 % over all of them together (Holm). "
+        "Other settings are in comparisons.csv."
+    )
+    held_out = wording.held_out_sentence(report.settings)
+    return [
+        Section("Same trunk, same prompts", arms=groups.alike),
+        Section(
+            "Another trunk, shown apart",
+            (wording.apart_sentence(groups, report.settings),),
+            arms=groups.apart,
+            mark="other trunk",
+        ),
+        Section("What to serve", statements=tuple(wording.serving_sentences(slices)), rows=tuple(serving.items())),
+        Section("Figures", figures=figures("tau", "marginal_acceptance", "speedup")),
+        Section("Training", figures=figures("loss", "held_out", "learning_rate")),
+        Section("Differences", (real,), tables=(difference_table(slices), difference_matrix(slices))),
+        Section("By position in the draft", tables=(position_table(report),)),
+        Section("By task", figures=figures("tasks_"), tables=(axes["task"],)),
+        Section("By temperature", (_RULE_NOTE,), tables=(axes["setting"],)),
+        Section("By depth", figures=figures("depth"), tables=(axes["drafts"],)),
+        Section("By context", figures=figures("context"), tables=(axes["context"],)),
+        Section("Along the output", figures=figures("output_position")),
+        Section("What it costs", figures=figures("costs"), tables=(cost_table(report),)),
+        Section("The served model", rows=wording.flatten(report.endpoint or {})),
+        Section("Sample texts", (_SAMPLE_NOTE,), samples=report.samples),
+        Section("Is it lossless?", statements=(wording.lossless_sentence(report.lossless),)),
+        Section("Is the text new to the head?", statements=(held_out,) if held_out else ()),
+        Section("The gate", (wording.power_sentence(gate), _GATE_NOTE), told, tables=(gate_table(gate),)),
+        Section(
+            "Recorded, not measured here", (wording.recorded_sentence(groups),), arms=groups.recorded, mark="recorded"
+        ),
+        Section("Settings", rows=wording.flatten(report.settings)),
+    ]
+
+
+def _setting_sentence(slices: Slices) -> str:
+    if slices.headline is None:
+        return ""
+    return (
+        f"Unless a table states another setting: {wording.setting_words(slices.headline)}. "
+        f"All {len(slices.report.cells):,} cells are in acceptance.csv."
+    )
+
+
+def _focus(slices: Slices) -> str | None:
+    """Return the name of the arm that is highlighted: the retrained head, or the best of several."""
+    ranked = slices.ranked()
+    if RETRAINED in wording.group_arms(slices.report).alike:
+        return RETRAINED
+    return ranked[0][0] if len(ranked) > 1 else None
+
 
 MARGINAL_CI95 = "marginal_ci95"
 PAGE_FILE = "report.html"
@@ -33,17 +182,9 @@ def write_report(
     metrics: Sequence[Mapping[str, Any]] = (),
     serving: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a report, replacing an earlier one.
+    """Write a report to a directory, replacing an earlier one.
 
-    Everything is rendered before the first byte is written. Every file is written under a temporary name before the
-    first is renamed, and ``report.json`` is renamed last. So an earlier report stays intact when something fails.
-
-    Args:
-        report: The report.
-        out: The directory of the run or study; created where it is missing.
-        provenance: Origin of the figures for the page; nested values are flattened.
-        metrics: The lines of a run's ``metrics.jsonl``, for the curves of training.
-        serving: The commands that serve a run's export, by engine.
+    Everything is rendered before the first byte is written, each file is replaced as a whole, ``report.json`` last.
     """
     figures = render_figures(report, metrics)
     files = {Path("figures") / f"{figure.stem}.png": figure.png for figure in figures}
@@ -51,7 +192,9 @@ def write_report(
     files |= {Path(f"{name}.csv"): table.csv().encode() for name, table in csv_tables(report).items()}
     encoded = json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
     files[Path(REPORT_FILE)] = f"{encoded}\n".encode()
-    _replace_files(out, files)
+    for path, content in files.items():
+        (out / path).parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(out / path, content)
     for path in (out / "figures").glob("*.png"):
         if re.fullmatch(FIGURE_STEM, path.stem) and path.relative_to(out) not in files:
             path.unlink()
@@ -78,7 +221,6 @@ class FlatTable:
     rows: list[list[Any]]
 
     def csv(self) -> str:
-        """Return the table as CSV."""
         buffer = io.StringIO()
         rows = ([_plain_text(value) for value in row] for row in (self.columns, *self.rows))
         csv.writer(buffer, lineterminator="\n").writerows(rows)
@@ -117,33 +259,11 @@ def flat_table(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Fl
     return table
 
 
-def _replace_files(run_dir: Path, files: Mapping[Path, bytes]) -> None:
-    aside = {run_dir / path: run_dir / path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in files}
-    try:
-        for (target, temporary), content in zip(aside.items(), files.values(), strict=True):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as handle:
-                handle.write(content)
-                handle.flush()
-                os.fsync(handle.fileno())
-        for target, temporary in aside.items():
-            temporary.replace(target)
-    finally:
-        for temporary in aside.values():
-            temporary.unlink(missing_ok=True)
-
-
 def log_report(report: Report, out: Path, tracking: Tracking, config: Mapping[str, Any] | None = None) -> None:
     """Log a report that was written to ``out`` to each tracker, once: :data:`TRACKED_FILE` names those that have it.
 
     A rerun of the command logs a report whose logging failed or was off. All trackers get the numbers; Weights & Biases
-    gets tables, figures and the page too.
-
-    Args:
-        report: The report.
-        out: Its directory. The report of a run goes to the tracked run of its training.
-        tracking: The trackers.
-        config: Settings that are shown with the run; None for those of the report.
+    gets tables, figures and the page too. A run's go to the tracked run of its training; ``config`` is shown with it.
     """
     done = read_tracked(out).get("report", [])
     with tracking.opened(out, config or report.settings, only=lambda name: name not in done) as trackers:

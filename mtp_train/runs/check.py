@@ -26,7 +26,7 @@ from mtp_train.heads.diagnose import trunk_config
 from mtp_train.recipe.loading import RecipeLike, dump_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
-from mtp_train.runs.display import serving_lines, wiring_note
+from mtp_train.runs.display import Shown, serving_lines, wiring_note
 from mtp_train.runs.head_source import require_source_model
 from mtp_train.runs.inputs import RunText, gather_text, recipe_tokenizer
 from mtp_train.runs.refusals import HeadOnTrunk, raise_together, refusals
@@ -48,7 +48,7 @@ from mtp_train.trunk.precision import resolve_precision
 
 
 @dataclass(frozen=True)
-class CheckResult:
+class CheckResult(Shown):
     """The resolved recipe and its estimates, as :func:`check` returns them."""
 
     recipe: Recipe
@@ -95,7 +95,6 @@ class CheckResult:
         return self.room.in_shards
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, as ``mtp-train check --json`` prints them."""
         shards = self.memory_in_shards
         return {
             "fits": self.room.problem is None,
@@ -125,10 +124,7 @@ class CheckResult:
         """Return the resolved recipe, and the reasons for settings that were ``auto`` as comments."""
         return dump_recipe(self.recipe) + "".join(f"# {choice}\n" for choice in self.choices)
 
-    def __str__(self) -> str:
-        return "\n".join(f"{label}: {text}" for label, text in self._lines())
-
-    def _lines(self) -> Iterator[tuple[str, str]]:
+    def _rows(self) -> Iterator[tuple[str, str]]:
         recipe, plan, problem = self.recipe, self.plan, self.room.problem
         if problem is not None:
             yield "does not fit", problem
@@ -311,11 +307,7 @@ def _checkpoint(recipe: Recipe) -> Checkpoint | None:
 
 
 def _text(recipe: Recipe, trunk: Path, config: RawConfig, vocab_size: int) -> RunText | None:
-    """Read the data as a run does, and split it; None without a tokenizer.
-
-    Raises:
-        MtpError: A run would refuse the data or the tokenizer.
-    """
+    """Read the data as a run does, and split it; None without a tokenizer."""
     if not any(file for pattern in TOKENIZER_PATTERNS for file in trunk.glob(pattern)):
         return None
     tokenizer = recipe_tokenizer(recipe, Checkpoint(trunk, config, None, {}))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import html
 import io
+import json
 import logging
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, ConsoleRenderable, RenderableType, RenderHook
 from rich.control import Control
@@ -79,7 +82,6 @@ class _Log(RenderHook):
         return renderables
 
     def write(self, text: str) -> None:
-        """Append text, once the directory is a run's."""
         self._kept += text
         if (self._file.parent / RECIPE_FILE).exists():
             with self._file.open("a", encoding="utf-8") as handle:
@@ -87,19 +89,44 @@ class _Log(RenderHook):
             self._kept = ""
 
 
-def rich_to_text(renderable: RenderableType) -> str:
-    """Return a rich renderable as plain text, at most 100 columns wide and without colours."""
-    # Without force_jupyter=False rich displays the table in a notebook instead of writing it to the file.
-    console = Console(file=io.StringIO(), width=_WIDTH, force_jupyter=False, force_terminal=False, record=True)
-    console.print(renderable)
-    return console.export_text().rstrip()
+class Shown:
+    """Base of results, which are dataclasses: plain JSON, a title over labelled rows, and a table in notebooks."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, as the command prints them with ``--json``."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))  # type: ignore[call-overload]
+        return values
+
+    def _title(self) -> str:
+        return ""
+
+    def _rows(self) -> Iterable[tuple[str, str]]:
+        return ()
+
+    def __str__(self) -> str:
+        rows = (f"{label}: {text}" for label, text in self._rows())
+        return "\n".join([self._title(), *rows]).removeprefix("\n")
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title(), ("", ""), self._rows())
 
 
-def rich_to_html(renderable: RenderableType) -> str:
-    """Return a rich renderable as preformatted HTML with its colours, for ``_repr_html_``."""
-    console = Console(file=io.StringIO(), width=_WIDTH, force_jupyter=False, record=True)
-    console.print(renderable)
-    return console.export_html(inline_styles=True, code_format=_PRE)
+class RichlyShown(Shown):
+    """Base of results that rich renders, in a notebook with its colours."""
+
+    def __rich__(self) -> RenderableType:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        # Without force_jupyter=False rich displays the table in a notebook instead of writing it to the file.
+        console = Console(file=io.StringIO(), width=_WIDTH, force_jupyter=False, force_terminal=False, record=True)
+        console.print(self.__rich__())
+        return console.export_text().rstrip()
+
+    def _repr_html_(self) -> str:
+        console = Console(file=io.StringIO(), width=_WIDTH, force_jupyter=False, record=True)
+        console.print(self.__rich__())
+        return console.export_html(inline_styles=True, code_format=_PRE)
 
 
 def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -120,7 +147,7 @@ def serving_lines(serves: Mapping[str, str]) -> list[tuple[str, str]]:
     for engine, text in serves.items():
         several = len(unverified) > 1 and text in unverified
         together.setdefault("not verified by this project" if several else text, []).append(engine)
-    if len(together) == 1:
+    if len(together) == 1 < len(serves):
         return [("every engine", text) for text in together]
     return [(", ".join(engines), text) for text, engines in together.items()]
 

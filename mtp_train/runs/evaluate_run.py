@@ -24,17 +24,18 @@ from mtp_train.checkpoints.locations import EXPORT, HEAD, head_directory
 from mtp_train.checkpoints.suggestions import evaluate_command, graft_command, grafted_name
 from mtp_train.data.tokenize import Document
 from mtp_train.evaluation.assemble import Measurements, assemble
-from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_SETTINGS, DecodingOptions, Lane, Prompts, TrunkArms
+from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_SETTINGS, Lane, Prompts, TrunkArms
 from mtp_train.evaluation.grid import left_out
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, PromptRecord, Setting, TaskPrompt
 from mtp_train.evaluation.results import UNJUDGED, ArmResult, Cell, Report, SampleText, read_record, recommended
-from mtp_train.evaluation.run import Processes, measure_trunk
+from mtp_train.evaluation.run import measure_trunk
 from mtp_train.evaluation.statistics import MeasuredArm, checked_records
-from mtp_train.heads.build import HeadPlan, build_head, native_plan
+from mtp_train.heads.build import HeadPlan, build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.slices import slice_report
+from mtp_train.runs.head_source import source_plan
 from mtp_train.runs.inputs import Inputs
 from mtp_train.runs.run import Run
 from mtp_train.runs.settings import run_settings
@@ -72,16 +73,11 @@ def evaluate_run(run: Run, trunk: Trunk, training: Sequence[Document]) -> Report
     held_out = held_out_figures(inputs, outputs, training)
     # The recorded arms are heads of the trunk's own kind.
     others = recorded_arms(recipe.model.trunk) if recipe.head.kind == "mtp" else {}
+    depths, no_gain = slice_report(report).by_depth(RETRAINED), without_gain(run.directory.path)
     return replace(
         report,
         arms={**report.arms, **others},
-        gate=judge(
-            recipe,
-            found.arms,
-            settings,
-            slice_report(report).by_depth(RETRAINED),
-            without_gain(run.directory.path),
-        ),
+        gate=judge(recipe, found.arms, settings, depths, no_gain),
         settings={**report.settings, "held_out": held_out},
         samples=sample_texts(found.arms, settings[0], inputs, recipe.gate_baseline),
     )
@@ -129,7 +125,12 @@ def measure_arms(run: Run, trunk: Trunk, settings: Sequence[Setting]) -> Measure
     if same is not None:
         start = next(arm for arm in arms if arm.name == same)
         arms.append(replace(start, name=RETRAINED, head=str(run.directory.path / HEAD)))
-    facts = trunk_facts(recipe, trunk) | {"processes": run.accelerator.num_processes}
+    facts = {
+        "dtype": trunk.dtype_name,
+        "offload": recipe.model.offload,
+        "device": device_name(trunk.lm_head_VD.device),
+        "processes": run.accelerator.num_processes,
+    }
     dense = arms[0].dense.get((first.temperature, None))
     if dense is not None and len(dense.entropy_N):
         facts["target_entropy_median"] = float(np.median(dense.entropy_N[dense.valid_KN[0]]))
@@ -151,31 +152,33 @@ def measure(
     shallow: Sequence[Lane] = (),
 ) -> list[MeasuredArm]:
     """Measure drafters of a trunk on the held-out prompts, after plain decoding (:func:`measure_trunk`)."""
-    recipe, inputs, accelerator = run.recipe, run.inputs, run.accelerator
+    recipe, inputs = run.recipe, run.inputs
     name = trunk_name or recipe.model.trunk
     trained = str(run.directory.path / HEAD)
     names = dict.fromkeys(drafting, name) | {GRAFT: recipe.model.head_from or name, RETRAINED: trained}
-    options = DecodingOptions(
+    prompts: Prompts = {None: [TaskPrompt.of(one, HELD_OUT_TASK) for one in inputs.held_out]}
+    arms = TrunkArms(
+        trunk=trunk,
+        name=name,
+        drafting=drafting,
+        head_names=names,
         max_new_tokens=recipe.evaluate.max_new_tokens,
         eos_ids=inputs.eos_ids,
         seed=recipe.seed,
         seq_len_tokens=recipe.data.seq_len_tokens,
         dense_tokens=recipe.evaluate.dense_tokens,
     )
-    prompts: Prompts = {None: [TaskPrompt.of(one, HELD_OUT_TASK) for one in inputs.held_out]}
-    processes = Processes(accelerator.process_index, accelerator.num_processes, accelerator.gather_items)
-    arms = TrunkArms(trunk=trunk, name=name, drafting=drafting, head_names=names, options=options)
-    return measure_trunk(arms, prompts, lanes, run.progress, processes, shallow=shallow)
+    return measure_trunk(arms, prompts, lanes, run.progress, run.processes, shallow=shallow)
 
 
 def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadPlan]:
     """Return the heads to measure on the fine-tune's trunk; the gate's baseline is always among them."""
     wanted = {*recipe.evaluate.arms, recipe.gate_baseline, RETRAINED}
     plans: dict[str, HeadPlan] = {}
-    if GRAFT in wanted and (graft := inputs.graft(recipe)) is not None:
-        plans[GRAFT] = graft
+    if GRAFT in wanted and inputs.donor is not None:
+        plans[GRAFT] = source_plan(recipe, inputs.finetune, inputs.donor)
     if NATIVE in wanted:
-        plans[NATIVE] = native_plan(inputs.finetune, recipe.head.convention)
+        plans[NATIVE] = graft_plan(inputs.finetune, inputs.finetune, recipe.head.convention)
     plans[RETRAINED] = load_artifact(run_dir / HEAD)
     return plans
 
@@ -204,7 +207,7 @@ def measure_vanilla(run: Run, base: Checkpoint, setting: Setting, dtype: torch.d
         )
     if recipe.model.offload is not None:
         offload_layers(trunk, recipe.model.offload, device, run.directory.path)
-    heads = {VANILLA: _drafting(native_plan(base, recipe.head.convention), base, trunk)}
+    heads = {VANILLA: _drafting(graft_plan(base, base, recipe.head.convention), base, trunk)}
     at_home = replace(run, inputs=replace(inputs, held_out=inputs.home or inputs.held_out))
     return measure(at_home, trunk, heads, [(VANILLA, setting)], name)[1]
 
@@ -228,15 +231,7 @@ def judge(
     depths: Mapping[int, Cell],
     no_gain: str | None = None,
 ) -> GateVerdict:
-    """Apply the gate: refuse a decoder that changed an output, and a head that is not better than its baseline.
-
-    Args:
-        recipe: The gate's baseline and confidence.
-        arms: The measured arms.
-        settings: The settings to judge at.
-        depths: The retrained head by number of drafts a round.
-        no_gain: That training gave no gain, in words.
-    """
+    """Apply the gate: refuse a decoder that changed an output, and a head that is not better than its baseline."""
     baseline = recipe.gate_baseline
     broken = [one.prompt_id for one in checked_records(arms) if one.same_as_plain == "divergence"]
     if broken:
@@ -267,18 +262,15 @@ def judge(
 
 
 def _next_step(recipe: Recipe, verdict: GateVerdict, depths: Mapping[int, Cell]) -> str:
-    """Return what to do about a head that is not shown to pay."""
     best = recommended(depths.values())
     if best is not None and best.depth != recipe.draft_depth and recipe.gate.break_even_tau is None:
         return f"Fewer drafts a round are shown to pay: set evaluate.depth to {best.depth}"
     if verdict.outcome == "undecided":
         return "Measure more: raise evaluate.prompts and data.holdout, or leave the machine to the evaluation alone"
-    other = (
-        ""
-        if recipe.gate.break_even_tau is not None
-        else (". If another engine will serve the head, set gate.break_even_tau to that engine's")
-    )
-    return f"Train for longer, or serve without drafts{other}"
+    advice = "Train for longer, or serve without drafts"
+    if recipe.gate.break_even_tau is None:
+        advice += ". If another engine will serve the head, set gate.break_even_tau to that engine's"
+    return advice
 
 
 def sample_texts(
@@ -304,10 +296,7 @@ def sample_texts(
 
 
 def evaluation_settings(recipe: Recipe, inputs: Inputs, settings: Sequence[Setting]) -> dict[str, Any]:
-    """Return how everything was measured; figures measured with other settings are not comparable.
-
-    The sampling parameters are the first setting's, which the report's arms are measured at.
-    """
+    """Return how everything was measured, sampling parameters as of the first setting, which the report's arms have."""
     first, ignored = settings[0], left_out(inputs.finetune)
     return {
         "trunk": recipe.model.trunk,
@@ -338,25 +327,8 @@ def evaluation_settings(recipe: Recipe, inputs: Inputs, settings: Sequence[Setti
 _OF_TRAINING = ("trunk", "head_from", "depth", "train_precision", "loss", "train_steps", "tokens_per_step", "seed")
 
 
-def trunk_facts(recipe: Recipe, trunk: Trunk) -> dict[str, Any]:
-    """Return how the trunk was held while the built-in decoder measured it."""
-    device = device_name(trunk.lm_head_VD.device)
-    return {"dtype": trunk.dtype_name, "offload": recipe.model.offload, "device": device}
-
-
 def recorded_arms(trunk: str) -> dict[str, ArmResult]:
-    """Return the recorded arms on the fine-tune, ``measured_here`` false; none for any other trunk.
-
-    - ``control``: a head trained for as many steps on the base's old code instead of the fine-tune's answers.
-    - ``ceiling``: a head trained for ten times the steps.
-    - ``random``: a head that starts from random weights.
-    - ``table``: no head, but a static table of n-grams and their next tokens in the fine-tune's answers.
-
-    All were measured on the recipe's own held-out prompts.
-
-    Args:
-        trunk: The trunk as the recipe names it.
-    """
+    """Return the demo's recorded arms (``report.wording.RECORDED``), on its held-out prompts; none on other trunks."""
     if trunk != f"{PREFIX}finetune":
         return {}
     arms = recorded()["arms"]
@@ -368,37 +340,26 @@ def held_out_figures(
 ) -> dict[str, int | float | None]:
     """Return the numbers of held-out prompts and groups, and the overlap of prompts and outputs with training text."""
     texts = [(*prompt.prompt_ids, *output) for prompt, output in zip(inputs.held_out, outputs, strict=True)]
-    special_ids: Any = inputs.tokenizer.all_special_ids
-    found = measure_overlap(texts, (document.input_ids for document in training), special_ids)
-    return {
-        "prompts": len(inputs.held_out),
-        "groups": len({prompt.group for prompt in inputs.held_out}),
-        "overlap_8gram": found.share,
-        "template_8gram": found.template_share,
-        "prompts_seen": found.seen,
-    }
+    found = measure_overlap(texts, (document.input_ids for document in training), inputs.tokenizer.all_special_ids)
+    groups = len({prompt.group for prompt in inputs.held_out})
+    return {"prompts": len(inputs.held_out), "groups": groups, **found._asdict()}
 
 
 class Overlap(NamedTuple):
     """The overlap of held-out texts with training texts. Where it is high, they or near copies were trained on."""
 
-    share: float | None
+    overlap_8gram: float | None
     """Share of their 8-grams without templates that occur in training; None if there are no such 8-grams."""
-    template_share: float | None
+    template_8gram: float | None
     """Share of all their 8-grams that are part of templates."""
-    seen: int
+    prompts_seen: int
     """Number of texts with a share of ``SEEN_SHARE`` or more."""
 
 
 def measure_overlap(held_out: Sequence[Text], training: Iterable[Text], special_ids: Collection[int] = ()) -> Overlap:
-    """Measure the overlap of held-out texts with training texts.
+    """Measure the overlap of held-out texts with training texts; no n-gram contains one of ``special_ids``.
 
     It takes about 0.1 ms for a training text of 500 tokens, and memory for the held-out text only.
-
-    Args:
-        held_out: Tokens of each text.
-        training: Likewise.
-        special_ids: The tokenizer's special tokens. No n-gram contains one.
     """
     special = np.array(sorted(special_ids), dtype=np.int64)
     texts = [ngram_hashes(text, special) for text in held_out]
@@ -419,9 +380,7 @@ def measure_overlap(held_out: Sequence[Text], training: Iterable[Text], special_
         hits = int((counts[kept] > 0).sum())
         every, own, overlapping = every + len(hashes), own + len(kept), overlapping + hits
         seen += bool(len(kept)) and hits >= SEEN_SHARE * len(kept)
-    return Overlap(
-        share=overlapping / own if own else None, template_share=1 - own / every if every else None, seen=seen
-    )
+    return Overlap(overlapping / own if own else None, 1 - own / every if every else None, seen)
 
 
 def ngram_hashes(text: Text, special: NDArray[np.int64]) -> NDArray[np.uint64]:

@@ -64,10 +64,6 @@ def write_export(
 
     An ``adapter`` is merged into the exported trunk. ``form`` is the format of a draft model, ``hub_id`` the trunk's
     id in it.
-
-    Raises:
-        OutputExistsError: ``out`` exists.
-        CheckpointError: The adapter cannot be merged, no engine reads such a draft model, or the disk is full.
     """
     if artifact.family.kind == "mtp":
         write_adapted(trunk, layout_of(trunk), artifact.head, out, adapter=adapter, link=link, progress=progress)
@@ -79,12 +75,7 @@ def write_export(
 
 
 def require_exportable(trunk: Checkpoint, kind: str, adapter: Path | None) -> None:
-    """Check that a head of a kind can be exported for a trunk, before anything is trained.
-
-    Raises:
-        CheckpointError: The adapter cannot be merged, no engine reads such a draft model for this trunk, or the trunk's
-            directory contains links that are not copied.
-    """
+    """Check that a head of a kind can be exported for a trunk, before anything is trained."""
     layout = layout_of(trunk)
     # Raises if a link prevents copying.
     source_files(trunk)
@@ -102,7 +93,6 @@ def require_exportable(trunk: Checkpoint, kind: str, adapter: Path | None) -> No
 
 
 def write_card(run_dir: Path, out: Path) -> None:
-    """Write the card of the export ``out`` of an evaluated run."""
     recipe, provenance = load_recipe(run_dir / RECIPE_FILE), read_json(run_dir / PROVENANCE_FILE)
     report, trunk, base = load_report(run_dir / REPORT_FILE), provenance["trunk"], provenance["head_from"]
     tool = f"mtp-train {provenance['versions']['mtp-train']}"

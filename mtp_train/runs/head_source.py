@@ -38,7 +38,6 @@ class LoneHead:
 
     @property
     def kind(self) -> str:
-        """Its kind, as ``head.kind`` names it."""
         return self.stored.kind.name if isinstance(self.stored, DraftModel) else self.stored.family.kind
 
     @property
@@ -47,11 +46,6 @@ class LoneHead:
 
 
 def open_head_source(location: str) -> Checkpoint | LoneHead:
-    """Open the source of a head.
-
-    Raises:
-        CheckpointError: It is neither a checkpoint nor a head, or it is damaged.
-    """
     directory = head_directory(location)
     if directory is not None:
         return LoneHead(directory, load_artifact(directory))
@@ -61,13 +55,6 @@ def open_head_source(location: str) -> Checkpoint | LoneHead:
 
 
 def source_plan(recipe: Recipe, finetune: Checkpoint, source: Checkpoint | LoneHead) -> HeadPlan:
-    """Plan to start from the head of ``model.head_from``.
-
-    Raises:
-        RecipeError: It is of another kind than ``head.kind``, or has fewer blocks than ``head.num_depths``.
-        CheckpointError: The source has no complete head, or it does not fit the trunk.
-        UnsupportedModelError: The family has no convention of the recipe's name, or engines agree on no such head.
-    """
     head, found = recipe.head, "mtp" if isinstance(source, Checkpoint) else source.kind
     if found != head.kind:
         raise RecipeError(
@@ -96,11 +83,7 @@ def source_plan(recipe: Recipe, finetune: Checkpoint, source: Checkpoint | LoneH
 
 
 def _of_draft(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
-    """Return the plan of a draft model. Where its output matrix is a copy of the trunk's rows, those rows are used.
-
-    Raises:
-        UnsupportedModelError: It reads other layers of the trunk than an export can name.
-    """
+    """Return the plan of a draft model. Where its output matrix is a copy of the trunk's rows, those rows are used."""
     plan, text_config = draft_plan(draft, trunk), text_config_of(trunk)
     usual = of_kind(trunk.family, draft.kind.name).wiring.trunk_layers(text_config)
     if draft.trunk_layers not in (None, usual):
@@ -124,23 +107,18 @@ def _of_draft(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
 
 
 def require_source_model(recipe: Recipe) -> None:
-    """Check that ``model.head_from`` is a model where the recipe uses its trunk or its files, and not a head alone.
-
-    Raises:
-        RecipeError: It is a head alone.
-    """
+    """Check that ``model.head_from`` is a model where the recipe uses its trunk or its files, and not a head alone."""
     location, arms = recipe.model.head_from, recipe.evaluate.arms
     if location is None or (VANILLA not in arms and recipe.study is None) or not is_lone(location):
         return
     found = f"model.head_from: {location} has a head and no exported checkpoint with its trunk"
     if recipe.study is not None:
         raise RecipeError(f"{found}, with study; expected a checkpoint. Name the base in model.head_from.")
-    if VANILLA in arms:
-        kept = ", ".join(arm for arm in arms if arm != VANILLA)
-        raise RecipeError(
-            f"{found}, with the arm vanilla, the model of model.head_from; expected a checkpoint. Write "
-            f"evaluate.arms: [{kept}], or name the base in model.head_from."
-        )
+    kept = ", ".join(arm for arm in arms if arm != VANILLA)
+    raise RecipeError(
+        f"{found}, with the arm vanilla, the model of model.head_from; expected a checkpoint. Write "
+        f"evaluate.arms: [{kept}], or name the base in model.head_from."
+    )
 
 
 def is_lone(location: str) -> bool:

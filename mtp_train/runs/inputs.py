@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from mtp_train.acceptance.names import VANILLA
 from mtp_train.answers.generate import RESPONSE_ROOM_TOKENS
-from mtp_train.checkpoints.demo import GROUP_FIELD, home_source, resolve
+from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, home_source, resolve
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.identity import Contents
 from mtp_train.checkpoints.locations import locate_adapter, locate_checkpoint, open_location
@@ -81,16 +81,7 @@ class Inputs:
 
     @property
     def base(self) -> Checkpoint | None:
-        """The donor if it is a checkpoint."""
         return self.donor if isinstance(self.donor, Checkpoint) else None
-
-    def graft(self, recipe: Recipe) -> HeadPlan | None:
-        """Return the plan of the head of ``model.head_from`` on the trunk; None if the recipe names none.
-
-        Raises:
-            CheckpointError: It does not fit the trunk.
-        """
-        return None if self.donor is None else source_plan(recipe, self.finetune, self.donor)
 
 
 class RunText(NamedTuple):
@@ -113,11 +104,7 @@ class RunText(NamedTuple):
 
 
 def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs:
-    """Open and check everything that a run reads. Writes nothing and does not load the trunk.
-
-    Raises:
-        MtpError: An input is missing, malformed, or does not fit the recipe.
-    """
+    """Open and check everything that a run reads. Writes nothing and does not load the trunk."""
     finetune = open_location(recipe.model.trunk)
     require_source_model(recipe)
     donor = open_head_source(recipe.model.head_from) if recipe.model.head_from else None
@@ -154,17 +141,11 @@ def gather_inputs(recipe: Recipe, world_size: int, progress: Progress) -> Inputs
 
 
 def recipe_tokenizer(recipe: Recipe, trunk: Checkpoint) -> Any:
-    """Load the tokenizer of a recipe's trunk, or of the adapter on it."""
     adapter = locate_checkpoint(recipe.model.adapter) if recipe.model.adapter else None
     return load_tokenizer(trunk, recipe.model.trust_remote_code, adapter)
 
 
 def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progress | None = None) -> RunText:
-    """Read, split and tokenize everything that a run trains on and evaluates on.
-
-    Raises:
-        DataError: A source cannot be read, a side of the split is empty or too small, or a token has no embedding.
-    """
     require_variables(tokenizer, recipe.data.chat_template_kwargs, "data.chat_template_kwargs")
     training, held_out_records = split_records(recipe, progress)
     notes = template_notes([*training, *held_out_records], tokenizer)
@@ -196,11 +177,7 @@ def plan_head(recipe: Recipe, finetune: Checkpoint, donor: Checkpoint | LoneHead
 
 
 def split_records(recipe: Recipe, progress: Progress | None = None) -> tuple[list[Record], list[Record]]:
-    """Return the training records and the held-out records. No group is on both sides.
-
-    Raises:
-        DataError: A source cannot be read, or a side would be empty.
-    """
+    """Return the training records and the held-out records. No group is on both sides."""
     return split_by_group(read_records(recipe, progress), recipe.data.holdout, recipe.seed)
 
 
@@ -212,11 +189,7 @@ def split_sentence(training: Sequence[Record], held_out: Sequence[Record], promp
 
 
 def load_sources(recipe: Recipe) -> list[list[Record]]:
-    """Return the records of every source of the recipe, with the recipe's variables for the chat template.
-
-    Raises:
-        DataError: A source cannot be read.
-    """
+    """Return the records of every source of the recipe, with the recipe's variables for the chat template."""
     loaded = (
         load_records(
             resolve(source.path),
@@ -253,11 +226,6 @@ def read_records(recipe: Recipe, progress: Progress | None = None) -> list[Recor
 
 
 def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any) -> list[Prompt]:
-    """Return the prompts to regenerate responses for.
-
-    Raises:
-        DataError: A record has no prompt, or no prompt leaves room for a response.
-    """
     for record in records:
         if isinstance(record.content, PlainText):
             raise DataError(
@@ -277,11 +245,7 @@ def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any)
 
 
 def evaluation_prompts(recipe: Recipe, records: Sequence[Record], tokenizer: Any) -> list[Prompt]:
-    """Return the held-out prompts that every arm decodes, as evenly from the groups as possible.
-
-    Raises:
-        DataError: There is no such prompt.
-    """
+    """Return the held-out prompts that every arm decodes, as evenly from the groups as possible."""
     prompts = choose_evenly(build_prompts(records, tokenizer), recipe.evaluate.prompts, recipe.seed)
     if not prompts:
         raise DataError(
@@ -292,9 +256,20 @@ def evaluation_prompts(recipe: Recipe, records: Sequence[Record], tokenizer: Any
 
 
 def home_prompts(recipe: Recipe, tokenizer: Any) -> list[Prompt]:
-    """Return prompts of the vanilla model's own kind if they are distributed with it, else none."""
-    source = home_source(recipe.model.head_from)
-    if source is None or VANILLA not in recipe.evaluate.arms:
-        return []
-    records = load_records(resolve(source), group_field=GROUP_FIELD, name=source)
-    return choose_evenly(build_prompts(records, tokenizer), min(recipe.evaluate.prompts, HOME_PROMPTS), recipe.seed)
+    """Return prompts of the vanilla model's own kind of text, if any is named or distributed with it."""
+    number, paths = recipe.evaluate.prompts, list[str]()
+    if recipe.study is not None:
+        paths = list(recipe.study.vanilla_sources)
+    elif VANILLA in recipe.evaluate.arms and (source := home_source(recipe.model.head_from)) is not None:
+        number, paths = min(number, HOME_PROMPTS), [source]
+    groups = [GROUP_FIELD if path.startswith(PREFIX) else None for path in paths]
+    loaded = [load_records(resolve(path), group_field=its, name=path) for path, its in zip(paths, groups, strict=True)]
+    variables = recipe.data.chat_template_kwargs
+    records = [with_variables(record, variables) for records in loaded for record in records]
+    prompts = choose_evenly(build_prompts(records, tokenizer), number, recipe.seed)
+    if records and not prompts:
+        raise DataError(
+            f"study.vanilla_sources: {len(records)} texts, none long enough to continue; expected at least one of two "
+            "tokens. Use longer texts."
+        )
+    return prompts

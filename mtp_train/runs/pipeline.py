@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from rich.console import Console, Group, RenderableType
@@ -33,7 +32,7 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.report.summary import summary
 from mtp_train.report.wording import capitalised, serving_depth
 from mtp_train.report.write import PAGE_FILE, log_report, write_report
-from mtp_train.runs.display import logged, quiet_progress, rich_to_html, serving_lines, wiring_note
+from mtp_train.runs.display import RichlyShown, Shown, logged, quiet_progress, serving_lines, wiring_note
 from mtp_train.runs.evaluate_run import evaluate_run, served_commands, unjudged, without_gain
 from mtp_train.runs.export import write_card, write_export
 from mtp_train.runs.refusals import check_decoder
@@ -76,7 +75,6 @@ def run(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | Non
         PosixPath('runs/a/export')
     """
     checked, choices = resolved_recipe(recipe, overrides)
-    run_dir = Path(checked.run_dir)
     try:
         outcome = run_recipe(checked, console or Console(quiet=True), choices)
         # A finished run returns the outcome that it recorded, which may be the gate's refusal.
@@ -84,28 +82,15 @@ def run(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | Non
             kind = GateUndecidedError if outcome.reason == GateUndecidedError.reason else GateRefusedError
             raise kind(outcome.message)
     except GateRefusedError as error:
-        error.run_dir = run_dir
+        error.run_dir = Path(checked.run_dir)
         raise
-    return RunResult(run_dir, outcome.exit_code, outcome.reason, outcome.message, outcome.stage)
+    return RunResult(**vars(outcome), run_dir=Path(checked.run_dir))
 
 
 def run_recipe(recipe: Recipe, console: Console, choices: Sequence[Choice] = ()) -> Outcome:
-    """Run a recipe to its outcome, and record it in the run directory.
-
-    Args:
-        recipe: The recipe.
-        console: Where progress bars and the table of results are printed.
-        choices: Fields that were ``auto``; those that depend on the training text are resolved once it exists.
-
-    Returns:
-        The outcome; the recorded one if the run had finished before.
-
-    Raises:
-        MtpError: The user's input is wrong, the gate refused, or a process was lost. The outcome is recorded first if
-            the run directory belongs to this run.
-    """
+    """Run a recipe to its outcome, which is recorded as errors are, or return that of a run that had finished."""
     directory = RunDirectory(Path(recipe.run_dir))
-    with stopped_by_signals(), full_disk_is_named(directory.path, what="the run"):
+    with stopped_by_signals():
         directory.require_ours(recipe)
         earlier = directory.outcome
         if earlier is not None and earlier.finished:
@@ -133,10 +118,8 @@ def _joined(
     console.print(describe_processes(accelerator), highlight=False)
     for choice in choices:
         console.print(str(choice), highlight=False)
-    bars, memory = (
-        progress_on(console, is_main=accelerator.is_main_process),
-        memory_is_named(recipe, lambda: attempt.stage),
-    )
+    bars = progress_on(console, is_main=accelerator.is_main_process)
+    memory = memory_is_named(recipe, lambda: attempt.stage)
     with full_disk_is_named(directory.path, what="the run"), lost_process_is_named(), memory, bars as progress:
         run = Run.begin(recipe, directory, accelerator, progress, attempt)
         precision, reason = resolve_precision(recipe.train.precision, accelerator.device)
@@ -146,17 +129,47 @@ def _joined(
 
 def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcome:
     """Run all stages. The processes share all but the report and the export, which are the main process's."""
-    if run.recipe.study is not None:
-        from mtp_train.runs.study import run_study_stages
+    study = run.recipe.study
+    if study is not None:
+        from mtp_train.runs.study import measure_study_heads, study_outcome
 
-        return run_study_stages(run, run.recipe.study, console)
-    trunk = RunTrunk(run)
+        report = measure_study_heads(run, study)
+    else:
+        report = _train_and_measure(run, auto)
+    if report is None:
+        return Outcome(0, "done", "", DONE)
+    _report(run, report, console)
+    if study is not None:
+        return study_outcome(report)
+    if report.gate is not None and not report.gate.passed:
+        refused = GateUndecidedError if report.gate.outcome == "undecided" else GateRefusedError
+        raise refused(report.gate.reason)
+    run.attempt.stage = "export"
+    exported = _export(run) if run.recipe.export.enabled else ""
+    if report.gate is not None:
+        return Outcome(0, "done", f"{report.gate.reason}.{exported}", DONE)
+    commands, stayed = served_commands(run.recipe, run.directory.path), without_gain(run.directory.path)
+    no_gain = "" if stayed is None else f" {capitalised(stayed)}. This is the head as it was."
+    return Outcome(0, UNJUDGED, f"{UNJUDGED_SENTENCE}{no_gain}{exported}\n{commands}", DONE)
+
+
+def _train_and_measure(run: Run, auto: Collection[str]) -> Report | None:
+    """Run the stages of one head up to its report, which the main process returns; those that are done are skipped."""
+    trunk, recipe = RunTrunk(run), run.recipe
     # As the main process finds them: a network file system may show new files to other machines later.
     found = [(run.directory.path / name).exists() for name in (HEAD, REPORT_FILE)]
     is_trained, is_measured = run.accelerator.gather_items([found])[0]
-    _open(run, trunk, is_trained=is_trained, is_measured=is_measured)
+    # The trunk comes first, in the form that the first stage needs: a refused trunk leaves the directory free.
+    if not is_trained or (recipe.gate.enabled and not is_measured):
+        trunk.load(decodes=is_trained or (recipe.regenerates and recipe.decodes))
+    if run.is_main:
+        run.directory.clear_leftovers()
+    run.claim()
+    trunk.offload()
     if not is_trained:
-        _check_decoder(run, trunk)
+        if recipe.gate.enabled and trunk.is_whole:
+            prompts = [prompt.prompt_ids for prompt in run.inputs.held_out]
+            check_decoder(trunk.trunk, prompts, run.inputs.eos_ids, recipe.draft_depth, run.progress.console)
         run.attempt.stage = "data"
         documents = data_stage(run, trunk.trunk, in_shards=not trunk.is_whole)
         _resolve_length(run, documents, auto)
@@ -165,39 +178,16 @@ def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcom
         train_stage(run, trunk.trunk, documents, chooses_lr="train.lr" in auto)
     run.require_shared(HEAD)
     run.attempt.stage = "evaluate"
-    report = load_report(run.directory.path / REPORT_FILE) if is_measured else _evaluate(run, trunk)
-    if not run.is_main:
-        return Outcome(0, "done", "", DONE)
-    _report(run, report, console)
-    if report.gate is not None and not report.gate.passed:
-        refused = GateUndecidedError if report.gate.outcome == "undecided" else GateRefusedError
-        raise refused(report.gate.reason)
-    run.attempt.stage = "export"
-    exported = _export(run) if run.recipe.export.enabled else ""
-    if report.gate is None:
-        commands = served_commands(run.recipe, run.directory.path)
-        stayed = without_gain(run.directory.path)
-        no_gain = "" if stayed is None else f" {capitalised(stayed)}. This is the head as it was."
-        return Outcome(0, UNJUDGED, f"{UNJUDGED_SENTENCE}{no_gain}{exported}\n{commands}", DONE)
-    return Outcome(0, "done", f"{report.gate.reason}.{exported}", DONE)
-
-
-def _open(run: Run, trunk: RunTrunk, *, is_trained: bool, is_measured: bool) -> None:
-    """Load the trunk in the form that comes first, then claim the directory: a refused trunk leaves it free."""
-    if not is_trained:
-        trunk.load(decodes=run.recipe.regenerates and run.recipe.decodes)
-    elif run.recipe.gate.enabled and not is_measured:
-        trunk.load(decodes=True)
-    if run.is_main:
-        run.directory.clear_leftovers()
-    run.claim()
-    trunk.offload()
-
-
-def _check_decoder(run: Run, trunk: RunTrunk) -> None:
-    if run.recipe.gate.enabled and trunk.is_whole:
-        prompts = [prompt.prompt_ids for prompt in run.inputs.held_out]
-        check_decoder(trunk.trunk, prompts, run.inputs.eos_ids, run.recipe.draft_depth, run.progress.console)
+    if is_measured:
+        report = load_report(run.directory.path / REPORT_FILE)
+    elif recipe.gate.enabled:
+        documents = trained_documents(run)
+        trunk.prepare_decoding()
+        report = evaluate_run(run, trunk.trunk, documents)
+    else:
+        trunk.drop()
+        report = unjudged(run.recipe, run.inputs)
+    return report if run.is_main else None
 
 
 def _resolve_length(run: Run, documents: Sequence[Document], auto: Collection[str]) -> None:
@@ -214,15 +204,6 @@ def _resolve_length(run: Run, documents: Sequence[Document], auto: Collection[st
         run.directory.record_recipe(run.recipe)
         for choice in choices:
             run.progress.console.print(str(choice), highlight=False)
-
-
-def _evaluate(run: Run, trunk: RunTrunk) -> Report:
-    if not run.recipe.gate.enabled:
-        trunk.drop()
-        return unjudged(run.recipe, run.inputs)
-    documents = trained_documents(run)
-    trunk.prepare_decoding()
-    return evaluate_run(run, trunk.trunk, documents)
 
 
 def _report(run: Run, report: Report, console: Console) -> None:
@@ -260,7 +241,7 @@ def _export(run: Run) -> str:
 
 
 @dataclass(frozen=True)
-class RegenerateResult:
+class RegenerateResult(Shown):
     """Directory and counts of the responses that :func:`regenerate` wrote."""
 
     run_dir: Path
@@ -269,11 +250,10 @@ class RegenerateResult:
     """Responses, the documents made of them, their tokens, and the responses that were left out or cut."""
 
     def to_json(self) -> dict[str, int]:
-        """Return plain JSON values, as ``mtp-train regenerate --json`` prints them."""
         return asdict(self.counts)
 
-    def __str__(self) -> str:
-        return "\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in asdict(self.counts).items())
+    def _rows(self) -> list[tuple[str, str]]:
+        return [(name.replace("_", " "), str(value)) for name, value in asdict(self.counts).items()]
 
 
 def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progress | None = None) -> RegenerateResult:
@@ -297,11 +277,7 @@ def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progr
     settings, directory = regeneration_of(checked), RunDirectory(Path(checked.run_dir))
     progress = progress or quiet_progress()
     directory.require_ours(checked)
-    with (
-        full_disk_is_named(directory.path, what="the responses"),
-        directory.held(progress.console),
-        logged(directory.path, progress.console),
-    ):
+    with directory.held(progress.console, "the responses"), logged(directory.path, progress.console):
         attempt = Attempt()
         accelerator, checked = join_processes(checked, directory, attempt)
         # Answers need no gate, and no groups for its interval.
@@ -340,18 +316,14 @@ def page_of(run_dir: Path) -> str | None:
 
 
 @dataclass(frozen=True)
-class RunResult:
-    """Outcome of a finished run, as :func:`run` returns it. In a notebook it shows the table of the arms."""
+class RunResult(Outcome, RichlyShown):
+    """Outcome of a finished run, as :func:`run` returns it. In a notebook it shows the table of the arms.
+
+    ``exit_code`` is 0, or 1 for a study whose drafts changed a text, which is a bug of the decoder. ``message`` has the
+    verdict, and where the checkpoint was exported.
+    """
 
     run_dir: Path
-    exit_code: int
-    """0; 1 for a study or a fine-tune whose drafts changed a text, which is a bug of the decoder."""
-    reason: str
-    """``done``, or ``not_lossless`` with exit code 1."""
-    message: str
-    """The verdict, and where the checkpoint was exported."""
-    stage: str
-    """The stage that the run reached: ``done``."""
 
     @property
     def report(self) -> Report:
@@ -376,10 +348,6 @@ class RunResult:
             return {}
         return _serving(self.run_dir, self.export, self.report)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, as ``mtp-train run --json`` prints them."""
-        return {**asdict(self), "run_dir": str(self.run_dir)}
-
     def __str__(self) -> str:
         lines = [self.message, *([] if self.page is None else [f"report: {self.page}"])]
         lines += [f"{engines}: {text}" for engines, text in serving_lines(self.serves)]
@@ -391,6 +359,3 @@ class RunResult:
 
     def __rich__(self) -> RenderableType:
         return Group(summary(self.report), Text(f"\n{self.message}"))
-
-    def _repr_html_(self) -> str:
-        return rich_to_html(self.__rich__())

@@ -49,11 +49,7 @@ class HeadOnTrunk(NamedTuple):
 
 
 def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpError]:
-    """Return every problem of a recipe with its model, its other inputs and the number of processes; reads no weights.
-
-    Raises:
-        UnsupportedModelError: The installed transformers, or the family, has no such head.
-    """
+    """Return every problem of a recipe with its model, its inputs and the number of processes; reads no weights."""
     convention = model.family.convention(recipe.head.convention)
     # Raises if the head is not supported by the installed transformers.
     _ = model.family.classes
@@ -91,11 +87,7 @@ def weight_refusals(recipe: Recipe, finetune: Checkpoint, base: Checkpoint | Non
 
 
 def raise_together(problems: Sequence[MtpError]) -> None:
-    """Raise problems, if there are any: one as it is, several as one error that lists them.
-
-    Raises:
-        MtpError: There are problems.
-    """
+    """Raise problems, if there are any: one as it is, several as one error that lists them."""
     if len(problems) == 1:
         raise problems[0]
     if problems:
@@ -114,12 +106,10 @@ def _errors_of(checks: Sequence[Callable[[], object]]) -> list[MtpError]:
 
 def _packing(recipe: Recipe, path: Path, config: RawConfig, world_size: int) -> list[Callable[[], object]]:
     quantization, offload = recipe.model.quantization, recipe.model.offload
-    checks: list[Callable[[], object]] = []
-    if quantization is not None:
-        checks.append(partial(require_quantizable, quantization, config, where=path))
-    if offload is not None:
-        checks.append(partial(require_offload, offload, world_size, config, where=path))
-    return checks
+    quantizable = [] if quantization is None else [partial(require_quantizable, quantization, config, where=path)]
+    if offload is None:
+        return [*quantizable]
+    return [*quantizable, partial(require_offload, offload, world_size, config, where=path)]
 
 
 def _of_the_head(recipe: Recipe, model: HeadOnTrunk, convention: Convention) -> Iterator[RecipeError]:
@@ -141,9 +131,9 @@ def _of_the_demo(recipe: Recipe, trunk: Path) -> Iterator[RecipeError]:
         (f"data.sources.{number}.path", source.path, f"data.sources.{number}.path=chats.jsonl data.group_field=null")
         for number, source in enumerate(recipe.data.sources)
     ]
+    of_study = () if recipe.study is None else recipe.study.vanilla_sources
     sources += [
-        (f"study.vanilla_sources.{number}", path, "study.vanilla_sources=[chats.jsonl]")
-        for number, path in enumerate(recipe.study.vanilla_sources if recipe.study is not None else ())
+        (f"study.vanilla_sources.{at}", path, "study.vanilla_sources=[chats.jsonl]") for at, path in enumerate(of_study)
     ]
     named = [source for source in sources if source[1].startswith(PREFIX)]
     if named and _vocabulary(trunk) != _vocabulary(demo_path("base")):
@@ -156,19 +146,13 @@ def _of_the_demo(recipe: Recipe, trunk: Path) -> Iterator[RecipeError]:
 
 
 def _vocabulary(checkpoint: Path) -> object:
-    """Return the tokens of a checkpoint's fast tokenizer; None without one."""
     file = checkpoint / "tokenizer.json"
     model = read_json(file).get("model") if file.is_file() else None
     return model.get("vocab") if isinstance(model, dict) else None
 
 
 def require_offload(offload: Offload, world_size: int, config: RawConfig, *, where: Path) -> None:
-    """Check that a run has one process, and a checkpoint whose layers accelerate can load one at a time.
-
-    Raises:
-        RecipeError: There are several processes.
-        CheckpointError: The weights are quantised.
-    """
+    """Check that a run has one process, and a checkpoint whose layers accelerate can load one at a time."""
     if world_size > 1:
         raise RecipeError(
             f"model.offload: {offload}, with {world_size} processes; expected one process. Launch with "
@@ -183,15 +167,11 @@ def require_offload(offload: Offload, world_size: int, config: RawConfig, *, whe
 
 
 def require_arms(recipe: Recipe, finetune: Checkpoint) -> None:
-    """Check that the fine-tune has a head if the recipe evaluates it.
-
-    Raises:
-        CheckpointError: ``evaluate.arms`` has ``native`` and the fine-tune has no head.
-    """
-    if NATIVE in recipe.evaluate.arms and not diagnose_head(finetune).complete:
+    found = diagnose_head(finetune)
+    if NATIVE in recipe.evaluate.arms and not found.complete:
         raise CheckpointError(
-            f"evaluate.arms: native, but {finetune.path} {diagnose_head(finetune).describe()}; expected a head of its "
-            "own. Remove native from evaluate.arms."
+            f"evaluate.arms: native, but {finetune.path} {found.describe()}; expected a head of its own. Remove native "
+            "from evaluate.arms."
         )
 
 
@@ -199,9 +179,6 @@ def require_gate_groups(recipe: Recipe, held_out: Sequence[Prompt]) -> None:
     """Check that the evaluation prompts are of enough groups to show a gain: before training, not after it.
 
     A study has no gate.
-
-    Raises:
-        DataError: They are not.
     """
     needed, found = min_gate_groups(recipe.gate.confidence), len({prompt.group for prompt in held_out})
     if recipe.gate.enabled and recipe.study is None and found < needed:
@@ -216,9 +193,6 @@ def require_embedded(prompts: Sequence[Prompt], documents: Sequence[Document], v
     """Check that the trunk has an embedding for every token of the text.
 
     Tokenizers may have added tokens without one: Gemma 3's text models have a token for images.
-
-    Raises:
-        DataError: It has none for a token of a record.
     """
     largest_ids = [(prompt.id, max(prompt.prompt_ids)) for prompt in prompts]
     largest_ids += [(document.id, int(document.input_ids.max())) for document in documents]
@@ -235,11 +209,7 @@ def require_embedded(prompts: Sequence[Prompt], documents: Sequence[Document], v
 def check_decoder(
     trunk: Trunk, prompts: Sequence[Sequence[int]], eos_ids: Collection[int], depth: int, console: Console
 ) -> None:
-    """Decode some prompts plainly and with drafts from the prompt, and measure the errors of the decoder's windows.
-
-    Raises:
-        NotLosslessError: The decoder changes a text, or its windows differ from the model by more than rounding.
-    """
+    """Decode some prompts plainly and with drafts from the prompt, and measure the errors of the decoder's windows."""
     chosen = [list(prompt)[-CHECK_PROMPT_TOKENS:] for prompt in prompts[:CHECK_PROMPTS]]
     plain = SpeculativeDecoder(trunk, None, 0, eos_ids).decode(chosen, CHECK_NEW_TOKENS)
     drafted = SpeculativeDecoder(trunk, NgramDrafting(), depth, eos_ids).decode(chosen, CHECK_NEW_TOKENS)

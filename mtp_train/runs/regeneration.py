@@ -44,10 +44,7 @@ BATCH_SIZE, CONCURRENCY = 16, 32
 
 
 def data_stage(run: Run, trunk: Trunk, *, in_shards: bool = False) -> list[Document]:
-    """Return the documents to train on: the trunk's own responses, or the sources' text.
-
-    See :func:`generate_responses` for ``in_shards``.
-    """
+    """Return the documents to train on: the trunk's own responses, or the sources' text."""
     if not run.recipe.regenerates:
         return list(run.inputs.documents)
     return generate_responses(run, trunk, in_shards=in_shards)[0]
@@ -55,10 +52,8 @@ def data_stage(run: Run, trunk: Trunk, *, in_shards: bool = False) -> list[Docum
 
 def trained_documents(run: Run) -> list[Document]:
     """Return the documents that a head was trained on, without the text held out for ``train.select``."""
-    settings = run.recipe.data.answered
-    if settings is None:
-        documents = list(run.inputs.documents)
-    else:
+    settings, documents = run.recipe.data.answered, list(run.inputs.documents)
+    if settings is not None:
         directory, _ = responses_directory(run, settings)
         documents = documents_of(run, settings, RegeneratedStore(directory))[0]
     training, _ = part_documents(run.recipe, documents)
@@ -68,18 +63,8 @@ def trained_documents(run: Run) -> list[Document]:
 def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tuple[list[Document], ResponseCounts]:
     """Generate responses to the training prompts, and return the documents made from them.
 
-    Prompts with a stored response at the same settings are skipped.
-
-    Args:
-        run: The run.
-        trunk: Its trunk.
-        in_shards: The trunk is to be sharded and only checks a server's responses: the first process asks the server,
-            and the trunk cannot train afterwards.
-
-    Raises:
-        RecipeError: The recipe does not regenerate.
-        DataError: No prompt leaves room for a response, or no response can be trained on.
-        TrainingError: The processes do not share the run directory.
+    Prompts with a stored response at the same settings are skipped. A trunk ``in_shards`` only checks a server's
+    responses: the first process asks the server, and the trunk cannot train afterwards.
     """
     recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
     settings = regeneration_of(recipe)
@@ -118,23 +103,13 @@ def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tu
 
 
 def regeneration_of(recipe: Recipe) -> RegenerateSpec:
-    """Return the settings of regeneration.
-
-    Raises:
-        RecipeError: The recipe does not regenerate.
-    """
-    settings = recipe.data.answered
-    if settings is None:
+    """Return the settings of regeneration; refuse a recipe without any."""
+    if recipe.data.answered is None:
         raise RecipeError("data.regenerate: off; expected it enabled. Write data.regenerate.enabled: true.")
-    return settings
+    return recipe.data.answered
 
 
 def documents_of(run: Run, settings: RegenerateSpec, store: RegeneratedStore) -> tuple[list[Document], ResponseCounts]:
-    """Return the documents made from the responses to the run's own prompts.
-
-    Raises:
-        DataError: No response can be trained on.
-    """
     return store.to_documents(
         run.recipe.data.seq_len_tokens,
         groups={prompt.id: prompt.group for prompt in run.inputs.prompts},
@@ -163,12 +138,10 @@ def responses_directory(run: Run, settings: RegenerateSpec) -> tuple[Path, dict[
 
 
 def sampling_of(settings: RegenerateSpec) -> dict[str, Any]:
-    """Return the sampling settings."""
     return {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "min_p")}
 
 
 def answering_of(run: Run, settings: RegenerateSpec) -> Answering:
-    """Return the settings of responses besides sampling."""
     return Answering(
         max_new_tokens=settings.max_new_tokens,
         seq_len_tokens=run.recipe.data.seq_len_tokens,
@@ -281,11 +254,7 @@ def answer_by_server(
 ) -> str:
     """Check that the recipe's server serves the trunk, then generate the responses to this process's prompts on it.
 
-    Returns:
-        A sentence about the result for the log; empty if no prompt was left.
-
-    Raises:
-        DataError: The server does not serve the trunk, or fails for good.
+    Returns a sentence about the result for the log; empty if no prompt was left.
     """
     recipe, inputs = run.recipe, run.inputs
     rank, world, room = store.rank, store.world, recipe.data.seq_len_tokens

@@ -1,53 +1,381 @@
-"""``mtp-train rescue``: put a head on a fine-tune whose head is missing or stale, retrained if that helps.
+"""``mtp-train rescue``: put a head on a fine-tune that lost it or has a stale one, retrained if that helps.
 
 A rescue is one recipe with defaults for everything: the fine-tune answers prompts, the base's head is retrained on the
 answers, both heads are measured on held-out prompts, and the better one is exported. If retraining does not measurably
-help, the base's head is exported as it is, as by ``mtp-train graft``. A probe goes before it
-(``mtp_train.runs.probe``): where it finds the base's head good enough nothing is trained, and where it finds a fault
-nothing is written.
+help, the base's head is exported as it is, as by ``mtp-train graft``. A probe goes before it: where it finds the base's
+head good enough nothing is trained, and where it finds a fault nothing is written.
+
+``mtp-train probe`` makes three measurements, on text that the fine-tune writes itself:
+
+1. The base's head on the fine-tune, and the same head on the base, on the same held-out prompts. The two models write
+   different text, so the level is compared by overlap of p and q at depth 1 at equal target entropy (``evaluation/
+   entropy.py``). What is missing there is what fine-tuning cost the head.
+2. A short training on a few dozen answers, and the paired gain in tau on the held-out prompts.
+3. Whether the base's head drafts for the base at all, and whether it drafts better in a known wrong form or under
+   another convention (``better_wiring``). If so, the head or the tokenizer is at fault, and training on the
+   fine-tune hides it at best.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import Progress
 
+from mtp_inference import HeadDrafting, SpeculativeDecoder
+from mtp_inference.opening import OWN, open_model
+from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.names import GRAFT, RETRAINED
+from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.artifact import Artifact
 from mtp_train.checkpoints.contents import left_out, unnamed_files
-from mtp_train.checkpoints.files import is_gguf, open_checkpoint
+from mtp_train.checkpoints.demo import GROUP_FIELD
+from mtp_train.checkpoints.files import is_gguf, open_checkpoint, read_json
 from mtp_train.checkpoints.gguf.model_file import SPLIT, open_gguf, split_path
-from mtp_train.checkpoints.locations import EXPORT, is_run, locate_adapter, open_location
-from mtp_train.checkpoints.writing import full_disk_is_named, removed_on_failure
+from mtp_train.checkpoints.locations import EXPORT, RECIPE_FILE, is_run, locate_adapter, open_location
+from mtp_train.checkpoints.suggestions import graft_command, inspect_command, last_name, retrain_command
+from mtp_train.checkpoints.writing import full_disk_is_named, removed_on_failure, write_json, write_text
+from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
+from mtp_train.data.tokenize import Prompt, build_prompts, choose_evenly
 from mtp_train.errors import ChangedInputError, CheckpointError, GateRefusedError, MtpError, OutputExistsError
-from mtp_train.evaluation.results import REPORT_FILE, load_report
+from mtp_train.evaluation.arms import ArmSpec, local_device
+from mtp_train.evaluation.dense import better_wiring, own_text
+from mtp_train.evaluation.grid import EvaluationGrid
+from mtp_train.evaluation.prompt_records import HELD_OUT_TASK
+from mtp_train.evaluation.results import ALL_TASKS, REPORT_FILE, Report, load_report
+from mtp_train.evaluation.run import run_study
 from mtp_train.families import of_kind
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
+from mtp_train.report.wording import format_number
 from mtp_train.runs.checkpoint_tools.gguf_files import graft_gguf, inspect_gguf
 from mtp_train.runs.checkpoint_tools.inspect import serving_commands
-from mtp_train.runs.display import html_table, serving_lines, wiring_note
+from mtp_train.runs.display import Shown, serving_lines, wiring_note
 from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
 from mtp_train.runs.export import write_export, write_untrained_card
-from mtp_train.runs.head_source import open_head_source, source_plan
+from mtp_train.runs.head_source import LoneHead, is_lone, open_head_source, source_plan, trunk_of
+from mtp_train.runs.inputs import split_records
 from mtp_train.runs.pipeline import page_of, run_recipe
-from mtp_train.runs.probe import ProbeResult, default_out, probe_with
-from mtp_train.runs.resolve import Overrides, require_one_process, resolved_recipe
+from mtp_train.runs.resolve import Overrides, override_texts, require_one_process, resolved_recipe
 from mtp_train.runs.run_directory import PROBE, RunDirectory, checkpoint_identity
 from mtp_train.runs.write_recipe import settings_of
-from mtp_train.trunk.progress import progress_on
+from mtp_train.trunk.progress import progress_on, shown_loading
+from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
+
+Verdict = Literal["graft", "retrain", "fault", "undecided"]
+
+OWN_BASE = "base"
+TRAINING, COMPARISON, PROMPTS = "training", "comparison", "prompts.jsonl"
+PROMPTS_PER_MODEL = 32
+WIRING, WIRING_PROMPTS, WIRING_TOKENS = "wiring.json", 16, 32
+MARGIN = 0.03
+"""A head that lost at most this share of its level is good enough: retraining it would not be noticed."""
+LEAST_TAU = 1.3
+"""A head that drafts worse than this for its own base is at fault. Heads that are released accept well over half of
+their first drafts."""
+SHORT = {
+    "data.regenerate.max_prompts": 48,
+    "data.regenerate.max_new_tokens": 96,
+    "evaluate.prompts": PROMPTS_PER_MODEL,
+    "evaluate.max_new_tokens": 64,
+    "evaluate.temperature": 0.0,
+    "export.enabled": False,
+    "gate.enabled": True,
+}
+"""Settings of the short training and of all measurements; the others are those of a rescue."""
 
 
 @dataclass(frozen=True)
-class RescueResult:
+class HeadLevel:
+    """How well the base's head drafts for a model, greedily."""
+
+    tau: float
+    tau_ci95: Interval | None
+    overlap: float | None
+    """Overlap of p and q at depth 1."""
+
+
+@dataclass(frozen=True)
+class ProbeResult(Shown):
+    """Result of :func:`probe`: a verdict and its figures."""
+
+    verdict: Verdict
+    """``graft``: the base's head is good enough as it is. ``retrain``: a rescue will help. ``fault``: the head, or the
+    tokenizer, does not fit even the base. ``undecided``: more prompts are needed."""
+    reason: str
+    """The figures that decided, in a sentence."""
+    command: str
+    """What to run next."""
+    graft: HeadLevel
+    """The base's head on the fine-tune."""
+    base: HeadLevel | None
+    """The base's head on the base; None for a draft model, whose own trunk is not known."""
+    lost_overlap: float | None
+    """What the head lost at depth 1 at equal target entropy; None if the texts share too few entropies."""
+    lost_overlap_ci95: Interval | None
+    trained_tau: float | None = None
+    """Tau after the short training; a rescue trains for longer. None if nothing was trained."""
+    gain_ci95: Interval | None = None
+    """Paired interval of the gain in tau over the graft."""
+    trained_steps: int | None = None
+    wiring: str | None = None
+    """The form or convention in which the base's head drafts better for the base, with its figures; None if ours is
+    the best."""
+
+    def _title(self) -> str:
+        return f"{self.verdict}: {self.reason}"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        trained = (
+            f"{format_number(self.trained_tau, 2)} after {self.trained_steps} steps, gain {_interval(self.gain_ci95)}"
+        )
+        return [
+            ("base's head on the fine-tune", _level_text(self.graft)),
+            *([] if self.base is None else [("base's head on the base", _level_text(self.base))]),
+            ("overlap lost at equal entropy", _lost_text(self)),
+            *([("base's head, wired otherwise", self.wiring)] if self.wiring is not None else []),
+            *([] if self.trained_tau is None else [("briefly retrained", trained)]),
+            ("next", self.command),
+        ]
+
+
+def probe(
+    fine_tune: str | Path,
+    base: str | Path,
+    out: str | Path | None = None,
+    *,
+    data: Sequence[str | Path] = (),
+    console: Console | None = None,
+) -> ProbeResult:
+    """Find out whether retraining a fine-tune's head will help, from a few dozen answers and a short training.
+
+    The same call goes on with a probe that was interrupted.
+
+    Args:
+        fine_tune: A checkpoint, or a peft adapter of ``base``: a directory, a hub id or ``demo:NAME``.
+        base: The checkpoint that it came from, with its head.
+        out: The directory of the measurements; None for the fine-tune's name with ``-probe``.
+        data: Files of prompts or chats like those that the model will serve; empty for 100 built-in prompts.
+        console: Where progress bars and tables are printed; None prints nothing.
+
+    Raises:
+        MtpError: The two checkpoints do not fit, the data cannot be read, or ``out`` holds something else.
+
+    Example:
+        >>> import mtp_train as mtp
+        >>> found = mtp.probe("my-27b", "Qwen/Qwen3.6-27B", data=["chats.jsonl"])
+        >>> found.verdict, found.graft.tau, found.base.tau
+        ('retrain', 2.04, 3.31)
+    """
+    require_one_process("probe")
+    paths = [str(path) for path in data]
+    out = default_out(str(fine_tune)) if out is None else Path(out)
+    return probe_with(str(fine_tune), str(base), out, paths, (), console or Console(quiet=True))
+
+
+def default_out(tuned: str) -> Path:
+    """Return where the probe of a fine-tune is kept if its user names no directory."""
+    return Path(f"{last_name(tuned)}-probe")
+
+
+def probe_with(
+    tuned: str, donor: str, out: Path, paths: Sequence[str], overrides: Overrides, console: Console
+) -> ProbeResult:
+    """Probe with changes to the recipe of the short training; its length is the probe's. See :func:`probe`."""
+    short = [*override_texts(overrides), *override_texts(SHORT)]
+    recipe, choices = resolved_recipe(settings_of("graft", tuned, donor, str(out / TRAINING), paths), short)
+    report = _compare(recipe, donor, out, console)
+    own = _level(report, OWN_BASE) if OWN_BASE in report.arms else None
+    found = ProbeResult("undecided", "", "", _level(report, GRAFT), own, *_lost_overlap(report))
+    found = replace(found, wiring=None if is_lone(donor) else _better_wiring(recipe, donor, out, console))
+    if not is_at_fault(found.base) and found.wiring is None:
+        # Two models were loaded before this one.
+        gc.collect()
+        with contextlib.suppress(GateRefusedError):
+            run_recipe(recipe, console, choices)
+        found = _with_training(found, out / TRAINING)
+    verdict, reason = judge(found)
+    command = retrain_command(tuned, donor, paths)
+    if verdict == "fault":
+        command = inspect_command(tuned if recipe.model.adapter is None else donor, donor)
+    elif verdict == "graft" and not is_lone(donor):
+        command = graft_command(tuned, donor) if recipe.model.adapter is None else merge_command(donor, tuned)
+    return replace(found, verdict=verdict, reason=reason, command=command)
+
+
+def judge(found: ProbeResult) -> tuple[Verdict, str]:
+    """Return the verdict on a probe's figures, and the figures that decided.
+
+    A loss or a gain counts if its whole 95 % interval does.
+    """
+    own, graft, gain, lost = found.base, found.graft, found.gain_ci95, found.lost_overlap_ci95
+    if found.wiring is not None:
+        return "fault", f"{found.wiring}. It is in a wrong form, or was trained with that wiring"
+    if own is not None and is_at_fault(own):
+        return "fault", (
+            f"The base's head drafts for the base itself with tau {own.tau:.2f} {_interval(own.tau_ci95)}; "
+            f"expected more than {LEAST_TAU:g}. The head is damaged or of another model, or the tokenizer is not the "
+            "base's"
+        )
+    helps = gain is not None and gain[0] > 0.0
+    helps_much = gain is not None and gain[0] > MARGIN * graft.tau
+    intact = lost is not None and own is not None and own.overlap is not None and lost[1] < MARGIN * own.overlap
+    lost_text = f"Overlap lost at equal target entropy: {_lost_text(found)}"
+    trained = (
+        f"{found.trained_steps} steps raised tau from {graft.tau:.2f} by {_interval(gain)} to "
+        f"{format_number(found.trained_tau, 2)}, and a rescue trains for longer"
+    )
+    if intact and not helps_much:
+        level = own.overlap if own is not None else None
+        return "graft", f"{lost_text}, less than {100 * MARGIN:g} % of the base's {format_number(level, 2)}"
+    if helps:
+        return "retrain", f"{trained}. {lost_text}"
+    if lost is not None and lost[0] > 0.0:
+        return "retrain", f"{lost_text}. {found.trained_steps} steps were too few to win it back"
+    if gain is not None and gain[1] < MARGIN * graft.tau:
+        return "graft", f"{found.trained_steps} steps changed tau by {_interval(gain)}, less than {100 * MARGIN:g} %"
+    return "undecided", (
+        f"{lost_text}. {found.trained_steps} steps changed tau by {_interval(gain)}. More prompts in --data would tell"
+    )
+
+
+def is_at_fault(own: HeadLevel | None) -> bool:
+    if own is None:
+        return False
+    high = own.tau if own.tau_ci95 is None else own.tau_ci95[1]
+    return high < LEAST_TAU
+
+
+def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> Report:
+    """Measure the base's head on the fine-tune and on the base, on the recipe's held-out prompts."""
+    trunk = recipe.model.trunk
+    source = open_head_source(donor)
+    if isinstance(source, LoneHead):
+        own, head = trunk_of(donor), str(source.path)
+        arms = [ArmSpec(GRAFT, trunk, head), *([] if own is None else [ArmSpec(OWN_BASE, own, head)])]
+    else:
+        arms = [ArmSpec(GRAFT, trunk, donor, adapter=recipe.model.adapter), ArmSpec(OWN_BASE, donor, OWN)]
+    suite = out / PROMPTS
+    _write_prompts(recipe, suite)
+    grid = EvaluationGrid(
+        suite=str(suite),
+        prompts_per_task=PROMPTS_PER_MODEL,
+        temperatures=(0.0,),
+        depths=[recipe.head.num_depths],
+        max_new_tokens=recipe.evaluate.max_new_tokens,
+        seed=recipe.seed,
+    ).settled(arms, [arm.trunk for arm in arms])
+    held = out / COMPARISON
+    with progress_on(console) as progress, RunDirectory(held).held(console, "the probe"):
+        return run_study(arms, grid, held, progress, title=f"probe of {trunk}", costs=False)
+
+
+def _better_wiring(recipe: Recipe, donor: str, out: Path, console: Console) -> str | None:
+    """Draft for the base with its head in every known wrong form; return the one that fits better, in a sentence.
+
+    The answer is kept in the probe's directory.
+    """
+    file = out / WIRING
+    if file.is_file():
+        kept: str | None = read_json(file)["wiring"]
+        return kept
+    model, device = open_model(donor, OWN), local_device()
+    tokenizer = load_tokenizer(model.checkpoint, recipe.model.trust_remote_code)
+    prompts = choose_evenly(build_prompts(split_records(recipe)[1], tokenizer), WIRING_PROMPTS, recipe.seed)
+    with progress_on(console) as progress:
+        with shown_loading(progress, donor, model.checkpoint.num_bytes):
+            trunk = model.load_trunk(device)
+        drafting = model.load_drafting(trunk)
+        if not isinstance(drafting, HeadDrafting):
+            return None
+        plain = SpeculativeDecoder(trunk, None, 0, eos_token_ids(model.checkpoint, tokenizer))
+        found = plain.decode([prompt.prompt_ids for prompt in prompts], WIRING_TOKENS)
+        texts = own_text(prompts, [tuple(one.token_ids) for one in found], recipe.data.seq_len_tokens)
+        wiring = better_wiring(trunk, drafting, texts, min(2, model.deepest), progress)
+    with full_disk_is_named(out, what="the probe"):
+        write_json(file, {"wiring": wiring})
+    return wiring
+
+
+def _write_prompts(recipe: Recipe, file: Path) -> None:
+    """Write the held-out records that both models answer, the same ones in every start of a probe."""
+    _, held_out = split_records(recipe)
+    chosen = choose_evenly([Prompt(record.id, record.group, ()) for record in held_out], PROMPTS_PER_MODEL, recipe.seed)
+    by_id = {record.id: record for record in held_out}
+    text = "".join(json.dumps(_row(by_id[prompt.id]), ensure_ascii=False) + "\n" for prompt in chosen)
+    if file.is_file() and file.read_text(encoding="utf-8") != text:
+        raise ChangedInputError(
+            f"{file}: the prompts of a probe of other data; expected those of {recipe.data.sources[0].path}. Choose "
+            "another --out, or remove the directory."
+        )
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, text)
+
+
+def _row(record: Record) -> dict[str, Any]:
+    row: dict[str, Any] = {"task": HELD_OUT_TASK, GROUP_FIELD: record.group}
+    content = record.content
+    match content:
+        case Chat():
+            return row | {"messages": list(content.prompt_messages()), "chat_template_kwargs": content.variables}
+        case PromptResponse():
+            return row | {"prompt": content.prompt}
+        case PlainText():
+            return row | {"text": content.text}
+
+
+def _level(report: Report, name: str) -> HeadLevel:
+    arm = report.arms[name]
+    overlap = None if not arm.overlap else arm.overlap[0]
+    return HeadLevel(arm.tau or 1.0, arm.tau_ci95, overlap)
+
+
+def _lost_overlap(report: Report) -> tuple[float | None, Interval | None]:
+    row = next((one for one in report.comparisons if one.task == ALL_TASKS), None)
+    if row is None:
+        return None, None
+    row = row if row.first == OWN_BASE else row.swapped()
+    return row.delta_overlap_at_equal_entropy, row.delta_overlap_at_equal_entropy_ci95
+
+
+def _with_training(found: ProbeResult, run_dir: Path) -> ProbeResult:
+    report = load_report(run_dir / REPORT_FILE)
+    return replace(
+        found,
+        trained_tau=report.arms[RETRAINED].tau,
+        gain_ci95=None if report.gate is None else report.gate.delta_tau_ci95,
+        trained_steps=load_recipe(run_dir / RECIPE_FILE).train.max_steps,
+    )
+
+
+def _lost_text(found: ProbeResult) -> str:
+    if found.lost_overlap is None:
+        if found.base is None:
+            return "unknown, as the trunk that the head was made for is not known"
+        return "unknown, as the texts of the two models share too few entropies"
+    return f"{format_number(found.lost_overlap, 2)} {_interval(found.lost_overlap_ci95)}"
+
+
+def _interval(interval: Interval | None) -> str:
+    return "(no interval)" if interval is None else f"[{interval[0]:.2f}, {interval[1]:.2f}]"
+
+
+def _level_text(level: HeadLevel) -> str:
+    return f"tau {level.tau:.2f} {_interval(level.tau_ci95)}, overlap {format_number(level.overlap, 2)}"
+
+
+@dataclass(frozen=True)
+class RescueResult(Shown):
     """The checkpoint that :func:`rescue` wrote, and the head it has."""
 
     out: str
@@ -64,17 +392,12 @@ class RescueResult:
     notes: tuple[str, ...] = ()
     """Which engines wire the head otherwise than it was measured; weight files of the fine-tune that no copy has."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, as ``mtp-train rescue --json`` prints them."""
-        return dict(vars(self))
+    def _title(self) -> str:
+        return f"{self.reason}.\nWrote {self.out}, with the {self.head} head."
 
-    def __str__(self) -> str:
-        lines = [f"{self.reason}.", f"Wrote {self.out}, with the {self.head} head."]
-        lines += [] if self.page is None else [f"report: {self.page}"]
-        return "\n".join([*lines, *(f"{engines}: {text}" for engines, text in serving_lines(self.serves)), *self.notes])
-
-    def _repr_html_(self) -> str:
-        return html_table(f"{self.out}: {self.head} head. {self.reason}.", ("engine", "command"), self.serves.items())
+    def _rows(self) -> list[tuple[str, str]]:
+        page = [] if self.page is None else [("report", self.page)]
+        return [*page, *serving_lines(self.serves), *(("note", one) for one in self.notes)]
 
 
 def rescue(
@@ -159,8 +482,8 @@ def _probed(
 def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueResult:
     """Export the head as it was if nothing better was exported, and return what serves the export."""
     run_dir = Path(recipe.run_dir)
-    export, held = run_dir / EXPORT, RunDirectory(run_dir).held(console)
-    with full_disk_is_named(run_dir, what="the rescue"), held, progress_on(console) as progress:
+    export = run_dir / EXPORT
+    with RunDirectory(run_dir).held(console, "the rescue"), progress_on(console) as progress:
         if head == GRAFT and not export.exists():
             write_graft(recipe, export, progress)
         if is_gguf(recipe.model.trunk):

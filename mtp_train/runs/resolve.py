@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from mtp_train.acceptance.gate import min_gate_groups
 from mtp_train.checkpoints.locations import open_location
@@ -82,7 +82,6 @@ class Choice:
 
     @property
     def shown(self) -> str:
-        """The value for a reader."""
         return f"{self.value:.3g}" if isinstance(self.value, float) else shown(self.value)
 
     def __str__(self) -> str:
@@ -97,7 +96,6 @@ class ResolvedRecipe(NamedTuple):
 
 
 def recipe_of(recipe: RecipeLike, overrides: Overrides = ()) -> Recipe:
-    """Return a checked recipe from any of its forms; see :func:`resolved_recipe`."""
     return resolved_recipe(recipe, overrides).recipe
 
 
@@ -111,17 +109,9 @@ def resolved_recipe(
 ) -> ResolvedRecipe:
     """Return a checked recipe from any of its forms, with fields that are ``auto`` resolved.
 
-    Args:
-        recipe: A YAML file, the name of a recipe of the package, a mapping of the same shape, or a recipe, which is
-            returned as it is.
-        overrides: Dotted field to value, ``{"train.lr": 1e-4}``, or strings ``section.field=value`` with YAML values.
-        world_size: Processes that will train; None for ``train.processes``, else ``WORLD_SIZE`` of a launcher, else 1.
-        device: What they will run on; None for this machine's.
-        counted: Returns the lengths of the records in place of :func:`text_facts`.
-
-    Raises:
-        RecipeError: A field is unknown, out of range or contradicts another one; the message lists all problems.
-        MtpError: A field is ``auto``, and the model or the data that it depends on cannot be read.
+    A recipe is returned as it is. ``world_size`` is the number of processes that will train, by default
+    ``train.processes``, else that of the launcher; ``device`` what they will run on, by default this machine's.
+    ``counted`` returns the lengths of the records in place of :func:`text_facts`. An error lists all problems.
     """
     if isinstance(recipe, Recipe) and not overrides:
         return ResolvedRecipe(recipe, ())
@@ -137,7 +127,6 @@ def resolved_recipe(
 
 
 def override_texts(overrides: Overrides) -> list[str]:
-    """Return overrides as ``section.field=value`` with YAML values."""
     if not isinstance(overrides, Mapping):
         return list(overrides)
     texts = {field: json.dumps(value, default=str, ensure_ascii=False) for field, value in overrides.items()}
@@ -145,18 +134,12 @@ def override_texts(overrides: Overrides) -> list[str]:
 
 
 def require_one_process(command: str) -> None:
-    """Refuse a launch of several processes for a command that runs on one.
-
-    Raises:
-        RecipeError: There are several.
-    """
     if launched_processes() > 1:
         found = f"mtp-train {command}: launched with {launched_processes()} processes"
         raise RecipeError(f"{found}; expected one. For several, write the recipe with mtp-train init, and launch that.")
 
 
 def launched_processes() -> int:
-    """Return the number of processes of this launch."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -189,17 +172,18 @@ class ModelFacts(NamedTuple):
     world_size: int
 
 
-class _Text(NamedTuple):
-    """The training text."""
+class _Chosen:
+    """A recipe whose fields that are ``auto`` are chosen one after the other: each rule reads the values before it."""
 
-    tokens: int
-    told: str
-    """How the number is known."""
+    def __init__(self, recipe: Recipe, fields: Collection[str]) -> None:
+        self.recipe, self._fields = recipe.replaced({field: STAND_INS[field] for field in fields}), fields
+        self.choices: tuple[Choice, ...] = ()
 
-
-T = TypeVar("T", TextFacts, _Text)
-Found = tuple[int | float | None, str]
-Rule = Callable[[Recipe, ModelFacts, T], Found]
+    def choose(self, field: str, value: int | float | None, reason: str) -> None:
+        """Set a field that is to be chosen; others keep the value of the user."""
+        if field in self._fields:
+            self.choices += (Choice(field, value, reason),)
+            self.recipe = self.recipe.replaced({field: value})
 
 
 def automatic_values(
@@ -209,18 +193,15 @@ def automatic_values(
     device: Device,
     counted: Callable[[Recipe], TextFacts] | None = None,
 ) -> tuple[Choice, ...]:
-    """Return the values of fields that are ``auto``: those that the run directory records, or by the rules.
-
-    Raises:
-        MtpError: The model or the data cannot be read.
-    """
+    """Return the values of fields that are ``auto``: those that the run directory records, or by the rules."""
     recorded = RunDirectory(Path(recipe.run_dir)).recipe
     if recorded is not None:
         return tuple(Choice(field, attrgetter(field)(recorded), f"recorded in {recipe.run_dir}") for field in fields)
     model, text = model_facts(recipe, world_size, device), (counted or text_facts)(recipe)
-    recipe, before = _by_rules(recipe, fields, _RULES, model, text)
-    _, length = _by_rules(recipe, fields, _TRAINING_RULES, model, _expected_text(recipe, text))
-    return before + length
+    chosen = _Chosen(recipe, fields)
+    _choose_for_text(chosen, model, text)
+    _choose_for_training(chosen, model, *_expected_text(chosen.recipe, text))
+    return chosen.choices
 
 
 def resolve_training(
@@ -230,24 +211,12 @@ def resolve_training(
     tokens = sum(len(document.input_ids) for document in documents)
     if not recipe.data.pack:
         tokens = len(documents) * recipe.data.seq_len_tokens
-    model = model_facts(recipe, world_size, device_named(None))
-    return _by_rules(recipe, fields, _TRAINING_RULES, model, _Text(tokens, f"{tokens} tokens of training text"))
-
-
-def _by_rules(
-    recipe: Recipe, fields: Collection[str], rules: Mapping[str, Rule[T]], model: ModelFacts, text: T
-) -> tuple[Recipe, tuple[Choice, ...]]:
-    """Return a recipe with the fields that have a rule resolved, and these choices; each rule reads earlier values."""
-    choices = []
-    recipe = recipe.replaced({field: STAND_INS[field] for field in rules if field in fields})
-    for field in filter(fields.__contains__, rules):
-        choices.append(Choice(field, *rules[field](recipe, model, text)))
-        recipe = recipe.replaced({field: choices[-1].value})
-    return recipe, tuple(choices)
+    chosen, model = _Chosen(recipe, fields), model_facts(recipe, world_size, device_named(None))
+    _choose_for_training(chosen, model, tokens, f"{tokens} tokens of training text")
+    return chosen.recipe, chosen.choices
 
 
 def model_facts(recipe: Recipe, world_size: int, device: Device) -> ModelFacts:
-    """Read the model's config and the sizes of its tensors."""
     checkpoint = open_location(recipe.model.trunk)
     text_config = text_config_of(checkpoint, trust_remote_code=recipe.model.trust_remote_code)
     fields = text_config.to_dict()
@@ -271,7 +240,6 @@ def model_facts(recipe: Recipe, world_size: int, device: Device) -> ModelFacts:
 
 
 def text_facts(recipe: Recipe) -> TextFacts:
-    """Read the data, and count the tokens of a sample of it."""
     records = [record for source in load_sources(recipe) for record in source]
     tokenizer = recipe_tokenizer(recipe, open_location(recipe.model.trunk))
     sample = records[:: max(1, len(records) // SAMPLE_RECORDS)][:SAMPLE_RECORDS]
@@ -298,46 +266,47 @@ def _long(lengths: Sequence[int]) -> int:
 
 
 def _power_of_two(least: float) -> int:
-    """Return the smallest power of two that is at least this number."""
     return 1 << math.ceil(math.log2(max(1.0, least)))
 
 
-def _holdout(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
+def _choose_for_text(chosen: _Chosen, model: ModelFacts, text: TextFacts) -> None:
+    """Choose what the data's lengths and the model decide before the trunk answers."""
     wanted = max(EVALUATION_PROMPTS / text.num_records, EVALUATION_GROUPS / text.num_groups)
     # Each group is held out by chance: twice the fewest that the gate needs, of very little data up to a half.
-    most = max(MOST_HELD_OUT, min(0.5, 2 * min_gate_groups(recipe.gate.confidence) / text.num_groups))
-    share = min(most, max(LEAST_HELD_OUT, wanted))
+    fewest = min_gate_groups(chosen.recipe.gate.confidence)
+    most = max(MOST_HELD_OUT, min(0.5, 2 * fewest / text.num_groups))
     whole = f"{EVALUATION_PROMPTS} of {text.num_records} records and {EVALUATION_GROUPS} of {text.num_groups} groups"
-    return round(share, 3), f"{whole}, from {LEAST_HELD_OUT:g} to {most:.3g}"
+    share = round(min(most, max(LEAST_HELD_OUT, wanted)), 3)
+    chosen.choose("data.holdout", share, f"{whole}, from {LEAST_HELD_OUT:g} to {most:.3g}")
 
+    held_out = max(1, int(text.num_records * chosen.recipe.data.holdout))
+    told = f"of about {held_out} held-out records, at most {EVALUATION_PROMPTS}"
+    chosen.choose("evaluate.prompts", min(EVALUATION_PROMPTS, held_out), told)
 
-def _prompts_to_evaluate(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
-    held_out = max(1, int(text.num_records * recipe.data.holdout))
-    return min(EVALUATION_PROMPTS, held_out), f"of about {held_out} held-out records, at most {EVALUATION_PROMPTS}"
+    training = max(1, round(text.num_records * (1 - chosen.recipe.data.holdout)))
+    told = f"of about {training} records for training, at most {MOST_PROMPTS}"
+    chosen.choose("data.regenerate.max_prompts", min(training, MOST_PROMPTS), told)
 
+    limit = min(MOST_NEW_TOKENS, model.max_positions // 2)
+    told = f"at most {MOST_NEW_TOKENS} and half of the positions; the records have no responses"
+    if text.response_long is not None:
+        limit = min(limit, max(128, _power_of_two(2 * text.response_long)))
+        told = f"twice the records' long responses, {text.response_long} tokens, at most {MOST_NEW_TOKENS}"
+    chosen.choose("data.regenerate.max_new_tokens", limit, told)
 
-def _prompts_to_answer(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
-    training = max(1, round(text.num_records * (1 - recipe.data.holdout)))
-    return min(training, MOST_PROMPTS), f"of about {training} records for training, at most {MOST_PROMPTS}"
-
-
-def _new_tokens(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
-    most = min(MOST_NEW_TOKENS, model.max_positions // 2)
-    if text.response_long is None:
-        return most, f"at most {MOST_NEW_TOKENS} and half of the positions; the records have no responses"
-    limit = min(most, max(128, _power_of_two(2 * text.response_long)))
-    return limit, f"twice the records' long responses, {text.response_long} tokens, at most {MOST_NEW_TOKENS}"
-
-
-def _seq_len(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
-    longest = text.whole_long
-    if recipe.data.answered is not None:
-        longest = text.prompt_long + recipe.data.answered.max_new_tokens
+    answered = chosen.recipe.data.answered
+    longest = text.whole_long if answered is None else text.prompt_long + answered.max_new_tokens
     length = min(model.max_positions, MOST_SEQ_LEN, max(LEAST_SEQ_LEN, _power_of_two(longest)))
-    return length, f"for texts of up to {longest} tokens, from {LEAST_SEQ_LEN} to {MOST_SEQ_LEN}"
+    told = f"for texts of up to {longest} tokens, from {LEAST_SEQ_LEN} to {MOST_SEQ_LEN}"
+    chosen.choose("data.seq_len_tokens", length, told)
+
+    chosen.choose("data.regenerate.batch_size", *_rows(chosen.recipe, model))
+    rate = lr_choice(chosen.recipe, model.hidden_size)
+    chosen.choose(rate.field, rate.value, rate.reason)
 
 
-def _rows(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
+def _rows(recipe: Recipe, model: ModelFacts) -> tuple[int | None, str]:
+    """Return how many prompts the built-in decoder answers at a time, and why."""
     if recipe.data.regenerate is not None and recipe.data.regenerate.endpoint is not None:
         return None, "the server of data.regenerate.endpoint makes its own batches"
     per_row = model.cache_bytes * recipe.data.seq_len_tokens
@@ -347,19 +316,8 @@ def _rows(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
     return min(ROWS, fitting), f"keys and values of {fitting} rows fit; at most {ROWS}"
 
 
-def _lr(recipe: Recipe, model: ModelFacts, text: TextFacts) -> Found:
-    choice = lr_choice(recipe, model.hidden_size)
-    return choice.value, choice.reason
-
-
 def lr_choice(recipe: Recipe, hidden_size: int, overlap: float | None = None) -> Choice:
-    """Return the automatic learning rate.
-
-    Args:
-        recipe: Its head may have LoRA.
-        hidden_size: Width of the trunk.
-        overlap: Overlap of p and q at depth 1 before the first step; None before it is measured.
-    """
+    """Return the automatic learning rate; ``overlap``: of p and q at depth 1 before the first step, once measured."""
     rate, reason = LEARNING_RATE * WIDTH / hidden_size, f"{LEARNING_RATE:g} x {WIDTH} / {hidden_size} channels"
     if recipe.head.lora is not None:
         rate, reason = LORA_FACTOR * rate, f"{reason} x {LORA_FACTOR} for LoRA"
@@ -368,71 +326,48 @@ def lr_choice(recipe: Recipe, hidden_size: int, overlap: float | None = None) ->
     return Choice("train.lr", rate, reason)
 
 
-_RULES: Mapping[str, Rule[TextFacts]] = {
-    "data.holdout": _holdout,
-    "evaluate.prompts": _prompts_to_evaluate,
-    "data.regenerate.max_prompts": _prompts_to_answer,
-    "data.regenerate.max_new_tokens": _new_tokens,
-    "data.seq_len_tokens": _seq_len,
-    "data.regenerate.batch_size": _rows,
-    "train.lr": _lr,
-}
-"""In this order: a rule reads the fields before it."""
-
-
-def _expected_text(recipe: Recipe, text: TextFacts) -> _Text:
+def _expected_text(recipe: Recipe, text: TextFacts) -> tuple[int, str]:
     """Estimate the training text before the trunk has answered: its answers are as long as the records' responses."""
     training = text.num_records * (1 - recipe.data.holdout)
     spec = recipe.data.answered
     if spec is None:
         tokens = round(training * text.whole_mean)
-        return _Text(tokens, f"about {tokens} tokens of training text")
+        return tokens, f"about {tokens} tokens of training text"
     answer = spec.max_new_tokens if text.response_mean is None else min(text.response_mean, spec.max_new_tokens)
     tokens = round(min(training, spec.max_prompts or training) * (text.prompt_mean + answer))
     known = "at most" if text.response_mean is None else "about"
-    return _Text(tokens, f"{known} {tokens} tokens of training text; fixed once they are generated")
+    return tokens, f"{known} {tokens} tokens of training text; fixed once they are generated"
 
 
-def _tokens_per_step(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
-    seq_len, unit = recipe.data.seq_len_tokens, model.world_size * recipe.train.micro_batch_sequences
-    most = max(1, MOST_TOKENS_PER_STEP // seq_len)
-    nearest = 1 << max(0, round(math.log2(max(1.0, text.tokens / STEPS_PER_EPOCH / seq_len))))
-    wanted = min(most, max(LEAST_SEQUENCES, nearest))
-    sequences = math.ceil(wanted / unit) * unit
-    return sequences * seq_len, f"{sequences} sequences: about {STEPS_PER_EPOCH} steps per pass over {text.told}"
-
-
-def _max_steps(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
-    per_pass = text.tokens / recipe.train.tokens_per_step
-    steps = max(EPOCHS * per_pass, min(LEAST_STEPS, MOST_EPOCHS * per_pass))
-    factor, new = (NEW_HEAD, ", twice for a new head") if recipe.head.is_new else (1, "")
-    whole = max(1, math.ceil(steps * factor))
-    return whole, f"{whole / per_pass:.3g} passes over {text.told}{new}"
-
-
-def _micro_batch(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
-    seq_len = recipe.data.seq_len_tokens
-    sequences = recipe.train.tokens_per_step // seq_len // model.world_size
-    tokens = CPU_MICRO_BATCH_TOKENS if model.device == "cpu" else MICRO_BATCH_TOKENS
-    per_sequence = activation_bytes(memory_options(recipe), model.hidden_size, seq_len, seq_len)
-    fitting = int(ACTIVATION_SHARE * max(0, model.sharded_bytes) / per_sequence)
-    most = max(1, min(tokens // seq_len, fitting))
-    count = max(number for number in range(1, max(1, sequences) + 1) if number <= most and sequences % number == 0)
-    if not fitting:
-        return count, "no activations fit beside the trunk"
-    return count, f"activations of {fitting} sequence(s) fit; at most {tokens} tokens on {model.device}"
-
-
-def _warmup(recipe: Recipe, model: ModelFacts, text: _Text) -> Found:
-    steps = round(WARMUP_SHARE * recipe.train.max_steps)
-    return min(steps, recipe.train.max_steps - 1), f"{WARMUP_SHARE:.0%} of the steps"
-
-
-_TRAINING_RULES: Mapping[str, Rule[_Text]] = {
-    "train.tokens_per_step": _tokens_per_step,
-    "train.max_steps": _max_steps,
-    "train.micro_batch_sequences": _micro_batch,
-    "train.warmup_steps": _warmup,
-}
-FROM_TEXT = tuple(_TRAINING_RULES)
+FROM_TEXT = ("train.tokens_per_step", "train.max_steps", "train.micro_batch_sequences", "train.warmup_steps")
 """Fields that are resolved once the training text exists, in this order."""
+
+
+def _choose_for_training(chosen: _Chosen, model: ModelFacts, tokens: int, told: str) -> None:
+    """Choose the length of training for a text of so many tokens; ``told``: how their number is known."""
+    seq_len, unit = chosen.recipe.data.seq_len_tokens, model.world_size * chosen.recipe.train.micro_batch_sequences
+    nearest = 1 << max(0, round(math.log2(max(1.0, tokens / STEPS_PER_EPOCH / seq_len))))
+    wanted = min(max(1, MOST_TOKENS_PER_STEP // seq_len), max(LEAST_SEQUENCES, nearest))
+    sequences = math.ceil(wanted / unit) * unit
+    reason = f"{sequences} sequences: about {STEPS_PER_EPOCH} steps per pass over {told}"
+    chosen.choose("train.tokens_per_step", sequences * seq_len, reason)
+
+    per_step = chosen.recipe.train.tokens_per_step
+    per_pass = tokens / per_step
+    steps = max(EPOCHS * per_pass, min(LEAST_STEPS, MOST_EPOCHS * per_pass))
+    factor, new = (NEW_HEAD, ", twice for a new head") if chosen.recipe.head.is_new else (1, "")
+    whole = max(1, math.ceil(steps * factor))
+    chosen.choose("train.max_steps", whole, f"{whole / per_pass:.3g} passes over {told}{new}")
+
+    sequences = max(1, per_step // seq_len // model.world_size)
+    most_tokens = CPU_MICRO_BATCH_TOKENS if model.device == "cpu" else MICRO_BATCH_TOKENS
+    per_sequence = activation_bytes(memory_options(chosen.recipe), model.hidden_size, seq_len, seq_len)
+    fitting = int(ACTIVATION_SHARE * max(0, model.sharded_bytes) / per_sequence)
+    most = max(1, min(most_tokens // seq_len, fitting))
+    count = max(number for number in range(1, sequences + 1) if number <= most and sequences % number == 0)
+    reason = f"activations of {fitting} sequence(s) fit; at most {most_tokens} tokens on {model.device}"
+    chosen.choose("train.micro_batch_sequences", count, reason if fitting else "no activations fit beside the trunk")
+
+    max_steps = chosen.recipe.train.max_steps
+    warmup = min(round(WARMUP_SHARE * max_steps), max_steps - 1)
+    chosen.choose("train.warmup_steps", warmup, f"{WARMUP_SHARE:.0%} of the steps")

@@ -18,14 +18,14 @@ from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint
 from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.errors import MtpError
 from mtp_train.families import family_for
-from mtp_train.heads.diagnose import empty_head, named_rejections, stored_dtype
+from mtp_train.heads.diagnose import empty_head, named_rejections, stored_dtype, trunk_config
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.refusals import HeadOnTrunk, refusals
 from mtp_train.runs.settings import memory_options, plan_of
 from mtp_train.train.machine import Device
 from mtp_train.train.plan import GIB, Footprint, Plan, estimate_footprint, in_shards
-from mtp_train.trunk.load import Trunk, empty_trunk_at
+from mtp_train.trunk.load import Trunk, empty_trunk
 
 ROOM_SHARE = 0.85
 """The largest share of a GPU's memory for a trunk and two heads that decode: caches and activations need the rest."""
@@ -52,12 +52,10 @@ class Room:
 
     @property
     def needs_shards(self) -> bool:
-        """Whether training fits in shards only."""
         return self.in_shards is not None and self.memory.total_bytes > self.device.memory_bytes
 
     @property
     def training(self) -> Footprint:
-        """The footprint of training in the way that fits."""
         return self.in_shards if self.in_shards is not None and self.needs_shards else self.memory
 
     @property
@@ -88,33 +86,26 @@ class Alternative(NamedTuple):
     room: Room
 
     def needs(self) -> str:
-        """Return the memory of a process, for a reader."""
         used = max(self.room.training.total_bytes, self.room.memory.decoding_bytes if self.room.decodes else 0)
         memory = self.room.memory
         text = f"{used / GIB:.3g} GiB a process" + (", in shards" if self.room.needs_shards else "")
         return f"{text}, and {memory.loading_bytes / GIB:.3g} GiB of main memory" if memory.offloaded_bytes else text
 
     def arguments(self, world_size: int) -> str:
-        """Return what to add to ``mtp-train check``, quoted for a shell."""
         processes = [] if self.processes == world_size else ["--processes", str(self.processes)]
         return shlex.join([*self.overrides, *processes])
 
 
 class Shapes:
-    """The trunk and the head of a recipe, without their weights.
-
-    Args:
-        recipe: The recipe.
-        model: The trunk by its config, and the head.
-        checkpoint: The trunk's checkpoint; None if its weights are not here.
-    """
+    """The trunk and the head of a recipe, without their weights; ``checkpoint`` is None if the trunk's are not here."""
 
     def __init__(self, recipe: Recipe, model: HeadOnTrunk, checkpoint: Checkpoint | None) -> None:
         self.model, self._checkpoint, family = model, checkpoint, model.family
         self._is_packed = quant_method(model.config) is not None
         with named_rejections(model.path):
             of_trunk, trusts = family_for(model.config, where=str(model.path)), recipe.model.trust_remote_code
-            self.trunk: Trunk = empty_trunk_at(model.path, of_trunk, trust_remote_code=trusts)
+            config = trunk_config(model.path, of_trunk, trust_remote_code=trusts)
+            self.trunk: Trunk = empty_trunk(config, of_trunk, trust_remote_code=trusts)
             self.trunk.show_layers(family.wiring.trunk_layers(model.text_config))
             self._head = {
                 name: value.shape for name, value in empty_head(family, model.text_config, model.num_modules).items()
@@ -127,11 +118,6 @@ class Shapes:
         return TORCH_DTYPES[stored_dtype(self._checkpoint, self._checkpoint.family)]
 
     def room(self, recipe: Recipe, world_size: int, device: Device) -> Room:
-        """Return what a run of a recipe needs of the device of each process.
-
-        Raises:
-            RecipeError: A step does not divide among the processes, or the head has no layer of a LoRA target's name.
-        """
         plan, model, on_gpu = plan_of(recipe, world_size), self.model, device.kind == "cuda"
         trained = None
         if recipe.head.lora is not None:
@@ -159,11 +145,7 @@ class Shapes:
     def alternatives(self, recipe: Recipe, world_size: int, device: Device, replan: Replan) -> Iterator[Alternative]:
         """Yield settings with which a run that does not fit does, by the same estimate; one of each sort.
 
-        Args:
-            recipe: The recipe.
-            world_size: Processes of the run.
-            device: The device of each.
-            replan: Returns the recipe with further overrides, for a number of processes.
+        ``replan`` returns the recipe with further overrides, for a number of processes.
         """
         for sort in _changes(recipe, world_size, device):
             for overrides, processes in sort:

@@ -24,6 +24,7 @@ from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.checkpoints.writing import LOCK_FILE
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import OutOfMemoryError, RecipeError, TrainingError
+from mtp_train.evaluation.run import Processes
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
@@ -49,13 +50,7 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 
 def join_processes(recipe: Recipe, directory: RunDirectory, attempt: Attempt) -> tuple[RunAccelerator, Recipe]:
-    """Join the processes of the launch. Return them, and the recipe with ``precision: auto`` resolved for all of them.
-
-    Raises:
-        TrainingError: They do not share the run directory, their number is not ``train.processes``, or accelerate's
-            state differs from the launcher's settings.
-        LostProcessError: Another process ended before all had joined.
-    """
+    """Join the processes of the launch. Return them, and the recipe with ``precision: auto`` resolved for all."""
     with lost_process_is_named():
         accelerator = make_accelerator()
         attempt.joined = True
@@ -88,11 +83,7 @@ class Run:
         progress: Progress,
         attempt: Attempt | None = None,
     ) -> Run:
-        """Gather, check and hash the inputs of a run. Writes nothing, so that a corrected recipe can use the directory.
-
-        Raises:
-            MtpError: An input is missing, malformed, does not fit the recipe, or changed since the run began.
-        """
+        """Gather, check and hash the inputs of a run. Writes nothing: a corrected recipe can use the directory."""
         is_main = accelerator.is_main_process
         if is_main:
             directory.require_same_inputs(recipe, progress, anew=True)
@@ -105,16 +96,14 @@ class Run:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes and prints for all."""
         return self.accelerator.is_main_process
 
-    def claim(self) -> None:
-        """Claim the directory for the recipe and its inputs, and give the inputs their recorded identities.
+    @property
+    def processes(self) -> Processes:
+        return Processes(self.accelerator.process_index, self.accelerator.num_processes, self.accelerator.gather_items)
 
-        Raises:
-            ChangedInputError: An input changed while it was loaded.
-            TrainingError: The processes do not share the directory, or read other inputs than the main process.
-        """
+    def claim(self) -> None:
+        """Claim the directory for the recipe and its inputs, and give the inputs their recorded identities."""
         inputs, accelerator = self.inputs, self.accelerator
         if accelerator.num_processes > 1:
             require_alike("model", checkpoints_checksum([inputs.finetune, inputs.donor]), accelerator)
@@ -144,14 +133,8 @@ class Run:
 def load_run_trunk(run: Run, *, to_shard: bool = False) -> Trunk:
     """Load the trunk on the process's device, or into main memory if it is offloaded.
 
-    Args:
-        run: The run.
-        to_shard: Load a trunk that is only going to be sharded: in shards under FSDP2 (:func:`layer_sharder`), else
-            into main memory. Every process must call it.
-
-    Raises:
-        TrainingError: The recipe offloads the trunk, and the launcher asks for a wrapper.
-        CheckpointError: The trunk cannot be loaded; with ``to_shard``, by this process or another.
+    A trunk ``to_shard`` is loaded in shards under FSDP2 (:func:`layer_sharder`), else into main memory; every process
+    must call it.
     """
     model, inputs, accelerator = run.recipe.model, run.inputs, run.accelerator
     device, on_layer = accelerator.device, None
@@ -191,11 +174,7 @@ def _sharder_while_loading(run: Run) -> Callable[[nn.Module], object] | None:
 
 
 def require_room(run: Run) -> None:
-    """Check, before a trunk is loaded, that the GPU of each process holds the trunk that a run decodes with.
-
-    Raises:
-        RecipeError: It does not.
-    """
+    """Check, before a trunk is loaded, that the GPU of each process holds the trunk that a run decodes with."""
     recipe, inputs, count = run.recipe, run.inputs, run.accelerator.num_processes
     if run.accelerator.device.type != "cuda" or not recipe.decodes or recipe.study is not None:
         return
@@ -212,11 +191,7 @@ def require_room(run: Run) -> None:
 
 
 class RunTrunk:
-    """The trunk of a run, loaded again where a stage needs another form. One is in memory at a time.
-
-    Args:
-        run: The run.
-    """
+    """The trunk of a run, loaded again where a stage needs another form. One is in memory at a time."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -226,21 +201,12 @@ class RunTrunk:
 
     @property
     def trunk(self) -> Trunk:
-        """The trunk in memory.
-
-        Raises:
-            ValueError: None was loaded.
-        """
         if self._trunk is None:
             raise ValueError("no trunk in memory; expected load() before.")
         return self._trunk
 
     def load(self, *, decodes: bool) -> None:
-        """Load the trunk to decode with it, or to train a head on it.
-
-        Raises:
-            MtpError: It cannot be loaded, or the GPUs are too small to decode with it.
-        """
+        """Load the trunk to decode with it, or to train a head on it."""
         require_room(self._run)
         to_shard = not decodes and shards_trunk(self._run.accelerator)
         self._trunk = load_run_trunk(self._run, to_shard=to_shard)
@@ -269,7 +235,6 @@ class RunTrunk:
             self.offload()
 
     def drop(self) -> None:
-        """Free the trunk, and the memory of a training on it."""
         if self._trunk is not None:
             give_up_shards(self._trunk, self._run.accelerator)
         self._trunk, self.is_whole = None, False
@@ -277,16 +242,7 @@ class RunTrunk:
 
 
 def require_shared(directory: Path, names: Sequence[str], accelerator: RunAccelerator) -> None:
-    """Wait for all processes, then until every one sees the same files; every process must call it.
-
-    Args:
-        directory: The directory that they share.
-        names: Files in it, or directories with all their files; they may be missing, but then for all processes.
-        accelerator: The processes.
-
-    Raises:
-        TrainingError: The files differ between processes, as on machines without a common file system.
-    """
+    """Wait until every process sees the same files of a directory; every process must call it."""
     for _ in range(ATTEMPTS):
         first, *others = accelerator.gather_items([files_in(directory, names)])
         odd = [rank for rank, seen in enumerate(others, start=1) if seen != first]
@@ -314,11 +270,7 @@ def files_in(directory: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def require_alike(what: str, checksum: str, accelerator: RunAccelerator) -> None:
-    """Check that all processes read the same inputs; every process must call it.
-
-    Raises:
-        TrainingError: A process reads others than the main process.
-    """
+    """Check that all processes read the same inputs; every process must call it."""
     (first, _), *others = accelerator.gather_items([(checksum, socket.gethostname())])
     for rank, (other, host) in enumerate(others, start=1):
         if other != first:
@@ -348,15 +300,7 @@ def text_checksum(documents: Iterable[Document], prompts: Iterable[Prompt]) -> s
 
 @contextlib.contextmanager
 def memory_is_named(recipe: Recipe, stage: Callable[[], str]) -> Iterator[None]:
-    """Turn an out-of-memory error of the device or the machine into one with a hint.
-
-    Args:
-        recipe: The recipe.
-        stage: Returns the stage that the run has reached.
-
-    Raises:
-        OutOfMemoryError: A memory allocation failed.
-    """
+    """Turn an out-of-memory error of the device or the machine into one with a hint for the stage of the run."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -37,11 +37,7 @@ Trunk = tuple[Contents, Contents | None]
 
 
 def require_answers(recipe: Recipe, run_dir: Path, trunk: Trunk | None = None) -> None:
-    """Check that ``data.responses`` names a run with responses, of ``trunk`` if given, unless they were copied before.
-
-    Raises:
-        DataError: It does not.
-    """
+    """Check that ``data.responses`` names a run with responses, of ``trunk`` if given, unless they are copied."""
     is_copied = any(run_dir.glob(f"{DATA}/responses-*/{COPIED_FILE}"))
     if recipe.data.responses is not None and not is_copied:
         _answers_of(recipe.data.responses, trunk)
@@ -52,9 +48,6 @@ def copy_answers(location: str, directory: Path, prompts: Sequence[Prompt], trun
 
     A response belongs to a prompt with the same tokens: ids contain the path of the data as the recipe spells it.
     A directory with a complete copy is left as it is. Returns sentences for the log.
-
-    Raises:
-        DataError: The directory is no run's, or has no response of this trunk to one of the prompts.
     """
     if (directory / COPIED_FILE).is_file():
         return []
@@ -79,31 +72,28 @@ def copy_answers(location: str, directory: Path, prompts: Sequence[Prompt], trun
 
 
 def _answers_of(location: str, trunk: Trunk | None) -> list[Answers]:
+    def refused(found: str, expected: str, instead: str) -> DataError:
+        told = f"data.responses: {location} {found}; expected {expected}"
+        return DataError(f"{told}. {instead}, or write data.responses: null.")
+
     run = Path(location).expanduser()
     if not is_run(run):
-        raise DataError(
-            f"data.responses: {location} is no run ({RECIPE_FILE} is missing); expected the directory of a run with "
-            "responses. Check the path, or write data.responses: null."
-        )
+        expected = "the directory of a run with responses"
+        raise refused(f"is no run ({RECIPE_FILE} is missing)", expected, "Check the path")
     found = [
         Answers(path.parent, read_json(path))
         for path in sorted(run.glob(f"{DATA}/responses-*/{SETTINGS_FILE}"))
         if response_files(path.parent)
     ]
     if not found:
-        raise DataError(
-            f"data.responses: {location} has no responses (in {run / DATA}); expected a run with data.regenerate. Name "
-            "such a run, or write data.responses: null."
-        )
+        raise refused(f"has no responses (in {run / DATA})", "a run with data.regenerate", "Name such a run")
     same = [one for one in found if trunk in (None, (one.settings.get("trunk"), one.settings.get("adapter")))]
     if trunk is not None and not same:
         recorded = found[0].settings.get("trunk")
         names = changed_files(recorded, trunk[0]) if isinstance(recorded, dict) else []
         differs = f"{', '.join(names[:3])} differ" if names else "the adapter differs"
-        raise DataError(
-            f"data.responses: {location} has responses of another trunk than model.trunk ({differs}); expected the "
-            "same content. Name a run on this trunk, or write data.responses: null."
-        )
+        other = f"has responses of another trunk than model.trunk ({differs})"
+        raise refused(other, "the same content", "Name a run on this trunk")
     return same
 
 

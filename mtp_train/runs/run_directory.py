@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -46,7 +46,7 @@ from mtp_train.checkpoints.identity import (
     write_records,
 )
 from mtp_train.checkpoints.locations import RECIPE_FILE, is_run, locate_checkpoint, open_location
-from mtp_train.checkpoints.writing import LOCK_FILE, write_json, write_text
+from mtp_train.checkpoints.writing import LOCK_FILE, full_disk_is_named, write_json, write_text
 from mtp_train.data.sources import local_files
 from mtp_train.errors import (
     CheckpointError,
@@ -60,6 +60,7 @@ from mtp_train.errors import (
     printable,
     redacted,
 )
+from mtp_train.evaluation.results import read_record
 from mtp_train.evaluation.suites import suite_location
 from mtp_train.recipe.json_schema import dotted, shown_whole
 from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, validated
@@ -118,33 +119,24 @@ class RunDirectory:
     path: Path
 
     @property
-    def is_claimed(self) -> bool:
-        """Whether a run has begun here."""
-        return is_run(self.path)
-
-    @property
     def recipe(self) -> Recipe | None:
         """The recorded recipe; None where there is none, or one of another version, which ``require_ours`` refuses."""
         try:
-            return load_recipe(self.path / RECIPE_FILE) if self.is_claimed else None
+            return load_recipe(self.path / RECIPE_FILE) if is_run(self.path) else None
         except RecipeError:
             return None
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """The content of ``provenance.json``."""
         return read_json(self.path / PROVENANCE_FILE)
 
     @property
     def outcome(self) -> Outcome | None:
         """The recorded outcome, without fields of other releases; None if there is none that can be read."""
         try:
-            found = read_json(self.path / OUTCOME_FILE)
-            exit_code, *texts = (found[field.name] for field in fields(Outcome))
-        except (CheckpointError, KeyError):
+            return read_record(Outcome, read_json(self.path / OUTCOME_FILE), OUTCOME_FILE)
+        except (CheckpointError, DataError):
             return None
-        whole = type(exit_code) is int and all(isinstance(text, str) for text in texts)
-        return Outcome(exit_code, *texts) if whole else None
 
     @property
     def contents(self) -> dict[str, Contents]:
@@ -154,58 +146,40 @@ class RunDirectory:
     # Whose it is
 
     def require_ours(self, recipe: Recipe) -> None:
-        """Check that the directory is new, or holds a run of the same resolved recipe.
-
-        Raises:
-            OutputExistsError: It holds the run of another recipe, or other files; it is the root, no directory, or lies
-                within an input.
-        """
+        """Check that the directory is new, or holds a run of the same resolved recipe."""
         self.require_outside_inputs(recipe)
         entries = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
         # Files of a refused run, and of a claim that was killed.
         claims = {OUTCOME_FILE, PROVENANCE_FILE, RECORD_FILE, LOCK_FILE}
         if entries <= {PROBE} | claims | {f".{name}.tmp" for name in (*claims, RECIPE_FILE)}:
             return
-        if not self.is_claimed:
-            raise OutputExistsError(
-                f"run_dir: {self.path} holds files that are not a run's ({', '.join(sorted(entries)[:3])}); expected a "
-                "new or empty directory. Choose another run_dir."
-            )
+        if not is_run(self.path):
+            others = ", ".join(sorted(entries)[:3])
+            raise self._refused(f"holds files that are not a run's ({others})", "a new or empty directory")
         found = self.provenance.get("format_version")
         if found != FORMAT_VERSION:
-            raise OutputExistsError(
-                f"run_dir: {self.path} holds a run of format_version {found!r}, which another version of mtp-train "
-                f"began; expected {FORMAT_VERSION}. Choose another run_dir, or remove this one."
-            )
+            which = f"holds a run of format_version {found!r}, which another version of mtp-train began"
+            raise self._refused(which, str(FORMAT_VERSION), ", or remove this one")
         recorded = self.path / RECIPE_FILE
         differing = _differing_fields(recorded.read_text(encoding="utf-8"), recipe)
         if differing:
             more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
-            raise OutputExistsError(
-                f"run_dir: {self.path} holds the run of another recipe ({recorded}): {', '.join(differing[:3])}{more}; "
-                "expected the same resolved recipe to resume. Choose another run_dir, or remove this one."
-            )
+            other = f"holds the run of another recipe ({recorded}): {', '.join(differing[:3])}{more}"
+            raise self._refused(other, "the same resolved recipe to resume", ", or remove this one")
 
     def require_outside_inputs(self, recipe: Recipe) -> None:
         """Refuse the root, a path below a file, and directories within an input: a run would change that input.
 
         ``check`` calls this alone: it accepts the directory of another recipe, to compare its overrides.
-
-        Raises:
-            OutputExistsError: The run directory is in such a place.
         """
-        run_dir, place = self.path, self.path.resolve()
+        place = self.path.resolve()
         if place == Path(place.anchor):
-            raise OutputExistsError(
-                f"run_dir: {run_dir} is the root; expected a new directory. Choose another run_dir."
-            )
-        if run_dir.exists() and not run_dir.is_dir():
-            raise OutputExistsError(f"run_dir: {run_dir} is a file; expected a directory. Choose another run_dir.")
+            raise self._refused("is the root", "a new directory")
+        if self.path.exists() and not self.path.is_dir():
+            raise self._refused("is a file", "a directory")
         above = next(one for one in place.parents if one.exists())
         if not above.is_dir():
-            raise OutputExistsError(
-                f"run_dir: {run_dir} lies below the file {above}; expected a new directory. Choose another run_dir."
-            )
+            raise self._refused(f"lies below the file {above}", "a new directory")
         model = recipe.model
         inputs = {TRUNK: model.trunk, HEAD_FROM: model.head_from, ADAPTER: model.adapter}
         inputs["data.responses"] = recipe.data.responses
@@ -213,27 +187,30 @@ class RunDirectory:
         for field, name in inputs.items():
             location = None if name is None else Path(resolve(name)).resolve()
             if location is not None and location.is_dir() and place.is_relative_to(location):
-                raise OutputExistsError(
-                    f"run_dir: {run_dir} lies within {field} ({name}); expected a directory outside of the inputs. "
-                    "Choose another run_dir."
-                )
+                raise self._refused(f"lies within {field} ({name})", "a directory outside of the inputs")
+
+    def _refused(self, found: str, expected: str, instead: str = "") -> OutputExistsError:
+        return OutputExistsError(f"run_dir: {self.path} {found}; expected {expected}. Choose another run_dir{instead}.")
 
     # The lock
 
     @contextlib.contextmanager
-    def held(self, console: Console) -> Iterator[None]:
+    def held(self, console: Console, what: str = "the run") -> Iterator[None]:
         """Hold the directory for this launch within the block: two runs would delete each other's files.
 
         The main process writes ``run.lock`` with its machine and process id, and removes it in the end. A lock whose
         process is gone is taken over: at once on this machine, after ``LEASE_SECONDS`` without a sign of life
         elsewhere.
-
-        Raises:
-            OutputExistsError: Another run holds the directory, or it was removed within the block.
         """
-        if not is_main_process():
-            yield
-            return
+        with full_disk_is_named(self.path, what=what):
+            if is_main_process():
+                with self._locked(console):
+                    yield
+            else:
+                yield
+
+    @contextlib.contextmanager
+    def _locked(self, console: Console) -> Iterator[None]:
         missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         # A second is enough to find that the process of a lock on this machine is gone.
@@ -262,12 +239,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Attempt]:
-        """Record how an attempt ends, in ``outcome.json``, on every way out of the block.
-
-        Raises:
-            StoppedError: A signal stopped the block.
-            MtpError: The block raised it, or the directory was removed within the block.
-        """
+        """Record how an attempt ends, in ``outcome.json``, on every way out of the block."""
         attempt = Attempt()
         # The main process holds the directory of all nodes.
         if is_main_process():
@@ -303,20 +275,16 @@ class RunDirectory:
             self.write_outcome(attempt.outcome)
 
     def write_outcome(self, outcome: Outcome) -> None:
-        """Write ``outcome.json``."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.path / OUTCOME_FILE, outcome.__dict__)
 
     def record_failure(self, outcome: Outcome) -> Outcome | None:
-        """Record how a process of a run failed.
+        """Record how a process of a run failed; return an earlier outcome that is kept instead.
 
         Rank 0's error replaces an earlier one, unless rank 0 failed or was stopped only because another rank died.
         Other ranks record an error only if there is none. Ranks are the launcher's: processes that are not connected
         would all count as the main process. An error in the first stage concerns all ranks, so its message names no
         rank.
-
-        Returns:
-            The earlier outcome that is kept instead; None if this outcome was recorded.
         """
         rank = int(os.environ.get("RANK", "0"))
         follows = outcome.reason in (LostProcessError.reason, StoppedError.reason)
@@ -334,7 +302,7 @@ class RunDirectory:
     def claim(self, recipe: Recipe, provenance: Mapping[str, Any], records: Records) -> None:
         """Record inputs, provenance and recipe, unless a run has begun here. The recipe comes last: it is the claim."""
         self.path.mkdir(parents=True, exist_ok=True)
-        if not self.is_claimed:
+        if not is_run(self.path):
             write_records(self.path, records)
             write_json(self.path / PROVENANCE_FILE, {"format_version": FORMAT_VERSION, **provenance})
             self.record_recipe(recipe)
@@ -355,7 +323,6 @@ class RunDirectory:
         return recipe.replaced({"train.precision": precision})
 
     def clear_leftovers(self) -> None:
-        """Remove temporary files of writes that a kill interrupted."""
         for pattern in _LEFTOVERS:
             for path in self.path.glob(pattern):
                 if path.is_dir():
@@ -364,11 +331,7 @@ class RunDirectory:
                     path.unlink(missing_ok=True)
 
     def hash_inputs(self, recipe: Recipe, progress: Progress) -> dict[str, InputRecord]:
-        """Return the content hashes of the recipe's inputs. Files with a valid record here are not read.
-
-        Raises:
-            MtpError: An input is missing.
-        """
+        """Return the content hashes of the recipe's inputs. Files with a valid record here are not read."""
         return hash_inputs(loaded(_input_loaders(recipe, {}, anew=True)), read_records(self.path), progress)
 
     def require_same_inputs(
@@ -377,11 +340,8 @@ class RunDirectory:
         """Check that the inputs have not changed since the run began. A directory that is not claimed yet passes.
 
         Hub ids stand for the hub's current revision with ``anew``, as for a new run; else for the snapshot in use.
-
-        Raises:
-            ChangedInputError: An input changed, is missing, or cannot be shown to be the same.
         """
-        if self.is_claimed:
+        if is_run(self.path):
             places = {label: one.location for label, one in read_records(self.path).items()}
             loaders = _input_loaders(recipe, places, anew=anew)
             require_same(claimed_by_run(self.path), loaders, progress, finished=finished)
@@ -405,7 +365,6 @@ def _acquire(lock: SoftFileLease, path: Path, console: Console) -> None:
 
 
 def _holder(path: Path) -> tuple[str, str]:
-    """Return the machine and the process id in a lock file."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -454,7 +413,6 @@ def _on_machines_of(before: Recipe, now: Recipe) -> Recipe:
 
 
 def claimed_by_run(run_dir: Path) -> Claimed:
-    """Describe a run directory."""
     return Claimed(run_dir, "run", "write another run_dir for the new ones")
 
 
@@ -471,21 +429,17 @@ def _input_loaders(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> 
         is_here = Path(resolve(location)).expanduser().exists()
         return location if anew or known is None or is_here or not Path(known).exists() else known
 
-    def checkpoint(label: str, location: str) -> InputFiles:
-        return checkpoint_files(open_location(located(label, location)))
-
-    def head_source(label: str, location: str) -> InputFiles:
-        source = open_head_source(located(label, location))
+    def head_source(location: str) -> InputFiles:
+        source = open_head_source(located(HEAD_FROM, location))
         return checkpoint_files(source) if isinstance(source, Checkpoint) else directory_files(source.path)
 
-    def adapter(label: str, location: str) -> InputFiles:
-        return directory_files(locate_checkpoint(located(label, location)))
-
-    loaders: dict[str, Callable[[], InputFiles]] = {TRUNK: partial(checkpoint, TRUNK, model.trunk)}
+    loaders: dict[str, Callable[[], InputFiles]] = {
+        TRUNK: lambda: checkpoint_files(open_location(located(TRUNK, model.trunk)))
+    }
     if model.head_from:
-        loaders[HEAD_FROM] = partial(head_source, HEAD_FROM, model.head_from)
-    if model.adapter:
-        loaders[ADAPTER] = partial(adapter, ADAPTER, model.adapter)
+        loaders[HEAD_FROM] = partial(head_source, model.head_from)
+    if adapter := model.adapter:
+        loaders[ADAPTER] = lambda: directory_files(locate_checkpoint(located(ADAPTER, adapter)))
     data = {f"data.sources.{number}": source.path for number, source in enumerate(recipe.data.sources)}
     if study is not None:
         data |= {f"study.vanilla_sources.{number}": path for number, path in enumerate(study.vanilla_sources)}
@@ -528,7 +482,6 @@ def checkpoint_identity(name: str, checkpoint: Checkpoint | LoneHead) -> dict[st
 
 
 def environment_facts() -> dict[str, Any]:
-    """Return versions, command line, git commit and hardware."""
     versions: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:

@@ -21,11 +21,6 @@ MEASURES = 10
 
 
 def plan_of(recipe: Recipe, world_size: int) -> Plan:
-    """Return how the recipe's steps are divided among processes.
-
-    Raises:
-        RecipeError: They do not divide.
-    """
     return make_plan(
         max_steps=recipe.train.max_steps,
         tokens_per_step=recipe.train.tokens_per_step,
@@ -36,7 +31,6 @@ def plan_of(recipe: Recipe, world_size: int) -> Plan:
 
 
 def train_options(recipe: Recipe) -> TrainOptions:
-    """Return the settings of AdamW and of the training loop."""
     train = recipe.train
     beta1, beta2 = train.betas
     return TrainOptions(
@@ -54,7 +48,6 @@ def train_options(recipe: Recipe) -> TrainOptions:
 
 
 def tracking_of(recipe: Recipe) -> Tracking:
-    """Return where a run is tracked."""
     return Tracking(**dict(recipe.track))
 
 

@@ -14,42 +14,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
 from mtp_inference.opening import OWN
 from mtp_train.acceptance.counts import Interval, PromptCounts
 from mtp_train.acceptance.intervals import Difference, tau_difference
 from mtp_train.acceptance.names import GRAFT, HOME, NATIVE, RETRAINED, VANILLA
-from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, resolve
 from mtp_train.checkpoints.locations import HEAD
 from mtp_train.data.groups import join_near_duplicates
-from mtp_train.data.records import Record, content_group, with_variables
-from mtp_train.data.sources import load_records
-from mtp_train.data.tokenize import Document, build_prompts, choose_evenly
+from mtp_train.data.records import Record, content_group
+from mtp_train.data.tokenize import Document, build_prompts
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import ArmSpec
 from mtp_train.evaluation.assemble import Measurements
-from mtp_train.evaluation.entropy import EntropySums, fine_edges, overlap_difference
+from mtp_train.evaluation.entropy import EntropySums, overlap_difference
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Setting, TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS, VERDICTS, ArmComparison, Cell, Finding, Report, Tone, negated
-from mtp_train.evaluation.run import Processes, measure_study, study_report
+from mtp_train.evaluation.run import Study, study_report
 from mtp_train.evaluation.statistics import MeasuredArm
 from mtp_train.evaluation.suites import load_suite, suite_prompts
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import StudySection
-from mtp_train.report.summary import summary
 from mtp_train.report.wording import format_number, lossless_sentence, signed, verdict_title
-from mtp_train.report.write import log_report, write_report
 from mtp_train.runs.inputs import Inputs, split_records
 from mtp_train.runs.regeneration import data_stage
 from mtp_train.runs.run import Run, RunTrunk
-from mtp_train.runs.run_directory import Outcome, RunDirectory
-from mtp_train.runs.settings import tracking_of
+from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
 from mtp_train.runs.training import HIDDEN, train_stage
 
 HEADS, GRID_DIR, HOME_DIR = "heads", "grid", "home"
@@ -64,10 +59,12 @@ WEAK = (
 DRAFTS_BETTER = "A head trained towards {} drafts better than one towards {}"
 
 
-def run_study_stages(run: Run, study: StudySection, console: Console) -> Outcome:
-    """Run all stages. The processes share training and the decoding of arms; the rest is the main process's."""
-    recipe, run_dir = run.recipe, run.directory.path
-    found = gather_study(recipe, study, run.inputs)
+def measure_study_heads(run: Run, study: StudySection) -> Report | None:
+    """Train and measure the heads; the main process returns the report. The processes share training and decoding."""
+    recipe, run_dir, inputs = run.recipe, run.directory.path, run.inputs
+    if inputs.base is None:
+        raise DataError("model.head_from: null; expected the vanilla model of the study. Name it.")
+    prompts = shared_prompts(recipe, study, inputs)
     if run.is_main:
         for directory in (run_dir, *(head_dir(run_dir, objective) for objective in study.objectives)):
             RunDirectory(directory).clear_leftovers()
@@ -75,22 +72,20 @@ def run_study_stages(run: Run, study: StudySection, console: Console) -> Outcome
     train_heads(run, study)
     run.accelerator.wait_for_everyone()
     run.attempt.stage = "evaluate"
-    measured = measure_arms(run, study, found)
-    if not run.is_main:
-        return Outcome(0, "done", "", "done")
-    report = report_of(recipe, study, measured, found)
-    run.directory.require_same_inputs(recipe, run.progress)
-    write_report(report, run_dir, run.directory.provenance)
-    log_report(report, run_dir, tracking_of(recipe), recipe.model_dump(mode="json"))
-    console.print(summary(report))
+    grid = grid_of(recipe, study)
+    measured = measure_arms(run, study, grid, prompts)
+    return report_of(recipe, study, grid, measured) if run.is_main else None
+
+
+def study_outcome(report: Report) -> Outcome:
+    """Return the outcome of a study: what became of its claim."""
     if report.lossless is not None and report.lossless.faults:
-        return Outcome(1, "not_lossless", f"{lossless_sentence(report.lossless)} Please report it.", "done")
-    claim_tested = report.findings[0]
-    return Outcome(0, "done", f"{verdict_title(claim_tested)} {claim_tested.evidence}", "done")
+        return Outcome(1, "not_lossless", f"{lossless_sentence(report.lossless)} Please report it.", DONE)
+    claim = report.findings[0]
+    return Outcome(0, "done", f"{verdict_title(claim)} {claim.evidence}", DONE)
 
 
 def head_dir(run_dir: Path, objective: str) -> Path:
-    """Return the directory of one head's training, laid out like a run directory."""
     return run_dir / HEADS / objective
 
 
@@ -114,42 +109,38 @@ def train_heads(run: Run, study: StudySection) -> None:
         trunk.drop()
 
 
-def measure_arms(run: Run, study: StudySection, found: StudyInputs) -> Measurements:
+def measure_arms(run: Run, study: StudySection, grid: EvaluationGrid, prompts: Sequence[TaskPrompt]) -> Measurements:
     """Measure every arm on the same prompts, and vanilla also on its own. Every process must call it."""
-    recipe, run_dir, accelerator, progress = run.recipe, run.directory.path, run.accelerator, run.progress
-    processes = Processes(accelerator.process_index, accelerator.num_processes, accelerator.gather_items)
-    grid = grid_of(recipe, study)
+    recipe, run_dir = run.recipe, run.directory.path
     specs = arm_specs(recipe, study, run_dir)
-    measured = measure_study(specs, grid, run_dir / GRID_DIR, progress, found.prompts, processes)
-    if found.home:
+    opened = partial(Study, grid=grid, progress=run.progress, processes=run.processes)
+    measured = opened(specs, out=run_dir / GRID_DIR, prompts=prompts).measure()
+    if run.inputs.home:
+        home = [TaskPrompt.of(prompt, HOME_TASK) for prompt in run.inputs.home]
         vanilla = ArmSpec(HOME, str(recipe.model.head_from), OWN, quantization=recipe.model.quantization)
-        at_home = measure_study([vanilla], grid, run_dir / HOME_DIR, progress, found.home, processes)
+        at_home = opened([vanilla], out=run_dir / HOME_DIR, prompts=home).measure()
         measured.arms += [arm for arm in at_home.arms if arm.head is not None]
     return measured
 
 
-def report_of(recipe: Recipe, study: StudySection, measured: Measurements, found: StudyInputs) -> Report:
+def report_of(recipe: Recipe, study: StudySection, grid: EvaluationGrid, measured: Measurements) -> Report:
     """Compute the report of measured arms, and test the claims."""
-    grid = grid_of(recipe, study)
     settings = [setting for setting in grid.settings() if setting.depth == grid.headline.depth]
-    title = f"vanilla and distilled: {recipe.model.head_from}, {recipe.model.trunk}"
-    report = study_report(measured, grid, title)
+    report = study_report(measured, grid, f"vanilla and distilled: {recipe.model.head_from}, {recipe.model.trunk}")
     by_name = {arm.name: arm for arm in measured.arms}
 
     def levels(head: str) -> list[LevelDifference]:
-        if found.home:
+        if HOME in by_name:
             return levels_at_home(by_name[head], by_name[HOME], settings)
         return levels_on_shared_prompts(report, head, settings)
 
     told = {**report.settings, "vanilla_sources": list(study.vanilla_sources), "margin": study.margin}
     sound = report.lossless is None or not report.lossless.faults
-    head = retrained(study.objectives[0])
-    findings = find(report, study, levels(head), levels(GRAFT)) if sound else ()
+    findings = find(report, study, levels(retrained(study.objectives[0])), levels(GRAFT)) if sound else ()
     return replace(report, settings=told, findings=findings)
 
 
 def arm_specs(recipe: Recipe, study: StudySection, run_dir: Path) -> list[ArmSpec]:
-    """Return the arms that all decode the same prompts."""
     model = recipe.model
     base = str(model.head_from)
 
@@ -163,7 +154,6 @@ def arm_specs(recipe: Recipe, study: StudySection, run_dir: Path) -> list[ArmSpe
 
 
 def grid_of(recipe: Recipe, study: StudySection) -> EvaluationGrid:
-    """Return the settings to measure."""
     return EvaluationGrid(
         suite=study.suite or "held-out prompts",
         prompts_per_task=study.prompts_per_task if study.suite else recipe.evaluate.prompts,
@@ -176,46 +166,14 @@ def grid_of(recipe: Recipe, study: StudySection) -> EvaluationGrid:
     )
 
 
-# Inputs
-
-
-@dataclass(frozen=True)
-class StudyInputs:
-    """Checked inputs of a study, besides the inputs that every run has."""
-
-    prompts: list[TaskPrompt]
-    """Prompts that all arms decode."""
-    home: list[TaskPrompt]
-    """Prompts that only vanilla decodes, in addition; may be empty."""
-
-
-def gather_study(recipe: Recipe, study: StudySection, inputs: Inputs) -> StudyInputs:
-    """Read and check the further inputs of a study. Writes nothing and does not load the trunk.
-
-    Raises:
-        MtpError: An input is missing, malformed, or does not fit the recipe.
-    """
-    if inputs.base is None:
-        raise DataError("model.head_from: null; expected the vanilla model of the study. Name it.")
+def shared_prompts(recipe: Recipe, study: StudySection, inputs: Inputs) -> list[TaskPrompt]:
+    """Return the prompts that all arms decode: those held out, or a suite's without what repeats training text."""
+    if study.suite is None:
+        return [TaskPrompt.of(prompt, HELD_OUT_TASK) for prompt in inputs.held_out]
     training, _ = split_records(recipe)
-    prompts = [TaskPrompt.of(prompt, HELD_OUT_TASK) for prompt in inputs.held_out]
-    return StudyInputs(
-        prompts=prompts if study.suite is None else untrained_prompts(recipe, study, study.suite, training, inputs),
-        home=home_prompts(recipe, study, inputs),
-    )
-
-
-def untrained_prompts(
-    recipe: Recipe, study: StudySection, suite: str, training: Sequence[Record], inputs: Inputs
-) -> list[TaskPrompt]:
-    """Return a suite's prompts by task, without prompts that share a group with training text or nearly repeat it.
-
-    Raises:
-        DataError: There is no such suite, or fewer than two prompts are left.
-    """
     groups = {record.group for record in training}
     known = {prompt.prompt_ids for prompt in build_prompts(training, inputs.tokenizer)}
-    loaded = load_suite(suite, recipe.data.chat_template_kwargs)
+    loaded = load_suite(study.suite, recipe.data.chat_template_kwargs)
     near = near_trained([one.record for one in loaded.records], training)
     every = suite_prompts(loaded, inputs.tokenizer, seed=recipe.seed)
     unseen = [
@@ -225,8 +183,8 @@ def untrained_prompts(
     ]
     if len(unseen) < 2:
         raise DataError(
-            f"study.suite: {suite} has {len(every)} prompts, {len(unseen)} of them not trained on; expected at least "
-            "2, as intervals are over groups of prompts. Name another suite, or null for the held-out prompts."
+            f"study.suite: {study.suite} has {len(every)} prompts, {len(unseen)} of them not trained on; expected at "
+            "least 2, as intervals are over groups of prompts. Name another suite, or null for the held-out prompts."
         )
     by_task: dict[str, list[TaskPrompt]] = {}
     for prompt in unseen:
@@ -242,33 +200,7 @@ def near_trained(records: Sequence[Record], training: Sequence[Record]) -> set[s
     return {record.id for record in joined[len(training) :] if record.group in trained}
 
 
-def home_prompts(recipe: Recipe, study: StudySection, inputs: Inputs) -> list[TaskPrompt]:
-    """Return prompts of the kind of text that the vanilla model was made for. They are not trained on.
-
-    Raises:
-        DataError: A source is missing or malformed, or gives no prompt.
-    """
-    sources = [
-        load_records(
-            resolve(path),
-            group_field=GROUP_FIELD if path.startswith(PREFIX) else None,
-            name=f"study.vanilla_sources.{number} ({path})",
-        )
-        for number, path in enumerate(study.vanilla_sources)
-    ]
-    variables = recipe.data.chat_template_kwargs
-    records = [with_variables(record, variables) for records in sources for record in records]
-    prompts = choose_evenly(build_prompts(records, inputs.tokenizer), recipe.evaluate.prompts, recipe.seed)
-    if records and not prompts:
-        raise DataError(
-            f"study.vanilla_sources: {len(records)} texts, none long enough to continue; expected at least one of two "
-            "tokens. Use longer texts."
-        )
-    return [TaskPrompt.of(prompt, HOME_TASK) for prompt in prompts]
-
-
 def for_objective(recipe: Recipe, objective: str) -> Recipe:
-    """Return the recipe of one head, which differs in its loss alone."""
     temperature = recipe.objective.temperature if find_loss(objective).distils else 1.0
     values: dict[str, object] = {"objective.loss": objective, "objective.temperature": temperature}
     cache = recipe.train.hidden_cache
@@ -281,7 +213,6 @@ def for_objective(recipe: Recipe, objective: str) -> Recipe:
 
 
 def retrained(objective: str) -> str:
-    """Return the arm name of a head that was retrained towards an objective."""
     return f"{RETRAINED}-{objective}"
 
 
@@ -323,7 +254,7 @@ def levels_at_home(head: MeasuredArm, vanilla: MeasuredArm, settings: Sequence[S
         mine, theirs = ([one.counts(setting.depth) for one in arm.decoded[setting]] for arm in (head, vanilla))
         tau = tau_difference([*mine, *map(_unmet, theirs)], [*map(_unmet, mine), *theirs])
         place = setting.temperature, setting.context_tokens
-        first, second = (EntropySums.of(arm.dense[place], fine_edges()) for arm in (head, vanilla))
+        first, second = (EntropySums.of(arm.dense[place]) for arm in (head, vanilla))
         found.append(LevelDifference(setting, tau, overlap_difference(*_over_all(first, second), None)))
     return found
 
@@ -351,14 +282,7 @@ def find(
     levels: Sequence[LevelDifference],
     grafted: Sequence[LevelDifference],
 ) -> tuple[Finding, ...]:
-    """Test every claim, the prediction first.
-
-    Args:
-        report: Cells and comparisons of all arms.
-        study: The recipe's ``study`` section.
-        levels: Levels of the first objective's head against the arm that gives the vanilla level.
-        grafted: Levels of the grafted head, likewise.
-    """
+    """Test every claim, the prediction first, by the levels of the first objective's head and of the grafted head."""
     settings = [level.setting for level in levels]
     first, *others = study.objectives
     measures = list(dict.fromkeys(one for level in levels for one in back_at_vanilla(report, level, study)))
@@ -454,7 +378,6 @@ def is_stale(level: LevelDifference) -> list[Finding]:
 
 
 def cell_of(report: Report, arm: str, setting: Setting) -> Cell:
-    """Return an arm's cell at a setting, all tasks together."""
     return next(cell for cell in report.cells if cell.arm == arm and cell.task == ALL_TASKS and cell.setting == setting)
 
 

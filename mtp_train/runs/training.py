@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -73,17 +72,13 @@ SELECTED = "selected"
 
 
 def part_documents(recipe: Recipe, documents: Sequence[Document]) -> tuple[list[int], list[int]]:
-    """Return the indices of the documents to train on, and of the documents to select the best head by.
-
-    Raises:
-        DataError: All documents are in one group.
-    """
+    """Return the indices of the documents to train on, and of the documents to select the best head by."""
     spec = recipe.train.select
     if spec is None:
         return list(range(len(documents))), []
-    groups = defaultdict[str, list[int]](list)
+    groups: dict[str, list[int]] = {}
     for index, document in enumerate(documents):
-        groups[document.group].append(index)
+        groups.setdefault(document.group, []).append(index)
     if len(groups) < 2:
         raise DataError(
             f"train.select: {len(documents)} training texts in one group ({documents[0].group}), which cannot be "
@@ -134,8 +129,7 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document], *, choose
     head = build_head(inputs.head_plan, text_config_of(inputs.finetune), dtype=torch.float32)
     if recipe.head.lora is not None:
         put_on_lora(head, recipe.head.lora, seed=recipe.seed)
-    draft_vocab = chosen_vocab(run, documents, len(trunk.lm_head_VD))
-    own = inputs.head_plan.output
+    draft_vocab, own = chosen_vocab(run, documents, len(trunk.lm_head_VD)), inputs.head_plan.output
     trained_vocab = own.token_ids_R if own is not None else draft_vocab if recipe.objective.vocab == "draft" else None
     if trained_vocab is not None:
         documents = keep_targets(documents, set(trained_vocab.tolist()))
@@ -190,19 +184,12 @@ def record_lr(run: Run, overlap: float) -> float:
 
 
 def described(metrics: Mapping[str, Any]) -> str:
-    """Return the numbers of a step as the description of the training's progress."""
-    shown = (
-        ("loss", "loss {:.3f}"),
-        ("held_out_tau", "held-out tau {:.2f}"),
-        ("tokens_per_second", "{:,.0f} tokens/s"),
-    )
-    return ", ".join(
-        ["training the head", *(text.format(metrics[name]) for name, text in shown if metrics.get(name) is not None)]
-    )
+    shown = {"loss": "loss {:.3f}", "held_out_tau": "held-out tau {:.2f}", "tokens_per_second": "{:,.0f} tokens/s"}
+    found = (text.format(metrics[name]) for name, text in shown.items() if metrics.get(name) is not None)
+    return ", ".join(["training the head", *found])
 
 
 def head_training(recipe: Recipe, trunk: Trunk, head: MtpHead, draft_vocab: torch.Tensor | None) -> HeadTraining:
-    """Return trunk and head as one training module, by the recipe's settings."""
     return HeadTraining(
         trunk,
         head,
@@ -217,20 +204,14 @@ def head_training(recipe: Recipe, trunk: Trunk, head: MtpHead, draft_vocab: torc
 
 
 def hidden_cache(run: Run, module: HeadTraining, documents: Sequence[Document]) -> HiddenCache | None:
-    """Build the cache of the trunk's hidden states, then drop the trunk's layers; None if the recipe has no cache.
-
-    Raises:
-        TrainingError: The disk has no room, or a quantised trunk would have to be sharded.
-    """
+    """Build the cache of the trunk's hidden states, then drop the trunk's layers; None if the recipe has no cache."""
     recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
     spec, trunk, device = recipe.train.hidden_cache, module.trunk, accelerator.device
     if spec is None:
         return None
+    is_sharded = shards_trunk(accelerator)
     hidden_fn: HiddenFn
-    if shards_trunk(accelerator):
-        hidden_fn = HiddenInShards(trunk, accelerator)
-    else:
-        hidden_fn = partial(isolated_hidden, trunk.to(device))
+    hidden_fn = HiddenInShards(trunk, accelerator) if is_sharded else partial(isolated_hidden, trunk.to(device))
     with trunk.computing_in(module.compute_dtype):
         layout = layout_for(hidden_fn, documents, device)
         precision, quantization = recipe.train.precision, recipe.model.quantization

@@ -28,10 +28,11 @@ from mtp_train.families import most_served_kind, raw_text_config
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.recipe.json_schema import dotted, schema_tree, walk_fields
-from mtp_train.recipe.loading import dump_yaml, with_stand_ins
+from mtp_train.recipe.loading import STAND_INS, dump_yaml, with_stand_ins, with_values
 from mtp_train.recipe.sections import AUTO
 from mtp_train.recipe.shipped import SCHEMA_FILE
 from mtp_train.runs.check import CheckResult, check, launch_command
+from mtp_train.runs.display import Shown
 from mtp_train.runs.head_source import LoneHead, open_head_source
 from mtp_train.runs.inputs import plan_head
 
@@ -39,27 +40,7 @@ Plain = dict[str, Any]
 Start = Literal["graft", "native", "attach"]
 
 # Sampling of FastMTP (arXiv:2509.18362, section 3); the rest follows from model, data and machine.
-_DATA: Plain = {
-    "regenerate": {
-        "max_prompts": AUTO,
-        "max_new_tokens": AUTO,
-        "batch_size": AUTO,
-        "temperature": 0.6,
-        "top_k": 20,
-        "top_p": 0.95,
-    },
-    "seq_len_tokens": AUTO,
-    "holdout": AUTO,
-}
-_TRAIN: Plain = {
-    "max_steps": AUTO,
-    "tokens_per_step": AUTO,
-    "micro_batch_sequences": AUTO,
-    "lr": AUTO,
-    "warmup_steps": AUTO,
-    "save_steps": 50,
-    "select": {"patience": 6},
-}
+_ANSWERS: Plain = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 _TRAINS: Mapping[Start, str] = {
     "graft": "the MTP head of model.head_from, grafted onto model.trunk, on the responses of model.trunk.",
@@ -68,15 +49,9 @@ _TRAINS: Mapping[Start, str] = {
 }
 _NOTES: Mapping[str, str] = {
     "run_dir": "The directory of all outputs. The same command resumes an interrupted run.",
-    "model.adapter": "The peft adapter whose model the head is trained for. The export contains the merged weights.",
     "head.kind": "The kind that most servers draft with on this model. mtp-train check lists the others.",
     "data.sources": "Chats or prompts like those that the model will serve.",
     "data.regenerate": "The model answers the prompts itself: a head learns best from the text that it will draft.",
-    "data.regenerate.max_prompts": "Number of prompts to respond to, if there are as many.",
-    "train.tokens_per_step": "Tokens of an optimizer step, over all processes. One step has the same size on any "
-    "number of GPUs.",
-    "train.select": "The head is measured on text that is kept out of training, also before the first step. The best "
-    "head is kept.",
     "evaluate.arms": "Decoders to compare on held-out prompts. The head is exported if it drafts better than before.",
 }
 """Comments that replace the first sentence of a field's description."""
@@ -91,7 +66,7 @@ _DRAFT_VOCAB = 32_000
 
 
 @dataclass(frozen=True)
-class WriteRecipeResult:
+class WriteRecipeResult(Shown):
     """The recipe that :func:`write_recipe` wrote."""
 
     out: Path
@@ -104,10 +79,6 @@ class WriteRecipeResult:
     """The commands to run next: check the recipe, and run it, if it fits."""
     notes: tuple[str, ...] = ()
     """That the run does not fit; for a new head, that the base may have one, as releases of this family do."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, as ``mtp-train init --json`` prints them."""
-        return {**vars(self), "out": str(self.out)}
 
     def __str__(self) -> str:
         said = f"Wrote {self.out} ({self.family}). It trains {_TRAINS[self.start]}"
@@ -171,11 +142,6 @@ def write_recipe(
 
 
 def start_of(trunk: str, base: str | None) -> Start:
-    """Return where the head of a model comes from.
-
-    Raises:
-        CheckpointError: The model's head is missing or incomplete, or the model is an adapter, and there is no base.
-    """
     if base is not None:
         return "graft"
     path = locate_checkpoint(resolve(trunk))
@@ -200,11 +166,6 @@ def _lacks_base(trunk: str, found: str, named: str | None) -> CheckpointError:
 
 
 def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: Sequence[str]) -> Plain:
-    """Return the plain values of the recipe for a model.
-
-    Raises:
-        MtpError: A location cannot be opened.
-    """
     adapter, source = None, None if base is None else open_head_source(base)
     if base is not None and is_adapter(locate_checkpoint(resolve(trunk))):
         if isinstance(source, LoneHead):
@@ -216,14 +177,17 @@ def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: 
             )
         trunk, adapter = base, trunk
     paths = list(data) or ["demo:prompts" if trunk.startswith(PREFIX) else str(BUILTIN_FILE)]
-    settings: Plain = {
+    plain: Plain = {
         "run_dir": run_dir,
         "model": {"trunk": trunk},
         "head": {"init": start},
-        "data": {"sources": [{"path": path} for path in paths], **_DATA, "group_field": _group_field(paths)},
-        "train": dict(_TRAIN),
-        "evaluate": {"arms": [PLAIN, start, RETRAINED], "prompts": AUTO},
+        "data": {"sources": [{"path": path} for path in paths], "regenerate": _ANSWERS},
+        "train": {},
+        "evaluate": {"arms": [PLAIN, start, RETRAINED]},
     }
+    settings: Plain = with_values(plain, dict.fromkeys(STAND_INS, AUTO))
+    settings["data"]["group_field"] = _group_field(paths)
+    settings["train"] |= {"save_steps": 50, "select": {"patience": 6}}
     if isinstance(source, LoneHead) and source.kind != "mtp":
         settings["head"]["kind"] = source.kind
         if find_head_kind(source.kind).parallel:

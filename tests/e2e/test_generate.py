@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-import mtp_train as mtp
 from byte_tokenizer import byte_tokenizer
 from checkpoints import wrap_as_vision_language
 from mtp_inference import plain_greedy
-from mtp_train.cli import commands
+from mtp_train.cli import main as commands
 from mtp_train.cli.main import main
 from mtp_train.errors import printable
 from mtp_train.families import FAMILIES
@@ -24,7 +23,6 @@ from runs import document
 
 # What the head of the run was trained for: its recipe's chats, through the template.
 PROMPTS = tuple(f"<|im_start|>user\nsay {number}<|im_end|>\n<|im_start|>assistant\n" for number in (1, 4))
-UNMARKED = str.maketrans("", "", "[]")
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_pos")
 REQUEST_FIELDS = {"text", "token_ids", "finish_reason", *COUNTERS}
 Capture = pytest.CaptureFixture[str]
@@ -160,19 +158,3 @@ def test_a_text_is_printed_as_it_is_decoded_and_then_tau_and_speed(
     out, _ = printed([run_dir / "export"], PROMPTS, capfd)
     assert out == printable(f"--- prompt 1\n{first['text']}\n--- prompt 2\n{second['text']}") + "\n"
     assert not pieces, "several texts at once cannot be followed"
-
-
-def test_accepted_drafts_are_marked_on_request(run_dir: Path, capfd: Capture) -> None:
-    first, _ = requests([run_dir / "export"], capfd)
-    out, _ = printed([run_dir / "export", "--show-drafts"], PROMPTS[:1], capfd)
-    assert out.translate(UNMARKED) == printable(first["text"]).translate(UNMARKED) + "\n"
-    plain, _ = printed([run_dir / "export", "--show-drafts", "--depth", 0], PROMPTS[:1], capfd)
-    assert plain == printable(first["text"]) + "\n"
-    result = mtp.generate(run_dir / "export", PROMPTS[0], max_new_tokens=24)
-    (pieces,) = result.pieces
-    assert "".join(text for text, _ in pieces) == first["text"]
-    drafted = [flag for flag in result.requests[0].from_drafts if flag]
-    # Drafts past the limit are accepted and not returned.
-    assert 0 < len(drafted) <= first["num_accepted_tokens"]
-    styles = {str(span.style) for span in result.marked().spans}
-    assert styles == {"green"}

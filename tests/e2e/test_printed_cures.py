@@ -13,7 +13,7 @@ import mtp_train as mtp
 from adapters import write_adapter
 from checkpoints import set_count
 from mtp_train.cli.main import main
-from mtp_train.runs import probe
+from mtp_train.runs import rescue
 from runs import overrides_of, shorten_probes, write_inputs
 
 # The built-in prompts are long for a tokenizer of bytes; all else is as small as it can be.
@@ -79,8 +79,8 @@ def test_a_lost_head_is_grafted_measured_and_retrained_as_printed(
 ) -> None:
     shorten_probes(monkeypatch)
     # The random head of the base is no fault, and what a probe finds here is chance.
-    monkeypatch.setattr(probe, "is_at_fault", lambda own: False)
-    monkeypatch.setattr(probe, "judge", lambda found: ("retrain", "as the test says"))
+    monkeypatch.setattr(rescue, "is_at_fault", lambda own: False)
+    monkeypatch.setattr(rescue, "judge", lambda found: ("retrain", "as the test says"))
     inputs = write_inputs(tmp_path / "in puts")
     grafting = cure(inputs / "finetune", inputs / "base")
     assert paste(grafting) == [0]

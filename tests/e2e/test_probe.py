@@ -11,7 +11,7 @@ import pytest
 import mtp_train as mtp
 from adapters import write_adapter
 from mtp_train.cli.main import main
-from mtp_train.runs import probe as probing
+from mtp_train.runs import rescue as probing
 from runs import shorten_probes, tree, write_inputs
 
 Capture = pytest.CaptureFixture[str]

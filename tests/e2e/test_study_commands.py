@@ -15,7 +15,7 @@ from mtp_train.cli.main import main
 from mtp_train.evaluation import run
 from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
 from mtp_train.evaluation.results import load_report
-from mtp_train.runs import evaluate
+from mtp_train.runs import decode
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from openai_server import openai_server, served_by
 from runs import document
@@ -63,7 +63,7 @@ def test_a_finished_study_is_read_and_another_grid_refused(
     report = document(command, capfd)
     monkeypatch.setattr(run, "load_arm_trunk", None)
     logged: list[Path] = []
-    monkeypatch.setattr(evaluate, "log_report", lambda report, out, *_: logged.append(out))
+    monkeypatch.setattr(decode, "log_report", lambda report, out, *_: logged.append(out))
     assert document(command, capfd) == report
     assert logged == [out]
     assert main([str(one) for one in [*command, "--seed", 7]]) == 2

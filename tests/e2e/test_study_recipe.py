@@ -16,9 +16,10 @@ from mtp_train.errors import DataError
 from mtp_train.evaluation.results import Report, load_report
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.sections import StudySection
+from mtp_train.runs import pipeline
 from mtp_train.runs import study as stages
 from mtp_train.runs.inputs import gather_inputs
-from mtp_train.runs.study import CLAIM, gather_study
+from mtp_train.runs.study import CLAIM, shared_prompts
 from runs import run_quietly, tiny_recipe, write_inputs
 
 STUDY: dict[str, Any] = {
@@ -101,15 +102,14 @@ def stable(report: Report) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "call"), [("train_stage", 2), ("measure_study", 1), ("measure_study", 2), ("write_report", 1)]
-)
+@pytest.mark.parametrize(("name", "call"), [("train_stage", 2), ("Study", 1), ("Study", 2), ("write_report", 1)])
 def test_a_study_killed_in_any_stage_ends_the_same(
     name: str, call: int, inputs: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = tiny_recipe(inputs, tmp_path / "run", **at_home(inputs))
     calls = {"count": 0}
-    whole: Callable[..., Any] = getattr(stages, name)
+    module = pipeline if name == "write_report" else stages
+    whole: Callable[..., Any] = getattr(module, name)
 
     def killed(*args: Any, **kwargs: Any) -> Any:
         calls["count"] += 1
@@ -118,7 +118,7 @@ def test_a_study_killed_in_any_stage_ends_the_same(
         return whole(*args, **kwargs)
 
     with monkeypatch.context() as patched:
-        patched.setattr(stages, name, killed)
+        patched.setattr(module, name, killed)
         with pytest.raises(KilledError):
             run_quietly(recipe)
     run_quietly(recipe)
@@ -138,11 +138,11 @@ def test_a_suite_is_measured_without_what_was_trained_on(inputs: Path, tmp_path:
     # With this share, every group that has the prompt is trained on.
     recipe = tiny_recipe(inputs, tmp_path / "run", **{**STUDY, "study": study, "data__holdout": 0.2})
     read = gather_inputs(recipe, 1, Progress(disable=True))
-    found = gather_study(recipe, StudySection(**study), read)
-    assert [prompt.task for prompt in found.prompts] == ["new"] * 3
+    found = shared_prompts(recipe, StudySection(**study), read)
+    assert [prompt.task for prompt in found] == ["new"] * 3
     (tmp_path / "suite.jsonl").write_text(json.dumps(rows[0]) + "\n")
     with pytest.raises(DataError, match=r"study\.suite: .* 1 prompts, 0 of them not trained on; expected"):
-        gather_study(recipe, StudySection(**study), read)
+        shared_prompts(recipe, StudySection(**study), read)
 
 
 def test_check_plans_for_all_heads(inputs: Path, tmp_path: Path) -> None:

@@ -119,20 +119,6 @@ def test_few_groups_are_held_out_enough_for_the_gate(monkeypatch: pytest.MonkeyP
     assert resolved(monkeypatch, DEMO, CHATS._replace(num_groups=3))["data.holdout"] == 0.5
 
 
-def test_a_server_makes_its_own_batches(inputs: Path, tmp_path: Path) -> None:
-    found = recipe_of(mapping(inputs, tmp_path / "run"), ["data.regenerate.endpoint=http://localhost:1/v1"])
-    assert found.data.answered is not None
-    assert found.data.answered.batch_size is None
-
-
-def test_plain_text_is_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "model_facts", lambda recipe, world_size, device: DEMO)
-    monkeypatch.setattr(resolve, "text_facts", lambda recipe: CHATS)
-    recipe = tiny_recipe(Path("nowhere"), Path("nowhere/run"))
-    (choice,) = automatic_values(recipe, ["data.seq_len_tokens"], 1, HERE)
-    assert choice.value == 2048
-
-
 @pytest.mark.parametrize("seq_len", [512, 4096])
 @pytest.mark.parametrize("tokens", [600, 200_000, 400_000_000])
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -155,11 +141,6 @@ def test_the_text_is_repeated_only_as_often_as_the_rules_allow(
     assert sequences % (train.micro_batch_sequences * world_size) == 0
     twice, _ = resolve_training(recipe.replaced({"head.init": "random"}), FROM_TEXT, [text], world_size)
     assert twice.train.max_steps == pytest.approx(2 * train.max_steps, abs=2)
-
-
-def test_lora_learns_faster_and_memory_bounds_the_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolved(monkeypatch, LARGE, CHATS, head__lora={})["train.lr"] == pytest.approx(8e-4)
-    assert resolved(monkeypatch, LARGE._replace(sharded_bytes=1 << 30), CHATS)["train.micro_batch_sequences"] == 1
 
 
 def test_nothing_fits_beside_a_trunk_that_does_not(inputs: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 from transformers import Qwen3_5TextConfig
 
 from mtp_train import CheckResult, check
-from mtp_train.errors import DataError
 from mtp_train.train import machine
 from mtp_train.train.machine import device_named
 
@@ -113,14 +112,6 @@ def test_a_trunk_that_does_not_fit_is_the_first_line(recipe: dict[str, Any]) -> 
     found = planned(recipe, 2, "12GiB")
     assert str(found).startswith("does not fit: 17.6 GiB of trunk and two heads")
     assert "model.offload=cpu train.gradient_checkpointing=true --processes 1" in found.fitting
-
-
-def test_a_device_is_in_the_table_or_has_its_memory_given() -> None:
-    assert device_named("H200") == ("h200", "cuda", 139 << 30)
-    assert device_named("0.5GiB") == ("0.5 GiB", "cuda", 1 << 29)
-    for name in ("h10", "24", "0GiB", "-1GiB"):
-        with pytest.raises(DataError, match=rf"^--device: '{name}'; expected one of h100, h200, a100, l40s, rtx4090, "):
-            device_named(name)
 
 
 def test_a_gpu_of_the_table_gives_the_plan_that_the_gpu_itself_gives(monkeypatch: pytest.MonkeyPatch) -> None:

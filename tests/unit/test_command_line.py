@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from launching import environment
-from mtp_train.cli.main import build_parser, main, parse
-from mtp_train.cli.output import EXAMPLES
+from mtp_train.cli.main import EXAMPLES, build_parser, main, parse
 
 Capture = pytest.CaptureFixture[str]
 
@@ -55,6 +54,8 @@ def test_the_help_of_a_command_ends_with_an_example_that_it_takes(name: str, cap
 def test_verbose_shows_where_an_error_came_from_and_quiet_no_progress(
     inputs: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Set by -v otherwise, for this process and those that later tests start.
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     assert main(["inspect", "nowhere", "-v"]) == 2
     assert "Traceback" in capfd.readouterr().err
     monkeypatch.setattr("mtp_train.trunk.progress.LINE_SECONDS", -1.0)

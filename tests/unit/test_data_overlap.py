@@ -18,19 +18,19 @@ def text(seed: int, length: int = 60) -> list[int]:
 
 def test_texts_without_a_common_run_do_not_overlap() -> None:
     found = measure_overlap([text(n) for n in range(20)], [text(n) for n in range(100, 200)])
-    assert (found.share, found.template_share, found.seen) == (0.0, 0.0, 0)
+    assert (found.overlap_8gram, found.template_8gram, found.prompts_seen) == (0.0, 0.0, 0)
 
 
 def test_texts_that_were_trained_on_overlap_whole() -> None:
     found = measure_overlap([text(n) for n in range(20)], [text(n) for n in range(100)])
-    assert (found.share, found.seen) == (1.0, 20)
+    assert (found.overlap_8gram, found.prompts_seen) == (1.0, 20)
 
 
 def test_the_share_is_that_of_the_eight_grams() -> None:
     # Half of the text was seen: 53 8-grams, of which 23 lie in the first 30 tokens.
     found = measure_overlap([text(0)], [text(0)[:30]])
-    assert found.share == pytest.approx(23 / 53)
-    assert found.seen == 0
+    assert found.overlap_8gram == pytest.approx(23 / 53)
+    assert found.prompts_seen == 0
     assert 23 / 53 < SEEN_SHARE < 1
 
 
@@ -39,20 +39,20 @@ def test_chat_markers_do_not_count() -> None:
         return [*MARKER, *text(seed), *MARKER, *text(seed + 1000), SPECIAL]
 
     held_out, training = [chat(n) for n in range(4)], [chat(n) for n in range(100, 140)]
-    assert measure_overlap(held_out, training, [SPECIAL]).share == 0.0
+    assert measure_overlap(held_out, training, [SPECIAL]).overlap_8gram == 0.0
     leaked = measure_overlap(held_out, [*training, *held_out], [SPECIAL])
-    assert (leaked.share, leaked.seen) == (1.0, 4)
+    assert (leaked.overlap_8gram, leaked.prompts_seen) == (1.0, 4)
 
 
 def test_a_system_prompt_that_all_share_is_a_template() -> None:
     system = text(-1, 200)
     found = measure_overlap([[*system, *text(n)] for n in range(4)], [[*system, *text(n)] for n in range(100, 140)])
-    assert found.share == 0.0
-    assert found.template_share == pytest.approx(193 / 253)
+    assert found.overlap_8gram == 0.0
+    assert found.template_8gram == pytest.approx(193 / 253)
     # With so few texts nothing can be told to be a template.
-    assert measure_overlap([[*system, *text(0)]], [[*system, *text(1)]]).share == pytest.approx(193 / 253)
+    assert measure_overlap([[*system, *text(0)]], [[*system, *text(1)]]).overlap_8gram == pytest.approx(193 / 253)
 
 
 def test_texts_that_are_too_short_say_nothing() -> None:
-    assert measure_overlap([text(0, 7)], [text(0)]).share is None
-    assert measure_overlap([], []).template_share is None
+    assert measure_overlap([text(0, 7)], [text(0)]).overlap_8gram is None
+    assert measure_overlap([], []).template_8gram is None

@@ -11,10 +11,9 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from demo_maker.corpus import TWINS
-from mtp_train.checkpoints.demo import demo, demo_path, recorded, resolve
+from mtp_train.checkpoints.demo import demo, demo_path, recorded
 from mtp_train.checkpoints.files import Checkpoint, open_checkpoint
 from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
-from mtp_train.errors import MtpError
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.evaluate_run import recorded_arms
@@ -101,18 +100,6 @@ def test_vanilla_decodes_code_in_the_demo_and_the_held_out_prompts_elsewhere() -
 
 
 # Finding and copying
-
-
-def test_a_demo_location_is_a_path_in_the_package_and_any_other_stays() -> None:
-    assert Path(resolve("demo:base")) == demo_path("base")
-    assert demo_path("base").is_dir()
-    elsewhere = ["runs/a", "org/model", "./demo:base"]
-    assert [resolve(location) for location in elsewhere] == elsewhere
-
-
-def test_an_unknown_part_of_the_demo_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(MtpError, match=r"demo:bose: .*demo:base, demo:finetune, demo:prompts"):
-        resolve("demo:bose")
 
 
 def test_the_written_demo_equals_the_packaged_one(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from mtp_train.acceptance.names import PLAIN
 from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.grid import greedy
 from mtp_train.evaluation.prompt_records import PromptRecord
-from mtp_train.evaluation.results import Cell, Lossless
-from mtp_train.evaluation.statistics import MeasuredArm, checked_records, lossless, make_cell
+from mtp_train.evaluation.results import Cell
+from mtp_train.evaluation.statistics import MeasuredArm, make_cell
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs import evaluate_run
 from mtp_train.runs.evaluate_run import NUM_SAMPLES, SAMPLE_PROMPT_CHARS, sample_texts
@@ -203,12 +203,6 @@ def test_sample_texts_are_the_retrained_heads_first_at_the_first_setting() -> No
     assert sample_texts([planted("graft", WEAK)], GREEDY, held_out, "graft") == ()
 
 
-def test_tokens_of_accepted_drafts_are_told_apart() -> None:
-    # The first token is of prefill; the last round's bonus token is past the limit.
-    decoded = record("p", (2, 0, 1), tokens=(1, 2, 3, 4, 5, 6))
-    assert decoded.from_drafts == (False, True, True, False, False, True)
-
-
 # The figures
 
 
@@ -235,11 +229,3 @@ def test_rounds_are_of_all_prompts_and_their_times_of_the_timed_ones() -> None:
     assert cell.round_seconds == 0.1875 / 4
     untimed = make_cell(MeasuredArm("retrained", "in/finetune", "run/head", every), GREEDY)
     assert (untimed.tau, untimed.tokens_per_second, untimed.speedup, untimed.pays) == (2.0, None, None, None)
-
-
-def test_lossless_adds_up_every_checked_arm() -> None:
-    first = planted("graft", WEAK)
-    second = with_verdicts(planted("retrained", STRONG), {"p3": "divergence", "p5": "near_tie"})
-    summed = lossless(checked_records([planted(PLAIN, WEAK), first, second]))
-    assert summed == Lossless(checked=16, identical=14, near_tie_divergences=1)
-    assert summed.faults == 1

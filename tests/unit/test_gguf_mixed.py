@@ -15,7 +15,7 @@ import torch
 
 from checkpoints import all_tensors
 from gguf_files import checkpoint_with_head, exported, metadata, values
-from mtp_train.runs.checkpoint_tools import export_checkpoint
+from mtp_train.runs.checkpoint_tools import write
 from tiny import ALL_FAMILIES
 
 SLIDING = "sliding_attention"
@@ -186,7 +186,7 @@ def test_a_released_config_is_described_block_by_block(
     family_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Some released fields are of other sizes than the tiny trunk.
-    monkeypatch.setattr(export_checkpoint, "require_whole_trunk", lambda trunk: None)
+    monkeypatch.setattr(write, "require_whole_trunk", lambda trunk: None)
     found = metadata(exported(as_released(tmp_path / "tuned", family_name), tmp_path / "out"))
     arch = found["general.architecture"]
     expected = EXPECTED[family_name]

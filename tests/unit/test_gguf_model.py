@@ -212,12 +212,19 @@ def test_a_head_with_a_reduced_vocabulary_is_refused(
 def test_a_head_beside_the_file_is_named(base: Path, trunk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(base), "--out", str(trunk.parent / "head"), "--gguf", "q8_0"]) == 0
     (trunk.parent / "head" / "mtp-base.gguf").rename(trunk.parent / "mtp-base.gguf")
-    (trunk.parent / "half-downloaded.gguf").write_bytes(b"GGUF")
+    # Neighbours that cannot be read are no reason to refuse a file that can, nor hide a head beside it.
+    (trunk.parent / "cut.gguf").write_bytes(b"GGUF\x03")
+    foreign = gguf.GGUFWriter(trunk.parent / "foreign.gguf", "qwen35")
+    foreign.add_tensor("blk.first.weight", np.ones(4, dtype=np.float32))
+    foreign.write_header_to_file()
+    foreign.write_kv_data_to_file()
+    foreign.write_tensors_to_file()
+    foreign.close()
     assert f"-m {trunk} -md {trunk.parent / 'mtp-base.gguf'} " in looked_at(trunk).serves["llama.cpp"]
     out = trunk.parent / "whole.gguf"
     capsys.readouterr()
     assert main(["graft", str(trunk), "--from", str(base), "--out", str(out)]) == 0
-    assert "do not pass mtp-base.gguf with -md beside it" in capsys.readouterr().out
+    assert "Do not pass mtp-base.gguf with -md beside it" in capsys.readouterr().out
     assert "pass one of them" in str(looked_at(out))
 
 

@@ -24,7 +24,7 @@ from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.writing import held_tensor
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.diagnose import layout_of
-from mtp_train.runs.checkpoint_tools import export_checkpoint
+from mtp_train.runs.checkpoint_tools import write
 
 NATIVE_NAMES = {
     **{f"blk.4.nextn.{ours}.weight": f"{theirs}.weight" for ours, theirs in (("enorm", "enorm"), ("hnorm", "hnorm"))},
@@ -134,7 +134,7 @@ def test_a_release_is_described_as_transformers_own_config_of_it(
     fields: dict[str, Any], v4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The tiny trunk's compressors are made for other rates.
-    monkeypatch.setattr(export_checkpoint, "require_whole_trunk", lambda trunk: None)
+    monkeypatch.setattr(write, "require_whole_trunk", lambda trunk: None)
     rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
     set_fields(v4, {"compress_rates": rates, **fields})
     found = metadata(exported(v4, tmp_path / "out"))

@@ -105,12 +105,6 @@ def test_a_resumed_training_ends_with_the_same_head(base: Path, tmp_path: Path, 
     assert not [record for record in caplog.records if "holds no state" in record.getMessage()]
 
 
-def test_a_checkpoint_without_the_heads_state_is_told(base: Path, tmp_path: Path, caplog: Any) -> None:
-    make_trainer(load(base), tmp_path / "out", max_steps=1).train()
-    beside(base, tmp_path / "out").train(resume_from_checkpoint=True)
-    assert [record for record in caplog.records if "checkpoint-1: has no state of the head" in record.getMessage()]
-
-
 def test_the_head_of_the_best_checkpoint_is_taken_with_it(base: Path, tmp_path: Path) -> None:
     settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
     # The loss falls: the first checkpoint is the best one.

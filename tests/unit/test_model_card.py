@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +104,3 @@ def test_a_graft_has_a_card_without_figures(directory: Path) -> None:
     assert """vllm serve . --speculative-config '{"method":"mtp","num_speculative_tokens":2}'""" in body
     assert "## Acceptance" not in body
     assert str(directory) not in body
-
-
-def test_a_report_without_a_gate_or_other_trunks_has_its_card(directory: Path) -> None:
-    arms = {name: SAMPLE.arms[name] for name in ("none", "retrained")}
-    report = replace(SAMPLE, arms=arms, gate=None)
-    (directory / "report.json").write_text(json.dumps(report.to_json()))
-    _, body = written(directory)
-    assert "Gate:" not in body
-    assert "Recorded earlier" not in body

@@ -13,8 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import mtp_train.checkpoints.export
-from adapters import write_adapter
-from checkpoints import all_tensors, base_and_finetune, shard, wrap_as_vision_language
+from checkpoints import all_tensors, base_and_finetune, wrap_as_vision_language
 from mtp_train import inspect
 from mtp_train.checkpoints.files import INDEX_FILE, open_checkpoint
 from mtp_train.errors import CheckpointError, UnsupportedModelError
@@ -70,13 +69,6 @@ def test_without_the_line_the_head_is_lost(base: Path, tmp_path: Path) -> None:
         assert inspect(path, base).status == "declared_but_missing"
 
 
-def test_added_to_a_trainer_it_works_from_the_start_of_training(base: Path, tmp_path: Path) -> None:
-    trainer = make_trainer(load(base), tmp_path / "out")
-    trainer.add_callback(KeepHead(base))
-    trainer.train()
-    assert_keeps_the_head(tmp_path / "out" / "checkpoint-1", base)
-
-
 def test_a_model_that_the_trainer_makes_itself_is_taken_hold_of(base: Path, tmp_path: Path) -> None:
     trainer = make_trainer(None, tmp_path / "out", KeepHead(), model_init=lambda: load(base))
     trainer.train()
@@ -104,17 +96,6 @@ def test_the_best_model_is_loaded_from_such_a_checkpoint(base: Path, tmp_path: P
     trainer.save_model(str(tmp_path / "last"))
     ours, theirs = all_tensors(tmp_path / "last"), all_tensors(best)
     assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
-
-
-@pytest.mark.parametrize("of_base", [False, True])
-def test_a_save_in_shards_gets_one_more(of_base: bool, base: Path, tmp_path: Path) -> None:
-    if of_base:
-        shard(base)
-    model = load(base)
-    keep_head(model)
-    model.save_pretrained(tmp_path / "out", max_shard_size="20KB")
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 4
-    assert_keeps_the_head(tmp_path / "out", base, stale=False)
 
 
 def test_saving_again_to_the_same_place_leaves_no_file_behind(base: Path, tmp_path: Path) -> None:
@@ -160,13 +141,6 @@ def test_a_merged_adapter_keeps_the_head_and_its_checkpoints_say_where_it_is(
     assert len(told) == 1
     assert f"mtp-train merge {base} --adapter {adapter} --out {base}-merged" in told[0]
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
-    assert_keeps_the_head(tmp_path / "merged", base)
-
-
-def test_an_adapter_merged_by_another_script_keeps_the_head(base: Path, tmp_path: Path) -> None:
-    worn = write_adapter(base, tmp_path / "lora", target_modules=["q_proj"])
-    keep_head(worn)
-    worn.merge_and_unload().save_pretrained(tmp_path / "merged")
     assert_keeps_the_head(tmp_path / "merged", base)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mtp_train.runs.probe import HeadLevel, ProbeResult, judge
+from mtp_train.runs.rescue import HeadLevel, ProbeResult, judge
 
 OWN = HeadLevel(3.0, (2.8, 3.2), 0.70)
 GRAFT = HeadLevel(2.0, (1.9, 2.1), 0.50)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -71,78 +72,55 @@ MEDUSA = [*RANDOM, "head.kind=medusa"]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "path", "hint"),
+    ("overrides", "path"),
     [
-        (["model.head_from=null", "evaluate.arms=[none, retrained]", "gate.baseline=none"], "head.init", "Name the"),
-        (["model.head_from=null", "head.init=random"], "evaluate.arms", "or remove the arm"),
-        (
-            ["model.head_from=null", "head.init=native", "evaluate.arms=[native, retrained, vanilla]"],
-            "evaluate.arms",
-            "or remove the arm",
-        ),
-        (["head.lora={}", *RANDOM], "head.lora", "or head.init: graft or native"),
-        (
-            ["head.init=random", "evaluate.arms=[none, retrained]", "gate.baseline=none"],
-            "model.head_from",
-            "or model.head_from: null",
-        ),
-        (["head.init=random", "evaluate.arms=[none, retrained]"], "gate.baseline", "Add 'graft' to evaluate.arms"),
-        (["evaluate.arms=[none, graft, retrained, graft]"], "evaluate.arms", "Remove the repeats"),
-        (["evaluate.arms=[none, graft]"], "evaluate.arms", "or write export.enabled: false"),
-        (["evaluate.arms=[none, retrained]"], "gate.baseline", "Add 'graft' to evaluate.arms"),
-        (["gate.baseline=native"], "gate.baseline", "Add 'native' to evaluate.arms"),
-        (["gate.baseline=graft", "head.init=native"], "gate.baseline", "Write gate.baseline: auto"),
-        (["model.offload=disk", "model.quantization=4bit"], "model.offload", "Write null for the other"),
-        ([*STUDIED, "model.offload=cpu"], "model.offload", "Write model.offload: null"),
-        (["train.tokens_per_step=1500"], "train.tokens_per_step", "Write 1024 or 1536"),
-        (["train.tokens_per_step=100"], "train.tokens_per_step", "Write 512"),
-        (["train.micro_batch_sequences=3"], "train.tokens_per_step", "Write 1536"),
-        (["train.warmup_steps=10"], "train.warmup_steps", "or train longer"),
-        (["data.seq_len_tokens=4"], "data.seq_len_tokens", "or lower head.num_depths"),
-        (["objective.loss=ce", "objective.temperature=2"], "objective.temperature", "or write objective.loss: kl"),
-        (["objective.vocab=draft"], "objective.vocab", "or write objective.vocab: all"),
-        (["data.sources=[{path: a, weight: 1}, {path: b}]"], "data.sources.1.weight", "or remove the others"),
-        (["data.sources.0.streaming=true"], "data.sources.0.streaming", "Set data.max_documents"),
-        (["data.regenerate={temperature: 0, top_p: 0.9}"], "data.regenerate.top_p", "or raise the temperature"),
-        (
-            ["data.regenerate={endpoint: 'localhost:8000'}"],
-            "data.regenerate.endpoint",
-            "Write, for example, http://localhost:8000/v1",
-        ),
-        (["data.regenerate={concurrency: 4}"], "data.regenerate.concurrency", "Set data.regenerate.endpoint"),
-        (
-            ["data.regenerate={endpoint: 'http://me:word@a/v1'}"],
-            "data.regenerate.endpoint",
-            "Put the key into a variable",
-        ),
-        ([*STUDIED, "gate.enabled=false"], "gate.enabled", "Leave it out"),
-        (["study={}", "export.enabled=false"], "evaluate.arms", "Write evaluate.arms: [graft, retrained, vanilla]"),
-        ([*STUDIED, "export.enabled=true"], "export.enabled", "Write export.enabled: false"),
-        ([*STUDIED, "head.convention=sglang"], "head.convention", "Write head.convention: auto"),
-        ([*STUDIED, "study.depths=[3, 3]"], "study.depths", "Remove the repeats"),
-        ([*STUDIED, "study.rules=[greedy]"], "study.rules", "Add 'sampled', or remove the temperature"),
-        ([*STUDIED, "study.rules=[argmax]"], "study.rules", "Add 'greedy', or remove the temperature"),
-        ([*MEDUSA, "evaluate.depth=4"], "evaluate.depth", "or raise head.num_depths"),
-        ([*MEDUSA, "objective.unroll=fastmtp"], "objective.unroll", "Write objective.unroll: exact"),
+        (["model.head_from=null", "evaluate.arms=[none, retrained]", "gate.baseline=none"], "head.init"),
+        (["model.head_from=null", "head.init=random"], "evaluate.arms"),
+        (["model.head_from=null", "head.init=native", "evaluate.arms=[native, retrained, vanilla]"], "evaluate.arms"),
+        (["head.lora={}", *RANDOM], "head.lora"),
+        (["head.init=random", "evaluate.arms=[none, retrained]", "gate.baseline=none"], "model.head_from"),
+        (["head.init=random", "evaluate.arms=[none, retrained]"], "gate.baseline"),
+        (["evaluate.arms=[none, graft, retrained, graft]"], "evaluate.arms"),
+        (["evaluate.arms=[none, graft]"], "evaluate.arms"),
+        (["evaluate.arms=[none, retrained]"], "gate.baseline"),
+        (["gate.baseline=native"], "gate.baseline"),
+        (["gate.baseline=graft", "head.init=native"], "gate.baseline"),
+        (["model.offload=disk", "model.quantization=4bit"], "model.offload"),
+        ([*STUDIED, "model.offload=cpu"], "model.offload"),
+        (["train.tokens_per_step=1500"], "train.tokens_per_step"),
+        (["train.warmup_steps=10"], "train.warmup_steps"),
+        (["data.seq_len_tokens=4"], "data.seq_len_tokens"),
+        (["objective.loss=ce", "objective.temperature=2"], "objective.temperature"),
+        (["objective.vocab=draft"], "objective.vocab"),
+        (["data.sources=[{path: a, weight: 1}, {path: b}]"], "data.sources.1.weight"),
+        (["data.sources.0.streaming=true"], "data.sources.0.streaming"),
+        (["data.regenerate={temperature: 0, top_p: 0.9}"], "data.regenerate.top_p"),
+        (["data.regenerate={endpoint: 'localhost:8000'}"], "data.regenerate.endpoint"),
+        (["data.regenerate={concurrency: 4}"], "data.regenerate.concurrency"),
+        (["data.regenerate={endpoint: 'http://me:word@a/v1'}"], "data.regenerate.endpoint"),
+        ([*STUDIED, "gate.enabled=false"], "gate.enabled"),
+        (["study={}", "export.enabled=false"], "evaluate.arms"),
+        ([*STUDIED, "export.enabled=true"], "export.enabled"),
+        ([*STUDIED, "head.convention=sglang"], "head.convention"),
+        ([*STUDIED, "study.depths=[3, 3]"], "study.depths"),
+        ([*STUDIED, "study.rules=[greedy]"], "study.rules"),
+        ([*STUDIED, "study.rules=[argmax]"], "study.rules"),
+        ([*MEDUSA, "evaluate.depth=4"], "evaluate.depth"),
+        ([*MEDUSA, "objective.unroll=fastmtp"], "objective.unroll"),
     ],
 )
-def test_contradictions_are_refused_with_a_hint(overrides: list[str], path: str, hint: str) -> None:
+def test_contradictions_are_refused_with_a_hint(overrides: list[str], path: str) -> None:
     problem = only_problem_of(*overrides)
-    assert problem.startswith(f"{path}: ")
-    assert "; expected " in problem
-    assert hint in problem
+    assert re.fullmatch(rf"{re.escape(path)}: .+; expected .+\. [A-Z].+\.", problem)
 
 
-def test_a_wrong_field_hides_no_contradiction_between_other_sections() -> None:
-    problems = problems_of(
-        "train.lr=quick", "track.mode=off", "objective.vocab=draft", "evaluate.arms=[none, retrained]"
-    )
-    assert [problem.partition(":")[0] for problem in problems] == [
-        "track.mode",
-        "train.lr",
-        "gate.baseline",
-        "objective.vocab",
-    ]
+def test_a_step_that_is_no_multiple_is_told_the_nearest_ones() -> None:
+    for step, told in (
+        ("tokens_per_step=1500", "1024 or 1536."),
+        ("tokens_per_step=100", "512."),
+        ("micro_batch_sequences=3", "1536."),
+    ):
+        assert only_problem_of(f"train.{step}").endswith(f"Write {told}")
 
 
 @pytest.mark.parametrize(
@@ -197,8 +175,7 @@ CONVERTIBLE = {"string": "1", "integer": "1.0", "number": "'1'", "boolean": "1",
 
 
 @pytest.mark.parametrize("path", FIELDS)
-def test_an_unusable_value_is_the_only_problem_and_breaks_no_rule(path: str) -> None:
-    """A rule that reads a field which it does not declare would crash on it or report a false contradiction."""
+def test_an_unusable_value_is_the_only_problem(path: str) -> None:
     whole = ["data.regenerate={}"]
     if path.startswith("study."):
         whole += STUDIED

@@ -24,15 +24,6 @@ def test_every_arm_has_its_figures_on_one_line() -> None:
     assert line_of(text, "none").split() == ["none", "1.00", "-", "312.5", "1.00", "0.38"]
 
 
-def test_arms_that_do_not_compare_are_marked_and_explained() -> None:
-    text = printed(arm_table(SAMPLE))
-    assert line_of(text, "vanilla").startswith("vanilla *")
-    assert line_of(text, "ceiling").startswith("ceiling +")
-    for note in ("Intervals are over 12 groups of prompts.", "* Another trunk", "+ Recorded earlier"):
-        assert note in text
-    assert "Another trunk" not in printed(arm_table(replace(SAMPLE, arms={"retrained": RETRAINED})))
-
-
 def test_summary_of_a_run_says_verdict_gate_and_lossless() -> None:
     text = " ".join(printed(summary(SAMPLE)).split())
     for expected in (

@@ -159,8 +159,3 @@ def test_entropy_control_decides_what_differs(
     )
     assert difference_words(row) == words
     assert difference_words(row.swapped()) == words
-
-
-def test_interval_beyond_zero_that_the_correction_does_not_pass_is_said() -> None:
-    row = replace(STUDY.comparisons[0], same_trunk=True, differs=False, delta_tau_ci95=(0.1, 0.9))
-    assert difference_words(row) == difference_words(row.swapped()) == "not shown over so many comparisons"

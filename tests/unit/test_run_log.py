@@ -193,14 +193,6 @@ def test_other_trackers_get_the_numbers(tmp_path: Path, monkeypatch: pytest.Monk
     assert read_tracked(tmp_path / "run") == {"report": ["tensorboard", "trackio"]}
 
 
-def test_nothing_is_imported_that_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("wandb", "trackio"):
-        monkeypatch.setitem(sys.modules, package, None)  # an import would raise
-    fill(tmp_path, 1)
-    log_report(STUDY, tmp_path, Tracking())
-    assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]
-
-
 def test_a_tracker_that_is_not_installed_is_refused_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

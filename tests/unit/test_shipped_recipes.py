@@ -10,7 +10,6 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 import mtp_train as mtp
 from mtp_train.cli.main import main
-from mtp_train.recipe import shipped
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.shipped import accelerate_file, recipe_path
 from mtp_train.runs.resolve import recipe_of
@@ -58,11 +57,6 @@ def test_an_unknown_name_is_answered_with_the_names_there_are(words: list[str], 
     assert named in said
 
 
-def test_a_name_in_the_place_of_a_command_is_run(capfd: Capture) -> None:
-    assert main(["retrain_head", "train.max_step=3"]) == 2
-    assert "train.max_step: unknown; expected a field of train. Did you mean train.max_steps?" in capfd.readouterr().err
-
-
 def test_the_list_names_every_file_and_says_what_it_is_for(capfd: Capture) -> None:
     found = mtp.recipes()
     assert [one.path.name for one in found.recipes] == sorted(path.name for path in RECIPES.glob("*.yaml"))
@@ -85,14 +79,6 @@ def test_messages_name_an_accelerate_file_by_a_path_that_accelerate_reads(
     assert load_config_from_file(accelerate_file(name)).mixed_precision == "no"
     monkeypatch.chdir(RECIPES.parent)
     assert accelerate_file(name) == f"recipes/accelerate/{name}.yaml"
-
-
-def test_an_installation_without_recipes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shipped, "_PACKAGE", tmp_path / "mtp_train")
-    with pytest.raises(mtp.MtpError, match=r"recipes: no recipes; expected those of the package\. Install"):
-        mtp.recipes()
-    # Recipes by path do not depend on them.
-    assert load_recipe(RECIPES / "fastmtp.yaml").run_dir == "runs/fastmtp"
 
 
 def words_for(trunk: object) -> list[str]:

@@ -12,7 +12,7 @@ from mtp_train.errors import CheckpointError, DataError
 from mtp_train.evaluation.arms import ArmSpec, open_arm, parse_arm, require_distinct
 from mtp_train.evaluation.run import plain_names
 from mtp_train.recipe.loading import dump_recipe
-from mtp_train.runs.evaluate import packed_arms, server_of, subject_arm
+from mtp_train.runs.decode import server_of, subject_arm
 from runs import tiny_recipe
 
 
@@ -64,9 +64,7 @@ def test_evaluate_takes_a_run_as_compare_does(tmp_path: Path) -> None:
     (run_dir / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
 
     subject = subject_arm(str(run_dir), None, None)
-    assert packed_arms(subject, None, ["none"]) == [parse_arm(str(run_dir))]
-    plain, packed = packed_arms(subject, None, ["none", "8bit"])
-    assert (plain.name, packed.name, packed.head_quantization) == ("run7", "finetune+run7/head@8bit", "8bit")
+    assert subject == parse_arm(str(run_dir))
     server = server_of(
         subject, "http://localhost:1", True, model=None, api_key_env=None, concurrency=1, request_timeout_seconds=60.0
     )
@@ -74,8 +72,6 @@ def test_evaluate_takes_a_run_as_compare_does(tmp_path: Path) -> None:
     assert server.checkpoint == recipe.model.trunk
     with pytest.raises(DataError, match=r"--head: given with .*run7, a run, which has its own"):
         subject_arm(str(run_dir), "ngram", None)
-    with pytest.raises(DataError, match="--head-bits: '2bit'; expected none, 8bit, 4bit"):
-        packed_arms(subject, None, ["2bit"])
 
 
 def test_a_run_is_packed_as_it_was_trained_unless_it_is_told_otherwise(tmp_path: Path) -> None:
@@ -84,14 +80,9 @@ def test_a_run_is_packed_as_it_was_trained_unless_it_is_told_otherwise(tmp_path:
     recipe = tiny_recipe(tmp_path / "in", run_dir, model__quantization="8bit")
     (run_dir / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
 
-    def asked(trunk_bits: list[str] | None) -> list[tuple[str, str | None]]:
-        arms = packed_arms(subject_arm(str(run_dir), None, None), trunk_bits, ["none"])
-        return [(arm.name, arm.quantization) for arm in arms]
-
     own = parse_arm(str(run_dir))
     assert (own.name, own.quantization, own.trunk_name) == ("run7", "8bit", f"{recipe.model.trunk}@8bit")
-    assert asked(None) == [("run7", "8bit")]
-    assert asked(["none", "8bit"]) == [("finetune+run7/head", None), ("run7", "8bit")]
+    assert subject_arm(str(run_dir), None, None) == own
     plain, packed = parse_arm(f"{run_dir}@none"), parse_arm(f"{run_dir}@4bit")
     assert (plain.name, plain.quantization) == ("run7@none", None)
     assert (packed.name, packed.quantization) == ("run7@4bit", "4bit")
@@ -118,7 +109,7 @@ def test_an_external_drafter_is_not_packed(tmp_path: Path) -> None:
     tiny_gemma_trunk().causal_lm.save_pretrained(trunk)
     tiny_assistant().save_pretrained(assistant)
     arm = open_arm(ArmSpec("x", trunk, assistant))
-    assert [str(one.path) for one in arm.model.draft_checkpoints] == [assistant]
+    assert str(getattr(arm.model.drafter, "path", None)) == assistant
     with pytest.raises(DataError, match="expected a head"):
         open_arm(ArmSpec("x", trunk, assistant, head_quantization="8bit"))
 

@@ -26,7 +26,6 @@ from mtp_train.runs.study import (
     find,
     levels_at_home,
     levels_on_shared_prompts,
-    prediction,
 )
 
 GREEDY = Setting(0.0, None, 3, "greedy")
@@ -142,14 +141,6 @@ def test_the_prediction_needs_every_measure(overlap: tuple[float, Interval], ton
     first = find(USUAL, STUDY, [level], [])[0]
     assert (first.tone, first.evidence) == (tone, said)
     assert first.statement.endswith("brings acceptance back to the vanilla level.")
-
-
-def test_a_prediction_that_every_measure_refutes_is_refuted() -> None:
-    level = LevelDifference(
-        GREEDY, Difference(-0.5, (-0.8, -0.2), None, 12), Difference(-0.1, (-0.12, -0.08), None, 12)
-    )
-    assert find(USUAL, STUDY, [level], [])[0].tone == "bad"
-    assert prediction([]).evidence == "Not measured."
 
 
 def test_a_comparison_is_found_whichever_way_round_it_was_made() -> None:

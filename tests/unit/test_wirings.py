@@ -18,7 +18,7 @@ from mtp_train import demo_path
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.evaluation.dense import better_wiring, own_text, wirings
 from mtp_train.heads.module import MtpHead
-from mtp_train.runs.probe import ProbeResult, judge
+from mtp_train.runs.rescue import ProbeResult, judge
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.tokenizer import load_tokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +17,8 @@ from rich.progress import Progress
 from mtp_train.checkpoints.export import LinkMode
 from mtp_train.checkpoints.files import Checkpoint, is_gguf
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS, gguf_head_for
-from mtp_train.checkpoints.gguf.draft_model import ARCH as DRAFT_ARCH
 from mtp_train.checkpoints.gguf.model_file import (
+    DRAFT_ARCH,
     GgufModel,
     dequantised_tensor,
     open_gguf,
@@ -29,16 +29,16 @@ from mtp_train.checkpoints.gguf.model_file import (
 )
 from mtp_train.checkpoints.gguf.record import NUM_MODULES
 from mtp_train.checkpoints.gguf.sidecar import GgufKind
-from mtp_train.checkpoints.gguf.tensors import GgufTensor, head_tensors
+from mtp_train.checkpoints.gguf.tensors import head_tensors
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT
 from mtp_train.checkpoints.locations import open_location
-from mtp_train.checkpoints.native import native_head_of
+from mtp_train.checkpoints.native import exact_tensor, native_head_of
 from mtp_train.checkpoints.suggestions import train_command
 from mtp_train.checkpoints.values import require_finite_checkpoint
-from mtp_train.checkpoints.writing import refuse_existing
+from mtp_train.checkpoints.writing import PendingTensor, refuse_existing
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
-from mtp_train.runs.display import html_table
+from mtp_train.runs.display import Shown
 from mtp_train.trunk.whole import first_of
 
 GgufStatus = Literal["healthy", "declared_but_missing", "undeclared", "partial", "damaged", "none"]
@@ -50,7 +50,7 @@ _RECORDS = {record.arch: record for record in GGUF_HEADS.values()}
 
 
 @dataclass(frozen=True)
-class GgufInspection:
+class GgufInspection(Shown):
     """State of the head in a GGUF file, as :func:`mtp_train.inspect` returns it."""
 
     file: str
@@ -71,22 +71,14 @@ class GgufInspection:
     serves: Mapping[str, str]
     cure: str | None
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def __str__(self) -> str:
-        (_, status), *rows = self._rows()
-        return "\n".join([f"{self.file}: {status}", *(f"{label}: {text}" for label, text in rows)])
-
-    def _repr_html_(self) -> str:
-        return html_table(self.file, ("", ""), self._rows())
+    def _title(self) -> str:
+        return f"{self.file}: {self.status}" + ("" if self.holds_trunk else ", a head in a file of its own")
 
     def _rows(self) -> list[tuple[str, str]]:
         modules = f"modules declared {self.declared_modules}, present {self.present_modules}"
         beside = ", ".join(self.heads_beside)
         both = f"{beside} beside a head in the file: pass one of them, -md for the other file, never both"
         return [
-            ("status", self.status + ("" if self.holds_trunk else ", a head in a file of its own")),
             ("architecture", f"{self.architecture}; {modules}"),
             ("trunk", self.quantisation),
             *([("head", self.head_quantisation)] if self.head_quantisation else []),
@@ -98,11 +90,6 @@ class GgufInspection:
 
 
 def inspect_gguf(file: Path) -> GgufInspection:
-    """Report the state of the head in a GGUF file.
-
-    Raises:
-        CheckpointError: It is no complete GGUF file.
-    """
     model = open_gguf(file)
     beside = heads_beside(model)
     problems = tuple(_head_problems(model))
@@ -153,18 +140,17 @@ def _types(tensors: Any) -> str:
 
 def heads_beside(model: GgufModel) -> tuple[str, ...]:
     """Return the other GGUF files of a model's directory that hold a head of its architecture alone."""
-    first = model.files[0]
-    found = []
-    for path in sorted(first.parent.glob("*.gguf")):
-        if path not in model.files and "-of-" not in path.name:
-            try:
-                other = open_gguf(path)
-            except CheckpointError:
-                # As while it is downloaded.
-                continue
-            if other.arch == model.arch and other.present_modules and not other.holds_trunk:
-                found.append(path.name)
-    return tuple(found)
+    others = (path for path in sorted(model.files[0].parent.glob("*.gguf")) if path not in model.files)
+    return tuple(path.name for path in others if "-of-" not in path.name and _is_head_for(model, path))
+
+
+def _is_head_for(model: GgufModel, file: Path) -> bool:
+    try:
+        other = open_gguf(file)
+        return other.arch == model.arch and other.present_modules > 0 and not other.holds_trunk
+    # A neighbour that is broken, or of another kind, is nobody's head; names of its blocks may have no number.
+    except (CheckpointError, ValueError, TypeError):
+        return False
 
 
 def _head_problems(model: GgufModel) -> list[str]:
@@ -196,49 +182,12 @@ def _status(model: GgufModel, problems: Sequence[str]) -> GgufStatus:
     return "healthy" if model.declared_modules == model.present_modules else "undeclared"
 
 
-@dataclass(frozen=True)
-class GgufGraftResult:
-    """The GGUF file that :func:`mtp_train.graft` wrote."""
-
-    files: tuple[Path, ...]
-    fine_tune: str
-    base: str
-    head_quantisation: str
-    heads_beside: tuple[str, ...] = ()
-    """Files beside it that hold a head alone, not to be passed with it."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "files": [str(file) for file in self.files]}
-
-    def __str__(self) -> str:
-        first = shlex.quote(str(self.files[0]))
-        lines = [
-            f"Wrote {', '.join(map(str, self.files))}: the trunk of {self.fine_tune} byte for byte, the head of "
-            f"{self.base} as {self.head_quantisation}.",
-            f"Serve it: llama-server -m {first} --spec-type draft-mtp --spec-draft-n-max 3",
-        ]
-        if self.heads_beside:
-            lines.append(f"The head is in the file: do not pass {', '.join(self.heads_beside)} with -md beside it.")
-        return "\n".join(lines)
-
-
 def graft_gguf(
     fine_tune: Path, base: str, out: Path, kind: GgufKind | None, link: LinkMode, progress: Progress
-) -> GgufGraftResult:
-    """Write a GGUF file with the head of a base in it; the trunk's tensors keep their bytes.
+) -> tuple[Path, ...]:
+    """Write a GGUF file with the head of a base in it, in as many splits as the trunk; return their paths.
 
-    Args:
-        fine_tune: The GGUF file of the trunk, or one of its splits.
-        base: A checkpoint with a head, or a GGUF file with one.
-        out: The new file.
-        kind: Storage of the head's matrices; None for Q8_0, or as the base's GGUF file has them.
-        link: How splits without a change are placed.
-        progress: Shows what is read and written.
-
-    Raises:
-        OutputExistsError: ``out`` exists.
-        CheckpointError: The base has no complete head or another architecture or shape, or a weight is not finite.
-        UnsupportedModelError: llama.cpp has no graph for such a head.
+    The trunk's tensors keep their bytes.
     """
     trunk = open_gguf(fine_tune)
     refuse_existing(out, what="the GGUF file")
@@ -249,13 +198,12 @@ def graft_gguf(
         )
     head, fields, modules = (_of_gguf if is_gguf(base) else _of_checkpoint)(trunk, base, kind, progress)
     changed = with_modules(trunk, fields, modules)
-    new = [one for one in head if one.name not in trunk.tensors or one.name in trunk.head]
-    files = write_embedded(trunk, new, changed, out, kind=kind or "q8_0", link=link, progress=progress)
-    written = open_gguf(files[0])
-    return GgufGraftResult(files, str(fine_tune), base, _types(written.head.values()), heads_beside(written))
+    names = [one.name if isinstance(one, ReaderTensor) else one.key for one in head]
+    new = [one for one, name in zip(head, names, strict=True) if name not in trunk.tensors or name in trunk.head]
+    return write_embedded(trunk, new, changed, out, kind=kind or "q8_0", link=link, progress=progress)
 
 
-_Head = tuple[Sequence[GgufTensor | ReaderTensor], Mapping[str, Any], int]
+_Head = tuple[Sequence[PendingTensor | ReaderTensor], Mapping[str, Any], int]
 """Tensors, fields of which the lists reach over the head's blocks, and the number of modules."""
 
 
@@ -272,7 +220,7 @@ def _of_checkpoint(trunk: GgufModel, base: str, kind: GgufKind | None, progress:
         told = f"Left out, as llama.cpp reads a reduced draft vocabulary of EAGLE-3 only: {first_of(reduced)}."
         progress.console.print(told, highlight=False)
     layout = layout_of(donor)
-    tensors = head_tensors(donor, layout, native_head_of(donor, layout, layout), record, config)
+    tensors = head_tensors(donor, layout, native_head_of(donor, layout, layout, take=exact_tensor), record, config)
     modules = diagnosis.present_modules
     found = {name: field({**config, NUM_MODULES: modules}) for name, field in record.fields.items()}
     return tensors, found, modules
@@ -309,8 +257,8 @@ def _of_gguf(trunk: GgufModel, base: str, kind: GgufKind | None, progress: Progr
     return (tensors if kind is None else [_decoded(one) for one in tensors]), fields, donor.present_modules
 
 
-def _decoded(one: ReaderTensor) -> GgufTensor:
-    return GgufTensor(one.name, torch_shape(one), lambda: iter((dequantised_tensor(one),)))
+def _decoded(one: ReaderTensor) -> PendingTensor:
+    return PendingTensor(one.name, "F32", torch_shape(one), lambda: [dequantised_tensor(one)])
 
 
 def _require_fit(trunk: GgufModel, base: str, arch: str, shape: Mapping[str, int]) -> None:
@@ -326,12 +274,7 @@ def _require_fit(trunk: GgufModel, base: str, arch: str, shape: Mapping[str, int
 
 
 def export_gguf_head(file: Path, out: Path, progress: Progress) -> Path:
-    """Write the head of a GGUF file as a file of its own, ``out/mtp-NAME.gguf``; return its path.
-
-    Raises:
-        OutputExistsError: ``out`` exists.
-        CheckpointError: The file has no head.
-    """
+    """Write the head of a GGUF file as a file of its own, ``out/mtp-NAME.gguf``; return its path."""
     model = open_gguf(file)
     refuse_existing(out, what="the GGUF file")
     if not model.head:

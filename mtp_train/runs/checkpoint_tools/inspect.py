@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.progress import Progress
 
+from mtp_train.checkpoints import suggestions
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, merge_command
 from mtp_train.checkpoints.contents import UnnamedFile, unnamed_files, unnamed_weights
 from mtp_train.checkpoints.files import Checkpoint, is_gguf
@@ -18,27 +19,28 @@ from mtp_train.checkpoints.keymap import REDUCED_OUTPUT, HeadLayout
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
 from mtp_train.checkpoints.quantised import QUANTISATION, read_plain_in_blocks, unmatched_by_sglang
-from mtp_train.checkpoints.suggestions import (
-    draft_model_flag,
-    export_command,
-    graft_command,
-    inspect_command,
-    named_base,
-    original_of,
-    probe_command,
-    retrain_command,
-    train_command,
+from mtp_train.checkpoints.values import (
+    HeadDifference,
+    common_tensors,
+    compare_heads,
+    find_non_finite,
+    squared_change,
+    zero_head,
 )
-from mtp_train.checkpoints.values import common_tensors, find_non_finite, squared_change
 from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.families import Assistant, assistant_for, draft_engines, of_kind
 from mtp_train.families.engines import DSPARK, MLX_ALONE, complete, engine_commands
-from mtp_train.heads.assistant import diagnose_assistant
 from mtp_train.heads.diagnose import DSPARK_BLOCK, HeadDiagnosis, diagnose_head, layout_of, with_head_beside
-from mtp_train.heads.difference import HeadDifference, compare_heads, zero_head
-from mtp_train.heads.draft_model import DraftModel, diagnose_draft, draft_model, draft_plan, vocabulary_problem
+from mtp_train.heads.draft_model import (
+    DraftModel,
+    diagnose_assistant,
+    diagnose_draft,
+    draft_model,
+    draft_plan,
+    vocabulary_problem,
+)
 from mtp_train.runs.checkpoint_tools.gguf_files import GgufInspection, inspect_gguf
-from mtp_train.runs.display import html_table, quiet_progress, serving_lines
+from mtp_train.runs.display import Shown, quiet_progress, serving_lines
 from mtp_train.trunk.whole import TrunkDiagnosis, diagnose_trunk, first_of, holds_trunk, untie_command
 
 Status = Literal[
@@ -54,6 +56,7 @@ Status = Literal[
     "foreign",
 ]
 SUGGESTED_DEPTH = 3
+_KEYS = ("missing_keys", "shape_errors", "dtype_errors")
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def _diagnose_weights(checkpoint: Checkpoint, layout: HeadLayout | None, progres
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inspection:
+class Inspection(Shown):
     """State of a checkpoint's MTP head and trunk, as :func:`inspect` returns it.
 
     ``print(inspection)`` shows what ``mtp-train inspect`` prints; :meth:`to_json` returns the document of its
@@ -134,40 +137,20 @@ class Inspection:
     """The command that puts the base's head in place, where ``cure`` takes one from an unnamed weight file."""
 
     def to_json(self) -> dict[str, Any]:
-        head, trunk, weights, change = self.head, self.trunk, self.weights, self.trunk_changed
+        found = super().to_json()
+        head, trunk, weights = (found.pop(part) for part in ("head", "trunk", "weights"))
+        of_head = ("declared_modules", "present_modules", "unexpected_keys", *_KEYS)
         return {
-            "checkpoint": self.checkpoint,
-            "family": self.family,
-            "declared_modules": head.declared_modules,
-            "present_modules": head.present_modules,
-            "status": self.status,
-            "stale": self.stale,
-            "missing_keys": head.missing_keys,
-            "unexpected_keys": head.unexpected_keys,
-            "shape_errors": head.shape_errors,
-            "dtype_errors": head.dtype_errors,
-            "trunk_missing_keys": trunk.missing_keys,
-            "trunk_shape_errors": trunk.shape_errors,
-            "trunk_dtype_errors": trunk.dtype_errors,
-            "non_finite_keys": weights.non_finite_keys,
-            "problems": self.problems,
-            "trunk_changed": None if change is None else asdict(change),
-            "head_difference": None if self.head_difference is None else self.head_difference.to_json(),
-            "serves": dict(self.serves),
-            "cure": self.cure,
-            "other_cure": self.other_cure,
-            "unlisted_keys": weights.unlisted_keys,
-            "unnamed_weights": [asdict(one) for one in weights.unnamed_files],
-            "runs_here": self.runs_here,
-            "note": self.note,
+            **found,
+            **{name: head[name] for name in of_head},
+            **{f"trunk_{name}": trunk[name] for name in _KEYS},
+            "non_finite_keys": weights["non_finite_keys"],
+            "unlisted_keys": weights["unlisted_keys"],
+            "unnamed_weights": weights["unnamed_files"],
         }
 
-    def __str__(self) -> str:
-        (_, status), *rows = self._rows()
-        return "\n".join([f"{self.checkpoint}: {status}", *(f"{label}: {text}" for label, text in rows)])
-
-    def _repr_html_(self) -> str:
-        return html_table(self.checkpoint, ("", ""), self._rows())
+    def _title(self) -> str:
+        return f"{self.checkpoint}: {self.status}" + (" (stale)" if self.stale else "")
 
     def _rows(self) -> list[tuple[str, str]]:
         head, trunk, weights, change = self.head, self.trunk, self.weights, self.trunk_changed
@@ -185,7 +168,6 @@ class Inspection:
             "no part of the checkpoint": tuple(map(str, weights.unnamed_files)),
         }
         rows = [
-            ("status", self.status + (" (stale)" if self.stale else "")),
             ("family", f"{self.family}; modules declared {head.declared_modules}, present {head.present_modules}"),
             ("note", self.note),
             *((title, _first_three(keys)) for title, keys in found.items() if keys),
@@ -255,7 +237,7 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         require_same_trunk_shape(checkpoint, layout, base, layout_of(base))
         change = compare_trunks(checkpoint, layout, base, progress)
         if comparable and base_head:
-            difference = difference or compare_heads(checkpoint, layout, base)
+            difference = difference or compare_heads(checkpoint, layout, base, layout_of(base))
         if diagnosis.found_keys and diagnosis.foreign is None:
             stale = change.share_of_tensors > 0 and difference is not None and difference.kind == "equal"
     trunk = diagnose_trunk(checkpoint) if holds_trunk(checkpoint, layout) else TrunkDiagnosis()
@@ -284,7 +266,7 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         cure=_find_cure(checkpoint, base, status, change, stale, trunk, problems),
         runs_here="yes" if unread is None else f"no: {unread}",
         note=_note(checkpoint),
-        other_cure=graft_command(*_with_donor(checkpoint, base)) if chooses else None,
+        other_cure=suggestions.graft_command(*_with_donor(checkpoint, base)) if chooses else None,
     )
 
 
@@ -357,7 +339,7 @@ def serving_commands(
         }
     # ``export --head-only`` writes none of the trunk's layers.
     if not any(name.startswith("layers.") for name in trunk_tensors(checkpoint, layout_of(checkpoint))):
-        flag = draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
+        flag = suggestions.draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
         reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
         return dict.fromkeys(checkpoint.family.serving, reason)
     return engine_commands(checkpoint.engines, str(checkpoint.path), SUGGESTED_DEPTH) | _misread(checkpoint)
@@ -400,35 +382,35 @@ def _find_cure(
     trunk: TrunkDiagnosis,
     problems: Sequence[str],
 ) -> str | None:
-    """Return the command to run next; None for a checkpoint that needs no repair."""
     path, donor = _with_donor(checkpoint, base)
     if trunk.untied is not None and len(problems) == 1:
         return untie_command(checkpoint.path)
     if status == "miswired":
         # The base's head fits the base's trunk; on another trunk it has to be retrained as well.
         moved = change is not None and change.share_of_tensors > 0
-        return retrain_command(path, donor) if moved else graft_command(path, donor)
+        return suggestions.retrain_command(path, donor) if moved else suggestions.graft_command(path, donor)
     if problems and problems == _adapter_problems(checkpoint):
         return merge_command(path, path)
     if problems:
         return f"hf download CHECKPOINT --local-dir {shlex.quote(path)}"
     if status not in ("partial", "quantised", "foreign") and _has_unnamed_head(checkpoint):
-        return export_command(path)
+        return suggestions.export_command(path)
     if status in ("declared_but_missing", "stripped", "partial", "quantised"):
-        return graft_command(path, donor)
+        return suggestions.graft_command(path, donor)
     if status == "undeclared" or (not stale and status == "healthy" and _misread(checkpoint)):
-        return export_command(path)
+        return suggestions.export_command(path)
     if status == "none":
         # Releases of such a family have a head. It was probably dropped: Unsloth drops its count in the config too.
         lost = base is None and not checkpoint.family.attached
-        return inspect_command(path, donor) if lost else train_command(path)
+        return suggestions.inspect_command(path, donor) if lost else suggestions.train_command(path)
     # Bytes tell that the head was not trained for this trunk, not that it drafts worse.
-    return probe_command(path, donor) if stale else None
+    return suggestions.probe_command(path, donor) if stale else None
 
 
 def _with_donor(checkpoint: Checkpoint, base: Checkpoint | None) -> tuple[str, str]:
     """Return the path of a checkpoint, and that of its base: the given one, or the name on its card."""
-    return str(checkpoint.path), str(base.path) if base is not None else named_base(checkpoint.path) or "BASE"
+    named = str(base.path) if base is not None else suggestions.named_base(checkpoint.path)
+    return str(checkpoint.path), named or "BASE"
 
 
 def _has_unnamed_head(checkpoint: Checkpoint) -> bool:
@@ -440,7 +422,7 @@ def _has_unnamed_head(checkpoint: Checkpoint) -> bool:
 def _inspect_mlx(checkpoint: Checkpoint, progress: Progress) -> Inspection:
     """Inspect a checkpoint that MLX alone reads: neither its trunk nor its head is compared."""
     path = str(checkpoint.path)
-    original = original_of(checkpoint.path)
+    original = suggestions.original_of(checkpoint.path)
     return Inspection(
         checkpoint=path,
         family=checkpoint.family.name,

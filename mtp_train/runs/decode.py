@@ -1,10 +1,13 @@
-"""``mtp-train evaluate`` and ``compare``: measure acceptance over a grid of settings, of one arm or of several."""
+"""``mtp-train generate``, ``evaluate`` and ``compare``: decode with the built-in decoder, and measure acceptance.
+
+``evaluate`` measures one arm over a grid of settings, ``compare`` several.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,15 +15,18 @@ from typing import Any
 from rich.console import RenderableType
 from rich.progress import Progress
 
-from mtp_inference.opening import OWN
+from mtp_inference import MAX_DEPTH, GenerationResult, Request, Sampling, SpeculativeDecoder
+from mtp_inference.opening import OWN, OpenModel, open_model, prompt_tokens, refuse_images
+from mtp_inference.requests import MtpMode
+from mtp_inference.sampling.chooser import DraftSampling
 from mtp_train.acceptance.names import SERVED
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
 from mtp_train.checkpoints.identity import InputFiles, hash_inputs
 from mtp_train.checkpoints.locations import is_run, open_location
-from mtp_train.checkpoints.writing import full_disk_is_named
+from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.data.sources import local_files
 from mtp_train.errors import DataError
-from mtp_train.evaluation.arms import BITS_OPTIONS, ArmSpec, arm_of_run, named, parse_arm
+from mtp_train.evaluation.arms import ArmSpec, arm_of_run, local_device, named, parse_arm
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.results import REPORT_FILE, ArmResult, Report
 from mtp_train.evaluation.run import run_study
@@ -28,14 +34,217 @@ from mtp_train.evaluation.served import Server, served_checkpoint
 from mtp_train.evaluation.suites import BUILTIN, BUILTIN_FILE, suite_location
 from mtp_train.report.summary import summary
 from mtp_train.report.write import log_report, write_report
-from mtp_train.runs.display import quiet_progress, rich_to_html, rich_to_text
+from mtp_train.runs.display import RichlyShown, Shown, html_table, quiet_progress
 from mtp_train.runs.run_directory import RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.train.log import Tracking, WandbMode
-from mtp_train.trunk.quantise import Quantization
+from mtp_train.train.machine import use_threads
+from mtp_train.trunk.tokenizer import load_tokenizer, require_variables
+from mtp_train.trunk.whole import require_whole_trunk
+
+_KWARGS = "--chat-template-kwargs"
+_DOCUMENT = (
+    *("text", "token_ids", "finish_reason", "num_drafts", "num_draft_tokens", "num_accepted_tokens"),
+    "accepted_per_pos",
+)
+"""What of a result ``--json`` prints."""
 
 
 @dataclass(frozen=True)
-class EvaluationResult:
+class GenerateResult(Shown):
+    """New text and counters of each prompt, as :func:`generate` returns them."""
+
+    requests: tuple[GenerationResult, ...]
+    """One result per prompt: ``text``, ``token_ids``, ``num_drafts`` (rounds), ``accepted_per_pos``, ``tau``."""
+    settings: dict[str, Any]
+    """Checkpoint, head, depth, sampling, dtype, device and the like."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, as ``mtp-train generate --json`` prints them; counters have vLLM's names."""
+        requests = [{name: getattr(one, name) for name in _DOCUMENT} for one in self.requests]
+        return {"requests": requests, "settings": self.settings}
+
+    @property
+    def tau(self) -> float:
+        """Mean tokens per round of all prompts, 1 for plain decoding."""
+        rounds = sum(one.rounds for one in self.requests)
+        return 1.0 + sum(one.num_accepted_tokens for one in self.requests) / max(1, rounds)
+
+    @property
+    def summary(self) -> str:
+        """Tau and speed in a line. The prompts are decoded together, so the longest one's time counts."""
+        tokens, rounds = (sum(len(one.token_ids) for one in self.requests), sum(one.rounds for one in self.requests))
+        seconds = max(one.seconds_prefill + one.seconds_decode for one in self.requests)
+        return f"{tokens} tokens in {rounds} rounds: tau {self.tau:.2f}, {tokens / max(seconds, 1e-9):.1f} tokens/s"
+
+    def __str__(self) -> str:
+        if len(self.requests) == 1:
+            return self.requests[0].text
+        return "\n".join(f"--- prompt {number}\n{one.text}" for number, one in enumerate(self.requests, start=1))
+
+    def _repr_html_(self) -> str:
+        columns = ("text", "new tokens", "rounds", "accepted drafts", "tokens per round")
+        rows = [
+            (one.text, len(one.token_ids), one.num_drafts, one.num_accepted_tokens, f"{one.tau:.2f}")
+            for one in self.requests
+        ]
+        return html_table(f"{self.settings['checkpoint']}, depth {self.settings['depth']}", columns, rows)
+
+
+def generate(
+    checkpoint: str | Path,
+    prompts: str | Sequence[str],
+    *,
+    head: str | Path | None = None,
+    adapter: str | Path | None = None,
+    chat: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    max_new_tokens: int = 128,
+    depth: int = 3,
+    mtp: MtpMode = "on",
+    sampling: Sampling | None = None,
+    stop: Sequence[str] = (),
+    draft_sampling: DraftSampling = "sampled",
+    on_text: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
+) -> GenerateResult:
+    """Decode prompts together with a checkpoint's speculative decoder. The text equals plain decoding.
+
+    The checkpoint is loaded on every call; for many calls, use ``mtp_inference.SpeculativeDecoder``.
+
+    Args:
+        checkpoint: A directory, a hub id or ``demo:NAME``.
+        prompts: One prompt or several, raw text.
+        head: What drafts, as for :func:`evaluate`, or an external drafter. None for the checkpoint's own head.
+        adapter: A peft adapter to apply to the trunk without merging.
+        chat: Put each prompt through the chat template as a user's message.
+        chat_template_kwargs: With ``chat``, variables for the template: ``{"enable_thinking": False}``.
+        max_new_tokens: Limit per prompt, at least 1.
+        depth: Draft tokens per round, 0 to 7; 0 is plain decoding.
+        mtp: ``"on"`` drafts ``depth`` tokens every round, ``"off"`` none, ``"auto"`` as many as pay, up to ``depth``.
+        sampling: Temperature, top-k, top-p, min-p, repetition penalty and seed; None is greedy. Prompt i has seed + i.
+        stop: Strings that end the text; it is cut before them.
+        draft_sampling: ``"argmax"`` or ``"sampled"`` drafts above temperature 0; sampled ones are accepted more often.
+        on_text: Called with the text of a single prompt piece by piece, as it becomes certain; not for several.
+        progress: A started rich progress bar; None shows nothing.
+
+    Raises:
+        DataError: A number is out of range, or a prompt has no token or contains an image.
+        CheckpointError: A weight is missing or not finite, or the checkpoint has no head to draft with.
+
+    Example:
+        >>> import mtp_train as mtp
+        >>> mtp.generate("demo:base", "import os", max_new_tokens=32).requests[0].text
+    """
+    options = _Options(
+        checkpoint=str(checkpoint),
+        prompts=(prompts,) if isinstance(prompts, str) else tuple(prompts),
+        head=None if head is None else str(head),
+        adapter=None if adapter is None else str(adapter),
+        chat=chat,
+        chat_template_kwargs=dict(chat_template_kwargs or {}),
+        max_new_tokens=max_new_tokens,
+        depth=depth,
+        mtp=mtp,
+        sampling=sampling or Sampling(),
+        stop=tuple(stop),
+        draft_sampling=draft_sampling,
+    )
+    return _decode(options, on_text, progress or quiet_progress())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """The arguments of :func:`generate`."""
+
+    checkpoint: str
+    prompts: tuple[str, ...]
+    head: str | None
+    adapter: str | None
+    chat: bool
+    chat_template_kwargs: dict[str, Any]
+    max_new_tokens: int
+    depth: int
+    mtp: MtpMode
+    sampling: Sampling
+    stop: tuple[str, ...]
+    draft_sampling: DraftSampling
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.depth <= MAX_DEPTH:
+            raise DataError(f"--depth: {self.depth}; expected 0 to {MAX_DEPTH}. 0 is plain decoding.")
+        if self.max_new_tokens < 1:
+            raise DataError(f"--max-new-tokens: {self.max_new_tokens}; expected at least 1. Ask for more tokens.")
+        if self.chat_template_kwargs and not self.chat:
+            raise DataError(f"{_KWARGS}: given without --chat; expected a chat, which the template writes. Add --chat.")
+        if self.mtp == "off":
+            object.__setattr__(self, "depth", 0)
+
+    def settings(self) -> dict[str, Any]:
+        given = asdict(self)
+        del given["prompts"], given["sampling"]
+        return {**given, **asdict(self.sampling), "stop": list(self.stop)}
+
+    def request(self, number: int, prompt_ids: Sequence[int]) -> Request:
+        return Request(
+            prompt_ids=prompt_ids,
+            max_new_tokens=self.max_new_tokens,
+            sampling=replace(self.sampling, seed=self.sampling.seed + number),
+            mtp=self.mtp,
+            stop=self.stop,
+        )
+
+
+def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: Progress) -> GenerateResult:
+    depth = options.depth
+    # Depth 0 needs no head. A named external drafter is opened all the same: its record loads the trunk.
+    head = OWN if options.head is None and depth else options.head
+    model = open_model(options.checkpoint, head, adapter=options.adapter)
+    _require_weights(model, depth, progress)
+    device = local_device()
+    if device.type == "cpu":
+        use_threads(model.checkpoint.text_config)
+    tokenizer = load_tokenizer(model.checkpoint, trust_remote_code=False, adapter=model.adapter)
+    variables = options.chat_template_kwargs
+    require_variables(tokenizer, variables, _KWARGS)
+    prompts = []
+    for number, prompt in enumerate(options.prompts, start=1):
+        where = f"--prompt {number}"
+        prompts.append(prompt_tokens(tokenizer, prompt, chat=options.chat, where=where, variables=variables))
+        refuse_images(prompts[-1], model.image_ids, where)
+    if model.drafter is not None and model.assistant is not None and depth:
+        progress.console.print(f"drafting with {model.drafter.path}, a {model.assistant.title}", highlight=False)
+    decoder = SpeculativeDecoder.from_open_model(
+        model, tokenizer, depth=depth, device=device, draft_sampling=options.draft_sampling
+    )
+    requests = [options.request(number, prompt_ids) for number, prompt_ids in enumerate(prompts)]
+    results: dict[int, GenerationResult] = {}
+    for chunk in decoder.decode_chunks(requests):
+        if on_text is not None and chunk.text and len(requests) == 1:
+            on_text(chunk.text)
+        if chunk.result is not None:
+            results[chunk.index] = chunk.result
+    ordered = tuple(result for _, result in sorted(results.items()))
+    settings = options.settings() | {
+        "external_drafter": None if model.assistant is None else model.assistant.title,
+        "dtype": decoder.trunk.dtype_name,
+        "device": str(device),
+        "captured_rounds": decoder.captured_rounds,
+    }
+    return GenerateResult(ordered, settings)
+
+
+def _require_weights(model: OpenModel, depth: int, progress: Progress) -> None:
+    """Check that the trunk, and with drafts the drafter, has all its tensors and only finite values."""
+    require_whole_trunk(model.checkpoint, model.family)
+    require_finite_checkpoint(model.checkpoint, progress)
+    if model.drafter is not None and depth:
+        if model.assistant is None:
+            require_whole_trunk(model.drafter)
+        require_finite_checkpoint(model.drafter, progress)
+
+
+@dataclass(frozen=True)
+class EvaluationResult(RichlyShown):
     """Measurements of one or more arms, as :func:`evaluate` and :func:`compare` return them.
 
     Printed, and in a notebook, it shows the verdict, the arms, tau by task and the depths to serve.
@@ -55,14 +264,8 @@ class EvaluationResult:
         """Return plain JSON values, as ``--json`` prints them: the content of ``report.json``."""
         return self.report.to_json()
 
-    def __str__(self) -> str:
-        return rich_to_text(self.__rich__())
-
     def __rich__(self) -> RenderableType:
         return summary(self.report)
-
-    def _repr_html_(self) -> str:
-        return rich_to_html(self.__rich__())
 
 
 def evaluate(
@@ -71,8 +274,6 @@ def evaluate(
     *,
     head: str | Path | None = None,
     adapter: str | Path | None = None,
-    trunk_bits: Sequence[str] | None = None,
-    head_bits: Sequence[str] = ("none",),
     grid: EvaluationGrid | None = None,
     endpoint: str | None = None,
     served_model: str | None = None,
@@ -92,8 +293,6 @@ def evaluate(
         head: What drafts: a head directory, a checkpoint to take the head from, a draft model, ``"ngram"`` or
             ``"model:CKPT"``. None for the checkpoint's own head.
         adapter: A peft adapter to apply to the trunk without merging.
-        trunk_bits: ``"none"``, ``"8bit"``, ``"4bit"``: an arm for each. None: as in a run's recipe, else unquantised.
-        head_bits: The same for the head.
         grid: The settings to measure; None for the defaults of :class:`EvaluationGrid`.
         endpoint: URL of a server of the same model, which is measured as one more arm: ``http://host:port/v1``.
         served_model: The model's name at the server; None where it serves only one.
@@ -115,16 +314,10 @@ def evaluate(
         >>> tau = mtp.evaluate("runs/a", "eval/a", grid=grid).arms["a"].tau
     """
     subject = subject_arm(str(checkpoint), head, adapter)
-    server = server_of(
-        subject,
-        endpoint,
-        served_only,
-        model=served_model,
-        api_key_env=api_key_env,
-        concurrency=concurrency,
-        request_timeout_seconds=request_timeout_seconds,
-    )
-    arms = [] if served_only else packed_arms(subject, trunk_bits, head_bits)
+    settings: dict[str, Any] = {"model": served_model, "api_key_env": api_key_env, "concurrency": concurrency}
+    settings["request_timeout_seconds"] = request_timeout_seconds
+    server = server_of(subject, endpoint, served_only, **settings)
+    arms = [] if served_only else [named(subject)]
     settled = (grid or EvaluationGrid()).settled(arms, [subject.trunk])
     servers = [] if server is None else [server]
     return _measure(arms, [named(subject)], settled, Path(out), progress, costs, wandb, servers)
@@ -172,11 +365,7 @@ def compare(
 
 
 def served_arms(arms: Sequence[str], tokenizer: str | None) -> list[Server]:
-    """Return the servers that arms name; none where the arms are checkpoints.
-
-    Raises:
-        DataError: Only some arms are servers, or the tokenizer's files are not known.
-    """
+    """Return the servers that arms name; none where the arms are checkpoints."""
     if tokenizer is None and not any("://" in arm for arm in arms):
         return []
     urls = dict(arm.split("=", 1) for arm in arms if "://" in arm.partition("=")[2])
@@ -207,7 +396,7 @@ def _measure(
     progress, tracking = progress or quiet_progress(), Tracking(wandb)
     tracking.require("--")
     grid = replace(grid, chat_template_kwargs=_variables(subjects, grid))
-    with full_disk_is_named(out, what="the report"), RunDirectory(out).held(progress.console):
+    with RunDirectory(out).held(progress.console, "the report"):
         if told := _trained_on(subjects, grid.suite, progress):
             progress.console.print(f"Is the text new to the head? {told}", highlight=False)
         report = run_study(specs, grid, out, progress, title=title, costs=costs, servers=servers)
@@ -227,11 +416,7 @@ def _runs_of(spec: ArmSpec) -> list[RunDirectory]:
 
 
 def _variables(specs: Sequence[ArmSpec], grid: EvaluationGrid) -> Mapping[str, Any]:
-    """Return the grid's variables for the chat template, or where it has none those of the arms' recipes.
-
-    Raises:
-        DataError: The recipes have several.
-    """
+    """Return the grid's variables for the chat template, or where it has none those of the arms' recipes."""
     if grid.chat_template_kwargs is not None:
         return grid.chat_template_kwargs
     recipes = {run.path: run.recipe for spec in specs for run in _runs_of(spec)}
@@ -271,11 +456,7 @@ def _trained_on(specs: Sequence[ArmSpec], suite: str, progress: Progress) -> str
 
 
 def subject_arm(checkpoint: str, head: str | Path | None, adapter: str | Path | None) -> ArmSpec:
-    """Return the arm of ``evaluate``. The arm of a run has the run's name and its recipe's quantisation.
-
-    Raises:
-        MtpError: A head or an adapter is given for a run, or the run has no head so far.
-    """
+    """Return the arm of ``evaluate``. The arm of a run has the run's name and its recipe's quantisation."""
     if not is_run(Path(checkpoint)):
         return ArmSpec("", checkpoint, OWN if head is None else str(head), None if adapter is None else str(adapter))
     for flag, value in (("--head", head), ("--adapter", adapter)):
@@ -287,30 +468,8 @@ def subject_arm(checkpoint: str, head: str | Path | None, adapter: str | Path | 
     return arm_of_run(Path(checkpoint))
 
 
-def packed_arms(subject: ArmSpec, trunk_bits: Sequence[str] | None, head_bits: Sequence[str]) -> list[ArmSpec]:
-    """Return an arm for each way to pack trunk and head."""
-    own = (subject.quantization, None)
-    trunks = own[:1] if trunk_bits is None else _quantizations("--trunk-bits", trunk_bits)
-    packings = [(trunk, head) for trunk in trunks for head in _quantizations("--head-bits", head_bits)]
-    return [
-        named(replace(subject, name=subject.name if one == own else "", quantization=one[0], head_quantization=one[1]))
-        for one in packings
-    ]
-
-
-def _quantizations(flag: str, names: Sequence[str]) -> tuple[Quantization | None, ...]:
-    for name in names:
-        if name not in BITS_OPTIONS:
-            raise DataError(f"{flag}: {name!r}; expected {', '.join(BITS_OPTIONS)}. Correct it.")
-    return tuple(dict.fromkeys(BITS_OPTIONS[name] for name in names))
-
-
 def server_of(subject: ArmSpec, endpoint: str | None, served_only: bool, **settings: Any) -> Server | None:
-    """Return the server to measure, with the settings as its fields; None without an endpoint.
-
-    Raises:
-        DataError: A setting of a server is given without an endpoint, or a number is out of range.
-    """
+    """Return the server to measure, with the settings as its fields; None without an endpoint."""
     if endpoint is None:
         given = {"served-model": settings["model"], "api-key-env": settings["api_key_env"], "served-only": served_only}
         for flag, value in given.items():
