@@ -1,15 +1,20 @@
 #!/usr/bin/env python
 """Count the drafts that llama-server accepts from heads inside GGUF files of one trunk, by its own counters.
 
-    mtp-train graft tuned.gguf --from BASE --out stale.gguf
-    mtp-train rescue tuned.gguf --from BASE --data prompts.jsonl --out rescued
+    python scripts/make_demo.py base finetune texts --size wide --work wide      # a pair that K-quants fit
+    python convert_hf_to_gguf.py wide/finetune --outfile bf16.gguf --outtype bf16
+    llama-quantize bf16.gguf tuned.gguf Q4_K_M
+    mtp-train graft tuned.gguf --from wide/base --out stale.gguf
+    mtp-train rescue tuned.gguf --from wide/base --data prompts.jsonl --out rescued
+    mtp-train run rescued/recipe.yaml run_dir=bf16 model.trunk=wide/finetune gate.enabled=false
+    mtp-train graft tuned.gguf --from bf16/export --out of-bf16.gguf
     python scripts/gguf_acceptance.py --server llama-server --trunk tuned.gguf --suite held-out.jsonl --title NAME \
-        --out RECORD.json --kinds rescued/export stale=stale.gguf retrained=rescued/tuned-mtp.gguf
+        --out RECORD.json --kinds rescued/export stale=stale.gguf trunk=of-bf16.gguf pack=rescued/tuned-mtp.gguf
 
-The arm ``none`` decodes the first file without drafts. The record has the differences of arms, paired by prompt, with
-95 % intervals over groups of prompts; ``--kinds HEAD`` adds that head in several quantisations (K-quants by
-llama-quantize beside the server), and how far the log-probabilities of the dequantised trunk are from the server's.
-Records of other titles in RECORD.json are kept.
+Both files of prompts are parts of ``wide/prompts.jsonl`` without a common group. Arm ``none`` decodes the first file
+without drafts. The record has the differences of arms, paired by prompt, with 95 % intervals over groups of prompts;
+``--kinds HEAD`` adds that head in several quantisations (K-quants by llama-quantize beside the server), and how far the
+log-probabilities of the dequantised trunk are from the server's. Records of other titles in RECORD.json are kept.
 """
 
 from __future__ import annotations
@@ -18,25 +23,27 @@ import argparse
 import contextlib
 import datetime
 import json
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import torch
+from mtp_train.checkpoints.gguf.dequantised import gguf_tokenizer
 from rich.progress import Progress
 
 import mtp_train as mtp
 from mtp_train.acceptance.intervals import tau_difference
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
-from mtp_train.checkpoints.gguf.dequantised import gguf_tokenizer
 from mtp_train.checkpoints.gguf.model_file import open_gguf
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
@@ -54,13 +61,6 @@ TOP, POSITIONS, LOGIT_PROMPTS = 50, 48, 8
 """Tokens by rank and positions of each prompt whose log-probabilities are compared, and prompts."""
 
 
-def post(path: str, body: dict[str, Any]) -> Any:
-    """Send a request to the server; return its answer."""
-    request = urllib.request.Request(f"{URL}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)
-
-
 @contextlib.contextmanager
 def serving(file: Path, options: argparse.Namespace, *, drafts: bool) -> Iterator[None]:
     """Serve a file while the block runs."""
@@ -69,9 +69,9 @@ def serving(file: Path, options: argparse.Namespace, *, drafts: bool) -> Iterato
     with subprocess.Popen([*words, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             for _ in range(SECONDS_TO_LOAD):
-                with contextlib.suppress(urllib.error.URLError):
-                    urllib.request.urlopen(f"{URL}/health").close()
-                    break
+                with contextlib.suppress(httpx.TransportError):
+                    if httpx.get(f"{URL}/health").is_success:
+                        break
                 if server.poll() is not None:
                     raise SystemExit(f"{file}: {options.server} ended with {server.returncode}")
                 time.sleep(1)
@@ -93,13 +93,14 @@ def quantised_heads(trunk: Path, head: str, server: str, work: Path) -> tuple[di
     (alone,) = Path(mtp.export(arms[EXACT], work / "alone", head_only=True).out).glob("*.gguf")
     missing = []
     for kind in QUANTISED:
-        words = [quantiser, "--allow-requantize", "--pure", alone, work / f"alone-{kind}.gguf", kind]
-        done = subprocess.run(words, capture_output=True, text=True)
-        if done.returncode:
-            missing.append(f"head-{kind}: {done.stderr.strip().splitlines()[-1]}")
-            continue
-        arms[f"head-{kind}"] = work / f"{kind}.gguf"
-        mtp.graft(trunk, work / f"alone-{kind}.gguf", arms[f"head-{kind}"])
+        new = work / f"alone-{kind}.gguf"
+        subprocess.run([quantiser, "--allow-requantize", "--pure", alone, new, kind], capture_output=True, check=True)
+        found = inspect_gguf(new).head_quantisation or ""
+        if found.startswith(kind):
+            arms[f"head-{kind}"] = work / f"{kind}.gguf"
+            mtp.graft(trunk, new, arms[f"head-{kind}"])
+        else:
+            missing.append(f"head-{kind}: llama-quantize writes {found} for rows of this length")
     return arms, missing
 
 
@@ -109,7 +110,7 @@ def logit_distance(trunk: Path, prompts: list[tuple[int, ...]]) -> dict[str, Any
     differences, same = [], []
     for ids in prompts:
         wanted = {"prompt": list(ids), "n_predict": POSITIONS, "temperature": 0, "n_probs": TOP, "cache_prompt": False}
-        told = post("completion", wanted)["completion_probabilities"]
+        told = httpx.post(f"{URL}/completion", json=wanted, timeout=None).json()["completion_probabilities"]
         tokens_1T = torch.tensor([[*ids, *(one["id"] for one in told)]])
         with torch.no_grad():
             logits_TV = ours.logits(ours.hidden(tokens_1T)[0, len(ids) - 1 : -1]).float()
@@ -134,7 +135,7 @@ def arm_of(file: Path, trunk: Path, served: Served, plain: Served) -> dict[str, 
     state, own, given = inspect_gguf(file), open_gguf(file).tensors, open_gguf(trunk).tensors
     cell = served.cells[0]
     return {
-        "head": state.head_quantisation,
+        "head": state.head_quantisation if cell.draft_tokens else None,
         "trunk_bytes_equal": all(np.array_equal(own[name].data, one.data) for name, one in given.items()),
         "tokens": cell.new_tokens,
         "rounds": cell.rounds,
@@ -148,8 +149,8 @@ def arm_of(file: Path, trunk: Path, served: Served, plain: Served) -> dict[str, 
 
 def difference(first: Served, second: Served) -> dict[str, Any]:
     """Return tau of the first arm less that of the second, with its interval over groups."""
-    (mine,), (theirs,) = first.counts.values(), second.counts.values()
-    found = tau_difference(list(mine.values()), [theirs[prompt] for prompt in mine])
+    (mine,), (theirs,) = first.by_prompt.values(), second.by_prompt.values()
+    found = tau_difference([one for _, one in mine.values()], [theirs[prompt][1] for prompt in mine])
     interval = [round(one, 3) for one in found.ci95 or ()]
     arms = {"first": first.cells[0].arm, "second": second.cells[0].arm}
     return {**arms, "delta_tau": round(found.value, 3), "ci95": interval, "groups": found.groups}
@@ -166,12 +167,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     options = parser.parse_args()
     trunk = Path(options.trunk)
-    grid = EvaluationGrid(
-        suite=options.suite,
-        prompts_per_task=options.count,
-        temperatures=(0.0,),
-        max_new_tokens=options.new_tokens,
-    )
+    sizes = {"prompts_per_task": options.count, "max_new_tokens": options.new_tokens}
+    grid = EvaluationGrid(suite=options.suite, temperatures=(0.0,), **sizes)
     prompts = [one.prompt_ids for one in grid_prompts(grid, gguf_tokenizer(trunk), (None,))[None]]
     named = {name: Path(file) for name, _, file in (arm.partition("=") for arm in options.arms)}
     pairs = [pair[::-1] for pair in combinations(named, 2)]
@@ -180,12 +177,10 @@ def main() -> None:
         kinds, missing = (
             quantised_heads(trunk, options.kinds, options.server, Path(work)) if options.kinds else ({}, [])
         )
+        server = partial(Server, url=URL, checkpoint=options.trunk, request_timeout_seconds=RESPONSE_TIMEOUT_SECONDS)
         for name, file in {PLAIN: next(iter(named.values())), **named, **kinds}.items():
             with serving(file, options, drafts=name != PLAIN):
-                arm = Server(
-                    name=name, url=URL, checkpoint=str(trunk), request_timeout_seconds=RESPONSE_TIMEOUT_SECONDS
-                )
-                served[name] = ask(arm, grid, progress)
+                served[name] = ask(server(name=name), grid, progress)
                 if name == PLAIN:
                     distance = logit_distance(trunk, prompts[:LOGIT_PROMPTS])
             found[name] = arm_of(file, trunk, served[name], served[PLAIN])
@@ -193,7 +188,9 @@ def main() -> None:
     pairs += [(kind, EXACT) for kind in kinds if kind != EXACT]
     differences = [difference(served[one], served[other]) for one, other in pairs]
     version = subprocess.run([options.server, "--version"], capture_output=True, text=True, check=True).stderr
-    settings = {key: vars(options)[key] for key in ("depth", "threads", "new_tokens")}
+    given = [word.replace(options.server, Path(options.server).name) for word in sys.argv[1:]]
+    settings: dict[str, Any] = {"command": shlex.join(["python", "scripts/gguf_acceptance.py", *given])}
+    settings |= {key: vars(options)[key] for key in ("depth", "threads", "new_tokens")}
     settings |= {"llama.cpp": version.splitlines()[0], "date": str(datetime.date.today()), "prompts": len(prompts)}
     settings |= {"trunk": inspect_gguf(trunk).quantisation, "groups": served[PLAIN].cells[0].groups}
     record = {"settings": settings, "arms": found, "differences": differences, "unavailable": missing}

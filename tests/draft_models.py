@@ -25,15 +25,7 @@ CHOSEN = torch.tensor([0, 3, 4, 9, 20, 33, 34, 50, 66], dtype=torch.int32)
 
 
 class DraftModelToWrite:
-    """All that a draft model is written from, and where it goes.
-
-    Args:
-        directory: An empty one.
-        kind: Of the head.
-        vocab: Tokens that it may draft.
-        tied: Whether the trunk's lm_head is its embedding.
-        num_layers: Of the trunk.
-    """
+    """All that a draft model is written from, and where it goes; ``vocab`` are the tokens that it may draft."""
 
     def __init__(
         self,

@@ -22,17 +22,7 @@ GENERATED = {"vllm": "generation_tokens_total", "llamacpp": "tokens_predicted_to
 
 @dataclass
 class DraftingServer:
-    """Answers as an engine does.
-
-    Args:
-        trunk: What decodes.
-        drafting: The drafter; None for a server without drafts.
-        depth: Drafts per round.
-        eos_ids: Tokens that end a text.
-        dialect: The engine whose responses it imitates; ``silent`` reports only text and usage.
-        counts: Whether it exposes counters.
-        foreign_tokens: Tokens generated for other clients during each request.
-    """
+    """Answers as an engine does; in the dialect ``silent`` with text and usage only."""
 
     trunk: Trunk
     drafting: Drafting | None
@@ -40,7 +30,9 @@ class DraftingServer:
     eos_ids: Sequence[int]
     dialect: Dialect
     counts: bool = True
+    """Whether it exposes counters."""
     foreign_tokens: int = 0
+    """Generated for other clients during each request."""
     results: list[GenerationResult] = field(default_factory=list)
     """Of every request; the first is the warm-up."""
 

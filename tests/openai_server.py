@@ -73,14 +73,7 @@ def openai_server(
     owner: str = "test",
     shows: Mapping[str, Callable[[], str]] | None = None,
 ) -> Iterator[Served]:
-    """Serve while the block runs.
-
-    Args:
-        reply: Returns the reply to a request.
-        models: Names of the served models.
-        owner: ``owned_by`` in the list of models.
-        shows: Texts under further paths.
-    """
+    """Serve while the block runs; ``shows`` has texts under further paths."""
     shown = shows or {}
 
     class Handler(BaseHTTPRequestHandler):

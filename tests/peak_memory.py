@@ -12,11 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakMemory(TorchDispatchMode):
-    """Track the memory of tensors allocated inside the block; ``peak_bytes`` is the maximum.
-
-    Args:
-        given: Tensors allocated before the block, which are not counted.
-    """
+    """Track the memory of tensors allocated inside the block, beside those given; ``peak_bytes`` is the maximum."""
 
     def __init__(self, given: Iterable[Tensor]) -> None:
         super().__init__()

@@ -165,15 +165,7 @@ def made(drafting: Drafting, trunk: Trunk, size: BatchSize) -> Drafter:
 
 
 class BatchRun:
-    """A batch whose rounds the test plans itself, one row per prompt, none of which ends.
-
-    Args:
-        trunk: The trunk.
-        drafting: What drafts, None for nothing.
-        prompts: One for each row; of any lengths.
-        depth: Deepest draft that will be asked for.
-        prefill_chunk: Prompt tokens of one forward.
-    """
+    """A batch whose rounds the test plans itself, one row per prompt, none of which ends."""
 
     def __init__(
         self,

@@ -27,11 +27,7 @@ def rounds_by_accepted(
 ) -> Ints:
     """Draw each prompt's rounds by how many drafts they accepted, shape (S, P, K1).
 
-    Args:
-        rng: Where chance comes from.
-        skill_SP: Log odds that a draft is accepted once those before it are.
-        mean_length: New tokens of the median prompt.
-        spread: Standard deviation of the logarithm of lengths; they do not depend on the skill.
+    ``skill_SP`` is the log odds that a draft is accepted; ``spread`` that of the logarithm of lengths.
     """
     length_SP = rng.lognormal(math.log(mean_length), spread, skill_SP.shape)
     each_SP1 = (1.0 / (1.0 + np.exp(-skill_SP)))[..., None]

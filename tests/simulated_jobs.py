@@ -201,12 +201,8 @@ def steps_waits(
 ) -> list[list[str]]:
     """Train, and return where the host waits in each step between the first and the last one.
 
-    Args:
-        directory: A new directory for resume states.
-        name: The trunk's.
-        keeps: Whether hidden states are given.
-        knows: Whether forwards are told what the host knows; a control if not.
-        streams: Whether copies run beside the steps; a control if not.
+    ``keeps``: with hidden states that are given. The controls: forwards that are not told what the host ``knows``, and
+    copies that no ``streams`` run beside the steps.
     """
     used = tiny_recipe(directory, directory, **WAITS)
     plan, trunk = plan_of(used, 1), tiny_trunk(name)

@@ -31,7 +31,7 @@ class ToyModule(Block):
 
 
 def build_layer(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: nn.Module = borrowed.cls(borrowed.layer)(config, layer_idx)
+    layer: nn.Module = borrowed.stock_layer(config, layer_idx)
     return layer
 
 

@@ -22,7 +22,7 @@ from mtp_inference.requests import Chunk, GenerationResult, Request, Round
 from mtp_inference.round import BAD_DRAFTER, BAD_TRUNK, prefill, settle_drafter
 from mtp_inference.text import TextStream
 from mtp_train.errors import MtpError
-from mtp_train.trunk.non_finite import Source, non_finite_error
+from mtp_train.trunk.load import non_finite_error
 
 MAX_PREFILL_TOKENS = 16384
 """Largest number of prompt tokens prefilled together; a single prompt may be longer."""
@@ -67,7 +67,6 @@ class Lane:
 
     @property
     def met_stop_string(self) -> bool:
-        """Whether a stop string ended the text."""
         return self.text_stream is not None and self.text_stream.stopped
 
     def extend(self, tokens: Sequence[int]) -> Chunk:
@@ -139,12 +138,7 @@ class Session:
         self._round_clock = time.thread_time if self.batch.last_B.device.type == "cpu" else time.perf_counter
 
     def run(self) -> Iterator[Chunk]:
-        """Decode all lanes; yield a chunk for each lane that a prefill or a round extends.
-
-        Raises:
-            MtpError: Another call of the decoder has taken over the buffers.
-            CheckpointError: Logits are NaN or infinite.
-        """
+        """Decode all lanes; yield a chunk for each lane that a prefill or a round extends."""
         while self.waiting or self.lanes or self.in_flight:
             while self.waiting and len(self.lanes) < self.batch.cache.num_rows:
                 yield from self._admit()
@@ -155,7 +149,6 @@ class Session:
                 yield from self._look()
 
     def _admit(self) -> Iterator[Chunk]:
-        """Prefill the next requests of one length on neighbouring free rows."""
         self._require_rows()
         started = time.perf_counter()
         lanes, rows = self._next_group()
@@ -204,7 +197,6 @@ class Session:
         self._depths = []
 
     def _launch(self) -> None:
-        """Start a round over all rows."""
         self._require_rows()
         depth = self._depth()
         plan = self._plan(depth)
@@ -265,7 +257,6 @@ class Session:
         )
 
     def _look(self) -> Iterator[Chunk]:
-        """Read the outcome of the oldest round in flight."""
         outcome, lanes, plan, launched = self.in_flight.popleft()
         rows = outcome.rows()
         now = self._round_clock()
@@ -291,9 +282,9 @@ class Session:
                 lane.controller.observe(num_drafted, num_accepted)
             yield self._extend(lane, tokens[:num_kept])
 
-    def _non_finite(self, source: Source, lane: Lane, accepted: Sequence[int]) -> Exception:
-        token_ids = [*lane.request.prompt_ids, *lane.tokens, *accepted]
-        return non_finite_error(source, self.batch.trunk, self.batch.drafter, token_ids, max(lane.depth, 1))
+    def _non_finite(self, source: str, lane: Lane, accepted: Sequence[int]) -> Exception:
+        num_tokens = len(lane.request.prompt_ids) + len(lane.tokens) + len(accepted)
+        return non_finite_error(source, self.batch.trunk, num_tokens)
 
     def _extend(self, lane: Lane, tokens: Sequence[int]) -> Chunk:
         """Add committed tokens to a lane, and free its row if its text has ended."""

@@ -35,8 +35,7 @@ from mtp_train.answers.store import RegeneratedRow, RegeneratedStore, rows_after
 from mtp_train.checkpoints.writing import write_text
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
-from mtp_train.trunk.load import Trunk
-from mtp_train.trunk.non_finite import non_finite_error
+from mtp_train.trunk.load import Trunk, non_finite_error
 
 FALSE_ALARM = 1e-6
 """Probability that one check refuses responses of the trunk itself, rounding aside."""
@@ -65,7 +64,6 @@ class AnswerFit(NamedTuple):
 
     @property
     def is_trunks(self) -> bool:
-        """Whether the responses can come from the trunk."""
         return abs(self.found - self.expected) <= self.allowed
 
     @property
@@ -112,7 +110,7 @@ def fit_of(
             part = slice(start, start + ROWS_AT_A_TIME)
             logits_TV = trunk.logits(hidden_TD[part])
             if not logits_TV.amax().isfinite():
-                raise non_finite_error("trunk", trunk, None, tokens_1T[0].tolist(), 1)
+                raise non_finite_error("trunk", trunk, tokens_1T.shape[1])
             more = _moments(distribution(logits_TV).double(), said_T[part], sorted(eos_ids))
             sums = [one + other for one, other in zip(sums, more, strict=True)]
     found, expected, variance = sums
@@ -159,22 +157,14 @@ class CheckedStore:
         self._unchecked = list(rows_after(store.path, _marked(store.path)))
 
     def append(self, rows: Sequence[RegeneratedRow]) -> None:
-        """Store rows, and check a block of them once it is complete.
-
-        Raises:
-            DataError: The sample does not come from the trunk. The block is deleted.
-        """
+        """Store rows, and check a block of them once it is complete."""
         self.store.append(rows)
         self._unchecked += rows
         if len(self._unchecked) >= CHECK_EVERY:
             self.check()
 
     def check(self) -> None:
-        """Check the rows since the last check, including rows of an earlier call that was killed.
-
-        Raises:
-            DataError: Their sample does not come from the trunk. They are deleted.
-        """
+        """Check the rows since the last check, including rows of an earlier call that was killed."""
         self._check(self.store.path, self._unchecked)
         self._unchecked = []
 
@@ -201,7 +191,6 @@ def _mark(path: Path) -> Path:
 
 
 def _marked(path: Path) -> int:
-    """Return the length up to which a file is checked."""
     mark = _mark(path)
     length = int(mark.read_text()) if mark.is_file() else 0
     # A file shorter than its mark was replaced since the check.

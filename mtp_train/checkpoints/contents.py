@@ -132,7 +132,6 @@ def unnamed_files(checkpoint: Checkpoint, layout: HeadLayout | None) -> tuple[Un
     """Return the weight files that are no part of a checkpoint, sorted by path. Reads their headers.
 
     Args:
-        checkpoint: The checkpoint.
         layout: Its head layout; None for a drafter, whose files have no trunk's layout.
     """
     is_head_key = layout.is_head_key if layout is not None else lambda key: False
@@ -149,8 +148,6 @@ def with_found_head(checkpoint: Checkpoint, layout: HeadLayout, needed: Mapping[
     under the same key, so that which to take is for the user to say.
 
     Args:
-        checkpoint: The checkpoint.
-        layout: Its head layout.
         needed: The keys of a complete head with their shapes.
     """
     if any(layout.is_head_key(key) for key in checkpoint.tensors):

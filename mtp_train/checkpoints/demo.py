@@ -50,11 +50,7 @@ def demo_path(name: str) -> Path:
 
 
 def resolve(location: str) -> str:
-    """Return the path for ``demo:NAME``, and any other location (a path, a hub id) unchanged.
-
-    Raises:
-        MtpError: There is no part of that name.
-    """
+    """Return the path for ``demo:NAME``, and any other location (a path, a hub id) unchanged."""
     return str(demo_path(location.removeprefix(PREFIX))) if location.startswith(PREFIX) else location
 
 

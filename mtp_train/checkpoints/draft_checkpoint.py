@@ -8,7 +8,7 @@ speculators use the trunk's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,9 +23,9 @@ from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import plain_tensor
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 from mtp_train.errors import CheckpointError
-from mtp_train.families import RawConfig, require_served_trunk
-from mtp_train.families.drafts.record import SpeculatorsForm, parts_of
-from mtp_train.head_kinds import HeadKind, draft_kinds, find_head_kind
+from mtp_train.families import require_served_trunk
+from mtp_train.families.drafts.record import parts_of
+from mtp_train.head_kinds import draft_kinds, find_head_kind
 
 # The fields that speculators stores outside of the layer's config.
 _NOT_OF_THE_LAYER = ("architectures", "draft_vocab_size", "target_hidden_size", "norm_before_residual", "dtype")
@@ -50,7 +50,6 @@ def write_draft_checkpoint(
     ``vllm serve OUT`` load, None for ``source``'s path.
 
     Raises:
-        OutputExistsError: ``out`` exists.
         CheckpointError: The form does not support this head, the lm_head cannot be copied, or the disk is full.
         UnsupportedModelError: Engines would give the head other inputs than it was trained with.
     """
@@ -67,38 +66,26 @@ def write_draft_checkpoint(
             _output_rows(source, artifact.layout, layer_config, vocab) if own is None else own.weight,
             *_vocab_tensors(layer_config.vocab_size, vocab),
         ]
-    config = draft_config(
-        kind,
-        layer_config,
-        artifact.num_modules,
-        source.text_config,
-        num_drafted=None if vocab is None else len(vocab),
-        dtype=dtype,
-    )
+    config = {
+        "architectures": list(stored.written_as),
+        "vocab_size": layer_config.vocab_size,
+        "dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch."),
+        **stored.config(layer_config, artifact.num_modules, source.text_config, None if vocab is None else len(vocab)),
+    }
     if form == "speculators" and stored.speculators is not None:
-        for theirs, ours in stored.renames.items():
-            tensors = [
-                replace(pending, key=theirs + pending.key.removeprefix(ours))
-                if pending.key.startswith(ours)
-                else pending
-                for pending in tensors
-            ]
-        architectures = list(source.config.get("architectures") or [])
-        config = speculators_config(
-            stored.speculators, config, artifact.num_depths, verifier or str(source.path.resolve()), architectures
-        )
+        tensors = [replace(pending, key=_renamed(pending.key, stored.renames)) for pending in tensors]
+        trunk = {
+            "name_or_path": verifier or str(source.path.resolve()),
+            "architectures": list(source.config.get("architectures") or []),
+        }
+        config = _speculators_config(kind.name, stored.speculators, config, artifact.num_depths, trunk)
     with new_directory(out, what="the draft model") as directory:
         write_safetensors(directory / SINGLE_FILE, tensors)
         write_json(directory / CONFIG_FILE, config)
 
 
 def require_readable(source: Checkpoint, kind: str, form: DraftForm = "engines") -> None:
-    """Check that the readers of this format give a head of this kind the inputs that it was trained with on this trunk.
-
-    Raises:
-        CheckpointError: The format does not support this kind of head.
-        UnsupportedModelError: Engines would give the head other inputs on this trunk.
-    """
+    """Check that readers of this format give a head of this kind the inputs it was trained with on this trunk."""
     if form == "speculators" and parts_of(find_head_kind(kind)).format.speculators is None:
         supported = ", ".join(one.name for one in draft_kinds() if parts_of(one).format.speculators is not None)
         raise CheckpointError(
@@ -107,36 +94,23 @@ def require_readable(source: Checkpoint, kind: str, form: DraftForm = "engines")
     require_served_trunk(kind, source.text_config, where=str(source.path))
 
 
-def draft_config(
-    kind: HeadKind,
-    layer_config: PretrainedConfig,
-    num_modules: int,
-    trunk: RawConfig,
-    *,
-    num_drafted: int | None,
-    dtype: str,
-) -> dict[str, Any]:
-    stored = parts_of(kind).format
-    return {
-        "architectures": list(stored.written_as),
-        "vocab_size": layer_config.vocab_size,
-        "dtype": str(TORCH_DTYPES[dtype]).removeprefix("torch."),
-        **stored.config(layer_config, num_modules, trunk, num_drafted),
-    }
+def _renamed(key: str, renames: Mapping[str, str]) -> str:
+    theirs = next((theirs for theirs, ours in renames.items() if key.startswith(ours)), "")
+    return theirs + key.removeprefix(renames[theirs]) if theirs else key
 
 
-def speculators_config(
-    form: SpeculatorsForm, config: Mapping[str, Any], num_depths: int, verifier: str, architectures: Sequence[str]
+def _speculators_config(
+    algorithm: str, architecture: str, config: Mapping[str, Any], num_depths: int, verifier: Mapping[str, Any]
 ) -> dict[str, Any]:
     return {
         **{field: config[field] for field in _NOT_OF_THE_LAYER},
-        "architectures": [form.architecture],
-        "speculators_model_type": form.algorithm,
+        "architectures": [architecture],
+        "speculators_model_type": algorithm,
         "speculators_config": {
-            "algorithm": form.algorithm,
+            "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_depths}],
-            "verifier": {"name_or_path": verifier, "architectures": list(architectures)},
+            "verifier": verifier,
         },
         "tie_word_embeddings": False,
         "transformer_layer_config": {field: value for field, value in config.items() if field not in _NOT_OF_THE_LAYER},
@@ -166,13 +140,7 @@ def _output_rows(
     if draft_vocab is None:
         return whole
     rows_R = draft_vocab.long()
-    return PendingTensor(
-        OUTPUT_KEY,
-        whole.dtype,
-        (len(rows_R), whole.shape[1]),
-        load=lambda: torch.cat([*_picked(whole.parts(), rows_R)]),
-        blocks=lambda: _picked(whole.parts(), rows_R),
-    )
+    return PendingTensor(OUTPUT_KEY, whole.dtype, (len(rows_R), whole.shape[1]), lambda: _picked(whole.parts(), rows_R))
 
 
 def _picked(blocks: Iterable[Tensor], rows_R: Tensor) -> Iterator[Tensor]:

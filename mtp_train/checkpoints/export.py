@@ -15,13 +15,11 @@ import copy
 import filecmp
 import itertools
 import logging
-import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,9 +31,10 @@ from mtp_train.checkpoints.files import (
     Checkpoint,
     TensorInfo,
     read_json,
+    read_metadata,
 )
 from mtp_train.checkpoints.keymap import HeadLayout
-from mtp_train.checkpoints.native import NativeHead, stored_tensor
+from mtp_train.checkpoints.native import NativeHead, shared_tensors, stored_tensor
 from mtp_train.checkpoints.quantised import (
     MODELOPT_FILE,
     PLAIN_DTYPES,
@@ -50,7 +49,6 @@ from mtp_train.checkpoints.writing import (
     PendingTensor,
     full_disk_is_named,
     new_directory,
-    rewrite_safetensors,
     sync_directory,
     write_json,
     write_safetensors,
@@ -61,8 +59,6 @@ logger = logging.getLogger(__name__)
 
 HEAD_FILE = "model-mtp.safetensors"
 LinkMode = Literal["hard", "copy"]
-Rewrite = Callable[[Path, Path], None]
-"""From a file of weights and the new file to write."""
 
 
 def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, out: Path, *, link: LinkMode) -> None:
@@ -74,12 +70,8 @@ def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, o
     tensors = [*head.tensors, *shared_tensors(source, layout, head)]
     dropped = _replaced(source, layout, tensors) | _under_other_names(source, head)
     placed = _placed(source, layout, tensors, dropped, set(os.listdir(source.path)))
-    rewritten: dict[str, Rewrite] = {
-        file: partial(rewrite_safetensors, changes={pending.key: pending for pending in patches})
-        for file, patches in placed.patches.items()
-    }
-    for file in {source.tensors[key].file for key in placed.dropped}:
-        rewritten[file] = partial(_write_without, source, placed)
+    changed = {source.tensors[key].file for key in {*placed.patches, *placed.dropped}}
+    rewritten = {file: shard_tensors(source, file, placed.patches, placed.dropped) for file in changed}
     documents = patched_documents(source, layout, head)
     files = [file for file in source_files(source) if name_in(source, file) not in {INDEX_FILE, *documents}]
     with new_directory(out, what="the checkpoint") as directory:
@@ -97,21 +89,30 @@ def copy_files(
     files: Iterable[Path],
     directory: Path,
     link: LinkMode,
-    rewritten: Mapping[str, Rewrite],
+    rewritten: Mapping[str, Sequence[PendingTensor]],
     renames: Mapping[str, str],
 ) -> None:
     """Copy files of a checkpoint into a new directory.
 
-    ``rewritten`` maps a path in the checkpoint to the function that writes the file anew, ``renames`` to a new path.
+    ``rewritten`` maps a shard's path in the checkpoint to its new tensors, none for no shard; ``renames`` a path to a
+    new one.
     """
     for file in files:
         name = name_in(source, file)
         target = directory / renames.get(name, name)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if name in rewritten:
-            rewritten[name](file, target)
-        else:
+        if name not in rewritten:
             place_file(file, target, link)
+        elif rewritten[name]:
+            write_safetensors(target, rewritten[name], read_metadata(file))
+
+
+def shard_tensors(
+    source: Checkpoint, file: str, changed: Mapping[str, PendingTensor], dropped: Collection[str] = ()
+) -> list[PendingTensor]:
+    """Return the tensors of a checkpoint's shard, with changed ones in their places and without those dropped."""
+    keys = (key for key, info in source.tensors.items() if info.file == file and key not in dropped)
+    return [changed.get(key) or stored_tensor(source, key, key) for key in keys]
 
 
 def name_in(source: Checkpoint, file: Path) -> str:
@@ -133,8 +134,8 @@ def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> No
     placed = _placed(source, layout, [*head.tensors, *shared_tensors(source, layout, head)], set(), taken)
     if placed.patches:
         raise CheckpointError(
-            f"{source.path}: has {len(placed.patches)} file(s) with head tensors already; expected a checkpoint "
-            "without a head. Use mtp-train graft, which writes a new checkpoint."
+            f"{source.path}: has {len(placed.patches)} head tensors already; expected a checkpoint without a head. Use "
+            "mtp-train graft, which writes a new checkpoint."
         )
     shard = source.path / placed.shard
     temporary = shard.with_name(f".{shard.name}.tmp")
@@ -175,10 +176,6 @@ def write_head_only(source: Checkpoint, layout: HeadLayout, head: NativeHead, ou
     """Write the head with the files that an engine needs to load it alone: embedding, lm_head, config and tokenizer.
 
     An engine replaces the embedding and the lm_head with the trunk's, but does not start without them.
-
-    Raises:
-        OutputExistsError: ``out`` exists.
-        CheckpointError: The disk is full, or a head tensor has another shape than the head declares.
     """
     ends: tuple[str, ...] = (layout.embed_key, layout.lm_head_key.removesuffix("weight"))
     if layout.family.keys.embed_norm is not None:
@@ -195,22 +192,6 @@ def write_head_only(source: Checkpoint, layout: HeadLayout, head: NativeHead, ou
                 copy_file(file, directory / file.name)
         for name, document in documents.items():
             write_json(directory / name, document)
-
-
-def shared_tensors(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> Iterator[PendingTensor]:
-    """Yield the head's copies of trunk tensors, with the values of the exported trunk.
-
-    Raises:
-        CheckpointError: A key is not one that the family's head shares with its trunk.
-    """
-    for key in head.shared_keys:
-        shared = layout.shared_key(key)
-        if shared is None:
-            raise CheckpointError(
-                f"{key}: not a key that {layout.family.title} shares with its trunk; expected a head of this family. "
-                "Write the head again."
-            )
-        yield stored_tensor(source, layout.trunk_key(shared, source.tensors), key)
 
 
 def _replaced(source: Checkpoint, layout: HeadLayout, tensors: list[PendingTensor]) -> set[str]:
@@ -241,21 +222,12 @@ def _under_other_names(source: Checkpoint, head: NativeHead) -> set[str]:
     return {key for key in source.tensors if (source.path, key) in origins} - {one.key for one in head.tensors}
 
 
-def _write_without(source: Checkpoint, placed: _Placed, file: Path, target: Path) -> None:
-    """Write a shard without the tensors that are dropped, or no shard where no tensor is left."""
-    name = name_in(source, file)
-    patched = {pending.key: pending for pending in placed.patches.get(name, ())}
-    keys = [key for key, info in source.tensors.items() if info.file == name and key not in placed.dropped]
-    if keys:
-        write_safetensors(target, [patched.get(key) or stored_tensor(source, key, key) for key in keys])
-
-
 @dataclass(frozen=True)
 class _Placed:
     """The places of a head's tensors in a copy of a checkpoint."""
 
-    patches: Mapping[str, Sequence[PendingTensor]] = field(default_factory=dict)
-    """By file, the tensors that replace stored ones of the same dtype and shape."""
+    patches: Mapping[str, PendingTensor] = field(default_factory=dict)
+    """By key, the tensors that replace stored ones of the same dtype and shape."""
     additions: Sequence[PendingTensor] = ()
     """The tensors of a new shard."""
     shard: str = ""
@@ -272,12 +244,8 @@ class _Placed:
         old_metadata = (source.index or {}).get("metadata")
         metadata = dict(old_metadata) if isinstance(old_metadata, dict) else {}
         metadata["total_size"] = sum(info.num_bytes for info in tensors.values())
-        if isinstance(metadata.get("total_parameters"), int):
-            # Shapes of packed weights do not give it, so the old count is corrected by what changed.
-            keys = source.tensors.keys() | tensors.keys()
-            changed = {key for key in keys if source.tensors.get(key) != tensors.get(key)}
-            for sign, held in ((-1, source.tensors), (1, tensors)):
-                metadata["total_parameters"] += sign * sum(math.prod(held[key].shape) for key in changed & held.keys())
+        # Shapes of packed weights do not give this count.
+        metadata.pop("total_parameters", None)
         return {
             "metadata": metadata,
             "weight_map": {key: self.renames.get(info.file, info.file) for key, info in sorted(tensors.items())},
@@ -293,7 +261,7 @@ def _placed(
     source: Checkpoint, layout: HeadLayout, tensors: list[PendingTensor], dropped: set[str], taken: Collection[str]
 ) -> _Placed:
     """Sort head tensors into replacements of stored tensors and a new shard, beside the file names that are taken."""
-    patches: dict[str, list[PendingTensor]] = {}
+    patches: dict[str, PendingTensor] = {}
     additions: list[PendingTensor] = []
     for pending in tensors:
         stored = source.tensors.get(pending.key)
@@ -308,7 +276,7 @@ def _placed(
                 "in plain floats to replace. Put the new head on the unquantised checkpoint."
             )
         else:
-            patches.setdefault(stored.file, []).append(pending)
+            patches[pending.key] = pending
     new = {pending.key for pending in tensors}
     stray = {key for key in source.tensors if layout.is_head_key(key)} - new - dropped
     if stray:
@@ -350,9 +318,6 @@ def patched_documents(source: Checkpoint, layout: HeadLayout, head: NativeHead) 
 
     The config gets the head's fields. Where the checkpoint is quantised and the new head is in plain floats, the head
     is added to the exceptions of the quantisation config, in a form that vLLM and SGLang both match.
-
-    Raises:
-        CheckpointError: The exceptions of this quantisation method are not supported.
     """
     config = with_fields(source, head.config_fields)
     documents: dict[str, Any] = {} if config is None else {CONFIG_FILE: config}

@@ -38,6 +38,7 @@ _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _MAX_BLOCKS, _MAX_TOKEN = 1000, 1 << 24
 _QUANTISATION = "quantization_config"
 _MAX_NAME_BYTES = 255
+BLOCK_ELEMENTS = 1 << 22
 # The dtypes that we read, by safetensors' names.
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -127,8 +128,8 @@ class Checkpoint:
         files = {info.file for info in self.tensors.values()}
         return {(file, key): start for file in files for key, (_, start) in read_header(self.path / file, file).items()}
 
-    def read_in_blocks(self, key: str, max_elements: int = 1 << 22) -> Iterator[Tensor]:
-        """Yield a tensor in slices along its first axis, each of at most about ``max_elements`` elements (or one row).
+    def read_in_blocks(self, key: str) -> Iterator[Tensor]:
+        """Yield a tensor in slices along its first axis, each of at most ``BLOCK_ELEMENTS`` elements or of one row.
 
         The file is read, not memory-mapped: pages of a mapping count as this process's memory while it is open.
         """
@@ -136,7 +137,7 @@ class Checkpoint:
         if not info.shape or not info.num_bytes:
             yield self.read(key)
             return
-        rows = max(1, max_elements // math.prod(info.shape[1:]))
+        rows = max(1, BLOCK_ELEMENTS // math.prod(info.shape[1:]))
         for first in range(0, info.shape[0], rows):
             yield self.read_rows(key, first, min(first + rows, info.shape[0]))
 
@@ -154,9 +155,8 @@ class Checkpoint:
         if isinstance(quantised, dict) and "quant_method" not in quantised:
             return "config.json has quantization without a method"
         for file in {info.file for info in self.tensors.values()}:
-            with safe_open(self.path / file, framework="np") as handle:
-                if (handle.metadata() or {}).get("format") == "mlx":
-                    return f"the header of {file} has format: mlx"
+            if read_metadata(self.path / file).get("format") == "mlx":
+                return f"the header of {file} has format: mlx"
         # Convolutions of transformers are stored as (channels, 1, kernel).
         conv = (key for key in self.tensors if key.endswith("conv1d.weight"))
         turned = next(
@@ -211,17 +211,13 @@ def read_json(path: Path) -> dict[str, Any]:
 _Model = TypeVar("_Model")
 
 
-def bounded(least: float, most: float, default: Any = MISSING) -> Any:
+def bounded(least: float, most: float) -> Any:
     """Return a field of a dataclass for :func:`validated`, with the bounds of its number."""
-    return field(default=default, metadata={"bounds": (least, most)})
+    return field(metadata={"bounds": (least, most)})
 
 
 def validated(model: type[_Model], content: Mapping[str, Any], file: Path, hint: str) -> _Model:
-    """Return the fields of a JSON object that a dataclass declares; other fields are ignored.
-
-    Raises:
-        CheckpointError: A field is missing, of another type or out of bounds; the message ends with ``hint``.
-    """
+    """Return the fields of a JSON object that a dataclass declares; pydantic is not at hand where we only decode."""
     types, values = get_type_hints(model), {}
     for one in fields(cast(Any, model)):
         value = values[one.name] = content.get(one.name, one.default)
@@ -304,6 +300,14 @@ def read_header(path: Path, name: str) -> dict[str, tuple[TensorInfo, int]]:
         key: (TensorInfo(name, entry["dtype"], tuple(entry["shape"])), start + entry["data_offsets"][0])
         for key, entry in header.items()
     }
+
+
+def read_metadata(path: Path) -> Mapping[str, str]:
+    """Return the metadata in the header of a safetensors file."""
+    with path.open("rb") as handle:
+        header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
+    metadata: Mapping[str, str] = header.get("__metadata__", {})
+    return metadata
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -433,7 +437,6 @@ _GENERATION_FIELDS: tuple[_Rule, ...] = (
 
 
 def _require_generation_config(path: Path) -> None:
-    """Check a checkpoint's generation config, which engines and transformers read too."""
     file = path / GENERATION_CONFIG_FILE
     if not os.path.lexists(file):
         return
@@ -508,3 +511,10 @@ def all_finite(block: Tensor) -> bool:
     # torch has no aminmax for float8.
     ends = torch.aminmax(block) if block.dtype.itemsize > 1 else torch.aminmax(block.float())
     return bool(torch.isfinite(torch.stack(ends)).all())
+
+
+def require_finite(name: str, value: Tensor) -> None:
+    if not all_finite(value):
+        raise CheckpointError(
+            f"{name}: holds NaN or infinite values; expected finite weights. Use a checkpoint saved before it diverged."
+        )

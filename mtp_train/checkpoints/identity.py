@@ -136,11 +136,7 @@ def matching_files(path: Path, patterns: Iterable[str]) -> dict[str, Path]:
 
 
 def read_records(directory: Path) -> dict[str, InputRecord]:
-    """Return the records of a run's or study's inputs; empty where there is no record file.
-
-    Raises:
-        CheckpointError: The file is damaged.
-    """
+    """Return the records of a run's or study's inputs; empty where there is no record file."""
     path = directory / RECORD_FILE
     if not path.is_file():
         return {}

@@ -24,11 +24,13 @@ beside the head, and is no part of it."""
 
 @dataclass(frozen=True)
 class Mapped:
-    """The meaning of a native key: a part of parameter ``ours``, selected by ``rule.order`` and ``expert``."""
+    """The meaning of a native key: parameter ``ours``, or a part of it."""
 
     ours: str
-    rule: KeyRule
+    place: int
+    """Number of the rule: parts by several rules are concatenated in the order of the rules."""
     expert: int | None
+    """Number of an expert whose tensor is stored alone."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,7 @@ class HeadLayout:
 
     @cached_property
     def _rules(self) -> list[tuple[KeyRule, re.Pattern[str], re.Pattern[str]]]:
-        stacked = ("experts", "experts_concat") if self.fused_experts else ()
-        rules = [rule for rule in self.family.keys.rules if rule.stack not in stacked]
+        rules = [rule for rule in self.family.keys.rules if not (self.fused_experts and rule.for_each_expert)]
         return [(rule, self._pattern(rule.native), self._pattern(rule.ours)) for rule in rules]
 
     @cached_property
@@ -87,7 +88,6 @@ class HeadLayout:
         of the tensor's rows, in order. ``{expert}`` stays in a key that exists once for each expert.
 
         Args:
-            layer: The layer's number.
             tail: The tensor's name in transformers' layer.
         """
         for rules in (self.family.keys.trunk_rules, [rule for rule, _, _ in self._rules]):
@@ -96,8 +96,7 @@ class HeadLayout:
             if found:
                 first, match = found[0]
                 places = {**match.groupdict(), "trunk": self.trunk_prefix, "layer": layer, "expert": "{expert}"}
-                same = sorted((rule for rule, _ in found if rule.ours == first.ours), key=lambda rule: rule.order)
-                return [rule.native.format(**places) for rule in same]
+                return [rule.native.format(**places) for rule, _ in found if rule.ours == first.ours]
         return []
 
     def same_in_trunk(self, key: str, layer: int) -> str | None:
@@ -132,13 +131,13 @@ class HeadLayout:
 
     def map_key(self, key: str) -> Mapped | None:
         """Return the meaning of a native key, or None where no rule matches it."""
-        for rule, pattern, _ in self._rules:
+        for place, (rule, pattern, _) in enumerate(self._rules):
             match = pattern.match(key)
             if match is None:
                 continue
             groups = match.groupdict()
             ours = f"blocks.{self._module(match)}.{rule.ours.format(**groups)}"
-            return Mapped(ours, rule, int(groups["expert"]) if groups.get("expert") is not None else None)
+            return Mapped(ours, place, int(groups["expert"]) if groups.get("expert") is not None else None)
         return None
 
     def renamed(self, key: str, target: HeadLayout) -> str:
@@ -155,7 +154,7 @@ class HeadLayout:
         """Yield the native keys of one of our parameters with their values (views where possible)."""
         _, module, tail = name.split(".", 2)
         found = [(rule, match) for rule, _, ours in self._rules if (match := ours.match(tail)) is not None]
-        rules = sorted((rule for rule, _ in found if rule.ours == found[0][0].ours), key=lambda rule: rule.order)
+        rules = [rule for rule, _ in found if rule.ours == found[0][0].ours]
         placeholders = {
             **found[0][1].groupdict(),
             "trunk": self.trunk_prefix,
@@ -165,7 +164,7 @@ class HeadLayout:
         }
         parts = value.chunk(len(rules), dim=-2) if len(rules) > 1 else [value]
         for rule, part in zip(rules, parts, strict=True):
-            if rule.stack in ("none", "concat"):
+            if not rule.for_each_expert:
                 yield rule.native.format(**placeholders), part
                 continue
             for expert, piece in enumerate(part):
@@ -173,21 +172,16 @@ class HeadLayout:
 
     def join(self, native: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert native tensors to our parameters, without shared keys. The inverse of ``split``."""
-        parts: dict[str, dict[tuple[int, int], Tensor]] = {}
-        stacks: dict[str, str] = {}
+        found: dict[str, dict[int, dict[int, Tensor]]] = {}
         for key, value in native.items():
             mapped = None if self.shared_key(key) else self.map_key(key)
             if mapped is not None:
-                parts.setdefault(mapped.ours, {})[mapped.rule.order, mapped.expert or 0] = value
-                stacks[mapped.ours] = mapped.rule.stack
-        return {name: _assemble(pieces, stacks[name]) for name, pieces in parts.items()}
+                found.setdefault(mapped.ours, {}).setdefault(mapped.place, {})[mapped.expert or 0] = value
+        return {name: self._joined(pieces) for name, pieces in found.items()}
 
-
-def _assemble(pieces: Mapping[tuple[int, int], Tensor], stack: str) -> Tensor:
-    if stack == "none":
-        return next(iter(pieces.values()))
-    if stack == "concat":
-        return torch.cat([pieces[key] for key in sorted(pieces)], dim=-2)
-    orders = sorted({order for order, _ in pieces})
-    stacked = [torch.stack([pieces[key] for key in sorted(pieces) if key[0] == order]) for order in orders]
-    return torch.cat(stacked, dim=1)
+    def _joined(self, pieces: Mapping[int, Mapping[int, Tensor]]) -> Tensor:
+        parts = []
+        for place in sorted(pieces):
+            experts = [pieces[place][number] for number in sorted(pieces[place])]
+            parts.append(torch.stack(experts) if self._rules[place][0].for_each_expert else experts[0])
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)

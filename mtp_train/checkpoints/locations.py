@@ -70,7 +70,7 @@ def locate_checkpoint(name: str) -> Path:
     path = Path(name).expanduser()
     if is_gguf(path):
         # transformers loads with it.
-        from mtp_train.checkpoints.gguf.dequantised import dequantised
+        from mtp_train.checkpoints.gguf.model_file import dequantised
 
         return dequantised(path)
     if path.exists() or name.count("/") != 1 or name.startswith((".", "~", "/")):
@@ -88,11 +88,7 @@ def locate_checkpoint(name: str) -> Path:
 
 
 def exported_of(directory: Path) -> Path:
-    """Return the checkpoint that the run, or the rescue, in a directory exported; another directory as it is.
-
-    Raises:
-        CheckpointError: The run has not exported one.
-    """
+    """Return the checkpoint that the run, or the rescue, in a directory exported; another directory as it is."""
     if not is_run(directory):
         # A rescue whose probe advised a graft has no recipe.
         is_rescue = not (directory / CONFIG_FILE).exists() and (directory / EXPORT / CONFIG_FILE).is_file()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,32 +28,33 @@ from mtp_train.checkpoints.adapter import (
 from mtp_train.checkpoints.contents import source_files
 from mtp_train.checkpoints.export import (
     LinkMode,
-    Rewrite,
     copy_file,
     copy_files,
     full_index,
     name_in,
+    shard_tensors,
     with_fields,
     write_checkpoint,
 )
-from mtp_train.checkpoints.files import CONFIG_FILE, INDEX_FILE, Checkpoint, open_checkpoint
+from mtp_train.checkpoints.files import CONFIG_FILE, INDEX_FILE, TORCH_DTYPES, Checkpoint, all_finite, open_checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.quantised import quant_method
-from mtp_train.checkpoints.writing import PendingTensor, RowChange, new_directory, rewrite_safetensors, write_json
+from mtp_train.checkpoints.writing import PendingTensor, new_directory, write_json
 from mtp_train.errors import CheckpointError
 
 _FLOATS = ("F32", "F16", "BF16")
 _OF_A_LAYER = re.compile(r"layers\.(?P<layer>\d+)\.(?P<tail>.+)\Z")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
 _WRAPPERS = re.compile(r"(?:(?:model|language_model)\.)+")
-_ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\Z")
 # The parts of a fused parameter, in the order of their rows.
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 LM_HEAD = "lm_head.weight"
 _BLOCK_ROWS = 4096
-Changes = Mapping[str, RowChange | PendingTensor]
-"""Key of a stored tensor to its change, or to the tensor with another number of tokens that replaces it."""
+Changes = Mapping[str, PendingTensor]
+"""Key of a stored tensor to the tensor that replaces it."""
+Step = Callable[[int, Tensor], Tensor]
+"""From the number of a block's first row, and the block in fp32, to the block that replaces it."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,7 @@ def write_merged(
     """
     tokenizer = tokenizer_files(source.path, adapter)
     replaced = replaced_tokenizer_files(source.path) if tokenizer else set()
-    by_file: dict[str, dict[str, RowChange | PendingTensor]] = {}
-    for key, change in changes.items():
-        by_file.setdefault(source.tensors[key].file, {})[key] = change
-    rewritten: dict[str, Rewrite] = {file: partial(rewrite_safetensors, changes=one) for file, one in by_file.items()}
+    rewritten = {file: shard_tensors(source, file, changes) for file in {source.tensors[key].file for key in changes}}
     # Beside a model, transformers would apply the adapter a second time.
     source, old = resized(source, layout, changes), source
     left_out = {ADAPTER_CONFIG_FILE, *replaced, *({CONFIG_FILE, INDEX_FILE} if source is not old else ())}
@@ -105,12 +103,12 @@ def write_merged(
             write_json(directory / INDEX_FILE, full_index(source))
     shards = {info.file for info in source.tensors.values()}
     own_head = [key for key in source.tensors if layout.is_head_key(key) and layout.shared_key(key) is None]
-    return Merged(len(changes), tuple(sorted(tokenizer)), len(by_file), len(shards) - len(by_file), len(own_head))
+    return Merged(len(changes), tuple(sorted(tokenizer)), len(rewritten), len(shards) - len(rewritten), len(own_head))
 
 
 def resized(source: Checkpoint, layout: HeadLayout, changes: Changes) -> Checkpoint:
     """Return a checkpoint with the shapes and config after a merge; itself where the vocabulary keeps its size."""
-    found = {key: one for key, one in changes.items() if isinstance(one, PendingTensor)}
+    found = {key: one for key, one in changes.items() if one.shape != source.tensors[key].shape}
     if layout.embed_key not in found:
         return source
     tensors = {key: one.info(source.tensors[key].file) for key, one in found.items()}
@@ -138,9 +136,7 @@ def plan_changes(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Ch
         plan.add(pair)
     plan.repeat_in_shared_keys()
     plan.require_one_vocabulary()
-    return {
-        key: plan.resized(key) if key in plan.rows else partial(_in_turn, steps) for key, steps in plan.steps.items()
-    }
+    return {key: plan.changed(key) for key in plan.steps}
 
 
 def write_adapted(
@@ -171,7 +167,7 @@ class _Plan:
 
     def __init__(self, source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> None:
         self.source, self.layout, self.adapter = source, layout, adapter
-        self.steps: dict[str, list[RowChange]] = {}
+        self.steps: dict[str, list[Step]] = {}
         self.rows: dict[str, int] = {}
         """Numbers of rows of the tensors whose vocabulary the adapter's training resized."""
         self._embedding = layout.embed_key
@@ -242,22 +238,8 @@ class _Plan:
             return
         if pair.bias is not None:
             self.step(f"{pair.module}.bias", tuple(pair.bias.shape), partial(_add_rows, pair.bias))
-        single = _ONE_EXPERT.match(pair.module)
-        if single is not None and self.home(name) is None:
-            self._add_to_stack(single["experts"], int(single["expert"]), single["part"], pair)
-            return
         for home, rows in self._rows_of(name, num_rows):
             self.step(home, (rows.stop - rows.start, num_columns), partial(_add_product, pair, rows))
-
-    def _add_to_stack(self, experts: str, expert: int, part: str, pair: LowRank) -> None:
-        """Add the adapter of one expert's own layer, as older peft saved them, where the checkpoint stacks experts."""
-        parameter, parts = next((name, parts) for name, parts in _FUSED.items() if part in parts)
-        size, columns = pair.shape
-        home = self.home(f"{experts}.{parameter}")
-        count = 0 if home is None else self.source.tensors[home].shape[0]
-        rows = slice(parts.index(part) * size, (parts.index(part) + 1) * size)
-        shape = (max(count, expert + 1), size * len(parts), columns)
-        self.step(f"{experts}.{parameter}", shape, partial(_add_to_expert, pair, expert, rows))
 
     def _add_experts(self, name: str, pair: LowRank, num_experts: int) -> None:
         """Add peft's adapter on a fused parameter, whose rank axis stacks the experts: A by expert, B by rank."""
@@ -278,7 +260,7 @@ class _Plan:
                 step = partial(_add_expert_product, pair, num_experts, expert, rows)
                 self.step(part.format(expert=expert), (size, num_columns), step)
 
-    def step(self, name: str, shape: tuple[int, ...], step: RowChange) -> None:
+    def step(self, name: str, shape: tuple[int, ...], step: Step) -> None:
         key = self.home(name)
         if self._tied and (key == self._embedding or name.endswith(LM_HEAD)):
             if self._trains_ends and not self.adapter.keeps_tied:
@@ -343,24 +325,29 @@ class _Plan:
                 "without one. Save the adapter with peft's save_embedding_layers=True."
             )
 
-    def resized(self, key: str) -> PendingTensor:
-        """Return a tensor over the vocabulary with the adapter's rows, which replace all stored ones."""
-        stored, steps, num_rows = self.source.tensors[key], self.steps[key], self.rows[key]
+    def changed(self, key: str) -> PendingTensor:
+        """Return a stored tensor after its steps, which are computed in fp32 and rounded once."""
+        stored, steps = self.source.tensors[key], self.steps[key]
+        shape = (self.rows.get(key, stored.shape[0]), *stored.shape[1:])
 
         def blocks() -> Iterator[Tensor]:
-            for first in range(0, num_rows, _BLOCK_ROWS):
-                empty = torch.zeros(min(_BLOCK_ROWS, num_rows - first), *stored.shape[1:])
-                yield _in_turn(steps, first, empty)
+            # The adapter's rows replace all rows of a resized tensor.
+            before = torch.split(torch.zeros(()).expand(shape), _BLOCK_ROWS) if key in self.rows else ()
+            first = 0
+            for block in before or self.source.read_in_blocks(key):
+                value = block.float()
+                for step in steps:
+                    value = step(first, value)
+                first += len(block)
+                value = value.to(TORCH_DTYPES[stored.dtype])
+                if not all_finite(value):
+                    raise CheckpointError(
+                        f"{self.source.path}: {key} would contain NaN or infinite values in {stored.dtype}; expected "
+                        "finite weights. Use an adapter that was trained on this base."
+                    )
+                yield value
 
-        shape = (num_rows, *stored.shape[1:])
-        return PendingTensor(key, stored.dtype, shape, load=lambda: torch.cat([*blocks()]), blocks=blocks)
-
-
-def _in_turn(steps: Sequence[RowChange], first: int, block: Tensor) -> Tensor:
-    value = block.float()
-    for step in steps:
-        value = step(first, value)
-    return value
+        return PendingTensor(key, stored.dtype, shape, blocks)
 
 
 def _read_rows(stored: Checkpoint, key: str, start: int, first: int, block: Tensor) -> Tensor:
@@ -379,14 +366,6 @@ def _add_product(pair: LowRank, rows: slice, first: int, block: Tensor) -> Tenso
 
 def _add_rows(value: Tensor, first: int, block: Tensor) -> Tensor:
     return block + value[first : first + len(block)]
-
-
-def _add_to_expert(pair: LowRank, expert: int, rows: slice, first: int, block: Tensor) -> Tensor:
-    if first <= expert < first + len(block):
-        whole = slice(0, pair.shape[0])
-        block = block.clone()
-        block[expert - first, rows] = _add_product(pair, whole, 0, block[expert - first, rows])
-    return block
 
 
 def _by_expert(pair: LowRank, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
-
-from mtp_train.checkpoints.files import Checkpoint
+from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.quantised import (
     FP8_DTYPES,
@@ -45,29 +44,6 @@ class NativeHead:
     config_fields: Mapping[str, Any]
 
 
-def native_head_of(
-    source: Checkpoint, source_layout: HeadLayout, target_layout: HeadLayout, *, verbatim: bool = False
-) -> NativeHead:
-    """Return the head of one checkpoint with its keys renamed for another. Loads nothing yet.
-
-    Weights in FP8 and FP4 become bf16 without scales, unless ``verbatim`` is set.
-
-    ``verbatim`` is for a head that stays in its own checkpoint.
-
-    Raises:
-        CheckpointError: An FP8 weight has no scales.
-    """
-    keys = [key for key in source.tensors if source_layout.is_head_key(key)]
-    shared = [key for key in keys if source_layout.shared_key(key) is not None]
-    own = [key for key in keys if key not in shared and (verbatim or not is_scale(key, source.tensors))]
-    take = stored_tensor if verbatim else plain_tensor
-    return NativeHead(
-        tensors=tuple(take(source, key, source_layout.renamed(key, target_layout)) for key in own),
-        shared_keys=tuple(source_layout.renamed(key, target_layout) for key in shared),
-        config_fields=head_config_fields(source),
-    )
-
-
 def head_config_fields(source: Checkpoint) -> dict[str, Any]:
     """Return the text-config fields that describe the head, and the head's section, with the checkpoint's values."""
     fields, section = source.family.declaration.fields, source.family.declaration.section
@@ -84,14 +60,13 @@ def stored_tensor(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
         new_key,
         info.dtype,
         info.shape,
-        load=lambda: source.read(key),
         blocks=lambda: source.read_in_blocks(key),
         origin=(source.path, info.name or key),
     )
 
 
-def plain_tensor(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
-    """Return a tensor of a checkpoint, unchanged, or in bf16 where it is stored in FP8 or FP4.
+def plain_tensor(source: Checkpoint, key: str, new_key: str, *, dtype: str = "BF16") -> PendingTensor:
+    """Return a tensor of a checkpoint, unchanged, or in bf16 (``dtype``) where it is stored in FP8 or FP4.
 
     Raises:
         CheckpointError: It is stored in FP8 without scales for its blocks.
@@ -104,13 +79,53 @@ def plain_tensor(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
             f"{source.path}: {key} is stored in {info.dtype} without {SCALE_SUFFIXES[0]}; expected scales for its "
             "blocks. Take the head of the unquantised base."
         )
+    shape, wanted = plain_shape(key, source.tensors), TORCH_DTYPES[dtype]
     return PendingTensor(
-        new_key,
-        "BF16",
-        plain_shape(key, source.tensors),
-        load=lambda: torch.cat([block.bfloat16() for block in read_plain_in_blocks(source, key)]),
-        blocks=lambda: read_plain_in_blocks(source, key),
+        new_key, dtype, shape, lambda: (block.to(wanted) for block in read_plain_in_blocks(source, key))
     )
+
+
+exact_tensor = partial(plain_tensor, dtype="F32")
+"""As :func:`plain_tensor`, in fp32 and without rounding: llama.cpp's converter reads FP8 and FP4 so."""
+Take = Callable[[Checkpoint, str, str], PendingTensor]
+"""From a checkpoint, a key and the key to write, to the tensor."""
+
+
+def native_head_of(
+    source: Checkpoint, source_layout: HeadLayout, target_layout: HeadLayout, *, take: Take = plain_tensor
+) -> NativeHead:
+    """Return the head of one checkpoint with its keys renamed for another. Loads nothing yet.
+
+    Args:
+        take: :func:`plain_tensor`, :func:`exact_tensor`, or :func:`stored_tensor` for a head that stays in its own
+            checkpoint.
+    """
+    keys = [key for key in source.tensors if source_layout.is_head_key(key)]
+    shared = [key for key in keys if source_layout.shared_key(key) is not None]
+    stored = take is stored_tensor
+    own = [key for key in keys if key not in shared and (stored or not is_scale(key, source.tensors))]
+    return NativeHead(
+        tensors=tuple(take(source, key, source_layout.renamed(key, target_layout)) for key in own),
+        shared_keys=tuple(source_layout.renamed(key, target_layout) for key in shared),
+        config_fields=head_config_fields(source),
+    )
+
+
+def shared_tensors(
+    source: Checkpoint,
+    layout: HeadLayout,
+    head: NativeHead,
+    take: Take = stored_tensor,
+) -> Iterator[PendingTensor]:
+    """Yield the head's copies of trunk tensors, with the values of a trunk."""
+    for key in head.shared_keys:
+        shared = layout.shared_key(key)
+        if shared is None:
+            raise CheckpointError(
+                f"{key}: not a key that {layout.family.title} shares with its trunk; expected a head of this family. "
+                "Write the head again."
+            )
+        yield take(source, layout.trunk_key(shared, source.tensors), key)
 
 
 def plain_experts(source: Checkpoint, key: str, new_key: str) -> PendingTensor | None:
@@ -123,11 +138,8 @@ def plain_experts(source: Checkpoint, key: str, new_key: str) -> PendingTensor |
     if not {packed, scales} <= source.tensors.keys():
         return None
     num_experts, num_out, *inward = source.tensors[packed].shape
-
-    def load() -> torch.Tensor:
-        return unpack_mxfp4(source.read(packed), source.read(scales))
-
-    return PendingTensor(new_key, "BF16", (num_experts, 2 * math.prod(inward), num_out), load)
+    shape = (num_experts, 2 * math.prod(inward), num_out)
+    return PendingTensor(new_key, "BF16", shape, lambda: [unpack_mxfp4(source.read(packed), source.read(scales))])
 
 
 def trunk_tensors(checkpoint: Checkpoint, layout: HeadLayout) -> dict[str, str]:
@@ -157,9 +169,6 @@ def require_same_trunk_shape(
     of tensors that both store in plain floats. The embedding may have more or fewer rows (added tokens), unless the
     head has weights of that size: heads otherwise use the embedding and the output matrix of the trunk that they are
     on.
-
-    Raises:
-        CheckpointError: They differ; the message names the first tensor.
     """
     if finetune.family.name != base.family.name:
         raise CheckpointError(

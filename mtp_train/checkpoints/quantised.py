@@ -151,9 +151,6 @@ def leave_alone(config: RawConfig, groups: Groups, *, where: str) -> dict[str, A
     """Return a config whose quantisation leaves the head's modules in plain floats, None where it does so already.
 
     ``groups`` maps the key prefix of each head module to the layers under it that are in plain floats.
-
-    Raises:
-        CheckpointError: The quantisation method is not one whose exceptions we support.
     """
     name = quant_method(config)
     if name is None:
@@ -272,11 +269,7 @@ def plain_shape(key: str, tensors: Mapping[str, TensorInfo]) -> tuple[int, ...]:
 
 
 def read_plain_in_blocks(checkpoint: Checkpoint, key: str) -> Iterator[Tensor]:
-    """Yield a weight in blocks of rows; FP8 and FP4 weights are multiplied with their block scales, in fp32.
-
-    Raises:
-        CheckpointError: The scales do not fit the weight.
-    """
+    """Yield a weight in blocks of rows; FP8 and FP4 weights are multiplied with their block scales, in fp32."""
     scale = scale_of(key, checkpoint.tensors)
     packed = is_packed(key, checkpoint.tensors)
     if scale is None or not (packed or checkpoint.tensors[key].dtype in FP8_DTYPES):
@@ -300,11 +293,7 @@ def _unpacked(block: Tensor) -> Tensor:
 
 
 def require_whole_blocks(checkpoint: Checkpoint, keys: Iterable[str]) -> None:
-    """Check that transformers can dequantise FP8 weights: it divides a weight into equal blocks, one for each scale.
-
-    Raises:
-        CheckpointError: The last block of a weight is smaller than the others.
-    """
+    """Check that transformers can dequantise FP8 weights: it divides a weight into equal blocks, one for each scale."""
     tensors = checkpoint.tensors
     for key in keys:
         scale = scale_of(key, tensors)

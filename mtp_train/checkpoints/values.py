@@ -1,8 +1,15 @@
-"""Look at the numbers in checkpoints with one block of a tensor in memory at a time: find NaN, compare two trunks."""
+"""Look at the numbers in checkpoints, a block of a tensor at a time: find NaN, compare trunks, compare heads.
+
+A head in a known wrong form has the right keys and shapes. Engines load it, the text stays right, and no draft is
+accepted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from rich.progress import Progress
@@ -10,18 +17,13 @@ from torch import Tensor
 
 from mtp_train.checkpoints.files import Checkpoint, all_finite
 from mtp_train.checkpoints.keymap import HeadLayout
-from mtp_train.checkpoints.native import trunk_tensors
+from mtp_train.checkpoints.native import native_head_of, plain_tensor, stored_tensor, trunk_tensors
 from mtp_train.checkpoints.quantised import is_scale
+from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError
 
-_PIECE = 1 << 18
-"""Numbers that are compared at once: few enough for the cache of a processor."""
-_IN_FP32 = {torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2}
-"""Types whose numbers fp32 holds exactly."""
-_RUN = 256
-"""Squares that are summed in fp32."""
-_SMALLEST = 1e-31
-"""Mean square above which the squares that underflow change the sum by less than 1e-6 of it."""
+_PIECE = 1 << 16
+"""Numbers that are compared at once in fp64: few enough for the cache of a processor."""
 
 
 def find_non_finite(checkpoint: Checkpoint, progress: Progress) -> list[str]:
@@ -62,23 +64,11 @@ def squared_change(ours: Iterator[Tensor], theirs: Iterator[Tensor]) -> tuple[fl
     """Return ``|W - W0|^2`` and ``|W0|^2`` over the rows that both tensors have, whatever their dtypes and blocks."""
     change, size = 0.0, 0.0
     for new, old in paired_rows(ours, theirs):
-        for new_X, old_X in zip(*(torch.split(one.reshape(-1), _PIECE) for one in (new, old)), strict=True):
-            wide = torch.float32 if {new_X.dtype, old_X.dtype} <= _IN_FP32 else torch.float64
-            new_X, old_X = new_X.to(wide), old_X.to(wide)
-            change += _squared_norm(new_X - old_X)
-            size += _squared_norm(old_X)
+        for pair in zip(*(torch.split(one.reshape(-1), _PIECE) for one in (new, old)), strict=True):
+            new_X, old_X = (one.double() for one in pair)
+            change += float((new_X - old_X).square().sum())
+            size += float(old_X.square().sum())
     return change, size
-
-
-def _squared_norm(values_X: Tensor) -> float:
-    """Return ``|x|^2``: products in fp32, short sums in fp32, and their sum in fp64."""
-    squared = values_X.square()
-    whole = len(values_X) // _RUN * _RUN
-    total = float(squared[:whole].view(-1, _RUN).sum(dim=1).double().sum() + squared[whole:].double().sum())
-    # The square of a number above 1e19 overflows, and one below 1e-19 loses digits. Weights seldom have such sizes.
-    if _SMALLEST * len(values_X) < total < float("inf") or not values_X.any():
-        return total
-    return float(values_X.double().square().sum())
 
 
 def paired_rows(ours: Iterator[Tensor], theirs: Iterator[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -97,3 +87,136 @@ def paired_rows(ours: Iterator[Tensor], theirs: Iterator[Tensor]) -> Iterator[tu
 
 def _in_rows(block: Tensor) -> Tensor:
     return block if block.ndim else block[None]
+
+
+WrongForm = Literal["zero", "halves swapped", "norms shifted", "transposed", "rescaled"]
+_WORDS: Mapping[WrongForm, str] = {
+    "zero": "zero everywhere",
+    "halves swapped": "the base's with the halves of its input swapped",
+    "norms shifted": "the base's shifted by one, as converters store norms that multiply by 1 + w",
+    "transposed": "the base's transposed",
+    "rescaled": "the base's times a constant",
+}
+_FAR = 0.3
+"""A relative change that a matrix has to exceed before a swapped or transposed form of it is tried."""
+_NEARER = 0.5
+"""The form counts if the tensor is this much nearer to it than to the base's own tensor: a head may have been trained
+before or after it got the form."""
+_SHIFT_RMS = 0.1
+"""How far a norm's weights may be from the base's weights plus or minus one."""
+_SCALE, _SCALE_REST = 0.02, 0.01
+"""How far a constant has to be from 1, and how much of the tensor it may leave over: more than rounding to bf16 does,
+less than training."""
+
+
+@dataclass(frozen=True)
+class HeadDifference:
+    """How the head of a checkpoint differs from the head of its base."""
+
+    kind: Literal["equal", "retrained"] | WrongForm
+    relative_change: float | None = None
+    """``norm(new - old) / norm(old)`` over all tensors of the head; None without a base."""
+    keys: Mapping[WrongForm, Sequence[str]] = field(default_factory=dict)
+    """Tensors in a wrong form; empty for a head that is equal or retrained."""
+
+    def __str__(self) -> str:
+        if self.kind == "equal":
+            return "equal to the base's"
+        if self.kind == "retrained":
+            return f"differs from the base's by {self.relative_change:.2g} (relative)"
+        return "; ".join(
+            f"{keys[0]}{f' and {len(keys) - 1} more' if len(keys) > 1 else ''} {'is' if len(keys) == 1 else 'are'} "
+            f"{_WORDS[form]}"
+            for form, keys in self.keys.items()
+        )
+
+
+def zero_head(checkpoint: Checkpoint, layout: HeadLayout) -> HeadDifference | None:
+    """Return the difference of a head that drafts nothing, whatever its base: its matrices, or its projections, are 0.
+
+    The search of a tensor ends at its first block with another value.
+    """
+    matrices, projections, zeros = 0, set(), []
+    for pending in native_head_of(checkpoint, layout, layout, take=stored_tensor).tensors:
+        if len(pending.shape) < 2:
+            continue
+        matrices += 1
+        if _is_projection(layout, pending.key):
+            projections.add(pending.key)
+        if not any(block.float().any() for block in pending.parts()):
+            zeros.append(pending.key)
+    if not zeros or (len(zeros) < matrices and not projections & {*zeros}):
+        return None
+    return HeadDifference("zero", None, {"zero": tuple(zeros)})
+
+
+def compare_heads(
+    checkpoint: Checkpoint, layout: HeadLayout, base: Checkpoint, base_layout: HeadLayout
+) -> HeadDifference | None:
+    """Compare the head of a checkpoint with its base's; None where the two store other tensors.
+
+    Matrices may have swapped axes. Every tensor is read once, and once more as a whole where it is far from the base's.
+    """
+    change = size = 0.0
+    wrong: dict[WrongForm, list[str]] = {}
+    for old in native_head_of(base, base_layout, layout).tensors:
+        if old.key not in checkpoint.tensors:
+            return None
+        new = plain_tensor(checkpoint, old.key, old.key)
+        if new.shape == old.shape:
+            moved = squared_change(new.parts(), old.parts())
+            change, size = change + moved[0], size + moved[1]
+            form = _wrong_form(*moved, new, old, projection=_is_projection(layout, old.key))
+        elif new.shape == old.shape[::-1] and _distance(new.load().T, old.load()) < _NEARER:
+            form = "transposed"
+        else:
+            return None
+        if form is not None:
+            wrong.setdefault(form, []).append(old.key)
+    relative = math.sqrt(change / size) if size else 0.0
+    if wrong:
+        ordered = {form: tuple(wrong[form]) for form in _WORDS if form in wrong}
+        return HeadDifference(next(iter(ordered)), relative, ordered)
+    return HeadDifference("retrained" if change else "equal", relative)
+
+
+def _wrong_form(
+    change: float, size: float, new: PendingTensor, old: PendingTensor, *, projection: bool
+) -> WrongForm | None:
+    if not change or not size:
+        return None
+    _, own = squared_change(new.parts(), new.parts())
+    if not own:
+        return "zero"
+    if len(old.shape) < 2:
+        difference_D = new.load().double() - old.load().double()
+        rest_D = difference_D - difference_D.mean().round().clamp(-1, 1)
+        shifted = abs(float(difference_D.mean())) > 0.5 and float(rest_D.square().mean().sqrt()) < _SHIFT_RMS
+        return "norms shifted" if shifted else None
+    relative, inner = math.sqrt(change / size), (own + size - change) / 2
+    if abs(inner / size - 1) > _SCALE and own - inner**2 / size < _SCALE_REST**2 * own:
+        return "rescaled"
+    if len(old.shape) != 2 or relative < _FAR:
+        return None
+    rows, columns = old.shape
+    if projection and columns % 2 == 0:
+        first, second = new.load().chunk(2, dim=1)
+        if _distance(torch.cat([second, first], dim=1), old.load()) < _NEARER * relative:
+            return "halves swapped"
+    if rows == columns and _distance(new.load().T, old.load()) < _NEARER * relative:
+        return "transposed"
+    return None
+
+
+def _is_projection(layout: HeadLayout, key: str) -> bool:
+    """Return whether a head key is the matrix that reads embedding and hidden state, or one of the two matrices."""
+    mapped = layout.map_key(key)
+    return mapped is not None and mapped.ours.split(".", 2)[2] in (
+        "proj.weight",
+        "token_proj.weight",
+        "hidden_proj.weight",
+    )
+
+
+def _distance(new: Tensor, old: Tensor) -> float:
+    return float((new.double() - old.double()).norm() / old.double().norm())

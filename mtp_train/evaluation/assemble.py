@@ -11,17 +11,17 @@ from typing import Any
 import torch
 import transformers
 
-from mtp_train.acceptance.counts import PromptCounts
 from mtp_train.acceptance.gate import GateVerdict, decide_gate
 from mtp_train.acceptance.intervals import holm, tau_difference
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.acceptance.speed import Pair
 from mtp_train.errors import DataError
-from mtp_train.evaluation.entropy import EntropySums, fine_edges, overlap_difference
+from mtp_train.evaluation.entropy import EntropySums, overlap_difference
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import ALL_TASKS, ArmComparison, ArmCosts, Report
 from mtp_train.evaluation.served import Served
 from mtp_train.evaluation.statistics import (
+    ByPrompt,
     MeasuredArm,
     checked_records,
     lossless,
@@ -99,7 +99,7 @@ def _gate(baseline: Served, judged: Served) -> GateVerdict:
         DataError: The judged server has no drafts, or those of single prompts are not known of both alike.
     """
     pairs, sources = {}, [one.document["counts"] for one in (baseline, judged)]
-    for before, (setting, after) in zip(baseline.counts.values(), judged.counts.items(), strict=True):
+    for before, (setting, after) in zip(baseline.by_prompt.values(), judged.by_prompt.items(), strict=True):
         both = [prompt for prompt in after if prompt in before]
         if not both or not setting.depth or sources[0] != sources[1]:
             found = " and ".join(sources) if both and setting.depth else "no drafts, or none that it counts by prompt"
@@ -107,9 +107,9 @@ def _gate(baseline: Served, judged: Served) -> GateVerdict:
                 f"arm {judged.cells[0].arm}: {found}; expected counts of one kind on prompts that both servers answer. "
                 "Start llama-server with --spec-type draft-mtp (draft-eagle3 with -md), both with --metrics or neither."
             )
-        counts = [after[prompt] for prompt in both], [before[prompt] for prompt in both]
+        counts = [after[prompt][1] for prompt in both], [before[prompt][1] for prompt in both]
         pairs[setting.name] = Pair(*counts, *counts)
-    name = baseline.cells[0].arm if any(setting.depth for setting in baseline.counts) else PLAIN
+    name = baseline.cells[0].arm if any(setting.depth for setting in baseline.by_prompt) else PLAIN
     verdict, same = decide_gate(pairs, name), same_texts(baseline, judged)
     if same < LEAST_SAME_TEXTS:
         told = f"{verdict.reason}. Only {same:.0%} of the greedy texts are the same: do both serve one trunk?"
@@ -129,62 +129,44 @@ def compare_arms(arms: Sequence[MeasuredArm], served: Mapping[str, Served] | Non
 
     Arms are compared on the prompts that both decoded; servers with servers.
     """
-    sums = {(arm.name, *key): EntropySums.of(rows, fine_edges()) for arm in arms for key, rows in arm.dense.items()}
-    found = [
-        comparison
-        for first, second in combinations(arms, 2)
-        for setting in first.decoded
-        if setting.depth and setting in second.decoded
-        for comparison in _compare(first, second, setting, sums)
-    ]
+    sums = {(arm.name, *key): EntropySums.of(rows) for arm in arms for key, rows in arm.dense.items()}
+    found = list[ArmComparison]()
+    for first, second in combinations(arms, 2):
+        same_trunk = first.trunk == second.trunk
+        found += _compare(first.name, second.name, first.by_prompt, second.by_prompt, same_trunk, sums)
     for (name, mine), (other, its) in combinations((served or {}).items(), 2):
-        for setting in [one for one in mine.counts if one.depth and one in its.counts]:
-            theirs = its.counts[setting]
-            pairs = [
-                (prompt.task, one, theirs[prompt]) for prompt, one in mine.counts[setting].items() if prompt in theirs
-            ]
-            same_trunk = same_texts(mine, its) >= LEAST_SAME_TEXTS
-            found += _rows(pairs, (None, None), **vars(setting), first=name, second=other, same_trunk=same_trunk)
+        same_trunk = same_texts(mine, its) >= LEAST_SAME_TEXTS
+        found += _compare(name, other, mine.by_prompt, its.by_prompt, same_trunk, {})
     return _corrected(found)
 
 
-def _compare(first: MeasuredArm, second: MeasuredArm, setting: Setting, sums: Sums) -> list[ArmComparison]:
-    others = {one.prompt_id: one.counts(setting.depth) for one in second.decoded[setting]}
-    pairs = [
-        (one.task, one.counts(setting.depth), others[one.prompt_id])
-        for one in first.decoded[setting]
-        if one.prompt_id in others
-    ]
-    place = setting.temperature, setting.context_tokens
-    dense = sums.get((first.name, *place)), sums.get((second.name, *place))
-    same_trunk = first.trunk == second.trunk
-    return _rows(pairs, dense, **vars(setting), first=first.name, second=second.name, same_trunk=same_trunk)
-
-
-def _rows(
-    pairs: Sequence[tuple[str, PromptCounts, PromptCounts]],
-    dense: tuple[EntropySums | None, EntropySums | None],
-    **named: Any,
+def _compare(
+    first: str, second: str, mine: ByPrompt, theirs: ByPrompt, same_trunk: bool, sums: Sums
 ) -> list[ArmComparison]:
-    """Return the comparison of all tasks and of each task, given the counts of both arms by prompt."""
-    tasks = dict.fromkeys(task for task, _, _ in pairs)
     compared = []
-    for task in [None, *tasks] if pairs else []:
-        chosen = [(mine, theirs) for its_task, mine, theirs in pairs if task in (None, its_task)]
-        delta = tau_difference([mine for mine, _ in chosen], [theirs for _, theirs in chosen])
-        at_equal = None if dense[0] is None or dense[1] is None else overlap_difference(dense[0], dense[1], task)
-        compared.append(
-            ArmComparison(
-                **named,
-                task=ALL_TASKS if task is None else task,
-                delta_tau=delta.value,
-                delta_tau_ci95=delta.ci95,
-                groups=delta.groups,
-                p_value=delta.p_value,
-                delta_overlap_at_equal_entropy=None if at_equal is None else at_equal.value,
-                delta_overlap_at_equal_entropy_ci95=None if at_equal is None else at_equal.ci95,
+    for setting in (one for one in mine if one.depth and one in theirs):
+        others, place = theirs[setting], (setting.temperature, setting.context_tokens)
+        pairs = [(task, one, others[prompt][1]) for prompt, (task, one) in mine[setting].items() if prompt in others]
+        dense = sums.get((first, *place)), sums.get((second, *place))
+        for task in [None, *dict.fromkeys(task for task, _, _ in pairs)] if pairs else []:
+            chosen = [(one, other) for its_task, one, other in pairs if task in (None, its_task)]
+            delta = tau_difference([one for one, _ in chosen], [other for _, other in chosen])
+            at_equal = None if dense[0] is None or dense[1] is None else overlap_difference(dense[0], dense[1], task)
+            compared.append(
+                ArmComparison(
+                    **vars(setting),
+                    first=first,
+                    second=second,
+                    task=ALL_TASKS if task is None else task,
+                    delta_tau=delta.value,
+                    delta_tau_ci95=delta.ci95,
+                    groups=delta.groups,
+                    p_value=delta.p_value,
+                    same_trunk=same_trunk,
+                    delta_overlap_at_equal_entropy=None if at_equal is None else at_equal.value,
+                    delta_overlap_at_equal_entropy_ci95=None if at_equal is None else at_equal.ci95,
+                )
             )
-        )
     return compared
 
 

@@ -31,9 +31,9 @@ from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.errors import DataError
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
-from mtp_train.evaluation.prompt_records import Setting, TaskPrompt
+from mtp_train.evaluation.prompt_records import TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS, Cell
-from mtp_train.evaluation.statistics import macro_tau
+from mtp_train.evaluation.statistics import ByPrompt, macro_tau
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
@@ -84,7 +84,7 @@ class Served:
     """The server, request settings, throughput, failures, warnings and the verdict on the answers."""
     answers: Mapping[float, tuple[Answer, ...]]
     """Prompts and responses as token ids, by temperature."""
-    counts: Mapping[Setting, Mapping[TaskPrompt, PromptCounts]]
+    by_prompt: ByPrompt
     """Counts of single prompts at each temperature, those without drafts included; empty where they are not known."""
 
 
@@ -130,7 +130,7 @@ def ask(server: Server, grid: EvaluationGrid, progress: Progress) -> Served:
         MtpError: The server or the checkpoint's tokenizer cannot be used.
     """
     if is_gguf(server.checkpoint):
-        from mtp_train.checkpoints.gguf.dequantised import gguf_tokenizer
+        from mtp_train.checkpoints.gguf.model_file import gguf_tokenizer
 
         tokenizer = gguf_tokenizer(Path(server.checkpoint))
         eos_ids, vocab_size = frozenset({tokenizer.eos_token_id}), len(tokenizer)
@@ -365,12 +365,12 @@ def _served(endpoint: Endpoint, asked: Mapping[float, Sequence[_Block]], grid: E
     }
     pooled = [cell for cell in cells if cell.task == ALL_TASKS]
     single = {one: [part for part in some if len(part.answered) == 1] for one, some in parts.items()}
-    of_prompts = {cell.setting: _part_counts(single[cell.temperature], cell.depth) for cell in pooled}
-    return Served(cells=tuple(cells), document=document, answers=answers, counts=of_prompts)
+    by_prompt = {cell.setting: _part_counts(single[cell.temperature], cell.depth) for cell in pooled}
+    return Served(cells=tuple(cells), document=document, answers=answers, by_prompt=by_prompt)
 
 
-def _part_counts(parts: Sequence[_Block], depth: int) -> dict[TaskPrompt, PromptCounts]:
-    """Return the counts of each part under its first prompt. Without drafts every token but the first is a round."""
+def _part_counts(parts: Sequence[_Block], depth: int) -> dict[str, tuple[str, PromptCounts]]:
+    """Return task and counts of each part by its first prompt. Without drafts every token but the first is a round."""
     found = {}
     for part in parts:
         one, counts = part.answered[0], part.counts
@@ -379,7 +379,7 @@ def _part_counts(parts: Sequence[_Block], depth: int) -> dict[TaskPrompt, Prompt
         # Where the positions are unknown, only the sum means something.
         reached = counts.accepted_per_pos or (counts.accepted_tokens,)
         seconds = one.seconds
-        found[one.prompt] = PromptCounts(
+        made = PromptCounts(
             prompt_id=one.prompt.id,
             rounds=counts.rounds if depth else one.tokens - 1,
             num_draft_tokens=counts.draft_tokens,
@@ -389,6 +389,7 @@ def _part_counts(parts: Sequence[_Block], depth: int) -> dict[TaskPrompt, Prompt
             group=one.prompt.group,
             seconds_decode=seconds[1] if seconds else None,
         )
+        found[one.prompt.id] = one.prompt.task, made
     return found
 
 
@@ -437,7 +438,8 @@ def _acceptance(parts: Sequence[_Block], counts: SpecCounts | None) -> dict[str,
     if counts is None or not counts.rounds:
         plain = None if counts is None else 1.0
         return {"tau": plain, "tau_macro": plain, "draft_tokens": 0, "accepted_tokens": 0}
-    by_part, reached = list(_part_counts(parts, counts.depth).values()), counts.accepted_per_pos
+    by_part = [made for _, made in _part_counts(parts, counts.depth).values()]
+    reached = counts.accepted_per_pos
     all_apart = all(len(part.answered) == 1 for part in parts)
     figures: dict[str, Any] = {}
     if reached is not None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from mtp_train.families.assistants import Assistant as Assistant
 from mtp_train.families.assistants import assistant_for as assistant_for
-from mtp_train.families.drafts.derive import draft_engines as draft_engines
-from mtp_train.families.drafts.derive import draft_kind as draft_kind
-from mtp_train.families.drafts.derive import kinds_served as kinds_served
-from mtp_train.families.drafts.derive import most_served_kind as most_served_kind
-from mtp_train.families.drafts.derive import of_kind as of_kind
-from mtp_train.families.drafts.derive import require_served_trunk as require_served_trunk
+from mtp_train.families.drafts.record import draft_engines as draft_engines
+from mtp_train.families.drafts.record import draft_kind as draft_kind
+from mtp_train.families.drafts.record import kinds_served as kinds_served
+from mtp_train.families.drafts.record import most_served_kind as most_served_kind
+from mtp_train.families.drafts.record import of_kind as of_kind
+from mtp_train.families.drafts.record import require_served_trunk as require_served_trunk
 from mtp_train.families.engines import Convention as Convention
 from mtp_train.families.engines import register_engine as register_engine
 from mtp_train.families.engines import unregister_engine as unregister_engine

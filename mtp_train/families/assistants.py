@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from mtp_train.families.engines import EngineSupport, choose_convention, complete, engine_commands, engine_table, no
+from mtp_train.families.drafts.llama import in_sglang, in_vllm
+from mtp_train.families.engines import (
+    EngineSupport,
+    choose_convention,
+    complete,
+    engine_commands,
+    engine_table,
+    no,
+)
 from mtp_train.families.spec import (
     Declaration,
     Family,
@@ -106,7 +114,7 @@ _GEMMA4_TRUNK = Family(
     keys=Keys(trunk_prefixes=("model.language_model.", "model."), head_prefixes=(), rules=()),
     wiring=Wiring(conventions={}),
     layer=HeadLayer(),
-    trunk=TrunkTraits(masks_by_layer_type=True, logit_bound="final_logit_softcapping"),
+    trunk=TrunkTraits(masks_by_layer_type=True),
     engines=engine_table(vllm=_NO_HEAD, sglang=_NO_HEAD, llama_cpp=_NO_HEAD, transformers=_NO_HEAD),
 )
 _AS_TRANSFORMERS = AssistantConvention(position_offset=1, more_sliding_keys=1)
@@ -117,13 +125,8 @@ GEMMA4_ASSISTANT = Assistant(
     trunk=_GEMMA4_TRUNK,
     trunk_hidden_size="backbone_hidden_size",
     support=engine_table(
-        vllm=EngineSupport(True, "vllm serve TRUNK --speculative-config {vllm_config}"),
-        sglang=EngineSupport(
-            True,
-            "python -m sglang.launch_server --model-path TRUNK --speculative-algorithm NEXTN "
-            "--speculative-draft-model-path {path} --speculative-num-steps {depth} --speculative-eagle-topk 1 "
-            "--speculative-num-draft-tokens {depth_plus_1}",
-        ),
+        vllm=in_vllm("config"),
+        sglang=in_sglang("NEXTN"),
         llama_cpp=EngineSupport(
             True,
             "python convert_hf_to_gguf.py {path} --outfile assistant.gguf && "

@@ -53,11 +53,7 @@ _Wired = TypeVar("_Wired")
 
 
 def choose_convention(name: str, default: _Wired, by_engine: Mapping[str, _Wired], *, title: str) -> _Wired:
-    """Return the convention of a head or drafter for ``auto`` or for an engine.
-
-    Raises:
-        UnsupportedModelError: There is no convention for this engine.
-    """
+    """Return the convention of a head or drafter for ``auto`` or for an engine."""
     known = {"auto": default, **by_engine}
     if name not in known:
         raise UnsupportedModelError(
@@ -97,10 +93,12 @@ VLLM = EngineSupport(
     True,
     'vllm serve {path} --speculative-config \'{{"method":"mtp","num_speculative_tokens":{depth}}}\'',
 )
+SGLANG_DRAFTS = (
+    "--speculative-num-steps {depth} --speculative-eagle-topk 1 --speculative-num-draft-tokens {depth_plus_1}"
+)
 SGLANG = EngineSupport(
     True,
-    "python -m sglang.launch_server --model-path {path} --speculative-algorithm NEXTN --speculative-num-steps {depth} "
-    "--speculative-eagle-topk 1 --speculative-num-draft-tokens {depth_plus_1}",
+    f"python -m sglang.launch_server --model-path {{path}} --speculative-algorithm NEXTN {SGLANG_DRAFTS}",
 )
 LLAMA_CPP = EngineSupport(
     True,
@@ -202,7 +200,7 @@ def unregister_engine(name: str) -> None:
 
 def engine_table(
     *,
-    transformers: EngineSupport,
+    transformers: EngineSupport | None = None,
     vllm: EngineSupport | None = None,
     sglang: EngineSupport | None = None,
     llama_cpp: EngineSupport | None = None,
@@ -236,7 +234,6 @@ def engine_commands(engines: Mapping[str, EngineSupport], path: str, depth: int)
     Args:
         engines: The complete table of a family, or of an external drafter.
         path: The checkpoint, complete with its head; or the external drafter.
-        depth: Drafts per round.
     """
     draft_model = {"model": path, "num_speculative_tokens": depth}
     words = {
@@ -253,5 +250,4 @@ def engine_commands(engines: Mapping[str, EngineSupport], path: str, depth: int)
 
 
 def _json(content: object) -> str:
-    """Return JSON quoted as one shell word."""
     return shlex.quote(json.dumps(content, separators=(",", ":")))

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache, PretrainedConfig
 
-from mtp_train.families.spec import KeyRule, Keys, RecurrentKernels, SharedKey
+from mtp_train.families.spec import Borrowed, KeyRule, Keys, RecurrentKernels, SharedKey
 
 AFTER_THE_TRUNK = "{trunk}layers.{layer}."
 BESIDE_THE_TRUNK = "mtp.layers.{module}."
@@ -50,9 +50,9 @@ def expert_rules(
     """
     ours, native = "layer.mlp.experts", [f"{layer}{experts}.{{expert}}.{name}.weight" for name in names]
     return (
-        KeyRule(native=native[0], ours=f"{ours}.gate_up_proj", stack="experts_concat", order=0),
-        KeyRule(native=native[1], ours=f"{ours}.gate_up_proj", stack="experts_concat", order=1),
-        KeyRule(native=native[2], ours=f"{ours}.down_proj", stack="experts"),
+        KeyRule(native=native[0], ours=f"{ours}.gate_up_proj"),
+        KeyRule(native=native[1], ours=f"{ours}.gate_up_proj"),
+        KeyRule(native=native[2], ours=f"{ours}.down_proj"),
     )
 
 
@@ -61,7 +61,6 @@ def beside_the_trunk(*layer_rules: KeyRule, **keys: Any) -> Keys:
 
     Args:
         *layer_rules: Rules of the layer, which precede the catch-all.
-        **keys: Further fields of :class:`Keys`.
     """
     ends = {"proj": "fc", "embed_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden"}
     rules = (*end_rules("mtp.", **ends, final_norm="norm"), *layer_rules)
@@ -158,3 +157,18 @@ class AttentionThenMlp(nn.Module):
         hidden_states = hidden_states + attended
         mlp_output: Tensor = self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states + mlp_output
+
+
+def attention_then_mlp(
+    attention: str, mlp: str, prepare: Callable[[Any], object] = lambda attention: None
+) -> Callable[[Borrowed, PretrainedConfig, int], nn.Module]:
+    """Return a ``build_layer`` that composes classes of the borrowed module; the attention is prepared first."""
+
+    def build(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+        attending = borrowed.cls(attention)(config, layer_idx)
+        prepare(attending)
+        return AttentionThenMlp(
+            attending, borrowed.cls(mlp)(config), (borrowed.make_norm(config), borrowed.make_norm(config))
+        )
+
+    return build

@@ -16,9 +16,23 @@ from importlib.metadata import entry_points
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.assistants import ASSISTANTS, assistant_for
-from mtp_train.families.drafts.derive import draft_kind
+from mtp_train.families.drafts.record import draft_kind
 from mtp_train.families.engines import ENGINES
-from mtp_train.families.models.after_the_trunk import BAILING_HYBRID, DOTS3_NOTE, HY_V3, HY_V4, STEP3P7
+from mtp_train.families.models.after_the_trunk import (
+    BAILING_HYBRID,
+    DEEPSEEK_V3,
+    DEEPSEEK_V4,
+    DEEPSEEK_V32,
+    DOTS3_NOTE,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
+    GLM5_NEXT,
+    GLM_MOE_DSA,
+    GLM_OCR,
+    HY_V3,
+    HY_V4,
+    STEP3P7,
+)
 from mtp_train.families.models.attached import ATTACHED, transformers_only
 from mtp_train.families.models.beside_the_trunk import (
     ERNIE4_5_MOE,
@@ -26,13 +40,12 @@ from mtp_train.families.models.beside_the_trunk import (
     EXAONE_MOE,
     LONGCAT_FLASH,
     MELLUM,
+    MIMO,
+    MIMO_V2,
     MINIMAX_M3,
+    NEMOTRON_H,
 )
-from mtp_train.families.models.deepseek import DEEPSEEK_V3, DEEPSEEK_V4, DEEPSEEK_V32
-from mtp_train.families.models.glm import GLM4_MOE, GLM4_MOE_LITE, GLM5_NEXT, GLM_MOE_DSA, GLM_OCR
 from mtp_train.families.models.inkling import INKLING
-from mtp_train.families.models.mimo import MIMO, MIMO_V2
-from mtp_train.families.models.nemotron import NEMOTRON_H
 from mtp_train.families.models.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN4_EXP
 from mtp_train.families.spec import Family, RawConfig, raw_text_config
 
@@ -131,9 +144,6 @@ def register_installed() -> None:
 
     Called by :func:`family_for` and :func:`family_named`, not on import: a package that declares a family imports this
     one, and may itself be in the middle of its import.
-
-    Raises:
-        UnsupportedModelError: An entry point cannot be loaded, or its family is refused by :func:`register`.
     """
     for point in entry_points(group=ENTRY_POINTS):
         try:
@@ -200,11 +210,7 @@ def family_for(config: RawConfig, *, where: str) -> Family:
 
 
 def in_wrapper(family: Family, config: RawConfig, *, where: str) -> Family:
-    """Return the family's record, adapted if the config is a vision-language wrapper's.
-
-    Raises:
-        UnsupportedModelError: A head can be attached to the language model alone, but not inside of this wrapper.
-    """
+    """Return the family's record, adapted if the config is a vision-language wrapper's."""
     if not family.attached or raw_text_config(config) is config:
         return family
     wrapper = str(config.get("model_type"))
@@ -231,11 +237,7 @@ def in_wrapper(family: Family, config: RawConfig, *, where: str) -> Family:
 
 
 def refuse_unserved_heads(config: RawConfig, *, where: str) -> None:
-    """Refuse a model with heads of a kind that no engine loads.
-
-    Raises:
-        UnsupportedModelError: The config describes such heads.
-    """
+    """Refuse a model with heads of a kind that no engine loads."""
     found = _unserved_heads(raw_text_config(config))
     if found is not None:
         raise UnsupportedModelError(

@@ -20,7 +20,6 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, Pretrained
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.engines import ENGINES, Convention, EngineSupport, choose_convention, complete, use_mtp_named
-from mtp_train.families.mechanisms.residual_streams import Streams
 from mtp_train.upstream.transformers_private import listed_head_keys, load_from_wrapper
 
 RawConfig = Mapping[str, Any]
@@ -40,18 +39,17 @@ class KeyRule:
     ``{module}`` the index of the head module, ``{layer}`` the same index counted after the trunk's layers, ``{expert}``
     the index of an expert, ``{sub}`` the index of a sublayer, ``{last}`` the index of the last sublayer and ``{rest}``
     any tail. ``ours`` is relative to one head module and may use ``{sub}`` and ``{rest}``. In both directions the first
-    rule that matches applies.
+    rule that matches applies. The tensors of several rules with one ``ours`` are concatenated along the rows, in the
+    order of the rules (gate, then up).
     """
 
     native: str
     ours: str
-    stack: Literal["none", "experts", "experts_concat", "concat"] = "none"
-    """How several native tensors make one of ours. ``experts``: one native tensor per expert, stacked along a new first
-    axis; not applied to a checkpoint that stores its experts fused. ``experts_concat``: the same for several rules with
-    one ``ours``, whose tensors are concatenated along the next axis (gate, then up). ``concat``: several rules with one
-    ``ours`` whose native tensors are concatenated; if they hold experts, the checkpoint has already stacked these."""
-    order: int = 0
-    """Position among the rules that share ``ours`` under ``experts_concat`` and ``concat``."""
+
+    @property
+    def for_each_expert(self) -> bool:
+        """Whether ours stacks one native tensor per expert; not applied to a checkpoint that stores experts fused."""
+        return "{expert}" in self.native and "{expert}" not in self.ours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,58 +61,43 @@ class SharedKey:
     """The repeated trunk key, ``{trunk}`` allowed. If the checkpoint lacks it (tied weights), the embedding's key."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Borrowed:
     """The transformers classes that a head is built from, by name: importing a family imports no model code."""
 
-    python_module: str
-    layer: str
-    norm: str
-    rotary: str | None
+    model: str
+    """Directory of the model under ``transformers.models``."""
+    prefix: str
+    """The beginning of the names of its classes; the rest of three of them follows."""
+    layer: str = "DecoderLayer"
+    norm: str = "RMSNorm"
+    rotary: str | None = "RotaryEmbedding"
     """None if the layers take no position embeddings."""
     norm_eps: str = "rms_norm_eps"
     """Field of the config with the norms' epsilon."""
-    more_outputs: bool = False
-    """Whether the layer returns a tuple whose first element is the hidden state."""
     build_layer: Callable[[Borrowed, PretrainedConfig, int], nn.Module] | None = None
     """Builds the head's layer from this record, the config and the module index. None: ``layer`` is used unchanged."""
     frozen: str | None = None
     """Submodule of the layer that only selects keys and so gets no gradient. It is frozen, because distributed training
     waits for a gradient of every trainable parameter."""
 
-    @classmethod
-    def of(
-        cls,
-        model: str,
-        prefix: str,
-        *,
-        layer: str = "DecoderLayer",
-        norm: str = "RMSNorm",
-        rotary: str | None = "RotaryEmbedding",
-        **options: Any,
-    ) -> Borrowed:
-        """Return the classes of one model of transformers, whose names begin with ``prefix``.
-
-        ``model`` is its directory under ``transformers.models``, ``options`` are further fields of the record.
-        """
-        return cls(
-            python_module=f"transformers.models.{model}.modeling_{model}",
-            layer=prefix + layer,
-            norm=prefix + norm,
-            rotary=None if rotary is None else prefix + rotary,
-            **options,
-        )
+    @property
+    def python_module(self) -> str:
+        return f"transformers.models.{self.model}.modeling_{self.model}"
 
     def cls(self, name: str) -> Any:
-        """Return a class of the Python module by name."""
+        """Return a class of the Python module by its whole name."""
         return getattr(importlib.import_module(self.python_module), name)
+
+    def stock_layer(self, config: PretrainedConfig, layer_idx: int) -> Any:
+        return self.cls(self.prefix + self.layer)(config, layer_idx)
 
     def make_layer(self, config: PretrainedConfig, layer_idx: int) -> nn.Module:
         """Build a decoder layer, randomly initialised."""
         if self.build_layer is not None:
             layer = self.build_layer(self, config, layer_idx)
         else:
-            layer = self.cls(self.layer)(config, layer_idx)
+            layer = self.stock_layer(config, layer_idx)
         if self.frozen is not None:
             layer.get_submodule(self.frozen).requires_grad_(False)
         return layer
@@ -122,12 +105,12 @@ class Borrowed:
     def make_norm(self, config: PretrainedConfig, width: int | None = None) -> nn.Module:
         """Build a norm over ``width`` (default: the hidden size), initialised to the identity scale."""
         eps = config.to_dict()[self.norm_eps]
-        norm: nn.Module = self.cls(self.norm)(width or config.hidden_size, eps=eps)
+        norm: nn.Module = self.cls(self.prefix + self.norm)(width or config.hidden_size, eps=eps)
         return norm
 
     def make_rotary(self, config: PretrainedConfig) -> nn.Module | None:
         """Build the rotary embedding, or return None if the layers take none."""
-        return None if self.rotary is None else self.cls(self.rotary)(config=config)
+        return None if self.rotary is None else self.cls(self.prefix + self.rotary)(config=config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +144,25 @@ class TrunkClass:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Streams:
+    """Parallel residual streams of a trunk (hyper-connections, arXiv:2512.24880), which its head reads unmixed.
+
+    The states that the head reads and recycles are then the streams' concatenation.
+    """
+
+    count: str
+    """Field of the text config with the number of streams."""
+    mixer: str
+    """Class of the borrowed module that mixes the streams into one state, in front of the final norm."""
+    trunk_mixer: str
+    """Attribute of the decoder with the trunk's mixer."""
+    mixer_options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the mixer's class besides the config."""
+    joined: bool = False
+    """Whether layers, mixer and the head's norm of the state take the streams as one concatenated state."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecurrentKernels:
     """Names of the functions that a recurrent layer calls in the borrowed module; the decoder replaces them to verify.
 
@@ -180,7 +182,7 @@ class RecurrentKernels:
 class Declaration:
     """How a ``config.json`` declares a head."""
 
-    count: str | None
+    count: str | None = "num_nextn_predict_layers"
     """Field with the number of head modules. None if configs have no such field and engines hard-code the number."""
     implied: int = 0
     """Number of modules that engines assume if the config lacks the field."""
@@ -262,8 +264,6 @@ class HeadLayer:
     """Text config and number of modules to the config that the borrowed layers are built from."""
     rotary_axes: int = 1
     """Rows of positions that the rotary embedding takes: 3 if it has time, height and width (all equal for text)."""
-    rotary_by_layer_type: bool = False
-    """Whether the rotary embedding takes the type of the layer as an argument."""
     rotary_kind: str | None = None
     """Name of the rotary embedding that the head's layer uses, if the trunk has several."""
     masks_of_distances: bool = False
@@ -297,8 +297,6 @@ class TrunkTraits:
     """Attribute of the decoder's final norm. None if a mixer of streams ends the decoder."""
     logit_divisor: Callable[[RawConfig], float] | None = None
     """Raw text config to the divisor of hidden states in front of the lm_head."""
-    logit_bound: str | None = None
-    """Field of the text config with the c of ``c tanh(logits / c)``, for trunks that bound their logits."""
     real_vocab: str | None = None
     """Field of the text config with the number of lm_head rows that are tokens; the remaining rows are padding."""
     recurrent: RecurrentKernels | None = None
@@ -313,19 +311,19 @@ class Family:
     title: str
     """The name that tables and messages print."""
     kind: str = "mtp"
-    """The head's architecture. ``drafts/derive.py`` derives the records of other kinds from a trunk's own record."""
+    """The head's architecture. ``drafts/record.py`` derives the records of other kinds from a trunk's own record."""
     model_types: tuple[str, ...]
     """Values of ``model_type`` in the text config, or in a wrapper's config whose text part is another family's."""
     attached: bool = False
     """Whether releases carry no head, so that a checkpoint has one only after it was attached."""
     wrapper: str | None = None
     """Model type of the vision-language model around such a trunk; see ``registry.WRAPPERS``."""
-    declaration: Declaration = Declaration(count="num_nextn_predict_layers")
+    declaration: Declaration = Declaration()
     keys: Keys
     wiring: Wiring = Wiring()
     layer: HeadLayer
     trunk: TrunkTraits = TrunkTraits()
-    engines: Mapping[str, EngineSupport]
+    engines: Mapping[str, EngineSupport] = field(default_factory=dict)
     """Which serving engines load the head: the family's own entries; see ``engine_table``."""
     engines_of: Callable[[Mapping[str, str]], Mapping[str, EngineSupport]] | None = None
     """The entries for one checkpoint, from its keys and their safetensors dtypes. None: ``engines`` holds for all."""
@@ -397,7 +395,6 @@ class Family:
         """Return every engine with its support for the head of one checkpoint.
 
         Args:
-            config: The checkpoint's raw config.
             dtypes: Its keys and their safetensors dtypes; None if they are unknown.
         """
         table = self.serving

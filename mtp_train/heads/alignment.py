@@ -38,18 +38,12 @@ def input_tokens(tokens_BT: Tensor, depth: int) -> Tensor:
     return shift_left(tokens_BT, depth, 0)
 
 
-def target_tokens(tokens_BT: Tensor, depth: int) -> Tensor:
-    """Return the token that depth ``depth`` predicts at each start row (0 past the end)."""
-    return shift_left(tokens_BT, depth + 1, 0)
-
-
 def valid_targets(document_BT: Tensor, loss_mask_BT: Tensor, depth: int) -> Tensor:
     """Return at which start rows depth ``depth`` has a target that counts in the loss.
 
     Args:
         document_BT: int, document number of each token, ``PADDING_DOCUMENT`` on padding.
         loss_mask_BT: bool, whether the token may be a target.
-        depth: 1-based depth.
 
     Returns:
         bool, shape (B, T): the target is in the start's document, and its loss mask is set.
@@ -95,7 +89,6 @@ def unroll_distances(mask_BTS: Tensor, depth: int) -> Tensor:
 
     Args:
         mask_BTS: ``unroll_mask`` of the batch at ``depth``.
-        depth: 1-based depth of the queries.
 
     Returns:
         int64, shape (B, T, depth * T), -1 where a query does not attend to a key.

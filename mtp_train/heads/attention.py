@@ -67,7 +67,6 @@ def masked_attention(
     """Attend as transformers' ``sdpa`` does, which fixes the arguments, with attention sinks and chosen keys.
 
     Args:
-        module: The attention layer.
         query: Shape (B, H, T, width).
         key: Shape (B, key heads, S, width).
         value: As ``key``, with a width of its own.
@@ -78,7 +77,6 @@ def masked_attention(
         position_bias: Added to the scores, (B, H, T, S); where the mask contains distances, (B, H, T, E) by distance.
         indices: int, shape (B, T, K), the keys that each query may attend to; None for all.
         block_indices: The blocks of keys that each query may attend to, in the indexer's format; None for all.
-        **options: Further arguments of ``sdpa``.
 
     Returns:
         Shape (B, T, H, width), and None for the attention weights.

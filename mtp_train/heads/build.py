@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from mtp_train.checkpoints.artifact import Artifact, HeadPlan, load_artifact
-from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, Checkpoint, all_finite
+from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, Checkpoint, require_finite
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import (
     NativeHead,
@@ -30,7 +30,7 @@ from mtp_train.checkpoints.suggestions import inspect_command, train_command
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family, of_kind
-from mtp_train.families.drafts.record import described_by
+from mtp_train.families.drafts.record import Block, described_by
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.diagnose import diagnose_head, empty_head, layout_of, stored_dtype, text_config_of
 from mtp_train.heads.module import MtpHead, OutputRows, unroll_of
@@ -44,17 +44,11 @@ def deepest(plan: HeadPlan) -> int | None:
     return None if unroll == "recursive" else plan.num_modules
 
 
-def native_plan(checkpoint: Checkpoint, convention: str) -> HeadPlan:
-    """Plan to start from the head in the checkpoint itself, see :func:`graft_plan`."""
-    return graft_plan(checkpoint, checkpoint, convention)
-
-
 def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadPlan:
-    """Plan to start from the base's head on the fine-tune's trunk.
+    """Plan to start from the base's head on the fine-tune's trunk; the two may be one checkpoint.
 
     Raises:
         CheckpointError: The base has no complete head, or its trunk has another shape.
-        UnsupportedModelError: The family has no convention of this name.
     """
     layout, base_layout = layout_of(finetune), layout_of(base)
     finetune.family.convention(convention)
@@ -84,7 +78,6 @@ def graft_artifact_plan(
 
     Raises:
         CheckpointError: The head is of another family or kind, was trained with another wiring, or has another shape.
-        UnsupportedModelError: The family has no convention of this name.
     """
     theirs, family = artifact.family, of_kind(finetune.family, artifact.family.kind)
     if artifact.draft_config is not None:
@@ -121,7 +114,8 @@ def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dt
     convention = plan.family.convention(plan.convention)
     head = MtpHead(plan.family, text_config, num_modules=plan.num_modules, convention=convention)
     native = {pending.key: pending.load() for pending in plan.head.tensors}
-    _require_finite(native)
+    for key, value in native.items():
+        require_finite(key, value)
     needed = plan.layout.native_shapes(head.state_dict())
     _require_shapes({key: value.shape for key, value in native.items()}, needed)
     head.load_state_dict(plan.layout.join(native))
@@ -130,8 +124,10 @@ def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dt
         parameter.data = parameter.data.to(dtype)
     if plan.output is not None:
         output_RD = plan.output.weight.load()
-        _require_finite({plan.output.weight.key: output_RD})
-        head.give_output(OutputRows(output_RD.to(dtype), plan.output.token_ids_R, text_config.vocab_size))
+        require_finite(plan.output.weight.key, output_RD)
+        output = OutputRows(output_RD.to(dtype), plan.output.token_ids_R, text_config.vocab_size)
+        for block in head.blocks:
+            cast(Block, block).lm_head = output
     return head
 
 
@@ -173,14 +169,6 @@ def native_tensors(
     """Return our parameters as native tensors with the given stored dtypes, in their order."""
     split = {key: value for name, tensor in state.items() for key, value in layout.split(name, tensor)}
     return tuple(held_tensor(key, dtype, split[key]) for key, dtype in dtypes.items())
-
-
-def _require_finite(tensors: Mapping[str, Tensor]) -> None:
-    bad = next((key for key, value in tensors.items() if not all_finite(value)), None)
-    if bad is not None:
-        raise CheckpointError(
-            f"{bad}: holds NaN or infinite values; expected finite weights. Use a checkpoint saved before it diverged."
-        )
 
 
 def fresh_plan(
@@ -280,9 +268,6 @@ def _copied_layer(
     """Return the trunk's tensors for the head's layer by head key, from the last layer that has them all.
 
     Layers of the same kind as the head's layer (such as full attention) come before the others.
-
-    Raises:
-        CheckpointError: No layer has tensors of these names and shapes.
     """
     mapped = ((pending, layout.map_key(pending.key)) for pending in tensors)
     of_layer = {one.key: one.shape for one, found in mapped if found is not None and ".layer." in found.ours}

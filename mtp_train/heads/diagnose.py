@@ -22,7 +22,7 @@ from mtp_train.checkpoints.suggestions import original_of
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family
 from mtp_train.heads.module import MtpHead
-from mtp_train.upstream.transformers_private import attention_of, set_attention
+from mtp_train.upstream.transformers_private import attention_of, quiet_loading, set_attention
 
 DSPARK_BLOCK = "dspark_block_size"
 _DSPARK = re.compile(r"\.(?:markov_head|main_norm|main_proj|confidence_head)\.")
@@ -174,11 +174,7 @@ def _has_fused_experts(checkpoint: Checkpoint, layout: HeadLayout) -> bool:
 
 
 def text_config_of(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Return transformers' text config of a checkpoint.
-
-    Raises:
-        CheckpointError: transformers rejects the config.
-    """
+    """Return transformers' text config of a checkpoint."""
     config = trunk_config(checkpoint.path, checkpoint.family, trust_remote_code=trust_remote_code)
     text_config: PretrainedConfig = config.get_text_config()
     return text_config
@@ -225,15 +221,13 @@ def foreign_drafter(checkpoint: Checkpoint, head_keys: Sequence[str]) -> str | N
 def with_head_beside(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with the head that its directory holds where the index, or its family, does not look."""
     layout = layout_of(checkpoint)
-    return with_found_head(
-        checkpoint, layout, _needed(checkpoint, layout, layout.family.declared_modules(checkpoint.config))
-    )
+    head = _empty_head_of(checkpoint, layout.family.declared_modules(checkpoint.config))
+    return with_found_head(checkpoint, layout, layout.native_shapes(head))
 
 
-def _needed(checkpoint: Checkpoint, layout: HeadLayout, num_modules: int) -> dict[str, tuple[int, ...]]:
-    text_config = text_config_of(checkpoint)
+def _empty_head_of(checkpoint: Checkpoint, num_modules: int) -> dict[str, Tensor]:
     with named_rejections(checkpoint.path):
-        return layout.native_shapes(empty_head(layout.family, text_config, max(1, num_modules)))
+        return empty_head(checkpoint.family, text_config_of(checkpoint), max(1, num_modules))
 
 
 def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
@@ -245,10 +239,7 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
     mapped = {key: layout.map_key(key) for key in own}
     present = {entry.ours.split(".")[1] for entry in mapped.values() if entry is not None}
     # The declared number of modules; where the config lost that count, the number that is present.
-    num_modules = max(declared, len(present), 1)
-    text_config = text_config_of(checkpoint)
-    with named_rejections(checkpoint.path):
-        head = empty_head(layout.family, text_config, num_modules)
+    head = _empty_head_of(checkpoint, max(declared, len(present)))
     needed = layout.native_shapes(head)
     held = with_found_head(checkpoint, layout, needed)
     packed = {key: weight for key in mapped if (weight := packed_weight(key)) in needed}
@@ -290,9 +281,6 @@ def choose_attention(config: PretrainedConfig, path: Path) -> None:
     """Reset a stored choice of FlashAttention, which needs a package and a GPU, to the default of the model's class.
 
     The config is changed in place. FlashAttention and the default compute the same function.
-
-    Raises:
-        CheckpointError: The stored implementation is unknown to transformers.
     """
     for part in (config, config.get_text_config()):
         name = attention_of(part)
@@ -316,7 +304,8 @@ def named_rejections(path: Path) -> Iterator[None]:
         CheckpointError: The config is rejected.
     """
     try:
-        yield
+        with quiet_loading():
+            yield
     except _REJECTIONS as error:
         reason = " ".join(str(error).split())
         kind = "" if isinstance(error, _WORDED) else f"{type(error).__name__}: "

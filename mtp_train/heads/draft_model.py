@@ -1,6 +1,7 @@
-"""Read a draft model: a head of another kind than MTP in a directory of its own, written by us or by a third party.
+"""Read drafters in a directory of their own: draft models, written by us or by a third party, and external drafters.
 
-Its copy of the trunk's embedding is not read, but has to equal the trunk's.
+A draft model is a head of another kind than MTP. Its copy of the trunk's embedding is not read, but has to equal the
+trunk's. An external drafter ("assistant") is a small model, run by transformers.
 
 Shapes: D hidden, R tokens that it may draft, V vocabulary.
 """
@@ -14,27 +15,29 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from mtp_train.checkpoints.artifact import HeadPlan, OwnOutput
 from mtp_train.checkpoints.draft_checkpoint import BIAS_KEY, CHOSEN_KEY, OFFSETS_KEY, OUTPUT_KEY
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead, stored_tensor
-from mtp_train.checkpoints.quantised import PLAIN_DTYPES
+from mtp_train.checkpoints.quantised import PLAIN_DTYPES, is_scale
 from mtp_train.errors import CheckpointError, UnsupportedModelError
-from mtp_train.families import Family, draft_kind, of_kind
+from mtp_train.families import Assistant, Family, draft_kind, of_kind
 from mtp_train.families.drafts.record import DraftFormat, described_by, parts_of
 from mtp_train.families.models.attached import LLAMA
 from mtp_train.head_kinds import HeadKind
 from mtp_train.heads.diagnose import (
     HeadDiagnosis,
+    choose_attention,
     compare_shapes,
     empty_head,
     layout_of,
     named_rejections,
     text_config_of,
 )
+from mtp_train.upstream.transformers_private import quiet_loading
 
 # Third-party draft models also store the trunk's embedding, and the token of each row of a Medusa head's output matrix.
 EMBED_KEY, TOKENS_KEY = "embed_tokens.weight", "token_map"
@@ -77,11 +80,7 @@ class DraftModel:
         return self.number(field if field is not None and self.config.get(field) else "vocab_size")
 
     def number(self, name: str) -> int:
-        """Return an integer of the config.
-
-        Raises:
-            CheckpointError: The field is missing, or is not an integer.
-        """
+        """Return an integer of the config."""
         found = self.config.get(name)
         if not isinstance(found, int):
             raise CheckpointError(
@@ -252,3 +251,49 @@ def _require_same_embedding(draft: DraftModel, trunk: Checkpoint) -> None:
             f"{checkpoint.path}: {EMBED_KEY} differs from the embedding of {trunk.path}; expected the same values, as "
             "the trunk's embedding is used in its place. Use the trunk that the draft model was made for."
         )
+
+
+def _config_of(checkpoint: Checkpoint) -> PretrainedConfig:
+    with named_rejections(checkpoint.path):
+        config: PretrainedConfig = AutoConfig.from_pretrained(checkpoint.path)
+        choose_attention(config, checkpoint.path)
+    return config
+
+
+def diagnose_assistant(checkpoint: Checkpoint, assistant: Assistant) -> HeadDiagnosis:
+    """Compare an external drafter's tensor keys with the parameters of transformers' class; allocates no weights.
+
+    A tied lm_head may be stored or left out.
+    """
+    config = _config_of(checkpoint)
+    with (
+        named_rejections(checkpoint.path),
+        assistant.building(config.get_text_config()),
+        torch.device("meta"),
+    ):
+        model = AutoModelForCausalLM.from_config(config)
+    known = {name: value.shape for name, value in model.state_dict().items()}
+    # named_parameters lists tied parameters once, under their first name.
+    once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    found = {name: info.shape for name, info in checkpoint.tensors.items() if not is_scale(name, checkpoint.tensors)}
+    needed = {name: shape for name, shape in known.items() if name in once or name in found}
+    return HeadDiagnosis(1, int(bool(found)), tuple(found), *compare_shapes(found, needed))
+
+
+def load_assistant(
+    checkpoint: Checkpoint, assistant: Assistant, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Any:
+    """Load transformers' model of an external drafter, frozen and in eval mode.
+
+    Raises:
+        CheckpointError: Weights are missing or do not fit, or transformers rejects the config.
+    """
+    diagnosis = diagnose_assistant(checkpoint, assistant)
+    if not diagnosis.complete:
+        raise CheckpointError(
+            f"{checkpoint.path}: {diagnosis.describe()}; expected a whole {assistant.title}. Download it again."
+        )
+    config = _config_of(checkpoint)
+    with quiet_loading(), assistant.building(config.get_text_config()):
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.path, config=config, dtype=dtype)
+    return model.requires_grad_(False).to(device).eval()

@@ -38,9 +38,6 @@ def put_on_lora(head: MtpHead, spec: LoraSettings, *, seed: int) -> Any:
 
     Returns:
         peft's tuner around the head's modules, for :func:`merged_weights`.
-
-    Raises:
-        RecipeError: A target is no layer of the head.
     """
     from peft import LoraConfig, LoraModel
 
@@ -79,11 +76,7 @@ def merged_weights(head: MtpHead, spec: LoraSettings, matrices: Mapping[str, Ten
 def require_lora_targets(
     spec: LoraSettings, family: Family, text_config: PretrainedConfig, num_modules: int, convention: Convention
 ) -> int:
-    """Return the number of trainable weights with LoRA on a head of these shapes; allocates none of them.
-
-    Raises:
-        RecipeError: The head has no layer of a target's name.
-    """
+    """Return the number of trainable weights with LoRA on a head of these shapes; allocates none of them."""
     with torch.device("meta"):
         head = MtpHead(family, text_config, num_modules=num_modules, convention=convention)
         put_on_lora(head, spec, seed=0)

@@ -8,6 +8,7 @@ Shapes: B rows, T tokens, D hidden, R rows of an output matrix, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Literal, cast
 
@@ -32,7 +33,6 @@ class OutputRows(nn.Module):
     Args:
         weight_RD: The rows of the output matrix; frozen.
         token_ids_R: int, the token of each row; None where the rows are the whole vocabulary in order.
-        vocab_size: V.
     """
 
     def __init__(self, weight_RD: Tensor, token_ids_R: Tensor | None, vocab_size: int) -> None:
@@ -158,6 +158,9 @@ class MtpHead(nn.Module):
         make_module = HeadModule if kind.draft_parts is None else parts_of(kind).module
         self.blocks = nn.ModuleList(make_module(family, self.config, index) for index in range(num_modules))
         self.rotary = family.classes.make_rotary(self.config)
+        self.rotary_takes_layer_type = (
+            self.rotary is not None and "layer_type" in inspect.signature(self.rotary.forward).parameters
+        )
         self.logit_divisor = family.divisor(text_config)
         self.trunk_layers = family.wiring.trunk_layers(text_config)
         """The trunk's layers whose input the head reads; empty where it reads the last hidden state."""
@@ -204,10 +207,6 @@ class MtpHead(nn.Module):
         """The matrix of the head's own embedding; None where it uses the trunk's."""
         own = cast(Block, self.blocks[0]).embedding
         return None if own is None else cast(nn.Embedding, own).weight
-
-    def give_output(self, output: OutputRows) -> None:
-        for block in self.blocks:
-            cast(Block, block).lm_head = output
 
     def sliding_window(self, depth: int) -> int | None:
         """Return how many positions a query of ``depth`` attends to, None for all."""

@@ -54,7 +54,6 @@ def mtp_step(
     """Run one depth of the head.
 
     Args:
-        head: The head.
         hidden_BTD: The trunk's hidden states (depth 1), or the recycled states of the depth before.
         embed_BTD: The trunk's embedding of the token that each row reads.
         depth: 1-based depth; selects the module.
@@ -79,7 +78,8 @@ def mtp_step(
         position_ids=positions_BT,
         past_key_values=cache,
     )
-    if head.family.classes.more_outputs:
+    if isinstance(block_BTD, tuple):
+        # Some layers return more than the hidden state.
         block_BTD = block_BTD[0]
     normed_BTD, block_BTD = module.finish(block_BTD, head.norm_for(depth))
     recycled = {"after_final_norm": normed_BTD, "before_final_norm": block_BTD, "trunk": hidden_BTD}
@@ -98,7 +98,7 @@ def _position_embeddings(
     kind = head.family.layer.rotary_kind
     if kind is not None:
         return {kind: head.rotary(fused_BTD, positions_BT, kind)}
-    layer_type = (head.layer_type(depth),) if head.family.layer.rotary_by_layer_type else ()
+    layer_type = (head.layer_type(depth),) if head.rotary_takes_layer_type else ()
     embeddings: tuple[Tensor, Tensor] = head.rotary(fused_BTD, positions_BT, *layer_type)
     return embeddings
 
@@ -130,11 +130,9 @@ def unroll(
     do not advance. FastMTP trains in this way (arXiv:2509.18362, section 3.2); in decoding there are no such rows.
 
     Args:
-        head: The head.
         hidden_BTD: The trunk's hidden states from the family's source; states of several layers are concatenated.
         tokens_BT: int, the tokens of the same rows.
         embed: The trunk's embedding.
-        num_depths: K.
         positions_BT: int, restarting at each document.
         document_BT: int, document number, ``PADDING_DOCUMENT`` on padding.
         apart: See above; no effect on a head with a module for each depth.

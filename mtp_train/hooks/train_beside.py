@@ -35,7 +35,7 @@ from mtp_train.checkpoints.adapter import is_adapter
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.heads.alignment import PADDING_DOCUMENT
-from mtp_train.heads.build import HeadPlan, build_head, native_plan, trained_head
+from mtp_train.heads.build import HeadPlan, build_head, graft_plan, trained_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.experts import autocast_dtype
 from mtp_train.hooks.keep_head import inside, keep_head, kept_base, save_with
@@ -104,7 +104,7 @@ class HeadBeside(TrainerCallback):
     def __init__(self, model: Any, *, lr: float, num_depths: int, depth_decay: float) -> None:
         self.model, self.lr = inside(model), lr
         base = kept_base(model)
-        self.plan: HeadPlan = native_plan(base, "auto")
+        self.plan: HeadPlan = graft_plan(base, base, "auto")
         with unchanged_random_state(self.model.device):
             self.head = build_head(self.plan, text_config_of(base), dtype=torch.float32).to(self.model.device)
         if self.head.unroll != "recursive":

@@ -24,13 +24,13 @@ from mtp_train.checkpoints.locations import EXPORT, HEAD, head_directory
 from mtp_train.checkpoints.suggestions import evaluate_command, graft_command, grafted_name
 from mtp_train.data.tokenize import Document
 from mtp_train.evaluation.assemble import Measurements, assemble
-from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_SETTINGS, DecodingOptions, Lane, Prompts, TrunkArms
+from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_SETTINGS, Lane, Prompts, TrunkArms
 from mtp_train.evaluation.grid import left_out
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, PromptRecord, Setting, TaskPrompt
 from mtp_train.evaluation.results import UNJUDGED, ArmResult, Cell, Report, SampleText, read_record, recommended
 from mtp_train.evaluation.run import measure_trunk
 from mtp_train.evaluation.statistics import MeasuredArm, checked_records
-from mtp_train.heads.build import HeadPlan, build_head, native_plan
+from mtp_train.heads.build import HeadPlan, build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
@@ -156,15 +156,18 @@ def measure(
     name = trunk_name or recipe.model.trunk
     trained = str(run.directory.path / HEAD)
     names = dict.fromkeys(drafting, name) | {GRAFT: recipe.model.head_from or name, RETRAINED: trained}
-    options = DecodingOptions(
+    prompts: Prompts = {None: [TaskPrompt.of(one, HELD_OUT_TASK) for one in inputs.held_out]}
+    arms = TrunkArms(
+        trunk=trunk,
+        name=name,
+        drafting=drafting,
+        head_names=names,
         max_new_tokens=recipe.evaluate.max_new_tokens,
         eos_ids=inputs.eos_ids,
         seed=recipe.seed,
         seq_len_tokens=recipe.data.seq_len_tokens,
         dense_tokens=recipe.evaluate.dense_tokens,
     )
-    prompts: Prompts = {None: [TaskPrompt.of(one, HELD_OUT_TASK) for one in inputs.held_out]}
-    arms = TrunkArms(trunk=trunk, name=name, drafting=drafting, head_names=names, options=options)
     return measure_trunk(arms, prompts, lanes, run.progress, run.processes, shallow=shallow)
 
 
@@ -175,7 +178,7 @@ def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadP
     if GRAFT in wanted and inputs.donor is not None:
         plans[GRAFT] = source_plan(recipe, inputs.finetune, inputs.donor)
     if NATIVE in wanted:
-        plans[NATIVE] = native_plan(inputs.finetune, recipe.head.convention)
+        plans[NATIVE] = graft_plan(inputs.finetune, inputs.finetune, recipe.head.convention)
     plans[RETRAINED] = load_artifact(run_dir / HEAD)
     return plans
 
@@ -204,7 +207,7 @@ def measure_vanilla(run: Run, base: Checkpoint, setting: Setting, dtype: torch.d
         )
     if recipe.model.offload is not None:
         offload_layers(trunk, recipe.model.offload, device, run.directory.path)
-    heads = {VANILLA: _drafting(native_plan(base, recipe.head.convention), base, trunk)}
+    heads = {VANILLA: _drafting(graft_plan(base, base, recipe.head.convention), base, trunk)}
     at_home = replace(run, inputs=replace(inputs, held_out=inputs.home or inputs.held_out))
     return measure(at_home, trunk, heads, [(VANILLA, setting)], name)[1]
 

@@ -18,14 +18,14 @@ from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint
 from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.errors import MtpError
 from mtp_train.families import family_for
-from mtp_train.heads.diagnose import empty_head, named_rejections, stored_dtype
+from mtp_train.heads.diagnose import empty_head, named_rejections, stored_dtype, trunk_config
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.refusals import HeadOnTrunk, refusals
 from mtp_train.runs.settings import memory_options, plan_of
 from mtp_train.train.machine import Device
 from mtp_train.train.plan import GIB, Footprint, Plan, estimate_footprint, in_shards
-from mtp_train.trunk.load import Trunk, empty_trunk_at
+from mtp_train.trunk.load import Trunk, empty_trunk
 
 ROOM_SHARE = 0.85
 """The largest share of a GPU's memory for a trunk and two heads that decode: caches and activations need the rest."""
@@ -104,7 +104,8 @@ class Shapes:
         self._is_packed = quant_method(model.config) is not None
         with named_rejections(model.path):
             of_trunk, trusts = family_for(model.config, where=str(model.path)), recipe.model.trust_remote_code
-            self.trunk: Trunk = empty_trunk_at(model.path, of_trunk, trust_remote_code=trusts)
+            config = trunk_config(model.path, of_trunk, trust_remote_code=trusts)
+            self.trunk: Trunk = empty_trunk(config, of_trunk, trust_remote_code=trusts)
             self.trunk.show_layers(family.wiring.trunk_layers(model.text_config))
             self._head = {
                 name: value.shape for name, value in empty_head(family, model.text_config, model.num_modules).items()

@@ -38,7 +38,6 @@ from mtp_train.upstream.transformers_private import (
     kept_in_fp32,
     loading_layer_by_layer,
     quiet_loading,
-    renamed_keys,
     without_packed_rows,
 )
 
@@ -49,11 +48,7 @@ def put_on(model: Any, adapter: Path) -> Any:
     peft skips tensors without a module, and modules without a tensor, with at most a warning. Here both are errors.
 
     Args:
-        model: A transformers model.
         adapter: The adapter's directory, see :func:`mtp_train.checkpoints.locations.locate_adapter`.
-
-    Raises:
-        CheckpointError: peft rejects the adapter, or a tensor or an adapted module has no counterpart.
     """
     from peft import PeftModel
 
@@ -63,7 +58,7 @@ def put_on(model: Any, adapter: Path) -> Any:
             warnings.simplefilter("ignore")
             wrapped: Any = PeftModel.from_pretrained(model, str(adapter))
             # Loaded a second time, because from_pretrained does not return the keys that did not match.
-            result: Any = wrapped.load_adapter(str(adapter), wrapped.active_adapter, key_mapping=renamed_keys(model))
+            result: Any = wrapped.load_adapter(str(adapter), wrapped.active_adapter)
     # peft raises these for a config or a shape that does not fit the model.
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, re.error) as error:
         if isinstance(error, RuntimeError) and "size mismatch" not in str(error):
@@ -96,7 +91,6 @@ class Trunk(nn.Module):
 
     Args:
         model: A transformers causal language model, possibly wrapped by peft.
-        family: Its record.
         is_view: Leave the model unchanged, for a model that another program trains or runs. A view cannot run the
             layers over windows. It has hidden states only of the model's own forwards, between :meth:`listen` and
             :meth:`release`, and it calls parts of the model without the hooks of other programs.
@@ -117,9 +111,8 @@ class Trunk(nn.Module):
         :mod:`mtp_train.trunk.offload`.
         """
 
-        self._logit_bound = (
-            None if family.trunk.logit_bound is None else self.config.to_dict().get(family.trunk.logit_bound)
-        )
+        # The c of "c tanh(logits / c)"; Gemma has one.
+        self._logit_bound = self.config.to_dict().get("final_logit_softcapping")
         self._fp32_lm_head = any("lm_head" in name for name in kept_in_fp32(self.causal_lm))
         self.shown_layers: tuple[int, ...] = ()
         """See :meth:`show_layers`."""
@@ -164,7 +157,6 @@ class Trunk(nn.Module):
         are read outside of their module's forward (``lm_head_VD``) keep their dtype.
 
         Args:
-            dtype: fp32 or a dtype in half precision.
             scratch: A buffer to reuse. Share it only among callers that are always, or never, in inference mode.
         """
         return nullcontext() if self.in_shards else computing_in(self.causal_lm, set(self.layers), dtype, scratch)
@@ -205,7 +197,6 @@ class Trunk(nn.Module):
         self._of_layers.clear()
 
     def _call(self, part: Any, given: Tensor) -> Tensor:
-        """Call a part of the model."""
         # Hooks may add noise (NEFTune) or count calls. In a view they belong to the model's own forwards only.
         result: Tensor = part.forward(given) if self._is_view else part(given)
         return result
@@ -214,9 +205,6 @@ class Trunk(nn.Module):
         """Append the input of these layers to the hidden states, after the last state, for a head that reads it.
 
         There is no way back: heads that do not read these states ignore them.
-
-        Raises:
-            UnsupportedModelError: Other layers were chosen before.
         """
         if not layers or layers == self.shown_layers:
             return
@@ -282,7 +270,6 @@ class Trunk(nn.Module):
         it.
 
         Args:
-            tokens_BT: int tokens, one sequence per row.
             cache: The state of earlier tokens; updated in place.
         """
         output = self.decoder(input_ids=tokens_BT, past_key_values=cache, use_cache=cache is not None)
@@ -295,8 +282,6 @@ class Trunk(nn.Module):
         """Return the hidden states of tokens at given positions, which may differ between rows. Shape (B, T, D).
 
         Args:
-            tokens_BT: int tokens.
-            positions_BT: int, their positions.
             masks: Layer type to a bool mask (B, 1, T, S), True where a query attends to a key; None is plain causal
                 attention.
             cache: The state of earlier tokens, which also stores where the window goes.
@@ -351,6 +336,15 @@ class Trunk(nn.Module):
         return logits if bound is None else bound * torch.tanh(logits / bound)
 
 
+def non_finite_error(source: str, trunk: Trunk, num_tokens: int) -> CheckpointError:
+    """Return the error for logits that are NaN or infinite, of the trunk or a drafter, after so many tokens."""
+    return CheckpointError(
+        f"{source}: its logits after {num_tokens} tokens are NaN or infinite ({trunk.dtype_name}); expected finite "
+        "logits. Load the model in a dtype of larger range; if that does not help, restore its weights: mtp-train "
+        "inspect names those that are not finite."
+    )
+
+
 def _trunk_class(family: Family) -> Any:
     if family.trunk.stand_in is not None:
         return family.trunk.stand_in.model_class()
@@ -365,12 +359,6 @@ def empty_trunk(config: PretrainedConfig, family: Family, *, trust_remote_code: 
         else:
             model = _trunk_class(family).from_config(config, trust_remote_code=trust_remote_code)
     return Trunk(model, family)
-
-
-def empty_trunk_at(path: Path, family: Family, *, trust_remote_code: bool = False) -> Trunk:
-    """Return the trunk of a checkpoint without weights, on the meta device."""
-    config = trunk_config(path, family, trust_remote_code=trust_remote_code)
-    return empty_trunk(config, family, trust_remote_code=trust_remote_code)
 
 
 def _require_all_loaded(path: Path, info: Mapping[str, Any]) -> None:
@@ -397,12 +385,7 @@ def _loading(
     device: torch.device,
     on_layer: Callable[[nn.Module], object] | None,
 ) -> Iterator[None]:
-    """Prepare transformers' loader for a checkpoint of a family, and name damaged files.
-
-    Raises:
-        CheckpointError: A file is truncated or otherwise no safetensors file, or an FP8 weight has a last block that
-            is smaller, which transformers dequantises wrongly on a CPU.
-    """
+    """Prepare transformers' loader for a checkpoint of a family, and name damaged files."""
     if device.type == "cpu" and quant_method(config.to_dict()) == "fp8":
         checkpoint = open_checkpoint(path)
         layout = layout_of(checkpoint, family)
@@ -448,12 +431,9 @@ def load_trunk(
 
     Args:
         path: A checkpoint directory; of a vision-language wrapper, the text model is loaded.
-        family: The record that ``family_for`` selected.
         dtype: A torch dtype, or ``"auto"`` for the checkpoint's own.
-        device: A torch device name.
         adapter: A peft adapter directory, applied unmerged.
         quantization: Quantise the linear layers, see :mod:`mtp_train.trunk.quantise`.
-        trust_remote_code: Whether code beside the weights may run.
         on_layer: Called with each decoder layer as soon as it is loaded, frozen and in main memory, before the next one
             is read. It may shard the layer; layers stay on the device where it leaves them. For plain weights on
             ``device`` "cpu", without an adapter.

@@ -25,9 +25,6 @@ def offload_layers(trunk: Trunk, offload: Offload, device: torch.device, directo
     """Move a trunk to the device, except its layers; ``drop_layers`` frees their memory or disk space again.
 
     Args:
-        trunk: The trunk, in main memory.
-        offload: Where the layers are kept.
-        device: The device on which they run.
         directory: Directory for a hidden folder with the layers on disk; the folder is deleted with the layers.
     """
     layers = trunk.layers

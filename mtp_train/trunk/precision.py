@@ -104,9 +104,6 @@ def held_dtype(asked: str, stored: torch.dtype, num_weights: int, device: torch.
 
     Args:
         asked: ``auto``, ``float32`` or ``bfloat16``.
-        stored: The checkpoint's dtype.
-        num_weights: The number of weights of the trunk.
-        device: The device on which it will run.
     """
     if asked != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[asked]
@@ -232,7 +229,6 @@ class _Unit:
         return tuple(map(self._converted, args)), {name: self._converted(one) for name, one in kwargs.items()}
 
     def after(self, _unit: nn.Module, _args: Any, output: Any) -> Any:
-        """Restore the weights."""
         self.restore()
         return self._converted(output) if self._embeds else None
 

@@ -32,7 +32,6 @@ class LoggedProgress(Progress):
 
     Args:
         console: Where the lines are printed; on stderr if the console prints on stdout, which is for results.
-        clock: Seconds from any point in time.
     """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:

@@ -37,11 +37,7 @@ _KEPT = {
 
 
 def require_quantizable(quantization: Quantization, config: RawConfig, *, where: Path) -> None:
-    """Check that a checkpoint's weights are not quantised yet.
-
-    Raises:
-        CheckpointError: They are.
-    """
+    """Check that a checkpoint's weights are not quantised yet."""
     method = quant_method(config)
     if method is not None:
         raise CheckpointError(
@@ -51,11 +47,7 @@ def require_quantizable(quantization: Quantization, config: RawConfig, *, where:
 
 
 def require_bitsandbytes(quantization: Quantization, where: str = "model.quantization") -> None:
-    """Check that bitsandbytes is installed.
-
-    Raises:
-        RecipeError: It is not.
-    """
+    """Check that bitsandbytes is installed."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise RecipeError(
             f"{where}: {quantization}, but bitsandbytes is not installed; expected the package. Run 'pip install "
@@ -64,16 +56,7 @@ def require_bitsandbytes(quantization: Quantization, where: str = "model.quantiz
 
 
 def layers_to_pack(model: nn.Module, quantization: Quantization, *, where: str) -> dict[str, nn.Linear]:
-    """Return the linear layers of a model or a head that are packed, by name.
-
-    Args:
-        model: The unquantised module, possibly on the meta device.
-        quantization: The number of bits.
-        where: Prefix of the error message.
-
-    Raises:
-        CheckpointError: There is none.
-    """
+    """Return the linear layers of a model or a head that are packed, by name."""
     found = {
         name: part
         for name, part in model.named_modules()
@@ -93,10 +76,7 @@ def packing(quantization: Quantization, dtype: torch.dtype | str, model: nn.Modu
     """Return transformers' quantisation config, and log the number of layers that stay unpacked because of their size.
 
     Args:
-        quantization: The number of bits.
         dtype: The dtype of products with 4-bit weights, or ``"auto"`` for the input's dtype.
-        model: The model before quantisation, possibly on the meta device.
-        where: See :func:`layers_to_pack`.
     """
     from transformers import BitsAndBytesConfig
 
@@ -147,17 +127,7 @@ def _is_no_cast(record: logging.LogRecord) -> bool:
 
 
 def trunk_bytes(model: nn.Module, quantization: Quantization | None, itemsize: int, *, where: str = "trunk") -> int:
-    """Return the size of a model's weights in bytes.
-
-    Args:
-        model: The model before quantisation, possibly on the meta device.
-        quantization: The number of bits; None for plain weights.
-        itemsize: Bytes of an unquantised number.
-        where: See :func:`layers_to_pack`.
-
-    Raises:
-        CheckpointError: No layer can be packed.
-    """
+    """Return the size of a model's weights in bytes."""
     plain = sum(parameter.numel() for parameter in model.parameters()) * itemsize
     if quantization is None:
         return plain

@@ -41,7 +41,6 @@ class ByTensor:
 
     Attributes:
         kernel: The model's function as transformers defines it, which calls the kernel.
-        plain: The model's torch function.
         takes: Whether the kernel takes a first argument that is on a suitable device.
     """
 
@@ -61,31 +60,22 @@ def choose_kernels(module: ModuleType, recurrent: RecurrentKernels | None) -> No
     Without any of the packages the module stays as it is. The change is for all models of the module, and for good.
 
     Args:
-        module: The Python module that defines the model.
         recurrent: The names of its functions; None for a model without a recurrent state.
     """
     if not any(importlib.util.find_spec(package) for package in _PACKAGES):
         return
     _choose(module, _CONV, _takes_strides)
-    _choose(module, _SINGLE_CONV, _takes_any)
+    _choose(module, _SINGLE_CONV, lambda first: True)
     if recurrent is not None:
-        _choose(module, recurrent.single, _takes_any)
+        _choose(module, recurrent.single, lambda first: True)
         in_kernel = recurrent.rule != "gated_delta" or _groups_heads()
-        _choose(module, recurrent.chunked, _takes_halves if in_kernel else _takes_none)
+        _choose(module, recurrent.chunked, _takes_halves if in_kernel else lambda first: False)
 
 
 def _choose(module: ModuleType, name: str, takes: Callable[[Tensor], bool]) -> None:
     stock = getattr(module, name, None)
     if stock is not None and not isinstance(stock, ByTensor):
         setattr(module, name, ByTensor(stock, torch_function_of(stock), takes))
-
-
-def _takes_any(_first: Tensor) -> bool:
-    return True
-
-
-def _takes_none(_first: Tensor) -> bool:
-    return False
 
 
 def _takes_halves(first: Tensor) -> bool:

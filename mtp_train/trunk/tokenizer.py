@@ -60,11 +60,7 @@ def tell_once(sentence: str) -> None:
 
 
 def _require_rows(checkpoint: Checkpoint, tokenizer: Any, adapter: Path | None) -> None:
-    """Check that a checkpoint has an embedding for every token of its adapter's tokenizer that it does not know itself.
-
-    Raises:
-        CheckpointError: It has none for one of them.
-    """
+    """Check that a checkpoint has an embedding for every token of an adapter's tokenizer that it does not know."""
     rows = checkpoint.text_config.get("vocab_size")
     ids = tokenizer.get_vocab().items() if isinstance(rows, int) else ()
     beyond = {token: number for token, number in ids if number >= rows}
@@ -116,9 +112,6 @@ def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Any) -> None:
 
     Added tokens are left out: Gemma 3's text models have a tokenizer with a token for images and no embedding for it.
     The decoder refuses a prompt with such a token.
-
-    Raises:
-        CheckpointError: There is no vocabulary, or a token has an id beyond the embedding.
     """
     vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
     if vocabulary.keys() <= added.keys():
@@ -153,7 +146,6 @@ def raw_tokens(tokenizer: PreTrainedTokenizerBase, text: str, *, start: bool = T
     """Return the token ids of raw text, without the end-of-text token that some tokenizers append.
 
     Args:
-        text: Raw text.
         start: Whether the text opens a document. The begin-of-text token is then added if the tokenizer adds one.
     """
     token_ids: list[int] = tokenizer(text, add_special_tokens=start, verbose=False)["input_ids"]
@@ -167,22 +159,14 @@ def chat_prompt_tokens(
     where: str,
     variables: Mapping[str, Any] = NO_VARIABLES,
 ) -> list[int]:
-    """Return the token ids of a chat, up to and including the generation prompt for the assistant's next turn.
-
-    Raises:
-        DataError: See :func:`render_chat`.
-    """
+    """Return the token ids of a chat, up to and including the generation prompt for the assistant's next turn."""
     text = render_chat(tokenizer, messages, where, variables, add_generation_prompt=True)
     # The template writes the begin-of-text token itself.
     return raw_tokens(tokenizer, text, start=False)
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, where: str, variables: Mapping[str, Any] = NO_VARIABLES) -> str:
-    """Return the chat template of a tokenizer; some have another one for chats with tools.
-
-    Raises:
-        DataError: The tokenizer has none.
-    """
+    """Return the chat template of a tokenizer; some have another one for chats with tools."""
     try:
         template = tokenizer.get_chat_template(tools=variables.get("tools"))
     except ValueError as error:
@@ -209,11 +193,7 @@ def render_chat(
     """Return the text of a chat as its template writes it.
 
     Args:
-        tokenizer: The tokenizer with the template.
-        messages: The chat.
-        where: The record in messages.
         variables: What the template reads beside the messages, such as ``tools``.
-        add_generation_prompt: Whether the prompt for the assistant's next turn follows.
 
     Raises:
         DataError: There is no template, or it refuses the messages or fails on them; or a variable has the name of an
@@ -275,11 +255,7 @@ def _own_names(tree: nodes.Template) -> set[str]:
 
 
 def require_variables(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any], field: str) -> None:
-    """Check that the chat template reads variables that the user set.
-
-    Raises:
-        DataError: It does not read one of them, so that setting it changes nothing.
-    """
+    """Check that the chat template reads variables that the user set."""
     known = template_variables(tokenizer)
     _require_free(tokenizer, variables, field)
     for name in variables:
@@ -295,11 +271,7 @@ _SET_HERE = {"messages", "add_generation_prompt", "raise_exception", "strftime_n
 
 @contextmanager
 def template_errors(where: str) -> Iterator[None]:
-    """Report what a chat template raises in the block: a program in the sandbox of transformers.
-
-    Raises:
-        DataError: The template cannot be compiled, refuses the chat or fails on it.
-    """
+    """Report what a chat template raises in the block: a program in the sandbox of transformers."""
     # A template divides by zero or adds text to a number like any other program. Nothing of ours runs in the block.
     try:
         yield

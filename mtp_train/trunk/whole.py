@@ -107,12 +107,7 @@ def require_whole_trunk(
     """Check that a trunk has every tensor that its config needs, in a shape and dtype that loads.
 
     Args:
-        family: Its record, where it differs from the record that the config selects.
-        trust_remote_code: Whether code beside the weights may run.
         adapter_beside: Whether an adapter may be in the model's directory, for commands that do not copy it.
-
-    Raises:
-        CheckpointError: A tensor is missing or does not fit, or an adapter is in the model's directory.
     """
     if not adapter_beside:
         refuse_embedded_adapter(checkpoint.path)
@@ -137,13 +132,6 @@ def diagnose_trunk(
 
     A trunk that the installed transformers cannot build is not compared. Packed weights count as present, whatever
     their shape.
-
-    Args:
-        family: Its record, where it differs from the record that the config selects.
-        trust_remote_code: Whether code beside the weights may run.
-
-    Raises:
-        CheckpointError: transformers rejects the config.
     """
     family = family or checkpoint.family
     layout = layout_of(checkpoint, family)

@@ -9,33 +9,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mtp_train.upstream import Symbol
-
-_ZERO_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
-_ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-_PARAMETERS = "deepspeed.runtime.zero.partition_parameters"
 SYMBOLS = (
-    Symbol(
-        _ZERO_2,
-        "single_partition_of_fp32_groups",
-        "train/state.py",
-        "moments can be set through deepspeed.utils only after a first step, which would change the weights",
-    ),
-    Symbol(_ZERO_2, "_lazy_init_hp_params_optimizer_state", "train/state.py", "as single_partition_of_fp32_groups"),
-    Symbol(_ZERO_3, "fp32_partitioned_groups_flat", "train/state.py", "as single_partition_of_fp32_groups"),
-    Symbol(
-        _PARAMETERS,
-        "ds_tensor",
-        "train/state.py, train/shard.py",
-        "there is no documented way to free a partition, or to learn its size with padding",
-    ),
-    Symbol(_PARAMETERS, "ds_id", "train/shard.py", "no documented query tells whether a parameter is partitioned"),
-    Symbol(
-        "deepspeed.utils.z3_leaf_module",
-        "set_z3_leaf_module",
-        "train/shard.py",
-        "the documented set_z3_leaf_modules takes classes; we mark the layers of the trunk, not those of the head",
-    ),
+    # Moments can be set through deepspeed.utils only after a first step, which would change the weights.
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.single_partition_of_fp32_groups",
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state",
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.fp32_partitioned_groups_flat",
+    # There is no documented way to free a partition, or to learn its size with padding.
+    "deepspeed.runtime.zero.partition_parameters.ds_tensor",
+    # No documented query tells whether a parameter is partitioned.
+    "deepspeed.runtime.zero.partition_parameters.ds_id",
+    # The documented set_z3_leaf_modules takes classes; we mark the layers of the trunk, not those of the head.
+    "deepspeed.utils.z3_leaf_module.set_z3_leaf_module",
 )
 
 

@@ -1,8 +1,8 @@
 """Every use of an undocumented part of transformers, except the model classes that families borrow.
 
-``SYMBOLS`` lists each name, where we use it, and why the documented API does not do. tests/unit/test_upstream.py looks
-up each of them in the installed version and reports the symbol that moved. The classes of decoder layers, norms and
-rotary embeddings in ``transformers.models`` are named in the family records and tested with them.
+``SYMBOLS`` lists each name, under the reason why the documented API does not do. tests/unit/test_upstream.py looks them
+up in the installed version and reports the one that moved. The classes of decoder layers, norms and rotary embeddings
+in ``transformers.models`` are named in the family records and tested with them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,129 +26,48 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward as s
 from transformers.masking_utils import sdpa_mask as sdpa_mask
 from transformers.utils import logging as transformers_logging
 
-from mtp_train.upstream import Symbol
-
 SYMBOLS = (
-    Symbol(
-        "transformers.integrations.sdpa_attention",
-        "sdpa_attention_forward",
-        "heads/attention.py",
-        "the registry of attention functions returns it by name only to models; we call it with masks of our own",
-    ),
-    Symbol(
-        "transformers.masking_utils",
-        "sdpa_mask",
-        "heads/attention.py, cache/window.py",
-        "an attention function of our own has to be registered with a mask function, and there is no other public one",
-    ),
-    Symbol(
-        "transformers.masking_utils",
-        "find_packed_sequence_indices",
-        "trunk/load.py",
-        "it reads a value from the device in every forward, and no argument tells that rows are not packed",
-    ),
-    Symbol(
-        "transformers.cache_utils",
-        "DynamicSlidingWindowLayer",
-        "heads/module.py, heads/step.py, cache/model_cache.py",
-        "DynamicCache builds it from a config; its class is the only place that states which layers slide, by how much",
-    ),
-    Symbol(
-        "transformers.cache_utils",
-        "DynamicIndexedLayer",
-        "heads/step.py, families/mechanisms/key_pools.py, cache/model_cache.py",
-        "layers with an indexer write their indexer keys to a cache layer of this class",
-    ),
-    Symbol(
-        "transformers.cache_utils",
-        "LinearAttentionLayer",
-        "cache/recurrent.py, cache/convolved.py, cache/model_cache.py",
-        "recurrent layers read their state from a cache layer of this class",
-    ),
-    Symbol(
-        "transformers.activations",
-        "ACT2FN",
-        "cache/recurrent.py",
-        "a replaced convolution gets its activation as a name, which only this table resolves",
-    ),
-    Symbol(
-        "transformers:PretrainedConfig",
-        "_attn_implementation",
-        "heads/module.py, families/models/attached.py, cache/window.py",
-        "set_attn_implementation is a method of models; a head has a config and layers, but no model",
-    ),
-    Symbol(
-        "transformers:PretrainedConfig",
-        "_experts_implementation",
-        "heads/experts.py, heads/module.py",
-        "as _attn_implementation",
-    ),
-    Symbol(
-        "transformers.integrations.moe",
-        "ALL_EXPERTS_FUNCTIONS",
-        "heads/experts.py",
-        "the registry of functions for a mixture's experts has no public name",
-    ),
-    Symbol(
-        "transformers.integrations.hub_kernels",
-        "use_kernel_func_from_hub_with_fallback",
-        "trunk/recurrent_kernels.py",
-        "it chooses a kernel by the packages that are installed, and no argument of a model asks for torch",
-    ),
-    Symbol(
-        "transformers.integrations.mxfp4",
-        "convert_moe_packed_tensors",
-        "checkpoints/native.py",
-        "transformers unpacks MXFP4 only while it loads a whole model; we need the experts of one layer",
-    ),
-    Symbol(
-        "transformers.integrations.deepspeed",
-        "_hf_deepspeed_config_weak_ref",
-        "trunk/whole.py",
-        "the config can be set and unset, but not read back: deepspeed_config() returns a dict that cannot be set",
-    ),
-    Symbol("transformers.integrations.deepspeed", "set_hf_deepspeed_config", "trunk/whole.py", "as above"),
-    Symbol(
-        "transformers.integrations.deepspeed",
-        "unset_hf_deepspeed_config",
-        "trunk/whole.py, train/launch.py",
-        "accelerate sets the config for the whole process, while we load several models and partition only one",
-    ),
-    Symbol(
-        "transformers.conversion_mapping",
-        "get_checkpoint_conversion_mapping",
-        "families/spec.py",
-        "from_pretrained has no argument for how a wrapper's checkpoint names its language model",
-    ),
-    Symbol("transformers.conversion_mapping", "register_checkpoint_conversion_mapping", "families/spec.py", "as above"),
-    Symbol("transformers.conversion_mapping", "WeightRenaming", "families/spec.py", "as above"),
-    Symbol(
-        "transformers.core_model_loading",
-        "set_param_for_module",
-        "trunk/load.py",
-        "from_pretrained has no hook for a loaded layer; its own sharding cuts tensors before it joins or splits them",
-    ),
-    Symbol(
-        "transformers:PreTrainedModel",
-        "_keep_in_fp32_modules_strict",
-        "trunk/precision.py",
-        "a model class does not document which of its parameters stay in fp32",
-    ),
-    Symbol(
-        "transformers.integrations.hub_kernels",
-        "logger",
-        "trunk/load.py, trunk/whole.py, heads/assistant.py",
-        "its notices of kernels that are not installed come with every model, and no setting leaves them out alone",
-    ),
-    Symbol(
-        "transformers:PreTrainedModel",
-        "_keys_to_ignore_on_load_unexpected",
-        "families/spec.py, families/engines.py (in a hint)",
-        "no argument of from_pretrained accepts the tensors of a head that the model class does not have",
-    ),
+    # The registry of attention functions returns it by name only to models; we call it with masks of our own.
+    "transformers.integrations.sdpa_attention.sdpa_attention_forward",
+    # An attention function of our own has to be registered with a mask function, and no other one is public.
+    "transformers.masking_utils.sdpa_mask",
+    # It reads a value from the device in every forward, and no argument tells that rows are not packed.
+    "transformers.masking_utils.find_packed_sequence_indices",
+    # DynamicCache builds it from a config; only its class states which layers slide, and by how much.
+    "transformers.cache_utils.DynamicSlidingWindowLayer",
+    # Layers with an indexer write their indexer keys to a cache layer of this class.
+    "transformers.cache_utils.DynamicIndexedLayer",
+    # Recurrent layers read their state from a cache layer of this class.
+    "transformers.cache_utils.LinearAttentionLayer",
+    # A replaced convolution gets its activation as a name, which only this table resolves.
+    "transformers.activations.ACT2FN",
+    # A head has a config and layers, but no model with the method set_attn_implementation.
+    "transformers:PretrainedConfig._attn_implementation",
+    "transformers:PretrainedConfig._experts_implementation",
+    # The registry of functions for a mixture's experts has no public name.
+    "transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS",
+    # It chooses a kernel by the packages that are installed, and no argument of a model asks for torch.
+    "transformers.integrations.hub_kernels.use_kernel_func_from_hub_with_fallback",
+    # MXFP4 is unpacked only while a whole model is loaded; we need the experts of one layer.
+    "transformers.integrations.mxfp4.convert_moe_packed_tensors",
+    # The config can be set and unset, but not read back: deepspeed_config() returns a dict that cannot be set.
+    "transformers.integrations.deepspeed._hf_deepspeed_config_weak_ref",
+    "transformers.integrations.deepspeed.set_hf_deepspeed_config",
+    # Accelerate sets the config for the whole process, while we load several models and partition only one.
+    "transformers.integrations.deepspeed.unset_hf_deepspeed_config",
+    # No argument of from_pretrained says how a wrapper's checkpoint names its language model.
+    "transformers.conversion_mapping.get_checkpoint_conversion_mapping",
+    "transformers.conversion_mapping.register_checkpoint_conversion_mapping",
+    "transformers.conversion_mapping.WeightRenaming",
+    # There is no hook for a loaded layer; the loader's own sharding cuts tensors before it joins or splits them.
+    "transformers.core_model_loading.set_param_for_module",
+    # A model class does not document which of its parameters stay in fp32.
+    "transformers:PreTrainedModel._keep_in_fp32_modules_strict",
+    # Its notices of kernels that are not installed come with every model, and no setting leaves them out alone.
+    "transformers.integrations.hub_kernels.logger",
+    # No argument of from_pretrained accepts the tensors of a head that the model class does not have.
+    "transformers:PreTrainedModel._keys_to_ignore_on_load_unexpected",
 )
-"""The names that are looked up. Another one may be absent: ``_checkpoint_conversion_mapping``
-(:func:`renamed_keys`)."""
 
 
 def attention_of(config: Any) -> str | None:
@@ -253,11 +173,7 @@ def _mark_as_loaded(layer: Any) -> None:
 
 
 class _PendingLayers:
-    """The decoder layers of a model, with the names of the parameters that are not loaded yet.
-
-    Args:
-        model: A transformers causal language model without weights.
-    """
+    """The decoder layers of a model, with the names of the parameters that are not loaded yet."""
 
     def __init__(self, model: Any) -> None:
         layers = model.get_decoder().layers
@@ -303,7 +219,6 @@ def load_from_wrapper(language_model: Any, wrapper: str) -> None:
     """Make a language model's class load its weights from a wrapper's checkpoint, which has other tensor keys.
 
     Args:
-        language_model: The class of the language model.
         wrapper: The ``model_type`` of the wrapper.
     """
     from transformers import conversion_mapping
@@ -317,14 +232,17 @@ def load_from_wrapper(language_model: Any, wrapper: str) -> None:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Load a model without transformers' bars, and without its notices of kernels unless its verbosity is info."""
+    """Build or load a model without transformers' bars, its notices of kernels unless its verbosity is info, and
+    torch's warning of empty matrices: their config is refused by the shapes of stored tensors."""
     from transformers.integrations import hub_kernels
 
     hub_kernels.logger.addFilter(_is_wanted)
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
+            yield
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
@@ -337,12 +255,3 @@ def _is_wanted(_: logging.LogRecord) -> bool:
 def listed_head_keys(model_class: Any) -> list[str]:
     """Return the patterns of tensor keys that ``generate(use_mtp=True)`` takes for a head of the model class."""
     return list(model_class._keys_to_ignore_on_load_unexpected or ())
-
-
-def renamed_keys(model: Any) -> Mapping[str, str]:
-    """Return a model's mapping from tensor keys of its checkpoints to its own, as peft reads it; often empty.
-
-    transformers 5 has no such attribute any more. Model classes that come with a checkpoint may still have it.
-    """
-    mapping: Mapping[str, str] = getattr(model, "_checkpoint_conversion_mapping", {})
-    return mapping

@@ -18,7 +18,7 @@ from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.checkpoints.files import Checkpoint
-from mtp_train.heads.build import build_head, native_plan, stored_head_plan
+from mtp_train.heads.build import build_head, graft_plan, stored_head_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk, load_trunk
@@ -47,7 +47,7 @@ def load_subject(checkpoint: Checkpoint, convention: str, dtype: torch.dtype, he
         MtpError: There is no head, or the family has no such convention.
     """
     if head is None:
-        plan = native_plan(checkpoint, convention)
+        plan = graft_plan(checkpoint, checkpoint, convention)
     else:
         plan = replace(stored_head_plan(head, checkpoint.family), convention=convention)
     trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=dtype)

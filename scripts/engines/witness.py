@@ -22,7 +22,7 @@ from engines.traces import Text, after_first_round, count, cut, read_texts
 from engines.verdict import Miss, count_controls, judge, worst
 from mtp_train import __version__
 from mtp_train.checkpoints.files import Checkpoint
-from mtp_train.families.mechanisms.residual_streams import Streams
+from mtp_train.families.spec import Streams
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MOST_STEPS = {"bfloat16": 4.0, "float32": 256.0}

@@ -16,7 +16,7 @@ import torch
 from checkpoints import all_tensors
 from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greedy
 from mtp_train.checkpoints.files import open_checkpoint
-from mtp_train.heads.build import build_head, native_plan
+from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.trunk.load import load_trunk
@@ -76,7 +76,9 @@ def assert_lossless(path: Path) -> None:
     """A checkpoint decodes with its own head as without, at every depth that a head of one to three modules has."""
     checkpoint = open_checkpoint(path)
     trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
-    head = build_head(native_plan(checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32).eval()
+    head = build_head(
+        graft_plan(checkpoint, checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32
+    ).eval()
     plain = plain_greedy(trunk, PROMPT, NEW_TOKENS, ())
     for depth in (1, 2, 3):
         (result,) = SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).decode([PROMPT], NEW_TOKENS)

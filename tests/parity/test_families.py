@@ -32,7 +32,7 @@ from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.families import Family
 from mtp_train.heads.alignment import PADDING_DOCUMENT
-from mtp_train.heads.build import build_head, graft_plan, native_plan, trained_head
+from mtp_train.heads.build import build_head, graft_plan, trained_head
 from mtp_train.heads.diagnose import empty_head, layout_of, text_config_of
 from mtp_train.heads.experts import GROUPED_EXPERTS, is_stacked
 from mtp_train.heads.lora import is_lora, merged_weights, put_on_lora
@@ -71,7 +71,7 @@ class Built(NamedTuple):
 def load(path: Path) -> Built:
     checkpoint = open_checkpoint(path)
     trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
-    head = build_head(native_plan(checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32)
+    head = build_head(graft_plan(checkpoint, checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32)
     return Built(trunk, head.eval(), path)
 
 

@@ -26,11 +26,7 @@ def counts(name: str, rounds: int, tokens: int, step: float, accepted: int = 0, 
 def pair(shares: list[float], cost: float, spread: float = 0.0, seed: int = 0) -> Pair:
     """Return counts with one draft a round and plain counts of the same texts; the first ones are timed.
 
-    Args:
-        shares: By prompt, the share of drafts that are accepted.
-        cost: Time of a round over that of a plain step, the true break-even tau.
-        spread: Relative standard deviation of the time of a round.
-        seed: Seed of the times.
+    ``shares`` of drafts are accepted by prompt; ``cost`` is the true break-even tau, ``spread`` that of times.
     """
     noise = np.random.default_rng(seed).normal(1.0, spread, (2, len(shares))).tolist()
     drafted, plain = [], []

@@ -10,7 +10,6 @@ from mtp_train.heads.alignment import (
     PADDING_DOCUMENT,
     input_tokens,
     prefix_mask,
-    target_tokens,
     unroll_mask,
     valid_targets,
 )
@@ -33,16 +32,11 @@ def seen(mask_QS: Tensor) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("depth", "read", "predicted"),
-    [
-        (1, [12, 13, 14, 15, 21, 22, 23, 0, 0, 0], [13, 14, 15, 21, 22, 23, 0, 0, 0, 0]),
-        (2, [13, 14, 15, 21, 22, 23, 0, 0, 0, 0], [14, 15, 21, 22, 23, 0, 0, 0, 0, 0]),
-        (3, [14, 15, 21, 22, 23, 0, 0, 0, 0, 0], [15, 21, 22, 23, 0, 0, 0, 0, 0, 0]),
-    ],
+    ("depth", "read"),
+    [(1, [12, 13, 14, 15, 21, 22, 23, 0, 0, 0]), (3, [14, 15, 21, 22, 23, 0, 0, 0, 0, 0])],
 )
-def test_depth_k_reads_k_ahead_and_predicts_one_more(depth: int, read: list[int], predicted: list[int]) -> None:
+def test_depth_k_reads_k_ahead(depth: int, read: list[int]) -> None:
     assert input_tokens(row(TOKENS), depth).tolist() == [read]
-    assert target_tokens(row(TOKENS), depth).tolist() == [predicted]
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_logits_that_are_not_finite_are_the_trunks_fault() -> None:
     broken = tiny_trunk("llama", vocab_size=VOCAB_SIZE)
     with torch.no_grad():
         broken.layers[0].mlp.down_proj.weight[0, 0] = torch.nan
-    with pytest.raises(CheckpointError, match=r"trunk: .*layers\.0\.mlp\.down_proj\.weight holds NaN"):
+    with pytest.raises(CheckpointError, match="trunk: its logits after 4 tokens are NaN"):
         judge_of(broken, GREEDY)([RegeneratedRow("a", "g", (1, 2), (3, 4), False, 0)])
 
 

@@ -160,22 +160,6 @@ def test_prompts_are_asked_side_by_side(tmp_path: Path) -> None:
     assert counts.generated == len(served.payloads) == 12
 
 
-def test_only_what_is_missing_is_asked_for(tmp_path: Path) -> None:
-    store = RegeneratedStore(tmp_path)
-
-    def dies(payload: dict[str, Any]) -> Reply:
-        return echo(payload) if payload["prompt"][0] < 17 else Reply(500)
-
-    with pytest.raises(DataError, match=r"answers 500 .*, 8 times; .*the same command resumes from here"):
-        answer(store, dies, concurrency=1)
-    done = {row.id for row in store.rows()}
-    assert done == {prompt.id for prompt in PROMPTS[:7]}
-    counts, served = answer(RegeneratedStore(tmp_path), echo)
-    assert sorted(payload["prompt"][0] for payload in served.payloads) == [17, 18, 19, 20, 21]
-    assert counts.generated == 5
-    assert missing_prompts(PROMPTS, store, 64) == []
-
-
 def test_processes_part_the_prompts_whatever_is_done_already(tmp_path: Path) -> None:
     parts = [missing_prompts(PROMPTS, RegeneratedStore(tmp_path, rank=rank, world=2), 64) for rank in (0, 1)]
     assert sorted((prompt for part in parts for prompt in part), key=lambda prompt: prompt.id) == PROMPTS
@@ -196,14 +180,3 @@ def test_refused_prompts_are_counted_and_asked_again_later(tmp_path: Path) -> No
     assert answer(store, reply)[0] == ServedCounts(generated=0, refused=6, refusal="answers 400 (too long)")
     with pytest.raises(DataError, match=r"refuses all of 12 prompts \(answers 400 \(no\)\); expected responses"):
         answer(RegeneratedStore(tmp_path / "none"), lambda payload: Reply(400, b"no"))
-
-
-def test_responses_that_ran_into_a_limit_are_unfinished(tmp_path: Path) -> None:
-    def reply(payload: dict[str, Any]) -> Reply:
-        is_cut = payload["prompt"][0] % 3 == 0
-        return completion(token_ids=[1, 2, 3], finish_reason="length" if is_cut else "stop")
-
-    store = RegeneratedStore(tmp_path)
-    answer(store, reply)
-    assert store.to_documents(64)[1].unfinished == 4
-    assert {row.response_ids for row in store.rows()} == {(1, 2, 3), (1, 2, 3, EOS)}

@@ -31,7 +31,7 @@ from mtp_inference.sampling.chooser import Chooser, DraftChoice
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.errors import CheckpointError, MtpError, UnsupportedModelError
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
-from mtp_train.heads.assistant import load_assistant
+from mtp_train.heads.draft_model import load_assistant
 from mtp_train.trunk.load import Trunk
 from scripted import BatchRun, RandomDrafting, ScriptedDrafting, state_bound, state_errors
 from tiny import SLIDING_WINDOW, VOCAB_SIZE

@@ -20,7 +20,7 @@ from checkpoints import (
 )
 from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.errors import CheckpointError
-from mtp_train.heads.build import HeadPlan, build_head, fresh_plan, graft_plan, native_plan, trained_head
+from mtp_train.heads.build import HeadPlan, build_head, fresh_plan, graft_plan, trained_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
@@ -50,7 +50,7 @@ def stored(plan: HeadPlan) -> dict[str, tuple[str, tuple[int, ...]]]:
 @pytest.mark.parametrize("fused", ["neither", "base", "both"])
 def test_a_head_keeps_the_expert_layout_that_it_has(fused: str, tmp_path: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5_moe")
-    expected = build(native_plan(open_checkpoint(base), "auto"), open_checkpoint(base))
+    expected = build(graft_plan(open_checkpoint(base), open_checkpoint(base), "auto"), open_checkpoint(base))
     if fused != "neither":
         fuse_experts(base)
     if fused == "both":
@@ -90,7 +90,7 @@ def test_a_weight_that_is_not_finite_is_refused(value: float, tmp_path: Path) ->
     norm[3] = value
     broken = change(path, "mtp.norm.weight", norm)
     with pytest.raises(CheckpointError, match=r"mtp\.norm\.weight: holds NaN or infinite values"):
-        build(native_plan(broken, "auto"), broken)
+        build(graft_plan(broken, broken, "auto"), broken)
 
 
 @pytest.mark.parametrize(("family_name", "identity"), [("qwen3_5", 0.0), ("glm4_moe", 1.0)])
@@ -152,7 +152,7 @@ def test_the_routers_bias_is_never_rounded(tmp_path: Path) -> None:
     precise = torch.tensor([1.0, 1.0 + 2**-20, -0.3, 7.7])
     assert not torch.equal(precise.bfloat16().float(), precise)
     checkpoint = change(path, f"model.{BIAS}", precise)
-    plan = native_plan(checkpoint, "auto")
+    plan = graft_plan(checkpoint, checkpoint, "auto")
     head = build(plan, checkpoint, torch.bfloat16)
     name, bias = next((name, value) for name, value in head.state_dict().items() if name.endswith("correction_bias"))
     assert bias.dtype == torch.float32
@@ -166,7 +166,7 @@ def test_the_routers_bias_is_never_rounded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family_name", FAMILY_NAMES)
 def test_a_head_trained_in_fp32_is_written_as_it_was_stored(family_name: str, tmp_path: Path) -> None:
     checkpoint = with_head(family_name, tmp_path / "base", torch.bfloat16)
-    plan = native_plan(checkpoint, "auto")
+    plan = graft_plan(checkpoint, checkpoint, "auto")
     head = build(plan, checkpoint)
     with torch.no_grad():
         head.blocks[0].proj.weight.mul_(2)

@@ -18,7 +18,7 @@ from mtp_inference import Request, SpeculativeDecoder, plain_greedy
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError, DataError, MtpError, UnsupportedModelError
-from mtp_train.heads.build import native_plan
+from mtp_train.heads.build import graft_plan
 
 PROMPT = "<|im_start|>user\nsay 1<|im_end|>\n<|im_start|>assistant\n"
 
@@ -88,8 +88,9 @@ def test_a_stop_string_ends_a_text(decoder: SpeculativeDecoder) -> None:
 
 
 def test_what_drafts_is_named(pristine: Path, tmp_path: Path, decoder: SpeculativeDecoder) -> None:
-    plan = native_plan(open_checkpoint(pristine / "base"), "auto")
+    plan = graft_plan(open_checkpoint(pristine / "base"), open_checkpoint(pristine / "base"), "auto")
     save_artifact(Artifact(**vars(plan), num_depths=3, notes={}), tmp_path / "head")
+    (tmp_path / "recipe.yaml").touch()
     expected = SpeculativeDecoder.from_pretrained(pristine / "finetune", depth=0, device="cpu").generate(PROMPT, 12)[0]
     assert expected.num_draft_tokens == 0
     for head in (pristine / "base", tmp_path / "head", tmp_path, "ngram", f"model:{pristine / 'base'}"):

@@ -18,7 +18,7 @@ from checkpoints import all_tensors, base_and_finetune, save_with_head
 from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greedy
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
-from mtp_train.heads.build import build_head, native_plan
+from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
@@ -68,7 +68,9 @@ def packed(path: Path) -> dict[str, Tensor]:
 def loaded(path: Path) -> tuple[Trunk, MtpHead]:
     checkpoint = open_checkpoint(path)
     trunk = load_trunk(path, checkpoint.family, dtype=torch.float32)
-    return trunk, build_head(native_plan(checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32).eval()
+    return trunk, build_head(
+        graft_plan(checkpoint, checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32
+    ).eval()
 
 
 @torch.inference_mode()

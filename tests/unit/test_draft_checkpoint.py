@@ -12,6 +12,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from checkpoints import shard
 from draft_models import CHOSEN, NUM_DEPTHS, DraftModelToWrite
+from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.errors import CheckpointError
 from tiny import VOCAB_SIZE
@@ -82,9 +83,10 @@ def test_the_config_is_one_of_the_layer_for_old_and_new_readers(kind: str, tmp_p
 def test_a_large_lm_head_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = DraftModelToWrite(tmp_path, "eagle3", CHOSEN)
     sizes = []
+    monkeypatch.setattr(files, "BLOCK_ELEMENTS", 5 * 32)
 
     def in_blocks(checkpoint: Checkpoint, key: str, whole: object = Checkpoint.read_in_blocks) -> object:
-        for block in whole(checkpoint, key, max_elements=5 * 32):  # type: ignore[operator]
+        for block in whole(checkpoint, key):  # type: ignore[operator]
             sizes.append(len(block))
             yield block
 

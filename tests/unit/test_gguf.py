@@ -17,9 +17,9 @@ from checkpoints import all_tensors
 from gguf_files import VOCAB_SIZE, checkpoint_with_head, exported, metadata, values
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
-from mtp_train.checkpoints.gguf.tensors import GgufTensor, gguf_tensors, trunk_names
+from mtp_train.checkpoints.gguf.tensors import gguf_tensors, trunk_names
 from mtp_train.checkpoints.native import NativeHead
-from mtp_train.checkpoints.writing import held_tensor
+from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import FAMILIES
@@ -119,20 +119,14 @@ def test_q8_0_is_near_and_spares_what_it_cannot_hold(qwen: Path, tmp_path: Path)
     assert not np.array_equal(values(reader)["blk.4.attn_q.weight"], exact["blk.4.attn_q.weight"])
 
 
-def hand_made(path: Path, family_name: str, tensors: dict[str, torch.Tensor], record: str) -> dict[str, GgufTensor]:
+def hand_made(path: Path, family_name: str, tensors: dict[str, torch.Tensor], record: str) -> dict[str, PendingTensor]:
     """Name a head of these native tensors on a tiny trunk."""
     checkpoint = open_checkpoint(checkpoint_with_head(path, family_name))
     head = NativeHead(tuple(held_tensor(key, "F32", value) for key, value in tensors.items()), (), {})
     layers = checkpoint.text_config["num_hidden_layers"]
     config = {"qk_nope_head_dim": 3, "v_head_dim": 2, "num_hidden_layers": layers}
     found = gguf_tensors(checkpoint, layout_of(checkpoint), head, GGUF_HEADS[record], config)
-    return {tensor.name: tensor for tensor in found}
-
-
-def whole(tensor: GgufTensor) -> torch.Tensor:
-    value = torch.cat(list(tensor.blocks()))
-    assert tuple(value.shape) == tensor.shape
-    return value
+    return {tensor.key: tensor for tensor in found}
 
 
 def test_latent_attention_is_cut_into_keys_and_values(tmp_path: Path) -> None:
@@ -140,7 +134,7 @@ def test_latent_attention_is_cut_into_keys_and_values(tmp_path: Path) -> None:
     kv_b = torch.randn(heads * 5, latent)
     key = "model.layers.3.self_attn.kv_b_proj.weight"
     found = hand_made(tmp_path / "tuned", "glm4_moe", {key: kv_b}, "glm4_moe_lite")
-    keys, its_values = whole(found["blk.3.attn_k_b.weight"]), whole(found["blk.3.attn_v_b.weight"])
+    keys, its_values = found["blk.3.attn_k_b.weight"].load(), found["blk.3.attn_v_b.weight"].load()
     assert (keys.shape, its_values.shape) == ((heads, latent, 3), (heads, 2, latent))
     assert torch.equal(keys[1, :, 2], kv_b[5 + 2])
     assert torch.equal(its_values[1, 0], kv_b[5 + 3])

@@ -13,8 +13,7 @@ from draft_models import CHOSEN, NUM_LAYERS, DraftModelToWrite
 from gguf_files import metadata, values
 from mtp_train import inspect
 from mtp_train.checkpoints.files import open_checkpoint
-from mtp_train.checkpoints.gguf.draft_model import write_draft_gguf
-from mtp_train.checkpoints.gguf.model_file import open_gguf
+from mtp_train.checkpoints.gguf.model_file import open_gguf, write_draft_gguf
 from mtp_train.runs.display import quiet_progress
 
 TOKENS = ["a", "b", "c"]

@@ -34,13 +34,7 @@ def recipe(precision: str, depths: int, lora: dict[str, Any] | None = None, chec
 
 
 class Step:
-    """A training step of a head, as a recipe has it.
-
-    Args:
-        trunk: The trunk.
-        head: The head; gets LoRA's matrices if the recipe says so.
-        used: The recipe.
-    """
+    """A training step of a head, as a recipe has it; the head gets LoRA's matrices if the recipe says so."""
 
     def __init__(self, trunk: Trunk, head: MtpHead, used: Recipe) -> None:
         self.weights = {name: value.detach().clone() for name, value in head.named_parameters()}

@@ -14,7 +14,7 @@ from mtp_train.checkpoints.export import write_head_only
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.native import native_head_of
 from mtp_train.cli.main import main
-from mtp_train.heads.build import build_head, native_plan
+from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
 from runs import document, tree
 from tiny import ALL_FAMILIES, FAMILY_NAMES
@@ -49,7 +49,7 @@ def test_a_head_alone_opens_again_bit_for_bit(family_name: str, sharded: bool, t
     others = {name: data for name, data in tree(base).items() if ".safetensors" not in name}
     assert {name: data for name, data in tree(tmp_path / "out").items() if ".safetensors" not in name} == others
     assert {"config.json", "generation_config.json", "tokenizer.json"} <= others.keys()
-    plan = native_plan(checkpoint, "auto")
+    plan = graft_plan(checkpoint, checkpoint, "auto")
     build_head(plan, text_config_of(checkpoint), dtype=torch.float32)
 
 

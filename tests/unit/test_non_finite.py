@@ -1,4 +1,4 @@
-"""Logits that are NaN or infinite end decoding with the layer or the parameter that made them."""
+"""Logits that are NaN or infinite end decoding."""
 
 from __future__ import annotations
 
@@ -50,51 +50,32 @@ class BadAfter(torch.nn.Module):
         return made if self.calls >= 0 else made * torch.inf
 
 
-@pytest.mark.parametrize("depth", [0, 3])
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
-def test_a_parameter_of_the_trunk_is_named(trunk: Trunk, head: MtpHead, depth: int, sampling: Sampling) -> None:
-    assert len(decode(trunk, head, depth, sampling)) == 2, "the control"
-    with torch.no_grad():
-        trunk.layers[1].mlp.down_proj.weight[0, 0] = torch.nan
-    named = r"trunk: its logits after \d tokens are NaN or infinite \(float32\); expected finite logits\. The parameter"
-    with pytest.raises(CheckpointError, match=named + r" model\.layers\.1\.mlp\.down_proj\.weight holds NaN"):
-        decode(trunk, head, depth, sampling)
+def refused(source: str) -> Any:
+    message = rf"{source}: its logits after \d+ tokens are NaN or infinite \(float32\); expected finite logits\."
+    return pytest.raises(CheckpointError, match=message)
 
 
 @pytest.mark.parametrize("calls", [0, 1, 4])
 @pytest.mark.parametrize("depth", [0, 3])
-def test_the_first_layer_that_overflows_is_named(trunk: Trunk, head: MtpHead, depth: int, calls: int) -> None:
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_a_layer_of_the_trunk_that_overflows(
+    trunk: Trunk, head: MtpHead, depth: int, calls: int, sampling: Sampling
+) -> None:
     """In prefill, in the first round, and in a later one."""
+    assert len(decode(trunk, head, depth, sampling)) == 2, "the control"
     mlp = trunk.layers[2].mlp
     mlp.up_proj = BadAfter(mlp.up_proj, calls)
-    first = r"The first such values leave model\.layers\.2\.mlp\.up_proj \(BadAfter\), whose inputs are finite"
-    with pytest.raises(CheckpointError, match=first):
-        decode(trunk, head, depth)
-
-
-def test_what_a_module_computes_itself_is_its_own(trunk: Trunk) -> None:
-    """Neither a part of it nor what reads it later makes the first such values."""
-    mlp = trunk.layers[0].mlp
-    mlp.act_fn = torch.nn.Identity()
-    for part in (mlp.gate_proj, mlp.up_proj):
-        part.weight.data.mul_(1e25)
-    with pytest.raises(CheckpointError, match=r"leave model\.layers\.0\.mlp \(\w+\), whose inputs are finite"):
-        decode(trunk, None, 0)
+    with refused("trunk"):
+        decode(trunk, head, depth, sampling)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_a_head_is_told_from_the_trunk(trunk: Trunk, head: MtpHead, sampling: Sampling) -> None:
     with torch.no_grad():
         head.blocks[0].final_norm.weight[3] = torch.inf
-    with pytest.raises(CheckpointError, match=r"head: its logits after \d+ tokens .*final_norm\.weight holds NaN"):
+    with refused("drafter"):
         decode(trunk, head, 3, sampling)
     assert len(decode(trunk, head, 0, sampling)) == 2, "without drafts nobody reads it"
-
-
-def test_a_layer_of_a_head_is_named(trunk: Trunk, head: MtpHead) -> None:
-    head.blocks[0].layer.mlp.up_proj.weight.data.fill_(3e38)
-    with pytest.raises(CheckpointError, match=r"head: .*The first such values leave blocks\.0\.layer\.mlp"):
-        decode(trunk, head, 3)
 
 
 def test_tokens_that_a_head_may_not_draft_are_no_fault(trunk: Trunk, head: MtpHead) -> None:

@@ -18,7 +18,7 @@ from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.quantised import leave_alone
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
-from mtp_train.heads.build import build_head, graft_plan, native_plan
+from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of, stored_dtype, text_config_of
 from mtp_train.runs.checkpoint_tools.inspect import compare_trunks
 from mtp_train.trunk.load import load_trunk
@@ -228,7 +228,7 @@ def test_a_head_in_fp8_is_read_with_its_scales(family_name: str, tmp_path: Path)
     heads = "|".join(key for key in all_tensors(base) if layout.is_head_key(key) and key.endswith("_proj.weight"))
     plain = quantise(base, heads)
     checkpoint = open_checkpoint(base)
-    head = build_head(native_plan(checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32)
+    head = build_head(graft_plan(checkpoint, checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32)
     native = {key: value for name, tensor in head.state_dict().items() for key, value in layout.split(name, tensor)}
     # Grafted, it is in bf16, and without scales; elsewhere it stays what it was.
     assert graft(finetune, base, tmp_path / "out") == 0

@@ -13,7 +13,6 @@ import torch
 
 from checkpoints import base_and_finetune, save_with_head
 from mtp_train.checkpoints.files import open_checkpoint
-from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import (
     FAMILIES,
@@ -40,8 +39,8 @@ from mtp_train.families.spec import (
     TrunkTraits,
     Wiring,
 )
-from mtp_train.heads.build import build_head, native_plan
-from mtp_train.heads.diagnose import empty_head, text_config_of
+from mtp_train.heads.build import build_head, graft_plan
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.step import unroll
 from runs import document, tiny_recipe
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
@@ -66,12 +65,7 @@ TOY = Family(
     wiring=Wiring(concat="hidden_first", conventions={"vllm": Convention(zero_first_embedding=True)}),
     layer=HeadLayer(
         config=with_layers,
-        borrowed=Borrowed(
-            python_module="transformers.models.llama.modeling_llama",
-            layer="LlamaDecoderLayer",
-            norm="LlamaRMSNorm",
-            rotary="LlamaRotaryEmbedding",
-        ),
+        borrowed=Borrowed("llama", "Llama"),
     ),
     trunk=TrunkTraits(stand_in=TrunkClass(model_type="llama")),
     engines=engine_table(transformers=no("has no class for it")),
@@ -96,25 +90,15 @@ def test_a_registered_family_is_found_until_it_is_removed(toy: Family) -> None:
     assert toy not in FAMILIES
 
 
-def test_its_head_keys_go_to_ours_and_back(toy: Family) -> None:
-    empty = empty_head(toy, tiny_trunk("toy").config, 2)
-    layout = HeadLayout(toy, "model.", 3)
-    generator = torch.Generator().manual_seed(0)
-    state = {name: torch.randn(value.shape, generator=generator) for name, value in empty.items()}
-    native = {key: part for name, value in state.items() for key, part in layout.split(name, value)}
-    assert "toy_head.1.self_attn.q_proj.weight" in native
-    joined = layout.join(native)
-    assert joined.keys() == state.keys()
-    assert all(torch.equal(joined[name], value) for name, value in state.items())
-
-
 @torch.inference_mode()
 def test_its_head_is_read_from_a_checkpoint_and_runs(toy: Family, tmp_path: Path) -> None:
     trunk = tiny_trunk("toy")
     written = tiny_head(trunk)
     checkpoint = open_checkpoint(save_with_head(trunk, written, tmp_path / "toy"))
     assert {"toy_head.0.join.weight", "toy_head.0.mlp.up_proj.weight"} <= set(checkpoint.tensors)
-    read = build_head(native_plan(checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32).eval()
+    read = build_head(
+        graft_plan(checkpoint, checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32
+    ).eval()
     tokens_BT = torch.randint(VOCAB_SIZE, (2, 7), generator=torch.Generator().manual_seed(3))
     hidden_BTD = trunk.head_input(trunk.hidden(tokens_BT), read.convention)
     states = [

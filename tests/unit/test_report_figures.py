@@ -65,9 +65,8 @@ def test_figures_show_the_cells(full: list[FigureFile]) -> None:
     assert [one.stem for one, other in zip(drawn, full, strict=True) if one.png == other.png] == ["output_position"]
 
 
-@pytest.mark.parametrize("name", [r"$\frac$", "x" * 300, "<b>&"], ids=["mathematics", "long", "markup"])
-def test_names_of_any_kind_are_drawn(name: str) -> None:
-    figures = render_figures(only(name))
+def test_names_of_any_kind_are_drawn() -> None:
+    figures = render_figures(only(rf"$\frac$ <b>& {'x' * 300}"))
     assert len(figures) == 3
     assert all(pixels(figure).width == pixels(figures[0]).width for figure in figures)
 

@@ -209,18 +209,6 @@ def test_a_stop_string_may_end_inside_an_accepted_draft(is_ahead: bool, monkeypa
     assert said(third) == (tuple(plain_text("qwen3_5", prompt(4), 9)), letters(third.token_ids), "length")
 
 
-def test_a_row_ended_by_a_stop_string_is_out_of_use_on_the_device() -> None:
-    plain = plain_text("qwen3_5", prompt(6))
-    decoder = right("qwen3_5", rows=2)
-    requests = [
-        Request(prompt_ids=prompt(6), max_new_tokens=99, stop=(letters(plain[4:7]),)),
-        Request(prompt_ids=prompt(7), max_new_tokens=28),
-    ]
-    decoder.decode(requests)
-    assert decoder._rounds is not None
-    assert not decoder._rounds.batch.active_B.any()
-
-
 def test_a_text_may_end_at_prefill_and_leaves_its_row_to_the_next() -> None:
     plain = plain_text("glm4_moe", prompt(5), 3)
     requests = [

@@ -27,7 +27,7 @@ from mtp_train import inspect
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Convention
-from mtp_train.heads.build import build_head, native_plan
+from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.trunk.load import Trunk, load_trunk
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
@@ -53,6 +53,8 @@ def test_a_vision_language_wrapper_gives_its_text_model(
     plain, wrapped = load(base), load(wrap_as_vision_language(tmp_path / "wrapped", wrapper))
     expected = plain.logits(plain.hidden(TOKENS_1T))
     assert torch.equal(wrapped.logits(wrapped.hidden(TOKENS_1T)), expected)
+    assert not any(parameter.requires_grad for parameter in plain.parameters())
+    assert not any(module.training for module in plain.modules())
 
 
 def test_an_adapter_is_applied_unmerged_and_frozen(tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ def test_a_release_may_keep_the_text_model_s_fields_beside_those_of_its_other_pa
     checkpoint = open_checkpoint(tmp_path)
     loaded = load(tmp_path)
     assert torch.equal(loaded.logits(loaded.hidden(TOKENS_1T)), trunk.logits(trunk.hidden(TOKENS_1T)))
-    head = build_head(native_plan(checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32)
+    head = build_head(graft_plan(checkpoint, checkpoint, "auto"), text_config_of(checkpoint), dtype=torch.float32)
     assert all(torch.equal(head.state_dict()[name], value) for name, value in tiny_head(trunk).state_dict().items())
 
 

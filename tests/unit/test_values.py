@@ -15,18 +15,9 @@ from safetensors.torch import save_file
 from checkpoints import all_tensors, base_and_finetune, save_stripped
 from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint, open_checkpoint, scan_safetensors
 from mtp_train.checkpoints.quantised import read_plain_in_blocks
-from mtp_train.checkpoints.values import common_tensors, find_non_finite, paired_rows, squared_change
+from mtp_train.checkpoints.values import common_tensors, find_non_finite, squared_change
 from mtp_train.heads.diagnose import layout_of
 from tiny import tiny_trunk
-
-
-@pytest.mark.parametrize(("ours", "theirs"), [([3, 3, 1], [2, 5]), ([7], [1, 1, 1, 4]), ([2, 2], [7]), ([7], [3])])
-def test_rows_meet_however_each_side_is_cut_up(ours: list[int], theirs: list[int]) -> None:
-    whole_TD = torch.arange(14.0).view(7, 2)
-    mine, other = (iter(whole_TD[: sum(sizes)].split(sizes)) for sizes in (ours, theirs))
-    pairs = list(paired_rows(mine, other))
-    assert all(torch.equal(new, old) for new, old in pairs)
-    assert torch.equal(torch.cat([new for new, _ in pairs]), whole_TD[: min(sum(ours), sum(theirs))])
 
 
 def stored(folder: Path, tensor: torch.Tensor) -> Checkpoint:

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtp_train.checkpoints import writing
-from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, TORCH_DTYPES, scan_safetensors
+from mtp_train.checkpoints.export import shard_tensors
+from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, TORCH_DTYPES, Checkpoint, read_metadata, scan_safetensors
 from mtp_train.checkpoints.writing import (
     PendingTensor,
     new_directory,
-    rewrite_safetensors,
     write_json,
     write_safetensors,
     write_text,
@@ -26,7 +26,7 @@ from mtp_train.errors import CheckpointError, OutputExistsError
 
 
 def pending(key: str, value: Tensor, dtype: str | None = None) -> PendingTensor:
-    return PendingTensor(key, dtype or SAFETENSORS_DTYPES[value.dtype], tuple(value.shape), lambda: value)
+    return PendingTensor(key, dtype or SAFETENSORS_DTYPES[value.dtype], tuple(value.shape), lambda: [value])
 
 
 def bits(value: Tensor) -> bytes:
@@ -69,10 +69,10 @@ def test_any_shape_and_stride_is_written(value: Tensor, tmp_path: Path) -> None:
 def test_one_tensor_is_loaded_at_a_time(tmp_path: Path) -> None:
     written: list[int] = []
 
-    def loader(number: int) -> Callable[[], Tensor]:
-        def load() -> Tensor:
+    def loader(number: int) -> Callable[[], list[Tensor]]:
+        def load() -> list[Tensor]:
             written.append((tmp_path / "two.safetensors").stat().st_size)
-            return torch.full((1 << 16,), float(number))
+            return [torch.full((1 << 16,), float(number))]
 
         return load
 
@@ -83,7 +83,7 @@ def test_one_tensor_is_loaded_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_tensor_of_another_shape_than_announced_is_refused(tmp_path: Path) -> None:
-    wrong = PendingTensor("it", "F32", (2, 3), lambda: torch.ones(3, 2))
+    wrong = PendingTensor("it", "F32", (2, 3), lambda: [torch.ones(3, 2)])
     with pytest.raises(CheckpointError, match=r"it: shape \[3, 2\]; expected \[2, 3\]"):
         write_safetensors(tmp_path / "one.safetensors", [wrong])
 
@@ -96,7 +96,8 @@ def test_a_patch_touches_the_bytes_of_its_tensors_only(tmp_path: Path) -> None:
     header = json.loads(before[8 : 8 + header_bytes])
     new = {"BF16": torch.full((2, 3), -1.5, dtype=torch.bfloat16), "odd": torch.tensor([False, True, False])}
     changes = {key: pending(key, value) for key, value in new.items()}
-    rewrite_safetensors(file, tmp_path / "new.safetensors", changes)
+    tensors = shard_tensors(Checkpoint(tmp_path, {}, None, scan_safetensors(file)), file.name, changes)
+    write_safetensors(tmp_path / "new.safetensors", tensors, read_metadata(file))
     expected = bytearray(before)
     for key, value in new.items():
         start, end = (8 + header_bytes + offset for offset in header[key]["data_offsets"])

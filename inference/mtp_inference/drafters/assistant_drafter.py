@@ -32,7 +32,7 @@ class AssistantDrafting(Drafting):
 
     Args:
         model: transformers' model of the assistant, on the trunk's device and in its dtype. ``load_assistant`` in
-            ``mtp_train.heads.assistant`` loads it; ``from_pretrained(..., head=ASSISTANT)`` does both.
+            ``mtp_train.heads.draft_model`` loads it; ``from_pretrained(..., head=ASSISTANT)`` does both.
         assistant: The record of the assistant.
         convention: ``auto``, or the engine whose positions to follow: ``transformers``, ``vllm`` or ``llama.cpp``.
 
@@ -52,7 +52,6 @@ class AssistantDrafting(Drafting):
         self.convention = assistant.convention(convention)
 
     def check(self, trunk: Trunk, depth: int) -> None:
-        """Check the trunk's size and dtype."""
         hidden, vocab = self.model.post_projection.out_features, self.model.lm_head.out_features
         if (hidden, vocab) != tuple(reversed(trunk.lm_head_VD.shape)):
             raise MtpError(

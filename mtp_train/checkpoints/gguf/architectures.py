@@ -7,6 +7,7 @@ no record if llama.cpp has no graph for its head.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -40,13 +41,13 @@ from mtp_train.checkpoints.gguf.record import (
     real,
     rope_of,
     rope_scaling,
+    rope_value,
     rotated,
     router,
     sections_always,
     total,
     weights,
     whole,
-    window_theta,
     yarn_log_multiplier,
 )
 from mtp_train.errors import UnsupportedModelError
@@ -56,7 +57,6 @@ _SLIDING = "sliding_attention"
 
 
 def _kinds(config: RawConfig) -> list[str]:
-    """Return the attention type of each block."""
     modules = list(config.get("mtp_layer_types") or [_SLIDING] * config[NUM_MODULES])
     return [*config["layer_types"], *modules[: config[NUM_MODULES]]]
 
@@ -106,7 +106,7 @@ _MIMO_V2 = GgufHead(
         "attention.sliding_window": whole("sliding_window_size", "sliding_window"),
         "attention.sliding_window_pattern": _mimo_windows,
         "rope.freq_base": _THETA,
-        "rope.freq_base_swa": either(real("swa_rope_theta"), window_theta),
+        "rope.freq_base_swa": either(real("swa_rope_theta"), rope_value("rope_theta", of=_SLIDING)),
         "rope.dimension_count": rotated("head_dim", 0.334),
     },
 )
@@ -114,30 +114,8 @@ _MIMO_V2 = GgufHead(
 # Step-3.5
 
 
-def _step_heads(config: RawConfig) -> Value:
-    full, sliding = config["num_attention_heads"], config["num_sliding_attention_heads"]
-    return [sliding if kind == _SLIDING else full for kind in _kinds(config)]
-
-
-def _step_key_heads(config: RawConfig) -> Value:
-    return [config["num_key_value_heads"]] * len(_kinds(config))
-
-
-def _step_windows(config: RawConfig) -> Value:
-    return [kind == _SLIDING for kind in _kinds(config)]
-
-
-def _step_first_sparse(config: RawConfig) -> Value:
-    kinds = config["mlp_layer_types"]
-    return kinds.index("sparse") if "sparse" in kinds else 0
-
-
 def _is_llama3(config: RawConfig) -> bool:
     return rope_of(config).get("rope_type") == "llama3"
-
-
-def _step_rope_type(config: RawConfig) -> Value | None:
-    return None if _is_llama3(config) else DECODER["rope.scaling.type"](config)
 
 
 def _llama3_factors(config: RawConfig) -> list[float] | None:
@@ -180,17 +158,22 @@ _STEP = GgufHead(
     fields={
         **DECODER,
         **EXPERTS,
-        "attention.head_count": _step_heads,
-        "attention.head_count_kv": _step_key_heads,
+        "attention.head_count": lambda config: [
+            config["num_sliding_attention_heads" if kind == _SLIDING else "num_attention_heads"]
+            for kind in _kinds(config)
+        ],
+        "attention.head_count_kv": lambda config: [config["num_key_value_heads"]] * len(_kinds(config)),
         "attention.sliding_window": whole("sliding_window"),
-        "attention.sliding_window_pattern": _step_windows,
+        "attention.sliding_window_pattern": lambda config: [kind == _SLIDING for kind in _kinds(config)],
         "expert_shared_feed_forward_length": whole("share_expert_dim"),
         "expert_weights_scale": real("moe_router_scaling_factor"),
         "expert_weights_norm": flag("norm_expert_weight"),
-        "leading_dense_block_count": _step_first_sparse,
+        "leading_dense_block_count": lambda config: (
+            config["mlp_layer_types"].index("sparse") if "sparse" in config["mlp_layer_types"] else 0
+        ),
         "moe_every_n_layers": whole("moe_every_n_layer", default=1),
-        "rope.freq_base_swa": window_theta,
-        "rope.scaling.type": _step_rope_type,
+        "rope.freq_base_swa": rope_value("rope_theta", of=_SLIDING),
+        "rope.scaling.type": lambda config: None if _is_llama3(config) else DECODER["rope.scaling.type"](config),
         "swiglu_clamp_exp": limits("swiglu_limits"),
         "swiglu_clamp_shexp": limits("swiglu_limits_shared"),
     },
@@ -270,11 +253,6 @@ _NEMOTRON = GgufHead(
 # Ling 3
 
 
-def _ling_key_heads(config: RawConfig) -> Value:
-    """List 1 for latent attention (all heads share one latent) and 0 for layers with a recurrent state."""
-    return [int(kind == "full_attention") for kind in config["layer_types"]] + [1] * config[NUM_MODULES]
-
-
 _LING_NAMES = {native.replace("self_attn.", "attention."): ours for native, ours in LATENT_ATTENTION.items()}
 _LING = GgufHead(
     arch="bailingmoe3",
@@ -295,7 +273,11 @@ _LING = GgufHead(
         **EXPERTS,
         "vocab_size": whole("vocab_size"),
         "context_length": whole("max_position_embeddings", "model_max_length"),
-        "attention.head_count_kv": _ling_key_heads,
+        # 1 for latent attention, where all heads share one latent, and 0 for layers with a recurrent state.
+        "attention.head_count_kv": lambda config: [
+            *(int(kind == "full_attention") for kind in config["layer_types"]),
+            *[1] * config[NUM_MODULES],
+        ],
         "attention.q_lora_rank": whole("q_lora_rank"),
         "attention.kv_lora_rank": whole("kv_lora_rank"),
         "attention.key_length": total("kv_lora_rank", "qk_rope_head_dim"),
@@ -326,11 +308,6 @@ _LING = GgufHead(
 # Command A+
 
 
-def _command_first_sparse(config: RawConfig) -> Value:
-    kinds = config["mlp_layer_types"]
-    return next((index for index, kind in enumerate(kinds) if kind != "dense"), len(kinds))
-
-
 def _if_shared(field: Field) -> Field:
     return lambda config: field(config) if config["num_shared_experts"] else None
 
@@ -351,7 +328,9 @@ _COMMAND = GgufHead(
         "attention.sliding_window_pattern": of_kind(_SLIDING),
         "rope.dimension_count": whole("head_dim"),
         "rope.scaling.type": always("none"),
-        "leading_dense_block_count": _command_first_sparse,
+        "leading_dense_block_count": lambda config: len(
+            list(itertools.takewhile(lambda kind: kind == "dense", config["mlp_layer_types"]))
+        ),
         "expert_feed_forward_length": whole("intermediate_size"),
         "expert_shared_count": _if_shared(whole("num_shared_experts")),
         "expert_shared_feed_forward_length": _if_shared(product("intermediate_size", "num_shared_experts")),
@@ -380,11 +359,6 @@ def _ratios(config: RawConfig) -> Value:
 
 def _bounds(config: RawConfig) -> Value:
     return [float(config["swiglu_limit"])] * (config["num_hidden_layers"] + config[NUM_MODULES])
-
-
-def _by_token(config: RawConfig) -> Value:
-    """Count the first layers, which route by token id."""
-    return list(config["mlp_layer_types"]).count("hash_moe")
 
 
 _DEEPSEEK_V4 = GgufHead(
@@ -444,7 +418,8 @@ _DEEPSEEK_V4 = GgufHead(
         "hyper_connection.count": whole("hc_mult"),
         "hyper_connection.sinkhorn_iterations": whole("hc_sinkhorn_iters"),
         "hyper_connection.epsilon": real("hc_eps"),
-        "hash_layer_count": _by_token,
+        # The first layers route by token id.
+        "hash_layer_count": lambda config: list(config["mlp_layer_types"]).count("hash_moe"),
     },
 )
 _QWEN = GgufHead(

@@ -1,4 +1,4 @@
-"""Read GGUF files of whole models, and write one with a head in it.
+"""Read GGUF files of whole models: write one with a head in it or a draft model beside one, dequantise one.
 
 llama.cpp stores the modules of a head as blocks behind the trunk's: ``block_count`` counts both,
 ``nextn_predict_layers`` the modules. Lists with a value for each block are that long.
@@ -6,27 +6,38 @@ llama.cpp stores the modules of a head as blocks behind the trunk's: ``block_cou
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import logging
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
+from gguf import GGMLQuantizationType as Stored
 from gguf import GGUFReader, GGUFValueType, ReaderField, ReaderTensor
+from huggingface_hub import constants
 from rich.progress import Progress
 from torch import Tensor
 
-from mtp_train.checkpoints.export import LinkMode, place_file
-from mtp_train.checkpoints.gguf.record import Value
+from mtp_train.checkpoints.draft_checkpoint import CHOSEN_KEY, OFFSETS_KEY, OUTPUT_KEY
+from mtp_train.checkpoints.export import LinkMode, add_in_place, place_file
+from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, Checkpoint, open_checkpoint
+from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
+from mtp_train.checkpoints.gguf.record import ATTENTION, BEFORE_FFN, DECODER, DENSE, Value, flag, whole
 from mtp_train.checkpoints.gguf.sidecar import GgufKind, add_info, add_value, encoded, write_values
-from mtp_train.checkpoints.gguf.tensors import GgufTensor
-from mtp_train.checkpoints.writing import full_disk_is_named
-from mtp_train.errors import CheckpointError
+from mtp_train.checkpoints.gguf.tensors import paired
+from mtp_train.checkpoints.keymap import HeadLayout
+from mtp_train.checkpoints.native import NativeHead, stored_tensor
+from mtp_train.checkpoints.writing import PendingTensor, full_disk_is_named, new_directory
+from mtp_train.errors import CheckpointError, UnsupportedModelError
 
 SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 """The end of the name of a split."""
@@ -125,9 +136,7 @@ def with_modules(trunk: GgufModel, donor: Mapping[str, Value], num_modules: int)
     """Return the fields that change where a head joins a trunk, named without their prefix.
 
     Args:
-        trunk: The model without the head.
         donor: Fields of the model that the head is from, of which the lists reach over the head's blocks.
-        num_modules: Modules of the head.
     """
     changed: dict[str, Value] = {BLOCK_COUNT: trunk.num_layers + num_modules, NUM_MODULES_KEY: num_modules}
     for name, theirs in donor.items():
@@ -145,7 +154,7 @@ def with_modules(trunk: GgufModel, donor: Mapping[str, Value], num_modules: int)
 
 def write_embedded(
     trunk: GgufModel,
-    head: Sequence[GgufTensor | ReaderTensor],
+    head: Sequence[PendingTensor | ReaderTensor],
     changed: Mapping[str, Value],
     out: Path,
     *,
@@ -162,13 +171,6 @@ def write_embedded(
         head: The head's tensors: encoded as ``kind``, or copied as another file has them.
         changed: Fields that change, without the architecture's prefix.
         out: The new file; splits are named after it.
-        kind: Storage of the head's matrices.
-        link: How later splits are placed.
-        progress: Shows the tensors that are written.
-
-    Raises:
-        CheckpointError: A weight of the head is not finite, or beyond f16.
-        FullDiskError: The disk is full or not writable.
     """
     targets = [split_path(out, number, len(trunk.files)) for number in range(len(trunk.files))]
     kept = [one for one in trunk.readers[0].tensors if block_of(one.name) < trunk.num_layers]
@@ -180,11 +182,7 @@ def write_embedded(
 
 
 def write_head_alone(model: GgufModel, out: Path, progress: Progress) -> None:
-    """Write a model's head as a file of its own, with the trunk's tensors that the loader requires, bytes unchanged.
-
-    Raises:
-        FullDiskError: The disk is full or not writable.
-    """
+    """Write a model's head as a file of its own, with the trunk's tensors that the loader requires, bytes unchanged."""
     tensors = [*(model.tensors[name] for name in _SHARED if name in model.tensors), *model.head.values()]
     with _new_files([out]) as (written,):
         _write(replace(model, readers=model.readers[:1]), tensors, {}, written, "f16", progress)
@@ -207,7 +205,7 @@ def _new_files(targets: Sequence[Path]) -> Iterator[list[Path]]:
 
 def _write(
     model: GgufModel,
-    tensors: Sequence[GgufTensor | ReaderTensor],
+    tensors: Sequence[PendingTensor | ReaderTensor],
     changed: Mapping[str, Value],
     path: Path,
     kind: GgufKind,
@@ -227,7 +225,6 @@ def _write(
 
 
 def _copy_fields(writer: gguf.GGUFWriter, model: GgufModel, changed: Mapping[str, Value], num_tensors: int) -> None:
-    """Write a model's metadata, with changed fields."""
     values = {f"{model.arch}.{name}": value for name, value in changed.items()}
     alone = len(model.readers) == 1
     if not alone:
@@ -254,3 +251,158 @@ def torch_shape(stored: ReaderTensor) -> tuple[int, ...]:
 def dequantised_tensor(stored: ReaderTensor) -> Tensor:
     """Return the values of a tensor, in fp32."""
     return torch.tensor(gguf.quants.dequantize(stored.data, stored.tensor_type)).reshape(torch_shape(stored))
+
+
+logger = logging.getLogger(__name__)
+_EXACT = {Stored.F32, Stored.F16}
+_TRUNK_PREFIX = "model."
+"""Of the keys of a text model that transformers saves."""
+
+
+def dequantised(file: Path) -> Path:
+    """Return the directory of a checkpoint with the dequantised weights of a GGUF file, written by the first call.
+
+    transformers reads the trunk, its config and its tokenizer. Weights become bf16, or fp32 if none is quantised. The
+    directory lies in the hub's cache under a name that follows from the file's path, size and time.
+    """
+    model = open_gguf(file)
+    stats = [(str(one.resolve()), one.stat().st_size, one.stat().st_mtime_ns) for one in model.files]
+    digest = hashlib.sha256(repr(stats).encode()).hexdigest()[:12]
+    target = Path(constants.HF_HOME) / "mtp-train" / f"{file.stem}-{digest}"
+    if not target.is_dir():
+        types = {one.tensor_type for one in model.tensors.values()}
+        dtype = torch.float32 if types <= _EXACT else torch.bfloat16
+        logger.warning("%s: dequantising to %s in %s", file, str(dtype).removeprefix("torch."), target)
+        _write_checkpoint(model, target, dtype)
+    return target
+
+
+def gguf_tokenizer(file: Path) -> Any:
+    """Return the tokenizer of a GGUF file.
+
+    Raises:
+        UnsupportedModelError: The installed transformers does not read the architecture.
+        CheckpointError: It is no complete GGUF file.
+    """
+    from transformers import AutoTokenizer
+
+    return _read(open_gguf(file), AutoTokenizer)
+
+
+def _read(model: GgufModel, reader: Any, **options: Any) -> Any:
+    first = model.files[0]
+    try:
+        return reader.from_pretrained(first.parent, gguf_file=first.name, **options)
+    except (ValueError, NotImplementedError, KeyError) as error:
+        raise UnsupportedModelError(
+            f"{first}: transformers does not read the architecture {model.arch} from GGUF "
+            f"({' '.join(str(error).split()):.120}); expected one that it does, as llama, qwen3 or, from 5.23, "
+            "qwen35. Use the safetensors checkpoint; mtp-train inspect and graft work with this file."
+        ) from error
+
+
+def _write_checkpoint(model: GgufModel, target: Path, dtype: torch.dtype) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with new_directory(target, what="the dequantised checkpoint") as directory:
+        tokenizer, trunk = _read(model, AutoTokenizer), _read(model, AutoModelForCausalLM, dtype=dtype)
+        # transformers keeps the file's quantisation in the config, and then refuses to save.
+        trunk.config.__dict__.pop("quantization_config", None)
+        trunk.is_quantized, trunk.hf_quantizer = False, None
+        trunk.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        if model.head and model.declared_modules:
+            _add_head(model, directory, dtype)
+
+
+def _add_head(model: GgufModel, directory: Path, dtype: torch.dtype) -> None:
+    trunk = open_checkpoint(directory)
+    record = GGUF_HEADS[str(trunk.text_config.get("model_type"))]
+    layout = HeadLayout(trunk.family, _TRUNK_PREFIX, model.num_layers)
+    tails = {name: tail for tail, name in record.names.items()}
+    tensors = []
+    for name, stored in model.head.items():
+        _, block, rest = name.split(".", 2)
+        places = {"trunk": _TRUNK_PREFIX, "layer": block, "module": int(block) - model.num_layers}
+        # The shortest root first: a rule of a module's layers takes any name.
+        keys = [root.format(**places) + tails[rest] for root in reversed(record.roots)] if rest in tails else []
+        key = next((key for key in keys if layout.map_key(key) is not None), None)
+        if key is None:
+            raise UnsupportedModelError(
+                f"{model.files[0]}: {name} is not read back from GGUF here; expected a head whose tensors are only "
+                "renamed. Use the safetensors checkpoint; mtp-train inspect and graft work with this file."
+            )
+        offset = record.norm_offset if name.endswith("norm.weight") else 0.0
+        blocks = partial(_loaded, stored, offset)
+        tensors.append(PendingTensor(key, SAFETENSORS_DTYPES[dtype], torch_shape(stored), blocks))
+    declared = trunk.family.declaring(model.declared_modules, trunk.config)
+    add_in_place(trunk, layout, NativeHead(tuple(tensors), (), declared))
+
+
+def _loaded(stored: gguf.ReaderTensor, offset: float) -> list[Tensor]:
+    return [dequantised_tensor(stored).sub_(offset)]
+
+
+DRAFT_ARCH = "eagle3"
+_LAYER = "midlayer."
+_DRAFT_NAMES = {
+    "fc.weight": "fc.weight",
+    "norm.weight": "output_norm.weight",
+    OUTPUT_KEY: "output.weight",
+    **{_LAYER + key: f"blk.0.{name}" for key, name in {**ATTENTION, **BEFORE_FFN, **DENSE}.items()},
+    f"{_LAYER}hidden_norm.weight": "blk.0.attn_norm_2.weight",
+}
+"""Keys of the format of EAGLE-3's authors, to names by llama.cpp's converter for its architecture ``eagle3``."""
+_DRAFT_FIELDS = {
+    **{name: field for name, field in DECODER.items() if not name.startswith("rope.dimension_sections")},
+    "vocab_size": whole("vocab_size"),
+    "rope.dimension_count": whole("head_dim"),
+    "target_hidden_size": whole("target_hidden_size"),
+    "norm_before_residual": flag("norm_before_residual", default=False),
+    "norm_before_fc": flag("norm_before_fc", default=False),
+}
+
+
+def write_draft_gguf(draft: Checkpoint, trunk: GgufModel, path: Path, kind: GgufKind, progress: Progress) -> None:
+    """Write a draft model that :func:`write_draft_checkpoint` wrote as a GGUF file.
+
+    Args:
+        trunk: The GGUF file of its trunk, whose vocabulary is copied.
+    """
+    config = draft.config
+    tensors = [_draft_tensor(draft, key, config) for key in draft.tensors if key not in (OFFSETS_KEY, CHOSEN_KEY)]
+    offsets = draft.read(OFFSETS_KEY).numpy() if OFFSETS_KEY in draft.tensors else None
+    writer = gguf.GGUFWriter(path, DRAFT_ARCH)
+    writer.add_type(gguf.GGUFType.MODEL)
+    for name, value in _draft_fields(config, trunk.num_layers).items():
+        add_value(writer, name, value)
+    for name, field in trunk.readers[0].fields.items():
+        if name.startswith("tokenizer."):
+            copy_field(writer, field)
+    for tensor in tensors:
+        add_info(writer, tensor, kind)
+    if offsets is not None:
+        writer.add_tensor_info("d2t", offsets.shape, offsets.dtype, offsets.nbytes, raw_dtype=Stored.I64)
+    values = (encoded(one, kind) for one in progress.track(tensors, description=f"writing {path.name}"))
+    # Its readers want the tokens themselves.
+    tokens = [] if offsets is None else [offsets + np.arange(offsets.size)]
+    write_values(writer, itertools.chain(values, [tokens]))
+
+
+def _draft_fields(config: Mapping[str, Any], num_layers: int) -> dict[str, Value]:
+    values: dict[str, Value | None] = {name: field(config) for name, field in _DRAFT_FIELDS.items()}
+    # The layers that engines read where a draft model names none, as ours do not.
+    values |= {"block_count": 1, "target_layers": [2, num_layers // 2, num_layers - 3]}
+    return {f"{DRAFT_ARCH}.{name}": value for name, value in values.items() if value is not None}
+
+
+def _draft_tensor(draft: Checkpoint, key: str, config: Mapping[str, Any]) -> PendingTensor:
+    """Return a tensor under its GGUF name; rows of queries and keys in the order of llama.cpp's rotary embedding."""
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    num_heads = next((int(config[field]) for part, field in heads.items() if f".{part}." in key), None)
+
+    def blocks() -> list[Tensor]:
+        value = draft.read(key)
+        return [value if num_heads is None else paired(value, num_heads)]
+
+    return replace(stored_tensor(draft, key, _DRAFT_NAMES[key]), blocks=blocks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from mtp_train.errors import UnsupportedModelError
@@ -73,7 +74,9 @@ class GgufHead:
     """Kind of special token to its text, for tokens that the tokenizer's files do not declare."""
 
 
-def _first(kind: Callable[[Any], Value], names: tuple[str, ...], default: Value | None) -> Field:
+def _first(kind: Callable[[Any], Value], *names: str, default: Value | None = None) -> Field:
+    """Read a value from the first of these fields that the config has."""
+
     def read(config: RawConfig) -> Value | None:
         value = next((config[name] for name in names if name in config), default)
         return None if value is None else kind(value)
@@ -81,17 +84,7 @@ def _first(kind: Callable[[Any], Value], names: tuple[str, ...], default: Value 
     return read
 
 
-def whole(*names: str, default: int | None = None) -> Field:
-    """Read an integer from the first of these fields that the config has."""
-    return _first(int, names, default)
-
-
-def real(*names: str, default: float | None = None) -> Field:
-    return _first(float, names, default)
-
-
-def flag(*names: str, default: bool | None = None) -> Field:
-    return _first(bool, names, default)
+whole, real, flag = (partial(_first, kind) for kind in (int, float, bool))
 
 
 def total(*names: str) -> Field:
@@ -193,21 +186,18 @@ def rope_of(config: RawConfig, kind: str = _FULL) -> RawConfig:
     return nested
 
 
-def _rope_real(*names: str, kinds: tuple[str, ...] = (), of: str = _FULL) -> Field:
-    """Read a float from the rotary parameters; with ``kinds``, only if the scaling is one of these."""
+def rope_value(
+    *names: str, kinds: tuple[str, ...] = (), of: str = _FULL, kind: Callable[[Any], Value] = float
+) -> Field:
+    """Read a number from the rotary parameters; with ``kinds``, only if the scaling is one of these."""
 
     def read(config: RawConfig) -> Value | None:
         rope = rope_of(config, of)
         value = next((rope[name] for name in names if name in rope), None)
         wanted = not kinds or rope.get("rope_type") in kinds
-        return float(value) if wanted and value is not None else None
+        return kind(value) if wanted and value is not None else None
 
     return read
-
-
-def window_theta(config: RawConfig) -> Value | None:
-    theta = rope_of(config, "sliding_attention").get("rope_theta")
-    return None if theta is None else float(theta)
 
 
 def _rope_type(of: str) -> Field:
@@ -223,24 +213,18 @@ def _rope_type(of: str) -> Field:
     return read
 
 
-def _original_context(of: str) -> Field:
-    def read(config: RawConfig) -> Value | None:
-        rope = rope_of(config, of)
-        return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == "yarn" else None
-
-    return read
-
-
 def rope_scaling(of: str) -> Mapping[str, Field]:
     """Return the fields that describe the rotary scaling of one layer type."""
     return {
         "rope.scaling.type": _rope_type(of),
-        "rope.scaling.factor": _rope_real("factor", kinds=("linear", "yarn"), of=of),
-        "rope.scaling.original_context_length": _original_context(of),
-        "rope.scaling.yarn_ext_factor": _rope_real("extrapolation_factor", kinds=("yarn",), of=of),
-        "rope.scaling.yarn_attn_factor": _rope_real("attention_factor", "attn_factor", kinds=("yarn",), of=of),
-        "rope.scaling.yarn_beta_fast": _rope_real("beta_fast", kinds=("yarn",), of=of),
-        "rope.scaling.yarn_beta_slow": _rope_real("beta_slow", kinds=("yarn",), of=of),
+        "rope.scaling.factor": rope_value("factor", kinds=("linear", "yarn"), of=of),
+        "rope.scaling.original_context_length": rope_value(
+            "original_max_position_embeddings", kinds=("yarn",), of=of, kind=int
+        ),
+        "rope.scaling.yarn_ext_factor": rope_value("extrapolation_factor", kinds=("yarn",), of=of),
+        "rope.scaling.yarn_attn_factor": rope_value("attention_factor", "attn_factor", kinds=("yarn",), of=of),
+        "rope.scaling.yarn_beta_fast": rope_value("beta_fast", kinds=("yarn",), of=of),
+        "rope.scaling.yarn_beta_slow": rope_value("beta_slow", kinds=("yarn",), of=of),
     }
 
 
@@ -253,7 +237,7 @@ DECODER: Mapping[str, Field] = {
     "attention.key_length": whole("head_dim"),
     "attention.value_length": whole("head_dim"),
     "attention.layer_norm_rms_epsilon": real("rms_norm_eps"),
-    "rope.freq_base": _rope_real("rope_theta"),
+    "rope.freq_base": rope_value("rope_theta"),
     "rope.dimension_sections": sections,
     **rope_scaling(_FULL),
 }

@@ -16,19 +16,12 @@ from gguf import GGMLQuantizationType as Stored
 from rich.progress import Progress
 from torch import Tensor
 
-from mtp_train.checkpoints.files import read_json
+from mtp_train.checkpoints.files import read_json, require_finite
 from mtp_train.checkpoints.gguf.record import NUM_MODULES, GgufHead, Value
-from mtp_train.checkpoints.gguf.tensors import GgufTensor
+from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError
 
 GgufKind = Literal["f32", "f16", "bf16", "q8_0"]
-_WANTED = {"f32": Stored.F32, "f16": Stored.F16, "bf16": Stored.BF16, "q8_0": Stored.Q8_0}
-_FILE_TYPES = {
-    "f32": gguf.LlamaFileType.ALL_F32,
-    "f16": gguf.LlamaFileType.MOSTLY_F16,
-    "bf16": gguf.LlamaFileType.MOSTLY_BF16,
-    "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
-}
 _CONTAINERS = {Stored.F32: "float32", Stored.F16: "float16", Stored.BF16: "uint8", Stored.Q8_0: "uint8"}
 _Q8_BLOCK = 32
 _MAX_ELEMENTS = 1 << 24
@@ -42,7 +35,7 @@ _FULL_PRECISION = (
 def write_gguf(
     path: Path,
     record: GgufHead,
-    tensors: Sequence[GgufTensor],
+    tensors: Sequence[PendingTensor],
     *,
     kind: GgufKind,
     trunk: Path,
@@ -54,36 +47,32 @@ def write_gguf(
 
     ``trunk`` is the checkpoint's directory, for its model card and tokenizer files; ``config`` its text config with
     defaults filled in.
-
-    Raises:
-        CheckpointError: A weight is NaN, infinite or beyond what f16 can hold, or the tokenizer does not fit.
-        UnsupportedModelError: GGUF has no form for the config's rotary scaling.
     """
     writer = gguf.GGUFWriter(path, record.arch)
     for tensor in tensors:
         add_info(writer, tensor, kind)
     _add_description(writer, trunk)
     _add_fields(writer, record, tensors, config)
-    writer.add_file_type(_FILE_TYPES[kind])
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_vocabulary(writer, trunk, tokenizer, record, int(config["vocab_size"]))
     write_values(writer, (encoded(one, kind) for one in progress.track(tensors, description=f"writing {path.name}")))
 
 
-def add_info(writer: gguf.GGUFWriter, tensor: GgufTensor, kind: GgufKind) -> None:
+def add_info(writer: gguf.GGUFWriter, tensor: PendingTensor, kind: GgufKind) -> None:
     """Declare a tensor to a writer."""
     stored = stored_type(tensor, kind)
     dtype = np.dtype(_CONTAINERS[stored])
     shape = gguf.quant_shape_to_byte_shape(tensor.shape, stored) if dtype == np.uint8 else tensor.shape
-    writer.add_tensor_info(tensor.name, shape, dtype, math.prod(shape) * dtype.itemsize, raw_dtype=stored)
+    writer.add_tensor_info(tensor.key, shape, dtype, math.prod(shape) * dtype.itemsize, raw_dtype=stored)
 
 
-def stored_type(tensor: GgufTensor, kind: GgufKind) -> Stored:
+def stored_type(tensor: PendingTensor, kind: GgufKind) -> Stored:
     """Return a tensor's storage type: fp32 for vectors, norms and routers, f16 if rows do not fill Q8_0 blocks."""
-    vector_or_router = len(tensor.shape) < 2 or tensor.name.endswith(_FULL_PRECISION)
-    if kind == "f32" or vector_or_router or not tensor.name.endswith(".weight"):
+    vector_or_router = len(tensor.shape) < 2 or tensor.key.endswith(_FULL_PRECISION)
+    if kind == "f32" or vector_or_router or not tensor.key.endswith(".weight"):
         return Stored.F32
-    return Stored.F16 if kind == "q8_0" and tensor.shape[-1] % _Q8_BLOCK else _WANTED[kind]
+    return Stored.F16 if kind == "q8_0" and tensor.shape[-1] % _Q8_BLOCK else Stored[kind.upper()]
 
 
 def _add_description(writer: gguf.GGUFWriter, trunk: Path) -> None:
@@ -105,10 +94,10 @@ def _add_description(writer: gguf.GGUFWriter, trunk: Path) -> None:
 
 
 def _add_fields(
-    writer: gguf.GGUFWriter, record: GgufHead, tensors: Sequence[GgufTensor], config: Mapping[str, Any]
+    writer: gguf.GGUFWriter, record: GgufHead, tensors: Sequence[PendingTensor], config: Mapping[str, Any]
 ) -> None:
     num_layers = int(config["num_hidden_layers"])
-    blocks = {int(tensor.name.split(".")[1]) for tensor in tensors if tensor.name.startswith("blk.")}
+    blocks = {int(tensor.key.split(".")[1]) for tensor in tensors if tensor.key.startswith("blk.")}
     writer.add_block_count(num_layers + len(blocks))
     writer.add_nextn_predict_layers(len(blocks))
     for name, field in record.fields.items():
@@ -136,7 +125,6 @@ def write_values(writer: gguf.GGUFWriter, tensors: Iterable[Iterable[np.ndarray[
     ``GGUFWriter`` writes whole tensors only, and an embedding has gigabytes: blocks go into its open file instead.
 
     Args:
-        writer: A writer with all fields, and all tensors declared.
         tensors: The blocks of each tensor's stored values, in the order of their declarations.
     """
     with closing(writer):
@@ -151,30 +139,19 @@ def write_values(writer: gguf.GGUFWriter, tensors: Iterable[Iterable[np.ndarray[
             os.fsync(handle.fileno())
 
 
-def encoded(tensor: GgufTensor, kind: GgufKind) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield a tensor's stored values, a block of rows at a time.
-
-    Raises:
-        CheckpointError: A value is not finite or beyond f16, or the tensor has other rows than it declares.
-    """
-    rows, stored = 0, stored_type(tensor, kind)
-    for block in tensor.blocks():
-        rows += block.shape[0]
+def encoded(tensor: PendingTensor, kind: GgufKind) -> Iterator[np.ndarray[Any, Any]]:
+    """Yield a tensor's stored values, a block of rows at a time."""
+    stored = stored_type(tensor, kind)
+    for block in tensor.parts():
         # Quantising needs several times the memory of a block in fp32.
         for part in torch.split(block, max(1, _MAX_ELEMENTS // max(1, block[0].numel()))):
-            yield _encode(tensor.name, part, stored)
-    if rows != tensor.shape[0]:
-        raise CheckpointError(
-            f"{tensor.name}: {rows} rows along its first axis; expected {tensor.shape[0]}. Use a head of this model."
-        )
+            yield _encode(tensor.key, part, stored)
 
 
 def _encode(name: str, block: Tensor, stored: Stored) -> np.ndarray[Any, Any]:
-    values = block.detach().float().contiguous().numpy()
-    if not np.isfinite(values).all():
-        raise CheckpointError(
-            f"{name}: holds NaN or infinite values; expected finite weights. Use a checkpoint saved before it diverged."
-        )
+    block = block.detach().float().contiguous()
+    require_finite(name, block)
+    values = block.numpy()
     # An overflow is reported below by tensor name, so numpy's warning is off.
     with np.errstate(over="ignore"):
         data: np.ndarray[Any, Any] = gguf.quants.quantize(values, stored)
@@ -186,11 +163,7 @@ def _encode(name: str, block: Tensor, stored: Stored) -> np.ndarray[Any, Any]:
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, path: Path, tokenizer: Any, record: GgufHead, vocab_size: int) -> None:
-    """Write a byte-level BPE vocabulary, padded to the embedding's number of rows.
-
-    Raises:
-        CheckpointError: The tokenizer has more tokens than the embedding, or no merges.
-    """
+    """Write a byte-level BPE vocabulary, padded to the embedding's number of rows."""
     texts = {token_id: text for text, token_id in tokenizer.get_vocab().items()}
     if max(texts) >= vocab_size:
         raise CheckpointError(

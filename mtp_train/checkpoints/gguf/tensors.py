@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,44 +13,34 @@ from torch import Tensor
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.gguf.record import Cut, GgufHead
 from mtp_train.checkpoints.keymap import HeadLayout
-from mtp_train.checkpoints.native import NativeHead
-from mtp_train.checkpoints.quantised import plain_shape, read_plain_in_blocks
-from mtp_train.checkpoints.writing import PendingTensor
+from mtp_train.checkpoints.native import NativeHead, exact_tensor, shared_tensors
+from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.errors import CheckpointError
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
-@dataclass(frozen=True)
-class GgufTensor:
-    """A tensor under its GGUF name, or a native one on the way to it, in the shape torch would give it."""
-
-    name: str
-    shape: tuple[int, ...]
-    blocks: Callable[[], Iterator[Tensor]]
-    """Returns its values in consecutive slices along the first axis."""
-
-
 def gguf_tensors(
     trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: Mapping[str, Any]
-) -> list[GgufTensor]:
-    """Return the head's tensors and the trunk's tensors that llama.cpp's loader requires, without loading them.
-
-    Raises:
-        CheckpointError: The record has no name for a tensor of the head.
-    """
-    of_trunk = [_with_offset(tensor, record.norm_offset) for tensor in _of_trunk(trunk, layout)]
-    return [*of_trunk, *head_tensors(trunk, layout, head, record, config), *_generated(record, config)]
+) -> list[PendingTensor]:
+    """Return the head's tensors and the trunk's tensors that llama.cpp's loader requires, without loading them."""
+    of_trunk = (exact_tensor(trunk, key, name) for key, name in trunk_names(layout).items() if key in trunk.tensors)
+    generated = [
+        held_tensor(name, "F32", torch.tensor(values))
+        for name, make in record.generated.items()
+        if (values := make(config)) is not None
+    ]
+    return [
+        *(_with_offset(one, record.norm_offset) for one in of_trunk),
+        *head_tensors(trunk, layout, head, record, config),
+        *generated,
+    ]
 
 
 def head_tensors(
     trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: Mapping[str, Any]
-) -> list[GgufTensor]:
-    """Return the head's tensors alone.
-
-    Raises:
-        CheckpointError: The record has no name for a tensor of the head.
-    """
+) -> list[PendingTensor]:
+    """Return the head's tensors alone."""
     return [_with_offset(one, record.norm_offset) for one in _of_head(trunk, layout, head, record, config)]
 
 
@@ -65,93 +54,56 @@ def trunk_names(layout: HeadLayout) -> Mapping[str, str]:
     return {layout.embed_key: "token_embd.weight", norm: "output_norm.weight", layout.lm_head_key: "output.weight"}
 
 
-def _of_trunk(trunk: Checkpoint, layout: HeadLayout) -> Iterator[GgufTensor]:
-    for key, name in trunk_names(layout).items():
-        if key in trunk.tensors:
-            yield GgufTensor(name, plain_shape(key, trunk.tensors), _stored_blocks(trunk, key))
-
-
-def _generated(record: GgufHead, config: Mapping[str, Any]) -> list[GgufTensor]:
-    made = {name: make(config) for name, make in record.generated.items()}
-    return [
-        GgufTensor(name, (len(values),), _one_block(partial(torch.tensor, values)))
-        for name, values in made.items()
-        if values is not None
-    ]
-
-
-def _stored_blocks(trunk: Checkpoint, key: str) -> Callable[[], Iterator[Tensor]]:
-    return lambda: read_plain_in_blocks(trunk, key)
-
-
 def _of_head(
     trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: Mapping[str, Any]
-) -> Iterator[GgufTensor]:
+) -> Iterator[PendingTensor]:
     """Yield the head's tensors; experts stored as one tensor each are stacked in the order of their indices."""
-    stacks: dict[str, dict[int, GgufTensor]] = {}
-    parts: dict[str, dict[str, GgufTensor]] = {}
+    stacks: dict[str, dict[int, PendingTensor]] = {}
+    parts: dict[str, dict[str, PendingTensor]] = {}
     part_of = {tail: name for name, join in record.joined.items() for tail in join.parts}
     num_layers = int(config["num_hidden_layers"])
-    for native in _native_tensors(trunk, layout, head):
-        block, tail = _place(native.name, layout, record, num_layers)
+    for native in (*head.tensors, *shared_tensors(trunk, layout, head, exact_tensor)):
+        block, tail = _place(native.key, layout, record, num_layers)
         if tail in record.outside:
             if block != num_layers:
                 raise CheckpointError(
-                    f"{native.name}: llama.cpp's {record.arch} has one tensor for all modules; expected a head of one "
+                    f"{native.key}: llama.cpp's {record.arch} has one tensor for all modules; expected a head of one "
                     "module. Export without --gguf."
                 )
-            yield replace(native, name=record.outside[tail])
+            yield replace(native, key=record.outside[tail])
             continue
         if tail in part_of:
             parts.setdefault(f"blk.{block}.{part_of[tail]}", {})[tail] = native
             continue
         expert = _EXPERT.search(tail)
         for piece in _named(native, _EXPERT.sub("{expert}", tail), record, config):
-            name = f"blk.{block}.{piece.name}"
+            name = f"blk.{block}.{piece.key}"
             if expert is None:
-                yield replace(piece, name=name)
+                yield replace(piece, key=name)
             else:
                 stacks.setdefault(name, {})[int(expert[0])] = piece
     for name, experts in stacks.items():
         pieces = [experts[number] for number in sorted(experts)]
-        yield GgufTensor(name, (len(pieces), *pieces[0].shape), _stacked(pieces))
+        yield _stacked(name, pieces)
     for name, found in parts.items():
         join = record.joined[name.split(".", 2)[2]]
         yield _joined(name, [found[tail] for tail in join.parts], join.axis)
 
 
-def _native_tensors(trunk: Checkpoint, layout: HeadLayout, head: NativeHead) -> Iterator[GgufTensor]:
-    for pending in head.tensors:
-        # Read in parts, an FP8 weight is dequantised to fp32, like in the converter; read whole, it is rounded to bf16.
-        yield GgufTensor(pending.key, pending.shape, _one_block(partial(_whole, pending)))
-    for key in head.shared_keys:
-        shared = layout.shared_key(key)
-        if shared is not None:
-            stored = layout.trunk_key(shared, trunk.tensors)
-            yield GgufTensor(key, plain_shape(stored, trunk.tensors), _stored_blocks(trunk, stored))
+def _stacked(name: str, pieces: Sequence[PendingTensor]) -> PendingTensor:
+    shape = (len(pieces), *pieces[0].shape)
+    return replace(pieces[0], key=name, shape=shape, blocks=lambda: (piece.load()[None] for piece in pieces))
 
 
-def _one_block(load: Callable[[], Tensor]) -> Callable[[], Iterator[Tensor]]:
-    return lambda: iter((load(),))
-
-
-def _stacked(pieces: Iterable[GgufTensor]) -> Callable[[], Iterator[Tensor]]:
-    return lambda: (block[None] for piece in pieces for block in piece.blocks())
-
-
-def _joined(name: str, pieces: Sequence[GgufTensor], axis: int) -> GgufTensor:
+def _joined(name: str, pieces: Sequence[PendingTensor], axis: int) -> PendingTensor:
     shape = list(pieces[0].shape)
     shape[axis] = sum(piece.shape[axis] for piece in pieces)
 
     def blocks() -> Iterator[Tensor]:
-        parts = (torch.cat(list(piece.blocks())) for piece in pieces)
+        parts = (piece.load() for piece in pieces)
         return parts if axis == 0 else iter((torch.cat(list(parts), dim=axis),))
 
-    return GgufTensor(name, tuple(shape), blocks)
-
-
-def _whole(pending: PendingTensor) -> Tensor:
-    return torch.cat(list(pending.parts()))
+    return replace(pieces[0], key=name, shape=tuple(shape), blocks=blocks)
 
 
 def _place(key: str, layout: HeadLayout, record: GgufHead, num_layers: int) -> tuple[int, str]:
@@ -168,16 +120,16 @@ def _place(key: str, layout: HeadLayout, record: GgufHead, num_layers: int) -> t
     raise _no_name(key, record)
 
 
-def _named(native: GgufTensor, tail: str, record: GgufHead, config: Mapping[str, Any]) -> Iterator[GgufTensor]:
+def _named(native: PendingTensor, tail: str, record: GgufHead, config: Mapping[str, Any]) -> Iterator[PendingTensor]:
     """Yield a native tensor, or the parts that it is cut into, under names within the block."""
     if tail in record.cuts:
         cut = record.cuts[tail]
         for name, (shape, change) in zip(cut.names, _cut(cut, native.shape, config), strict=True):
-            yield GgufTensor(name, shape, _changed(native, change))
+            yield replace(native, key=name, shape=shape, blocks=_whole_changed(native, change))
     elif tail in record.names:
-        yield replace(native, name=record.names[tail])
+        yield replace(native, key=record.names[tail])
     else:
-        raise _no_name(native.name, record)
+        raise _no_name(native.key, record)
 
 
 def _no_name(key: str, record: GgufHead) -> CheckpointError:
@@ -186,8 +138,8 @@ def _no_name(key: str, record: GgufHead) -> CheckpointError:
     )
 
 
-def _changed(tensor: GgufTensor, change: Callable[[Tensor], Tensor]) -> Callable[[], Iterator[Tensor]]:
-    return lambda: map(change, tensor.blocks())
+def _whole_changed(tensor: PendingTensor, change: Callable[[Tensor], Tensor]) -> Callable[[], list[Tensor]]:
+    return lambda: [change(tensor.load())]
 
 
 def _cut(
@@ -217,8 +169,8 @@ def paired(block: Tensor, num_heads: int) -> Tensor:
     return block.view(num_heads, 2, -1, block.shape[1]).transpose(1, 2).reshape(block.shape)
 
 
-def _with_offset(tensor: GgufTensor, offset: float) -> GgufTensor:
+def _with_offset(tensor: PendingTensor, offset: float) -> PendingTensor:
     """Add the offset to a norm's weight, in fp32 like the converter."""
-    if not offset or not tensor.name.endswith("norm.weight"):
+    if not offset or not tensor.key.endswith("norm.weight"):
         return tensor
-    return replace(tensor, blocks=_changed(tensor, lambda block: block.float() + offset))
+    return replace(tensor, blocks=lambda: (block.float() + offset for block in tensor.parts()))

@@ -11,16 +11,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from mtp_train.families.drafts.llama import PLAIN_SETTINGS, llama_draft_config, llama_layer
-from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
-from mtp_train.families.drafts.served_trunks import (
+from mtp_train.families.drafts.llama import (
     LAST_STATES_IN_SGLANG,
     LAST_STATES_IN_VLLM,
     NO_EAGLE,
+    PLAIN_SETTINGS,
     UNVERIFIED,
     in_sglang,
     in_vllm,
+    llama_draft_config,
+    llama_layer,
 )
+from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
 from mtp_train.families.engines import EngineSupport, engine_table
 from mtp_train.families.spec import Borrowed, Family, KeyRule
 
@@ -40,7 +42,7 @@ class EagleModule(Block):
 
 
 def _without_input_norm(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: nn.Module = borrowed.cls(borrowed.layer)(config, layer_idx)
+    layer: nn.Module = borrowed.stock_layer(config, layer_idx)
     layer.set_submodule("input_layernorm", nn.Identity())
     return layer
 

@@ -13,16 +13,18 @@ from torch import Tensor, nn
 from transformers import Cache, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.drafts.llama import PLAIN_SETTINGS, llama_draft_config, llama_layer
-from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts, SpeculatorsForm
-from mtp_train.families.drafts.served_trunks import (
+from mtp_train.families.drafts.llama import (
     NO_EAGLE,
+    PLAIN_SETTINGS,
     STATES_IN_LLAMA_CPP,
     STATES_IN_SGLANG,
     STATES_IN_VLLM,
     in_sglang,
     in_vllm,
+    llama_draft_config,
+    llama_layer,
 )
+from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
 from mtp_train.families.engines import Convention, EngineSupport, engine_table, no
 from mtp_train.families.spec import Borrowed, Family, KeyRule, RawConfig
 
@@ -102,7 +104,7 @@ class Eagle3Module(Block):
 
 
 def _reading_two(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer = borrowed.cls(borrowed.layer)(config, layer_idx)
+    layer = borrowed.stock_layer(config, layer_idx)
     # Only third-party checkpoints set it; ours omit it.
     adds_normed = bool(config.to_dict().get("norm_before_residual"))
     return Eagle3Layer(layer, borrowed.make_norm(config), adds_normed=adds_normed)
@@ -156,7 +158,6 @@ def _serving(trunk: str) -> Mapping[str, EngineSupport]:
     )
 
 
-_SPECULATORS = SpeculatorsForm(algorithm="eagle3", architecture="Eagle3DraftModel")
 PARTS = DraftParts(
     prefixes=("fc.", "midlayer.", "norm."),
     rules=(
@@ -173,12 +174,12 @@ PARTS = DraftParts(
     serving=_serving,
     format=DraftFormat(
         written_as=("LlamaForCausalLMEagle3",),
-        read_as=("Eagle3LlamaForCausalLM", "Eagle3Speculator", _SPECULATORS.architecture),
+        read_as=("Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"),
         config=_config,
         drafted_field="draft_vocab_size",
         draft_vocab=True,
         plain_settings=PLAIN_SETTINGS,
         renames={"layers.0.": "midlayer."},
-        speculators=_SPECULATORS,
+        speculators="Eagle3DraftModel",
     ),
 )

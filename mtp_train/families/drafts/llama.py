@@ -1,4 +1,7 @@
-"""The Llama layer of EAGLE and EAGLE-3 heads, the same for every trunk, because engines implement that layer only."""
+"""What EAGLE, EAGLE-3 and Medusa heads share: the only layer that engines implement, Llama's, and these engines.
+
+Sources of the engines' tables: vLLM 0.32 and 0.33, SGLang 0.5.23 and llama.cpp 0c1e570.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import LlamaConfig, PretrainedConfig
 
+from mtp_train.families.engines import SGLANG_DRAFTS, EngineSupport, no
 from mtp_train.families.spec import Borrowed, HeadLayer, RawConfig
 
 # Settings that change the forward, and the values with which it equals the forward of the paper.
@@ -39,12 +43,11 @@ def llama_layer(
     """Return a head's layer with the sizes and the rotary base of its trunk.
 
     Args:
-        build_layer: Transformers' Llama classes, the layer's config and the module's number to the layer.
         rotary: The rotary embedding's name without ``Llama``; None for a layer without attention.
     """
     return HeadLayer(
         config=llama_config,
-        borrowed=Borrowed.of("llama", "Llama", rotary=rotary, build_layer=build_layer),
+        borrowed=Borrowed("llama", "Llama", rotary=rotary, build_layer=build_layer),
     )
 
 
@@ -100,3 +103,33 @@ def _older_rope(rope_parameters: Mapping[str, Any]) -> dict[str, Any]:
     scaled = rope_parameters.get("rope_type", "default") != "default"
     scaling = {name: value for name, value in rope_parameters.items() if name != "rope_theta"} if scaled else None
     return {"rope_theta": rope_parameters["rope_theta"], "rope_scaling": scaling}
+
+
+_EVERYWHERE = {"llama", "mistral", "qwen3", "qwen3_moe", "gpt_oss"}
+_HYBRID = {"qwen3_5", "qwen3_5_moe", "qwen3_next"}
+# Families that vLLM serves through transformers' own classes.
+_BACKEND = {"olmo2", "olmo3", "smollm3", "seed_oss", "hunyuan_v1_dense"}
+# Families and vision-language wrappers for which an engine passes the states between the trunk's layers to a head.
+STATES_IN_VLLM = frozenset({*_EVERYWHERE, *_HYBRID, *_BACKEND, "ministral3", "mistral3", "qwen2", "phi3", "granite"})
+STATES_IN_SGLANG = frozenset({*_EVERYWHERE, *_HYBRID, "ministral3", "qwen2", "phi3", "gemma3_text", "gemma3"})
+STATES_IN_LLAMA_CPP = frozenset({*_EVERYWHERE, *_HYBRID, "mixtral"})
+# Families for which an engine passes the last hidden state to a head. Trunks that scale their embeddings (Gemma,
+# Granite) are left out: an EAGLE head would get them unscaled. EAGLE-3 norms the embeddings first.
+LAST_STATES_IN_SGLANG = frozenset({*_EVERYWHERE, "ministral3", "qwen2", "phi3"})
+LAST_STATES_IN_VLLM = LAST_STATES_IN_SGLANG | _BACKEND
+
+UNVERIFIED = EngineSupport(None, "not verified for this model")
+NO_EAGLE = no("has no EAGLE")
+_VLLM = "vllm serve TRUNK"
+_SGLANG = "python -m sglang.launch_server --model-path TRUNK"
+
+
+def in_vllm(method: str, remark: str = "") -> EngineSupport:
+    """Return the entry of vLLM for a draft model of one of its methods."""
+    return EngineSupport(True, f"{_VLLM} --speculative-config {{vllm_{method}}}{remark}")
+
+
+def in_sglang(algorithm: str) -> EngineSupport:
+    """Return the entry of SGLang for a draft model of one of its algorithms."""
+    drafts = f"--speculative-draft-model-path {{path}} {SGLANG_DRAFTS}"
+    return EngineSupport(True, f"{_SGLANG} --speculative-algorithm {algorithm} {drafts}")

@@ -11,9 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache, PretrainedConfig
 
-from mtp_train.families.drafts.llama import llama_layer
+from mtp_train.families.drafts.llama import LAST_STATES_IN_VLLM, UNVERIFIED, in_vllm, llama_layer
 from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
-from mtp_train.families.drafts.served_trunks import LAST_STATES_IN_VLLM, UNVERIFIED, in_vllm
 from mtp_train.families.engines import Convention, EngineSupport, engine_table, no
 from mtp_train.families.spec import Borrowed, Family, KeyRule, RawConfig
 
@@ -21,11 +20,7 @@ _NO_MEDUSA = no("has no Medusa")
 
 
 class ResidualBlock(nn.Module):
-    """``x + SiLU(W x + b)`` (section 2.1.1). Zero weights make it the identity.
-
-    Args:
-        hidden_size: D.
-    """
+    """``x + SiLU(W x + b)`` (section 2.1.1). Zero weights make it the identity."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()

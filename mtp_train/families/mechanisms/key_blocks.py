@@ -56,7 +56,6 @@ class BlockIndexer(nn.Module):
 
     Args:
         stock: transformers' indexer of the layer; its weights are reused under the same names.
-        config: The config that the layer was built from.
         rotate: Function that applies the rotary embedding to queries and keys.
     """
 

@@ -103,11 +103,8 @@ class PoolIndexer:
 
         Args:
             inputs_BTX: Inputs of the new tokens' pools.
-            query: Argument of :meth:`scores`.
             seen_BTS: bool, True where a query may attend to a key.
             cache: Cache whose layer is a :class:`PoolStore`; None without earlier tokens.
-            size: N.
-            num_keys: Largest number of keys to select.
 
         Returns:
             Slots of the best pools' keys, (B, T, num_keys), and of the incomplete pool's keys, (B, T, N); -1 for none.
@@ -162,8 +159,6 @@ class GatedPools(PoolIndexer):
         """Return the slots of selected keys, int (B, T, K), -1 for none, like transformers' indexer.
 
         Args:
-            hidden_states: Shape (B, T, D).
-            q_resid: Shape (B, T, query rank).
             attention_mask: bool, (B, 1, T, S), True where a query may attend to a key. In a forward of transformers it
                 has shape (B, T), and transformers' own indexer runs.
             past_key_values: See :meth:`PoolIndexer.chosen`.
@@ -219,7 +214,6 @@ class AveragedPools(PoolIndexer):
         """Return the mask of selected keys, bool (B, 1, T, S), like transformers' indexer.
 
         Args:
-            hidden_states: Shape (B, T, D).
             position_embeddings: Cosines and sines, (B, T, rotated width) each.
             attention_mask: (B, 1, T, S), True (or 0) where a query may attend to a key.
             past_key_values: See :meth:`PoolIndexer.chosen`; with a cache of transformers its own indexer runs.

@@ -32,7 +32,6 @@ class RelativeProfiles(nn.Module):
 
     Args:
         stock: transformers' module of the layer; its weights are reused under the same names.
-        log_scaling: Scaling of the layer's scores; None for none.
     """
 
     def __init__(self, stock: Any, log_scaling: LogScaling | None) -> None:
@@ -57,7 +56,6 @@ class RelativeProfiles(nn.Module):
         """Return the scaled queries, and the bias to add to their scores.
 
         Args:
-            query: Shape (B, H, T, width).
             profile_BHTE: The result of :meth:`forward`.
             distance_B1TS: int64, broadcast to (B, 1, T, S), -1 for a masked key.
         """

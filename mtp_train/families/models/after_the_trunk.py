@@ -1,53 +1,63 @@
-"""Heads that are layers after the trunk's last: Hunyuan 3 and 4, Ling 3, Step-3.5 and 3.7, dots3-note.
+"""Heads that are layers after the trunk's last: DeepSeek, GLM, Hunyuan, Ling 3, Step-3.5 and 3.7, dots3-note.
 
-Hunyuan 4 has several residual streams in its trunk and one in its head, Step three chained modules with an lm_head
-each, dots3-note a head with a window and an embedding of its own.
+DeepSeek V4 and Hunyuan 4 have several residual streams in their trunks and a prefix of their own for the head, Step
+three chained modules with an lm_head each, dots3-note a head with a window and an embedding of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from torch import nn
 from transformers import PretrainedConfig
 
 from mtp_train.families.engines import (
     BEFORE_NORM,
-    HEAD_IGNORED,
+    LLAMA_CPP_BESIDE,
     LLAMA_CPP_KEEPS,
     LLAMA_CPP_POSITIONS,
     USE_MTP,
     ZERO_FIRST,
     Convention,
+    EngineSupport,
     engine_table,
     no,
 )
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
+    EXPERTS_AFTER_THE_TRUNK,
     INDEXER,
     KIMI_DELTA,
     REPEATED_AFTER_THE_TRUNK,
     WRAPPED,
-    AttentionThenMlp,
     after_the_trunk,
+    attention_then_mlp,
     dense_sliding,
     end_rules,
     expert_rules,
+    layers_of,
     sparse,
+    sparse_from_the_first,
     sparse_full,
     sparse_indexed,
+    weight_rules,
     with_layers,
 )
-from mtp_train.families.spec import Borrowed, Declaration, Family, HeadLayer, KeyRule, Keys, TrunkTraits, Wiring
-
-
-def _without_streams(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    return AttentionThenMlp(
-        borrowed.cls("HYV4Attention")(config, layer_idx),
-        borrowed.cls("HYV4MoE")(config),
-        (borrowed.make_norm(config), borrowed.make_norm(config)),
-    )
-
+from mtp_train.families.mechanisms.compressed_keys import compressing_in_windows
+from mtp_train.families.mechanisms.key_pools import GatedPools, choose_pools
+from mtp_train.families.spec import (
+    Borrowed,
+    Declaration,
+    Family,
+    HeadLayer,
+    KeyRule,
+    Keys,
+    SharedKey,
+    Streams,
+    TrunkTraits,
+    Wiring,
+)
 
 HY_V3 = Family(
     name="hy_v3",
@@ -61,8 +71,7 @@ HY_V3 = Family(
         final_norm="final_layernorm",
     ),
     wiring=Wiring(conventions={"vllm": ZERO_FIRST, "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS}),
-    layer=HeadLayer(config=sparse, borrowed=Borrowed.of("hy_v3", "HYV3")),
-    engines=engine_table(transformers=HEAD_IGNORED),
+    layer=HeadLayer(config=sparse, borrowed=Borrowed("hy_v3", "HYV3")),
 )
 
 _V4_LAYER = "model.mtp_layers.{module}."
@@ -76,7 +85,7 @@ HY_V4 = Family(
     name="hy_v4",
     title="Hunyuan 4",
     model_types=("hy_v4",),
-    declaration=Declaration(count="num_nextn_predict_layers", others=("mtp_quant_algo",)),
+    declaration=Declaration(others=("mtp_quant_algo",)),
     keys=Keys(
         head_prefixes=("model.mtp_layers.",),
         rules=(
@@ -91,10 +100,10 @@ HY_V4 = Family(
     wiring=Wiring(conventions={"vllm": ZERO_FIRST, "sglang": Convention()}),
     layer=HeadLayer(
         config=sparse_indexed,
-        borrowed=Borrowed.of("hy_v4", "HYV4", build_layer=_without_streams, frozen=INDEXER),
+        borrowed=Borrowed("hy_v4", "HYV4", build_layer=attention_then_mlp("HYV4Attention", "HYV4MoE"), frozen=INDEXER),
     ),
     trunk=TrunkTraits(masks_by_layer_type=True, needs_transformers="5.23"),
-    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("its converter drops this head")),
+    engines=engine_table(llama_cpp=no("its converter drops this head")),
 )
 
 _LING_ATTENTION = f"{AFTER_THE_TRUNK}attention."
@@ -112,7 +121,7 @@ BAILING_HYBRID = Family(
         trunk_rules=(KeyRule(native=f"{_LING_ATTENTION}{{rest}}", ours="layer.self_attn.forget_gate.{rest}"),),
     ),
     wiring=Wiring(conventions={"vllm": Convention(), "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS}),
-    layer=HeadLayer(config=sparse_full, borrowed=Borrowed.of("bailing_hybrid", "BailingHybrid")),
+    layer=HeadLayer(config=sparse_full, borrowed=Borrowed("bailing_hybrid", "BailingHybrid")),
     trunk=TrunkTraits(masks_by_layer_type=True, recurrent=KIMI_DELTA, needs_transformers="5.23"),
     engines=engine_table(transformers=USE_MTP),
 )
@@ -143,8 +152,8 @@ STEP3P7 = Family(
         KeyRule(native=f"{AFTER_THE_TRUNK}transformer.shared_head.output.weight", ours="lm_head.weight"),
         KeyRule(native=f"{_STEP_MOE}gate.weight", ours="layer.mlp.gate.weight"),
         KeyRule(native=f"{_STEP_MOE}router_bias", ours="layer.mlp.gate.e_score_correction_bias"),
-        KeyRule(native=f"{_STEP_MOE}gate_proj.weight", ours="layer.mlp.experts.gate_up_proj", stack="concat", order=0),
-        KeyRule(native=f"{_STEP_MOE}up_proj.weight", ours="layer.mlp.experts.gate_up_proj", stack="concat", order=1),
+        KeyRule(native=f"{_STEP_MOE}gate_proj.weight", ours="layer.mlp.experts.gate_up_proj"),
+        KeyRule(native=f"{_STEP_MOE}up_proj.weight", ours="layer.mlp.experts.gate_up_proj"),
         KeyRule(native=f"{_STEP_MOE}down_proj.weight", ours="layer.mlp.experts.down_proj"),
         KeyRule(native=f"{AFTER_THE_TRUNK}share_expert.{{rest}}", ours="layer.mlp.shared_experts.{rest}"),
         final_norm="transformer.shared_head.norm",
@@ -158,7 +167,7 @@ STEP3P7 = Family(
             "llama.cpp": replace(BEFORE_NORM, prefix="trunk", position_offset=1),
         },
     ),
-    layer=HeadLayer(config=_step_layers, borrowed=Borrowed.of("step3p7", "Step3p7"), rotary_by_layer_type=True),
+    layer=HeadLayer(config=_step_layers, borrowed=Borrowed("step3p7", "Step3p7")),
     trunk=TrunkTraits(only_with_vision=True, masks_by_layer_type=True),
     engines=engine_table(
         transformers=no("generate(use_mtp=True) reads and recycles other states and the trunk's lm_head")
@@ -173,7 +182,6 @@ DOTS3_NOTE = Family(
     model_types=("dots3_note_text", "dots3_note"),
     declaration=Declaration(
         # Engines assume 1 if the config lacks the field.
-        count="num_nextn_predict_layers",
         implied=1,
         others=("mtp_layer_types",),
     ),
@@ -185,9 +193,270 @@ DOTS3_NOTE = Family(
     wiring=Wiring(own_embedding=True, conventions={"vllm": ZERO_FIRST, "sglang": Convention()}),
     layer=HeadLayer(
         config=lambda config, num_modules: dense_sliding(config.per_layer_config["sliding_attention"], num_modules),
-        borrowed=Borrowed.of("dots3_note", "Dots3Note", layer="TextDecoderLayer", rotary="TextRotaryEmbedding"),
-        rotary_by_layer_type=True,
+        borrowed=Borrowed("dots3_note", "Dots3Note", layer="TextDecoderLayer", rotary="TextRotaryEmbedding"),
     ),
     trunk=TrunkTraits(masks_by_layer_type=True, needs_transformers="5.23"),
-    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=LLAMA_CPP_KEEPS),
+    engines=engine_table(llama_cpp=LLAMA_CPP_KEEPS),
+)
+
+
+_WIRING = Wiring(conventions={"vllm": ZERO_FIRST, "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS})
+
+
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    title="DeepSeek V3 / R1",
+    model_types=("deepseek_v3",),
+    keys=EXPERTS_AFTER_THE_TRUNK,
+    wiring=_WIRING,
+    layer=HeadLayer(config=sparse_from_the_first, borrowed=Borrowed("deepseek_v3", "DeepseekV3")),
+    # llama.cpp's converter drops the head, but its graph, which also serves GLM-4.7-Flash, loads it.
+    engines=engine_table(transformers=USE_MTP, llama_cpp=LLAMA_CPP_BESIDE),
+)
+
+DEEPSEEK_V32 = Family(
+    name="deepseek_v32",
+    title="DeepSeek V3.2",
+    model_types=("deepseek_v32",),
+    keys=EXPERTS_AFTER_THE_TRUNK,
+    # llama.cpp's head has no indexer: it attends to every key in texts longer than index_topk too.
+    wiring=_WIRING,
+    layer=HeadLayer(config=sparse_indexed, borrowed=Borrowed("deepseek_v32", "DeepseekV32", frozen=INDEXER)),
+    trunk=TrunkTraits(masks_by_layer_type=True, needs_transformers="5.23"),
+)
+
+_MODULE = "mtp.{module}."
+_ENDS = {
+    "e_proj": "token_proj",
+    "h_proj": "hidden_proj",
+    "enorm": "embed_norm",
+    "hnorm": "hidden_norm",
+    "norm": "final_norm",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn.q_norm": "self_attn.q_a_norm",
+    "attn.kv_norm": "self_attn.kv_norm",
+    "attn.wq_a": "self_attn.q_a_proj",
+    "attn.wq_b": "self_attn.q_b_proj",
+    "attn.wkv": "self_attn.kv_proj",
+    "attn.wo_a": "self_attn.o_a_proj",
+    "attn.wo_b": "self_attn.o_b_proj",
+    "ffn.gate": "mlp.gate",
+    "ffn.shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "ffn.shared_experts.w2": "mlp.shared_experts.down_proj",
+    "ffn.shared_experts.w3": "mlp.shared_experts.up_proj",
+}
+"""Names of the matrices and norms of every layer: a release's to transformers'."""
+_COMPRESSOR_NAMES = {
+    "attn.compressor.wkv": "self_attn.compressor.kv_proj",
+    "attn.compressor.wgate": "self_attn.compressor.gate_proj",
+    "attn.indexer.compressor.wkv": "self_attn.compressor.indexer.kv_proj",
+    "attn.indexer.compressor.wgate": "self_attn.compressor.indexer.gate_proj",
+    "attn.indexer.wq_b": "self_attn.compressor.indexer.q_b_proj",
+    "attn.indexer.weights_proj": "self_attn.compressor.indexer.scorer.weights_proj",
+}
+"""The same for matrices that only the trunk's layers have."""
+_EXPERT_NAMES = {
+    "w1": "mlp.experts.{expert}.gate_proj",
+    "w2": "mlp.experts.{expert}.down_proj",
+    "w3": "mlp.experts.{expert}.up_proj",
+}
+_SAVED_NAMES = {"embed_tokens.": "embed.", "hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."}
+# In all engines the head reads the streams before they are mixed, and recycles the streams of its layer.
+_VLLM_V4 = replace(BEFORE_NORM, zero_first_embedding=True)
+_LLAMA_CPP = replace(BEFORE_NORM, position_offset=1)
+
+_ENGINES = engine_table(
+    llama_cpp=EngineSupport(
+        True,
+        "python convert_hf_to_gguf.py {path} --outfile model.gguf && "
+        "python convert_hf_to_gguf.py {path} --mtp --outfile mtp.gguf && "
+        "llama-server -m model.gguf -md mtp.gguf --spec-type draft-mtp --spec-draft-n-max {depth}",
+    ),
+)
+_OTHER_NAMES = (
+    "transformers saved it under names such as model.hc_head.hc_fn and attn.norm, for hc_head_fn and attn.kv_norm"
+)
+_TO_RELEASE = "Rename to a release's, and take its config.json"
+_SAVED_BY_TRANSFORMERS = engine_table(
+    vllm=no(f"{_OTHER_NAMES}; its loader stops with a KeyError. {_TO_RELEASE}"),
+    sglang=no(f"{_OTHER_NAMES}; its loader warns and leaves these weights as they began. {_TO_RELEASE}"),
+    llama_cpp=no(f"{_OTHER_NAMES}; its converter stops. {_TO_RELEASE}"),
+)
+_TRUNK_NOT_IN_FP4 = engine_table(
+    llama_cpp=no(
+        "its converter takes routed experts in FP4 alone, as releases have them; these are not. Beside a GGUF of this "
+        "trunk from elsewhere it drafts with what mtp-train export --gguf writes"
+    ),
+)
+_HEAD_NOT_IN_FP4 = engine_table(llama_cpp=LLAMA_CPP_BESIDE)
+
+
+def _engines_of(dtypes: Mapping[str, str]) -> Mapping[str, EngineSupport]:
+    """Return the engines' entries for one checkpoint, since loaders depend on its key names and its experts' dtype."""
+    if any(name in key for key in dtypes for name in _SAVED_NAMES):
+        return _SAVED_BY_TRANSFORMERS
+    experts = {key: dtype for key, dtype in dtypes.items() if ".experts." in key and key.endswith(".weight")}
+    if {dtype for key, dtype in experts.items() if not key.startswith("mtp.")} != {"I8"}:
+        return _TRUNK_NOT_IN_FP4
+    return _ENGINES if set(experts.values()) == {"I8"} else _HEAD_NOT_IN_FP4
+
+
+DEEPSEEK_V4 = Family(
+    name="deepseek_v4",
+    title="DeepSeek V4",
+    model_types=("deepseek_v4",),
+    keys=Keys(
+        # Releases have no prefix. transformers' save_pretrained adds one, and does not restore all release names.
+        trunk_prefixes=("model.", ""),
+        embed_by_prefix={"": "embed.weight"},
+        lm_head="head.weight",
+        saved_names=_SAVED_NAMES,
+        head_prefixes=("mtp.",),
+        rules=(
+            *weight_rules(_MODULE, _ENDS),
+            *(KeyRule(native=f"{_MODULE}hc_head_{one}", ours=f"mixer.hc_{one}") for one in ("fn", "base", "scale")),
+            *(
+                KeyRule(native=f"{_MODULE}hc_{part}_{one}", ours=f"layer.{part}_hc.{one}")
+                for part in ("attn", "ffn")
+                for one in ("fn", "base", "scale")
+            ),
+            KeyRule(native=f"{_MODULE}attn.attn_sink", ours="layer.self_attn.sinks"),
+            KeyRule(native=f"{_MODULE}ffn.gate.bias", ours="layer.mlp.gate.e_score_correction_bias"),
+            *expert_rules(_MODULE, "ffn.experts", ("w1", "w3", "w2")),
+            KeyRule(native=f"{_MODULE}ffn.experts.{{rest}}", ours="layer.mlp.experts.{rest}"),
+            *weight_rules(_MODULE, _LAYER_NAMES, "layer."),
+        ),
+        shared=(
+            SharedKey(native=f"{_MODULE}emb.tok_emb.weight", trunk="embed.weight"),
+            SharedKey(native=f"{_MODULE}head.weight", trunk="head.weight"),
+        ),
+        trunk_rules=(
+            *weight_rules(AFTER_THE_TRUNK, _LAYER_NAMES | _COMPRESSOR_NAMES, "layer."),
+            *weight_rules(f"{AFTER_THE_TRUNK}ffn.experts.{{expert}}.", _EXPERT_NAMES, "layer."),
+        ),
+    ),
+    wiring=Wiring(
+        concat="sum",
+        default=_VLLM_V4,
+        conventions={"vllm": _VLLM_V4, "sglang": BEFORE_NORM, "llama.cpp": _LLAMA_CPP},
+    ),
+    layer=HeadLayer(
+        # vLLM's head layers have neither compressed keys nor routing by token id.
+        config=layers_of(layer_types="sliding_attention", mlp_layer_types="moe"),
+        borrowed=Borrowed("deepseek_v4", "DeepseekV4"),
+        rotary_kind="main",
+    ),
+    trunk=TrunkTraits(
+        streams=Streams(count="hc_mult", mixer="DeepseekV4HyperHead", trunk_mixer="hc_head"),
+        running_windows=compressing_in_windows,
+    ),
+    engines=_ENGINES,
+    engines_of=_engines_of,
+)
+
+
+# vLLM recycles the state before shared_head.norm, SGLang and llama.cpp the state after it.
+_GLM_IN_VLLM = Convention(recycle="before_final_norm", zero_first_embedding=True)
+_GLM_WIRING = Wiring(conventions={"vllm": _GLM_IN_VLLM, "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS})
+
+
+GLM4_MOE = Family(
+    name="glm4_moe",
+    title="GLM-4.5 / 4.6 / 4.7",
+    model_types=("glm4_moe",),
+    keys=EXPERTS_AFTER_THE_TRUNK,
+    wiring=_GLM_WIRING,
+    layer=HeadLayer(config=sparse_from_the_first, borrowed=Borrowed("glm4_moe", "Glm4Moe")),
+    engines=engine_table(transformers=USE_MTP),
+)
+
+GLM4_MOE_LITE = Family(
+    name="glm4_moe_lite",
+    title="GLM-4.7-Flash",
+    model_types=("glm4_moe_lite",),
+    keys=EXPERTS_AFTER_THE_TRUNK,
+    wiring=_GLM_WIRING,
+    layer=HeadLayer(config=sparse, borrowed=Borrowed("glm4_moe_lite", "Glm4MoeLite")),
+)
+
+GLM_MOE_DSA = Family(
+    name="glm_moe_dsa",
+    title="GLM-5",
+    model_types=("glm_moe_dsa",),
+    keys=EXPERTS_AFTER_THE_TRUNK,
+    # vLLM runs DeepSeek V3.2's head for this model, with the wiring of DeepSeek V3.2. llama.cpp's head has no
+    # indexer: it attends to every key in texts longer than index_topk too.
+    wiring=_WIRING,
+    layer=HeadLayer(
+        config=sparse_indexed,
+        borrowed=Borrowed("glm_moe_dsa", "GlmMoeDsa", frozen=INDEXER),
+    ),
+    trunk=TrunkTraits(masks_by_layer_type=True, needs_transformers="5.23"),
+)
+
+
+def _choose_pools(decoder: Any) -> None:
+    for layer in decoder.layers:
+        # Some layers have no indexer and reuse the keys that the layer before has selected.
+        indexer = layer.self_attn.indexer if layer.block_type == "indexed_attention" else None
+        if indexer is not None:
+            choose_pools(indexer, GatedPools)
+
+
+_KIMI_DELTA = f"{AFTER_THE_TRUNK}self_attn."
+GLM5_NEXT = Family(
+    name="glm5_next",
+    title="GLM-5.3-Flash (GLM-5-Next)",
+    model_types=("glm5_next_text",),
+    keys=replace(
+        EXPERTS_AFTER_THE_TRUNK,
+        trunk_prefixes=WRAPPED,
+        trunk_rules=tuple(
+            KeyRule(native=f"{_KIMI_DELTA}{part}.{{rest}}", ours=f"layer.self_attn.forget_gate.{part}.{{rest}}")
+            for part in ("f_a_proj", "f_b_proj")
+        ),
+    ),
+    # With index_share_for_mtp_iteration in the config, engines select keys at depth 1 and reuse them at all depths. The
+    # result differs only in texts longer than index_topk.
+    wiring=Wiring(conventions={"vllm": ZERO_FIRST, "sglang": Convention()}),
+    layer=HeadLayer(
+        config=sparse_indexed,
+        borrowed=Borrowed(
+            "glm5_next",
+            "Glm5NextText",
+            rotary=None,
+            build_layer=attention_then_mlp(
+                "Glm5NextTextAttention",
+                "Glm5NextTextMoE",
+                lambda attention: choose_pools(attention.indexer, GatedPools),
+            ),
+            frozen=INDEXER,
+        ),
+    ),
+    trunk=TrunkTraits(
+        masks_by_layer_type=True,
+        only_with_vision=True,
+        prepare=_choose_pools,
+        recurrent=KIMI_DELTA,
+        needs_transformers="5.23",
+    ),
+    engines=engine_table(llama_cpp=LLAMA_CPP_KEEPS),
+)
+
+GLM_OCR = Family(
+    name="glm_ocr",
+    title="GLM-OCR",
+    model_types=("glm_ocr_text",),
+    keys=after_the_trunk(trunk_prefixes=("model.language_model.",), shared=REPEATED_AFTER_THE_TRUNK),
+    wiring=Wiring(conventions={"vllm": _GLM_IN_VLLM, "sglang": Convention()}),
+    layer=HeadLayer(
+        config=with_layers,
+        borrowed=Borrowed("glm_ocr", "GlmOcr", layer="TextDecoderLayer", rotary="TextRotaryEmbedding"),
+        rotary_axes=3,
+    ),
+    trunk=TrunkTraits(only_with_vision=True),
+    engines=engine_table(llama_cpp=LLAMA_CPP_KEEPS),
 )

@@ -19,7 +19,6 @@ from transformers import PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.engines import (
-    HEAD_IGNORED,
     LLAMA_CPP_POSITIONS,
     Convention,
     EngineSupport,
@@ -39,7 +38,7 @@ from mtp_train.families.layouts import (
     sparse_full,
     with_layers,
 )
-from mtp_train.families.models.mimo import MIMO
+from mtp_train.families.models.beside_the_trunk import MIMO
 from mtp_train.families.spec import Borrowed, Declaration, Family, HeadLayer, KeyRule, TrunkTraits, Wiring
 from mtp_train.upstream.transformers_private import attention_of, set_attention
 
@@ -93,7 +92,6 @@ def attached(
     *,
     classes: tuple[str, str],
     head_layer_config: Callable[[PretrainedConfig, int], PretrainedConfig] = _without_window,
-    rotary_by_layer_type: bool = False,
     norm: str = "RMSNorm",
     norm_eps: str = "rms_norm_eps",
     layer_rules: tuple[KeyRule, ...] = (),
@@ -122,8 +120,7 @@ def attached(
         wiring=wiring,
         layer=HeadLayer(
             config=head_layer_config,
-            borrowed=Borrowed.of(*classes, norm=norm, norm_eps=norm_eps),
-            rotary_by_layer_type=rotary_by_layer_type,
+            borrowed=Borrowed(*classes, norm=norm, norm_eps=norm_eps),
         ),
         trunk=trunk,
         engines=engines,
@@ -143,7 +140,6 @@ QWEN2 = Family(
     layer=HeadLayer(config=full, borrowed=MIMO.layer.borrowed),
     trunk=_SEVERAL_LAYER_TYPES,
     engines=engine_table(
-        transformers=no("loads the trunk and ignores the head"),
         llama_cpp=no("has no graph for this head; to convert the trunk, put Qwen2ForCausalLM back into config.json"),
     ),
 )
@@ -165,8 +161,7 @@ GEMMA3 = attached(
     "Gemma 3 (text)",
     classes=("gemma3", "Gemma3"),
     head_layer_config=full,
-    rotary_by_layer_type=True,
-    trunk=TrunkTraits(masks_by_layer_type=True, logit_bound="final_logit_softcapping"),
+    trunk=_SEVERAL_LAYER_TYPES,
 )
 
 
@@ -182,7 +177,7 @@ GEMMA2 = attached(
     "Gemma 2",
     classes=("gemma2", "Gemma2"),
     head_layer_config=full,
-    trunk=TrunkTraits(masks_by_layer_type=True, logit_bound="final_logit_softcapping", prepare=_keep_score_bounds),
+    trunk=TrunkTraits(masks_by_layer_type=True, prepare=_keep_score_bounds),
     engines=_UNSCALED,
 )
 
@@ -246,7 +241,6 @@ OLMO3 = attached(
     "OLMo 3",
     classes=("olmo3", "Olmo3"),
     head_layer_config=full,
-    rotary_by_layer_type=True,
     trunk=_SEVERAL_LAYER_TYPES,
 )
 # The head reads embeddings without the trunk's multiplier. Its norm of the embedding cancels any multiplier.
@@ -346,7 +340,7 @@ class _EitherNorm(Borrowed):
 
 
 def _always_rotated(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: Any = borrowed.cls(borrowed.layer)(config, layer_idx)
+    layer: Any = borrowed.stock_layer(config, layer_idx)
     # In the trunk, layers with full attention use rotary embeddings only if they are dense. llama.cpp's head always
     # does.
     layer.self_attn.force_rope = True
@@ -363,13 +357,12 @@ COHERE2_MOE = Family(
     wiring=Wiring(conventions={"llama.cpp": LLAMA_CPP_POSITIONS}),
     layer=HeadLayer(
         config=sparse_full,
-        borrowed=_EitherNorm.of(
+        borrowed=_EitherNorm(
             "cohere2_moe", "Cohere2Moe", norm="LayerNorm", norm_eps="layer_norm_eps", build_layer=_always_rotated
         ),
     ),
     trunk=TrunkTraits(masks_by_layer_type=True, logit_divisor=lambda config: 1.0 / config["logit_scale"]),
     engines=engine_table(
-        transformers=HEAD_IGNORED,
         vllm=no("has no head for this model, and refuses a checkpoint with a layer after the trunk's last"),
         sglang=no("has no head for this model; it loads the trunk and leaves the head's layer out"),
     ),

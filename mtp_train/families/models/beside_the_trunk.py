@@ -1,30 +1,45 @@
-"""Heads beside their trunk, under a prefix of their own: EXAONE, Mellum 2, ERNIE-4.5, LongCat-Flash, MiniMax-M3.
+"""Heads beside their trunk, under a prefix of their own: EXAONE, Mellum 2, ERNIE-4.5, LongCat-Flash, MiniMax-M3, MiMo,
+Nemotron.
 
-Each is one module around a layer of the trunk's own class; ERNIE-4.5's is dense, has no final norm, and its keys are
+Most are one module around a layer of the trunk's own class; ERNIE-4.5's is dense, has no final norm, and its keys are
 ``model.mtp_*``. LongCat-Flash's trunk has double layers, its head one latent attention and one dense MLP. MiniMax-M3's
-trunk and head attend to selected blocks of keys.
+trunk and head attend to selected blocks of keys. Nemotron's head is a short pattern of layers, for a Mamba-2 hybrid.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
-from transformers import PretrainedConfig
+from torch import Tensor, nn
+from transformers import Cache, PretrainedConfig
 
-from mtp_train.families.engines import HEAD_IGNORED, LLAMA_CPP_KEEPS, USE_MTP, ZERO_FIRST, Convention, engine_table, no
+from mtp_train.families.engines import (
+    BEFORE_NORM,
+    LLAMA_CPP_KEEPS,
+    LLAMA_CPP_POSITIONS,
+    LLAMA_CPP_SIDECAR,
+    NO_RECURRENT_ROLLBACK,
+    USE_MTP,
+    ZERO_FIRST,
+    Convention,
+    engine_table,
+    no,
+)
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
     BESIDE_THE_TRUNK,
     INDEXER,
-    AttentionThenMlp,
+    attention_then_mlp,
     beside_the_trunk,
     dense_sliding,
     end_rules,
     expert_rules,
+    full,
     layers_of,
     with_layers,
 )
@@ -36,7 +51,10 @@ from mtp_train.families.spec import (
     HeadLayer,
     KeyRule,
     Keys,
+    RawConfig,
+    RecurrentKernels,
     SharedKey,
+    TrunkClass,
     TrunkTraits,
     Wiring,
 )
@@ -64,12 +82,12 @@ EXAONE_MOE = Family(
     name="exaone_moe",
     title="K-EXAONE",
     model_types=("exaone_moe",),
-    declaration=Declaration(count="num_nextn_predict_layers", others=("mtp_layer_types", "mtp_sliding_windows")),
+    declaration=Declaration(others=("mtp_layer_types", "mtp_sliding_windows")),
     keys=beside_the_trunk(),
     wiring=Wiring(conventions={"vllm": Convention(), "sglang": Convention()}),
-    layer=HeadLayer(config=_dense_with_rotary, borrowed=Borrowed.of("exaone_moe", "ExaoneMoe")),
+    layer=HeadLayer(config=_dense_with_rotary, borrowed=Borrowed("exaone_moe", "ExaoneMoe")),
     trunk=TrunkTraits(masks_by_layer_type=True),
-    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=LLAMA_CPP_KEEPS),
+    engines=engine_table(llama_cpp=LLAMA_CPP_KEEPS),
 )
 
 EXAONE4_5 = Family(
@@ -78,17 +96,14 @@ EXAONE4_5 = Family(
     model_types=("exaone4_5",),
     declaration=Declaration(
         # Releases have the count in the text config. vLLM reads it from the whole config, which lacks it, and takes 1.
-        count="num_nextn_predict_layers",
         implied=1,
         others=("mtp_share_layers",),
     ),
     keys=beside_the_trunk(trunk_prefixes=("model.language_model.",)),
     wiring=Wiring(conventions={"vllm": Convention()}),
-    layer=HeadLayer(config=_as_the_first, borrowed=Borrowed.of("exaone4", "Exaone4")),
+    layer=HeadLayer(config=_as_the_first, borrowed=Borrowed("exaone4", "Exaone4")),
     trunk=TrunkTraits(only_with_vision=True, masks_by_layer_type=True),
-    engines=engine_table(
-        transformers=HEAD_IGNORED, sglang=no("has no class for this model"), llama_cpp=LLAMA_CPP_KEEPS
-    ),
+    engines=engine_table(sglang=no("has no class for this model"), llama_cpp=LLAMA_CPP_KEEPS),
 )
 
 
@@ -107,11 +122,11 @@ MELLUM = Family(
     name="mellum",
     title="Mellum 2",
     model_types=("mellum",),
-    declaration=Declaration(count="num_nextn_predict_layers", others=("mtp_layer_types", "mtp_mlp_layer_types")),
+    declaration=Declaration(others=("mtp_layer_types", "mtp_mlp_layer_types")),
     keys=beside_the_trunk(*expert_rules(BESIDE_THE_TRUNK)),
     # vLLM runs transformers' own head.
     wiring=Wiring(conventions={"vllm": Convention()}),
-    layer=HeadLayer(config=_as_declared, borrowed=Borrowed.of("mellum", "Mellum"), rotary_by_layer_type=True),
+    layer=HeadLayer(config=_as_declared, borrowed=Borrowed("mellum", "Mellum")),
     trunk=TrunkTraits(masks_by_layer_type=True),
     engines=engine_table(
         transformers=USE_MTP,
@@ -145,8 +160,8 @@ ERNIE4_5_MOE = Family(
         default=ZERO_FIRST,
         conventions={"vllm": ZERO_FIRST, "sglang": ZERO_FIRST},
     ),
-    layer=HeadLayer(config=_never_sparse, borrowed=Borrowed.of("ernie4_5_moe", "Ernie4_5_Moe")),
-    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("its converter drops this head")),
+    layer=HeadLayer(config=_never_sparse, borrowed=Borrowed("ernie4_5_moe", "Ernie4_5_Moe")),
+    engines=engine_table(llama_cpp=no("its converter drops this head")),
 )
 
 
@@ -156,14 +171,6 @@ _LONGCAT = "model.mtp.layers.{module}."
 def _two_for_one(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
     # One layer of the trunk counts as two.
     return with_layers(text_config, 2 * num_modules)
-
-
-def _attention_then_mlp(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    return AttentionThenMlp(
-        borrowed.cls(borrowed.layer)(config, layer_idx),
-        borrowed.cls("LongcatFlashMLP")(config),
-        (borrowed.make_norm(config), borrowed.make_norm(config)),
-    )
 
 
 @contextmanager
@@ -199,7 +206,7 @@ LONGCAT_FLASH = Family(
     name="longcat_flash",
     title="LongCat-Flash",
     model_types=("longcat_flash",),
-    declaration=Declaration(count="num_nextn_predict_layers", implied=1),
+    declaration=Declaration(implied=1),
     keys=Keys(
         head_prefixes=("model.mtp.",),
         rules=(
@@ -213,10 +220,14 @@ LONGCAT_FLASH = Family(
     wiring=Wiring(conventions={"vllm": Convention(), "sglang": Convention()}),
     layer=HeadLayer(
         config=_two_for_one,
-        borrowed=Borrowed.of("longcat_flash", "LongcatFlash", layer="MLA", build_layer=_attention_then_mlp),
+        borrowed=Borrowed(
+            "longcat_flash",
+            "LongcatFlash",
+            build_layer=attention_then_mlp("LongcatFlashMLA", "LongcatFlashMLP"),
+        ),
     ),
     trunk=TrunkTraits(loading=_without_idle_gates),
-    engines=engine_table(transformers=HEAD_IGNORED, llama_cpp=no("has no graph for this model")),
+    engines=engine_table(llama_cpp=no("has no graph for this model")),
 )
 
 
@@ -229,8 +240,8 @@ def _gate_up_rules(native: str, ours: str) -> tuple[KeyRule, ...]:
     """Return the rules for two matrices of a release that transformers merges into one."""
     merged = f"{ours}gate_up_proj.weight"
     return (
-        KeyRule(native=f"{native}gate_proj.weight", ours=merged, stack="concat", order=0),
-        KeyRule(native=f"{native}up_proj.weight", ours=merged, stack="concat", order=1),
+        KeyRule(native=f"{native}gate_proj.weight", ours=merged),
+        KeyRule(native=f"{native}up_proj.weight", ours=merged),
     )
 
 
@@ -250,7 +261,7 @@ def _minimax_rules(layer: str) -> tuple[KeyRule, ...]:
 
 
 def _with_block_indexer(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: Any = borrowed.cls(borrowed.layer)(config, layer_idx)
+    layer: Any = borrowed.stock_layer(config, layer_idx)
     layer.self_attn.indexer = BlockIndexer(layer.self_attn.indexer, config, borrowed.cls("apply_rotary_pos_emb"))
     built: nn.Module = layer
     return built
@@ -278,12 +289,188 @@ MINIMAX_M3 = Family(
     wiring=Wiring(default=_RAW_STATE, conventions={"vllm": _RAW_STATE}),
     layer=HeadLayer(
         config=layers_of(layer_types="minimax_m3_sparse", mlp_layer_types="sparse"),
-        borrowed=Borrowed.of("minimax_m3_vl", "MiniMaxM3VL", build_layer=_with_block_indexer, frozen=INDEXER),
+        borrowed=Borrowed("minimax_m3_vl", "MiniMaxM3VL", build_layer=_with_block_indexer, frozen=INDEXER),
     ),
     trunk=TrunkTraits(only_with_vision=True, needs_transformers="5.23"),
     engines=engine_table(
-        transformers=HEAD_IGNORED,
         sglang=no("has no MTP for this model"),
         llama_cpp=no("has no graph for this head"),
     ),
+)
+
+
+_MIMO = "model.mtp_layers.{module}."
+MIMO = Family(
+    name="mimo",
+    title="MiMo-7B",
+    model_types=("mimo",),
+    keys=Keys(
+        head_prefixes=("model.mtp_layers.",),
+        rules=(
+            *end_rules(_MIMO, proj="input_proj", embed_norm="token_layernorm", hidden_norm="hidden_layernorm"),
+            KeyRule(native=f"{_MIMO}{{rest}}", ours="layer.{rest}"),
+        ),
+    ),
+    wiring=Wiring(
+        concat="hidden_first",
+        # SGLang's trunk returns the state after its final norm. The head was trained on the state before it, which
+        # vLLM reads.
+        default=Convention(hidden="before_final_norm"),
+        conventions={
+            "vllm": Convention(hidden="before_final_norm", zero_first_embedding=True),
+            "sglang": ZERO_FIRST,
+        },
+    ),
+    layer=HeadLayer(config=full, borrowed=Borrowed("qwen2", "Qwen2")),
+    trunk=TrunkTraits(masks_by_layer_type=True, stand_in=TrunkClass(model_type="qwen2")),
+    engines=engine_table(
+        transformers=no("has no class for MiMo-7B; its own code, with trust_remote_code, ignores the head"),
+        llama_cpp=no("has no graph for this head"),
+    ),
+)
+
+_V2 = "model.mtp.layers.{module}."
+MIMO_V2 = Family(
+    name="mimo_v2_flash",
+    title="MiMo-V2-Flash",
+    model_types=("mimo_v2_flash",),
+    declaration=Declaration(
+        # Engines hard-code the number: llama.cpp and SGLang run 3 modules, vLLM runs the first one.
+        count=None,
+        implied=3,
+    ),
+    keys=Keys(
+        head_prefixes=("model.mtp.",),
+        rules=(
+            *end_rules(_V2),
+            KeyRule(native=f"{_V2}pre_mlp_layernorm.weight", ours="layer.post_attention_layernorm.weight"),
+            KeyRule(native=f"{_V2}self_attn.attention_sink_bias", ours="layer.self_attn.sinks"),
+            KeyRule(native=f"{_V2}{{rest}}", ours="layer.{rest}"),
+        ),
+    ),
+    wiring=Wiring(
+        # The three engines differ in every field; two of them read the state before the norm. Measure acceptance in
+        # the engine that serves. vLLM's window, in trunk and head, is one key narrower: it includes the row itself.
+        default=BEFORE_NORM,
+        conventions={
+            "vllm": Convention(modules="first"),
+            "sglang": Convention(hidden="before_final_norm", recycle="trunk"),
+            "llama.cpp": replace(BEFORE_NORM, prefix="trunk", position_offset=1),
+        },
+    ),
+    layer=HeadLayer(
+        config=dense_sliding,
+        borrowed=Borrowed("mimo_v2_flash", "MiMoV2Flash"),
+    ),
+    trunk=TrunkTraits(masks_by_layer_type=True),
+    # llama.cpp's converter writes separate query, key and value matrices; its graph of the head aborts on these.
+    engines=engine_table(llama_cpp=LLAMA_CPP_SIDECAR),
+)
+
+
+_PATTERN = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
+
+
+def _num_sublayers(text_config: RawConfig) -> int:
+    """Return the length of the head's layer pattern, a list or one letter per layer; default: attention, experts."""
+    return next((len(text_config[field]) for field in _PATTERN if text_config.get(field)), 2)
+
+
+def _head_layer_config(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    return with_layers(text_config, num_modules, layers_block_type=list(text_config.mtp_layers_block_type))
+
+
+class _LayersInTurn(nn.Module):
+    """Several borrowed layers that run one after the other as one layer; none of them takes position embeddings."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        past_key_values: Cache | None,
+    ) -> Tensor:
+        """Run the layers, (B, T, D) to (B, T, D); arguments as in transformers' decoder layers."""
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states,
+                past_key_values=past_key_values,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+            )
+        return hidden_states
+
+
+def _build_layer(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    return _LayersInTurn([borrowed.stock_layer(config, number) for number in range(len(config.layers_block_type))])
+
+
+def _unlimited_time_steps(decoder: Any) -> None:
+    """Remove the bound that transformers puts on time steps in a forward of several tokens.
+
+    transformers' step of one token has no such bound, nor have the kernels of mamba_ssm, vLLM and llama.cpp.
+    """
+    for layer in decoder.layers:
+        if layer.block_type == "linear_attention":
+            layer.mixer.time_step_limit = (0.0, math.inf)
+
+
+_SUB, _OURS, _EXPERTS = "mtp.layers.{sub}.", "layer.layers.{sub}.", "mixer.experts"
+NEMOTRON_H = Family(
+    name="nemotron_h",
+    title="Nemotron-H / Nemotron 3",
+    model_types=("nemotron_h",),
+    declaration=Declaration(others=_PATTERN),
+    keys=Keys(
+        trunk_prefixes=("backbone.", "model."),
+        embed="{trunk}embeddings.weight",
+        head_prefixes=("mtp.",),
+        rules=(
+            *end_rules("mtp.layers.0.", final_norm=None),
+            KeyRule(native="mtp.layers.{last}.final_layernorm.weight", ours="final_norm.weight"),
+            *(
+                KeyRule(native=f"{_SUB}{_EXPERTS}.{{expert}}.{one}.weight", ours=f"{_OURS}{_EXPERTS}.{one}")
+                for one in ("up_proj", "down_proj")
+            ),
+            KeyRule(native=f"{_SUB}{{rest}}", ours=f"{_OURS}{{rest}}"),
+        ),
+        num_sublayers=_num_sublayers,
+    ),
+    wiring=Wiring(
+        # llama.cpp computes the final norm as a LayerNorm, the other engines like the layers' RMSNorm.
+        conventions={
+            "vllm": Convention(),
+            "sglang": Convention(),
+            "llama.cpp": replace(LLAMA_CPP_POSITIONS, centred=True),
+        },
+    ),
+    layer=HeadLayer(
+        config=_head_layer_config,
+        borrowed=Borrowed(
+            "nemotron_h",
+            "NemotronH",
+            layer="Block",
+            rotary=None,
+            norm_eps="layer_norm_epsilon",
+            build_layer=_build_layer,
+        ),
+    ),
+    trunk=TrunkTraits(
+        final_norm="norm_f",
+        prepare=_unlimited_time_steps,
+        masks_by_layer_type=True,
+        recurrent=RecurrentKernels(
+            chunked="mamba2_chunk_scan",
+            single="mamba2_selective_state_update",
+            conv="causal_conv1d_fn",
+            rule="mamba2",
+        ),
+        needs_transformers="5.23",
+    ),
+    engines=engine_table(transformers=NO_RECURRENT_ROLLBACK),
 )

@@ -47,11 +47,7 @@ def _layer_rules(layer: str) -> tuple[KeyRule, ...]:
 
 
 class _InterleavedMlp(nn.Module):
-    """A gated MLP with gate and up in alternate rows of one matrix, as releases store them: gate first.
-
-    Args:
-        stock: transformers' MLP of the layer, which has two matrices.
-    """
+    """A gated MLP with gate and up in alternate rows of one matrix, as releases store them: gate first."""
 
     def __init__(self, stock: Any) -> None:
         super().__init__()
@@ -80,7 +76,7 @@ def _head_layer_config(text_config: PretrainedConfig, num_modules: int) -> Pretr
 
 
 def _build_layer(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: Any = borrowed.cls(borrowed.layer)(config, layer_idx)
+    layer: Any = borrowed.stock_layer(config, layer_idx)
     attention = layer.self_attn
     attention.rel_logits_proj = RelativeProfiles(attention.rel_logits_proj, None)
     attention.k_sconv, attention.v_sconv = ShortConvolution(attention.k_sconv), ShortConvolution(attention.v_sconv)
@@ -112,7 +108,7 @@ INKLING = Family(
     title="Inkling",
     # The releases' text config has no model_type; their outer config has the second one.
     model_types=("inkling_text", "inkling_mm_model"),
-    declaration=Declaration(count="num_nextn_predict_layers", section="mtp_config", repeated_as="num_mtp_layers"),
+    declaration=Declaration(section="mtp_config", repeated_as="num_mtp_layers"),
     keys=Keys(
         trunk_prefixes=("model.llm.", "model."),
         embed="{trunk}embed.weight",
@@ -135,7 +131,7 @@ INKLING = Family(
     ),
     layer=HeadLayer(
         config=_head_layer_config,
-        borrowed=Borrowed.of("inkling", "Inkling", rotary=None, build_layer=_build_layer),
+        borrowed=Borrowed("inkling", "Inkling", rotary=None, build_layer=_build_layer),
         masks_of_distances=True,
     ),
     trunk=TrunkTraits(

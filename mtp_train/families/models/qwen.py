@@ -28,7 +28,6 @@ from mtp_train.families.layouts import (
     weight_rules,
 )
 from mtp_train.families.mechanisms.key_pools import AveragedPools, choose_pools
-from mtp_train.families.mechanisms.residual_streams import Streams
 from mtp_train.families.spec import (
     Borrowed,
     Declaration,
@@ -37,6 +36,7 @@ from mtp_train.families.spec import (
     KeyRule,
     Keys,
     RecurrentKernels,
+    Streams,
     TrunkTraits,
     Wiring,
 )
@@ -68,7 +68,7 @@ QWEN3_5 = Family(
     wiring=Wiring(conventions=_CONVENTIONS),
     layer=HeadLayer(
         config=full,
-        borrowed=Borrowed.of("qwen3_5", "Qwen3_5", rotary="TextRotaryEmbedding"),
+        borrowed=Borrowed("qwen3_5", "Qwen3_5", rotary="TextRotaryEmbedding"),
         rotary_axes=3,
     ),
     trunk=_TRUNK,
@@ -84,7 +84,7 @@ QWEN3_5_MOE = Family(
     wiring=Wiring(conventions=_CONVENTIONS),
     layer=HeadLayer(
         config=full,
-        borrowed=Borrowed.of("qwen3_5_moe", "Qwen3_5Moe", rotary="TextRotaryEmbedding"),
+        borrowed=Borrowed("qwen3_5_moe", "Qwen3_5Moe", rotary="TextRotaryEmbedding"),
         rotary_axes=3,
     ),
     trunk=_TRUNK,
@@ -97,7 +97,6 @@ QWEN3_NEXT = Family(
     model_types=("qwen3_next",),
     declaration=Declaration(
         # Releases lack the field. SGLang and llama.cpp assume 1; vLLM takes the depth from its command line.
-        count="num_nextn_predict_layers",
         implied=1,
         others=(_INTERVAL,),
     ),
@@ -106,7 +105,7 @@ QWEN3_NEXT = Family(
     layer=HeadLayer(
         # A mixture of experts even if the trunk's first layers are dense.
         config=every_layer_sparse,
-        borrowed=Borrowed.of("qwen3_next", "Qwen3Next"),
+        borrowed=Borrowed("qwen3_next", "Qwen3Next"),
     ),
     trunk=_TRUNK,
     engines=engine_table(transformers=NO_RECURRENT_ROLLBACK),
@@ -121,7 +120,7 @@ _STREAMS = Wiring(
 
 
 def _build_layer(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: nn.Module = borrowed.cls(borrowed.layer)(config, layer_idx)
+    layer: nn.Module = borrowed.stock_layer(config, layer_idx)
     choose_pools(layer.get_submodule(INDEXER), AveragedPools)
     return layer
 
@@ -157,7 +156,7 @@ QWEN4_EXP = Family(
     wiring=_STREAMS,
     layer=HeadLayer(
         config=layers_of(layer_types="indexed_attention", ple_layer_ids=[]),
-        borrowed=Borrowed.of("qwen4_exp", "Qwen4ExpText", build_layer=_build_layer, frozen=INDEXER),
+        borrowed=Borrowed("qwen4_exp", "Qwen4ExpText", build_layer=_build_layer, frozen=INDEXER),
         rotary_axes=3,
     ),
     trunk=TrunkTraits(

@@ -17,8 +17,8 @@ from rich.progress import Progress
 from mtp_train.checkpoints.export import LinkMode
 from mtp_train.checkpoints.files import Checkpoint, is_gguf
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS, gguf_head_for
-from mtp_train.checkpoints.gguf.draft_model import ARCH as DRAFT_ARCH
 from mtp_train.checkpoints.gguf.model_file import (
+    DRAFT_ARCH,
     GgufModel,
     dequantised_tensor,
     open_gguf,
@@ -29,13 +29,13 @@ from mtp_train.checkpoints.gguf.model_file import (
 )
 from mtp_train.checkpoints.gguf.record import NUM_MODULES
 from mtp_train.checkpoints.gguf.sidecar import GgufKind
-from mtp_train.checkpoints.gguf.tensors import GgufTensor, head_tensors
+from mtp_train.checkpoints.gguf.tensors import head_tensors
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT
 from mtp_train.checkpoints.locations import open_location
-from mtp_train.checkpoints.native import native_head_of
+from mtp_train.checkpoints.native import exact_tensor, native_head_of
 from mtp_train.checkpoints.suggestions import train_command
 from mtp_train.checkpoints.values import require_finite_checkpoint
-from mtp_train.checkpoints.writing import refuse_existing
+from mtp_train.checkpoints.writing import PendingTensor, refuse_existing
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
 from mtp_train.runs.display import Shown
@@ -198,11 +198,12 @@ def graft_gguf(
         )
     head, fields, modules = (_of_gguf if is_gguf(base) else _of_checkpoint)(trunk, base, kind, progress)
     changed = with_modules(trunk, fields, modules)
-    new = [one for one in head if one.name not in trunk.tensors or one.name in trunk.head]
+    names = [one.name if isinstance(one, ReaderTensor) else one.key for one in head]
+    new = [one for one, name in zip(head, names, strict=True) if name not in trunk.tensors or name in trunk.head]
     return write_embedded(trunk, new, changed, out, kind=kind or "q8_0", link=link, progress=progress)
 
 
-_Head = tuple[Sequence[GgufTensor | ReaderTensor], Mapping[str, Any], int]
+_Head = tuple[Sequence[PendingTensor | ReaderTensor], Mapping[str, Any], int]
 """Tensors, fields of which the lists reach over the head's blocks, and the number of modules."""
 
 
@@ -219,7 +220,7 @@ def _of_checkpoint(trunk: GgufModel, base: str, kind: GgufKind | None, progress:
         told = f"Left out, as llama.cpp reads a reduced draft vocabulary of EAGLE-3 only: {first_of(reduced)}."
         progress.console.print(told, highlight=False)
     layout = layout_of(donor)
-    tensors = head_tensors(donor, layout, native_head_of(donor, layout, layout), record, config)
+    tensors = head_tensors(donor, layout, native_head_of(donor, layout, layout, take=exact_tensor), record, config)
     modules = diagnosis.present_modules
     found = {name: field({**config, NUM_MODULES: modules}) for name, field in record.fields.items()}
     return tensors, found, modules
@@ -256,8 +257,8 @@ def _of_gguf(trunk: GgufModel, base: str, kind: GgufKind | None, progress: Progr
     return (tensors if kind is None else [_decoded(one) for one in tensors]), fields, donor.present_modules
 
 
-def _decoded(one: ReaderTensor) -> GgufTensor:
-    return GgufTensor(one.name, torch_shape(one), lambda: iter((dequantised_tensor(one),)))
+def _decoded(one: ReaderTensor) -> PendingTensor:
+    return PendingTensor(one.name, "F32", torch_shape(one), lambda: [dequantised_tensor(one)])
 
 
 def _require_fit(trunk: GgufModel, base: str, arch: str, shape: Mapping[str, int]) -> None:

@@ -19,14 +19,26 @@ from mtp_train.checkpoints.keymap import REDUCED_OUTPUT, HeadLayout
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
 from mtp_train.checkpoints.quantised import QUANTISATION, read_plain_in_blocks, unmatched_by_sglang
-from mtp_train.checkpoints.values import common_tensors, find_non_finite, squared_change
+from mtp_train.checkpoints.values import (
+    HeadDifference,
+    common_tensors,
+    compare_heads,
+    find_non_finite,
+    squared_change,
+    zero_head,
+)
 from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.families import Assistant, assistant_for, draft_engines, of_kind
 from mtp_train.families.engines import DSPARK, MLX_ALONE, complete, engine_commands
-from mtp_train.heads.assistant import diagnose_assistant
 from mtp_train.heads.diagnose import DSPARK_BLOCK, HeadDiagnosis, diagnose_head, layout_of, with_head_beside
-from mtp_train.heads.difference import HeadDifference, compare_heads, zero_head
-from mtp_train.heads.draft_model import DraftModel, diagnose_draft, draft_model, draft_plan, vocabulary_problem
+from mtp_train.heads.draft_model import (
+    DraftModel,
+    diagnose_assistant,
+    diagnose_draft,
+    draft_model,
+    draft_plan,
+    vocabulary_problem,
+)
 from mtp_train.runs.checkpoint_tools.gguf_files import GgufInspection, inspect_gguf
 from mtp_train.runs.display import Shown, quiet_progress, serving_lines
 from mtp_train.trunk.whole import TrunkDiagnosis, diagnose_trunk, first_of, holds_trunk, untie_command
@@ -225,7 +237,7 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         require_same_trunk_shape(checkpoint, layout, base, layout_of(base))
         change = compare_trunks(checkpoint, layout, base, progress)
         if comparable and base_head:
-            difference = difference or compare_heads(checkpoint, layout, base)
+            difference = difference or compare_heads(checkpoint, layout, base, layout_of(base))
         if diagnosis.found_keys and diagnosis.foreign is None:
             stale = change.share_of_tensors > 0 and difference is not None and difference.kind == "equal"
     trunk = diagnose_trunk(checkpoint) if holds_trunk(checkpoint, layout) else TrunkDiagnosis()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rich.progress import Progress
 
@@ -23,8 +23,7 @@ from mtp_train.checkpoints.draft_checkpoint import DraftForm
 from mtp_train.checkpoints.export import LinkMode, write_checkpoint, write_head_only
 from mtp_train.checkpoints.files import Checkpoint, is_gguf, open_checkpoint, read_json
 from mtp_train.checkpoints.gguf.architectures import gguf_head_for
-from mtp_train.checkpoints.gguf.draft_model import write_draft_gguf
-from mtp_train.checkpoints.gguf.model_file import open_gguf
+from mtp_train.checkpoints.gguf.model_file import open_gguf, write_draft_gguf
 from mtp_train.checkpoints.gguf.sidecar import GgufKind, write_gguf
 from mtp_train.checkpoints.gguf.tensors import gguf_tensors
 from mtp_train.checkpoints.identity import checkpoint_files, directory_files, require_same
@@ -39,7 +38,7 @@ from mtp_train.checkpoints.locations import (
     refuse_adapter,
 )
 from mtp_train.checkpoints.lora_merge import Merged, plan_changes, resized, write_merged
-from mtp_train.checkpoints.native import native_head_of
+from mtp_train.checkpoints.native import exact_tensor, native_head_of, stored_tensor
 from mtp_train.checkpoints.suggestions import (
     draft_model_flag,
     export_command,
@@ -266,6 +265,8 @@ class ExportResult(Shown):
     """The checkpoint of the trunk that the head drafts for."""
     file: Path | None = None
     """The GGUF file in ``out``; None for other forms."""
+    spec_type: Literal["draft-mtp", "draft-eagle3"] | None = None
+    """llama.cpp's kind of the drafter in ``file``."""
     flag: str | None = None
     """vLLM's flag that drafts with a head-only export; None for other forms."""
     notes: tuple[str, ...] = ()
@@ -274,9 +275,8 @@ class ExportResult(Shown):
 
     def __str__(self) -> str:
         if self.file is not None:
-            kind = "draft-eagle3" if self.file.name.startswith("eagle3-") else "draft-mtp"
-            serve = f"llama-server -m TRUNK.gguf -md {self.file} --spec-type {kind} --spec-draft-n-max 3"
-            return "\n".join([f"Wrote {self.file}. Serve it: {serve}", *self.notes])
+            drafter = f"-md {self.file} --spec-type {self.spec_type} --spec-draft-n-max 3"
+            return "\n".join([f"Wrote {self.file}. Serve it: llama-server -m TRUNK.gguf {drafter}", *self.notes])
         if self.flag is not None:
             serve = f"vllm serve {shlex.quote(str(self.trunk))} {self.flag}"
             return f"Wrote {self.out}: the head alone. Draft with it: {serve}"
@@ -331,7 +331,9 @@ def export(
     if is_gguf(source):
         if not head_only:
             raise MtpError(f"{source}: a GGUF file; expected --head-only, which takes its head out. Add it.")
-        return ExportResult(out, source, file=export_gguf_head(source, out, progress), notes=(_ONE_HEAD,))
+        return ExportResult(
+            out, source, file=export_gguf_head(source, out, progress), spec_type="draft-mtp", notes=(_ONE_HEAD,)
+        )
     refuse_existing(out, what="the checkpoint" if gguf is None else "the GGUF file")
     found = _head_to_export(source, progress)
     _require_sound(source, found, progress, head_only=head_only, alone=head_only or gguf is not None)
@@ -390,10 +392,12 @@ def _notes(found: _HeadToExport) -> tuple[str, ...]:
 def _write_gguf_file(source: Path, found: _HeadToExport, out: Path, kind: GgufKind, progress: Progress) -> ExportResult:
     """Write ``mtp-NAME.gguf`` or ``eagle3-NAME.gguf``, named after the trunk, into a new directory."""
     if found.plan.family.kind != "mtp":
-        return ExportResult(out, found.trunk.path, file=_write_draft_gguf(source, found, out, kind, progress))
+        file = _write_draft_gguf(source, found, out, kind, progress)
+        return ExportResult(out, found.trunk.path, file=file, spec_type="draft-eagle3")
     trunk, layout, config = found.trunk, layout_of(found.holder), config_of(found.trunk)
-    # A checkpoint may store its head in FP8; read without ``verbatim``, the tensors are plain floats.
-    head = found.plan.head if isinstance(found.plan, Artifact) else native_head_of(found.holder, layout, layout)
+    head = found.plan.head
+    if not isinstance(found.plan, Artifact):
+        head = native_head_of(found.holder, layout, layout, take=exact_tensor)
     record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))
     tensors = gguf_tensors(trunk, layout, head, record, config)
     tokenizer = load_tokenizer(trunk, trust_remote_code=False)
@@ -409,7 +413,7 @@ def _write_gguf_file(source: Path, found: _HeadToExport, out: Path, kind: GgufKi
             tokenizer=tokenizer,
             progress=progress,
         )
-    return ExportResult(out, trunk.path, file=out / name, notes=(_ONE_HEAD,))
+    return ExportResult(out, trunk.path, file=out / name, spec_type="draft-mtp", notes=(_ONE_HEAD,))
 
 
 def _write_draft_gguf(source: Path, found: _HeadToExport, out: Path, kind: GgufKind, progress: Progress) -> Path:
@@ -513,7 +517,7 @@ def _own_head(checkpoint: Checkpoint) -> HeadPlan:
             "head. Use mtp-train graft to put the base's head back."
         )
     layout = layout_of(checkpoint)
-    template = native_head_of(checkpoint, layout, layout, verbatim=True)
+    template = native_head_of(checkpoint, layout, layout, take=stored_tensor)
     declared = checkpoint.family.declaring(diagnosis.present_modules, checkpoint.config)
     head = replace(template, config_fields={**template.config_fields, **declared})
     return HeadPlan(layout, diagnosis.present_modules, "auto", head)
