@@ -138,7 +138,6 @@ _Wrapped = tuple[str, int]
 
 
 def is_adapter(path: Path) -> bool:
-    """Return whether a directory contains an adapter and no model."""
     return (path / ADAPTER_CONFIG_FILE).is_file() and not (path / "config.json").is_file()
 
 

@@ -116,7 +116,6 @@ Records = Mapping[str, InputRecord]
 
 
 def checkpoint_files(checkpoint: Checkpoint) -> InputFiles:
-    """Return the files that identify a checkpoint."""
     found = matching_files(checkpoint.path, CHECKPOINT_PATTERNS)
     if checkpoint.index is not None:
         found[INDEX_FILE] = checkpoint.path / INDEX_FILE

@@ -103,7 +103,6 @@ def exported_of(directory: Path) -> Path:
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a directory is a run's, and no checkpoint."""
     return (directory / RECIPE_FILE).is_file()
 
 

@@ -237,7 +237,6 @@ def in_wrapper(family: Family, config: RawConfig, *, where: str) -> Family:
 
 
 def refuse_unserved_heads(config: RawConfig, *, where: str) -> None:
-    """Refuse a model with heads of a kind that no engine loads."""
     found = _unserved_heads(raw_text_config(config))
     if found is not None:
         raise UnsupportedModelError(

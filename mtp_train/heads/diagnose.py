@@ -174,7 +174,6 @@ def _has_fused_experts(checkpoint: Checkpoint, layout: HeadLayout) -> bool:
 
 
 def text_config_of(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Return transformers' text config of a checkpoint."""
     config = trunk_config(checkpoint.path, checkpoint.family, trust_remote_code=trust_remote_code)
     text_config: PretrainedConfig = config.get_text_config()
     return text_config
