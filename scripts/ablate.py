@@ -34,6 +34,8 @@ from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.records import Record
 from mtp_train.data.tokenize import Document, tokenize_records
+from mtp_train.evaluation.decoding import record_of
+from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, TaskPrompt
 from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.losses.catalogue import DEFAULT_LOSS, loss_names
@@ -122,8 +124,9 @@ class Bench:
             for number, prompt in enumerate(self.run.inputs.held_out)
         ]
         results = decoder.decode(requests)
-        pairs = zip(results, self.run.inputs.held_out, strict=True)
-        return [result.counts(prompt.id, prompt.group) for result, prompt in pairs]
+        pairs = zip(self.run.inputs.held_out, results, strict=True)
+        records = [record_of(TaskPrompt.of(prompt, HELD_OUT_TASK), result) for prompt, result in pairs]
+        return [one.counts(self.run.recipe.head.num_depths) for one in records]
 
 
 def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:

@@ -117,7 +117,7 @@ class WaitingDrafting(NgramDrafting):
     """Drafts are looked at by the host, which no graph can hold."""
 
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
-        return WaitingDrafter(self.longest, self.shortest, size, trunk.lm_head_VD.device)
+        return WaitingDrafter(size, trunk.lm_head_VD.device)
 
 
 class WaitingDrafter(NgramDrafter):

@@ -62,7 +62,6 @@ def make_cell(arm: str, task: str, setting: Setting) -> Cell:
         seconds_prefill=0.08,
         round_seconds=PLAIN_SECONDS * needed,
         break_even_tau=needed if depth else None,
-        break_even_acceptance=0.1 if depth else None,
         tokens_per_second=tau / needed / PLAIN_SECONDS,
         speedup=tau / needed,
         speedup_ci95=(0.95 * tau / needed, 1.05 * tau / needed) if depth else None,

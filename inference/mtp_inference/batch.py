@@ -127,14 +127,12 @@ class Batch(RowState):
         self.length_B.copy_((self.length_B + kept_B) * self.active_B)
 
     def reset(self) -> None:
-        """Make all rows inactive, before a session."""
         self._cpu_layers.refresh()
         self.active_B.zero_()
         self.length_B.zero_()
         self.chooser.set_rows(slice(None), [Sampling()] * self.cache.num_rows)
 
     def release(self, row: int) -> None:
-        """Make a row inactive."""
         self.active_B[row] = False
         self.length_B[row] = 0
 

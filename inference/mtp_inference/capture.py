@@ -44,7 +44,6 @@ class Rounds:
         self._seen: set[RoundKey] = set()
 
     def run(self, plan: RoundPlan) -> RoundOutcome:
-        """Run a round; see :func:`run_round`."""
         if not self.captures:
             return RoundOutcome(run_round(self.batch, plan))
         plan = round_up(plan, self.batch.cache.capacity)
@@ -63,7 +62,6 @@ class Rounds:
 
     @property
     def num_captured(self) -> int:
-        """Number of captured graphs."""
         return len(self._graphs)
 
     def _capture(self, key: RoundKey) -> bool:
@@ -124,7 +122,6 @@ class RoundOutcome:
             self._event.record()
 
     def rows(self) -> list[list[int]]:
-        """Return the outcome as one list per batch row."""
         if self._event is not None:
             self._event.synchronize()
         rows: list[list[int]] = self._tensor.tolist()

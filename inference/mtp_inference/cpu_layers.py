@@ -86,7 +86,6 @@ class CpuLayers:
         self.products = {layer: FastLinear(layer) for layer in large if fits}
 
     def refresh(self) -> None:
-        """Drop the copies of weights that have changed."""
         for layer in self.products:
             pack = _packs.get(layer)
             if pack is not None and not pack.is_of(layer):
@@ -127,7 +126,6 @@ def _is_fast(dtype: torch.dtype) -> bool:
 
 
 def runs_on_amd() -> bool:
-    """Return whether the processor is AMD's."""
     return "AMD" in torch.cpu.get_capabilities().get("cpu_name", "")
 
 

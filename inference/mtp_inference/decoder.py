@@ -21,8 +21,6 @@ from mtp_inference.forward import PREFILL_CHUNK
 from mtp_inference.opening import (
     OWN,
     OpenModel,
-    export_of_run,
-    head_of_run,
     open_model,
     prompt_tokens,
     refuse_images,
@@ -155,10 +153,10 @@ class SpeculativeDecoder:
             (2, torch.float32)
         """
         require_depth(depth)
-        location = export_of_run(str(checkpoint))
+        location = str(checkpoint)
         if depth and head is None:
             require_own_head(location)
-        name = head_of_run(str(head)) if head is not None else OWN if depth else None
+        name = str(head) if head is not None else OWN if depth else None
         model = open_model(location, name, adapter=None if adapter is None else str(adapter))
         require_whole_trunk(model.checkpoint, model.family)
         found = torch.accelerator.current_accelerator(check_available=True) if device is None else torch.device(device)

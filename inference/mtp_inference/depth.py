@@ -101,7 +101,6 @@ class Acceptance:
             self._means[position] += (self._means[position - 1] - self._means[position]) / self._memory
 
     def distrust(self) -> None:
-        """Reset the weight of every mean to the prior's."""
         self._weights = [_PRIOR_WEIGHT] * len(self._weights)
 
     def conditional(self, depth: int) -> list[float]:

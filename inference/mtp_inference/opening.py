@@ -20,7 +20,7 @@ from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.head_drafter import HeadDrafting
 from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
 from mtp_inference.requests import MAX_DEPTH
-from mtp_train.checkpoints.files import CONFIG_FILE, Checkpoint
+from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.locations import head_directory, is_head_directory, locate_adapter, open_location
 from mtp_train.errors import CheckpointError, DataError, UnsupportedModelError
 from mtp_train.families import Assistant, Family, assistant_for
@@ -38,44 +38,18 @@ IMAGE_FIELDS = ("image_token_id", "image_token_index", "video_token_id", "vision
 """Config fields of vision-language models that declare a placeholder token for an image or a video."""
 
 
-@dataclass(frozen=True)
-class ExternalDrafter:
-    """A drafter with a checkpoint of its own that reads the trunk's KV cache, such as Gemma 4's assistant."""
-
-    checkpoint: Checkpoint
-    assistant: Assistant
-
-    @property
-    def title(self) -> str:
-        """The kind of drafter, for messages."""
-        return self.assistant.title
-
-    def trunk_family(self, trunk: Checkpoint) -> Family:
-        """Return the family record to load the trunk with. No family of MTP heads covers such a trunk."""
-        family, found = self.assistant.trunk, trunk.text_config.get("model_type")
-        if found not in family.model_types:
-            raise UnsupportedModelError(
-                f"{self.checkpoint.path}: a {self.title}, given for {trunk.path}, of model_type '{found}'; "
-                f"expected {family.title} ({', '.join(family.model_types)}). Use the trunk that it was made for."
-            )
-        return family
-
-
-def _external_drafter(head: str) -> ExternalDrafter | None:
-    """Open the external drafter at a location; return None if the location contains a head instead."""
-    if is_head_directory(Path(head)):
-        return None
-    checkpoint = open_location(head)
-    assistant = assistant_for(checkpoint.config)
-    return None if assistant is None else ExternalDrafter(checkpoint, assistant)
+def _trunk_family(assistant: Assistant, drafter: Checkpoint, trunk: Checkpoint) -> Family:
+    """Return the record to load an assistant's trunk with. No family of MTP heads covers such a trunk."""
+    family, found = assistant.trunk, trunk.text_config.get("model_type")
+    if found not in family.model_types:
+        raise UnsupportedModelError(
+            f"{drafter.path}: a {assistant.title}, given for {trunk.path}, of model_type '{found}'; "
+            f"expected {family.title} ({', '.join(family.model_types)}). Use the trunk that it was made for."
+        )
+    return family
 
 
 def head_plan(checkpoint: Checkpoint, head: str) -> HeadPlan:
-    """Plan the head of a drafter's name for the trunk's ``checkpoint``.
-
-    Raises:
-        CheckpointError: The head is missing, damaged, or of another shape than the trunk.
-    """
     if head == OWN:
         return graft_plan(checkpoint, checkpoint, "auto")
     if is_head_directory(Path(head)):
@@ -100,10 +74,10 @@ class OpenModel:
     head_quantization: Quantization | None
     plan: HeadPlan | None
     """Set if the drafter is a head."""
-    external: ExternalDrafter | None
-    """Set if the drafter is an assistant model."""
-    draft_model: Checkpoint | None
-    """Set if the drafter is a smaller language model."""
+    drafter: Checkpoint | None
+    """Set if the drafter is a model of its own: a smaller language model, or an assistant."""
+    assistant: Assistant | None
+    """The record of an assistant, which reads the trunk's KV cache."""
 
     @property
     def deepest(self) -> int:
@@ -112,23 +86,13 @@ class OpenModel:
         return MAX_DEPTH if most is None else min(most, MAX_DEPTH)
 
     @property
-    def draft_checkpoints(self) -> list[Checkpoint]:
-        """Checkpoints of the drafter whose weights are loaded, besides the trunk's."""
-        external = None if self.external is None else self.external.checkpoint
-        return [one for one in (external, self.draft_model) if one is not None]
-
-    @property
     def image_ids(self) -> frozenset[int]:
         """Token ids that stand for an image or a video in a prompt."""
         config = self.checkpoint.config
         return frozenset(int(config[name]) for name in IMAGE_FIELDS if name in config)
 
     def load_trunk(self, device: torch.device, dtype: torch.dtype | None = None) -> Trunk:
-        """Load the trunk; without a dtype in the stored one, on a CPU in fp32 if that fits in memory.
-
-        Raises:
-            CheckpointError: Weights are missing or do not fit the config, or the adapter does not fit the trunk.
-        """
+        """Load the trunk; without a dtype in the stored one, on a CPU in fp32 if that fits in memory."""
         return load_trunk(
             self.checkpoint.path,
             self.family,
@@ -139,11 +103,7 @@ class OpenModel:
         )
 
     def load_drafting(self, trunk: Trunk) -> Drafting | None:
-        """Load the drafter in the trunk's dtype and on its device; None for plain decoding.
-
-        Raises:
-            CheckpointError: A weight of the drafter is missing, of another shape, NaN or infinite.
-        """
+        """Load the drafter in the trunk's dtype and on its device; None for plain decoding."""
         dtype, device = trunk.lm_head_VD.dtype, trunk.lm_head_VD.device
         if self.plan is not None:
             head = build_head(self.plan, text_config_of(self.checkpoint), dtype=dtype).to(device).eval()
@@ -152,12 +112,12 @@ class OpenModel:
             return HeadDrafting(head, self.plan.draft_vocab)
         if self.head == NGRAM:
             return NgramDrafting()
-        if self.external is not None:
-            checkpoint, assistant = self.external.checkpoint, self.external.assistant
-            return AssistantDrafting(load_assistant(checkpoint, assistant, dtype=dtype, device=device), assistant)
-        if self.draft_model is not None:
-            return ModelDrafting(load_trunk(self.draft_model.path, self.draft_model.family, dtype=dtype, device=device))
-        return None
+        if self.drafter is None:
+            return None
+        if self.assistant is not None:
+            model = load_assistant(self.drafter, self.assistant, dtype=dtype, device=device)
+            return AssistantDrafting(model, self.assistant)
+        return ModelDrafting(load_trunk(self.drafter.path, self.drafter.family, dtype=dtype, device=device))
 
 
 def open_model(
@@ -182,10 +142,15 @@ def open_model(
     adapter_path = locate_adapter(adapter, location) if adapter else None
     stored = head_directory(head) if head is not None else None
     head = head if stored is None else str(stored)
-    model = open_location(head.removeprefix(MODEL)) if head is not None and head.startswith(MODEL) else None
-    name = None if head == NGRAM or model is not None else head
-    external = None if name is None or name == OWN else _external_drafter(name)
-    if head_quantization is not None and (name is None or external is not None):
+    drafter = open_location(head.removeprefix(MODEL)) if head is not None and head.startswith(MODEL) else None
+    name = None if head == NGRAM or drafter is not None else head
+    family, assistant = None, None
+    if name is not None and name != OWN and stored is None:
+        found = open_location(name)
+        assistant = assistant_for(found.config)
+        if assistant is not None:
+            family, drafter, name = _trunk_family(assistant, found, checkpoint), found, None
+    if head_quantization is not None and name is None:
         raise DataError(
             f"{where}: {head} packed into {head_quantization}; expected a head, which has linear layers to "
             "pack. Leave the bits out."
@@ -193,23 +158,9 @@ def open_model(
     for bits in (quantization, head_quantization):
         if bits is not None:
             require_bitsandbytes(bits, where)
-    family = checkpoint.family if external is None else external.trunk_family(checkpoint)
-    plan = None if name is None or external is not None else head_plan(checkpoint, name)
-    return OpenModel(
-        checkpoint, family, adapter_path, quantization, head, head_quantization, plan, external, draft_model=model
-    )
-
-
-def export_of_run(location: str) -> str:
-    """Return the export inside a run directory; any other location unchanged."""
-    export, own = Path(location) / "export", Path(location) / CONFIG_FILE
-    return str(export) if (export / CONFIG_FILE).is_file() and not own.is_file() else location
-
-
-def head_of_run(location: str) -> str:
-    """Return the head directory inside a run directory; any other location unchanged."""
-    head = Path(location) / "head"
-    return str(head) if is_head_directory(head) else location
+    plan = None if name is None else head_plan(checkpoint, name)
+    family = family or checkpoint.family
+    return OpenModel(checkpoint, family, adapter_path, quantization, head, head_quantization, plan, drafter, assistant)
 
 
 def require_own_head(location: str) -> None:

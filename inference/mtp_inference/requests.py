@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from mtp_inference.sampling.distributions import Sampling
-from mtp_train.acceptance.counts import PromptCounts
 from mtp_train.errors import MtpError
 
 
@@ -26,8 +24,6 @@ class GenerationResult:
     Prefill gives the first token, before the first round. Each round drafts exactly ``depth`` tokens; with
     ``mtp="auto"`` the decoder chooses how many. Accepted tokens past EOS or past the limit are counted and not
     returned, so ``1 + rounds + num_accepted_tokens`` may exceed ``len(token_ids)``.
-
-    In a notebook a result is shown as a table.
 
     Example:
         >>> from mtp_inference import GenerationResult
@@ -96,32 +92,10 @@ class GenerationResult:
         """Mean tokens committed per round, bonus token included: ``1 + accepted / rounds``; 1.0 without rounds."""
         return 1.0 + self.num_accepted_tokens / self.rounds if self.rounds else 1.0
 
-    def counts(self, prompt_id: str, group: str) -> PromptCounts:
-        """Return the counts in the form that acceptance statistics pool over prompts, by whole groups."""
-        return PromptCounts(
-            prompt_id=prompt_id,
-            rounds=self.rounds,
-            num_draft_tokens=self.num_draft_tokens,
-            accepted_per_pos=self.accepted_per_pos,
-            new_tokens=len(self.token_ids),
-            seconds=self.seconds_prefill + self.seconds_decode,
-            group=group,
-        )
-
     def __repr__(self) -> str:
         parts = [f"text={self.text!r}", f"{len(self.token_ids)} tokens", self.finish_reason]
-        parts += [f"{name}={getattr(self, name)}" for name in _COUNTERS]
+        parts += [f"{name}={getattr(self, name)}" for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")]
         return f"{type(self).__name__}({', '.join(parts)}, tau={self.tau:.2f})"
-
-    def _repr_html_(self) -> str:
-        cells = {"text": self.text, "tokens": len(self.token_ids), "ended by": self.finish_reason}
-        cells |= {name: getattr(self, name) for name in _COUNTERS}
-        cells |= {"accepted_per_pos": ", ".join(map(str, self.accepted_per_pos)), "tau": f"{self.tau:.2f}"}
-        rows = (f"<tr><th>{name}</th><td>{html.escape(str(value))}</td></tr>" for name, value in cells.items())
-        return f"<table>{''.join(rows)}</table>"
-
-
-_COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 
 MAX_DEPTH = 7
@@ -171,7 +145,6 @@ class Chunk:
     """The tokens and the text that prefill or one round added to one request."""
 
     index: int
-    """Index of the request in the call."""
     token_ids: tuple[int, ...]
     """New token ids, in order; empty only if the text had ended before."""
     text: str

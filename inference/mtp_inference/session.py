@@ -67,7 +67,6 @@ class Lane:
 
     @property
     def met_stop_string(self) -> bool:
-        """Whether a stop string ended the text."""
         return self.text_stream is not None and self.text_stream.stopped
 
     def extend(self, tokens: Sequence[int]) -> Chunk:
@@ -139,12 +138,7 @@ class Session:
         self._round_clock = time.thread_time if self.batch.last_B.device.type == "cpu" else time.perf_counter
 
     def run(self) -> Iterator[Chunk]:
-        """Decode all lanes; yield a chunk for each lane that a prefill or a round extends.
-
-        Raises:
-            MtpError: Another call of the decoder has taken over the buffers.
-            CheckpointError: Logits are NaN or infinite.
-        """
+        """Decode all lanes; yield a chunk for each lane that a prefill or a round extends."""
         while self.waiting or self.lanes or self.in_flight:
             while self.waiting and len(self.lanes) < self.batch.cache.num_rows:
                 yield from self._admit()
@@ -155,7 +149,6 @@ class Session:
                 yield from self._look()
 
     def _admit(self) -> Iterator[Chunk]:
-        """Prefill the next requests of one length on neighbouring free rows."""
         self._require_rows()
         started = time.perf_counter()
         lanes, rows = self._next_group()
@@ -204,7 +197,6 @@ class Session:
         self._depths = []
 
     def _launch(self) -> None:
-        """Start a round over all rows."""
         self._require_rows()
         depth = self._depth()
         plan = self._plan(depth)
@@ -265,7 +257,6 @@ class Session:
         )
 
     def _look(self) -> Iterator[Chunk]:
-        """Read the outcome of the oldest round in flight."""
         outcome, lanes, plan, launched = self.in_flight.popleft()
         rows = outcome.rows()
         now = self._round_clock()

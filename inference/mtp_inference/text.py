@@ -61,7 +61,6 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """All text released so far."""
         return "".join(self._released)
 
     def push(self, token: int) -> str:
@@ -132,7 +131,6 @@ class TextStream:
         return released
 
     def _stop_start(self, text: str) -> int | None:
-        """Return the start of the first complete stop string; None if there is none."""
         found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
         return min(found)[1] if found else None
 

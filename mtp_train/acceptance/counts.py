@@ -6,7 +6,7 @@ least ``i + 1`` drafts. *Marginal* acceptance divides it by the rounds, *conditi
 
 Intervals are in ``acceptance/intervals.py``, the gate that uses them in ``acceptance/gate.py``.
 
-Shape letters: N rows, V vocabulary, K depths (K1 = K + 1), P prompts.
+Shape letters: N rows, V vocabulary, K depths, P prompts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class PromptCounts:
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Accepted drafts, bonus tokens excluded."""
         return sum(self.accepted_per_pos)
 
 
@@ -64,7 +63,6 @@ def tau(counts: Sequence[PromptCounts]) -> float:
 
 
 def num_groups(counts: Sequence[PromptCounts]) -> int:
-    """Return the number of groups that the prompts belong to."""
     return len({c.group for c in counts})
 
 
@@ -120,23 +118,6 @@ def accepted_by_position(counts: Sequence[PromptCounts]) -> tuple[FloatArray, Fl
     return np.array(accepted, dtype=np.float64).reshape(len(counts), width), np.array(rounds, dtype=np.float64)
 
 
-def paired(a: Sequence[PromptCounts], b: Sequence[PromptCounts]) -> list[PromptCounts]:
-    """Return the counts of ``b`` in the order of the prompts of ``a``.
-
-    Raises:
-        ValueError: The two were not decoded on the same prompts.
-    """
-    by_id = {c.prompt_id: c for c in b}
-    names = [c.prompt_id for c in a]
-    if len(by_id) != len(b) or len(set(names)) != len(names) or by_id.keys() != set(names):
-        odd = sorted(by_id.keys() ^ set(names))
-        raise ValueError(
-            f"paired comparison: {len(a)} and {len(b)} prompts, {len(odd)} without a partner {odd[:3]}; expected each "
-            "prompt once in both. Decode both arms on the same prompts."
-        )
-    return [by_id[name] for name in names]
-
-
 def repeated_ngram_share(token_lists: Iterable[Sequence[int]], n: int = 8) -> float | None:
     """Return the share of n-grams that already occurred earlier in the same output, pooled over outputs.
 
@@ -151,23 +132,6 @@ def repeated_ngram_share(token_lists: Iterable[Sequence[int]], n: int = 8) -> fl
         total += len(grams)
         repeated += len(grams) - len(set(grams))
     return repeated / total if total else None
-
-
-def accept_greedy(draft_K: Tensor, target_K1: Tensor) -> Tensor:
-    """Count the drafts that greedy decoding accepts: the longest prefix equal to the trunk's argmax.
-
-    Runs on the tensors' device without synchronising.
-
-    Example:
-        draft ``[5, 7, 9]``, trunk ``[5, 7, 2, 4]``: 2 are accepted and token 2 is committed after them.
-
-    Args:
-        target_K1: The trunk's argmax after the last committed token and after each draft, shape (..., K + 1).
-
-    Returns:
-        Number of accepted drafts in 0..K, int64, shape (...); a 0-d tensor for a single row.
-    """
-    return (draft_K == target_K1[..., :-1]).cumprod(-1).sum(-1)
 
 
 def overlap(p_NV: Tensor, q_NV: Tensor) -> Tensor:

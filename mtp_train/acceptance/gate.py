@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import ConfigDict, computed_field
 
-from mtp_train.acceptance.counts import Interval, num_groups, paired, tau
+from mtp_train.acceptance.counts import Interval, num_groups, tau
 from mtp_train.acceptance.intervals import POWER, Difference, holm_levels, tau_difference, tau_interval, tested
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.acceptance.speed import Pair, Speedup, Verdict, break_even_tau, measured_speedup, side
@@ -29,12 +29,9 @@ GateOutcome = Literal["passed", "refused", "undecided"]
 
 @dataclass(frozen=True, kw_only=True)
 class GateSetting:
-    """The gate's result at one setting."""
-
     setting: str
     """Name of the setting: ``greedy``, or temperature and filters."""
     tau: float
-    """Tau of the retrained head."""
     baseline_tau: float
     delta_tau_ci95: Interval | None
     """Paired 95 % interval of the gain, before any correction; None for a single group."""
@@ -89,7 +86,6 @@ class GateVerdict:
     @computed_field  # type: ignore[prop-decorator]
     @property
     def passed(self) -> bool:
-        """Whether the head may be exported."""
         return self.outcome == "passed"
 
 
@@ -98,8 +94,6 @@ def min_gate_groups(confidence: float = 0.95) -> int:
 
     By chance alone, one head is better on all of n groups with probability ``2 ** -n``.
     """
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence: {confidence}; expected a number between 0 and 1. Use 0.95.")
     return max(2, math.ceil(-math.log2(1.0 - confidence)))
 
 
@@ -115,15 +109,14 @@ def decide_gate(
             decoding; None to decide by the speed measured here.
     """
     needed, level = min_gate_groups(confidence), 1.0 - confidence
-    pairs = {name: pair._replace(baseline=paired(pair.head, pair.baseline)) for name, pair in measured.items()}
-    silent = [name for name, pair in pairs.items() if not sum(one.rounds for one in pair.head)]
+    silent = [name for name, pair in measured.items() if not sum(one.rounds for one in pair.head)]
     if silent:
-        where = f" ({silent[0]})" if len(pairs) > 1 else ""
+        where = f" ({silent[0]})" if len(measured) > 1 else ""
         reason = f"the retrained head decoded no round{where}: there is nothing to judge it by"
         return GateVerdict("refused", baseline, None, f"{reason}. Raise evaluate.max_new_tokens")
-    tests = [_test_of(name, pair, baseline, target_break_even) for name, pair in pairs.items()]
+    tests = [_test_of(name, pair, baseline, target_break_even) for name, pair in measured.items()]
     levels = holm_levels([test.decides.p_value for test in tests], level)
-    judged = [_judge(test, baseline, own, level, len(pairs)) for test, own in zip(tests, levels, strict=True)]
+    judged = [_judge(test, baseline, own, level, len(measured)) for test, own in zip(tests, levels, strict=True)]
     settings = tuple(setting for setting, _ in judged)
     verdicts = {one.verdict for one in settings}
     outcome: GateOutcome = "refused" if baseline != PLAIN or "below" in verdicts else "undecided"
@@ -242,7 +235,6 @@ def _figures(found: GateSetting, baseline: str) -> str:
 
 
 def _told(found: GateSetting, gain: Difference, level: float, baseline: str) -> str:
-    """Return the result at one setting in words."""
     bounds = gain.interval(level)
     interval = ""
     if bounds is not None:

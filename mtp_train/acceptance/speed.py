@@ -86,7 +86,6 @@ class Speedup:
 
     @property
     def value(self) -> float:
-        """The speedup itself."""
         return math.exp(self.log.value)
 
     def interval(self, level: float) -> Interval | None:

@@ -47,7 +47,6 @@ class SpecCounts:
     """Rounds that accepted at least ``i + 1`` drafts, shape (K,); None where the server does not report it."""
 
     def __add__(self, other: SpecCounts) -> SpecCounts:
-        """Return the sum of both counts."""
         per_pos = None
         if self.accepted_per_pos is not None and other.accepted_per_pos is not None:
             per_pos = tuple(map(sum, zip_longest(self.accepted_per_pos, other.accepted_per_pos, fillvalue=0)))
@@ -113,7 +112,6 @@ def increase(before: Counters, now: Counters, server: str) -> tuple[int, SpecCou
 
 
 def native_payload(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a completion request in the format of SGLang's ``/generate``."""
     same = ("temperature", "top_p", "top_k", "min_p", "stop_token_ids", "skip_special_tokens")
     sampling = {name: payload[name] for name in same}
     sampling |= {"max_new_tokens": payload["max_tokens"], "sampling_seed": payload["seed"]}
@@ -154,5 +152,4 @@ def response_counts(document: Mapping[str, Any]) -> SpecCounts | None:
 
 
 def _first(told: Mapping[str, Any], *names: str) -> Any:
-    """Return the value under the first name that is present."""
     return next((told[name] for name in names if told.get(name) is not None), None)

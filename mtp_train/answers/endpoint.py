@@ -187,7 +187,6 @@ class Endpoint:
         return printable(redacted(text.replace(self._api_key, "***") if self._api_key else text))
 
     def close(self) -> None:
-        """End all waits and close the connections; nothing more is sent."""
         self._closed.set()
         self._client.close()
 
@@ -292,11 +291,7 @@ class Endpoint:
         }
 
     def complete(self, payload: Mapping[str, Any]) -> dict[str, Any] | Refusal:
-        """Send a request, again until it is answered or refused. Thread-safe.
-
-        Raises:
-            DataError: The server cannot be reached, or refuses access.
-        """
+        """Send a request, again until it is answered or refused. Thread-safe."""
         return self._request("POST", self.url + "/completions", payload)
 
     def complete_with_counts(self, payload: dict[str, Any]) -> dict[str, Any] | Refusal:
@@ -344,15 +339,13 @@ class Endpoint:
         token_ids = choice.get("token_ids")
         if token_ids is None:
             token_ids = raw_tokens(self._tokenizer, choice["text"], start=False)
-        if not isinstance(token_ids, list) or not all(self._is_token(token) for token in token_ids):
+        known = range(self._vocab_size)
+        if not isinstance(token_ids, list) or not all(type(one) is int and one in known for one in token_ids):
             raise self._unusable("returns tokens that the trunk does not have", "the trunk", "Serve the trunk itself")
         token_ids = token_ids[: question.max_new_tokens]
         if choice["finish_reason"] == "stop" and self._eos_ids.isdisjoint(token_ids):
             token_ids.append(self._end(choice))
         return token_ids
-
-    def _is_token(self, value: object) -> bool:
-        return type(value) is int and 0 <= value < self._vocab_size
 
     def _end(self, choice: Mapping[str, Any]) -> int:
         """Return the token that ended a response, for servers that leave it out of the response."""
@@ -429,7 +422,6 @@ def _read_json(response: httpx.Response) -> dict[str, Any]:
 
 
 def _object(value: object) -> Mapping[str, Any]:
-    """Return a JSON object; an empty one in place of anything else."""
     return value if isinstance(value, dict) else {}
 
 

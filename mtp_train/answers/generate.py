@@ -34,13 +34,10 @@ GenerateFn = Callable[[list[Question]], list[list[int]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Answering:
-    """The settings of responses besides sampling."""
-
     max_new_tokens: int
     seq_len_tokens: int | None = None
     """Limit of prompt and response together; None for no limit."""
     eos_ids: Collection[int] = ()
-    """The tokens that end a response."""
     seed: int = 0
     """The run's seed; with the prompt's id it gives the seed of a response."""
 
@@ -85,9 +82,6 @@ def regenerate(
 
     Returns:
         The number of prompts that this process answered now.
-
-    Raises:
-        DataError: Every prompt is too long, or the store holds responses to other prompts.
     """
     fitting = fitting_prompts(prompts, answering.seq_len_tokens)
     stored = answered(fitting, store)
@@ -143,11 +137,7 @@ def answered(prompts: Sequence[Prompt], store: RegeneratedStore) -> set[str]:
 
 
 def missing_prompts(prompts: Sequence[Prompt], store: RegeneratedStore, seq_len_tokens: int) -> list[Prompt]:
-    """Return the prompts of a process that have no response yet: every ``store.world``-th, from ``store.rank``.
-
-    Raises:
-        DataError: Every prompt is too long, or the store holds responses to other prompts.
-    """
+    """Return the prompts of a process that have no response yet: every ``store.world``-th, from ``store.rank``."""
     fitting = sorted(fitting_prompts(prompts, seq_len_tokens), key=lambda prompt: prompt.id)
     stored = answered(fitting, store)
     return [prompt for prompt in fitting[store.rank :: store.world] if prompt.id not in stored]

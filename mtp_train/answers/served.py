@@ -64,7 +64,6 @@ class AnswerFit(NamedTuple):
 
     @property
     def is_trunks(self) -> bool:
-        """Whether the responses can come from the trunk."""
         return abs(self.found - self.expected) <= self.allowed
 
     @property
@@ -158,22 +157,14 @@ class CheckedStore:
         self._unchecked = list(rows_after(store.path, _marked(store.path)))
 
     def append(self, rows: Sequence[RegeneratedRow]) -> None:
-        """Store rows, and check a block of them once it is complete.
-
-        Raises:
-            DataError: The sample does not come from the trunk. The block is deleted.
-        """
+        """Store rows, and check a block of them once it is complete."""
         self.store.append(rows)
         self._unchecked += rows
         if len(self._unchecked) >= CHECK_EVERY:
             self.check()
 
     def check(self) -> None:
-        """Check the rows since the last check, including rows of an earlier call that was killed.
-
-        Raises:
-            DataError: Their sample does not come from the trunk. They are deleted.
-        """
+        """Check the rows since the last check, including rows of an earlier call that was killed."""
         self._check(self.store.path, self._unchecked)
         self._unchecked = []
 
@@ -200,7 +191,6 @@ def _mark(path: Path) -> Path:
 
 
 def _marked(path: Path) -> int:
-    """Return the length up to which a file is checked."""
     mark = _mark(path)
     length = int(mark.read_text()) if mark.is_file() else 0
     # A file shorter than its mark was replaced since the check.

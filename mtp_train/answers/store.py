@@ -90,15 +90,10 @@ class RegeneratedStore:
             os.truncate(self.path, whole_bytes(self.path))
 
     def __iter__(self) -> Iterator[RegeneratedRow]:
-        """Read the rows of all processes one by one, copied rows first, each id once.
-
-        Raises:
-            DataError: A line is not a stored response.
-        """
+        """Read the rows of all processes one by one, copied rows first, each id once."""
         return stored_rows(self.directory)
 
     def rows(self) -> list[RegeneratedRow]:
-        """Return the rows of all processes, sorted by id."""
         return sorted(self, key=lambda row: row.id)
 
     def files_of_others(self) -> list[Path]:
@@ -107,7 +102,6 @@ class RegeneratedStore:
         return [path for path in sorted(self.directory.glob(FILE_PATTERN)) if not path.name.endswith(ours)]
 
     def append(self, rows: Sequence[RegeneratedRow]) -> None:
-        """Add rows to this process's file and flush them to disk."""
         if not self.keeps:
             return
         with self.path.open("ab") as file:
@@ -156,7 +150,7 @@ class RegeneratedStore:
                 truncated=is_kept and len(row.prompt_ids) + num_tokens > seq_len_tokens,
                 unfinished=not row.finished,
                 repetitive=repetitive,
-                past_the_turn=_goes_on(row, special_ids),
+                past_the_turn=not set(row.prompt_ids).intersection(special_ids).isdisjoint(row.response_ids[:-1]),
             )
         if not documents:
             raise DataError(
@@ -168,16 +162,11 @@ class RegeneratedStore:
 
 
 def response_files(directory: Path) -> list[Path]:
-    """Return the files of a directory with responses, the copied ones first."""
     return [*directory.glob(COPIED_FILE), *sorted(directory.glob(FILE_PATTERN))]
 
 
 def stored_rows(directory: Path) -> Iterator[RegeneratedRow]:
-    """Yield the rows of all files of a directory, each id once. Writes nothing.
-
-    Raises:
-        DataError: A line is not a stored response.
-    """
+    """Yield the rows of all files of a directory, each id once. Writes nothing."""
     seen: set[str] = set()
     for path in response_files(directory):
         for row in rows_after(path, 0):
@@ -193,11 +182,7 @@ def write_copied(directory: Path, rows: Iterable[RegeneratedRow]) -> None:
 
 
 def rows_after(path: Path, start: int) -> Iterator[RegeneratedRow]:
-    """Yield the complete rows of a file after its first ``start`` bytes, which end a line; none without a file.
-
-    Raises:
-        DataError: A line is not a stored response.
-    """
+    """Yield the complete rows of a file after its first ``start`` bytes, which end a line; none without a file."""
     if not path.is_file():
         return
     with path.open("rb") as lines:
@@ -222,11 +207,6 @@ def _document(row: RegeneratedRow, seq_len_tokens: int) -> Document:
     token_ids = row.prompt_ids + row.response_ids
     mask = (False,) * len(row.prompt_ids) + (True,) * len(row.response_ids)
     return Document(token_ids[:seq_len_tokens], mask[:seq_len_tokens], row.group, row.id)
-
-
-def _goes_on(row: RegeneratedRow, special_ids: Collection[int]) -> bool:
-    """Return whether a response repeats a special token of its prompt, its last token aside."""
-    return not set(row.prompt_ids).intersection(special_ids).isdisjoint(row.response_ids[:-1])
 
 
 def whole_bytes(path: Path) -> int:

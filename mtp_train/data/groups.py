@@ -71,7 +71,6 @@ def near_duplicate_groups(texts: Sequence[str], on_text: Callable[[int], None] |
 
 
 def _join(parent_N: Indices, sketches_NH: Sketches, one_P: Indices, other_P: Indices) -> None:
-    """Join the pairs whose sketches agree, in place."""
     roots_N = _roots(parent_N)
     apart_P = roots_N[one_P] != roots_N[other_P]
     one_P, other_P = one_P[apart_P], other_P[apart_P]
@@ -186,8 +185,6 @@ def join_near_duplicates(records: Sequence[Record], on_group: Callable[[int], No
 
 
 class Grouped(Protocol):
-    """An item with a group: a record, a document or a prompt."""
-
     @property
     def group(self) -> str:
         """Name of the item's group; groups are held out as a whole."""
@@ -211,24 +208,21 @@ def is_held_out(group: str, holdout: float, seed: int) -> bool:
     return stable_share(group, seed) < holdout
 
 
-def split_by_group(
-    items: Sequence[GroupedT], holdout: float, seed: int, field: str = "data.holdout"
-) -> tuple[list[GroupedT], list[GroupedT]]:
+def split_by_group(items: Sequence[GroupedT], holdout: float, seed: int) -> tuple[list[GroupedT], list[GroupedT]]:
     """Split items into items to train on and held-out items.
 
     Args:
         holdout: Expected share of the groups that is held out, between 0 and 1.
-        field: The recipe field of ``holdout``, for the error.
 
     Raises:
         DataError: All items are in one group, or one of the sides is empty.
     """
     if len({item.group for item in items}) == 1:
         raise DataError(
-            f"{field}: {len(items)} records in one group ({items[0].group}), which cannot be on both sides; expected "
-            "at least two groups. Add data. A .txt file is one group: cut it into several files, read as a directory "
-            "or a glob, or write its documents as the lines of a .jsonl. Near-duplicate prompts are one group, and so "
-            "are chats with the same first user turn: name the column to group by in data.group_field."
+            f"data.holdout: {len(items)} records in one group ({items[0].group}), which cannot be on both sides; "
+            "expected at least two groups. Add data. A .txt file is one group: cut it into several files, read as a "
+            "directory or a glob, or write its documents as the lines of a .jsonl. Near-duplicate prompts are one "
+            "group, and so are chats with the same first user turn: name the column to group by in data.group_field."
         )
     train = [item for item in items if not is_held_out(item.group, holdout, seed)]
     held_out = [item for item in items if is_held_out(item.group, holdout, seed)]
@@ -236,8 +230,8 @@ def split_by_group(
         num_groups = len({item.group for item in items})
         side = "train" if not train else "held-out"
         raise DataError(
-            f"{field}: {holdout} leaves the {side} side empty ({len(items)} records in {num_groups} groups); "
-            f"expected records on both sides. Add data, change {field} or seed, or group by another field "
+            f"data.holdout: {holdout} leaves the {side} side empty ({len(items)} records in {num_groups} groups); "
+            f"expected records on both sides. Add data, change data.holdout or seed, or group by another field "
             "(data.group_field)."
         )
     return train, held_out

@@ -19,6 +19,7 @@ import hashlib
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -79,15 +80,24 @@ def global_batches(
 
     Epochs follow one another without end; a step may span two. The sequences depend on the step alone, so a run can
     resume from the number of its step.
-
-    Raises:
-        DataError: There is no document, or one is longer than a sequence.
     """
-    stream = _EpochStream(_lengths(documents, seq_len_tokens), seq_len_tokens, pack=pack, seed=seed)
+    lengths_N, starts = _lengths(documents, seq_len_tokens), [0]
+
+    @lru_cache(maxsize=1)
+    def assigned(epoch: int) -> list[list[int]]:
+        return _assign(lengths_N, seq_len_tokens, pack=pack, seed=seed, epoch=epoch)
+
+    def members(index: int) -> list[int]:
+        """Return the documents of a sequence, counted over all epochs."""
+        # Epochs differ in their number of sequences: the start of one is known once all earlier ones are packed.
+        while starts[-1] <= index:
+            starts.append(starts[-1] + len(assigned(len(starts) - 1)))
+        epoch = bisect_right(starts, index) - 1
+        return assigned(epoch)[index - starts[epoch]]
 
     def batch(step: int) -> list[PackedSequence]:
         first = step * sequences_per_step
-        groups = [stream.members(index) for index in range(first, first + sequences_per_step)]
+        groups = [members(index) for index in range(first, first + sequences_per_step)]
         return [_sequence(documents, group, seq_len_tokens) for group in groups]
 
     return batch
@@ -110,34 +120,6 @@ def collate(sequences: Sequence[PackedSequence]) -> dict[str, Tensor]:
         "document_BT": torch.from_numpy(np.stack([sequence.document_T for sequence in sequences])),
         "loss_mask_BT": torch.from_numpy(np.stack([sequence.loss_mask_T for sequence in sequences])),
     }
-
-
-class _EpochStream:
-    """The sequences of all epochs under one index, as lists of documents.
-
-    Epochs differ in their number of sequences, so the start of an epoch is known once all earlier ones are packed.
-    """
-
-    def __init__(self, lengths_N: NDArray[np.int64], seq_len_tokens: int, *, pack: bool, seed: int) -> None:
-        self._lengths_N = lengths_N
-        self._seq_len_tokens = seq_len_tokens
-        self._pack = pack
-        self._seed = seed
-        self._starts = [0]
-        self._cached: tuple[int, list[list[int]]] = (-1, [])
-
-    def members(self, index: int) -> list[int]:
-        """Return the documents of sequence ``index``, counted over all epochs."""
-        while self._starts[-1] <= index:
-            self._starts.append(self._starts[-1] + len(self._epoch(len(self._starts) - 1)))
-        epoch = bisect_right(self._starts, index) - 1
-        return self._epoch(epoch)[index - self._starts[epoch]]
-
-    def _epoch(self, epoch: int) -> list[list[int]]:
-        if self._cached[0] != epoch:
-            groups = _assign(self._lengths_N, self._seq_len_tokens, pack=self._pack, seed=self._seed, epoch=epoch)
-            self._cached = (epoch, groups)
-        return self._cached[1]
 
 
 def _lengths(documents: Sequence[Document], seq_len_tokens: int) -> NDArray[np.int64]:

@@ -48,8 +48,6 @@ class PromptResponse:
 
 @dataclass(frozen=True)
 class PlainText:
-    """Hold text in which every token is learned."""
-
     text: str
 
 

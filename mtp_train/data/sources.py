@@ -147,9 +147,6 @@ def load_rows(path: str, *, config: str | None = None, split: str = "train", nam
     Args:
         config: The configuration of a dataset on the hub; local files have none.
         split: The split of a dataset on the hub or of a directory; a local file has one split, ``train``.
-
-    Raises:
-        DataError: There is no such file or dataset, it is empty, or it cannot be read.
     """
     name = name or path
     files = local_files(path, name)
@@ -228,7 +225,6 @@ class _Source:
 
     @property
     def place(self) -> Path:
-        """The path with ``~`` expanded."""
         return Path(self.path).expanduser()
 
     def read(self) -> tuple[list[str], Iterable[OwnedRow] | datasets.Dataset]:
@@ -328,14 +324,12 @@ class _Source:
 
 
 def is_saved(directory: Path) -> bool:
-    """Return whether ``save_to_disk`` of ``datasets`` wrote a directory."""
     files = DATASETDICT_JSON_FILENAME, DATASET_STATE_JSON_FILENAME, DATASET_INFO_FILENAME
     of_splits, *of_one = ((directory / file).is_file() for file in files)
     return of_splits or all(of_one)
 
 
 def _saved(directory: Path, split: str) -> datasets.Dataset:
-    """Return a split, or a part of one, of a dataset that was saved to disk."""
     whole = datasets.load_from_disk(str(directory))
     splits = whole if isinstance(whole, datasets.DatasetDict) else {"train": whole}
     counts = {name: len(table) for name, table in splits.items()}
@@ -513,17 +507,11 @@ def known_columns(names: Collection[str], given: Mapping[str, str] = MappingProx
 
 
 def columns_of(format: str, known: Mapping[str, str]) -> dict[str, str]:
-    """Return the known columns that a format reads."""
     return {ours: known[ours] for ours in (*FORMATS[format], *CHAT_COLUMNS) if ours in known}
 
 
 def read_content(row: Row, columns: Mapping[str, str], where: str) -> tuple[Content, tuple[str, ...]]:
-    """Return the content of a row, and the other columns that have a value.
-
-    Raises:
-        UnsupportedRecordError: A part of the row is not text.
-        DataError: The row is malformed.
-    """
+    """Return the content of a row, and the other columns that have a value."""
     require_text_only(row, where)
     content = parse_content({ours: row.get(theirs) for ours, theirs in columns.items()}, where)
     read = {theirs for ours, theirs in columns.items() if isinstance(content, Chat) or ours not in CHAT_COLUMNS}

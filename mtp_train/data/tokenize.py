@@ -70,7 +70,6 @@ class Document:
         object.__setattr__(self, "id", id)
 
     def has_target(self) -> bool:
-        """Return whether depth 1 has at least one target."""
         return bool(self.loss_mask[FIRST_TARGET:].any())
 
 
@@ -147,7 +146,6 @@ def _split(token_ids: list[int], mask: list[bool], seq_len_tokens: int) -> list[
 
 
 def _documents(pieces: list[Tokens], record: Record) -> list[Document]:
-    """Return one document per piece, numbered if there are several."""
     if len(pieces) == 1:
         return [Document(*pieces[0], record.group, record.id)]
     return [Document(*piece, record.group, f"{record.id}/{number}") for number, piece in enumerate(pieces)]
@@ -175,8 +173,6 @@ MAX_CONTINUATION_TOKENS = 256
 
 @dataclass(frozen=True)
 class Prompt:
-    """Hold the tokens before a response."""
-
     id: str
     group: str
     prompt_ids: tuple[int, ...]
@@ -186,9 +182,6 @@ def build_prompts(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase)
     """Return each record's prompt: a chat without its last assistant turn, a pair's prompt, a plain text's first half.
 
     Of a text at most ``MAX_CONTINUATION_TOKENS`` are taken; texts of fewer than two tokens are left out.
-
-    Raises:
-        DataError: A chat starts with the assistant, a prompt is empty, or a record does not fit the tokenizer.
     """
     prompts = (Prompt(record.id, record.group, tuple(_prompt_ids(record, tokenizer))) for record in records)
     return [prompt for prompt in prompts if prompt.prompt_ids]
@@ -394,7 +387,6 @@ def _said(message: Message, written: str, is_opened: bool) -> str:
 
 
 def _shared(first: str, second: str) -> int:
-    """Return the length of the common prefix of two texts."""
     if second.startswith(first):
         return len(first)
     pairs = enumerate(zip(first, second, strict=False))

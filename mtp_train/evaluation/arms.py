@@ -38,9 +38,7 @@ class ArmSpec:
     adapter: str | None = None
     """A peft adapter that the trunk wears, unmerged."""
     quantization: Quantization | None = None
-    """How the trunk is packed as it is loaded."""
     head_quantization: Quantization | None = None
-    """How the head is packed."""
 
     @property
     def trunk_key(self) -> tuple[str, str | None, Quantization | None]:
@@ -49,13 +47,11 @@ class ArmSpec:
 
     @property
     def trunk_name(self) -> str:
-        """The trunk as the report names it."""
         parts = (f"+{self.adapter}" if self.adapter else "", f"@{self.quantization}" if self.quantization else "")
         return self.trunk + "".join(parts)
 
     @property
     def head_name(self) -> str | None:
-        """The head as the report names it."""
         location = self.trunk if self.head == OWN else self.head
         return f"{location}@{self.head_quantization}" if self.head_quantization else location
 
@@ -101,7 +97,6 @@ def named(spec: ArmSpec) -> ArmSpec:
 
 
 def trunk_label(spec: ArmSpec) -> str:
-    """Name an arm's trunk in short."""
     adapter = f"+{_short(spec.adapter)}" if spec.adapter else ""
     return _short(spec.trunk) + adapter + (f"@{spec.quantization}" if spec.quantization else "")
 
@@ -158,19 +153,14 @@ class OpenArm:
         head = self.model.head
         if head is None or head in (OWN, NGRAM):
             return None
-        if self.model.draft_checkpoints:
-            return partial(checkpoint_files, self.model.draft_checkpoints[0])
+        if self.model.drafter is not None:
+            return partial(checkpoint_files, self.model.drafter)
         if is_head_directory(Path(head)):
             return partial(directory_files, Path(head))
         return partial(checkpoint_files, open_location(head))
 
 
 def open_arm(spec: ArmSpec) -> OpenArm:
-    """Open the files of an arm.
-
-    Raises:
-        MtpError: A file is missing or damaged, or does not fit the trunk.
-    """
     model = open_model(
         spec.trunk,
         spec.head,

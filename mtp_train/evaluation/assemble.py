@@ -16,7 +16,7 @@ from mtp_train.acceptance.intervals import holm, tau_difference
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.acceptance.speed import Pair
 from mtp_train.errors import DataError
-from mtp_train.evaluation.entropy import EntropySums, fine_edges, overlap_difference
+from mtp_train.evaluation.entropy import EntropySums, overlap_difference
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import ALL_TASKS, ArmComparison, ArmCosts, Report
 from mtp_train.evaluation.served import Served
@@ -129,7 +129,7 @@ def compare_arms(arms: Sequence[MeasuredArm], served: Mapping[str, Served] | Non
 
     Arms are compared on the prompts that both decoded; servers with servers.
     """
-    sums = {(arm.name, *key): EntropySums.of(rows, fine_edges()) for arm in arms for key, rows in arm.dense.items()}
+    sums = {(arm.name, *key): EntropySums.of(rows) for arm in arms for key, rows in arm.dense.items()}
     found = list[ArmComparison]()
     for first, second in combinations(arms, 2):
         same_trunk = first.trunk == second.trunk

@@ -19,13 +19,13 @@ from mtp_inference.cache.convolved import NgramStore
 from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, ConvolvedStore, IndexedStore, WindowCache
 from mtp_inference.cache.recurrent import RecurrentStore
 from mtp_inference.drafters.assistant_drafter import AssistantDrafting
-from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting
+from mtp_inference.drafters.drafter import BatchSize, Drafting
 from mtp_inference.drafters.head_drafter import ChainedDrafter, ChainedDraftsDrafter, RecursiveDrafter
 from mtp_inference.drafters.other_drafters import ModelDrafter, ModelDrafting
 from mtp_inference.requests import MAX_DEPTH
 from mtp_inference.round import prefill
 from mtp_train.acceptance.names import PLAIN
-from mtp_train.evaluation.decoding import SPEED_PASSES, DecodingOptions, Stopwatch, TrunkArms
+from mtp_train.evaluation.decoding import SPEED_PASSES, Stopwatch, TrunkArms
 from mtp_train.evaluation.grid import greedy
 from mtp_train.evaluation.prompt_records import TaskPrompt
 from mtp_train.evaluation.results import ArmCosts
@@ -42,7 +42,6 @@ class Kept(NamedTuple):
     """Size of a cache for one text, in bytes."""
 
     per_token: int
-    """Bytes that grow with the length of the text."""
     per_text: int
     """Bytes that do not: recurrent states, inputs of convolutions and compressors, full sliding windows."""
 
@@ -82,7 +81,6 @@ def head_costs(
         context_tokens_lost=math.ceil(weights / trunk_kept.per_token) if trunk_kept.per_token else None,
         prefill_ratio=None if rates is None else rates[1] / rates[0],
         prefill_tokens=None if rates is None else num_tokens,
-        plain_prefill_tokens_per_second=None if rates is None else rates[0],
     )
 
 
@@ -123,22 +121,16 @@ def probe_caches(trunk: Trunk, maker: Drafting | None, depth: int) -> tuple[Kept
     batch = Batch(trunk, maker, BatchSize(1, capacity=PROBE_TOKENS, depth=depth, max_window=PROBE_TOKENS))
     prompt_BT = torch.zeros(1, PROBE_TOKENS - depth - 1, dtype=torch.long, device=trunk.lm_head_VD.device)
     prefill(batch, slice(0, 1), prompt_BT)
-    cache = _cache_of(batch.drafter)
-    return kept_of(batch.cache), Kept(0, 0) if cache is None else kept_of(cache)
-
-
-def _cache_of(drafter: Drafter | None) -> WindowCache | None:
-    return drafter.cache if isinstance(drafter, _KEEPING) else None
+    drafter = batch.drafter
+    return kept_of(batch.cache), kept_of(drafter.cache) if isinstance(drafter, _KEEPING) else Kept(0, 0)
 
 
 def kept_of(cache: WindowCache) -> Kept:
-    """Return the size of a cache with one row."""
     layers = [_layer_bytes(layer) for layer in cache.layers]
     return Kept(round(sum(grows for grows, _ in layers)), round(sum(fixed for _, fixed in layers)))
 
 
 def _layer_bytes(layer: Any) -> tuple[float, float]:
-    """Return bytes per token and bytes per text of one layer with one row."""
     if isinstance(layer, RecurrentStore):
         state = sum(_size(part) for part in (layer.conv_BCW, layer.state_BHKV) if part is not None)
         beside = _placed_bytes(layer.placed(), layer.max_undecided) if isinstance(layer, NgramStore) else 0.0
@@ -174,8 +166,8 @@ def _prefill_rates(
     """Return the prompt tokens per second without the drafter and with it, each the best of some passes."""
     generator = torch.Generator().manual_seed(0)
     prompt_ids = tuple(torch.randint(trunk.lm_head_VD.shape[0], (num_tokens,), generator=generator).tolist())
-    options = DecodingOptions(max_new_tokens=1, eos_ids=(), seed=0)
-    arms = TrunkArms(trunk=trunk, name="", drafting={"head": maker}, head_names={}, options=options)
+    drafting = {"head": maker}
+    arms = TrunkArms(trunk=trunk, name="", drafting=drafting, head_names={}, max_new_tokens=1, eos_ids=(), seed=0)
     plain, drafted = greedy(depth).plain, greedy(depth)
     begun = time.perf_counter()
     prompt = TaskPrompt(id="", group="", task="", prompt_ids=prompt_ids)

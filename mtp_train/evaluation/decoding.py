@@ -46,13 +46,19 @@ SPEED_SETTINGS = {"speed_prompts": SPEED_PROMPTS, "speed_tokens": SPEED_TOKENS, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodingOptions:
-    """Limits, seed and batch size of all arms and settings."""
+class TrunkArms:
+    """A trunk in memory, what drafts for it, and how all of it decodes."""
 
+    trunk: Trunk
+    name: str
+    """The trunk as the report names it."""
+    drafting: Mapping[str, Drafting]
+    """The drafters, by arm."""
+    head_names: Mapping[str, str]
+    """The drafters as the report names them, by arm."""
+    plain_arm: str = PLAIN
     max_new_tokens: int
-    """Limit per prompt."""
     eos_ids: Collection[int]
-    """Tokens that end a text."""
     seed: int
     """With a prompt's id, the seed of its noise."""
     batch: int = MAX_BATCH
@@ -69,24 +75,7 @@ class DecodingOptions:
         longest = max(len(one.prompt_ids) for one in prompts) + self.max_new_tokens
         return max(1, min(self.batch, len(prompts), MAX_BATCH_TOKENS // longest))
 
-
-@dataclass(frozen=True, kw_only=True)
-class TrunkArms:
-    """A trunk in memory, what drafts for it, and how all of it decodes."""
-
-    trunk: Trunk
-    name: str
-    """The trunk as the report names it."""
-    drafting: Mapping[str, Drafting]
-    """The drafters, by arm."""
-    head_names: Mapping[str, str]
-    """The drafters as the report names them, by arm."""
-    options: DecodingOptions
-    plain_arm: str = PLAIN
-    """Name of plain decoding."""
-
     def lanes(self, settings: Iterable[Setting]) -> list[Lane]:
-        """Return every drafter at every setting."""
         return [(arm, setting) for setting in settings for arm in self.drafting]
 
     def by_plain(self, lanes: Iterable[Lane]) -> dict[Setting, list[Lane]]:
@@ -97,7 +86,6 @@ class TrunkArms:
         return found
 
     def num_decodings(self, lanes: Iterable[Lane], prompts: Prompts) -> int:
-        """Return how often prompts are decoded by lanes and by plain decoding."""
         return sum(len(prompts[plain.context_tokens]) * len(some) for plain, some in self.by_plain(lanes).items())
 
     def decoder(self, arm: str, setting: Setting, rows: int) -> SpeculativeDecoder:
@@ -106,14 +94,13 @@ class TrunkArms:
             self.trunk,
             self.drafting.get(arm),
             setting.depth,
-            self.options.eos_ids,
+            self.eos_ids,
             draft_sampling="sampled" if setting.rule == "sampled" else "argmax",
             max_batch=rows,
         )
 
     def request(self, prompt: TaskPrompt, setting: Setting, max_new_tokens: int) -> Request:
-        """Return the request of a prompt at a setting."""
-        sampling = setting.sampling(noise_seed(prompt.id, self.options.seed))
+        sampling = setting.sampling(noise_seed(prompt.id, self.seed))
         return Request(prompt_ids=prompt.prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling)
 
 
@@ -131,7 +118,7 @@ def decode_prompts(
         on_prompt: Called for each prompt of each lane and of plain decoding (:meth:`TrunkArms.num_decodings`); with 0
             between them, as a batch takes long.
     """
-    store = arms.options.store
+    store = arms.store
     records: LaneRecords = {}
     for plain, some in arms.by_plain(lanes).items():
         given = prompts[plain.context_tokens]
@@ -158,10 +145,9 @@ def decode_prompts(
 def _decode(
     arms: TrunkArms, arm: str, setting: Setting, prompts: Sequence[TaskPrompt], on_prompt: Callable[..., object]
 ) -> Iterator[tuple[Sequence[TaskPrompt], list[GenerationResult]]]:
-    """Yield some batches of prompts at a time, with their results."""
     if not prompts:
         return
-    rows, limit = arms.options.rows(prompts), arms.options.max_new_tokens
+    rows, limit = arms.rows(prompts), arms.max_new_tokens
     decoder = arms.decoder(arm, setting, rows)
     for start in range(0, len(prompts), BATCHES_AT_A_TIME * rows):
         group = prompts[start : start + BATCHES_AT_A_TIME * rows]
@@ -181,7 +167,7 @@ def _compared(
     plain: PromptRecord,
 ) -> PromptRecord:
     """Return a record with the verdict of its comparison with the plain text of the same prompt."""
-    sampling = setting.sampling(noise_seed(prompt.id, arms.options.seed))
+    sampling = setting.sampling(noise_seed(prompt.id, arms.seed))
     rounds = [Round(*counts) for counts in zip(drafted.drafted, drafted.accepted, strict=True)]
     found = compare(drafted.token_ids, plain.token_ids, arms.trunk, prompt.prompt_ids, sampling=sampling, rounds=rounds)
     return replace(drafted, same_as_plain=found.verdict, noise=found.noise)
@@ -229,7 +215,7 @@ class Stopwatch:
         """Return the record of a prompt, and the seconds of its prefill and of each round, or of all together."""
         # A lookup drafts in some rounds only, and rarely in the first ones: it is timed over the whole text.
         is_lookup = isinstance(self.arms.drafting.get(lane[0]), NgramDrafting)
-        limit = self.arms.options.max_new_tokens
+        limit = self.arms.max_new_tokens
         request = self.arms.request(prompt, lane[1], limit if is_lookup else min(SPEED_TOKENS, limit))
         times, results = [time.perf_counter()], []
         for chunk in self._decoders[lane].decode_chunks([request]):

@@ -29,7 +29,6 @@ from mtp_train.checkpoints.writing import write_bytes
 from mtp_train.data.pack import collate, pack_documents
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import DataError
-from mtp_train.evaluation.decoding import DecodingOptions
 from mtp_train.evaluation.prompt_records import PromptRecord, TaskPrompt
 from mtp_train.families import Convention
 from mtp_train.heads.module import MtpHead
@@ -47,11 +46,9 @@ class DenseRows:
     groups: NDArray[np.str_]
     """Group of each prompt, shape (P,); intervals leave out whole groups."""
     tasks: NDArray[np.str_]
-    """Task of each prompt, shape (P,)."""
     prompt_N: NDArray[np.int64]
     """Index into :attr:`prompt_ids` of each position's prompt."""
     entropy_N: NDArray[np.float32]
-    """Entropy of p, nats."""
     overlap_KN: NDArray[np.float32]
     """``sum_v min(p, q)``."""
     agreed_KN: NDArray[np.bool_]
@@ -91,7 +88,8 @@ def dense_rows(
     plain: Sequence[PromptRecord],
     num_depths: int,
     temperature: float,
-    options: DecodingOptions,
+    seq_len_tokens: int,
+    max_tokens: int | None = None,
 ) -> DenseRows:
     """Return a head's teacher-forced metrics on its trunk's plain outputs.
 
@@ -100,14 +98,15 @@ def dense_rows(
         prompts: The prompts; prompts without a record are ignored.
         temperature: p and q are ``softmax(logits / temperature)``. Temperature 0, where acceptance depends on the
             argmax tokens alone, is measured at 1.
-        options: Limits of the texts; prompts past ``dense_tokens`` are left out, except for the first.
+        seq_len_tokens: Longest text; a longer text is cut at its end.
+        max_tokens: Prompts whose texts exceed it together are left out, except for the first; None for no limit.
     """
     head, draft_vocab_R, outputs = drafting.head, drafting.draft_vocab_R, {one.prompt_id: one for one in plain}
     decoded = [prompt for prompt in prompts if prompt.id in outputs]
-    texts = own_text(decoded, [outputs[prompt.id].token_ids for prompt in decoded], options.seq_len_tokens)
-    if options.dense_tokens is not None:
+    texts = own_text(decoded, [outputs[prompt.id].token_ids for prompt in decoded], seq_len_tokens)
+    if max_tokens is not None:
         ends = np.cumsum([len(text.input_ids) for text in texts])
-        num_texts = max(1, int((ends <= options.dense_tokens).sum()))
+        num_texts = max(1, int((ends <= max_tokens).sum()))
         decoded, texts = decoded[:num_texts], texts[:num_texts]
     with many_rows(trunk, head) as run:
         parts = [_text_rows(trunk, run, text, num_depths, temperature or 1.0, draft_vocab_R) for text in texts]

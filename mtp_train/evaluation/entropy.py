@@ -26,6 +26,11 @@ ENTROPY_EDGES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0)
 """Lower ends of the bins in nats; the last has no upper end."""
 FINER = 4
 """Parts of each bin in the comparison. Within a wide bin, easier text still has the lower entropy."""
+FINE_EDGES = (
+    *(low + (high - low) * part / FINER for low, high in pairwise(ENTROPY_EDGES) for part in range(FINER)),
+    ENTROPY_EDGES[-1],
+)
+"""Lower ends of the comparison's bins."""
 MIN_COMMON_SHARE = 0.25
 """Minimum overlap of the arms' distributions over bins; arms with less in common are not compared."""
 
@@ -42,15 +47,15 @@ class EntropySums:
     """Sums of ``sum_v min(p, q)``."""
 
     @classmethod
-    def of(cls, rows: DenseRows, edges: tuple[float, ...]) -> EntropySums:
-        """Sum positions by bins with lower ends ``edges``."""
+    def of(cls, rows: DenseRows) -> EntropySums:
+        """Sum positions by the bins of :data:`FINE_EDGES`."""
         first_N = rows.valid_KN[0]
-        bin_N = np.searchsorted(np.array(edges), rows.entropy_N[first_N], side="right") - 1
-        place_N = rows.prompt_N[first_N] * len(edges) + np.maximum(bin_N, 0)
+        bin_N = np.searchsorted(np.array(FINE_EDGES), rows.entropy_N[first_N], side="right") - 1
+        place_N = rows.prompt_N[first_N] * len(FINE_EDGES) + np.maximum(bin_N, 0)
 
         def summed(weight_N: NDArray[np.float32] | None) -> FloatArray:
-            flat = np.bincount(place_N, weight_N, minlength=len(rows.prompt_ids) * len(edges))
-            return flat.reshape(len(rows.prompt_ids), len(edges)).astype(np.float64)
+            flat = np.bincount(place_N, weight_N, minlength=len(rows.prompt_ids) * len(FINE_EDGES))
+            return flat.reshape(len(rows.prompt_ids), len(FINE_EDGES)).astype(np.float64)
 
         return cls(
             tuple(rows.prompt_ids.tolist()),
@@ -67,17 +72,10 @@ class EntropySums:
         return np.stack([self.counts_PB[chosen], self.overlaps_PB[chosen]], axis=1)
 
 
-def fine_edges() -> tuple[float, ...]:
-    """Return the lower ends of the comparison's bins, each bin of ``ENTROPY_EDGES`` in :data:`FINER` parts."""
-    fine = [low + (high - low) * part / FINER for low, high in pairwise(ENTROPY_EDGES) for part in range(FINER)]
-    return (*fine, ENTROPY_EDGES[-1])
-
-
 def overlap_difference(first: EntropySums, second: EntropySums, task: str | None) -> Difference | None:
     """Return the difference of mean overlap at equal target entropy, over the prompts that both arms decoded.
 
     Args:
-        first: Sums over the bins of :func:`fine_edges`.
         task: The task to compare; None for all tasks.
 
     Returns:

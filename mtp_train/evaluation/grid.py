@@ -43,7 +43,6 @@ class EvaluationGrid:
     """``builtin``, ``demo``, ``mt-bench:LOC``, ``spec-bench:LOC``, ``speed-bench:LOC``, ``humaneval:LOC``,
     ``gsm8k:LOC``, or a file of prompts. ``auto``: ``demo`` for the demo's trunks, else ``builtin``."""
     tasks: Sequence[str] | None = None
-    """Tasks of the suite; None for all."""
     prompts_per_task: int = 8
     temperatures: Sequence[float] = (0.0, 1.0)
     contexts: Sequence[int | None] = (None,)
@@ -61,11 +60,7 @@ class EvaluationGrid:
     seed: int = 0
 
     def settled(self, arms: Sequence[ArmSpec], trunks: Sequence[str]) -> EvaluationGrid:
-        """Return the grid with values in range and without repeats, suite and depths chosen for the arms.
-
-        Raises:
-            MtpError: A value is out of range, or the files of an arm are missing or damaged.
-        """
+        """Return the grid with values in range and without repeats, suite and depths chosen for the arms."""
         # The demo's trunks were trained on two kinds of text and can write nothing else.
         suite = "demo" if all(trunk.startswith(PREFIX) for trunk in trunks) else "builtin"
         depths = self.depths
@@ -85,12 +80,10 @@ class EvaluationGrid:
         return grid
 
     def drafted(self, temperature: float, context_tokens: int | None) -> list[Setting]:
-        """Return the settings with drafts at one temperature and context."""
         rules = [rule for rule in self.rules if (rule == "greedy") == (temperature == 0.0)]
         return [Setting(temperature, context_tokens, depth, rule) for rule in rules for depth in self.depths or ()]
 
     def settings(self) -> list[Setting]:
-        """Return every setting with drafts."""
         return [one for context in self.contexts for t in self.temperatures for one in self.drafted(t, context)]
 
     @property
@@ -141,11 +134,7 @@ def require_grid(grid: EvaluationGrid) -> None:
 def grid_prompts(
     grid: EvaluationGrid, tokenizer: Any, contexts: Sequence[int | None]
 ) -> dict[int | None, list[TaskPrompt]]:
-    """Return the prompts of the grid's suite, by the length that they are extended to.
-
-    Raises:
-        DataError: The suite or a task does not exist, or the suite cannot be read.
-    """
+    """Return the prompts of the grid's suite, by the length that they are extended to."""
     variables = grid.chat_template_kwargs or {}
     require_variables(tokenizer, variables, "--chat-template-kwargs")
     suite = load_suite(grid.suite, variables)
@@ -165,7 +154,6 @@ def grid_prompts(
 
 
 def greedy(depth: int) -> Setting:
-    """Return greedy decoding of prompts as they are."""
     return Setting(0.0, None, depth, "greedy")
 
 

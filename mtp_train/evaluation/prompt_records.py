@@ -49,7 +49,6 @@ class Setting:
 
     @property
     def setting(self) -> Setting:
-        """The setting alone, of a record that extends it."""
         return Setting(self.temperature, self.context_tokens, self.depth, self.rule, self.top_p, self.top_k)
 
     @property
@@ -62,12 +61,10 @@ class Setting:
         return ", ".join([f"temperature {self.temperature:g}", *filters, f"{self.rule} drafts"])
 
     def sampling(self, seed: int) -> Sampling:
-        """Return the sampling parameters in the decoder's form."""
         return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=seed)
 
     @property
     def slug(self) -> str:
-        """Name the setting in file names."""
         context = "own" if self.context_tokens is None else str(self.context_tokens)
         filters = (f"-p{self.top_p:g}" if self.top_p < 1.0 else "") + (f"-n{self.top_k}" if self.top_k else "")
         return f"t{self.temperature:g}-c{context}-k{self.depth}-{self.rule}{filters}"
@@ -81,7 +78,6 @@ class TaskPrompt(Prompt):
 
     @classmethod
     def of(cls, prompt: Prompt, task: str) -> TaskPrompt:
-        """Return a prompt with its task."""
         return cls(id=prompt.id, group=prompt.group, prompt_ids=prompt.prompt_ids, task=task)
 
 
@@ -95,7 +91,6 @@ class PromptRecord:
     task: str
     prompt_tokens: int
     token_ids: tuple[int, ...]
-    """New tokens."""
     drafted: tuple[int, ...]
     """Drafts of each round, in order: the depth, or fewer where the drafter proposed fewer."""
     accepted: tuple[int, ...]
@@ -115,7 +110,6 @@ class PromptRecord:
 
     @property
     def seconds(self) -> float | None:
-        """Wall time of prefill and rounds."""
         if self.seconds_prefill is None or self.seconds_decode is None:
             return None
         return self.seconds_prefill + self.seconds_decode

@@ -75,7 +75,6 @@ class ArmResult:
     rounds: int | None = None
     """Decoding rounds, all prompts together."""
     prompts: int | None = None
-    """Prompts decoded."""
     groups: int | None = None
     """Groups of the prompts, which :attr:`tau_ci95` leaves out one at a time."""
     measured_here: bool = True
@@ -103,18 +102,14 @@ class Cell(ArmResult, Setting):
     draft_tokens: int
     accepted_tokens: int
     new_tokens: int
-    """Tokens returned."""
     mean_prompt_tokens: float
     seconds_prefill: float | None = None
     """Mean prefill time per prompt."""
     round_seconds: float | None = None
     """Mean wall time of a round, which for plain decoding is one token."""
-    break_even_acceptance: float | None = None
-    """Conditional acceptance, equal at all positions, that results in :attr:`break_even_tau`; None where none does."""
 
     @property
     def result(self) -> ArmResult:
-        """The figures without the setting, as the report's ``arms`` hold them."""
         return ArmResult(**{field.name: getattr(self, field.name) for field in fields(ArmResult)})
 
 
@@ -153,7 +148,6 @@ class ArmComparison(Setting):
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     def swapped(self) -> ArmComparison:
-        """Return the comparison with the arms exchanged."""
         overlap = self.delta_overlap_at_equal_entropy
         return replace(
             self,
@@ -167,7 +161,6 @@ class ArmComparison(Setting):
 
 
 def negated(interval: Interval | None) -> Interval | None:
-    """Return the interval of the negated difference."""
     return None if interval is None else (-interval[1], -interval[0])
 
 
@@ -177,9 +170,7 @@ class PositionBin(Setting):
 
     arm: str
     start: int
-    """Index of the first new token."""
     stop: int
-    """Index after the last new token."""
     tau: float
     tau_ci95: Interval | None
     groups: int
@@ -209,9 +200,6 @@ class ArmCosts:
     prefill_ratio: float | None
     """Prompt tokens per second with the head, divided by the same without."""
     prefill_tokens: int | None
-    """Length of the prompt that prefill was timed on."""
-    plain_prefill_tokens_per_second: float | None = None
-    """Prompt tokens per second without the head, at that length."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -231,9 +219,7 @@ class Lossless:
     """How many outputs of decoding with drafts were compared with plain decoding, and with what result."""
 
     checked: int
-    """Outputs compared."""
     identical: int
-    """Outputs equal token for token."""
     near_tie_divergences: int
     """Outputs whose first difference is a near tie of the trunk's two best tokens, which rounding decides."""
     noise: float | None = None
@@ -251,7 +237,6 @@ class SampleText:
 
     prompt_id: str
     prompt: str
-    """The end of the prompt."""
     pieces: tuple[tuple[str, bool], ...]
     """The text in pieces, each with True where it consists of accepted drafts of the retrained head and False where the
     trunk added it."""

@@ -38,7 +38,6 @@ from mtp_train.evaluation.decoding import (
     SPEED_PASSES,
     SPEED_SECONDS,
     SPEED_SETTINGS,
-    DecodingOptions,
     Lane,
     LaneRecords,
     Prompts,
@@ -126,7 +125,6 @@ def _arm(arms: TrunkArms, name: str, decoded: LaneRecords, timed: LaneRecords, d
 
 
 def of_arm(records: LaneRecords, *names: str) -> dict[Setting, list[PromptRecord]]:
-    """Return the records of some arms by setting."""
     return {setting: found for (arm, setting), found in records.items() if arm in names}
 
 
@@ -143,8 +141,8 @@ def _timed(
     Passes are added while a lane is undecided for lack of precise times (:attr:`Speedup.needs_passes`), up to
     :data:`SPEED_SECONDS`.
     """
-    context, store = lanes[0][1].context_tokens, arms.options.store
-    few = speed_prompts(prompts[context], arms.options.seed)
+    context, store = lanes[0][1].context_tokens, arms.store
+    few = speed_prompts(prompts[context], arms.seed)
     stored = {lane: {} if store is None else store.read(*lane, timed=True) for lane in lanes}
     complete = all(prompt.id in found for found in stored.values() for prompt in few)
     if all(processes.gather([complete])):
@@ -167,7 +165,6 @@ def _timed(
 
 
 def _needs_passes(arms: TrunkArms, lanes: Sequence[Lane], decoded: LaneRecords, timed: LaneRecords) -> bool:
-    """Return whether further passes may decide whether the drafts of a lane pay."""
     for name, setting in lanes[1:]:
         arm = _arm(arms, name, decoded, timed, {})
         speedup = measured_speedup(arm.against(arm.undrafted, setting)) if setting in arm.decoded else None
@@ -186,110 +183,152 @@ def _dense(
     progress: Progress,
 ) -> dict[tuple[float, int | None], DenseRows]:
     """Return teacher-forced metrics at every position of the trunk's own texts, by temperature and context."""
-    found, store = {}, arms.options.store
+    found, store = {}, arms.store
     for setting, texts in progress.track(plain.items(), description=f"teacher-forced figures, {name}"):
         path = None if store is None else store.file(name, f"dense-{setting.slug}.npz")
         if path is not None and path.is_file():
             rows = DenseRows.load(path)
         else:
             given = prompts[setting.context_tokens]
-            rows = dense_rows(arms.trunk, drafting, given, texts, depth, setting.temperature, arms.options)
+            rows = dense_rows(
+                arms.trunk, drafting, given, texts, depth, setting.temperature, arms.seq_len_tokens, arms.dense_tokens
+            )
             if path is not None:
                 rows.save(path)
         found[setting.temperature, setting.context_tokens] = rows
     return found
 
 
-@dataclass(frozen=True)
-class _Study:
-    arms: Sequence[OpenArm]
-    grid: EvaluationGrid
-    store: Store
-    progress: Progress
-    prompts: Sequence[TaskPrompt] | None
-    """Prompts that are given; None for the suite's."""
-    costs: bool
-    servers: Sequence[Server]
-    processes: Processes
+class Study:
+    """Arms to measure over a grid, opened and checked as far as this takes no weights in memory.
 
-
-def run_study(
-    specs: Sequence[ArmSpec],
-    grid: EvaluationGrid,
-    out: Path,
-    progress: Progress,
-    *,
-    title: str,
-    costs: bool,
-    servers: Sequence[Server] = (),
-) -> Report:
-    """Measure arms over a grid and return the report.
+    Figures do not depend on the number of processes, each of which must make the study and measure; speeds do.
 
     Args:
         specs: The arms, in the order they are shown.
-        out: Directory of the measurements. An interrupted study in it is resumed; the report of a finished one is read.
+        out: Directory of the measurements. Those of an interrupted study in it are not measured again.
+        prompts: Prompts that are given; None for the suite's.
+        costs: Whether memory and prefill are measured as well.
         servers: Servers that are sent the suite's prompts before anything is decoded here.
 
     Raises:
         MtpError: An arm cannot be measured, or ``out`` contains other files.
     """
-    study = _opened(specs, grid, out, progress, costs=costs, servers=servers)
+
+    def __init__(
+        self,
+        specs: Sequence[ArmSpec],
+        grid: EvaluationGrid,
+        out: Path,
+        progress: Progress,
+        *,
+        prompts: Sequence[TaskPrompt] | None = None,
+        costs: bool = False,
+        servers: Sequence[Server] = (),
+        processes: Processes = ALONE,
+    ) -> None:
+        require_distinct(specs)
+        self.arms = [open_arm(spec) for spec in specs]
+        self.grid, self.prompts, self.costs, self.servers = grid, prompts, costs, servers
+        self.progress, self.processes = progress, processes
+        if processes.index == 0:
+            self.store = Store(out, self._identity())
+            self.store.hash_inputs(_inputs(self.arms, servers), progress)
+            if not self.store.is_finished:
+                _require_sound(self.arms, progress)
+            if processes.count > 1:
+                self.store.claim()
+        # The others write into the directory once it is claimed.
+        processes.gather([])
+        if processes.index > 0:
+            self.store = Store(out, self._identity(), processes.index)
+
+    def measure(self) -> Measurements:
+        """Measure all arms, with one trunk in memory at a time."""
+        found = Measurements(served={one.name: ask(one, self.grid, self.progress) for one in self.servers})
+        by_trunk: dict[Any, list[OpenArm]] = {}
+        for arm in self.arms:
+            by_trunk.setdefault(arm.spec.trunk_key, []).append(arm)
+        names = plain_names([group[0].spec for group in by_trunk.values()])
+        for plain_name, group in zip(names, by_trunk.values(), strict=True):
+            self._measure(group, plain_name, found)
+            # Free the weights before the next trunk is loaded.
+            gc.collect()
+        return found
+
+    def _measure(self, group: Sequence[OpenArm], plain_name: str, found: Measurements) -> None:
+        """Load one trunk, measure all its arms, and add the results to ``found``."""
+        first, grid, progress = group[0], self.grid, self.progress
+        tokenizer = load_tokenizer(first.model.checkpoint, trust_remote_code=False, adapter=first.model.adapter)
+        prompts: Prompts = {None: self.prompts} if self.prompts is not None else _enough_prompts(grid, tokenizer)
+        with shown_loading(progress, first.spec.trunk_name, first.model.checkpoint.num_bytes):
+            trunk = load_arm_trunk(first, local_device())
+        drafting = {arm.spec.name: maker for arm in group if (maker := arm.model.load_drafting(trunk)) is not None}
+        for maker in drafting.values():
+            maker.check(trunk, max(grid.depths or ()))
+        self.store.require_unchanged(progress)
+        eos_ids = eos_token_ids(first.model.checkpoint, tokenizer)
+        for server in self.servers:
+            if server.checkpoint == first.spec.trunk:
+                found.served[server.name] = judged(found.served[server.name], trunk, eos_ids)
+                for warning in found.served[server.name].document["warnings"]:
+                    progress.console.print(f"{server.name}: {warning}", highlight=False)
+        found.facts = {"dtype": trunk.dtype_name, "device": device_name(trunk.lm_head_VD.device)}
+        arms = TrunkArms(
+            trunk=trunk,
+            name=first.spec.trunk_name,
+            drafting=drafting,
+            head_names={arm.spec.name: str(arm.spec.head_name) for arm in group},
+            plain_arm=plain_name,
+            max_new_tokens=grid.max_new_tokens,
+            eos_ids=eos_ids,
+            seed=grid.seed,
+            batch=grid.batch,
+            store=self.store,
+        )
+        found.arms += measure_trunk(arms, prompts, arms.lanes(grid.settings()), progress, self.processes)
+        for name, maker in progress.track(drafting.items(), description="memory and prefill") if self.costs else ():
+            path = self.store.file(name, COSTS_FILE)
+            if not path.is_file():
+                write_json(path, {"costs": asdict(head_costs(name, trunk, maker))})
+            found.costs.append(read_record(ArmCosts, read_json(path)["costs"], str(path)))
+
+    def _identity(self) -> dict[str, Any]:
+        """Return the identity of the study, written into its directory.
+
+        A study may resume the measurements of one with an equal identity and unchanged inputs. Prompts that are given
+        come from a run, and the run's directory records its inputs.
+        """
+        prompts = self.prompts
+        return {
+            "format_version": FORMAT_VERSION,
+            "arms": [asdict(arm.spec) for arm in self.arms],
+            "grid": json.loads(json.dumps(asdict(self.grid))),
+            "costs": self.costs,
+            "prompts": None if prompts is None else [prompt.id for prompt in prompts],
+            "prompt_texts": _suite_digest(self.grid.suite) if prompts is None else None,
+            "server": [one.identity() for one in self.servers] or None,
+            "device": local_device().type,
+        }
+
+
+def run_study(
+    specs: Sequence[ArmSpec], grid: EvaluationGrid, out: Path, progress: Progress, *, title: str, **options: Any
+) -> Report:
+    """Measure arms and return the report, that of a finished study in ``out`` if there is one.
+
+    ``options`` and errors are those of :class:`Study`.
+    """
+    study = Study(specs, grid, out, progress, **options)
     if study.store.is_finished:
         return load_report(out / REPORT_FILE)
-    found = _measure_all(study)
-    report = study_report(found, grid, title)
+    report = study_report(study.measure(), grid, title)
     # With servers alone, nothing has been stored so far.
     study.store.claim()
     return report
 
 
-def measure_study(
-    specs: Sequence[ArmSpec],
-    grid: EvaluationGrid,
-    out: Path,
-    progress: Progress,
-    prompts: Sequence[TaskPrompt],
-    processes: Processes = ALONE,
-) -> Measurements:
-    """Measure arms on given prompts, without memory and prefill, for a caller that assembles the report itself.
-
-    Figures do not depend on the number of processes, each of which must call this; speeds do. The other arguments and
-    errors are as for :func:`run_study`.
-    """
-    return _measure_all(_opened(specs, grid, out, progress, prompts=prompts, processes=processes))
-
-
-def _opened(
-    specs: Sequence[ArmSpec],
-    grid: EvaluationGrid,
-    out: Path,
-    progress: Progress,
-    *,
-    prompts: Sequence[TaskPrompt] | None = None,
-    costs: bool = False,
-    servers: Sequence[Server] = (),
-    processes: Processes = ALONE,
-) -> _Study:
-    """Open and check the arms and the directory, as far as this takes no weights in memory."""
-    require_distinct(specs)
-    arms = [open_arm(spec) for spec in specs]
-    identity = _identity(arms, grid, costs, prompts, servers)
-    if processes.index == 0:
-        store = Store(out, identity)
-        store.hash_inputs(_inputs(arms, servers), progress)
-        if not store.is_finished:
-            _require_sound(arms, progress)
-        if processes.count > 1:
-            store.claim()
-    # The others write into the directory once it is claimed.
-    processes.gather([])
-    if processes.index > 0:
-        store = Store(out, identity, processes.index)
-    return _Study(arms, grid, store, progress, prompts, costs, servers, processes)
-
-
 def study_report(found: Measurements, grid: EvaluationGrid, title: str) -> Report:
-    """Compute the report of a grid's measurements."""
     settings = {
         **json.loads(json.dumps(asdict(grid))),
         "contexts": ["own" if one is None else one for one in grid.contexts],
@@ -302,70 +341,14 @@ def study_report(found: Measurements, grid: EvaluationGrid, title: str) -> Repor
 def _require_sound(arms: Sequence[OpenArm], progress: Progress) -> None:
     models = [arm.model for arm in arms]
     trunks = {one.checkpoint.path: (one.checkpoint, one.family) for one in models}
-    trunks |= {one.draft_model.path: (one.draft_model, one.draft_model.family) for one in models if one.draft_model}
+    trunks |= {
+        one.drafter.path: (one.drafter, one.drafter.family) for one in models if one.drafter and not one.assistant
+    }
     for checkpoint, family in trunks.values():
         require_whole_trunk(checkpoint, family)
-    every = {one.path: one for model in models for one in (model.checkpoint, *model.draft_checkpoints)}
+    every = {one.path: one for model in models for one in (model.checkpoint, model.drafter) if one is not None}
     for checkpoint in every.values():
         require_finite_checkpoint(checkpoint, progress)
-
-
-def _measure_all(study: _Study) -> Measurements:
-    found = Measurements(served={one.name: ask(one, study.grid, study.progress) for one in study.servers})
-    by_trunk: dict[Any, list[OpenArm]] = {}
-    for arm in study.arms:
-        by_trunk.setdefault(arm.spec.trunk_key, []).append(arm)
-    names = plain_names([group[0].spec for group in by_trunk.values()])
-    for plain_name, group in zip(names, by_trunk.values(), strict=True):
-        _measure(study, group, plain_name, found)
-        # Free the weights before the next trunk is loaded.
-        gc.collect()
-    return found
-
-
-def _measure(study: _Study, group: Sequence[OpenArm], plain_name: str, found: Measurements) -> None:
-    """Load one trunk, measure all its arms, and add the results to ``found``."""
-    first, grid, progress = group[0], study.grid, study.progress
-    tokenizer = load_tokenizer(first.model.checkpoint, trust_remote_code=False, adapter=first.model.adapter)
-    prompts: Prompts = {None: study.prompts} if study.prompts is not None else _enough_prompts(grid, tokenizer)
-    with shown_loading(progress, first.spec.trunk_name, first.model.checkpoint.num_bytes):
-        trunk = load_arm_trunk(first, local_device())
-    drafting = {arm.spec.name: maker for arm in group if (maker := arm.model.load_drafting(trunk)) is not None}
-    for maker in drafting.values():
-        maker.check(trunk, max(grid.depths or ()))
-    heads = {arm.spec.name: str(arm.spec.head_name) for arm in group}
-    study.store.require_unchanged(progress)
-    eos_ids = eos_token_ids(first.model.checkpoint, tokenizer)
-    for server in study.servers:
-        if server.checkpoint == first.spec.trunk:
-            found.served[server.name] = judged(found.served[server.name], trunk, eos_ids)
-            for warning in found.served[server.name].document["warnings"]:
-                progress.console.print(f"{server.name}: {warning}", highlight=False)
-    found.facts = {"dtype": trunk.dtype_name, "device": device_name(trunk.lm_head_VD.device)}
-    options = DecodingOptions(
-        max_new_tokens=grid.max_new_tokens, eos_ids=eos_ids, seed=grid.seed, batch=grid.batch, store=study.store
-    )
-    arms = TrunkArms(
-        trunk=trunk,
-        name=first.spec.trunk_name,
-        drafting=drafting,
-        head_names=heads,
-        options=options,
-        plain_arm=plain_name,
-    )
-    found.arms += measure_trunk(arms, prompts, arms.lanes(grid.settings()), progress, study.processes)
-    if study.costs:
-        found.costs += _costs(study, arms)
-
-
-def _costs(study: _Study, arms: TrunkArms) -> list[ArmCosts]:
-    found = []
-    for name, maker in study.progress.track(arms.drafting.items(), description="memory and prefill"):
-        path = study.store.file(name, COSTS_FILE)
-        if not path.is_file():
-            write_json(path, {"costs": asdict(head_costs(name, arms.trunk, maker))})
-        found.append(read_record(ArmCosts, read_json(path)["costs"], str(path)))
-    return found
 
 
 def plain_names(specs: Sequence[ArmSpec]) -> list[str]:
@@ -377,30 +360,6 @@ def plain_names(specs: Sequence[ArmSpec]) -> list[str]:
     return [f"{PLAIN}@{label if labels.count(label) == 1 else spec.name}" for label, spec in pairs]
 
 
-def _identity(
-    arms: Sequence[OpenArm],
-    grid: EvaluationGrid,
-    costs: bool,
-    prompts: Sequence[TaskPrompt] | None,
-    servers: Sequence[Server],
-) -> dict[str, Any]:
-    """Return the identity of a study, written into its directory.
-
-    A study may resume the measurements of one with an equal identity and unchanged inputs. Prompts that are given come
-    from a run, and the run's directory records its inputs.
-    """
-    return {
-        "format_version": FORMAT_VERSION,
-        "arms": [asdict(arm.spec) for arm in arms],
-        "grid": json.loads(json.dumps(asdict(grid))),
-        "costs": costs,
-        "prompts": None if prompts is None else [prompt.id for prompt in prompts],
-        "prompt_texts": _suite_digest(grid.suite) if prompts is None else None,
-        "server": [one.identity() for one in servers] or None,
-        "device": local_device().type,
-    }
-
-
 def _suite_digest(name: str) -> str:
     """Return the SHA-256 of a suite's texts, before any template: some templates insert the date."""
     texts = [(one.task, one.record.id, one.record.content) for one in load_suite(name).records]
@@ -408,7 +367,6 @@ def _suite_digest(name: str) -> str:
 
 
 def _inputs(arms: Sequence[OpenArm], servers: Sequence[Server]) -> Loaders:
-    """Return loaders of the files that the measurements depend on, by label."""
     loaders: dict[str, Callable[[], InputFiles]] = {}
     for arm in arms:
         name = arm.spec.name

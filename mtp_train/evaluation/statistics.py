@@ -51,7 +51,6 @@ class MeasuredArm:
 
     name: str
     trunk: str
-    """The trunk, as the user named it."""
     head: str | None
     """The drafter; None for an arm of plain decoding."""
     decoded: Records
@@ -76,7 +75,6 @@ class MeasuredArm:
         }
 
     def is_own(self, setting: Setting) -> bool:
-        """Whether a setting is the arm's and not the plain one of its trunk."""
         return (setting.depth > 0) == (self.head is not None)
 
     def own(self, setting: Setting) -> Setting:
@@ -89,17 +87,16 @@ class MeasuredArm:
         return [one.counts(own.depth) for one in (self.timed if timed else self.decoded).get(own, ())]
 
     def against(self, other: MeasuredArm, setting: Setting) -> Pair:
-        """Return the counts of this arm and of another one at a setting, on the prompts of this arm."""
+        """Return the counts of this arm and of another one at a setting, on the prompts of this arm, in their order."""
         pairs = []
         for timed in (False, True):
             own, theirs = (arm.counts(setting, timed=timed) for arm in (self, other))
-            known = {one.prompt_id for one in own}
-            pairs += [own, [one for one in theirs if one.prompt_id in known]]
+            by_id = {one.prompt_id: one for one in theirs}
+            pairs += [own, [by_id[one.prompt_id] for one in own if one.prompt_id in by_id]]
         return Pair(*pairs)
 
     @property
     def undrafted(self) -> MeasuredArm:
-        """Plain decoding of the arm's trunk."""
         return replace(self, head=None)
 
 
@@ -110,7 +107,6 @@ def checked_records(arms: Iterable[MeasuredArm]) -> list[PromptRecord]:
 
 
 def lossless(checked: Sequence[PromptRecord]) -> Lossless:
-    """Count the verdicts of compared records."""
     verdicts = [one.same_as_plain for one in checked]
     return Lossless(
         checked=len(verdicts),
@@ -186,9 +182,7 @@ def _speed_figures(arm: MeasuredArm, setting: Setting) -> dict[str, Any]:
     if gain is None:
         return found
     needed = break_even_tau(timed, pair.timed_baseline)
-    acceptance = None if needed is None else break_even_acceptance(needed, setting.depth)
-    speedups = {"speedup": gain.value, "speedup_ci95": gain.interval(0.05)}
-    return {**found, **speedups, "break_even_tau": needed, "break_even_acceptance": acceptance}
+    return {**found, "speedup": gain.value, "speedup_ci95": gain.interval(0.05), "break_even_tau": needed}
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -216,22 +210,6 @@ def _dense_means(rows: DenseRows, depth: int, task: str) -> dict[str, Any]:
         for values_KN in (rows.agreed_KN, rows.overlap_KN)
     )
     return {"dense": agreed, "overlap": overlap, "target_entropy": entropy}
-
-
-def break_even_acceptance(needed_tau: float, depth: int) -> float | None:
-    """Return the conditional acceptance a in 0..1 with ``1 + a + ... + a ** depth = needed_tau``.
-
-    0.0 where a round with drafts costs no more than a plain one; None where even ``depth + 1`` tokens a round are too
-    few.
-    """
-    if needed_tau > depth + 1:
-        return None
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        enough = sum(middle**power for power in range(depth + 1)) >= needed_tau
-        low, high = (low, middle) if enough else (middle, high)
-    return high if low else 0.0
 
 
 def position_bins(arm: MeasuredArm) -> tuple[PositionBin, ...]:

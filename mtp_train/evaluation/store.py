@@ -60,15 +60,10 @@ class Store:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the directory has the report of its study."""
         return (self.out / REPORT_FILE).is_file()
 
     def hash_inputs(self, inputs: Loaders, progress: Progress) -> None:
-        """Hash the inputs, and check that measurements in the directory, if any, were made from these.
-
-        Raises:
-            ChangedInputError: An input changed, or cannot be shown to be the same.
-        """
+        """Hash the inputs, and check that measurements in the directory, if any, were made from these."""
         self._inputs = inputs
         if (self.out / STUDY_FILE).is_file():
             claimed = Claimed(self.out, "study", "choose another --out for the new ones")
@@ -104,7 +99,6 @@ class Store:
         return found
 
     def add(self, arm: str, setting: Setting, records: Iterable[PromptRecord], *, timed: bool = False) -> None:
-        """Append records."""
         path = self.file(arm, f"{_stem(setting, timed)}{self._suffix}")
         if path.exists():
             os.truncate(path, whole_bytes(path))

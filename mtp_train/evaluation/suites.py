@@ -53,8 +53,6 @@ Read = tuple[Content, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class SuiteRecord:
-    """A record and the task it belongs to."""
-
     task: str
     record: Record
 
@@ -155,8 +153,6 @@ def _speed_bench(row: Row, where: str) -> Row:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the records of a file are read."""
-
     fields: str
     """The fields of a record, for error messages."""
     ours: Callable[[Row, str], Row]
@@ -173,7 +169,6 @@ OWN = Layout(
     "text, continued from its half)",
     lambda row, _where: row,
 )
-"""The user's own file."""
 BENCHMARKS: Mapping[str, Layout] = {
     "mt-bench": Layout(_TURNS, _first_turn),
     "spec-bench": Layout(_TURNS, _first_turn),
@@ -238,7 +233,6 @@ def _shuffled(records: Iterable[SuiteRecord], seed: int) -> list[SuiteRecord]:
 
 
 def content_text(content: Content) -> str:
-    """Return the prompt of a record as plain text."""
     if isinstance(content, Chat):
         return SEPARATOR.join(message["content"] for message in content.prompt_messages())
     return content.prompt if isinstance(content, PromptResponse) else content.text
@@ -260,9 +254,6 @@ def load_suite(name: str, chat_template_kwargs: Mapping[str, Any] = NO_VARIABLES
         name: ``builtin``, ``demo``, ``BENCHMARK:LOCATION``, or the location of the user's own records, in any format
             that ``data.sources`` reads.
         chat_template_kwargs: Variables for the chat template, where a record has none of that name.
-
-    Raises:
-        DataError: The suite or file does not exist, or has another format.
     """
     records = _records_of(name)
     return Suite(name, tuple(replace(one, record=with_variables(one.record, chat_template_kwargs)) for one in records))

@@ -2,10 +2,10 @@
 
 The recipe validates names against this table. Training and estimates read a loss's properties from its entry. To add a
 loss, write one function (:data:`RowsFn`) and register it, either in the table below or from another package before the
-recipe is read::
+recipe is read (``log_probabilities`` is in ``mtp_train.losses.rows``)::
 
     def brier_rows(logits_CV, teacher_logits_CV, targets_C, temperature):
-        log_q_CV, log_p_CV = softened(logits_CV, teacher_logits_CV, temperature)  # of mtp_train.losses.rows
+        log_q_CV, log_p_CV = (log_probabilities(one, temperature) for one in (logits_CV, teacher_logits_CV))
         q_CV, gap_CV = log_q_CV.exp(), log_q_CV.exp() - log_p_CV.exp()
         slope_CV = 2 * gap_CV
         mean_C1 = (q_CV * slope_CV).sum(-1, keepdim=True)
@@ -67,17 +67,14 @@ class Loss:
     distils: bool = True
 
     def rows_fn(self) -> RowsFn:
-        """Return the function that computes rows."""
         return _resolved(self.rows)
 
     def prepared(self, teacher_logits_CV: Tensor | None, temperature: float) -> Any:
-        """Return what ``rows`` reads of the trunk, for all depths of a chunk."""
         if self.prepare is None or teacher_logits_CV is None:
             return teacher_logits_CV
         return _resolved(self.prepare)(teacher_logits_CV, temperature)
 
     def combine_fn(self) -> CombineFn | None:
-        """Return the function that combines the depths of a start; None where rows are independent."""
         return None if self.combine is None else _resolved(self.combine)
 
 

@@ -52,7 +52,6 @@ def chunk_rows(vocab_size: int, gpu_bytes: int | None) -> int:
 
 
 def gpu_bytes_of(device: torch.device) -> int | None:
-    """Return the memory of a CUDA or ROCm device; None for any other."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
@@ -163,13 +162,6 @@ def row_work(loss: Loss, teacher_logits_CV: Tensor | None, temperature: float) -
     return work
 
 
-def _logits_buffer(num_rows: int, lm_head_VD: Tensor) -> Tensor | None:
-    """Return memory for the logits of all chunks and depths, as fresh memory costs page faults on a CPU."""
-    if lm_head_VD.device.type != "cpu":
-        return None
-    return lm_head_VD.new_empty(num_rows, len(lm_head_VD))
-
-
 def _blocks(logits_CV: Tensor) -> tuple[Tensor, ...]:
     num_rows, vocab_size = logits_CV.shape
     return logits_CV.split(max(1, BLOCK_NUMBERS // vocab_size if logits_CV.device.type == "cpu" else num_rows))
@@ -227,7 +219,9 @@ def frozen_head_loss(
         heads = [lm_head_VD] * len(student_KND) if own_heads is None else [own.to(compute_dtype) for own in own_heads]
         gradient_KND = torch.zeros_like(student_KND)
         loss_KN = torch.zeros_like(row_weight_KN)
-        buffer_CV = _logits_buffer(min(len(used_N), num_rows), lm_head_VD)
+        # Memory for the logits of all chunks and depths, as fresh memory costs page faults on a CPU.
+        is_on_cpu = lm_head_VD.device.type == "cpu"
+        buffer_CV = lm_head_VD.new_empty(min(len(used_N), num_rows), len(lm_head_VD)) if is_on_cpu else None
         for rows_C in used_N.split(num_rows):
             teacher_CV = teacher_ND[rows_C].to(compute_dtype) @ lm_head_VD.T if loss.distils else None
             work = row_work(loss, teacher_CV, temperature)

@@ -43,11 +43,6 @@ class Teacher(NamedTuple):
     """``sum_v p log p``."""
 
 
-def softened(logits_CV: Tensor, teacher_logits_CV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log q and log p of a chunk at a temperature, as new tensors in fp32 that the caller may overwrite."""
-    return log_probabilities(logits_CV, temperature), log_probabilities(teacher_logits_CV, temperature)
-
-
 def log_probabilities(logits_CV: Tensor, temperature: float) -> Tensor:
     """Return ``log softmax(logits / T)``, as a new tensor in fp32 that the caller may overwrite."""
     logits_CV = logits_CV.float()
@@ -70,7 +65,6 @@ def _exponentials(log_q_CV: Tensor, keep: bool = False) -> Tensor:
 
 
 def cross_entropy(logits_CV: Tensor, _teacher: Tensor | None, targets_C: Tensor, _temperature: float) -> RowLoss:
-    """Compute ``ce``."""
     log_q_CV = log_probabilities(logits_CV, 1.0)
     loss_C = -log_q_CV.gather(1, targets_C[:, None]).squeeze(1)
     gradient_CV = _exponentials(log_q_CV)
@@ -79,14 +73,12 @@ def cross_entropy(logits_CV: Tensor, _teacher: Tensor | None, targets_C: Tensor,
 
 
 def kl(logits_CV: Tensor, teacher: Teacher, _targets: Tensor, temperature: float) -> RowLoss:
-    """Compute ``kl``."""
     log_q_CV = log_probabilities(logits_CV, temperature)
     loss_C = _kl(log_q_CV, teacher, temperature)
     return RowLoss(loss_C, _scaled(_exponentials(log_q_CV).sub_(teacher.p_CV), temperature))
 
 
 def reverse_kl(logits_CV: Tensor, log_p_CV: Tensor, _targets: Tensor, temperature: float) -> RowLoss:
-    """Compute ``reverse_kl``."""
     log_q_CV = log_probabilities(logits_CV, temperature)
     q_CV = _exponentials(log_q_CV, keep=True)
     ratio_CV = log_q_CV.sub_(log_p_CV)
@@ -96,13 +88,11 @@ def reverse_kl(logits_CV: Tensor, log_p_CV: Tensor, _targets: Tensor, temperatur
 
 
 def total_variation(logits_CV: Tensor, teacher: Teacher, _targets: Tensor, temperature: float) -> RowLoss:
-    """Compute ``tv``."""
     q_CV = _exponentials(log_probabilities(logits_CV, temperature))
     return _total_variation(q_CV, teacher.p_CV, temperature)
 
 
 def lk(logits_CV: Tensor, teacher: Teacher, _targets: Tensor, temperature: float) -> RowLoss:
-    """Compute ``lk``."""
     log_q_CV = log_probabilities(logits_CV, temperature)
     forward_C = _kl(log_q_CV, teacher, temperature)
     q_CV = _exponentials(log_q_CV)

@@ -211,9 +211,8 @@ def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: 
         where = f"--prompt {number}"
         prompts.append(prompt_tokens(tokenizer, prompt, chat=options.chat, where=where, variables=variables))
         refuse_images(prompts[-1], model.image_ids, where)
-    if model.external is not None and depth:
-        drafter = model.external
-        progress.console.print(f"drafting with {drafter.checkpoint.path}, a {drafter.title}", highlight=False)
+    if model.drafter is not None and model.assistant is not None and depth:
+        progress.console.print(f"drafting with {model.drafter.path}, a {model.assistant.title}", highlight=False)
     decoder = SpeculativeDecoder.from_open_model(
         model, tokenizer, depth=depth, device=device, draft_sampling=options.draft_sampling
     )
@@ -226,7 +225,7 @@ def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: 
             results[chunk.index] = chunk.result
     ordered = tuple(result for _, result in sorted(results.items()))
     settings = options.settings() | {
-        "external_drafter": None if model.external is None else model.external.title,
+        "external_drafter": None if model.assistant is None else model.assistant.title,
         "dtype": decoder.trunk.dtype_name,
         "device": str(device),
         "captured_rounds": decoder.captured_rounds,
@@ -237,10 +236,11 @@ def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: 
 def _require_weights(model: OpenModel, depth: int, progress: Progress) -> None:
     """Check that the trunk, and with drafts the drafter, has all its tensors and only finite values."""
     require_whole_trunk(model.checkpoint, model.family)
-    if model.draft_model is not None and depth:
-        require_whole_trunk(model.draft_model)
-    for one in (model.checkpoint, *(model.draft_checkpoints if depth else ())):
-        require_finite_checkpoint(one, progress)
+    require_finite_checkpoint(model.checkpoint, progress)
+    if model.drafter is not None and depth:
+        if model.assistant is None:
+            require_whole_trunk(model.drafter)
+        require_finite_checkpoint(model.drafter, progress)
 
 
 @dataclass(frozen=True)

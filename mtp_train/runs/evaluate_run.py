@@ -24,7 +24,7 @@ from mtp_train.checkpoints.locations import EXPORT, HEAD, head_directory
 from mtp_train.checkpoints.suggestions import evaluate_command, graft_command, grafted_name
 from mtp_train.data.tokenize import Document
 from mtp_train.evaluation.assemble import Measurements, assemble
-from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_SETTINGS, DecodingOptions, Lane, Prompts, TrunkArms
+from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_SETTINGS, Lane, Prompts, TrunkArms
 from mtp_train.evaluation.grid import left_out
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, PromptRecord, Setting, TaskPrompt
 from mtp_train.evaluation.results import UNJUDGED, ArmResult, Cell, Report, SampleText, read_record, recommended
@@ -156,15 +156,18 @@ def measure(
     name = trunk_name or recipe.model.trunk
     trained = str(run.directory.path / HEAD)
     names = dict.fromkeys(drafting, name) | {GRAFT: recipe.model.head_from or name, RETRAINED: trained}
-    options = DecodingOptions(
+    prompts: Prompts = {None: [TaskPrompt.of(one, HELD_OUT_TASK) for one in inputs.held_out]}
+    arms = TrunkArms(
+        trunk=trunk,
+        name=name,
+        drafting=drafting,
+        head_names=names,
         max_new_tokens=recipe.evaluate.max_new_tokens,
         eos_ids=inputs.eos_ids,
         seed=recipe.seed,
         seq_len_tokens=recipe.data.seq_len_tokens,
         dense_tokens=recipe.evaluate.dense_tokens,
     )
-    prompts: Prompts = {None: [TaskPrompt.of(one, HELD_OUT_TASK) for one in inputs.held_out]}
-    arms = TrunkArms(trunk=trunk, name=name, drafting=drafting, head_names=names, options=options)
     return measure_trunk(arms, prompts, lanes, run.progress, run.processes, shallow=shallow)
 
 

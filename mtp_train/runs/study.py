@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,11 +30,11 @@ from mtp_train.data.tokenize import Document, build_prompts
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import ArmSpec
 from mtp_train.evaluation.assemble import Measurements
-from mtp_train.evaluation.entropy import EntropySums, fine_edges, overlap_difference
+from mtp_train.evaluation.entropy import EntropySums, overlap_difference
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Setting, TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS, VERDICTS, ArmComparison, Cell, Finding, Report, Tone, negated
-from mtp_train.evaluation.run import measure_study, study_report
+from mtp_train.evaluation.run import Study, study_report
 from mtp_train.evaluation.statistics import MeasuredArm
 from mtp_train.evaluation.suites import load_suite, suite_prompts
 from mtp_train.losses.catalogue import find_loss
@@ -112,11 +113,12 @@ def measure_arms(run: Run, study: StudySection, grid: EvaluationGrid, prompts: S
     """Measure every arm on the same prompts, and vanilla also on its own. Every process must call it."""
     recipe, run_dir = run.recipe, run.directory.path
     specs = arm_specs(recipe, study, run_dir)
-    measured = measure_study(specs, grid, run_dir / GRID_DIR, run.progress, prompts, run.processes)
+    opened = partial(Study, grid=grid, progress=run.progress, processes=run.processes)
+    measured = opened(specs, out=run_dir / GRID_DIR, prompts=prompts).measure()
     if run.inputs.home:
         home = [TaskPrompt.of(prompt, HOME_TASK) for prompt in run.inputs.home]
         vanilla = ArmSpec(HOME, str(recipe.model.head_from), OWN, quantization=recipe.model.quantization)
-        at_home = measure_study([vanilla], grid, run_dir / HOME_DIR, run.progress, home, run.processes)
+        at_home = opened([vanilla], out=run_dir / HOME_DIR, prompts=home).measure()
         measured.arms += [arm for arm in at_home.arms if arm.head is not None]
     return measured
 
@@ -252,7 +254,7 @@ def levels_at_home(head: MeasuredArm, vanilla: MeasuredArm, settings: Sequence[S
         mine, theirs = ([one.counts(setting.depth) for one in arm.decoded[setting]] for arm in (head, vanilla))
         tau = tau_difference([*mine, *map(_unmet, theirs)], [*map(_unmet, mine), *theirs])
         place = setting.temperature, setting.context_tokens
-        first, second = (EntropySums.of(arm.dense[place], fine_edges()) for arm in (head, vanilla))
+        first, second = (EntropySums.of(arm.dense[place]) for arm in (head, vanilla))
         found.append(LevelDifference(setting, tau, overlap_difference(*_over_all(first, second), None)))
     return found
 

@@ -56,12 +56,10 @@ class MicroBatch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors, the hidden states last."""
         hidden = [] if self.hidden_BTD is None else [self.hidden_BTD]
         return [*self.batch, self.scale_K, self.known.used_N, *hidden]
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        """Return the same with every tensor changed."""
         *batch, scale_K, used_N = map(change, self.tensors[:6])
         hidden_BTD = None if self.hidden_BTD is None else change(self.hidden_BTD)
         return MicroBatch(PackedBatch(*batch), scale_K, replace(self.known, used_N=used_N), hidden_BTD)
@@ -83,9 +81,7 @@ class Preparation:
     accelerate's averaging over micro-batches.
 
     Attributes:
-        plan: The division of a step.
         weight_K: The weight of each depth, which sum to 1.
-        rank: This process.
         cache: The trunk's hidden states; None if the trunk computes them.
         in_shards: Whether all processes run the trunk's passes together.
         pins: Whether to put the tensors into page-locked memory.
@@ -102,7 +98,6 @@ class Preparation:
     def of(
         cls, plan: Plan, weight_K: Sequence[float], accelerator: Accelerator, cache: HiddenCache | None
     ) -> Preparation:
-        """Return the preparation of a process."""
         pins = streams_of(accelerator.device) is not None
         return cls(plan, weight_K, accelerator.process_index, cache, shards_trunk(accelerator), pins)
 
@@ -112,7 +107,6 @@ class Preparation:
             yield from self.step(batch_fn(step))
 
     def step(self, sequences: Sequence[PackedSequence]) -> Iterator[Prepared]:
-        """Yield the micro-batches of a step, on the host."""
         plan, depths = self.plan, len(self.weight_K)
         totals = [sum(column) for column in zip(*(count_targets(one, depths) for one in sequences), strict=True)]
         rounds = plan.world_size * plan.accumulation
@@ -170,11 +164,6 @@ class Feed:
             self._threads.shutdown(cancel_futures=True)
 
     def sequences(self) -> Sequence[PackedSequence]:
-        """Return the sequences of the step of the next micro-batch.
-
-        Raises:
-            Exception: The step's data could not be prepared.
-        """
         return self._next().sequences
 
     def micro_batches(self, count: int) -> Iterator[MicroBatch]:
@@ -199,7 +188,6 @@ class Feed:
             self._made, self._is_sent = made._replace(micro_batch=self._send(made.micro_batch)), True
 
     def _next(self) -> Prepared:
-        """Return the next micro-batch, once it is made."""
         if self._made is None:
             self._made = next(self._prepared) if self._making is None else self._making.result()
             self._making = None

@@ -42,7 +42,6 @@ class HeadTraining(nn.Module):
         recompute: Recompute the head's activations in the backward pass, to save memory (``heads.step.unroll``).
         draft_vocab: int, shape (R,), ascending: p and q are distributions over these tokens alone, and no other token
             may be a target. None for all. Those of a head with its own output rows.
-        loss_rows: Target rows of one chunk of the loss; None for the device's (``losses.chunked.chunk_rows``).
         compute_dtype: bfloat16 or float32, the dtype of all matrix products, whatever dtype the weights are held in:
             the head's by autocast, the trunk's by :meth:`~mtp_train.trunk.load.Trunk.computing_in`, so that it computes
             what it does in decoding. Packed quantised weights use the products of their own kernels. accelerate's mixed
@@ -61,7 +60,6 @@ class HeadTraining(nn.Module):
         apart: bool = False,
         recompute: bool = False,
         draft_vocab: Tensor | None = None,
-        loss_rows: int | None = None,
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
@@ -75,7 +73,6 @@ class HeadTraining(nn.Module):
         self.num_depths = num_depths
         self.kind = kind
         self.temperature = temperature
-        self.loss_rows = loss_rows
         self.apart = apart
         self.recompute = recompute
         self.compute_dtype = compute_dtype
@@ -150,6 +147,5 @@ class HeadTraining(nn.Module):
             temperature=self.temperature,
             own_heads=own_heads,
             compute_dtype=self.compute_dtype,
-            num_rows=self.loss_rows,
             used_N=used_N,
         )

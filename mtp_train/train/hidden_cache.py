@@ -54,20 +54,15 @@ class CacheLayout:
     """The layout of a cache: which document's tokens are where. It is the same in every process."""
 
     lengths: tuple[int, ...]
-    """Tokens of each document."""
     width: int
-    """D."""
     dtype: torch.dtype
-    """As the trunk computes them."""
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's state."""
         return self.width * self.dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shards without their headers."""
         return sum(self.lengths) * self.token_bytes
 
     @cached_property
@@ -89,7 +84,6 @@ class CacheLayout:
 
     @property
     def num_shards(self) -> int:
-        """Number of shards."""
         return len(self.first_documents) - 1
 
 
@@ -127,7 +121,6 @@ def cache_identity(
 
 
 def digest_of(identity: dict[str, Any]) -> str:
-    """Return the directory name of a cache: the digest of its identity."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -242,7 +235,6 @@ class HiddenCache:
         return states_BTD
 
     def document(self, index: int) -> Tensor:
-        """Return the states of one document, shape (T, D)."""
         shard = bisect_right(self.layout.first_documents, index) - 1
         begin = int(self.layout.starts[self.layout.first_documents[shard]])
         start, end = (int(place) - begin for place in self.layout.starts[index : index + 2])

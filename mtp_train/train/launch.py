@@ -49,7 +49,6 @@ class RunAccelerator(Accelerator):
             self._waiting = torch.distributed.new_group(backend="gloo", timeout=_PATIENCE)
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process gets here."""
         if self._waiting is not None:
             torch.distributed.barrier(self._waiting)
 
@@ -225,7 +224,6 @@ def prepare(
 
 
 def _configure_deepspeed(module: HeadTraining, accelerator: Accelerator, plan: Plan, max_grad_norm: float) -> None:
-    """Configure what DeepSpeed does itself: accumulation and gradient clipping."""
     settings = accelerator.state.deepspeed_plugin.deepspeed_config
     settings |= {
         "train_micro_batch_size_per_gpu": plan.micro_batch_sequences,

@@ -154,7 +154,6 @@ class RunLog:
             tracker.log(numbers, step=step)
 
     def close(self) -> None:
-        """End the runs of the trackers."""
         self._open.close()
 
 

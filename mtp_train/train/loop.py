@@ -44,8 +44,6 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class LogSums:
-    """Sums since the last log line."""
-
     loss_sum_K: list[float]
     targets_K: list[float]
     tokens: int = 0
@@ -55,7 +53,6 @@ class LogSums:
 
     @classmethod
     def zero(cls, num_depths: int) -> LogSums:
-        """Return no sums, and start the clock."""
         return cls([0.0] * num_depths, [0.0] * num_depths)
 
     @classmethod
@@ -65,7 +62,6 @@ class LogSums:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training since the last log line."""
         return self.seconds_before + time.perf_counter() - self.started
 
     def saved(self) -> dict[str, Any]:
@@ -91,10 +87,6 @@ class Training:
     facts: Mapping[str, Any]
     """What every log line repeats: processes, wrapper, precision and device."""
     sums: LogSums
-
-    def is_over(self, done: int) -> bool:
-        """Return whether training is over after ``done`` steps."""
-        return is_over(done, self.options, self.selection)
 
 
 def make_optimizer(head: nn.Module, options: TrainOptions, *, fused: bool = False) -> torch.optim.AdamW:
@@ -190,7 +182,7 @@ def _train_on(run: Training, done: int, prepared: Iterator[Prepared], on_step: C
     run.accelerator.wait_for_everyone()
     if run.log is not None:
         run.log.close()
-    if not run.is_over(done):
+    if not is_over(done, run.options, run.selection):
         raise stopped_after(run.state_dir.parent, done, run.options.max_steps, signals)
 
 
@@ -216,7 +208,7 @@ def resume(state_dir: Path, head: MtpHead, selection: Selection | None, accelera
 def take_steps(run: Training, done: int, feed: Feed, on_step: Callable[[int], None], signals: Signals) -> int:
     """Train from step ``done`` until the end or a signal; return the number of steps done."""
     told_to_stop = False
-    while not (told_to_stop or run.is_over(done)):
+    while not (told_to_stop or is_over(done, run.options, run.selection)):
         sequences = feed.sequences()
         for group in run.optimizer.param_groups:
             group["lr"] = run.options.lr_at(done)
@@ -230,12 +222,10 @@ def take_steps(run: Training, done: int, feed: Feed, on_step: Callable[[int], No
 
 
 def is_over(done: int, options: TrainOptions, selection: Selection | None) -> bool:
-    """Return whether training is over after ``done`` steps."""
     return done >= options.max_steps or (selection is not None and selection.is_exhausted)
 
 
 def chosen_weights(head: MtpHead, selection: Selection | None) -> dict[str, Tensor]:
-    """Return the last weights, or the best ones."""
     return head_state(head) if selection is None else selection.best_weights()
 
 
@@ -294,7 +284,7 @@ def finish_step(run: Training, done: int, norm: float, sequences: Sequence[Packe
         run.sums = LogSums.zero(len(run.weight_K))
     if selection is not None and selection.is_due(done, options.max_steps):
         measure(run, selection, done)
-    if saves or done % options.save_steps == 0 or run.is_over(done):
+    if saves or done % options.save_steps == 0 or is_over(done, run.options, run.selection):
         best = None if selection is None else selection.best
         sums = run.sums.saved()
         save_state(run.state_dir, done, run.head, run.optimizer, best, sums, writes=accelerator.is_main_process)

@@ -20,8 +20,6 @@ from mtp_train.trunk.precision import main_memory_bytes
 
 
 class Device(NamedTuple):
-    """A device and its memory."""
-
     name: str
     kind: str
     """torch's device type."""
@@ -66,7 +64,6 @@ def _device_type() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a GPU or of this machine's CPU, for reports."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
@@ -118,7 +115,6 @@ def threads_for(multiplications: int, cores: int) -> int:
 
 
 def usable_cores() -> int:
-    """Return the number of physical cores that this process may run on."""
     physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
     return min(physical, allowed)

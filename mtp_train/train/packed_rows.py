@@ -64,7 +64,6 @@ class Forwards:
     """The forward passes that compute the hidden states of a packed batch, planned on the host."""
 
     groups: Sequence[Sequence[Segment]]
-    """The documents of each pass."""
     num_calls: int
     """Number of passes to make: more than groups where another process needs more, see ``Trunk.calls_together``."""
 

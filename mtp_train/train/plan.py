@@ -124,7 +124,6 @@ class Footprint:
     decoding_bytes: int = 0
     """Bytes of the trunk and of two heads, all that decoding holds besides keys, values and activations."""
     loss_rows: int = CHUNK_ROWS
-    """Target rows of one chunk of the loss."""
     converted_bytes: int = 0
     """Bytes of weights that are held a second time in the dtype of the products: the output matrix and one layer of
     the trunk, and the head if products are in bf16. Also those of experts' gradients in passing."""
@@ -135,16 +134,13 @@ class Footprint:
 
     @property
     def total_bytes(self) -> int:
-        """Sum of all bytes on the device."""
         weights = self.trunk_bytes + self.converted_bytes + self.head_and_optimizer_bytes
         return weights + self.loss_bytes + self.activation_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
         return {**asdict(self), "total_bytes": self.total_bytes}
 
     def to_text(self) -> str:
-        """Return total and parts for a reader."""
         elsewhere = f" ({self.offloaded_bytes / GIB:.2f} offloaded)" if self.offloaded_bytes else ""
         elsewhere += f", converted weights {self.converted_bytes / GIB:.2f}" if self.converted_bytes else ""
         return (
@@ -160,7 +156,6 @@ class MemoryOptions:
 
     num_depths: int
     compute_dtype: torch.dtype
-    """The dtype of matrix products."""
     recompute: bool
     """Whether the head's activations are recomputed in the backward pass."""
     held: str = "auto"
@@ -172,7 +167,6 @@ class MemoryOptions:
     lora: LoraSettings | None = None
 
     def adapts_experts(self, name: str, shape: Size) -> bool:
-        """Return whether a weight of the head is of experts with LoRA."""
         return self.lora is not None and is_target(name, self.lora.targets) and is_stacked(name, shape)
 
 

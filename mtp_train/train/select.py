@@ -63,11 +63,9 @@ class Selection:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether measures have not improved for ``patience`` measures."""
         return self.patience is not None and self.best.since >= self.patience
 
     def is_due(self, done: int, max_steps: int) -> bool:
-        """Return whether a measure is due after ``done`` steps."""
         return done % self.every_steps == 0 or done == max_steps
 
     def measure(self, wrapped: nn.Module, num_depths: int, accelerator: Accelerator) -> dict[str, Any]:
@@ -127,5 +125,4 @@ class Selection:
             save_best(self.directory, step, weights)
 
     def best_weights(self) -> dict[str, Tensor]:
-        """Return the weights of the best measure."""
         return best_weights(self.directory, self.best)

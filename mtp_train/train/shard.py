@@ -56,9 +56,6 @@ def shard_layers(module: HeadTraining, accelerator: Accelerator) -> None:
 
     accelerate's ``prepare`` shards the rest. Its own policies select modules by class, and a head's layer often has the
     class of the trunk's layers.
-
-    Raises:
-        TrainingError: The trunk is quantised.
     """
     trunk = module.trunk
     _make_ready(trunk, accelerator)
@@ -87,9 +84,6 @@ def shard_decoder(trunk: Trunk, accelerator: Accelerator) -> None:
     """Shard the trunk's layers in place to compute hidden states only; every process must make each forward.
 
     The trunk cannot train afterwards: its decoder is what gathers the shards, which training does itself.
-
-    Raises:
-        TrainingError: The trunk is quantised.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -167,7 +161,6 @@ def give_up_shards(trunk: Trunk, accelerator: Accelerator) -> None:
 
 
 def most_of_all(count: int, device: torch.device) -> int:
-    """Return the maximum of a count over all processes."""
     most = torch.tensor(count, device=device)
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
     return int(most)

@@ -45,7 +45,6 @@ class Best:
     """The best measured head (:mod:`mtp_train.train.select`) that a state records."""
 
     step: int = 0
-    """Steps done at its measure."""
     score: float = 0.0
     since: int = 0
     """Number of measures after it."""
@@ -84,7 +83,6 @@ def newest_whole_step(state_dir: Path) -> tuple[int, dict[Path, str]]:
 
 
 def remove_states(paths: Collection[Path]) -> None:
-    """Remove states, in whose place the resumed run saves again."""
     for path in paths:
         shutil.rmtree(path)
 
@@ -203,18 +201,15 @@ def load_moments(state_dir: Path, step: int, head: nn.Module, optimizer: Any) ->
 
 
 def load_best(state_dir: Path, step: int) -> Best:
-    """Return the best head that a step's state records."""
     return Best(**read_json(_step_directory(state_dir, step) / _META)["best"])
 
 
 def load_sums(state_dir: Path, step: int) -> dict[str, Any]:
-    """Load a step's sums since the last log line."""
     sums: dict[str, Any] = read_json(_step_directory(state_dir, step) / _META)["sums"]
     return sums
 
 
 def save_best(state_dir: Path, step: int, weights: dict[str, Tensor]) -> None:
-    """Save the weights of the best measure, taken after ``step`` steps."""
     path = _best_directory(state_dir, step)
     if path.exists():
         # Left by a run that was killed before its next state: the weights are the same.
@@ -224,7 +219,6 @@ def save_best(state_dir: Path, step: int, weights: dict[str, Tensor]) -> None:
 
 
 def best_weights(state_dir: Path, best: Best) -> dict[str, Tensor]:
-    """Load the weights of the best measure."""
     return load_file(_best_directory(state_dir, best.step) / _WEIGHTS)
 
 
@@ -262,28 +256,20 @@ FIELDS = ("exp_avg", "exp_avg_sq")
 
 
 class Moments(NamedTuple):
-    """AdamW's state of one parameter."""
-
     step: float
-    """The parameter's count of steps, for the bias correction."""
     values: dict[str, Tensor]
-    """The moments by name, each of the parameter's shape."""
 
 
 class TorchMoments:
-    """The moments of a torch optimiser."""
-
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.state = optimizer.state
         self.is_fused = bool(optimizer.defaults.get("fused"))
 
     def get(self, parameter: nn.Parameter) -> Moments | None:
-        """Return a parameter's moments; None before its first gradient."""
         entry = self.state.get(parameter)
         return Moments(float(entry["step"]), {field: whole(entry[field]) for field in FIELDS}) if entry else None
 
     def put(self, parameter: nn.Parameter, moments: Moments) -> None:
-        """Give a parameter moments."""
         values = {field: _laid_out_as(parameter, value) for field, value in moments.values.items()}
         # A fused step reads the count on the parameter's device, any other on the CPU.
         step = torch.tensor(moments.step, device=parameter.device if self.is_fused else "cpu")
@@ -291,21 +277,17 @@ class TorchMoments:
 
 
 class ZeroMoments:
-    """The moments of DeepSpeed's ZeRO-2 and ZeRO-3."""
-
     def __init__(self, optimizer: Any) -> None:
         self.zero = optimizer
         self.state = optimizer.optimizer.state
 
     def get(self, parameter: nn.Parameter) -> Moments | None:
-        """Return a parameter's moments."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         values = {field: safe_get_full_optimizer_state(parameter, field) for field in FIELDS}
         return Moments(float(next(iter(self.state.values()))["step"]), values)
 
     def put(self, parameter: nn.Parameter, moments: Moments) -> None:
-        """Give a parameter moments."""
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         for entry in self.state.values():
@@ -332,7 +314,6 @@ class ZeroMoments:
 
 
 def moments_of(optimizer: Any) -> TorchMoments | ZeroMoments:
-    """Return the moments of an optimiser, prepared by accelerate or not."""
     inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
     return TorchMoments(inner) if isinstance(inner, torch.optim.Optimizer) else ZeroMoments(inner)
 

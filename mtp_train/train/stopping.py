@@ -30,7 +30,6 @@ class Stopped(BaseException):
 
     @property
     def name(self) -> str:
-        """``SIGTERM`` or ``SIGINT``."""
         return signal.Signals(self.number).name
 
     @property
@@ -44,12 +43,10 @@ class Signals:
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """The first signal; None before it."""
         self.is_noting = False
         """Whether a signal is only noted, because the work stops by itself soon."""
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        """Handle a signal."""
         if self.number == number:
             os._exit(Stopped(number).exit_code)
         if self.number is not None:

@@ -58,7 +58,6 @@ class DenseSums(NamedTuple):
     """Sum of the entropy of p at depth 1's targets, in nats; a scalar."""
 
     def plus(self, other: DenseSums) -> DenseSums:
-        """Return the sums of both."""
         return DenseSums(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
@@ -137,7 +136,6 @@ class DenseMetrics:
 
     @classmethod
     def of(cls, sums: DenseSums) -> DenseMetrics:
-        """Return the ratios of sums."""
         targets_K = sums.targets_K
         return cls(
             agreement=_ratios(sums.agreed_K, targets_K),

@@ -59,7 +59,7 @@ class TableDrafter(NgramDrafter):
     """Store every text like prompt lookup, and look up its last tokens in the table."""
 
     def __init__(self, maker: TableDrafting, size: BatchSize, device: torch.device) -> None:
-        super().__init__(maker.longest, 1, size, device)
+        super().__init__(size, device)
         self.maker = maker
 
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
@@ -67,7 +67,7 @@ class TableDrafter(NgramDrafter):
         tokens_BK = torch.zeros(len(self.length_B), plan.depth, dtype=torch.long)
         num_drafted_B = torch.zeros(len(self.length_B), dtype=torch.long)
         for row, length in enumerate(self.length_B.tolist()):
-            text = self.text_BS[row, max(0, length - self.longest) : length].tolist()
+            text = self.text_BS[row, max(0, length - self.maker.longest) : length].tolist()
             for index in range(plan.depth):
                 token = self.maker.next_token(text)
                 if token is None:

@@ -102,9 +102,7 @@ def stable(report: Report) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "call"), [("train_stage", 2), ("measure_study", 1), ("measure_study", 2), ("write_report", 1)]
-)
+@pytest.mark.parametrize(("name", "call"), [("train_stage", 2), ("Study", 1), ("Study", 2), ("write_report", 1)])
 def test_a_study_killed_in_any_stage_ends_the_same(
     name: str, call: int, inputs: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,6 @@ from mtp_train.acceptance.names import PLAIN
 from mtp_train.evaluation.assemble import Measurements, assemble
 from mtp_train.evaluation.decoding import (
     SPEED_PROMPTS,
-    DecodingOptions,
     TrunkArms,
     speed_prompts,
 )
@@ -57,7 +56,9 @@ def decode(trunk: Trunk, settings: tuple[Setting, ...], seed: int = 0) -> list[M
         name="finetune",
         drafting={"retrained": HeadDrafting(tiny_head(trunk))},
         head_names={"retrained": "run/head"},
-        options=DecodingOptions(max_new_tokens=TOKENS, eos_ids=(), seed=seed),
+        max_new_tokens=TOKENS,
+        eos_ids=(),
+        seed=seed,
     )
     lanes = arms.lanes(settings)
     shallow = [("retrained", SHALLOW)] if settings[0] == GREEDY else []

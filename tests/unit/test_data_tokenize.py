@@ -278,10 +278,6 @@ def test_a_template_that_strips_thinking_serves_for_prompts() -> None:
     )
 
 
-def test_a_pair_gives_its_raw_prompt() -> None:
-    assert prompt_text(PromptResponse("ab", "cd"), None) == "ab"
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -20,6 +20,7 @@ from mtp_inference import (
 )
 from mtp_inference.drafters.drafter import BatchSize, RoundPlan
 from mtp_inference.drafters.head_drafter import ChainedDrafter, ChainedDraftsDrafter, RecursiveDrafter
+from mtp_inference.sampling.chooser import DraftChoice
 from mtp_train.errors import MtpError
 from mtp_train.heads.module import Unroll
 from mtp_train.trunk.load import Trunk
@@ -182,7 +183,7 @@ def drafts_along(
     drafter.start(slice(0, 1), hidden_BTD[:, :4], torch.tensor([text[:4]]), torch.tensor([text[4]]))
     drafted = []
     for end in range(4, 24, 4):
-        choice = greedy_chooser(1).begin_draft(torch.tensor([text[end]]), torch.tensor([end]))
+        choice = DraftChoice(greedy_chooser(1), torch.tensor([text[end]]), torch.tensor([end]))
         drafted.append(drafter.draft(RoundPlan(4, 64, 4 if end > 4 else 1, None), choice).tokens_BK[0].tolist())
         drafter.pending.first_B += spoil
         drafter.observe(hidden_BTD[:, end : end + 4], torch.tensor([text[end + 1 : end + 5]]), torch.tensor([4]))

@@ -90,6 +90,7 @@ def test_a_stop_string_ends_a_text(decoder: SpeculativeDecoder) -> None:
 def test_what_drafts_is_named(pristine: Path, tmp_path: Path, decoder: SpeculativeDecoder) -> None:
     plan = graft_plan(open_checkpoint(pristine / "base"), open_checkpoint(pristine / "base"), "auto")
     save_artifact(Artifact(**vars(plan), num_depths=3, notes={}), tmp_path / "head")
+    (tmp_path / "recipe.yaml").touch()
     expected = SpeculativeDecoder.from_pretrained(pristine / "finetune", depth=0, device="cpu").generate(PROMPT, 12)[0]
     assert expected.num_draft_tokens == 0
     for head in (pristine / "base", tmp_path / "head", tmp_path, "ngram", f"model:{pristine / 'base'}"):

@@ -32,7 +32,7 @@ SETTINGS = [
     Sampling(temperature=0.8, top_p=0.9),
     Sampling(temperature=0.8, min_p=0.05),
     Sampling(),
-    Sampling(temperature=0.8, top_k=20, top_p=0.8, min_p=0.02),
+    Sampling(temperature=0.8, top_k=20, top_p=0.95, min_p=0.02),
     Sampling(),
 ]
 

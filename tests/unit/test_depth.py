@@ -159,12 +159,6 @@ def test_an_unpredictable_request_loses_at_most_3_percent(before: Sequence[Text]
         assert decoder.decode(UNPREDICTABLE, 256).speed >= 0.97
 
 
-@pytest.mark.parametrize("per_draft", [0.05, 0.12, 0.3, 1.0])
-def test_a_long_unpredictable_first_request_loses_at_most_3_percent(per_draft: float) -> None:
-    for seed in SEEDS:
-        assert Decoder(Machine(per_draft), seed=seed).decode(UNPREDICTABLE, 1024).speed >= 0.97
-
-
 @pytest.mark.parametrize("rounds_seen_late", [0, 1])
 @pytest.mark.parametrize("per_draft", [0.12, 2.0])
 def test_probes_take_at_most_1_percent_of_the_time(per_draft: float, rounds_seen_late: int) -> None:

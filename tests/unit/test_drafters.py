@@ -172,9 +172,9 @@ def test_a_wide_plan_at_the_end_of_the_buffers_drafts_the_same(maker: str) -> No
     assert drafted[0] == drafted[1]
 
 
-def ngrams(text: Sequence[int], longest: int = 3, shortest: int = 1, depth: int = 3) -> list[int]:
+def ngrams(text: Sequence[int], depth: int = 3) -> list[int]:
     """Return what is drafted after a text, the last token of which is the trunk's."""
-    drafter = made(NgramDrafting(longest, shortest), trunk_of("glm4_moe"), BatchSize(1, 32, depth, 32))
+    drafter = made(NgramDrafting(), trunk_of("glm4_moe"), BatchSize(1, 32, depth, 32))
     start_ngrams(drafter, text)
     return drafted_ngrams(drafter, depth)[0]
 
@@ -216,14 +216,6 @@ def drafted_ngrams(drafter: Drafter, depth: int = 3) -> list[list[int]]:
 )
 def test_what_followed_the_last_tokens_is_drafted(text: list[int], drafted: list[int]) -> None:
     assert ngrams(text) == drafted
-
-
-def test_the_lengths_looked_for_are_kept_to() -> None:
-    text = [1, 2, 3, 4, 9, 9, 3, 8, 1, 2, 3]
-    assert ngrams(text) == ngrams(text, longest=5, shortest=2) == [4, 9, 9]
-    assert ngrams(text, longest=1) == [8, 1, 2]
-    assert ngrams([2, 3, 9, 3], shortest=2) == []
-    assert ngrams([0, 5, 0], longest=7, depth=5) == [5, 0]
 
 
 def test_rows_search_their_own_committed_texts() -> None:
@@ -302,8 +294,6 @@ def refusals() -> Iterator[tuple[type[MtpError], str, Callable[[], object]]]:
         "draft model: a vocabulary of 50 tokens; expected the trunk's 67",
         lambda: SpeculativeDecoder(trunk, ModelDrafting(other), 2, ()),
     )
-    yield MtpError, "n-gram drafter: lengths 0 to 3", lambda: NgramDrafting(shortest=0)
-    yield MtpError, "n-gram drafter: lengths 4 to 3", lambda: NgramDrafting(shortest=4)
     yield (
         UnsupportedModelError,
         "depth: 3; expected at most 2, as this .* head has one module",

@@ -16,7 +16,7 @@ from mtp_train.errors import RecipeError
 from mtp_train.losses import catalogue
 from mtp_train.losses.catalogue import Loss, RowLoss, find_loss, loss_names, register_loss
 from mtp_train.losses.chunked import depth_weights
-from mtp_train.losses.rows import softened
+from mtp_train.losses.rows import log_probabilities
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.settings import plan_of
 from mtp_train.runs.training import head_training
@@ -27,7 +27,7 @@ from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 
 def brier_rows(logits_CV: Tensor, teacher_logits_CV: Tensor, _targets: Tensor, temperature: float) -> RowLoss:
     """Return the squared error of the head's probabilities."""
-    log_q_CV, log_p_CV = softened(logits_CV, teacher_logits_CV, temperature)
+    log_q_CV, log_p_CV = (log_probabilities(one, temperature) for one in (logits_CV, teacher_logits_CV))
     q_CV = log_q_CV.exp()
     gap_CV = q_CV - log_p_CV.exp()
     mean_C1 = (q_CV * 2 * gap_CV).sum(-1, keepdim=True)

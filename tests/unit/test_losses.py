@@ -135,13 +135,6 @@ def test_rows_move_to_their_target_row_by_hand() -> None:
     assert aligned_KBT[:, 1].tolist() == [[0, 15, 16, 17], [0, 0, 25, 26], [0, 0, 0, 35]]
 
 
-@pytest.mark.parametrize("num_depths", [2, 4], ids=["as deep as the row", "deeper than the row"])
-def test_a_depth_beyond_the_row_has_no_start(num_depths: int) -> None:
-    aligned_KBTD = align_to_targets([torch.ones(2, 2, 3)] * num_depths)
-    assert aligned_KBTD.shape == (num_depths, 2, 2, 3)
-    assert aligned_KBTD.sum(dim=(1, 2, 3)).tolist() == [6.0] + [0.0] * (num_depths - 1)
-
-
 # One chunk; exactly two; three, the last of a single row.
 @pytest.mark.parametrize("num_rows", [7, 2 * CHUNK_ROWS + 1, 3 * CHUNK_ROWS])
 @pytest.mark.parametrize(
@@ -156,19 +149,6 @@ def test_loss_and_gradient_equal_autograd(kind: str, temperature: float, num_row
     gradient = gradient_of(terms, rows.student_KND, scale=3.0)
     # Logarithms of a low temperature are large, and fp32 has seven digits of them.
     torch.testing.assert_close(gradient.double(), 3 * gradient_KND, rtol=1e-5, atol=1e-5 if kind == "ce" else 1e-4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_rows", [1, 7, 50, 4096])
-def test_the_size_of_a_chunk_changes_rounding_alone(num_rows: int, kind: str) -> None:
-    rows = random_rows(50)
-    whole, pieces = (frozen_head_loss(**rows._asdict(), kind=kind, num_rows=number) for number in (None, num_rows))
-    torch.testing.assert_close(pieces.total, whole.total)
-    torch.testing.assert_close(pieces.sum_K, whole.sum_K)
-    assert torch.equal(pieces.count_K, whole.count_K)
-    gradients = [gradient_of(one, rows.student_KND) for one in (pieces, whole)]
-    torch.testing.assert_close(*gradients)
-    assert gradients[0].any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -344,19 +324,6 @@ def test_as_many_tensors_of_a_chunk_are_held_as_the_footprint_counts(
     assert beside < CHUNK_BYTES
 
 
-@pytest.mark.parametrize("kind", DISTILLING)
-def test_depths_read_the_teacher_without_changing_it(kind: str) -> None:
-    generator = torch.Generator().manual_seed(2)
-    logits_CV, other_CV, teacher_CV = torch.randn(3, 5, 31, generator=generator)
-    targets_C = torch.zeros(5, dtype=torch.long)
-    work = row_work(find_loss(kind), teacher_CV, 2.0)
-    first = work(logits_CV.clone(), targets_C)
-    work(other_CV.clone(), targets_C)
-    again = work(logits_CV.clone(), targets_C)
-    assert torch.equal(first.loss_C, again.loss_C)
-    assert torch.equal(first.gradient_CV, again.gradient_CV)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_of_rows_give_the_bits_of_the_whole_chunk(
@@ -373,14 +340,6 @@ def test_blocks_of_rows_give_the_bits_of_the_whole_chunk(
         blocks = work(logits_CV.clone(), targets_C)
         assert torch.equal(blocks.loss_C, whole.loss_C)
         assert torch.equal(blocks.gradient_CV, whole.gradient_CV.to(dtype))
-
-
-def test_the_teachers_softmax_is_computed_once_for_all_depths(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    log_softmax = torch.log_softmax
-    monkeypatch.setattr(torch, "log_softmax", lambda *args, **named: calls.append(1) or log_softmax(*args, **named))
-    ours(random_rows(2 * CHUNK_ROWS, num_depths=3), "kl")
-    assert len(calls) == 2 * (1 + 3)
 
 
 @pytest.mark.parametrize("kind", DISTILLING)

@@ -16,7 +16,7 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.runs import pipeline
 from mtp_train.runs.run import Run
 from mtp_train.train import machine
-from mtp_train.train.machine import threads_are_set, threads_for, use_threads
+from mtp_train.train.machine import threads_are_set, use_threads
 from runs import tiny_recipe, write_inputs
 
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no"}
@@ -42,22 +42,6 @@ def test_a_launcher_s_default_number_of_threads_is_nobody_s_wish(
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
     assert threads_are_set() is expected
-
-
-@pytest.mark.parametrize(
-    ("rows", "hidden_size", "cores", "expected"),
-    [
-        (1, 128, 8, 1),
-        (1, 511, 8, 1),
-        (1, 512, 8, 8),
-        (1536, 128, 8, 8),
-        (1, 4096, 64, 16),
-        (1, 4096, 1, 1),
-        (1, 4096, 0, 1),
-    ],
-)
-def test_large_products_use_the_cores(rows: int, hidden_size: int, cores: int, expected: int) -> None:
-    assert threads_for(rows * hidden_size**2, cores) == expected
 
 
 def test_threads_are_set_once_nobody_has_and_told(monkeypatch: pytest.MonkeyPatch) -> None:

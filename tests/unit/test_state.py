@@ -69,30 +69,6 @@ def test_a_resumed_run_reaches_the_weights_of_an_unbroken_one(tmp_path: Path) ->
         assert torch.equal(resumed.state_dict()[name], value), name
 
 
-def test_weights_alone_would_not_do(tmp_path: Path) -> None:
-    """A fresh optimiser after the load ends elsewhere: the test above would see lost moments."""
-    net, optimizer = net_and_optimizer(1)
-    train(net, optimizer, 0, 3)
-    save_state(tmp_path, 3, net, optimizer)
-    ends = []
-    for forget in (False, True):
-        resumed, optimizer = net_and_optimizer(2)
-        load_state(tmp_path, resumed, optimizer)
-        if forget:
-            optimizer.state.clear()
-        train(resumed, optimizer, 3, 6)
-        ends.append(resumed.matrix.detach())
-    assert not torch.allclose(*ends)
-
-
-def test_nothing_saved_is_step_zero_and_changes_nothing(tmp_path: Path) -> None:
-    net, optimizer = net_and_optimizer(1)
-    before = net.matrix.detach().clone()
-    assert latest(tmp_path / "nowhere") == 0
-    assert load_state(tmp_path / "nowhere", net, optimizer) == 0
-    assert torch.equal(net.matrix, before)
-
-
 def test_the_newest_state_wins_and_all_but_two_go(tmp_path: Path) -> None:
     net, optimizer = net_and_optimizer(1)
     train(net, optimizer, 0, 1)

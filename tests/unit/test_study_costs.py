@@ -171,7 +171,7 @@ def test_an_external_drafter_has_weights_and_reads_the_trunks_keys() -> None:
 def test_plain_decoding_costs_nothing_more_and_a_trunk_without_keys_loses_no_context() -> None:
     plain = head_costs("none", tiny_trunk("qwen3_5"), None)
     assert (plain.head_bytes, plain.head_kv_bytes_per_token, plain.context_tokens_lost) == (0, 0, 0)
-    assert (plain.prefill_ratio, plain.prefill_tokens, plain.plain_prefill_tokens_per_second) == (None, None, None)
+    assert (plain.prefill_ratio, plain.prefill_tokens) == (None, None)
     assert head_costs("none", tiny_trunk("mistral"), None).context_tokens_lost is None
 
 
@@ -187,7 +187,6 @@ def test_prefill_is_timed_with_the_head_and_without(monkeypatch: pytest.MonkeyPa
         costs = head_costs("own", trunk, head, prefill_tokens=41, max_seconds=1e9)
     # The head reads a prompt's rows but the last, which waits for the first draft.
     assert costs.prefill_ratio == 410 / (410 + 40)
-    assert costs.plain_prefill_tokens_per_second == 41 / 410
     assert costs.prefill_tokens == 41
 
 

@@ -12,7 +12,6 @@ import torch
 from mtp_inference import HeadDrafting
 from mtp_train.data.pack import collate, pack_documents
 from mtp_train.errors import DataError
-from mtp_train.evaluation.decoding import DecodingOptions
 from mtp_train.evaluation.dense import DenseRows, dense_rows, own_text
 from mtp_train.evaluation.prompt_records import PromptRecord, TaskPrompt
 from mtp_train.heads.module import MtpHead
@@ -40,12 +39,6 @@ def texts() -> tuple[list[TaskPrompt], list[PromptRecord]]:
     return prompts, outputs
 
 
-def options(seq_len_tokens: int = 32, dense_tokens: int | None = None) -> DecodingOptions:
-    return DecodingOptions(
-        max_new_tokens=1, eos_ids=(), seed=0, seq_len_tokens=seq_len_tokens, dense_tokens=dense_tokens
-    )
-
-
 def model(family: str = "glm4_moe") -> tuple[Trunk, MtpHead]:
     trunk = tiny_trunk(family)
     return trunk, tiny_head(trunk)
@@ -53,7 +46,7 @@ def model(family: str = "glm4_moe") -> tuple[Trunk, MtpHead]:
 
 def rows_of(family: str = "glm4_moe", temperature: float = 1.0, seq_len_tokens: int = 32) -> DenseRows:
     trunk, head = model(family)
-    return dense_rows(trunk, HeadDrafting(head), *texts(), DEPTHS, temperature, options(seq_len_tokens))
+    return dense_rows(trunk, HeadDrafting(head), *texts(), DEPTHS, temperature, seq_len_tokens)
 
 
 def metrics_of(trunk: Trunk, head: MtpHead, seq_len_tokens: int = 32) -> DenseMetrics:
@@ -107,10 +100,10 @@ def test_a_reduced_vocabulary_drafts_nothing_else() -> None:
     whole = rows_of()
     # As heads are stored with it.
     stored_R = torch.arange(VOCAB_SIZE, dtype=torch.int32)
-    everything = dense_rows(trunk, HeadDrafting(head, stored_R), *texts(), DEPTHS, 1.0, options())
+    everything = dense_rows(trunk, HeadDrafting(head, stored_R), *texts(), DEPTHS, 1.0, 32)
     assert everything.overlap_KN == pytest.approx(whole.overlap_KN)
     single = [
-        dense_rows(trunk, HeadDrafting(head, torch.tensor([token])), *texts(), 1, 1.0, options())
+        dense_rows(trunk, HeadDrafting(head, torch.tensor([token])), *texts(), 1, 1.0, 32)
         for token in range(VOCAB_SIZE)
     ]
     assert sum(one.overlap_KN for one in single) == pytest.approx(np.ones_like(single[0].overlap_KN), rel=1e-4)
@@ -120,10 +113,10 @@ def test_a_reduced_vocabulary_drafts_nothing_else() -> None:
 def test_texts_are_cut_and_others_left_out() -> None:
     trunk, head = model()
     prompts, outputs = texts()
-    cut = dense_rows(trunk, HeadDrafting(head), prompts, outputs[:3], DEPTHS, 1.0, options(12))
+    cut = dense_rows(trunk, HeadDrafting(head), prompts, outputs[:3], DEPTHS, 1.0, 12)
     assert cut.prompt_ids.tolist() == ["p0", "p1", "p2"]
     assert np.bincount(cut.prompt_N, minlength=3).tolist() == [5, 5, 0]
-    few = dense_rows(trunk, HeadDrafting(head), prompts, outputs, DEPTHS, 1.0, options(dense_tokens=23))
+    few = dense_rows(trunk, HeadDrafting(head), prompts, outputs, DEPTHS, 1.0, 32, 23)
     assert few.prompt_ids.tolist() == ["p0", "p1"]
     whole = rows_of()
     assert cut.overlap_KN[:, :5] == pytest.approx(whole.overlap_KN[:, :5], rel=1e-4)

@@ -19,6 +19,7 @@ from mtp_train.acceptance.intervals import pooled_tau_interval
 from mtp_train.answers import endpoint as endpoint_module
 from mtp_train.answers.generate import Answering
 from mtp_train.errors import DataError
+from mtp_train.evaluation.decoding import record_of
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS, Cell
@@ -102,7 +103,7 @@ def in_process(
         (result,) = decoder.decode(
             [Request(prompt_ids=prompt.prompt_ids, max_new_tokens=NEW_TOKENS, sampling=sampling)]
         )
-        counts.append(result.counts(prompt.id, prompt.group))
+        counts.append(record_of(prompt, result).counts(DEPTH))
         texts.append(tuple(result.token_ids))
     return counts, texts
 

@@ -21,7 +21,7 @@ from mtp_inference.opening import OWN
 from mtp_inference.sampling.distributions import TOKEN, SamplingRows, probabilities, uniform
 from mtp_train.errors import OutputExistsError
 from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
-from mtp_train.evaluation.decoding import DecodingOptions, LaneRecords, Stopwatch, TrunkArms, decode_prompts
+from mtp_train.evaluation.decoding import LaneRecords, Stopwatch, TrunkArms, decode_prompts
 from mtp_train.evaluation.dense import dense_rows, replayed
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
 from mtp_train.evaluation.prompt_records import Setting, TaskPrompt
@@ -66,14 +66,17 @@ def block(
     trunk: Trunk, drafting: dict[str, Drafting], out: Path, temperature: float, grid: EvaluationGrid = GRID
 ) -> tuple[LaneRecords, int]:
     done: list[None] = []
-    options = DecodingOptions(
+    arms = TrunkArms(
+        trunk=trunk,
+        name="trunk",
+        drafting=drafting,
+        head_names={},
         max_new_tokens=grid.max_new_tokens,
         eos_ids=(),
         seed=grid.seed,
         batch=grid.batch,
         store=Store(out, {"grid": repr(grid)}),
     )
-    arms = TrunkArms(trunk=trunk, name="trunk", drafting=drafting, head_names={}, options=options)
     lanes = arms.lanes(grid.drafted(temperature, None))
     found = decode_prompts(arms, {None: prompts()}, lanes, lambda number=1: done.extend([None] * number))
     assert len(done) == arms.num_decodings(lanes, {None: prompts()})
@@ -132,7 +135,10 @@ def test_times_are_the_best_of_several_passes_and_are_stored(
         name="trunk",
         drafting=drafting,
         head_names=dict.fromkeys(drafting, "head"),
-        options=DecodingOptions(max_new_tokens=20, eos_ids=(), seed=0, store=Store(tmp_path, {})),
+        max_new_tokens=20,
+        eos_ids=(),
+        seed=0,
+        store=Store(tmp_path, {}),
     )
     lanes = arms.lanes([Setting(0.0, None, 2, "greedy")])
     stock, taken = Stopwatch._decode, list[tuple[int, list[float]]]()
@@ -226,12 +232,14 @@ def test_replayed_rounds_are_those_of_decoding() -> None:
     assert isinstance(head, HeadDrafting)
     suite = EvaluationGrid(suite="demo", prompts_per_task=2)
     given = grid_prompts(suite, load_tokenizer(opened.model.checkpoint, trust_remote_code=False), [None])[None]
-    options = DecodingOptions(max_new_tokens=40, eos_ids=(), seed=0)
-    arms = TrunkArms(trunk=trunk, name="base", drafting={"own": head}, head_names={"own": "own"}, options=options)
+    names = {"own": "own"}
+    arms = TrunkArms(
+        trunk=trunk, name="base", drafting={"own": head}, head_names=names, max_new_tokens=40, eos_ids=(), seed=0
+    )
     settings = [Setting(0.0, None, depth, "greedy") for depth in (3, 1)]
     decoded = decode_prompts(arms, {None: given}, arms.lanes(settings))
     plain = decoded["none", settings[0].plain]
-    rows = dense_rows(trunk, head, given, plain, 3, 0.0, options)
+    rows = dense_rows(trunk, head, given, plain, 3, 0.0, 8192)
     for setting in settings:
         found = replayed(rows, plain, setting.depth)
         for mine, theirs in zip(found, decoded["own", setting], strict=True):

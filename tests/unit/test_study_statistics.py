@@ -12,7 +12,6 @@ from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.results import ALL_TASKS, Cell
 from mtp_train.evaluation.statistics import (
     MeasuredArm,
-    break_even_acceptance,
     make_cell,
     make_cells,
     position_bins,
@@ -93,17 +92,7 @@ def test_speed_is_that_of_the_same_prompts() -> None:
     assert cell.seconds_prefill == pytest.approx(1.0)
     assert cell.round_seconds == pytest.approx(0.3)
     assert cell.break_even_tau == pytest.approx(1.5)
-    assert cell.break_even_acceptance is not None
-    assert sum(cell.break_even_acceptance**power for power in range(DEPTH + 1)) == pytest.approx(1.5)
     assert (cell_of(drafted).speedup, cell_of(drafted).break_even_tau) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("tau", "depth", "acceptance"),
-    [(0.8, 3, 0.0), (1.0, 3, 0.0), (1.75, 2, 0.5), (1.5, 1, 0.5), (4.0, 3, 1.0), (4.01, 3, None), (2.2, 1, None)],
-)
-def test_break_even_acceptance(tau: float, depth: int, acceptance: float | None) -> None:
-    assert break_even_acceptance(tau, depth) == pytest.approx(acceptance)
 
 
 def test_plain_decoding_has_cells_of_its_own() -> None:

@@ -306,20 +306,6 @@ def test_a_line_is_the_mean_over_the_steps_since_the_one_before(tmp_path: Path) 
     assert min(losses[3:]) < lines[3][1]["loss_depth_1"] < max(losses[3:])
 
 
-def test_a_killed_run_ends_with_the_weights_of_an_unbroken_one(tmp_path: Path) -> None:
-    used = recipe(train__max_steps=5, train__save_steps=2, train__micro_batch_sequences=2)
-    for name in ("unbroken", "killed"):
-        (tmp_path / name).mkdir()
-    expected = run_training(tmp_path / "unbroken", used).head.state_dict()
-    with pytest.raises(KeyboardInterrupt):
-        run_training(tmp_path / "killed", used, stop_after=3)
-    found = run_training(tmp_path / "killed", used).head.state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in found.items())
-    for name in ("loss", "lr", "grad_norm", "tokens"):
-        ended = [[line[name] for line in read_metrics(tmp_path / run)] for run in ("unbroken", "killed")]
-        assert ended[0] == ended[1], name
-
-
 TIMED = {"seconds", "tokens_per_second"}
 
 

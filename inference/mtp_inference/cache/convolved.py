@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mtp_inference.cache.recurrent import RecurrentStore
 from mtp_inference.cache.rows import RowState
-from mtp_inference.cache.window import Window, announced
+from mtp_inference.cache.window import Window
 from mtp_train.upstream.transformers_private import LinearAttentionLayer
 
 
@@ -27,11 +27,12 @@ class ConvolutionInputs(LinearAttentionLayer, RowState):
         max_undecided: Longest window whose tokens may be rejected.
     """
 
+    window: Window
+
     def __init__(self, num_rows: int, max_undecided: int, num_convolutions: int) -> None:
         super().__init__(number_of_states=num_convolutions)
         self.num_rows = num_rows
         self.max_undecided = max_undecided
-        self.window: Window | None = None
         self.rings_BZC: dict[int, Tensor] = {}
         """Index of the convolution to a ring buffer (B, Z, C): its input at position p is at place ``p % Z``."""
 
@@ -40,7 +41,7 @@ class ConvolutionInputs(LinearAttentionLayer, RowState):
     ) -> Tensor:
         """Write the window's inputs (B, C, T); return the W - 1 earlier inputs followed by them, (B, C, N)."""
         inputs_BTC = conv_states.transpose(1, 2)
-        window, num_before = announced(self.window), conv_kernel_size - 1
+        window, num_before = self.window, conv_kernel_size - 1
         ring_BZC = self._ring(inputs_BTC, state_idx, num_before)
         before_W = torch.arange(-num_before, 0, device=inputs_BTC.device)
         positions_BN = torch.cat([window.positions_BT[:, :1] + before_W, window.positions_BT], dim=1)
@@ -116,7 +117,7 @@ class NgramStore(RowState, RecurrentStore):
 
     def _write(self, tokens_BT: Tensor, num_before: int) -> None:
         """Store the last tokens of a window, padding included if the text is shorter."""
-        window = announced(self._inputs.window)
+        window = self._inputs.window
         if self._tokens_BZ is None:
             self._num_before = num_before
             self._tokens_BZ = tokens_BT.new_zeros(self.num_rows, num_before + self.max_undecided)

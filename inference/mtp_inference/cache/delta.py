@@ -103,9 +103,6 @@ def gated_delta_window(
 
     Returns:
         The output (B, T, H, Vd) in the dtype of ``query``, and the window for the commit.
-
-    Raises:
-        ValueError: The window is longer than ``MAX_WINDOW``.
     """
     num_tokens, num_heads = value.shape[1:3]
     require_short(num_tokens)

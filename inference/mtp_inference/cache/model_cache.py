@@ -20,7 +20,7 @@ from transformers import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, Pre
 from mtp_inference.cache.convolved import NGRAM_STATES, ConvolutionInputs, NgramStore
 from mtp_inference.cache.recurrent import RecurrentLayers, RecurrentStore
 from mtp_inference.cache.rows import RowState, select_rows
-from mtp_inference.cache.window import Window, announced
+from mtp_inference.cache.window import Window
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.mechanisms.compressed_keys import COMPRESSED_CACHE_LAYERS
 from mtp_train.families.mechanisms.key_blocks import BLOCK_CACHE_LAYER
@@ -44,6 +44,8 @@ class AttentionStore(CacheLayerMixin, RowState):
             converted when written, and back when read.
     """
 
+    window: Window
+    """The announced window; :meth:`WindowCache.begin` sets it before every forward."""
     last_to_write = True
     """Whether the layer writes nothing after keys and values, so that :meth:`update` may end a keys-only window
     (:attr:`Window.keys_only`) by raising ``KeysWritten``. Subclasses that write more raise it later, or never."""
@@ -61,10 +63,8 @@ class AttentionStore(CacheLayerMixin, RowState):
         self.sliding_window = sliding_window
         self.buffer_dtype = dtype
         self.kind = "full_attention" if sliding_window is None else "sliding_attention"
-        self.window: Window | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the buffers."""
         heads = (self.num_rows, key_states.shape[1], self.size)
         dtype = self.buffer_dtype or key_states.dtype
         self.keys = key_states.new_zeros(*heads, key_states.shape[-1], dtype=dtype)
@@ -77,7 +77,7 @@ class AttentionStore(CacheLayerMixin, RowState):
         """Write the window's keys and values; return the keys and values in use, (B, H, used, width)."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        window = announced(self.window)
+        window = self.window
         shared = window.shared_slots(self.size)
         for buffer, new in ((self.keys, key_states), (self.values, value_states)):
             if shared is not None:
@@ -105,14 +105,13 @@ class AttentionStore(CacheLayerMixin, RowState):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys in use and the position of the first key, for transformers' own masks."""
-        return announced(self.window).used, 0
+        return self.window.used, 0
 
     def get_seq_length(self) -> int:
         """Return the start of the window; 0 if rows start at different positions."""
-        return announced(self.window).start or 0
+        return self.window.start or 0
 
     def get_max_length(self) -> int:
-        """Return the number of slots."""
         return self.size
 
 
@@ -150,7 +149,7 @@ class IndexedStore(AttentionStore):
         self, key_states: Tensor, value_states: Tensor, *_unused: object, **_also_unused: object
     ) -> tuple[Tensor, Tensor]:
         found = super().update(key_states, value_states)
-        self._keys_of = announced(self.window)
+        self._keys_of = self.window
         # Pools are written before the keys or after them: whichever comes second ends a keys-only window.
         if self._keys_of.keys_only and self._pools_of is self._keys_of:
             raise KeysWritten
@@ -161,14 +160,14 @@ class IndexedStore(AttentionStore):
         if self.indexer_keys_BSX is None:
             width = indexer_key_states.shape[-1]
             self.indexer_keys_BSX = indexer_key_states.new_zeros(self.num_rows, self.size, width)
-        window = announced(self.window)
+        window = self.window
         self.indexer_keys_BSX[window.row_index_B1, window.slots_BT(self.size)] = indexer_key_states
         if window.keys_only:
             raise KeysWritten
         return self.indexer_keys_BSX[window.rows, : min(window.used, self.size)]
 
     def ending_with(self, inputs_BTX: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        window = announced(self.window)
+        window = self.window
         if self.inputs_BSX is None:
             self.inputs_BSX = inputs_BTX.new_zeros(self.num_rows, self.size, inputs_BTX.shape[-1])
         slots_BT = window.slots_BT(self.size)
@@ -178,7 +177,7 @@ class IndexedStore(AttentionStore):
         return self.inputs_BSX[window.row_index_B1[..., None], slots_BTN], slots_BTN
 
     def write_pools(self, new: Pools, number_BT: Tensor) -> Pools:
-        window = announced(self.window)
+        window = self.window
         num_keys = new.slots_BPN.shape[-1]
         num_pools = self.size // num_keys
         if self.pools_BP is None:
@@ -218,7 +217,7 @@ class BlockStore(IndexedStore):
         """Write the positions of the window's keys; return the positions in use, (B, used)."""
         if self.positions_BS is None:
             self.positions_BS = positions_BT.new_zeros(self.num_rows, self.size)
-        window = announced(self.window)
+        window = self.window
         self.positions_BS[window.row_index_B1, window.slots_BT(self.size)] = positions_BT
         return self.positions_BS[window.rows, : min(window.used, self.size)]
 
@@ -249,7 +248,7 @@ class CompressedStore(AttentionStore):
         self.values = self.keys
 
     def groups(self, name: str, inputs_BTX: Tensor) -> tuple[Tensor, Tensor]:
-        window = announced(self.window)
+        window = self.window
         if name not in self.inputs_BSX:
             self.inputs_BSX[name] = inputs_BTX.new_zeros(self.num_rows, self.num_inputs, inputs_BTX.shape[-1])
         buffer_BSX = self.inputs_BSX[name]
@@ -263,7 +262,7 @@ class CompressedStore(AttentionStore):
         return groups_BG, buffer_BSX[window.row_index_B1[..., None], positions_BGN % self.num_inputs]
 
     def write_entries(self, name: str, groups_BG: Tensor, entries_BGX: Tensor) -> Tensor:
-        window = announced(self.window)
+        window = self.window
         if name not in self.entries_BEX:
             self.entries_BEX[name] = entries_BGX.new_zeros(self.num_rows, self.num_entries, entries_BGX.shape[-1])
         buffer_BEX = self.entries_BEX[name]
@@ -368,7 +367,6 @@ class WindowCache(RowState, Cache):
         super().keep_rows(rows_R)
 
     def _layer(self, layer: Any, index: int) -> Any:
-        """Return our layer in place of transformers' own."""
         if type(layer).__name__ in CONVOLVED_CACHE_LAYERS and layer.number_of_states > 1:
             window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
             size = self.capacity if window is None else min(self.capacity, window + self.max_window)

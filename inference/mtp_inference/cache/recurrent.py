@@ -20,7 +20,7 @@ from torch.nn.functional import softplus
 
 from mtp_inference.cache.delta import DeltaWindow, gated_delta_token, gated_delta_window, heads_first, kimi_delta_window
 from mtp_inference.cache.rows import RowState
-from mtp_inference.cache.window import Window, announced
+from mtp_inference.cache.window import Window
 from mtp_train.families import Family
 from mtp_train.upstream.transformers_private import ACT2FN, LinearAttentionLayer
 
@@ -249,6 +249,8 @@ class RecurrentLayers(RowState):
         conv_dtype: Dtype of the stored convolution inputs; None for the dtype of the first window.
     """
 
+    _window: Window
+
     def __init__(self, stores: Sequence[RecurrentStore], num_rows: int, conv_dtype: torch.dtype | None = None) -> None:
         self.stores = list(stores)
         self.num_rows = num_rows
@@ -256,10 +258,8 @@ class RecurrentLayers(RowState):
         self.conv_LBWC: Tensor | None = None
         """Inputs of the convolutions, with the channels of a position next to each other: see :func:`window_conv`."""
         self.state_LBHKV: Tensor | None = None
-        self._window: Window | None = None
 
     def begin(self, window: Window) -> None:
-        """Announce the next window."""
         self._window = window
         for store in self.stores:
             store.begin(window)
@@ -278,11 +278,9 @@ class RecurrentLayers(RowState):
             self._commit_decided(conv, decided, num_kept_B)
 
     def snapshot(self) -> tuple[Tensor, ...]:
-        """Return copies of the states."""
         return tuple(buffer.clone() for buffer in (self.conv_LBWC, self.state_LBHKV) if buffer is not None)
 
     def restore(self, states: tuple[Tensor, ...]) -> None:
-        """Restore the states of a snapshot."""
         if self.conv_LBWC is not None and self.state_LBHKV is not None:
             for buffer, saved in zip((self.conv_LBWC, self.state_LBHKV), states, strict=True):
                 buffer.copy_(saved)
@@ -292,7 +290,7 @@ class RecurrentLayers(RowState):
         self._show()
 
     def _commit_decided(self, conv: list[Tensor], state: list[Tensor], num_kept_B: Tensor | None) -> None:
-        window = announced(self._window)
+        window = self._window
         if num_kept_B is not None and window.num_tokens > 1:
             raise RuntimeError(
                 f"recurrent cache: a window of {window.num_tokens} tokens, already decided; expected it undecided. Run "
@@ -309,7 +307,7 @@ class RecurrentLayers(RowState):
                 ours_BHKV.copy_(new_BHKV)
 
     def _commit_undecided(self, new_LBNC: Tensor, windows: Sequence[DeltaWindow], num_kept_B: Tensor | None) -> None:
-        window, conv_LBWC, state_LBHKV = announced(self._window), self.conv_LBWC, self.state_LBHKV
+        window, conv_LBWC, state_LBHKV = self._window, self.conv_LBWC, self.state_LBHKV
         num_layers, num_rows, _, channels = new_LBNC.shape
         if conv_LBWC is None or state_LBHKV is None or num_rows != self.num_rows:
             raise RuntimeError("recurrent cache: undecided; expected a prefill of all rows first, and all rows now.")
@@ -334,7 +332,6 @@ class RecurrentLayers(RowState):
         return self.conv_LBWC, self.state_LBHKV
 
     def _show(self) -> None:
-        """Give each layer its part of the states."""
         if self.conv_LBWC is not None and self.state_LBHKV is not None:
             for store, conv_BWC, state_BHKV in zip(self.stores, self.conv_LBWC, self.state_LBHKV, strict=True):
                 store.conv_BCW, store.state_BHKV = conv_BWC.transpose(1, 2), state_BHKV

@@ -67,12 +67,10 @@ class Window:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
         return self.positions_BT.shape[1]
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the window starts at position 0."""
         return self.start == 0
 
     def mask(self, size: int, sliding_window: int | None, always: bool = False) -> Tensor | None:
@@ -146,17 +144,6 @@ def window_attention(
     output = torch.nn.functional.scaled_dot_product_attention(packed, key, value, mask, scale=options["scaling"])
     output = output.reshape(num_rows, num_heads, num_tokens, value.shape[-1])
     return output.transpose(1, 2).contiguous(), None
-
-
-def announced(window: Window | None) -> Window:
-    """Return the announced window of a cache.
-
-    Raises:
-        RuntimeError: No window was announced.
-    """
-    if window is None:
-        raise RuntimeError("cache: no window announced; expected begin() before every forward.")
-    return window
 
 
 AttentionInterface.register(WINDOW_ATTENTION, window_attention)

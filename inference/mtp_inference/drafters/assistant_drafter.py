@@ -52,7 +52,6 @@ class AssistantDrafting(Drafting):
         self.convention = assistant.convention(convention)
 
     def check(self, trunk: Trunk, depth: int) -> None:
-        """Check the trunk's size and dtype."""
         hidden, vocab = self.model.post_projection.out_features, self.model.lm_head.out_features
         if (hidden, vocab) != tuple(reversed(trunk.lm_head_VD.shape)):
             raise MtpError(

@@ -28,13 +28,11 @@ class BatchSize(NamedTuple):
 
     num_rows: int
     capacity: int
-    """Number of positions of a row."""
     depth: int
     """Largest number of drafts per round."""
     max_window: int
     """Longest window of a forward, prefill included."""
     num_stops: int = 0
-    """Largest number of stop tokens of a row."""
 
     @property
     def num_pending(self) -> int:

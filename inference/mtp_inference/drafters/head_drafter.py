@@ -144,7 +144,6 @@ class _CachedDrafter(_HeadDrafter):
                 self._run(depth, hidden_RTD[:, part], tokens_RT[:, part], chunk)
 
     def _store(self, depth: int) -> AttentionStore:
-        """Return the key store of the module that drafts at ``depth``."""
         stores = [layer for layer in self.cache.layers if isinstance(layer, AttentionStore)]
         return stores[0 if self.head.unroll == "recursive" else depth - 1]
 

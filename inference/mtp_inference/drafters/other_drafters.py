@@ -19,6 +19,9 @@ from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.errors import MtpError
 from mtp_train.trunk.load import Trunk
 
+LONGEST_MATCH = 3
+"""Largest number of last tokens that prompt lookup searches for."""
+
 
 class ModelDrafting(Drafting):
     """Draft with a smaller model that shares the trunk's tokenizer (Leviathan et al., arXiv:2211.17192).
@@ -89,7 +92,6 @@ class ModelDrafter(Drafter):
         return choice.result()
 
     def _read_pending(self, plan: RoundPlan) -> Tensor:
-        """Run the pending tokens and commit them; return their hidden states."""
         positions_BP = self.pending.positions(plan.pending + 1)
         hidden: list[Tensor] = []
         for start in range(0, plan.pending, MAX_WINDOW):
@@ -112,41 +114,25 @@ class ModelDrafter(Drafter):
 class NgramDrafting(Drafting):
     """Draft by prompt lookup: repeat the tokens that followed the previous occurrence of the last tokens.
 
-    The longest match counts. A text whose last token occurs nowhere before drafts nothing.
-
-    Args:
-        longest: Largest number of last tokens to match.
-        shortest: Smallest number of last tokens to match.
-
-    Raises:
-        MtpError: A length is below 1, or ``shortest`` is above ``longest``.
+    The longest match of up to :data:`LONGEST_MATCH` tokens counts. A text whose last token occurs nowhere before drafts
+    nothing.
 
     Example:
         >>> from mtp_inference import NgramDrafting, SpeculativeDecoder
         >>> target = SpeculativeDecoder.from_pretrained("demo:base", depth=0, device="cpu").trunk
-        >>> decoder = SpeculativeDecoder(target, NgramDrafting(longest=2), depth=3, eos_ids=())
+        >>> decoder = SpeculativeDecoder(target, NgramDrafting(), depth=3, eos_ids=())
         >>> decoder.decode([[4, 5, 4]], max_new_tokens=8)[0].num_drafts > 0
         True
     """
 
-    def __init__(self, longest: int = 3, shortest: int = 1) -> None:
-        if not 1 <= shortest <= longest:
-            raise MtpError(
-                f"n-gram drafter: lengths {shortest} to {longest}; expected 1 or more, the shortest first. Use 1 and 3."
-            )
-        self.longest = longest
-        self.shortest = shortest
-
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
-        return NgramDrafter(self.longest, self.shortest, size, trunk.lm_head_VD.device)
+        return NgramDrafter(size, trunk.lm_head_VD.device)
 
 
 class NgramDrafter(Drafter):
     """Store every text on the device and search it there. No tokens are pending."""
 
-    def __init__(self, longest: int, shortest: int, size: BatchSize, device: torch.device) -> None:
-        self.longest = longest
-        self.shortest = shortest
+    def __init__(self, size: BatchSize, device: torch.device) -> None:
         shape = (size.num_rows, size.capacity + size.depth + 1)
         self.text_BS = torch.zeros(shape, dtype=torch.long, device=device)
         self.length_B = torch.zeros(size.num_rows, dtype=torch.long, device=device)
@@ -165,7 +151,7 @@ class NgramDrafter(Drafter):
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
         """A row without an earlier occurrence of its last tokens drafts nothing."""
         end_B = torch.full_like(self.length_B, -1)
-        for num_tokens in range(self.shortest, self.longest + 1):
+        for num_tokens in range(1, LONGEST_MATCH + 1):
             found_B = self._last_end(num_tokens)
             end_B = torch.where(found_B >= 0, found_B, end_B)
         ahead_K = torch.arange(1, plan.depth + 1, device=end_B.device)

@@ -30,7 +30,6 @@ class Pending(RowState):
         self.hidden_BPD = torch.zeros(size.num_rows, size.num_pending, width, dtype=dtype, device=device)
 
     def begin(self, rows: slice, token_R: Tensor, first: int, hidden_RD: Tensor | None = None) -> None:
-        """Start new texts in rows, with one token pending."""
         self.tokens_BP[rows, 0] = token_R
         self.num_B[rows] = 1
         self.first_B[rows] = first
@@ -47,20 +46,16 @@ class Pending(RowState):
         self.num_B += num_kept_B
 
     def positions(self, num_places: int) -> Tensor:
-        """Return the positions of the first places of each row, (B, num_places)."""
         return self.first_B[:, None] + torch.arange(num_places, device=self.first_B.device)
 
     def last(self, plan: RoundPlan) -> Tensor:
-        """Return the index of each row's last pending token, (B,)."""
         # An inactive row may have no pending token, or a stale count.
         return (self.num_B - 1).clamp(0, plan.pending - 1)
 
     def clear(self) -> None:
-        """Remove all pending tokens."""
         self.first_B += self.num_B
         self.num_B.zero_()
 
 
 def state_at(states_BTD: Tensor, index_B: Tensor) -> Tensor:
-    """Return the state at one index of each batch row, (B, 1, D)."""
     return states_BTD.take_along_dim(index_B[:, None, None], dim=1)

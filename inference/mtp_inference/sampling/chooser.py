@@ -31,7 +31,6 @@ from mtp_inference.sampling.distributions import (
     probabilities,
     uniform,
 )
-from mtp_train.acceptance.counts import accept_greedy
 
 
 class Verdict(NamedTuple):
@@ -51,7 +50,8 @@ def verify_matching(drafts_BK: Tensor, choices_BK1: Tensor, num_drafted_B: Tenso
     # No token is -1, so an ignored draft never equals a choice.
     counted_BK = drafts_BK.masked_fill(~_is_drafted(drafts_BK, num_drafted_B), -1)
     # An accepted draft equals the trunk's choice, so all committed tokens are choices.
-    return Verdict(accept_greedy(counted_BK, choices_BK1), choices_BK1)
+    num_accepted_B = (counted_BK == choices_BK1[:, :-1]).cumprod(-1).sum(-1)
+    return Verdict(num_accepted_B, choices_BK1)
 
 
 def verify_rejection(
@@ -106,10 +106,7 @@ DraftSampling = Literal["argmax", "sampled"]
 
 
 class Drafts(NamedTuple):
-    """The drafted tokens of a round."""
-
     tokens_BK: Tensor
-    """int64."""
     q_BKV: Tensor | None = None
     """fp32, the distribution that each token was drawn from; None for argmax drafts."""
     num_drafted_B: Tensor | None = None
@@ -134,11 +131,9 @@ class Chooser(RowState):
 
     @property
     def samples_drafts(self) -> bool:
-        """Whether drafts are drawn from q."""
         return self.draft_sampling == "sampled" and self.rows.any_sampled
 
     def set_rows(self, rows: slice, settings: Sequence[Sampling]) -> None:
-        """Set the sampling settings of rows."""
         self.settings[rows] = settings
         self.rows = self.rows.replaced(SamplingRows.stack(self.settings, self.rows.seed_B.device))
 
@@ -194,11 +189,9 @@ class DraftChoice:
 
     @property
     def last_B1(self) -> Tensor:
-        """The newest token."""
         return self._read[-1]
 
     def add(self, logits_B1V: Tensor) -> None:
-        """Choose the next token."""
         chooser = self._chooser
         self._peaks.append(logits_B1V.amax(dim=-1))
         if chooser.samples_drafts:
@@ -219,7 +212,6 @@ class DraftChoice:
 
 
 def _choose(logits_BTV: Tensor, rows: SamplingRows, positions_BT: Tensor) -> Tensor:
-    """Return the trunk's own token at every position, (B, T)."""
     if rows.any_sampled:
         return draw(probabilities(logits_BTV, rows), uniform(rows.seed_B, positions_BT, TOKEN))
     return logits_BTV.argmax(dim=-1)

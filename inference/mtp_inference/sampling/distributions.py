@@ -102,7 +102,6 @@ class SamplingRows:
     temperature_B: Tensor
     """fp32; 1 in greedy rows."""
     is_greedy_B: Tensor
-    """bool."""
     kth_B: Tensor
     """int64, ``top_k - 1``: the place of the last score that top-k keeps; 0 if top-k is off."""
     keeps_any_k_B: Tensor
@@ -112,9 +111,7 @@ class SamplingRows:
     top_p_tail_B: Tensor
     """fp32, ``1 - top_p``: subtracted in double like in transformers, as rounding decides ties at the edge."""
     min_p_B: Tensor
-    """fp32."""
     seed_B: Tensor
-    """int64."""
     any_sampled: bool
     any_top_k: bool
     any_top_p: bool
@@ -133,8 +130,6 @@ class SamplingRows:
 
     @classmethod
     def stack(cls, settings: Sequence[Sampling], device: torch.device | str) -> SamplingRows:
-        """Stack the settings of one request per row."""
-
         def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
@@ -424,13 +419,13 @@ def _list_of(scores_RV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return torch.cat([top_RM, least_R1], dim=-1), torch.cat([p_RM, outside_R1], dim=-1)
 
 
-def in_blocks(values_BTV: Tensor, padding: float = 0.0) -> Tensor:
+def in_blocks(values_BTV: Tensor) -> Tensor:
     """Return a vocabulary in blocks, (B, T, N, S): a view, or a padded copy if no size of blocks divides it."""
     vocab = values_BTV.shape[-1]
     size = next((size for size in BLOCKS if vocab % size == 0), min(BLOCKS[0], vocab))
     missing = -vocab % size
     if missing:
-        values_BTV = torch.nn.functional.pad(values_BTV, (0, missing), value=padding)
+        values_BTV = torch.nn.functional.pad(values_BTV, (0, missing))
     return values_BTV.unflatten(-1, (-1, size))
 
 
@@ -460,7 +455,6 @@ def first_over(weights_BTNS: Tensor, sums_BTN: Tensor, threshold_BT1: Tensor) ->
 
 
 def _first_over(weights_BTN: Tensor, threshold_BT1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index of the first sum over the threshold, and the sums."""
     # A parallel scan sums each entry in its own order, so sums may change at a weight of 0, and may even fall.
     # Therefore weights of 0 are masked out, and the total is the largest sum, not the last.
     sums_BTN = weights_BTN.cumsum(-1).masked_fill_(weights_BTN <= 0.0, -math.inf)
