@@ -180,12 +180,7 @@ def merge_command(checkpoint: str, adapter: str) -> str:
 
 
 def read_adapter(path: Path) -> Adapter:
-    """Read an adapter directory.
-
-    Raises:
-        CheckpointError: It is no LoRA adapter; its weights are missing, damaged, not finite or of another rank than the
-            config declares; or it has an effect that merged weights cannot have.
-    """
+    """Read an adapter directory."""
     stored = open_weights(path)
     _require_mergeable(stored)
     hint = "Restore the original, or save the adapter again."

@@ -93,11 +93,7 @@ class Checkpoint:
 
     @cached_property
     def family(self) -> Family:
-        """The family record that the config selects.
-
-        Raises:
-            UnsupportedModelError: There is no such record.
-        """
+        """The family record that the config selects."""
         return family_for(self.config, where=str(self.path))
 
     @property
@@ -369,9 +365,6 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read a model's config, and check the types and sizes of the fields that we count with.
 
     transformers checks the others when it builds the model.
-
-    Raises:
-        CheckpointError: The file is no JSON object, or a field has a wrong type or an impossible size.
     """
     config = read_json(path)
     _require_fields(config, path, _FIELDS)

@@ -23,11 +23,7 @@ HEAD = "head"
 
 
 def open_location(location: str) -> Checkpoint:
-    """Open a checkpoint given as a path, a hub id or ``demo:NAME``.
-
-    Raises:
-        CheckpointError: It is no checkpoint, or it is an adapter.
-    """
+    """Open a checkpoint given as a path, a hub id or ``demo:NAME``."""
     path = locate_checkpoint(resolve(location))
     refuse_adapter(path, location)
     return open_checkpoint(path)

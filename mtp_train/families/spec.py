@@ -409,11 +409,7 @@ class Family:
         return table
 
     def convention(self, name: str) -> Convention:
-        """Return the wiring for ``auto`` (this family's default) or for an engine.
-
-        Raises:
-            UnsupportedModelError: The family has no convention for this engine.
-        """
+        """Return the wiring for ``auto`` (this family's default) or for an engine."""
         return choose_convention(name, self.wiring.default, self.conventions, title=self.title)
 
     def otherwise_wired(self, name: str) -> tuple[str, ...]:

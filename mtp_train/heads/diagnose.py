@@ -260,11 +260,7 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
 
 
 def trunk_config(path: Path, family: Family, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Return transformers' config of a checkpoint; for a wrapper, the whole config and not only the text config.
-
-    Raises:
-        CheckpointError: transformers rejects the config or its attention implementation.
-    """
+    """Return transformers' config of a checkpoint; for a wrapper, the whole config and not only the text config."""
     stand_in = family.trunk.stand_in
     with named_rejections(path):
         config: PretrainedConfig = (

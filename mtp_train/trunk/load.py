@@ -432,9 +432,6 @@ def load_trunk(
         on_layer: Called with each decoder layer as soon as it is loaded, frozen and in main memory, before the next one
             is read. It may shard the layer; layers stay on the device where it leaves them. For plain weights on
             ``device`` "cpu", without an adapter.
-
-    Raises:
-        CheckpointError: Weights of the trunk are missing, damaged or do not fit, or the adapter does not fit.
     """
     refuse_embedded_adapter(path)
     config = trunk_config(path, family, trust_remote_code=trust_remote_code)
