@@ -38,13 +38,12 @@ from typing import Any
 import httpx
 import numpy as np
 import torch
-from mtp_train.checkpoints.gguf.dequantised import gguf_tokenizer
 from rich.progress import Progress
 
 import mtp_train as mtp
 from mtp_train.acceptance.intervals import tau_difference
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
-from mtp_train.checkpoints.gguf.model_file import open_gguf
+from mtp_train.checkpoints.gguf.model_file import gguf_tokenizer, open_gguf
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
 from mtp_train.evaluation.assemble import same_texts
