@@ -47,6 +47,7 @@ _FLOATS = ("F32", "F16", "BF16")
 _OF_A_LAYER = re.compile(r"layers\.(?P<layer>\d+)\.(?P<tail>.+)\Z")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
 _WRAPPERS = re.compile(r"(?:(?:model|language_model)\.)+")
+_ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\Z")
 # The parts of a fused parameter, in the order of their rows.
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 LM_HEAD = "lm_head.weight"
@@ -238,8 +239,22 @@ class _Plan:
             return
         if pair.bias is not None:
             self.step(f"{pair.module}.bias", tuple(pair.bias.shape), partial(_add_rows, pair.bias))
+        single = _ONE_EXPERT.match(pair.module)
+        if single is not None and self.home(name) is None:
+            self._add_to_stack(single["experts"], int(single["expert"]), single["part"], pair)
+            return
         for home, rows in self._rows_of(name, num_rows):
             self.step(home, (rows.stop - rows.start, num_columns), partial(_add_product, pair, rows))
+
+    def _add_to_stack(self, experts: str, expert: int, part: str, pair: LowRank) -> None:
+        """Add the adapter of one expert's own layer, as engines and older peft store it, to stacked experts."""
+        parameter, parts = next((name, parts) for name, parts in _FUSED.items() if part in parts)
+        size, columns = pair.shape
+        home = self.home(f"{experts}.{parameter}")
+        count = 0 if home is None else self.source.tensors[home].shape[0]
+        rows = slice(parts.index(part) * size, (parts.index(part) + 1) * size)
+        shape = (max(count, expert + 1), size * len(parts), columns)
+        self.step(f"{experts}.{parameter}", shape, partial(_add_to_expert, pair, expert, rows))
 
     def _add_experts(self, name: str, pair: LowRank, num_experts: int) -> None:
         """Add peft's adapter on a fused parameter, whose rank axis stacks the experts: A by expert, B by rank."""
@@ -366,6 +381,13 @@ def _add_product(pair: LowRank, rows: slice, first: int, block: Tensor) -> Tenso
 
 def _add_rows(value: Tensor, first: int, block: Tensor) -> Tensor:
     return block + value[first : first + len(block)]
+
+
+def _add_to_expert(pair: LowRank, expert: int, rows: slice, first: int, block: Tensor) -> Tensor:
+    if first <= expert < first + len(block):
+        block = block.clone()
+        block[expert - first, rows] = _add_product(pair, slice(0, pair.shape[0]), 0, block[expert - first, rows])
+    return block
 
 
 def _by_expert(pair: LowRank, num_experts: int) -> tuple[Tensor, Tensor]:
