@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -19,11 +20,12 @@ from mtp_train.families import FAMILIES
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
 from mtp_train.runs.resolve import recipe_of
-from runs import BYTE_VOCAB_SIZE, LEARNS, document, run_quietly, write_inputs, write_recipe
+from runs import BYTE_VOCAB_SIZE, LEARNS, document, overrides_of, run_quietly, write_inputs, write_recipe
 from tiny import tiny_head, tiny_trunk
 from wrapped import save_wrapped
 
 ROOT = Path(__file__).parents[2]
+HOW_TO = ROOT / "recipes" / "attach.md"
 ATTACHED = {family.name: family for family in FAMILIES if family.attached}
 # What transformers' head has of the trunk's that ours has not: windows that its cache forgets beyond, and dropout.
 ON_TERMS: dict[str, dict[str, Any]] = {
@@ -147,3 +149,22 @@ def test_transformers_drafts_with_every_head_that_it_is_said_to_draft_with(
     path = save_with_head(trunk, tiny_head(trunk), tmp_path / "model")
     set_fields(path, ON_TERMS.get(family_name, {}))
     assert_transformers_drafts_the_same(path, monkeypatch)
+
+
+def test_the_how_to_runs_as_it_is_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a tiny model, with settings that suit it, and without the launcher."""
+    monkeypatch.chdir(tmp_path)
+    trunk = write_headless(tmp_path / "in", "llama")
+    names = {"my-model": str(trunk), "chats.jsonl": str(tmp_path / "in" / "chats.jsonl")}
+    tiny = {**LEARNS, "data__holdout": 0.4, "data__seq_len_tokens": 96, "train__precision": "fp32"}
+    tiny |= {"train__micro_batch_sequences": 1, "train__warmup_steps": 0, "gate__break_even_tau": 1.0}
+    block, *_ = re.findall(r"```bash\n(.*?)```", HOW_TO.read_text(encoding="utf-8"), flags=re.DOTALL)
+    statuses = []
+    for line in block.replace("\\\n", " ").splitlines():
+        words = [re.sub("my-model|chats.jsonl", lambda found: names[found[0]], word) for word in shlex.split(line)]
+        argv = ["run", *words[4:]] if words[0] == "accelerate" else words[1:]
+        more = overrides_of(**tiny, track__wandb="off") if argv[0] in ("run", "check") else []
+        statuses.append(document([*argv, *more], capfd).get("status"))
+    assert statuses == ["none", None, None, None, "healthy"]

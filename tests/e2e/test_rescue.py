@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from mtp_train.runs.resolve import resolved_recipe
 from mtp_train.runs.write_recipe import settings_of
 from runs import GETS_NO_BETTER, LEARNS, TINY_RESCUE, document, overrides_of, shorten_probes, tree
 
+HOW_TO = Path(__file__).parents[2] / "recipes" / "rescue.md"
 Capture = pytest.CaptureFixture[str]
 
 
@@ -201,3 +203,25 @@ def test_a_rescue_without_prompts_takes_built_in_ones_or_the_demos(inputs: Path,
     # The demo has no settings of its own.
     assert [choice.field for choice in same] == [choice.field for choice in choices]
     assert ours.evaluate.replaced({"prompts": 1}) == recipe.evaluate.replaced({"prompts": 1})
+
+
+def test_the_how_to_runs_as_it_is_written(
+    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On tiny models, with settings that suit them."""
+    monkeypatch.chdir(tmp_path)
+    shorten_probes(monkeypatch)
+    names = {"my-model": "finetune", "BASE": "base", "chats.jsonl": "chats.jsonl"}
+    block, probing = re.findall(r"```bash\n(.*?)```", HOW_TO.read_text(encoding="utf-8"), flags=re.DOTALL)
+    lines = [shlex.split(line)[1:] for line in block.splitlines()]
+    assert [line[0] for line in lines] == ["inspect", "rescue", "inspect"]
+    (probe,) = [[names.get(word, word) for word in shlex.split(line)[1:]] for line in probing.splitlines()]
+    said = [str(inputs / word) if word in names.values() else word for word in probe]
+    assert document([*said, "--out", "probed"], capfd)["verdict"] == "fault", "the heads of tiny models are random"
+    found = []
+    for line in lines:
+        said = [str(inputs / names[word]) if word in names else word for word in line]
+        more = ["--set", *TINY_RESCUE, *overrides_of(**LEARNS)] if line[0] == "rescue" else []
+        found.append(document([*said, *more], capfd))
+    assert [one.get("status") for one in found] == ["declared_but_missing", None, "healthy"]
+    assert found[1]["head"] == "retrained"
