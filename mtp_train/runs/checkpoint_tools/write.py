@@ -322,8 +322,8 @@ def export(
         Wrote my-27b-head/mtp-my-27b.gguf. Serve it: llama-server ...
     """
     source, out, progress = Path(source), Path(out), progress or quiet_progress()
-    forms = {"--head-only": head_only, "--gguf": gguf, "--speculators": speculators}
-    given = [name for name, is_on in forms.items() if is_on]
+    forms = ("--head-only", head_only), ("--gguf", gguf), ("--speculators", speculators)
+    given = [name for name, is_on in forms if is_on]
     if len(given) > 1:
         raise MtpError(f"{' and '.join(given)}: given together; expected one of them. Leave the others out.")
     if gguf is not None and copy:
@@ -331,9 +331,8 @@ def export(
     if is_gguf(source):
         if not head_only:
             raise MtpError(f"{source}: a GGUF file; expected --head-only, which takes its head out. Add it.")
-        return ExportResult(
-            out, source, file=export_gguf_head(source, out, progress), spec_type="draft-mtp", notes=(_ONE_HEAD,)
-        )
+        written = export_gguf_head(source, out, progress)
+        return ExportResult(out, source, file=written, spec_type="draft-mtp", notes=(_ONE_HEAD,))
     refuse_existing(out, what="the checkpoint" if gguf is None else "the GGUF file")
     found = _head_to_export(source, progress)
     _require_sound(source, found, progress, head_only=head_only, alone=head_only or gguf is not None)
@@ -342,8 +341,7 @@ def export(
     if head_only:
         write_head_only(found.trunk, layout_of(found.holder), found.plan.head, out)
         return ExportResult(out, found.trunk.path, flag=draft_model_flag(str(out), found.num_depths))
-    link: LinkMode = "copy" if copy else "hard"
-    notes = _write_with_trunk(source, found, out, link, progress, speculators=speculators)
+    notes = _write_with_trunk(source, found, out, "copy" if copy else "hard", progress, speculators=speculators)
     return ExportResult(out, found.trunk.path, notes=notes)
 
 

