@@ -6,13 +6,15 @@
     llama-quantize bf16.gguf tuned.gguf Q4_K_M
     mtp-train graft tuned.gguf --from wide/base --out stale.gguf
     mtp-train rescue tuned.gguf --from wide/base --data prompts.jsonl --out rescued
+    mtp-train run rescued/recipe.yaml run_dir=bf16 model.trunk=wide/finetune gate.enabled=false
+    mtp-train graft tuned.gguf --from bf16/export --out of-bf16.gguf
     python scripts/gguf_acceptance.py --server llama-server --trunk tuned.gguf --suite held-out.jsonl --title NAME \
-        --out RECORD.json --kinds rescued/export stale=stale.gguf retrained=rescued/tuned-mtp.gguf
+        --out RECORD.json --kinds rescued/export stale=stale.gguf trunk=of-bf16.gguf pack=rescued/tuned-mtp.gguf
 
-The arm ``none`` decodes the first file without drafts. The record has the differences of arms, paired by prompt, with
-95 % intervals over groups of prompts; ``--kinds HEAD`` adds that head in several quantisations (K-quants by
-llama-quantize beside the server), and how far the log-probabilities of the dequantised trunk are from the server's.
-Records of other titles in RECORD.json are kept.
+Both files of prompts are parts of ``wide/prompts.jsonl`` without a common group. Arm ``none`` decodes the first file
+without drafts. The record has the differences of arms, paired by prompt, with 95 % intervals over groups of prompts;
+``--kinds HEAD`` adds that head in several quantisations (K-quants by llama-quantize beside the server), and how far the
+log-probabilities of the dequantised trunk are from the server's. Records of other titles in RECORD.json are kept.
 """
 
 from __future__ import annotations
@@ -36,13 +38,12 @@ from typing import Any
 import httpx
 import numpy as np
 import torch
-from mtp_train.checkpoints.gguf.dequantised import gguf_tokenizer
 from rich.progress import Progress
 
 import mtp_train as mtp
 from mtp_train.acceptance.intervals import tau_difference
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
-from mtp_train.checkpoints.gguf.model_file import open_gguf
+from mtp_train.checkpoints.gguf.model_file import gguf_tokenizer, open_gguf
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
 from mtp_train.evaluation.assemble import same_texts

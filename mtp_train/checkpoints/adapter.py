@@ -138,7 +138,6 @@ _Wrapped = tuple[str, int]
 
 
 def is_adapter(path: Path) -> bool:
-    """Return whether a directory contains an adapter and no model."""
     return (path / ADAPTER_CONFIG_FILE).is_file() and not (path / "config.json").is_file()
 
 
@@ -181,12 +180,7 @@ def merge_command(checkpoint: str, adapter: str) -> str:
 
 
 def read_adapter(path: Path) -> Adapter:
-    """Read an adapter directory.
-
-    Raises:
-        CheckpointError: It is no LoRA adapter; its weights are missing, damaged, not finite or of another rank than the
-            config declares; or it has an effect that merged weights cannot have.
-    """
+    """Read an adapter directory."""
     stored = open_weights(path)
     _require_mergeable(stored)
     hint = "Restore the original, or save the adapter again."

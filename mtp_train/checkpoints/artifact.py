@@ -96,7 +96,6 @@ class Artifact(HeadPlan):
 
 
 def save_artifact(artifact: Artifact, out: Path) -> None:
-    """Write a head directory."""
     with new_directory(out, what="the head") as directory:
         write_safetensors(directory / WEIGHTS_FILE, artifact.head.tensors)
         if artifact.draft_vocab is not None:

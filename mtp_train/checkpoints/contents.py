@@ -39,9 +39,6 @@ def source_files(source: Checkpoint) -> list[Path]:
 
     Weights that the checkpoint does not name, an index that is not its own, hidden files, pickles, training
     checkpoints, and other models in subdirectories are left out.
-
-    Raises:
-        CheckpointError: A link that could bring in files from anywhere is among them.
     """
     # Weights are always included: their directories may have names like the ones that are left out.
     weights = _weights(source)

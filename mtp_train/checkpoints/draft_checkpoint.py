@@ -48,10 +48,6 @@ def write_draft_checkpoint(
 
     ``layer_config`` is ``layer.config`` of the head's family. ``verifier`` is the trunk that speculators and
     ``vllm serve OUT`` load, None for ``source``'s path.
-
-    Raises:
-        CheckpointError: The form does not support this head, the lm_head cannot be copied, or the disk is full.
-        UnsupportedModelError: Engines would give the head other inputs than it was trained with.
     """
     kind = find_head_kind(artifact.family.kind)
     require_readable(source, kind.name, form)

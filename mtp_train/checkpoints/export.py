@@ -62,11 +62,7 @@ LinkMode = Literal["hard", "copy"]
 
 
 def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, out: Path, *, link: LinkMode) -> None:
-    """Write ``source`` with ``head`` to a new directory.
-
-    Raises:
-        CheckpointError: The checkpoint has a head of other tensors, or one in FP8 that plain tensors would replace.
-    """
+    """Write ``source`` with ``head`` to a new directory."""
     tensors = [*head.tensors, *shared_tensors(source, layout, head)]
     dropped = _replaced(source, layout, tensors) | _under_other_names(source, head)
     placed = _placed(source, layout, tensors, dropped, set(os.listdir(source.path)))

@@ -62,7 +62,6 @@ SAFETENSORS_DTYPES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in 
 
 
 def is_gguf(location: str | Path) -> bool:
-    """Return whether a location names a GGUF file."""
     return Path(location).suffix == ".gguf"
 
 
@@ -94,11 +93,7 @@ class Checkpoint:
 
     @cached_property
     def family(self) -> Family:
-        """The family record that the config selects.
-
-        Raises:
-            UnsupportedModelError: There is no such record.
-        """
+        """The family record that the config selects."""
         return family_for(self.config, where=str(self.path))
 
     @property
@@ -303,7 +298,6 @@ def read_header(path: Path, name: str) -> dict[str, tuple[TensorInfo, int]]:
 
 
 def read_metadata(path: Path) -> Mapping[str, str]:
-    """Return the metadata in the header of a safetensors file."""
     with path.open("rb") as handle:
         header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
     metadata: Mapping[str, str] = header.get("__metadata__", {})
@@ -371,9 +365,6 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read a model's config, and check the types and sizes of the fields that we count with.
 
     transformers checks the others when it builds the model.
-
-    Raises:
-        CheckpointError: The file is no JSON object, or a field has a wrong type or an impossible size.
     """
     config = read_json(path)
     _require_fields(config, path, _FIELDS)
@@ -425,6 +416,8 @@ _FIELDS: tuple[_Rule, ...] = (
     ),
     # Building a model with more blocks would not end.
     (re.compile(r"num_hidden_layers"), lambda one: _is_number(one) and one <= _MAX_BLOCKS, "a number up to 1000"),
+    # Learning rates follow from it.
+    (re.compile(r"hidden_size"), bool, "a number above 0"),
     (re.compile(r"depth"), lambda one: not isinstance(one, int) or one <= _MAX_BLOCKS, "a number up to 1000"),
     _TOKENS,
 )

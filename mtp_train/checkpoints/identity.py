@@ -116,7 +116,6 @@ Records = Mapping[str, InputRecord]
 
 
 def checkpoint_files(checkpoint: Checkpoint) -> InputFiles:
-    """Return the files that identify a checkpoint."""
     found = matching_files(checkpoint.path, CHECKPOINT_PATTERNS)
     if checkpoint.index is not None:
         found[INDEX_FILE] = checkpoint.path / INDEX_FILE
@@ -171,11 +170,7 @@ def write_records(directory: Path, records: Records) -> None:
 
 
 def hash_inputs(inputs: Mapping[str, InputFiles], known: Records, progress: Progress) -> dict[str, InputRecord]:
-    """Return the records of inputs. Files with the status of a settled record are not read.
-
-    Raises:
-        CheckpointError: A file cannot be read, or another process is writing to it.
-    """
+    """Return the records of inputs. Files with the status of a settled record are not read."""
     trusted = {record.status: record for one in known.values() for record in one.files.values() if record.is_settled}
     statuses = {path: _status(path) for one in inputs.values() for path in one.files.values()}
     # By status: a file with several names is hashed once.

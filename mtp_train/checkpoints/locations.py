@@ -23,11 +23,7 @@ HEAD = "head"
 
 
 def open_location(location: str) -> Checkpoint:
-    """Open a checkpoint given as a path, a hub id or ``demo:NAME``.
-
-    Raises:
-        CheckpointError: It is no checkpoint, or it is an adapter.
-    """
+    """Open a checkpoint given as a path, a hub id or ``demo:NAME``."""
     path = locate_checkpoint(resolve(location))
     refuse_adapter(path, location)
     return open_checkpoint(path)
@@ -103,7 +99,6 @@ def exported_of(directory: Path) -> Path:
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a directory is a run's, and no checkpoint."""
     return (directory / RECIPE_FILE).is_file()
 
 

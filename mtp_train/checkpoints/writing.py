@@ -87,11 +87,7 @@ def raw_bytes(tensor: Tensor, dtype: str) -> memoryview:
 def write_safetensors(
     path: Path, tensors: Sequence[PendingTensor], metadata: Mapping[str, str] = MappingProxyType({"format": "pt"})
 ) -> None:
-    """Write a new safetensors file, with one block of a tensor in memory at a time, and flush it to disk.
-
-    Raises:
-        FileExistsError: ``path`` exists.
-    """
+    """Write a new safetensors file, with one block of a tensor in memory at a time, and flush it to disk."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for pending in tensors:

@@ -378,16 +378,15 @@ def _part_counts(parts: Sequence[_Block], depth: int) -> dict[str, tuple[str, Pr
             continue
         # Where the positions are unknown, only the sum means something.
         reached = counts.accepted_per_pos or (counts.accepted_tokens,)
-        seconds = one.seconds
         made = PromptCounts(
             prompt_id=one.prompt.id,
             rounds=counts.rounds if depth else one.tokens - 1,
             num_draft_tokens=counts.draft_tokens,
             accepted_per_pos=(*reached, *[0] * depth)[:depth],
             new_tokens=one.tokens,
-            seconds=sum(seconds) if seconds else None,
+            seconds=None if one.seconds is None else sum(one.seconds),
             group=one.prompt.group,
-            seconds_decode=seconds[1] if seconds else None,
+            seconds_decode=None if one.seconds is None else one.seconds[1],
         )
         found[one.prompt.id] = one.prompt.task, made
     return found

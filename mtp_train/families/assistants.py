@@ -70,11 +70,7 @@ class Assistant:
         return complete(self.support)
 
     def convention(self, name: str) -> AssistantConvention:
-        """Return the positions for ``auto`` (transformers', written by the model's authors) or for an engine.
-
-        Raises:
-            UnsupportedModelError: There is no convention for this engine.
-        """
+        """Return the positions for ``auto`` (transformers', written by the model's authors) or for an engine."""
         return choose_convention(name, self.default, self.conventions, title=f"a {self.title}")
 
     def commands(self, config: RawConfig, path: str, depth: int) -> dict[str, str]:

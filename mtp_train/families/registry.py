@@ -38,6 +38,7 @@ from mtp_train.families.models.beside_the_trunk import (
     ERNIE4_5_MOE,
     EXAONE4_5,
     EXAONE_MOE,
+    INKLING,
     LONGCAT_FLASH,
     MELLUM,
     MIMO,
@@ -45,7 +46,6 @@ from mtp_train.families.models.beside_the_trunk import (
     MINIMAX_M3,
     NEMOTRON_H,
 )
-from mtp_train.families.models.inkling import INKLING
 from mtp_train.families.models.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN4_EXP
 from mtp_train.families.spec import Family, RawConfig, raw_text_config
 
@@ -237,7 +237,6 @@ def in_wrapper(family: Family, config: RawConfig, *, where: str) -> Family:
 
 
 def refuse_unserved_heads(config: RawConfig, *, where: str) -> None:
-    """Refuse a model with heads of a kind that no engine loads."""
     found = _unserved_heads(raw_text_config(config))
     if found is not None:
         raise UnsupportedModelError(

@@ -93,7 +93,6 @@ class Borrowed:
         return self.cls(self.prefix + self.layer)(config, layer_idx)
 
     def make_layer(self, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-        """Build a decoder layer, randomly initialised."""
         if self.build_layer is not None:
             layer = self.build_layer(self, config, layer_idx)
         else:
@@ -109,7 +108,6 @@ class Borrowed:
         return norm
 
     def make_rotary(self, config: PretrainedConfig) -> nn.Module | None:
-        """Build the rotary embedding, or return None if the layers take none."""
         return None if self.rotary is None else self.cls(self.prefix + self.rotary)(config=config)
 
 
@@ -124,7 +122,6 @@ class TrunkClass:
     ``model_type`` inside of it is loaded."""
 
     def config_class(self) -> type[PretrainedConfig]:
-        """Return the config class."""
         found: type[PretrainedConfig] = CONFIG_MAPPING[self.model_type]
         return found
 
@@ -136,7 +133,6 @@ class TrunkClass:
         return text_config
 
     def model_class(self) -> Any:
-        """Return the causal language model's class."""
         found = MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class()]
         if self.wrapper is not None:
             load_from_wrapper(found, self.wrapper)
@@ -413,11 +409,7 @@ class Family:
         return table
 
     def convention(self, name: str) -> Convention:
-        """Return the wiring for ``auto`` (this family's default) or for an engine.
-
-        Raises:
-            UnsupportedModelError: The family has no convention for this engine.
-        """
+        """Return the wiring for ``auto`` (this family's default) or for an engine."""
         return choose_convention(name, self.wiring.default, self.conventions, title=self.title)
 
     def otherwise_wired(self, name: str) -> tuple[str, ...]:

@@ -106,11 +106,7 @@ def graft_artifact_plan(
 
 
 def build_head(plan: HeadPlan, text_config: PretrainedConfig, *, dtype: torch.dtype) -> MtpHead:
-    """Build the head of a plan and load its weights, cast to ``dtype``.
-
-    Raises:
-        CheckpointError: A weight is missing, has another shape, or contains NaN or infinity.
-    """
+    """Build the head of a plan and load its weights, cast to ``dtype``."""
     convention = plan.family.convention(plan.convention)
     head = MtpHead(plan.family, text_config, num_modules=plan.num_modules, convention=convention)
     native = {pending.key: pending.load() for pending in plan.head.tensors}
@@ -187,10 +183,6 @@ def fresh_plan(
     initialisation. With ``copy_last_layer`` the head's layer starts as the trunk's last layer of the same kind, the
     final norm as the trunk's, and the projection as the mean of its two inputs. The final norm of a head of another
     kind always starts as the trunk's, and parallel modules always start as the identity.
-
-    Raises:
-        CheckpointError: No layer of the trunk fits where one is to be copied.
-        UnsupportedModelError: The family has no convention of this name, or has no heads of this kind.
     """
     family = of_kind(checkpoint.family, kind)
     layout = replace(layout_of(checkpoint), family=family)

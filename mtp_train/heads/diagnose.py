@@ -174,7 +174,6 @@ def _has_fused_experts(checkpoint: Checkpoint, layout: HeadLayout) -> bool:
 
 
 def text_config_of(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Return transformers' text config of a checkpoint."""
     config = trunk_config(checkpoint.path, checkpoint.family, trust_remote_code=trust_remote_code)
     text_config: PretrainedConfig = config.get_text_config()
     return text_config
@@ -261,11 +260,7 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
 
 
 def trunk_config(path: Path, family: Family, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Return transformers' config of a checkpoint; for a wrapper, the whole config and not only the text config.
-
-    Raises:
-        CheckpointError: transformers rejects the config or its attention implementation.
-    """
+    """Return transformers' config of a checkpoint; for a wrapper, the whole config and not only the text config."""
     stand_in = family.trunk.stand_in
     with named_rejections(path):
         config: PretrainedConfig = (

@@ -80,7 +80,6 @@ class DraftModel:
         return self.number(field if field is not None and self.config.get(field) else "vocab_size")
 
     def number(self, name: str) -> int:
-        """Return an integer of the config."""
         found = self.config.get(name)
         if not isinstance(found, int):
             raise CheckpointError(

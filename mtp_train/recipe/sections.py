@@ -254,7 +254,7 @@ class RegenerateSpec(RecipeSection):
     """Maximum length of a response, in tokens. `auto`: twice the 95th percentile of the records' own responses, at most
     1024."""
     batch_size: OrAuto[Count | None] = None
-    """Prompts per batch of the built-in decoder on each process; null is 16. `auto`: 64 on a GPU, 32 on a CPU, or as
+    """Prompts per batch of the built-in decoder on each process; null is 16. `auto`: 64, or as
     many as fit into memory. A server (`endpoint`) makes its own batches."""
     temperature: NonNegative = 1.0
     """Sampling temperature; 0 is greedy. Above 0 every prompt has its own seed, derived from `seed` and recorded with

@@ -69,8 +69,8 @@ def recipes() -> RecipesResult:
         raise MtpError(f"{_directory()}: no recipes; expected those of the package. Install mtp-train again.")
     launches = _files(_directory() / "accelerate")
     return RecipesResult(
-        tuple(ShippedFile(path.stem, _trains(path), path) for path in found),
-        tuple(ShippedFile(path.stem, _first_sentence(path), path) for path in launches),
+        tuple(ShippedFile(path.stem, _summary(path), path) for path in found),
+        tuple(ShippedFile(path.stem, _summary(path), path) for path in launches),
     )
 
 
@@ -102,15 +102,12 @@ def _files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.yaml"))
 
 
-def _trains(path: Path) -> str:
+def _summary(path: Path) -> str:
+    """Return the headline in the comment of a file, or its first sentence."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    return next((line.removeprefix(_HEADLINE) for line in lines if line.startswith(_HEADLINE)), "")
-
-
-def _first_sentence(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8").splitlines()
+    told = (line.removeprefix(_HEADLINE) for line in lines if line.startswith(_HEADLINE))
     comment = " ".join(line.removeprefix("# ") for line in lines if line.startswith("# "))
-    return comment.partition(". ")[0].rstrip(".") + "."
+    return next(told, comment.partition(". ")[0].rstrip(".") + ".")
 
 
 def _table(name: str, summary: str, files: Sequence[ShippedFile]) -> str:

@@ -11,7 +11,6 @@ from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import ALL_TASKS, Cell, Report
 from mtp_train.report.slices import Slices
 from mtp_train.report.wording import (
-    count_words,
     depth_words,
     difference_words,
     format_bytes,
@@ -155,8 +154,8 @@ def difference_matrix(slices: Slices) -> TextTable | None:
 
 
 def _task_words(task: str, groups: Iterable[int | None]) -> str:
-    known = [count for count in groups if count is not None]
-    return f"{task} ({count_words(known)})" if known else task
+    known = sorted({count for count in groups if count is not None})
+    return f"{task} ({' to '.join(map(str, dict.fromkeys((known[0], known[-1]))))} groups)" if known else task
 
 
 def _matrix(columns: Sequence[str], texts: Mapping[str, Mapping[str, str]]) -> TextTable | None:

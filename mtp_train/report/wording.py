@@ -388,12 +388,6 @@ def format_groups(arm: ArmResult) -> str:
     return format_number(None if arm.tau_ci95 is None else arm.groups, 0)
 
 
-def count_words(groups: Iterable[int]) -> str:
-    """Format counts of groups as ``12 groups`` or ``10 to 12 groups``; expects at least one count."""
-    known = sorted(set(groups))
-    return f"{' to '.join(str(count) for count in dict.fromkeys((known[0], known[-1])))} groups"
-
-
 def format_estimate(value: float | None, interval: Interval | None) -> str:
     if value is None or interval is None:
         return format_number(value, 2)

@@ -80,6 +80,10 @@ def render_page(
     slices = slice_report(report)
     verdict = wording.headline(slices)
     subject = report.title or next((arm.trunk for arm in wording.group_arms(report).alike.values()), "")
+    setting = "" if slices.headline is None else wording.setting_words(slices.headline)
+    if setting:
+        cells = f"All {len(report.cells):,} cells are in acceptance.csv."
+        setting = f"Unless a table states another setting: {setting}. {cells}"
     sections = [*_sections(slices, figures, serving), Section("Provenance", rows=wording.flatten(provenance))]
     environment = Environment(
         loader=PackageLoader("mtp_train.report"),
@@ -93,7 +97,7 @@ def render_page(
         headline=verdict,
         key_figures=wording.key_figures(slices),
         findings=[one for one in report.findings if one.evidence != verdict.detail],
-        setting_sentence=_setting_sentence(slices),
+        setting_sentence=setting,
         sections=[section for section in sections if not section.is_empty],
         columns=wording.COLUMNS,
         arm_cells=wording.arm_cells,
@@ -148,15 +152,6 @@ def _sections(slices: Slices, drawn: Sequence[FigureFile], serving: Mapping[str,
         ),
         Section("Settings", rows=wording.flatten(report.settings)),
     ]
-
-
-def _setting_sentence(slices: Slices) -> str:
-    if slices.headline is None:
-        return ""
-    return (
-        f"Unless a table states another setting: {wording.setting_words(slices.headline)}. "
-        f"All {len(slices.report.cells):,} cells are in acceptance.csv."
-    )
 
 
 def _focus(slices: Slices) -> str | None:

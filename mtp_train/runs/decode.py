@@ -476,9 +476,7 @@ def server_of(subject: ArmSpec, endpoint: str | None, served_only: bool, **setti
             if value:
                 raise DataError(f"--{flag}: given without --endpoint; expected a server. Add --endpoint URL.")
         return None
-    concurrency, seconds = settings["concurrency"], settings["request_timeout_seconds"]
-    if concurrency < 1:
-        raise DataError(f"--concurrency: {concurrency}; expected 1 or more. Correct it.")
-    if not 0 < seconds < math.inf:
-        raise DataError(f"--request-timeout: {seconds:g}; expected seconds above 0. Correct it.")
+    for flag, name in (("concurrency", "concurrency"), ("request-timeout", "request_timeout_seconds")):
+        if not 0 < settings[name] < math.inf:
+            raise DataError(f"--{flag}: {settings[name]:g}; expected a number above 0. Correct it.")
     return Server(url=endpoint, checkpoint=subject.trunk, **settings)

@@ -144,8 +144,11 @@ class ProbeResult(Shown):
             ("overlap lost at equal entropy", _lost_text(self)),
             *([("base's head, wired otherwise", self.wiring)] if self.wiring is not None else []),
             *([] if self.trained_tau is None else [("briefly retrained", trained)]),
-            ("next", self.command),
         ]
+
+    def __str__(self) -> str:
+        # The command on a line of its own, to be pasted.
+        return f"{super().__str__()}\n{self.command}"
 
 
 def probe(

@@ -66,8 +66,8 @@ GOOD_OVERLAP, GOOD_FACTOR = 0.7, 0.2
 (``inference/benchmarks/auto.md``)."""
 CPU_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS = 2048, 16_384
 """Most tokens of a micro-batch; larger ones are not faster."""
-CPU_ROWS, ROWS = 32, 64
-"""Most prompts of a batch that the built-in decoder answers."""
+ROWS = 64
+"""Most prompts of a batch that the built-in decoder answers; larger ones are not faster."""
 CACHE_SHARE, ACTIVATION_SHARE = 0.3, 0.5
 """Shares of the memory beside the weights, for keys and values of answers and for activations of training."""
 
@@ -309,11 +309,11 @@ def _rows(recipe: Recipe, model: ModelFacts) -> tuple[int | None, str]:
     """Return how many prompts the built-in decoder answers at a time, and why."""
     if recipe.data.regenerate is not None and recipe.data.regenerate.endpoint is not None:
         return None, "the server of data.regenerate.endpoint makes its own batches"
+    per_row = model.cache_bytes * recipe.data.seq_len_tokens
     if model.spare_bytes <= 0:
         return 1, "the trunk itself does not fit on a process"
-    most, per_row = CPU_ROWS if model.device == "cpu" else ROWS, model.cache_bytes * recipe.data.seq_len_tokens
     fitting = max(1, int(CACHE_SHARE * model.spare_bytes / per_row))
-    return min(most, fitting), f"keys and values of {fitting} rows fit; at most {most} on {model.device}"
+    return min(ROWS, fitting), f"keys and values of {fitting} rows fit; at most {ROWS}"
 
 
 def lr_choice(recipe: Recipe, hidden_size: int, overlap: float | None = None) -> Choice:

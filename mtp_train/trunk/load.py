@@ -140,7 +140,6 @@ class Trunk(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder's layers."""
         layers: nn.ModuleList = self.decoder.layers
         return layers
 
@@ -188,7 +187,6 @@ class Trunk(nn.Module):
             self._hooks.append(norm.register_forward_pre_hook(self._keep_norm_input))
 
     def release(self) -> None:
-        """Remove every hook from the model."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -242,7 +240,6 @@ class Trunk(nn.Module):
 
     @property
     def config(self) -> PretrainedConfig:
-        """The text config."""
         config: PretrainedConfig = self.causal_lm.config.get_text_config()
         return config
 
@@ -324,7 +321,6 @@ class Trunk(nn.Module):
         return last if convention.hidden == "before_final_norm" else of_layers
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of hidden states of any leading shape."""
         return self.project(self.normed(hidden))
 
     def project(self, state: Tensor) -> Tensor:
@@ -352,7 +348,6 @@ def _trunk_class(family: Family) -> Any:
 
 
 def empty_trunk(config: PretrainedConfig, family: Family, *, trust_remote_code: bool = False) -> Trunk:
-    """Return a trunk without weights, on the meta device."""
     with torch.device("meta"):
         if family.trunk.stand_in is not None:
             model = _trunk_class(family)(config)
@@ -437,9 +432,6 @@ def load_trunk(
         on_layer: Called with each decoder layer as soon as it is loaded, frozen and in main memory, before the next one
             is read. It may shard the layer; layers stay on the device where it leaves them. For plain weights on
             ``device`` "cpu", without an adapter.
-
-    Raises:
-        CheckpointError: Weights of the trunk are missing, damaged or do not fit, or the adapter does not fit.
     """
     refuse_embedded_adapter(path)
     config = trunk_config(path, family, trust_remote_code=trust_remote_code)

@@ -138,7 +138,6 @@ class Scratch:
         self._buffer = torch.empty(0)
 
     def copies(self, tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Return copies of the tensors in a dtype, in the buffer."""
         sizes = [-(-tensor.numel() // _ALIGNED) * _ALIGNED for tensor in tensors]
         total, device = sum(sizes), tensors[0].device
         if self._buffer.numel() < total or self._buffer.device != device or self._buffer.dtype != dtype:

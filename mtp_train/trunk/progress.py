@@ -42,18 +42,15 @@ class LoggedProgress(Progress):
         self._printed: dict[TaskID, float] = {}
 
     def add_task(self, *args: Any, **fields: Any) -> TaskID:
-        """Add a task, as rich does."""
         task_id = super().add_task(*args, **fields)
         self._printed[task_id] = self.get_time()
         return task_id
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
-        """Change a task, as rich does."""
         super().update(task_id, **changes)
         self._print_if_due(task_id)
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        """Advance a task, as rich does."""
         super().advance(task_id, advance)
         self._print_if_due(task_id)
 
@@ -68,7 +65,6 @@ class LoggedProgress(Progress):
         self.print_line(f"{task.description}: {task.completed:g}{total}{left}")
 
     def print_line(self, text: str) -> None:
-        """Print a line, as it is."""
         self._lines.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -37,7 +37,6 @@ _KEPT = {
 
 
 def require_quantizable(quantization: Quantization, config: RawConfig, *, where: Path) -> None:
-    """Check that a checkpoint's weights are not quantised yet."""
     method = quant_method(config)
     if method is not None:
         raise CheckpointError(
@@ -47,7 +46,6 @@ def require_quantizable(quantization: Quantization, config: RawConfig, *, where:
 
 
 def require_bitsandbytes(quantization: Quantization, where: str = "model.quantization") -> None:
-    """Check that bitsandbytes is installed."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise RecipeError(
             f"{where}: {quantization}, but bitsandbytes is not installed; expected the package. Run 'pip install "
@@ -127,7 +125,6 @@ def _is_no_cast(record: logging.LogRecord) -> bool:
 
 
 def trunk_bytes(model: nn.Module, quantization: Quantization | None, itemsize: int, *, where: str = "trunk") -> int:
-    """Return the size of a model's weights in bytes."""
     plain = sum(parameter.numel() for parameter in model.parameters()) * itemsize
     if quantization is None:
         return plain

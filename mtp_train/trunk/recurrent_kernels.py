@@ -49,7 +49,6 @@ class ByTensor:
     takes: Callable[[Tensor], bool]
 
     def __call__(self, first: Tensor, *others: Any, **named: Any) -> Any:
-        """Run the function."""
         fits = first.device.type in KERNEL_DEVICES and self.takes(first)
         return (self.kernel if fits else self.plain)(first, *others, **named)
 

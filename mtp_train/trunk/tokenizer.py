@@ -194,10 +194,6 @@ def render_chat(
 
     Args:
         variables: What the template reads beside the messages, such as ``tools``.
-
-    Raises:
-        DataError: There is no template, or it refuses the messages or fails on them; or a variable has the name of an
-            argument of ``apply_chat_template``.
     """
     chat_template(tokenizer, where, variables)
     _require_free(tokenizer, variables, where)

@@ -71,7 +71,6 @@ SYMBOLS = (
 
 
 def attention_of(config: Any) -> str | None:
-    """Return the name of the attention function that models of a config use."""
     name: str | None = config._attn_implementation
     return name
 

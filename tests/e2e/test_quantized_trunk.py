@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from checkpoints import all_tensors
-from runs import LEARNS, document, run_quietly, tiny_recipe, write_inputs, write_recipe
+from checkpoints import all_tensors, set_fields
+from runs import LEARNS, document, refusal, run_quietly, tiny_recipe, write_inputs, write_recipe
 
 Capture = pytest.CaptureFixture[str]
 
@@ -32,10 +33,16 @@ def test_a_packed_trunk_is_trained_on_and_exported_as_it_was(inputs: Path, tmp_p
     assert "quantization_config" not in json.loads((tmp_path / "run" / "export" / "config.json").read_text())
 
 
-def test_check_counts_packed_weights(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+def test_check_counts_packed_weights_and_refuses_packed_checkpoints(
+    inputs: Path, tmp_path: Path, capfd: Capture
+) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run")
     sizes = [
         document(["check", recipe, f"model.quantization={bits}"], capfd)["memory"]["trunk_bytes"]
         for bits in ("null", "8bit")
     ]
     assert sizes[0] > sizes[1]
+    quantised = Path(shutil.copytree(inputs / "finetune", tmp_path / "fp8"))
+    set_fields(quantised, {"quantization_config": {"quant_method": "fp8"}})
+    argv = ["check", recipe, f"model.trunk={quantised}", "model.quantization=8bit"]
+    assert "quantised with fp8 already, while model.quantization is 8bit" in refusal(argv, capfd)

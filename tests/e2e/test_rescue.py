@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from adapters import write_adapter
 from checkpoints import all_tensors
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
@@ -61,6 +63,17 @@ def test_where_training_does_not_help_the_graft_is_exported(inputs: Path, tmp_pa
     assert document(argv, capfd) == rescued
 
 
+def test_an_adapter_is_merged(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    write_adapter(inputs / "base", tmp_path / "lora", target_modules=["q_proj"])
+    rescued = document(command(inputs, tmp_path / "out", tmp_path / "lora", **GETS_NO_BETTER), capfd)
+    assert status(capfd, rescued["out"]) == "healthy"
+    base, export = all_tensors(inputs / "base"), all_tensors(Path(rescued["out"]))
+    assert base.keys() == export.keys()
+    changed = {key for key, value in base.items() if not torch.equal(export[key], value)}
+    assert changed
+    assert all("q_proj" in key for key in changed)
+
+
 def probed(monkeypatch: pytest.MonkeyPatch, verdict: Any) -> list[Path]:
     """Let every probe find a verdict, and return where they were asked for."""
     asked: list[Path] = []
@@ -90,6 +103,16 @@ def test_a_rescue_probes_first_and_stops_where_the_head_is_good_enough(
     assert all(torch.equal(export[key], value) for key, value in base.items() if key.startswith("mtp."))
     # Again: the same, and the export is not written twice.
     assert document(argv, capfd) == rescued
+
+
+def test_a_rescue_names_the_weight_files_that_it_leaves_out(
+    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed(monkeypatch, "graft")
+    tuned = shutil.copytree(inputs / "finetune", tmp_path / "tuned")
+    save_file({"mtp.norm.weight": torch.zeros(4)}, tuned / "old.safetensors")
+    rescued = document(asking(inputs, tmp_path / "out", tuned), capfd)
+    assert rescued["notes"] == ["Left out, as no part of the checkpoint: old.safetensors (1 tensors, 1 of a head)."]
 
 
 def test_a_rescue_trains_nothing_where_the_probe_finds_a_fault(

@@ -102,7 +102,7 @@ def test_a_small_model_with_few_prompts(monkeypatch: pytest.MonkeyPatch) -> None
     # No responses to go by, and half of the positions would be more.
     assert found["data.regenerate.max_new_tokens"] == 1024
     assert found["data.seq_len_tokens"] == 2048
-    assert found["data.regenerate.batch_size"] == 32
+    assert found["data.regenerate.batch_size"] == 64
     assert found["train.lr"] == pytest.approx(3.2e-3)
     # At most 70 x (30 + 1024) tokens, in steps of four sequences: 9 steps per pass.
     assert found["train.tokens_per_step"] == 8192

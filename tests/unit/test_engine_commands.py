@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from mtp_train.families import FAMILIES
-from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.families.engines import engine_commands
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
 from mtp_train.runs.display import wiring_note
@@ -25,18 +24,6 @@ def test_commands_draft_as_many_tokens_as_asked() -> None:
     assert commands(5)["llama.cpp"].endswith("llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max 5")
     assert commands(5)["transformers"].startswith("no: ")
     assert commands(SUGGESTED_DEPTH).keys() == family.serving.keys()
-
-
-def test_an_external_drafter_is_served_like_a_head() -> None:
-    config = {"backbone_hidden_size": 64, "text_config": {"hidden_size": 32}}
-    commands = partial(GEMMA4_ASSISTANT.commands, config, "helper")
-    assert commands(2)["vllm"] == (
-        """vllm serve TRUNK --speculative-config '{"model":"helper","num_speculative_tokens":2}'"""
-    )
-    assert commands(2)["llama.cpp"].endswith("--spec-type draft-mtp --spec-draft-n-max 2")
-    # llama.cpp refuses one as wide as its trunk.
-    wide = partial(GEMMA4_ASSISTANT.commands, {**config, "backbone_hidden_size": 32}, "helper")
-    assert wide(2)["llama.cpp"].startswith("no: its loader refuses")
 
 
 def test_engines_that_wire_a_head_otherwise_are_named_beside_their_commands() -> None:

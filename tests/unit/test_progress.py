@@ -59,13 +59,6 @@ def test_a_large_model_is_said_to_load(terminal: bool) -> None:
     assert file.getvalue() == "loading my-27b, 54.0 GB\n" or terminal
 
 
-def test_a_short_task_prints_nothing() -> None:
-    file = io.StringIO()
-    with LoggedProgress(Console(file=file), Hand()) as progress:
-        assert list(progress.track(range(3))) == [0, 1, 2]
-    assert file.getvalue() == ""
-
-
 @pytest.mark.parametrize(
     ("terminal", "is_main", "quiet"), [(True, False, False), (False, False, False), (False, True, True)]
 )

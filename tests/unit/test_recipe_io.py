@@ -136,11 +136,6 @@ def test_unknown_fields_come_with_the_one_that_was_meant(recipe_file: Path, path
     assert problem.endswith(f"Did you mean {meant}?")
 
 
-def test_misspelt_field_causes_no_misleading_contradiction(recipe_file: Path) -> None:
-    (problem,) = problems_in(recipe_file, TEXT.replace("head_from", "head_form"))
-    assert problem == "model.head_form: unknown; expected a field of model. Did you mean model.head_from?"
-
-
 def test_missing_fields_are_named_one_by_one(recipe_file: Path) -> None:
     problems = problems_in(recipe_file, "# nothing yet\n")
     assert [problem.partition("; ")[0] for problem in problems[:7]] == [

@@ -60,6 +60,9 @@ def test_a_claimed_run_dir_is_its_recipes_and_no_others(tmp_path: Path, recipe: 
     )
     with pytest.raises(OutputExistsError, match=rf"holds the run of another recipe \(.*recipe\.yaml\): {differ}; exp"):
         RunDirectory(tmp_path / "run").require_ours(other)
+    (tmp_path / "run" / "provenance.json").write_text("{}")
+    with pytest.raises(OutputExistsError, match=r"a run of format_version None, .*; expected 1\. Choose another"):
+        RunDirectory(tmp_path / "run").require_ours(recipe)
 
 
 @pytest.mark.parametrize("beside", [[], ["outcome.json"], ["provenance.json"], [".recipe.yaml.tmp"]])

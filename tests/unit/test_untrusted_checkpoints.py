@@ -147,6 +147,7 @@ def test_a_file_that_is_no_json_object_is_named(name: str, content: bytes, messa
 
 FIELDS: list[tuple[str, object, str]] = [
     *(("hidden_size", value, "transformers rejects it") for value in ("64", -1, None, [32])),
+    ("hidden_size", 0, "hidden_size is 0; expected a number above 0"),
     ("num_hidden_layers", 10**400, "num_hidden_layers is 1000.*; expected a number up to 1000"),
     ("mtp_num_hidden_layers", "1", "mtp_num_hidden_layers is '1'; expected an integer"),
     ("mtp_num_hidden_layers", 10**9, "mtp_num_hidden_layers is 1000000000; expected an integer up to 1000"),

@@ -155,11 +155,18 @@ def test_a_trunk_s_damage_does_not_hide_that_its_head_is_gone(base: Path, capfd:
     assert "head" in refusal(graft, capfd)
 
 
-def test_loading_refuses_a_misshapen_trunk_by_its_tensor(base: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (misshapen, rf"trunk weight {LAYER} is \[47, 32\], by config\.json it is \[48, 32\]"),
+        (without(LAYER), rf"trunk weights {LAYER} are missing"),
+    ],
+)
+def test_loading_refuses_a_trunk_that_is_not_whole(damage: Callable[[Path], None], message: str, base: Path) -> None:
     opened = open_checkpoint(base)
     load_trunk(base, opened.family, dtype="auto")
-    misshapen(base)
-    with pytest.raises(CheckpointError, match=rf"trunk weight {LAYER} is \[47, 32\], by config\.json it is \[48, 32\]"):
+    damage(base)
+    with pytest.raises(CheckpointError, match=message):
         load_trunk(base, opened.family, dtype="auto")
 
 

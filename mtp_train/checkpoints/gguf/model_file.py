@@ -278,12 +278,7 @@ def dequantised(file: Path) -> Path:
 
 
 def gguf_tokenizer(file: Path) -> Any:
-    """Return the tokenizer of a GGUF file.
-
-    Raises:
-        UnsupportedModelError: The installed transformers does not read the architecture.
-        CheckpointError: It is no complete GGUF file.
-    """
+    """Return the tokenizer of a GGUF file."""
     from transformers import AutoTokenizer
 
     return _read(open_gguf(file), AutoTokenizer)

@@ -214,7 +214,6 @@ def _rope_type(of: str) -> Field:
 
 
 def rope_scaling(of: str) -> Mapping[str, Field]:
-    """Return the fields that describe the rotary scaling of one layer type."""
     return {
         "rope.scaling.type": _rope_type(of),
         "rope.scaling.factor": rope_value("factor", kinds=("linear", "yarn"), of=of),

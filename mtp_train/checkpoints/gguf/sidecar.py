@@ -60,7 +60,6 @@ def write_gguf(
 
 
 def add_info(writer: gguf.GGUFWriter, tensor: PendingTensor, kind: GgufKind) -> None:
-    """Declare a tensor to a writer."""
     stored = stored_type(tensor, kind)
     dtype = np.dtype(_CONTAINERS[stored])
     shape = gguf.quant_shape_to_byte_shape(tensor.shape, stored) if dtype == np.uint8 else tensor.shape
@@ -140,7 +139,6 @@ def write_values(writer: gguf.GGUFWriter, tensors: Iterable[Iterable[np.ndarray[
 
 
 def encoded(tensor: PendingTensor, kind: GgufKind) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield a tensor's stored values, a block of rows at a time."""
     stored = stored_type(tensor, kind)
     for block in tensor.parts():
         # Quantising needs several times the memory of a block in fp32.

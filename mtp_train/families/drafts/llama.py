@@ -125,11 +125,9 @@ _SGLANG = "python -m sglang.launch_server --model-path TRUNK"
 
 
 def in_vllm(method: str, remark: str = "") -> EngineSupport:
-    """Return the entry of vLLM for a draft model of one of its methods."""
     return EngineSupport(True, f"{_VLLM} --speculative-config {{vllm_{method}}}{remark}")
 
 
 def in_sglang(algorithm: str) -> EngineSupport:
-    """Return the entry of SGLang for a draft model of one of its algorithms."""
     drafts = f"--speculative-draft-model-path {{path}} {SGLANG_DRAFTS}"
     return EngineSupport(True, f"{_SGLANG} --speculative-algorithm {algorithm} {drafts}")

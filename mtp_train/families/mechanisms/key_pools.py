@@ -61,7 +61,6 @@ class UnrolledPools(UnrolledRows, DynamicIndexedLayer):
         self._num_slots = 0
 
     def ending_with(self, inputs_BTX: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """See :class:`PoolStore`."""
         num_tokens = inputs_BTX.shape[1]
         slots_T = torch.arange(num_tokens, device=inputs_BTX.device) + self._num_slots
         self._num_slots += num_tokens
@@ -71,7 +70,6 @@ class UnrolledPools(UnrolledRows, DynamicIndexedLayer):
         return inputs_BTNX, slots_BTN1[..., 0]
 
     def write_pools(self, new: Pools, number_BT: Tensor) -> Pools:
-        """See :class:`PoolStore`."""
         is_pool_BT = number_BT >= 0
         new = new._replace(slots_BPN=new.slots_BPN.masked_fill(~is_pool_BT[..., None], -1))
         # Only one token in N ends a pool: keep those alone, or N times as many pools would be scored.

@@ -332,7 +332,6 @@ class _EitherNorm(Borrowed):
     """Cohere's LayerNorm, or an RMSNorm if the config has ``rms_norm_eps``."""
 
     def make_norm(self, config: PretrainedConfig, width: int | None = None) -> nn.Module:
-        """Build the norm of the trunk's layers."""
         if config.rms_norm_eps is None:
             return super().make_norm(config, width)
         norm: nn.Module = self.cls("Cohere2MoeRMSNorm")(width or config.hidden_size, eps=config.rms_norm_eps)
