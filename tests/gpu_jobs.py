@@ -130,7 +130,7 @@ class WaitingDrafter(NgramDrafter):
 
 
 def failed_capture(device: torch.device) -> dict[str, Any]:
-    """Let a capture fail; return what the process says of itself and of texts afterwards."""
+    """Let a capture fail; return the process's warnings and its texts afterwards."""
     trunk = tiny_trunk("qwen3_5", seed=1).to(device)
     texts, captured, warned = [], [], []
     before = torch.cuda.current_stream()

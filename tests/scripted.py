@@ -257,7 +257,7 @@ def state_errors(cache: WindowCache, trunk: Trunk, tokens: Sequence[int], row: i
 def spied_drafts(
     trunk: Trunk, head: MtpHead, depths: Sequence[int], draft_vocab_R: Tensor | None = None, deepest: int = 4
 ) -> list[list[tuple[list[int], list[int]]]]:
-    """Run rounds at given depths over a ragged batch, with as many drafts accepted as a script says.
+    """Run rounds at given depths over a ragged batch, with as many drafts accepted as a script sets.
 
     Returns:
         For each round with drafts and each row, the text before it and what the head drafted.

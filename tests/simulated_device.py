@@ -33,7 +33,7 @@ _INDEXED = {
     _aten._unsafe_index.Tensor,
 }
 _MATH_ATTENTION = 0
-# Autocast knows no casts of the device's operations: they run in what they are given.
+# Autocast has no casts of the device's operations: they run in the dtype of their inputs.
 _NO_CASTS = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
 
 

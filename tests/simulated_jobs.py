@@ -180,7 +180,7 @@ def decoded(device: torch.device, kinds: list[str]) -> dict[str, Any]:
 
 
 class KeptStates:
-    """Hidden states in place of those of a trunk."""
+    """Hidden states in place of a trunk's."""
 
     def __init__(self, trunk: Trunk) -> None:
         self.width = trunk.state_width
@@ -231,7 +231,7 @@ def steps_waits(
 
 
 def waits(directory: Path) -> dict[str, list[list[str]]]:
-    """Return where the host waits in steps of training, and in those of the controls."""
+    """Return where the host waits in steps of training, and in the controls' steps."""
     return {
         "with the trunk": steps_waits(directory / "trunk"),
         "with states": steps_waits(directory / "states", keeps=True),

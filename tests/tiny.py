@@ -91,7 +91,7 @@ def tiny_model(
 
 
 def nearly_tiny(name: str, seed: int = 0, vocab_size: int = VOCAB_SIZE, noise: float = 0.1) -> Trunk:
-    """Return a model whose greedy text mostly equals that of the tiny trunk of a name."""
+    """Return a model whose greedy text mostly equals the tiny trunk's of a name."""
     model = tiny_trunk(name, seed, vocab_size=vocab_size)
     noise_VD = torch.randn(model.lm_head_VD.shape, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -121,7 +121,7 @@ def draft_head(trunk: Trunk, kind: str, seed: int = 0, num_modules: int = 1) -> 
 
 
 def num_released_modules(trunk: Trunk) -> int:
-    """Return the number of modules in a tiny checkpoint with a head: what its config says, else one."""
+    """Return the number of modules in a tiny checkpoint with a head: its config's, else one."""
     config = trunk.config.to_dict()
     # A wrapper's section is told to the text model under this name.
     return trunk.family.declared_modules(config) or config.get("num_mtp_layers") or 1

@@ -40,7 +40,7 @@ def rounding(expected: Tensor | float, terms: int, dtype: torch.dtype | None = N
 def rounding_of_mean(size: float, count: int, dtype: torch.dtype) -> float:
     """Return how far rounding moves a mean of ``count`` values of this size that are off by eps independently.
 
-    For half precision: its products are summed in fp32, so that the number of terms says nothing.
+    For half precision: its products are summed in fp32, so that the number of terms does not matter.
     """
     return abs(size) * torch.finfo(dtype).eps / count**0.5
 

@@ -103,7 +103,7 @@ class Bench:
         return {"modules": len(found)}
 
     def rounds(self) -> Row:
-        """Compare texts of captured rounds with those of eager ones, greedy and sampled, at every depth.
+        """Compare texts of captured and of eager rounds, greedy and sampled, at every depth.
 
         Raises:
             RuntimeError: A text differs by more than rounding, or no round was captured.

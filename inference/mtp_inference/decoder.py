@@ -182,7 +182,7 @@ class SpeculativeDecoder:
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> SpeculativeDecoder:
-        """Load the weights of files that were opened and checked; ``options`` are those of the class."""
+        """Load the weights of files that were opened and checked; ``options`` as in the class."""
         trunk = model.load_trunk(device, dtype)
         return cls(
             trunk,

@@ -83,7 +83,7 @@ class Errors(NamedTuple):
 
     @property
     def window_ratio(self) -> float | None:
-        """Typical error of windows over that of plain decoding."""
+        """Typical error of windows over plain decoding's."""
         return None if self.typical_window is None else self.typical_window / self.typical_noise
 
 

@@ -84,7 +84,7 @@ def write_merged(
 ) -> Merged:
     """Write ``source`` with the changes of ``plan_changes`` to a new directory; files without a change are linked.
 
-    An adapter's tokenizer and chat template replace those of ``source``.
+    An adapter's tokenizer and chat template replace ``source``'s.
     """
     tokenizer = tokenizer_files(source.path, adapter)
     replaced = replaced_tokenizer_files(source.path) if tokenizer else set()

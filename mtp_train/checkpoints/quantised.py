@@ -181,7 +181,7 @@ def unmatched_by_sglang(checkpoint: Checkpoint, layout: HeadLayout) -> str | Non
     vLLM reads such a head as it is: the exceptions of compressed-tensors name the parts of the module.
     """
     head = {key: info for key, info in checkpoint.tensors.items() if layout.is_head_key(key)}
-    # Under other prefixes SGLang knows which layers it has fused.
+    # Under other prefixes SGLang finds the layers that it has fused.
     beside = "mtp." in layout.family.keys.head_prefixes
     if quant_method(checkpoint.config) != "compressed-tensors" or not beside or any(map(packed_weight, head)):
         return None

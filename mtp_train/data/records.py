@@ -224,7 +224,7 @@ def _variables(values: Mapping[str, object], where: str) -> dict[str, Any]:
 
 
 def parse_messages(value: object, where: str) -> Chat:
-    """Check a chat and bring ShareGPT's ``from``/``value`` and its roles into those of OpenAI.
+    """Check a chat and bring ShareGPT's ``from``/``value`` and its roles into OpenAI's.
 
     Raises:
         UnsupportedRecordError: A message has image, audio or other parts that are not text.

@@ -315,9 +315,9 @@ class Study:
 def run_study(
     specs: Sequence[ArmSpec], grid: EvaluationGrid, out: Path, progress: Progress, *, title: str, **options: Any
 ) -> Report:
-    """Measure arms and return the report, that of a finished study in ``out`` if there is one.
+    """Measure arms and return the report; a finished study in ``out`` gives its own.
 
-    ``options`` and errors are those of :class:`Study`.
+    ``options`` and errors: see :class:`Study`.
     """
     study = Study(specs, grid, out, progress, **options)
     if study.store.is_finished:

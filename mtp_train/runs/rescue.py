@@ -477,7 +477,7 @@ def _probed(
         found = probe_with(tuned, donor, out / PROBE, paths, overrides, console)
     # Without the command that the probe proposes: the rescue goes on by itself.
     console.print(f"probe: {found.verdict}. {found.reason}.", highlight=False, markup=False)
-    # The probe's models must not lie beside those of the run.
+    # The probe's models must not lie beside the run's.
     gc.collect()
     return found
 

@@ -34,7 +34,7 @@ class Tracking:
 
     @property
     def names(self) -> list[str]:
-        """Names of the trackers, which are also those of their packages."""
+        """Names of the trackers, which their packages share."""
         asked = {"wandb": self.wandb != "off", "tensorboard": self.tensorboard, "trackio": self.trackio}
         return [name for name, is_on in asked.items() if is_on]
 

@@ -276,7 +276,7 @@ def converted_head_bytes(options: MemoryOptions, head: Mapping[str, Size]) -> in
 
 
 def passing_expert_bytes(options: MemoryOptions, head: Mapping[str, Size]) -> int:
-    """Return the bytes of tensors that are as large as those of all experts, and soon freed.
+    """Return the bytes of tensors that are as large as all experts, and soon freed.
 
     Trained experts: the gradient of one depth, and its transpose. Experts with LoRA: the product of LoRA's matrices, in
     fp32, of which peft keeps one for each tensor during a forward pass.

@@ -41,7 +41,7 @@ class Selection:
         patience: Training ends after so many measures without a better one; None for no limit.
         cache: The trunk's states of the text; None computes them.
         lr_for: Called once before the first step, on every process, with the starting head's overlap of p and q at
-            depth 1; returns the peak learning rate. None takes that of the options.
+            depth 1; returns the peak learning rate. None takes the options'.
     """
 
     def __init__(

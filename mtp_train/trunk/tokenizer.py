@@ -60,7 +60,7 @@ def tell_once(sentence: str) -> None:
 
 
 def _require_rows(checkpoint: Checkpoint, tokenizer: Any, adapter: Path | None) -> None:
-    """Check that a checkpoint has an embedding for every token of an adapter's tokenizer that it does not know."""
+    """Check that a checkpoint has an embedding for every token of an adapter's tokenizer that it does not have."""
     rows = checkpoint.text_config.get("vocab_size")
     ids = tokenizer.get_vocab().items() if isinstance(rows, int) else ()
     beyond = {token: number for token, number in ids if number >= rows}

@@ -1,4 +1,4 @@
-"""Check a trunk against its config from the headers of its files. Only an lm_head that is said to be tied is read.
+"""Check a trunk against its config from the headers of its files. Only an lm_head that the config ties is read.
 
 transformers' own loader compares the two, on tensors without data, because it implements how each release's keys are
 renamed, stacked and split.
@@ -156,7 +156,7 @@ def diagnose_trunk(
 
 
 def untie_command(path: Path) -> str:
-    """Return the command that makes a config say that the lm_head is a matrix of its own."""
+    """Return the command that unties the lm_head in a config."""
     flag = '"tie_word_embeddings": '
     return shlex.join(["sed", "-i", f"s/{flag}*true/{flag}false/", str(path / CONFIG_FILE)])
 

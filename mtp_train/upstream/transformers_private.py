@@ -55,7 +55,7 @@ SYMBOLS = (
     "transformers.integrations.deepspeed.set_hf_deepspeed_config",
     # Accelerate sets the config for the whole process, while we load several models and partition only one.
     "transformers.integrations.deepspeed.unset_hf_deepspeed_config",
-    # No argument of from_pretrained says how a wrapper's checkpoint names its language model.
+    # No argument of from_pretrained gives a wrapper's prefix of its language model.
     "transformers.conversion_mapping.get_checkpoint_conversion_mapping",
     "transformers.conversion_mapping.register_checkpoint_conversion_mapping",
     "transformers.conversion_mapping.WeightRenaming",

@@ -99,7 +99,7 @@ def launch_nodes(launcher: str, recipe: Path, run_dirs: Sequence[Path], *words: 
 
 
 def assert_same_run(run_dir: Path, expected: Path) -> None:
-    """Check that log, head and export are those of another run."""
+    """Check that log, head and export equal another run's."""
     fields = ("step", "loss", "loss_depth_1", "loss_depth_2", "lr", "tokens", "world_size", "wrapper")
     ours, theirs = ([[line[field] for field in fields] for line in metrics(path)] for path in (run_dir, expected))
     assert ours == theirs

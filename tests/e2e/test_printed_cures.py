@@ -66,7 +66,7 @@ def test_a_head_that_a_tool_dropped_with_its_declaration_is_found_by_the_base(tm
     assert proposed == f"mtp-train inspect {inputs / 'finetune'} --base BASE"
     assert paste(proposed.replace("BASE", str(inputs / "base"))) == [0]
     assert cure(inputs / "finetune", inputs / "base").startswith("mtp-train graft ")
-    # A new head would be second best, and the recipe for it says so.
+    # A new head would be second best, as its recipe states.
     written = mtp.write_recipe("new.yaml", inputs / "finetune", data=[inputs / "chats.jsonl"])
     assert "If this model's base has one, write the recipe with --base BASE." in str(written)
     headless = write_headless(tmp_path / "llama", "llama")

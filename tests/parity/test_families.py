@@ -198,7 +198,7 @@ def check_by_mtp_model(built: Built) -> None:
 
 
 def load_oracle(built: Built) -> Any:
-    """Load transformers' own head of a checkpoint that its class does not know by name."""
+    """Load transformers' own head of a checkpoint that its class does not list by name."""
     layout = layout_of(open_checkpoint(built.path))
     tensors = load_file(built.path / SINGLE_FILE)
     renamed = shutil.copytree(built.path, built.path.with_name("renamed"), dirs_exist_ok=True)

@@ -42,7 +42,7 @@ def attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Attend as the formula says."""
+    """Attend by the formula."""
     key, value = (one.repeat_interleave(NUM_HEADS // NUM_KEY_HEADS, dim=1) for one in (key, value))
     scores = (query @ key.transpose(2, 3) * query.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)
     return (scores.softmax(-1) @ value).transpose(1, 2)

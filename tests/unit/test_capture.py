@@ -329,7 +329,7 @@ def test_a_round_runs_then_is_captured_then_replayed(counting: CountingBatch, gr
     for _ in range(4):
         outcome = rounds.run(PLAN).rows()
         history.append((outcome, len(counting.runs), len(graphs), sum(graph.num_replays for graph in graphs)))
-    # The counter on the device counts every round once, also the one that was captured.
+    # The counter on the device counts every round once, a captured one too.
     assert history == [([[1]], 1, 0, 0), ([[2]], 2, 1, 1), ([[3]], 2, 1, 2), ([[4]], 2, 1, 3)]
     assert counting.runs == [rounded, rounded]
 

@@ -130,7 +130,7 @@ def test_arguments_as_text_are_not_encoded_twice(name: str) -> None:
         str(tokenizer.decode(tokenize_records([record_of(messages=one)], tokenizer, 4096)[0][-1].input_ids))
         for one in (AS_LOGGED, AS_SERVED, conversation(call_with('{"city": ')))
     ]
-    # Nulls of JSON text are values; those of a table are fillings of Arrow.
+    # Nulls of JSON text are values; a table's nulls are fillings of Arrow.
     assert '{"city": "Paris", "days": null}' in texts[0]
     assert '{"city": "Paris"}' in texts[1]
     # Control: text that is no JSON stays text.

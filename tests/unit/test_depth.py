@@ -83,7 +83,7 @@ class Decoder:
 
 @dataclass
 class PromptRecord:
-    """A text as far as it is decoded. Its luck says which drafts are right where, whatever was drafted before."""
+    """A text as far as it is decoded. Its luck decides which drafts are right where, independent of earlier drafts."""
 
     luck: Sequence[float]
     num_tokens: int = 0
@@ -129,7 +129,7 @@ def against_the_best_fixed_depth(text: Text, num_tokens: int, before: Sequence[T
 
 
 def measured_costs(num_rows: int = 1, **seconds: float) -> RoundCosts:
-    """Return costs that know some depths exactly: ``measured_costs(d0=1.0, d3=1.4)``."""
+    """Return costs with some depths measured exactly: ``measured_costs(d0=1.0, d3=1.4)``."""
     costs = RoundCosts()
     for name, figure in seconds.items():
         for _ in range(4):
@@ -248,7 +248,7 @@ def test_costs_are_measured_before_depths_are_compared() -> None:
         assert next_depth(controller, costs) == expected
         costs.observe(1, expected, 1.0 + 0.1 * expected)
     assert costs.curve(1, 5)[5] == pytest.approx(1.5)
-    # Nobody measures again: not the next request, only another batch size.
+    # The next request does not measure again, only another batch size does.
     assert next_depth(DepthController(MAX_DEPTH, None), costs) > 3
     assert next_depth(DepthController(MAX_DEPTH, None), costs, 2) == 0
     assert next_depth(DepthController(2, None), measured_costs(d0=1.0)) == 2

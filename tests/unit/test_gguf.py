@@ -150,7 +150,7 @@ def test_an_unknown_head_tensor_is_refused_not_dropped(tmp_path: Path) -> None:
 def test_names_are_those_of_the_gguf_package(model_type: str) -> None:
     record = GGUF_HEADS[model_type]
     archs = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
-    # A release of the package knows an architecture some time after llama.cpp does.
+    # A release of the package has an architecture some time after llama.cpp does.
     theirs = gguf.get_tensor_name_map(archs.get(record.arch, gguf.MODEL_ARCH.GLM_DSA), 8)
     checked = 0
     for native, ours in record.names.items():

@@ -269,7 +269,7 @@ def test_auto_costs_little_where_one_row_accepts_nothing(num_right: int, monkeyp
     prompts = [random_prompt(5, seed) for seed in range(8)]
     texts = plain_texts(trunk_of("glm4_moe"), prompts, 136)
     script = ScriptedDrafting(texts, [num_right])
-    # The last text is not in the script: its drafts are those of another text.
+    # The last text is not in the script: its drafts belong to another text.
     script.texts = {**texts, tuple(prompts[-1]): [(token + 1) % 7 for token in texts[tuple(prompts[0])]]}
     decoder = SpeculativeDecoder(trunk_of("glm4_moe"), script, 3, ())
     clock = CostlyRounds(monkeypatch)

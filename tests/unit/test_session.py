@@ -1,7 +1,7 @@
 """A session: more requests than rows, each with its own end and its own drafts, and none that notices the others.
 
 Tokens of the tiny trunks are single characters of the byte tokenizer, so that texts can be cut by hand. Most drafts
-come from a model that says nearly what the trunk says: rounds keep different numbers of tokens, and rows go apart.
+come from a model whose texts are nearly the trunk's: rounds keep different numbers of tokens, and rows go apart.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def plain_text(name: str, prompt_ids: Sequence[int], num_tokens: int = 28) -> li
 
 
 def cut(plain: Sequence[int], request: Request) -> tuple[tuple[int, ...], str, str]:
-    """Return what a request should say, given plain decoding: tokens, text and why it ended."""
+    """Return the expected result of a request, given plain decoding: tokens, text and why it ended."""
     for end in range(1, request.max_new_tokens + 1):
         tokens, text = tuple(plain[:end]), letters(plain[:end])
         starts = [text.index(stop) for stop in request.stop if stop in text]
@@ -101,7 +101,7 @@ def mixed_requests(name: str) -> list[Request]:
         Request(prompt_ids=prompt(8), max_new_tokens=28, depth=2),
         Request(prompt_ids=prompt(12), max_new_tokens=28, depth=7),
     ]
-    for index, place in ((0, 20), (8, 11)):  # or earlier, in a text that has said all its tokens by then
+    for index, place in ((0, 20), (8, 11)):  # or earlier, in a text that has all its tokens by then
         plain = plain_text(name, requests[index].prompt_ids)
         fresh = (token for start in range(place, 0, -1) for token in plain[start:] if token not in plain[:start])
         requests[index] = dataclasses.replace(requests[index], stop_token_ids=frozenset([next(fresh)]))
@@ -112,7 +112,7 @@ def mixed_requests(name: str) -> list[Request]:
 
 @functools.cache
 def alone(name: str) -> list[GenerationResult]:
-    """Return what the mixed requests say one by one, and check that it is plain decoding's."""
+    """Return the texts of the mixed requests one by one, and check that it is plain decoding's."""
     decoder = decoder_of(name, ModelDrafting(nearly(name)))
     results = [decoder.decode([request])[0] for request in mixed_requests(name)]
     for request, result in zip(mixed_requests(name), results, strict=True):

@@ -210,7 +210,7 @@ def test_the_best_heads_of_both_states_are_kept(tmp_path: Path) -> None:
         best = Best(step if step < 4 else 3, 1.0)
         save_best(tmp_path, best.step, head_state(net))
         save_state(tmp_path, step, net, optimizer, best)
-    # Both states refer to the head of step 3; those of steps 1 and 2 are gone.
+    # Both states refer to the head of step 3; the heads of steps 1 and 2 are gone.
     assert saved(tmp_path) == ["best-00000003", "step-00000003", "step-00000004"]
     flip(tmp_path / "best-00000003" / "head.safetensors")
     with pytest.raises(TrainingError, match=r"best-00000003/head\.safetensors: damaged"):

@@ -1,4 +1,4 @@
-"""Teacher-forced figures by target: equal to those of a run where both are summed, and each prompt's own."""
+"""Teacher-forced figures by target: equal to a run's where both are summed, and each prompt's own."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_the_prediction_is_judged_raw_and_at_equal_entropy(
             "neutral",
             "Confirmed by tau (greedy); refuted by overlap at equal target entropy (greedy text).",
         ),
-        # A head above the level, by more than the margin of .03, says that vanilla's own is weak.
+        # A head above the level, by more than the margin of .03, shows that vanilla's own is weak.
         (
             (0.05, (0.031, 0.07)),
             "good",

@@ -79,7 +79,7 @@ def _add_description(writer: gguf.GGUFWriter, trunk: Path) -> None:
     counts = writer.get_total_parameter_count()
     try:
         metadata = gguf.Metadata.load(None, trunk, None, counts[0])
-    # gguf does not check the card's fields, which anybody may have written. None of our code runs in it.
+    # gguf does not check the card's fields, which may come from any source. None of our code runs in it.
     except Exception as error:
         raise CheckpointError(
             f"{trunk / 'README.md'}: cannot be read as a model card ({type(error).__name__}: "

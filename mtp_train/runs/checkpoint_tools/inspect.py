@@ -408,7 +408,7 @@ def _find_cure(
 
 
 def _with_donor(checkpoint: Checkpoint, base: Checkpoint | None) -> tuple[str, str]:
-    """Return the path of a checkpoint, and that of its base: the given one, or the name on its card."""
+    """Return the paths of a checkpoint and of its base: the given one, or the name on its card."""
     named = str(base.path) if base is not None else suggestions.named_base(checkpoint.path)
     return str(checkpoint.path), named or "BASE"
 
