@@ -87,9 +87,8 @@ def responses(run_dir: Path, rank: int = 0, world: int = 1) -> list[str]:
 
 def assert_same_lines(run_dir: Path, expected: Path, *fields: str) -> None:
     """Check that two runs logged the same steps, up to the order of sums."""
+    lines = metrics(run_dir), metrics(expected)
     for field in fields:
-        ours, theirs = (
-            {line["step"]: line[field] for line in metrics(one) if field in line} for one in (run_dir, expected)
-        )
+        ours, theirs = ({line["step"]: line[field] for line in some if field in line} for some in lines)
         assert theirs, field
         assert ours == pytest.approx(theirs, abs=1e-4), field

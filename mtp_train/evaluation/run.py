@@ -313,13 +313,17 @@ class Study:
 
 
 def run_study(
-    specs: Sequence[ArmSpec], grid: EvaluationGrid, out: Path, progress: Progress, *, title: str, **options: Any
+    specs: Sequence[ArmSpec],
+    grid: EvaluationGrid,
+    out: Path,
+    progress: Progress,
+    *,
+    title: str,
+    costs: bool,
+    servers: Sequence[Server] = (),
 ) -> Report:
-    """Measure arms and return the report; a finished study in ``out`` gives its own.
-
-    ``options`` and errors: see :class:`Study`.
-    """
-    study = Study(specs, grid, out, progress, **options)
+    """Measure arms and return the report; a finished study in ``out`` gives its own. See :class:`Study`."""
+    study = Study(specs, grid, out, progress, costs=costs, servers=servers)
     if study.store.is_finished:
         return load_report(out / REPORT_FILE)
     report = study_report(study.measure(), grid, title)

@@ -148,7 +148,13 @@ def ask(server: Server, grid: EvaluationGrid, progress: Progress) -> Served:
     return replace(found, cells=tuple(cells))
 
 
-def connect(server: Server, tokenizer: Any, eos_ids: Collection[int], vocab_size: int, **options: Any) -> Endpoint:
+def connect(
+    server: Server,
+    tokenizer: Any,
+    eos_ids: Collection[int],
+    vocab_size: int,
+    wait: Callable[[float], object] | None = None,
+) -> Endpoint:
     """Return a client of the server's model, with the trunk's tokenizer, EOS ids and vocabulary size.
 
     Raises:
@@ -168,8 +174,8 @@ def connect(server: Server, tokenizer: Any, eos_ids: Collection[int], vocab_size
         api_key=read_api_key(server.api_key_env, names),
         concurrency=server.concurrency,
         timeout_seconds=server.request_timeout_seconds,
+        wait=wait,
         names=names,
-        **options,
     )
     endpoint.choose_model(server.model)
     return endpoint

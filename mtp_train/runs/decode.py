@@ -121,7 +121,7 @@ def generate(
         max_new_tokens: Limit per prompt, at least 1.
         depth: Draft tokens per round, 0 to 7; 0 is plain decoding.
         mtp: ``"on"`` drafts ``depth`` tokens every round, ``"off"`` none, ``"auto"`` as many as pay, up to ``depth``.
-        sampling: Temperature, top-k, top-p, min-p, repetition penalty and seed; None is greedy. Prompt i has seed + i.
+        sampling: Temperature, top-k, top-p, min-p and seed; None is greedy. Prompt i has seed + i.
         stop: Strings that end the text; it is cut before them.
         draft_sampling: ``"argmax"`` or ``"sampled"`` drafts above temperature 0; sampled ones are accepted more often.
         on_text: Called with the text of a single prompt piece by piece, as it becomes certain; not for several.
@@ -314,9 +314,15 @@ def evaluate(
         >>> tau = mtp.evaluate("runs/a", "eval/a", grid=grid).arms["a"].tau
     """
     subject = subject_arm(str(checkpoint), head, adapter)
-    settings: dict[str, Any] = {"model": served_model, "api_key_env": api_key_env, "concurrency": concurrency}
-    settings["request_timeout_seconds"] = request_timeout_seconds
-    server = server_of(subject, endpoint, served_only, **settings)
+    server = server_of(
+        subject,
+        endpoint,
+        served_only,
+        model=served_model,
+        api_key_env=api_key_env,
+        concurrency=concurrency,
+        request_timeout_seconds=request_timeout_seconds,
+    )
     arms = [] if served_only else [named(subject)]
     settled = (grid or EvaluationGrid()).settled(arms, [subject.trunk])
     servers = [] if server is None else [server]
@@ -468,15 +474,31 @@ def subject_arm(checkpoint: str, head: str | Path | None, adapter: str | Path | 
     return arm_of_run(Path(checkpoint))
 
 
-def server_of(subject: ArmSpec, endpoint: str | None, served_only: bool, **settings: Any) -> Server | None:
-    """Return the server to measure, with the settings as its fields; None without an endpoint."""
+def server_of(
+    subject: ArmSpec,
+    endpoint: str | None,
+    served_only: bool,
+    *,
+    model: str | None,
+    api_key_env: str | None,
+    concurrency: int,
+    request_timeout_seconds: float,
+) -> Server | None:
+    """Return the server to measure; None without an endpoint."""
     if endpoint is None:
-        given = {"served-model": settings["model"], "api-key-env": settings["api_key_env"], "served-only": served_only}
+        given = {"served-model": model, "api-key-env": api_key_env, "served-only": served_only}
         for flag, value in given.items():
             if value:
                 raise DataError(f"--{flag}: given without --endpoint; expected a server. Add --endpoint URL.")
         return None
-    for flag, name in (("concurrency", "concurrency"), ("request-timeout", "request_timeout_seconds")):
-        if not 0 < settings[name] < math.inf:
-            raise DataError(f"--{flag}: {settings[name]:g}; expected a number above 0. Correct it.")
-    return Server(url=endpoint, checkpoint=subject.trunk, **settings)
+    for flag, number in (("concurrency", concurrency), ("request-timeout", request_timeout_seconds)):
+        if not 0 < number < math.inf:
+            raise DataError(f"--{flag}: {number:g}; expected a number above 0. Correct it.")
+    return Server(
+        url=endpoint,
+        checkpoint=subject.trunk,
+        model=model,
+        api_key_env=api_key_env,
+        concurrency=concurrency,
+        request_timeout_seconds=request_timeout_seconds,
+    )
