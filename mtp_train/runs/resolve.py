@@ -67,7 +67,7 @@ GOOD_OVERLAP, GOOD_FACTOR = 0.7, 0.2
 CPU_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS = 2048, 16_384
 """Most tokens of a micro-batch; larger ones are not faster."""
 ROWS = 64
-"""Most prompts of a batch that the built-in decoder answers; larger ones are not faster."""
+"""Most prompts of a batch that the built-in decoder answers (``inference/benchmarks/auto.md``)."""
 CACHE_SHARE, ACTIVATION_SHARE = 0.3, 0.5
 """Shares of the memory beside the weights, for keys and values of answers and for activations of training."""
 
