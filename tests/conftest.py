@@ -8,12 +8,14 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 
 # The Hugging Face libraries read these once, when a test file first imports them; launched programs inherit them.
 # The private HF_HOME hides the user's caches and default accelerate configuration.
@@ -59,19 +61,11 @@ def seeded_module() -> None:
     seed()
 
 
-@contextlib.contextmanager
-def few_timed_prompts() -> Iterator[None]:
-    """Time three prompts of a run once: decoding one at a time is most of a tiny run's work, and no test reads it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtp_train.evaluation.decoding.SPEED_PROMPTS", 3)
-        patch.setattr("mtp_train.evaluation.run.SPEED_PASSES", 1)
-        patch.setattr("mtp_train.evaluation.run.SPEED_SECONDS", 0.0)
-        yield
-
-
 @pytest.fixture(scope="module", autouse=True)
 def quick_runs(request: pytest.FixtureRequest) -> Iterator[None]:
     """Let whole runs time few prompts."""
+    from runs import few_timed_prompts
+
     with few_timed_prompts() if request.path.parent.name == "e2e" else contextlib.nullcontext():
         yield
 
@@ -105,12 +99,37 @@ def own_datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     datasets.enable_progress_bars()
 
 
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """Return a directory of the whole test run: the first process to ask has it made, and the others wait for it."""
+    root = factory.getbasetemp()
+    # Processes of pytest-xdist have a directory each in the one of the test run.
+    directory = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / name
+    complete = directory.with_suffix(".complete")
+    with FileLock(f"{directory}.lock"):
+        if not complete.exists():
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir()
+            make(directory)
+            complete.touch()
+    return directory
+
+
+def finished_run(directory: Path, inputs: Path, exit_code: int, **settings: Any) -> None:
+    """Run a recipe that learns, but for some settings, in a directory."""
+    from mtp_train.cli.main import main
+    from runs import LEARNS, few_timed_prompts, write_recipe
+
+    path = write_recipe(directory / "recipe.yaml", inputs, directory / "run", **{**LEARNS, **settings})
+    with few_timed_prompts():
+        assert main(["run", str(path)]) == exit_code
+
+
 @pytest.fixture(scope="session")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base, its stripped fine-tune and chats."""
     from runs import write_inputs
 
-    return write_inputs(tmp_path_factory.mktemp("pristine") / "in")
+    return made_once(tmp_path_factory, "pristine", write_inputs)
 
 
 @pytest.fixture(scope="session")
@@ -119,21 +138,22 @@ def inputs(pristine: Path) -> Path:
     return pristine
 
 
+@pytest.fixture
+def own_inputs(pristine: Path, tmp_path: Path) -> Path:
+    """A copy of them that a test may change."""
+    return Path(shutil.copytree(pristine, tmp_path / "in"))
+
+
 @pytest.fixture(scope="session")
 def recipe(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recipe of a run that has finished and exported, in ``run`` beside it; answers come in batches of two."""
-    from mtp_train.cli.main import main
-    from runs import LEARNS, write_recipe
 
-    directory = tmp_path_factory.mktemp("finished")
-    settings = {
-        **LEARNS,
-        "data__regenerate": {**LEARNS["data__regenerate"], "batch_size": 2},
-        "evaluate__arms": ["none", "graft", "retrained", "vanilla"],
-    }
-    path = write_recipe(directory / "recipe.yaml", pristine, directory / "run", **settings)
-    assert main(["run", str(path)]) == 0
-    return path
+    def make(directory: Path) -> None:
+        answers = {"enabled": True, "max_new_tokens": 24, "temperature": 0.0, "batch_size": 2}
+        arms = ["none", "graft", "retrained", "vanilla"]
+        finished_run(directory, pristine, 0, data__regenerate=answers, evaluate__arms=arms)
+
+    return made_once(tmp_path_factory, "finished", make) / "recipe.yaml"
 
 
 @pytest.fixture(scope="session")
@@ -145,13 +165,9 @@ def run_dir(recipe: Path) -> Path:
 @pytest.fixture(scope="session")
 def refused(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recipe of a run in float32 that the gate refused: ``run`` beside it has responses, a head and no export."""
-    from mtp_train.cli.main import main
-    from runs import LEARNS, write_recipe
 
-    directory = tmp_path_factory.mktemp("refused")
-    # One step changes the weights measurably, and the drafts hardly.
-    no_better = {"train__lr": 1e-4, "train__max_steps": 1, "model__dtype": "float32"}
-    path = write_recipe(directory / "recipe.yaml", pristine, directory / "run", **{**LEARNS, **no_better})
-    with few_timed_prompts():
-        assert main(["run", str(path)]) == 3
-    return path
+    def make(directory: Path) -> None:
+        # One step changes the weights measurably, and the drafts hardly.
+        finished_run(directory, pristine, 3, train__lr=1e-4, train__max_steps=1, model__dtype="float32")
+
+    return made_once(tmp_path_factory, "refused", make) / "recipe.yaml"

@@ -4,13 +4,14 @@ accelerate shards on no CPU under FSDP2: it takes processes there for plain data
 processes on GPUs are, it does everything else as it does there. ``DIES=RANK:STEP`` in the environment makes a process
 kill itself before that step, ``DIES_IN=RANK:MODULE:FUNCTION`` when it calls a function. ``SHARD_BYTES`` is the size of
 the files of hidden states; ``FULL=RANK:NUMBER`` leaves a process no room for those behind so many. ``ATTEMPTS`` is how
-often processes look for one another's files.
+often processes look for one another's files. The word ``then`` stands between runs that the same processes do in turn.
 """
 
 from __future__ import annotations
 
 import errno
 import importlib
+import itertools
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ from mtp_train.cli.main import main
 from mtp_train.runs import run
 from mtp_train.train import hidden_cache, loop
 from mtp_train.train.stopping import leave
+from runs import few_timed_prompts
 
 
 def die_before(step: int) -> None:
@@ -79,4 +81,6 @@ if __name__ == "__main__":
         fill_disk_after(files)
     hidden_cache.SHARD_BYTES = int(os.environ.get("SHARD_BYTES", hidden_cache.SHARD_BYTES))
     run.ATTEMPTS = int(os.environ.get("ATTEMPTS", run.ATTEMPTS))
-    leave(main(["run", *sys.argv[1:]]))
+    runs = [list(words) for ends, words in itertools.groupby(sys.argv[1:], lambda word: word == "then") if not ends]
+    with few_timed_prompts():
+        leave(max([main(["run", *words]) for words in runs]))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,17 @@ import yaml
 from rich.console import Console
 
 from byte_tokenizer import byte_tokenizer
-from checkpoints import base_and_finetune
+from checkpoints import base_and_finetune, set_fields
 from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs import rescue
+from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
 from mtp_train.runs.pipeline import run_recipe
 from mtp_train.runs.run_directory import Outcome
+from tiny import tiny_trunk
+from wrapped import save_wrapped
 
 BYTE_VOCAB_SIZE = 259
 
@@ -39,6 +44,28 @@ def write_inputs(directory: Path, family_name: str = "qwen3_5", num_records: int
             ]
             file.write(json.dumps({"messages": messages, "group": f"g{number % 16}"}) + "\n")
     return directory
+
+
+def write_headless(
+    directory: Path, family_name: str, num_layers: int | None = None, wrapper: str | None = None
+) -> Path:
+    """Write chats and, in the place of the fine-tune, a model as its release has it: no head, no word of one.
+
+    It may be inside of a vision-language model.
+    """
+    write_inputs(directory)
+    path = directory / "finetune"
+    for old in path.iterdir():
+        old.unlink()
+    if wrapper is not None:
+        save_wrapped(path, wrapper, family_name, tied=wrapper == "gemma3", vocab_size=BYTE_VOCAB_SIZE)
+        if wrapper == "mistral3":
+            # Mistral Small has no window.
+            set_fields(path, {"sliding_window": None})
+    else:
+        tiny_trunk(family_name, vocab_size=BYTE_VOCAB_SIZE, num_layers=num_layers).causal_lm.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return path
 
 
 def tiny_mapping(directory: Path, run_dir: Path, **overrides: Any) -> dict[str, Any]:
@@ -97,6 +124,18 @@ LEARNS: dict[str, Any] = {
     "evaluate__max_new_tokens": 24,
 }
 
+ATTACH: dict[str, Any] = {
+    **LEARNS,
+    "model__head_from": None,
+    "head__init": "copy_last_layer",
+    "head__num_depths": SUGGESTED_DEPTH,
+    "evaluate__arms": ["none", "retrained"],
+    "gate__baseline": "none",
+    # By the clock, heads of tiny trunks cost more than they bring. Tau above 1 decides.
+    "gate__break_even_tau": 1.0,
+}
+"""The same for a trunk that ``write_headless`` wrote."""
+
 # Ends with the head it started from, as far as decoding can see: the gate must refuse it.
 GETS_NO_BETTER = {"train__lr": 1e-9, "train__max_steps": 1}
 
@@ -121,6 +160,16 @@ TINY_RESCUE = overrides_of(
     track__wandb="off",
 )
 """A rescue on ``write_inputs`` in a few seconds; it sets the steps, so that no probe goes before it."""
+
+
+@contextlib.contextmanager
+def few_timed_prompts() -> Iterator[None]:
+    """Time three prompts of a run once: decoding one at a time is most of a tiny run's work, and no test reads it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mtp_train.evaluation.decoding.SPEED_PROMPTS", 3)
+        patch.setattr("mtp_train.evaluation.run.SPEED_PASSES", 1)
+        patch.setattr("mtp_train.evaluation.run.SPEED_SECONDS", 0.0)
+        yield
 
 
 def shorten_probes(monkeypatch: pytest.MonkeyPatch) -> None:

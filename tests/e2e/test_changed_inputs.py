@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,32 +13,42 @@ from typing import Any
 import pytest
 
 from adapters import write_adapter
+from launching import outcome
 from mtp_train.cli.main import main
 from mtp_train.errors import ChangedInputError
 from mtp_train.evaluation import run as study_run
+from mtp_train.evaluation.results import load_report
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline
-from runs import document, run_quietly, tree, write_inputs, write_recipe
+from runs import document, refusal, run_quietly, tree, write_recipe
 
 Capture = pytest.CaptureFixture[str]
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Inputs, an adapter, and a run that was killed behind its training: ``run``, of ``recipe.yaml``."""
-    directory = write_inputs(tmp_path_factory.mktemp("changed"))
+def place(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Inputs, an adapter, and a run that was killed before its training: ``run``, of ``recipe.yaml``."""
+    directory = Path(shutil.copytree(pristine, tmp_path_factory.mktemp("changed") / "in"))
     for name in ("base", "finetune"):
         (directory / name / "generation_config.json").write_text('{"eos_token_id": 257}')
     write_adapter(directory / "finetune", directory / "lora", target_modules=["q_proj"])
-    recipe = write_recipe(
-        directory / "recipe.yaml", directory, directory / "run", model__adapter=str(directory / "lora")
-    )
+    # A relative path of two parts reads as a hub id where there is nothing.
+    (directory / "data" / "chats").mkdir(parents=True)
+    (directory / "chats.jsonl").rename(directory / "data" / "chats" / "chats.jsonl")
+    settings = {"model__adapter": str(directory / "lora"), "data__sources": [{"path": "data/chats"}]}
+    assert reaches_training(write_recipe(directory / "recipe.yaml", directory, directory / "run", **settings))
+    return directory
+
+
+def reaches_training(recipe: Path) -> bool:
+    """Whether a run comes as far as its training, where it is killed."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline, "evaluate_run", killed)
+        patched.chdir(recipe.parent)
+        patched.setattr(pipeline, "train_stage", killed)
         with pytest.raises(KeyboardInterrupt):
             run_quietly(load_recipe(recipe))
-    return directory
+    return True
 
 
 def killed(*_: Any, **__: Any) -> None:
@@ -55,12 +65,6 @@ def flip(path: Path) -> None:
 
 def more(path: Path) -> None:
     path.write_text(path.read_text() + "\n")
-
-
-def refused(argv: list[Any], capfd: Capture) -> str:
-    capfd.readouterr()
-    assert main([str(word) for word in argv]) == 2
-    return capfd.readouterr().err
 
 
 @contextmanager
@@ -83,25 +87,37 @@ CHANGES: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
     "adapter config": ("lora/adapter_config.json", "model.adapter", more),
     "no generation config": ("finetune/generation_config.json", "model.trunk", Path.unlink),
     "chat template": ("finetune/chat_template.jinja", "model.trunk", lambda path: path.write_text(CHAT_TEMPLATE)),
-    "data": ("chats.jsonl", "data.sources.0", flip),
+    "data": ("data/chats/chats.jsonl", "data.sources.0", flip),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_killed_run_does_not_go_on_with_another_input(name: str, place: Path, capfd: Capture) -> None:
+def test_a_killed_run_does_not_go_on_with_another_input(
+    name: str, place: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
     file, field, change = CHANGES[name]
     before = tree(place / "run")
     with changed(place / file, change):
-        said = refused(["run", place / "recipe.yaml"], capfd)
-    assert f"{place / 'run'}: inputs changed since the run began: {field} (" in said
-    assert f"): {Path(file).name}" in said.replace(f"({place / file})", "()").replace(" (gone)", "").replace(
-        " (new)", ""
-    )
-    assert "; expected the files that it began with. Restore the old files, or write another run_dir" in said
-    outcome = json.loads((place / "run" / "outcome.json").read_text())
-    assert (outcome["exit_code"], outcome["stage"]) == (2, "check")
-    assert f"mtp-train: {outcome['message']}\n" == said
+        said = refusal(["run", "recipe.yaml"], capfd)
+    start, _, rest = said.partition(" (")
+    assert start == f"mtp-train: {place / 'run'}: inputs changed since the run began: {field}"
+    assert f"): {Path(file).name}" in rest
+    assert "; expected the files that it began with. Restore the old files, or write another run_dir" in rest
+    found = outcome(place / "run")
+    assert (found["exit_code"], found["stage"]) == (2, "check")
+    assert f"mtp-train: {found['message']}\n" == said
     assert tree(place / "run").keys() - {"outcome.json"} == before.keys() - {"outcome.json"}
+
+
+def test_a_directory_of_data_that_is_gone_is_no_dataset_of_the_hub(
+    place: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    (place / "data").rename(place / "away")
+    said = refusal(["run", "recipe.yaml"], capfd)
+    (place / "away").rename(place / "data")
+    assert re.search(r"data\.sources\.0 cannot be opened \(.*: no such file or directory", said)
 
 
 def copied(place: Path) -> None:
@@ -111,22 +127,13 @@ def copied(place: Path) -> None:
             shutil.move(place / name, place / "old")
             shutil.copytree(place / "old", place / name, copy_function=shutil.copyfile)
             shutil.rmtree(place / "old")
-    (place / "chats.jsonl").touch()
-
-
-def reaches_evaluation(recipe: Path) -> bool:
-    """Whether a run that was killed behind its training goes on from there."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline, "train_stage", None)
-        patched.setattr(pipeline, "evaluate_run", killed)
-        with pytest.raises(KeyboardInterrupt):
-            run_quietly(load_recipe(recipe))
-    return True
+    for file in place.rglob("chats.jsonl"):
+        file.touch()
 
 
 def test_a_killed_run_goes_on_with_files_that_were_copied_or_touched(place: Path) -> None:
     copied(place)
-    assert reaches_evaluation(place / "recipe.yaml")
+    assert reaches_training(place / "recipe.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -144,13 +151,9 @@ def finished(pristine: Path, run_dir: Path, tmp_path_factory: pytest.TempPathFac
 def test_a_finished_run_whose_inputs_changed_says_so_and_keeps_its_outcome(finished: Path, capfd: Capture) -> None:
     before = tree(finished / "run")
     with changed(finished / "finetune" / "model.safetensors", flip):
-        said = refused(["run", finished / "recipe.yaml"], capfd)
+        said = refusal(["run", finished / "recipe.yaml"], capfd)
     assert f"inputs changed since the run began: model.trunk ({finished / 'finetune'}): model.safetensors;" in said
     assert f"The results in {finished / 'run'} are complete, and were computed from the old files." in said
-    with changed(finished / "chats.jsonl", Path.unlink):
-        assert "data.sources.0 cannot be opened (data.sources.0: no such file;" in refused(
-            ["run", finished / "recipe.yaml"], capfd
-        )
     assert tree(finished / "run") == before
     copied(finished)
     assert main(["run", str(finished / "recipe.yaml")]) == 0
@@ -158,53 +161,34 @@ def test_a_finished_run_whose_inputs_changed_says_so_and_keeps_its_outcome(finis
     assert tree(finished / "run").keys() == before.keys()
 
 
-@pytest.mark.parametrize("form", [[], ["--head-only"], ["--gguf", "f16"]])
 def test_an_export_of_another_trunk_than_was_measured_is_refused(
-    form: list[str], finished: Path, tmp_path: Path, capfd: Capture
+    finished: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    argv = ["export", finished / "run", *form, "--out", tmp_path / "out"]
+    out = tmp_path / "out"
+    forms: list[list[str]] = [[], ["--head-only"], ["--gguf", "f16"]]
     with changed(finished / "finetune" / "model.safetensors", flip):
-        assert "model.trunk (" in refused(argv, capfd)
-    assert not (tmp_path / "out").exists()
-    assert main([str(word) for word in argv]) == 0
+        for form in forms:
+            assert "model.trunk (" in refusal(["export", finished / "run", *form, "--out", out], capfd)
+    assert not out.exists()
     # The base and the data are not in the export.
-    if not form:
-        with changed(finished / "chats.jsonl", Path.unlink), changed(finished / "base" / "config.json", more):
-            assert main(["export", str(finished / "run"), "--out", str(tmp_path / "again")]) == 0
+    with changed(finished / "chats.jsonl", Path.unlink), changed(finished / "base" / "config.json", more):
+        document(["export", finished / "run", "--out", out], capfd)
 
 
-def test_a_trunk_that_is_rewritten_while_its_head_trains_is_refused(pristine: Path, tmp_path: Path) -> None:
-    inputs = shutil.copytree(pristine, tmp_path / "in")
-    train = pipeline.train_stage
+def test_a_trunk_that_is_rewritten_while_its_head_trains_is_refused(finished: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
 
-    def rewriting(*args: Any, **named: Any) -> None:
-        train(*args, **named)
-        flip(inputs / "finetune" / "model.safetensors")
+    def rewriting(*_: Any, **__: Any) -> None:
+        flip(finished / "finetune" / "model.safetensors")
+        shutil.copytree(finished / "run" / "head", run_dir / "head")
 
-    path = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run")
-    with pytest.MonkeyPatch.context() as patched:
+    recipe = load_recipe(write_recipe(tmp_path / "recipe.yaml", finished, run_dir))
+    with pytest.MonkeyPatch.context() as patched, changed(finished / "finetune" / "model.safetensors", Path.touch):
         patched.setattr(pipeline, "train_stage", rewriting)
+        patched.setattr(pipeline, "evaluate_run", lambda *_: load_report(finished / "run" / "report.json"))
         with pytest.raises(ChangedInputError, match=r"model\.trunk \(.*\): model\.safetensors;"):
-            run_quietly(load_recipe(path))
-    assert not (tmp_path / "run" / "report.json").exists()
-
-
-def test_a_directory_of_data_that_is_gone_is_no_dataset_of_the_hub(pristine: Path, tmp_path: Path) -> None:
-    # A relative path of two parts reads as a hub id where there is nothing.
-    with pytest.MonkeyPatch.context() as patched:
-        patched.chdir(tmp_path)
-        (tmp_path / "data" / "chats").mkdir(parents=True)
-        shutil.copy(pristine / "chats.jsonl", tmp_path / "data" / "chats")
-        source = [{"path": "data/chats"}]
-        recipe = load_recipe(write_recipe(tmp_path / "recipe.yaml", pristine, tmp_path / "run", data__sources=source))
-        patched.setattr(pipeline, "train_stage", killed)
-        with pytest.raises(KeyboardInterrupt):
             run_quietly(recipe)
-        shutil.rmtree(tmp_path / "data")
-        with pytest.raises(
-            ChangedInputError, match=r"data\.sources\.0 cannot be opened \(.*: no such file or directory"
-        ):
-            run_quietly(recipe)
+    assert not (run_dir / "report.json").exists()
 
 
 def study(out: Path, inputs: Path, *arms: str) -> list[Any]:
@@ -224,14 +208,14 @@ def test_a_study_is_not_read_or_continued_for_other_arms(pristine: Path, tmp_pat
     for finishes in (False, True):
         before = tree(tmp_path / "out")
         with changed(inputs / "base" / "model.safetensors", flip):
-            said = refused(argv, capfd)
+            said = refusal(argv, capfd)
         assert f"{tmp_path / 'out'}: inputs changed since the study began: vanilla: trunk ({inputs / 'base'})" in said
         assert f"graft: head ({inputs / 'base'}): model.safetensors; expected" in said
         assert "Restore the old files, or choose another --out for the new ones." in said
         with changed(inputs / "finetune" / "tokenizer.json", more):
-            assert "graft: trunk (" in refused(argv, capfd)
+            assert "graft: trunk (" in refusal(argv, capfd)
         with changed(inputs / "chats.jsonl", lambda path: path.write_text(path.read_text().replace("say", "tell"))):
-            assert "another study (its prompt_texts differ" in refused(argv, capfd)
+            assert "another study (its prompt_texts differ" in refusal(argv, capfd)
         assert tree(tmp_path / "out") == before
         copied(inputs)
         report = document(argv, capfd)
@@ -249,7 +233,7 @@ def test_an_arm_that_is_rewritten_while_it_is_loaded_is_refused(pristine: Path, 
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(study_run, "load_arm_trunk", rewriting)
-        assert "base: trunk changed while it was measured" in refused(
+        assert "base: trunk changed while it was measured" in refusal(
             study(tmp_path / "out", pristine, str(base)), capfd
         )
     assert not (tmp_path / "out" / "study.json").exists()

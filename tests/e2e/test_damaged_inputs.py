@@ -1,30 +1,33 @@
 """Commands on damaged inputs: exit 0 with a result, or exit 2 with one message; sources stay, nothing is half-written.
 
-A damage follows from a seed: the fast tier has a table of them, the slow tier draws more.
+Random damages follow from a seed: the fast tier has a table of them, the slow tier draws more.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from adapters import write_adapter
+from checkpoints import shard
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
-from mtp_train.checkpoints.files import open_checkpoint
+from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.heads.build import graft_plan
-from runs import tree, write_inputs, write_recipe
+from runs import document, refusal, tree, write_inputs, write_recipe
+from tiny import ALL_FAMILIES
 
 Capture = pytest.CaptureFixture[str]
 MESSAGE = re.compile(r"mtp-train: (?:[^\n]+; expected [^\n]+\. [A-Z][^\n]+[.?]\n)+")
@@ -81,24 +84,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 
 
-VALUES: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    0,
-    3,
-    10**30,
-    0.5,
-    float("nan"),
-    "",
-    "../x",
-    "/",
-    "\ud800",
-    [],
-    [[1]],
-    {},
-    {"a": 1},
-)
+VALUES = (None, True, -1, 0, 3, 10**30, 0.5, float("nan"), "", "../x", "/", "\ud800", [], [[1]], {}, {"a": 1})
 """What may stand in the place of a value in JSON."""
 
 
@@ -144,35 +130,45 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def outcome_of(inputs: Path, part: str, command: str, seed: int | None, capfd: Capture) -> int:
-    """Damage a file in a copy of the inputs, run a command, check what it leaves, and return its exit code."""
-    with tempfile.TemporaryDirectory() as name:
-        work, home = Path(name), os.getcwd()
+def at_random(part: str, seed: int) -> Callable[[Path], None]:
+    """Return what damages a file of a part as a seed decides."""
+
+    def do(work: Path) -> None:
+        random = Random(seed)
+        damage(work / part / random.choice(FILES[part]), random)
+
+    return do
+
+
+def done(inputs: Path, damages: Callable[[Path], Any], command: str, capfd: Capture) -> tuple[int, str]:
+    """Damage a copy of the inputs, run a command there, check what it leaves; return its exit code and message."""
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patched:
+        work = Path(name)
+        patched.chdir(work)
         shutil.copytree(inputs, work, dirs_exist_ok=True)
-        if seed is not None:
-            random = Random(seed)
-            damage(work / part / random.choice(FILES[part]), random)
+        damages(work)
         before = tree(work)
-        os.chdir(work)
-        try:
-            capfd.readouterr()
-            code = main([*command.split(" "), "--json"] if "rescue" not in command else command.split(" "))
-        finally:
-            os.chdir(home)
+        capfd.readouterr()
+        code = main([*command.split(" "), *([] if command.startswith("rescue") else ["--json"])])
         printed, after = capfd.readouterr(), tree(work)
-        kept = {path: content for path, content in after.items() if Path(path).parts[0] not in ("OUT", "run")}
-        assert kept == before
+        assert {path: content for path, content in after.items() if path in before} == before
+        assert {Path(path).parts[0] for path in after.keys() - before.keys()} <= {"OUT", "run"}
         if code == 0:
             assert json.loads(printed.out)
-        else:
-            assert code == 2
-            assert MESSAGE.fullmatch(printed.err), printed.err
-            # A rescue tells its settings before it reads the weights.
-            assert printed.out == "" or command.startswith("rescue")
-            # A refused run records why, and a comparison keeps what it measured of other models.
-            left = {path for path in after if path.startswith("OUT/")}
-            assert command.startswith("compare") or left <= {"OUT/outcome.json"}
-        return code
+            return code, ""
+        said = printed.err.removeprefix("1 process on cpu, no shards\n")
+        assert code == 2
+        assert MESSAGE.fullmatch(said), said
+        # A rescue tells its settings before it reads the weights.
+        assert printed.out == "" or command.startswith("rescue")
+        left = {path for path in after.keys() - before.keys() if "/" in path}
+        # A comparison keeps what it measured of other models.
+        assert left <= {"OUT/outcome.json", "run/outcome.json"} or command.startswith("compare")
+        for path in left & {"OUT/outcome.json", "run/outcome.json"}:
+            recorded = json.loads((work / path).read_text())
+            assert f"mtp-train: {recorded.pop('message')}\n" == said
+            assert recorded == {"exit_code": 2, "reason": "bad_input", "stage": "check"}
+        return code, said
 
 
 # One evaluation prompt is too few for a rescue: it shows refusals alone.
@@ -183,16 +179,16 @@ USED = [
 
 @pytest.mark.parametrize(("part", "command"), USED)
 def test_intact_inputs_are_used(part: str, command: str, inputs: Path, capfd: Capture) -> None:
-    assert outcome_of(inputs, part, command, None, capfd) == 0
+    assert done(inputs, lambda work: None, command, capfd) == (0, "")
 
 
 EVERY = [(part, command) for part, commands in COMMANDS.items() for command in commands]
-CASES = [(*EVERY[seed % len(EVERY)], seed) for seed in range(60)]
+RANDOM_CASES = [(*EVERY[seed % len(EVERY)], seed) for seed in range(60)]
 
 
-@pytest.mark.parametrize(("part", "command", "seed"), CASES)
+@pytest.mark.parametrize(("part", "command", "seed"), RANDOM_CASES)
 def test_a_damaged_input_is_used_or_refused(part: str, command: str, seed: int, inputs: Path, capfd: Capture) -> None:
-    assert outcome_of(inputs, part, command, seed, capfd) in (0, 2)
+    done(inputs, at_random(part, seed), command, capfd)
 
 
 @pytest.mark.slow
@@ -201,6 +197,120 @@ def test_many_damaged_inputs_are_used_or_refused(part: str, inputs: Path, capfd:
     @settings(max_examples=600, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from(COMMANDS[part]), st.integers(0, 2**32))
     def check(command: str, seed: int) -> None:
-        assert outcome_of(inputs, part, command, seed, capfd) in (0, 2)
+        done(inputs, at_random(part, seed), command, capfd)
 
     check()
+
+
+# Damages with messages of their own
+
+
+def lose_a_shard(work: Path) -> None:
+    shard(work / "finetune")
+    (work / "finetune" / "model-00002-of-00003.safetensors").unlink()
+
+
+def rewrite(path: Path, key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change one tensor of a single-file checkpoint."""
+    tensors = load_file(path / SINGLE_FILE)
+    save_file({**tensors, key: change(tensors[key]).contiguous()}, path / SINGLE_FILE, {"format": "pt"})
+
+
+def poison(path: Path, key: str) -> None:
+    rewrite(path, key, lambda tensor: tensor.index_fill(0, torch.tensor([len(tensor) - 1]), torch.nan))
+
+
+def shorten_held_out_texts(work: Path) -> None:
+    rows = [{"text": chr(97 + number), "group": f"g{number}"} for number in range(8)]
+    rows += [{"text": "long enough to learn", "group": "train"}] * 8
+    (work / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def take_the_target(work: Path) -> None:
+    (work / "OUT").symlink_to(work / "nowhere")
+
+
+BOTH = ("run recipe.yaml", "generate finetune --head base --prompt hello")
+MLP = "model.layers.0.mlp.up_proj.weight"
+NAMED: list[tuple[tuple[str, ...], Callable[[Path], Any], str]] = [
+    (
+        BOTH[:1],
+        lose_a_shard,
+        r"finetune/model\.safetensors\.index\.json: names model-00002-of-00003\.safetensors, which is not there .*; "
+        r"expected every shard beside the index\. Download the missing shards\.",
+    ),
+    (BOTH, lambda work: poison(work / "finetune", "model.norm.weight"), "finetune: model.norm.weight holds NaN or"),
+    (BOTH, lambda work: poison(work / "base", "mtp.norm.weight"), "mtp.norm.weight.* holds NaN or infinite values"),
+    (
+        BOTH,
+        lambda work: rewrite(work / "base", MLP, lambda tensor: tensor[:-1]),
+        r"base: trunk tensor layers\.0\.mlp\.up_proj\.weight is \[47, 32\], in .*finetune it is \[48, 32\]; "
+        r"expected the same trunk shape\. Point at the base that the fine-tune came from\.",
+    ),
+    (
+        ("generate finetune --depth 0 --prompt hello --chat",),
+        lambda work: (work / "finetune" / "chat_template.jinja").write_text("{{ 1 / 0 }}"),
+        "fails on it .ZeroDivisionError",
+    ),
+    (
+        BOTH[:1],
+        shorten_held_out_texts,
+        r"data\.holdout: 0\.4 holds out \d+ texts, none of them long enough to continue; expected",
+    ),
+    (
+        ("export base --out OUT", "merge base --adapter lora --out OUT", "demo OUT"),
+        take_the_target,
+        "OUT: already exists; expected a new path for the (checkpoint|demo). Choose another",
+    ),
+]
+NAMED_CASES = [(command, damages, message) for commands, damages, message in NAMED for command in commands]
+
+
+@pytest.mark.parametrize(("command", "damages", "message"), NAMED_CASES)
+def test_the_message_names_the_damage(
+    command: str, damages: Callable[[Path], Any], message: str, inputs: Path, capfd: Capture
+) -> None:
+    code, said = done(inputs, damages, command, capfd)
+    assert code == 2
+    assert re.search(message, said)
+
+
+@pytest.mark.skipif("step3p7" not in ALL_FAMILIES, reason="this transformers has no Step-3.7")
+def test_a_chain_of_modules_is_not_trained_as_one(tmp_path: Path, capfd: Capture) -> None:
+    inputs = write_inputs(tmp_path / "in", "step3p7")
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", objective__unroll="fastmtp")
+    said = refusal(["check", recipe], capfd)
+    assert said.startswith("mtp-train: objective.unroll: 'fastmtp' with a head of 3 chained modules")
+
+
+def test_check_and_run_report_the_same_problems_at_once(pristine: Path, tmp_path: Path, capfd: Capture) -> None:
+    wrong = {"head__draft_vocab": 100_000, "data__responses": str(tmp_path / "no run"), "data__regenerate": {}}
+    recipe = write_recipe(tmp_path / "recipe.yaml", pristine, tmp_path / "run", **wrong)
+    said = []
+    for command in ("check", "run"):
+        assert main([command, str(recipe)]) == 2
+        said.append(capfd.readouterr().err.splitlines()[-2:])
+    assert said[0] == said[1]
+    assert "head.draft_vocab: 100000; expected fewer" in said[0][0]
+    assert said[0][1].startswith("data.responses: ")
+
+
+def test_a_card_that_cannot_be_read_does_not_stop_the_copy(own_inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    card = b"---\n[1, 2]\n---\n# Caf\xe9\n"
+    (own_inputs / "finetune" / "README.md").write_bytes(card)
+    document(["graft", own_inputs / "finetune", "--from", own_inputs / "base", "--out", tmp_path / "out"], capfd)
+    assert "## Serve it" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert (own_inputs / "finetune" / "README.md").read_bytes() == card
+
+
+def test_a_copy_whose_card_cannot_be_written_is_removed(
+    pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("mtp_train.runs.export.write_text", fail)
+    argv = ["graft", str(pristine / "finetune"), "--from", str(pristine / "base"), "--out", str(tmp_path / "out")]
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(argv)
+    assert tree(tmp_path) == {}

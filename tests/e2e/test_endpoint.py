@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from byte_tokenizer import byte_tokenizer
-from launching import ROOT, metrics, outcome, start
-from mtp_train.cli.main import main
+from launching import CPU_SHARDS, metrics, outcome, start
 from mtp_train.families import FAMILIES
 from mtp_train.trunk.load import load_trunk
 from openai_server import Served, openai_server, served_by
-from runs import document, write_recipe
+from runs import document, overrides_of, refusal, write_recipe
+
+Capture = pytest.CaptureFixture[str]
 
 FAMILY = next(family for family in FAMILIES if family.name == "qwen3_5")
 EOS = int(byte_tokenizer().eos_token_id)
@@ -36,7 +37,7 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_a_server_of_the_trunk_answers_as_the_built_in_decoder_does(
-    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KEY_OF_THE_TEST", "secret\n")
     here = write_recipe(tmp_path / "here.yaml", inputs, tmp_path / "here", data__regenerate=WRITTEN)
@@ -60,18 +61,16 @@ def test_a_server_of_the_trunk_answers_as_the_built_in_decoder_does(
 
 
 def test_responses_are_kept_where_the_server_moved_and_not_where_it_serves_another_name(
-    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    inputs: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    monkeypatch.setenv("KEY_OF_THE_TEST", "secret")
     asking = {**WRITTEN, "endpoint": "http://localhost:1/v1"}
     path = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", data__regenerate=asking)
 
-    def moved(url: str, **others: Any) -> list[Any]:
-        fields = {"endpoint": url, "concurrency": 2, "api_key_env": "KEY_OF_THE_TEST", **others}
-        return ["regenerate", path, *(f"data.regenerate.{name}={value}" for name, value in fields.items())]
+    def moved(url: str | None, **others: Any) -> list[Any]:
+        return ["regenerate", path, *overrides_of(data__regenerate={**WRITTEN, "endpoint": url, **others})]
 
     with serving(inputs / "finetune") as first:
-        expected = document(moved(first.url), capfd)
+        expected = document(moved(first.url, concurrency=2), capfd)
     recorded = (tmp_path / "run" / "recipe.yaml").read_bytes()
     with serving(inputs / "finetune") as second:
         kept = rows(tmp_path / "run")
@@ -83,16 +82,14 @@ def test_responses_are_kept_where_the_server_moved_and_not_where_it_serves_anoth
         assert rows(tmp_path / "run") == kept
         assert len(second.payloads) == min(16, expected["responses"]) + expected["responses"] - 3
     assert (tmp_path / "run" / "recipe.yaml").read_bytes() == recorded
-    decoder = moved("null", concurrency="null", api_key_env="null")
-    for other in (moved(second.url, model="another"), moved(second.url, max_new_tokens=7), decoder):
-        assert main([str(word) for word in other]) == 2
-        assert "holds the run of another recipe" in capfd.readouterr().err
+    for other in (moved(second.url, model="another"), moved(second.url, max_new_tokens=7), moved(None)):
+        assert "holds the run of another recipe" in refusal(other, capfd)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("served_model", ["finetune", "base"])
 def test_processes_with_shards_of_the_trunk_check_the_responses_together(
-    served_model: str, inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    served_model: str, inputs: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     """The first one asks the server, all train the shards; the error of a server of another model ends both."""
     here = write_recipe(tmp_path / "here.yaml", inputs, tmp_path / "here", data__regenerate=WRITTEN)
@@ -100,8 +97,7 @@ def test_processes_with_shards_of_the_trunk_check_the_responses_together(
     with serving(inputs / served_model) as served:
         changes = {"data__regenerate": {**WRITTEN, "endpoint": served.url}, "gate__enabled": False}
         there = write_recipe(tmp_path / "there.yaml", inputs, tmp_path / "shards", **changes)
-        program = ROOT / "tests" / "cpu_shards.py"
-        done = start("fsdp2.yaml", program, there, flags=("--num_processes", "2"), ACCELERATE_USE_CPU="true")
+        done = start("fsdp2.yaml", CPU_SHARDS, there, flags=("--num_processes", "2"), ACCELERATE_USE_CPU="true")
         asked = len(served.payloads)
     shards = tmp_path / "shards"
     if served_model == "base":

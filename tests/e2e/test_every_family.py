@@ -1,4 +1,6 @@
-"""A family's way from a stripped fine-tune to a checkpoint that is healthy again; ``test_families.py`` has its stages.
+"""A family's way from a model without its head, or that never had one, to a checkpoint with one that drafts.
+
+``test_families.py`` has the stages of all families.
 
 Random tiny checkpoints in the released layout: key names and expert layout are what transformers' own
 ``save_pretrained`` and the family's key rules make of them.
@@ -7,6 +9,8 @@ Random tiny checkpoints in the released layout: key names and expert layout are 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.trunk.load import load_trunk
-from runs import LEARNS, document, run_quietly, write_inputs, write_recipe
+from runs import LEARNS, document, overrides_of, run_quietly, write_headless, write_inputs, write_recipe
 from tiny import ALL_FAMILIES
 
 NEW_TOKENS = 24
@@ -65,6 +69,49 @@ def test_a_stripped_fine_tune_gets_a_head_that_is_better_than_the_graft(
     exported = inspected(capfd, export, "--base", base)
     assert (exported["status"], exported["stale"]) == ("healthy", False)
     assert_lossless(export)
+
+
+HOW_TO = Path(__file__).parents[2] / "recipes" / "attach.md"
+
+
+@pytest.mark.parametrize(
+    ("family_name", "wrapper"),
+    [("gemma3_text", "gemma3"), ("gpt_oss", None), pytest.param("mistral", "mistral3", marks=pytest.mark.slow)],
+)
+def test_a_model_that_never_had_a_head_gets_one_as_the_how_to_says(
+    family_name: str,
+    wrapper: str | None,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On tiny models, with settings that suit them, and without the launcher."""
+    trunk = write_headless(tmp_path / "in", family_name, wrapper=wrapper)
+    monkeypatch.chdir(tmp_path)
+    names = {"my-model": str(trunk), "chats.jsonl": str(tmp_path / "in" / "chats.jsonl")}
+    tiny = {**LEARNS, "data__holdout": 0.4, "data__seq_len_tokens": 96, "train__precision": "fp32"}
+    tiny |= {"train__micro_batch_sequences": 1, "train__warmup_steps": 0, "gate__break_even_tau": 1.0}
+    # For some models init chooses EAGLE-3, which test_other_kinds.py has.
+    tiny |= {"head__kind": "mtp", "head__init": "copy_last_layer", "track__wandb": "off"}
+    block, *_ = re.findall(r"```bash\n(.*?)```", HOW_TO.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = []
+    for line in block.splitlines():
+        words = [names.get(word, word) for word in shlex.split(line)]
+        argv = ["run", *words[4:]] if words[0] == "accelerate" else words[1:]
+        found.append(document([*argv, *(overrides_of(**tiny) if argv[0] in ("run", "check") else [])], capfd))
+    before, written, planned, done, after = found
+    assert (before["family"], before["status"]) == (family_name, "none")
+    assert shlex.split(before["cure"])[:2] == ["mtp-train", "init"]
+    assert (written["start"], done["exit_code"]) == ("attach", 0)
+    assert (after["status"], after["serves"]) == ("healthy", planned["serves"])
+
+    run_dir = tmp_path / "runs" / "attached"
+    report = json.loads((run_dir / "report.json").read_text())
+    assert (report["gate"]["passed"], report["gate"]["baseline"]) == (True, "none")
+    assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
+    exported = all_tensors(run_dir / "export")
+    assert all(torch.equal(exported[key], value) for key, value in all_tensors(trunk).items())
+    assert_lossless(run_dir / "export")
 
 
 def inspected(capfd: pytest.CaptureFixture[str], checkpoint: Path, *more: object) -> Any:

@@ -94,16 +94,6 @@ def test_no_command_changes_a_file_of_its_inputs(inputs: Path, tmp_path: Path) -
         assert (written / INDEX_FILE).is_file() or files == {SINGLE_FILE}
 
 
-def test_a_rescue_changes_no_file_of_its_inputs(saved: Path, tmp_path: Path) -> None:
-    inputs = laid_out(saved, tmp_path / "in", "hub_cache")
-    before, finetune = hashes(inputs), place(inputs / "finetune")
-    words = [finetune, "--from", place(inputs / "base"), "--data", inputs / "chats.jsonl", "--out", tmp_path / "out"]
-    assert main([str(word) for word in ("rescue", *words, "--set", *TINY_RESCUE)]) == 0
-    assert hashes(inputs) == before
-    tensors, trunk = all_tensors(tmp_path / "out" / "export"), all_tensors(finetune)
-    assert same({key: tensors[key] for key in trunk}, trunk)
-
-
 @pytest.mark.slow
 def test_no_command_that_decodes_or_trains_changes_a_file_of_its_inputs(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -124,9 +114,10 @@ def test_no_command_that_decodes_or_trains_changes_a_file_of_its_inputs(
         ["probe", finetune, "--from", base, "--data", data, "--out", "probe"],
         ["evaluate", base, *suite, "--out", "study"],
         ["compare", f"vanilla={base}", f"graft={finetune}+{base}", *suite, "--out", "compared"],
+        ["rescue", finetune, "--from", base, "--data", data, "--out", "rescued", "--set", *TINY_RESCUE],
     ):
         assert main([str(word) for word in argv]) == 0, argv
         assert hashes(inputs) == before, argv
-    for written in ("run/export", "exported"):
+    for written in ("run/export", "exported", "rescued/export"):
         tensors, trunk = all_tensors(tmp_path / written), all_tensors(finetune)
         assert same({key: tensors[key] for key in trunk}, trunk)

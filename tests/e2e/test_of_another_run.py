@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from torch.testing import assert_close
 
+from launching import head
 from mtp_train.answers.store import stored_rows
 from mtp_train.cli.main import main
 from mtp_train.runs import regeneration
@@ -37,30 +37,22 @@ def stored(run: Path) -> list[Any]:
     return sorted(stored_rows(directory), key=lambda row: row.id)
 
 
-def head_of(run: Path) -> dict[str, Tensor]:
-    return dict(load_file(run / "head" / "head.safetensors"))
-
-
-def never(*_: Any, **__: Any) -> None:
-    raise AssertionError("decoded")
-
-
 def test_another_dtype_takes_the_responses_and_the_head_of_a_refused_run(
     first: Path, pristine: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = tree(first)
     recipe = second(tmp_path, pristine, first, train__lr=1e-9, train__max_steps=1)
     assert document(["check", recipe], capfd)["disk_bytes"] > 0
-    monkeypatch.setattr(regeneration, "SpeculativeDecoder", never)
+    monkeypatch.setattr(regeneration, "SpeculativeDecoder", None)
     assert main(["run", str(recipe)]) == 3
     capfd.readouterr()
     run = tmp_path / "second"
     assert stored(run) == stored(first)
     assert [path.name for path in run.glob("data/*/regenerated-*")] == []
-    assert_close(head_of(run), head_of(first), rtol=0, atol=1e-6)
+    assert_close(head(run), head(first), rtol=0, atol=1e-6)
     base = load_file(pristine / "base" / "model.safetensors")
     with pytest.raises(AssertionError):
-        assert_close(head_of(run), {key: base[key] for key in head_of(run)}, rtol=0, atol=1e-6)
+        assert_close(head(run), {key: base[key] for key in head(run)}, rtol=0, atol=1e-6)
     report = json.loads((run / "report.json").read_text())
     assert report["arms"]["graft"]["head"] == str(first)
     assert report["gate"]["baseline"] == "graft"
@@ -101,19 +93,18 @@ def test_only_missing_responses_are_generated_and_the_copy_outlives_the_run(
 
     shutil.rmtree(donor)
     kept = tree(run / "data")
-    monkeypatch.setattr(regeneration.SpeculativeDecoder, "decode", never)
+    monkeypatch.setattr(regeneration.SpeculativeDecoder, "decode", None)
     assert main(["regenerate", str(recipe)]) == 0
     assert tree(run / "data") == kept
 
 
 def test_responses_of_another_trunk_are_refused_before_anything_is_written(
-    first: Path, pristine: Path, tmp_path: Path, capfd: Capture
+    first: Path, own_inputs: Path, tmp_path: Path, capfd: Capture
 ) -> None:
-    other = Path(shutil.copytree(pristine, tmp_path / "in"))
-    weights = load_file(other / "finetune" / "model.safetensors")
-    key = min(weights)
-    save_file({**weights, key: weights[key] + 1e-3}, other / "finetune" / "model.safetensors", {"format": "pt"})
-    said = refusal(["run", second(tmp_path, other, first, model__head_from=str(other / "base"))], capfd)
+    file = own_inputs / "finetune" / "model.safetensors"
+    weights = load_file(file)
+    save_file({**weights, min(weights): weights[min(weights)] + 1e-3}, file, {"format": "pt"})
+    said = refusal(["run", second(tmp_path, own_inputs, first, model__head_from=str(own_inputs / "base"))], capfd)
     assert f"data.responses: {first} has responses of another trunk than model.trunk (model.safetensors differ)" in said
     assert not (tmp_path / "second" / "recipe.yaml").exists()
 
@@ -127,8 +118,7 @@ def test_what_is_no_run_with_responses_is_refused(first: Path, pristine: Path, t
         unfinished: "has no responses",
     }.items():
         recipe = second(tmp_path, pristine, first, data__responses=str(location))
-        for command in ("check", "run"):
-            assert f"data.responses: {location} {found}" in refusal([command, recipe], capfd)
+        assert f"data.responses: {location} {found}" in refusal(["check", recipe], capfd)
     recipe = second(tmp_path, pristine, first, data__regenerate=None)
     assert "while data.regenerate is off; expected it on" in refusal(["check", recipe], capfd)
     inside = write_recipe(tmp_path / "inside.yaml", pristine, first / "more", **LEARNS, data__responses=str(first))
@@ -146,10 +136,9 @@ def test_a_refused_run_lends_its_head_to_commands(first: Path, pristine: Path, t
 
 
 def test_a_head_alone_is_no_model(first: Path, pristine: Path, tmp_path: Path, capfd: Capture) -> None:
-    arms = ["none", "graft", "retrained", "vanilla"]
-    for command in ("check", "run"):
-        said = refusal([command, second(tmp_path, pristine, first, evaluate__arms=arms)], capfd)
-        assert "Write evaluate.arms: [none, graft, retrained], or name the base" in said
+    recipe = second(tmp_path, pristine, first, evaluate__arms=["none", "graft", "retrained", "vanilla"])
+    said = refusal(["check", recipe], capfd)
+    assert "Write evaluate.arms: [none, graft, retrained], or name the base" in said
 
 
 def test_a_head_that_does_not_fit_is_refused(first: Path, pristine: Path, tmp_path: Path, capfd: Capture) -> None:

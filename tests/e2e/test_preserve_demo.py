@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
 
-from mtp_train import KeepHead, demo_path
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
-from preserving import trainer_arguments
 from runs import document
 
 HOW_TO = Path(__file__).parents[2] / "recipes" / "preserve.md"
 Capture = pytest.CaptureFixture[str]
-with_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl: not installed")
+WITH_TRL = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl: not installed")
 LINE = "    callbacks=[KeepHead()],  # the one line\n"
 PROMPT = "import os\nimport sys\n\n\ndef main("
-
-
-def code() -> list[str]:
-    """Return documents of the kind that the base was trained on."""
-    lines = demo_path("code").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["text"] for line in lines[:16]]
 
 
 def page() -> list[str]:
@@ -64,7 +54,7 @@ def test_the_how_to_keeps_the_head_and_it_drafts(
     assert tau(tuned, capfd) > 2
 
 
-@pytest.mark.parametrize("library", ["transformers", pytest.param("trl", marks=with_trl)])
+@pytest.mark.parametrize("library", ["transformers", pytest.param("trl", marks=WITH_TRL)])
 def test_the_how_to_trains_the_head_beside_the_model(
     library: str, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,27 +74,3 @@ def test_the_study_that_the_how_to_names_takes_the_fine_tune() -> None:
     recipe = load_recipe(HOW_TO.with_name(f"{name}.yaml"), overrides)
     assert recipe.study is not None
     assert (recipe.model.trunk, recipe.model.head_from) == ("tuned", "demo/base")
-
-
-@with_trl
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_with_one_line_trl_keeps_the_head(kind: str, tmp_path: Path, capfd: Capture) -> None:
-    import trl
-    from peft import LoraConfig
-
-    trainer = trl.SFTTrainer(
-        model=str(demo_path("base")),
-        args=trl.SFTConfig(**trainer_arguments(tmp_path / "out", max_length=64, bf16=False, learning_rate=1e-5)),
-        train_dataset=Dataset.from_list([{"text": text} for text in code()]),
-        peft_config=LoraConfig(target_modules=["q_proj", "up_proj"]) if kind == "lora" else None,
-        callbacks=[KeepHead()],
-    )
-    trainer.train()
-    saved = tmp_path / "out" / "checkpoint-2"
-    if kind == "lora":
-        saved = tmp_path / "merged"
-        trainer.model.merge_and_unload().save_pretrained(saved)
-        trainer.processing_class.save_pretrained(saved)
-    found = document(["inspect", saved, "--base", "demo:base"], capfd)
-    assert (found["status"], found["stale"]) == ("healthy", True)
-    assert tau(saved, capfd) > 2

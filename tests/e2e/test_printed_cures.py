@@ -7,14 +7,14 @@ import shlex
 from pathlib import Path
 
 import pytest
-from test_attach_head import write_headless
 
 import mtp_train as mtp
-from adapters import write_adapter
 from checkpoints import set_count
 from mtp_train.cli.main import main
 from mtp_train.runs import rescue
-from runs import overrides_of, shorten_probes, write_inputs
+from runs import overrides_of, shorten_probes, write_headless, write_inputs
+
+Capture = pytest.CaptureFixture[str]
 
 # The built-in prompts are long for a tokenizer of bytes; all else is as small as it can be.
 TINY = overrides_of(
@@ -59,8 +59,8 @@ def cure(checkpoint: Path, base: Path | None = None) -> str:
     return found
 
 
-def test_a_head_that_a_tool_dropped_with_its_declaration_is_found_by_the_base(tmp_path: Path) -> None:
-    inputs = write_inputs(tmp_path / "in")
+def test_a_head_that_a_tool_dropped_with_its_declaration_is_found_by_the_base(own_inputs: Path, tmp_path: Path) -> None:
+    inputs = own_inputs
     set_count(inputs / "finetune", "mtp_num_hidden_layers", 0)
     proposed = cure(inputs / "finetune")
     assert proposed == f"mtp-train inspect {inputs / 'finetune'} --base BASE"
@@ -75,7 +75,7 @@ def test_a_head_that_a_tool_dropped_with_its_declaration_is_found_by_the_base(tm
 
 
 def test_a_lost_head_is_grafted_measured_and_retrained_as_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     shorten_probes(monkeypatch)
     # The random head of the base is no fault, and what a probe finds here is chance.
@@ -92,15 +92,8 @@ def test_a_lost_head_is_grafted_measured_and_retrained_as_printed(
     assert mtp.inspect(Path(shlex.split(retraining)[-1]) / "export", inputs / "base").status == "healthy"
 
 
-def test_the_probe_after_a_merge_is_printed_as_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten_probes(monkeypatch)
-    base = write_inputs(tmp_path / "inputs") / "base"
-    write_adapter(base, tmp_path / "lora", target_modules=["q_proj"])
-    assert paste(mtp.merge(base, tmp_path / "lora", "merged").cure) == [0]
-
-
-def test_an_undeclared_head_is_declared_as_printed(tmp_path: Path) -> None:
-    base = write_inputs(tmp_path / "inputs") / "base"
+def test_an_undeclared_head_is_declared_as_printed(own_inputs: Path) -> None:
+    base = own_inputs / "base"
     set_count(base, "mtp_num_hidden_layers", None)
     command = cure(base)
     assert paste(command) == [0]
@@ -116,9 +109,7 @@ def test_a_graft_from_a_model_without_a_head_names_the_command_that_attaches_one
     assert main(["check", "finetune.yaml"]) == 0
 
 
-def test_a_run_that_does_not_fit_is_planned_with_the_settings_that_are_printed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_does_not_fit_is_planned_with_the_settings_that_are_printed(tmp_path: Path, capfd: Capture) -> None:
     inputs = write_inputs(tmp_path / "in")
     pair = ["--trunk", str(inputs / "finetune"), "--base", str(inputs / "base"), "--data", str(inputs / "chats.jsonl")]
     assert main(["init", "my.yaml", *pair, "--memory", "0.006GiB"]) == 0
@@ -134,15 +125,13 @@ def test_a_run_that_does_not_fit_is_planned_with_the_settings_that_are_printed(
         assert "launch: " in capfd.readouterr().out
 
 
-def test_a_server_answers_the_prompts_of_a_recipe_that_was_written_before(tmp_path: Path) -> None:
-    inputs = write_inputs(tmp_path / "in")
+def test_a_server_answers_the_prompts_of_a_recipe_that_was_written_before(inputs: Path) -> None:
     mtp.write_recipe("my.yaml", inputs / "finetune", inputs / "base", data=[inputs / "chats.jsonl"])
     for recipe in ("my.yaml", "retrain_head"):
         assert mtp.check(recipe, ["data.regenerate.endpoint=http://localhost:8000/v1"]).room.problem is None
 
 
-def test_the_launch_line_starts_the_run_that_was_planned(tmp_path: Path) -> None:
-    inputs = write_inputs(tmp_path / "in")
+def test_the_launch_line_starts_the_run_that_was_planned(inputs: Path) -> None:
     mtp.write_recipe("my.yaml", inputs / "finetune", inputs / "base", data=[inputs / "chats.jsonl"], processes=4)
     planned = mtp.check("my.yaml", ["train.lr=1e-3"], processes=2, device="h100")
     assert planned.launch is not None

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
-import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_attach_head import ATTACH, write_headless
 
-import sharded_families
 from launching import (
+    CPU,
+    CPU_SHARDS,
+    DDP,
     DEADLINE_SECONDS,
-    ROOT,
+    FSDP2,
+    ZERO2,
+    ZERO3,
+    Setup,
     assert_same_lines,
+    cases,
+    ended,
     environment,
+    free_port,
     head,
     metrics,
     outcome,
@@ -33,13 +36,9 @@ from launching import (
 )
 from mtp_train.errors import GateRefusedError
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.train.launch import make_accelerator
-from runs import run_quietly, tiny_recipe, write_inputs, write_recipe
-from sharded_families import CASES, HALF, SEQ_LEN, SEQUENCES, train
-from tolerances import FAR, rounding_of_mean
+from runs import ATTACH, run_quietly, tiny_recipe, write_headless, write_inputs, write_recipe
 
 pytestmark = pytest.mark.slow
-PROGRAM, FAMILIES_PROGRAM = (ROOT / "tests" / name for name in ("cpu_shards.py", "sharded_families.py"))
 TWO = ("--num_processes", "2")
 STEPS, SAVE_STEPS, DIES_BEFORE = 8, 3, 5
 FEW_TOKENS = str(240 * 32 * 4)
@@ -53,38 +52,6 @@ SHORT = {
     "gate__confidence": 0.6,
     "evaluate__max_new_tokens": 8,
 }
-
-
-class Setup(NamedTuple):
-    """A machine setting, and the facts that a run on two of its processes must log."""
-
-    machine: str
-    distributed_type: str
-    wrapper: str
-    variables: dict[str, str]
-
-
-CPU = {"ACCELERATE_USE_CPU": "true"}
-DDP = Setup("cpu_ddp.yaml", "MULTI_CPU", "DistributedDataParallel", CPU)
-FSDP2 = Setup("fsdp2.yaml", "FSDP", "FSDPHeadTraining", CPU)
-ZERO2 = Setup("zero2.yaml", "DEEPSPEED ZeRO-2", "DeepSpeedEngine", {})
-ZERO3 = Setup("zero3.yaml", "DEEPSPEED ZeRO-3", "DeepSpeedEngine", {})
-# On CPUs it compiles its communication.
-with_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None or shutil.which(os.environ.get("CXX", "c++")) is None,
-    reason="deepspeed: not installed, or no C++ compiler",
-)
-
-
-def cases(*setups: Setup) -> pytest.MarkDecorator:
-    """Run a test on each set-up; set-ups of DeepSpeed are skipped by name if it is not installed."""
-    return pytest.mark.parametrize(
-        "setup",
-        [
-            pytest.param(one, id=one.machine, marks=with_deepspeed if one.wrapper == "DeepSpeedEngine" else ())
-            for one in setups
-        ],
-    )
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +74,7 @@ def run_on(
     setup: Setup, inputs: Path, run_dir: Path, changes: Mapping[str, Any] = SHORT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     recipe = write_recipe(run_dir.parent / "recipe.yaml", inputs, run_dir, **changes)
-    return start(setup.machine, PROGRAM, recipe, "--json", flags=TWO, **setup.variables, **variables)
+    return start(setup.machine, CPU_SHARDS, recipe, "--json", flags=TWO, **setup.variables, **variables)
 
 
 @cases(DDP, FSDP2, ZERO2, ZERO3)
@@ -229,13 +196,10 @@ def lose_the_second_process(recipe: Path, **variables: str) -> str:
 
     No launcher ends the first one: it must end by itself and name the cause.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    joined = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    joined = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(recipe), "--json"],
+            [sys.executable, str(CPU_SHARDS), str(recipe), "--json"],
             env=environment(RANK=rank, LOCAL_RANK=rank, **joined, **CPU, **variables),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -258,8 +222,7 @@ def test_one_process_goes_on_where_two_with_shards_were_lost(inputs: Path, one_p
     run_dir = tmp_path / "run"
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, run_dir, **SHORT)
     lose_the_second_process(recipe, DIES=f"1:{DIES_BEFORE}", **SHARDED)
-    found = outcome(run_dir)
-    assert (found["exit_code"], found["reason"], found["stage"]) == (1, "lost_process", "train")
+    assert ended(run_dir) == (1, "lost_process", "train")
 
     with contextlib.suppress(GateRefusedError):
         run_quietly(load_recipe(recipe))
@@ -280,44 +243,4 @@ def test_a_process_that_is_lost_in_any_stage_is_named(place: str, stage: str, in
     settings = {**SHORT, "data__regenerate": {"max_new_tokens": 4}, "train__hidden_cache": {"max_gib": 0.01}}
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **settings)
     lose_the_second_process(recipe, DIES_IN=f"1:{place}")
-    found = outcome(tmp_path / "run")
-    assert (found["exit_code"], found["reason"], found["stage"]) == (1, "lost_process", stage)
-
-
-def loss_bound(case: str, loss: float) -> float:
-    """Return how far rounding moves a case's loss: sums of another order, and in bf16 the rounding of every row's."""
-    return rounding_of_mean(loss, SEQUENCES * SEQ_LEN, torch.bfloat16) if case == HALF else 1e-4
-
-
-@pytest.mark.parametrize("case", [HALF, "qwen3_5"])
-def test_a_process_that_trains_alone_has_another_loss(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control of the test below: training on half the sequences differs by more than rounding."""
-    accelerator = make_accelerator()
-    joined = train(case, accelerator).losses
-    halves = {step: sharded_families.sequences(step)[: SEQUENCES // 2] for step in range(STEPS)}
-    monkeypatch.setattr(sharded_families, "sequences", lambda step: [*halves[step], *halves[step]])
-    alone = train(case, accelerator).losses
-    assert abs(alone[0] - joined[0]) > FAR * loss_bound(case, joined[0])
-
-
-@cases(FSDP2, ZERO3)
-def test_every_family_trains_in_shards_as_it_does_whole(setup: Setup, tmp_path: Path) -> None:
-    done = start(setup.machine, FAMILIES_PROGRAM, tmp_path / "written.json", flags=TWO, **setup.variables)
-    assert done.returncode == 0, done.stderr
-    written = json.loads((tmp_path / "written.json").read_text())
-    for case, (first, second) in written["kept"].items():
-        for own in (first, second):
-            assert own["off"] < (0.02 if case == HALF else 1e-5), case
-            assert own["held"] <= 0.6 * own["whole"], case
-            assert own["left"] == 0, case
-    found = written["trained"]
-    accelerator = make_accelerator()
-    expected = {case: train(case, accelerator) for case in CASES}
-    assert {case: one["losses"] for case, one in found.items()} == {
-        case: pytest.approx(one.losses, abs=loss_bound(case, max(one.losses))) for case, one in expected.items()
-    }
-    for case, one in expected.items():
-        assert one.held == one.whole == found[case]["whole"], case
-        # Some matrices do not divide evenly.
-        assert found[case]["held"] < 0.6 * one.whole, case
-        assert found[case]["left"] == 0, case
+    assert ended(tmp_path / "run") == (1, "lost_process", stage)

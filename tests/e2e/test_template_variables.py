@@ -11,7 +11,9 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from mtp_train.answers.store import stored_rows
 from mtp_train.cli.main import main
-from runs import document, refusal, write_inputs, write_recipe
+from runs import document, refusal, write_recipe
+
+Capture = pytest.CaptureFixture[str]
 
 TEMPLATE = (
     "{{ tools | tojson if tools }}{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
@@ -22,11 +24,10 @@ TOOLS = [{"type": "function", "function": {"name": "lookup"}}]
 
 
 @pytest.mark.usefixtures("own_datasets_cache")
-def test_prompts_are_answered_as_the_trunk_is_served(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    inputs = write_inputs(tmp_path)
-    tokenizer = byte_tokenizer(TEMPLATE)
+def test_prompts_are_answered_as_the_trunk_is_served(own_inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    inputs, tokenizer = own_inputs, byte_tokenizer(TEMPLATE)
     tokenizer.save_pretrained(inputs / "finetune")
-    asked = [[{"role": "user", "content": f"Weather in {place}?"}] for place in map(str, range(40))]
+    asked = [[{"role": "user", "content": f"Weather in {place}?"}] for place in range(40)]
     with (inputs / "prompts.jsonl").open("w") as file:
         file.writelines(json.dumps({"prompt": one, "tools": json.dumps(TOOLS)}) + "\n" for one in asked)
     data: dict[str, Any] = {
@@ -38,14 +39,8 @@ def test_prompts_are_answered_as_the_trunk_is_served(tmp_path: Path, capfd: pyte
     recipe, run = write_recipe(tmp_path / "a.yaml", inputs, tmp_path / "run", data=data), tmp_path / "run"
     document(["regenerate", recipe, "data.chat_template_kwargs.enable_thinking=false"], capfd)
     (directory,) = run.glob("data/responses-*")
-    expected = {
-        tuple(
-            tokenizer.apply_chat_template(
-                one, tools=TOOLS, add_generation_prompt=True, enable_thinking=False, return_dict=False
-            )
-        )
-        for one in asked
-    }
+    rendered = {"tools": TOOLS, "enable_thinking": False, "add_generation_prompt": True, "return_dict": False}
+    expected = {tuple(tokenizer.apply_chat_template(one, **rendered)) for one in asked}
     found = {row.prompt_ids for row in stored_rows(directory)}
     assert found
     assert found <= expected
@@ -56,18 +51,15 @@ def test_prompts_are_answered_as_the_trunk_is_served(tmp_path: Path, capfd: pyte
     assert "has no response to any of the" in capfd.readouterr().err
 
 
-def test_generate_writes_the_prompt_with_the_variables(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    finetune = write_inputs(tmp_path) / "finetune"
-    tokenizer = byte_tokenizer(TEMPLATE)
+def test_generate_writes_the_prompt_with_the_variables(own_inputs: Path, capfd: Capture) -> None:
+    finetune, tokenizer = own_inputs / "finetune", byte_tokenizer(TEMPLATE)
     tokenizer.save_pretrained(finetune)
     short = ["generate", finetune, "--depth", 0, "--max-new-tokens", 4, "--prompt"]
     variables = ["--chat-template-kwargs", "enable_thinking=false", f"tools={json.dumps(TOOLS)}"]
     chat = document([*short, "hi", "--chat", *variables], capfd)
     assert chat["settings"]["chat_template_kwargs"] == {"enable_thinking": False, "tools": TOOLS}
-    messages = [{"role": "user", "content": "hi"}]
-    text = tokenizer.apply_chat_template(
-        messages, tools=TOOLS, enable_thinking=False, add_generation_prompt=True, tokenize=False
-    )
+    rendered = {"tools": TOOLS, "enable_thinking": False, "add_generation_prompt": True, "tokenize": False}
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], **rendered)
     assert document([*short, text], capfd)["requests"] == chat["requests"]
     # Control: without the variables it is another prompt.
     assert document([*short, "hi", "--chat"], capfd)["requests"] != chat["requests"]

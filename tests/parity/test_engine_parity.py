@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import save_with_head
+from checkpoints import save_with_head, set_fields
 from mtp_train.checkpoints.locations import open_location
+from mtp_train.families import FAMILIES
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -59,12 +60,16 @@ def task_for(engine: str, checkpoint: str, work: Path, python: str = sys.executa
 # Comparing
 
 
-@pytest.fixture(scope="module")
-def decoded(tmp_path_factory: pytest.TempPathFactory, engines: None) -> tuple[Any, Mapping[str, Any]]:
-    """Let transformers decode a tiny checkpoint with its own MTP, in a process of its own."""
+def skip_without_mtp_model() -> None:
     modeling = pytest.importorskip("transformers.modeling_layers")
     if not hasattr(getattr(modeling, "MtpModel", None), "forward_layer"):
         pytest.skip("this transformers has no MtpModel.forward_layer")
+
+
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory: pytest.TempPathFactory, engines: None) -> tuple[Any, Mapping[str, Any]]:
+    """Let transformers decode a tiny checkpoint with its own MTP, in a process of its own."""
+    skip_without_mtp_model()
     from engines.launch import run_program
     from engines.witness import job_of
 
@@ -84,6 +89,37 @@ def test_transformers_drafts_accepts_and_says_what_we_do(decoded: tuple[Any, Map
     assert entry["ours"] == entry["theirs"]
     assert entry["ours"]["accepted_tokens"] > 0
     assert entry["ours"]["draft_tokens"] > 100
+
+
+# What transformers' head has of the trunk's that ours has not: windows that its cache forgets beyond, and dropout.
+ON_TERMS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+}
+
+
+@pytest.mark.parametrize(
+    "family_name",
+    [family.name for family in FAMILIES if family.attached and family.serving["transformers"].supported],
+)
+def test_transformers_drafts_with_every_attached_head_that_it_is_said_to_draft_with(
+    family_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_without_mtp_model()
+    monkeypatch.syspath_prepend(str(SCRIPTS / "engines" / "programs"))
+    from run_transformers import load, rounds_of
+
+    from engines.witness import compare_decoding
+
+    trunk = tiny_trunk(family_name)
+    path = save_with_head(trunk, tiny_head(trunk), tmp_path / "checkpoint")
+    set_fields(path, ON_TERMS.get(family_name, {}))
+    task = replace(task_for("transformers", str(path), tmp_path / "work"), prompts=PROMPTS[:3], max_new_tokens=24)
+    model = load({"checkpoint": str(path), "dtype": "float32"})
+    texts = [rounds_of(model, prompt_ids, task.max_new_tokens) for prompt_ids in task.prompts]
+    entry = compare_decoding(task, 1, {"engine": "transformers", "texts": texts, "eos_ids": [], "counters": {}})
+    assert (entry["verdict"], entry["ours"]) == ("equal", entry["theirs"])
+    assert entry["ours"]["draft_tokens"] > 10
 
 
 def test_a_spoilt_head_is_seen(decoded: tuple[Any, Mapping[str, Any]]) -> None:

@@ -1,14 +1,27 @@
-"""Running out of memory names the setting to change, and nothing else is taken for it."""
+"""Running out of memory names the setting to change, and nothing else is taken for it; so does too small a GPU."""
 
 from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from mtp_train.errors import OutOfMemoryError
+from mtp_train.errors import OutOfMemoryError, RecipeError
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.run import memory_is_named
+from mtp_train.runs import run as run_module
+from mtp_train.runs.display import quiet_progress
+from mtp_train.runs.inputs import gather_inputs
+from mtp_train.runs.run import Run, memory_is_named, require_room
+from mtp_train.runs.run_directory import RunDirectory
+from mtp_train.train.machine import Device
+from mtp_train.trunk.load import load_trunk
+from runs import tiny_recipe
 
 SMALLEST = {
     "run_dir": "run",
@@ -70,3 +83,19 @@ def test_a_machine_is_full_in_other_words(error: Exception) -> None:
 def test_other_failures_stay_what_they_are() -> None:
     with pytest.raises(RuntimeError, match="shapes"), memory_is_named(recipe(), lambda: "train"):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+def test_a_trunk_that_no_gpu_can_decode_with_is_refused_before_it_is_loaded(
+    pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator: Any = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
+    judged = tiny_recipe(pristine, tmp_path / "run", model__dtype="float32")
+    gathered = gather_inputs(judged, 1, quiet_progress())
+    run = Run(judged, RunDirectory(tmp_path / "run"), gathered, accelerator, quiet_progress())
+    trunk = load_trunk(pristine / "finetune", gathered.finetune.family, dtype="float32")
+    weights = sum(one.numel() for one in trunk.parameters())
+    for size, refused in ((4 * weights, True), (20 * weights, False)):
+        monkeypatch.setattr(run_module, "device_named", lambda _, size=size: Device("small", "cuda", size))
+        with pytest.raises(RecipeError, match=r"Use a larger GPU") if refused else contextlib.nullcontext():
+            require_room(run)
+        require_room(replace(run, recipe=judged.replaced({"gate.enabled": False})))

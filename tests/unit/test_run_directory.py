@@ -4,12 +4,15 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from filelock import SoftFileLease, Timeout
 from rich.console import Console
 
 from checkpoints import save_stripped, shard
 from mtp_train.checkpoints.files import open_checkpoint
+from mtp_train.checkpoints.writing import LOCK_FILE
 from mtp_train.errors import GateRefusedError, GateUndecidedError, OutputExistsError
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
@@ -201,3 +204,26 @@ def test_environment_facts_do_not_need_git(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_an_outcome_that_cannot_be_read_is_none(content: str, tmp_path: Path) -> None:
     (tmp_path / "outcome.json").write_text(content)
     assert RunDirectory(tmp_path).outcome is None
+
+
+def test_a_lock_of_another_machine_is_taken_over_only_without_a_sign_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_directory, "LEASE_SECONDS", 0.2)
+    record = f"filelock/2\npid=7\nhost=elsewhere\nmode=lease\ntoken={'0' * 32}\nduration=0.2\nstart=1\n"
+    (tmp_path / LOCK_FILE).write_text(record)
+    with RunDirectory(tmp_path).held(Console(quiet=True)):
+        assert "host=elsewhere" not in (tmp_path / LOCK_FILE).read_text()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / LOCK_FILE).write_text(record)
+
+    def never(lock: SoftFileLease, **_settings: Any) -> None:
+        raise Timeout(lock.lock_file)
+
+    monkeypatch.setattr(SoftFileLease, "acquire", never)
+    with (
+        pytest.raises(OutputExistsError, match="in use by process 7 on elsewhere"),
+        RunDirectory(tmp_path).held(Console(quiet=True)),
+    ):
+        pass
+    assert (tmp_path / LOCK_FILE).read_text() == record

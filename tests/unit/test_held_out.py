@@ -14,12 +14,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mtp_train import check
-from mtp_train.errors import DataError, GateRefusedError
+from mtp_train.errors import DataError
 from mtp_train.recipe.schema import Recipe
+from mtp_train.report.wording import held_out_sentence
+from mtp_train.runs.evaluate_run import held_out_figures
 from mtp_train.runs.inputs import Inputs, gather_inputs
 from mtp_train.runs.pipeline import run_recipe
 from mtp_train.runs.training import part_documents
-from runs import GETS_NO_BETTER, tiny_recipe, write_inputs
+from runs import tiny_recipe
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant. Answer briefly."}
 
@@ -46,11 +48,6 @@ def conversations(count: int) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_inputs(tmp_path_factory.mktemp("in"))
-
-
 def gathered(recipe: Recipe) -> Inputs:
     return gather_inputs(recipe, 1, Progress(console=Console(quiet=True), disable=True))
 
@@ -60,10 +57,10 @@ def by_content(directory: Path, run_dir: Path, **overrides: Any) -> Recipe:
     return tiny_recipe(directory, run_dir, **fields, **overrides)
 
 
-def test_no_held_out_conversation_is_in_training(directory: Path, tmp_path: Path) -> None:
-    write_chats(directory, conversations(40))
+def test_no_held_out_conversation_is_in_training(own_inputs: Path, tmp_path: Path) -> None:
+    write_chats(own_inputs, conversations(40))
     select = {"every_steps": 2, "share": 0.3}
-    recipe = by_content(directory, tmp_path, evaluate__prompts=40, train__select=select)
+    recipe = by_content(own_inputs, tmp_path, evaluate__prompts=40, train__select=select)
     inputs = gathered(recipe)
     text = [inputs.tokenizer.decode(list(document.input_ids)) for document in inputs.documents]
     first_turns = {number: sentence(f"user {number} 0") for number in range(40)}
@@ -106,14 +103,9 @@ def test_too_few_groups_for_the_gate_are_refused_before_training(pristine: Path,
 def test_check_tells_how_the_data_is_split(pristine: Path, tmp_path: Path, field: str | None, groups: str) -> None:
     used = {"data__group_field": field, "data__holdout": 0.6, "gate__confidence": 0.6}
     found = check(tiny_recipe(pristine, tmp_path / "run", **used), processes=1)
-    assert found.data is not None
-    assert re.fullmatch(
-        r".*chats.jsonl; training on \d+ records in \d+ groups, \d+ records in \d+ groups held out; "
-        rf"evaluating on \d+ prompts of \d+ groups; held out {groups}",
-        found.data,
-    )
+    split = r"training on \d+ records in \d+ groups, \d+ records in \d+ groups held out; evaluating on \d+ prompts of"
+    assert re.fullmatch(rf".*chats.jsonl; {split} \d+ groups; held out {groups}", found.to_json()["data"])
     assert f"\ntext: {found.data}\n" in str(found)
-    assert found.to_json()["data"] == found.data
     assert not (tmp_path / "run").exists()
 
 
@@ -130,26 +122,20 @@ def test_check_plans_for_a_config_alone_and_says_that_it_read_no_data(pristine: 
 
 @pytest.mark.parametrize("leak", [False, True])
 def test_the_report_says_how_much_of_the_held_out_text_was_trained_on(
-    directory: Path, tmp_path: Path, leak: bool
+    own_inputs: Path, tmp_path: Path, leak: bool
 ) -> None:
-    rows = [{**row, "group": f"g{number // 2}"} for number, row in enumerate(conversations(24))]
-    if leak:
-        # The user's groups part every conversation: its first exchange is in one, the whole of it in another.
-        rows = [{**row, "group": f"g{number}"} for number, row in enumerate(rows)]
-    write_chats(directory, rows)
-    recipe = by_content(directory, tmp_path / "run", evaluate__prompts=16, evaluate__max_new_tokens=4, **GETS_NO_BETTER)
-    recipe = recipe.replaced({"data.group_field": "group"})
-    console = Console(record=True, width=200, quiet=False)
-    with pytest.raises(GateRefusedError):
-        run_recipe(recipe, console)
-    found = json.loads((tmp_path / "run" / "report.json").read_text())["settings"]["held_out"]
-    assert found["prompts"] <= 16
-    assert 2 <= found["groups"] <= found["prompts"]
+    rows = conversations(24)
+    # A user's groups may part every conversation: its first exchange is in one, the whole of it in another.
+    rows = [{**row, "group": f"g{number if leak else number // 2}"} for number, row in enumerate(rows)]
+    write_chats(own_inputs, rows)
+    recipe = by_content(own_inputs, tmp_path / "run", evaluate__prompts=16).replaced({"data.group_field": "group"})
+    inputs = gathered(recipe)
+    found: Any = held_out_figures(inputs, [()] * len(inputs.held_out), inputs.documents)
+    assert 2 <= found["groups"] <= found["prompts"] <= 16
     assert found["template_8gram"] > 0.2  # the system prompt
-    printed, page = console.export_text(), (tmp_path / "run" / "report.html").read_text()
-    for shown in (printed, page):
-        assert f"{found['prompts']} held-out prompts of {found['groups']} groups" in " ".join(shown.split())
-        assert ("Warning: above 40%" in " ".join(shown.split())) is leak
+    said = held_out_sentence({"held_out": found})
+    assert said.startswith(f"{found['prompts']} held-out prompts of {found['groups']} groups.")
+    assert ("Warning: above 40%" in said) is leak
     if leak:
         assert found["overlap_8gram"] > 0.15
         assert found["prompts_seen"] >= 4

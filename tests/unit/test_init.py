@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-from test_attach_head import write_headless
 
 import mtp_train as mtp
 from adapters import write_adapter
@@ -16,7 +15,7 @@ from mtp_train.cli.main import main
 from mtp_train.runs.resolve import recipe_of
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.write_recipe import settings_of
-from runs import document, refusal, tree, write_inputs
+from runs import document, refusal, tree, write_headless, write_inputs
 
 Capture = pytest.CaptureFixture[str]
 

@@ -1,0 +1,308 @@
+"""``evaluate`` and ``compare`` from the command line, and a recipe of a study up to its findings, killed on the way."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.progress import Progress
+
+from drafting_server import DraftingServer
+from launching import ROOT, metrics, outcome
+from mtp_train import check
+from mtp_train.cli.main import main
+from mtp_train.errors import DataError
+from mtp_train.evaluation import run as evaluation
+from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
+from mtp_train.evaluation.results import Report, load_report
+from mtp_train.recipe.loading import load_recipe
+from mtp_train.recipe.sections import StudySection
+from mtp_train.runs import decode, pipeline
+from mtp_train.runs import study as stages
+from mtp_train.runs.inputs import gather_inputs
+from mtp_train.runs.study import CLAIM, shared_prompts
+from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
+from openai_server import openai_server, served_by
+from runs import document, run_quietly, tiny_recipe
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def inputs(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as elsewhere, with text of the base's own kind."""
+    directory = Path(shutil.copytree(pristine, tmp_path_factory.mktemp("studies") / "in"))
+    rows = [{"text": f"of its own kind, number {number} " * 4} for number in range(5)]
+    (directory / "home.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+# Commands
+
+SMALL = ["--prompts-per-task", 3, "--depths", 1, 2, "--max-new-tokens", 10, "--no-costs"]
+
+
+def suite(inputs: Path) -> list[Any]:
+    return ["--suite", inputs / "chats.jsonl", *SMALL]
+
+
+def cells_of(report: Any, **fields: Any) -> list[Any]:
+    return [cell for cell in report["cells"] if all(cell[name] == value for name, value in fields.items())]
+
+
+def test_evaluate_measures_a_grid_once(
+    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    command = ["evaluate", inputs / "base", *suite(inputs), "--out", out]
+    report = document(command, capfd)
+    assert report == json.loads((out / "report.json").read_text(encoding="utf-8"))
+    assert list(report["arms"]) == ["none", "base"]
+    assert (report["arms"]["none"]["tau"], report["arms"]["none"]["head"]) == (1.0, None)
+    pooled = cells_of(report, task="all", arm="base")
+    assert {(one["temperature"], one["rule"], one["depth"]) for one in pooled} == {
+        (0.0, "greedy", 1),
+        (0.0, "greedy", 2),
+        *((1.0, rule, depth) for rule in ("argmax", "sampled") for depth in (1, 2)),
+    }
+    for cell in pooled:
+        assert cell["tau"] == pytest.approx(1 + cell["accepted_tokens"] / cell["rounds"])
+        assert (cell["prompts"], cell["draft_tokens"]) == (3, cell["rounds"] * cell["depth"])
+        assert sum(cell["accepted_histogram"]) == cell["rounds"]
+        assert len(cell["overlap"]) == cell["depth"]
+    # Greedy and argmax texts equal plain decoding; sampled ones need not.
+    assert report["lossless"] == {"checked": 12, "identical": 12, "near_tie_divergences": 0, "noise": None}
+    assert (out / "report.html").is_file()
+    with (out / "acceptance.csv").open(encoding="utf-8") as file:
+        assert len(list(csv.DictReader(file))) == len(report["cells"])
+    # The second time the finished study is read, and another grid refused.
+    monkeypatch.setattr(evaluation, "load_arm_trunk", None)
+    logged: list[Path] = []
+    monkeypatch.setattr(decode, "log_report", lambda report, out, *_: logged.append(out))
+    assert document(command, capfd) == report
+    assert logged == [out]
+    assert main([str(one) for one in [*command, "--seed", 7]]) == 2
+    assert "another study (its grid differ" in capfd.readouterr().err
+
+
+def test_compare_pairs_every_arm(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    finetune, base = inputs / "finetune", inputs / "base"
+    arms = [f"vanilla={base}", f"graft={finetune}+{base}", f"lookup={finetune}+ngram", f"small={finetune}+model:{base}"]
+    out = tmp_path / "out"
+    report = document(["compare", *arms, *suite(inputs), "--temperatures", 0, "--out", out], capfd)
+    assert list(report["arms"]) == ["none@base", "vanilla", "none@finetune", "graft", "lookup", "small"]
+    pooled = [one for one in report["comparisons"] if one["task"] == "all" and one["depth"] == 2]
+    assert {frozenset((one["first"], one["second"])) for one in pooled} == {
+        frozenset(pair)
+        for pair in [
+            ("vanilla", "graft"), ("vanilla", "lookup"), ("vanilla", "small"),
+            ("graft", "lookup"), ("graft", "small"), ("lookup", "small"),
+        ]
+    }  # fmt: skip
+    assert {one["same_trunk"] for one in pooled if "vanilla" in (one["first"], one["second"])} == {False}
+    assert report["arms"]["lookup"]["overlap"] is None
+    assert load_report(out / "report.json").to_json() == report
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_server_is_asked_the_same(inputs: Path, tmp_path: Path, capfd: Capture, alone: bool) -> None:
+    arm = open_arm(ArmSpec("base", str(inputs / "base"), "own"))
+    trunk = load_arm_trunk(arm, torch.device("cpu"))
+    eos_ids = eos_token_ids(arm.model.checkpoint, load_tokenizer(arm.model.checkpoint, trust_remote_code=False))
+    engine = DraftingServer(trunk, arm.model.load_drafting(trunk), 2, sorted(eos_ids), "vllm")
+    with openai_server(engine.reply, owner="vllm", shows=engine.shows) as served:
+        flags = ["--endpoint", served.url, "--temperatures", 0, *(["--served-only"] if alone else [])]
+        command = ["evaluate", inputs / "base", *suite(inputs), *flags, "--out", tmp_path / "out"]
+        report = document(command, capfd)
+    # It is finished: the server is not asked again.
+    assert document(command, capfd) == report
+    assert list(report["arms"]) == (["served"] if alone else ["none", "base", "served"])
+    assert report["endpoint"]["url"] == served.url
+    if alone:
+        assert report["endpoint"]["answers"] is None, "no weights are loaded"
+    else:
+        (fit,) = report["endpoint"]["answers"]
+        assert (fit["temperature"], fit["found"], fit["are_the_trunks"]) == (0.0, 1.0, True)
+        ours, theirs = (cells_of(report, task="all", arm=name, depth=2)[0] for name in ("base", "served"))
+        assert (theirs["tau"], theirs["marginal"], theirs["rounds"]) == (ours["tau"], ours["marginal"], ours["rounds"])
+
+
+def test_answers_that_are_not_the_trunks_are_told(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
+    other = load_arm_trunk(open_arm(ArmSpec("other", str(inputs / "base"), None)), torch.device("cpu"))
+    with torch.no_grad():
+        other.causal_lm.get_output_embeddings().weight.copy_(other.lm_head_VD.flip(0))
+    with openai_server(served_by(other, [])) as served:
+        flags = ["--depths", 1, "--rules", "greedy", "argmax", "--endpoint", served.url, "--out", tmp_path / "out"]
+        endpoint = document(["evaluate", inputs / "base", *suite(inputs), *flags], capfd)["endpoint"]
+    assert [(fit["temperature"], fit["are_the_trunks"]) for fit in endpoint["answers"]] == [(0.0, False), (1.0, None)]
+    for told in ("temperature 0 are not the trunk's: over 3", "30 tokens at temperature 1 are too few to tell"):
+        assert [warning for warning in endpoint["warnings"] if told in warning]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--depths", 9], "--depths: 9; expected 1 to 7"),
+        (["--temperatures", 0, "--rules", "sampled"], "none of them for temperature 0; expected greedy"),
+        (["--temperatures", -1], "--temperatures: -1"),
+        (["--tasks", "nonsense"], "nonsense"),
+        (["--suite", "bulitin"], "bulitin"),
+        (["--served-only"], "--served-only: given without --endpoint"),
+        (["--endpoint", "nowhere"], "--endpoint: 'nowhere'; expected an address"),
+    ],
+)
+def test_wrong_input_ends_in_2_before_anything_is_decoded(
+    inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch, flags: list[Any], says: str
+) -> None:
+    monkeypatch.setattr(evaluation, "load_arm_trunk", None)
+    out = tmp_path / "out"
+    argv = ["evaluate", inputs / "base", *suite(inputs), "--out", out, *flags]
+    assert main([str(one) for one in argv]) == 2
+    assert says in capfd.readouterr().err
+    assert not out.exists() or not list(out.iterdir())
+
+
+# Recipes
+
+
+STUDY: dict[str, Any] = {
+    "data__regenerate": {"enabled": True, "max_new_tokens": 12, "batch_size": 4},
+    "train__max_steps": 3,
+    "train__save_steps": 1,
+    "evaluate__arms": ["graft", "retrained", "vanilla"],
+    "evaluate__prompts": 4,
+    "evaluate__max_new_tokens": 8,
+    "export__enabled": False,
+    "study": {"temperatures": [0.0, 1.0], "depths": [2], "batch": 4},
+}
+ARMS = ["none@finetune", "graft", "retrained-kl", "retrained-ce", "none@base", "vanilla"]
+
+
+def at_home(inputs: Path) -> dict[str, Any]:
+    return {**STUDY, "study": {**STUDY["study"], "vanilla_sources": [str(inputs / "home.jsonl")]}}
+
+
+@pytest.fixture(scope="module")
+def unbroken(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a study that nothing disturbed."""
+    run_dir = tmp_path_factory.mktemp("unbroken") / "run"
+    done = run_quietly(tiny_recipe(inputs, run_dir, **at_home(inputs)))
+    assert (done.exit_code, done.stage) == (0, "done")
+    return run_dir
+
+
+def test_a_study_leaves_what_a_run_leaves_and_its_findings(unbroken: Path) -> None:
+    report = load_report(unbroken / "report.json")
+    assert list(report.arms) == [*ARMS, "vanilla-home"]
+    assert {cell.task for cell in report.cells if cell.arm == "vanilla-home"} == {"all", "vanilla's own"}
+    assert {cell.task for cell in report.cells if cell.arm == "graft"} == {"all", "held-out"}
+    # All arms meet the same prompts, vanilla at home others: it is compared with none of them by prompt.
+    assert {cell.prompts for cell in report.cells if cell.arm in ARMS} == {4}
+    pairs = {(one.first, one.second) for one in report.comparisons}
+    assert len(pairs) == 6
+    assert not any("vanilla-home" in pair for pair in pairs)
+    claims = [finding.statement for finding in report.findings]
+    assert claims[0] == f"{CLAIM}."
+    assert "A head trained towards kl drafts better than one towards ce (greedy)." in claims
+    verdict, _, said = outcome(unbroken)["message"].partition(": ")
+    assert verdict in ("Confirmed", "Refuted", "Undecided")
+    assert said.lower().startswith(f"{CLAIM.lower()}. ")
+    names = {path.name for path in unbroken.iterdir()}
+    assert names >= {"recipe.yaml", "provenance.json", "report.html", "acceptance.csv", "figures"}
+    assert not (unbroken / "export").exists()
+    heads = {path.name: {inner.name for inner in path.iterdir()} for path in (unbroken / "heads").iterdir()}
+    assert heads == {"kl": {"state", "head", "metrics.jsonl"}, "ce": {"state", "head", "metrics.jsonl"}}
+    # Heads differ by their loss alone, with one set of responses for both.
+    kl, ce = (metrics(unbroken / "heads" / objective) for objective in ("kl", "ce"))
+    assert [(line["step"], line["tokens"]) for line in kl] == [(line["step"], line["tokens"]) for line in ce]
+    assert [line["step"] for line in kl] == [1, 2, 3]
+    assert kl[0]["loss"] != ce[0]["loss"]
+    assert len(list((unbroken / "data").glob("responses-*"))) == 1
+
+
+def stable(report: Report) -> Any:
+    """Return what does not depend on the clock."""
+    figures = [
+        (cell.arm, cell.task, cell.temperature, cell.rule, cell.tau, cell.overlap, cell.target_entropy)
+        for cell in report.cells
+    ]
+    return figures, report.findings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "call"), [("train_stage", 2), ("Study", 1), ("Study", 2), ("write_report", 1)])
+def test_a_study_killed_in_any_stage_ends_the_same(
+    name: str, call: int, inputs: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tiny_recipe(inputs, tmp_path / "run", **at_home(inputs))
+    calls = iter(range(1, call))
+    module = pipeline if name == "write_report" else stages
+    whole: Callable[..., Any] = getattr(module, name)
+
+    def killed(*args: Any, **kwargs: Any) -> Any:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return whole(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, name, killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_quietly(recipe)
+    run_quietly(recipe)
+    assert stable(load_report(tmp_path / "run" / "report.json")) == stable(load_report(unbroken / "report.json"))
+    # Finished: nothing is done again.
+    monkeypatch.setattr("mtp_train.runs.run.gather_inputs", lambda *_: pytest.fail("run again"))
+    run_quietly(recipe)
+
+
+def test_a_suite_is_measured_without_what_was_trained_on(inputs: Path, tmp_path: Path) -> None:
+    """One of the suite's prompts occurs in the training data word by word; the others do not."""
+    trained = json.loads((inputs / "chats.jsonl").read_text().splitlines()[0])["messages"][:1]
+    rows = [{"task": "known", "messages": trained}]
+    rows += [{"task": "new", "messages": [{"role": "user", "content": f"unheard of {number}"}]} for number in range(4)]
+    (tmp_path / "suite.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    study = {"suite": str(tmp_path / "suite.jsonl"), "prompts_per_task": 3}
+    # With this share, every group that has the prompt is trained on.
+    recipe = tiny_recipe(inputs, tmp_path / "run", **{**STUDY, "study": study, "data__holdout": 0.2})
+    read = gather_inputs(recipe, 1, Progress(disable=True))
+    found = shared_prompts(recipe, StudySection(**study), read)
+    assert [prompt.task for prompt in found] == ["new"] * 3
+    (tmp_path / "suite.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(DataError, match=r"study\.suite: .* 1 prompts, 0 of them not trained on; expected"):
+        shared_prompts(recipe, StudySection(**study), read)
+
+
+def test_check_plans_for_all_heads(inputs: Path, tmp_path: Path) -> None:
+    both = check(tiny_recipe(inputs, tmp_path, **STUDY), processes=1)
+    one = check(tiny_recipe(inputs, tmp_path, **{**STUDY, "study": {"objectives": ["kl"]}}), processes=1)
+    assert "frozen); a study of kl, ce\n" in str(both)
+    assert both.disk_bytes == 2 * one.disk_bytes
+
+
+@pytest.mark.slow
+def test_the_demos_study_shows_a_stale_head_recovering(tmp_path: Path) -> None:
+    """Smaller than the recipe, and with the same story."""
+    smaller = {
+        "run_dir": str(tmp_path / "run"),
+        "data.regenerate.max_prompts": 160,
+        "data.regenerate.max_new_tokens": 64,
+        "train.max_steps": 20,
+        "train.tokens_per_step": 1536,
+        "evaluate.prompts": 12,
+        "evaluate.max_new_tokens": 48,
+        "study.temperatures": [0.0],
+        "study.rules": ["greedy"],
+        "track.wandb": "off",
+    }
+    run_quietly(load_recipe(ROOT / "recipes" / "vanilla_vs_distill.yaml").replaced(smaller))
+    report = load_report(tmp_path / "run" / "report.json")
+    tones = {finding.statement: finding.tone for finding in report.findings}
+    assert tones["Retraining beats the grafted head on the distilled trunk (greedy)."] == "good"
+    assert report.lossless is not None
+    assert report.lossless.faults == 0

@@ -1,0 +1,106 @@
+"""Runs on trunks whose layers come from main memory or disk, bit for bit as on the device, and on packed trunks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import all_tensors, same, set_fields
+from launching import head, metrics, without_speed
+from mtp_train.runs import evaluate_run as evaluation
+from mtp_train.runs import run
+from mtp_train.trunk import offload
+from mtp_train.trunk.load import Trunk
+from runs import LEARNS, document, refusal, run_quietly, tiny_recipe, write_inputs, write_recipe
+
+Capture = pytest.CaptureFixture[str]
+RUN: dict[str, Any] = {
+    **LEARNS,
+    "evaluate__arms": ["none", "graft", "retrained", "vanilla"],
+    "train__select": {"every_steps": 10, "share": 0.3},
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("offload") / "in", num_records=48)
+
+
+@pytest.fixture(scope="module")
+def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a run with nothing offloaded."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    assert run_quietly(tiny_recipe(inputs, run_dir, **RUN)).reason == "done"
+    return run_dir
+
+
+def measured(run_dir: Path) -> Any:
+    report = json.loads((run_dir / "report.json").read_text().replace(str(run_dir), "RUN"))
+    return without_speed([report[part] for part in ("arms", "lossless", "gate")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "more"), [("disk", {}), ("cpu", {"train__hidden_cache": {}})], ids=["disk", "cpu, hidden_cache"]
+)
+def test_an_offloaded_run_ends_as_any_other(
+    where: str, more: dict[str, Any], inputs: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    recipe = tiny_recipe(inputs, run_dir, **RUN, **more, model__offload=where)
+    offloaded: list[set[str]] = []
+
+    def noted(trunk: Trunk, *args: Any) -> None:
+        offload.offload_layers(trunk, *args)
+        offloaded.append({parameter.device.type for parameter in trunk.layers.parameters()})
+
+    for module in (run, evaluation):
+        monkeypatch.setattr(module, "offload_layers", noted)
+    assert run_quietly(recipe).reason == "done"
+    # Both trunks; the fine-tune's twice where training lets go of its layers.
+    assert offloaded == [{"meta"}] * (3 if more else 2)
+    lines, expected = metrics(run_dir), metrics(whole)
+    for field in ("loss", "grad_norm", "held_out_tau"):
+        assert [line.get(field) for line in lines] == [line.get(field) for line in expected], field
+    assert measured(run_dir) == measured(whole)
+    assert same(head(run_dir), head(whole))
+    assert same(all_tensors(run_dir / "export"), all_tensors(whole / "export"))
+    assert list(run_dir.glob(f"{offload.FOLDER_PREFIX}*")) == []
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_inputs(tmp_path_factory.mktemp("packed") / "in", "glm4_moe")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes: not installed")
+def test_a_packed_trunk_is_trained_on_and_exported_as_it_was(mixture: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(mixture, tmp_path / "run", **LEARNS, model__quantization="8bit")
+    assert run_quietly(recipe).reason == "done"
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
+    finetune, exported = all_tensors(mixture / "finetune"), all_tensors(tmp_path / "run" / "export")
+    assert finetune.keys() < exported.keys()
+    assert all(exported[key].equal(value) for key, value in finetune.items())
+    assert "quantization_config" not in json.loads((tmp_path / "run" / "export" / "config.json").read_text())
+
+
+def test_check_counts_packed_weights_and_refuses_packed_checkpoints(
+    mixture: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yaml", mixture, tmp_path / "run")
+    sizes = [
+        document(["check", recipe, f"model.quantization={bits}"], capfd)["memory"]["trunk_bytes"]
+        for bits in ("null", "8bit")
+    ]
+    assert sizes[0] > sizes[1]
+    quantised = Path(shutil.copytree(mixture / "finetune", tmp_path / "fp8"))
+    set_fields(quantised, {"quantization_config": {"quant_method": "fp8"}})
+    argv = ["check", recipe, f"model.trunk={quantised}", "model.quantization=8bit"]
+    assert "quantised with fp8 already, while model.quantization is 8bit" in refusal(argv, capfd)
