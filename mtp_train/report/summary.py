@@ -24,7 +24,7 @@ def summary(report: Report) -> RenderableType:
     slices = slice_report(report)
     verdict = wording.headline(slices)
     # `Text`, since rich would parse square brackets of a path as markup. Inside the panel, since rich truncates titles.
-    told = Text.assemble((verdict.title, "bold"), "\n", verdict.detail)
+    told = Text.assemble((verdict.statement, "bold"), "\n", verdict.evidence)
     parts: list[RenderableType] = [Panel(told, border_style=TONES[verdict.tone])]
     if not report.arms:
         return parts[0]

@@ -11,7 +11,7 @@ import pytest
 from mtp_train.evaluation.results import Report, load_report
 from mtp_train.report import write
 from mtp_train.report.figures import FigureFile
-from mtp_train.report.write import FlatTable, write_report
+from mtp_train.report.write import csv_text, write_report
 from report_samples import EMPTY
 from study_samples import STUDY
 
@@ -23,7 +23,7 @@ def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw no figures, since they have their own tests."""
 
     def draw(report: Report, metrics: object) -> list[FigureFile]:
-        stems = ("tau", *(f"tasks_{number}" for number in range(1, len(report.arms))))
+        stems = ("tau", "depth") if len(report.arms) > 2 else ("tau",)
         return [FigureFile(stem, "A figure.", str(report.title).encode()) for stem in stems if report.cells]
 
     monkeypatch.setattr(write, "render_figures", draw)
@@ -39,7 +39,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def test_report_writes_its_files_and_nothing_else(tmp_path: Path) -> None:
-    figures = [f"figures/{stem}.png" for stem in ("tasks_1", "tasks_2", "tasks_3", "tau")]
+    figures = ["figures/depth.png", "figures/tau.png"]
     write_report(STUDY, tmp_path / "studies" / "one", PROVENANCE)
     files = contents(tmp_path / "studies" / "one")
     assert sorted(files) == ["acceptance.csv", "comparisons.csv", *figures, "report.html", "report.json"]
@@ -78,7 +78,7 @@ def test_figures_of_an_earlier_report_are_removed(tmp_path: Path) -> None:
     write_report(STUDY, tmp_path, {})
     (tmp_path / "figures" / "mine.png").write_bytes(b"kept")
     write_report(replace(STUDY, arms=dict(list(STUDY.arms.items())[:2])), tmp_path, {})
-    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["mine.png", "tasks_1.png", "tau.png"]
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["mine.png", "tau.png"]
 
 
 def test_failing_page_leaves_the_previous_report_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,5 +95,5 @@ def test_failing_page_leaves_the_previous_report_whole(tmp_path: Path, monkeypat
 
 
 def test_no_cell_of_a_table_is_a_formula() -> None:
-    table = FlatTable(["task", "gain"], [["=HYPERLINK(1)", -0.5], ["+1", None], ["@x", 2], ["-a", 1.5], ["a=b", 0]])
-    assert table.csv().splitlines() == ["task,gain", "'=HYPERLINK(1),-0.5", "'+1,", "'@x,2", "'-a,1.5", "a=b,0"]
+    table = [["task", "gain"], ["=HYPERLINK(1)", -0.5], ["+1", None], ["@x", 2], ["-a", 1.5], ["a=b", 0]]
+    assert csv_text(table).splitlines() == ["task,gain", "'=HYPERLINK(1),-0.5", "'+1,", "'@x,2", "'-a,1.5", "a=b,0"]
