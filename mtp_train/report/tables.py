@@ -140,19 +140,6 @@ def difference_table(slices: Slices) -> TextTable | None:
     return make_table(columns, {"": rows}, prose=True)
 
 
-def difference_matrix(slices: Slices) -> TextTable | None:
-    """Return the comparisons on single tasks, at the headline setting; None without comparisons.
-
-    "not shown" stands for a difference that is not significant.
-    """
-    texts: dict[str, dict[str, str]] = {}
-    for row in slices.comparisons():
-        if row.task != ALL_TASKS:
-            text = signed(row.delta_tau, row.delta_tau_ci95) if row.differs else "not shown"
-            texts.setdefault(_task_words(row.task, [row.groups]), {})[pair_words(row)] = text
-    return _matrix(tuple(dict.fromkeys(pair for by_pair in texts.values() for pair in by_pair)), texts)
-
-
 def _task_words(task: str, groups: Iterable[int | None]) -> str:
     known = sorted({count for count in groups if count is not None})
     return f"{task} ({' to '.join(map(str, dict.fromkeys((known[0], known[-1]))))} groups)" if known else task

@@ -25,7 +25,6 @@ from mtp_train.report.tables import (
     TextTable,
     axis_tables,
     cost_table,
-    difference_matrix,
     difference_table,
     gate_table,
     position_table,
@@ -119,7 +118,7 @@ def _sections(slices: Slices, drawn: Sequence[FigureFile], serving: Mapping[str,
     real = (
         "First arm minus second, paired by prompt, intervals over groups of prompts. "
         f"{wording.count_real(report)} of the report's comparisons are real, at 5 % over all of them together (Holm). "
-        "Other settings are in comparisons.csv."
+        "Other settings and single tasks are in comparisons.csv."
     )
     held_out = wording.held_out_sentence(report.settings)
     return [
@@ -133,7 +132,7 @@ def _sections(slices: Slices, drawn: Sequence[FigureFile], serving: Mapping[str,
         Section("What to serve", statements=tuple(wording.serving_sentences(slices)), rows=tuple(serving.items())),
         Section("Figures", figures=figures(*ARM_FIGURES)),
         Section("Training", figures=figures(*CURVES)),
-        Section("Differences", (real,), tables=(difference_table(slices), difference_matrix(slices))),
+        Section("Differences", (real,), tables=(difference_table(slices),)),
         Section("By position in the draft", tables=(position_table(report),)),
         Section("By task", tables=(axes["task"],)),
         Section("By temperature", (_RULE_NOTE,), tables=(axes["setting"],)),

@@ -33,11 +33,9 @@ from mtp_train.runs.refusals import HeadOnTrunk, raise_together, refusals
 from mtp_train.runs.resolve import (
     Choice,
     Overrides,
-    TextFacts,
     launched_processes,
     override_texts,
     resolved_recipe,
-    text_facts,
 )
 from mtp_train.runs.room import Room, Shapes
 from mtp_train.runs.run_directory import RunDirectory
@@ -220,31 +218,19 @@ def check(
         (1, 0.31)
     """
     machine = device_named(device)
-    texts, counts = override_texts(overrides), list[TextFacts]()
-
-    def counted(known: Recipe) -> TextFacts:
-        # The data is the same for all plans.
-        counts[:] = counts or [text_facts(known)]
-        return counts[0]
-
-    resolved = resolved_recipe(recipe, overrides, world_size=processes, device=machine, counted=counted)
-    world_size = processes or resolved.recipe.train.processes or launched_processes()
-
-    def replan(more: Sequence[str], count: int) -> Recipe:
-        changed = resolved_recipe(recipe, [*texts, *more], world_size=count, device=machine, counted=counted).recipe
-        return changed.replaced({"train.precision": found.recipe.train.precision})
-
-    found, shapes = _checked(resolved.recipe, world_size, machine, is_here=device is None)
+    resolved, choices = resolved_recipe(recipe, overrides, world_size=processes, device=machine)
+    world_size = processes or resolved.train.processes or launched_processes()
+    found, shapes = _checked(resolved, world_size, machine, is_here=device is None)
     fitting: dict[str, str] = {}
     if found.room.problem is not None:
-        alternatives = shapes.alternatives(found.recipe, world_size, machine, replan)
-        fitting = {one.arguments(world_size): one.needs() for one in alternatives}
+        fitting = dict(shapes.alternatives(found.recipe, world_size, machine))
     launch = None
     if isinstance(recipe, str | Path):
-        if resolved.recipe.train.processes not in (None, world_size):
+        texts = override_texts(overrides)
+        if resolved.train.processes not in (None, world_size):
             texts.append(f"train.processes={world_size}")
         launch = launch_command(str(recipe), texts, found.room)
-    return replace(found, choices=resolved.choices, fitting=fitting, launch=launch)
+    return replace(found, choices=choices, fitting=fitting, launch=launch)
 
 
 def launch_command(recipe: str, overrides: Sequence[str], room: Room) -> str:

@@ -34,7 +34,7 @@ from mtp_train.evaluation.served import Server, served_checkpoint
 from mtp_train.evaluation.suites import BUILTIN, BUILTIN_FILE, suite_location
 from mtp_train.report.summary import summary
 from mtp_train.report.write import log_report, write_report
-from mtp_train.runs.display import RichlyShown, Shown, html_table, quiet_progress
+from mtp_train.runs.display import RichlyShown, Shown, quiet_progress
 from mtp_train.runs.run_directory import RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.train.log import Tracking, WandbMode
 from mtp_train.train.machine import use_threads
@@ -80,14 +80,6 @@ class GenerateResult(Shown):
         if len(self.requests) == 1:
             return self.requests[0].text
         return "\n".join(f"--- prompt {number}\n{one.text}" for number, one in enumerate(self.requests, start=1))
-
-    def _repr_html_(self) -> str:
-        columns = ("text", "new tokens", "rounds", "accepted drafts", "tokens per round")
-        rows = [
-            (one.text, len(one.token_ids), one.num_drafts, one.num_accepted_tokens, f"{one.tau:.2f}")
-            for one in self.requests
-        ]
-        return html_table(f"{self.settings['checkpoint']}, depth {self.settings['depth']}", columns, rows)
 
 
 def generate(

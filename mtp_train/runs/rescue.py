@@ -44,7 +44,7 @@ from mtp_train.checkpoints.suggestions import graft_command, inspect_command, la
 from mtp_train.checkpoints.writing import full_disk_is_named, removed_on_failure, write_json, write_text
 from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
 from mtp_train.data.tokenize import Prompt, build_prompts, choose_evenly
-from mtp_train.errors import ChangedInputError, CheckpointError, GateRefusedError, MtpError, OutputExistsError
+from mtp_train.errors import ChangedInputError, CheckpointError, MtpError, OutputExistsError
 from mtp_train.evaluation.arms import ArmSpec, local_device
 from mtp_train.evaluation.dense import better_wiring, own_text
 from mtp_train.evaluation.grid import EvaluationGrid
@@ -203,8 +203,7 @@ def probe_with(
     if not is_at_fault(found.base) and found.wiring is None:
         # Two models were loaded before this one.
         gc.collect()
-        with contextlib.suppress(GateRefusedError):
-            run_recipe(recipe, console, choices)
+        run_recipe(recipe, console, choices)
         found = _with_training(found, out / TRAINING)
     verdict, reason = judge(found)
     command = retrain_command(tuned, donor, paths)
@@ -455,8 +454,7 @@ def rescue(
         if found.verdict == "graft":
             again = "To retrain the head all the same, choose another --out and add --set train.max_steps=500"
             return _result(recipe, GRAFT, f"{found.reason}. {again}", console)
-    with contextlib.suppress(GateRefusedError):
-        run_recipe(recipe, console, choices)
+    run_recipe(recipe, console, choices)
     gate = load_report(out / REPORT_FILE).gate
     refused = gate is not None and not gate.passed
     # The refusal ends in the command for a graft, which is written here.

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 
@@ -20,6 +19,7 @@ from mtp_train.errors import MtpError
 from mtp_train.families import family_for
 from mtp_train.heads.diagnose import empty_head, named_rejections, stored_dtype, trunk_config
 from mtp_train.heads.lora import require_lora_targets
+from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.refusals import HeadOnTrunk, refusals
 from mtp_train.runs.settings import memory_options, plan_of
@@ -31,9 +31,11 @@ ROOM_SHARE = 0.85
 """The largest share of a GPU's memory for a trunk and two heads that decode: caches and activations need the rest."""
 DOUBLINGS = 5
 """Most times that the number of processes is doubled."""
-SERVERS = ("data.regenerate.endpoint=http://localhost:8000/v1", "gate.enabled=false")
+SERVERS = (
+    *("data.regenerate.endpoint=http://localhost:8000/v1", "data.regenerate.batch_size=null"),
+    "gate.enabled=false",
+)
 """Leave answers and measurements to servers: no process then decodes with the whole trunk."""
-Replan = Callable[[Sequence[str], int], Recipe]
 Change = tuple[list[str], int]
 
 
@@ -59,6 +61,14 @@ class Room:
         return self.in_shards if self.in_shards is not None and self.needs_shards else self.memory
 
     @property
+    def needs(self) -> str:
+        """The memory that each process needs, in words."""
+        used = max(self.training.total_bytes, self.memory.decoding_bytes if self.decodes else 0)
+        text = f"{used / GIB:.3g} GiB a process" + (", in shards" if self.needs_shards else "")
+        loading = f", and {self.memory.loading_bytes / GIB:.3g} GiB of main memory"
+        return f"{text}{loading}" if self.memory.offloaded_bytes else text
+
+    @property
     def decoding_problem(self) -> str | None:
         """Why a GPU cannot decode with the trunk; None if it can, or need not."""
         needed, memory = self.memory.decoding_bytes, self.device.memory_bytes
@@ -76,24 +86,6 @@ class Room:
         if self.decoding_problem is None and needed > self.device.memory_bytes:
             return f"{needed / GIB:.3g} GiB to train on each process, on {self.device}"
         return self.decoding_problem
-
-
-class Alternative(NamedTuple):
-    """Settings with which a run fits."""
-
-    overrides: tuple[str, ...]
-    processes: int
-    room: Room
-
-    def needs(self) -> str:
-        used = max(self.room.training.total_bytes, self.room.memory.decoding_bytes if self.room.decodes else 0)
-        memory = self.room.memory
-        text = f"{used / GIB:.3g} GiB a process" + (", in shards" if self.room.needs_shards else "")
-        return f"{text}, and {memory.loading_bytes / GIB:.3g} GiB of main memory" if memory.offloaded_bytes else text
-
-    def arguments(self, world_size: int) -> str:
-        processes = [] if self.processes == world_size else ["--processes", str(self.processes)]
-        return shlex.join([*self.overrides, *processes])
 
 
 class Shapes:
@@ -142,23 +134,21 @@ class Shapes:
             shards = in_shards(memory, self.trunk, plan, is_adapted=recipe.model.adapter is not None)
         return Room(plan, memory, shards, device, recipe.decodes and recipe.study is None)
 
-    def alternatives(self, recipe: Recipe, world_size: int, device: Device, replan: Replan) -> Iterator[Alternative]:
-        """Yield settings with which a run that does not fit does, by the same estimate; one of each sort.
-
-        ``replan`` returns the recipe with further overrides, for a number of processes.
-        """
+    def alternatives(self, recipe: Recipe, world_size: int, device: Device) -> Iterator[tuple[str, str]]:
+        """Yield arguments to add with which a run that does not fit does, and what it then needs; one of each sort."""
         for sort in _changes(recipe, world_size, device):
             for overrides, processes in sort:
                 if recipe.train.processes not in (None, processes):
                     overrides = [*overrides, f"train.processes={processes}"]
                 try:
-                    changed = replan(overrides, processes)
+                    changed = load_recipe(recipe, overrides)
                     room = self.room(changed, processes, device)
                     refused = refusals(changed, self.model, processes)
                 except MtpError:
                     continue
                 if room.problem is None and not refused:
-                    yield Alternative(tuple(overrides), processes, room)
+                    launched = [] if processes == world_size else ["--processes", str(processes)]
+                    yield shlex.join([*overrides, *launched]), room.needs
                     break
 
 

@@ -17,7 +17,6 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from rich.progress import Progress
 from torch import nn
 
-from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.identity import RECORD_FILE, Records
 from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.checkpoints.quantised import quant_method
@@ -26,10 +25,8 @@ from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import OutOfMemoryError, RecipeError, TrainingError
 from mtp_train.evaluation.run import Processes
 from mtp_train.heads.diagnose import text_config_of
-from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
-from mtp_train.runs.head_source import LoneHead
 from mtp_train.runs.inputs import Inputs, gather_inputs
 from mtp_train.runs.refusals import HeadOnTrunk
 from mtp_train.runs.room import Shapes
@@ -106,9 +103,7 @@ class Run:
         """Claim the directory for the recipe and its inputs, and give the inputs their recorded identities."""
         inputs, accelerator = self.inputs, self.accelerator
         if accelerator.num_processes > 1:
-            require_alike("model", checkpoints_checksum([inputs.finetune, inputs.donor]), accelerator)
-            text = text_checksum(inputs.documents, [*inputs.prompts, *inputs.held_out])
-            require_alike("data", text, accelerator)
+            require_alike(inputs, accelerator)
         if self.is_main:
             self.directory.claim(self.recipe, self._provenance(), self.records)
             self.directory.require_same_inputs(self.recipe, self.progress)
@@ -184,9 +179,8 @@ def require_room(run: Run) -> None:
     machine, shapes = device_named(None), Shapes(recipe, model, trunk)
     problem = shapes.room(recipe, count, machine).decoding_problem
     if problem is not None:
-        fitting = shapes.alternatives(recipe, count, machine, lambda overrides, _: load_recipe(recipe, overrides))
-        found = [f"{' '.join(one.overrides)} with {one.processes} process(es)" for one in fitting]
-        cure = f"Add {', or '.join(found)}." if found else "Use a larger GPU."
+        fitting = [arguments for arguments, _ in shapes.alternatives(recipe, count, machine)]
+        cure = f"Add {', or '.join(fitting)}." if fitting else "Use a larger GPU."
         raise RecipeError(f"model.trunk: {problem}; expected room for it. {cure}")
 
 
@@ -269,21 +263,18 @@ def files_in(directory: Path, names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def require_alike(what: str, checksum: str, accelerator: RunAccelerator) -> None:
-    """Check that all processes read the same inputs; every process must call it."""
-    (first, _), *others = accelerator.gather_items([(checksum, socket.gethostname())])
-    for rank, (other, host) in enumerate(others, start=1):
-        if other != first:
+def require_alike(inputs: Inputs, accelerator: RunAccelerator) -> None:
+    """Check that all processes read the same inputs; every process must call it. Weights are not read."""
+    configs = [checkpoint_identity("", one)["sha256"] for one in (inputs.finetune, inputs.donor) if one is not None]
+    text = text_checksum(inputs.documents, [*inputs.prompts, *inputs.held_out])
+    first, *others = accelerator.gather_items([({"model": configs, "data": text}, socket.gethostname())])
+    for rank, (found, host) in enumerate(others, start=1):
+        differing = [what for what, checksum in found.items() if checksum != first[0][what]]
+        if differing:
             raise TrainingError(
-                f"{what}: the files of process {rank} on {host} differ from those of process 0; expected the same on "
-                "all machines. Put them on a file system that the machines share, or copy them again."
+                f"{differing[0]}: the files of process {rank} on {host} differ from those of process 0; expected the "
+                "same on all machines. Put them on a file system that the machines share, or copy them again."
             )
-
-
-def checkpoints_checksum(checkpoints: Iterable[Checkpoint | LoneHead | None]) -> str:
-    """Return a checksum of the configs and indices of checkpoints; weights are not read."""
-    found = [checkpoint_identity("", one)["sha256"] for one in checkpoints if one is not None]
-    return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 def text_checksum(documents: Iterable[Document], prompts: Iterable[Prompt]) -> str:

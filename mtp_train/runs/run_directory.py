@@ -51,7 +51,6 @@ from mtp_train.data.sources import local_files
 from mtp_train.errors import (
     CheckpointError,
     DataError,
-    GateRefusedError,
     LostProcessError,
     MtpError,
     OutputExistsError,
@@ -61,7 +60,6 @@ from mtp_train.errors import (
     redacted,
 )
 from mtp_train.evaluation.results import read_record
-from mtp_train.evaluation.suites import suite_location
 from mtp_train.recipe.json_schema import dotted, shown_whole
 from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, validated
 from mtp_train.recipe.schema import Recipe
@@ -248,11 +246,10 @@ class RunDirectory:
             yield attempt
         except MtpError as error:
             self._require_held()
-            reached = DONE if isinstance(error, GateRefusedError) else attempt.stage
             # A process that never joined the others may belong to a launch that was refused the directory.
             unjoined = isinstance(error, LostProcessError) and not (attempt.joined or is_main_process())
             if not (isinstance(error, OutputExistsError) or unjoined):
-                earlier = self.record_failure(Outcome(error.exit_code, error.reason, str(error), reached))
+                earlier = self.record_failure(Outcome(error.exit_code, error.reason, str(error), attempt.stage))
                 if earlier is not None and isinstance(error, LostProcessError):
                     raise LostProcessError(
                         f"launcher: another process of this run is gone. {earlier.message}"
@@ -443,8 +440,6 @@ def _input_loaders(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> 
     data = {f"data.sources.{number}": source.path for number, source in enumerate(recipe.data.sources)}
     if study is not None:
         data |= {f"study.vanilla_sources.{number}": path for number, path in enumerate(study.vanilla_sources)}
-        if study.suite is not None and (place := suite_location(study.suite)) is not None:
-            data["study.suite"] = place
     local = {label: path for label, path in data.items() if label in places or _is_local(label, path)}
     return loaders | {label: partial(_data_files, label, path) for label, path in local.items()}
 

@@ -1,6 +1,6 @@
 """A recipe with a section ``study``: a vanilla and a distilled model, compared.
 
-The stages: regenerate once, retrain a head per objective, measure all arms, test the claims. Stages that are done are
+The stages: regenerate once, retrain a head per objective, measure all arms, test the claim. Stages that are done are
 skipped, as in ``mtp_train.runs.pipeline``. A measurement resumes after its last prompt.
 
 The published claim: retraining a head on the distilled trunk's own responses brings acceptance back to the vanilla
@@ -24,24 +24,20 @@ from mtp_train.acceptance.counts import Interval, PromptCounts
 from mtp_train.acceptance.intervals import Difference, tau_difference
 from mtp_train.acceptance.names import GRAFT, HOME, NATIVE, RETRAINED, VANILLA
 from mtp_train.checkpoints.locations import HEAD
-from mtp_train.data.groups import join_near_duplicates
-from mtp_train.data.records import Record, content_group
-from mtp_train.data.tokenize import Document, build_prompts
+from mtp_train.data.tokenize import Document
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import ArmSpec
 from mtp_train.evaluation.assemble import Measurements
 from mtp_train.evaluation.entropy import EntropySums, overlap_difference
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Setting, TaskPrompt
-from mtp_train.evaluation.results import ALL_TASKS, VERDICTS, ArmComparison, Cell, Finding, Report, Tone, negated
+from mtp_train.evaluation.results import ALL_TASKS, VERDICTS, ArmComparison, Cell, Finding, Report, Tone
 from mtp_train.evaluation.run import Study, study_report
 from mtp_train.evaluation.statistics import MeasuredArm
-from mtp_train.evaluation.suites import load_suite, suite_prompts
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import StudySection
 from mtp_train.report.wording import format_number, lossless_sentence, signed, verdict_title
-from mtp_train.runs.inputs import Inputs, split_records
 from mtp_train.runs.regeneration import data_stage
 from mtp_train.runs.run import Run, RunTrunk
 from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
@@ -51,12 +47,10 @@ HEADS, GRID_DIR, HOME_DIR = "heads", "grid", "home"
 HOME_TASK = "vanilla's own"
 CLAIM = "Retraining on the distilled trunk's own responses brings acceptance back to the vanilla level"
 BACK = "Back at the vanilla level by "
-BEATS_GRAFT = "Retraining beats the grafted head on the distilled trunk"
 WEAK = (
     " The retrained head is above that level by more than the margin: vanilla's own head is not trained out, so the "
     "level is a low bar."
 )
-DRAFTS_BETTER = "A head trained towards {} drafts better than one towards {}"
 
 
 def measure_study_heads(run: Run, study: StudySection) -> Report | None:
@@ -64,7 +58,7 @@ def measure_study_heads(run: Run, study: StudySection) -> Report | None:
     recipe, run_dir, inputs = run.recipe, run.directory.path, run.inputs
     if inputs.base is None:
         raise DataError("model.head_from: null; expected the vanilla model of the study. Name it.")
-    prompts = shared_prompts(recipe, study, inputs)
+    prompts = [TaskPrompt.of(prompt, HELD_OUT_TASK) for prompt in inputs.held_out]
     if run.is_main:
         for directory in (run_dir, *(head_dir(run_dir, objective) for objective in study.objectives)):
             RunDirectory(directory).clear_leftovers()
@@ -124,19 +118,17 @@ def measure_arms(run: Run, study: StudySection, grid: EvaluationGrid, prompts: S
 
 
 def report_of(recipe: Recipe, study: StudySection, grid: EvaluationGrid, measured: Measurements) -> Report:
-    """Compute the report of measured arms, and test the claims."""
+    """Compute the report of measured arms, and test the claim."""
     settings = [setting for setting in grid.settings() if setting.depth == grid.headline.depth]
     report = study_report(measured, grid, f"vanilla and distilled: {recipe.model.head_from}, {recipe.model.trunk}")
-    by_name = {arm.name: arm for arm in measured.arms}
-
-    def levels(head: str) -> list[LevelDifference]:
-        if HOME in by_name:
-            return levels_at_home(by_name[head], by_name[HOME], settings)
-        return levels_on_shared_prompts(report, head, settings)
-
+    by_name, head = {arm.name: arm for arm in measured.arms}, retrained(study.objectives[0])
+    if HOME in by_name:
+        levels = levels_at_home(by_name[head], by_name[HOME], settings)
+    else:
+        levels = levels_on_shared_prompts(report, head, settings)
     told = {**report.settings, "vanilla_sources": list(study.vanilla_sources), "margin": study.margin}
     sound = report.lossless is None or not report.lossless.faults
-    findings = find(report, study, levels(retrained(study.objectives[0])), levels(GRAFT)) if sound else ()
+    findings = find(report, study, levels) if sound else ()
     return replace(report, settings=told, findings=findings)
 
 
@@ -155,8 +147,8 @@ def arm_specs(recipe: Recipe, study: StudySection, run_dir: Path) -> list[ArmSpe
 
 def grid_of(recipe: Recipe, study: StudySection) -> EvaluationGrid:
     return EvaluationGrid(
-        suite=study.suite or "held-out prompts",
-        prompts_per_task=study.prompts_per_task if study.suite else recipe.evaluate.prompts,
+        suite="held-out prompts",
+        prompts_per_task=recipe.evaluate.prompts,
         temperatures=study.temperatures,
         depths=study.depths,
         rules=study.rules,
@@ -164,40 +156,6 @@ def grid_of(recipe: Recipe, study: StudySection) -> EvaluationGrid:
         batch=study.batch,
         seed=recipe.seed,
     )
-
-
-def shared_prompts(recipe: Recipe, study: StudySection, inputs: Inputs) -> list[TaskPrompt]:
-    """Return the prompts that all arms decode: those held out, or a suite's without what repeats training text."""
-    if study.suite is None:
-        return [TaskPrompt.of(prompt, HELD_OUT_TASK) for prompt in inputs.held_out]
-    training, _ = split_records(recipe)
-    groups = {record.group for record in training}
-    known = {prompt.prompt_ids for prompt in build_prompts(training, inputs.tokenizer)}
-    loaded = load_suite(study.suite, recipe.data.chat_template_kwargs)
-    near = near_trained([one.record for one in loaded.records], training)
-    every = suite_prompts(loaded, inputs.tokenizer, seed=recipe.seed)
-    unseen = [
-        prompt
-        for prompt in every
-        if prompt.group not in groups and prompt.id not in near and prompt.prompt_ids not in known
-    ]
-    if len(unseen) < 2:
-        raise DataError(
-            f"study.suite: {study.suite} has {len(every)} prompts, {len(unseen)} of them not trained on; expected at "
-            "least 2, as intervals are over groups of prompts. Name another suite, or null for the held-out prompts."
-        )
-    by_task: dict[str, list[TaskPrompt]] = {}
-    for prompt in unseen:
-        by_task.setdefault(prompt.task, []).append(prompt)
-    return [prompt for some in by_task.values() for prompt in some[: study.prompts_per_task]]
-
-
-def near_trained(records: Sequence[Record], training: Sequence[Record]) -> set[str]:
-    """Return the ids of the records whose prompt equals a training record's, or is a near-duplicate of it."""
-    by_content = [replace(record, group=content_group(record.content)) for record in (*training, *records)]
-    joined = join_near_duplicates(by_content)
-    trained = {record.group for record in joined[: len(training)]}
-    return {record.id for record in joined[len(training) :] if record.group in trained}
 
 
 def for_objective(recipe: Recipe, objective: str) -> Recipe:
@@ -209,7 +167,7 @@ def for_objective(recipe: Recipe, objective: str) -> Recipe:
     return recipe.replaced(values)
 
 
-# Claims
+# The claim
 
 
 def retrained(objective: str) -> str:
@@ -276,30 +234,14 @@ def _over_all(first: EntropySums, second: EntropySums) -> tuple[EntropySums, Ent
     return padded(first, before), padded(second, after)
 
 
-def find(
-    report: Report,
-    study: StudySection,
-    levels: Sequence[LevelDifference],
-    grafted: Sequence[LevelDifference],
-) -> tuple[Finding, ...]:
-    """Test every claim, the prediction first, by the levels of the first objective's head and of the grafted head."""
-    settings = [level.setting for level in levels]
-    first, *others = study.objectives
-    measures = list(dict.fromkeys(one for level in levels for one in back_at_vanilla(report, level, study)))
-    found = (
-        prediction(measures),
-        *measures,
-        *(is_better(report, retrained(first), GRAFT, setting, BEATS_GRAFT) for setting in settings),
-        *(finding for level in grafted for finding in is_stale(level)),
-        *(
-            # Same trunk, prompts, data, steps and seed.
-            is_better(report, retrained(first), retrained(other), setting, DRAFTS_BETTER.format(first, other))
-            for other in others
-            for setting in settings
-        ),
-    )
+def find(report: Report, study: StudySection, levels: Sequence[LevelDifference]) -> tuple[Finding, ...]:
+    """Test the prediction by the levels of the first objective's head: the verdict first, then its measures.
+
+    Which arm has the higher tau, and whether the graft is stale, are comparisons of the report.
+    """
     # Rules of one temperature share its text, and give the same findings about it: drop duplicates.
-    return tuple(dict.fromkeys(found))
+    measures = dict.fromkeys(one for level in levels for one in back_at_vanilla(report, level, study))
+    return (prediction(list(measures)), *measures)
 
 
 def prediction(measures: Sequence[Finding]) -> Finding:
@@ -353,28 +295,6 @@ def back_at_vanilla(report: Report, level: LevelDifference, study: StudySection)
             )
         )
     return findings
-
-
-def is_better(report: Report, head: str, other: str, setting: Setting, statement: str) -> Finding:
-    """Test whether a head has the higher tau: same trunk, same prompts."""
-    one = comparison_of(report, head, other, setting)
-    mine, theirs = cell_of(report, head, setting), cell_of(report, other, setting)
-    difference = _over_groups(Difference(one.delta_tau, one.delta_tau_ci95, None, one.groups), 2)
-    evidence = f"tau {format_number(mine.tau, 2)} against {format_number(theirs.tau, 2)}: {difference}."
-    return _finding(tone_of(one.delta_tau_ci95), f"{statement} ({setting.name})", evidence)
-
-
-def is_stale(level: LevelDifference) -> list[Finding]:
-    """Test whether the untouched head is worse on the distilled trunk at equal target entropy."""
-    if level.overlap is None:
-        return []
-    return [
-        _finding(
-            tone_of(negated(level.overlap.ci95)),
-            f"The grafted head is stale: overlap at equal target entropy ({_text(level.setting)})",
-            f"{GRAFT} less vanilla with its own head: {_over_groups(level.overlap, 3)}.",
-        )
-    ]
 
 
 def cell_of(report: Report, arm: str, setting: Setting) -> Cell:

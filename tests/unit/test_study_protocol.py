@@ -138,7 +138,7 @@ def test_the_prediction_is_judged_raw_and_at_equal_entropy(
 )
 def test_the_prediction_needs_every_measure(overlap: tuple[float, Interval], tone: str, said: str) -> None:
     level = LevelDifference(GREEDY, Difference(0.5, (0.2, 0.8), None, 12), Difference(*overlap, None, 12))
-    first = find(USUAL, STUDY, [level], [])[0]
+    first = find(USUAL, STUDY, [level])[0]
     assert (first.tone, first.evidence) == (tone, said)
     assert first.statement.endswith("brings acceptance back to the vanilla level.")
 
@@ -153,17 +153,14 @@ def test_a_comparison_is_found_whichever_way_round_it_was_made() -> None:
         comparison_of(USUAL, VANILLA, GRAFT, GREEDY)
 
 
-def test_every_claim_is_put_to_the_test_the_prediction_first() -> None:
+def test_the_prediction_is_found_before_its_measures() -> None:
     (level,) = levels_on_shared_prompts(USUAL, KL, [GREEDY])
-    stale = LevelDifference(GREEDY, Difference(-1.1, (-1.2, -1.0), None, 12), Difference(-0.3, (-0.4, -0.2), None, 12))
-    found = find(USUAL, STUDY, [level], [stale])
+    # Another rule of the same temperature gives the same findings.
+    found = find(USUAL, STUDY, [level, level])
     assert [(one.tone, one.statement.split(" (")[0].split(":")[0]) for one in found] == [
         ("good", f"{CLAIM}."),
         ("good", "Back at the vanilla level by tau"),
         ("good", "Back at the vanilla level by overlap at equal target entropy"),
-        ("good", "Retraining beats the grafted head on the distilled trunk"),
-        ("good", "The grafted head is stale"),
-        ("neutral", "A head trained towards kl drafts better than one towards ce"),
     ]
 
 
