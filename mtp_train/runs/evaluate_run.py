@@ -35,8 +35,7 @@ from mtp_train.heads.diagnose import text_config_of
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.slices import slice_report
-from mtp_train.runs.head_source import source_plan
-from mtp_train.runs.inputs import Inputs
+from mtp_train.runs.inputs import Inputs, source_plan
 from mtp_train.runs.run import Run
 from mtp_train.runs.settings import run_settings
 from mtp_train.runs.training import SELECTED

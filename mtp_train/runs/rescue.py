@@ -62,8 +62,7 @@ from mtp_train.runs.checkpoint_tools.inspect import serving_commands
 from mtp_train.runs.display import Shown, serving_lines, wiring_note
 from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
 from mtp_train.runs.export import write_export, write_untrained_card
-from mtp_train.runs.head_source import LoneHead, is_lone, open_head_source, source_plan, trunk_of
-from mtp_train.runs.inputs import split_records
+from mtp_train.runs.inputs import LoneHead, is_lone, open_head_source, source_plan, split_records, trunk_of
 from mtp_train.runs.pipeline import page_of, run_recipe
 from mtp_train.runs.resolve import Overrides, override_texts, require_one_process, resolved_recipe
 from mtp_train.runs.run_directory import PROBE, RunDirectory, checkpoint_identity

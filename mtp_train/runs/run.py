@@ -27,10 +27,9 @@ from mtp_train.evaluation.run import Processes
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
+from mtp_train.runs.check import Shapes
 from mtp_train.runs.inputs import Inputs, gather_inputs
-from mtp_train.runs.refusals import HeadOnTrunk
-from mtp_train.runs.room import Shapes
-from mtp_train.runs.run_answers import require_answers
+from mtp_train.runs.refusals import HeadOnTrunk, require_answers
 from mtp_train.runs.run_directory import ADAPTER, TRUNK, Attempt, RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_accelerator, require_processes
 from mtp_train.train.machine import device_named

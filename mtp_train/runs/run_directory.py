@@ -63,7 +63,7 @@ from mtp_train.evaluation.results import read_record
 from mtp_train.recipe.json_schema import dotted, shown_whole
 from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, validated
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.head_source import LoneHead, open_head_source
+from mtp_train.runs.inputs import LoneHead, open_head_source
 from mtp_train.train.machine import device_name
 from mtp_train.train.stopping import Stopped
 from mtp_train.trunk.progress import is_main_process
