@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.filesize import decimal
+
 from mtp_train.acceptance.gate import GateVerdict
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.evaluation.prompt_records import Setting
@@ -13,7 +15,6 @@ from mtp_train.report.slices import Slices
 from mtp_train.report.wording import (
     depth_words,
     difference_words,
-    format_bytes,
     format_estimate,
     format_groups,
     format_number,
@@ -197,9 +198,9 @@ def cost_table(report: Report) -> TextTable | None:
     rows = [
         (
             cost.arm,
-            format_bytes(cost.head_bytes),
-            f"{format_bytes(cost.head_kv_bytes_per_token)} on {format_bytes(cost.trunk_kv_bytes_per_token)}",
-            format_bytes(cost.trunk_state_bytes),
+            decimal(cost.head_bytes),
+            f"{decimal(cost.head_kv_bytes_per_token)} on {decimal(cost.trunk_kv_bytes_per_token)}",
+            decimal(cost.trunk_state_bytes),
             format_number(cost.context_tokens_lost, 0),
             format_speedup(cost.prefill_ratio) + (f" at {cost.prefill_tokens:,} tokens" if cost.prefill_tokens else ""),
         )

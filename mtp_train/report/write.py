@@ -38,10 +38,8 @@ _SAMPLE_NOTE = (
 )
 _GATE_NOTE = (
     "The gate passes when the interval of the gain, paired by prompt and over groups of prompts, lies above 0 at one "
-    "setting at least (Holm's correction over the settings) and below 0 at none. The last column is the gain that the "
-    "gate detects with probability 0.8. Against plain decoding, which accepts no draft, the gate asks for a measured "
-    "speedup whose interval lies above 1, or, where gate.break_even_tau is set, for a tau whose interval lies above "
-    "it; an interval on both sides is undecided."
+    "setting at least (Holm's correction) and below 0 at none. The last column is the gain that it detects with "
+    "probability 0.8. Against plain decoding it asks for a speedup above 1, or a tau above gate.break_even_tau."
 )
 
 

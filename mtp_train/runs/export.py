@@ -20,7 +20,7 @@ from mtp_train.checkpoints.files import Checkpoint, open_checkpoint, read_json
 from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.checkpoints.lora_merge import write_adapted
 from mtp_train.checkpoints.writing import write_text
-from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, Report, load_report
+from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED_SENTENCE, Report, load_report
 from mtp_train.families.engines import EngineSupport, engine_commands
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.diagnose import layout_of, text_config_of
@@ -36,7 +36,6 @@ _PURPOSE = (
     "distribution of the output; in bf16, near ties between tokens may fall otherwise."
 )
 _UNTRAINED = "It was not trained for these weights. `mtp-train evaluate .` measures its acceptance on them."
-_SETTINGS = ("temperature", "depth", "verify_rule", "draft_sampling", "dtype", "device", "max_new_tokens")
 _UPLOAD = """## Upload it
 
 This uploads every file of this directory. First add the `license` of the base model to the metadata above.
@@ -115,22 +114,10 @@ def _write(out: Path, title: str, tags: Sequence[str], bases: Sequence[Identity 
 
 
 def _measured(report: Report) -> list[str]:
-    if report.settings.get("gate") == UNJUDGED:
+    if report.gate is None:
         return [UNJUDGED_SENTENCE]
-    groups = wording.group_arms(report)
-    rows = [("arm", *wording.COLUMNS), ("---",) * (1 + len(wording.COLUMNS))]
-    marked = ((groups.alike, ""), (groups.apart, " \\*"), (groups.recorded, " +"))
-    rows += [(name + mark, *wording.arm_cells(arm)) for arms, mark in marked for name, arm in arms.items()]
-    parts = [
-        "\n".join(f"| {' | '.join(row)} |" for row in rows),
-        f"\\* {wording.apart_sentence(groups, report.settings)}" if groups.apart else "",
-        "\\+ Recorded earlier with settings of its own." if groups.recorded else "",
-        wording.held_out_sentence(report.settings),
-        f"Lossless: {wording.lossless_sentence(report.lossless)}",
-        f"Gate: {wording.capitalised(report.gate.reason)}." if report.gate else "",
-    ]
-    settings = ", ".join(f"{name} {report.settings[name]}" for name in _SETTINGS if name in report.settings)
-    return ["## Acceptance", *filter(None, parts), f"Measured with mtp-train's own decoder: {settings}."]
+    verdict, lossless = wording.capitalised(report.gate.reason), wording.lossless_sentence(report.lossless)
+    return ["## Acceptance", f"{verdict}. {lossless} {wording.held_out_sentence(report.settings)}".rstrip()]
 
 
 def _serving(engines: Mapping[str, EngineSupport], num_depths: int) -> list[str]:

@@ -7,7 +7,7 @@ import gc
 import hashlib
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -102,7 +102,10 @@ class Run:
         """Claim the directory for the recipe and its inputs, and give the inputs their recorded identities."""
         inputs, accelerator = self.inputs, self.accelerator
         if accelerator.num_processes > 1:
-            require_alike(inputs, accelerator)
+            models = [one for one in (inputs.finetune, inputs.donor) if one is not None]
+            configs = [checkpoint_identity("", one)["sha256"] for one in models]
+            text = text_checksum(inputs.documents, [*inputs.prompts, *inputs.held_out])
+            require_alike({"model": configs, "data": text}, accelerator)
         if self.is_main:
             self.directory.claim(self.recipe, self._provenance(), self.records)
             self.directory.require_same_inputs(self.recipe, self.progress)
@@ -262,17 +265,14 @@ def files_in(directory: Path, names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def require_alike(inputs: Inputs, accelerator: RunAccelerator) -> None:
-    """Check that all processes read the same inputs; every process must call it. Weights are not read."""
-    configs = [checkpoint_identity("", one)["sha256"] for one in (inputs.finetune, inputs.donor) if one is not None]
-    text = text_checksum(inputs.documents, [*inputs.prompts, *inputs.held_out])
-    first, *others = accelerator.gather_items([({"model": configs, "data": text}, socket.gethostname())])
-    for rank, (found, host) in enumerate(others, start=1):
-        differing = [what for what, checksum in found.items() if checksum != first[0][what]]
-        if differing:
+def require_alike(read: Mapping[str, object], accelerator: RunAccelerator) -> None:
+    """Check that all processes read the same inputs, given checksums by name; every process must call it."""
+    (first, _), *others = accelerator.gather_items([(read, socket.gethostname())])
+    for rank, (other, host) in enumerate(others, start=1):
+        for what in (name for name, checksum in other.items() if checksum != first[name]):
             raise TrainingError(
-                f"{differing[0]}: the files of process {rank} on {host} differ from those of process 0; expected the "
-                "same on all machines. Put them on a file system that the machines share, or copy them again."
+                f"{what}: the files of process {rank} on {host} differ from those of process 0; expected the same on "
+                "all machines. Put them on a file system that the machines share, or copy them again."
             )
 
 
