@@ -102,7 +102,7 @@ class FigureFile:
 
 
 ARM_FIGURES, CURVES = ("tau", "marginal_acceptance", "speedup"), ("loss", "held_out", "learning_rate")
-FIGURE_STEMS = frozenset((*ARM_FIGURES, *CURVES, "depth", "depth_speedup", "context", "output_position"))
+FIGURE_STEMS = frozenset((*ARM_FIGURES, *CURVES, "depth", "depth_speedup", "context"))
 """The stem of every figure that a report can have."""
 
 
@@ -122,7 +122,7 @@ def render_figures(report: Report, metrics: Sequence[Mapping[str, Any]] = ()) ->
         caption = f"Tokens per second over those of the same trunk and decoder without drafts, {INTERVALS}."
         found = [(d, d.arm.speedup or 0.0, d.arm.speedup_ci95) for d in with_speed]
         figures.append(FigureFile("speedup", caption, _intervals(found, "times the speed without drafts", 0.0)))
-    for draw in (_depth, _context, _output):
+    for draw in (_depth, _context):
         figures += draw(slices, looks)
     return figures + _training_figures(metrics)
 
@@ -256,30 +256,6 @@ def _context(slices: Slices, looks: Mapping[str, Look]) -> Iterator[FigureFile]:
     ticks = [context_words(setting.context_tokens) for setting in settings]
     caption = f"Tau by tokens of context, {INTERVALS}. Own: the unchanged prompts."
     yield FigureFile("context", caption, _lines(series, "tokens of context", "tokens per round (tau)", ticks))
-
-
-def _output(slices: Slices, looks: Mapping[str, Look]) -> Iterator[FigureFile]:
-    """Draw tau along the output, at the headline's temperature, depth and rule."""
-    headline = slices.headline
-    bins = [
-        row
-        for row in slices.report.positions
-        if headline and (row.temperature, row.depth, row.rule) == (headline.temperature, headline.depth, headline.rule)
-    ]
-    stretches = sorted({(row.start, row.stop) for row in bins})
-    if len(stretches) < 2:
-        return
-    series = [
-        Series(
-            Subject(arm, "", look),
-            [(stretches.index((row.start, row.stop)), row.tau, row.tau_ci95) for row in bins if row.arm == arm],
-        )
-        for arm, look in looks.items()
-        if any(row.arm == arm for row in bins)
-    ]
-    ticks = [f"{start:,}-\n{stop - 1:,}" for start, stop in stretches]
-    caption = f"Tau of the rounds that begin in each stretch of the output, {INTERVALS}."
-    yield FigureFile("output_position", caption, _lines(series, "new token", "tokens per round (tau)", ticks))
 
 
 def _series(

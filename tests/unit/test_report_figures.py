@@ -14,7 +14,7 @@ from report_samples import EMPTY, METRICS, PLAIN, RETRAINED, SAMPLE, run_cells
 from study_samples import BARE, STUDY
 
 OF_A_RUN = ["tau", "marginal_acceptance", "speedup"]
-OF_A_STUDY = [*OF_A_RUN, "depth", "depth_speedup", "context", "output_position"]
+OF_A_STUDY = [*OF_A_RUN, "depth", "depth_speedup", "context"]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_figures_show_the_cells(full: list[FigureFile]) -> None:
     changed = [replace(one, **figures, round_seconds=0.09) if one.arm == arm else one for one in STUDY.cells]
     arms = {**STUDY.arms, arm: replace(STUDY.arms[arm], **figures)}
     drawn = render_figures(replace(STUDY, arms=arms, cells=tuple(changed)))
-    assert [one.stem for one, other in zip(drawn, full, strict=True) if one.png == other.png] == ["output_position"]
+    assert [one.stem for one, other in zip(drawn, full, strict=True) if one.png == other.png] == []
 
 
 def test_names_of_any_kind_are_drawn() -> None:
