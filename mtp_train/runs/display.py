@@ -27,7 +27,6 @@ from mtp_train.trunk.progress import is_main_process
 LOG_FILE = "run.log"
 
 _WIDTH = 100
-_PRE = '<pre style="font-family: monospace; line-height: normal; white-space: pre">{code}</pre>'
 
 
 def quiet_progress() -> Progress:
@@ -111,21 +110,17 @@ class Shown:
 
 
 class RichlyShown(Shown):
-    """Base of results that rich renders, in a notebook with its colours."""
+    """Base of results that rich renders."""
 
     def __rich__(self) -> RenderableType:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        # Without force_jupyter=False rich displays the table in a notebook instead of writing it to the file.
-        console = Console(file=io.StringIO(), width=_WIDTH, force_jupyter=False, force_terminal=False, record=True)
-        console.print(self.__rich__())
-        return console.export_text().rstrip()
-
-    def _repr_html_(self) -> str:
-        console = Console(file=io.StringIO(), width=_WIDTH, force_jupyter=False, record=True)
-        console.print(self.__rich__())
-        return console.export_html(inline_styles=True, code_format=_PRE)
+        # Without force_jupyter=False rich displays the table in a notebook instead of returning it.
+        console = Console(width=_WIDTH, force_jupyter=False, force_terminal=False)
+        with console.capture() as text:
+            console.print(self.__rich__())
+        return text.get().rstrip()
 
 
 def serving_lines(serves: Mapping[str, str]) -> list[tuple[str, str]]:

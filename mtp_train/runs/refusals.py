@@ -241,13 +241,6 @@ def check_decoder(
 DATA, SETTINGS_FILE = "data", "settings.json"
 
 
-class Answers(NamedTuple):
-    """The responses that a run generated at some settings."""
-
-    directory: Path
-    settings: dict[str, Any]
-
-
 TrunkContents = tuple[Contents, Contents | None]
 """The contents of a trunk and of its adapter."""
 
@@ -259,7 +252,9 @@ def require_answers(recipe: Recipe, run_dir: Path, trunk: TrunkContents | None =
         answers_of(recipe.data.responses, trunk)
 
 
-def answers_of(location: str, trunk: TrunkContents | None) -> list[Answers]:
+def answers_of(location: str, trunk: TrunkContents | None) -> list[tuple[Path, dict[str, Any]]]:
+    """Return the directories of the responses that a run generated, of a trunk if given, and their settings."""
+
     def refused(found: str, expected: str, instead: str) -> DataError:
         told = f"data.responses: {location} {found}; expected {expected}"
         return DataError(f"{told}. {instead}, or write data.responses: null.")
@@ -269,15 +264,15 @@ def answers_of(location: str, trunk: TrunkContents | None) -> list[Answers]:
         expected = "the directory of a run with responses"
         raise refused(f"is no run ({RECIPE_FILE} is missing)", expected, "Check the path")
     found = [
-        Answers(path.parent, read_json(path))
+        (path.parent, read_json(path))
         for path in sorted(run.glob(f"{DATA}/responses-*/{SETTINGS_FILE}"))
         if response_files(path.parent)
     ]
     if not found:
         raise refused(f"has no responses (in {run / DATA})", "a run with data.regenerate", "Name such a run")
-    same = [one for one in found if trunk in (None, (one.settings.get("trunk"), one.settings.get("adapter")))]
+    same = [one for one in found if trunk in (None, (one[1].get("trunk"), one[1].get("adapter")))]
     if trunk is not None and not same:
-        recorded = found[0].settings.get("trunk")
+        recorded = found[0][1].get("trunk")
         names = changed_files(recorded, trunk[0]) if isinstance(recorded, dict) else []
         differs = f"{', '.join(names[:3])} differ" if names else "the adapter differs"
         other = f"has responses of another trunk than model.trunk ({differs})"

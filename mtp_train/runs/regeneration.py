@@ -300,19 +300,20 @@ def copy_answers(location: str, directory: Path, prompts: Sequence[Prompt], trun
     unanswered: dict[tuple[int, ...], dict[str, Prompt]] = defaultdict(dict)
     for prompt in prompts:
         unanswered[prompt.prompt_ids][prompt.id] = prompt
-    matched = [(list(_matching(stored_rows(one.directory), unanswered)), one) for one in answers_of(location, trunk)]
+    found = answers_of(location, trunk)
+    matched = [(list(_matching(stored_rows(place), unanswered)), settings) for place, settings in found]
     if not any(rows for rows, _ in matched):
         raise DataError(
             f"data.responses: {location} has no response to any of the {len(prompts)} prompts to train on; expected "
             "prompts in common, of the same data and chat template. Write data.responses: null."
         )
-    copied = {"run": location, "responses": [{"count": len(rows), **one.settings} for rows, one in matched]}
+    copied = {"run": location, "responses": [{"count": len(rows), **settings} for rows, settings in matched]}
     write_json(directory / COPIED_FROM_FILE, copied)
     write_copied(directory, (row for rows, _ in matched for row in rows))
     return [
-        f"{len(rows)} of {len(prompts)} prompts have responses of {location} (dtype {one.settings.get('dtype')}, "
-        f"temperature {one.settings.get('temperature')})."
-        for rows, one in matched
+        f"{len(rows)} of {len(prompts)} prompts have responses of {location} (dtype {settings.get('dtype')}, "
+        f"temperature {settings.get('temperature')})."
+        for rows, settings in matched
         if rows
     ]
 

@@ -88,15 +88,8 @@ class Choice:
         return f"{self.field}: {self.shown} ({self.reason})"
 
 
-class ResolvedRecipe(NamedTuple):
-    """A recipe without fields that are ``auto``, and how they were resolved."""
-
-    recipe: Recipe
-    choices: tuple[Choice, ...]
-
-
 def recipe_of(recipe: RecipeLike, overrides: Overrides = ()) -> Recipe:
-    return resolved_recipe(recipe, overrides).recipe
+    return resolved_recipe(recipe, overrides)[0]
 
 
 def resolved_recipe(
@@ -105,15 +98,15 @@ def resolved_recipe(
     *,
     world_size: int | None = None,
     device: Device | None = None,
-) -> ResolvedRecipe:
-    """Return a checked recipe from any of its forms, with fields that are ``auto`` resolved.
+) -> tuple[Recipe, tuple[Choice, ...]]:
+    """Return a checked recipe from any of its forms, with fields that are ``auto`` resolved, and how they were.
 
     A recipe is returned as it is. ``world_size`` is the number of processes that will train, by default
     ``train.processes``, else that of the launcher; ``device`` what they will run on, by default this machine's.
     An error lists all problems.
     """
     if isinstance(recipe, Recipe) and not overrides:
-        return ResolvedRecipe(recipe, ())
+        return recipe, ()
     choices: tuple[Choice, ...] = ()
     data, problems = plain_recipe(recipe, override_texts(overrides))
     fields = [field for field in STAND_INS if value_of(data, field) == AUTO]
@@ -122,7 +115,7 @@ def resolved_recipe(
         processes = world_size or known.train.processes or launched_processes()
         choices = automatic_values(known, fields, processes, device or device_named(None))
         data = with_values(data, {choice.field: choice.value for choice in choices})
-    return ResolvedRecipe(validated(data, problems), choices)
+    return validated(data, problems), choices
 
 
 def override_texts(overrides: Overrides) -> list[str]:
