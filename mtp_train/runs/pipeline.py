@@ -38,7 +38,7 @@ from mtp_train.runs.refusals import check_decoder
 from mtp_train.runs.regeneration import data_stage, generate_responses, regeneration_of, trained_documents
 from mtp_train.runs.resolve import FROM_TEXT, Choice, Overrides, recipe_of, resolve_training, resolved_recipe
 from mtp_train.runs.run import Run, RunTrunk, join_processes, memory_is_named
-from mtp_train.runs.run_directory import DONE, Attempt, Outcome, RunDirectory
+from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
 from mtp_train.runs.settings import plan_of, tracking_of
 from mtp_train.runs.training import STATE, part_documents, train_stage
 from mtp_train.train.launch import describe_processes, lost_process_is_named
@@ -100,7 +100,7 @@ def run_recipe(recipe: Recipe, console: Console, choices: Sequence[Choice] = ())
             memory_is_named(recipe, lambda: attempt.stage),
             progress_on(console, is_main=is_main_process()) as progress,
         ):
-            accelerator, recipe = join_processes(recipe, directory, attempt)
+            accelerator, recipe = join_processes(recipe, directory)
             for line in (describe_processes(accelerator), *choices):
                 console.print(str(line), highlight=False)
             run = Run.begin(recipe, directory, accelerator, progress, attempt)
@@ -269,10 +269,9 @@ def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progr
     progress = progress or quiet_progress()
     directory.require_ours(checked)
     with directory.held(progress.console, "the responses"), logged(directory.path, progress.console):
-        attempt = Attempt()
-        accelerator, checked = join_processes(checked, directory, attempt)
+        accelerator, checked = join_processes(checked, directory)
         # Answers need no gate, and no groups for its interval.
-        run = Run.begin(checked.replaced({"gate.enabled": False}), directory, accelerator, progress, attempt)
+        run = Run.begin(checked.replaced({"gate.enabled": False}), directory, accelerator, progress)
         run.recipe = checked
         trunk = RunTrunk(run)
         trunk.load(decodes=settings.endpoint is None)

@@ -45,11 +45,10 @@ SMALL_BYTES = 1 << 16
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 
-def join_processes(recipe: Recipe, directory: RunDirectory, attempt: Attempt) -> tuple[RunAccelerator, Recipe]:
+def join_processes(recipe: Recipe, directory: RunDirectory) -> tuple[RunAccelerator, Recipe]:
     """Join the processes of the launch. Return them, and the recipe with ``precision: auto`` resolved for all."""
     with lost_process_is_named():
         accelerator = make_accelerator()
-        attempt.joined = True
         require_processes(recipe.train.processes, accelerator)
         # The main process holds the lock. Machines without a common file system are found before any trunk is loaded.
         require_shared(directory.path, [LOCK_FILE], accelerator)

@@ -104,8 +104,6 @@ class Attempt:
     """How far one attempt to run a recipe has come."""
 
     stage: str = FIRST_STAGE
-    joined: bool = False
-    """Whether this process has joined the others of its launch."""
     outcome: Outcome | None = None
     """Set by the last stage; the main process records it."""
 
@@ -247,7 +245,8 @@ class RunDirectory:
         except MtpError as error:
             self._require_held()
             # A process that never joined the others may belong to a launch that was refused the directory.
-            unjoined = isinstance(error, LostProcessError) and not (attempt.joined or is_main_process())
+            joined = is_main_process() or torch.distributed.is_initialized()
+            unjoined = isinstance(error, LostProcessError) and not joined
             if not (isinstance(error, OutputExistsError) or unjoined):
                 earlier = self.record_failure(Outcome(error.exit_code, error.reason, str(error), attempt.stage))
                 if earlier is not None and isinstance(error, LostProcessError):
