@@ -20,7 +20,7 @@ from mtp_train.answers.generate import RESPONSE_ROOM_TOKENS
 from mtp_train.checkpoints.adapter import read_adapter
 from mtp_train.checkpoints.artifact import Artifact, OwnOutput, load_artifact
 from mtp_train.checkpoints.contents import source_files
-from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, home_source, resolve
+from mtp_train.checkpoints.demo import GROUP_FIELD, home_source, resolve
 from mtp_train.checkpoints.draft_checkpoint import require_readable
 from mtp_train.checkpoints.files import CONFIG_FILE, Checkpoint, is_gguf, read_config
 from mtp_train.checkpoints.identity import Contents
@@ -272,23 +272,13 @@ def evaluation_prompts(recipe: Recipe, records: Sequence[Record], tokenizer: Any
 
 
 def home_prompts(recipe: Recipe, tokenizer: Any) -> list[Prompt]:
-    """Return prompts of the vanilla model's own kind of text, if any is named or distributed with it."""
-    number, paths = recipe.evaluate.prompts, list[str]()
-    if recipe.study is not None:
-        paths = list(recipe.study.vanilla_sources)
-    elif VANILLA in recipe.evaluate.arms and (source := home_source(recipe.model.head_from)) is not None:
-        number, paths = min(number, HOME_PROMPTS), [source]
-    groups = [GROUP_FIELD if path.startswith(PREFIX) else None for path in paths]
-    loaded = [load_records(resolve(path), group_field=its, name=path) for path, its in zip(paths, groups, strict=True)]
-    variables = recipe.data.chat_template_kwargs
-    records = [with_variables(record, variables) for records in loaded for record in records]
-    prompts = choose_evenly(build_prompts(records, tokenizer), number, recipe.seed)
-    if records and not prompts:
-        raise DataError(
-            f"study.vanilla_sources: {len(records)} texts, none long enough to continue; expected at least one of two "
-            "tokens. Use longer texts."
-        )
-    return prompts
+    """Return prompts of the kind of text that the demo's vanilla model was trained on; none for other models."""
+    source = home_source(recipe.model.head_from)
+    if VANILLA not in recipe.evaluate.arms or recipe.study is not None or source is None:
+        return []
+    records = load_records(resolve(source), group_field=GROUP_FIELD, name=source)
+    prompts = build_prompts([with_variables(one, recipe.data.chat_template_kwargs) for one in records], tokenizer)
+    return choose_evenly(prompts, min(recipe.evaluate.prompts, HOME_PROMPTS), recipe.seed)
 
 
 SAME_ROWS = 0.1

@@ -129,21 +129,17 @@ def _of_the_head(recipe: Recipe, model: HeadOnTrunk, convention: Convention) -> 
 
 def _of_the_demo(recipe: Recipe, trunk: Path) -> Iterator[RecipeError]:
     """Refuse the demo's data for a trunk whose tokenizer has another vocabulary than the demo's and its copies."""
-    sources = [
-        (f"data.sources.{number}.path", source.path, f"data.sources.{number}.path=chats.jsonl data.group_field=null")
+    named = {
+        f"data.sources.{number}.path": source.path
         for number, source in enumerate(recipe.data.sources)
-    ]
-    of_study = () if recipe.study is None else recipe.study.vanilla_sources
-    sources += [
-        (f"study.vanilla_sources.{at}", path, "study.vanilla_sources=[chats.jsonl]") for at, path in enumerate(of_study)
-    ]
-    named = [source for source in sources if source[1].startswith(PREFIX)]
+        if source.path.startswith(PREFIX)
+    }
     if named and _vocabulary(trunk) != _vocabulary(demo_path("base")):
-        at, found, instead = named[0]
+        at, found = next(iter(named.items()))
         yield RecipeError(
             f"{at}: {found}, the demo's data, while model.trunk is {recipe.model.trunk}; expected text like the "
-            f"model will serve. Add {instead} with a file of your own, or use mtp-train init, which fits a recipe "
-            "to the model."
+            f"model will serve. Add {at}=chats.jsonl data.group_field=null with a file of your own, or use mtp-train "
+            "init, which fits a recipe to the model."
         )
 
 

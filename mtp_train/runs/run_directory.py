@@ -418,7 +418,7 @@ def _input_loaders(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> 
     Datasets of the hub are left out: their files are not at hand to compare. Unless ``anew``, a hub id stands for the
     snapshot in ``places``, the recorded locations, and nothing is downloaded.
     """
-    model, study = recipe.model, recipe.study
+    model = recipe.model
 
     def located(label: str, location: str) -> str:
         known = places.get(label)
@@ -437,8 +437,6 @@ def _input_loaders(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> 
     if adapter := model.adapter:
         loaders[ADAPTER] = lambda: directory_files(locate_checkpoint(located(ADAPTER, adapter)))
     data = {f"data.sources.{number}": source.path for number, source in enumerate(recipe.data.sources)}
-    if study is not None:
-        data |= {f"study.vanilla_sources.{number}": path for number, path in enumerate(study.vanilla_sources)}
     local = {label: path for label, path in data.items() if label in places or _is_local(label, path)}
     return loaders | {label: partial(_data_files, label, path) for label, path in local.items()}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,35 +32,26 @@ ARMS = ["none@finetune", "graft", "retrained-kl", "retrained-ce", "none@base", "
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = write_inputs(tmp_path_factory.mktemp("study") / "in")
-    rows = [{"text": f"of its own kind, number {number} " * 4} for number in range(5)]
-    (directory / "home.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return directory
-
-
-def at_home(inputs: Path) -> dict[str, Any]:
-    return {**STUDY, "study": {**STUDY["study"], "vanilla_sources": [str(inputs / "home.jsonl")]}}
+    return write_inputs(tmp_path_factory.mktemp("study") / "in")
 
 
 @pytest.fixture(scope="module")
 def unbroken(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a study that nothing disturbed."""
     run_dir = tmp_path_factory.mktemp("unbroken") / "run"
-    done = run_quietly(tiny_recipe(inputs, run_dir, **at_home(inputs)))
+    done = run_quietly(tiny_recipe(inputs, run_dir, **STUDY))
     assert (done.exit_code, done.stage) == (0, "done")
     return run_dir
 
 
 def test_a_study_leaves_what_a_run_leaves_and_its_findings(unbroken: Path) -> None:
     report = load_report(unbroken / "report.json")
-    assert list(report.arms) == [*ARMS, "vanilla-home"]
-    assert {cell.task for cell in report.cells if cell.arm == "vanilla-home"} == {"all", "vanilla's own"}
+    assert list(report.arms) == ARMS
     assert {cell.task for cell in report.cells if cell.arm == "graft"} == {"all", "held-out"}
-    # All arms meet the same prompts, vanilla at home others: it is compared with none of them by prompt.
+    # All arms meet the same prompts.
     assert {cell.prompts for cell in report.cells if cell.arm in ARMS} == {4}
     pairs = {(one.first, one.second) for one in report.comparisons}
     assert len(pairs) == 6
-    assert not any("vanilla-home" in pair for pair in pairs)
     claims = [finding.statement for finding in report.findings]
     assert claims[0] == f"{CLAIM}."
     verdict, _, said = outcome(unbroken)["message"].partition(": ")
@@ -101,7 +91,7 @@ def stable(report: Report) -> Any:
 def test_a_study_killed_in_any_stage_ends_the_same(
     name: str, call: int, inputs: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = tiny_recipe(inputs, tmp_path / "run", **at_home(inputs))
+    recipe = tiny_recipe(inputs, tmp_path / "run", **STUDY)
     calls = {"count": 0}
     module = pipeline if name == "write_report" else stages
     whole: Callable[..., Any] = getattr(module, name)
