@@ -321,7 +321,7 @@ def recorded_sentence(groups: ArmGroups) -> str:
 
 
 def held_out_sentence(settings: Mapping[str, Any]) -> str:
-    """Return sentences on the held-out prompts: groups, overlap with the training text, entropy. May be empty."""
+    """Return sentences on the held-out prompts: groups, overlap with the training text. May be empty."""
     found = settings.get("held_out")
     if found is None:
         return str(settings.get("trained_on", ""))
@@ -338,9 +338,6 @@ def held_out_sentence(settings: Mapping[str, Any]) -> str:
             f" Warning: above {OVERLAP_WARNED:.0%}, or {SEEN_WARNED:.0%} of the prompts, much of the held-out text was "
             "trained on, and tau is too high. Group records that share text by data.group_field, or remove duplicates."
         )
-    median = settings.get("target_entropy_median")
-    if median is not None:
-        text += f" Half of the target tokens have an entropy below {median:.3f} nats; a low value means templated text."
     return text
 
 

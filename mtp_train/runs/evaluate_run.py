@@ -130,9 +130,6 @@ def measure_arms(run: Run, trunk: Trunk, settings: Sequence[Setting]) -> Measure
         "device": device_name(trunk.lm_head_VD.device),
         "processes": run.accelerator.num_processes,
     }
-    dense = arms[0].dense.get((first.temperature, None))
-    if dense is not None and len(dense.entropy_N):
-        facts["target_entropy_median"] = float(np.median(dense.entropy_N[dense.valid_KN[0]]))
     if VANILLA in recipe.evaluate.arms and inputs.base is not None:
         dtype = trunk.lm_head_VD.dtype
         trunk.drop_layers()

@@ -37,7 +37,7 @@ from mtp_train.runs.export import write_card, write_export
 from mtp_train.runs.refusals import check_decoder
 from mtp_train.runs.regeneration import data_stage, generate_responses, regeneration_of, trained_documents
 from mtp_train.runs.resolve import FROM_TEXT, Choice, Overrides, recipe_of, resolve_training, resolved_recipe
-from mtp_train.runs.run import Run, RunTrunk, join_processes, memory_is_named
+from mtp_train.runs.run import Run, RunTrunk, join_processes, memory_is_named, require_shared
 from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
 from mtp_train.runs.settings import plan_of, tracking_of
 from mtp_train.runs.training import STATE, part_documents, train_stage
@@ -167,7 +167,7 @@ def _train_and_measure(run: Run, auto: Collection[str]) -> Report | None:
         run.attempt.stage = "train"
         trunk.prepare_training()
         train_stage(run, trunk.trunk, documents, chooses_lr="train.lr" in auto)
-    run.require_shared(HEAD)
+    require_shared(run.directory.path, [HEAD], run.accelerator)
     run.attempt.stage = "evaluate"
     if is_measured:
         report = load_report(run.directory.path / REPORT_FILE)

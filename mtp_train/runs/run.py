@@ -121,10 +121,6 @@ class Run:
             **environment_facts(),
         }
 
-    def require_shared(self, *names: str) -> None:
-        """Wait for all processes, and check that every one sees the same files of the directory."""
-        require_shared(self.directory.path, names, self.accelerator)
-
 
 def load_run_trunk(run: Run, *, to_shard: bool = False) -> Trunk:
     """Load the trunk on the process's device, or into main memory if it is offloaded.
