@@ -102,8 +102,7 @@ class FigureFile:
 
 
 ARM_FIGURES, CURVES = ("tau", "marginal_acceptance", "speedup"), ("loss", "held_out", "learning_rate")
-FIGURE_STEMS = frozenset((*ARM_FIGURES, *CURVES, "depth", "depth_speedup", "context"))
-"""The stem of every figure that a report can have."""
+"""Stems of figures that the page shows together."""
 
 
 def render_figures(report: Report, metrics: Sequence[Mapping[str, Any]] = ()) -> list[FigureFile]:

@@ -19,7 +19,7 @@ from mtp_train.acceptance.names import RETRAINED
 from mtp_train.checkpoints.writing import write_bytes, write_json
 from mtp_train.evaluation.results import REPORT_FILE, ArmComparison, ArmResult, Cell, Report, SampleText
 from mtp_train.report import wording
-from mtp_train.report.figures import ARM_FIGURES, CURVES, FIGURE_STEMS, FigureFile, render_figures
+from mtp_train.report.figures import ARM_FIGURES, CURVES, FigureFile, render_figures
 from mtp_train.report.slices import Slices, slice_report
 from mtp_train.report.tables import (
     TextTable,
@@ -187,9 +187,6 @@ def write_report(
     for path, content in files.items():
         (out / path).parent.mkdir(parents=True, exist_ok=True)
         write_bytes(out / path, content)
-    for path in (out / "figures").glob("*.png"):
-        if path.stem in FIGURE_STEMS and path.relative_to(out) not in files:
-            path.unlink()
 
 
 def csv_tables(report: Report) -> dict[str, Table]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,7 @@ def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw no figures, since they have their own tests."""
 
     def draw(report: Report, metrics: object) -> list[FigureFile]:
-        stems = ("tau", "depth") if len(report.arms) > 2 else ("tau",)
-        return [FigureFile(stem, "A figure.", str(report.title).encode()) for stem in stems if report.cells]
+        return [FigureFile("tau", "A figure.", str(report.title).encode())] if report.cells else []
 
     monkeypatch.setattr(write, "render_figures", draw)
 
@@ -39,10 +37,9 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def test_report_writes_its_files_and_nothing_else(tmp_path: Path) -> None:
-    figures = ["figures/depth.png", "figures/tau.png"]
     write_report(STUDY, tmp_path / "studies" / "one", PROVENANCE)
     files = contents(tmp_path / "studies" / "one")
-    assert sorted(files) == ["acceptance.csv", "comparisons.csv", *figures, "report.html", "report.json"]
+    assert sorted(files) == ["acceptance.csv", "comparisons.csv", "figures/tau.png", "report.html", "report.json"]
     assert load_report(tmp_path / "studies" / "one" / "report.json") == STUDY
     assert b"2.13.0" in files["report.html"]
     write_report(EMPTY, tmp_path / "run", {})
@@ -72,13 +69,6 @@ def test_acceptance_csv_has_one_row_a_cell(tmp_path: Path) -> None:
     plain = rows[0]
     assert plain["rule"] == "none"
     assert plain["context_tokens"] == plain["marginal_1"] == plain["tau_ci95_low"] == plain["break_even_tau"] == ""
-
-
-def test_figures_of_an_earlier_report_are_removed(tmp_path: Path) -> None:
-    write_report(STUDY, tmp_path, {})
-    (tmp_path / "figures" / "mine.png").write_bytes(b"kept")
-    write_report(replace(STUDY, arms=dict(list(STUDY.arms.items())[:2])), tmp_path, {})
-    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["mine.png", "tau.png"]
 
 
 def test_failing_page_leaves_the_previous_report_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
