@@ -188,7 +188,8 @@ RANDOM_CASES = [(*EVERY[seed % len(EVERY)], seed) for seed in range(60)]
 
 @pytest.mark.parametrize(("part", "command", "seed"), RANDOM_CASES)
 def test_a_damaged_input_is_used_or_refused(part: str, command: str, seed: int, inputs: Path, capfd: Capture) -> None:
-    done(inputs, at_random(part, seed), command, capfd)
+    code, said = done(inputs, at_random(part, seed), command, capfd)
+    assert (code == 0) == (said == "")
 
 
 @pytest.mark.slow
