@@ -53,7 +53,7 @@ def test_states_on_disk_give_the_same_head_and_serve_other_runs(
 
     # Another run of the same text finds them there.
     written = {path: path.stat().st_mtime_ns for path in cache.glob("*.safetensors")}
-    other = run(inputs, tmp_path / "again", **shared, objective__loss="ce", train__max_steps=2)
+    other = run(inputs, tmp_path / "again", **(shared | {"objective__loss": "ce", "train__max_steps": 2}))
     assert {path: path.stat().st_mtime_ns for path in cache.glob("*.safetensors")} == written
     assert read_metrics(other)[-1]["step"] == 2
 
