@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import reduce
 
 import torch
 
+from mtp_train.data.pack import PackedBatch
 from mtp_train.heads.module import MtpHead
-from mtp_train.train.packed_rows import AlignedRows, PackedBatch, aligned_rows
+from mtp_train.train.packed_rows import AlignedRows, aligned_rows
 from mtp_train.train.teacher_forced import DenseMetrics, DenseSums, dense_sums, many_rows
 from mtp_train.trunk.load import Trunk
 
@@ -22,4 +22,5 @@ def dense_metrics(trunk: Trunk, head: MtpHead, batches: Iterable[PackedBatch], n
 
 def metrics_of(trunk: Trunk, head: MtpHead, rows: Iterable[AlignedRows]) -> DenseMetrics:
     """Return the ratios of the sums over some rows."""
-    return DenseMetrics.of(reduce(DenseSums.plus, (dense_sums(one, trunk, head) for one in rows)))
+    sums = zip(*(dense_sums(one, trunk, head) for one in rows), strict=True)
+    return DenseMetrics.of(DenseSums(*map(sum, sums)))

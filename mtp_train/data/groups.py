@@ -1,4 +1,4 @@
-"""Group records, hold groups out, and mix sources by weight.
+"""Group records, and hold groups out.
 
 Whether a group is held out depends on its name and the seed alone, so records, documents and prompts of one group are
 always on the same side.
@@ -13,7 +13,7 @@ Shapes: N texts, H hashes, P pairs, B bands, S shingles.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -36,7 +36,6 @@ SHIFTS = 8
 SHARED_BY, SHARED_AT_LEAST, SAMPLE_TEXTS = 0.2, 20, 4096
 """A shingle in at least this share of a sample of texts, and in at least so many of them, is part of a shared
 instruction and is left out. Otherwise all prompts with the same long instruction would be one group."""
-BATCH_CHARS = 1 << 16
 
 Floats = NDArray[np.float64]
 Hashes = NDArray[np.uint32]
@@ -100,34 +99,17 @@ def _roots(parent_N: Indices) -> Indices:
 def _sketches(texts: Sequence[str], shared: Hashes, on_text: Callable[[int], None] | None) -> Sketches:
     """Return the MinHash sketch of each text, its values folded to 16 bits, (N, H)."""
     generator = np.random.default_rng(0)
-    factors = generator.integers(0, 1 << 32, NUM_HASHES, dtype=np.uint32) | np.uint32(1)
-    offsets = generator.integers(0, 1 << 32, NUM_HASHES, dtype=np.uint32)
+    factors_H = generator.integers(0, 1 << 32, NUM_HASHES, dtype=np.uint32) | np.uint32(1)
+    offsets_H = generator.integers(0, 1 << 32, NUM_HASHES, dtype=np.uint32)
     sketches_NH = np.empty((len(texts), NUM_HASHES), dtype=np.uint16)
-    for first, parts in _batches(texts):
-        parts = [_without(part, shared) for part in parts]
-        shingles_S = np.concatenate(parts)
-        starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])[:-1]])
-        for number in range(NUM_HASHES):
-            lowest = np.minimum.reduceat(shingles_S * factors[number] + offsets[number], starts)
-            # The lowest of many hashes has mostly zeros at the top: mix before taking the top 16 bits.
-            sketches_NH[first : first + len(parts), number] = (lowest * np.uint32(0x9E3779B1)) >> np.uint32(16)
-        if on_text is not None:
-            on_text(len(parts))
-    return sketches_NH
-
-
-def _batches(texts: Sequence[str]) -> Iterator[tuple[int, list[Hashes]]]:
-    """Yield batches of texts as shingles, each with the index of its first text."""
-    parts: list[Hashes] = []
-    num_chars = 0
     for index, text in enumerate(texts):
-        parts.append(shingle_hashes(text))
-        num_chars += len(parts[-1])
-        if num_chars >= BATCH_CHARS:
-            yield index + 1 - len(parts), parts
-            parts, num_chars = [], 0
-    if parts:
-        yield len(texts) - len(parts), parts
+        shingles_S = _without(shingle_hashes(text), shared)
+        lowest_H = (shingles_S[:, None] * factors_H + offsets_H).min(axis=0)
+        # The lowest of many hashes has mostly zeros at the top: mix before taking the top 16 bits.
+        sketches_NH[index] = (lowest_H * np.uint32(0x9E3779B1)) >> np.uint32(16)
+        if on_text is not None:
+            on_text(1)
+    return sketches_NH
 
 
 def shingle_hashes(text: str) -> Hashes:
@@ -235,26 +217,3 @@ def split_by_group(items: Sequence[GroupedT], holdout: float, seed: int) -> tupl
             "(data.group_field)."
         )
     return train, held_out
-
-
-def mix(sources: Sequence[Sequence[Record]], weights: Sequence[float], seed: int) -> list[Record]:
-    """Return records of all sources in the order of the sources, their numbers in proportion to the weights.
-
-    At least one source is taken whole. From the others, records are chosen by their ids and the seed alone.
-
-    Raises:
-        DataError: A source's share is less than one record.
-    """
-    unit = min(len(records) / weight for records, weight in zip(sources, weights, strict=True))
-    mixed: list[Record] = []
-    for number, (records, weight) in enumerate(zip(sources, weights, strict=True)):
-        wanted = int(unit * weight + 1e-6)
-        if wanted == 0:
-            raise DataError(
-                f"data.sources.{number}.weight: {weight} leaves none of its {len(records)} records, as another source "
-                "has too few records for its weight; expected one or more. Raise it, or lower the other weight."
-            )
-        ranked = sorted(records, key=lambda record: (stable_share(record.id, seed), record.id))
-        chosen = {record.id for record in ranked[:wanted]}
-        mixed += [record for record in records if record.id in chosen]
-    return mixed

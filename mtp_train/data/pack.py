@@ -20,6 +20,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +53,15 @@ class PackedSequence:
     document_T: NDArray[np.int64]
     loss_mask_T: NDArray[np.bool_]
     members: tuple[int, ...]
+
+
+class PackedBatch(NamedTuple):
+    """The rows of several sequences, all of shape (B, T): int64, and bool for the loss mask."""
+
+    tokens_BT: Tensor
+    positions_BT: Tensor
+    document_BT: Tensor
+    loss_mask_BT: Tensor
 
 
 def pack_documents(
@@ -112,14 +122,14 @@ def full_batches(sequences: Sequence[PackedSequence], size: int) -> list[list[Pa
     return batches
 
 
-def collate(sequences: Sequence[PackedSequence]) -> dict[str, Tensor]:
-    """Stack sequences into the tensors of a batch, each of shape (B, T): int64, and bool for the loss mask."""
-    return {
-        "input_ids_BT": torch.from_numpy(np.stack([sequence.input_ids_T for sequence in sequences])),
-        "positions_BT": torch.from_numpy(np.stack([sequence.positions_T for sequence in sequences])),
-        "document_BT": torch.from_numpy(np.stack([sequence.document_T for sequence in sequences])),
-        "loss_mask_BT": torch.from_numpy(np.stack([sequence.loss_mask_T for sequence in sequences])),
-    }
+def collate(sequences: Sequence[PackedSequence]) -> PackedBatch:
+    """Stack sequences into the tensors of a batch."""
+    return PackedBatch(
+        torch.from_numpy(np.stack([sequence.input_ids_T for sequence in sequences])),
+        torch.from_numpy(np.stack([sequence.positions_T for sequence in sequences])),
+        torch.from_numpy(np.stack([sequence.document_T for sequence in sequences])),
+        torch.from_numpy(np.stack([sequence.loss_mask_T for sequence in sequences])),
+    )
 
 
 def _lengths(documents: Sequence[Document], seq_len_tokens: int) -> NDArray[np.int64]:

@@ -21,7 +21,7 @@ from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.identity import Contents
 from mtp_train.checkpoints.locations import locate_adapter, locate_checkpoint, open_location
 from mtp_train.checkpoints.values import require_finite_checkpoint
-from mtp_train.data.groups import join_near_duplicates, mix, split_by_group
+from mtp_train.data.groups import join_near_duplicates, split_by_group
 from mtp_train.data.records import PlainText, Record, with_variables
 from mtp_train.data.sources import load_records
 from mtp_train.data.tokenize import (
@@ -208,13 +208,11 @@ def load_sources(recipe: Recipe) -> list[list[Record]]:
 
 
 def read_records(recipe: Recipe, progress: Progress | None = None) -> list[Record]:
-    """Read every source of the recipe, in order, and mix them if they have weights.
+    """Read every source of the recipe, in order.
 
     Without a group field, records with near-duplicate prompts share a group.
     """
-    sources = load_sources(recipe)
-    weights = [source.weight for source in recipe.data.sources if source.weight is not None]
-    records = mix(sources, weights, recipe.seed) if weights else [record for some in sources for record in some]
+    records = [record for source in load_sources(recipe) for record in source]
     if recipe.data.group_field is not None:
         return records
     if progress is None:

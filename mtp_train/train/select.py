@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from mtp_train.data.pack import PackedSequence, collate, full_batches
 from mtp_train.errors import TrainingError
 from mtp_train.heads.module import MtpHead
+from mtp_train.train.head_training import MicroBatch
 from mtp_train.train.hidden_cache import HiddenCache
 from mtp_train.train.state import Best, best_weights, head_state, save_best
 from mtp_train.train.teacher_forced import DenseMetrics, DenseSums
@@ -95,24 +96,14 @@ class Selection:
     @torch.no_grad()
     def _sums(self, wrapped: nn.Module, num_depths: int, accelerator: Accelerator) -> DenseSums:
         world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
-        zeros_K = torch.zeros(num_depths, device=device)
-        total = DenseSums(zeros_K, zeros_K, zeros_K, zeros_K, zeros_K, zeros_K, torch.zeros((), device=device))
+        total_FK = torch.zeros(len(DenseSums._fields), num_depths, device=device)
         # Every process makes the same number of calls: with a trunk in shards they run it together.
         for together in full_batches(self.sequences, world):
             own = [together[rank]]
-            batch = {name: value.to(device) for name, value in collate(own).items()}
-            hidden_BTD = None if self.cache is None else self.cache.rows(own).to(device)
-            found = wrapped(
-                batch["input_ids_BT"],
-                batch["positions_BT"],
-                batch["document_BT"],
-                batch["loss_mask_BT"],
-                zeros_K,
-                hidden_BTD,
-                measures=True,
-            )
-            total = total.plus(found)
-        return DenseSums(*(accelerator.reduce(value, reduction="sum") for value in total))
+            hidden_BTD = None if self.cache is None else self.cache.rows(own)
+            micro = MicroBatch(collate(own), torch.zeros(num_depths), hidden_BTD)
+            total_FK += torch.stack(wrapped(micro=micro.to(device), measures=True))
+        return DenseSums(*accelerator.reduce(total_FK, reduction="sum"))
 
     def judge(self, step: int, score: float, head: MtpHead, *, writes: bool) -> None:
         """Record a measure, and store the head's weights if it is the best so far. Every process must call it."""

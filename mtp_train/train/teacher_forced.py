@@ -40,7 +40,7 @@ class TargetFigures(NamedTuple):
 
 
 class DenseSums(NamedTuple):
-    """Sums over targets, which add up over batches and processes; fp32 of shape (K,), the entropy a scalar."""
+    """Sums over targets, which add up over batches and processes; fp32 of shape (K,)."""
 
     agreed_K: Tensor
     """Targets where argmax q = argmax p."""
@@ -54,11 +54,8 @@ class DenseSums(NamedTuple):
     """Drafts that can occur in decoding: the round begins after a token of the response, and every earlier depth has a
     target. No round begins inside the prompt, as the first token comes from prefill."""
     targets_K: Tensor
-    entropy: Tensor
-    """Sum of the entropy of p at depth 1's targets, in nats; a scalar."""
-
-    def plus(self, other: DenseSums) -> DenseSums:
-        return DenseSums(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+    entropy_K: Tensor
+    """Entropy of p, in nats."""
 
 
 def target_figures(
@@ -108,7 +105,7 @@ def dense_sums(rows: AlignedRows, trunk: Trunk, head: MtpHead) -> DenseSums:
         chained_overlap_K=(overlap_KS.cumprod(0) * reached_KS).sum(1),
         reached_K=reached_KS.sum(1).float(),
         targets_K=valid_KN.sum(1).float(),
-        entropy=entropy_N[valid_KN[0]].sum(),
+        entropy_K=(entropy_N * valid_KN).sum(1),
     )
 
 
@@ -140,7 +137,7 @@ class DenseMetrics:
         return cls(
             agreement=_ratios(sums.agreed_K, targets_K),
             overlap=_ratios(sums.overlapped_K, targets_K),
-            target_entropy=float(sums.entropy / targets_K[0]) if targets_K[0] else None,
+            target_entropy=_ratios(sums.entropy_K, targets_K)[0],
             num_targets=[int(count) for count in targets_K],
             tau_greedy=_tau(sums.chained_K, sums.reached_K),
             tau_sampled=_tau(sums.chained_overlap_K, sums.reached_K),

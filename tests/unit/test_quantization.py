@@ -19,7 +19,7 @@ from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.data.pack import collate
 from mtp_train.errors import CheckpointError, RecipeError
 from mtp_train.train.head_training import HeadTraining
-from mtp_train.train.packed_rows import PackedBatch, aligned_rows
+from mtp_train.train.packed_rows import aligned_rows
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.quantise import Quantization, pack_head, require_bitsandbytes, require_quantizable, trunk_bytes
 from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
@@ -129,7 +129,7 @@ def test_a_packed_head_chooses_keys_as_its_weights_say(family_name: str) -> None
     trunk = tiny_trunk(family_name, width=WIDTH)
     module = HeadTraining(trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, kind="kl", temperature=1.0).eval()
     assert any(name.endswith("weights_proj") for name, _ in module.head.named_modules())
-    batch = PackedBatch(*collate(sequences_of(make_documents(16, 9), pack=False)).values())
+    batch = collate(sequences_of(make_documents(16, 9), pack=False))
     plain = tiny_head(module.trunk)
     pack_head(module.head, "4bit")
     linear = {name: part for name, part in module.head.named_modules() if isinstance(part, nn.Linear)}

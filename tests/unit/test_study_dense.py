@@ -15,7 +15,6 @@ from mtp_train.errors import DataError
 from mtp_train.evaluation.dense import DenseRows, dense_rows, own_text
 from mtp_train.evaluation.prompt_records import PromptRecord, TaskPrompt
 from mtp_train.heads.module import MtpHead
-from mtp_train.train.packed_rows import PackedBatch
 from mtp_train.train.teacher_forced import DenseMetrics
 from mtp_train.trunk.load import Trunk
 from simulated_drafters import decoded
@@ -54,7 +53,7 @@ def metrics_of(trunk: Trunk, head: MtpHead, seq_len_tokens: int = 32) -> DenseMe
     documents = own_text(prompts, [one.token_ids for one in outputs], seq_len_tokens)
     sequences = pack_documents(documents, seq_len_tokens, pack=True, seed=0, epoch=0)
     assert len(sequences) < len(documents)
-    return dense_metrics(trunk, head, [PackedBatch(*collate(sequences).values())], DEPTHS)
+    return dense_metrics(trunk, head, [collate(sequences)], DEPTHS)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
