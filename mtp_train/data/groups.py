@@ -202,9 +202,8 @@ def split_by_group(items: Sequence[GroupedT], holdout: float, seed: int) -> tupl
     if len({item.group for item in items}) == 1:
         raise DataError(
             f"data.holdout: {len(items)} records in one group ({items[0].group}), which cannot be on both sides; "
-            "expected at least two groups. Add data. A .txt file is one group: cut it into several files, read as a "
-            "directory or a glob, or write its documents as the lines of a .jsonl. Near-duplicate prompts are one "
-            "group, and so are chats with the same first user turn: name the column to group by in data.group_field."
+            "expected at least two groups. Add data. A .txt file is one group: cut it into several files. So are chats "
+            "with the same first user turn: name the column to group by in data.group_field."
         )
     train = [item for item in items if not is_held_out(item.group, holdout, seed)]
     held_out = [item for item in items if is_held_out(item.group, holdout, seed)]
@@ -213,7 +212,6 @@ def split_by_group(items: Sequence[GroupedT], holdout: float, seed: int) -> tupl
         side = "train" if not train else "held-out"
         raise DataError(
             f"data.holdout: {holdout} leaves the {side} side empty ({len(items)} records in {num_groups} groups); "
-            f"expected records on both sides. Add data, change data.holdout or seed, or group by another field "
-            "(data.group_field)."
+            f"expected records on both sides. Add data, or change data.holdout or data.group_field."
         )
     return train, held_out

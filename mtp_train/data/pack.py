@@ -72,7 +72,7 @@ def pack_documents(
     Args:
         pack: False gives every document a sequence of its own.
     """
-    groups = _assign(_lengths(documents, seq_len_tokens), seq_len_tokens, pack=pack, seed=seed, epoch=epoch)
+    groups = _assign(_lengths(documents), seq_len_tokens, pack=pack, seed=seed, epoch=epoch)
     return [_sequence(documents, group, seq_len_tokens) for group in groups]
 
 
@@ -91,7 +91,7 @@ def global_batches(
     Epochs follow one another without end; a step may span two. The sequences depend on the step alone, so a run can
     resume from the number of its step.
     """
-    lengths_N, starts = _lengths(documents, seq_len_tokens), [0]
+    lengths_N, starts = _lengths(documents), [0]
 
     @lru_cache(maxsize=1)
     def assigned(epoch: int) -> list[list[int]]:
@@ -132,15 +132,9 @@ def collate(sequences: Sequence[PackedSequence]) -> PackedBatch:
     )
 
 
-def _lengths(documents: Sequence[Document], seq_len_tokens: int) -> NDArray[np.int64]:
+def _lengths(documents: Sequence[Document]) -> NDArray[np.int64]:
     if not documents:
         raise DataError("data: no document; expected at least one to train on. Check data.sources and data.holdout.")
-    longest = max(documents, key=lambda document: len(document.input_ids))
-    if len(longest.input_ids) > seq_len_tokens:
-        raise DataError(
-            f"{longest.id}: {len(longest.input_ids)} tokens; expected at most data.seq_len_tokens = {seq_len_tokens}. "
-            "Tokenize the records again for this length."
-        )
     return np.array([len(document.input_ids) for document in documents], dtype=np.int64)
 
 

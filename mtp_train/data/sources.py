@@ -120,8 +120,7 @@ def load_records(
     chosen = _format_of(names, format, columns, name)
     if group_field is not None and group_field not in names:
         raise DataError(
-            f"{name}: no column {group_field!r}, the columns are {_listed(names)}; expected "
-            "data.group_field to name a column. Correct it, or leave it out."
+            f"{name}: no column {group_field!r}; expected one of {_listed(names)}. Correct data.group_field."
         )
     records = []
     # Most records have the same other columns, which are held once.
@@ -171,8 +170,7 @@ def read_each(
         yield number, row, found
     if skipped and not num_used:
         raise DataError(
-            f"{name}: all {len(skipped)} records have image, audio or other parts that are not text; expected at least "
-            "one record of text. Add text records, or use another source."
+            f"{name}: all {len(skipped)} records have parts that are not text; expected one of text. Add such records."
         )
     if skipped:
         logger.warning(
@@ -402,7 +400,7 @@ def local_files(path: str, name: str) -> list[Path] | None:
     if len(kinds) > 1:
         raise DataError(
             f"{name}: files of several kinds ({', '.join(file.name for file in kinds.values())}); expected one. Name "
-            "those of one kind by a glob, such as 'directory/**/*.jsonl', and the others in a source of their own."
+            "those of each kind by a glob, such as 'directory/**/*.jsonl', in a source of their own."
         )
     return files
 
@@ -428,10 +426,7 @@ def _refuse_script(directory: Path, name: str) -> None:
     """Refuse a directory with a dataset script: some versions of ``datasets`` run it, others refuse all its files."""
     script = directory / f"{directory.resolve().name}.py"
     if script.exists():
-        raise DataError(
-            f"{name}: contains the dataset script {script.name}, which is never run; expected files of records alone. "
-            "Remove the script, or name the files by a glob."
-        )
+        raise DataError(f"{name}: has the dataset script {script.name}, which is never run; expected none. Remove it.")
 
 
 def _suffix(file: Path) -> str:
@@ -493,8 +488,7 @@ def _format_of(names: Sequence[str], format: Format, given: Mapping[str, str], n
             raise DataError(f"{name}: columns.{ours}: unknown; expected {', '.join(allowed)}. Correct the name.")
         if theirs not in names:
             raise DataError(
-                f"{name}: columns.{ours} is {theirs!r}, the columns are {_listed(names)}; expected one of them. "
-                "Correct the name."
+                f"{name}: columns.{ours} is {theirs!r}; expected one of {_listed(names)}. Correct the name."
             )
     known = known_columns(names, given)
     found = [one for one, (first, *_) in FORMATS.items() if first in known]
@@ -509,8 +503,7 @@ def _format_of(names: Sequence[str], format: Format, given: Mapping[str, str], n
         found.remove("prompt_response")
     if len(found) > 1:
         raise DataError(
-            f"{name}: columns of several formats ({', '.join(found)}); expected one. Choose it by the source's "
-            "`format`, or separate the records by format."
+            f"{name}: columns of several formats ({', '.join(found)}); expected one. Write format: {found[0]}."
         )
     if not found:
         wanted = "" if format == "auto" else f", without those of format {format!r}"
@@ -523,10 +516,7 @@ def _format_of(names: Sequence[str], format: Format, given: Mapping[str, str], n
 
 def _parse_group(value: object, group_field: str, where: str) -> str:
     if value is None:
-        raise DataError(
-            f"{where}: {group_field} is missing; expected a value in every record (data.group_field). Fill it in, or "
-            "leave data.group_field out."
-        )
+        raise DataError(f"{where}: {group_field} is missing; expected a value (data.group_field). Fill it in.")
     return parse_text(str(value), group_field, where)
 
 

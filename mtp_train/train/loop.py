@@ -6,7 +6,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -76,7 +76,6 @@ class Training:
     """The objects that a training step uses."""
 
     options: TrainOptions
-    weight_K: Sequence[float]
     batch_fn: BatchFn
     preparation: Preparation
     accelerator: Accelerator
@@ -86,7 +85,7 @@ class Training:
     selection: Selection | None
     state_dir: Path
     log: RunLog | None
-    facts: Mapping[str, Any]
+    facts: dict[str, Any]
     """What every log line repeats: processes, wrapper, precision and device."""
     sums: LogSums
 
@@ -149,7 +148,6 @@ def train_head(
     weight_K = depth_weights(module.num_depths, options.depth_decay)
     run = Training(
         options=options,
-        weight_K=weight_K,
         batch_fn=batch_fn,
         preparation=Preparation.of(plan, weight_K, accelerator, cache),
         accelerator=accelerator,
@@ -174,7 +172,7 @@ def measure_start(run: Training, selection: Selection) -> None:
     if selection.lr_for is not None:
         run.options = replace(run.options, lr=selection.lr_for(figures["held_out_overlap_depth_1"]))
     # The clock of the log begins with the first step.
-    run.sums = LogSums.zero(len(run.weight_K))
+    run.sums = LogSums.zero(len(run.preparation.weight_K))
 
 
 def resume(state_dir: Path, head: MtpHead, selection: Selection | None, accelerator: Accelerator) -> int:
@@ -282,11 +280,12 @@ def gather(
 def finish_step(run: Training, done: int, norm: float, sequences: Sequence[PackedSequence], *, saves: bool) -> None:
     """Check, log, measure and save after ``done`` steps, as far as each is due."""
     options, accelerator, selection = run.options, run.accelerator, run.selection
+    weight_K = run.preparation.weight_K
     require_finite(run, done, norm, sequences)
     if done % options.log_steps == 0 or done == options.max_steps:
         if run.log is not None:
-            run.log.log(done, log_line(run.sums, run.weight_K, norm, options.lr_at(done - 1)) | dict(run.facts))
-        run.sums = LogSums.zero(len(run.weight_K))
+            run.log.log(done, log_line(run.sums, weight_K, norm, options.lr_at(done - 1)) | run.facts)
+        run.sums = LogSums.zero(len(weight_K))
     if selection is not None and selection.is_due(done, options.max_steps):
         measure(run, selection, done)
     if saves or done % options.save_steps == 0 or is_over(done, run.options, run.selection):
@@ -297,7 +296,7 @@ def finish_step(run: Training, done: int, norm: float, sequences: Sequence[Packe
 
 def measure(run: Training, selection: Selection, done: int) -> dict[str, Any]:
     """Measure, judge and log the head after ``done`` steps, and return the figures; every process must call it."""
-    figures = selection.measure(run.wrapped, len(run.weight_K), run.accelerator)
+    figures = selection.measure(run.wrapped, len(run.preparation.weight_K), run.accelerator)
     selection.judge(done, score_of(figures), run.head, writes=run.accelerator.is_main_process)
     if run.log is not None:
         run.log.log(done, figures)
