@@ -66,13 +66,10 @@ def near_duplicate_groups(texts: Sequence[str], on_text: Callable[[int], None] |
             if not len(meet_P):
                 break
             _join(parent_N, sketches_NH, order_N[meet_P], order_N[meet_P + shift])
-    return _roots(parent_N)
+    return np.array([_root(parent_N, index) for index in range(len(texts))], dtype=np.int64)
 
 
 def _join(parent_N: Indices, sketches_NH: Sketches, one_P: Indices, other_P: Indices) -> None:
-    roots_N = _roots(parent_N)
-    apart_P = roots_N[one_P] != roots_N[other_P]
-    one_P, other_P = one_P[apart_P], other_P[apart_P]
     for start in range(0, len(one_P), 1 << 16):
         ones, others = one_P[start : start + (1 << 16)], other_P[start : start + (1 << 16)]
         alike = (sketches_NH[ones] == sketches_NH[others]).mean(axis=1) >= THRESHOLD
@@ -86,14 +83,6 @@ def _root(parent_N: Indices, index: int) -> int:
         parent_N[index] = parent_N[parent_N[index]]
         index = int(parent_N[index])
     return index
-
-
-def _roots(parent_N: Indices) -> Indices:
-    while True:
-        above_N = parent_N[parent_N]
-        if np.array_equal(above_N, parent_N):
-            return above_N
-        parent_N = above_N
 
 
 def _sketches(texts: Sequence[str], shared: Hashes, on_text: Callable[[int], None] | None) -> Sketches:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import datasets
 import fsspec
@@ -72,7 +72,6 @@ KNOWN_COLUMNS = (
     "`messages` or `conversations`, `prompt` (with `response` or `completion`), `instruction` with `output`, or `text`"
 )
 
-Format = Literal["auto", "messages", "prompt_response", "instruction", "text"]
 Row = dict[str, Any]
 Given = TypeVar("Given")
 Found = TypeVar("Found")
@@ -85,7 +84,6 @@ def load_records(
     *,
     config: str | None = None,
     split: str = "train",
-    format: Format = "auto",
     columns: Mapping[str, str] = MappingProxyType({}),
     group_field: str | None = None,
     name: str | None = None,
@@ -101,7 +99,6 @@ def load_records(
         config: The configuration of a dataset on the hub, or of a directory that defines some.
         split: A split of the dataset, slices allowed (``train[:1000]``). A local file has one split, ``train``; in a
             directory the file names define the splits.
-        format: The columns to read; ``auto`` chooses by their names.
         columns: For columns of ``FORMATS`` and ``CHAT_COLUMNS``, the names that they have in the source.
         group_field: The column whose value groups records. None groups by content (:func:`content_group`), and the
             paragraphs of a .txt file by their file.
@@ -117,7 +114,7 @@ def load_records(
     if source.files is not None and config is not None and not source.place.is_dir():
         raise DataError(f"{name}: config {config!r} of local files; expected null, as they have none. Leave it out.")
     names, rows = source.read()
-    chosen = _format_of(names, format, columns, name)
+    chosen = _format_of(names, columns, name)
     if group_field is not None and group_field not in names:
         raise DataError(
             f"{name}: no column {group_field!r}; expected one of {_listed(names)}. Correct data.group_field."
@@ -476,7 +473,7 @@ def read_content(row: Row, columns: Mapping[str, str], where: str) -> tuple[Cont
     return content, tuple(column for column, value in row.items() if value not in (None, []) and column not in read)
 
 
-def _format_of(names: Sequence[str], format: Format, given: Mapping[str, str], name: str) -> dict[str, str]:
+def _format_of(names: Sequence[str], given: Mapping[str, str], name: str) -> dict[str, str]:
     """Return the columns of a source's one format.
 
     Raises:
@@ -494,21 +491,18 @@ def _format_of(names: Sequence[str], format: Format, given: Mapping[str, str], n
     found = [one for one, (first, *_) in FORMATS.items() if first in known]
     if "instruction" in found and "output" not in known and "instruction" not in given:
         found.remove("instruction")
-    if format != "auto":
-        found = [one for one in found if one == format]
-    elif not given.keys().isdisjoint(chain.from_iterable(FORMATS[one] for one in found)):
+    if not given.keys().isdisjoint(chain.from_iterable(FORMATS[one] for one in found)):
         found = [one for one in found if not given.keys().isdisjoint(FORMATS[one])]
     elif len(found) > 1 and "response" not in known and "prompt_response" in found:
         # Prompts alone beside chats or texts, which contain them.
         found.remove("prompt_response")
     if len(found) > 1:
         raise DataError(
-            f"{name}: columns of several formats ({', '.join(found)}); expected one. Write format: {found[0]}."
+            f"{name}: columns of several formats ({', '.join(found)}); expected one. Name those to read in columns."
         )
     if not found:
-        wanted = "" if format == "auto" else f", without those of format {format!r}"
         raise DataError(
-            f"{name}: the columns are {_listed(names)}{wanted}; expected {KNOWN_COLUMNS}. Name them in the source's "
+            f"{name}: the columns are {_listed(names)}; expected {KNOWN_COLUMNS}. Name them in the source's "
             "`columns`, as {prompt: question, response: answer}."
         )
     return columns_of(found[0], known)

@@ -80,13 +80,13 @@ class Recipe(RecipeSection):
     @property
     def regenerates(self) -> bool:
         """Whether the trunk generates the responses in the training text."""
-        return self.data.answered is not None
+        return self.data.regenerate is not None
 
     @property
     def decodes(self) -> bool:
         """Whether a run decodes with the trunk, so that each process has to hold all of it."""
-        answered = self.data.answered
-        return self.gate.enabled or (answered is not None and answered.endpoint is None)
+        answers = self.data.regenerate
+        return self.gate.enabled or (answers is not None and answers.endpoint is None)
 
     def contradictions(self) -> Iterator[str]:
         yield from self._of_arms()

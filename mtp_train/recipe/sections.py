@@ -247,14 +247,12 @@ class SourceSpec(RecipeSection):
     """The configuration of a hub dataset; null takes its default configuration."""
     split: Text = "train"
     """A split of the dataset. Slices such as `train[:1000]` are allowed."""
-    format: Literal["auto", "messages", "prompt_response", "instruction", "text"] = "auto"
-    """The layout of the records. `messages`: chats, of OpenAI or ShareGPT. `prompt_response`: raw text on both sides,
-    or messages on both. `instruction`: `instruction`, `input` and `output`, as turns of a chat. `text`: plain text.
-    `auto`: by the names of the columns."""
     columns: Mapping[str, Text] = Field(default={})
-    """Names of columns in the source, by ours: `{prompt: question, response: answer}`. Ours are `messages`, `prompt`,
-    `response`, `instruction`, `input`, `output`, `text`, `system`, `tools` and `chat_template_kwargs`. For prompts that
-    the chat template shall be applied to, write `{instruction: prompt}`."""
+    """Names of columns in the source, by ours: `{prompt: question, response: answer}`. Ours are `messages` (a chat of
+    OpenAI or ShareGPT), `prompt` and `response` (raw text on both sides, or messages on both), `instruction`, `input`
+    and `output` (turns of a chat), `text`, and beside a chat `system`, `tools` and `chat_template_kwargs`. For prompts
+    that the chat template shall be applied to, write `{instruction: prompt}`. Of a source with columns of several of
+    these layouts, name those of one: `{text: text}`."""
     streaming: bool = False
     """Whether to read only the first `data.max_documents` records, without a copy in the cache: for a source that is
     too large to download."""
@@ -267,8 +265,6 @@ class RegenerateSpec(RecipeSection):
     SGLang, llama.cpp).
     """
 
-    enabled: bool = True
-    """Whether to regenerate. If false, the training text has the responses of the sources."""
     max_prompts: OrAuto[Count | None] = None
     """Number of prompts to respond to; null takes all. `auto`: all, at most 20000."""
     max_new_tokens: OrAuto[Count] = 256
@@ -344,14 +340,9 @@ class DataSection(RecipeSection):
     max_documents: Count | None = None
     """Maximum number of records read from each source; null reads all."""
 
-    @property
-    def answered(self) -> RegenerateSpec | None:
-        """How the trunk generates the responses in the training text; None if they are those of the sources."""
-        return self.regenerate if self.regenerate is not None and self.regenerate.enabled else None
-
     def contradictions(self) -> Iterator[str]:
-        if self.responses is not None and self.answered is None:
-            yield f"responses: {self.responses!r} while data.regenerate is off; expected null. Leave it out."
+        if self.responses is not None and self.regenerate is None:
+            yield f"responses: {self.responses!r} while data.regenerate is null; expected null. Leave it out."
         for number, source in enumerate(self.sources):
             if source.streaming and self.max_documents is None:
                 yield f"sources.{number}.streaming: true without data.max_documents; expected both. Set it."

@@ -97,7 +97,7 @@ class RunText(NamedTuple):
 
     def most_tokens(self, recipe: Recipe) -> int:
         """Return the most tokens of the training text, answers included."""
-        answer = 0 if recipe.data.answered is None else recipe.data.answered.max_new_tokens
+        answer = 0 if recipe.data.regenerate is None else recipe.data.regenerate.max_new_tokens
         lengths = [len(document.input_ids) for document in self.documents]
         lengths += [len(prompt.prompt_ids) + answer for prompt in self.prompts]
         return sum(min(length, recipe.data.seq_len_tokens) for length in lengths)
@@ -195,7 +195,6 @@ def load_sources(recipe: Recipe) -> list[list[Record]]:
             resolve(source.path),
             config=source.config,
             split=source.split,
-            format=source.format,
             columns=source.columns,
             group_field=recipe.data.group_field,
             name=f"data.sources.{number} ({source.path})",
@@ -227,12 +226,12 @@ def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any)
     for record in records:
         if isinstance(record.content, PlainText):
             raise DataError(
-                f"{record.where}: plain text has no prompt; expected chats or prompts to answer. Switch "
-                "data.regenerate off, or convert the source."
+                f"{record.where}: plain text has no prompt; expected chats or prompts to answer. Write "
+                "data.regenerate: null, or convert the source."
             )
     prompts = build_prompts(records, tokenizer)
-    if recipe.data.answered is not None and recipe.data.answered.max_prompts is not None:
-        prompts = choose_prompts(prompts, recipe.data.answered.max_prompts, recipe.seed)
+    if recipe.data.regenerate is not None and recipe.data.regenerate.max_prompts is not None:
+        prompts = choose_prompts(prompts, recipe.data.regenerate.max_prompts, recipe.seed)
     needed = min(len(prompt.prompt_ids) for prompt in prompts) + RESPONSE_ROOM_TOKENS
     if needed > recipe.data.seq_len_tokens:
         raise DataError(

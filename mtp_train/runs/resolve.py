@@ -282,7 +282,7 @@ def _choose_for_text(chosen: _Chosen, model: ModelFacts, text: TextFacts) -> Non
         told = f"twice the records' long responses, {text.response_long} tokens, at most {MOST_NEW_TOKENS}"
     chosen.choose("data.regenerate.max_new_tokens", limit, told)
 
-    answered = chosen.recipe.data.answered
+    answered = chosen.recipe.data.regenerate
     longest = text.whole_long if answered is None else text.prompt_long + answered.max_new_tokens
     length = min(model.max_positions, MOST_SEQ_LEN, max(LEAST_SEQ_LEN, _power_of_two(longest)))
     told = f"for texts of up to {longest} tokens, from {LEAST_SEQ_LEN} to {MOST_SEQ_LEN}"
@@ -317,7 +317,7 @@ def lr_choice(recipe: Recipe, hidden_size: int, overlap: float | None = None) ->
 def _expected_text(recipe: Recipe, text: TextFacts) -> tuple[int, str]:
     """Estimate the training text before the trunk has answered: its answers are as long as the records' responses."""
     training = text.num_records * (1 - recipe.data.holdout)
-    spec = recipe.data.answered
+    spec = recipe.data.regenerate
     if spec is None:
         tokens = round(training * text.whole_mean)
         return tokens, f"about {tokens} tokens of training text"

@@ -121,12 +121,12 @@ def test_a_run_out_of_memory_says_what_to_change_and_goes_on_once_it_is(
     with monkeypatch.context() as patch:
         patch.setattr("mtp_train.train.packed_rows.isolated_hidden", full)
         with pytest.raises(OutOfMemoryError, match=r"stage 'train': .*gradient_checkpointing: true"):
-            run_quietly(load_recipe(recipe, ["data.regenerate.enabled=false"]))
+            run_quietly(load_recipe(recipe, ["data.regenerate=null"]))
     outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
     assert (outcome["exit_code"], outcome["reason"], outcome["stage"]) == (2, "out_of_memory", "train")
     # Whether so short a training helps is the gate's matter.
     with contextlib.suppress(GateRefusedError):
-        run_quietly(load_recipe(recipe, ["data.regenerate.enabled=false"]))
+        run_quietly(load_recipe(recipe, ["data.regenerate=null"]))
     assert json.loads((tmp_path / "run" / "outcome.json").read_text())["stage"] == "done"
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this torch takes no devic
 TELLING = ("full", "recurrent")
 
 
-ANSWERED = {"data__regenerate": {"enabled": True, "max_new_tokens": 8}}
+ANSWERED = {"data__regenerate": {"max_new_tokens": 8}}
 # Not bf16: the simulated device has no casts of autocast for the head's products.
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"train__select": {"every_steps": 1, "share": 0.3}},

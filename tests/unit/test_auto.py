@@ -151,7 +151,7 @@ def test_nothing_fits_beside_a_trunk_that_does_not(inputs: Path, tmp_path: Path)
 
 
 def mapping(inputs: Path, run_dir: Path, **overrides: Any) -> dict[str, Any]:
-    plain = tiny_mapping(inputs, run_dir, data__regenerate={"enabled": True}, **overrides)
+    plain = tiny_mapping(inputs, run_dir, data__regenerate={}, **overrides)
     for field in AUTOMATIC:
         if field != "train.lr":
             apply_override(plain, f"{field}=auto")

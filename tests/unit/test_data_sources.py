@@ -298,13 +298,11 @@ def test_a_column_may_hold_both_group_and_content(tmp_path: Path) -> None:
     assert load_records(path, group_field="prompt")[0].group == "a"
 
 
-def test_a_format_given_settles_columns_of_several(tmp_path: Path) -> None:
+def test_columns_of_several_formats_are_settled_by_naming_one(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"messages": CHAT, "text": "a"}])
     with pytest.raises(DataError, match=r"columns of several formats \(messages, text\); expected one"):
         load_records(path)
-    assert load_records(path, format="text")[0].content == PlainText("a")
-    with pytest.raises(DataError, match="without those of format 'prompt_response'; expected `messages`"):
-        load_records(path, format="prompt_response")
+    assert load_records(path, columns={"text": "text"})[0].content == PlainText("a")
 
 
 def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_a_step_that_is_no_multiple_is_told_the_nearest_ones() -> None:
         ["data.seq_len_tokens=5", "train.tokens_per_step=5"],
         ["objective.loss=kl", "objective.temperature=2"],
         ["objective.vocab=draft", "head.draft_vocab=100"],
-        ["data.regenerate={enabled: false}", "data.sources.0.format=text"],
+        ["data.sources.0.columns={text: text}"],
         ["data.sources.0.streaming=true", "data.max_documents=9"],
         ["data.regenerate={temperature: 0.7, top_p: 0.9, top_k: 20, min_p: 0.1}"],
         ["data.regenerate={endpoint: 'https://a/v1', concurrency: 4, model: a, api_key_env: KEY}"],
