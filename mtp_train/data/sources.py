@@ -120,13 +120,10 @@ def load_records(
             f"{name}: no column {group_field!r}; expected one of {_listed(names)}. Correct data.group_field."
         )
     records = []
-    # Most records have the same other columns, which are held once.
-    unread: dict[tuple[str, ...], tuple[str, ...]] = {}
     pairs = read_each(rows, name, lambda pair, where: read_content(pair[0], chosen, where))
     for number, (row, file), (content, others) in pairs:
         where = f"{name}, record {number}"
         group = _parse_group(row.get(group_field), group_field, where) if group_field else file
-        others = unread.setdefault(others, others)
         records.append(Record(f"{name}#{number}", group or content_group(content), content, others))
     return records
 

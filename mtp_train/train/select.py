@@ -24,7 +24,7 @@ from mtp_train.heads.module import MtpHead
 from mtp_train.train.head_training import MicroBatch
 from mtp_train.train.hidden_cache import HiddenCache
 from mtp_train.train.state import Best, best_weights, head_state, save_best
-from mtp_train.train.teacher_forced import DenseMetrics, DenseSums
+from mtp_train.train.teacher_forced import DenseSums
 
 
 def score_of(figures: Mapping[str, float]) -> float:
@@ -79,16 +79,12 @@ class Selection:
             TrainingError: The text has no target.
         """
         wrapped.eval()
-        metrics = DenseMetrics.of(self._sums(wrapped, num_depths, accelerator))
-        figures: dict[str, Any] = {"held_out_tau": metrics.tau_greedy, "held_out_tau_sampled": metrics.tau_sampled}
-        for depth, (agreement, overlap) in enumerate(zip(metrics.agreement, metrics.overlap, strict=True), start=1):
-            figures |= {f"held_out_agreement_depth_{depth}": agreement, f"held_out_overlap_depth_{depth}": overlap}
-        figures["held_out_entropy"] = metrics.target_entropy
+        figures = self._sums(wrapped, num_depths, accelerator).figures()
         wrapped.train()
-        if metrics.tau_greedy is None:
+        if figures["held_out_tau"] is None:
             raise TrainingError(
-                "train.select.share: no round of decoding can begin in the text kept from training; expected at least "
-                "one response of two tokens. Raise it."
+                "train.select.share: no round can begin in the text kept from training; expected a response of two "
+                "tokens. Raise it."
             )
         # Sums of two processes may differ in their last bits: all take the same head and stop at the same step.
         return broadcast_object_list([figures])[0]

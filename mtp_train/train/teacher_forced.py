@@ -2,7 +2,7 @@
 
 Unlike counts from decoding, the figures do not depend on where rounds begin or on the draft depth, so they compare
 heads with little noise. Sums run over all batches and processes before any ratio is taken. The steps:
-:func:`target_figures` (per target row), :func:`dense_sums` (:class:`DenseSums`), :meth:`DenseMetrics.of` (ratios).
+:func:`target_figures` (per target row), :func:`dense_sums` (:class:`DenseSums`), :meth:`DenseSums.figures` (ratios).
 
 Shapes: K depths.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -56,6 +55,23 @@ class DenseSums(NamedTuple):
     targets_K: Tensor
     entropy_K: Tensor
     """Entropy of p, in nats."""
+
+    def figures(self) -> dict[str, float | None]:
+        """Return the ratios as a line of the log names them; None for a depth without targets.
+
+        ``held_out_tau`` is the mean number of tokens per round of greedy decoding, if a round began at every token of
+        the responses, ``held_out_tau_sampled`` that of sampling at temperature 1. The overlap is the expected
+        acceptance of a sampled draft (arXiv:2211.17192, theorem 3.5).
+        """
+        found: dict[str, float | None] = {
+            "held_out_tau": _tau(self.chained_K, self.reached_K),
+            "held_out_tau_sampled": _tau(self.chained_overlap_K, self.reached_K),
+            "held_out_entropy": _ratios(self.entropy_K, self.targets_K)[0],
+        }
+        for name, sums_K in (("agreement", self.agreed_K), ("overlap", self.overlapped_K)):
+            ratios = enumerate(_ratios(sums_K, self.targets_K), start=1)
+            found |= {f"held_out_{name}_depth_{depth}": ratio for depth, ratio in ratios}
+        return found
 
 
 def target_figures(
@@ -113,35 +129,6 @@ def _softmax(logits_CV: Tensor, temperature: float) -> Tensor:
     # No division at temperature 1: it would copy a chunk's logits, a quarter of a gigabyte.
     logits_CV = logits_CV.float()
     return torch.softmax(logits_CV if temperature == 1.0 else logits_CV / temperature, dim=-1)
-
-
-@dataclass(frozen=True)
-class DenseMetrics:
-    """Figures by depth over all valid targets; ``None`` for a depth without targets."""
-
-    agreement: list[float | None]
-    """Share of targets where argmax q = argmax p, given that p was conditioned on the text's own tokens."""
-    overlap: list[float | None]
-    """Mean of sum_v min(p, q): the expected acceptance of a sampled draft (arXiv:2211.17192, theorem 3.5)."""
-    target_entropy: float | None
-    """Mean entropy of p at depth 1's targets, nats."""
-    num_targets: list[int]
-    tau_greedy: float | None = None
-    """Mean tokens per round of greedy decoding, if a round began at every token of the responses."""
-    tau_sampled: float | None = None
-    """Mean tokens per round of sampling at temperature 1, likewise."""
-
-    @classmethod
-    def of(cls, sums: DenseSums) -> DenseMetrics:
-        targets_K = sums.targets_K
-        return cls(
-            agreement=_ratios(sums.agreed_K, targets_K),
-            overlap=_ratios(sums.overlapped_K, targets_K),
-            target_entropy=_ratios(sums.entropy_K, targets_K)[0],
-            num_targets=[int(count) for count in targets_K],
-            tau_greedy=_tau(sums.chained_K, sums.reached_K),
-            tau_sampled=_tau(sums.chained_overlap_K, sums.reached_K),
-        )
 
 
 @contextmanager

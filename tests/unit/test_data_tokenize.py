@@ -316,22 +316,13 @@ def document(*tokens: int, targets: str) -> Document:
     return Document(tokens, tuple(mark == "x" for mark in targets), "g", "d")
 
 
-def test_the_most_frequent_targets_are_taken_and_what_is_no_target_does_not_count() -> None:
+def test_the_most_frequent_targets_are_taken_and_places_left_go_to_the_lower_ids() -> None:
     text = [document(7, 7, 7, 3, 3, 5, targets="...xxx"), document(5, 5, 9, targets="x.x")]
     # Targets: 3 twice, 5 twice, 9 once; 7 never.
     assert frequent_tokens(text, 2, 12, always=()) == [3, 5]
-    assert frequent_tokens(text, 3, 12, always=()) == [3, 5, 9]
-
-
-def test_ties_and_places_left_go_to_the_lower_ids() -> None:
-    text = [document(6, 4, 8, targets="xxx")]
-    assert frequent_tokens(text, 2, 10, always=()) == [4, 6]
-    assert frequent_tokens(text, 5, 10, always=()) == [0, 1, 4, 6, 8]
-
-
-def test_tokens_that_end_a_text_are_always_in() -> None:
-    text = [document(6, 6, 6, 4, 4, targets="xxxxx")]
-    assert frequent_tokens(text, 2, 10, always={9}) == [6, 9]
+    assert frequent_tokens(text, 5, 12, always=()) == [0, 1, 3, 5, 9]
+    # Tokens that end a text are always in.
+    assert frequent_tokens(text, 2, 12, always={11}) == [3, 11]
 
 
 def test_only_kept_tokens_stay_targets_and_what_has_none_left_goes() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from mtp_train.data.pack import collate, count_targets, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.train.packed_rows import AlignedRows, aligned_rows
-from mtp_train.train.teacher_forced import DenseMetrics, dense_sums
-from summed_metrics import dense_metrics, metrics_of
+from mtp_train.train.teacher_forced import dense_sums
+from summed_metrics import DenseMetrics, dense_metrics, metrics_of, ratios_of
 from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 
 A, B, C, UNIFORM = [0.7, 0.1, 0.1, 0.1], [0.1, 0.7, 0.1, 0.1], [0.4, 0.3, 0.2, 0.1], [0.25] * 4
@@ -110,7 +110,7 @@ def test_tau_of_a_short_answer_is_what_rounds_from_each_of_its_tokens_accept(pro
     right = found._replace(student_KND=found.teacher_ND.expand_as(found.student_KND).clone())
     head: Any = SharedOutput()
     sums = dense_sums(right, trunk, head)
-    metrics = DenseMetrics.of(sums)
+    metrics = ratios_of(sums)
     # Rounds begin after the answer's tokens 1 to 3; depth 1, 2 and 3 have 3, 2 and 1 of them to meet.
     assert sums.reached_K.tolist() == [3.0, 2.0, 1.0]
     # The control: over all targets of the text, rounds inside the prompt would be misses.

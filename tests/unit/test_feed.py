@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from test_training import NUM_DEPTHS, SEQ_LEN, make_documents, recipe, sequences_of, training_module, weights_of
-from torch import Tensor
 
 from mtp_train.data.pack import PackedSequence, count_targets, global_batches
 from mtp_train.losses.chunked import depth_weights
@@ -85,19 +84,3 @@ def test_processes_that_share_a_trunk_make_as_many_passes_each() -> None:
     assert [[one.num_calls for one in each] for each in made] == [[2, 2], [2, 2]]
     alone = passes(prepared_by(0, 2, four_sequences()))
     assert [one.num_calls for one in alone] == [1, 2]
-
-
-def test_every_tensor_is_put_into_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned: list[Tensor] = []
-    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
-
-    class Cache:
-        def rows(self, sequences: list[PackedSequence]) -> Tensor:
-            return torch.zeros(len(sequences), SEQ_LEN, 4)
-
-    used = recipe()
-    plan = plan_of(used, 1)
-    preparation = Preparation(plan, weights_of(used), 0, Cache(), False, pins=True)  # type: ignore[arg-type]
-    made = [*preparation.step(batches(plan)(0))]
-    tensors = [tensor for one in made for tensor in (*one.batch, one.scale_K, one.hidden_BTD, one.used_N)]
-    assert {id(tensor) for tensor in tensors} == {id(tensor) for tensor in pinned}

@@ -18,7 +18,7 @@ from mtp_train.errors import DataError, StoppedError, TrainingError
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.settings import plan_of, train_options
-from mtp_train.runs.training import part_documents, renumbered
+from mtp_train.runs.training import part_documents
 from mtp_train.train import loop
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.log import RunLog, read_metrics
@@ -215,15 +215,6 @@ def test_text_to_choose_by_is_kept_from_training_by_its_groups() -> None:
     assert len(part_documents(recipe({}), text[:2])[1]) == 1
     with pytest.raises(DataError, match=r"1 training texts in one group \(g0\)"):
         part_documents(recipe({}), text[:1])
-
-
-def test_documents_keep_their_names_among_all() -> None:
-    text = documents(9)
-    places = [1, 4, 8]
-    packed = pack_documents([text[index] for index in places], SEQ_LEN, pack=True, seed=0, epoch=0)
-    for sequence in renumbered(packed, places):
-        (index,) = sequence.members
-        assert tuple(sequence.input_ids_T) == tuple(text[index].input_ids)
 
 
 # Failures

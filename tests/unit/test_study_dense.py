@@ -15,10 +15,9 @@ from mtp_train.errors import DataError
 from mtp_train.evaluation.dense import DenseRows, dense_rows, own_text
 from mtp_train.evaluation.prompt_records import PromptRecord, TaskPrompt
 from mtp_train.heads.module import MtpHead
-from mtp_train.train.teacher_forced import DenseMetrics
 from mtp_train.trunk.load import Trunk
 from simulated_drafters import decoded
-from summed_metrics import dense_metrics
+from summed_metrics import DenseMetrics, dense_metrics
 from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 
 DEPTHS = 3
