@@ -95,25 +95,6 @@ class _OneOf:
         return value
 
 
-class _OneOrMore:
-    """Read ``auto``, a list, or one item in place of a list with one item."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        union: Any = handler(source)
-        plain = core_schema.simple_ser_schema("any")
-        return core_schema.no_info_wrap_validator_function(self._read, union["choices"][0], serialization=plain)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        listed = handler(schema)
-        return {"anyOf": [{"const": AUTO}, listed["items"], listed]}
-
-    @staticmethod
-    def _read(value: object, as_list: Callable[[object], object]) -> object:
-        if value == AUTO:
-            return value
-        return as_list(tuple(value) if isinstance(value, list | tuple) else (value,))
-
-
 def is_auto(*values: object) -> bool:
     """Return whether one of the values is still to be chosen."""
     return AUTO in values
@@ -123,10 +104,20 @@ def _auto_or(value: object, as_value: Callable[[object], object]) -> object:
     return value if value == AUTO else as_value(value)
 
 
+def _auto_or_listed(value: object, as_tuple: Callable[[object], object]) -> object:
+    return value if value == AUTO else as_tuple(tuple(value) if isinstance(value, list) else (value,))
+
+
 def _or_auto(node: dict[str, Any]) -> None:
     """Add ``auto`` to a field's JSON Schema."""
     value = {key: node.pop(key) for key in list(node) if key not in ("default", "description")}
     node["anyOf"] = [{"const": AUTO}, *value.get("anyOf", [value])]
+
+
+def _one_or_more(node: dict[str, Any]) -> None:
+    """Add ``auto`` and one item in place of a list to a field's JSON Schema."""
+    _or_auto(node)
+    node["anyOf"].insert(1, node["anyOf"][1]["items"])
 
 
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
@@ -140,7 +131,13 @@ UpToOne = Annotated[float, Field(gt=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Pair = Annotated[tuple[T, ...], Field(min_length=2, max_length=2)]
 NonEmpty = Annotated[tuple[T, ...], Field(min_length=1)]
-OneOrMore = Annotated[NonEmpty[T] | Literal["auto"], _OneOrMore()]
+OneOrMore = Annotated[
+    NonEmpty[T],
+    WrapValidator(_auto_or_listed),
+    PlainSerializer(lambda value: value),
+    Field(json_schema_extra=_one_or_more),
+]
+"""A list, one item in place of a list, or ``auto``."""
 OrAuto = Annotated[T, WrapValidator(_auto_or), PlainSerializer(lambda value: value), Field(json_schema_extra=_or_auto)]
 """A value, or ``auto`` in a recipe that is not resolved yet: a recipe in use has values alone."""
 
@@ -457,17 +454,17 @@ class EvaluateSection(RecipeSection):
     `model.head_from` with its own head."""
     prompts: OrAuto[Count] = 64
     """Number of held-out prompts that each arm decodes. `auto`: all, at most 64."""
-    temperature: OneOrMore[NonNegative] = "auto"
+    temperature: OneOrMore[NonNegative] = Field(default=AUTO)
     """Sampling temperatures of the trunk; 0 is greedy. Each temperature above 0 is combined with every `top_p`, `top_k`
     and `rule`, and the gate tests every combination. `auto`: 0, and the temperature in the trunk's
     `generation_config.json` if that file enables sampling."""
-    top_p: OneOrMore[UpToOne] = "auto"
+    top_p: OneOrMore[UpToOne] = Field(default=AUTO)
     """Above temperature 0, sample from the smallest set of tokens whose probabilities sum to at least this value.
     `auto`: the value in `generation_config.json` if that file enables sampling, else 1."""
-    top_k: OneOrMore[Natural] = "auto"
+    top_k: OneOrMore[Natural] = Field(default=AUTO)
     """Above temperature 0, sample from the k most probable tokens; 0 samples from all. `auto`: the value in
     `generation_config.json` if that file enables sampling, else 0."""
-    rule: OneOrMore[Literal["argmax", "sampled"]] = "auto"
+    rule: OneOrMore[Literal["argmax", "sampled"]] = Field(default=AUTO)
     """How drafts are made and verified above temperature 0. `argmax`: the head's most probable token; the text is
     compared with plain sampling with the same seed. `sampled`: drawn from the head's distribution, and verified by
     rejection sampling. `auto`: `argmax`, as in most engines."""
@@ -481,9 +478,9 @@ class EvaluateSection(RecipeSection):
     def contradictions(self) -> Iterator[str]:
         filters = {"top_p": self.top_p, "top_k": self.top_k, "rule": self.rule}
         yield from _repeats({"arms": self.arms, "temperature": self.temperature, **filters})
-        temperatures = () if isinstance(self.temperature, str) else self.temperature
+        temperatures = () if is_auto(self.temperature) else self.temperature
         for name, values in filters.items():
-            if temperatures and not any(temperatures) and values != AUTO:
+            if temperatures and not any(temperatures) and not is_auto(values):
                 yield f"{name}: {list(values)} with evaluate.temperature: 0; expected auto. Leave it out."
         for value in temperatures:
             if 0.0 < value < MIN_TEMPERATURE:

@@ -83,11 +83,7 @@ class RunAccelerator(Accelerator):
 
     def said_by_main(self, message: Any = None) -> Any:
         """Return the main process's message; every process must call it, the others without a message."""
-        if self._waiting is None:
-            return message
-        said = [message]
-        torch.distributed.broadcast_object_list(said, src=0, group=self._waiting)
-        return said[0]
+        return self.gather_items([message])[0]
 
 
 def make_accelerator() -> RunAccelerator:
