@@ -26,7 +26,8 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from mtp_train.head_kinds import head_kind_names
 from mtp_train.losses.catalogue import find_loss, loss_choices, loss_names
 
-AUTO = "auto"
+AUTO: Any = "auto"
+"""A value of a field of any type."""
 AUTOMATIC = (
     "data.regenerate.max_prompts",
     "data.regenerate.max_new_tokens",
@@ -454,17 +455,17 @@ class EvaluateSection(RecipeSection):
     `model.head_from` with its own head."""
     prompts: OrAuto[Count] = 64
     """Number of held-out prompts that each arm decodes. `auto`: all, at most 64."""
-    temperature: OneOrMore[NonNegative] = Field(default=AUTO)
+    temperature: OneOrMore[NonNegative] = AUTO
     """Sampling temperatures of the trunk; 0 is greedy. Each temperature above 0 is combined with every `top_p`, `top_k`
     and `rule`, and the gate tests every combination. `auto`: 0, and the temperature in the trunk's
     `generation_config.json` if that file enables sampling."""
-    top_p: OneOrMore[UpToOne] = Field(default=AUTO)
+    top_p: OneOrMore[UpToOne] = AUTO
     """Above temperature 0, sample from the smallest set of tokens whose probabilities sum to at least this value.
     `auto`: the value in `generation_config.json` if that file enables sampling, else 1."""
-    top_k: OneOrMore[Natural] = Field(default=AUTO)
+    top_k: OneOrMore[Natural] = AUTO
     """Above temperature 0, sample from the k most probable tokens; 0 samples from all. `auto`: the value in
     `generation_config.json` if that file enables sampling, else 0."""
-    rule: OneOrMore[Literal["argmax", "sampled"]] = Field(default=AUTO)
+    rule: OneOrMore[Literal["argmax", "sampled"]] = AUTO
     """How drafts are made and verified above temperature 0. `argmax`: the head's most probable token; the text is
     compared with plain sampling with the same seed. `sampled`: drawn from the head's distribution, and verified by
     rejection sampling. `auto`: `argmax`, as in most engines."""
