@@ -117,8 +117,6 @@ class Recipe(RecipeSection):
         head, objective = self.head, self.objective
         if find_head_kind(head.kind).parallel and objective.unroll != "exact":
             yield f"objective.unroll: {objective.unroll!r} with head.kind: {head.kind}; expected exact. Leave it out."
-        if objective.vocab == "draft" and head.draft_vocab is None:
-            yield "objective.vocab: 'draft' while head.draft_vocab is null; expected its size. Set head.draft_vocab."
 
         depth = self.evaluate.depth
         if find_head_kind(head.kind).parallel and (depth or 0) > head.num_depths:
