@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,16 +154,6 @@ def join_near_duplicates(records: Sequence[Record], on_group: Callable[[int], No
     return [replace(record, group=other[record.group]) if record.group in other else record for record in records]
 
 
-class Grouped(Protocol):
-    @property
-    def group(self) -> str:
-        """Name of the item's group; groups are held out as a whole."""
-        ...
-
-
-GroupedT = TypeVar("GroupedT", bound=Grouped)
-
-
 def stable_share(text: str, seed: int) -> float:
     """Return a number in [0, 1) that depends on ``text`` and ``seed`` alone (unlike ``hash``, also between runs)."""
     digest = hashlib.sha256(f"{seed}:{text}".encode()).digest()
@@ -179,28 +168,28 @@ def is_held_out(group: str, holdout: float, seed: int) -> bool:
     return stable_share(group, seed) < holdout
 
 
-def split_by_group(items: Sequence[GroupedT], holdout: float, seed: int) -> tuple[list[GroupedT], list[GroupedT]]:
-    """Split items into items to train on and held-out items.
+def split_by_group(records: Sequence[Record], holdout: float, seed: int) -> tuple[list[Record], list[Record]]:
+    """Split records into records to train on and held-out records. Groups are held out as a whole.
 
     Args:
         holdout: Expected share of the groups that is held out, between 0 and 1.
 
     Raises:
-        DataError: All items are in one group, or one of the sides is empty.
+        DataError: All records are in one group, or one of the sides is empty.
     """
-    if len({item.group for item in items}) == 1:
+    if len({one.group for one in records}) == 1:
         raise DataError(
-            f"data.holdout: {len(items)} records in one group ({items[0].group}), which cannot be on both sides; "
+            f"data.holdout: {len(records)} records in one group ({records[0].group}), which cannot be on both sides; "
             "expected at least two groups. Add data. A .txt file is one group: cut it into several files. So are chats "
             "with the same first user turn: name the column to group by in data.group_field."
         )
-    train = [item for item in items if not is_held_out(item.group, holdout, seed)]
-    held_out = [item for item in items if is_held_out(item.group, holdout, seed)]
+    train = [one for one in records if not is_held_out(one.group, holdout, seed)]
+    held_out = [one for one in records if is_held_out(one.group, holdout, seed)]
     if not train or not held_out:
-        num_groups = len({item.group for item in items})
+        num_groups = len({one.group for one in records})
         side = "train" if not train else "held-out"
         raise DataError(
-            f"data.holdout: {holdout} leaves the {side} side empty ({len(items)} records in {num_groups} groups); "
+            f"data.holdout: {holdout} leaves the {side} side empty ({len(records)} records in {num_groups} groups); "
             f"expected records on both sides. Add data, or change data.holdout or data.group_field."
         )
     return train, held_out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -149,19 +148,13 @@ def test_one_text_file_alone_is_refused_with_what_to_do(tmp_path: Path) -> None:
     assert "data.group_field" in str(error.value)
 
 
-@dataclass(frozen=True)
-class Item:
-    group: str
-    number: int
-
-
-ITEMS = [Item(f"group {number % 50}", number) for number in range(200)]
+ITEMS = [Record(f"r#{number:03}", f"group {number % 50}", PlainText("")) for number in range(200)]
 
 
 def test_a_group_is_never_on_both_sides() -> None:
     train, held_out = split_by_group(ITEMS, 0.2, 0)
     assert not {item.group for item in train} & {item.group for item in held_out}
-    assert sorted(train + held_out, key=lambda item: item.number) == ITEMS
+    assert sorted(train + held_out, key=lambda item: item.id) == ITEMS
 
 
 def test_the_share_held_out_is_about_the_one_asked_for() -> None:
