@@ -124,7 +124,7 @@ class HeadTraining(nn.Module):
             )
             if measures:
                 with autocasting(tokens_BT.device, autocast):
-                    return dense_sums(rows, self.trunk, self.head)
+                    return dense_sums(rows, self.trunk, self.head, self.draft_vocab)
         return self._loss(rows, scale_K, None if known is None else known.used_N)
 
     def _loss(self, rows: AlignedRows, scale_K: Tensor, used_N: Tensor | None) -> LossTerms:
