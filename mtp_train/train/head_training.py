@@ -8,6 +8,7 @@ Shapes: B packed rows, T tokens, K depths, N = B * T target rows, D hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
