@@ -10,8 +10,8 @@ from transformers import PretrainedConfig
 
 from mtp_train.families.drafts.llama import PLAIN_SETTINGS, llama_draft_config, llama_layer
 from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
-from mtp_train.families.engines import EngineSupport, engine_table, no
-from mtp_train.families.spec import Borrowed, Family, KeyRule, RawConfig
+from mtp_train.families.engines import EngineSupport, no
+from mtp_train.families.spec import Family, HeadLayer, KeyRule, RawConfig
 from mtp_train.head_kinds import HeadKind
 
 
@@ -30,7 +30,7 @@ class ToyModule(Block):
         return summed_BTD
 
 
-def build_layer(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+def build_layer(borrowed: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
     layer: nn.Module = borrowed.stock_layer(config, layer_idx)
     return layer
 
@@ -43,7 +43,7 @@ def toy_config(
 
 def serving(trunk: str) -> Mapping[str, EngineSupport]:
     vllm = EngineSupport(True, "vllm serve TRUNK --speculative-config {vllm_toy}")
-    return engine_table(vllm=vllm, transformers=no(f"has no toy for {trunk}"))
+    return {"vllm": vllm, "transformers": no(f"has no toy for {trunk}")}
 
 
 PARTS = DraftParts(

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache, PretrainedConfig
 
-from mtp_train.families.spec import Borrowed, KeyRule, Keys, RecurrentKernels, SharedKey
+from mtp_train.families.spec import HeadLayer, KeyRule, Keys, RecurrentKernels, SharedKey
 
 AFTER_THE_TRUNK = "{trunk}layers.{layer}."
 BESIDE_THE_TRUNK = "mtp.layers.{module}."
@@ -161,10 +161,10 @@ class AttentionThenMlp(nn.Module):
 
 def attention_then_mlp(
     attention: str, mlp: str, prepare: Callable[[Any], object] = lambda attention: None
-) -> Callable[[Borrowed, PretrainedConfig, int], nn.Module]:
+) -> Callable[[HeadLayer, PretrainedConfig, int], nn.Module]:
     """Return a ``build_layer`` that composes classes of the borrowed module; the attention is prepared first."""
 
-    def build(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    def build(borrowed: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
         attending = borrowed.cls(attention)(config, layer_idx)
         prepare(attending)
         return AttentionThenMlp(

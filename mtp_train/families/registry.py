@@ -1,18 +1,9 @@
-"""The registry of model families, and the choice of a family by a checkpoint's config.
-
-Another package adds a family with :func:`register`, or declares it as an entry point of the group
-``mtp_train.families``, which makes it known to the command line too::
-
-    [project.entry-points."mtp_train.families"]
-    my_model = "my_package.families:MY_MODEL"
-"""
+"""The registry of model families, and the choice of a family by a checkpoint's config."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
-from importlib.metadata import entry_points
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.assistants import ASSISTANTS, assistant_for
@@ -49,7 +40,6 @@ from mtp_train.families.models.beside_the_trunk import (
 from mtp_train.families.models.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN4_EXP
 from mtp_train.families.spec import Family, RawConfig, raw_text_config
 
-ENTRY_POINTS = "mtp_train.families"
 _FAMILIES: list[Family] = [
     *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN4_EXP),
     *(DEEPSEEK_V3, DEEPSEEK_V32, DEEPSEEK_V4),
@@ -70,7 +60,7 @@ _FAMILIES: list[Family] = [
 ]
 FAMILIES: Sequence[Family] = _FAMILIES
 """All families, in the order in which tables list them; registered families follow the built-in ones. Read only: use
-:func:`register` to add one. Families of entry points are added by the first look-up."""
+:func:`register` to add one."""
 _NONE = "its releases carry no MTP head"
 _UNSERVED = "no engine has an MTP head for it"
 _ASSISTED = f"{_NONE}: its drafter is a separate checkpoint, the assistant; pass it to generate as --head"
@@ -112,50 +102,24 @@ def register(family: Family) -> None:
     Raises:
         UnsupportedModelError: Another family has this name or one of these model types, or an engine is unknown.
     """
-    if any(one.name == family.name for one in FAMILIES):
-        raise UnsupportedModelError(
-            f"families.register: name '{family.name}' is taken; expected a new one. Rename the family."
-        )
+    names = {one.name: one.title for one in FAMILIES}
     owners = {model_type: one.title for one in FAMILIES for model_type in one.model_types}
     owners |= {model_type: one.title for one in ASSISTANTS for model_type in one.model_types}
-    for model_type in family.model_types:
-        if model_type in owners:
-            raise UnsupportedModelError(
-                f"families.register: model_type '{model_type}' of '{family.name}' belongs to {owners[model_type]}; "
-                "expected model types without a family. Remove it from model_types."
-            )
-    for engine in (*family.engines, *family.wiring.conventions):
-        if all(engine != one.name for one in ENGINES):
-            raise UnsupportedModelError(
-                f"families.register: engine '{engine}' of '{family.name}' is unknown; expected one of "
-                f"{', '.join(one.name for one in ENGINES)}. Call register_engine first."
-            )
+    problems = [
+        *(f"name '{family.name}' is that of {names[name]}" for name in names if name == family.name),
+        *(f"model_type '{one}' belongs to {owners[one]}" for one in family.model_types if one in owners),
+        *(
+            f"engine '{engine}' is none of {', '.join(ENGINES)}"
+            for engine in (*family.engines, *family.wiring.conventions)
+            if engine not in ENGINES
+        ),
+    ]
+    if problems:
+        raise UnsupportedModelError(
+            f"families.register: '{family.name}': {'; '.join(problems)}; expected a new name, new model types and "
+            "known engines. Correct the record."
+        )
     _FAMILIES.append(family)
-
-
-def unregister(name: str) -> None:
-    """Remove the family with this name; do nothing if there is none."""
-    _FAMILIES[:] = [family for family in _FAMILIES if family.name != name]
-
-
-@cache
-def register_installed() -> None:
-    """Register the families that installed packages declare as entry points, once.
-
-    Called by :func:`family_for` and :func:`family_named`, not on import: a package that declares a family imports this
-    one, and may itself be in the middle of its import.
-    """
-    for point in entry_points(group=ENTRY_POINTS):
-        try:
-            family = point.load()
-        except Exception as error:
-            raise UnsupportedModelError(
-                f"entry point {point.name} of {ENTRY_POINTS}: {point.value} cannot be loaded ({error}); expected a "
-                "Family. Update or remove the package that declares it."
-            ) from error
-        # A look-up after a failed one comes here again.
-        if all(family is not known for known in FAMILIES):
-            register(family)
 
 
 def family_named(name: str) -> Family:
@@ -164,7 +128,6 @@ def family_named(name: str) -> Family:
     Raises:
         KeyError: There is none.
     """
-    register_installed()
     return {family.name: family for family in FAMILIES}[name]
 
 
@@ -174,7 +137,6 @@ def family_for(config: RawConfig, *, where: str) -> Family:
     Raises:
         UnsupportedModelError: No family has the model type, or the config is an external drafter's or a draft model's.
     """
-    register_installed()
     assistant = assistant_for(config)
     if assistant is not None:
         raise UnsupportedModelError(

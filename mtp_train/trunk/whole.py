@@ -6,9 +6,7 @@ renamed, stacked and split.
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -242,10 +240,11 @@ def _match(
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
-    except RuntimeError:
+    except RuntimeError as error:
         # Tensors that transformers joins do not fit together. This is expected with packed weights, whose shapes are
         # unknown.
-        return (), () if is_quantised else _misfits(tensors)
+        reason = " ".join(str(error).split())
+        return (), () if is_quantised else (f"tensors that transformers joins or splits: {reason:.200}",)
     missing = set(info["missing_keys"])
     if is_quantised:
         names = {part for key in tensors for part in _modules(key)}
@@ -262,18 +261,3 @@ def _modules(name: str) -> list[str]:
     parts = name.rpartition(".")[0].split(".")
     first = parts.index("layers") if "layers" in parts else len(parts) - 1
     return [".".join(parts[first:stop]) for stop in range(first + 1, len(parts) + 1)]
-
-
-def _misfits(tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
-    """Return errors for tensors of single experts whose shape differs from the other experts'."""
-    groups: dict[str, list[str]] = {}
-    for key in sorted(tensors):
-        groups.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.*.", key), []).append(key)
-    usual = {name: Counter(tensors[key].shape for key in keys).most_common(1)[0][0] for name, keys in groups.items()}
-    found = tuple(
-        f"{key}: found {list(tensors[key].shape)}, expected {list(usual[name])}, as other experts"
-        for name, keys in groups.items()
-        for key in keys
-        if tensors[key].shape != usual[name]
-    )
-    return found or ("tensors that transformers joins or splits: found shapes that do not fit together",)

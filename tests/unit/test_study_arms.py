@@ -26,7 +26,7 @@ from runs import tiny_recipe
         ("Qwen/27B+model:Qwen/1B", ArmSpec("27B+1B", "Qwen/27B", "model:Qwen/1B")),
         ("runs/a/export", ArmSpec("a/export", "runs/a/export", "own")),
         ("m@8bit", ArmSpec("m@8bit", "m", "own", None, "8bit")),
-        ("m@4bit+h@8bit", ArmSpec("m@4bit+h@8bit", "m", "h", None, "4bit", "8bit")),
+        ("m@4bit+h", ArmSpec("m@4bit+h", "m", "h", None, "4bit")),
     ],
 )  # fmt: skip
 def test_an_arm_is_a_trunk_and_what_drafts(text: str, arm: ArmSpec) -> None:
@@ -96,11 +96,6 @@ def test_arms_need_names_of_their_own() -> None:
         require_distinct([one, one])
     with pytest.raises(DataError, match="plain decoding"):
         require_distinct([ArmSpec("none", "t", "own")])
-
-
-def test_only_heads_are_packed() -> None:
-    with pytest.raises(DataError, match="expected a head"):
-        open_arm(ArmSpec("x", "demo:base", "ngram", head_quantization="8bit"))
 
 
 @pytest.mark.skipif(not HAS_ASSISTANTS, reason="this transformers has no external drafters")

@@ -11,20 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from mtp_train.families.drafts.llama import (
-    LAST_STATES_IN_SGLANG,
-    LAST_STATES_IN_VLLM,
-    NO_EAGLE,
-    PLAIN_SETTINGS,
-    UNVERIFIED,
-    in_sglang,
-    in_vllm,
-    llama_draft_config,
-    llama_layer,
-)
+from mtp_train.families.drafts import llama
 from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
-from mtp_train.families.engines import EngineSupport, engine_table
-from mtp_train.families.spec import Borrowed, Family, KeyRule
+from mtp_train.families.engines import EngineSupport
+from mtp_train.families.spec import Family, HeadLayer, KeyRule
 
 
 class EagleModule(Block):
@@ -41,19 +31,19 @@ class EagleModule(Block):
         return fused_BTD
 
 
-def _without_input_norm(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+def _without_input_norm(borrowed: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
     layer: nn.Module = borrowed.stock_layer(config, layer_idx)
     layer.set_submodule("input_layernorm", nn.Identity())
     return layer
 
 
 def _serving(trunk: str) -> Mapping[str, EngineSupport]:
-    return engine_table(
-        vllm=in_vllm("eagle") if trunk in LAST_STATES_IN_VLLM else UNVERIFIED,
-        sglang=in_sglang("EAGLE") if trunk in LAST_STATES_IN_SGLANG else UNVERIFIED,
-        llama_cpp=NO_EAGLE,
-        transformers=NO_EAGLE,
-    )
+    return {
+        "vllm": llama.in_vllm("eagle") if trunk in llama.LAST_STATES_IN_VLLM else llama.UNVERIFIED,
+        "sglang": llama.in_sglang("EAGLE") if trunk in llama.LAST_STATES_IN_SGLANG else llama.UNVERIFIED,
+        "llama.cpp": llama.NO_EAGLE,
+        "transformers": llama.NO_EAGLE,
+    }
 
 
 PARTS = DraftParts(
@@ -63,14 +53,14 @@ PARTS = DraftParts(
         KeyRule(native="layers.{module}.{rest}", ours="layer.{rest}"),
     ),
     module=EagleModule,
-    layer=llama_layer(_without_input_norm),
+    layer=llama.llama_layer(_without_input_norm),
     serving=_serving,
     format=DraftFormat(
         # SGLang has its own name for EAGLE heads.
         written_as=("EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
-        config=lambda layer_config, num_modules, trunk, num_drafted: llama_draft_config(layer_config, trunk),
+        config=lambda layer_config, num_modules, trunk, num_drafted: llama.llama_draft_config(layer_config, trunk),
         has_output=False,
-        plain_settings=PLAIN_SETTINGS,
+        plain_settings=llama.PLAIN_SETTINGS,
         # SGLang's projection has a bias. vLLM's has none, and ignores a stored one.
         zeros=("fc.bias",),
     ),

@@ -13,20 +13,10 @@ from torch import Tensor, nn
 from transformers import Cache, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.drafts.llama import (
-    NO_EAGLE,
-    PLAIN_SETTINGS,
-    STATES_IN_LLAMA_CPP,
-    STATES_IN_SGLANG,
-    STATES_IN_VLLM,
-    in_sglang,
-    in_vllm,
-    llama_draft_config,
-    llama_layer,
-)
+from mtp_train.families.drafts import llama
 from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
-from mtp_train.families.engines import Convention, EngineSupport, engine_table, no
-from mtp_train.families.spec import Borrowed, Family, KeyRule, RawConfig
+from mtp_train.families.engines import Convention, EngineSupport, no
+from mtp_train.families.spec import Family, HeadLayer, KeyRule, RawConfig
 
 _NUM_STATES = 3
 _LEAST_TRUNK_LAYERS = 7
@@ -103,7 +93,7 @@ class Eagle3Module(Block):
         return torch.cat([embed_BTD, hidden_BTD], dim=-1)
 
 
-def _reading_two(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+def _reading_two(borrowed: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
     layer = borrowed.stock_layer(config, layer_idx)
     # Only third-party checkpoints set it; ours omit it.
     adds_normed = bool(config.to_dict().get("norm_before_residual"))
@@ -141,7 +131,7 @@ def _config(
     # different ends.
     layer = layer_config.to_dict()
     return {
-        **llama_draft_config(layer_config, trunk),
+        **llama.llama_draft_config(layer_config, trunk),
         "draft_vocab_size": num_drafted or layer_config.vocab_size,
         "target_hidden_size": layer["hidden_size"],
         # Always written: vLLM's default for a missing field is true.
@@ -150,12 +140,12 @@ def _config(
 
 
 def _serving(trunk: str) -> Mapping[str, EngineSupport]:
-    return engine_table(
-        vllm=in_vllm("eagle3") if trunk in STATES_IN_VLLM else _NO_STATES,
-        sglang=in_sglang("EAGLE3") if trunk in STATES_IN_SGLANG else _NO_STATES,
-        llama_cpp=_IN_LLAMA_CPP if trunk in STATES_IN_LLAMA_CPP else _NO_STATES,
-        transformers=NO_EAGLE,
-    )
+    return {
+        "vllm": llama.in_vllm("eagle3") if trunk in llama.STATES_IN_VLLM else _NO_STATES,
+        "sglang": llama.in_sglang("EAGLE3") if trunk in llama.STATES_IN_SGLANG else _NO_STATES,
+        "llama.cpp": _IN_LLAMA_CPP if trunk in llama.STATES_IN_LLAMA_CPP else _NO_STATES,
+        "transformers": llama.NO_EAGLE,
+    }
 
 
 PARTS = DraftParts(
@@ -166,7 +156,7 @@ PARTS = DraftParts(
         KeyRule(native="midlayer.{rest}", ours="layer.{rest}"),
     ),
     module=Eagle3Module,
-    layer=llama_layer(_reading_two),
+    layer=llama.llama_layer(_reading_two),
     convention=Convention(hidden="of_layers", recycle="before_final_norm"),
     final_norm=True,
     trunk_layers=_trunk_layers,
@@ -178,7 +168,7 @@ PARTS = DraftParts(
         config=_config,
         drafted_field="draft_vocab_size",
         draft_vocab=True,
-        plain_settings=PLAIN_SETTINGS,
+        plain_settings=llama.PLAIN_SETTINGS,
         renames={"layers.0.": "midlayer."},
         speculators="Eagle3DraftModel",
     ),

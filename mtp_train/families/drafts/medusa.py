@@ -13,8 +13,8 @@ from transformers import Cache, PretrainedConfig
 
 from mtp_train.families.drafts.llama import LAST_STATES_IN_VLLM, UNVERIFIED, in_vllm, llama_layer
 from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
-from mtp_train.families.engines import Convention, EngineSupport, engine_table, no
-from mtp_train.families.spec import Borrowed, Family, KeyRule, RawConfig
+from mtp_train.families.engines import Convention, EngineSupport, no
+from mtp_train.families.spec import Family, HeadLayer, KeyRule, RawConfig
 
 _NO_MEDUSA = no("has no Medusa")
 
@@ -50,7 +50,7 @@ class MedusaModule(Block):
         return hidden_BTD
 
 
-def _residual(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+def _residual(borrowed: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
     return ResidualBlock(config.hidden_size)
 
 
@@ -70,7 +70,7 @@ def _config(
 
 def _serving(trunk: str) -> Mapping[str, EngineSupport]:
     vllm = in_vllm("medusa", remark="  # vLLM 0.32; 0.33 has no Medusa") if trunk in LAST_STATES_IN_VLLM else UNVERIFIED
-    return engine_table(vllm=vllm, sglang=_NO_MEDUSA, llama_cpp=_NO_MEDUSA, transformers=_NO_MEDUSA)
+    return {"vllm": vllm, "sglang": _NO_MEDUSA, "llama.cpp": _NO_MEDUSA, "transformers": _NO_MEDUSA}
 
 
 PARTS = DraftParts(

@@ -119,7 +119,7 @@ def described_by(family: Family, kind: HeadKind, config: Mapping[str, Any]) -> F
 
     if not parts_of(kind).format.describes_layer:
         return family
-    return replace(family, layer=replace(family.layer, config=layer_config))
+    return replace(family, layer=replace(family.classes, config=layer_config))
 
 
 def parts_of(kind: HeadKind) -> DraftParts:
