@@ -9,34 +9,8 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from mtp_train.families.drafts.llama import in_sglang, in_vllm
-from mtp_train.families.engines import (
-    EngineSupport,
-    choose_convention,
-    complete,
-    engine_commands,
-    no,
-)
-from mtp_train.families.spec import (
-    Declaration,
-    Family,
-    Keys,
-    RawConfig,
-    Wiring,
-    raw_text_config,
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AssistantConvention:
-    """One engine's positions for an external drafter. All drafted tokens of a round have the same position.
-
-    In all engines the drafter attends to the trunk's keys up to position t, the last token that the trunk has read.
-    """
-
-    position_offset: int
-    """Added to t in the rotary embedding."""
-    more_sliding_keys: int
-    """Keys in a sliding layer that the drafter attends to beyond the size of the trunk's window, counted with t."""
+from mtp_train.families.engines import EngineSupport, complete, engine_commands, no
+from mtp_train.families.spec import Declaration, Family, Keys, RawConfig, raw_text_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +26,8 @@ class Assistant:
     """Record of the trunks that it drafts for, without a head."""
     trunk_hidden_size: str
     """Field of the config with the hidden size of its trunk."""
-    default: AssistantConvention
-    conventions: Mapping[str, AssistantConvention]
     support: Mapping[str, EngineSupport]
-    """Like ``Engines.support`` of a family. In commands ``{path}`` is the assistant and TRUNK its trunk."""
-
-    def convention(self, name: str) -> AssistantConvention:
-        """Return the positions for ``auto`` (transformers', written by the model's authors) or for an engine."""
-        return choose_convention(name, self.default, self.conventions, title=f"a {self.title}")
+    """The engines' entries. In commands ``{path}`` is the assistant and TRUNK its trunk."""
 
     def commands(self, config: RawConfig, path: str, depth: int) -> dict[str, str]:
         """Return, per engine, the command that serves a trunk with this drafter, or why there is none."""
@@ -85,18 +53,15 @@ def building_assistant(text_config: PretrainedConfig) -> Iterator[None]:
             setattr(config_class, name, stock)
 
 
-_NO_HEAD = no("its releases carry no MTP head")
 _GEMMA4_TRUNK = Family(
     name="gemma4",
     title="Gemma 4",
     model_types=("gemma4_text", "gemma4_unified_text"),
     declaration=Declaration(count=None),
     keys=Keys(trunk_prefixes=("model.language_model.", "model."), head_prefixes=(), rules=()),
-    wiring=Wiring(conventions={}),
     layer=None,
-    engines={"vllm": _NO_HEAD, "sglang": _NO_HEAD, "llama.cpp": _NO_HEAD, "transformers": _NO_HEAD},
+    engines=dict.fromkeys(("vllm", "sglang", "llama.cpp", "transformers"), no("its releases carry no MTP head")),
 )
-_AS_TRANSFORMERS = AssistantConvention(position_offset=1, more_sliding_keys=1)
 GEMMA4_ASSISTANT = Assistant(
     name="gemma4_assistant",
     title="Gemma 4 assistant",
@@ -116,11 +81,6 @@ GEMMA4_ASSISTANT = Assistant(
             "model.generate(..., assistant_model=AutoModelForCausalLM.from_pretrained({python_path})): batch 1; "
             "release 5.23.0 fails to build its own class for it, 5.19 builds it",
         ),
-    },
-    default=_AS_TRANSFORMERS,
-    conventions={
-        "vllm": AssistantConvention(position_offset=0, more_sliding_keys=0),
-        "llama.cpp": AssistantConvention(position_offset=1, more_sliding_keys=-1),
     },
 )
 ASSISTANTS: tuple[Assistant, ...] = (GEMMA4_ASSISTANT,)

@@ -6,9 +6,8 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
-from mtp_train.errors import UnsupportedModelError
 from mtp_train.head_kinds import draft_kinds
 
 
@@ -43,19 +42,6 @@ ZERO_FIRST = Convention(zero_first_embedding=True)
 BEFORE_NORM = Convention(hidden="before_final_norm", recycle="before_final_norm")
 ALIKE = dict.fromkeys(("vllm", "sglang", "llama.cpp"), Convention())
 """The conventions of a head that all engines wire alike."""
-
-_Wired = TypeVar("_Wired")
-
-
-def choose_convention(name: str, default: _Wired, by_engine: Mapping[str, _Wired], *, title: str) -> _Wired:
-    """Return the convention of a head or drafter for ``auto`` or for an engine."""
-    known = {"auto": default, **by_engine}
-    if name not in known:
-        raise UnsupportedModelError(
-            f"head.convention: '{name}'; expected one of {', '.join(known)} for {title}. Use auto unless you serve "
-            "elsewhere."
-        )
-    return known[name]
 
 
 @dataclass(frozen=True)

@@ -9,55 +9,11 @@ from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.assistants import ASSISTANTS, assistant_for
 from mtp_train.families.drafts.record import draft_kind
 from mtp_train.families.engines import ENGINES
-from mtp_train.families.models.after_the_trunk import (
-    BAILING_HYBRID,
-    DEEPSEEK_V3,
-    DEEPSEEK_V4,
-    DEEPSEEK_V32,
-    DOTS3_NOTE,
-    GLM4_MOE,
-    GLM4_MOE_LITE,
-    GLM5_NEXT,
-    GLM_MOE_DSA,
-    GLM_OCR,
-    HY_V3,
-    HY_V4,
-    STEP3P7,
-)
+from mtp_train.families.models import after_the_trunk, beside_the_trunk, qwen
 from mtp_train.families.models.attached import ATTACHED, transformers_only
-from mtp_train.families.models.beside_the_trunk import (
-    ERNIE4_5_MOE,
-    EXAONE4_5,
-    EXAONE_MOE,
-    INKLING,
-    LONGCAT_FLASH,
-    MELLUM,
-    MIMO,
-    MIMO_V2,
-    MINIMAX_M3,
-    NEMOTRON_H,
-)
-from mtp_train.families.models.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN4_EXP
 from mtp_train.families.spec import Family, RawConfig, raw_text_config
 
-_FAMILIES: list[Family] = [
-    *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN4_EXP),
-    *(DEEPSEEK_V3, DEEPSEEK_V32, DEEPSEEK_V4),
-    *(GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA, GLM5_NEXT, GLM_OCR),
-    *(MIMO, MIMO_V2),
-    NEMOTRON_H,
-    *(HY_V3, HY_V4),
-    BAILING_HYBRID,
-    *(EXAONE_MOE, EXAONE4_5),
-    ERNIE4_5_MOE,
-    STEP3P7,
-    LONGCAT_FLASH,
-    MINIMAX_M3,
-    INKLING,
-    DOTS3_NOTE,
-    MELLUM,
-    *ATTACHED,
-]
+_FAMILIES: list[Family] = [*qwen.FAMILIES, *after_the_trunk.FAMILIES, *beside_the_trunk.FAMILIES, *ATTACHED]
 FAMILIES: Sequence[Family] = _FAMILIES
 """All families, in the order in which tables list them; registered families follow the built-in ones. Read only: use
 :func:`register` to add one."""

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.engines import Convention, EngineSupport, choose_convention, complete, use_mtp_named
+from mtp_train.families.engines import Convention, EngineSupport, complete, use_mtp_named
 from mtp_train.upstream.transformers_private import listed_head_keys, load_from_wrapper
 
 RawConfig = Mapping[str, Any]
@@ -385,7 +385,13 @@ class Family:
 
     def convention(self, name: str) -> Convention:
         """Return the wiring for ``auto`` (this family's default) or for an engine."""
-        return choose_convention(name, self.wiring.default, self.wiring.conventions, title=self.title)
+        known = {"auto": self.wiring.default, **self.wiring.conventions}
+        if name not in known:
+            raise UnsupportedModelError(
+                f"head.convention: '{name}'; expected one of {', '.join(known)} for {self.title}. Use auto unless you "
+                "serve elsewhere."
+            )
+        return known[name]
 
     def otherwise_wired(self, name: str) -> tuple[str, ...]:
         """Return the engines that wire the head otherwise than a convention: ``auto`` or an engine."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from mtp_train.cli.main import main
 from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.step import unroll
 from mtp_train.trunk.load import Trunk, load_trunk
 from runs import document
 from scripted import random_prompt
@@ -135,39 +132,3 @@ def test_an_adapter_of_the_lm_head_and_of_an_indexer_is_merged(tmp_path: Path) -
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     indexers = {f"layers.{layer}.attn.indexer.weights_proj.weight" for layer in (1, 3)}
     assert changed == {"head.weight", "mtp.0.head.weight", *indexers}
-
-
-def spoil_mixer(trunk: Trunk, head: MtpHead) -> None:
-    head.blocks[0].mixer = trunk.decoder.hc_head
-
-
-def spoil_streams(trunk: Trunk, head: MtpHead) -> None:
-    fuse = head.blocks[0].fuse
-    head.blocks[0].fuse = lambda hidden_BTD, embed_BTD: fuse(hidden_BTD.roll(embed_BTD.shape[-1], -1), embed_BTD)
-
-
-def spoil_rotary(trunk: Trunk, head: MtpHead) -> None:
-    rotary: Any = copy.deepcopy(head.rotary)
-    rotary.main_inv_freq = rotary.compress_inv_freq
-    head.rotary = rotary
-
-
-@pytest.mark.parametrize("spoil", [spoil_mixer, spoil_streams, spoil_rotary])
-@torch.inference_mode()
-def test_the_head_s_own_mixer_streams_in_order_and_plain_positions_all_count(spoil: Any) -> None:
-    """What the head must not be confused with gives other states: the trunk's mixer, other streams, other rotations."""
-    trunk = tiny_trunk(NAME)
-    head = tiny_head(trunk)
-    tokens_1T = torch.tensor([random_prompt(11)])
-
-    def states() -> list[Tensor]:
-        rows = {"positions_BT": torch.arange(11)[None], "document_BT": torch.zeros_like(tokens_1T)}
-        hidden_1TD = trunk.head_input(trunk.hidden(tokens_1T), head.convention)
-        assert hidden_1TD.shape[-1] == 2 * trunk.config.hidden_size
-        return unroll(head, hidden_1TD, tokens_1T, trunk.embed, num_depths=2, **rows)
-
-    before = states()
-    spoil(trunk, head)
-    for found, expected in zip(states(), before, strict=True):
-        assert found.shape[-1] == trunk.config.hidden_size
-        assert (found - expected).abs().max() > 1e-2

@@ -419,3 +419,9 @@ GLM_OCR = Family(
     trunk=TrunkTraits(only_with_vision=True),
     engines={"llama.cpp": LLAMA_CPP_KEEPS},
 )
+
+FAMILIES = (
+    *(DEEPSEEK_V3, DEEPSEEK_V32, DEEPSEEK_V4),
+    *(GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA, GLM5_NEXT, GLM_OCR),
+    *(HY_V3, HY_V4, BAILING_HYBRID, STEP3P7, DOTS3_NOTE),
+)

@@ -20,12 +20,7 @@ from transformers import PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import layouts
-from mtp_train.families.engines import (
-    Convention,
-    EngineSupport,
-    no,
-    use_mtp_named,
-)
+from mtp_train.families.engines import Convention, EngineSupport, no, use_mtp_named
 from mtp_train.families.layouts import AFTER_THE_TRUNK, BESIDE_THE_TRUNK, EXPERTS_AFTER_THE_TRUNK
 from mtp_train.families.models.beside_the_trunk import MIMO
 from mtp_train.families.spec import Declaration, Family, HeadLayer, KeyRule, TrunkTraits, Wiring

@@ -586,3 +586,8 @@ INKLING = Family(
         "llama.cpp": no("has no graph for this model"),
     },
 )
+
+FAMILIES = (
+    *(MIMO, MIMO_V2, NEMOTRON_H, EXAONE_MOE, EXAONE4_5),
+    *(ERNIE4_5_MOE, LONGCAT_FLASH, MINIMAX_M3, INKLING, MELLUM),
+)

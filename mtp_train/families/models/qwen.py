@@ -8,12 +8,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from mtp_train.families import layouts
-from mtp_train.families.engines import (
-    ALIKE,
-    BEFORE_NORM,
-    NO_RECURRENT_ROLLBACK,
-    no,
-)
+from mtp_train.families.engines import ALIKE, BEFORE_NORM, NO_RECURRENT_ROLLBACK, no
 from mtp_train.families.layouts import BESIDE_THE_TRUNK, INDEXER, WRAPPED
 from mtp_train.families.mechanisms.key_pools import AveragedPools, choose_pools
 from mtp_train.families.spec import (
@@ -149,3 +144,5 @@ QWEN4_EXP = Family(
     ),
     engines={"transformers": NO_RECURRENT_ROLLBACK, "llama.cpp": no("its converter drops this head")},
 )
+
+FAMILIES = (QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN4_EXP)
