@@ -37,7 +37,7 @@ _LAYER_FIELDS = (
 _TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def llama_layer(
+def draft_layer(
     build_layer: Callable[[HeadLayer, PretrainedConfig, int], nn.Module], *, rotary: str | None = "RotaryEmbedding"
 ) -> HeadLayer:
     """Return a head's layer with the sizes and the rotary base of its trunk.
@@ -80,7 +80,7 @@ def _rope_theta(fields: Mapping[str, Any]) -> float:
     return float(rope.get("rope_theta") or 10000.0)
 
 
-def llama_draft_config(layer_config: PretrainedConfig, trunk: RawConfig) -> dict[str, Any]:
+def draft_config(layer_config: PretrainedConfig, trunk: RawConfig) -> dict[str, Any]:
     """Return the fields of a draft model's ``config.json`` that describe one Llama layer and the trunk's tokens."""
     layer = layer_config.to_dict()
     return {

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache, PretrainedConfig
 
-from mtp_train.families.drafts.llama import LAST_STATES_IN_VLLM, UNVERIFIED, in_vllm, llama_layer
+from mtp_train.families.drafts.llama import LAST_STATES_IN_VLLM, UNVERIFIED, in_vllm, draft_layer
 from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
 from mtp_train.families.engines import Convention, EngineSupport, no
 from mtp_train.families.spec import Family, HeadLayer, KeyRule, RawConfig
@@ -73,11 +73,11 @@ def _serving(trunk: str) -> Mapping[str, EngineSupport]:
     return {"vllm": vllm, "sglang": _NO_MEDUSA, "llama.cpp": _NO_MEDUSA, "transformers": _NO_MEDUSA}
 
 
-PARTS = DraftParts(
+MEDUSA = DraftParts(
     prefixes=("blocks.",),
     rules=(KeyRule(native="blocks.{module}.layers.0.{rest}", ours="layer.linear.{rest}"),),
     module=MedusaModule,
-    layer=llama_layer(_residual, rotary=None),
+    layer=draft_layer(_residual, rotary=None),
     convention=Convention(recycle="trunk"),
     serving=_serving,
     format=DraftFormat(

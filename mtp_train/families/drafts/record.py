@@ -123,21 +123,8 @@ def described_by(family: Family, kind: HeadKind, config: Mapping[str, Any]) -> F
 
 
 def parts_of(kind: HeadKind) -> DraftParts:
-    """Return the parts of a kind that is a draft model.
-
-    Raises:
-        ValueError: The kind is stored in its trunk's checkpoint.
-        UnsupportedModelError: The parts cannot be imported.
-    """
-    if kind.draft_parts is None:
-        raise ValueError(f"{kind.name}: stored in its trunk's checkpoint; expected a kind that is a draft model.")
-    try:
-        parts: DraftParts = pkgutil.resolve_name(kind.draft_parts)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UnsupportedModelError(
-            f"head.kind: {kind.name}: {kind.draft_parts} cannot be imported ({error}); expected the parts of a draft "
-            "model. Update the package that registers this kind."
-        ) from error
+    """Return the parts of a kind that is a draft model."""
+    parts: DraftParts = pkgutil.resolve_name(str(kind.draft_parts))
     return parts
 
 
