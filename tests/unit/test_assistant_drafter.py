@@ -30,7 +30,7 @@ from mtp_inference.drafters import assistant_drafter
 from mtp_inference.drafters.drafter import RoundPlan
 from mtp_inference.sampling.chooser import Chooser, DraftChoice
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
-from mtp_train.errors import CheckpointError, MtpError, UnsupportedModelError
+from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads.draft_model import load_assistant
 from mtp_train.trunk.load import Trunk
@@ -219,8 +219,6 @@ def test_it_is_loaded_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_trunk_it_was_not_made_for_is_refused() -> None:
     with pytest.raises(MtpError, match=r"size of 32 and 67 tokens; found a trunk of 32 and 64"):
         SpeculativeDecoder(pair("ordered").trunk, pair().drafting(), 3, ())
-    with pytest.raises(UnsupportedModelError, match="expected one of auto, vllm"):
-        pair().drafting("mlx")
     other = AssistantDrafting(tiny_assistant().bfloat16(), GEMMA4_ASSISTANT)
     with pytest.raises(MtpError, match=r"in torch.bfloat16; expected the trunk's torch.float32"):
         SpeculativeDecoder(trunk(), other, 3, ())
