@@ -139,8 +139,7 @@ _DEFAULTS: Mapping[str, EngineSupport] = {
     "exllamav3": _UNVERIFIED,
     "transformers": HEAD_IGNORED,
 }
-ENGINES = tuple(_DEFAULTS)
-"""Names of all engines, in the order in which tables list them."""
+"""Every engine with its support for heads that have no entry of their own, in the order in which tables list them."""
 
 
 def complete(own: Mapping[str, EngineSupport]) -> dict[str, EngineSupport]:

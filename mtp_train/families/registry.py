@@ -6,17 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.assistants import ASSISTANTS, assistant_for
+from mtp_train.families.assistants import assistant_for
 from mtp_train.families.drafts.record import draft_kind
-from mtp_train.families.engines import ENGINES
 from mtp_train.families.models import after_the_trunk, beside_the_trunk, qwen
 from mtp_train.families.models.attached import ATTACHED, transformers_only
 from mtp_train.families.spec import Family, RawConfig, raw_text_config
 
-_FAMILIES: list[Family] = [*qwen.FAMILIES, *after_the_trunk.FAMILIES, *beside_the_trunk.FAMILIES, *ATTACHED]
-FAMILIES: Sequence[Family] = _FAMILIES
-"""All families, in the order in which tables list them; registered families follow the built-in ones. Read only: use
-:func:`register` to add one."""
+FAMILIES: Sequence[Family] = (*qwen.FAMILIES, *after_the_trunk.FAMILIES, *beside_the_trunk.FAMILIES, *ATTACHED)
+"""All families, in the order in which tables list them."""
 _NONE = "its releases carry no MTP head"
 _UNSERVED = "no engine has an MTP head for it"
 _ASSISTED = f"{_NONE}: its drafter is a separate checkpoint, the assistant; pass it to generate as --head"
@@ -46,36 +43,6 @@ All of them have one structure: the language model is ``model.language_model`` i
 trained on text, drafts text, and is stored in the layout of the language model alone. If the language model scales its
 logits (Granite, Command R), transformers omits the scale inside of a wrapper; engines and this package apply it.
 """
-
-
-def register(family: Family) -> None:
-    """Add a family: its checkpoints are then recognised like a built-in family's.
-
-    Example::
-
-        mtp_train.families.register(dataclasses.replace(LLAMA, name="mine", title="Mine", model_types=("mine",)))
-
-    Raises:
-        UnsupportedModelError: Another family has this name or one of these model types, or an engine is unknown.
-    """
-    names = {one.name: one.title for one in FAMILIES}
-    owners = {model_type: one.title for one in FAMILIES for model_type in one.model_types}
-    owners |= {model_type: one.title for one in ASSISTANTS for model_type in one.model_types}
-    problems = [
-        *(f"name '{family.name}' is that of {names[name]}" for name in names if name == family.name),
-        *(f"model_type '{one}' belongs to {owners[one]}" for one in family.model_types if one in owners),
-        *(
-            f"engine '{engine}' is none of {', '.join(ENGINES)}"
-            for engine in (*family.engines, *family.wiring.conventions)
-            if engine not in ENGINES
-        ),
-    ]
-    if problems:
-        raise UnsupportedModelError(
-            f"families.register: '{family.name}': {'; '.join(problems)}; expected a new name, new model types and "
-            "known engines. Correct the record."
-        )
-    _FAMILIES.append(family)
 
 
 def family_named(name: str) -> Family:

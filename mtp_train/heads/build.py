@@ -15,17 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from mtp_train.checkpoints import native
 from mtp_train.checkpoints.artifact import Artifact, HeadPlan
 from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, Checkpoint, require_finite
 from mtp_train.checkpoints.keymap import HeadLayout
-from mtp_train.checkpoints.native import (
-    NativeHead,
-    head_config_fields,
-    native_head_of,
-    plain_experts,
-    plain_tensor,
-    require_same_trunk_shape,
-)
+from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.suggestions import inspect_command, train_command
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.errors import CheckpointError
@@ -52,7 +46,7 @@ def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadP
     """
     layout, base_layout = layout_of(finetune), layout_of(base)
     finetune.family.convention(convention)
-    require_same_trunk_shape(finetune, layout, base, base_layout)
+    native.require_same_trunk_shape(finetune, layout, base, base_layout)
     foreign = diagnose_head(finetune).foreign
     if foreign is not None:
         raise CheckpointError(
@@ -67,7 +61,7 @@ def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadP
         raise CheckpointError(f"{base.path}: {diagnosis.describe()}; expected a complete head. {hint}")
     # Engines read stacked experts and single ones: the head keeps the layout of the base.
     layout = replace(layout, fused_experts=base_layout.fused_experts)
-    template = native_head_of(base, base_layout, layout)
+    template = native.native_head_of(base, base_layout, layout)
     return HeadPlan(layout, diagnosis.present_modules, convention, template)
 
 
@@ -199,7 +193,7 @@ def fresh_plan(
         copies = _copied_layer(checkpoint, layout, head, tensors, text_config)
         tensors = tuple(copies.get(pending.key, pending) for pending in tensors)
     # Heads of other kinds are exported as checkpoints of their own, which the trunk's config does not describe.
-    inherited = head_config_fields(checkpoint) if kind == "mtp" else {}
+    inherited = native.head_config_fields(checkpoint) if kind == "mtp" else {}
     fields = {**inherited, **family.declaring(num_modules, checkpoint.config)}
     return HeadPlan(layout, num_modules, convention, NativeHead(tensors, (), fields))
 
@@ -275,5 +269,5 @@ def _of_layer(checkpoint: Checkpoint, layout: HeadLayout, layer: int, key: str) 
     theirs = layout.same_in_trunk(key, layer)
     if theirs is None:
         return None
-    take = plain_tensor if theirs in checkpoint.tensors else plain_experts
+    take = native.plain_tensor if theirs in checkpoint.tensors else native.plain_experts
     return take(checkpoint, theirs, key)

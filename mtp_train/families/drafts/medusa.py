@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache, PretrainedConfig
 
-from mtp_train.families.drafts.llama import LAST_STATES_IN_VLLM, UNVERIFIED, in_vllm, draft_layer
+from mtp_train.families.drafts.llama import LAST_STATES_IN_VLLM, UNVERIFIED, draft_layer, in_vllm
 from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
 from mtp_train.families.engines import Convention, EngineSupport, no
 from mtp_train.families.spec import Family, HeadLayer, KeyRule, RawConfig

@@ -11,20 +11,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from mtp_train.families import layouts
-from mtp_train.families.engines import (
-    ALIKE,
-    BEFORE_NORM,
-    LLAMA_CPP_BESIDE,
-    LLAMA_CPP_KEEPS,
-    SGLANG,
-    USE_MTP,
-    VLLM,
-    ZERO_FIRST,
-    Convention,
-    EngineSupport,
-    no,
-)
+from mtp_train.families import engines, layouts
+from mtp_train.families.engines import Convention, EngineSupport, no
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
     EXPERTS_AFTER_THE_TRUNK,
@@ -47,7 +35,7 @@ from mtp_train.families.spec import (
     Wiring,
 )
 
-_WIRING = Wiring(conventions={**ALIKE, "vllm": ZERO_FIRST})
+_WIRING = Wiring(conventions={**engines.ALIKE, "vllm": engines.ZERO_FIRST})
 
 HY_V3 = Family(
     name="hy_v3",
@@ -87,7 +75,7 @@ HY_V4 = Family(
         ),
         trunk_rules=(_gate(AFTER_THE_TRUNK),),
     ),
-    wiring=Wiring(conventions={"vllm": ZERO_FIRST, "sglang": Convention()}),
+    wiring=Wiring(conventions={"vllm": engines.ZERO_FIRST, "sglang": Convention()}),
     layer=HeadLayer(
         "hy_v4",
         "HYV4",
@@ -113,10 +101,10 @@ BAILING_HYBRID = Family(
         embed="{trunk}word_embeddings.weight",
         trunk_rules=(KeyRule(native=f"{_LING_ATTENTION}{{rest}}", ours="layer.self_attn.forget_gate.{rest}"),),
     ),
-    wiring=Wiring(conventions=ALIKE),
+    wiring=Wiring(conventions=engines.ALIKE),
     layer=HeadLayer("bailing_hybrid", "BailingHybrid", config=layouts.sparse_full),
     trunk=TrunkTraits(recurrent=KIMI_DELTA, needs_transformers="5.23"),
-    engines={"transformers": USE_MTP},
+    engines={"transformers": engines.USE_MTP},
 )
 
 _STEP_MOE = f"{AFTER_THE_TRUNK}moe."
@@ -153,11 +141,11 @@ STEP3P7 = Family(
     ),
     wiring=Wiring(
         own_lm_head=True,
-        default=BEFORE_NORM,
+        default=engines.BEFORE_NORM,
         conventions={
-            "vllm": BEFORE_NORM,
-            "sglang": BEFORE_NORM,
-            "llama.cpp": replace(BEFORE_NORM, prefix="trunk"),
+            "vllm": engines.BEFORE_NORM,
+            "sglang": engines.BEFORE_NORM,
+            "llama.cpp": replace(engines.BEFORE_NORM, prefix="trunk"),
         },
     ),
     layer=HeadLayer("step3p7", "Step3p7", config=_step_layers),
@@ -181,7 +169,7 @@ DOTS3_NOTE = Family(
         head_prefixes=(*_DOTS_KEYS.head_prefixes, "{trunk}mtp."),
         rules=(KeyRule(native="{trunk}mtp.embed_tokens.weight", ours="embedding.weight"), *_DOTS_KEYS.rules),
     ),
-    wiring=Wiring(own_embedding=True, conventions={"vllm": ZERO_FIRST, "sglang": Convention()}),
+    wiring=Wiring(own_embedding=True, conventions={"vllm": engines.ZERO_FIRST, "sglang": Convention()}),
     layer=HeadLayer(
         "dots3_note",
         "Dots3Note",
@@ -192,7 +180,7 @@ DOTS3_NOTE = Family(
         rotary="TextRotaryEmbedding",
     ),
     trunk=TrunkTraits(needs_transformers="5.23"),
-    engines={"llama.cpp": LLAMA_CPP_KEEPS},
+    engines={"llama.cpp": engines.LLAMA_CPP_KEEPS},
 )
 
 DEEPSEEK_V3 = Family(
@@ -203,7 +191,7 @@ DEEPSEEK_V3 = Family(
     wiring=_WIRING,
     layer=HeadLayer("deepseek_v3", "DeepseekV3", config=layouts.sparse_from_the_first),
     # llama.cpp's converter drops the head, but its graph, which also serves GLM-4.7-Flash, loads it.
-    engines={"transformers": USE_MTP, "llama.cpp": LLAMA_CPP_BESIDE},
+    engines={"transformers": engines.USE_MTP, "llama.cpp": engines.LLAMA_CPP_BESIDE},
 )
 
 DEEPSEEK_V32 = Family(
@@ -257,7 +245,7 @@ _EXPERT_NAMES = {
 }
 _SAVED_NAMES = {"embed_tokens.": "embed.", "hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."}
 # In all engines the head reads the streams before they are mixed, and recycles the streams of its layer.
-_VLLM_V4 = replace(BEFORE_NORM, zero_first_embedding=True)
+_VLLM_V4 = replace(engines.BEFORE_NORM, zero_first_embedding=True)
 
 _RELEASES_NAMES = "  # with a release's tensor names, which transformers' save_pretrained changes"
 _RELEASES_EXPERTS = "  # the converter takes routed experts in FP4 alone, as releases have them"
@@ -304,7 +292,7 @@ DEEPSEEK_V4 = Family(
     wiring=Wiring(
         concat="sum",
         default=_VLLM_V4,
-        conventions={"vllm": _VLLM_V4, "sglang": BEFORE_NORM, "llama.cpp": BEFORE_NORM},
+        conventions={"vllm": _VLLM_V4, "sglang": engines.BEFORE_NORM, "llama.cpp": engines.BEFORE_NORM},
     ),
     # vLLM's head layers have neither compressed keys nor routing by token id.
     layer=HeadLayer(
@@ -318,16 +306,16 @@ DEEPSEEK_V4 = Family(
         running_windows=compressing_in_windows,
     ),
     engines={
-        "vllm": _remarked(VLLM, _RELEASES_NAMES),
-        "sglang": _remarked(SGLANG, _RELEASES_NAMES),
-        "llama.cpp": _remarked(LLAMA_CPP_BESIDE, _RELEASES_EXPERTS),
+        "vllm": _remarked(engines.VLLM, _RELEASES_NAMES),
+        "sglang": _remarked(engines.SGLANG, _RELEASES_NAMES),
+        "llama.cpp": _remarked(engines.LLAMA_CPP_BESIDE, _RELEASES_EXPERTS),
     },
 )
 
 
 # vLLM recycles the state before shared_head.norm, SGLang and llama.cpp the state after it.
 _GLM_IN_VLLM = Convention(recycle="before_final_norm", zero_first_embedding=True)
-_GLM_WIRING = Wiring(conventions={**ALIKE, "vllm": _GLM_IN_VLLM})
+_GLM_WIRING = Wiring(conventions={**engines.ALIKE, "vllm": _GLM_IN_VLLM})
 
 
 GLM4_MOE = Family(
@@ -337,7 +325,7 @@ GLM4_MOE = Family(
     keys=EXPERTS_AFTER_THE_TRUNK,
     wiring=_GLM_WIRING,
     layer=HeadLayer("glm4_moe", "Glm4Moe", config=layouts.sparse_from_the_first),
-    engines={"transformers": USE_MTP},
+    engines={"transformers": engines.USE_MTP},
 )
 
 GLM4_MOE_LITE = Family(
@@ -385,7 +373,7 @@ GLM5_NEXT = Family(
     ),
     # With index_share_for_mtp_iteration in the config, engines select keys at depth 1 and reuse them at all depths. The
     # result differs only in texts longer than index_topk.
-    wiring=Wiring(conventions={"vllm": ZERO_FIRST, "sglang": Convention()}),
+    wiring=Wiring(conventions={"vllm": engines.ZERO_FIRST, "sglang": Convention()}),
     layer=HeadLayer(
         "glm5_next",
         "Glm5NextText",
@@ -399,7 +387,7 @@ GLM5_NEXT = Family(
         frozen=INDEXER,
     ),
     trunk=TrunkTraits(only_with_vision=True, prepare=_choose_pools, recurrent=KIMI_DELTA, needs_transformers="5.23"),
-    engines={"llama.cpp": LLAMA_CPP_KEEPS},
+    engines={"llama.cpp": engines.LLAMA_CPP_KEEPS},
 )
 
 GLM_OCR = Family(
@@ -417,7 +405,7 @@ GLM_OCR = Family(
         rotary_axes=3,
     ),
     trunk=TrunkTraits(only_with_vision=True),
-    engines={"llama.cpp": LLAMA_CPP_KEEPS},
+    engines={"llama.cpp": engines.LLAMA_CPP_KEEPS},
 )
 
 FAMILIES = (

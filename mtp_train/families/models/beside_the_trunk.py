@@ -19,18 +19,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache, PretrainedConfig
 
-from mtp_train.families import layouts
-from mtp_train.families.engines import (
-    BEFORE_NORM,
-    LLAMA_CPP_KEEPS,
-    LLAMA_CPP_SIDECAR,
-    NO_RECURRENT_ROLLBACK,
-    USE_MTP,
-    ZERO_FIRST,
-    Convention,
-    EngineSupport,
-    no,
-)
+from mtp_train.families import engines, layouts
+from mtp_train.families.engines import Convention, EngineSupport, no
 from mtp_train.families.layouts import AFTER_THE_TRUNK, BESIDE_THE_TRUNK, INDEXER
 from mtp_train.families.mechanisms.key_blocks import BlockIndexer
 from mtp_train.families.mechanisms.relative_positions import LogScaling, RelativeProfiles, ShortConvolution
@@ -75,7 +65,7 @@ EXAONE_MOE = Family(
     keys=layouts.beside_the_trunk(),
     wiring=Wiring(conventions={"vllm": Convention(), "sglang": Convention()}),
     layer=HeadLayer("exaone_moe", "ExaoneMoe", config=_dense_with_rotary),
-    engines={"llama.cpp": LLAMA_CPP_KEEPS},
+    engines={"llama.cpp": engines.LLAMA_CPP_KEEPS},
 )
 
 EXAONE4_5 = Family(
@@ -91,7 +81,7 @@ EXAONE4_5 = Family(
     wiring=Wiring(conventions={"vllm": Convention()}),
     layer=HeadLayer("exaone4", "Exaone4", config=_as_the_first),
     trunk=TrunkTraits(only_with_vision=True),
-    engines={"sglang": no("has no class for this model"), "llama.cpp": LLAMA_CPP_KEEPS},
+    engines={"sglang": no("has no class for this model"), "llama.cpp": engines.LLAMA_CPP_KEEPS},
 )
 
 
@@ -116,7 +106,7 @@ MELLUM = Family(
     wiring=Wiring(conventions={"vllm": Convention()}),
     layer=HeadLayer("mellum", "Mellum", config=_as_declared),
     engines={
-        "transformers": USE_MTP,
+        "transformers": engines.USE_MTP,
         "sglang": no("loads the trunk and has no MTP for this model"),
         "llama.cpp": no("has no graph for this head, and its converter refuses the head's keys"),
     },
@@ -144,8 +134,8 @@ ERNIE4_5_MOE = Family(
         final_norm=False,
         # vLLM's head rotates halves like Llama, vLLM's trunk rotates neighbouring channels, as both do here. vLLM's
         # drafts differ from ours for this reason alone.
-        default=ZERO_FIRST,
-        conventions={"vllm": ZERO_FIRST, "sglang": ZERO_FIRST},
+        default=engines.ZERO_FIRST,
+        conventions={"vllm": engines.ZERO_FIRST, "sglang": engines.ZERO_FIRST},
     ),
     layer=HeadLayer("ernie4_5_moe", "Ernie4_5_Moe", config=_never_sparse),
     engines={"llama.cpp": no("its converter drops this head")},
@@ -303,7 +293,7 @@ MIMO = Family(
         default=Convention(hidden="before_final_norm"),
         conventions={
             "vllm": Convention(hidden="before_final_norm", zero_first_embedding=True),
-            "sglang": ZERO_FIRST,
+            "sglang": engines.ZERO_FIRST,
         },
     ),
     layer=HeadLayer("qwen2", "Qwen2", config=layouts.full),
@@ -336,16 +326,16 @@ MIMO_V2 = Family(
     wiring=Wiring(
         # The three engines differ in every field; two of them read the state before the norm. Measure acceptance in
         # the engine that serves. vLLM's window, in trunk and head, is one key narrower: it includes the row itself.
-        default=BEFORE_NORM,
+        default=engines.BEFORE_NORM,
         conventions={
             "vllm": Convention(modules="first"),
             "sglang": Convention(hidden="before_final_norm", recycle="trunk"),
-            "llama.cpp": replace(BEFORE_NORM, prefix="trunk"),
+            "llama.cpp": replace(engines.BEFORE_NORM, prefix="trunk"),
         },
     ),
     layer=HeadLayer("mimo_v2_flash", "MiMoV2Flash", config=layouts.dense_sliding),
     # llama.cpp's converter writes separate query, key and value matrices; its graph of the head aborts on these.
-    engines={"llama.cpp": LLAMA_CPP_SIDECAR},
+    engines={"llama.cpp": engines.LLAMA_CPP_SIDECAR},
 )
 
 
@@ -450,7 +440,7 @@ NEMOTRON_H = Family(
         ),
         needs_transformers="5.23",
     ),
-    engines={"transformers": NO_RECURRENT_ROLLBACK},
+    engines={"transformers": engines.NO_RECURRENT_ROLLBACK},
 )
 
 
@@ -581,7 +571,7 @@ INKLING = Family(
     engines={
         "transformers": EngineSupport(
             True,
-            f"{USE_MTP.text}; 5.23 leaves out the trunk's norm of the embedding, which costs accepted drafts",
+            f"{engines.USE_MTP.text}; 5.23 leaves out the trunk's norm of the embedding, which costs accepted drafts",
         ),
         "llama.cpp": no("has no graph for this model"),
     },
