@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import Cache, PretrainedConfig
+from transformers import PretrainedConfig
 
 from mtp_train.families.spec import HeadLayer, KeyRule, Keys, RecurrentKernels, SharedKey
 
@@ -138,22 +138,9 @@ class AttentionThenMlp(nn.Module):
         self.self_attn = attention
         self.mlp = mlp
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor,
-        past_key_values: Cache | None,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, **of_attention: Any) -> Tensor:
         """Run the layer, (B, T, D) to (B, T, D); arguments as in transformers' decoder layers."""
-        attended, *_ = self.self_attn(
-            hidden_states=self.input_layernorm(hidden_states),
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-        )
+        attended, *_ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **of_attention)
         hidden_states = hidden_states + attended
         mlp_output: Tensor = self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states + mlp_output

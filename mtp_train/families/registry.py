@@ -122,22 +122,19 @@ def in_wrapper(family: Family, config: RawConfig, *, where: str) -> Family:
 
 
 def refuse_unserved_heads(config: RawConfig, *, where: str) -> None:
-    found = _unserved_heads(raw_text_config(config))
+    text_config = raw_text_config(config)
+    # Gloeckle et al. 2024 (arXiv:2404.19737): the heads run in parallel to the last layer and read no drafted token.
+    future = text_config.get("n_future_tokens")
+    found = None
+    if isinstance(future, int) and future > 1:
+        found = f"{future - 1} extra heads of Meta's multi-token prediction (n_future_tokens {future})"
+    # Medusa's own layout. The layout that vLLM reads is a separate draft model (drafts/medusa.py).
+    elif text_config.get("medusa_num_heads"):
+        found = "Medusa heads"
+    elif text_config.get("model_type") == "mlp_speculator":
+        found = "an MLP speculator"
     if found is not None:
         raise UnsupportedModelError(
             f"{where}: has {found}, which vLLM, SGLang, llama.cpp and transformers do not load; expected a head that "
             f"one of them serves. {NOT_ATTACHED}"
         )
-
-
-def _unserved_heads(config: RawConfig) -> str | None:
-    # Gloeckle et al. 2024 (arXiv:2404.19737): the heads run in parallel to the last layer and read no drafted token.
-    future = config.get("n_future_tokens")
-    if isinstance(future, int) and future > 1:
-        return f"{future - 1} extra heads of Meta's multi-token prediction (n_future_tokens {future})"
-    # Medusa's own layout. The layout that vLLM reads is a separate draft model (drafts/medusa.py).
-    if config.get("medusa_num_heads"):
-        return "Medusa heads"
-    if config.get("model_type") == "mlp_speculator":
-        return "an MLP speculator"
-    return None

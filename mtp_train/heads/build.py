@@ -25,7 +25,6 @@ from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.errors import CheckpointError
 from mtp_train.families import of_kind
 from mtp_train.families.drafts.record import Block, described_by
-from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.diagnose import diagnose_head, empty_head, layout_of, stored_dtype, text_config_of
 from mtp_train.heads.module import MtpHead, OutputRows, unroll_of
 
@@ -75,7 +74,7 @@ def graft_artifact_plan(
     """
     theirs, family = artifact.family, of_kind(finetune.family, artifact.family.kind)
     if artifact.draft_config is not None:
-        family = described_by(family, find_head_kind(family.kind), artifact.draft_config)
+        family = described_by(family, artifact.draft_config)
     layout = replace(layout_of(finetune), family=family, fused_experts=artifact.layout.fused_experts)
     ours = family.name, family.kind, layout.num_hidden_layers
     if (theirs.name, theirs.kind, artifact.layout.num_hidden_layers) != ours:

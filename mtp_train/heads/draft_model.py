@@ -90,7 +90,7 @@ class DraftModel:
 
     def family(self, trunk: Family) -> Family:
         """Return the family record of a trunk with this head, and with the layer of the draft model's config."""
-        found, layers = described_by(of_kind(trunk, self.kind.name), self.kind, self.config), self.trunk_layers
+        found, layers = described_by(of_kind(trunk, self.kind.name), self.config), self.trunk_layers
         if layers is None:
             return found
         return replace(found, wiring=replace(found.wiring, trunk_layers=lambda text_config: layers))

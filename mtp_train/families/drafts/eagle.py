@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PretrainedConfig
+from transformers import PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.drafts import llama
@@ -104,24 +104,12 @@ class Eagle3Layer(nn.Module):
             self.self_attn.set_submodule(name, wide)
         self.post_attention_layernorm, self.mlp = layer.post_attention_layernorm, layer.mlp
 
-    def forward(
-        self,
-        embedding_and_state: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor,
-        past_key_values: Cache | None,
-    ) -> Tensor:
+    def forward(self, embedding_and_state: Tensor, **of_attention: Any) -> Tensor:
         """Run the layer: (B, T, 2 D), embedding first, to (B, T, D); other arguments as in transformers' layers."""
         embed_BTD, hidden_BTD = embedding_and_state.chunk(2, dim=-1)
         normed_BTD = self.hidden_norm(hidden_BTD)
-        attended, _ = self.self_attn(
-            hidden_states=torch.cat([self.input_layernorm(embed_BTD), normed_BTD], dim=-1),
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-        )
+        read_BTD = torch.cat([self.input_layernorm(embed_BTD), normed_BTD], dim=-1)
+        attended, _ = self.self_attn(hidden_states=read_BTD, **of_attention)
         hidden_BTD = (normed_BTD if self.adds_normed else hidden_BTD) + attended
         mlp_output: Tensor = self.mlp(self.post_attention_layernorm(hidden_BTD))
         return hidden_BTD + mlp_output

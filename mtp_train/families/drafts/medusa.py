@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import Cache, PretrainedConfig
+from transformers import PretrainedConfig
 
 from mtp_train.families.drafts.llama import LAST_STATES_IN_VLLM, UNVERIFIED, draft_layer, in_vllm
 from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
@@ -26,14 +26,7 @@ class ResidualBlock(nn.Module):
         super().__init__()
         self.linear = nn.Linear(hidden_size, hidden_size)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor,
-        past_key_values: Cache | None,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, **_unused: Any) -> Tensor:
         """Run the block, (B, T, D) to (B, T, D); every token is processed on its own."""
         return hidden_states + nn.functional.silu(self.linear(hidden_states))
 

@@ -109,17 +109,13 @@ class DraftParts:
     format: DraftFormat
 
 
-def described_by(family: Family, kind: HeadKind, config: Mapping[str, Any]) -> Family:
+def described_by(family: Family, config: Mapping[str, Any]) -> Family:
     """Return the family record of a head with the layer that the config of a draft model describes."""
-
-    def layer_config(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-        return LlamaConfig.from_dict(
-            {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
-        )
-
-    if not parts_of(kind).format.describes_layer:
+    fields = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
+    if not parts_of(find_head_kind(family.kind)).format.describes_layer:
         return family
-    return replace(family, layer=replace(family.classes, config=layer_config))
+    layer = replace(family.classes, config=lambda text_config, num_modules: LlamaConfig.from_dict(fields))
+    return replace(family, layer=layer)
 
 
 def parts_of(kind: HeadKind) -> DraftParts:

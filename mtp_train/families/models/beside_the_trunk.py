@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import Cache, PretrainedConfig
+from transformers import PretrainedConfig
 
 from mtp_train.families import engines, layouts
 from mtp_train.families.engines import Convention, EngineSupport, no
@@ -358,22 +358,10 @@ class _LayersInTurn(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor,
-        past_key_values: Cache | None,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, position_embeddings: None, **of_layers: Any) -> Tensor:
         """Run the layers, (B, T, D) to (B, T, D); arguments as in transformers' decoder layers."""
         for layer in self.layers:
-            hidden_states = layer(
-                hidden_states,
-                past_key_values=past_key_values,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-            )
+            hidden_states = layer(hidden_states, **of_layers)
         return hidden_states
 
 
