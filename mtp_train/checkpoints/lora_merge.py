@@ -7,40 +7,26 @@ names, shards, dtypes and every byte of the other tensors stay the same.
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich.progress import Progress
 from torch import Tensor
 
 from mtp_train.checkpoints.adapter import (
     ADAPTER_CONFIG_FILE,
     Adapter,
     LowRank,
-    read_adapter,
     replaced_tokenizer_files,
     tokenizer_files,
 )
-from mtp_train.checkpoints.contents import source_files
-from mtp_train.checkpoints.export import (
-    LinkMode,
-    copy_file,
-    copy_files,
-    full_index,
-    name_in,
-    shard_tensors,
-    with_fields,
-    write_checkpoint,
-)
-from mtp_train.checkpoints.files import CONFIG_FILE, INDEX_FILE, TORCH_DTYPES, Checkpoint, all_finite, open_checkpoint
+from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint, all_finite
 from mtp_train.checkpoints.keymap import HeadLayout
-from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.quantised import quant_method
-from mtp_train.checkpoints.writing import PendingTensor, new_directory, write_json
+from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError
 
 _FLOATS = ("F32", "F16", "BF16")
@@ -52,73 +38,27 @@ _ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<part>g
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 LM_HEAD = "lm_head.weight"
 _BLOCK_ROWS = 4096
-Changes = Mapping[str, PendingTensor]
-"""Key of a stored tensor to the tensor that replaces it."""
 Step = Callable[[int, Tensor], Tensor]
 """From the number of a block's first row, and the block in fp32, to the block that replaces it."""
 
 
 @dataclass(frozen=True)
-class Merged:
-    """The numbers of a finished merge."""
+class Merge:
+    """What a merge changes in a checkpoint."""
 
-    num_tensors: int
-    """Stored tensors that changed."""
-    tokenizer_files: tuple[str, ...]
-    """Files of the tokenizer and chat template that are the adapter's; empty where it has none of its own."""
-    shards_rewritten: int
-    shards_kept: int
-    head_keys: int
-    """Tensors of the head in the checkpoint, which are unchanged."""
-
-
-def write_merged(
-    source: Checkpoint,
-    layout: HeadLayout,
-    adapter: Path,
-    changes: Changes,
-    out: Path,
-    *,
-    link: LinkMode,
-    progress: Progress,
-) -> Merged:
-    """Write ``source`` with the changes of ``plan_changes`` to a new directory; files without a change are linked.
-
-    An adapter's tokenizer and chat template replace ``source``'s.
-    """
-    tokenizer = tokenizer_files(source.path, adapter)
-    replaced = replaced_tokenizer_files(source.path) if tokenizer else set()
-    rewritten = {file: shard_tensors(source, file, changes) for file in {source.tensors[key].file for key in changes}}
-    # Beside a model, transformers would apply the adapter a second time.
-    source, old = resized(source, layout, changes), source
-    left_out = {ADAPTER_CONFIG_FILE, *replaced, *({CONFIG_FILE, INDEX_FILE} if source is not old else ())}
-    files = [file for file in source_files(source) if name_in(source, file) not in left_out]
-    with new_directory(out, what="the checkpoint") as directory:
-        copy_files(source, progress.track(files, description="merging"), directory, link, rewritten, {})
-        for name, file in tokenizer.items():
-            (directory / name).parent.mkdir(exist_ok=True)
-            copy_file(file, directory / name)
-        if source is not old:
-            write_json(directory / CONFIG_FILE, source.config)
-        if source.unlisted_keys or (source is not old and source.index is not None):
-            write_json(directory / INDEX_FILE, full_index(source))
-    shards = {info.file for info in source.tensors.values()}
-    own_head = [key for key in source.tensors if layout.is_head_key(key) and layout.shared_key(key) is None]
-    return Merged(len(changes), tuple(sorted(tokenizer)), len(rewritten), len(shards) - len(rewritten), len(own_head))
+    tensors: Mapping[str, PendingTensor] = field(default_factory=dict)
+    """Key of a stored tensor to the tensor that replaces it."""
+    files: Mapping[str, Path | None] = field(default_factory=dict)
+    """Path in the directory to the file of the adapter's tokenizer or chat template that is written there; None for a
+    file that is left out."""
+    config_fields: Mapping[str, Any] = field(default_factory=dict)
+    """``vocab_size``, where the adapter's training resized the vocabulary."""
 
 
-def resized(source: Checkpoint, layout: HeadLayout, changes: Changes) -> Checkpoint:
-    """Return a checkpoint with the shapes and config after a merge; itself where the vocabulary keeps its size."""
-    found = {key: one for key, one in changes.items() if one.shape != source.tensors[key].shape}
-    if layout.embed_key not in found:
-        return source
-    tensors = {key: one.info(source.tensors[key].file) for key, one in found.items()}
-    config = with_fields(source, {"vocab_size": found[layout.embed_key].shape[0]})
-    return replace(source, tensors={**source.tensors, **tensors}, config=config or source.config)
+def plan_merge(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Merge:
+    """Return what merging an adapter changes in a checkpoint, without reading any tensor.
 
-
-def plan_changes(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Changes:
-    """Return the change of each stored tensor that the adapter affects, by key, without reading any tensor.
+    The adapter's tokenizer and chat template replace the checkpoint's.
 
     Raises:
         CheckpointError: The adapter does not fit, adapts the head or one of two tied tensors, or the checkpoint is
@@ -137,30 +77,15 @@ def plan_changes(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Ch
         plan.add(pair)
     plan.repeat_in_shared_keys()
     plan.require_one_vocabulary()
-    return {key: plan.changed(key) for key in plan.steps}
-
-
-def write_adapted(
-    source: Checkpoint,
-    layout: HeadLayout,
-    head: NativeHead,
-    out: Path,
-    *,
-    adapter: Path | None,
-    link: LinkMode,
-    progress: Progress,
-) -> None:
-    """Write ``source`` with ``head`` to a new directory, after merging an adapter into its trunk."""
-    if adapter is None:
-        write_checkpoint(source, layout, head, out, link=link)
-        return
-    changes = plan_changes(source, layout, read_adapter(adapter))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
-        merged = Path(scratch) / "merged"
-        write_merged(source, layout, adapter, changes, merged, link=link, progress=progress)
-        # Hard links stay valid when the temporary directory is deleted.
-        write_checkpoint(open_checkpoint(merged), layout, head, out, link="hard")
+    tokenizer = tokenizer_files(source.path, adapter.path)
+    # Beside a model, transformers would apply the adapter a second time.
+    left_out = {ADAPTER_CONFIG_FILE, *(replaced_tokenizer_files(source.path) if tokenizer else ())}
+    rows = plan.rows.get(layout.embed_key)
+    return Merge(
+        {key: plan.changed(key) for key in plan.steps},
+        {**dict.fromkeys(left_out), **tokenizer},
+        {} if rows is None else {"vocab_size": rows},
+    )
 
 
 class _Plan:

@@ -17,10 +17,10 @@ from mtp_train.checkpoints.adapter import read_adapter
 from mtp_train.checkpoints.artifact import Artifact, load_artifact
 from mtp_train.checkpoints.contents import source_files
 from mtp_train.checkpoints.draft_checkpoint import DraftForm, require_readable, write_draft_checkpoint
-from mtp_train.checkpoints.export import LinkMode
+from mtp_train.checkpoints.export import LinkMode, write_checkpoint
 from mtp_train.checkpoints.files import Checkpoint, open_checkpoint, read_json
 from mtp_train.checkpoints.locations import RECIPE_FILE
-from mtp_train.checkpoints.lora_merge import plan_changes, write_adapted
+from mtp_train.checkpoints.lora_merge import plan_merge
 from mtp_train.checkpoints.writing import write_text
 from mtp_train.errors import CheckpointError
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, Report, load_report
@@ -66,7 +66,9 @@ def write_export(
     id in it.
     """
     if artifact.family.kind == "mtp":
-        write_adapted(trunk, layout_of(trunk), artifact.head, out, adapter=adapter, link=link, progress=progress)
+        layout = layout_of(trunk)
+        merge = None if adapter is None else plan_merge(trunk, layout, read_adapter(adapter))
+        write_checkpoint(trunk, layout, artifact.head, out, link=link, progress=progress, merge=merge)
         return
     require_exportable(trunk, artifact.family.kind, adapter)
     layer_config = artifact.family.layer.config(text_config_of(trunk), artifact.num_modules)
@@ -79,7 +81,7 @@ def require_exportable(trunk: Checkpoint, kind: str, adapter: Path | None) -> No
     layout = layout_of(trunk)
     # Raises if a link prevents copying.
     source_files(trunk)
-    changed = {} if adapter is None else plan_changes(trunk, layout, read_adapter(adapter))
+    changed = {} if adapter is None else plan_merge(trunk, layout, read_adapter(adapter)).tensors
     if kind == "mtp":
         return
     require_readable(trunk, kind)

@@ -16,11 +16,11 @@ from typing import Any, Literal, NamedTuple
 
 from rich.progress import Progress
 
-from mtp_train.checkpoints.adapter import read_adapter, tokenizer_files
+from mtp_train.checkpoints.adapter import read_adapter
 from mtp_train.checkpoints.artifact import Artifact, HeadPlan, load_artifact
 from mtp_train.checkpoints.contents import left_out, unnamed_files
 from mtp_train.checkpoints.draft_checkpoint import DraftForm
-from mtp_train.checkpoints.export import LinkMode, write_checkpoint, write_head_only
+from mtp_train.checkpoints.export import LinkMode, with_fields, write_checkpoint, write_head_only
 from mtp_train.checkpoints.files import Checkpoint, is_gguf, open_checkpoint, read_json
 from mtp_train.checkpoints.gguf.architectures import gguf_head_for
 from mtp_train.checkpoints.gguf.model_file import open_gguf, write_draft_gguf
@@ -37,7 +37,7 @@ from mtp_train.checkpoints.locations import (
     open_location,
     refuse_adapter,
 )
-from mtp_train.checkpoints.lora_merge import Merged, plan_changes, resized, write_merged
+from mtp_train.checkpoints.lora_merge import plan_merge
 from mtp_train.checkpoints.native import exact_tensor, native_head_of, stored_tensor
 from mtp_train.checkpoints.suggestions import (
     draft_model_flag,
@@ -129,7 +129,7 @@ def graft(
     require_whole_trunk(trunk)
     require_finite_checkpoint(trunk, progress)
     require_finite_checkpoint(donor, progress)
-    write_checkpoint(trunk, plan.layout, plan.head, out, link=link)
+    write_checkpoint(trunk, plan.layout, plan.head, out, link=link, progress=progress)
     with removed_on_failure(out):
         identities = checkpoint_identity(str(fine_tune), trunk), checkpoint_identity(str(base), donor)
         write_untrained_card(out, *identities, None, SUGGESTED_DEPTH)
@@ -151,6 +151,20 @@ def _in_gguf(files: Sequence[Path], fine_tune: str, base: str) -> GraftResult:
     told += [f"Its splits are {', '.join(path.name for path in files)}."] if len(files) > 1 else []
     told += [f"Do not pass {one} with -md beside it: the head is in the file." for one in found.heads_beside]
     return GraftResult(files[0], fine_tune, base, found.serves, tuple(told))
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The numbers of a finished merge."""
+
+    num_tensors: int
+    """Stored tensors that changed."""
+    tokenizer_files: tuple[str, ...]
+    """Files of the tokenizer and chat template that are the adapter's; empty where it has none of its own."""
+    shards_rewritten: int
+    shards_kept: int
+    head_keys: int
+    """Tensors of the head in the checkpoint, which are unchanged."""
 
 
 @dataclass(frozen=True)
@@ -235,14 +249,18 @@ def merge(
     lora = read_adapter(locate_checkpoint(adapter))
     source = open_location(checkpoint)
     layout = layout_of(source)
-    changes = plan_changes(source, layout, lora)
+    plan = plan_merge(source, layout, lora)
     require_whole_trunk(source, adapter_beside=True)
-    if tokenizer_files(source.path, lora.path):
+    if tokenizer := [name for name, file in plan.files.items() if file is not None]:
         # Refuses a token without an embedding.
-        load_tokenizer(resized(source, layout, changes), trust_remote_code=False, adapter=lora.path)
+        resized = replace(source, config=with_fields(source, plan.config_fields))
+        load_tokenizer(resized, trust_remote_code=False, adapter=lora.path)
     require_finite_checkpoint(source, progress)
     link: LinkMode = "copy" if copy else "hard"
-    merged = write_merged(source, layout, lora.path, changes, result_dir, link=link, progress=progress)
+    write_checkpoint(source, layout, None, result_dir, link=link, progress=progress, merge=plan)
+    shards, rewritten = ({source.tensors[key].file for key in keys} for keys in (source.tensors, plan.tensors))
+    own_head = [key for key in source.tensors if layout.is_head_key(key) and layout.shared_key(key) is None]
+    merged = Merged(len(plan.tensors), tuple(sorted(tokenizer)), len(rewritten), len(shards - rewritten), len(own_head))
     with removed_on_failure(result_dir):
         identity = checkpoint_identity(checkpoint, source)
         head_from = identity if merged.head_keys else None
@@ -357,7 +375,7 @@ def _write_with_trunk(
             "eagle3. Leave --speculators out."
         )
     if not isinstance(found.plan, Artifact):
-        write_checkpoint(trunk, layout, found.plan.head, out, link=link)
+        write_checkpoint(trunk, layout, found.plan.head, out, link=link, progress=progress)
         return _notes(found)
     adapter, hub_id = found.adapter, found.hub_id
     write_export(trunk, found.plan, out, adapter=adapter, link=link, progress=progress, form=form, hub_id=hub_id)
