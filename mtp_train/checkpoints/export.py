@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import filecmp
 import itertools
-import logging
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -25,17 +23,18 @@ from typing import Any, Literal
 
 from rich.progress import Progress
 
-from mtp_train.checkpoints.contents import WEIGHT_SUFFIXES, source_files
+from mtp_train.checkpoints.adapter import Merge
 from mtp_train.checkpoints.files import (
     CONFIG_FILE,
     INDEX_FILE,
     SINGLE_FILE,
+    WEIGHT_SUFFIXES,
     Checkpoint,
     read_json,
     read_metadata,
+    source_files,
 )
 from mtp_train.checkpoints.keymap import HeadLayout
-from mtp_train.checkpoints.lora_merge import Merge
 from mtp_train.checkpoints.native import NativeHead, shared_tensors, stored_tensor
 from mtp_train.checkpoints.quantised import (
     MODELOPT_FILE,
@@ -53,8 +52,6 @@ from mtp_train.checkpoints.writing import (
     write_safetensors,
 )
 from mtp_train.errors import CheckpointError
-
-logger = logging.getLogger(__name__)
 
 HEAD_FILE = "model-mtp.safetensors"
 LinkMode = Literal["hard", "copy"]
@@ -141,7 +138,8 @@ def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> No
             temporary.unlink(missing_ok=True)
             write_safetensors(temporary, placed.additions)
             if has_earlier:
-                _set_aside(earlier, temporary)
+                # llama.cpp's converter would read it after the new shard, and keep its tensors.
+                earlier.unlink()
             temporary.replace(shard)
         finally:
             temporary.unlink(missing_ok=True)
@@ -152,20 +150,6 @@ def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> No
             # transformers reads the single file while it exists, and the index after this rename.
             (source.path / SINGLE_FILE).replace(source.path / placed.renames[SINGLE_FILE])
         sync_directory(source.path)
-
-
-def _set_aside(earlier: Path, written: Path) -> None:
-    """Remove an earlier head shard where the new one has the same bytes; rename any other, which may be the user's.
-
-    Under its own name llama.cpp's converter would read it after the new shard, and keep its tensors.
-    """
-    if earlier.is_file() and filecmp.cmp(earlier, written, shallow=False):
-        earlier.unlink()
-        return
-    names = (earlier.with_name(f"{earlier.name}.old-{number}") for number in itertools.count(1))
-    aside = next(name for name in names if not os.path.lexists(name))
-    earlier.rename(aside)
-    logger.warning("%s: contains another head than this checkpoint, renamed to %s", earlier, aside.name)
 
 
 def write_head_only(source: Checkpoint, layout: HeadLayout, head: NativeHead, out: Path) -> None:
@@ -243,10 +227,7 @@ def _placed(
             return replace(changes[key], key=new_key) if key in changes else stored_tensor(source, key, new_key)
 
         new = {one.key: one for one in (*head.tensors, *shared_tensors(source, layout, head, of_trunk))}
-        # A tensor under another name than its family's is stored under its origin.
-        origins = {one.origin for one in head.tensors}
-        old = {key for key in source.tensors if layout.is_head_key(key) or (source.path, key) in origins}
-        dropped = old - new.keys()
+        dropped = {key for key in source.tensors if layout.is_head_key(key)} - new.keys()
         unchanged = {key for key, one in new.items() if one.origin == (source.path, key)}
         patches |= {key: one for key, one in new.items() if key in source.tensors and key not in unchanged}
         additions = [one for key, one in new.items() if key not in source.tensors]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -278,7 +279,7 @@ def read_plain_in_blocks(checkpoint: Checkpoint, key: str) -> Iterator[Tensor]:
     scales = checkpoint.read(scale).float()
     block_rows, block_columns = _block_size(checkpoint, key, scales)
     first = 0
-    for block in checkpoint.read_in_blocks(key):
+    for block in checkpoint.read_in_blocks(key, math.prod(plain_shape(key, checkpoint.tensors)[1:])):
         values = _unpacked(block) if packed else block.float()
         rows = torch.arange(first, first + len(values)) // block_rows
         columns = torch.arange(values.shape[1]) // block_columns

@@ -17,7 +17,6 @@ from mtp_train.answers.store import whole_bytes
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.identity import (
     RECORD_FILE,
-    Claimed,
     Loaders,
     Records,
     hash_inputs,
@@ -66,8 +65,7 @@ class Store:
         """Hash the inputs, and check that measurements in the directory, if any, were made from these."""
         self._inputs = inputs
         if (self.out / STUDY_FILE).is_file():
-            claimed = Claimed(self.out, "study", "choose another --out for the new ones")
-            require_same(claimed, inputs, progress, finished=self.is_finished)
+            require_same(self.out, inputs, progress, finished=self.is_finished, option="--out")
         if not self.is_finished:
             self._records = hash_inputs(loaded(inputs), read_records(self.out), progress)
 

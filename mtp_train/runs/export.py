@@ -13,17 +13,16 @@ from typing import Any
 from rich.progress import Progress
 
 from mtp_train import __version__
-from mtp_train.checkpoints.adapter import read_adapter
+from mtp_train.checkpoints.adapter import plan_merge, read_adapter
 from mtp_train.checkpoints.artifact import Artifact, load_artifact
-from mtp_train.checkpoints.contents import source_files
-from mtp_train.checkpoints.draft_checkpoint import DraftForm, require_readable, write_draft_checkpoint
+from mtp_train.checkpoints.draft_checkpoint import write_draft_checkpoint
 from mtp_train.checkpoints.export import LinkMode, write_checkpoint
-from mtp_train.checkpoints.files import Checkpoint, open_checkpoint, read_json
+from mtp_train.checkpoints.files import Checkpoint, open_checkpoint, read_json, source_files
 from mtp_train.checkpoints.locations import RECIPE_FILE
-from mtp_train.checkpoints.lora_merge import plan_merge
 from mtp_train.checkpoints.writing import write_text
 from mtp_train.errors import CheckpointError
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, Report, load_report
+from mtp_train.families import require_served_trunk
 from mtp_train.families.engines import EngineSupport, engine_commands
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.diagnose import layout_of, text_config_of
@@ -57,13 +56,10 @@ def write_export(
     adapter: Path | None,
     link: LinkMode,
     progress: Progress,
-    form: DraftForm = "engines",
-    hub_id: str | None = None,
 ) -> None:
     """Write a head to a new directory: an MTP head inside its trunk's checkpoint, other kinds as a draft model.
 
-    An ``adapter`` is merged into the exported trunk. ``form`` is the format of a draft model, ``hub_id`` the trunk's
-    id in it.
+    An ``adapter`` is merged into the exported trunk.
     """
     if artifact.family.kind == "mtp":
         layout = layout_of(trunk)
@@ -73,7 +69,7 @@ def write_export(
     require_exportable(trunk, artifact.family.kind, adapter)
     layer_config = artifact.family.layer.config(text_config_of(trunk), artifact.num_modules)
     on_trunk = replace(artifact, layout=layout_of(trunk, artifact.family))
-    write_draft_checkpoint(trunk, on_trunk, layer_config, out, form=form, verifier=hub_id)
+    write_draft_checkpoint(trunk, on_trunk, layer_config, out)
 
 
 def require_exportable(trunk: Checkpoint, kind: str, adapter: Path | None) -> None:
@@ -84,7 +80,7 @@ def require_exportable(trunk: Checkpoint, kind: str, adapter: Path | None) -> No
     changed = {} if adapter is None else plan_merge(trunk, layout, read_adapter(adapter)).tensors
     if kind == "mtp":
         return
-    require_readable(trunk, kind)
+    require_served_trunk(kind, trunk.text_config, where=str(trunk.path))
     # A draft model contains copies of these tensors of its trunk.
     repeated = sorted({layout.embed_key, layout.lm_head_key} & changed.keys())
     if repeated:

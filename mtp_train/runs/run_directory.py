@@ -31,7 +31,6 @@ from mtp_train.checkpoints.demo import resolve
 from mtp_train.checkpoints.files import CONFIG_FILE, INDEX_FILE, Checkpoint, read_json
 from mtp_train.checkpoints.identity import (
     RECORD_FILE,
-    Claimed,
     Contents,
     InputFiles,
     InputRecord,
@@ -344,7 +343,7 @@ class RunDirectory:
         if is_run(self.path):
             places = {label: one.location for label, one in read_records(self.path).items()}
             loaders = _input_loaders(recipe, places, anew=anew)
-            require_same(claimed_by_run(self.path), loaders, progress, finished=finished)
+            require_same(self.path, loaders, progress, finished=finished)
 
 
 def _acquire(lock: SoftFileLease, path: Path, console: Console) -> None:
@@ -410,10 +409,6 @@ def _on_machines_of(before: Recipe, now: Recipe) -> Recipe:
         names = ("endpoint", "api_key_env", "concurrency", "request_timeout_seconds")
         values |= {f"data.regenerate.{name}": getattr(earlier, name) for name in names}
     return now.replaced(values)
-
-
-def claimed_by_run(run_dir: Path) -> Claimed:
-    return Claimed(run_dir, "run", "write another run_dir for the new ones")
 
 
 def _input_loaders(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> Loaders:

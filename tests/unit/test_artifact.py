@@ -131,7 +131,7 @@ def test_weights_that_do_not_make_a_head_of_the_trunk_are_refused(damage: str, t
         build_head(load_artifact(tmp_path / "head"), text_config_of(finetune), dtype=torch.float32)
 
 
-def test_a_reduced_vocabulary_is_kept_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+def test_a_reduced_vocabulary_is_kept(tmp_path: Path) -> None:
     artifact, _ = make_artifact(tmp_path)
     assert load_artifact(saved_as(tmp_path / "all", artifact)).draft_vocab is None
     some = dataclasses.replace(artifact, draft_vocab=torch.tensor([2, 3, 5], dtype=torch.int32))
@@ -139,9 +139,6 @@ def test_a_reduced_vocabulary_is_kept_and_a_damaged_one_is_named(tmp_path: Path)
     loaded = load_artifact(path).draft_vocab
     assert loaded is not None
     assert loaded.tolist() == [2, 3, 5]
-    edit_config(path, draft_vocab=4)
-    with pytest.raises(CheckpointError, match=r"token_ids is \[3\]; expected 4 tokens, as head_config\.json declares"):
-        load_artifact(path)
 
 
 def saved_as(path: Path, artifact: Artifact) -> Path:

@@ -17,7 +17,7 @@ from checkpoints import all_tensors
 from gguf_files import VOCAB_SIZE, checkpoint_with_head, exported, metadata, values
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
-from mtp_train.checkpoints.gguf.tensors import gguf_tensors, trunk_names
+from mtp_train.checkpoints.gguf.sidecar import gguf_tensors, trunk_names
 from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.cli.main import main

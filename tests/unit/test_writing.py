@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtp_train.checkpoints import writing
-from mtp_train.checkpoints.export import shard_tensors
 from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, TORCH_DTYPES, Checkpoint, read_metadata, scan_safetensors
+from mtp_train.checkpoints.native import stored_tensor
 from mtp_train.checkpoints.writing import (
     PendingTensor,
     new_directory,
@@ -83,8 +83,8 @@ def test_one_tensor_is_loaded_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_tensor_of_another_shape_than_announced_is_refused(tmp_path: Path) -> None:
-    wrong = PendingTensor("it", "F32", (2, 3), lambda: [torch.ones(3, 2)])
-    with pytest.raises(CheckpointError, match=r"it: shape \[3, 2\]; expected \[2, 3\]"):
+    wrong = PendingTensor("it", "F32", (2, 3), lambda: [torch.ones(2, 3), torch.ones(1, 3)])
+    with pytest.raises(CheckpointError, match=r"it: 9 values; expected shape \[2, 3\]"):
         write_safetensors(tmp_path / "one.safetensors", [wrong])
 
 
@@ -96,7 +96,8 @@ def test_a_patch_touches_the_bytes_of_its_tensors_only(tmp_path: Path) -> None:
     header = json.loads(before[8 : 8 + header_bytes])
     new = {"BF16": torch.full((2, 3), -1.5, dtype=torch.bfloat16), "odd": torch.tensor([False, True, False])}
     changes = {key: pending(key, value) for key, value in new.items()}
-    tensors = shard_tensors(Checkpoint(tmp_path, {}, None, scan_safetensors(file)), file.name, changes)
+    stored = Checkpoint(tmp_path, {}, None, scan_safetensors(file))
+    tensors = [changes.get(key) or stored_tensor(stored, key, key) for key in stored.tensors]
     write_safetensors(tmp_path / "new.safetensors", tensors, read_metadata(file))
     expected = bytearray(before)
     for key, value in new.items():

@@ -180,6 +180,5 @@ PARTS = DraftParts(
         draft_vocab=True,
         plain_settings=PLAIN_SETTINGS,
         renames={"layers.0.": "midlayer."},
-        speculators="Eagle3DraftModel",
     ),
 )

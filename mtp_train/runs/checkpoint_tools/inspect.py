@@ -13,8 +13,7 @@ from rich.progress import Progress
 
 from mtp_train.checkpoints import suggestions
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, merge_command
-from mtp_train.checkpoints.contents import UnnamedFile, unnamed_files, unnamed_weights
-from mtp_train.checkpoints.files import Checkpoint, is_gguf
+from mtp_train.checkpoints.files import Checkpoint, UnnamedFile, is_gguf, unnamed_files, unnamed_weights
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT, HeadLayout
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
@@ -30,7 +29,7 @@ from mtp_train.checkpoints.values import (
 from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.families import Assistant, assistant_for, draft_engines, of_kind
 from mtp_train.families.engines import DSPARK, MLX_ALONE, complete, engine_commands
-from mtp_train.heads.diagnose import DSPARK_BLOCK, HeadDiagnosis, diagnose_head, layout_of, with_head_beside
+from mtp_train.heads.diagnose import DSPARK_BLOCK, HeadDiagnosis, diagnose_head, layout_of
 from mtp_train.heads.draft_model import (
     DraftModel,
     diagnose_assistant,
@@ -133,8 +132,6 @@ class Inspection(Shown):
     """``yes``, or why the head can be inspected, grafted and exported, but not trained or decoded with."""
     note: str | None = None
     """A sentence about a drafter, or about tensors beside the head; None without one."""
-    other_cure: str | None = None
-    """The command that puts the base's head in place, where ``cure`` takes one from an unnamed weight file."""
 
     def to_json(self) -> dict[str, Any]:
         found = super().to_json()
@@ -176,7 +173,6 @@ class Inspection(Shown):
             ("train, decode", None if self.runs_here == "yes" else self.runs_here),
             *serving_lines(self.serves),
             ("cure", self.cure or "nothing to cure"),
-            ("or, with the base's head", self.other_cure),
         ]
         return [(label, text) for label, text in rows if text is not None]
 
@@ -247,7 +243,6 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
     if problems and status in ("healthy", "undeclared", "quantised", "miswired"):
         status = "damaged"
     unread = problems[0] if problems else diagnosis.describe() if diagnosis.quantised or diagnosis.foreign else None
-    chooses = not problems and _has_unnamed_head(checkpoint)
     return Inspection(
         checkpoint=str(checkpoint.path),
         family=layout.family.name,
@@ -266,7 +261,6 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         cure=_find_cure(checkpoint, base, status, change, stale, trunk, problems),
         runs_here="yes" if unread is None else f"no: {unread}",
         note=_note(checkpoint),
-        other_cure=suggestions.graft_command(*_with_donor(checkpoint, base)) if chooses else None,
     )
 
 
@@ -393,8 +387,6 @@ def _find_cure(
         return merge_command(path, path)
     if problems:
         return f"hf download CHECKPOINT --local-dir {shlex.quote(path)}"
-    if status not in ("partial", "quantised", "foreign") and _has_unnamed_head(checkpoint):
-        return suggestions.export_command(path)
     if status in ("declared_but_missing", "stripped", "partial", "quantised"):
         return suggestions.graft_command(path, donor)
     if status == "undeclared" or (not stale and status == "healthy" and _misread(checkpoint)):
@@ -411,12 +403,6 @@ def _with_donor(checkpoint: Checkpoint, base: Checkpoint | None) -> tuple[str, s
     """Return the paths of a checkpoint and of its base: the given one, or the name on its card."""
     named = str(base.path) if base is not None else suggestions.named_base(checkpoint.path)
     return str(checkpoint.path), named or "BASE"
-
-
-def _has_unnamed_head(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint without a head has a complete one in files that it does not name, or renamed."""
-    holder = with_head_beside(checkpoint)
-    return holder is not checkpoint and diagnose_head(holder).complete
 
 
 def _inspect_mlx(checkpoint: Checkpoint, progress: Progress) -> Inspection:

@@ -16,16 +16,13 @@ from typing import Any, Literal, NamedTuple
 
 from rich.progress import Progress
 
-from mtp_train.checkpoints.adapter import read_adapter
+from mtp_train.checkpoints.adapter import plan_merge, read_adapter
 from mtp_train.checkpoints.artifact import Artifact, HeadPlan, load_artifact
-from mtp_train.checkpoints.contents import left_out, unnamed_files
-from mtp_train.checkpoints.draft_checkpoint import DraftForm
 from mtp_train.checkpoints.export import LinkMode, with_fields, write_checkpoint, write_head_only
-from mtp_train.checkpoints.files import Checkpoint, is_gguf, open_checkpoint, read_json
+from mtp_train.checkpoints.files import Checkpoint, is_gguf, left_out, open_checkpoint, read_json, unnamed_files
 from mtp_train.checkpoints.gguf.architectures import gguf_head_for
 from mtp_train.checkpoints.gguf.model_file import open_gguf, write_draft_gguf
-from mtp_train.checkpoints.gguf.sidecar import GgufKind, write_gguf
-from mtp_train.checkpoints.gguf.tensors import gguf_tensors
+from mtp_train.checkpoints.gguf.sidecar import GgufKind, gguf_tensors, write_gguf
 from mtp_train.checkpoints.identity import checkpoint_files, directory_files, require_same
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT
 from mtp_train.checkpoints.locations import (
@@ -37,11 +34,9 @@ from mtp_train.checkpoints.locations import (
     open_location,
     refuse_adapter,
 )
-from mtp_train.checkpoints.lora_merge import plan_merge
 from mtp_train.checkpoints.native import exact_tensor, native_head_of, stored_tensor
 from mtp_train.checkpoints.suggestions import (
     draft_model_flag,
-    export_command,
     graft_command,
     probe_command,
     train_command,
@@ -51,13 +46,13 @@ from mtp_train.checkpoints.writing import new_directory, refuse_existing, remove
 from mtp_train.errors import CheckpointError, GateRefusedError, MtpError
 from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.heads.build import graft_plan
-from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of, with_head_beside
+from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.checkpoint_tools.gguf_files import config_of, export_gguf_head, graft_gguf, inspect_gguf
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH, serving_commands
 from mtp_train.runs.display import Shown, quiet_progress, serving_lines
 from mtp_train.runs.export import write_card, write_export, write_untrained_card
-from mtp_train.runs.run_directory import ADAPTER, PROVENANCE_FILE, TRUNK, checkpoint_identity, claimed_by_run
+from mtp_train.runs.run_directory import ADAPTER, PROVENANCE_FILE, TRUNK, checkpoint_identity
 from mtp_train.trunk.tokenizer import load_tokenizer
 from mtp_train.trunk.whole import first_of, require_whole_trunk
 
@@ -136,9 +131,6 @@ def graft(
         written = open_checkpoint(out)
         serves = serving_commands(written, diagnose_head(written), "healthy")
     notes = left_out(unnamed_files(trunk, plan.layout))
-    if diagnose_head(trunk).unnamed_in:
-        command = export_command(str(trunk.path))
-        notes += (f"The head among them was replaced by the base's. To keep it instead: {command}",)
     reduced = [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]
     if reduced:
         notes += (f"Left out, as it is of {donor.path}'s own tokens: {first_of(reduced)}.",)
@@ -288,8 +280,7 @@ class ExportResult(Shown):
     flag: str | None = None
     """vLLM's flag that drafts with a head-only export; None for other forms."""
     notes: tuple[str, ...] = ()
-    """Sentences about weight files that were left out, the trunk's layers that a draft model for speculators reads, and
-    the trunk that a GGUF file is passed with."""
+    """Sentences about weight files that were left out, and about the trunk that a GGUF file is passed with."""
 
     def __str__(self) -> str:
         if self.file is not None:
@@ -307,28 +298,25 @@ def export(
     *,
     head_only: bool = False,
     gguf: GgufKind | None = None,
-    speculators: bool = False,
     copy: bool = False,
     progress: Progress | None = None,
 ) -> ExportResult:
     """Write a servable checkpoint from a run that passed the gate, or from a checkpoint that holds a head.
 
-    The default form is the trunk's checkpoint with the head in it, and an index that lists all tensors. A head in a
-    weight file that the checkpoint does not name becomes its head; other such files are left out. A run's EAGLE,
-    EAGLE-3 or Medusa head becomes a draft model. ``head_only``, ``gguf`` and ``speculators`` choose another form; give
-    at most one of them.
+    The default form is the trunk's checkpoint with the head in it, and an index that lists all tensors. Weight files
+    that the checkpoint does not name are left out. A run's EAGLE, EAGLE-3 or Medusa head becomes a draft model.
+    ``head_only`` and ``gguf`` choose another form; give at most one of them.
 
     Args:
         source: A run directory, a checkpoint with a complete head, declared or not, or a GGUF file with ``head_only``.
         out: The new directory.
         head_only: Write an MTP head alone, as a directory that vLLM loads as a draft model.
         gguf: Write the head alone as a GGUF file for llama.cpp: ``"f32"``, ``"f16"``, ``"bf16"`` or ``"q8_0"``.
-        speculators: Write an EAGLE-3 head in the format of the speculators package.
         copy: Copy the trunk's unchanged files; False hard-links them where the file system allows.
         progress: A started rich progress bar; None shows nothing.
 
     Raises:
-        MtpError: Several forms are given, or ``copy`` with ``gguf``.
+        MtpError: Both forms are given, or ``copy`` with ``gguf``.
         OutputExistsError: ``out`` exists.
         CheckpointError: No head that this form holds, an unmeasured run, or a weight that is missing or not finite.
         ChangedInputError: The run's trunk changed since the head was trained on it.
@@ -340,10 +328,8 @@ def export(
         Wrote my-27b-head/mtp-my-27b.gguf. Serve it: llama-server ...
     """
     source, out, progress = Path(source), Path(out), progress or quiet_progress()
-    forms = ("--head-only", head_only), ("--gguf", gguf), ("--speculators", speculators)
-    given = [name for name, is_on in forms if is_on]
-    if len(given) > 1:
-        raise MtpError(f"{' and '.join(given)}: given together; expected one of them. Leave the others out.")
+    if head_only and gguf is not None:
+        raise MtpError("--head-only and --gguf: given together; expected one of them. Leave the other out.")
     if gguf is not None and copy:
         raise MtpError("--copy: given with --gguf, which links no files; expected one of them. Leave --copy out.")
     if is_gguf(source):
@@ -357,52 +343,24 @@ def export(
     if gguf is not None:
         return _write_gguf_file(source, found, out, gguf, progress)
     if head_only:
-        write_head_only(found.trunk, layout_of(found.holder), found.plan.head, out)
+        write_head_only(found.trunk, layout_of(found.trunk), found.plan.head, out)
         return ExportResult(out, found.trunk.path, flag=draft_model_flag(str(out), found.num_depths))
-    notes = _write_with_trunk(source, found, out, "copy" if copy else "hard", progress, speculators=speculators)
+    notes = _write_with_trunk(source, found, out, "copy" if copy else "hard", progress)
     return ExportResult(out, found.trunk.path, notes=notes)
 
 
 def _write_with_trunk(
-    source: Path, found: _HeadToExport, out: Path, link: LinkMode, progress: Progress, *, speculators: bool
+    source: Path, found: _HeadToExport, out: Path, link: LinkMode, progress: Progress
 ) -> tuple[str, ...]:
     """Write the trunk's checkpoint with the head in it, or a run's draft model; return what to tell about it."""
-    trunk, layout = found.trunk, layout_of(found.holder)
-    form: DraftForm = "speculators" if speculators else "engines"
-    if speculators and found.plan.family.kind == "mtp":
-        raise CheckpointError(
-            f"{trunk.path}: its head is an MTP head, which is part of the trunk's checkpoint; expected a head of kind "
-            "eagle3. Leave --speculators out."
-        )
+    trunk, layout = found.trunk, layout_of(found.trunk)
     if not isinstance(found.plan, Artifact):
         write_checkpoint(trunk, layout, found.plan.head, out, link=link, progress=progress)
-        return _notes(found)
-    adapter, hub_id = found.adapter, found.hub_id
-    write_export(trunk, found.plan, out, adapter=adapter, link=link, progress=progress, form=form, hub_id=hub_id)
+        return left_out(unnamed_files(trunk, layout))
+    write_export(trunk, found.plan, out, adapter=found.adapter, link=link, progress=progress)
     with removed_on_failure(out):
         write_card(source, out)
-    notes = left_out(unnamed_files(trunk, layout)) if found.plan.family.kind == "mtp" else ()
-    if speculators:
-        layers = found.plan.family.wiring.trunk_layers(text_config_of(trunk))
-        notes += (f"It reads the hidden states after the layers {', '.join(map(str, layers))} of its trunk.",)
-    return notes
-
-
-def _notes(found: _HeadToExport) -> tuple[str, ...]:
-    """Return the sentences about weight files that are no part of the checkpoint: the head's, and those left out."""
-    trunk, holder = found.trunk, found.holder
-    head = {key: info for key, info in holder.tensors.items() if key not in trunk.tensors}
-    files = unnamed_files(trunk, layout_of(trunk))
-    taken = [one for one in files if one.file in {info.file for info in head.values()}]
-    others = [
-        one
-        for one in files
-        if one not in taken or one.num_tensors > sum(info.file == one.file for info in head.values())
-    ]
-    names = [info.name for info in head.values() if info.name is not None]
-    notes = [f"Its head is that of {', '.join(map(str, taken))}, which {trunk.path} does not name."] if taken else []
-    notes += [f"Its head was under other names: {first_of(names)}."] if names else []
-    return (*notes, *left_out(others))
+    return left_out(unnamed_files(trunk, layout)) if found.plan.family.kind == "mtp" else ()
 
 
 def _write_gguf_file(source: Path, found: _HeadToExport, out: Path, kind: GgufKind, progress: Progress) -> ExportResult:
@@ -410,10 +368,10 @@ def _write_gguf_file(source: Path, found: _HeadToExport, out: Path, kind: GgufKi
     if found.plan.family.kind != "mtp":
         file = _write_draft_gguf(source, found, out, kind, progress)
         return ExportResult(out, found.trunk.path, file=file, spec_type="draft-eagle3")
-    trunk, layout, config = found.trunk, layout_of(found.holder), config_of(found.trunk)
+    trunk, layout, config = found.trunk, layout_of(found.trunk), config_of(found.trunk)
     head = found.plan.head
     if not isinstance(found.plan, Artifact):
-        head = native_head_of(found.holder, layout, layout, take=exact_tensor)
+        head = native_head_of(found.trunk, layout, layout, take=exact_tensor)
     record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))
     tensors = gguf_tensors(trunk, layout, head, record, config)
     tokenizer = load_tokenizer(trunk, trust_remote_code=False)
@@ -460,14 +418,10 @@ class _HeadToExport(NamedTuple):
     """A head and the checkpoint of its trunk."""
 
     trunk: Checkpoint
-    holder: Checkpoint
-    """The checkpoint with the head: the trunk's, with the tensors of an unnamed weight file where it has no head."""
     plan: HeadPlan
-    """The head; an artifact for the head of a run, whose adapter and hub id follow."""
+    """The head; an artifact for the head of a run."""
     adapter: Path | None = None
     """The LoRA adapter that the run's trunk was trained with; None without one."""
-    hub_id: str | None = None
-    """Hub id of a run's trunk; None for a local one."""
 
     @property
     def num_depths(self) -> int:
@@ -483,8 +437,7 @@ def _head_to_export(source: Path, progress: Progress) -> _HeadToExport:
     if not is_head_directory(source / HEAD):
         refuse_adapter(source, str(source))
         trunk = open_checkpoint(source)
-        holder = with_head_beside(trunk)
-        return _HeadToExport(trunk, holder, _own_head(holder))
+        return _HeadToExport(trunk, _own_head(trunk))
     if not (source / REPORT_FILE).is_file():
         raise CheckpointError(
             f"{source}: its head has not been measured; expected a run that reached the gate. Run its recipe again: "
@@ -502,10 +455,8 @@ def _head_to_export(source: Path, progress: Progress) -> _HeadToExport:
     if adapter is not None:
         loaders[ADAPTER] = partial(directory_files, adapter)
     # keeps=False: an export writes nothing to the run directory, which may belong to another user.
-    require_same(claimed_by_run(source), loaders, progress, finished=True, keeps=False)
-    # A revision is recorded for trunks of the hub only.
-    hub_id = identity["name"] if identity["revision"] else None
-    return _HeadToExport(trunk, trunk, load_artifact(source / HEAD), adapter, hub_id)
+    require_same(source, loaders, progress, finished=True, keeps=False)
+    return _HeadToExport(trunk, load_artifact(source / HEAD), adapter)
 
 
 def _require_sound(source: Path, found: _HeadToExport, progress: Progress, *, head_only: bool, alone: bool) -> None:
@@ -522,7 +473,7 @@ def _require_sound(source: Path, found: _HeadToExport, progress: Progress, *, he
         )
     require_whole_trunk(found.trunk)
     # A head on its own repeats only a few of the trunk's tensors, but is loaded beside all of them.
-    require_finite_checkpoint(found.holder, progress)
+    require_finite_checkpoint(found.trunk, progress)
 
 
 def _own_head(checkpoint: Checkpoint) -> HeadPlan:
