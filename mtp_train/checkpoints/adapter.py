@@ -67,7 +67,6 @@ _UNMERGEABLE = {
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-_FLOATS = ("F32", "F16", "BF16")
 _OF_A_LAYER = re.compile(r"layers\.(?P<layer>\d+)\.(?P<tail>.+)\Z")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
 _WRAPPERS = re.compile(r"(?:(?:model|language_model)\.)+")
@@ -246,25 +245,26 @@ def _group(stored: Checkpoint) -> tuple[dict[_Wrapped, _Parts], dict[str, str]]:
 
 
 def _require_mergeable(stored: Checkpoint) -> None:
-    where, config = stored.path / ADAPTER_CONFIG_FILE, stored.config
-    if config.get("peft_type") != "LORA":
-        raise CheckpointError(
-            f"{where}: peft_type {config.get('peft_type')!r}; expected LORA, the only kind merged here. Merge it with "
-            "peft's merge_and_unload if it has one, save the model, and put the head back with mtp-train graft."
-        )
-    for name, reason in _UNMERGEABLE.items():
-        if config.get(name):
-            raise CheckpointError(
-                f"{where}: {name} is set, and such an adapter {reason}; expected one that adds a low-rank product to "
-                "each weight. Serve it unmerged."
-            )
-    start = str(config.get("init_lora_weights")).lower()
-    if start.startswith(_CHANGES_THE_BASE):
-        raise CheckpointError(
-            f"{where}: init_lora_weights {config['init_lora_weights']!r} changed the base's weights before training; "
-            "expected an adapter relative to the base as it is. Save it with peft's "
-            "path_initial_model_for_weight_conversion."
-        )
+    config = stored.config
+    kind, start = config.get("peft_type"), config.get("init_lora_weights")
+    found = next(
+        (f"{name} is set, and such an adapter {reason}" for name, reason in _UNMERGEABLE.items() if config.get(name)),
+        None,
+    )
+    if kind != "LORA":
+        found = f"peft_type {kind!r}, which is not LORA"
+    elif str(start).lower().startswith(_CHANGES_THE_BASE):
+        found = f"init_lora_weights {start!r} changed the base's weights before training"
+    if found is not None:
+        raise _not_mergeable(stored, found)
+
+
+def _not_mergeable(stored: Checkpoint, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{stored.path / ADAPTER_CONFIG_FILE}: {found}; expected an adapter that adds a low-rank product to each "
+        "weight of its base. Merge it with peft's merge_and_unload, save the model, and put the head back with "
+        "mtp-train graft."
+    )
 
 
 def _parameter_names(stored: Checkpoint, config: LoraConfigFile, groups: Iterable[_Wrapped]) -> dict[_Wrapped, str]:
@@ -303,10 +303,7 @@ def _pairs(
             f"with use_dora, which is {config.use_dora!r}. Save the adapter again."
         )
     if magnitude is not None and embedding:
-        raise CheckpointError(
-            f"{file}: DoRA on {module}, whose norms run along the other axis of the stored weight; expected DoRA on "
-            "linear layers. Merge it with peft's merge_and_unload, and put the head back with mtp-train graft."
-        )
+        raise _not_mergeable(stored, f"DoRA on {module}, whose norms run along the other axis of the stored weight")
     # peft looks ranks up by the module's name, or by the parameter's name for target_parameters.
     name = f"{module}.{parameter}" if config.targets(f"{module}.{parameter}") else module
     rank, stacked = config.rank(name), parameter != "weight"
@@ -527,11 +524,6 @@ class _Plan:
                 "Merge without it, and retrain the head."
             )
         stored = self.source.tensors[key]
-        if stored.dtype not in _FLOATS:
-            raise CheckpointError(
-                f"{self.source.path}: {key} is stored as {stored.dtype}; expected {', '.join(_FLOATS)}. Merge into the "
-                "checkpoint that this one was quantised from."
-            )
         if (self.rows.get(key, stored.shape[0]), *stored.shape[1:]) != shape:
             raise CheckpointError(
                 f"{self.adapter.path}: adapts {key} as {list(shape)}, but in {self.source.path} it is "

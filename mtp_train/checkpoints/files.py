@@ -477,12 +477,6 @@ def _scan_indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]
         if not isinstance(file, str) or file not in files:
             files[file] = named_file(path, file, named_by=path / INDEX_FILE)
     named = {key: files[file] for key, file in weight_map.items()}
-    missing = sorted({file for file in named.values() if not (path / file).is_file()})
-    if missing:
-        raise CheckpointError(
-            f"{path / INDEX_FILE}: names {', '.join(missing[:3])}, which is not there ({len(missing)} missing in all); "
-            "expected every shard beside the index. Download the missing shards."
-        )
     stored = {file: scan_safetensors(path / file, file) for file in sorted(set(named.values()))}
     absent = sorted(key for key, file in named.items() if key not in stored[file])
     if absent:

@@ -24,7 +24,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from rich.progress import Progress
 
 from mtp_train.checkpoints.files import INDEX_FILE, Checkpoint, read_json
 from mtp_train.checkpoints.writing import write_json
-from mtp_train.errors import ChangedInputError, CheckpointError, MtpError
+from mtp_train.errors import ChangedInputError, CheckpointError
 
 RECORD_FILE = "inputs.json"
 TICK_NS = 2_000_000_000
@@ -163,15 +163,21 @@ def write_records(directory: Path, records: Records) -> None:
 def hash_inputs(inputs: Mapping[str, InputFiles], known: Records, progress: Progress) -> dict[str, InputRecord]:
     """Return the records of inputs. Files with the status of a settled record are not read."""
     trusted = {record.status: record for one in known.values() for record in one.files.values() if record.is_settled}
-    statuses = {path: _status(path) for one in inputs.values() for path in one.files.values()}
-    # By status: a file with several names is hashed once.
-    unknown = {status: path for path, status in statuses.items() if status not in trusted}
-    # The largest file determines the total time, so it comes first. hashlib releases the GIL.
-    ordered = sorted(unknown, key=lambda status: -status[0])
-    task = progress.add_task("hashing inputs", visible=sum(size for size, *_ in ordered) > _SHOWN_BYTES)
-    with ThreadPoolExecutor(_MAX_THREADS) as pool:
-        hashed = pool.map(lambda status: _hash(unknown[status]), ordered)
-        records = list(progress.track(hashed, total=len(ordered), task_id=task))
+    try:
+        statuses = {path: file_status(path.stat()) for one in inputs.values() for path in one.files.values()}
+        # By status: a file with several names is hashed once.
+        unknown = {status: path for path, status in statuses.items() if status not in trusted}
+        # The largest file determines the total time, so it comes first. hashlib releases the GIL.
+        ordered = sorted(unknown, key=lambda status: -status[0])
+        task = progress.add_task("hashing inputs", visible=sum(size for size, *_ in ordered) > _SHOWN_BYTES)
+        with ThreadPoolExecutor(_MAX_THREADS) as pool:
+            hashed = pool.map(lambda status: _hash(unknown[status]), ordered)
+            records = list(progress.track(hashed, total=len(ordered), task_id=task))
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename}: cannot be read ({error.strerror}); expected a file that this user may read. Restore it "
+            "or its permissions."
+        ) from None
     found = trusted | dict(zip(ordered, records, strict=True))
     return {
         label: InputRecord(
@@ -181,31 +187,14 @@ def hash_inputs(inputs: Mapping[str, InputFiles], known: Records, progress: Prog
     }
 
 
-def _status(path: Path) -> FileStatus:
-    try:
-        return file_status(path.stat())
-    except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: cannot be read ({error.strerror}); expected a file that this user may read. Restore it or its "
-        "permissions."
-    )
-
-
 def _hash(path: Path) -> FileRecord:
-    try:
-        with path.open("rb") as handle:
-            before = file_status(os.fstat(handle.fileno()))
-            read_ns = time.time_ns()
-            digest = hashlib.sha256()
-            while block := handle.read(_BLOCK_BYTES):
-                digest.update(block)
-            after = file_status(os.fstat(handle.fileno()))
-    except OSError as error:
-        raise _unreadable(path, error) from None
+    with path.open("rb") as handle:
+        before = file_status(os.fstat(handle.fileno()))
+        read_ns = time.time_ns()
+        digest = hashlib.sha256()
+        while block := handle.read(_BLOCK_BYTES):
+            digest.update(block)
+        after = file_status(os.fstat(handle.fileno()))
     # Another process may add a link to the file, which changes its ctime.
     if before[:2] != after[:2]:
         raise CheckpointError(
@@ -225,17 +214,9 @@ def changed_files(recorded: Contents, found: Contents) -> list[str]:
     ]
 
 
-Loaders = Mapping[str, Callable[[], InputFiles]]
-"""By the use of an input, a function that returns its files; raises a MtpError where they are missing."""
-
-
-def loaded(loaders: Loaders) -> dict[str, InputFiles]:
-    return {label: load() for label, load in loaders.items()}
-
-
 def require_same(
     directory: Path,
-    loaders: Loaders,
+    inputs: Mapping[str, InputFiles],
     progress: Progress,
     *,
     finished: bool,
@@ -251,21 +232,15 @@ def require_same(
         option: What names the directory.
 
     Raises:
-        ChangedInputError: An input changed, is gone, or cannot be shown to be the same.
+        ChangedInputError: An input changed, or cannot be shown to be the same.
     """
     recorded = read_records(directory)
-    found: dict[str, InputFiles] = {}
     changed = []
-    for label, load in loaders.items():
-        try:
-            found[label] = load()
-        except MtpError as error:
-            changed.append(f"{label} cannot be opened ({error})")
-    records = hash_inputs({label: one for label, one in found.items() if label in recorded}, recorded, progress)
+    records = hash_inputs({label: one for label, one in inputs.items() if label in recorded}, recorded, progress)
     for label, record in records.items():
         names = changed_files(recorded[label].contents, record.contents)
         changed += [_named(label, record.location, names)] if names else []
-    others = {label: one for label, one in found.items() if label not in recorded}
+    others = {label: one for label, one in inputs.items() if label not in recorded}
     changed += [f"{label} ({one.location}) was not among them" for label, one in others.items()]
     if changed:
         keeps_old = f" The results in {directory} are complete, and were computed from the old files."

@@ -64,8 +64,8 @@ def narrow_the_base(inputs: Path) -> None:
 DAMAGES = {
     "missing shard": Damage(
         lose_a_shard,
-        r"finetune/model\.safetensors\.index\.json: names model-00002-of-00003\.safetensors, which is not there .*; "
-        r"expected every shard beside the index\. Download the missing shards\.",
+        r"finetune/model-00002-of-00003\.safetensors: no such file; expected a shard of the checkpoint\. Download it "
+        r"again\.",
     ),
     "NaN in the trunk": Damage(
         lambda inputs: poison(inputs, "finetune", "model.norm.weight"),

@@ -14,7 +14,7 @@ import pytest
 
 from adapters import write_adapter
 from mtp_train.cli.main import main
-from mtp_train.errors import ChangedInputError
+from mtp_train.errors import ChangedInputError, DataError
 from mtp_train.evaluation import run as study_run
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline
@@ -148,9 +148,7 @@ def test_a_finished_run_whose_inputs_changed_says_so_and_keeps_its_outcome(finis
     assert f"inputs changed since it was begun: model.trunk ({finished / 'finetune'}): model.safetensors;" in said
     assert f"The results in {finished / 'run'} are complete, and were computed from the old files." in said
     with changed(finished / "chats.jsonl", Path.unlink):
-        assert "data.sources.0 cannot be opened (data.sources.0: no such file;" in refused(
-            ["run", finished / "recipe.yaml"], capfd
-        )
+        assert "data.sources.0: no such file" in refused(["run", finished / "recipe.yaml"], capfd)
     assert tree(finished / "run") == before
     copied(finished)
     assert main(["run", str(finished / "recipe.yaml")]) == 0
@@ -201,9 +199,7 @@ def test_a_directory_of_data_that_is_gone_is_no_dataset_of_the_hub(pristine: Pat
         with pytest.raises(KeyboardInterrupt):
             run_quietly(recipe)
         shutil.rmtree(tmp_path / "data")
-        with pytest.raises(
-            ChangedInputError, match=r"data\.sources\.0 cannot be opened \(.*: no such file or directory"
-        ):
+        with pytest.raises(DataError, match=r"data\.sources\.0: no such file or directory"):
             run_quietly(recipe)
 
 

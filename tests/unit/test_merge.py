@@ -310,7 +310,7 @@ def test_a_stripped_checkpoint_is_merged_and_told_to_graft(tmp_path: Path, capfd
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another kind": ({"peft_type": "IA3"}, "peft_type 'IA3'; expected LORA"),
+    "another kind": ({"peft_type": "IA3"}, "peft_type 'IA3', which is not LORA"),
     "activated": ({"alora_invocation_tokens": [1]}, "acts only after its invocation tokens"),
     "wrong rank": ({"r": 3}, "expected matrices of rank 3"),
 }

@@ -15,7 +15,6 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from checkpoints import all_tensors, base_and_finetune, set_count
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
-from mtp_train.checkpoints.quantised import leave_alone
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.build import build_head, graft_plan
@@ -159,26 +158,6 @@ def test_transformers_reads_the_list_the_same_way(tmp_path: Path) -> None:
     assert not any(should_convert_module(module, listed) for module in head_layers(tmp_path / "out"))
     assert should_convert_module("model.layers.0.mlp.down_proj", listed)
     assert should_convert_module("model.layers.30.mlp.down_proj", listed)
-
-
-@pytest.mark.parametrize(
-    ("method", "field", "entry"),
-    [
-        ("fp8", "modules_to_not_convert", "mtp"),
-        ("awq", "modules_to_not_convert", "mtp"),
-        ("compressed-tensors", "ignore", "re:.*mtp.*"),
-        ("modelopt", "exclude_modules", "mtp*"),
-        ("modelopt", "ignore", "mtp.layers.0*"),
-    ],
-)
-def test_a_config_that_covers_the_head_is_left_alone(method: str, field: str, entry: str) -> None:
-    config = {"quantization_config": {"quant_method": method, field: ["lm_head", entry]}}
-    groups = {"mtp.": ["mtp.layers.0.mlp.up_proj", "mtp.layers.0.self_attn.q_proj"]}
-    assert leave_alone(config, groups, where="x") is None
-    other = {"quantization_config": {"quant_method": method, field: ["lm_head", entry.replace("mtp", "xyz")]}}
-    assert leave_alone(other, groups, where="x") is not None
-    assert leave_alone({"text_config": other}, groups, where="x") is not None
-    assert leave_alone({}, groups, where="x") is None
 
 
 def test_modelopt_s_own_file_says_it_too(tmp_path: Path) -> None:

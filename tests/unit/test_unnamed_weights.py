@@ -48,9 +48,7 @@ def test_a_head_that_the_index_does_not_name_is_named_and_replaced(
     head = without_head(base, file)
     found = inspect(base)
     assert found.status == "declared_but_missing"
-    assert [(one.file, one.num_tensors, one.num_head_tensors) for one in found.weights.unnamed_files] == [
-        (file, 15, 15)
-    ]
+    assert [(one.file, one.num_tensors, one.num_head_tensors) for one in found.unnamed_weights] == [(file, 15, 15)]
     assert f"no part of the checkpoint: {file} (15 tensors, 15 of a head)" in str(found)
     assert (found.cure or "").startswith(f"mtp-train graft {base} --from BASE")
     with pytest.raises(CheckpointError, match=rf"{file} has some and is no part of the checkpoint"):
@@ -81,7 +79,7 @@ def test_keys_outside_of_the_index_are_named_and_listed_by_copies(base: Path, sa
     head = head_of(base)
     keys_outside_of_the_index(base, head)
     found = inspect(base)
-    assert (found.status, sorted(found.weights.unlisted_keys)) == ("healthy", sorted(head))
+    assert (found.status, sorted(found.unlisted_keys)) == ("healthy", sorted(head))
     assert found.serves["llama.cpp"].startswith("no: its converter refuses tensors that the index does not list")
     export(base, tmp_path / "out")
     graft(base, saved / "base", tmp_path / "grafted")

@@ -109,7 +109,7 @@ def test_a_file_that_is_not_safetensors_is_named(content: bytes, tmp_path: Path)
         ({"x": ""}, "names ''; expected the path"),
         ({"x": "a\0b"}, r"names 'a\\x00b'; expected the path"),
         ({"x": "a" * 5000}, "expected the path"),
-        ({"x": "gone.safetensors"}, "names gone.safetensors, which is not there"),
+        ({"x": "gone.safetensors"}, "gone.safetensors: no such file; expected a shard"),
         ({"x": CONFIG_FILE}, "truncated or damaged"),
         ({}, "the trunk's embedding is missing"),
     ],

@@ -149,7 +149,6 @@ _STEP = GgufHead(
             for kind in _kinds(config)
         ],
         "attention.head_count_kv": lambda config: [config["num_key_value_heads"]] * len(_kinds(config)),
-        "attention.sliding_window": whole("sliding_window"),
         "attention.sliding_window_pattern": lambda config: [kind == _SLIDING for kind in _kinds(config)],
         "expert_shared_feed_forward_length": whole("share_expert_dim"),
         "expert_weights_scale": real("moe_router_scaling_factor"),
@@ -217,7 +216,6 @@ _NEMOTRON = GgufHead(
         "context_length": always(1 << 20),
         "feed_forward_length": _nemotron_blocks("moe", "moe_intermediate_size"),
         "attention.head_count_kv": _nemotron_blocks("full_attention", "num_key_value_heads"),
-        "attention.layer_norm_epsilon": real("layer_norm_epsilon"),
         "attention.layer_norm_rms_epsilon": real("norm_eps"),
         "rope.freq_base": _THETA,
         "rope.dimension_count": whole("head_dim"),
@@ -288,8 +286,6 @@ _COMMAND = GgufHead(
         "vocab_size": whole("vocab_size"),
         "logit_scale": real("logit_scale"),
         "feed_forward_length": either(whole("prefix_dense_intermediate_size"), whole("intermediate_size")),
-        "attention.layer_norm_epsilon": real("layer_norm_eps"),
-        "attention.sliding_window": whole("sliding_window"),
         # Like the converter, list the trunk's layers only: a head module attends to all keys.
         "attention.sliding_window_pattern": of_kind(_SLIDING),
         "rope.dimension_count": whole("head_dim"),
@@ -363,7 +359,6 @@ _DEEPSEEK_V4 = GgufHead(
     fields={
         **FIELDS,
         "embedding_length_out": product("hidden_size", "hc_mult"),
-        "attention.sliding_window": whole("sliding_window"),
         "attention.output_group_count": whole("o_groups"),
         "attention.output_lora_rank": whole("o_lora_rank"),
         "attention.compress_ratios": _ratios,

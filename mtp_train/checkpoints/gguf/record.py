@@ -237,6 +237,8 @@ FIELDS: Mapping[str, Field] = {
     "attention.key_length": whole("head_dim"),
     "attention.value_length": whole("head_dim"),
     "attention.layer_norm_rms_epsilon": real("rms_norm_eps"),
+    "attention.layer_norm_epsilon": real("layer_norm_epsilon", "layer_norm_eps"),
+    "attention.sliding_window": whole("sliding_window"),
     "attention.q_lora_rank": whole("q_lora_rank"),
     "attention.indexer.head_count": whole("index_n_heads"),
     "attention.indexer.key_length": whole("index_head_dim"),

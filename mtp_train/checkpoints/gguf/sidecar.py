@@ -126,16 +126,8 @@ def _add_fields(
 
 
 def add_value(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
+    kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
+    writer.add_key_value(key, value, kind)
 
 
 def encoded(tensor: PendingTensor, kind: GgufKind) -> Iterator[np.ndarray[Any, Any]]:

@@ -10,7 +10,6 @@ import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -146,20 +145,6 @@ def _in_gguf(files: Sequence[Path], fine_tune: str, base: str) -> GraftResult:
 
 
 @dataclass(frozen=True)
-class Merged:
-    """The numbers of a finished merge."""
-
-    num_tensors: int
-    """Stored tensors that changed."""
-    tokenizer_files: tuple[str, ...]
-    """Files of the tokenizer and chat template that are the adapter's; empty where it has none of its own."""
-    shards_rewritten: int
-    shards_kept: int
-    head_keys: int
-    """Tensors of the head in the checkpoint, which are unchanged."""
-
-
-@dataclass(frozen=True)
 class MergeResult(Shown):
     """The checkpoint that :func:`merge` wrote, and the next command for its head."""
 
@@ -169,8 +154,14 @@ class MergeResult(Shown):
     """The checkpoint that the adapter was merged into, as the caller named it."""
     adapter: str
     """The adapter, as the caller named it."""
-    merged: Merged
-    """Numbers of changed tensors, of shards, and of the head's tensors, and the files of the adapter's tokenizer."""
+    num_tensors: int
+    """Stored tensors that changed."""
+    shards_rewritten: int
+    shards_kept: int
+    head_keys: int
+    """Tensors of the head in the checkpoint, which are unchanged."""
+    tokenizer_files: tuple[str, ...]
+    """Files of the tokenizer and chat template that are the adapter's; empty where it has none of its own."""
     attached: bool
     """Whether the family's releases have no MTP head, so that one has to be trained from scratch."""
     notes: tuple[str, ...] = ()
@@ -182,21 +173,17 @@ class MergeResult(Shown):
 
         ``BASE`` in it stands for the base model, which is not known here.
         """
-        if self.merged.head_keys:
+        if self.head_keys:
             return probe_command(self.out, self.checkpoint)
         return train_command(self.out) if self.attached else graft_command(self.out, "BASE")
 
     def to_json(self) -> dict[str, Any]:
-        values = super().to_json() | {"cure": self.cure}
-        return values | values.pop("merged")
+        return super().to_json() | {"cure": self.cure}
 
     def __str__(self) -> str:
-        merged = self.merged
-        shards = merged.shards_rewritten + merged.shards_kept
-        lines = [
-            f"Wrote {self.out}: {merged.num_tensors} tensors changed, in {merged.shards_rewritten} of {shards} files."
-        ]
-        if merged.head_keys:
+        shards = self.shards_rewritten + self.shards_kept
+        lines = [f"Wrote {self.out}: {self.num_tensors} tensors changed, in {self.shards_rewritten} of {shards} files."]
+        if self.head_keys:
             lines.append(
                 f"Its head is the head of {self.checkpoint}, bit for bit, and was not trained for the merged trunk. "
                 f"Measure whether it drafts worse: {self.cure}"
@@ -204,8 +191,8 @@ class MergeResult(Shown):
         else:
             what = "Attach one" if self.attached else "Put the base's back"
             lines.append(f"It has no head, like {self.checkpoint}. {what}: {self.cure}")
-        if merged.tokenizer_files:
-            lines.append(f"Its tokenizer is the adapter's: {', '.join(merged.tokenizer_files)}.")
+        if self.tokenizer_files:
+            lines.append(f"Its tokenizer is the adapter's: {', '.join(self.tokenizer_files)}.")
         return "\n".join([*lines, *self.notes])
 
 
@@ -232,7 +219,7 @@ def merge(
 
     Example:
         >>> import mtp_train as mtp
-        >>> mtp.merge("Qwen/Qwen3.6-27B", "my-lora", "my-27b").merged.num_tensors
+        >>> mtp.merge("Qwen/Qwen3.6-27B", "my-lora", "my-27b").num_tensors
         448
     """
     result_dir, checkpoint, adapter = Path(out), str(checkpoint), str(adapter)
@@ -252,13 +239,23 @@ def merge(
     write_checkpoint(source, layout, None, result_dir, link=link, progress=progress, merge=plan)
     shards, rewritten = ({source.tensors[key].file for key in keys} for keys in (source.tensors, plan.tensors))
     own_head = [key for key in source.tensors if layout.is_head_key(key) and layout.shared_key(key) is None]
-    merged = Merged(len(plan.tensors), tuple(sorted(tokenizer)), len(rewritten), len(shards - rewritten), len(own_head))
     with removed_on_failure(result_dir):
         identity = checkpoint_identity(checkpoint, source)
-        head_from = identity if merged.head_keys else None
+        head_from = identity if own_head else None
         write_untrained_card(result_dir, identity, head_from, adapter, SUGGESTED_DEPTH)
     notes = left_out(unnamed_files(source, layout))
-    return MergeResult(str(result_dir), checkpoint, adapter, merged, source.family.attached, notes)
+    return MergeResult(
+        out=str(result_dir),
+        checkpoint=checkpoint,
+        adapter=adapter,
+        num_tensors=len(plan.tensors),
+        shards_rewritten=len(rewritten),
+        shards_kept=len(shards - rewritten),
+        head_keys=len(own_head),
+        tokenizer_files=tuple(sorted(tokenizer)),
+        attached=source.family.attached,
+        notes=notes,
+    )
 
 
 # Programs that pass both draft nothing, or crash (unsloth#10169, LM Studio's bug tracker #2244).
@@ -451,11 +448,11 @@ def _head_to_export(source: Path, progress: Progress) -> _HeadToExport:
     # The recipe may name the trunk by a link or a hub id that leads elsewhere by now: the recorded path comes first.
     trunk = open_location(identity["path"] if Path(identity["path"]).exists() else model.trunk)
     adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
-    loaders = {TRUNK: partial(checkpoint_files, trunk)}
+    inputs = {TRUNK: checkpoint_files(trunk)}
     if adapter is not None:
-        loaders[ADAPTER] = partial(directory_files, adapter)
+        inputs[ADAPTER] = directory_files(adapter)
     # keeps=False: an export writes nothing to the run directory, which may belong to another user.
-    require_same(source, loaders, progress, finished=True, keeps=False)
+    require_same(source, inputs, progress, finished=True, keeps=False)
     return _HeadToExport(trunk, load_artifact(source / HEAD), adapter)
 
 
