@@ -30,7 +30,6 @@ from mtp_train.checkpoints.gguf.record import (
     flag,
     limits,
     of_kind,
-    only_if_true,
     product,
     real,
     rope_of,
@@ -38,10 +37,8 @@ from mtp_train.checkpoints.gguf.record import (
     rope_value,
     rotated,
     router,
-    sections_always,
     weights,
     whole,
-    yarn_log_multiplier,
 )
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.spec import Family, RawConfig
@@ -392,7 +389,8 @@ _QWEN = GgufHead(
     fields={
         **FIELDS,
         "rope.dimension_count": rotated("head_dim", 0.25),
-        "rope.dimension_sections": sections_always,
+        # Its loader requires the field.
+        "rope.dimension_sections": either(FIELDS["rope.dimension_sections"], always([11, 11, 10, 0])),
         "ssm.time_step_rank": whole("linear_num_value_heads"),
         "ssm.inner_size": product("linear_value_head_dim", "linear_num_value_heads"),
         "attention.recurrent_layers": of_kind("linear_attention", modules=False),
@@ -443,10 +441,10 @@ _LATENT = GgufHead(
         **LATENT_FIELDS,
         "attention.head_count_kv": always(1),
         "attention.value_length": whole("kv_lora_rank"),
-        "rope.scaling.yarn_log_multiplier": yarn_log_multiplier,
+        "rope.scaling.yarn_log_multiplier": rope_value("mscale_all_dim", kind=lambda scale: 0.1 * float(scale)),
         "expert_shared_count": whole("n_shared_experts", default=0),
         "leading_dense_block_count": whole("first_k_dense_replace", default=0),
-        "expert_weights_norm": only_if_true("norm_topk_prob"),
+        "expert_weights_norm": lambda config: True if config.get("norm_topk_prob") else None,
     },
 )
 _DEEPSEEK_V3 = dataclasses.replace(

@@ -20,7 +20,6 @@ Field = Callable[[RawConfig], Value | None]
 """Text config (defaults filled in) to a value; None writes no field. The Python type determines the GGUF type."""
 NUM_MODULES = "num_head_modules"
 """Key under which the writer adds the number of head modules to the config that the readers get."""
-DEFAULT_SECTIONS = [11, 11, 10, 0]
 _FULL = "full_attention"
 _ROUTERS = {"softmax": 1, "sigmoid": 2, "sqrtsoftplus": 4}
 _ROUTER_FIELDS = ("score_function", "scoring_func", "score_func", "moe_router_activation", "expert_selection_fn")
@@ -118,11 +117,6 @@ def sections(config: RawConfig) -> Value | None:
     return None if found is None else ([int(size) for size in found] + [0] * 4)[:4]
 
 
-def sections_always(config: RawConfig) -> Value:
-    """Read the same for loaders that require the field."""
-    return sections(config) or DEFAULT_SECTIONS
-
-
 def of_kind(kind: str, field: str = "layer_types", *, modules: bool | None = None) -> Field:
     """List for each layer whether it is of a kind; ``modules`` is the value of head modules, None for none."""
 
@@ -131,12 +125,6 @@ def of_kind(kind: str, field: str = "layer_types", *, modules: bool | None = Non
         return None if kinds is None else [found == kind for found in kinds] + heads
 
     return read
-
-
-def yarn_log_multiplier(config: RawConfig) -> Value | None:
-    """Read YaRN's attention multiplier in the form that llama.cpp stores for this architecture."""
-    scale = rope_of(config).get("mscale_all_dim")
-    return None if scale is None else 0.1 * float(scale)
 
 
 def router(default: str | None = None) -> Field:
@@ -152,11 +140,6 @@ def router(default: str | None = None) -> Field:
         return None if name is None else _ROUTERS[name]
 
     return read
-
-
-def only_if_true(name: str) -> Field:
-    """Read a boolean that is written only if it is true."""
-    return lambda config: True if config.get(name) else None
 
 
 def either(*fields: Field) -> Field:
