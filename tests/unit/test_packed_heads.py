@@ -145,8 +145,9 @@ def test_a_head_in_plain_floats_takes_its_place(method: str, sharded: bool, orig
     # No file holds what the index does not name, as engines read whole files.
     in_files = [key for file in out.glob("*.safetensors") for key in load_file(file)]
     assert sorted(in_files) == sorted(written)
-    index = json.loads((out / INDEX_FILE).read_text())
-    assert index["metadata"]["total_size"] == sum(value.nbytes for value in written.values())
+    # A weight that is stored under its own name is replaced in its file.
+    if (index := open_checkpoint(out).index) is not None:
+        assert index["metadata"]["total_size"] == sum(value.nbytes for value in written.values())
     assert "mtp" in json.dumps(json.loads((out / "config.json").read_text())["quantization_config"])
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from rich.progress import Progress
 
 from mtp_train.checkpoints.adapter import plan_merge, read_adapter
-from mtp_train.checkpoints.artifact import Artifact, HeadPlan, load_artifact
+from mtp_train.checkpoints.artifact import Artifact, load_artifact
 from mtp_train.checkpoints.export import LinkMode, with_fields, write_checkpoint, write_head_only
 from mtp_train.checkpoints.files import Checkpoint, is_gguf, left_out, open_checkpoint, read_json, unnamed_files
 from mtp_train.checkpoints.gguf.architectures import gguf_head_for
@@ -33,7 +33,7 @@ from mtp_train.checkpoints.locations import (
     open_location,
     refuse_adapter,
 )
-from mtp_train.checkpoints.native import exact_tensor, native_head_of, stored_tensor
+from mtp_train.checkpoints.native import Take, exact_tensor, native_head_of, stored_tensor
 from mtp_train.checkpoints.suggestions import (
     draft_model_flag,
     graft_command,
@@ -335,42 +335,31 @@ def export(
         written = export_gguf_head(source, out, progress)
         return ExportResult(out, source, file=written, spec_type="draft-mtp", notes=(_ONE_HEAD,))
     refuse_existing(out, what="the checkpoint" if gguf is None else "the GGUF file")
-    found = _head_to_export(source, progress)
+    # llama.cpp's converter reads FP8 and FP4 without rounding.
+    found = _head_to_export(source, progress, stored_tensor if gguf is None else exact_tensor)
+    trunk, head = found.trunk, found.head
     _require_sound(source, found, progress, head_only=head_only, alone=head_only or gguf is not None)
     if gguf is not None:
         return _write_gguf_file(source, found, out, gguf, progress)
     if head_only:
-        write_head_only(found.trunk, layout_of(found.trunk), found.plan.head, out)
-        return ExportResult(out, found.trunk.path, flag=draft_model_flag(str(out), found.num_depths))
-    notes = _write_with_trunk(source, found, out, "copy" if copy else "hard", progress)
-    return ExportResult(out, found.trunk.path, notes=notes)
-
-
-def _write_with_trunk(
-    source: Path, found: _HeadToExport, out: Path, link: LinkMode, progress: Progress
-) -> tuple[str, ...]:
-    """Write the trunk's checkpoint with the head in it, or a run's draft model; return what to tell about it."""
-    trunk, layout = found.trunk, layout_of(found.trunk)
-    if not isinstance(found.plan, Artifact):
-        write_checkpoint(trunk, layout, found.plan.head, out, link=link, progress=progress)
-        return left_out(unnamed_files(trunk, layout))
-    write_export(trunk, found.plan, out, adapter=found.adapter, link=link, progress=progress)
-    with removed_on_failure(out):
-        write_card(source, out)
-    return left_out(unnamed_files(trunk, layout)) if found.plan.family.kind == "mtp" else ()
+        write_head_only(trunk, layout_of(trunk), head.head, out)
+        return ExportResult(out, trunk.path, flag=draft_model_flag(str(out), head.num_depths))
+    write_export(trunk, head, out, adapter=found.adapter, link="copy" if copy else "hard", progress=progress)
+    if found.is_of_run:
+        with removed_on_failure(out):
+            write_card(source, out)
+    notes = left_out(unnamed_files(trunk, layout_of(trunk))) if head.family.kind == "mtp" else ()
+    return ExportResult(out, trunk.path, notes=notes)
 
 
 def _write_gguf_file(source: Path, found: _HeadToExport, out: Path, kind: GgufKind, progress: Progress) -> ExportResult:
     """Write ``mtp-NAME.gguf`` or ``eagle3-NAME.gguf``, named after the trunk, into a new directory."""
-    if found.plan.family.kind != "mtp":
+    if found.head.family.kind != "mtp":
         file = _write_draft_gguf(source, found, out, kind, progress)
         return ExportResult(out, found.trunk.path, file=file, spec_type="draft-eagle3")
     trunk, layout, config = found.trunk, layout_of(found.trunk), config_of(found.trunk)
-    head = found.plan.head
-    if not isinstance(found.plan, Artifact):
-        head = native_head_of(found.trunk, layout, layout, take=exact_tensor)
     record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))
-    tensors = gguf_tensors(trunk, layout, head, record, config)
+    tensors = gguf_tensors(trunk, layout, found.head.head, record, config)
     tokenizer = load_tokenizer(trunk, trust_remote_code=False)
     name = f"mtp-{checkpoint_name(trunk.path)}.gguf"
     with new_directory(out, what="the GGUF file") as directory:
@@ -388,8 +377,8 @@ def _write_gguf_file(source: Path, found: _HeadToExport, out: Path, kind: GgufKi
 
 
 def _write_draft_gguf(source: Path, found: _HeadToExport, out: Path, kind: GgufKind, progress: Progress) -> Path:
-    trunk, head = load_recipe(source / RECIPE_FILE).model.trunk, found.plan
-    if not isinstance(head, Artifact) or head.family.kind != "eagle3" or not is_gguf(trunk):
+    trunk, head = load_recipe(source / RECIPE_FILE).model.trunk, found.head
+    if head.family.kind != "eagle3" or not is_gguf(trunk):
         raise CheckpointError(
             f"{source}: a head of kind {head.family.kind} for {trunk}; expected an MTP head, or an EAGLE-3 head for "
             "a trunk that is a GGUF file. Export it without --gguf: it becomes a draft model, which llama.cpp's "
@@ -415,26 +404,21 @@ class _HeadToExport(NamedTuple):
     """A head and the checkpoint of its trunk."""
 
     trunk: Checkpoint
-    plan: HeadPlan
-    """The head; an artifact for the head of a run."""
+    head: Artifact
+    is_of_run: bool
     adapter: Path | None = None
     """The LoRA adapter that the run's trunk was trained with; None without one."""
 
-    @property
-    def num_depths(self) -> int:
-        """Drafts per round that the head was trained for, or that a command suggests."""
-        return self.plan.num_depths if isinstance(self.plan, Artifact) else SUGGESTED_DEPTH
 
-
-def _head_to_export(source: Path, progress: Progress) -> _HeadToExport:
-    """Return the head of a run that passed its gate, or of a checkpoint.
+def _head_to_export(source: Path, progress: Progress, take: Take) -> _HeadToExport:
+    """Return the head of a run that passed its gate, or of a checkpoint, whose tensors are read by ``take``.
 
     A run that fine-tuned its trunk has already exported it with the head that its gate chose: that checkpoint is read.
     """
     if not is_head_directory(source / HEAD):
         refuse_adapter(source, str(source))
         trunk = open_checkpoint(source)
-        return _HeadToExport(trunk, _own_head(trunk))
+        return _HeadToExport(trunk, _own_head(trunk, take), is_of_run=False)
     if not (source / REPORT_FILE).is_file():
         raise CheckpointError(
             f"{source}: its head has not been measured; expected a run that reached the gate. Run its recipe again: "
@@ -453,14 +437,14 @@ def _head_to_export(source: Path, progress: Progress) -> _HeadToExport:
         inputs[ADAPTER] = directory_files(adapter)
     # keeps=False: an export writes nothing to the run directory, which may belong to another user.
     require_same(source, inputs, progress, finished=True, keeps=False)
-    return _HeadToExport(trunk, load_artifact(source / HEAD), adapter)
+    return _HeadToExport(trunk, load_artifact(source / HEAD), True, adapter)
 
 
 def _require_sound(source: Path, found: _HeadToExport, progress: Progress, *, head_only: bool, alone: bool) -> None:
     """Check the weights, and for a head ``alone`` that it can be written without its trunk's checkpoint."""
-    if head_only and found.plan.family.kind != "mtp":
+    if head_only and found.head.family.kind != "mtp":
         raise CheckpointError(
-            f"{found.trunk.path}: its head is {found.plan.family.title}; expected an MTP head. Export it without "
+            f"{found.trunk.path}: its head is {found.head.family.title}; expected an MTP head. Export it without "
             "--head-only: it becomes a draft model, a directory of its own."
         )
     if alone and found.adapter is not None:
@@ -473,7 +457,7 @@ def _require_sound(source: Path, found: _HeadToExport, progress: Progress, *, he
     require_finite_checkpoint(found.trunk, progress)
 
 
-def _own_head(checkpoint: Checkpoint) -> HeadPlan:
+def _own_head(checkpoint: Checkpoint, take: Take) -> Artifact:
     diagnosis = diagnose_head(checkpoint)
     if not diagnosis.complete:
         raise CheckpointError(
@@ -481,7 +465,13 @@ def _own_head(checkpoint: Checkpoint) -> HeadPlan:
             "head. Use mtp-train graft to put the base's head back."
         )
     layout = layout_of(checkpoint)
-    template = native_head_of(checkpoint, layout, layout, take=stored_tensor)
+    head = native_head_of(checkpoint, layout, layout, take=take)
     declared = checkpoint.family.declaring(diagnosis.present_modules, checkpoint.config)
-    head = replace(template, config_fields={**template.config_fields, **declared})
-    return HeadPlan(layout, diagnosis.present_modules, "auto", head)
+    return Artifact(
+        layout=layout,
+        num_modules=diagnosis.present_modules,
+        num_depths=SUGGESTED_DEPTH,
+        convention="auto",
+        head=replace(head, config_fields={**head.config_fields, **declared}),
+        notes={},
+    )
