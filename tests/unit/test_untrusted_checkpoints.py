@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from byte_tokenizer import byte_tokenizer
-from checkpoints import save_with_head, set_fields, shard
+from checkpoints import save_with_head, set_fields
 from mtp_train.checkpoints.files import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
     INDEX_FILE,
     SINGLE_FILE,
-    Checkpoint,
     open_checkpoint,
     read_config,
     scan_safetensors,
@@ -268,43 +266,3 @@ def test_a_tokenizer_with_ids_beyond_the_embedding_is_refused(checkpoint: Path) 
 
 
 # Large files
-
-
-def test_a_shard_larger_than_the_memory_is_neither_mapped_nor_read_whole(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The shard declares 40 GiB and is sparse on disk; its blocks are replaced by empty ones, which are counted."""
-    rows, width = 5 << 20, 4 << 10
-    key = "model.visual.table.weight"
-    header = json.dumps({key: entry("BF16", [rows, width], [0, 2 * rows * width])}).encode()
-    shard(checkpoint)
-    file = checkpoint / "model-00004-of-00003.safetensors"
-    write_header(file, header)
-    with file.open("r+b") as handle:
-        handle.truncate(8 + len(header) + 2 * rows * width)
-    index = json.loads((checkpoint / INDEX_FILE).read_text())
-    index["weight_map"][key] = file.name
-    (checkpoint / INDEX_FILE).write_text(json.dumps(index))
-    assert file.stat().st_blocks * 512 < 1 << 20
-
-    read_rows, blocks = Checkpoint.read_rows, []
-
-    def counted(self: Checkpoint, name: str, first: int, stop: int) -> torch.Tensor:
-        if name != key:
-            return read_rows(self, name, first, stop)
-        blocks.append(2 * width * (stop - first))
-        return torch.empty(0)
-
-    monkeypatch.setattr(Checkpoint, "read_rows", counted)
-    assert inspect(checkpoint).head.complete
-    assert sum(blocks) == 40 << 30
-    assert max(blocks) <= 8 << 20
-    assert not _is_mapped(file)
-    opened = open_checkpoint(checkpoint)
-    monkeypatch.undo()
-    assert not opened.read_rows(key, rows - 1, rows).any()
-
-
-def _is_mapped(file: Path) -> bool:
-    maps = Path("/proc/self/maps")
-    return maps.exists() and str(file) in maps.read_text()

@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,22 +62,6 @@ def test_any_shape_and_stride_is_written(value: Tensor, tmp_path: Path) -> None:
     loaded = load_file(tmp_path / "one.safetensors")["it"]
     assert loaded.shape == value.shape
     assert torch.equal(loaded, value)
-
-
-def test_one_tensor_is_loaded_at_a_time(tmp_path: Path) -> None:
-    written: list[int] = []
-
-    def loader(number: int) -> Callable[[], list[Tensor]]:
-        def load() -> list[Tensor]:
-            written.append((tmp_path / "two.safetensors").stat().st_size)
-            return [torch.full((1 << 16,), float(number))]
-
-        return load
-
-    write_safetensors(
-        tmp_path / "two.safetensors", [PendingTensor(str(index), "F32", (1 << 16,), loader(index)) for index in (0, 1)]
-    )
-    assert written[1] - written[0] >= 4 << 16, "the first tensor was on its way before the second was asked for"
 
 
 def test_a_tensor_of_another_shape_than_announced_is_refused(tmp_path: Path) -> None:
