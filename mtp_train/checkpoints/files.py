@@ -240,8 +240,8 @@ def validated(model: type[_Model], content: Mapping[str, Any], file: Path, hint:
             fits = False
         if not fits:
             found = "missing" if value is MISSING else f"{value!r:.60}"
-            between = f" from {least} to {most}" if "bounds" in one.metadata else ""
-            raise CheckpointError(f"{file}: {prefix}{one.name} is {found}; expected {one.type}{between}. {hint}")
+            bounds = ("" if least == -math.inf else f" from {least}") + ("" if most == math.inf else f" up to {most}")
+            raise CheckpointError(f"{file}: {prefix}{one.name} is {found}; expected {one.type}{bounds}. {hint}")
     return model(**values)
 
 
@@ -398,7 +398,7 @@ class _SectionFields(_TokenFields):
     hidden_size: int | None = bounded(1, math.inf, None)
     # Building a model with more blocks would not end.
     num_hidden_layers: int | None = bounded(-math.inf, _MAX_BLOCKS, None)
-    depth: Any = bounded(-math.inf, _MAX_BLOCKS, None)
+    depth: int | list[int] | None = bounded(-math.inf, _MAX_BLOCKS, None)
 
 
 @dataclass(frozen=True)

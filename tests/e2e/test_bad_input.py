@@ -129,7 +129,7 @@ CASES = [
 DAMAGES |= {
     "config": Damage(
         lambda inputs: set_fields(inputs / "finetune", {"num_hidden_layers": 10**9}),
-        "num_hidden_layers is 1000000000; expected a number up to 1000",
+        "num_hidden_layers is 1000000000; expected int . None up to 1000",
     ),
     "failing template": Damage(
         lambda inputs: (inputs / "finetune" / "chat_template.jinja").write_text("{{ 1 / 0 }}"),
