@@ -161,7 +161,7 @@ FIELDS: list[tuple[str, object, str]] = [
     (
         "vision_config",
         {"depth": 10**9},
-        "vision_config.depth is 1000000000; expected int . list.int. . None up to 1000",
+        "vision_config.depth is 1000000000; expected int",
     ),
     ("quantization_config", [1], r"quantization_config is \[1\]; expected an object"),
     ("rope_parameters", 3, "rope_parameters is 3; expected dict"),
