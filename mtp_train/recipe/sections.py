@@ -192,7 +192,7 @@ class HeadSection(RecipeSection):
     draft_vocab: Count | None = None
     """Size of the draft vocabulary: this number of the most frequent tokens of the training text; null drafts from all
     tokens. A smaller output matrix drafts faster and misses rare tokens. The built-in decoder uses it for every kind,
-    engines for `eagle3` only: they draft from all tokens with the other kinds."""
+    engines for `eagle3` only, where p and q of the loss are over these tokens too."""
 
     def contradictions(self) -> Iterator[str]:
         if self.kind != "mtp" and self.init not in ("random", "graft"):
@@ -376,8 +376,6 @@ class ObjectiveSection(RecipeSection):
     """The teacher-forced rollout over the depths. `exact`: attention and positions as in decoding. `fastmtp`: a query
     attends only to keys of its own depth, and positions do not advance with the depth; for heads with one MTP module,
     and for comparison."""
-    vocab: Literal["all", "draft"] = "all"
-    """The tokens over which p and q are computed: all, or the `head.draft_vocab` most frequent ones."""
 
     def contradictions(self) -> Iterator[str]:
         if self.temperature != 1.0 and not find_loss(self.loss).distils:
