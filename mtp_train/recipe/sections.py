@@ -567,14 +567,6 @@ class StudySection(RecipeSection):
     objectives: NonEmpty[Objective] = ("kl", "ce")
     """The losses to retrain heads with, see `objective.loss`. Each is an arm, such as `retrained-kl`. The verdict is on
     the first; the others are compared with it."""
-    suite: Text | None = None
-    """A prompt suite, as in `mtp-train evaluate --suite`, without the prompts that heads are trained on; null takes the
-    held-out prompts of `data.sources`."""
-    prompts_per_task: Count = 8
-    """Number of prompts of each task of the suite."""
-    vanilla_sources: tuple[Text, ...] = ()
-    """Sources (as in `data.sources[].path`) of text that `model.head_from` was made for. The vanilla level is then
-    measured on `evaluate.prompts` of their prompts; if empty, on the prompts of all arms."""
     temperatures: NonEmpty[NonNegative] = (0.0, 1.0)
     """Sampling temperatures; 0 is greedy."""
     rules: NonEmpty[Literal["greedy", "argmax", "sampled"]] = ("greedy", "sampled")
