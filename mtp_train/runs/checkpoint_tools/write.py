@@ -325,10 +325,9 @@ def export(
         Wrote my-27b-head/mtp-my-27b.gguf. Serve it: llama-server ...
     """
     source, out, progress = Path(source), Path(out), progress or quiet_progress()
-    if head_only and gguf is not None:
-        raise MtpError("--head-only and --gguf: given together; expected one of them. Leave the other out.")
-    if gguf is not None and copy:
-        raise MtpError("--copy: given with --gguf, which links no files; expected one of them. Leave --copy out.")
+    if gguf is not None and (head_only or copy):
+        other = "--head-only" if head_only else "--copy"
+        raise MtpError(f"{other}: given with --gguf, which writes the head alone; expected one of them. Leave it out.")
     if is_gguf(source):
         if not head_only:
             raise MtpError(f"{source}: a GGUF file; expected --head-only, which takes its head out. Add it.")
