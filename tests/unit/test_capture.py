@@ -25,6 +25,7 @@ from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.capture import RoundOutcome, Rounds, round_up
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
 from mtp_inference.drafters.other_drafters import ModelDrafter, ModelDrafting, NgramDrafting
+from mtp_inference.sampling import distributions
 from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts
 from mtp_train.trunk.load import Trunk
 from recorded_graph import DEFAULT_STREAM, RecordedDevice, RecordedGraph, stand_in
@@ -55,6 +56,7 @@ def graphs(recorded: RecordedDevice) -> list[RecordedGraph]:
 def as_on_a_gpu(graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
     """Make decoders go the way they go on a GPU, with smaller steps; return the graphs they make."""
     monkeypatch.setattr(SpeculativeDecoder, "_on_gpu", True)
+    monkeypatch.setattr(distributions, "reads_values", lambda _device: False)
     for module, step in (("capture", "FINE_STEP"), ("capture", "COARSE_STEP"), ("decoder", "GPU_CAPACITY_STEP")):
         monkeypatch.setattr(getattr(mtp_inference, module), step, 32)
     return graphs
