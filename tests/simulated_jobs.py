@@ -161,7 +161,7 @@ def texts(trunk: Trunk, drafting: HeadDrafting | NgramDrafting, sampled_drafts: 
     ]
     sampling = "sampled" if sampled_drafts else "argmax"
     decoder = SpeculativeDecoder(trunk, drafting, 3, (), draft_sampling=sampling, max_batch=4)
-    return [list(result.token_ids) for result in decoder.decode(requests)]
+    return [list(result.token_ids) for result in decoder.generate(requests)]
 
 
 def decoded(device: torch.device, kinds: list[str]) -> dict[str, Any]:

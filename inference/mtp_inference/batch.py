@@ -132,10 +132,6 @@ class Batch(RowState):
         self.length_B.zero_()
         self.chooser.set_rows(slice(None), [Sampling()] * self.cache.num_rows)
 
-    def release(self, row: int) -> None:
-        self.active_B[row] = False
-        self.length_B[row] = 0
-
     @contextmanager
     def in_round(self) -> Iterator[None]:
         """Choose the precision and the products of a round."""

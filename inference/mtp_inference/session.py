@@ -65,10 +65,6 @@ class Lane:
         """Number of new tokens until the limit, an upper bound on the host."""
         return self.request.max_new_tokens - len(self.tokens)
 
-    @property
-    def met_stop_string(self) -> bool:
-        return self.text_stream is not None and self.text_stream.stopped
-
     def extend(self, tokens: Sequence[int]) -> Chunk:
         """Add committed tokens up to the end of the text; return them, and the result if the text has ended."""
         added: list[int] = []
@@ -78,7 +74,7 @@ class Lane:
             self.tokens.append(token)
             if self.text_stream is not None:
                 text += self.text_stream.push(token)
-            self.is_done = token in self.stops or self.tokens_left <= 0 or self.met_stop_string
+            self.is_done = token in self.stops or self.tokens_left <= 0
             if self.is_done:
                 break
         if self.is_done and self.text_stream is not None:
@@ -87,11 +83,10 @@ class Lane:
         return Chunk(index=self.index, token_ids=tuple(added), text=text, result=result)
 
     def _result(self) -> GenerationResult:
-        by_stop = self.tokens[-1] in self.stops or self.met_stop_string
         return GenerationResult(
             token_ids=tuple(self.tokens),
             text=self.text_stream.text if self.text_stream is not None else "",
-            finish_reason="stop" if by_stop else "length",
+            finish_reason="stop" if self.tokens[-1] in self.stops else "length",
             depth=self.depth,
             round_log=tuple(self.rounds),
             seconds_prefill=self.seconds_prefill,
@@ -291,7 +286,4 @@ class Session:
         chunk = lane.extend(tokens)
         if lane.is_done:
             del self.lanes[lane.row]
-            # The device checks stop tokens and limits, but not stop strings.
-            if lane.met_stop_string:
-                self.batch.release(lane.row)
         return chunk

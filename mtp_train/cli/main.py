@@ -397,7 +397,6 @@ def _add_generate(add: Callable[..., Any]) -> None:
     add("--top-p", type=float, default=1.0, metavar="P", help="1 is off")
     add("--min-p", type=float, default=0.0, metavar="P", help="0 is off")
     add("--seed", type=int, default=0, metavar="S", help="of the first prompt; prompt i has S + i")
-    add("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
     chooses = "how drafts are chosen above temperature 0; sampled drafts are accepted more often"
     add("--draft-sampling", choices=("argmax", "sampled"), default="sampled", help=chooses)
 

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.progress import Progress
 
-from mtp_inference import MAX_DEPTH, GenerationResult, Request, Sampling, SpeculativeDecoder
+from mtp_inference import MAX_DEPTH, GenerationResult, Sampling, SpeculativeDecoder
 from mtp_inference.opening import OWN, OpenModel, open_model, prompt_tokens, refuse_images
 from mtp_inference.requests import MtpMode
 from mtp_inference.sampling.chooser import DraftSampling
@@ -102,7 +102,6 @@ def generate(
     depth: int = 3,
     mtp: MtpMode = "on",
     sampling: Sampling | None = None,
-    stop: Sequence[str] = (),
     draft_sampling: DraftSampling = "sampled",
     on_text: Callable[[str], None] | None = None,
     progress: Progress | None = None,
@@ -122,7 +121,6 @@ def generate(
         depth: Draft tokens per round, 0 to 7; 0 is plain decoding.
         mtp: ``"on"`` drafts ``depth`` tokens every round, ``"off"`` none, ``"auto"`` as many as pay, up to ``depth``.
         sampling: Temperature, top-k, top-p, min-p and seed; None is greedy. Prompt i has seed + i.
-        stop: Strings that end the text; it is cut before them.
         draft_sampling: ``"argmax"`` or ``"sampled"`` drafts above temperature 0; sampled ones are accepted more often.
         on_text: Called with the text of a single prompt piece by piece, as it becomes certain; not for several.
         progress: A started rich progress bar; None shows nothing.
@@ -146,7 +144,6 @@ def generate(
         depth=depth,
         mtp=mtp,
         sampling=sampling or Sampling(),
-        stop=tuple(stop),
         draft_sampling=draft_sampling,
     )
     return _decode(options, on_text, progress or quiet_progress())
@@ -166,7 +163,6 @@ class _Options:
     depth: int
     mtp: MtpMode
     sampling: Sampling
-    stop: tuple[str, ...]
     draft_sampling: DraftSampling
 
     def __post_init__(self) -> None:
@@ -182,16 +178,7 @@ class _Options:
     def settings(self) -> dict[str, Any]:
         given = asdict(self)
         del given["prompts"], given["sampling"]
-        return {**given, **asdict(self.sampling), "stop": list(self.stop)}
-
-    def request(self, number: int, prompt_ids: Sequence[int]) -> Request:
-        return Request(
-            prompt_ids=prompt_ids,
-            max_new_tokens=self.max_new_tokens,
-            sampling=replace(self.sampling, seed=self.sampling.seed + number),
-            mtp=self.mtp,
-            stop=self.stop,
-        )
+        return {**given, **asdict(self.sampling)}
 
 
 def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: Progress) -> GenerateResult:
@@ -216,10 +203,9 @@ def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: 
     decoder = SpeculativeDecoder.from_open_model(
         model, tokenizer, depth=depth, device=device, draft_sampling=options.draft_sampling
     )
-    requests = [options.request(number, prompt_ids) for number, prompt_ids in enumerate(prompts)]
     results: dict[int, GenerationResult] = {}
-    for chunk in decoder.decode_chunks(requests):
-        if on_text is not None and chunk.text and len(requests) == 1:
+    for chunk in decoder.stream(prompts, options.max_new_tokens, sampling=options.sampling, mtp=options.mtp):
+        if on_text is not None and chunk.text and len(prompts) == 1:
             on_text(chunk.text)
         if chunk.result is not None:
             results[chunk.index] = chunk.result

@@ -177,7 +177,7 @@ def answer_by_decoder(
             )
             for question in questions
         ]
-        return [list(result.token_ids) for result in decoder.decode(requests)]
+        return [list(result.token_ids) for result in decoder.generate(requests)]
 
     regenerate(
         prompts,

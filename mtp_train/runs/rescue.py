@@ -301,7 +301,7 @@ def _better_wiring(recipe: Recipe, donor: str, out: Path, console: Console) -> s
         if not isinstance(drafting, HeadDrafting):
             return None
         plain = SpeculativeDecoder(trunk, None, 0, eos_token_ids(model.checkpoint, tokenizer))
-        found = plain.decode([prompt.prompt_ids for prompt in prompts], WIRING_TOKENS)
+        found = plain.generate([prompt.prompt_ids for prompt in prompts], WIRING_TOKENS)
         texts = own_text(prompts, [tuple(one.token_ids) for one in found], recipe.data.seq_len_tokens)
         wiring = better_wiring(trunk, drafting, texts, min(2, model.deepest), progress)
     with full_disk_is_named(out, what="the probe"):

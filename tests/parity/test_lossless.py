@@ -82,7 +82,7 @@ def test_no_drafter_changes_the_text_at_any_depth(kind: str, drafter: str) -> No
             for row, depth in enumerate(depths)
         ]
         decoder = SpeculativeDecoder(trunk, drafting(drafter, trunk, texts), max(depths), ())
-        for request, result in zip(requests, decoder.decode(requests), strict=True):
+        for request, result in zip(requests, decoder.generate(requests), strict=True):
             assert len(result.token_ids) == NEW_TOKENS
             assert_plain(result.token_ids, request.prompt_ids, trunk, texts)
             if drafter == "always_right":
@@ -99,7 +99,7 @@ def test_rows_that_change_hands_keep_nothing_of_the_text_before(kind: str) -> No
     shapes = [(2, 13, 4), (0, 24, 2), (1, 5, 0), (1, 24, 4), (2, 1, 3), (0, 9, 1)]
     requests = [Request(prompt_ids=PROMPTS[which], max_new_tokens=new, depth=k) for which, new, k in shapes]
     for _ in range(2):
-        for request, result in zip(requests, decoder.decode(requests), strict=True):
+        for request, result in zip(requests, decoder.generate(requests), strict=True):
             assert len(result.token_ids) == request.max_new_tokens
             assert_plain(result.token_ids, request.prompt_ids, trunk, texts)
             assert result.num_draft_tokens == result.rounds * (request.depth or 0)

@@ -54,10 +54,10 @@ def compared(
     trunk: Trunk, drafting: Drafting, prompts: Sequence[Sequence[int]], fault: Callable[[pytest.MonkeyPatch], None]
 ) -> list[Comparison]:
     """Compare texts decoded with a fault with the texts of correct plain decoding."""
-    plain = SpeculativeDecoder(trunk, None, 0, ()).decode(prompts, NEW_TOKENS)
+    plain = SpeculativeDecoder(trunk, None, 0, ()).generate(prompts, NEW_TOKENS)
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
-        drafted = SpeculativeDecoder(trunk, drafting, 3, ()).decode(prompts, NEW_TOKENS)
+        drafted = SpeculativeDecoder(trunk, drafting, 3, ()).generate(prompts, NEW_TOKENS)
         return [
             compare(one.token_ids, other.token_ids, trunk, prompt, rounds=one.round_log)
             for one, other, prompt in zip(drafted, plain, prompts, strict=True)
@@ -185,9 +185,9 @@ def test_rounding_every_product_of_the_convolution_parts_texts(monkeypatch: pyte
         taps_BCTW = inputs_BCN.unfold(2, weight_CW.shape[-1], 1)
         return torch.nn.functional.silu((taps_BCTW * weight_CW[:, None]).sum(-1))
 
-    plain = SpeculativeDecoder(trunk, None, 0, (), max_batch=1).decode(PROMPTS, NEW_TOKENS)
+    plain = SpeculativeDecoder(trunk, None, 0, (), max_batch=1).generate(PROMPTS, NEW_TOKENS)
     monkeypatch.setattr(mtp_inference.cache.recurrent, "window_conv", rounded_products)
-    other = SpeculativeDecoder(trunk, None, 0, (), max_batch=1).decode(PROMPTS, NEW_TOKENS)
+    other = SpeculativeDecoder(trunk, None, 0, (), max_batch=1).generate(PROMPTS, NEW_TOKENS)
     parted = sum(one.token_ids != two.token_ids for one, two in zip(plain, other, strict=True))
     assert parted > len(PROMPTS) / 4
 

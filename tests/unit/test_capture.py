@@ -98,7 +98,7 @@ def decoded(
     """Decode on two rows, so that rows are filled again."""
     return SpeculativeDecoder(
         trunk, drafting, depth, (), draft_sampling="sampled", max_batch=2, captures=captures
-    ).decode(requests)
+    ).generate(requests)
 
 
 def assert_replays_as_it_runs(
@@ -108,7 +108,7 @@ def assert_replays_as_it_runs(
     eager = decoded(trunk, drafting, requests, captures=False)
     assert graphs == []
     decoder = SpeculativeDecoder(trunk, drafting, 3, (), draft_sampling="sampled", max_batch=2)
-    replayed = decoder.decode(requests)
+    replayed = decoder.generate(requests)
     assert counts(replayed) == counts(eager)
     assert sum(graph.num_replays for graph in graphs) >= 8
     assert decoder.captured_rounds == len(graphs)
@@ -238,7 +238,7 @@ def test_a_capture_that_fails_leaves_a_process_that_goes_on_without_capturing(
     decoder = SpeculativeDecoder(trunk, FaultyDrafting(trunk, "item"), 3, ())
     # The reason, and not that ending the capture failed too.
     with pytest.warns(UserWarning, match=r"cannot be captured \(item: not permitted"):
-        decoder.decode(requests)
+        decoder.generate(requests)
     assert recorded.stream == DEFAULT_STREAM
     assert decoder.captured_rounds == 0
     with pytest.raises(RuntimeError, match="INTERNAL ASSERT"):
@@ -252,12 +252,12 @@ def test_a_capture_that_fails_leaves_a_process_that_goes_on_without_capturing(
 
 def test_captured_rounds_are_counted_over_all_batches_of_a_decoder(as_on_a_gpu: list[RecordedGraph]) -> None:
     decoder = SpeculativeDecoder(trunk_of("qwen3_5"), None, 0, ())
-    decoder.decode([prompt(5)], 6)
+    decoder.generate([prompt(5)], 6)
     first = len(as_on_a_gpu)
     assert decoder.captured_rounds == first > 0
     # Other needs: another batch, whose rounds are captured anew, into memory of their own.
     as_on_a_gpu.clear()
-    decoder.decode([prompt(5), prompt(6)], 6)
+    decoder.generate([prompt(5), prompt(6)], 6)
     assert decoder.captured_rounds == first + len(as_on_a_gpu) > first
 
 

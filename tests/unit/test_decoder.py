@@ -57,8 +57,8 @@ def scripted(trunk: Trunk, texts: Texts) -> Decode:
         decoder = SpeculativeDecoder(trunk, ScriptedDrafting(texts, num_right), 3, ())
         request = Request(prompt_ids=PROMPT, max_new_tokens=max_new_tokens, stop_token_ids=frozenset(eos_ids))
         longer = Request(prompt_ids=OTHER_PROMPT, max_new_tokens=20)
-        result, _ = decoder.decode([request, longer])
-        (alone,) = decoder.decode([request])
+        result, _ = decoder.generate([request, longer])
+        (alone,) = decoder.generate([request])
         assert (result.token_ids, counts(result)) == (alone.token_ids, counts(alone))
         return result
 
@@ -95,7 +95,7 @@ def test_eos_inside_a_draft_ends_the_text_and_not_the_counts(scripted: Decode, p
 def test_the_decoders_eos_ends_texts_as_a_requests_does(trunk: Trunk, plain: list[int]) -> None:
     request = Request(prompt_ids=PROMPT, max_new_tokens=20, stop_token_ids=frozenset([plain[9]]))
     for eos, length in ((plain[5], 6), (plain[22], 10)):
-        (result,) = SpeculativeDecoder(trunk, None, 0, [eos]).decode([request])
+        (result,) = SpeculativeDecoder(trunk, None, 0, [eos]).generate([request])
         assert list(result.token_ids) == plain[:length]
 
 
@@ -103,7 +103,7 @@ def test_the_decoders_eos_ends_texts_as_a_requests_does(trunk: Trunk, plain: lis
 def test_plain_decoding_drafts_nothing(with_head: bool, depth: int, mtp: str) -> None:
     trunk = tiny_trunk("qwen3_5")
     decoder = SpeculativeDecoder(trunk, tiny_head(trunk) if with_head else None, depth, ())
-    (result,) = decoder.decode([Request(prompt_ids=PROMPT, max_new_tokens=8, mtp=mtp)])
+    (result,) = decoder.generate([Request(prompt_ids=PROMPT, max_new_tokens=8, mtp=mtp)])
     assert list(result.token_ids) == plain_greedy(trunk, PROMPT, 8, ())
     assert counts(result) == (7, 0, ())
 
@@ -155,7 +155,7 @@ def test_a_controller_may_let_the_head_rest_and_ask_again(
     head = head_of(trunk, unroll_kind, 3)
     script = ScriptedDrafting(texts, [0], HeadDrafting(head))
     request = Request(prompt_ids=PROMPT, max_new_tokens=47, mtp="auto")
-    (result,) = SpeculativeDecoder(trunk, script, 3, ()).decode([request])
+    (result,) = SpeculativeDecoder(trunk, script, 3, ()).generate([request])
     assert list(result.token_ids) == plain[:47]
     assert counts(result) == (46, 7, (0, 0, 0))
     with torch.inference_mode():
@@ -204,7 +204,7 @@ def test_a_stale_row_in_the_heads_cache_shows(unroll_kind: Unroll) -> None:
 def test_a_fp32_head_drafts_for_a_bf16_trunk() -> None:
     trunk = tiny_trunk("qwen3_5")
     head = tiny_head(trunk)
-    (result,) = SpeculativeDecoder(trunk.bfloat16(), head, 3, ()).decode([PROMPT], max_new_tokens=8)
+    (result,) = SpeculativeDecoder(trunk.bfloat16(), head, 3, ()).generate([PROMPT], max_new_tokens=8)
     assert len(result.token_ids) == 8
     assert next(head.parameters()).dtype == torch.float32
 
@@ -228,9 +228,9 @@ def test_compare_tells_a_tie_from_a_divergence() -> None:
 
 def test_a_call_that_another_one_overtook_says_so(trunk: Trunk, plain: list[int]) -> None:
     decoder = SpeculativeDecoder(trunk, None, 0, ())
-    overtaken = decoder.decode_chunks([Request(prompt_ids=PROMPT, max_new_tokens=8)])
+    overtaken = decoder.stream([Request(prompt_ids=PROMPT, max_new_tokens=8)])
     next(overtaken)
-    (result,) = decoder.decode([PROMPT], max_new_tokens=8)
+    (result,) = decoder.generate([PROMPT], max_new_tokens=8)
     assert list(result.token_ids) == plain[:8]
     with pytest.raises(MtpError, match="another call of this decoder began"):
         next(overtaken)

@@ -85,9 +85,9 @@ def test_decoding_is_lossless_and_drafts_the_same(family_name: str, tmp_path: Pa
     trunk, prompt = tiny_trunk(family_name), random_prompt(11)
     head = tiny_head(trunk)
     plain = plain_greedy(trunk, prompt, 16, ())
-    (expected,) = SpeculativeDecoder(trunk, HeadDrafting(head), 2, ()).decode([prompt], 16)
+    (expected,) = SpeculativeDecoder(trunk, HeadDrafting(head), 2, ()).generate([prompt], 16)
     offloaded(trunk, "disk", tmp_path)
-    (found,) = SpeculativeDecoder(trunk, HeadDrafting(head), 2, ()).decode([prompt], 16)
+    (found,) = SpeculativeDecoder(trunk, HeadDrafting(head), 2, ()).generate([prompt], 16)
     assert (found.token_ids, found.accepted_per_pos) == (expected.token_ids, expected.accepted_per_pos)
     assert compare(found.token_ids, plain, trunk, prompt).verdict == "identical"
 

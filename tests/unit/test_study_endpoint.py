@@ -100,7 +100,7 @@ def in_process(
             continue
         question = Answering(max_new_tokens=NEW_TOKENS, seed=SEED).ask(prompt)
         sampling = Sampling(temperature=temperature, seed=question.seed)
-        (result,) = decoder.decode(
+        (result,) = decoder.generate(
             [Request(prompt_ids=prompt.prompt_ids, max_new_tokens=NEW_TOKENS, sampling=sampling)]
         )
         counts.append(record_of(prompt, result).counts(DEPTH))

@@ -96,14 +96,14 @@ def test_a_broken_off_study_goes_on(
 ) -> None:
     whole, _ = block(trunk, drafting, tmp_path / "whole", 0.0)
     left = iter(range(3))
-    stock = SpeculativeDecoder.decode_chunks
+    stock = SpeculativeDecoder.stream
 
     def breaking(*args: Any) -> Any:
         if next(left, None) is None:
             raise KeyboardInterrupt
         return stock(*args)
 
-    monkeypatch.setattr(SpeculativeDecoder, "decode_chunks", breaking)
+    monkeypatch.setattr(SpeculativeDecoder, "stream", breaking)
     out = tmp_path / "broken"
     with pytest.raises(KeyboardInterrupt):
         block(trunk, drafting, out, 0.0)

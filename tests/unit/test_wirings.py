@@ -35,7 +35,7 @@ def demo() -> tuple[Trunk, Callable[[], HeadDrafting], list[Document]]:
         Prompt(str(number), str(number), tuple(tokenizer(json.loads(line)["text"])["input_ids"][:48]))
         for number, line in enumerate(lines)
     ]
-    plain = SpeculativeDecoder(trunk, None, 0, frozenset()).decode([one.prompt_ids for one in prompts], 24)
+    plain = SpeculativeDecoder(trunk, None, 0, frozenset()).generate([one.prompt_ids for one in prompts], 24)
     texts = own_text(prompts, [tuple(one.token_ids) for one in plain], 1 << 12)
 
     def head() -> HeadDrafting:

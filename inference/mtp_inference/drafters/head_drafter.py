@@ -311,7 +311,7 @@ class HeadDrafting(Drafting):
         >>> loaded = SpeculativeDecoder.from_pretrained("demo:base", device="cpu")
         >>> drafting = HeadDrafting(loaded.drafting.head, draft_vocab_R=torch.arange(100))
         >>> decoder = SpeculativeDecoder(loaded.trunk, drafting, depth=2, eos_ids=())
-        >>> decoder.decode([[4, 5, 6]], max_new_tokens=8)[0].num_drafts > 0
+        >>> decoder.generate([[4, 5, 6]], max_new_tokens=8)[0].num_drafts > 0
         True
     """
 

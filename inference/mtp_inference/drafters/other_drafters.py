@@ -34,7 +34,7 @@ class ModelDrafting(Drafting):
         >>> model = SpeculativeDecoder.from_pretrained("demo:base", depth=0, device="cpu").trunk
         >>> target = SpeculativeDecoder.from_pretrained("demo:finetune", depth=0, device="cpu").trunk
         >>> decoder = SpeculativeDecoder(target, ModelDrafting(model), depth=2, eos_ids=())
-        >>> decoder.decode([[4, 5, 6]], max_new_tokens=8)[0].num_drafts > 0
+        >>> decoder.generate([[4, 5, 6]], max_new_tokens=8)[0].num_drafts > 0
         True
     """
 
@@ -121,7 +121,7 @@ class NgramDrafting(Drafting):
         >>> from mtp_inference import NgramDrafting, SpeculativeDecoder
         >>> target = SpeculativeDecoder.from_pretrained("demo:base", depth=0, device="cpu").trunk
         >>> decoder = SpeculativeDecoder(target, NgramDrafting(), depth=3, eos_ids=())
-        >>> decoder.decode([[4, 5, 4]], max_new_tokens=8)[0].num_drafts > 0
+        >>> decoder.generate([[4, 5, 4]], max_new_tokens=8)[0].num_drafts > 0
         True
     """
 

@@ -43,6 +43,11 @@ _MIX_1 = 0xBF58_476D_1CE4_E5B9 - 2**64
 _MIX_2 = 0x94D0_49BB_1331_11EB - 2**64
 
 
+def _require(is_right: bool, complaint: str) -> None:
+    if not is_right:
+        raise MtpError(f"sampling.{complaint}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """Sampling settings of one request. The default is greedy.
@@ -83,6 +88,9 @@ class Sampling:
             isinstance(self.seed, int) and 0 <= self.seed < 2**63,
             f"seed: {self.seed}; expected a whole number from 0 to 2**63 - 1. Use 0 where any will do.",
         )
+
+
+GREEDY = Sampling()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -185,11 +193,6 @@ def draw(p_BTV: Tensor, u_BT: Tensor) -> Tensor:
     p_BTNS = in_blocks(p_BTV)
     sums_BTN = p_BTNS.sum(-1)
     return first_over(p_BTNS, sums_BTN, u_BT[..., None] * sums_BTN.sum(-1, keepdim=True))[..., 0]
-
-
-def _require(is_right: bool, complaint: str) -> None:
-    if not is_right:
-        raise MtpError(f"sampling.{complaint}")
 
 
 def _one_hot(token_BT1: Tensor, like_BTV: Tensor) -> Tensor:
