@@ -11,7 +11,6 @@ from transformers import PretrainedConfig
 from mtp_train.families.drafts.llama import in_sglang, in_vllm
 from mtp_train.families.engines import (
     EngineSupport,
-    choose_convention,
     complete,
     engine_commands,
     engine_table,
@@ -31,9 +30,9 @@ from mtp_train.families.spec import (
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantConvention:
-    """One engine's positions for an external drafter. All drafted tokens of a round have the same position.
+    """Positions of an external drafter, as in transformers. All drafted tokens of a round have the same position.
 
-    In all engines the drafter attends to the trunk's keys up to position t, the last token that the trunk has read.
+    The drafter attends to the trunk's keys up to position t, the last token that the trunk has read.
     """
 
     position_offset: int
@@ -55,8 +54,7 @@ class Assistant:
     """Record of the trunks that it drafts for, without a head."""
     trunk_hidden_size: str
     """Field of the config with the hidden size of its trunk."""
-    default: AssistantConvention
-    conventions: Mapping[str, AssistantConvention]
+    convention: AssistantConvention
     support: Mapping[str, EngineSupport]
     """Like ``Engines.support`` of a family. In commands ``{path}`` is the assistant and TRUNK its trunk."""
     refusals: Callable[[RawConfig], Mapping[str, str]] = lambda config: {}
@@ -68,10 +66,6 @@ class Assistant:
     def engines(self) -> dict[str, EngineSupport]:
         """Every engine with its support for the assistant."""
         return complete(self.support)
-
-    def convention(self, name: str) -> AssistantConvention:
-        """Return the positions for ``auto`` (transformers', written by the model's authors) or for an engine."""
-        return choose_convention(name, self.default, self.conventions, title=f"a {self.title}")
 
     def commands(self, config: RawConfig, path: str, depth: int) -> dict[str, str]:
         """Return, per engine, the command that serves a trunk with this drafter, or why there is none."""
@@ -113,7 +107,6 @@ _GEMMA4_TRUNK = Family(
     trunk=TrunkTraits(masks_by_layer_type=True),
     engines=engine_table(vllm=_NO_HEAD, sglang=_NO_HEAD, llama_cpp=_NO_HEAD, transformers=_NO_HEAD),
 )
-_AS_TRANSFORMERS = AssistantConvention(position_offset=1, more_sliding_keys=1)
 GEMMA4_ASSISTANT = Assistant(
     name="gemma4_assistant",
     title="Gemma 4 assistant",
@@ -134,11 +127,7 @@ GEMMA4_ASSISTANT = Assistant(
             "release 5.23.0 fails to build its own class for it, 5.19 builds it",
         ),
     ),
-    default=_AS_TRANSFORMERS,
-    conventions={
-        "vllm": AssistantConvention(position_offset=0, more_sliding_keys=0),
-        "llama.cpp": AssistantConvention(position_offset=1, more_sliding_keys=-1),
-    },
+    convention=AssistantConvention(position_offset=1, more_sliding_keys=1),
     refusals=_refusals,
     building=_all_layers_share,
 )

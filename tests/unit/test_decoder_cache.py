@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import FalconH1Config
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from mtp_inference.cache.delta import MAX_WINDOW, gated_delta_token, gated_delta_window
+from mtp_inference.cache.delta import MAX_WINDOW, delta_token, delta_window
 from mtp_inference.cache.model_cache import AttentionStore, WindowCache
 from mtp_inference.cache.recurrent import undecided_states, window_conv
 from mtp_inference.cache.window import Window, attending_in_windows
@@ -71,7 +71,7 @@ def check_window(inputs: Inputs, normalise: bool = True, one_off: int = 0) -> No
     num_tokens = inputs["value"].shape[1]
     outputs = [stock(inputs, kept, normalise) for kept in range(1, num_tokens + 1)]
     states = [inputs["initial_state"], *(state for _, state in outputs)]
-    output, window = gated_delta_window(**inputs, use_qk_l2norm_in_kernel=normalise)
+    output, window = delta_window(**inputs, use_qk_l2norm_in_kernel=normalise)
     torch.testing.assert_close(output, outputs[-1][0], **CLOSE)
     for kept in range(num_tokens + 1):
         num_kept = [kept, num_tokens - kept]
@@ -108,7 +108,7 @@ def test_a_count_that_is_one_off_is_found() -> None:
 def test_a_single_token_gives_the_stock_kernels_output_and_state(normalise: bool, key_heads: int) -> None:
     inputs = drawn(1, key_heads)
     expected, expected_state = stock(inputs, 1, normalise)
-    output, state = gated_delta_token(**inputs, use_qk_l2norm_in_kernel=normalise)
+    output, state = delta_token(**inputs, use_qk_l2norm_in_kernel=normalise)
     torch.testing.assert_close(output, expected, **CLOSE)
     torch.testing.assert_close(state, expected_state, **CLOSE)
     assert state is inputs["initial_state"], "the buffer itself is updated"
@@ -116,7 +116,7 @@ def test_a_single_token_gives_the_stock_kernels_output_and_state(normalise: bool
 
 def test_states_stay_fp32_under_bf16_inputs() -> None:
     inputs = {name: part if name == "initial_state" else part.bfloat16() for name, part in drawn(4).items()}
-    output, window = gated_delta_window(**inputs, use_qk_l2norm_in_kernel=True)
+    output, window = delta_window(**inputs, use_qk_l2norm_in_kernel=True)
     expected, state = stock(inputs, 4)
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output, expected)
@@ -125,14 +125,14 @@ def test_states_stay_fp32_under_bf16_inputs() -> None:
     torch.testing.assert_close(found, state, **CLOSE)
     one = {name: part if name == "initial_state" else part[:, :1] for name, part in inputs.items()}
     expected = stock(one, 1)[1]
-    output, state = gated_delta_token(**one, use_qk_l2norm_in_kernel=True)
+    output, state = delta_token(**one, use_qk_l2norm_in_kernel=True)
     assert (output.dtype, state.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(state, expected, **CLOSE)
 
 
 def test_a_window_too_long_for_the_solve_is_refused() -> None:
     with pytest.raises(ValueError, match="9 tokens; expected at most 8"):
-        gated_delta_window(**drawn(MAX_WINDOW + 1), use_qk_l2norm_in_kernel=True)
+        delta_window(**drawn(MAX_WINDOW + 1), use_qk_l2norm_in_kernel=True)
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
@@ -156,7 +156,7 @@ def test_the_stock_kernels_are_back_after_an_error() -> None:
     def fail_inside() -> None:
         with undecided_states(tiny_trunk("qwen3_5").family):
             inside = [getattr(modeling_qwen3_5, name) for name in names]
-            assert inside == [gated_delta_window, gated_delta_token, window_conv]
+            assert inside == [delta_window, delta_token, window_conv]
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
