@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.cache.model_cache import PREFILL_CHUNK, WindowCache, window_states
 from mtp_inference.cache.rows import RowState
 from mtp_inference.cache.window import Window
 from mtp_inference.cpu_layers import CpuLayers
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
-from mtp_inference.forward import PREFILL_CHUNK, window_states
 from mtp_inference.sampling.chooser import Chooser, DraftSampling
 from mtp_inference.sampling.distributions import Sampling
 from mtp_train.trunk.load import Trunk

@@ -12,19 +12,18 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mtp_inference.batch import Batch
+from mtp_inference.cache.model_cache import PREFILL_CHUNK
 from mtp_inference.capture import Rounds
 from mtp_inference.cpu_layers import CpuLayers
 from mtp_inference.depth import Acceptance, DepthController, RoundCosts
 from mtp_inference.drafters.drafter import BatchSize, Drafting
 from mtp_inference.drafters.head_drafter import HeadDrafting
-from mtp_inference.forward import PREFILL_CHUNK
 from mtp_inference.opening import (
     OWN,
     OpenModel,
     open_model,
     prompt_tokens,
     refuse_images,
-    require_own_head,
 )
 from mtp_inference.requests import Chunk, GenerationResult, MtpMode, Prompt, Request, require_depth
 from mtp_inference.sampling.chooser import DraftSampling
@@ -153,11 +152,8 @@ class SpeculativeDecoder:
             (2, torch.float32)
         """
         require_depth(depth)
-        location = str(checkpoint)
-        if depth and head is None:
-            require_own_head(location)
         name = str(head) if head is not None else OWN if depth else None
-        model = open_model(location, name, adapter=None if adapter is None else str(adapter))
+        model = open_model(str(checkpoint), name, adapter=None if adapter is None else str(adapter))
         require_whole_trunk(model.checkpoint, model.family)
         found = torch.accelerator.current_accelerator(check_available=True) if device is None else torch.device(device)
         return cls.from_open_model(

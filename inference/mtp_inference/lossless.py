@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from mtp_inference.batch import Batch
+from mtp_inference.cache.model_cache import PREFILL_CHUNK
 from mtp_inference.cpu_layers import CpuLayers
 from mtp_inference.drafters.drafter import BatchSize, RoundPlan
-from mtp_inference.forward import PREFILL_CHUNK
 from mtp_inference.requests import Round
 from mtp_inference.round import prefill
 from mtp_inference.sampling.distributions import TOKEN, Sampling, SamplingRows, probabilities, uniform

@@ -57,12 +57,6 @@ class GenerationResult:
     """Wall time of all rounds, in seconds."""
 
     @property
-    def from_drafts(self) -> tuple[bool, ...]:
-        """For each of :attr:`token_ids`, whether it was an accepted draft; the others are the trunk's own."""
-        rounds = [flag for one in self.round_log for flag in (*[True] * one.num_accepted, False)]
-        return (False, *rounds)[: len(self.token_ids)]
-
-    @property
     def rounds(self) -> int:
         """Number of rounds."""
         return len(self.round_log)

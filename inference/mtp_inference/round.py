@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from mtp_inference.batch import Batch
+from mtp_inference.cache.model_cache import prefill_chunks
 from mtp_inference.drafters.drafter import RoundPlan
-from mtp_inference.forward import prefill_chunks
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 
 BAD_TRUNK, BAD_DRAFTER = -1, -2

@@ -296,19 +296,6 @@ def test_a_window_beyond_the_buffers_is_refused() -> None:
     assert sizes == [min(12, SLIDING_WINDOW + 4)] * 3
 
 
-def test_rejecting_tokens_of_a_window_that_was_decided_is_refused() -> None:
-    trunk = tiny_trunk("qwen3_5")
-    cache = run_window(trunk, PROMPTS[:1], WINDOW_BT[:1])
-    with torch.inference_mode():
-        cache.commit(None)
-        positions_BT = torch.arange(6, 9)[None]
-        masks = cache.begin(Window(slice(0, 1), positions_BT, 9))
-        with attending_in_windows(trunk.config):
-            trunk.window_hidden(WINDOW_BT[:1, :3], positions_BT=positions_BT, masks=masks, cache=cache)
-        with pytest.raises(RuntimeError, match=r"3 tokens, already decided; .* undecided_states"):
-            cache.commit(torch.tensor([2]))
-
-
 def test_a_trunk_whose_state_cannot_be_taken_back_is_refused() -> None:
     config = FalconH1Config(num_hidden_layers=2)
     with pytest.raises(UnsupportedModelError, match=r"trunk layer 0: .* cannot undo a rejected draft"):

@@ -105,7 +105,8 @@ def delta_window(
         The output (B, T, H, Vd) in the dtype of ``query``, and the window for the commit.
     """
     num_tokens, num_heads = value.shape[1:3]
-    require_short(num_tokens)
+    if num_tokens > MAX_WINDOW:
+        raise ValueError(f"window: {num_tokens} tokens; expected at most {MAX_WINDOW}. Split it into shorter windows.")
     readers_NRK = _readers(query, key, num_heads, use_qk_l2norm_in_kernel)
     key_NTK = readers_NRK[:, num_tokens:]
     log_decay_NTX = heads_first((g[..., None] if g.ndim == 3 else g).float(), num_heads).cumsum(1)
@@ -177,12 +178,6 @@ def _correct(read_NRV: Tensor, score_NRT: Tensor, value: Tensor, beta: Tensor, k
     correction_NTV = _solve(lower_NTT, right_NTV)
     output_NTV = torch.baddbmm(read_NRV[:, :num_tokens], score_NRT[:, :num_tokens], correction_NTV) * key_width**-0.5
     return output_NTV.view(num_rows, num_heads, num_tokens, value_width).transpose(1, 2), correction_NTV
-
-
-def require_short(num_tokens: int) -> None:
-    """Raise a ValueError for a window longer than ``MAX_WINDOW``."""
-    if num_tokens > MAX_WINDOW:
-        raise ValueError(f"window: {num_tokens} tokens; expected at most {MAX_WINDOW}. Split it into shorter windows.")
 
 
 def _readers(query: Tensor, key: Tensor, num_heads: int, normalise: bool) -> Tensor:

@@ -236,7 +236,7 @@ class RecurrentLayers(RowState):
         if undecided:
             self._commit_undecided(torch.stack(conv), undecided, num_kept_B)
         else:
-            self._commit_decided(conv, decided, num_kept_B)
+            self._commit_decided(conv, decided)
 
     def snapshot(self) -> tuple[Tensor, ...]:
         return tuple(buffer.clone() for buffer in (self.conv_LBWC, self.state_LBHKV) if buffer is not None)
@@ -250,13 +250,8 @@ class RecurrentLayers(RowState):
         super().keep_rows(rows_R)
         self._show()
 
-    def _commit_decided(self, conv: list[Tensor], state: list[Tensor], num_kept_B: Tensor | None) -> None:
+    def _commit_decided(self, conv: list[Tensor], state: list[Tensor]) -> None:
         window = self._window
-        if num_kept_B is not None and window.num_tokens > 1:
-            raise RuntimeError(
-                f"recurrent cache: a window of {window.num_tokens} tokens, already decided; expected it undecided. Run "
-                "it under undecided_states()."
-            )
         # Slice before stacking: the inputs of a long prompt are large.
         new_LBWC = torch.stack([inputs_BNC[:, window.num_tokens :] for inputs_BNC in conv])
         conv_LBWC, state_LBHKV = self._buffers(new_LBWC, state[0])

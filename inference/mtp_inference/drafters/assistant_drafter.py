@@ -17,8 +17,7 @@ from torch import Tensor
 
 from mtp_inference.cache.model_cache import AttentionStore, WindowCache
 from mtp_inference.cache.window import Window, attending_in_windows
-from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
-from mtp_inference.drafters.pending import state_at
+from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan, state_at
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.errors import MtpError
 from mtp_train.families import Assistant
@@ -51,13 +50,6 @@ class AssistantDrafting(Drafting):
             raise MtpError(
                 f"{self.assistant.title}: made for a hidden size of {hidden} and {vocab} tokens; found a trunk of "
                 f"{trunk.lm_head_VD.shape[1]} and {trunk.lm_head_VD.shape[0]}. Use the trunk that it was made for."
-            )
-
-        theirs = self.model.lm_head.weight.dtype
-        if theirs != trunk.lm_head_VD.dtype:
-            raise MtpError(
-                f"{self.assistant.title}: in {theirs}; expected the trunk's {trunk.lm_head_VD.dtype}, whose keys it "
-                "reads. Load both in one dtype."
             )
 
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:

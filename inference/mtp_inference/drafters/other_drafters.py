@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from mtp_inference.cache.delta import MAX_WINDOW
-from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.cache.model_cache import PREFILL_CHUNK, WindowCache, prefill_chunks, window_states
 from mtp_inference.cache.window import Window
-from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
-from mtp_inference.drafters.pending import Pending, state_at
-from mtp_inference.forward import PREFILL_CHUNK, prefill_chunks, window_states
+from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, Pending, RoundPlan, state_at
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.errors import MtpError
 from mtp_train.trunk.load import Trunk
