@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,25 +29,6 @@ of 64 million weights gains with three drafts per row (1.2 to 1.3 times the spee
 0.9). A smaller model's figures vary too much to tell. Not measured on a processor with AVX2 only."""
 
 
-class Widening(NamedTuple):
-    """Stages of a batch that multiply in fp32, converting the weights layer by layer, and not in the stored dtype."""
-
-    prefill: bool
-    rounds: bool
-
-
-def choose_widening(trunk: Trunk, num_rows: int) -> Widening:
-    """Return the stages that are faster in fp32.
-
-    All rounds of a batch, with drafts or without, use the same precision, as another precision may decide near ties
-    differently.
-    """
-    weight = trunk.lm_head_VD
-    if not slow_halves(weight.dtype, weight.device):
-        return Widening(False, False)
-    return Widening(True, num_rows >= WIDE_ROWS)
-
-
 class Batch(RowState):
     """The state of one batch, which :mod:`mtp_inference.round` reads and writes."""
 
@@ -64,16 +45,20 @@ class Batch(RowState):
         self.size = size
         self.prefill_chunk = prefill_chunk
         weight, rows = trunk.lm_head_VD, size.num_rows
-        widening = choose_widening(trunk, rows)
+        # Whether prefill and rounds multiply in fp32, converting the weights layer by layer. All rounds of a batch, with
+        # drafts or without, use the same precision, as another one may decide near ties differently.
+        self.widens_prefill = slow_halves(weight.dtype, weight.device)
+        self.widens_rounds = self.widens_prefill and rows >= WIDE_ROWS
         self.cache = WindowCache(
             trunk.config,
             num_rows=rows,
             capacity=size.capacity,
             max_window=size.max_window,
             max_undecided=size.depth + 1,
-            dtype=None if not widening.prefill or widening.rounds else weight.dtype,
+            dtype=weight.dtype if self.widens_prefill and not self.widens_rounds else None,
         )
-        self.widening = widening if self.cache.converts else widening._replace(prefill=widening.rounds)
+        if not self.cache.converts:
+            self.widens_prefill = self.widens_rounds
         self.chooser = Chooser([Sampling()] * rows, draft_sampling, weight.device)
         self.drafter: Drafter | None = None
         if drafting is not None and size.depth:
@@ -134,7 +119,7 @@ class Batch(RowState):
     @contextmanager
     def in_round(self) -> Iterator[None]:
         """Choose the precision and the products of a round."""
-        with self.widened(self.widening.rounds), self._cpu_layers.used():
+        with self.widened(self.widens_rounds), self._cpu_layers.used():
             yield
 
     def widened(self, applies: bool) -> AbstractContextManager[None]:

@@ -120,9 +120,7 @@ class SpeculativeDecoder:
         depth: int = 3,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
-        draft_sampling: DraftSampling = "argmax",
-        max_batch: int = 16,
-        captures: bool = True,
+        **options: Any,
     ) -> SpeculativeDecoder:
         """Load a checkpoint, its tokenizer and a drafter.
 
@@ -138,7 +136,7 @@ class SpeculativeDecoder:
             depth: Drafts per round, 0 to 7. At 0 no head is loaded, and decoding is plain.
             device: A torch device; None for the accelerator that torch finds, else the CPU.
             dtype: Of trunk and head; None for the stored dtype, on a CPU for fp32 if that fits in memory.
-            draft_sampling: See the class, also for ``max_batch`` and ``captures``.
+            options: ``draft_sampling``, ``max_batch`` and ``captures``, as in the class.
 
         Raises:
             CheckpointError: A file is missing or damaged, or the checkpoint has no head and none is named.
@@ -162,9 +160,7 @@ class SpeculativeDecoder:
             depth=depth,
             device=found or torch.device("cpu"),
             dtype=dtype,
-            draft_sampling=draft_sampling,
-            max_batch=max_batch,
-            captures=captures,
+            **options,
         )
 
     @classmethod

@@ -154,17 +154,6 @@ def test_sliding_windows_and_compressed_keys_replay(name: str, as_on_a_gpu: list
     assert_replays_as_it_runs(trunk_of(name), ModelDrafting(nearly_tiny(name)), requests_of(3, Sampling()), as_on_a_gpu)
 
 
-LONG = [dataclasses.replace(one, max_new_tokens=50, depth=3) for one in requests_of(3, Sampling(), (11, 4))]
-"""Requests whose positions exceed the step that plans are rounded up to."""
-
-
-def test_a_longer_text_takes_a_graph_for_each_step(as_on_a_gpu: list[RecordedGraph]) -> None:
-    plain = decoded(trunk_of("qwen2"), None, LONG, captures=False)
-    found = decoded(trunk_of("qwen2"), DRAFTING["recursive"]("qwen2"), LONG, captures=True)
-    assert [result.token_ids for result in found] == [result.token_ids for result in plain]
-    assert len(as_on_a_gpu) > 1
-
-
 def test_rounds_of_changing_depth_replay(as_on_a_gpu: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch) -> None:
     depths = [3, 3, 0, 0, 3, 1, 1, 0, *[0] * 20, 3, 3, 1]
     for module in (mtp_inference.session, mtp_inference.drafters.drafter, mtp_inference.capture):
@@ -200,15 +189,8 @@ class FaultyDrafter(ModelDrafter):
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
         tokens_BK = super().draft(plan, choice).tokens_BK
         self.num_rounds += 1
-        if self.fault == "tolist":
-            tokens_BK = torch.tensor(tokens_BK.tolist())
-        elif self.fault == "item":
+        if self.fault == "item":
             tokens_BK = tokens_BK + 0 * int(tokens_BK[0, 0].item())
-        elif self.fault == "mask":
-            tokens_BK[tokens_BK[:, 0] == 3] *= 1
-            tokens_BK = tokens_BK + tokens_BK[tokens_BK == 3].sum() * 0
-        elif self.fault == "values":
-            tokens_BK = tokens_BK + torch.tensor([0])
         elif self.fault == "counter" and self.num_rounds % 2:
             tokens_BK = (tokens_BK + 1) % VOCAB_SIZE
         elif self.fault == "new tensor":
@@ -218,13 +200,10 @@ class FaultyDrafter(ModelDrafter):
         return Drafts(tokens_BK)
 
 
-@pytest.mark.parametrize("fault", ["tolist", "item", "mask", "values"])
-def test_a_round_that_waits_for_the_device_is_named_and_runs_as_it_is(
-    fault: str, as_on_a_gpu: list[RecordedGraph]
-) -> None:
+def test_a_round_that_waits_for_the_device_is_named_and_runs_as_it_is(as_on_a_gpu: list[RecordedGraph]) -> None:
     trunk, requests = trunk_of("qwen3_5"), requests_of(3, Sampling())
     with pytest.warns(UserWarning, match="not permitted while a stream is capturing"):
-        found = decoded(trunk, FaultyDrafting(trunk, fault), requests, captures=True)
+        found = decoded(trunk, FaultyDrafting(trunk, "item"), requests, captures=True)
     assert [graph.num_replays for graph in as_on_a_gpu] == [0]
     plain = decoded(trunk, None, requests, captures=False)
     assert [result.token_ids for result in found] == [result.token_ids for result in plain]

@@ -99,15 +99,6 @@ def test_the_decoders_eos_ends_texts_as_a_requests_does(trunk: Trunk, plain: lis
         assert list(result.token_ids) == plain[:length]
 
 
-@pytest.mark.parametrize(("with_head", "depth", "mtp"), [(True, 0, "on"), (False, 3, "on"), (True, 3, "off")])
-def test_plain_decoding_drafts_nothing(with_head: bool, depth: int, mtp: str) -> None:
-    trunk = tiny_trunk("qwen3_5")
-    decoder = SpeculativeDecoder(trunk, tiny_head(trunk) if with_head else None, depth, ())
-    (result,) = decoder.generate([Request(prompt_ids=PROMPT, max_new_tokens=8, mtp=mtp)])
-    assert list(result.token_ids) == plain_greedy(trunk, PROMPT, 8, ())
-    assert counts(result) == (7, 0, ())
-
-
 def test_a_row_whose_text_has_ended_commits_nothing(trunk: Trunk, texts: Texts, plain: list[int]) -> None:
     run = BatchRun(trunk, ScriptedDrafting(texts, [3]), [PROMPT, OTHER_PROMPT, PROMPT], 3)
     other = texts[tuple(OTHER_PROMPT)]
@@ -143,23 +134,6 @@ def test_drafts_equal_a_full_recomputation_and_the_training_unroll(
             for tokens, drafts in rows:
                 assert drafts == drafts_from_scratch(trunk, head, tokens, len(drafts)), index
                 assert drafts == drafts_of_training(trunk, head, tokens, drafts), index
-
-
-@pytest.mark.parametrize("unroll_kind", UNROLLS)
-def test_a_controller_may_let_the_head_rest_and_ask_again(
-    unroll_kind: Unroll, trunk: Trunk, texts: Texts, plain: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The last drafts come while the text lacks four tokens: a row drafts no more than it can commit.
-    schedule = iter([3, 1, *[0] * 40, 3, 0, 0, 0])
-    monkeypatch.setattr(mtp_inference.session, "batch_depth", lambda *_: next(schedule))
-    head = head_of(trunk, unroll_kind, 3)
-    script = ScriptedDrafting(texts, [0], HeadDrafting(head))
-    request = Request(prompt_ids=PROMPT, max_new_tokens=47, mtp="auto")
-    (result,) = SpeculativeDecoder(trunk, script, 3, ()).generate([request])
-    assert list(result.token_ids) == plain[:47]
-    assert counts(result) == (46, 7, (0, 0, 0))
-    with torch.inference_mode():
-        assert script.real_drafts[-1].tolist() == [drafts_from_scratch(trunk, head, PROMPT + plain[:43], 3)]
 
 
 @pytest.mark.parametrize("unroll_kind", UNROLLS)

@@ -243,26 +243,6 @@ PROMPTS = [random_prompt(num_tokens, seed=num_tokens) for num_tokens in (2, 1, 7
 WINDOW_BT = torch.tensor([random_prompt(4, seed=row) for row in range(len(PROMPTS))])
 
 
-@pytest.mark.parametrize("kind", CACHE_KINDS)
-def test_a_snapshot_takes_back_what_came_after_it(kind: str) -> None:
-    trunk = tiny_trunk(CACHE_KINDS[kind])
-    cache = run_window(trunk, PROMPTS, WINDOW_BT)
-    num_kept = [4, 1, 2, 3, 2]
-    with torch.inference_mode():
-        cache.commit(torch.tensor(num_kept))
-        texts = [
-            prompt + window[:kept] for prompt, window, kept in zip(PROMPTS, WINDOW_BT.tolist(), num_kept, strict=True)
-        ]
-        saved = cache.recurrent.snapshot()
-        drafts_BT = torch.tensor([[7]] * len(PROMPTS))
-        for ahead in range(3):
-            continue_rows(trunk, cache, [len(text) + ahead for text in texts], drafts_BT)
-            cache.commit(torch.ones(len(PROMPTS), dtype=torch.long))
-        cache.recurrent.restore(saved)
-    for row, text in enumerate(texts):
-        assert max(state_errors(cache, trunk, text, row).values()) < state_bound(trunk)
-
-
 @pytest.mark.parametrize("prefill_chunk", [3, 8])
 @pytest.mark.parametrize("kind", CACHE_KINDS)
 def test_a_prompt_prefilled_in_chunks_leaves_what_one_forward_leaves(kind: str, prefill_chunk: int) -> None:

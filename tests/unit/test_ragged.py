@@ -15,11 +15,8 @@ import mtp_inference.decoder
 import mtp_inference.session
 from mtp_inference import GenerationResult, HeadDrafting, NgramDrafting, Request, Sampling, SpeculativeDecoder
 from mtp_inference.batch import Batch
-from mtp_inference.capture import RoundOutcome
-from mtp_inference.depth import DepthController, RoundCosts, batch_depth
 from mtp_inference.drafters.drafter import Drafting, RoundPlan
 from mtp_inference.drafters.other_drafters import ModelDrafting
-from mtp_inference.round import run_round
 from mtp_inference.sampling.chooser import DraftSampling
 from mtp_inference.session import Session, is_worth_dropping
 from mtp_train.trunk.load import Trunk
@@ -152,56 +149,6 @@ def test_rows_are_kept_while_requests_wait_and_before_the_end(forwards: Forwards
     assert is_worth_dropping(num_live=6, num_rows=8, tokens_left=8)
     assert not is_worth_dropping(num_live=7, num_rows=8, tokens_left=100)
     assert not is_worth_dropping(num_live=1, num_rows=8, tokens_left=7)
-
-
-def test_captured_rounds_keep_their_rows(forwards: Forwards, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rounds of a decoder that captures; here they run as they are."""
-    decoder = SpeculativeDecoder(trunk_of("glm4_moe"), None, 0, ())
-    make = mtp_inference.decoder.Rounds
-
-    def capturing(batch: Batch, **_unused: object) -> mtp_inference.decoder.Rounds:
-        rounds = make(batch, captures=False)
-        rounds.captures = True
-        monkeypatch.setattr(rounds, "run", lambda plan: RoundOutcome(run_round(batch, plan)))
-        return rounds
-
-    monkeypatch.setattr(mtp_inference.decoder, "Rounds", capturing)
-    decoder.generate(requests_of())
-    assert forwards.take() == [6] * 33
-
-
-def knowing(acceptance: float, max_depth: int = 3) -> DepthController:
-    """Return a controller after many rounds of one outcome."""
-    controller = DepthController(max_depth, None)
-    for _ in range(40):
-        controller.observe(max_depth, round(acceptance * max_depth))
-    return controller
-
-
-def measured(num_rows: int, *seconds: float) -> RoundCosts:
-    costs = RoundCosts()
-    for _ in range(4):
-        for depth, figure in enumerate(seconds):
-            costs.observe(num_rows, depth, figure)
-    return costs
-
-
-def test_a_row_that_accepts_nothing_decides_if_it_ends_last() -> None:
-    """Three rows accept 3 drafts of 3 and one none, and a round with drafts takes twice as long."""
-    costs = measured(4, 1.0, 1.4, 1.7, 2.0)
-    rows = [knowing(1.0), knowing(1.0), knowing(1.0), knowing(0.0)]
-    assert batch_depth(rows, costs, 4, 3, [100] * 4) == 0
-    # It ends after 20 rounds of 25: 50 seconds instead of 100.
-    assert batch_depth(rows, costs, 4, 3, [100, 100, 100, 20]) == 3
-    # While requests wait, tokens per second count: 13 in 2 seconds instead of 4 in 1.
-    assert batch_depth(rows, costs, 4, 3) == 3
-
-
-def test_a_smaller_batch_is_not_measured_again_and_a_larger_one_is() -> None:
-    costs = measured(4, 1.0, 1.4, 1.7, 2.0)
-    assert costs.depth_to_measure(3, 3) is None
-    assert costs.depth_to_measure(5, 3) == 0
-    assert costs.curve(2, 3) == [1.0, 1.4, 1.7, 2.0]
 
 
 def drafted(requests: Sequence[Request], monkeypatch: pytest.MonkeyPatch, chosen: int) -> list[GenerationResult]:

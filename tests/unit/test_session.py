@@ -146,17 +146,6 @@ def test_every_row_says_what_it_says_alone(name: str, is_ahead: bool, monkeypatc
     assert (accepted[2], accepted[6]) == (0, 0)
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_rows_of_a_head_do_not_notice_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = decoder_of(name, HeadDrafting(tiny_head(trunk_of(name), seed=1)), depth=2)
-    requests = [dataclasses.replace(request, depth=None, mtp="on") for request in mixed_requests(name)]
-    one_by_one = [decoder.generate([request])[0] for request in requests]
-    run_ahead(monkeypatch)
-    assert_same(decoder.generate(requests), one_by_one)
-    assert [said(result) for result in one_by_one] == [said(result) for result in alone(name)]
-    assert sum(result.num_accepted_tokens for result in one_by_one) > 0
-
-
 def test_a_bound_on_pending_tokens_that_is_too_low_costs_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of("glm4_moe", ModelDrafting(nearly("glm4_moe")))
     requests = [dataclasses.replace(request, mtp="on") for request in mixed_requests("glm4_moe")]
@@ -166,35 +155,6 @@ def test_a_bound_on_pending_tokens_that_is_too_low_costs_drafts(monkeypatch: pyt
     low = decoder.generate(requests)
     assert [said(result) for result in low] == [said(result) for result in good]
     assert sum(result.num_drafts for result in low) > sum(result.num_drafts for result in good) + 5
-
-
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["in_step", "one_ahead"])
-def test_counts_of_right_drafts_follow_from_depth_and_limit(is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if is_ahead:
-        run_ahead(monkeypatch)
-    depths, limits = [3, 1, 0, 7, 2, 5], [13, 10, 8, 25, 12, 2]
-    requests = [
-        Request(prompt_ids=prompt(3 + index), max_new_tokens=limit, depth=depth)
-        for index, (depth, limit) in enumerate(zip(depths, limits, strict=True))
-    ]
-    for result, depth, limit in zip(right("glm4_moe", rows=2).generate(requests), depths, limits, strict=True):
-        rounds = -(-(limit - 1) // (depth + 1))
-        assert counts(result) == (rounds, rounds * depth, rounds * depth, (rounds,) * depth)
-        assert len(result.token_ids) == limit
-        assert result.finish_reason == "length"
-
-
-def test_a_text_may_end_at_prefill_and_leaves_its_row_to_the_next() -> None:
-    plain = plain_text("glm4_moe", prompt(5), 3)
-    requests = [
-        Request(prompt_ids=prompt(5), max_new_tokens=9, stop_token_ids=frozenset(plain[:1])),
-        Request(prompt_ids=prompt(5), max_new_tokens=1),
-        Request(prompt_ids=prompt(5), max_new_tokens=3),
-    ]
-    results = right("glm4_moe", rows=1).generate(requests)
-    assert [result.token_ids for result in results] == [tuple(plain[:1])] * 2 + [tuple(plain)]
-    assert [result.finish_reason for result in results] == ["stop", "length", "length"]
-    assert [result.num_drafts for result in results] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in_step", "one_ahead"])
