@@ -15,7 +15,6 @@ from mtp_inference.cache.model_cache import AttentionStore, WindowCache
 from mtp_inference.cache.recurrent import undecided_states, window_conv
 from mtp_inference.cache.window import Window, attending_in_windows
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.trunk.load import Trunk
 from scripted import BatchRun, random_prompt, state_bound, state_errors
 from tiny import CACHE_KINDS, SLIDING_WINDOW, tiny_trunk
 
@@ -218,31 +217,6 @@ def test_a_mask_is_left_out_only_where_the_bounds_are_tight() -> None:
         assert mask.sum(-1).flatten().tolist() == [position + 1 for position in positions]
 
 
-def run_window(trunk: Trunk, prompts: list[list[int]], window_BT: Tensor) -> WindowCache:
-    """Prefill prompts, a row for each, and run a window after them, not yet committed."""
-    cache = WindowCache(trunk.config, num_rows=len(prompts), capacity=96, max_window=80)
-    with torch.inference_mode(), attending_in_windows(trunk.config):
-        for row, prompt in enumerate(prompts):
-            positions_BT = torch.arange(len(prompt))[None]
-            masks = cache.begin(Window(slice(row, row + 1), positions_BT, len(prompt), 0))
-            trunk.window_hidden(torch.tensor([prompt]), positions_BT=positions_BT, masks=masks, cache=cache)
-            cache.commit(None)
-        continue_rows(trunk, cache, [len(prompt) for prompt in prompts], window_BT)
-    return cache
-
-
-def continue_rows(trunk: Trunk, cache: WindowCache, lengths: list[int], window_BT: Tensor) -> Tensor:
-    """Run a window over all rows; return its hidden states."""
-    positions_BT = torch.tensor(lengths)[:, None] + torch.arange(window_BT.shape[1])
-    masks = cache.begin(Window(slice(0, len(lengths)), positions_BT, int(positions_BT.max()) + 1))
-    with torch.inference_mode(), attending_in_windows(trunk.config), undecided_states(trunk.family):
-        return trunk.window_hidden(window_BT, positions_BT=positions_BT, masks=masks, cache=cache)
-
-
-PROMPTS = [random_prompt(num_tokens, seed=num_tokens) for num_tokens in (2, 1, 70, 3, 9)]
-WINDOW_BT = torch.tensor([random_prompt(4, seed=row) for row in range(len(PROMPTS))])
-
-
 @pytest.mark.parametrize("prefill_chunk", [3, 8])
 @pytest.mark.parametrize("kind", CACHE_KINDS)
 def test_a_prompt_prefilled_in_chunks_leaves_what_one_forward_leaves(kind: str, prefill_chunk: int) -> None:
@@ -259,7 +233,7 @@ def test_a_prompt_prefilled_in_chunks_leaves_what_one_forward_leaves(kind: str, 
 
 def test_attention_in_windows_ends_with_its_block() -> None:
     trunk = tiny_trunk("glm4_moe")
-    tokens_BT = torch.tensor([PROMPTS[0]])
+    tokens_BT = torch.tensor([random_prompt(2)])
     before = trunk.hidden(tokens_BT)
     with pytest.raises(ZeroDivisionError), attending_in_windows(trunk.config):
         raise ZeroDivisionError
