@@ -45,8 +45,8 @@ class Batch(RowState):
         self.size = size
         self.prefill_chunk = prefill_chunk
         weight, rows = trunk.lm_head_VD, size.num_rows
-        # Whether prefill and rounds multiply in fp32, converting the weights layer by layer. All rounds of a batch use the
-        # same precision, with drafts or without, as another one may decide near ties differently.
+        # Whether prefill and rounds multiply in fp32, converting the weights layer by layer. All rounds have the same
+        # precision, with drafts or without, as another one may decide near ties differently.
         self.widens_prefill = slow_halves(weight.dtype, weight.device)
         self.widens_rounds = self.widens_prefill and rows >= WIDE_ROWS
         self.cache = WindowCache(
