@@ -118,14 +118,14 @@ def test_of_many_equal_tokens_the_first_are_dropped_up_to_the_tail(kind: str) ->
 
 
 def test_more_tokens_than_are_listed_may_tie_with_the_last_of_top_k() -> None:
-    logits_BTV = torch.zeros(2, 1, 5 * LISTED)
+    logits_BTV = torch.zeros(2, 1, 5120)
     logits_BTV[..., :3] = 1.0
     settings = [Sampling(temperature=1.0, top_k=5, top_p=top_p) for top_p in (1.0, 0.5)]
     all_BTV, half_BTV = kept(keep_top, logits_BTV, settings)
     assert bool(all_BTV.all())
     # The three kept tokens make up 0.00159 of the sum: 2555 of the other 5117 are dropped, those in front.
     assert half_BTV[0, :3].all()
-    assert half_BTV[0].sum() == 5 * LISTED - int(0.5 * (5117 + 3 * math.e))
+    assert half_BTV[0].sum() == 5120 - int(0.5 * (5117 + 3 * math.e))
     assert half_BTV[0, -2000:].all()
 
 
