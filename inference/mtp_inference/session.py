@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from mtp_inference.capture import RoundOutcome, Rounds
+from mtp_inference.capture import Rounds, read_later
 from mtp_inference.depth import DepthController, RoundCosts, batch_depth
 from mtp_inference.drafters.drafter import PENDING_PLACES, RoundPlan
 from mtp_inference.requests import Chunk, GenerationResult, Request, Round
@@ -97,7 +97,7 @@ class Lane:
 class InFlight(NamedTuple):
     """A round whose outcome the host has not read yet."""
 
-    outcome: RoundOutcome
+    read: Callable[[], list[list[int]]]
     lanes: dict[int, Lane]
     """Row of the outcome to its lane; later rounds may have fewer rows."""
     plan: RoundPlan
@@ -200,11 +200,11 @@ class Session:
             for lane in self.lanes.values():
                 lane.pending = 0
         launched = self._round_clock()
-        outcome = self.rounds.run(plan)
+        read = read_later(self.rounds.run(plan))
         for lane in self.lanes.values():
             lane.pending = (0 if depth else lane.pending) + depth + 1
             lane.position += depth + 1
-        self.in_flight.append(InFlight(outcome, dict(self.lanes), plan, launched))
+        self.in_flight.append(InFlight(read, dict(self.lanes), plan, launched))
 
     def _require_rows(self) -> None:
         if self.batch.owner is not self._ticket:
@@ -252,8 +252,8 @@ class Session:
         )
 
     def _look(self) -> Iterator[Chunk]:
-        outcome, lanes, plan, launched = self.in_flight.popleft()
-        rows = outcome.rows()
+        read, lanes, plan, launched = self.in_flight.popleft()
+        rows = read()
         now = self._round_clock()
         # A round that waited for the previous round began when that one ended.
         self.costs.observe(len(rows), plan.depth, now - max(launched, self._last_look))

@@ -22,7 +22,7 @@ import mtp_inference.session
 from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
 from mtp_inference.batch import Batch
 from mtp_inference.cache.model_cache import WindowCache
-from mtp_inference.capture import RoundOutcome, Rounds, round_up
+from mtp_inference.capture import Rounds, round_up
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
 from mtp_inference.drafters.other_drafters import ModelDrafter, ModelDrafting, NgramDrafting
 from mtp_inference.sampling import distributions
@@ -32,17 +32,11 @@ from recorded_graph import DEFAULT_STREAM, RecordedDevice, RecordedGraph, stand_
 from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, chained_head, nearly_tiny, tiny_head, tiny_trunk
 
 
-class CopiedOutcome(RoundOutcome):
-    """An outcome that is copied at once, as a GPU's is: the next replay writes over the original."""
-
-    def __init__(self, outcome: Tensor) -> None:
-        super().__init__(outcome.clone())
-
-
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordedDevice:
     """Put the stand-ins in place; return the device."""
-    monkeypatch.setattr(mtp_inference.capture, "RoundOutcome", CopiedOutcome)
+    # An outcome is copied at once, as a GPU's is: the next replay writes over the original.
+    monkeypatch.setattr(mtp_inference.session, "read_later", lambda outcome: outcome.clone().tolist)
     return stand_in(monkeypatch)
 
 
@@ -308,7 +302,7 @@ def test_a_round_runs_then_is_captured_then_replayed(counting: CountingBatch, gr
     rounded = round_up(PLAN, 5000)
     history = []
     for _ in range(4):
-        outcome = rounds.run(PLAN).rows()
+        outcome = rounds.run(PLAN).tolist()
         history.append((outcome, len(counting.runs), len(graphs), sum(graph.num_replays for graph in graphs)))
     # The counter on the device counts every round once, a captured one too.
     assert history == [([[1]], 1, 0, 0), ([[2]], 2, 1, 1), ([[3]], 2, 1, 2), ([[4]], 2, 1, 3)]

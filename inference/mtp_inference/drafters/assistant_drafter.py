@@ -32,12 +32,6 @@ class AssistantDrafting(Drafting):
         model: transformers' model of the assistant, on the trunk's device and in its dtype. ``load_assistant`` in
             ``mtp_train.heads.draft_model`` loads it; ``from_pretrained(..., head=ASSISTANT)`` does both.
         assistant: The record of the assistant.
-
-    Example:
-        >>> from mtp_inference import SpeculativeDecoder
-        >>> decoder = SpeculativeDecoder.from_pretrained(
-        ...     "google/gemma-4-E2B-it", head="google/gemma-4-E2B-it-assistant"
-        ... )  # doctest: +SKIP
     """
 
     def __init__(self, model: Any, assistant: Assistant) -> None:
