@@ -13,7 +13,6 @@ from mtp_train.evaluation.results import (
     Cell,
     Finding,
     Lossless,
-    PositionBin,
     Report,
 )
 
@@ -121,20 +120,6 @@ STUDY = Report(
     settings={"headline": vars(HEADLINE), "suite": "builtin", "seed": 0, "device": {"name": "cpu", "threads": 2}},
     cells=make_cells(),
     comparisons=tuple(make_comparisons()),
-    positions=tuple(
-        PositionBin(
-            arm=arm,
-            **vars(HEADLINE),
-            start=start,
-            stop=2 * start or 16,
-            tau=1 + 2 * rate + start / 400,
-            tau_ci95=(0.9 + 2 * rate, 1.15 + 2 * rate + start / 400),
-            groups=20,
-            rounds=300,
-        )
-        for arm, rate in RATES.items()
-        for start in (0, 16, 32, 64, 128)
-    ),
     costs=tuple(
         ArmCosts(
             arm=arm,

@@ -27,7 +27,6 @@ from mtp_train.evaluation.statistics import (
     lossless,
     make_cell,
     make_cells,
-    position_bins,
 )
 
 LEVEL = 0.05
@@ -73,7 +72,7 @@ def assemble(
 
 
 def compared(report: Report, found: Measurements, title: str) -> Report:
-    """Return the report of a study: with its comparisons, positions in the output, costs and servers.
+    """Return the report of a study: with its comparisons, costs and servers.
 
     The second of two servers is judged against the first one.
     """
@@ -86,7 +85,6 @@ def compared(report: Report, found: Measurements, title: str) -> Report:
         cells=(*report.cells, *(cell for one in served.values() for cell in one.cells)),
         comparisons=compare_arms(drafted, served),
         gate=_gate(*served.values()) if len(served) == 2 else None,
-        positions=tuple(one for arm in drafted for one in position_bins(arm)),
         costs=tuple(found.costs),
         endpoint=next(iter(documents.values())) if len(documents) == 1 else documents or None,
     )

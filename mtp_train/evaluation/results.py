@@ -165,23 +165,6 @@ def negated(interval: Interval | None) -> Interval | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PositionBin(Setting):
-    """Acceptance over a stretch of the output; all tasks, prompts as they are."""
-
-    arm: str
-    start: int
-    stop: int
-    tau: float
-    tau_ci95: Interval | None
-    groups: int
-    """Groups with outputs this long."""
-    rounds: int
-    """Rounds that began there."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-
-@dataclass(frozen=True, kw_only=True)
 class ArmCosts:
     """Memory and prefill cost of a head, at any setting."""
 
@@ -261,7 +244,6 @@ class Report:
     cells: tuple[Cell, ...] = ()
     """Every arm at every setting; tasks apart where there are several."""
     comparisons: tuple[ArmComparison, ...] = ()
-    positions: tuple[PositionBin, ...] = ()
     costs: tuple[ArmCosts, ...] = ()
     findings: tuple[Finding, ...] = ()
     endpoint: Mapping[str, Any] | None = None
