@@ -22,7 +22,6 @@ from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_direct
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family, family_named, of_kind
 from mtp_train.families.drafts.record import described_by
-from mtp_train.head_kinds import find_head_kind
 
 WEIGHTS_FILE = "head.safetensors"
 HEAD_CONFIG_FILE = "head_config.json"
@@ -141,7 +140,7 @@ def load_artifact(path: Path) -> Artifact:
     try:
         family = of_kind(family_named(written.family), written.kind)
         if written.draft_config is not None:
-            family = described_by(family, find_head_kind(written.kind), written.draft_config)
+            family = described_by(family, written.draft_config)
     except KeyError as error:
         raise CheckpointError(
             f"{path / HEAD_CONFIG_FILE}: of an unknown family ({error}); expected a head that mtp-train wrote. Write "

@@ -107,7 +107,7 @@ class Checkpoint:
     @property
     def engines(self) -> Mapping[str, EngineSupport]:
         """The support of each engine for this checkpoint, given the stored dtypes of its tensors."""
-        return self.family.serving_of(self.config, {key: info.dtype for key, info in self.tensors.items()})
+        return self.family.serving_of(self.config)
 
     def read(self, key: str) -> Tensor:
         """Load one tensor on the CPU, in its stored dtype.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -93,17 +92,10 @@ class HeadDiagnosis:
         if self.dtype_errors:
             return f"head dtype: {self.dtype_errors[0]} ({len(self.dtype_errors)} in all)"
         if self.unexpected_keys:
-            named = ", ".join(f"{key}{self._nearest(key)}" for key in self.unexpected_keys[:3])
-            return f"unknown head keys {named} ({len(self.unexpected_keys)} in all)"
+            return f"unknown head keys {', '.join(self.unexpected_keys[:3])} ({len(self.unexpected_keys)} in all)"
         if self.quantised:
             return f"head quantised with {self.method}, which is not read here ({self.packed_keys[0]})"
         return f"head keys missing: {', '.join(self.missing_keys[:3])} ({len(self.missing_keys)} in all)"
-
-    def _nearest(self, unknown: str) -> str:
-        """Return a hint with the key that a misspelt one is closest to: a missing key, or else a present one."""
-        known = self.missing_keys or tuple(key for key in self.found_keys if key not in self.unexpected_keys)
-        close = difflib.get_close_matches(unknown, known, n=1)
-        return f" (nearest known: {close[0]})" if close else ""
 
 
 def compare_shapes(

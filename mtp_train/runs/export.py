@@ -66,7 +66,7 @@ def write_export(
         write_adapted(trunk, layout_of(trunk), artifact.head, out, adapter=adapter, link=link, progress=progress)
         return
     require_exportable(trunk, artifact.family.kind, adapter)
-    layer_config = artifact.family.layer.config(text_config_of(trunk), artifact.num_modules)
+    layer_config = artifact.family.classes.config(text_config_of(trunk), artifact.num_modules)
     on_trunk = replace(artifact, layout=layout_of(trunk, artifact.family))
     write_draft_checkpoint(trunk, on_trunk, layer_config, out, form=form, verifier=hub_id)
 

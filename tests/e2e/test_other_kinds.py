@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +13,21 @@ from safetensors.torch import load_file, save_file
 from test_attach_head import ATTACH, write_headless
 
 import mtp_train as mtp
-from mtp_train import head_kinds
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation.results import load_report
-from mtp_train.families.drafts.eagle3 import Eagle3Layer
-from mtp_train.head_kinds import register_head_kind
+from mtp_train.families.drafts.eagle import Eagle3Layer
 from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.draft_model import draft_model, draft_plan
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.train.log import read_metrics
 from runs import TINY_RESCUE, document, refusal, run_quietly, shorten_probes, write_recipe
-from toy_kind import TOY
 
-KINDS = ("eagle", "eagle3", "medusa", TOY.name)
+KINDS = ("eagle", "eagle3", "medusa")
 RUN: dict[str, Any] = {**ATTACH, "head__init": "random"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def toy() -> Iterator[None]:
-    """Register a kind of head as another package would."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_kinds, "_KINDS", dict(head_kinds._KINDS))
-        register_head_kind(TOY)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import FAMILIES, of_kind
-from mtp_train.families.drafts.eagle3 import Eagle3Layer
+from mtp_train.families.drafts.eagle import Eagle3Layer
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.trunk.load import Trunk

@@ -74,8 +74,8 @@ def test_the_graft_of_a_saved_head_is_the_graft_of_its_checkpoint(family_name: s
 
 def test_a_graft_of_a_head_with_another_wiring_is_refused(tmp_path: Path) -> None:
     artifact, finetune = make_artifact(tmp_path, "glm4_moe")
-    with pytest.raises(CheckpointError, match=r"wiring sglang, and head.convention is llama.cpp; .* sglang\."):
-        graft_artifact_plan(finetune, artifact, tmp_path / "head", "llama.cpp")
+    with pytest.raises(CheckpointError, match=r"wiring sglang, and head.convention is vllm; .* sglang\."):
+        graft_artifact_plan(finetune, artifact, tmp_path / "head", "vllm")
 
 
 def test_loading_reads_no_weight_before_it_is_needed(saved: Path) -> None:

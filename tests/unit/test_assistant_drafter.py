@@ -6,7 +6,6 @@ import copy
 import functools
 import inspect
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,11 +26,12 @@ from assistants import (
 )
 from checkpoints import all_tensors
 from mtp_inference import AssistantDrafting, Sampling, SpeculativeDecoder, plain_greedy
+from mtp_inference.drafters import assistant_drafter
 from mtp_inference.drafters.drafter import RoundPlan
 from mtp_inference.sampling.chooser import Chooser, DraftChoice
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.errors import CheckpointError, MtpError
-from mtp_train.families.assistants import GEMMA4_ASSISTANT, AssistantConvention
+from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads.draft_model import load_assistant
 from mtp_train.trunk.load import Trunk
 from scripted import BatchRun, RandomDrafting, ScriptedDrafting, state_bound, state_errors
@@ -160,23 +160,10 @@ def test_rounds_without_drafts_are_not_forgotten() -> None:
 
 
 @needs_witness
-def test_another_position_drafts_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control."""
-    for convention, same_below in (
-        (AssistantConvention(position_offset=0, more_sliding_keys=1), False),
-        (AssistantConvention(position_offset=1, more_sliding_keys=-1), True),
-    ):
-        monkeypatch.setattr(
-            Pair,
-            "drafting",
-            lambda self, convention=convention: AssistantDrafting(
-                self.model, replace(GEMMA4_ASSISTANT, convention=convention)
-            ),
-        )
-        same = {len(text): drafts == stock_drafts(pair(), text, 3) for text, drafts in rounds("shared")}
-        assert not all(same.values())
-        # Fewer keys of a sliding layer show in a full window only.
-        assert all(equal for length, equal in same.items() if length <= SLIDING_WINDOW) == same_below
+@pytest.mark.parametrize(("constant", "other"), [("POSITION_OFFSET", 0), ("MORE_SLIDING_KEYS", -1)])
+def test_another_placing_drafts_otherwise(constant: str, other: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assistant_drafter, constant, other)
+    assert not all(drafts == stock_drafts(pair(), text, 3) for text, drafts in rounds("shared"))
 
 
 def test_a_trunk_that_shares_no_keys_is_read_at_the_last_layers() -> None:

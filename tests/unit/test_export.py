@@ -147,14 +147,12 @@ def test_a_head_with_an_output_matrix_of_its_own_does_not_follow_added_tokens(tm
         graft(finetune, base, tmp_path / "out")
 
 
-def test_a_misspelt_head_key_is_named_with_the_nearest_known_one(tmp_path: Path) -> None:
+def test_a_misspelt_head_key_is_named(tmp_path: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     tensors = all_tensors(base)
     tensors["mtp.layers.0.mlp.gate_porj.weight"] = tensors.pop("mtp.layers.0.mlp.gate_proj.weight")
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        CheckpointError, match=r"gate_porj\.weight \(nearest known: mtp\.layers\.0\.mlp\.gate_proj\.weight\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"unknown head keys mtp\.layers\.0\.mlp\.gate_porj\.weight"):
         graft(finetune, base, tmp_path / "out")
 
 

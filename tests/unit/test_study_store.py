@@ -18,7 +18,7 @@ SILENT = Progress(disable=True)
 
 
 def arm(**fields: Any) -> dict[str, Any]:
-    plain = {"name": "a", "trunk": "x", "head": "own", "adapter": None, "quantization": None, "head_quantization": None}
+    plain = {"name": "a", "trunk": "x", "head": "own", "adapter": None, "quantization": None}
     return {"arms": [{**plain, **fields}]}
 
 

@@ -21,8 +21,12 @@ from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPl
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.errors import MtpError
 from mtp_train.families import Assistant
-from mtp_train.families.assistants import AssistantConvention
 from mtp_train.trunk.load import Trunk
+
+# As in transformers, whose code the models' authors wrote. All drafts of a round have the same position: that of the
+# last token that the trunk has read, and this offset. A sliding layer's window, counted with that token, has so many
+# keys more than the trunk's. vLLM has 0 and 0, llama.cpp 1 and -1: there fewer drafts may be accepted.
+POSITION_OFFSET, MORE_SLIDING_KEYS = 1, 1
 
 
 class AssistantDrafting(Drafting):
@@ -47,23 +51,17 @@ class AssistantDrafting(Drafting):
             )
 
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
-        return AssistantDrafter(trunk, cache, self.model, self.assistant.convention, size.num_rows)
+        return AssistantDrafter(trunk, cache, self.model, size.num_rows)
 
 
 class AssistantDrafter(Drafter):
-    """Store the trunk's last hidden state of every row, and draft from it.
+    """Store the trunk's last hidden state of every row, and draft from it."""
 
-    ``convention`` declares the position of a draft, and the keys it attends to.
-    """
-
-    def __init__(
-        self, trunk: Trunk, cache: WindowCache, model: Any, convention: AssistantConvention, num_rows: int
-    ) -> None:
+    def __init__(self, trunk: Trunk, cache: WindowCache, model: Any, num_rows: int) -> None:
         self.trunk = trunk
         # Not the cache as an attribute: the batch itself drops its rows.
         self.trunk_layers = cache.layers
         self.model = model
-        self.convention = convention
         weight_AE = model.pre_projection.weight
         self.hidden_B1D = weight_AE.new_zeros(num_rows, 1, model.post_projection.out_features)
 
@@ -82,7 +80,7 @@ class AssistantDrafter(Drafter):
         hidden_B1D = self.hidden_B1D
         for _ in range(plan.depth):
             inputs_B1E = torch.cat([self.trunk.embed(choice.last_B1), hidden_B1D], dim=-1)
-            state_B1A = self._run(inputs_B1E, seen_B1 + self.convention.position_offset, keys, masks)
+            state_B1A = self._run(inputs_B1E, seen_B1 + POSITION_OFFSET, keys, masks)
             choice.add(self._logits(state_B1A))
             hidden_B1D = self.model.post_projection(state_B1A)
         return choice.result()
@@ -94,7 +92,7 @@ class AssistantDrafter(Drafter):
         # The last layer of each type wins.
         for layer in self.trunk_layers:
             if isinstance(layer, AttentionStore):
-                wide = layer.sliding_window and layer.sliding_window + self.convention.more_sliding_keys
+                wide = layer.sliding_window and layer.sliding_window + MORE_SLIDING_KEYS
                 used = min(window.used, layer.size)
                 keys[layer.kind] = (layer.keys[:, :, :used], layer.values[:, :, :used])
                 masks[layer.kind] = window.mask(layer.size, wide, always=True)

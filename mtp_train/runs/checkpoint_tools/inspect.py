@@ -449,7 +449,7 @@ def _inspect_assistant(
     size = checkpoint.config.get(assistant.trunk_hidden_size)
     return _inspect_drafter(
         checkpoint,
-        diagnose_assistant(checkpoint, assistant),
+        diagnose_assistant(checkpoint),
         progress,
         family=assistant.name,
         serves=assistant.commands(checkpoint.config, str(checkpoint.path), SUGGESTED_DEPTH),
