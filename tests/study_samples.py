@@ -141,7 +141,6 @@ STUDY = Report(
             head_bytes=421_000_000,
             head_kv_bytes_per_token=2048,
             trunk_kv_bytes_per_token=24_576,
-            trunk_state_bytes=19_500_000,
             context_tokens_lost=17_130,
             prefill_ratio=0.97,
             prefill_tokens=2048,

@@ -16,12 +16,11 @@ from mtp_train.acceptance.intervals import holm, tau_difference
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.acceptance.speed import Pair
 from mtp_train.errors import DataError
-from mtp_train.evaluation.entropy import EntropySums, overlap_difference
+from mtp_train.evaluation.entropy import overlap_difference
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import ALL_TASKS, ArmComparison, ArmCosts, Report
 from mtp_train.evaluation.served import Served
 from mtp_train.evaluation.statistics import (
-    ByPrompt,
     MeasuredArm,
     checked_records,
     lossless,
@@ -35,8 +34,6 @@ LEVEL = 0.05
 
 LEAST_SAME_TEXTS = 0.5
 """Share of equal greedy texts below which two servers may not serve one trunk. Rounding alone changes fewer."""
-
-Sums = dict[tuple[str, float, int | None], EntropySums]
 
 
 @dataclass
@@ -78,14 +75,14 @@ def compared(report: Report, found: Measurements, title: str) -> Report:
     The second of two servers is judged against the first one.
     """
     drafted = [arm for arm in found.arms if arm.head is not None]
-    served, documents = found.served, {name: one.document for name, one in found.served.items()}
+    served, documents = found.served.values(), {name: one.document for name, one in found.served.items()}
     return replace(
         report,
         title=title,
-        arms={**report.arms, **{name: one.cells[0].result for name, one in served.items()}},
-        cells=(*report.cells, *(cell for one in served.values() for cell in one.cells)),
-        comparisons=compare_arms(drafted, served),
-        gate=_gate(*served.values()) if len(served) == 2 else None,
+        arms={**report.arms, **{one.arm.name: one.cells[0].result for one in served}},
+        cells=(*report.cells, *(cell for one in served for cell in one.cells)),
+        comparisons=compare_arms(drafted, [one.arm for one in served]),
+        gate=_gate(*served) if len(served) == 2 else None,
         positions=tuple(one for arm in drafted for one in position_bins(arm)),
         costs=tuple(found.costs),
         endpoint=next(iter(documents.values())) if len(documents) == 1 else documents or None,
@@ -98,56 +95,53 @@ def _gate(baseline: Served, judged: Served) -> GateVerdict:
     Raises:
         DataError: The judged server has no drafts, or those of single prompts are not known of both alike.
     """
-    pairs, sources = {}, [one.document["counts"] for one in (baseline, judged)]
-    for before, (setting, after) in zip(baseline.by_prompt.values(), judged.by_prompt.items(), strict=True):
+    pairs, sources, first = {}, [one.document["counts"] for one in (baseline, judged)], baseline.arm
+    for before, (setting, after) in zip(first.by_prompt.values(), judged.arm.by_prompt.items(), strict=True):
         both = [prompt for prompt in after if prompt in before]
         if not both or not setting.depth or sources[0] != sources[1]:
             found = " and ".join(sources) if both and setting.depth else "no drafts, or none that it counts by prompt"
             raise DataError(
-                f"arm {judged.cells[0].arm}: {found}; expected counts of one kind on prompts that both servers answer. "
+                f"arm {judged.arm.name}: {found}; expected counts of one kind on prompts that both servers answer. "
                 "Start llama-server with --spec-type draft-mtp (draft-eagle3 with -md), both with --metrics or neither."
             )
         counts = [after[prompt][1] for prompt in both], [before[prompt][1] for prompt in both]
         pairs[setting.name] = Pair(*counts, *counts)
-    name = baseline.cells[0].arm if any(setting.depth for setting in baseline.by_prompt) else PLAIN
-    verdict, same = decide_gate(pairs, name), same_texts(baseline, judged)
+    name = first.name if any(setting.depth for setting in first.decoded) else PLAIN
+    verdict, same = decide_gate(pairs, name), same_texts(first, judged.arm)
     if same < LEAST_SAME_TEXTS:
         told = f"{verdict.reason}. Only {same:.0%} of the greedy texts are the same: do both serve one trunk?"
         verdict = replace(verdict, reason=told)
     return verdict
 
 
-def same_texts(first: Served, second: Served) -> float:
-    """Return the share of greedy texts that two servers both wrote; 1.0 without any."""
-    texts, others = dict(first.answers.get(0.0, ())), dict(second.answers.get(0.0, ()))
+def same_texts(first: MeasuredArm, second: MeasuredArm) -> float:
+    """Return the share of greedy texts that two arms both wrote; 1.0 without any."""
+
+    def greedy_texts(arm: MeasuredArm) -> dict[str, tuple[int, ...]]:
+        greedy = [records for setting, records in arm.decoded.items() if not setting.temperature]
+        return {one.prompt_id: one.token_ids for records in greedy for one in records}
+
+    texts, others = greedy_texts(first), greedy_texts(second)
     both = texts.keys() & others.keys()
     return sum(texts[prompt] == others[prompt] for prompt in both) / len(both) if both else 1.0
 
 
-def compare_arms(arms: Sequence[MeasuredArm], served: Mapping[str, Served] | None = None) -> tuple[ArmComparison, ...]:
+def compare_arms(arms: Sequence[MeasuredArm], servers: Sequence[MeasuredArm] = ()) -> tuple[ArmComparison, ...]:
     """Return every pair of arms at every common setting with drafts, all tasks first, then each task.
 
     Arms are compared on the prompts that both decoded; servers with servers.
     """
-    sums = {(arm.name, *key): EntropySums.of(rows) for arm in arms for key, rows in arm.dense.items()}
-    found = list[ArmComparison]()
-    for first, second in combinations(arms, 2):
-        same_trunk = first.trunk == second.trunk
-        found += _compare(first.name, second.name, first.by_prompt, second.by_prompt, same_trunk, sums)
-    for (name, mine), (other, its) in combinations((served or {}).items(), 2):
-        same_trunk = same_texts(mine, its) >= LEAST_SAME_TEXTS
-        found += _compare(name, other, mine.by_prompt, its.by_prompt, same_trunk, {})
-    return _corrected(found)
+    pairs = [(*pair, pair[0].trunk == pair[1].trunk) for pair in combinations(arms, 2)]
+    pairs += [(*pair, same_texts(*pair) >= LEAST_SAME_TEXTS) for pair in combinations(servers, 2)]
+    return _corrected([row for first, second, same in pairs for row in _compare(first, second, same)])
 
 
-def _compare(
-    first: str, second: str, mine: ByPrompt, theirs: ByPrompt, same_trunk: bool, sums: Sums
-) -> list[ArmComparison]:
-    compared = []
+def _compare(first: MeasuredArm, second: MeasuredArm, same_trunk: bool) -> list[ArmComparison]:
+    compared, mine, theirs = [], first.by_prompt, second.by_prompt
     for setting in (one for one in mine if one.depth and one in theirs):
         others, place = theirs[setting], (setting.temperature, setting.context_tokens)
         pairs = [(task, one, others[prompt][1]) for prompt, (task, one) in mine[setting].items() if prompt in others]
-        dense = sums.get((first, *place)), sums.get((second, *place))
+        dense = first.dense.get(place), second.dense.get(place)
         for task in [None, *dict.fromkeys(task for task, _, _ in pairs)] if pairs else []:
             chosen = [(one, other) for its_task, one, other in pairs if task in (None, its_task)]
             delta = tau_difference([one for one, _ in chosen], [other for _, other in chosen])
@@ -155,8 +149,8 @@ def _compare(
             compared.append(
                 ArmComparison(
                     **vars(setting),
-                    first=first,
-                    second=second,
+                    first=first.name,
+                    second=second.name,
                     task=ALL_TASKS if task is None else task,
                     delta_tau=delta.value,
                     delta_tau_ci95=delta.ci95,

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mtp_inference import HeadDrafting
 from mtp_inference.batch import Batch
-from mtp_inference.cache.convolved import NgramStore
-from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, ConvolvedStore, IndexedStore, WindowCache
-from mtp_inference.cache.recurrent import RecurrentStore
+from mtp_inference.cache.model_cache import AttentionStore, WindowCache
 from mtp_inference.drafters.assistant_drafter import AssistantDrafting
 from mtp_inference.drafters.drafter import BatchSize, Drafting
 from mtp_inference.drafters.head_drafter import ChainedDrafter, ChainedDraftsDrafter, RecursiveDrafter
@@ -36,14 +34,8 @@ _KEEPING = (RecursiveDrafter, ChainedDrafter, ChainedDraftsDrafter, ModelDrafter
 """Drafters with a KV cache of their own."""
 PROBE_TOKENS = 16
 """Length of the probe: longer than any head has modules, so that every layer of the cache holds something."""
-
-
-class Kept(NamedTuple):
-    """Size of a cache for one text, in bytes."""
-
-    per_token: int
-    per_text: int
-    """Bytes that do not: recurrent states, inputs of convolutions and compressors, full sliding windows."""
+PROBE_SLOTS = 256
+"""Slots by which the two caches of the probe differ: a multiple of what any layer compresses into one entry."""
 
 
 def head_costs(
@@ -56,9 +48,9 @@ def head_costs(
 ) -> ArmCosts:
     """Return the memory of an arm's weights and caches, and the ratio of prefill speed with its drafter and without.
 
-    Bytes are counted in the decoder's caches, in their dtype: the latent for latent attention, the window for a sliding
-    layer. For a head with several modules, the KV caches of all drafting modules count. A draft model counts as a head;
-    an n-gram drafter has neither weights nor keys.
+    Bytes are those of the decoder's caches, in their dtype: the latent for latent attention, none for a sliding layer.
+    For a head with several modules, the KV caches of all drafting modules count. A draft model counts as a head; an
+    n-gram drafter has neither weights nor keys.
 
     Args:
         drafting: The head, or the maker of another drafter; None for plain decoding.
@@ -67,7 +59,7 @@ def head_costs(
     """
     maker: Drafting | None = HeadDrafting(drafting) if isinstance(drafting, MtpHead) else drafting
     depth = _deepest(maker)
-    trunk_kept, head_kept = probe_caches(trunk, maker, depth)
+    of_trunk, of_head = bytes_per_token(trunk, maker, depth)
     weights = own_weight_bytes(trunk, maker)
     known = trunk.config.to_dict().get("max_position_embeddings") or prefill_tokens + 1
     num_tokens = min(prefill_tokens, known - 1)
@@ -75,10 +67,9 @@ def head_costs(
     return ArmCosts(
         arm=arm,
         head_bytes=weights,
-        head_kv_bytes_per_token=head_kept.per_token,
-        trunk_kv_bytes_per_token=trunk_kept.per_token,
-        trunk_state_bytes=trunk_kept.per_text,
-        context_tokens_lost=math.ceil(weights / trunk_kept.per_token) if trunk_kept.per_token else None,
+        head_kv_bytes_per_token=of_head,
+        trunk_kv_bytes_per_token=of_trunk,
+        context_tokens_lost=math.ceil(weights / of_trunk) if of_trunk else None,
         prefill_ratio=None if rates is None else rates[1] / rates[0],
         prefill_tokens=None if rates is None else num_tokens,
     )
@@ -116,48 +107,45 @@ def _deepest(maker: Drafting | None) -> int:
     return 0 if maker is None else 1
 
 
-def probe_caches(trunk: Trunk, maker: Drafting | None, depth: int) -> tuple[Kept, Kept]:
-    """Run a short prompt and return the cache sizes of the trunk and of the drafter for one text."""
-    batch = Batch(trunk, maker, BatchSize(1, capacity=PROBE_TOKENS, depth=depth, max_window=PROBE_TOKENS))
-    prompt_BT = torch.zeros(1, PROBE_TOKENS - depth - 1, dtype=torch.long, device=trunk.lm_head_VD.device)
-    prefill(batch, slice(0, 1), prompt_BT)
-    drafter = batch.drafter
-    return kept_of(batch.cache), kept_of(drafter.cache) if isinstance(drafter, _KEEPING) else Kept(0, 0)
+def bytes_per_token(trunk: Trunk, maker: Drafting | None, depth: int) -> tuple[int, int]:
+    """Return by how many bytes the trunk's cache and the drafter's grow with each token of a text.
+
+    Two caches of different sizes are filled with a short prompt. Both are larger than any sliding window.
+    """
+    device = trunk.lm_head_VD.device
+    prompt_BT = torch.zeros(1, PROBE_TOKENS - depth - 1, dtype=torch.long, device=device)
+
+    def caches(capacity: int) -> list[WindowCache]:
+        batch = Batch(trunk, maker, BatchSize(1, capacity=capacity, depth=depth, max_window=PROBE_TOKENS))
+        prefill(batch, slice(0, 1), prompt_BT)
+        return [batch.cache, *([batch.drafter.cache] if isinstance(batch.drafter, _KEEPING) else [])]
+
+    windows = [
+        layer.sliding_window + cache.max_window
+        for cache in caches(PROBE_TOKENS)
+        for layer in cache.layers
+        if isinstance(layer, AttentionStore) and layer.sliding_window is not None
+    ]
+    small, large = (caches(max(windows, default=0) + more) for more in (PROBE_SLOTS, 2 * PROBE_SLOTS))
+    of_trunk, *of_head = (
+        round((_cache_bytes(two) - _cache_bytes(one)) / PROBE_SLOTS) for one, two in zip(small, large, strict=True)
+    )
+    return of_trunk, sum(of_head)
 
 
-def kept_of(cache: WindowCache) -> Kept:
-    layers = [_layer_bytes(layer) for layer in cache.layers]
-    return Kept(round(sum(grows for grows, _ in layers)), round(sum(fixed for _, fixed in layers)))
-
-
-def _layer_bytes(layer: Any) -> tuple[float, float]:
-    if isinstance(layer, RecurrentStore):
-        state = sum(_size(part) for part in (layer.conv_BCW, layer.state_BHKV) if part is not None)
-        beside = _placed_bytes(layer.placed(), layer.max_undecided) if isinstance(layer, NgramStore) else 0.0
-        return 0.0, state + beside
-    if not isinstance(layer, AttentionStore) or not layer.is_initialized:
-        return 0.0, 0.0
-    # In compressed layers, keys and values are one tensor.
-    slots = [layer.keys] if layer.values is layer.keys else [layer.keys, layer.values]
-    if isinstance(layer, IndexedStore) and layer.indexer_keys_BSX is not None:
-        slots.append(layer.indexer_keys_BSX)
-    per_slot = sum(map(_size, slots)) / layer.size
-    grows, fixed = (per_slot, 0.0) if layer.sliding_window is None else (0.0, per_slot * layer.sliding_window)
-    if isinstance(layer, CompressedStore):
-        grows += sum(_size(one) / one.shape[1] for one in layer.entries_BEX.values()) / layer.group_size
-        # Two groups of inputs: the one being filled, and the one before it, which is read too.
-        fixed += sum(2 * layer.group_size * _size(one) / one.shape[1] for one in layer.inputs_BSX.values())
-    if isinstance(layer, ConvolvedStore):
-        fixed += _placed_bytes(layer.rings_BZC.values(), layer.max_undecided)
-    if isinstance(layer, IndexedStore) and layer.inputs_BSX is not None and layer.pools_BP is not None:
-        of_a_pool = sum(_size(one) / one.shape[1] for one in layer.pools_BP)
-        grows += _size(layer.inputs_BSX) / layer.size + of_a_pool / layer.pools_BP.slots_BPN.shape[-1]
-    return grows, fixed
-
-
-def _placed_bytes(rings: Iterable[Tensor], max_undecided: int) -> float:
-    """Return the bytes of ring buffers, without the slots that are reserved for undecided drafts."""
-    return sum(_size(ring) * (1 - max_undecided / ring.shape[1]) for ring in rings)
+def _cache_bytes(cache: WindowCache) -> int:
+    """Return the bytes of all tensors that the layers of a cache hold, each tensor once."""
+    found: dict[int, int] = {}
+    held: list[Any] = [vars(layer) for layer in cache.layers]
+    while held:
+        one = held.pop()
+        if isinstance(one, Tensor):
+            found[one.data_ptr()] = _size(one)
+        elif isinstance(one, Mapping):
+            held += one.values()
+        elif isinstance(one, list | tuple):
+            held += one
+    return sum(found.values())
 
 
 def _prefill_rates(

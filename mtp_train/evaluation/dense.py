@@ -8,14 +8,10 @@ Shapes: K depths, N target positions of all prompts together, R drafted vocabula
 
 from __future__ import annotations
 
-import io
 import math
-import zipfile
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,10 +21,8 @@ from rich.progress import Progress
 from torch import Tensor
 
 from mtp_inference import HeadDrafting
-from mtp_train.checkpoints.writing import write_bytes
 from mtp_train.data.pack import collate, pack_documents
 from mtp_train.data.tokenize import Document, Prompt
-from mtp_train.errors import DataError
 from mtp_train.evaluation.prompt_records import PromptRecord, TaskPrompt
 from mtp_train.families import Convention
 from mtp_train.heads.module import MtpHead
@@ -55,29 +49,6 @@ class DenseRows:
     """Whether argmax q = argmax p."""
     valid_KN: NDArray[np.bool_]
     """Whether the depth has a target at the position: the depth's start must lie in the text too."""
-
-    def save(self, path: Path) -> None:
-        """Write all arrays to one ``.npz`` file, replacing an earlier one."""
-        buffer = io.BytesIO()
-        np.savez_compressed(buffer, **{field.name: vars(self)[field.name] for field in fields(self)})
-        write_bytes(path, buffer.getvalue())
-
-    @classmethod
-    def load(cls, path: Path) -> DenseRows:
-        """Read a file that :meth:`save` wrote.
-
-        Raises:
-            DataError: The file is missing or damaged.
-        """
-        try:
-            # numpy.load would leave a damaged file open.
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-                return cls(**{field.name: stored[field.name] for field in fields(cls)})
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise DataError(
-                f"{path}: {' '.join(str(error).split())}; expected the teacher-forced figures of a study. Remove the "
-                "file: they are measured again."
-            ) from error
 
 
 @torch.inference_mode()

@@ -192,8 +192,6 @@ class ArmCosts:
     """Like :attr:`trunk_kv_bytes_per_token`, for the head; 0 also where the head has sliding-window attention."""
     trunk_kv_bytes_per_token: int
     """Bytes of the KV cache per token in the dtype that runs; for latent attention, of the latent."""
-    trunk_state_bytes: int
-    """Bytes per text at any length: recurrent states and full sliding windows."""
     context_tokens_lost: int | None
     """Tokens of the trunk's KV cache that fit into the memory of the head's weights; None where the trunk has no KV
     cache. The head's own KV cache takes a further share ``head_kv / (trunk_kv + head_kv)`` of the remaining tokens."""

@@ -17,11 +17,10 @@ from rich.progress import Progress
 from mtp_inference import HeadDrafting
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.acceptance.speed import measured_speedup
-from mtp_train.checkpoints.files import is_gguf, read_json
+from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.identity import InputFiles, Loaders, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.values import require_finite_checkpoint
-from mtp_train.checkpoints.writing import write_json
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import (
     ArmSpec,
@@ -50,7 +49,7 @@ from mtp_train.evaluation.decoding import (
 from mtp_train.evaluation.dense import DenseRows, dense_rows, replayed
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
 from mtp_train.evaluation.prompt_records import PromptRecord, Setting, TaskPrompt
-from mtp_train.evaluation.results import REPORT_FILE, ArmCosts, Report, load_report, read_record
+from mtp_train.evaluation.results import REPORT_FILE, Report, load_report
 from mtp_train.evaluation.served import Server, ask, judged
 from mtp_train.evaluation.statistics import MeasuredArm, Records
 from mtp_train.evaluation.store import Store
@@ -60,7 +59,6 @@ from mtp_train.trunk.progress import shown_loading
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from mtp_train.trunk.whole import require_whole_trunk
 
-COSTS_FILE = "costs.json"
 FORMAT_VERSION = 1
 """Of a study's directory: its identity and its measurements."""
 
@@ -183,19 +181,18 @@ def _dense(
     progress: Progress,
 ) -> dict[tuple[float, int | None], DenseRows]:
     """Return teacher-forced metrics at every position of the trunk's own texts, by temperature and context."""
-    found, store = {}, arms.store
+    found = {}
     for setting, texts in progress.track(plain.items(), description=f"teacher-forced figures, {name}"):
-        path = None if store is None else store.file(name, f"dense-{setting.slug}.npz")
-        if path is not None and path.is_file():
-            rows = DenseRows.load(path)
-        else:
-            given = prompts[setting.context_tokens]
-            rows = dense_rows(
-                arms.trunk, drafting, given, texts, depth, setting.temperature, arms.seq_len_tokens, arms.dense_tokens
-            )
-            if path is not None:
-                rows.save(path)
-        found[setting.temperature, setting.context_tokens] = rows
+        found[setting.temperature, setting.context_tokens] = dense_rows(
+            arms.trunk,
+            drafting,
+            prompts[setting.context_tokens],
+            texts,
+            depth,
+            setting.temperature,
+            arms.seq_len_tokens,
+            arms.dense_tokens,
+        )
     return found
 
 
@@ -288,10 +285,7 @@ class Study:
         )
         found.arms += measure_trunk(arms, prompts, arms.lanes(grid.settings()), progress, self.processes)
         for name, maker in progress.track(drafting.items(), description="memory and prefill") if self.costs else ():
-            path = self.store.file(name, COSTS_FILE)
-            if not path.is_file():
-                write_json(path, {"costs": asdict(head_costs(name, trunk, maker))})
-            found.costs.append(read_record(ArmCosts, read_json(path)["costs"], str(path)))
+            found.costs.append(head_costs(name, trunk, maker))
 
     def _identity(self) -> dict[str, Any]:
         """Return the identity of the study, written into its directory.

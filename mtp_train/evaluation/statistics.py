@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -147,21 +148,22 @@ def make_cell(arm: MeasuredArm, setting: Setting, task: str = ALL_TASKS) -> Cell
         new_tokens=sum(one.new_tokens for one in counts),
         mean_prompt_tokens=_mean([float(one.prompt_tokens) for one in decoded]),
         **({} if dense is None else _dense_means(dense, setting.depth, task)),
-        **(_draft_figures(decoded, counts, setting.depth) if setting.depth else {}),
+        **(_draft_figures(counts) if setting.depth else {}),
         # Too few prompts are timed to tell tasks apart.
         **(_speed_figures(arm, setting) if task == ALL_TASKS else {}),
     )
 
 
-def _draft_figures(decoded: Sequence[PromptRecord], counts: Sequence[PromptCounts], depth: int) -> dict[str, Any]:
-    accepted = [number for one in decoded for number in one.accepted]
+def _draft_figures(counts: Sequence[PromptCounts]) -> dict[str, Any]:
+    by_position = map(sum, zip(*(one.accepted_per_pos for one in counts), strict=True))
+    reached = (sum(one.rounds for one in counts), *by_position, 0)
     return {
         "tau_ci95": tau_interval(counts),
         "acceptance_rate": acceptance_rate(counts),
         "marginal": tuple(marginal(counts)),
         "marginal_ci95": tuple(marginal_intervals(counts)),
         "conditional": tuple(conditional(counts)),
-        "accepted_histogram": tuple(np.bincount(np.array(accepted, dtype=np.int64), minlength=depth + 1).tolist()),
+        "accepted_histogram": tuple(more - fewer for more, fewer in pairwise(reached)),
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -13,7 +12,7 @@ from typing import Any
 from rich.progress import Progress
 
 from mtp_inference.opening import MODEL, NGRAM, OWN
-from mtp_train.answers.store import whole_bytes
+from mtp_train.answers.store import append_lines
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.identity import (
     RECORD_FILE,
@@ -99,18 +98,10 @@ class Store:
         return found
 
     def add(self, arm: str, setting: Setting, records: Iterable[PromptRecord], *, timed: bool = False) -> None:
-        path = self.file(arm, f"{_stem(setting, timed)}{self._suffix}")
-        if path.exists():
-            os.truncate(path, whole_bytes(path))
-        with path.open("ab") as file:
-            file.writelines(f"{json.dumps(asdict(one))}\n".encode() for one in records)
-
-    def file(self, arm: str, name: str) -> Path:
-        """Return the path of a file of an arm, in a directory that exists."""
-        path = self._of(arm) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.claim()
-        return path
+        self._of(arm).mkdir(parents=True, exist_ok=True)
+        lines = (f"{json.dumps(asdict(one))}\n".encode() for one in records)
+        append_lines(self._of(arm) / f"{_stem(setting, timed)}{self._suffix}", lines)
 
     def _of(self, arm: str) -> Path:
         # The arm of a run's head is named RUN/head.

@@ -212,11 +212,10 @@ def cost_table(report: Report) -> TextTable | None:
             cost.arm,
             format_bytes(cost.head_bytes),
             f"{format_bytes(cost.head_kv_bytes_per_token)} on {format_bytes(cost.trunk_kv_bytes_per_token)}",
-            format_bytes(cost.trunk_state_bytes),
             format_number(cost.context_tokens_lost, 0),
             format_speedup(cost.prefill_ratio) + (f" at {cost.prefill_tokens:,} tokens" if cost.prefill_tokens else ""),
         )
         for cost in report.costs
     ]
-    columns = ("arm", "weights", "KV cache per token", "trunk's state", "context given up", "prompt speed")
+    columns = ("arm", "weights", "KV cache per token", "context given up", "prompt speed")
     return make_table(columns, {"": rows})

@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from mtp_inference.opening import OWN
 from mtp_train.acceptance.counts import Interval, PromptCounts
 from mtp_train.acceptance.intervals import Difference, tau_difference
@@ -30,7 +28,7 @@ from mtp_train.data.tokenize import Document, build_prompts
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import ArmSpec
 from mtp_train.evaluation.assemble import Measurements
-from mtp_train.evaluation.entropy import EntropySums, overlap_difference
+from mtp_train.evaluation.entropy import overlap_difference
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Setting, TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS, VERDICTS, ArmComparison, Cell, Finding, Report, Tone, negated
@@ -254,8 +252,8 @@ def levels_at_home(head: MeasuredArm, vanilla: MeasuredArm, settings: Sequence[S
         mine, theirs = ([one.counts(setting.depth) for one in arm.decoded[setting]] for arm in (head, vanilla))
         tau = tau_difference([*mine, *map(_unmet, theirs)], [*map(_unmet, mine), *theirs])
         place = setting.temperature, setting.context_tokens
-        first, second = (EntropySums.of(arm.dense[place]) for arm in (head, vanilla))
-        found.append(LevelDifference(setting, tau, overlap_difference(*_over_all(first, second), None)))
+        overlap = overlap_difference(head.dense[place], vanilla.dense[place], paired=False)
+        found.append(LevelDifference(setting, tau, overlap))
     return found
 
 
@@ -263,17 +261,6 @@ def _unmet(counts: PromptCounts) -> PromptCounts:
     return replace(
         counts, rounds=0, num_draft_tokens=0, accepted_per_pos=tuple(0 for _ in counts.accepted_per_pos), new_tokens=0
     )
-
-
-def _over_all(first: EntropySums, second: EntropySums) -> tuple[EntropySums, EntropySums]:
-    """Return both sums over the prompts of both arms, with no positions for prompts of the other arm."""
-    names = first.prompt_ids + second.prompt_ids, first.groups + second.groups, first.tasks + second.tasks
-    before, after = (0, len(second.prompt_ids)), (len(first.prompt_ids), 0)
-
-    def padded(sums: EntropySums, rows: tuple[int, int]) -> EntropySums:
-        return EntropySums(*names, *(np.pad(one, (rows, (0, 0))) for one in (sums.counts_PB, sums.overlaps_PB)))
-
-    return padded(first, before), padded(second, after)
 
 
 def find(

@@ -16,12 +16,12 @@ from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
 from mtp_inference import AssistantDrafting, HeadDrafting
 from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
 from mtp_train.evaluation import decoding
-from mtp_train.evaluation.costs import Kept, head_costs, own_weight_bytes, probe_caches
+from mtp_train.evaluation.costs import bytes_per_token, head_costs, own_weight_bytes
 from mtp_train.evaluation.decoding import Stopwatch
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
-from tiny import ALL_FAMILIES, CACHE_KINDS, SLIDING_WINDOW, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, CACHE_KINDS, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
 
 
 class WorkClock:
@@ -47,39 +47,33 @@ class WorkClock:
 
 
 FP32 = 4
-# Values per token and per text of the trunk, and per token of the head, from the sizes of the tiny configs.
-CONVOLUTION = 4 * (16 + 16 + 16) + 2 * 16 * 8
-CHANNELS = 4 * 48 + 2 * 8 * 8
-BY_HAND: dict[str, tuple[int, int, int]] = {
+# Values per token of the trunk and of the head, from the sizes of the tiny configs.
+BY_HAND: dict[str, tuple[int, int]] = {
     # Three layers of a key and a value of 16.
-    "full": (3 * 32, 0, 32),
-    # One full layer; three of 48 channels, 4 inputs each, and a state of two heads.
-    "recurrent": (32, 3 * CONVOLUTION, 32),
+    "full": (3 * 32, 32),
+    # One full layer; three with states of one size.
+    "recurrent": (32, 32),
     # An attached head has full attention, independent of its trunk's layers.
-    "sliding": (0, 3 * 32 * SLIDING_WINDOW, 32),
-    "mixed": (32, 2 * 32 * SLIDING_WINDOW, 32),
+    "sliding": (0, 32),
+    "mixed": (32, 32),
     # The latent of 16 and the rotary key of 8, not the two heads' keys and values made of them.
-    "latent": (3 * 24, 0, 24),
+    "latent": (3 * 24, 24),
     # Plus the keys of the indexer.
-    "indexed": (3 * (24 + 16), 0, 24 + 16),
-    "channels": (24, 2 * CHANNELS, 24),
-    # Keys of 16 and values of 10; the windows have two key heads, and the head sees a window in each of its modules.
-    "sinks": (26, 2 * 2 * 26 * SLIDING_WINDOW, 0),
-    "mamba": (32, 2 * (4 * 64 + 4 * 8 * 8), 32),
-    "blocks": (64 + 2 * (64 + 16), 0, 64 + 16),
-    # Entries of two compressors for each 2 tokens, twice, of one for each 4. Windows of keys that are values too, but
-    # in the first layer; inputs of two groups.
-    "compressed": (
-        2 * (16 + 16) // 2 + 16 // 4,
-        (2 + 3) * 16 * SLIDING_WINDOW + 2 * (2 * 2 * (64 + 64)) + 2 * 4 * 32,
-        0,
-    ),
-    # A full layer between two windows of two key heads of 8; four convolutions see 3 inputs before theirs.
+    "indexed": (3 * (24 + 16), 24 + 16),
+    "channels": (24, 24),
+    # Keys of 16 and values of 10; the head sees a window in each of its modules.
+    "sinks": (26, 0),
+    "mamba": (32, 32),
+    # The head's indexer counts by position, in int64.
+    "blocks": (64 + 2 * (64 + 16), 64 + 16 + 2),
+    # Entries of two compressors for each 2 tokens, twice, of one for each 4.
+    "compressed": (2 * (16 + 16) // 2 + 16 // 4, 0),
     # Latents of two layers. In the layer with the indexer: keys and gates, and per 2 tokens a key and two int64 slots.
-    "pools": (2 * 16 + 32 + (16 + 2 * 2) // 2, CHANNELS, 16 + 32 + (16 + 2 * 2) // 2),
-    # Keys with their cosines and sines here. Nine inputs of two streams before a convolution, two tokens in int64.
-    "ngrams": (32 + 32 + (16 + 2 * 2) // 2, 2 * CONVOLUTION + 9 * 2 * 32 + 2 * 2, 32 + 32 + (16 + 2 * 2) // 2),
-    "convolved": (32, 2 * 32 * SLIDING_WINDOW + 3 * 3 * (16 + 16 + 32 + 32), 32),
+    "pools": (2 * 16 + 32 + (16 + 2 * 2) // 2, 16 + 32 + (16 + 2 * 2) // 2),
+    # Keys with their cosines and sines here.
+    "ngrams": (32 + 32 + (16 + 2 * 2) // 2, 32 + 32 + (16 + 2 * 2) // 2),
+    # A full layer between two windows.
+    "convolved": (32, 32),
 }
 
 
@@ -87,31 +81,28 @@ def own_head(trunk: Trunk) -> MtpHead | None:
     return tiny_head(trunk) if trunk.family.name in ALL_FAMILIES else None
 
 
-def kept(trunk: Trunk, head: MtpHead | None) -> tuple[Kept, Kept]:
+def kept(trunk: Trunk, head: MtpHead | None) -> tuple[int, int]:
     depth = 0 if head is None else len(head.blocks)
-    return probe_caches(trunk, None if head is None else HeadDrafting(head), depth)
+    return bytes_per_token(trunk, None if head is None else HeadDrafting(head), depth)
 
 
 @pytest.mark.parametrize("kind", CACHE_KINDS)
 def test_what_caches_keep_is_as_by_hand(kind: str) -> None:
     trunk = tiny_trunk(CACHE_KINDS[kind])
-    of_trunk, of_head = kept(trunk, own_head(trunk))
-    per_token, per_text, head_per_token = BY_HAND[kind]
-    assert of_trunk == Kept(FP32 * per_token, FP32 * per_text)
-    assert of_head.per_token == FP32 * head_per_token
+    of_trunk, of_head = BY_HAND[kind]
+    assert kept(trunk, own_head(trunk)) == (FP32 * of_trunk, FP32 * of_head)
 
 
 def test_keys_are_counted_in_the_dtype_that_runs() -> None:
     trunk = tiny_trunk("glm4_moe").to(torch.bfloat16)
-    of_trunk, of_head = kept(trunk, tiny_head(trunk))
     # A head may be in another.
-    assert (of_trunk.per_token, of_head.per_token) == (2 * 3 * 32, FP32 * 32)
+    assert kept(trunk, tiny_head(trunk)) == (2 * 3 * 32, FP32 * 32)
 
 
 @pytest.mark.parametrize("drafts_only", [False, True])
 def test_each_module_of_a_chained_head_has_keys_of_its_own(drafts_only: bool) -> None:
     trunk = tiny_trunk("glm4_moe")
-    assert kept(trunk, chained_head(trunk, 3, drafts_only=drafts_only))[1] == Kept(3 * FP32 * 32, 0)
+    assert kept(trunk, chained_head(trunk, 3, drafts_only=drafts_only))[1] == 3 * FP32 * 32
 
 
 def test_weights_of_a_head_are_counted_as_by_hand_and_turned_into_context() -> None:
@@ -123,7 +114,6 @@ def test_weights_of_a_head_are_counted_as_by_hand_and_turned_into_context() -> N
     costs = head_costs("own", trunk, tiny_head(trunk), prefill_tokens=8)
     assert costs.head_bytes == FP32 * weights
     assert (costs.trunk_kv_bytes_per_token, costs.head_kv_bytes_per_token) == (FP32 * 32, FP32 * 32)
-    assert costs.trunk_state_bytes == FP32 * 3 * CONVOLUTION
     assert costs.context_tokens_lost == math.ceil(weights / 32)
 
 

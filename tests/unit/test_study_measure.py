@@ -169,7 +169,7 @@ def test_times_are_the_best_of_several_passes_and_are_stored(
 
 def test_a_directory_belongs_to_one_study(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
-    Store(tmp_path / "a", {"grid": 1}).file("arm", "costs.json")
+    Store(tmp_path / "a", {"grid": 1}).claim()
     Store(tmp_path / "a", {"grid": 1})
     with pytest.raises(OutputExistsError, match=r"another study \(its grid differ"):
         Store(tmp_path / "a", {"grid": 2})
