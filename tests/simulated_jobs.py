@@ -247,7 +247,7 @@ def job(device: torch.device, directory: Path, settings: dict[str, Any]) -> dict
     with contextlib.suppress(GateRefusedError):
         run_quietly(tiny_recipe(inputs, run_dir, **{**SHORT, **settings}))
     given = [str(inputs / "finetune"), "--head", str(run_dir / "head"), "--max-new-tokens", "6"]
-    grid = ["--suite", "demo", "--prompts-per-task", "2", "--temperatures", "1", "--depths", "2", "--no-costs"]
+    grid = ["--suite", "demo", "--prompts-per-task", "2", "--temperatures", "1", "--depths", "2"]
     codes = [
         command_line(["generate", *given, "--prompt", "say 1"]),
         command_line(["evaluate", *given, *grid, "--out", str(directory / "evaluated")]),

@@ -9,11 +9,9 @@ from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import (
     ALL_TASKS,
     ArmComparison,
-    ArmCosts,
     Cell,
     Finding,
     Lossless,
-    PositionBin,
     Report,
 )
 
@@ -121,32 +119,6 @@ STUDY = Report(
     settings={"headline": vars(HEADLINE), "suite": "builtin", "seed": 0, "device": {"name": "cpu", "threads": 2}},
     cells=make_cells(),
     comparisons=tuple(make_comparisons()),
-    positions=tuple(
-        PositionBin(
-            arm=arm,
-            **vars(HEADLINE),
-            start=start,
-            stop=2 * start or 16,
-            tau=1 + 2 * rate + start / 400,
-            tau_ci95=(0.9 + 2 * rate, 1.15 + 2 * rate + start / 400),
-            groups=20,
-            rounds=300,
-        )
-        for arm, rate in RATES.items()
-        for start in (0, 16, 32, 64, 128)
-    ),
-    costs=tuple(
-        ArmCosts(
-            arm=arm,
-            head_bytes=421_000_000,
-            head_kv_bytes_per_token=2048,
-            trunk_kv_bytes_per_token=24_576,
-            context_tokens_lost=17_130,
-            prefill_ratio=0.97,
-            prefill_tokens=2048,
-        )
-        for arm in RATES
-    ),
     findings=(
         Finding(
             tone="good",

@@ -431,7 +431,6 @@ def _add_grid(add: Callable[..., Any]) -> None:
     add("--max-new-tokens", type=int, default=128, metavar="N", help="longest response, in tokens")
     add("--batch", type=int, default=16, metavar="N", help="most prompts decoded together for acceptance")
     add("--seed", type=int, default=0, metavar="S", help="of sampling and of the choice of prompts")
-    add("--no-costs", dest="costs", action="store_false", help="leave out memory and prefill of heads")
     add("--wandb", choices=("off", "offline", "online"), default="off", help="track the report")
     add("--out", type=Path, required=True, metavar="DIR", help="a new directory, or one to resume")
 

@@ -18,7 +18,7 @@ from mtp_train.acceptance.speed import Pair
 from mtp_train.errors import DataError
 from mtp_train.evaluation.entropy import overlap_difference
 from mtp_train.evaluation.prompt_records import Setting
-from mtp_train.evaluation.results import ALL_TASKS, ArmComparison, ArmCosts, Report
+from mtp_train.evaluation.results import ALL_TASKS, ArmComparison, Report
 from mtp_train.evaluation.served import Served
 from mtp_train.evaluation.statistics import (
     MeasuredArm,
@@ -26,7 +26,6 @@ from mtp_train.evaluation.statistics import (
     lossless,
     make_cell,
     make_cells,
-    position_bins,
 )
 
 LEVEL = 0.05
@@ -42,7 +41,6 @@ class Measurements:
 
     arms: list[MeasuredArm] = field(default_factory=list)
     """By trunk: plain decoding, then the drafters."""
-    costs: list[ArmCosts] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     """How the trunk was held: dtype, device and the like."""
     served: dict[str, Served] = field(default_factory=dict)
@@ -70,7 +68,7 @@ def assemble(
 
 
 def compared(report: Report, found: Measurements, title: str) -> Report:
-    """Return the report of a study: with its comparisons, positions in the output, costs and servers.
+    """Return the report of a study: with its comparisons and servers.
 
     The second of two servers is judged against the first one.
     """
@@ -83,8 +81,6 @@ def compared(report: Report, found: Measurements, title: str) -> Report:
         cells=(*report.cells, *(cell for one in served for cell in one.cells)),
         comparisons=compare_arms(drafted, [one.arm for one in served]),
         gate=_gate(*served) if len(served) == 2 else None,
-        positions=tuple(one for arm in drafted for one in position_bins(arm)),
-        costs=tuple(found.costs),
         endpoint=next(iter(documents.values())) if len(documents) == 1 else documents or None,
     )
 

@@ -32,7 +32,6 @@ from mtp_train.evaluation.arms import (
     trunk_label,
 )
 from mtp_train.evaluation.assemble import Measurements, assemble, compared
-from mtp_train.evaluation.costs import head_costs
 from mtp_train.evaluation.decoding import (
     SPEED_PASSES,
     SPEED_SECONDS,
@@ -205,7 +204,6 @@ class Study:
         specs: The arms, in the order they are shown.
         out: Directory of the measurements. Those of an interrupted study in it are not measured again.
         prompts: Prompts that are given; None for the suite's.
-        costs: Whether memory and prefill are measured as well.
         servers: Servers that are sent the suite's prompts before anything is decoded here.
 
     Raises:
@@ -220,13 +218,12 @@ class Study:
         progress: Progress,
         *,
         prompts: Sequence[TaskPrompt] | None = None,
-        costs: bool = False,
         servers: Sequence[Server] = (),
         processes: Processes = ALONE,
     ) -> None:
         require_distinct(specs)
         self.arms = [open_arm(spec) for spec in specs]
-        self.grid, self.prompts, self.costs, self.servers = grid, prompts, costs, servers
+        self.grid, self.prompts, self.servers = grid, prompts, servers
         self.progress, self.processes = progress, processes
         if processes.index == 0:
             self.store = Store(out, self._identity())
@@ -284,8 +281,6 @@ class Study:
             store=self.store,
         )
         found.arms += measure_trunk(arms, prompts, arms.lanes(grid.settings()), progress, self.processes)
-        for name, maker in progress.track(drafting.items(), description="memory and prefill") if self.costs else ():
-            found.costs.append(head_costs(name, trunk, maker))
 
     def _identity(self) -> dict[str, Any]:
         """Return the identity of the study, written into its directory.
@@ -298,7 +293,6 @@ class Study:
             "format_version": FORMAT_VERSION,
             "arms": [asdict(arm.spec) for arm in self.arms],
             "grid": json.loads(json.dumps(asdict(self.grid))),
-            "costs": self.costs,
             "prompts": None if prompts is None else [prompt.id for prompt in prompts],
             "prompt_texts": _suite_digest(self.grid.suite) if prompts is None else None,
             "server": [one.identity() for one in self.servers] or None,
@@ -313,11 +307,10 @@ def run_study(
     progress: Progress,
     *,
     title: str,
-    costs: bool,
     servers: Sequence[Server] = (),
 ) -> Report:
     """Measure arms and return the report; a finished study in ``out`` gives its own. See :class:`Study`."""
-    study = Study(specs, grid, out, progress, costs=costs, servers=servers)
+    study = Study(specs, grid, out, progress, servers=servers)
     if study.store.is_finished:
         return load_report(out / REPORT_FILE)
     report = study_report(study.measure(), grid, title)

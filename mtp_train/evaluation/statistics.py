@@ -11,7 +11,7 @@ Acceptance is of prompts that were decoded in batches, the time of a round of a 
 time; ``acceptance.speed`` computes speeds of both. ``speedup`` includes prefill, as for a user, and ``break_even_tau``
 is the cost of rounds alone.
 
-Shapes: K depths, N target positions, P prompts, G groups of prompts, B bins.
+Shapes: K depths, N target positions, P prompts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,12 @@ from mtp_train.acceptance.counts import (
     repeated_ngram_share,
     tau,
 )
-from mtp_train.acceptance.intervals import marginal_intervals, pooled_tau_interval, sum_by_group, tau_interval
+from mtp_train.acceptance.intervals import marginal_intervals, tau_interval
 from mtp_train.acceptance.speed import Pair, break_even_tau, measured_speedup, round_seconds, tokens_per_second
 from mtp_train.evaluation.dense import DenseRows
 from mtp_train.evaluation.prompt_records import PromptRecord, Setting
-from mtp_train.evaluation.results import ALL_TASKS, Cell, Lossless, PositionBin
+from mtp_train.evaluation.results import ALL_TASKS, Cell, Lossless
 
-POSITION_EDGES = (0, *(8 << doubling for doubling in range(24)))
-"""First new token of each stretch of the output."""
 Records = Mapping[Setting, Sequence[PromptRecord]]
 """Records of an arm by setting, in the order of the prompts."""
 ByPrompt = Mapping[Setting, Mapping[str, tuple[str, PromptCounts]]]
@@ -212,46 +210,3 @@ def _dense_means(rows: DenseRows, depth: int, task: str) -> dict[str, Any]:
         for values_KN in (rows.agreed_KN, rows.overlap_KN)
     )
     return {"dense": agreed, "overlap": overlap, "target_entropy": entropy}
-
-
-def position_bins(arm: MeasuredArm) -> tuple[PositionBin, ...]:
-    """Return acceptance over stretches of the output, at settings with drafts and prompts as they are.
-
-    A round belongs to the stretch of its first token. Later stretches contain only prompts whose outputs are that long.
-    """
-    return tuple(
-        found
-        for setting in arm.settings
-        if setting.depth and setting.context_tokens is None
-        for found in _position_bins(arm, setting)
-    )
-
-
-def _position_bins(arm: MeasuredArm, setting: Setting) -> list[PositionBin]:
-    decoded = arm.decoded[setting]
-    # Before the first token of round r lie 1 + r + sum(accepted[:r]) new tokens.
-    starts = [1 + np.cumsum([0, *(1 + accepted for accepted in one.accepted)])[:-1] for one in decoded]
-    bins = [np.searchsorted(POSITION_EDGES, start_R, side="right") - 1 for start_R in starts]
-    size = len(POSITION_EDGES)
-    rounds_PB = np.array([np.bincount(bin_R, minlength=size) for bin_R in bins], dtype=np.float64)
-    accepted_PB = np.array(
-        [np.bincount(bin_R, one.accepted, minlength=size) for bin_R, one in zip(bins, decoded, strict=True)]
-    )
-    rounds_GB, accepted_GB = (sum_by_group(one, [d.group for d in decoded]) for one in (rounds_PB, accepted_PB))
-    found = []
-    for number in np.flatnonzero(rounds_GB.any(axis=0)).tolist():
-        met_G = rounds_GB[:, number] > 0
-        rounds_G, accepted_G = rounds_GB[met_G, number], accepted_GB[met_G, number]
-        found.append(
-            PositionBin(
-                **vars(setting),
-                arm=arm.name,
-                start=POSITION_EDGES[number],
-                stop=POSITION_EDGES[number + 1],
-                tau=1.0 + float(accepted_G.sum() / rounds_G.sum()),
-                tau_ci95=pooled_tau_interval(accepted_G, rounds_G, setting.depth),
-                groups=len(rounds_G),
-                rounds=int(rounds_G.sum()),
-            )
-        )
-    return found

@@ -100,9 +100,7 @@ class FigureFile:
         return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
 
 
-FIGURE_STEM = (
-    r"tau|marginal_acceptance|speedup|loss|held_out|learning_rate|depth|context|output_position|costs|tasks_\d+"
-)
+FIGURE_STEM = r"tau|marginal_acceptance|speedup|loss|held_out|learning_rate|depth|context|costs|tasks_\d+"
 """Pattern of the stem of every figure that a report can have."""
 MAX_TASK_CHARS = 18
 
@@ -122,7 +120,7 @@ def render_figures(report: Report, metrics: Sequence[Mapping[str, Any]] = ()) ->
         caption = f"Tokens per second over those of the same trunk and decoder without drafts, {INTERVALS}."
         figures.append(FigureFile("speedup", caption, speedup_figure(with_speed)))
     figures += _heat_maps(slices)
-    draws = (_depth, _context, _output, _costs)
+    draws = (_depth, _context, _costs)
     figures += [figure for draw in draws if (figure := draw(slices, looks)) is not None]
     return figures + _training_figures(metrics)
 
@@ -388,30 +386,6 @@ def _context(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
     ticks = [context_words(setting.context_tokens) for setting in settings]
     caption = f"Tau by tokens of context, {INTERVALS}. Own: the unchanged prompts."
     return FigureFile("context", caption, _lines(series, "tokens of context", "tokens per round (tau)", ticks))
-
-
-def _output(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:
-    """Draw tau along the output, at the headline's temperature, depth and rule."""
-    headline = slices.headline
-    bins = [
-        row
-        for row in slices.report.positions
-        if headline and (row.temperature, row.depth, row.rule) == (headline.temperature, headline.depth, headline.rule)
-    ]
-    stretches = sorted({(row.start, row.stop) for row in bins})
-    if len(stretches) < 2:
-        return None
-    series = [
-        Series(
-            Subject(arm, "", look),
-            [(stretches.index((row.start, row.stop)), row.tau, row.tau_ci95) for row in bins if row.arm == arm],
-        )
-        for arm, look in looks.items()
-        if any(row.arm == arm for row in bins)
-    ]
-    ticks = [f"{start:,}-\n{stop - 1:,}" for start, stop in stretches]
-    caption = f"Tau of the rounds that begin in each stretch of the output, {INTERVALS}."
-    return FigureFile("output_position", caption, _lines(series, "new token", "tokens per round (tau)", ticks))
 
 
 def _costs(slices: Slices, looks: Mapping[str, Look]) -> FigureFile | None:

@@ -13,13 +13,11 @@ from mtp_train.report.slices import Slices
 from mtp_train.report.wording import (
     depth_words,
     difference_words,
-    format_bytes,
     format_estimate,
     format_groups,
     format_number,
     format_seconds,
     format_shares,
-    format_speedup,
     format_tau,
     pair_words,
     signed,
@@ -203,19 +201,3 @@ def position_table(report: Report) -> TextTable | None:
         for name, by_kind in figures.items()
     }
     return make_table(("figure", *(str(k) for k in range(1, depth + 1))), groups)
-
-
-def cost_table(report: Report) -> TextTable | None:
-    """Return memory and prefill costs of each head; None where none were measured."""
-    rows = [
-        (
-            cost.arm,
-            format_bytes(cost.head_bytes),
-            f"{format_bytes(cost.head_kv_bytes_per_token)} on {format_bytes(cost.trunk_kv_bytes_per_token)}",
-            format_number(cost.context_tokens_lost, 0),
-            format_speedup(cost.prefill_ratio) + (f" at {cost.prefill_tokens:,} tokens" if cost.prefill_tokens else ""),
-        )
-        for cost in report.costs
-    ]
-    columns = ("arm", "weights", "KV cache per token", "context given up", "prompt speed")
-    return make_table(columns, {"": rows})

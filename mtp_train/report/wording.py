@@ -417,15 +417,6 @@ def format_seconds(value: float | None) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
-def format_bytes(value: int) -> str:
-    size = float(value)
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.2f} GB"
-
-
 def flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Return nested settings as rows of (dotted name, text of the value), in order."""
     rows: list[tuple[str, str]] = []

@@ -253,7 +253,7 @@ class EvaluationResult(RichlyShown):
     out: Path
     """Directory with ``report.html``, ``report.json``, ``acceptance.csv``, ``comparisons.csv`` and ``figures/``."""
     report: Report = field(repr=False)
-    """All figures: ``arms``, ``cells``, ``comparisons``, ``costs`` and more."""
+    """All figures: ``arms``, ``cells``, ``comparisons`` and more."""
 
     @property
     def arms(self) -> Mapping[str, ArmResult]:
@@ -281,7 +281,6 @@ def evaluate(
     concurrency: int = 1,
     request_timeout_seconds: float = RESPONSE_TIMEOUT_SECONDS,
     served_only: bool = False,
-    costs: bool = True,
     wandb: WandbMode = "off",
     progress: Progress | None = None,
 ) -> EvaluationResult:
@@ -301,7 +300,6 @@ def evaluate(
         request_timeout_seconds: Longest wait for the server to send a part of a response. A server that finishes no
             request for ten minutes is given up, whatever this is.
         served_only: Measure the server alone and load no weights.
-        costs: Also measure memory and prefill.
         wandb: Log the report to Weights & Biases: ``"off"``, ``"offline"`` or ``"online"``.
         progress: A started rich progress bar; None shows nothing.
 
@@ -326,7 +324,7 @@ def evaluate(
     arms = [] if served_only else [named(subject)]
     settled = (grid or EvaluationGrid()).settled(arms, [subject.trunk])
     servers = [] if server is None else [server]
-    return _measure(arms, [named(subject)], settled, Path(out), progress, costs, wandb, servers)
+    return _measure(arms, [named(subject)], settled, Path(out), progress, wandb, servers)
 
 
 def compare(
@@ -335,7 +333,6 @@ def compare(
     *,
     grid: EvaluationGrid | None = None,
     tokenizer: str | Path | None = None,
-    costs: bool = True,
     wandb: WandbMode = "off",
     progress: Progress | None = None,
 ) -> EvaluationResult:
@@ -350,7 +347,6 @@ def compare(
         grid: The settings to measure; None for the defaults of :class:`EvaluationGrid`.
         tokenizer: The trunk of servers, whose tokenizer writes the prompts; None for the files of the first one, where
             they are on this machine.
-        costs: Also measure memory and prefill.
         wandb: Log the report to Weights & Biases: ``"off"``, ``"offline"`` or ``"online"``.
         progress: A started rich progress bar; None shows nothing.
 
@@ -367,7 +363,7 @@ def compare(
     settled = (grid or EvaluationGrid()).settled(
         specs, [one.checkpoint for one in servers] or [one.trunk for one in specs]
     )
-    return _measure(specs, specs, settled, Path(out), progress, costs, wandb, servers)
+    return _measure(specs, specs, settled, Path(out), progress, wandb, servers)
 
 
 def served_arms(arms: Sequence[str], tokenizer: str | None) -> list[Server]:
@@ -392,7 +388,6 @@ def _measure(
     grid: EvaluationGrid,
     out: Path,
     progress: Progress | None,
-    costs: bool,
     wandb: WandbMode,
     servers: Sequence[Server],
 ) -> EvaluationResult:
@@ -405,7 +400,7 @@ def _measure(
     with RunDirectory(out).held(progress.console, "the report"):
         if told := _trained_on(subjects, grid.suite, progress):
             progress.console.print(f"Is the text new to the head? {told}", highlight=False)
-        report = run_study(specs, grid, out, progress, title=title, costs=costs, servers=servers)
+        report = run_study(specs, grid, out, progress, title=title, servers=servers)
         if told:
             report = replace(report, settings={**report.settings, "trained_on": told})
         if not (out / REPORT_FILE).is_file():

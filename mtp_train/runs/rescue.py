@@ -279,7 +279,7 @@ def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> Report:
     ).settled(arms, [arm.trunk for arm in arms])
     held = out / COMPARISON
     with progress_on(console) as progress, RunDirectory(held).held(console, "the probe"):
-        return run_study(arms, grid, held, progress, title=f"probe of {trunk}", costs=False)
+        return run_study(arms, grid, held, progress, title=f"probe of {trunk}")
 
 
 def _better_wiring(recipe: Recipe, donor: str, out: Path, console: Console) -> str | None:

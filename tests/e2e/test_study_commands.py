@@ -20,7 +20,7 @@ from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from openai_server import openai_server, served_by
 from runs import document
 
-SMALL = ["--prompts-per-task", 3, "--depths", 1, 2, "--max-new-tokens", 10, "--no-costs"]
+SMALL = ["--prompts-per-task", 3, "--depths", 1, 2, "--max-new-tokens", 10]
 
 
 def suite(inputs: Path) -> list[Any]:

@@ -15,7 +15,7 @@ from report_samples import EMPTY, METRICS, PLAIN, RETRAINED, SAMPLE, run_cells
 from study_samples import BARE, STUDY
 
 OF_A_RUN = ["tau", "marginal_acceptance", "speedup"]
-OF_A_STUDY = [*OF_A_RUN, "tasks_1", "tasks_2", "tasks_3", "depth", "context", "output_position", "costs"]
+OF_A_STUDY = [*OF_A_RUN, "tasks_1", "tasks_2", "tasks_3", "depth", "context", "costs"]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_figures_show_the_cells(full: list[FigureFile]) -> None:
     changed = [replace(one, **figures, round_seconds=0.09) if one.arm == arm else one for one in STUDY.cells]
     arms = {**STUDY.arms, arm: replace(STUDY.arms[arm], **figures)}
     drawn = render_figures(replace(STUDY, arms=arms, cells=tuple(changed)))
-    assert [one.stem for one, other in zip(drawn, full, strict=True) if one.png == other.png] == ["output_position"]
+    assert [one.stem for one, other in zip(drawn, full, strict=True) if one.png == other.png] == []
 
 
 def test_names_of_any_kind_are_drawn() -> None:

@@ -14,12 +14,10 @@ from mtp_train.evaluation.statistics import (
     MeasuredArm,
     make_cell,
     make_cells,
-    position_bins,
 )
 from simulated_drafters import DEPTH, decoded, decoded_of, dense_of, rounds_by_accepted
 
 GREEDY = Setting(0.0, None, DEPTH, "greedy")
-LONG = Setting(0.0, 2048, DEPTH, "greedy")
 
 
 def arm(records: Sequence[PromptRecord], plain: Sequence[PromptRecord] = (), setting: Setting = GREEDY) -> MeasuredArm:
@@ -139,28 +137,3 @@ def test_dense_figures_are_of_the_cells_task_and_depth() -> None:
     shallow = Setting(0.0, None, 1, "greedy")
     cell = make_cells(dataclasses.replace(measured, decoded={shallow: measured.decoded[GREEDY]}))[0]
     assert cell.overlap == pytest.approx((0.5,))
-
-
-def test_rounds_lie_where_they_begin() -> None:
-    """The first new token comes before any round; the rounds here begin at 1, 5 and 8; and at 1, 2, ... 9."""
-    bins = position_bins(arm([decoded([3, 2, 3]), decoded([0] * 9, "p1")]))
-    assert [(one.start, one.stop, one.rounds) for one in bins] == [(0, 8, 9), (8, 16, 3)]
-    assert [one.tau for one in bins] == pytest.approx([1 + 5 / 9, 1 + 3 / 3])
-    assert all(one.tau_ci95 is not None and one.tau_ci95[0] < one.tau < one.tau_ci95[1] for one in bins)
-    assert sum(one.rounds for one in bins) == 12
-
-
-def test_positions_of_a_drafter_that_tires() -> None:
-    rng = np.random.default_rng(3)
-    records = []
-    for number in range(12):
-        accepted: list[int] = []
-        while (place := 1 + len(accepted) + sum(accepted)) < 200:
-            accepted.append(int(rng.binomial(DEPTH, 0.8 if place < 64 else 0.2)))
-        records.append(decoded(accepted, f"p{number}"))
-    bins = position_bins(arm(records))
-    assert [one.start for one in bins] == [0, 8, 16, 32, 64, 128]
-    intervals = [one.tau_ci95 for one in bins]
-    assert all(interval is not None and interval[0] > 2.5 for interval in intervals[:4])
-    assert all(interval is not None and interval[1] < 2.5 for interval in intervals[4:])
-    assert position_bins(arm(records, setting=LONG)) == ()
