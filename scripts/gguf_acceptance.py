@@ -46,9 +46,9 @@ from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
 from mtp_train.checkpoints.gguf.model_file import gguf_tokenizer, open_gguf
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
-from mtp_train.evaluation.assemble import same_texts
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
-from mtp_train.evaluation.served import Served, Server, ask
+from mtp_train.evaluation.served import Server, ask
+from mtp_train.evaluation.statistics import Served, same_texts
 from mtp_train.runs.checkpoint_tools.gguf_files import inspect_gguf
 
 PORT, SECONDS_TO_LOAD = 18_080, 600

@@ -66,6 +66,7 @@ LIST_TIMEOUT = httpx.Timeout(10.0, connect=CONNECT_TIMEOUT_SECONDS)
 MAX_BODY_BYTES = 2**26
 """The largest response, unpacked: 64 MiB, above any response of text."""
 _DETAIL_BYTES = 2**12
+REDIRECTS = range(300, 400)
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """HTTP statuses after which the same request may succeed."""
 
@@ -180,15 +181,7 @@ class Endpoint:
             # As bytes: httpx refuses text that is not ASCII.
             headers={} if api_key is None else {b"Authorization": f"Bearer {api_key}".encode()},
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=concurrency),
-            follow_redirects=True,
-            event_hooks={"request": [self._stays]},
         )
-
-    def _stays(self, request: httpx.Request) -> None:
-        """Check a request, which a redirect may have made: prompts and key are for the host that the user named."""
-        if request.url.host != httpx.URL(self.url).host:
-            cure = "Write the address that it leads to"
-            raise _UnusableError(f"redirects to {request.url.host}", "no other host", cure)
 
     def _shown(self, text: str) -> str:
         """Return text of the server for messages: without the key, should it send that back."""
@@ -391,6 +384,9 @@ class Endpoint:
         raise self._unusable(f"{cause}, {MAX_ATTEMPTS} times", "an answer", f"Start it again; {self.names.restart}")
 
     def _refusal(self, status: int, cause: str) -> Refusal:
+        if status in REDIRECTS:
+            # Prompts and key are for the address that the user named.
+            raise self._unusable(cause, "no redirect", "Write the address that it leads to")
         if status in (401, 403):
             raise self._unusable(cause, "access", f"Name the variable with its key in {self.names.api_key_env}")
         if status in (404, 405):

@@ -21,6 +21,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from mtp_inference.sampling.distributions import Sampling, distribution_of
 from mtp_train.answers.endpoint import Endpoint, Refusal
 from mtp_train.answers.generate import Answering
 from mtp_train.answers.store import RegeneratedRow, RegeneratedStore
@@ -35,8 +36,6 @@ SLACK, GREEDY_SLACK = 0.02, 0.05
 differently."""
 ROWS_AT_A_TIME = 256
 
-DistributionFn = Callable[[Tensor], Tensor]
-"""From logits (T, V) to the distribution that each token is drawn from."""
 Answer = tuple[Sequence[int], Sequence[int]]
 """The tokens of a prompt and of its response."""
 
@@ -73,25 +72,19 @@ def allowance(variance: float, rate: float = FALSE_ALARM) -> float:
 
 
 @torch.no_grad()
-def fit_of(
-    trunk: Trunk,
-    answers: Sequence[Answer],
-    distribution: DistributionFn,
-    *,
-    is_greedy: bool,
-    eos_ids: Collection[int],
-) -> AnswerFit:
+def fit_of(trunk: Trunk, answers: Sequence[Answer], sampling: Sampling, eos_ids: Collection[int]) -> AnswerFit:
     """Return how probable responses are under the trunk, by one forward pass over each.
 
     Args:
         answers: Prompts and responses, with at least one response token in total.
-        distribution: The distribution that the trunk's tokens are drawn from.
+        sampling: How the trunk's tokens are chosen; the seed does not matter.
         eos_ids: The tokens that end a response. They count as one token, as servers do not report which one it was.
 
     Raises:
         CheckpointError: The trunk's logits are NaN or infinite.
     """
     tokens, sums = 0, [0.0, 0.0, 0.0]
+    distribution = distribution_of(sampling, trunk.lm_head_VD.device)
     for prompt_ids, response_ids in answers:
         tokens_1T = torch.tensor([[*prompt_ids, *response_ids]], device=trunk.lm_head_VD.device)
         hidden_TD = trunk.hidden(tokens_1T)[0, len(prompt_ids) - 1 : -1]
@@ -105,7 +98,7 @@ def fit_of(
             more = _moments(distribution(logits_TV).double(), said_T[part], sorted(eos_ids))
             sums = [one + other for one, other in zip(sums, more, strict=True)]
     found, expected, variance = sums
-    allowed = allowance(max(variance, 0.0)) / tokens + (GREEDY_SLACK if is_greedy else SLACK)
+    allowed = allowance(max(variance, 0.0)) / tokens + (SLACK if sampling.temperature else GREEDY_SLACK)
     return AnswerFit(len(answers), tokens, found / tokens, expected / tokens, allowed)
 
 
@@ -126,7 +119,6 @@ FIRST_CHECK, CHECK_EVERY, SAMPLE = 16, 256, 16
 """Responses of the first check, which ends the work where another model is served, and of each later one; and how many
 of them are run through the trunk."""
 Row = TypeVar("Row")
-JudgeFn = Callable[[Sequence[RegeneratedRow]], AnswerFit]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +137,7 @@ def regenerate_served(
     store: RegeneratedStore,
     endpoint: Endpoint,
     answering: Answering,
-    judge: JudgeFn,
+    trunk: Trunk,
     on_prompt: Callable[[int, int], None],
 ) -> ServedCounts:
     """Send prompts to a server, and store its responses once a sample of them is found to be the trunk's.
@@ -153,7 +145,6 @@ def regenerate_served(
     A kill loses the responses since the last check, of which there are fewer than :data:`CHECK_EVERY`.
 
     Args:
-        judge: Computes how probable responses are under the trunk (:func:`fit_of`).
         on_prompt: Called with the number of prompts done and the number in all.
 
     Raises:
@@ -166,7 +157,7 @@ def regenerate_served(
         rows = unchecked.copy()
         unchecked.clear()
         if rows:
-            _require_trunks(rows, judge, endpoint.url)
+            _require_trunks(rows, trunk, answering, endpoint.url)
             store.append(rows)
             stored += len(rows)
 
@@ -190,11 +181,11 @@ def regenerate_served(
     return ServedCounts(generated=stored, refused=len(refusals), refusal=refusals[-1] if refusals else None)
 
 
-def _require_trunks(rows: Sequence[RegeneratedRow], judge: JudgeFn, url: str) -> None:
-    readable = [row for row in rows if row.response_ids]
+def _require_trunks(rows: Sequence[RegeneratedRow], trunk: Trunk, answering: Answering, url: str) -> None:
+    readable = [(row.prompt_ids, row.response_ids) for row in rows if row.response_ids]
     if not readable:
         return
-    fit = judge(spread(readable, f"{rows[0].id} {len(rows)}"))
+    fit = fit_of(trunk, spread(readable, f"{rows[0].id} {len(rows)}"), answering.sampling, answering.eos_ids)
     if not fit.is_trunks:
         raise DataError(
             f"data.regenerate.endpoint: {url} gives answers that are not the trunk's: over {fit.answers} of its last "

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -150,6 +150,12 @@ def _batch_of(text: Document, device: torch.device) -> PackedBatch:
 
 _GAIN = 0.05
 """The gain in overlap from which a wiring is better: some wiring is better by a hundredth by chance."""
+_Norm = Literal["after_final_norm", "before_final_norm"]
+_NORMS: tuple[tuple[_Norm, _Norm, str], ...] = (
+    ("after_final_norm", "before_final_norm", "before"),
+    ("before_final_norm", "after_final_norm", "after"),
+)
+"""Each side of a final norm, the other one, and its word."""
 _SURE, _LIKELY = 4.0, 2.0
 """The mean gain over the texts, in standard errors, that overlap and the share of right drafts need. With a flat q the
 overlap alone may rise, where q was wrong."""
@@ -203,14 +209,11 @@ def wirings(head: MtpHead) -> Mapping[str, Callable[[MtpHead], MtpHead]]:
         for engine, one in head.family.conventions.items()
         if replace(one, position_offset=ours.position_offset) != ours
     }
-    if ours.hidden == "after_final_norm":
-        conventions["reading the hidden state before the final norm"] = replace(ours, hidden="before_final_norm")
-    if ours.hidden == "before_final_norm":
-        conventions["reading the hidden state after the final norm"] = replace(ours, hidden="after_final_norm")
-    if ours.recycle == "after_final_norm":
-        conventions["recycling its state before its final norm"] = replace(ours, recycle="before_final_norm")
-    if ours.recycle == "before_final_norm":
-        conventions["recycling its state after its final norm"] = replace(ours, recycle="after_final_norm")
+    for norm, other, side in _NORMS:
+        if ours.hidden == norm:
+            conventions[f"reading the hidden state {side} the final norm"] = replace(ours, hidden=other)
+        if ours.recycle == norm:
+            conventions[f"recycling its state {side} its final norm"] = replace(ours, recycle=other)
     forms: dict[str, Callable[[MtpHead], MtpHead]] = {
         "with the halves of its projection swapped": _with_halves_swapped,
         "with its square matrices transposed": _transposed,

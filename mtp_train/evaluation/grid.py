@@ -65,7 +65,7 @@ class EvaluationGrid:
         suite = "demo" if all(trunk.startswith(PREFIX) for trunk in trunks) else "builtin"
         depths = self.depths
         if depths is None:
-            deepest = min((open_arm(arm).model.deepest for arm in arms), default=MAX_DEPTH)
+            deepest = min((open_arm(arm).deepest for arm in arms), default=MAX_DEPTH)
             depths = [depth for depth in DEPTHS if depth <= deepest]
         grid = replace(
             self,

@@ -6,7 +6,7 @@ import gc
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -15,23 +15,23 @@ from typing import Any
 from rich.progress import Progress
 
 from mtp_inference import HeadDrafting
+from mtp_inference.opening import OpenModel
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.acceptance.speed import measured_speedup
 from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.identity import InputFiles, Loaders, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import open_location
-from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import (
     ArmSpec,
-    OpenArm,
+    head_files,
     load_arm_trunk,
     local_device,
     open_arm,
     require_distinct,
+    require_sound,
     trunk_label,
 )
-from mtp_train.evaluation.assemble import Measurements, assemble, compared
 from mtp_train.evaluation.decoding import (
     SPEED_PASSES,
     SPEED_SECONDS,
@@ -50,13 +50,12 @@ from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
 from mtp_train.evaluation.prompt_records import PromptRecord, Setting, TaskPrompt
 from mtp_train.evaluation.results import REPORT_FILE, Report, load_report
 from mtp_train.evaluation.served import Server, ask, judged
-from mtp_train.evaluation.statistics import MeasuredArm, Records
+from mtp_train.evaluation.statistics import MeasuredArm, Measurements, Records, assemble
 from mtp_train.evaluation.store import Store
 from mtp_train.evaluation.suites import load_suite
 from mtp_train.train.machine import device_name
 from mtp_train.trunk.progress import shown_loading
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
-from mtp_train.trunk.whole import require_whole_trunk
 
 FORMAT_VERSION = 1
 """Of a study's directory: its identity and its measurements."""
@@ -133,17 +132,13 @@ def _timed(
     progress: Progress,
     processes: Processes,
 ) -> LaneRecords:
-    """Return the best times of a few prompts in plain decoding and in the lanes after it, or those of the store.
+    """Return the best times of a few prompts in plain decoding and in the lanes after it.
 
     Passes are added while a lane is undecided for lack of precise times (:attr:`Speedup.needs_passes`), up to
     :data:`SPEED_SECONDS`.
     """
-    context, store = lanes[0][1].context_tokens, arms.store
+    context = lanes[0][1].context_tokens
     few = speed_prompts(prompts[context], arms.seed)
-    stored = {lane: {} if store is None else store.read(*lane, timed=True) for lane in lanes}
-    complete = all(prompt.id in found for found in stored.values() for prompt in few)
-    if all(processes.gather([complete])):
-        return {lane: [found[prompt.id] for prompt in few] for lane, found in stored.items()}
     watch = Stopwatch(arms, few[processes.index :: processes.count], lanes)
     task = progress.add_task(f"timing {arms.name}", total=0)
     begun, measures = time.perf_counter(), 0
@@ -154,11 +149,7 @@ def _timed(
         found = joined(processes.gather([watch.records]), {context: few})
         spent = max(processes.gather([time.perf_counter() - begun]))
         if spent * (1 + 1 / measures) > SPEED_SECONDS or not _needs_passes(arms, lanes, decoded, found):
-            break
-    if store is not None:
-        for lane, records in watch.records.items():
-            store.add(*lane, records, timed=True)
-    return found
+            return found
 
 
 def _needs_passes(arms: TrunkArms, lanes: Sequence[Lane], decoded: LaneRecords, timed: LaneRecords) -> bool:
@@ -222,14 +213,14 @@ class Study:
         processes: Processes = ALONE,
     ) -> None:
         require_distinct(specs)
-        self.arms = [open_arm(spec) for spec in specs]
+        self.arms = {spec: open_arm(spec) for spec in specs}
         self.grid, self.prompts, self.servers = grid, prompts, servers
         self.progress, self.processes = progress, processes
         if processes.index == 0:
             self.store = Store(out, self._identity())
             self.store.hash_inputs(_inputs(self.arms, servers), progress)
             if not self.store.is_finished:
-                _require_sound(self.arms, progress)
+                require_sound(self.arms.values(), progress)
             if processes.count > 1:
                 self.store.claim()
         # The others write into the directory once it is claimed.
@@ -240,39 +231,40 @@ class Study:
     def measure(self) -> Measurements:
         """Measure all arms, with one trunk in memory at a time."""
         found = Measurements(served={one.name: ask(one, self.grid, self.progress) for one in self.servers})
-        by_trunk: dict[Any, list[OpenArm]] = {}
-        for arm in self.arms:
-            by_trunk.setdefault(arm.spec.trunk_key, []).append(arm)
-        names = plain_names([group[0].spec for group in by_trunk.values()])
+        by_trunk: dict[Any, list[ArmSpec]] = {}
+        for spec in self.arms:
+            by_trunk.setdefault(spec.trunk_key, []).append(spec)
+        names = plain_names([group[0] for group in by_trunk.values()])
         for plain_name, group in zip(names, by_trunk.values(), strict=True):
             self._measure(group, plain_name, found)
             # Free the weights before the next trunk is loaded.
             gc.collect()
         return found
 
-    def _measure(self, group: Sequence[OpenArm], plain_name: str, found: Measurements) -> None:
+    def _measure(self, group: Sequence[ArmSpec], plain_name: str, found: Measurements) -> None:
         """Load one trunk, measure all its arms, and add the results to ``found``."""
         first, grid, progress = group[0], self.grid, self.progress
-        tokenizer = load_tokenizer(first.model.checkpoint, trust_remote_code=False, adapter=first.model.adapter)
+        model = self.arms[first]
+        tokenizer = load_tokenizer(model.checkpoint, trust_remote_code=False, adapter=model.adapter)
         prompts: Prompts = {None: self.prompts} if self.prompts is not None else _enough_prompts(grid, tokenizer)
-        with shown_loading(progress, first.spec.trunk_name, first.model.checkpoint.num_bytes):
-            trunk = load_arm_trunk(first, local_device())
-        drafting = {arm.spec.name: maker for arm in group if (maker := arm.model.load_drafting(trunk)) is not None}
+        with shown_loading(progress, first.trunk_name, model.checkpoint.num_bytes):
+            trunk = load_arm_trunk(model, local_device())
+        drafting = {one.name: maker for one in group if (maker := self.arms[one].load_drafting(trunk)) is not None}
         for maker in drafting.values():
             maker.check(trunk, max(grid.depths or ()))
         self.store.require_unchanged(progress)
-        eos_ids = eos_token_ids(first.model.checkpoint, tokenizer)
+        eos_ids = eos_token_ids(model.checkpoint, tokenizer)
         for server in self.servers:
-            if server.checkpoint == first.spec.trunk:
+            if server.checkpoint == first.trunk:
                 found.served[server.name] = judged(found.served[server.name], trunk, eos_ids)
                 for warning in found.served[server.name].document["warnings"]:
                     progress.console.print(f"{server.name}: {warning}", highlight=False)
         found.facts = {"dtype": trunk.dtype_name, "device": device_name(trunk.lm_head_VD.device)}
         arms = TrunkArms(
             trunk=trunk,
-            name=first.spec.trunk_name,
+            name=first.trunk_name,
             drafting=drafting,
-            head_names={arm.spec.name: str(arm.spec.head_name) for arm in group},
+            head_names={one.name: str(one.head_name) for one in group},
             plain_arm=plain_name,
             max_new_tokens=grid.max_new_tokens,
             eos_ids=eos_ids,
@@ -291,7 +283,7 @@ class Study:
         prompts = self.prompts
         return {
             "format_version": FORMAT_VERSION,
-            "arms": [asdict(arm.spec) for arm in self.arms],
+            "arms": [spec.identity() for spec in self.arms],
             "grid": json.loads(json.dumps(asdict(self.grid))),
             "prompts": None if prompts is None else [prompt.id for prompt in prompts],
             "prompt_texts": _suite_digest(self.grid.suite) if prompts is None else None,
@@ -326,20 +318,7 @@ def study_report(found: Measurements, grid: EvaluationGrid, title: str) -> Repor
         **SPEED_SETTINGS,
         "headline": {key: getattr(grid.headline, key) for key in ("temperature", "context_tokens", "depth", "rule")},
     }
-    return compared(assemble(found, grid.headline, settings, tasks_apart=True), found, title)
-
-
-def _require_sound(arms: Sequence[OpenArm], progress: Progress) -> None:
-    models = [arm.model for arm in arms]
-    trunks = {one.checkpoint.path: (one.checkpoint, one.family) for one in models}
-    trunks |= {
-        one.drafter.path: (one.drafter, one.drafter.family) for one in models if one.drafter and not one.assistant
-    }
-    for checkpoint, family in trunks.values():
-        require_whole_trunk(checkpoint, family)
-    every = {one.path: one for model in models for one in (model.checkpoint, model.drafter) if one is not None}
-    for checkpoint in every.values():
-        require_finite_checkpoint(checkpoint, progress)
+    return assemble(found, grid.headline, settings, title=title)
 
 
 def plain_names(specs: Sequence[ArmSpec]) -> list[str]:
@@ -357,15 +336,14 @@ def _suite_digest(name: str) -> str:
     return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
-def _inputs(arms: Sequence[OpenArm], servers: Sequence[Server]) -> Loaders:
+def _inputs(arms: Mapping[ArmSpec, OpenModel], servers: Sequence[Server]) -> Loaders:
     loaders: dict[str, Callable[[], InputFiles]] = {}
-    for arm in arms:
-        name = arm.spec.name
-        loaders[f"{name}: trunk"] = partial(checkpoint_files, arm.model.checkpoint)
-        if arm.model.adapter is not None:
-            loaders[f"{name}: adapter"] = partial(directory_files, arm.model.adapter)
-        if arm.head_loader is not None:
-            loaders[f"{name}: head"] = arm.head_loader
+    for spec, model in arms.items():
+        loaders[f"{spec.name}: trunk"] = partial(checkpoint_files, model.checkpoint)
+        if model.adapter is not None:
+            loaders[f"{spec.name}: adapter"] = partial(directory_files, model.adapter)
+        if (of_head := head_files(model)) is not None:
+            loaders[f"{spec.name}: head"] = of_head
     if servers:
         place = servers[0].checkpoint
         of_gguf = partial(InputFiles, Path(place), {Path(place).name: Path(place)})

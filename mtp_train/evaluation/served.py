@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from rich.progress import Progress
 
 from mtp_inference import Request
-from mtp_inference.sampling.distributions import Sampling, distribution_of
+from mtp_inference.sampling.distributions import Sampling
 from mtp_train.acceptance.counts import PromptCounts
 from mtp_train.acceptance.names import SERVED
 from mtp_train.answers.draft_counts import Counters, SpecCounts, increase, response_counts
@@ -30,8 +30,8 @@ from mtp_train.checkpoints.locations import open_location
 from mtp_train.errors import DataError
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
 from mtp_train.evaluation.prompt_records import PromptRecord, Rule, Setting, TaskPrompt
-from mtp_train.evaluation.results import ALL_TASKS, Cell
-from mtp_train.evaluation.statistics import MeasuredArm, make_cell
+from mtp_train.evaluation.results import ALL_TASKS
+from mtp_train.evaluation.statistics import MeasuredArm, Served, make_cell
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
@@ -99,17 +99,6 @@ class ServedRecord(PromptRecord):
             group=self.group,
             seconds_decode=self.seconds_decode,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    """The measurements of a served model."""
-
-    arm: MeasuredArm
-    cells: tuple[Cell, ...]
-    """One cell per temperature for all tasks, followed by those of single tasks; the first is the headline."""
-    document: dict[str, Any]
-    """The server, request settings, throughput, failures, warnings and the verdict on the answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,9 +395,8 @@ def judged(served: Served, trunk: Trunk, eos_ids: Collection[int]) -> Served:
         fit = fit_of(
             trunk,
             spread([answer for answer in answers if answer[1]], f"{temperature}"),
-            distribution_of(Sampling(temperature=temperature), trunk.lm_head_VD.device),
-            is_greedy=temperature == 0.0,
-            eos_ids=eos_ids,
+            setting.sampling(seed=0),
+            eos_ids,
         )
         verdict = fit.is_trunks if fit.can_tell or not fit.is_trunks else None
         found.append({"temperature": temperature, **fit._asdict(), "are_the_trunks": verdict})

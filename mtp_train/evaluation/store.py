@@ -1,4 +1,4 @@
-"""The measurements of a study on disk, one line per prompt, so that an interrupted study resumes."""
+"""The decoded prompts of a study on disk, one line each, so that an interrupted study resumes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.progress import Progress
 
-from mtp_inference.opening import MODEL, NGRAM, OWN
 from mtp_train.answers.store import append_lines
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.identity import (
@@ -84,24 +83,23 @@ class Store:
                 "writes to. Start again with another --out when the writer is done."
             )
 
-    def read(self, arm: str, setting: Setting, *, timed: bool = False) -> dict[str, PromptRecord]:
+    def read(self, arm: str, setting: Setting) -> dict[str, PromptRecord]:
         """Return the records of an arm and setting by prompt id, without an incomplete last line."""
         found: dict[str, PromptRecord] = {}
-        stem = _stem(setting, timed)
-        for path in self._of(arm).glob(f"{stem}*.jsonl"):
-            # The stem of another setting may begin with this one.
-            if _WRITER.fullmatch(path.name.removeprefix(stem)) is None:
+        for path in self._of(arm).glob(f"{setting.slug}*.jsonl"):
+            # The slug of another setting may begin with this one.
+            if _WRITER.fullmatch(path.name.removeprefix(setting.slug)) is None:
                 continue
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             whole = [read_record(PromptRecord, line, str(path)) for line in lines if line.endswith("\n")]
             found |= {one.prompt_id: one for one in whole}
         return found
 
-    def add(self, arm: str, setting: Setting, records: Iterable[PromptRecord], *, timed: bool = False) -> None:
+    def add(self, arm: str, setting: Setting, records: Iterable[PromptRecord]) -> None:
         self.claim()
         self._of(arm).mkdir(parents=True, exist_ok=True)
         lines = (f"{json.dumps(asdict(one))}\n".encode() for one in records)
-        append_lines(self._of(arm) / f"{_stem(setting, timed)}{self._suffix}", lines)
+        append_lines(self._of(arm) / f"{setting.slug}{self._suffix}", lines)
 
     def _of(self, arm: str) -> Path:
         # The arm of a run's head is named RUN/head.
@@ -118,10 +116,6 @@ class Store:
             write_json(self.out / STUDY_FILE, self.identity)
 
 
-def _stem(setting: Setting, timed: bool) -> str:
-    return f"timed-{setting.slug}" if timed else setting.slug
-
-
 def _require_ours(out: Path, identity: dict[str, Any]) -> None:
     if out.exists() and not out.is_dir():
         raise OutputExistsError(f"--out: {out} is a file; expected a directory. Choose another --out.")
@@ -136,20 +130,10 @@ def _require_ours(out: Path, identity: dict[str, Any]) -> None:
             f"--out: {out} holds files that are not a study's ({', '.join(entries[:3])}); expected a new or empty "
             "directory. Choose another --out."
         )
-    found, expected = _compared(read_json(recorded)), _compared(identity)
-    if found != expected:
-        odd = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
+    found = read_json(recorded)
+    if found != identity:
+        odd = sorted(key for key in found.keys() | identity.keys() if found.get(key) != identity.get(key))
         raise OutputExistsError(
             f"--out: {out} holds another study (its {', '.join(odd)} differ, {recorded}); expected the same arms and "
             "grid to go on. Choose another --out, or remove that one."
         )
-
-
-def _compared(identity: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of an identity that must be equal: without paths of arms, whose content is compared instead."""
-    return {**identity, "arms": [_without_places(**arm) for arm in identity.get("arms", ())]}
-
-
-def _without_places(trunk: str, head: str | None, adapter: str | None, **kept: Any) -> dict[str, Any]:
-    kind = head if head in (None, OWN, NGRAM) else MODEL if head.startswith(MODEL) else "files"
-    return {**kept, "head": kind, "adapter": adapter is not None}

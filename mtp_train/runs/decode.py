@@ -16,17 +16,16 @@ from rich.console import RenderableType
 from rich.progress import Progress
 
 from mtp_inference import MAX_DEPTH, GenerationResult, Request, Sampling, SpeculativeDecoder
-from mtp_inference.opening import OWN, OpenModel, open_model, prompt_tokens, refuse_images
+from mtp_inference.opening import OWN, open_model, prompt_tokens, refuse_images
 from mtp_inference.requests import MtpMode
 from mtp_inference.sampling.chooser import DraftSampling
 from mtp_train.acceptance.names import SERVED
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
 from mtp_train.checkpoints.identity import InputFiles, hash_inputs
 from mtp_train.checkpoints.locations import is_run, open_location
-from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.data.sources import local_files
 from mtp_train.errors import DataError
-from mtp_train.evaluation.arms import ArmSpec, arm_of_run, local_device, named, parse_arm
+from mtp_train.evaluation.arms import ArmSpec, arm_of_run, local_device, named, parse_arm, require_sound
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.results import REPORT_FILE, ArmResult, Report
 from mtp_train.evaluation.run import run_study
@@ -39,7 +38,6 @@ from mtp_train.runs.run_directory import RunDirectory, checkpoint_identity, envi
 from mtp_train.train.log import Tracking, WandbMode
 from mtp_train.train.machine import use_threads
 from mtp_train.trunk.tokenizer import load_tokenizer, require_variables
-from mtp_train.trunk.whole import require_whole_trunk
 
 _KWARGS = "--chat-template-kwargs"
 _DOCUMENT = (
@@ -199,7 +197,7 @@ def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: 
     # Depth 0 needs no head. A named external drafter is opened all the same: its record loads the trunk.
     head = OWN if options.head is None and depth else options.head
     model = open_model(options.checkpoint, head, adapter=options.adapter)
-    _require_weights(model, depth, progress)
+    require_sound([model if depth else replace(model, drafter=None)], progress)
     device = local_device()
     if device.type == "cpu":
         use_threads(model.checkpoint.text_config)
@@ -231,16 +229,6 @@ def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: 
         "captured_rounds": decoder.captured_rounds,
     }
     return GenerateResult(ordered, settings)
-
-
-def _require_weights(model: OpenModel, depth: int, progress: Progress) -> None:
-    """Check that the trunk, and with drafts the drafter, has all its tensors and only finite values."""
-    require_whole_trunk(model.checkpoint, model.family)
-    require_finite_checkpoint(model.checkpoint, progress)
-    if model.drafter is not None and depth:
-        if model.assistant is None:
-            require_whole_trunk(model.drafter)
-        require_finite_checkpoint(model.drafter, progress)
 
 
 @dataclass(frozen=True)

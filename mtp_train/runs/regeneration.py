@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,11 @@ from typing import Any
 import torch
 
 from mtp_inference import Sampling, SpeculativeDecoder
-from mtp_inference.sampling.distributions import distribution_of
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS, Endpoint, read_api_key
 from mtp_train.answers.generate import Answering, missing_prompts, regenerate
-from mtp_train.answers.served import AnswerFit, JudgeFn, fit_of, regenerate_served
+from mtp_train.answers.served import regenerate_served
 from mtp_train.answers.store import (
     COPIED_FILE,
-    RegeneratedRow,
     RegeneratedStore,
     ResponseCounts,
     file_rows,
@@ -176,22 +174,6 @@ def answer_by_decoder(
     )
 
 
-def judge_of(settings: RegenerateSpec, trunk: Trunk, eos_ids: Collection[int]) -> JudgeFn:
-    """Return a function that computes how probable responses are under the trunk, at the recipe's sampling settings."""
-    distribution = distribution_of(Sampling(**sampling_of(settings)), trunk.lm_head_VD.device)
-
-    def judge(read: Sequence[RegeneratedRow]) -> AnswerFit:
-        return fit_of(
-            trunk,
-            [(row.prompt_ids, row.response_ids) for row in read],
-            distribution,
-            is_greedy=settings.temperature == 0.0,
-            eos_ids=eos_ids,
-        )
-
-    return judge
-
-
 def with_followers(trunk: Trunk, accelerator: RunAccelerator, answer: Callable[[], str]) -> str:
     """Call a function in the first process, while the others run the trunk with it, each with its shards.
 
@@ -258,8 +240,7 @@ def answer_by_server(
     )
     with contextlib.closing(endpoint):
         endpoint.choose_model(settings.model)
-        judge = judge_of(settings, trunk, inputs.eos_ids)
-        counts = regenerate_served(missing, store, endpoint, answering_of(run, settings), judge, on_progress)
+        counts = regenerate_served(missing, store, endpoint, answering_of(run, settings), trunk, on_progress)
     facts = {"url": endpoint.url, "model": endpoint.model, "prompts_as": endpoint.prompts_as}
     write_json(store.directory / f"server-{rank:05d}-of-{world:05d}.json", {**facts, **asdict(counts)})
     refused = f", {counts.refused} refused ({counts.refusal})" if counts.refused else ""

@@ -27,13 +27,12 @@ from mtp_train.data.records import Record, content_group
 from mtp_train.data.tokenize import Document, build_prompts
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import ArmSpec
-from mtp_train.evaluation.assemble import Measurements
 from mtp_train.evaluation.entropy import overlap_difference
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Setting, TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS, VERDICTS, ArmComparison, Cell, Finding, Report, Tone, negated
 from mtp_train.evaluation.run import Study, study_report
-from mtp_train.evaluation.statistics import MeasuredArm
+from mtp_train.evaluation.statistics import MeasuredArm, Measurements
 from mtp_train.evaluation.suites import load_suite, suite_prompts
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ import pytest
 import torch
 
 from byte_tokenizer import byte_tokenizer
-from mtp_inference.sampling.distributions import Sampling, distribution_of
+from mtp_inference import Sampling
 from mtp_train.answers import served as checked
 from mtp_train.answers.endpoint import Endpoint
 from mtp_train.answers.generate import Answering, missing_prompts
-from mtp_train.answers.served import AnswerFit, JudgeFn, ServedCounts, allowance, fit_of, regenerate_served
-from mtp_train.answers.store import RegeneratedRow, RegeneratedStore
+from mtp_train.answers.served import AnswerFit, ServedCounts, allowance, fit_of, regenerate_served
+from mtp_train.answers.store import RegeneratedStore
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import CheckpointError, DataError
 from mtp_train.trunk.load import Trunk
@@ -49,26 +48,25 @@ def other() -> Trunk:
     return tiny_trunk("llama", seed=1, vocab_size=VOCAB_SIZE)
 
 
-def judge_of(trunk: Trunk, sampling: Sampling) -> JudgeFn:
-    distribution = distribution_of(sampling, torch.device("cpu"))
+@pytest.fixture
+def believed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stand for a trunk of which any responses are accepted."""
+    monkeypatch.setattr(checked, "fit_of", lambda *_: AnswerFit(1, 1, found=1.0, expected=1.0, allowed=0.0))
 
-    def judge(read: Sequence[RegeneratedRow]) -> AnswerFit:
-        answers = [(row.prompt_ids, row.response_ids) for row in read]
+
+@pytest.fixture(autouse=True)
+def one_decodes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def guarded(*given: Any) -> AnswerFit:
         with DECODING:
-            return fit_of(trunk, answers, distribution, is_greedy=sampling.temperature == 0.0, eos_ids=[EOS])
+            return fit_of(*given)
 
-    return judge
-
-
-def believed(rows: Sequence[RegeneratedRow]) -> AnswerFit:
-    """Accept any responses as the trunk's."""
-    return AnswerFit(len(rows), 1, found=1.0, expected=1.0, allowed=0.0)
+    monkeypatch.setattr(checked, "fit_of", guarded)
 
 
 def answer(
     store: RegeneratedStore,
     reply: ReplyFn,
-    judge: JudgeFn = believed,
+    trunk: Any = None,
     *,
     sampling: Sampling = GREEDY,
     concurrency: int = 1,
@@ -87,7 +85,7 @@ def answer(
                 store,
                 endpoint,
                 answering,
-                judge,
+                trunk,
                 lambda done, total: told.append((done, total)),
             )
     return counts, served
@@ -116,15 +114,15 @@ def test_a_server_that_switches_its_model_is_noticed(
     sampling: Sampling, trunk: Trunk, other: Trunk, tmp_path: Path
 ) -> None:
     own, others = served_by(trunk, [EOS]), served_by(other, [EOS])
-    store, judge = RegeneratedStore(tmp_path), judge_of(trunk, sampling)
+    store = RegeneratedStore(tmp_path)
     with pytest.raises(
         DataError,
         match=r"answers that are not the trunk's: over 5 of its last 6 .*mean probability of 0\.\d+; expected \d\.\d+ "
         r"within 0\.\d+\. These 6 are dropped\.",
     ):
-        answer(store, switching(own, others, 2 * EVERY), judge, sampling=sampling)
+        answer(store, switching(own, others, 2 * EVERY), trunk, sampling=sampling)
     assert len(list(store)) == 2 * EVERY
-    assert answer(store, own, judge, sampling=sampling)[0].generated == EVERY, "the same command goes on from there"
+    assert answer(store, own, trunk, sampling=sampling)[0].generated == EVERY, "the same command goes on from there"
     assert len(list(store)) == 3 * EVERY
 
 
@@ -137,7 +135,7 @@ def test_a_server_of_another_model_is_refused_at_once(trunk: Trunk, other: Trunk
         return others(payload)
 
     with pytest.raises(DataError, match="answers that are not the trunk's"):
-        answer(store, reply, judge_of(trunk, GREEDY))
+        answer(store, reply, trunk)
     assert list(store) == []
     # One more may be on its way.
     assert EVERY <= len(asked) <= EVERY + 1
@@ -153,20 +151,19 @@ def test_a_server_with_a_temperature_of_its_own_is_noticed(
         answer(
             RegeneratedStore(tmp_path),
             lambda payload: own({**payload, "temperature": 0.0}),
-            judge_of(trunk, warm),
+            trunk,
             sampling=warm,
         )
 
 
 def test_which_of_several_tokens_ended_a_response_does_not_count(trunk: Trunk) -> None:
-    def fit(ended_by: int, eos_ids: list[int]) -> AnswerFit:
-        return fit_of(trunk, [((1, 2), (ended_by,))], certain, is_greedy=True, eos_ids=eos_ids)
+    own = int(trunk.logits(trunk.hidden(torch.tensor([[1, 2]])))[0, -1].argmax())
 
-    def certain(logits_TV: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(logits_TV).index_fill(1, torch.tensor([7]), 1.0)
+    def fit(ended_by: int, *eos_ids: int) -> AnswerFit:
+        return fit_of(trunk, [((1, 2), (ended_by,))], GREEDY, eos_ids)
 
-    assert fit(7, [7, 9]).found == fit(9, [7, 9]).found == 1.0
-    assert fit(9, [7]).found == 0.0
+    assert fit(own, own, own + 1).found == fit(own + 1, own, own + 1).found == 1.0
+    assert fit(own + 1, own).found == 0.0
 
 
 def test_logits_that_are_not_finite_are_the_trunks_fault() -> None:
@@ -174,7 +171,7 @@ def test_logits_that_are_not_finite_are_the_trunks_fault() -> None:
     with torch.no_grad():
         broken.layers[0].mlp.down_proj.weight[0, 0] = torch.nan
     with pytest.raises(CheckpointError, match="trunk: its logits after 4 tokens are NaN"):
-        judge_of(broken, GREEDY)([RegeneratedRow("a", "g", (1, 2), (3, 4), False, 0)])
+        fit_of(broken, [((1, 2), (3, 4))], GREEDY, [EOS])
 
 
 @pytest.mark.parametrize("rate", [0.2, 0.01])
@@ -193,6 +190,7 @@ def test_the_false_alarm_rate_holds(rate: float) -> None:
 # The answers
 
 
+@pytest.mark.usefixtures("believed")
 def test_every_prompt_is_answered_and_stored(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     store = RegeneratedStore(tmp_path)
@@ -214,6 +212,7 @@ def test_every_prompt_is_answered_and_stored(tmp_path: Path) -> None:
     assert told[-1] == (18, 18)
 
 
+@pytest.mark.usefixtures("believed")
 def test_a_server_that_takes_text_alone_gets_text(tmp_path: Path) -> None:
     def reply(payload: dict[str, Any]) -> Reply:
         if not isinstance(payload["prompt"], str):
@@ -226,6 +225,7 @@ def test_a_server_that_takes_text_alone_gets_text(tmp_path: Path) -> None:
     assert "add_special_tokens" in served.payloads[1]
 
 
+@pytest.mark.usefixtures("believed")
 def test_processes_part_the_prompts_whatever_is_done_already(tmp_path: Path) -> None:
     parts = [missing_prompts(PROMPTS, RegeneratedStore(tmp_path, rank=rank, world=2), 64) for rank in (0, 1)]
     assert sorted((prompt for part in parts for prompt in part), key=lambda prompt: prompt.id) == PROMPTS
@@ -234,6 +234,7 @@ def test_processes_part_the_prompts_whatever_is_done_already(tmp_path: Path) -> 
     assert missing_prompts(PROMPTS, RegeneratedStore(tmp_path, rank=1, world=2), 64) == [PROMPTS[3]]
 
 
+@pytest.mark.usefixtures("believed")
 def test_refused_prompts_are_counted_and_asked_again_later(tmp_path: Path) -> None:
     def reply(payload: dict[str, Any]) -> Reply:
         prompt = payload["prompt"]
@@ -248,6 +249,7 @@ def test_refused_prompts_are_counted_and_asked_again_later(tmp_path: Path) -> No
         answer(RegeneratedStore(tmp_path / "none"), lambda payload: Reply(400, b"no"))
 
 
+@pytest.mark.usefixtures("believed")
 def test_what_was_answered_before_a_failure_is_stored(tmp_path: Path) -> None:
     left = iter(range(4))
     store = RegeneratedStore(tmp_path)

@@ -109,7 +109,7 @@ def test_an_external_drafter_is_not_packed(tmp_path: Path) -> None:
     tiny_gemma_trunk().causal_lm.save_pretrained(trunk)
     tiny_assistant().save_pretrained(assistant)
     arm = open_arm(ArmSpec("x", trunk, assistant))
-    assert str(getattr(arm.model.drafter, "path", None)) == assistant
+    assert str(getattr(arm.drafter, "path", None)) == assistant
     with pytest.raises(DataError, match="expected a head"):
         open_arm(ArmSpec("x", trunk, assistant, head_quantization="8bit"))
 

@@ -17,10 +17,9 @@ from mtp_train.acceptance.intervals import (
     tau_difference,
     two_sided_p,
 )
-from mtp_train.evaluation.assemble import compare_arms
 from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.results import ALL_TASKS, ArmComparison
-from mtp_train.evaluation.statistics import MeasuredArm
+from mtp_train.evaluation.statistics import MeasuredArm, compare_arms
 from simulated_drafters import DEPTH, Floats, Ints, counts_of, decoded, decoded_of, dense_of, rounds_by_accepted
 
 GREEDY = Setting(0.0, None, DEPTH, "greedy")

@@ -23,7 +23,8 @@ from mtp_train.evaluation.decoding import record_of
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS, Cell
-from mtp_train.evaluation.served import Served, Server, connect, measure_endpoint
+from mtp_train.evaluation.served import Server, connect, measure_endpoint
+from mtp_train.evaluation.statistics import Served
 from mtp_train.trunk.load import Trunk
 from openai_server import Reply, ReplyFn, completion, openai_server
 from scripted import ScriptedDrafting, plain_texts, random_prompt
