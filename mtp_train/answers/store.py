@@ -166,13 +166,8 @@ def write_copied(directory: Path, rows: Iterable[RegeneratedRow]) -> None:
 
 def file_rows(path: Path) -> Iterator[RegeneratedRow]:
     """Yield the complete rows of a file; none without a file."""
-    if not path.is_file():
-        return
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            # Another process may be writing its last line.
-            if line.endswith(b"\n"):
-                yield _parse_row(line, f"{path}, line {number}")
+    for number, line in enumerate(whole_lines(path), start=1):
+        yield _parse_row(line, f"{path}, line {number}")
 
 
 def settings_key(settings: Mapping[str, object]) -> str:
@@ -188,6 +183,13 @@ def _document(row: RegeneratedRow, seq_len_tokens: int) -> Document:
     token_ids = row.prompt_ids + row.response_ids
     mask = (False,) * len(row.prompt_ids) + (True,) * len(row.response_ids)
     return Document(token_ids[:seq_len_tokens], mask[:seq_len_tokens], row.group, row.id)
+
+
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file but a last one that is incomplete: it was cut off, or is being written."""
+    if path.is_file():
+        with path.open("rb") as file:
+            yield from (line for line in file if line.endswith(b"\n"))
 
 
 def append_lines(path: Path, lines: Iterable[bytes]) -> None:

@@ -101,27 +101,25 @@ def measure_trunk(
     timed: LaneRecords = {}
     for some in arms.by_plain([*lanes, *shallow]).values():
         timed |= _timed(arms, prompts, some, decoded, progress, processes)
-    dense = {}
-    if processes.index == 0:
-        heads = {name: one for name, one in arms.drafting.items() if isinstance(one, HeadDrafting)}
-        depth = max((setting.depth for _, setting in lanes), default=0)
-        plain = of_arm(decoded, arms.plain_arm)
-        dense = {name: _dense(arms, name, head, prompts, plain, depth, progress) for name, head in heads.items()}
+    depth, plain = max((setting.depth for _, setting in lanes), default=0), of_arm(decoded, arms.plain_arm)
+    dense = _dense(arms, prompts, plain, depth, progress) if processes.index == 0 else {}
     for name, setting in shallow if dense else ():
         rows = dense[name][setting.temperature, setting.context_tokens]
         decoded[name, setting] = replayed(rows, plain[setting.plain], setting.depth)
     # The trunk's entropy is the same with any head, and plain decoding has no head to measure it with.
     first = _arm(arms, arms.plain_arm, decoded, timed, next(iter(dense.values()), {}))
-    return [first, *(_arm(arms, name, decoded, timed, dense.get(name, {})) for name in arms.drafting)]
+    return [first, *(_arm(arms, name, decoded, timed, dense.get(name, {}), first) for name in arms.drafting)]
 
 
-def _arm(arms: TrunkArms, name: str, decoded: LaneRecords, timed: LaneRecords, dense: Any) -> MeasuredArm:
-    mine, my_times = (of_arm(one, arms.plain_arm, name) for one in (decoded, timed))
-    return MeasuredArm(name, arms.name, arms.head_names.get(name), mine, my_times, dense)
+def _arm(
+    arms: TrunkArms, name: str, decoded: LaneRecords, timed: LaneRecords, dense: Any, plain: MeasuredArm | None = None
+) -> MeasuredArm:
+    mine, my_times = (of_arm(one, name) for one in (decoded, timed))
+    return MeasuredArm(name, arms.name, arms.head_names.get(name), mine, my_times, dense, plain)
 
 
-def of_arm(records: LaneRecords, *names: str) -> dict[Setting, list[PromptRecord]]:
-    return {setting: found for (arm, setting), found in records.items() if arm in names}
+def of_arm(records: LaneRecords, name: str) -> dict[Setting, list[PromptRecord]]:
+    return {setting: found for (arm, setting), found in records.items() if arm == name}
 
 
 def _timed(
@@ -153,36 +151,26 @@ def _timed(
 
 
 def _needs_passes(arms: TrunkArms, lanes: Sequence[Lane], decoded: LaneRecords, timed: LaneRecords) -> bool:
+    plain = _arm(arms, arms.plain_arm, decoded, timed, {})
     for name, setting in lanes[1:]:
         arm = _arm(arms, name, decoded, timed, {})
-        speedup = measured_speedup(arm.against(arm.undrafted, setting)) if setting in arm.decoded else None
+        speedup = measured_speedup(arm.against(plain, setting)) if setting in arm.decoded else None
         if speedup is not None and speedup.needs_passes:
             return True
     return False
 
 
 def _dense(
-    arms: TrunkArms,
-    name: str,
-    drafting: HeadDrafting,
-    prompts: Prompts,
-    plain: Records,
-    depth: int,
-    progress: Progress,
-) -> dict[tuple[float, int | None], DenseRows]:
-    """Return teacher-forced metrics at every position of the trunk's own texts, by temperature and context."""
-    found = {}
-    for setting, texts in progress.track(plain.items(), description=f"teacher-forced figures, {name}"):
-        found[setting.temperature, setting.context_tokens] = dense_rows(
-            arms.trunk,
-            drafting,
-            prompts[setting.context_tokens],
-            texts,
-            depth,
-            setting.temperature,
-            arms.seq_len_tokens,
-            arms.dense_tokens,
-        )
+    arms: TrunkArms, prompts: Prompts, plain: Records, depth: int, progress: Progress
+) -> dict[str, dict[tuple[float, int | None], DenseRows]]:
+    """Return each head's teacher-forced metrics on the trunk's own texts, by temperature and context."""
+    found: dict[str, dict[tuple[float, int | None], DenseRows]] = {}
+    limits = arms.seq_len_tokens, arms.dense_tokens
+    heads = {name: one for name, one in arms.drafting.items() if isinstance(one, HeadDrafting)}
+    for name, head in heads.items():
+        for one, texts in progress.track(plain.items(), description=f"teacher-forced figures, {name}"):
+            rows = dense_rows(arms.trunk, head, prompts[one.context_tokens], texts, depth, one.temperature, *limits)
+            found.setdefault(name, {})[one.temperature, one.context_tokens] = rows
     return found
 
 

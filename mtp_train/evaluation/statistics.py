@@ -60,7 +60,7 @@ ByPrompt = Mapping[Setting, Mapping[str, tuple[str, PromptCounts]]]
 
 @dataclass(frozen=True, eq=False)
 class MeasuredArm:
-    """The records of an arm: its own settings, in the order they are shown, and the plain settings of its trunk."""
+    """The records of an arm at its settings, in the order they are shown: with drafts, or plain ones."""
 
     name: str
     trunk: str
@@ -74,10 +74,12 @@ class MeasuredArm:
     """Teacher-forced metrics by temperature and context, of as many depths as the deepest setting. Empty for drafters
     without a distribution q."""
 
+    plain: MeasuredArm | None = None
+    """Plain decoding of its trunk, where it was measured; None for an arm of plain decoding."""
+
     @property
     def settings(self) -> list[Setting]:
-        """The arm's own settings: with drafts, or plain ones for an arm of plain decoding."""
-        return [one for one, records in self.decoded.items() if records and self.is_own(one)]
+        return [one for one, records in self.decoded.items() if records]
 
     @property
     def by_prompt(self) -> ByPrompt:
@@ -86,9 +88,6 @@ class MeasuredArm:
             setting: {one.prompt_id: (one.task, one.counts(setting.depth)) for one in records}
             for setting, records in self.decoded.items()
         }
-
-    def is_own(self, setting: Setting) -> bool:
-        return (setting.depth > 0) == (self.head is not None)
 
     def own(self, setting: Setting) -> Setting:
         """Return the arm's setting beside drafting arms at ``setting``: plain decoding is the same for all of them."""
@@ -99,18 +98,14 @@ class MeasuredArm:
         own = self.own(setting)
         return [one.counts(own.depth) for one in (self.timed if timed else self.decoded).get(own, ())]
 
-    def against(self, other: MeasuredArm, setting: Setting) -> Pair:
+    def against(self, other: MeasuredArm | None, setting: Setting) -> Pair:
         """Return the counts of this arm and of another one at a setting, on the prompts of this arm, in their order."""
         pairs = []
         for timed in (False, True):
-            own, theirs = (arm.counts(setting, timed=timed) for arm in (self, other))
+            own, theirs = self.counts(setting, timed=timed), other.counts(setting, timed=timed) if other else []
             by_id = {one.prompt_id: one for one in theirs}
             pairs += [own, [by_id[one.prompt_id] for one in own if one.prompt_id in by_id]]
         return Pair(*pairs)
-
-    @property
-    def undrafted(self) -> MeasuredArm:
-        return replace(self, head=None)
 
 
 def checked_records(arms: Iterable[MeasuredArm]) -> list[PromptRecord]:
@@ -181,7 +176,7 @@ def _draft_figures(counts: Sequence[PromptCounts]) -> dict[str, Any]:
 
 def _speed_figures(arm: MeasuredArm, setting: Setting) -> dict[str, Any]:
     """Return the figures of the timed prompts, and those beside plain decoding of the same prompts."""
-    pair = arm.against(arm.undrafted, setting)
+    pair = arm.against(arm.plain, setting)
     speed, timed = tokens_per_second(pair.head, pair.timed_head), pair.timed_head
     if speed is None:
         return {}

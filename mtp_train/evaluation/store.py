@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from mtp_train.answers.store import append_lines
+from mtp_train.answers.store import append_lines, whole_lines
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.identity import (
     RECORD_FILE,
@@ -31,7 +30,6 @@ from mtp_train.evaluation.results import REPORT_FILE, read_record
 
 STUDY_FILE = "study.json"
 MEASURED = "measured"
-_WRITER = re.compile(r"(\.\d+)?\.jsonl")
 
 
 class Store:
@@ -51,7 +49,7 @@ class Store:
     def __init__(self, out: Path, identity: dict[str, Any], writer: int = 0) -> None:
         self.out = out
         self.identity = identity
-        self._suffix = f".{writer}.jsonl" if writer else ".jsonl"
+        self.writer = writer
         self._inputs: Loaders = {}
         self._records: Records = {}
         _require_ours(out, identity)
@@ -84,26 +82,21 @@ class Store:
             )
 
     def read(self, arm: str, setting: Setting) -> dict[str, PromptRecord]:
-        """Return the records of an arm and setting by prompt id, without an incomplete last line."""
-        found: dict[str, PromptRecord] = {}
-        for path in self._of(arm).glob(f"{setting.slug}*.jsonl"):
-            # The slug of another setting may begin with this one.
-            if _WRITER.fullmatch(path.name.removeprefix(setting.slug)) is None:
-                continue
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            whole = [read_record(PromptRecord, line, str(path)) for line in lines if line.endswith("\n")]
-            found |= {one.prompt_id: one for one in whole}
-        return found
+        """Return the records of an arm and setting by prompt id, of all processes."""
+        lines = ((path, line) for path in self._of(arm, setting).glob("*.jsonl") for line in whole_lines(path))
+        records = (read_record(PromptRecord, line, str(path)) for path, line in lines)
+        return {one.prompt_id: one for one in records}
 
     def add(self, arm: str, setting: Setting, records: Iterable[PromptRecord]) -> None:
         self.claim()
-        self._of(arm).mkdir(parents=True, exist_ok=True)
+        directory = self._of(arm, setting)
+        directory.mkdir(parents=True, exist_ok=True)
         lines = (f"{json.dumps(asdict(one))}\n".encode() for one in records)
-        append_lines(self._of(arm) / f"{setting.slug}{self._suffix}", lines)
+        append_lines(directory / f"{self.writer}.jsonl", lines)
 
-    def _of(self, arm: str) -> Path:
+    def _of(self, arm: str, setting: Setting) -> Path:
         # The arm of a run's head is named RUN/head.
-        return self.out / MEASURED / arm.replace("/", "_")
+        return self.out / MEASURED / arm.replace("/", "_") / setting.slug
 
     def claim(self) -> None:
         """Create the directory and write this study's identity into it."""

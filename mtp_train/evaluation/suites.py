@@ -192,7 +192,7 @@ def text_before(
     one, and only the first text can be cut.
 
     Args:
-        records: The suite's texts (:func:`distinct_texts`).
+        records: Those of the suite, in an order that depends on the seed.
         seed: Determines, with the record's id, where the order of the texts starts.
 
     Raises:
@@ -213,12 +213,6 @@ def text_before(
         )
     repeated = tokens * (1 + num_tokens // len(tokens))
     return tuple(repeated[len(repeated) - num_tokens :])
-
-
-def distinct_texts(records: Sequence[SuiteRecord], seed: int) -> list[SuiteRecord]:
-    """Return the first record with each text, in an order that the seed determines."""
-    first_with = {content_text(one.record.content): one for one in reversed(records)}
-    return _shuffled((one for text, one in first_with.items() if text.strip()), seed)
 
 
 def _shuffled(records: Iterable[SuiteRecord], seed: int) -> list[SuiteRecord]:
@@ -336,7 +330,7 @@ def suite_prompts(
     """
     records = choose_records(suite, prompts_per_task=prompts_per_task, seed=seed, tasks=tasks)
     # All records, so that the context of a prompt does not depend on which other prompts were chosen.
-    texts = distinct_texts(suite.records, seed)
+    every = _shuffled(suite.records, seed)
 
     @cache
     def tokens_of(text: str) -> list[int]:
@@ -349,7 +343,7 @@ def suite_prompts(
             continue
         if context_tokens is not None and context_tokens > len(prompt_ids):
             place = _place(record, tokenizer, prompt_ids)
-            before = text_before(one, context_tokens - len(prompt_ids), texts, seed, tokens_of)
+            before = text_before(one, context_tokens - len(prompt_ids), every, seed, tokens_of)
             prompt_ids = (*prompt_ids[:place], *before, *prompt_ids[place:])
         prompts.append(TaskPrompt(id=record.id, group=record.group, prompt_ids=prompt_ids, task=one.task))
     if not prompts:

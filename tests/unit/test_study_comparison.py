@@ -28,7 +28,7 @@ PLACE = (GREEDY.temperature, GREEDY.context_tokens)
 
 
 def arm(name: str, records: Sequence[PromptRecord], trunk: str = "trunk") -> MeasuredArm:
-    return MeasuredArm(name, trunk, f"heads/{name}", {GREEDY.plain: records, GREEDY: records})
+    return MeasuredArm(name, trunk, f"heads/{name}", {GREEDY: records})
 
 
 def paired_rounds(

@@ -108,7 +108,7 @@ def test_a_broken_off_study_goes_on(
     with pytest.raises(KeyboardInterrupt):
         block(trunk, drafting, out, 0.0)
     monkeypatch.undo()
-    files = sorted(out.glob("measured/*/*.jsonl"))
+    files = sorted(out.glob("measured/*/*/*.jsonl"))
     # A kill may leave half a line.
     files[0].write_bytes(files[0].read_bytes()[:-20])
     kept = {path: path.read_text(encoding="utf-8").splitlines()[0] for path in files}
