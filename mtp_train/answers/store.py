@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from mtp_train.acceptance.counts import repeated_ngram_share
 from mtp_train.checkpoints.writing import replaced
-from mtp_train.data.tokenize import Document
+from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import DataError
 
 MIN_RESPONSE_TOKENS = 2
@@ -121,7 +121,7 @@ class RegeneratedStore:
             num_tokens = len(row.response_ids)
             too_short = num_tokens < MIN_RESPONSE_TOKENS
             repetitive = max_repeated is not None and (repeated_ngram_share([row.response_ids]) or 0.0) > max_repeated
-            document = _document(row, seq_len_tokens)
+            document = answer_document(row, row.response_ids, seq_len_tokens)
             is_kept = not too_short and not repetitive and document.has_target()
             if is_kept:
                 documents.append(document)
@@ -179,10 +179,11 @@ def _line(row: RegeneratedRow) -> bytes:
     return (json.dumps(asdict(row)) + "\n").encode()
 
 
-def _document(row: RegeneratedRow, seq_len_tokens: int) -> Document:
-    token_ids = row.prompt_ids + row.response_ids
-    mask = (False,) * len(row.prompt_ids) + (True,) * len(row.response_ids)
-    return Document(token_ids[:seq_len_tokens], mask[:seq_len_tokens], row.group, row.id)
+def answer_document(asked: Prompt | RegeneratedRow, response_ids: tuple[int, ...], seq_len_tokens: int) -> Document:
+    """Return a prompt and its response as a document, cut at its end, whose targets are the response tokens."""
+    token_ids = asked.prompt_ids + response_ids
+    mask = (False,) * len(asked.prompt_ids) + (True,) * len(response_ids)
+    return Document(token_ids[:seq_len_tokens], mask[:seq_len_tokens], asked.group, asked.id)
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:

@@ -21,8 +21,9 @@ from rich.progress import Progress
 from torch import Tensor
 
 from mtp_inference import HeadDrafting
+from mtp_train.answers.store import answer_document
 from mtp_train.data.pack import collate, pack_documents
-from mtp_train.data.tokenize import Document, Prompt
+from mtp_train.data.tokenize import Document
 from mtp_train.evaluation.prompt_records import PromptRecord, TaskPrompt
 from mtp_train.families import Convention
 from mtp_train.heads.module import MtpHead
@@ -74,7 +75,7 @@ def dense_rows(
     """
     head, draft_vocab_R, outputs = drafting.head, drafting.draft_vocab_R, {one.prompt_id: one for one in plain}
     decoded = [prompt for prompt in prompts if prompt.id in outputs]
-    texts = own_text(decoded, [outputs[prompt.id].token_ids for prompt in decoded], seq_len_tokens)
+    texts = [answer_document(prompt, outputs[prompt.id].token_ids, seq_len_tokens) for prompt in decoded]
     if max_tokens is not None:
         ends = np.cumsum([len(text.input_ids) for text in texts])
         num_texts = max(1, int((ends <= max_tokens).sum()))
@@ -115,16 +116,6 @@ def replayed(rows: DenseRows, plain: Sequence[PromptRecord], depth: int) -> list
         drafted = (depth,) * len(accepted)
         found.append(replace(text, token_ids=text.token_ids[: last + 1], drafted=drafted, accepted=tuple(accepted)))
     return found
-
-
-def own_text(prompts: Sequence[Prompt], outputs: Sequence[tuple[int, ...]], seq_len_tokens: int) -> list[Document]:
-    """Return prompts and outputs as documents for teacher-forced metrics: only the output's tokens are targets."""
-    documents = []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        tokens = (prompt.prompt_ids + output)[:seq_len_tokens]
-        mask = ((False,) * len(prompt.prompt_ids) + (True,) * len(output))[:seq_len_tokens]
-        documents.append(Document(tokens, mask, prompt.group, prompt.id))
-    return documents
 
 
 def _text_rows(

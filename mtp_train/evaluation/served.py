@@ -30,8 +30,8 @@ from mtp_train.checkpoints.locations import open_location
 from mtp_train.errors import DataError
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
 from mtp_train.evaluation.prompt_records import PromptRecord, Rule, Setting, TaskPrompt
-from mtp_train.evaluation.results import ALL_TASKS
-from mtp_train.evaluation.statistics import MeasuredArm, Served, make_cell
+from mtp_train.evaluation.results import ALL_TASKS, Cell
+from mtp_train.evaluation.statistics import MeasuredArm, Served, make_cells
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
@@ -220,18 +220,19 @@ def measure_endpoint(
     drafts = None if None in pooled else any(one.rounds for one in pooled if one is not None)
     decoded = {_setting(one, found, drafts): found.records for one, found in asked.items()}
     measured = MeasuredArm(arm, trunk, endpoint.url if drafts else None, decoded)
-    cells = []
-    for setting, found in zip(decoded, asked.values(), strict=True):
-        for task in (ALL_TASKS, *dict.fromkeys(one.task for one in found.records)):
-            cell = make_cell(measured, setting, task)
-            if task == ALL_TASKS:
-                cell = replace(cell, tokens_per_second=cell.new_tokens / found.seconds)
-            if drafts is None:
-                cell = replace(cell, head=endpoint.url, tau=None, tau_macro=None, rounds=None)
-            elif found.drafts is not None and found.drafts.accepted_per_pos is None:
-                cell = replace(cell, marginal=None, marginal_ci95=None, conditional=None, accepted_histogram=None)
-            cells.append(cell)
-    return Served(arm=measured, cells=tuple(cells), document=_document(endpoint, asked, drafts, grid))
+    cells = tuple(_told(cell, asked[cell.temperature], drafts, endpoint.url) for cell in make_cells(measured))
+    return Served(arm=measured, cells=cells, document=_document(endpoint, asked, drafts, grid))
+
+
+def _told(cell: Cell, asked: _Asked, drafts: bool | None, url: str) -> Cell:
+    """Return a cell with the server's throughput, and without the figures that it does not report."""
+    if cell.task == ALL_TASKS:
+        cell = replace(cell, tokens_per_second=cell.new_tokens / asked.seconds)
+    if drafts is None:
+        return replace(cell, head=url, tau=None, tau_macro=None, rounds=None)
+    if asked.drafts is not None and asked.drafts.accepted_per_pos is None:
+        return replace(cell, marginal=None, marginal_ci95=None, conditional=None, accepted_histogram=None)
+    return cell
 
 
 def _request(prompt: TaskPrompt, temperature: float, grid: EvaluationGrid) -> Request:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from mtp_inference import HeadDrafting
+from mtp_train.answers.store import answer_document
 from mtp_train.data.pack import collate, pack_documents
-from mtp_train.evaluation.dense import DenseRows, dense_rows, own_text
+from mtp_train.evaluation.dense import DenseRows, dense_rows
 from mtp_train.evaluation.prompt_records import PromptRecord, TaskPrompt
 from mtp_train.heads.module import MtpHead
 from mtp_train.train.packed_rows import PackedBatch
@@ -49,7 +50,8 @@ def rows_of(family: str = "glm4_moe", temperature: float = 1.0, seq_len_tokens: 
 
 def metrics_of(trunk: Trunk, head: MtpHead, seq_len_tokens: int = 32) -> DenseMetrics:
     prompts, outputs = texts()
-    documents = own_text(prompts, [one.token_ids for one in outputs], seq_len_tokens)
+    pairs = zip(prompts, outputs, strict=True)
+    documents = [answer_document(prompt, one.token_ids, seq_len_tokens) for prompt, one in pairs]
     sequences = pack_documents(documents, seq_len_tokens, pack=True, seed=0, epoch=0)
     assert len(sequences) < len(documents)
     return dense_metrics(trunk, head, [PackedBatch(*collate(sequences).values())], DEPTHS)
