@@ -44,7 +44,7 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.inputs import split_records
 from mtp_train.runs.regeneration import data_stage
 from mtp_train.runs.run import Run, join_processes, load_run_trunk
-from mtp_train.runs.run_directory import Attempt, RunDirectory, environment_facts
+from mtp_train.runs.run_directory import RunDirectory, environment_facts
 from mtp_train.runs.training import train_stage
 from mtp_train.trunk.load import Trunk
 from recorded_ablation import contrasts, pooled, tables
@@ -134,7 +134,7 @@ def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:
     run_directory = RunDirectory(directory)
     # One directory must not mix heads and counts of two recipes or two trunks.
     run_directory.require_ours(recipe)
-    accelerator, recipe = join_processes(recipe, run_directory, Attempt())
+    accelerator, recipe = join_processes(recipe, run_directory)
     run = Run.begin(recipe, run_directory, accelerator, progress)
     trunk = load_run_trunk(run)
     run.claim()

@@ -19,7 +19,6 @@ figures of the start, the best and the last head, and tau by decoding with the p
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +34,6 @@ from mtp_train.checkpoints.locations import HEAD, RECIPE_FILE, open_location
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.sources import load_records
 from mtp_train.data.tokenize import tokenize_records
-from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.pipeline import run_recipe
@@ -93,8 +91,7 @@ def tune_mildly(trunk: Path, text: Path, out: Path) -> None:
 def run(out: Path, settings: dict[str, Any], values: dict[str, Any], console: Console) -> Path:
     """Run a recipe to its end; a refusal of the gate is no error."""
     recipe, choices = resolved_recipe({**settings, "run_dir": str(out)}, override_texts(SHORT | values))
-    with contextlib.suppress(GateRefusedError):
-        run_recipe(recipe, console, choices)
+    run_recipe(recipe, console, choices)
     return out
 
 

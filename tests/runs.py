@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console
 
 from byte_tokenizer import byte_tokenizer
 from checkpoints import base_and_finetune
@@ -19,8 +18,7 @@ from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs import rescue
-from mtp_train.runs.pipeline import run_recipe
-from mtp_train.runs.run_directory import Outcome
+from mtp_train.runs.pipeline import RunResult, run
 
 BYTE_VOCAB_SIZE = 259
 
@@ -165,6 +163,6 @@ def copy_run(run_dir: Path, to: Path, *without: str) -> Path:
     return to
 
 
-def run_quietly(recipe: Recipe) -> Outcome:
+def run_quietly(recipe: Recipe) -> RunResult:
     """Run a recipe without a terminal."""
-    return run_recipe(recipe, Console(quiet=True))
+    return run(recipe)

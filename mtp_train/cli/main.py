@@ -9,13 +9,12 @@ import inspect
 import json
 import logging
 import os
-import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -85,24 +84,6 @@ def _means_recipe(word: str) -> bool:
     return bool(difflib.get_close_matches(word, names, n=1, cutoff=0.8))
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser that names the nearest command, choice or option in place of a misspelt one."""
-
-    def error(self, message: str) -> NoReturn:
-        misspelt = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        if misspelt is not None:
-            message += _meant(misspelt[1], re.findall(r"[\w.-]+", misspelt[2]))
-        unknown = re.match(r"unrecognized arguments: (-[^ =]*)", message)
-        if unknown is not None:
-            message += _meant(unknown[1], self._option_string_actions)
-        super().error(message)
-
-
-def _meant(found: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(found, list(names), n=1)
-    return f". Did you mean {near[0]}?" if near else ""
-
-
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments. An unknown one is an error of the command that it was given to."""
     args, unknown = parser.parse_known_args(arguments)
@@ -117,7 +98,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="mtp-train",
         description="Put the MTP head back on a fine-tuned model, retrain it, prove the gain, and export it. A recipe "
         "in the place of COMMAND is run.",

@@ -34,23 +34,19 @@ MIN_COMMON_SHARE = 0.25
 """Minimum overlap of the arms' distributions over bins; arms with less in common are not compared."""
 
 
-def overlap_difference(
-    first: DenseRows, second: DenseRows, task: str | None = None, *, paired: bool = True
-) -> Difference | None:
-    """Return the difference of mean overlap at depth 1 at equal target entropy.
+def overlap_difference(first: DenseRows, second: DenseRows, task: str | None = None) -> Difference | None:
+    """Return the difference of mean overlap at depth 1 at equal target entropy, on the prompts that both arms decoded.
 
     Args:
         task: The task to compare; None for all tasks.
-        paired: Whether the prompts that both arms decoded are compared. Else each arm has prompts of its own.
 
     Returns:
         None where the distributions of the arms over bins overlap by less than ``MIN_COMMON_SHARE``.
     """
     mine, theirs = (_groups(rows, task) for rows in (first, second))
-    if paired:
-        mine, theirs = ({one: some[one] for one in mine if one in theirs} for some in (mine, theirs))
-    names = {group: number for number, group in enumerate(dict.fromkeys([*mine.values(), *theirs.values()]))}
-    pair_G4B = np.concatenate([_sums(rows, of, names) for rows, of in ((first, mine), (second, theirs))], axis=1)
+    group_of = {prompt: group for prompt, group in mine.items() if prompt in theirs}
+    names = {group: number for number, group in enumerate(dict.fromkeys(group_of.values()))}
+    pair_G4B = np.concatenate([_sums(rows, group_of, names) for rows in (first, second)], axis=1)
     total_4B = pair_G4B.sum(axis=0)
     if not total_4B[0].any() or not total_4B[2].any() or _common_share(total_4B) < MIN_COMMON_SHARE:
         return None

@@ -273,7 +273,7 @@ class Study:
             "format_version": FORMAT_VERSION,
             "arms": [spec.identity() for spec in self.arms],
             "grid": json.loads(json.dumps(asdict(self.grid))),
-            "prompts": None if prompts is None else [prompt.id for prompt in prompts],
+            "prompts": None if prompts is None else _digest([(one.id, one.prompt_ids) for one in prompts]),
             "prompt_texts": _suite_digest(self.grid.suite) if prompts is None else None,
             "server": [one.identity() for one in self.servers] or None,
             "device": local_device().type,
@@ -321,6 +321,10 @@ def plain_names(specs: Sequence[ArmSpec]) -> list[str]:
 def _suite_digest(name: str) -> str:
     """Return the SHA-256 of a suite's texts, before any template: some templates insert the date."""
     texts = [(one.task, one.record.id, one.record.content) for one in load_suite(name).records]
+    return _digest(texts)
+
+
+def _digest(texts: object) -> str:
     return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 

@@ -123,11 +123,6 @@ class Recipe(RecipeSection):
                 f"objective.unroll: {objective.unroll!r} with head.kind: {head.kind}, which has no attention; expected "
                 "exact. Write objective.unroll: exact."
             )
-        if objective.vocab == "draft" and head.draft_vocab is None:
-            yield (
-                "objective.vocab: 'draft' while head.draft_vocab is null; expected the size of the draft vocabulary. "
-                "Set head.draft_vocab, or write objective.vocab: all."
-            )
 
         depth = self.evaluate.depth
         if find_head_kind(head.kind).parallel and (depth or 0) > head.num_depths:

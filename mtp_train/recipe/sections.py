@@ -192,7 +192,7 @@ class HeadSection(RecipeSection):
     draft_vocab: Count | None = None
     """Size of the draft vocabulary: this number of the most frequent tokens of the training text; null drafts from all
     tokens. A smaller output matrix drafts faster and misses rare tokens. The built-in decoder uses it for every kind,
-    engines for `eagle3` only: they draft from all tokens with the other kinds."""
+    engines for `eagle3` only, where p and q of the loss are over these tokens too."""
 
     def contradictions(self) -> Iterator[str]:
         if self.kind != "mtp" and self.init not in ("random", "graft"):
@@ -376,8 +376,6 @@ class ObjectiveSection(RecipeSection):
     """The teacher-forced rollout over the depths. `exact`: attention and positions as in decoding. `fastmtp`: a query
     attends only to keys of its own depth, and positions do not advance with the depth; for heads with one MTP module,
     and for comparison."""
-    vocab: Literal["all", "draft"] = "all"
-    """The tokens over which p and q are computed: all, or the `head.draft_vocab` most frequent ones."""
 
     def contradictions(self) -> Iterator[str]:
         if self.temperature != 1.0 and not find_loss(self.loss).distils:
@@ -569,14 +567,6 @@ class StudySection(RecipeSection):
     objectives: NonEmpty[Objective] = ("kl", "ce")
     """The losses to retrain heads with, see `objective.loss`. Each is an arm, such as `retrained-kl`. The verdict is on
     the first; the others are compared with it."""
-    suite: Text | None = None
-    """A prompt suite, as in `mtp-train evaluate --suite`, without the prompts that heads are trained on; null takes the
-    held-out prompts of `data.sources`."""
-    prompts_per_task: Count = 8
-    """Number of prompts of each task of the suite."""
-    vanilla_sources: tuple[Text, ...] = ()
-    """Sources (as in `data.sources[].path`) of text that `model.head_from` was made for. The vanilla level is then
-    measured on `evaluate.prompts` of their prompts; if empty, on the prompts of all arms."""
     temperatures: NonEmpty[NonNegative] = (0.0, 1.0)
     """Sampling temperatures; 0 is greedy."""
     rules: NonEmpty[Literal["greedy", "argmax", "sampled"]] = ("greedy", "sampled")

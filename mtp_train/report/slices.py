@@ -6,6 +6,7 @@ A full grid has thousands of cells; all of them are in ``acceptance.csv``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import ALL_TASKS, ArmComparison, Cell, Report
@@ -42,21 +43,12 @@ class Slices:
 
     def temperatures(self) -> list[Setting]:
         """Return every temperature, filter and rule at the headline's context and depth."""
-        line = [s for s in self._settings() if (s.context_tokens, s.depth) == self._place()]
+        line = self._line("temperature", "top_p", "top_k", "rule")
         return sorted(line, key=lambda s: (s.temperature, (*RULES, s.rule).index(s.rule), -s.top_p, s.top_k))
-
-    def main_temperatures(self) -> list[Setting]:
-        """Return one setting per temperature: the headline's rule where measured, else the first of :data:`RULES`."""
-        chosen: dict[float, Setting] = {}
-        for setting in self.temperatures():
-            if setting.temperature not in chosen or (self.headline and setting.rule == self.headline.rule):
-                chosen[setting.temperature] = setting
-        return list(chosen.values())
 
     def depths(self) -> list[Setting]:
         """Return every depth at the headline's temperature, context and rule."""
-        line = [s for s in self._settings() if self.headline and replace(s, depth=self.headline.depth) == self.headline]
-        return sorted(line, key=lambda s: s.depth)
+        return sorted(self._line("depth"), key=lambda s: s.depth)
 
     def by_depth(self, arm: str) -> dict[int, Cell]:
         """Return an arm's cells by number of drafts, at the headline's temperature, context and rule."""
@@ -65,20 +57,20 @@ class Slices:
 
     def contexts(self) -> list[Setting]:
         """Return every context length at the headline's temperature, depth and rule; unchanged prompts first."""
-        h = self.headline
-        line = [s for s in self._settings() if h and replace(s, context_tokens=h.context_tokens) == h]
-        return sorted(line, key=lambda s: s.context_tokens or 0)
+        return sorted(self._line("context_tokens"), key=lambda s: s.context_tokens or 0)
 
     def comparisons(self) -> list[ArmComparison]:
         """Return the comparisons at the headline setting, over all tasks and on single ones."""
         return [row for row in self.report.comparisons if row.setting == self.headline]
 
-    def _settings(self) -> set[Setting]:
+    def _line(self, *free: str) -> set[Setting]:
+        """Return the measured settings with drafts that differ from the headline in these fields at most."""
+        headline = self.headline
+        if headline is None:
+            return set()
+        of_headline: dict[str, Any] = {name: getattr(headline, name) for name in free}
         every = {setting for _, task, setting in self.cells if task == ALL_TASKS and setting.rule != "none"}
-        return every if self.headline else set()
-
-    def _place(self) -> tuple[int | None, int] | None:
-        return None if self.headline is None else (self.headline.context_tokens, self.headline.depth)
+        return {setting for setting in every if replace(setting, **of_headline) == headline}
 
 
 def slice_report(report: Report) -> Slices:

@@ -8,11 +8,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from mtp_train.acceptance.names import PLAIN, RETRAINED
+from mtp_train.acceptance.names import PLAIN
 from mtp_train.evaluation.results import ALL_TASKS, Report
 from mtp_train.report import wording
 from mtp_train.report.slices import Slices, slice_report
-from mtp_train.report.tables import PAYS, gate_table, tau_matrix
+from mtp_train.report.tables import gate_table, tau_matrix
 
 NARROW_COLUMNS = tuple(column for column in wording.COLUMNS if column not in (wording.GROUPS, wording.REPEATS))
 """Columns that fit in 80 characters; the numbers of groups are printed below the table."""
@@ -24,7 +24,7 @@ def summary(report: Report) -> RenderableType:
     slices = slice_report(report)
     verdict = wording.headline(slices)
     # `Text`, since rich would parse square brackets of a path as markup. Inside the panel, since rich truncates titles.
-    told = Text.assemble((verdict.title, "bold"), "\n", verdict.detail)
+    told = Text.assemble((verdict.statement, "bold"), "\n", verdict.evidence)
     parts: list[RenderableType] = [Panel(told, border_style=TONES[verdict.tone])]
     if not report.arms:
         return parts[0]
@@ -48,7 +48,7 @@ def summary(report: Report) -> RenderableType:
             _differences(slices),
         ]
     if serving := wording.serving_sentences(slices):
-        parts += [_title("What to serve"), Text("\n".join([*_depth_lines(slices), *serving]))]
+        parts += [_title("What to serve"), Text("\n".join(serving))]
     parts.append(Text(f"\nLossless: {wording.lossless_sentence(report.lossless)}"))
     if held_out := wording.held_out_sentence(report.settings):
         parts.append(Text(f"Held out: {held_out}"))
@@ -87,17 +87,6 @@ def _gate(report: Report) -> Text | None:
             told = f"tau {tau}, tau needed {before}, speedup {gain}"
         lines.append(f"Gate, {setting}: {told} over {groups} groups: {verdict}")
     return Text("\n".join([*lines, wording.power_sentence(report.gate)]))
-
-
-def _depth_lines(slices: Slices) -> list[str]:
-    """Return tau, break-even tau and speed of a run's head at each depth, one line of text each."""
-    cells = slices.by_depth(RETRAINED) if slices.report.title is None else {}
-    lines = []
-    for depth, cell in cells.items():
-        needed, speedup = wording.format_number(cell.break_even_tau, 2), (cell.speedup, cell.speedup_ci95)
-        told = f"tau {wording.format_tau(cell)}, break-even {needed}, speedup {wording.format_estimate(*speedup)}"
-        lines.append(f"{wording.depth_words(depth)} a round: {told}; pays: {PAYS[cell.pays]}")
-    return lines
 
 
 def _differences(slices: Slices) -> Text:

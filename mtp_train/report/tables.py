@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mtp_train.acceptance.gate import GateVerdict
@@ -110,13 +110,13 @@ def tau_matrix(slices: Slices) -> TextTable | None:
     if slices.headline is None or len(slices.tasks) < 2:
         return None
     show = format_tau if len(slices.arms) <= MAX_INTERVALS else lambda cell: format_number(cell.tau, 2)
-    texts: dict[str, dict[str, str]] = {}
+    rows = []
     for task in slices.tasks:
         cells = slices.drafting(task, slices.headline)
-        if cells:
-            name = _task_words(task, [cell.groups for cell in cells.values() if cell.tau_ci95])
-            texts[name] = {arm: show(cell) for arm, cell in cells.items()}
-    return _matrix(slices.arms, texts)
+        groups = sorted({cell.groups for cell in cells.values() if cell.tau_ci95 and cell.groups})
+        counted = f" ({' to '.join(map(str, dict.fromkeys((groups[0], groups[-1]))))} groups)" if groups else ""
+        rows.append((f"{task}{counted}", *(show(cells[arm]) if arm in cells else "-" for arm in slices.arms)))
+    return make_table(("task", *slices.arms), {"": rows})
 
 
 def difference_table(slices: Slices) -> TextTable | None:
@@ -136,30 +136,6 @@ def difference_table(slices: Slices) -> TextTable | None:
     ]
     columns = ("first - second", "tau [95 %]", "groups", "p", "real", "overlap at equal entropy", "in words")
     return make_table(columns, {"": rows}, prose=True)
-
-
-def difference_matrix(slices: Slices) -> TextTable | None:
-    """Return the comparisons on single tasks, at the headline setting; None without comparisons.
-
-    "not shown" stands for a difference that is not significant.
-    """
-    texts: dict[str, dict[str, str]] = {}
-    for row in slices.comparisons():
-        if row.task != ALL_TASKS:
-            text = signed(row.delta_tau, row.delta_tau_ci95) if row.differs else "not shown"
-            texts.setdefault(_task_words(row.task, [row.groups]), {})[pair_words(row)] = text
-    return _matrix(tuple(dict.fromkeys(pair for by_pair in texts.values() for pair in by_pair)), texts)
-
-
-def _task_words(task: str, groups: Iterable[int | None]) -> str:
-    known = sorted({count for count in groups if count is not None})
-    return f"{task} ({' to '.join(map(str, dict.fromkeys((known[0], known[-1]))))} groups)" if known else task
-
-
-def _matrix(columns: Sequence[str], texts: Mapping[str, Mapping[str, str]]) -> TextTable | None:
-    """Return texts by task and column as a table, with a dash in empty cells."""
-    rows = [(task, *(by_column.get(column, "-") for column in columns)) for task, by_column in texts.items()]
-    return make_table(("task", *columns), {"": rows})
 
 
 def _p_value(value: float | None) -> str:

@@ -52,15 +52,6 @@ BASELINES = {GRAFT: "the graft", NATIVE: "the native head", PLAIN: "plain decodi
 
 
 @dataclass(frozen=True)
-class Headline:
-    """The verdict that a report starts with."""
-
-    tone: Tone
-    title: str
-    detail: str
-
-
-@dataclass(frozen=True)
 class ArmGroups:
     """Arms of a report, split by whether their figures compare."""
 
@@ -84,41 +75,45 @@ def group_arms(report: Report) -> ArmGroups:
     )
 
 
-def headline(slices: Slices) -> Headline:
+def _verdict(tone: Tone, title: str, detail: str) -> Finding:
+    return Finding(tone=tone, statement=title, evidence=detail)
+
+
+def headline(slices: Slices) -> Finding:
     """Return the verdict: a failed lossless check, else the gate's, else the first finding, else the best arm."""
     report = slices.report
     if report.lossless and report.lossless.faults:
         # Acceptance has no meaning without it.
-        return Headline("bad", "Not lossless: do not trust these figures", lossless_sentence(report.lossless))
+        return _verdict("bad", "Not lossless: do not trust these figures", lossless_sentence(report.lossless))
     if report.settings.get("gate") == UNJUDGED:
-        return Headline("neutral", "Unjudged head", UNJUDGED_SENTENCE)
+        return _verdict("neutral", "Unjudged head", UNJUDGED_SENTENCE)
     if report.gate is not None:
         return _gate_headline(report, report.gate)
     if report.findings:
         first = report.findings[0]
-        return Headline(first.tone, verdict_title(first), first.evidence)
+        return _verdict(first.tone, verdict_title(first), first.evidence)
     ranked = slices.ranked()
     if not ranked:
-        return Headline("neutral", "Acceptance measured", "No arm drafted at a common setting.")
+        return _verdict("neutral", "Acceptance measured", "No arm drafted at a common setting.")
     return _one_arm(*ranked[0]) if len(ranked) == 1 else _best_arm(slices, ranked)
 
 
-def _gate_headline(report: Report, gate: GateVerdict) -> Headline:
+def _gate_headline(report: Report, gate: GateVerdict) -> Finding:
     retrained = report.arms.get(RETRAINED)
     baseline, detail = BASELINES.get(gate.baseline, gate.baseline), capitalised(gate.reason)
     if gate.outcome == "undecided":
         unwritten = ": nothing is exported" if report.title is None else ""
-        return Headline("neutral", f"Undecided whether drafts pay{unwritten}", detail)
+        return _verdict("neutral", f"Undecided whether drafts pay{unwritten}", detail)
     if gate.outcome == "refused":
         shown = "drafts do not pay" if gate.baseline == PLAIN else f"no gain shown over {baseline}"
-        return Headline("bad", f"Refused: {shown}", detail)
+        return _verdict("bad", f"Refused: {shown}", detail)
     # Of two servers the second is judged.
     title = f"{'The retrained head' if report.title is None else list(report.arms)[-1]} beats {baseline}"
     if retrained is None:
-        return Headline("good", title, detail)
+        return _verdict("good", title, detail)
     if gate.baseline == PLAIN and gate.settings[0].decides == "tau":
         title = "Passed by the break-even tau of another engine"
-    return Headline(*payment(retrained, title), detail)
+    return _verdict(*payment(retrained, title), detail)
 
 
 def verdict_title(finding: Finding) -> str:
@@ -126,16 +121,16 @@ def verdict_title(finding: Finding) -> str:
     return f"{VERDICTS[finding.tone].capitalize()}: {finding.statement[:1].lower()}{finding.statement[1:]}"
 
 
-def _one_arm(name: str, cell: Cell, tau: float) -> Headline:
+def _one_arm(name: str, cell: Cell, tau: float) -> Finding:
     detail = f"Tau {format_tau(cell)} over {cell.prompts or 0} prompts of {cell.groups or 0} groups"
     if cell.speedup is None:
-        return Headline("neutral", f"{name} commits {tau:.2f} tokens a round", f"{detail}.")
+        return _verdict("neutral", f"{name} commits {tau:.2f} tokens a round", f"{detail}.")
     title = f"{name} drafts at {format_speedup(cell.speedup)} the speed without drafts"
     needed = f"; {cell.break_even_tau:.2f} would break even" if cell.break_even_tau is not None else ""
-    return Headline(*payment(cell, title), f"{detail}{needed}.")
+    return _verdict(*payment(cell, title), f"{detail}{needed}.")
 
 
-def _best_arm(slices: Slices, ranked: Sequence[tuple[str, Cell, float]]) -> Headline:
+def _best_arm(slices: Slices, ranked: Sequence[tuple[str, Cell, float]]) -> Finding:
     (best, cell, tau), *rest = ranked
     rows = [row for row in slices.comparisons() if row.task == ALL_TASKS]
     against = {row.second: row for row in (*rows, *(row.swapped() for row in rows)) if row.first == best}
@@ -143,11 +138,11 @@ def _best_arm(slices: Slices, ranked: Sequence[tuple[str, Cell, float]]) -> Head
     equals = [name for name, _, _ in rest if name not in against or not against[name].differs]
     if equals:
         title = f"No arm is shown to be ahead; {best} has the highest tau"
-        return Headline(
+        return _verdict(
             "neutral", title, f"Tau {tau:.2f} against {others}. No real difference from {' and '.join(equals)}."
         )
     detail = f"Against {others}; each difference is real. From {rest[0][0]}: {difference_words(against[rest[0][0]])}."
-    return Headline(*payment(cell, f"{best} has the highest tau: {tau:.2f}"), detail)
+    return _verdict(*payment(cell, f"{best} has the highest tau: {tau:.2f}"), detail)
 
 
 def payment(arm: ArmResult, title: str) -> tuple[Tone, str]:
@@ -326,7 +321,7 @@ def recorded_sentence(groups: ArmGroups) -> str:
 
 
 def held_out_sentence(settings: Mapping[str, Any]) -> str:
-    """Return sentences on the held-out prompts: groups, overlap with the training text, entropy. May be empty."""
+    """Return sentences on the held-out prompts: groups, overlap with the training text. May be empty."""
     found = settings.get("held_out")
     if found is None:
         return str(settings.get("trained_on", ""))
@@ -343,9 +338,6 @@ def held_out_sentence(settings: Mapping[str, Any]) -> str:
             f" Warning: above {OVERLAP_WARNED:.0%}, or {SEEN_WARNED:.0%} of the prompts, much of the held-out text was "
             "trained on, and tau is too high. Group records that share text by data.group_field, or remove duplicates."
         )
-    median = settings.get("target_entropy_median")
-    if median is not None:
-        text += f" Half of the target tokens have an entropy below {median:.3f} nats; a low value means templated text."
     return text
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -20,12 +19,11 @@ from mtp_train.acceptance.names import RETRAINED
 from mtp_train.checkpoints.writing import write_bytes, write_json
 from mtp_train.evaluation.results import REPORT_FILE, ArmComparison, ArmResult, Cell, Report, SampleText
 from mtp_train.report import wording
-from mtp_train.report.figures import FIGURE_STEM, FigureFile, render_figures
+from mtp_train.report.figures import ARM_FIGURES, CURVES, FigureFile, render_figures
 from mtp_train.report.slices import Slices, slice_report
 from mtp_train.report.tables import (
     TextTable,
     axis_tables,
-    difference_matrix,
     difference_table,
     gate_table,
     position_table,
@@ -39,10 +37,8 @@ _SAMPLE_NOTE = (
 )
 _GATE_NOTE = (
     "The gate passes when the interval of the gain, paired by prompt and over groups of prompts, lies above 0 at one "
-    "setting at least (Holm's correction over the settings) and below 0 at none. The last column is the gain that the "
-    "gate detects with probability 0.8. Against plain decoding, which accepts no draft, the gate asks for a measured "
-    "speedup whose interval lies above 1, or, where gate.break_even_tau is set, for a tau whose interval lies above "
-    "it; an interval on both sides is undecided."
+    "setting at least (Holm's correction) and below 0 at none. The last column is the gain that it detects with "
+    "probability 0.8. Against plain decoding it asks for a speedup above 1, or a tau above gate.break_even_tau."
 )
 
 
@@ -93,9 +89,9 @@ def render_page(
     )
     return environment.get_template("page.html.j2").render(
         subject=subject,
-        headline=verdict,
+        verdict=verdict,
         key_figures=wording.key_figures(slices),
-        findings=[one for one in report.findings if one.evidence != verdict.detail],
+        findings=[one for one in report.findings if one.evidence != verdict.evidence],
         setting_sentence=setting,
         sections=[section for section in sections if not section.is_empty],
         columns=wording.COLUMNS,
@@ -110,7 +106,7 @@ def _sections(slices: Slices, drawn: Sequence[FigureFile], serving: Mapping[str,
     report, groups = slices.report, wording.group_arms(slices.report)
 
     def figures(*stems: str) -> list[FigureFile]:
-        return [figure for stem in stems for figure in drawn if figure.stem.startswith(stem)]
+        return [figure for figure in drawn if figure.stem in stems]
 
     axes = axis_tables(slices)
     gate, told = report.gate, tuple[str, ...]()
@@ -119,7 +115,7 @@ def _sections(slices: Slices, drawn: Sequence[FigureFile], serving: Mapping[str,
     real = (
         "First arm minus second, paired by prompt, intervals over groups of prompts. "
         f"{wording.count_real(report)} of the report's comparisons are real, at 5 % over all of them together (Holm). "
-        "Other settings are in comparisons.csv."
+        "Other settings and single tasks are in comparisons.csv."
     )
     held_out = wording.held_out_sentence(report.settings)
     return [
@@ -131,15 +127,14 @@ def _sections(slices: Slices, drawn: Sequence[FigureFile], serving: Mapping[str,
             mark="other trunk",
         ),
         Section("What to serve", statements=tuple(wording.serving_sentences(slices)), rows=tuple(serving.items())),
-        Section("Figures", figures=figures("tau", "marginal_acceptance", "speedup")),
-        Section("Training", figures=figures("loss", "held_out", "learning_rate")),
-        Section("Differences", (real,), tables=(difference_table(slices), difference_matrix(slices))),
+        Section("Figures", figures=figures(*ARM_FIGURES)),
+        Section("Training", figures=figures(*CURVES)),
+        Section("Differences", (real,), tables=(difference_table(slices),)),
         Section("By position in the draft", tables=(position_table(report),)),
-        Section("By task", figures=figures("tasks_"), tables=(axes["task"],)),
+        Section("By task", tables=(axes["task"],)),
         Section("By temperature", (_RULE_NOTE,), tables=(axes["setting"],)),
-        Section("By depth", figures=figures("depth"), tables=(axes["drafts"],)),
+        Section("By depth", figures=figures("depth", "depth_speedup"), tables=(axes["drafts"],)),
         Section("By context", figures=figures("context"), tables=(axes["context"],)),
-        Section("What a round costs", figures=figures("costs")),
         Section("The served model", rows=wording.flatten(report.endpoint or {})),
         Section("Sample texts", (_SAMPLE_NOTE,), samples=report.samples),
         Section("Is it lossless?", statements=(wording.lossless_sentence(report.lossless),)),
@@ -160,6 +155,8 @@ def _focus(slices: Slices) -> str | None:
     return ranked[0][0] if len(ranked) > 1 else None
 
 
+Table = list[list[Any]]
+"""The columns, then rows with one value per column, None where a figure has no meaning."""
 MARGINAL_CI95 = "marginal_ci95"
 PAGE_FILE = "report.html"
 PER_POSITION = ("marginal", "conditional", "dense", "overlap")
@@ -182,18 +179,15 @@ def write_report(
     figures = render_figures(report, metrics)
     files = {Path("figures") / f"{figure.stem}.png": figure.png for figure in figures}
     files[Path(PAGE_FILE)] = render_page(report, figures, provenance, serving or {}).encode()
-    files |= {Path(f"{name}.csv"): table.csv().encode() for name, table in csv_tables(report).items()}
+    files |= {Path(f"{name}.csv"): csv_text(table).encode() for name, table in csv_tables(report).items()}
     encoded = json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
     files[Path(REPORT_FILE)] = f"{encoded}\n".encode()
     for path, content in files.items():
         (out / path).parent.mkdir(parents=True, exist_ok=True)
         write_bytes(out / path, content)
-    for path in (out / "figures").glob("*.png"):
-        if re.fullmatch(FIGURE_STEM, path.stem) and path.relative_to(out) not in files:
-            path.unlink()
 
 
-def csv_tables(report: Report) -> dict[str, FlatTable]:
+def csv_tables(report: Report) -> dict[str, Table]:
     """Return the tables of all cells and all comparisons, by the stem of their file.
 
     Arms that were recorded elsewhere are rows without a setting. A run has no comparisons.
@@ -206,18 +200,10 @@ def csv_tables(report: Report) -> dict[str, FlatTable]:
     return tables
 
 
-@dataclass(frozen=True)
-class FlatTable:
-    """A table with one value per column, None where a figure has no meaning."""
-
-    columns: list[str]
-    rows: list[list[Any]]
-
-    def csv(self) -> str:
-        buffer = io.StringIO()
-        rows = ([_plain_text(value) for value in row] for row in (self.columns, *self.rows))
-        csv.writer(buffer, lineterminator="\n").writerows(rows)
-        return buffer.getvalue()
+def csv_text(table: Table) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows([_plain_text(value) for value in row] for row in table)
+    return buffer.getvalue()
 
 
 def _plain_text(value: Any) -> Any:
@@ -225,7 +211,7 @@ def _plain_text(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
-def flat_table(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> FlatTable:
+def flat_table(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Table:
     """Return records as a table with scalar columns.
 
     A figure per position becomes a column per position (``marginal_1``, ``marginal_2``, ...), an interval (``*_ci95``)
@@ -237,7 +223,7 @@ def flat_table(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Fl
     parts |= {name: [f"{name}_low", f"{name}_high"] for name in names if name.endswith("_ci95")}
     if MARGINAL_CI95 in names:
         parts[MARGINAL_CI95] = [f"marginal_{k}_ci95_{end}" for k in range(1, depth + 1) for end in ("low", "high")]
-    table = FlatTable([column for name in names for column in parts.get(name, [name])], [])
+    table: Table = [[column for name in names for column in parts.get(name, [name])]]
     for record in records:
         values: list[Any] = []
         for name in names:
@@ -248,7 +234,7 @@ def flat_table(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Fl
             if name == MARGINAL_CI95:
                 found = [bound for interval in found for bound in interval or (None, None)]
             values += [*found, *[None] * len(parts[name])][: len(parts[name])]
-        table.rows.append(values)
+        table.append(values)
     return table
 
 
@@ -285,9 +271,9 @@ def report_numbers(report: Report) -> dict[str, float]:
 def _wandb_media(report: Report, out: Path) -> dict[str, Any]:
     import wandb
 
-    tables = csv_tables(report).items()
     found: dict[str, Any] = {
-        f"tables/{name}": wandb.Table(columns=[*table.columns], data=table.rows) for name, table in tables
+        f"tables/{name}": wandb.Table(columns=columns, data=rows)
+        for name, (columns, *rows) in csv_tables(report).items()
     }
     found |= {f"figures/{path.stem}": wandb.Image(str(path)) for path in sorted((out / "figures").glob("*.png"))}
     if (out / PAGE_FILE).is_file():

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.progress import Progress
 
-from mtp_inference import MAX_DEPTH, GenerationResult, Request, Sampling, SpeculativeDecoder
+from mtp_inference import GenerationResult, Request, Sampling, SpeculativeDecoder
 from mtp_inference.opening import OWN, open_model, prompt_tokens, refuse_images
 from mtp_inference.requests import MtpMode
 from mtp_inference.sampling.chooser import DraftSampling
@@ -33,7 +33,7 @@ from mtp_train.evaluation.served import Server, served_checkpoint
 from mtp_train.evaluation.suites import BUILTIN, BUILTIN_FILE, suite_location
 from mtp_train.report.summary import summary
 from mtp_train.report.write import log_report, write_report
-from mtp_train.runs.display import RichlyShown, Shown, html_table, quiet_progress
+from mtp_train.runs.display import RichlyShown, Shown, quiet_progress
 from mtp_train.runs.run_directory import RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.train.log import Tracking, WandbMode
 from mtp_train.train.machine import use_threads
@@ -79,14 +79,6 @@ class GenerateResult(Shown):
             return self.requests[0].text
         return "\n".join(f"--- prompt {number}\n{one.text}" for number, one in enumerate(self.requests, start=1))
 
-    def _repr_html_(self) -> str:
-        columns = ("text", "new tokens", "rounds", "accepted drafts", "tokens per round")
-        rows = [
-            (one.text, len(one.token_ids), one.num_drafts, one.num_accepted_tokens, f"{one.tau:.2f}")
-            for one in self.requests
-        ]
-        return html_table(f"{self.settings['checkpoint']}, depth {self.settings['depth']}", columns, rows)
-
 
 def generate(
     checkpoint: str | Path,
@@ -126,109 +118,74 @@ def generate(
         progress: A started rich progress bar; None shows nothing.
 
     Raises:
-        DataError: A number is out of range, or a prompt has no token or contains an image.
+        MtpError: A number is out of range.
+        DataError: A prompt has no token or contains an image.
         CheckpointError: A weight is missing or not finite, or the checkpoint has no head to draft with.
 
     Example:
         >>> import mtp_train as mtp
         >>> mtp.generate("demo:base", "import os", max_new_tokens=32).requests[0].text
     """
-    options = _Options(
-        checkpoint=str(checkpoint),
-        prompts=(prompts,) if isinstance(prompts, str) else tuple(prompts),
-        head=None if head is None else str(head),
-        adapter=None if adapter is None else str(adapter),
-        chat=chat,
-        chat_template_kwargs=dict(chat_template_kwargs or {}),
-        max_new_tokens=max_new_tokens,
-        depth=depth,
-        mtp=mtp,
-        sampling=sampling or Sampling(),
-        stop=tuple(stop),
-        draft_sampling=draft_sampling,
+    sampling, depth = sampling or Sampling(), 0 if mtp == "off" else depth
+    # The request of each prompt is made of this one, which refuses numbers that are out of range.
+    asked = Request(
+        prompt_ids=(0,), max_new_tokens=max_new_tokens, sampling=sampling, mtp=mtp, depth=depth, stop=tuple(stop)
     )
-    return _decode(options, on_text, progress or quiet_progress())
+    named = {"checkpoint": checkpoint, "head": head, "adapter": adapter}
+    given: dict[str, Any] = {name: None if one is None else str(one) for name, one in named.items()}
+    given |= {"chat": chat, "chat_template_kwargs": dict(chat_template_kwargs or {}), "draft_sampling": draft_sampling}
+    texts = [prompts] if isinstance(prompts, str) else prompts
+    return _decode(asked, texts, given, on_text, progress or quiet_progress())
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    """The arguments of :func:`generate`."""
-
-    checkpoint: str
-    prompts: tuple[str, ...]
-    head: str | None
-    adapter: str | None
-    chat: bool
-    chat_template_kwargs: dict[str, Any]
-    max_new_tokens: int
-    depth: int
-    mtp: MtpMode
-    sampling: Sampling
-    stop: tuple[str, ...]
-    draft_sampling: DraftSampling
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.depth <= MAX_DEPTH:
-            raise DataError(f"--depth: {self.depth}; expected 0 to {MAX_DEPTH}. 0 is plain decoding.")
-        if self.max_new_tokens < 1:
-            raise DataError(f"--max-new-tokens: {self.max_new_tokens}; expected at least 1. Ask for more tokens.")
-        if self.chat_template_kwargs and not self.chat:
-            raise DataError(f"{_KWARGS}: given without --chat; expected a chat, which the template writes. Add --chat.")
-        if self.mtp == "off":
-            object.__setattr__(self, "depth", 0)
-
-    def settings(self) -> dict[str, Any]:
-        given = asdict(self)
-        del given["prompts"], given["sampling"]
-        return {**given, **asdict(self.sampling), "stop": list(self.stop)}
-
-    def request(self, number: int, prompt_ids: Sequence[int]) -> Request:
-        return Request(
-            prompt_ids=prompt_ids,
-            max_new_tokens=self.max_new_tokens,
-            sampling=replace(self.sampling, seed=self.sampling.seed + number),
-            mtp=self.mtp,
-            stop=self.stop,
-        )
-
-
-def _decode(options: _Options, on_text: Callable[[str], None] | None, progress: Progress) -> GenerateResult:
-    depth = options.depth
+def _decode(
+    asked: Request,
+    texts: Sequence[str],
+    given: Mapping[str, Any],
+    on_text: Callable[[str], None] | None,
+    progress: Progress,
+) -> GenerateResult:
+    """Decode a request for each text; ``given``: the other settings, which the result repeats."""
+    depth, variables, head = asked.depth, given["chat_template_kwargs"], given["head"]
+    if variables and not given["chat"]:
+        raise DataError(f"{_KWARGS}: given without --chat; expected a chat, which the template writes. Add --chat.")
     # Depth 0 needs no head. A named external drafter is opened all the same: its record loads the trunk.
-    head = OWN if options.head is None and depth else options.head
-    model = open_model(options.checkpoint, head, adapter=options.adapter)
+    model = open_model(given["checkpoint"], OWN if head is None and depth else head, adapter=given["adapter"])
     require_sound([model if depth else replace(model, drafter=None)], progress)
     device = local_device()
     if device.type == "cpu":
         use_threads(model.checkpoint.text_config)
     tokenizer = load_tokenizer(model.checkpoint, trust_remote_code=False, adapter=model.adapter)
-    variables = options.chat_template_kwargs
     require_variables(tokenizer, variables, _KWARGS)
-    prompts = []
-    for number, prompt in enumerate(options.prompts, start=1):
-        where = f"--prompt {number}"
-        prompts.append(prompt_tokens(tokenizer, prompt, chat=options.chat, where=where, variables=variables))
-        refuse_images(prompts[-1], model.image_ids, where)
+    requests = []
+    for number, text in enumerate(texts):
+        where = f"--prompt {number + 1}"
+        prompt_ids = prompt_tokens(tokenizer, text, chat=given["chat"], where=where, variables=variables)
+        refuse_images(prompt_ids, model.image_ids, where)
+        own = replace(asked.sampling, seed=asked.sampling.seed + number)
+        requests.append(replace(asked, prompt_ids=prompt_ids, sampling=own))
     if model.drafter is not None and model.assistant is not None and depth:
         progress.console.print(f"drafting with {model.drafter.path}, a {model.assistant.title}", highlight=False)
     decoder = SpeculativeDecoder.from_open_model(
-        model, tokenizer, depth=depth, device=device, draft_sampling=options.draft_sampling
+        model, tokenizer, depth=depth or 0, device=device, draft_sampling=given["draft_sampling"]
     )
-    requests = [options.request(number, prompt_ids) for number, prompt_ids in enumerate(prompts)]
     results: dict[int, GenerationResult] = {}
     for chunk in decoder.decode_chunks(requests):
         if on_text is not None and chunk.text and len(requests) == 1:
             on_text(chunk.text)
         if chunk.result is not None:
             results[chunk.index] = chunk.result
-    ordered = tuple(result for _, result in sorted(results.items()))
-    settings = options.settings() | {
+    settings = {
+        **given,
+        **{name: getattr(asked, name) for name in ("max_new_tokens", "depth", "mtp")},
+        "stop": list(asked.stop),
+        **asdict(asked.sampling),
         "external_drafter": None if model.assistant is None else model.assistant.title,
         "dtype": decoder.trunk.dtype_name,
         "device": str(device),
         "captured_rounds": decoder.captured_rounds,
     }
-    return GenerateResult(ordered, settings)
+    return GenerateResult(tuple(result for _, result in sorted(results.items())), settings)
 
 
 @dataclass(frozen=True)

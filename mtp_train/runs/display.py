@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -27,8 +27,6 @@ from mtp_train.trunk.progress import is_main_process
 LOG_FILE = "run.log"
 
 _WIDTH = 100
-_CELL = "text-align: left; vertical-align: top"
-_PRE = '<pre style="font-family: monospace; line-height: normal; white-space: pre">{code}</pre>'
 
 
 def quiet_progress() -> Progress:
@@ -90,7 +88,7 @@ class _Log(RenderHook):
 
 
 class Shown:
-    """Base of results, which are dataclasses: plain JSON, a title over labelled rows, and a table in notebooks."""
+    """Base of results, which are dataclasses: plain JSON, and a title over labelled rows, in notebooks too."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as the command prints them with ``--json``."""
@@ -108,36 +106,21 @@ class Shown:
         return "\n".join([self._title(), *rows]).removeprefix("\n")
 
     def _repr_html_(self) -> str:
-        return html_table(self._title(), ("", ""), self._rows())
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 class RichlyShown(Shown):
-    """Base of results that rich renders, in a notebook with its colours."""
+    """Base of results that rich renders."""
 
     def __rich__(self) -> RenderableType:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        # Without force_jupyter=False rich displays the table in a notebook instead of writing it to the file.
-        console = Console(file=io.StringIO(), width=_WIDTH, force_jupyter=False, force_terminal=False, record=True)
-        console.print(self.__rich__())
-        return console.export_text().rstrip()
-
-    def _repr_html_(self) -> str:
-        console = Console(file=io.StringIO(), width=_WIDTH, force_jupyter=False, record=True)
-        console.print(self.__rich__())
-        return console.export_html(inline_styles=True, code_format=_PRE)
-
-
-def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return an HTML table for ``_repr_html_``; every text is escaped."""
-
-    def row(cells: Sequence[object], tag: str) -> str:
-        inner = "".join(f'<{tag} style="{_CELL}">{html.escape(str(cell))}</{tag}>' for cell in cells)
-        return f"<tr>{inner}</tr>"
-
-    body = "".join(row(cells, "td") for cells in rows)
-    return f"<table><caption>{html.escape(title)}</caption>{row(columns, 'th')}{body}</table>"
+        # Without force_jupyter=False rich displays the table in a notebook instead of returning it.
+        console = Console(width=_WIDTH, force_jupyter=False, force_terminal=False)
+        with console.capture() as text:
+            console.print(self.__rich__())
+        return text.get().rstrip()
 
 
 def serving_lines(serves: Mapping[str, str]) -> list[tuple[str, str]]:

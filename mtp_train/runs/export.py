@@ -13,22 +13,20 @@ from typing import Any
 from rich.progress import Progress
 
 from mtp_train import __version__
-from mtp_train.checkpoints.adapter import read_adapter
 from mtp_train.checkpoints.artifact import Artifact, load_artifact
-from mtp_train.checkpoints.contents import source_files
-from mtp_train.checkpoints.draft_checkpoint import DraftForm, require_readable, write_draft_checkpoint
+from mtp_train.checkpoints.draft_checkpoint import DraftForm, write_draft_checkpoint
 from mtp_train.checkpoints.export import LinkMode
 from mtp_train.checkpoints.files import Checkpoint, open_checkpoint, read_json
 from mtp_train.checkpoints.locations import RECIPE_FILE
-from mtp_train.checkpoints.lora_merge import plan_changes, write_adapted
+from mtp_train.checkpoints.lora_merge import write_adapted
 from mtp_train.checkpoints.writing import write_text
-from mtp_train.errors import CheckpointError
-from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, Report, load_report
+from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED_SENTENCE, Report, load_report
 from mtp_train.families.engines import EngineSupport, engine_commands
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.recipe.loading import dump_yaml, load_recipe
 from mtp_train.report import wording
+from mtp_train.runs.inputs import require_exportable
 from mtp_train.runs.run_directory import PROVENANCE_FILE
 
 Identity = Mapping[str, Any]
@@ -38,7 +36,6 @@ _PURPOSE = (
     "distribution of the output; in bf16, near ties between tokens may fall otherwise."
 )
 _UNTRAINED = "It was not trained for these weights. `mtp-train evaluate .` measures its acceptance on them."
-_SETTINGS = ("temperature", "depth", "verify_rule", "draft_sampling", "dtype", "device", "max_new_tokens")
 _UPLOAD = """## Upload it
 
 This uploads every file of this directory. First add the `license` of the base model to the metadata above.
@@ -72,24 +69,6 @@ def write_export(
     layer_config = artifact.family.layer.config(text_config_of(trunk), artifact.num_modules)
     on_trunk = replace(artifact, layout=layout_of(trunk, artifact.family))
     write_draft_checkpoint(trunk, on_trunk, layer_config, out, form=form, verifier=hub_id)
-
-
-def require_exportable(trunk: Checkpoint, kind: str, adapter: Path | None) -> None:
-    """Check that a head of a kind can be exported for a trunk, before anything is trained."""
-    layout = layout_of(trunk)
-    # Raises if a link prevents copying.
-    source_files(trunk)
-    changed = {} if adapter is None else plan_changes(trunk, layout, read_adapter(adapter))
-    if kind == "mtp":
-        return
-    require_readable(trunk, kind)
-    # A draft model contains copies of these tensors of its trunk.
-    repeated = sorted({layout.embed_key, layout.lm_head_key} & changed.keys())
-    if repeated:
-        raise CheckpointError(
-            f"{adapter}: changes {', '.join(repeated)}, which a draft model copies; expected an adapter of the "
-            "layers. Merge it first (mtp-train merge) and attach the head to the result."
-        )
 
 
 def write_card(run_dir: Path, out: Path) -> None:
@@ -135,22 +114,10 @@ def _write(out: Path, title: str, tags: Sequence[str], bases: Sequence[Identity 
 
 
 def _measured(report: Report) -> list[str]:
-    if report.settings.get("gate") == UNJUDGED:
+    if report.gate is None:
         return [UNJUDGED_SENTENCE]
-    groups = wording.group_arms(report)
-    rows = [("arm", *wording.COLUMNS), ("---",) * (1 + len(wording.COLUMNS))]
-    marked = ((groups.alike, ""), (groups.apart, " \\*"), (groups.recorded, " +"))
-    rows += [(name + mark, *wording.arm_cells(arm)) for arms, mark in marked for name, arm in arms.items()]
-    parts = [
-        "\n".join(f"| {' | '.join(row)} |" for row in rows),
-        f"\\* {wording.apart_sentence(groups, report.settings)}" if groups.apart else "",
-        "\\+ Recorded earlier with settings of its own." if groups.recorded else "",
-        wording.held_out_sentence(report.settings),
-        f"Lossless: {wording.lossless_sentence(report.lossless)}",
-        f"Gate: {wording.capitalised(report.gate.reason)}." if report.gate else "",
-    ]
-    settings = ", ".join(f"{name} {report.settings[name]}" for name in _SETTINGS if name in report.settings)
-    return ["## Acceptance", *filter(None, parts), f"Measured with mtp-train's own decoder: {settings}."]
+    verdict, lossless = wording.capitalised(report.gate.reason), wording.lossless_sentence(report.lossless)
+    return ["## Acceptance", f"{verdict}. {lossless} {wording.held_out_sentence(report.settings)}".rstrip()]
 
 
 def _serving(engines: Mapping[str, EngineSupport], num_depths: int) -> list[str]:

@@ -7,20 +7,34 @@ and held-out prompts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from accelerate import PartialState
 from rich.progress import Progress
 
 from mtp_train.acceptance.names import VANILLA
 from mtp_train.answers.generate import RESPONSE_ROOM_TOKENS
-from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, home_source, resolve
-from mtp_train.checkpoints.files import Checkpoint
+from mtp_train.checkpoints.adapter import read_adapter
+from mtp_train.checkpoints.artifact import Artifact, OwnOutput, load_artifact
+from mtp_train.checkpoints.contents import source_files
+from mtp_train.checkpoints.demo import GROUP_FIELD, home_source, resolve
+from mtp_train.checkpoints.draft_checkpoint import require_readable
+from mtp_train.checkpoints.files import CONFIG_FILE, Checkpoint, is_gguf, read_config
 from mtp_train.checkpoints.identity import Contents
-from mtp_train.checkpoints.locations import locate_adapter, locate_checkpoint, open_location
+from mtp_train.checkpoints.locations import (
+    RECIPE_FILE,
+    head_directory,
+    is_run,
+    locate_adapter,
+    locate_checkpoint,
+    open_location,
+)
+from mtp_train.checkpoints.lora_merge import plan_changes
 from mtp_train.checkpoints.values import require_finite_checkpoint
+from mtp_train.checkpoints.writing import held_tensor
 from mtp_train.data.groups import join_near_duplicates, mix, split_by_group
 from mtp_train.data.records import PlainText, Record, with_variables
 from mtp_train.data.sources import load_records
@@ -33,12 +47,14 @@ from mtp_train.data.tokenize import (
     template_notes,
     tokenize_records,
 )
-from mtp_train.errors import DataError
-from mtp_train.heads.build import HeadPlan, fresh_plan
-from mtp_train.heads.diagnose import text_config_of
+from mtp_train.errors import CheckpointError, DataError, RecipeError, UnsupportedModelError
+from mtp_train.families import draft_kind, of_kind
+from mtp_train.head_kinds import find_head_kind
+from mtp_train.heads.build import HeadPlan, deepest, fresh_plan, graft_artifact_plan, graft_plan
+from mtp_train.heads.diagnose import layout_of, text_config_of
+from mtp_train.heads.draft_model import DraftModel, draft_model, draft_plan
+from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.export import require_exportable
-from mtp_train.runs.head_source import LoneHead, open_head_source, require_source_model, source_plan
 from mtp_train.runs.refusals import (
     HeadOnTrunk,
     raise_together,
@@ -256,20 +272,141 @@ def evaluation_prompts(recipe: Recipe, records: Sequence[Record], tokenizer: Any
 
 
 def home_prompts(recipe: Recipe, tokenizer: Any) -> list[Prompt]:
-    """Return prompts of the vanilla model's own kind of text, if any is named or distributed with it."""
-    number, paths = recipe.evaluate.prompts, list[str]()
-    if recipe.study is not None:
-        paths = list(recipe.study.vanilla_sources)
-    elif VANILLA in recipe.evaluate.arms and (source := home_source(recipe.model.head_from)) is not None:
-        number, paths = min(number, HOME_PROMPTS), [source]
-    groups = [GROUP_FIELD if path.startswith(PREFIX) else None for path in paths]
-    loaded = [load_records(resolve(path), group_field=its, name=path) for path, its in zip(paths, groups, strict=True)]
-    variables = recipe.data.chat_template_kwargs
-    records = [with_variables(record, variables) for records in loaded for record in records]
-    prompts = choose_evenly(build_prompts(records, tokenizer), number, recipe.seed)
-    if records and not prompts:
-        raise DataError(
-            f"study.vanilla_sources: {len(records)} texts, none long enough to continue; expected at least one of two "
-            "tokens. Use longer texts."
+    """Return prompts of the kind of text that the demo's vanilla model was trained on; none for other models."""
+    source = home_source(recipe.model.head_from)
+    if VANILLA not in recipe.evaluate.arms or recipe.study is not None or source is None:
+        return []
+    records = load_records(resolve(source), group_field=GROUP_FIELD, name=source)
+    prompts = build_prompts([with_variables(one, recipe.data.chat_template_kwargs) for one in records], tokenizer)
+    return choose_evenly(prompts, min(recipe.evaluate.prompts, HOME_PROMPTS), recipe.seed)
+
+
+SAME_ROWS = 0.1
+"""Largest relative distance between a draft model's output matrix and rows of its trunk's before a fine-tune of it."""
+
+
+@dataclass(frozen=True)
+class LoneHead:
+    """An opened head without a trunk: a head directory, or a draft model."""
+
+    path: Path
+    stored: Artifact | DraftModel
+
+    @property
+    def kind(self) -> str:
+        return self.stored.kind.name if isinstance(self.stored, DraftModel) else self.stored.family.kind
+
+    @property
+    def num_modules(self) -> int:
+        return self.stored.num_modules
+
+
+def open_head_source(location: str) -> Checkpoint | LoneHead:
+    directory = head_directory(location)
+    if directory is not None:
+        return LoneHead(directory, load_artifact(directory))
+    checkpoint = open_location(location)
+    draft = draft_model(checkpoint)
+    return checkpoint if draft is None else LoneHead(checkpoint.path, draft)
+
+
+def source_plan(recipe: Recipe, finetune: Checkpoint, source: Checkpoint | LoneHead) -> HeadPlan:
+    head, found = recipe.head, "mtp" if isinstance(source, Checkpoint) else source.kind
+    if found != head.kind:
+        raise RecipeError(
+            f"head.kind: {head.kind}, and {source.path} has a head of kind {found}; expected the same kind. Write "
+            f"head.kind: {found}, or head.init: random for a new head."
         )
-    return prompts
+    if isinstance(source, Checkpoint):
+        return graft_plan(finetune, source, head.convention)
+    if isinstance(source.stored, DraftModel):
+        plan = _of_draft(source.stored, finetune)
+    else:
+        trusts = recipe.model.trust_remote_code
+        plan = graft_artifact_plan(finetune, source.stored, source.path, head.convention, trust_remote_code=trusts)
+    if plan.output is not None and head.draft_vocab is not None:
+        raise RecipeError(
+            f"head.draft_vocab: {head.draft_vocab}, and {source.path} has an output matrix of its own; expected its "
+            "tokens. Write head.draft_vocab: null."
+        )
+    most = deepest(plan)
+    if find_head_kind(head.kind).parallel and most is not None and head.num_depths > most:
+        raise RecipeError(
+            f"head.num_depths: {head.num_depths}, and {source.path} has {most} block(s), one for each depth; expected "
+            f"at most {most}. Write head.num_depths: {most}."
+        )
+    return plan
+
+
+def _of_draft(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
+    """Return the plan of a draft model. Where its output matrix is a copy of the trunk's rows, those rows are used."""
+    plan, text_config = draft_plan(draft, trunk), text_config_of(trunk)
+    usual = of_kind(trunk.family, draft.kind.name).wiring.trunk_layers(text_config)
+    if draft.trunk_layers not in (None, usual):
+        raise UnsupportedModelError(
+            f"{draft.checkpoint.path}: reads the trunk's layers {draft.trunk_layers}; expected {usual}, which all "
+            "engines agree on. Start a new head with head.init: random."
+        )
+    if plan.output is None:
+        return plan
+    layout, weight, ids_R = plan.layout, plan.output.weight, plan.output.token_ids_R
+    own_RD = weight.load()
+    rows_RD = trunk.read(layout.lm_head_key if layout.lm_head_key in trunk.tensors else layout.embed_key)
+    if ids_R is not None:
+        # Ascending, as vocabularies are here.
+        ids_R, order_R = ids_R.sort()
+        own_RD, rows_RD = own_RD[order_R], rows_RD[ids_R]
+    distance = torch.linalg.norm(own_RD.float() - rows_RD.float()) / torch.linalg.norm(own_RD.float())
+    if distance <= SAME_ROWS:
+        return replace(plan, output=None, draft_vocab=None if ids_R is None else ids_R.int())
+    return replace(plan, output=OwnOutput(held_tensor(weight.key, weight.dtype, own_RD), ids_R))
+
+
+def require_source_model(recipe: Recipe) -> None:
+    """Check that ``model.head_from`` is a model where the recipe uses its trunk or its files, and not a head alone."""
+    location, arms = recipe.model.head_from, recipe.evaluate.arms
+    if location is None or (VANILLA not in arms and recipe.study is None) or not is_lone(location):
+        return
+    found = f"model.head_from: {location} has a head and no exported checkpoint with its trunk"
+    if recipe.study is not None:
+        raise RecipeError(f"{found}, with study; expected a checkpoint. Name the base in model.head_from.")
+    kept = ", ".join(arm for arm in arms if arm != VANILLA)
+    raise RecipeError(
+        f"{found}, with the arm vanilla, the model of model.head_from; expected a checkpoint. Write "
+        f"evaluate.arms: [{kept}], or name the base in model.head_from."
+    )
+
+
+def is_lone(location: str) -> bool:
+    """Return whether a location is a head without a trunk; reads no weights."""
+    if head_directory(location) is not None:
+        return True
+    path = locate_checkpoint(resolve(location))
+    return not is_gguf(path) and draft_kind(read_config(path / CONFIG_FILE)) is not None
+
+
+def trunk_of(location: str) -> str | None:
+    """Return the trunk that the head of a run was trained on; None for any other head without a trunk."""
+    run = Path(location).expanduser()
+    if not is_run(run):
+        return None
+    model = load_recipe(run / RECIPE_FILE).model
+    return model.trunk if model.adapter is None else None
+
+
+def require_exportable(trunk: Checkpoint, kind: str, adapter: Path | None) -> None:
+    """Check that a head of a kind can be exported for a trunk, before anything is trained."""
+    layout = layout_of(trunk)
+    # Raises if a link prevents copying.
+    source_files(trunk)
+    changed = {} if adapter is None else plan_changes(trunk, layout, read_adapter(adapter))
+    if kind == "mtp":
+        return
+    require_readable(trunk, kind)
+    # A draft model contains copies of these tensors of its trunk.
+    repeated = sorted({layout.embed_key, layout.lm_head_key} & changed.keys())
+    if repeated:
+        raise CheckpointError(
+            f"{adapter}: changes {', '.join(repeated)}, which a draft model copies; expected an adapter of the "
+            "layers. Merge it first (mtp-train merge) and attach the head to the result."
+        )

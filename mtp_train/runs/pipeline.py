@@ -6,8 +6,7 @@ from the stage that it had reached. ``train`` and ``data`` do not import the dec
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -38,8 +37,8 @@ from mtp_train.runs.export import write_card, write_export
 from mtp_train.runs.refusals import check_decoder
 from mtp_train.runs.regeneration import data_stage, generate_responses, regeneration_of, trained_documents
 from mtp_train.runs.resolve import FROM_TEXT, Choice, Overrides, recipe_of, resolve_training, resolved_recipe
-from mtp_train.runs.run import Run, RunTrunk, join_processes, memory_is_named
-from mtp_train.runs.run_directory import DONE, Attempt, Outcome, RunDirectory
+from mtp_train.runs.run import Run, RunTrunk, join_processes, memory_is_named, require_shared
+from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
 from mtp_train.runs.settings import plan_of, tracking_of
 from mtp_train.runs.training import STATE, part_documents, train_stage
 from mtp_train.train.launch import describe_processes, lost_process_is_named
@@ -75,29 +74,39 @@ def run(recipe: RecipeLike, overrides: Overrides = (), *, console: Console | Non
         PosixPath('runs/a/export')
     """
     checked, choices = resolved_recipe(recipe, overrides)
-    try:
-        outcome = run_recipe(checked, console or Console(quiet=True), choices)
-        # A finished run returns the outcome that it recorded, which may be the gate's refusal.
-        if outcome.exit_code == GateRefusedError.exit_code:
-            kind = GateUndecidedError if outcome.reason == GateUndecidedError.reason else GateRefusedError
-            raise kind(outcome.message)
-    except GateRefusedError as error:
-        error.run_dir = Path(checked.run_dir)
-        raise
+    outcome = run_recipe(checked, console or Console(quiet=True), choices)
+    if outcome.exit_code == GateRefusedError.exit_code:
+        kind = GateUndecidedError if outcome.reason == GateUndecidedError.reason else GateRefusedError
+        refused = kind(outcome.message)
+        refused.run_dir = Path(checked.run_dir)
+        raise refused
     return RunResult(**vars(outcome), run_dir=Path(checked.run_dir))
 
 
 def run_recipe(recipe: Recipe, console: Console, choices: Sequence[Choice] = ()) -> Outcome:
-    """Run a recipe to its outcome, which is recorded as errors are, or return that of a run that had finished."""
+    """Run a recipe to its outcome, or return that of a run that had finished. A refusal of the gate is an outcome."""
     directory = RunDirectory(Path(recipe.run_dir))
     with stopped_by_signals():
         directory.require_ours(recipe)
         earlier = directory.outcome
         if earlier is not None and earlier.finished:
             return _finished_before(recipe, directory, earlier, console)
-        with directory.held(console), logged(directory.path, console), directory.recording() as attempt:
-            with _joined(recipe, directory, attempt, console, choices) as run:
-                attempt.outcome = run_stages(run, console, [choice.field for choice in choices])
+        with (
+            directory.held(console),
+            logged(directory.path, console),
+            directory.recording() as attempt,
+            full_disk_is_named(directory.path, what="the run"),
+            lost_process_is_named(),
+            memory_is_named(recipe, lambda: attempt.stage),
+            progress_on(console, is_main=is_main_process()) as progress,
+        ):
+            accelerator, recipe = join_processes(recipe, directory)
+            for line in (describe_processes(accelerator), *choices):
+                console.print(str(line), highlight=False)
+            run = Run.begin(recipe, directory, accelerator, progress, attempt)
+            precision, reason = resolve_precision(recipe.train.precision, accelerator.device)
+            console.print(f"training in {precision}: {reason}", highlight=False)
+            attempt.outcome = run_stages(run, console, [choice.field for choice in choices])
             return attempt.outcome
 
 
@@ -107,24 +116,6 @@ def _finished_before(recipe: Recipe, directory: RunDirectory, outcome: Outcome, 
             directory.require_same_inputs(recipe, progress, finished=True)
     console.print(f"{directory.path}: finished before ({outcome.reason}); nothing left to do.")
     return outcome
-
-
-@contextlib.contextmanager
-def _joined(
-    recipe: Recipe, directory: RunDirectory, attempt: Attempt, console: Console, choices: Sequence[Choice]
-) -> Iterator[Run]:
-    """Join the processes, and yield the run with checked inputs. Errors of memory and disk name what to change."""
-    accelerator, recipe = join_processes(recipe, directory, attempt)
-    console.print(describe_processes(accelerator), highlight=False)
-    for choice in choices:
-        console.print(str(choice), highlight=False)
-    bars = progress_on(console, is_main=accelerator.is_main_process)
-    memory = memory_is_named(recipe, lambda: attempt.stage)
-    with full_disk_is_named(directory.path, what="the run"), lost_process_is_named(), memory, bars as progress:
-        run = Run.begin(recipe, directory, accelerator, progress, attempt)
-        precision, reason = resolve_precision(recipe.train.precision, accelerator.device)
-        progress.console.print(f"training in {precision}: {reason}", highlight=False)
-        yield run
 
 
 def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcome:
@@ -143,7 +134,7 @@ def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcom
         return study_outcome(report)
     if report.gate is not None and not report.gate.passed:
         refused = GateUndecidedError if report.gate.outcome == "undecided" else GateRefusedError
-        raise refused(report.gate.reason)
+        return Outcome(refused.exit_code, refused.reason, report.gate.reason, DONE)
     run.attempt.stage = "export"
     exported = _export(run) if run.recipe.export.enabled else ""
     if report.gate is not None:
@@ -176,7 +167,7 @@ def _train_and_measure(run: Run, auto: Collection[str]) -> Report | None:
         run.attempt.stage = "train"
         trunk.prepare_training()
         train_stage(run, trunk.trunk, documents, chooses_lr="train.lr" in auto)
-    run.require_shared(HEAD)
+    require_shared(run.directory.path, [HEAD], run.accelerator)
     run.attempt.stage = "evaluate"
     if is_measured:
         report = load_report(run.directory.path / REPORT_FILE)
@@ -278,10 +269,9 @@ def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progr
     progress = progress or quiet_progress()
     directory.require_ours(checked)
     with directory.held(progress.console, "the responses"), logged(directory.path, progress.console):
-        attempt = Attempt()
-        accelerator, checked = join_processes(checked, directory, attempt)
+        accelerator, checked = join_processes(checked, directory)
         # Answers need no gate, and no groups for its interval.
-        run = Run.begin(checked.replaced({"gate.enabled": False}), directory, accelerator, progress, attempt)
+        run = Run.begin(checked.replaced({"gate.enabled": False}), directory, accelerator, progress)
         run.recipe = checked
         trunk = RunTrunk(run)
         trunk.load(decodes=settings.endpoint is None)

@@ -16,8 +16,11 @@ from mtp_inference import NgramDrafting, SpeculativeDecoder, compare
 from mtp_inference.lossless import NOISE_RATIO, measure_errors
 from mtp_train.acceptance.gate import min_gate_groups
 from mtp_train.acceptance.names import NATIVE
+from mtp_train.answers.store import COPIED_FILE, response_files
 from mtp_train.checkpoints.demo import PREFIX, demo_path
 from mtp_train.checkpoints.files import Checkpoint, read_json
+from mtp_train.checkpoints.identity import Contents, changed_files
+from mtp_train.checkpoints.locations import RECIPE_FILE, is_run
 from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import CheckpointError, DataError, MtpError, NotLosslessError, RecipeError
@@ -26,7 +29,6 @@ from mtp_train.heads.diagnose import diagnose_head, named_rejections
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
-from mtp_train.runs.run_answers import require_answers
 from mtp_train.runs.settings import plan_of, run_settings, tracking_of
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.offload import Offload
@@ -127,21 +129,17 @@ def _of_the_head(recipe: Recipe, model: HeadOnTrunk, convention: Convention) -> 
 
 def _of_the_demo(recipe: Recipe, trunk: Path) -> Iterator[RecipeError]:
     """Refuse the demo's data for a trunk whose tokenizer has another vocabulary than the demo's and its copies."""
-    sources = [
-        (f"data.sources.{number}.path", source.path, f"data.sources.{number}.path=chats.jsonl data.group_field=null")
+    named = {
+        f"data.sources.{number}.path": source.path
         for number, source in enumerate(recipe.data.sources)
-    ]
-    of_study = () if recipe.study is None else recipe.study.vanilla_sources
-    sources += [
-        (f"study.vanilla_sources.{at}", path, "study.vanilla_sources=[chats.jsonl]") for at, path in enumerate(of_study)
-    ]
-    named = [source for source in sources if source[1].startswith(PREFIX)]
+        if source.path.startswith(PREFIX)
+    }
     if named and _vocabulary(trunk) != _vocabulary(demo_path("base")):
-        at, found, instead = named[0]
+        at, found = next(iter(named.items()))
         yield RecipeError(
             f"{at}: {found}, the demo's data, while model.trunk is {recipe.model.trunk}; expected text like the "
-            f"model will serve. Add {instead} with a file of your own, or use mtp-train init, which fits a recipe "
-            "to the model."
+            f"model will serve. Add {at}=chats.jsonl data.group_field=null with a file of your own, or use mtp-train "
+            "init, which fits a recipe to the model."
         )
 
 
@@ -231,3 +229,48 @@ def check_decoder(
         f"Decoder checked on {len(chosen)} prompts: lossless. In {trunk.dtype_name}, rounding moves this trunk's "
         f"logits by up to {noise:.2g}."
     )
+
+
+# Responses of another run
+
+
+DATA, SETTINGS_FILE = "data", "settings.json"
+
+
+TrunkContents = tuple[Contents, Contents | None]
+"""The contents of a trunk and of its adapter."""
+
+
+def require_answers(recipe: Recipe, run_dir: Path, trunk: TrunkContents | None = None) -> None:
+    """Check that ``data.responses`` names a run with responses, of ``trunk`` if given, unless they are copied."""
+    is_copied = any(run_dir.glob(f"{DATA}/responses-*/{COPIED_FILE}"))
+    if recipe.data.responses is not None and not is_copied:
+        answers_of(recipe.data.responses, trunk)
+
+
+def answers_of(location: str, trunk: TrunkContents | None) -> list[tuple[Path, dict[str, Any]]]:
+    """Return the directories of the responses that a run generated, of a trunk if given, and their settings."""
+
+    def refused(found: str, expected: str, instead: str) -> DataError:
+        told = f"data.responses: {location} {found}; expected {expected}"
+        return DataError(f"{told}. {instead}, or write data.responses: null.")
+
+    run = Path(location).expanduser()
+    if not is_run(run):
+        expected = "the directory of a run with responses"
+        raise refused(f"is no run ({RECIPE_FILE} is missing)", expected, "Check the path")
+    found = [
+        (path.parent, read_json(path))
+        for path in sorted(run.glob(f"{DATA}/responses-*/{SETTINGS_FILE}"))
+        if response_files(path.parent)
+    ]
+    if not found:
+        raise refused(f"has no responses (in {run / DATA})", "a run with data.regenerate", "Name such a run")
+    same = [one for one in found if trunk in (None, (one[1].get("trunk"), one[1].get("adapter")))]
+    if trunk is not None and not same:
+        recorded = found[0][1].get("trunk")
+        names = changed_files(recorded, trunk[0]) if isinstance(recorded, dict) else []
+        differs = f"{', '.join(names[:3])} differ" if names else "the adapter differs"
+        other = f"has responses of another trunk than model.trunk ({differs})"
+        raise refused(other, "the same content", "Name a run on this trunk")
+    return same

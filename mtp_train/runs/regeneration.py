@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,21 @@ from mtp_train.answers.generate import Answering, missing_prompts, regenerate
 from mtp_train.answers.served import regenerate_served
 from mtp_train.answers.store import (
     COPIED_FILE,
+    RegeneratedRow,
     RegeneratedStore,
     ResponseCounts,
     file_rows,
     settings_key,
+    stored_rows,
+    write_copied,
 )
 from mtp_train.checkpoints.writing import write_json
-from mtp_train.data.tokenize import Document
+from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import DataError, MtpError, RecipeError
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import RegenerateSpec
+from mtp_train.runs.refusals import DATA, SETTINGS_FILE, TrunkContents, answers_of
 from mtp_train.runs.run import Run, require_shared
-from mtp_train.runs.run_answers import DATA, SETTINGS_FILE, copy_answers
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
 from mtp_train.runs.training import part_documents
 from mtp_train.train.launch import RunAccelerator
@@ -36,7 +40,7 @@ from mtp_train.train.machine import set_threads
 from mtp_train.train.shard import shard_decoder
 from mtp_train.trunk.load import Trunk
 
-COUNTS_FILE = "counts.json"
+COUNTS_FILE, COPIED_FROM_FILE = "counts.json", "copied.json"
 BATCH_SIZE, CONCURRENCY = 16, 32
 """Defaults of ``data.regenerate.batch_size`` and ``data.regenerate.concurrency``."""
 
@@ -245,3 +249,43 @@ def answer_by_server(
     write_json(store.directory / f"server-{rank:05d}-of-{world:05d}.json", {**facts, **asdict(counts)})
     refused = f", {counts.refused} refused ({counts.refusal})" if counts.refused else ""
     return f"{endpoint.url}: {counts.generated} prompts answered{refused}."
+
+
+def copy_answers(location: str, directory: Path, prompts: Sequence[Prompt], trunk: TrunkContents) -> list[str]:
+    """Copy the responses of another run to prompts of this run into this run's directory of responses.
+
+    A response belongs to a prompt with the same tokens: ids contain the path of the data as the recipe spells it.
+    A directory with a complete copy is left as it is. Returns sentences for the log.
+    """
+    if (directory / COPIED_FILE).is_file():
+        return []
+    unanswered: dict[tuple[int, ...], dict[str, Prompt]] = defaultdict(dict)
+    for prompt in prompts:
+        unanswered[prompt.prompt_ids][prompt.id] = prompt
+    found = answers_of(location, trunk)
+    matched = [(list(_matching(stored_rows(place), unanswered)), settings) for place, settings in found]
+    if not any(rows for rows, _ in matched):
+        raise DataError(
+            f"data.responses: {location} has no response to any of the {len(prompts)} prompts to train on; expected "
+            "prompts in common, of the same data and chat template. Write data.responses: null."
+        )
+    copied = {"run": location, "responses": [{"count": len(rows), **settings} for rows, settings in matched]}
+    write_json(directory / COPIED_FROM_FILE, copied)
+    write_copied(directory, (row for rows, _ in matched for row in rows))
+    return [
+        f"{len(rows)} of {len(prompts)} prompts have responses of {location} (dtype {settings.get('dtype')}, "
+        f"temperature {settings.get('temperature')})."
+        for rows, settings in matched
+        if rows
+    ]
+
+
+def _matching(
+    rows: Iterable[RegeneratedRow], unanswered: dict[tuple[int, ...], dict[str, Prompt]]
+) -> Iterator[RegeneratedRow]:
+    """Yield each row for a prompt with its tokens, preferably of its id, and remove that prompt."""
+    for row in rows:
+        same = unanswered.get(row.prompt_ids)
+        if same:
+            prompt = same.pop(row.id if row.id in same else next(iter(same)))
+            yield replace(row, id=prompt.id, group=prompt.group)

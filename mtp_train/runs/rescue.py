@@ -20,11 +20,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import Progress
@@ -37,21 +36,19 @@ from mtp_train.answers.store import answer_document
 from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.artifact import Artifact
 from mtp_train.checkpoints.contents import left_out, unnamed_files
-from mtp_train.checkpoints.demo import GROUP_FIELD
 from mtp_train.checkpoints.files import is_gguf, open_checkpoint, read_json
 from mtp_train.checkpoints.gguf.model_file import SPLIT, open_gguf, split_path
 from mtp_train.checkpoints.locations import EXPORT, RECIPE_FILE, is_run, locate_adapter, open_location
 from mtp_train.checkpoints.suggestions import graft_command, inspect_command, last_name, retrain_command
-from mtp_train.checkpoints.writing import full_disk_is_named, removed_on_failure, write_json, write_text
-from mtp_train.data.records import Chat, PlainText, PromptResponse, Record
-from mtp_train.data.tokenize import Prompt, build_prompts, choose_evenly
-from mtp_train.errors import ChangedInputError, CheckpointError, GateRefusedError, MtpError, OutputExistsError
+from mtp_train.checkpoints.writing import full_disk_is_named, removed_on_failure, write_json
+from mtp_train.data.tokenize import build_prompts, choose_evenly
+from mtp_train.errors import ChangedInputError, CheckpointError, MtpError, OutputExistsError
 from mtp_train.evaluation.arms import ArmSpec, local_device
 from mtp_train.evaluation.dense import better_wiring
 from mtp_train.evaluation.grid import EvaluationGrid
-from mtp_train.evaluation.prompt_records import HELD_OUT_TASK
+from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS, REPORT_FILE, Report, load_report
-from mtp_train.evaluation.run import run_study
+from mtp_train.evaluation.run import Study, study_report
 from mtp_train.families import of_kind
 from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import diagnose_head, layout_of
@@ -63,8 +60,16 @@ from mtp_train.runs.checkpoint_tools.inspect import serving_commands
 from mtp_train.runs.display import Shown, serving_lines, wiring_note
 from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
 from mtp_train.runs.export import write_export, write_untrained_card
-from mtp_train.runs.head_source import LoneHead, is_lone, open_head_source, source_plan, trunk_of
-from mtp_train.runs.inputs import split_records
+from mtp_train.runs.inputs import (
+    LoneHead,
+    evaluation_prompts,
+    is_lone,
+    open_head_source,
+    recipe_tokenizer,
+    source_plan,
+    split_records,
+    trunk_of,
+)
 from mtp_train.runs.pipeline import page_of, run_recipe
 from mtp_train.runs.resolve import Overrides, override_texts, require_one_process, resolved_recipe
 from mtp_train.runs.run_directory import PROBE, RunDirectory, checkpoint_identity
@@ -75,7 +80,7 @@ from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 Verdict = Literal["graft", "retrain", "fault", "undecided"]
 
 OWN_BASE = "base"
-TRAINING, COMPARISON, PROMPTS = "training", "comparison", "prompts.jsonl"
+TRAINING, COMPARISON = "training", "comparison"
 PROMPTS_PER_MODEL = 32
 WIRING, WIRING_PROMPTS, WIRING_TOKENS = "wiring.json", 16, 32
 MARGIN = 0.03
@@ -204,8 +209,7 @@ def probe_with(
     if not is_at_fault(found.base) and found.wiring is None:
         # Two models were loaded before this one.
         gc.collect()
-        with contextlib.suppress(GateRefusedError):
-            run_recipe(recipe, console, choices)
+        run_recipe(recipe, console, choices)
         found = _with_training(found, out / TRAINING)
     verdict, reason = judge(found)
     command = retrain_command(tuned, donor, paths)
@@ -261,26 +265,31 @@ def is_at_fault(own: HeadLevel | None) -> bool:
 
 def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> Report:
     """Measure the base's head on the fine-tune and on the base, on the recipe's held-out prompts."""
-    trunk = recipe.model.trunk
-    source = open_head_source(donor)
+    model, source = recipe.model, open_head_source(donor)
+    tokenizer = recipe_tokenizer(recipe, open_location(model.trunk))
+    held_out = evaluation_prompts(recipe, split_records(recipe)[1], tokenizer)
+    head, own = donor, OWN
     if isinstance(source, LoneHead):
-        own, head = trunk_of(donor), str(source.path)
-        arms = [ArmSpec(GRAFT, trunk, head), *([] if own is None else [ArmSpec(OWN_BASE, own, head)])]
+        head = own = str(source.path)
+        base = trunk_of(donor)
     else:
-        arms = [ArmSpec(GRAFT, trunk, donor, adapter=recipe.model.adapter), ArmSpec(OWN_BASE, donor, OWN)]
-    suite = out / PROMPTS
-    _write_prompts(recipe, suite)
+        # An adapter may have added tokens that the base has no embeddings for.
+        largest = max(max(prompt.prompt_ids) for prompt in held_out)
+        base = donor if largest < int(source.text_config["vocab_size"]) else None
+    arms = [ArmSpec(GRAFT, model.trunk, head, adapter=model.adapter)]
+    arms += [] if base is None else [ArmSpec(OWN_BASE, base, own)]
     grid = EvaluationGrid(
-        suite=str(suite),
-        prompts_per_task=PROMPTS_PER_MODEL,
+        suite="held-out prompts",
         temperatures=(0.0,),
-        depths=[recipe.head.num_depths],
+        depths=(recipe.head.num_depths,),
         max_new_tokens=recipe.evaluate.max_new_tokens,
         seed=recipe.seed,
-    ).settled(arms, [arm.trunk for arm in arms])
+    )
+    prompts = [TaskPrompt.of(prompt, HELD_OUT_TASK) for prompt in held_out]
     held = out / COMPARISON
     with progress_on(console) as progress, RunDirectory(held).held(console, "the probe"):
-        return run_study(arms, grid, held, progress, title=f"probe of {trunk}")
+        study = Study(arms, grid, held, progress, prompts=prompts)
+        return study_report(study.measure(), grid, f"probe of {model.trunk}")
 
 
 def _better_wiring(recipe: Recipe, donor: str, out: Path, console: Console) -> str | None:
@@ -309,34 +318,6 @@ def _better_wiring(recipe: Recipe, donor: str, out: Path, console: Console) -> s
     with full_disk_is_named(out, what="the probe"):
         write_json(file, {"wiring": wiring})
     return wiring
-
-
-def _write_prompts(recipe: Recipe, file: Path) -> None:
-    """Write the held-out records that both models answer, the same ones in every start of a probe."""
-    _, held_out = split_records(recipe)
-    chosen = choose_evenly([Prompt(record.id, record.group, ()) for record in held_out], PROMPTS_PER_MODEL, recipe.seed)
-    by_id = {record.id: record for record in held_out}
-    text = "".join(json.dumps(_row(by_id[prompt.id]), ensure_ascii=False) + "\n" for prompt in chosen)
-    if file.is_file() and file.read_text(encoding="utf-8") != text:
-        raise ChangedInputError(
-            f"{file}: the prompts of a probe of other data; expected those of {recipe.data.sources[0].path}. Choose "
-            "another --out, or remove the directory."
-        )
-    if not file.is_file():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, text)
-
-
-def _row(record: Record) -> dict[str, Any]:
-    row: dict[str, Any] = {"task": HELD_OUT_TASK, GROUP_FIELD: record.group}
-    content = record.content
-    match content:
-        case Chat():
-            return row | {"messages": list(content.prompt_messages()), "chat_template_kwargs": content.variables}
-        case PromptResponse():
-            return row | {"prompt": content.prompt}
-        case PlainText():
-            return row | {"text": content.text}
 
 
 def _level(report: Report, name: str) -> HeadLevel:
@@ -457,8 +438,7 @@ def rescue(
         if found.verdict == "graft":
             again = "To retrain the head all the same, choose another --out and add --set train.max_steps=500"
             return _result(recipe, GRAFT, f"{found.reason}. {again}", console)
-    with contextlib.suppress(GateRefusedError):
-        run_recipe(recipe, console, choices)
+    run_recipe(recipe, console, choices)
     gate = load_report(out / REPORT_FILE).gate
     refused = gate is not None and not gate.passed
     # The refusal ends in the command for a graft, which is written here.

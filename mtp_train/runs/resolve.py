@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -88,15 +88,8 @@ class Choice:
         return f"{self.field}: {self.shown} ({self.reason})"
 
 
-class ResolvedRecipe(NamedTuple):
-    """A recipe without fields that are ``auto``, and how they were resolved."""
-
-    recipe: Recipe
-    choices: tuple[Choice, ...]
-
-
 def recipe_of(recipe: RecipeLike, overrides: Overrides = ()) -> Recipe:
-    return resolved_recipe(recipe, overrides).recipe
+    return resolved_recipe(recipe, overrides)[0]
 
 
 def resolved_recipe(
@@ -105,25 +98,24 @@ def resolved_recipe(
     *,
     world_size: int | None = None,
     device: Device | None = None,
-    counted: Callable[[Recipe], TextFacts] | None = None,
-) -> ResolvedRecipe:
-    """Return a checked recipe from any of its forms, with fields that are ``auto`` resolved.
+) -> tuple[Recipe, tuple[Choice, ...]]:
+    """Return a checked recipe from any of its forms, with fields that are ``auto`` resolved, and how they were.
 
     A recipe is returned as it is. ``world_size`` is the number of processes that will train, by default
     ``train.processes``, else that of the launcher; ``device`` what they will run on, by default this machine's.
-    ``counted`` returns the lengths of the records in place of :func:`text_facts`. An error lists all problems.
+    An error lists all problems.
     """
     if isinstance(recipe, Recipe) and not overrides:
-        return ResolvedRecipe(recipe, ())
+        return recipe, ()
     choices: tuple[Choice, ...] = ()
     data, problems = plain_recipe(recipe, override_texts(overrides))
     fields = [field for field in STAND_INS if value_of(data, field) == AUTO]
     if fields and not problems:
         known = with_stand_ins(data)
         processes = world_size or known.train.processes or launched_processes()
-        choices = automatic_values(known, fields, processes, device or device_named(None), counted)
+        choices = automatic_values(known, fields, processes, device or device_named(None))
         data = with_values(data, {choice.field: choice.value for choice in choices})
-    return ResolvedRecipe(validated(data, problems), choices)
+    return validated(data, problems), choices
 
 
 def override_texts(overrides: Overrides) -> list[str]:
@@ -186,18 +178,12 @@ class _Chosen:
             self.recipe = self.recipe.replaced({field: value})
 
 
-def automatic_values(
-    recipe: Recipe,
-    fields: Collection[str],
-    world_size: int,
-    device: Device,
-    counted: Callable[[Recipe], TextFacts] | None = None,
-) -> tuple[Choice, ...]:
+def automatic_values(recipe: Recipe, fields: Collection[str], world_size: int, device: Device) -> tuple[Choice, ...]:
     """Return the values of fields that are ``auto``: those that the run directory records, or by the rules."""
     recorded = RunDirectory(Path(recipe.run_dir)).recipe
     if recorded is not None:
         return tuple(Choice(field, attrgetter(field)(recorded), f"recorded in {recipe.run_dir}") for field in fields)
-    model, text = model_facts(recipe, world_size, device), (counted or text_facts)(recipe)
+    model, text = model_facts(recipe, world_size, device), text_facts(recipe)
     chosen = _Chosen(recipe, fields)
     _choose_for_text(chosen, model, text)
     _choose_for_training(chosen, model, *_expected_text(chosen.recipe, text))

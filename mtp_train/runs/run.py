@@ -7,7 +7,7 @@ import gc
 import hashlib
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,6 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from rich.progress import Progress
 from torch import nn
 
-from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.identity import RECORD_FILE, Records
 from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.checkpoints.quantised import quant_method
@@ -26,14 +25,11 @@ from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import OutOfMemoryError, RecipeError, TrainingError
 from mtp_train.evaluation.run import Processes
 from mtp_train.heads.diagnose import text_config_of
-from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
-from mtp_train.runs.head_source import LoneHead
+from mtp_train.runs.check import Shapes
 from mtp_train.runs.inputs import Inputs, gather_inputs
-from mtp_train.runs.refusals import HeadOnTrunk
-from mtp_train.runs.room import Shapes
-from mtp_train.runs.run_answers import require_answers
+from mtp_train.runs.refusals import HeadOnTrunk, require_answers
 from mtp_train.runs.run_directory import ADAPTER, TRUNK, Attempt, RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_accelerator, require_processes
 from mtp_train.train.machine import device_named
@@ -49,11 +45,10 @@ SMALL_BYTES = 1 << 16
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 
-def join_processes(recipe: Recipe, directory: RunDirectory, attempt: Attempt) -> tuple[RunAccelerator, Recipe]:
+def join_processes(recipe: Recipe, directory: RunDirectory) -> tuple[RunAccelerator, Recipe]:
     """Join the processes of the launch. Return them, and the recipe with ``precision: auto`` resolved for all."""
     with lost_process_is_named():
         accelerator = make_accelerator()
-        attempt.joined = True
         require_processes(recipe.train.processes, accelerator)
         # The main process holds the lock. Machines without a common file system are found before any trunk is loaded.
         require_shared(directory.path, [LOCK_FILE], accelerator)
@@ -106,9 +101,10 @@ class Run:
         """Claim the directory for the recipe and its inputs, and give the inputs their recorded identities."""
         inputs, accelerator = self.inputs, self.accelerator
         if accelerator.num_processes > 1:
-            require_alike("model", checkpoints_checksum([inputs.finetune, inputs.donor]), accelerator)
+            models = [one for one in (inputs.finetune, inputs.donor) if one is not None]
+            configs = [checkpoint_identity("", one)["sha256"] for one in models]
             text = text_checksum(inputs.documents, [*inputs.prompts, *inputs.held_out])
-            require_alike("data", text, accelerator)
+            require_alike({"model": configs, "data": text}, accelerator)
         if self.is_main:
             self.directory.claim(self.recipe, self._provenance(), self.records)
             self.directory.require_same_inputs(self.recipe, self.progress)
@@ -124,10 +120,6 @@ class Run:
             "plan": asdict(inputs.plan),
             **environment_facts(),
         }
-
-    def require_shared(self, *names: str) -> None:
-        """Wait for all processes, and check that every one sees the same files of the directory."""
-        require_shared(self.directory.path, names, self.accelerator)
 
 
 def load_run_trunk(run: Run, *, to_shard: bool = False) -> Trunk:
@@ -184,9 +176,8 @@ def require_room(run: Run) -> None:
     machine, shapes = device_named(None), Shapes(recipe, model, trunk)
     problem = shapes.room(recipe, count, machine).decoding_problem
     if problem is not None:
-        fitting = shapes.alternatives(recipe, count, machine, lambda overrides, _: load_recipe(recipe, overrides))
-        found = [f"{' '.join(one.overrides)} with {one.processes} process(es)" for one in fitting]
-        cure = f"Add {', or '.join(found)}." if found else "Use a larger GPU."
+        fitting = [arguments for arguments, _ in shapes.alternatives(recipe, count, machine)]
+        cure = f"Add {', or '.join(fitting)}." if fitting else "Use a larger GPU."
         raise RecipeError(f"model.trunk: {problem}; expected room for it. {cure}")
 
 
@@ -269,21 +260,15 @@ def files_in(directory: Path, names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def require_alike(what: str, checksum: str, accelerator: RunAccelerator) -> None:
-    """Check that all processes read the same inputs; every process must call it."""
-    (first, _), *others = accelerator.gather_items([(checksum, socket.gethostname())])
+def require_alike(read: Mapping[str, object], accelerator: RunAccelerator) -> None:
+    """Check that all processes read the same inputs, given checksums by name; every process must call it."""
+    (first, _), *others = accelerator.gather_items([(read, socket.gethostname())])
     for rank, (other, host) in enumerate(others, start=1):
-        if other != first:
+        for what in (name for name, checksum in other.items() if checksum != first[name]):
             raise TrainingError(
                 f"{what}: the files of process {rank} on {host} differ from those of process 0; expected the same on "
                 "all machines. Put them on a file system that the machines share, or copy them again."
             )
-
-
-def checkpoints_checksum(checkpoints: Iterable[Checkpoint | LoneHead | None]) -> str:
-    """Return a checksum of the configs and indices of checkpoints; weights are not read."""
-    found = [checkpoint_identity("", one)["sha256"] for one in checkpoints if one is not None]
-    return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 def text_checksum(documents: Iterable[Document], prompts: Iterable[Prompt]) -> str:

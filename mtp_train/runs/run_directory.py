@@ -51,7 +51,6 @@ from mtp_train.data.sources import local_files
 from mtp_train.errors import (
     CheckpointError,
     DataError,
-    GateRefusedError,
     LostProcessError,
     MtpError,
     OutputExistsError,
@@ -61,11 +60,10 @@ from mtp_train.errors import (
     redacted,
 )
 from mtp_train.evaluation.results import read_record
-from mtp_train.evaluation.suites import suite_location
 from mtp_train.recipe.json_schema import dotted, shown_whole
 from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, validated
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.head_source import LoneHead, open_head_source
+from mtp_train.runs.inputs import LoneHead, open_head_source
 from mtp_train.train.machine import device_name
 from mtp_train.train.stopping import Stopped
 from mtp_train.trunk.progress import is_main_process
@@ -106,8 +104,6 @@ class Attempt:
     """How far one attempt to run a recipe has come."""
 
     stage: str = FIRST_STAGE
-    joined: bool = False
-    """Whether this process has joined the others of its launch."""
     outcome: Outcome | None = None
     """Set by the last stage; the main process records it."""
 
@@ -248,11 +244,11 @@ class RunDirectory:
             yield attempt
         except MtpError as error:
             self._require_held()
-            reached = DONE if isinstance(error, GateRefusedError) else attempt.stage
             # A process that never joined the others may belong to a launch that was refused the directory.
-            unjoined = isinstance(error, LostProcessError) and not (attempt.joined or is_main_process())
+            joined = is_main_process() or torch.distributed.is_initialized()
+            unjoined = isinstance(error, LostProcessError) and not joined
             if not (isinstance(error, OutputExistsError) or unjoined):
-                earlier = self.record_failure(Outcome(error.exit_code, error.reason, str(error), reached))
+                earlier = self.record_failure(Outcome(error.exit_code, error.reason, str(error), attempt.stage))
                 if earlier is not None and isinstance(error, LostProcessError):
                     raise LostProcessError(
                         f"launcher: another process of this run is gone. {earlier.message}"
@@ -422,7 +418,7 @@ def _input_loaders(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> 
     Datasets of the hub are left out: their files are not at hand to compare. Unless ``anew``, a hub id stands for the
     snapshot in ``places``, the recorded locations, and nothing is downloaded.
     """
-    model, study = recipe.model, recipe.study
+    model = recipe.model
 
     def located(label: str, location: str) -> str:
         known = places.get(label)
@@ -441,10 +437,6 @@ def _input_loaders(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> 
     if adapter := model.adapter:
         loaders[ADAPTER] = lambda: directory_files(locate_checkpoint(located(ADAPTER, adapter)))
     data = {f"data.sources.{number}": source.path for number, source in enumerate(recipe.data.sources)}
-    if study is not None:
-        data |= {f"study.vanilla_sources.{number}": path for number, path in enumerate(study.vanilla_sources)}
-        if study.suite is not None and (place := suite_location(study.suite)) is not None:
-            data["study.suite"] = place
     local = {label: path for label, path in data.items() if label in places or _is_local(label, path)}
     return loaders | {label: partial(_data_files, label, path) for label, path in local.items()}
 

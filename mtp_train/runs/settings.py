@@ -7,6 +7,7 @@ import math
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.evaluation.grid import served_settings
 from mtp_train.evaluation.prompt_records import Setting
+from mtp_train.families.drafts.record import serves_draft_vocab
 from mtp_train.recipe.schema import Recipe
 from mtp_train.train.log import Tracking
 from mtp_train.train.plan import GIB, MemoryOptions, Plan, TrainOptions, make_plan
@@ -68,7 +69,7 @@ def memory_options(recipe: Recipe) -> MemoryOptions:
         held=recipe.model.dtype,
         quantization=recipe.model.quantization,
         offloads=recipe.model.offload is not None,
-        loss_vocab=recipe.head.draft_vocab if recipe.objective.vocab == "draft" else None,
+        loss_vocab=recipe.head.draft_vocab if serves_draft_vocab(recipe.head.kind) else None,
         lora=recipe.head.lora,
     )
 

@@ -1,6 +1,6 @@
 """A recipe with a section ``study``: a vanilla and a distilled model, compared.
 
-The stages: regenerate once, retrain a head per objective, measure all arms, test the claims. Stages that are done are
+The stages: regenerate once, retrain a head per objective, measure all arms, test the claim. Stages that are done are
 skipped, as in ``mtp_train.runs.pipeline``. A measurement resumes after its last prompt.
 
 The published claim: retraining a head on the distilled trunk's own responses brings acceptance back to the vanilla
@@ -13,47 +13,37 @@ above that bound, refuted if the whole interval lies below it, and undecided oth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 from mtp_inference.opening import OWN
-from mtp_train.acceptance.counts import Interval, PromptCounts
-from mtp_train.acceptance.intervals import Difference, tau_difference
-from mtp_train.acceptance.names import GRAFT, HOME, NATIVE, RETRAINED, VANILLA
+from mtp_train.acceptance.counts import Interval
+from mtp_train.acceptance.names import GRAFT, NATIVE, RETRAINED, VANILLA
 from mtp_train.checkpoints.locations import HEAD
-from mtp_train.data.groups import join_near_duplicates
-from mtp_train.data.records import Record, content_group
-from mtp_train.data.tokenize import Document, build_prompts
+from mtp_train.data.tokenize import Document
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import ArmSpec
-from mtp_train.evaluation.entropy import overlap_difference
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Setting, TaskPrompt
-from mtp_train.evaluation.results import ALL_TASKS, VERDICTS, ArmComparison, Cell, Finding, Report, Tone, negated
+from mtp_train.evaluation.results import ALL_TASKS, VERDICTS, ArmComparison, Cell, Finding, Report, Tone
 from mtp_train.evaluation.run import Study, study_report
-from mtp_train.evaluation.statistics import MeasuredArm, Measurements
-from mtp_train.evaluation.suites import load_suite, suite_prompts
+from mtp_train.evaluation.statistics import Measurements
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import StudySection
 from mtp_train.report.wording import format_number, lossless_sentence, signed, verdict_title
-from mtp_train.runs.inputs import Inputs, split_records
 from mtp_train.runs.regeneration import data_stage
 from mtp_train.runs.run import Run, RunTrunk
 from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
 from mtp_train.runs.training import HIDDEN, train_stage
 
-HEADS, GRID_DIR, HOME_DIR = "heads", "grid", "home"
-HOME_TASK = "vanilla's own"
+HEADS, GRID_DIR = "heads", "grid"
 CLAIM = "Retraining on the distilled trunk's own responses brings acceptance back to the vanilla level"
 BACK = "Back at the vanilla level by "
-BEATS_GRAFT = "Retraining beats the grafted head on the distilled trunk"
 WEAK = (
-    " The retrained head is above that level by more than the margin: vanilla's own head is not trained out, so the "
-    "level is a low bar."
+    " The retrained head is above that level by more than the margin: vanilla's own head is not trained out, or for "
+    "other text, so the level is a low bar."
 )
-DRAFTS_BETTER = "A head trained towards {} drafts better than one towards {}"
 
 
 def measure_study_heads(run: Run, study: StudySection) -> Report | None:
@@ -61,7 +51,7 @@ def measure_study_heads(run: Run, study: StudySection) -> Report | None:
     recipe, run_dir, inputs = run.recipe, run.directory.path, run.inputs
     if inputs.base is None:
         raise DataError("model.head_from: null; expected the vanilla model of the study. Name it.")
-    prompts = shared_prompts(recipe, study, inputs)
+    prompts = [TaskPrompt.of(prompt, HELD_OUT_TASK) for prompt in inputs.held_out]
     if run.is_main:
         for directory in (run_dir, *(head_dir(run_dir, objective) for objective in study.objectives)):
             RunDirectory(directory).clear_leftovers()
@@ -69,8 +59,9 @@ def measure_study_heads(run: Run, study: StudySection) -> Report | None:
     train_heads(run, study)
     run.accelerator.wait_for_everyone()
     run.attempt.stage = "evaluate"
-    grid = grid_of(recipe, study)
-    measured = measure_arms(run, study, grid, prompts)
+    grid, specs = grid_of(recipe, study), arm_specs(recipe, study, run_dir)
+    arms = Study(specs, grid, run_dir / GRID_DIR, run.progress, prompts=prompts, processes=run.processes)
+    measured = arms.measure()
     return report_of(recipe, study, grid, measured) if run.is_main else None
 
 
@@ -106,35 +97,13 @@ def train_heads(run: Run, study: StudySection) -> None:
         trunk.drop()
 
 
-def measure_arms(run: Run, study: StudySection, grid: EvaluationGrid, prompts: Sequence[TaskPrompt]) -> Measurements:
-    """Measure every arm on the same prompts, and vanilla also on its own. Every process must call it."""
-    recipe, run_dir = run.recipe, run.directory.path
-    specs = arm_specs(recipe, study, run_dir)
-    opened = partial(Study, grid=grid, progress=run.progress, processes=run.processes)
-    measured = opened(specs, out=run_dir / GRID_DIR, prompts=prompts).measure()
-    if run.inputs.home:
-        home = [TaskPrompt.of(prompt, HOME_TASK) for prompt in run.inputs.home]
-        vanilla = ArmSpec(HOME, str(recipe.model.head_from), OWN, quantization=recipe.model.quantization)
-        at_home = opened([vanilla], out=run_dir / HOME_DIR, prompts=home).measure()
-        measured.arms += [arm for arm in at_home.arms if arm.head is not None]
-    return measured
-
-
 def report_of(recipe: Recipe, study: StudySection, grid: EvaluationGrid, measured: Measurements) -> Report:
-    """Compute the report of measured arms, and test the claims."""
+    """Compute the report of measured arms, and test the claim."""
     settings = [setting for setting in grid.settings() if setting.depth == grid.headline.depth]
     report = study_report(measured, grid, f"vanilla and distilled: {recipe.model.head_from}, {recipe.model.trunk}")
-    by_name = {arm.name: arm for arm in measured.arms}
-
-    def levels(head: str) -> list[LevelDifference]:
-        if HOME in by_name:
-            return levels_at_home(by_name[head], by_name[HOME], settings)
-        return levels_on_shared_prompts(report, head, settings)
-
-    told = {**report.settings, "vanilla_sources": list(study.vanilla_sources), "margin": study.margin}
     sound = report.lossless is None or not report.lossless.faults
-    findings = find(report, study, levels(retrained(study.objectives[0])), levels(GRAFT)) if sound else ()
-    return replace(report, settings=told, findings=findings)
+    findings = find(report, study, settings) if sound else ()
+    return replace(report, settings={**report.settings, "margin": study.margin}, findings=findings)
 
 
 def arm_specs(recipe: Recipe, study: StudySection, run_dir: Path) -> list[ArmSpec]:
@@ -152,8 +121,8 @@ def arm_specs(recipe: Recipe, study: StudySection, run_dir: Path) -> list[ArmSpe
 
 def grid_of(recipe: Recipe, study: StudySection) -> EvaluationGrid:
     return EvaluationGrid(
-        suite=study.suite or "held-out prompts",
-        prompts_per_task=study.prompts_per_task if study.suite else recipe.evaluate.prompts,
+        suite="held-out prompts",
+        prompts_per_task=recipe.evaluate.prompts,
         temperatures=study.temperatures,
         depths=study.depths,
         rules=study.rules,
@@ -161,40 +130,6 @@ def grid_of(recipe: Recipe, study: StudySection) -> EvaluationGrid:
         batch=study.batch,
         seed=recipe.seed,
     )
-
-
-def shared_prompts(recipe: Recipe, study: StudySection, inputs: Inputs) -> list[TaskPrompt]:
-    """Return the prompts that all arms decode: those held out, or a suite's without what repeats training text."""
-    if study.suite is None:
-        return [TaskPrompt.of(prompt, HELD_OUT_TASK) for prompt in inputs.held_out]
-    training, _ = split_records(recipe)
-    groups = {record.group for record in training}
-    known = {prompt.prompt_ids for prompt in build_prompts(training, inputs.tokenizer)}
-    loaded = load_suite(study.suite, recipe.data.chat_template_kwargs)
-    near = near_trained([one.record for one in loaded.records], training)
-    every = suite_prompts(loaded, inputs.tokenizer, seed=recipe.seed)
-    unseen = [
-        prompt
-        for prompt in every
-        if prompt.group not in groups and prompt.id not in near and prompt.prompt_ids not in known
-    ]
-    if len(unseen) < 2:
-        raise DataError(
-            f"study.suite: {study.suite} has {len(every)} prompts, {len(unseen)} of them not trained on; expected at "
-            "least 2, as intervals are over groups of prompts. Name another suite, or null for the held-out prompts."
-        )
-    by_task: dict[str, list[TaskPrompt]] = {}
-    for prompt in unseen:
-        by_task.setdefault(prompt.task, []).append(prompt)
-    return [prompt for some in by_task.values() for prompt in some[: study.prompts_per_task]]
-
-
-def near_trained(records: Sequence[Record], training: Sequence[Record]) -> set[str]:
-    """Return the ids of the records whose prompt equals a training record's, or is a near-duplicate of it."""
-    by_content = [replace(record, group=content_group(record.content)) for record in (*training, *records)]
-    joined = join_near_duplicates(by_content)
-    trained = {record.group for record in joined[: len(training)]}
-    return {record.id for record in joined[len(training) :] if record.group in trained}
 
 
 def for_objective(recipe: Recipe, objective: str) -> Recipe:
@@ -206,21 +141,11 @@ def for_objective(recipe: Recipe, objective: str) -> Recipe:
     return recipe.replaced(values)
 
 
-# Claims
+# The claim
 
 
 def retrained(objective: str) -> str:
     return f"{RETRAINED}-{objective}"
-
-
-@dataclass(frozen=True)
-class LevelDifference:
-    """The difference of a retrained head on the distilled trunk and the vanilla level, at one setting."""
-
-    setting: Setting
-    tau: Difference
-    overlap: Difference | None
-    """Difference of overlap at depth 1 at equal target entropy; None if the texts share too few entropies."""
 
 
 def tone_of(interval: Interval | None, limit: float = 0.0) -> Tone:
@@ -231,61 +156,14 @@ def tone_of(interval: Interval | None, limit: float = 0.0) -> Tone:
     return "good" if low > limit else "bad" if high < limit else "neutral"
 
 
-def levels_on_shared_prompts(report: Report, head: str, settings: Sequence[Setting]) -> list[LevelDifference]:
-    """Compare a retrained head with vanilla on the prompts of all arms, paired."""
-    found = []
-    for setting in settings:
-        one = comparison_of(report, head, VANILLA, setting)
-        delta, ci95 = one.delta_overlap_at_equal_entropy, one.delta_overlap_at_equal_entropy_ci95
-        overlap = None if delta is None else Difference(delta, ci95, None, one.groups)
-        found.append(
-            LevelDifference(setting, Difference(one.delta_tau, one.delta_tau_ci95, one.p_value, one.groups), overlap)
-        )
-    return found
+def find(report: Report, study: StudySection, settings: Sequence[Setting]) -> tuple[Finding, ...]:
+    """Test the prediction by the first objective's head: the verdict first, then its measures at each setting.
 
-
-def levels_at_home(head: MeasuredArm, vanilla: MeasuredArm, settings: Sequence[Setting]) -> list[LevelDifference]:
-    """Compare a retrained head with vanilla, each on prompts of its own; a prompt counts only for its own arm."""
-    found = []
-    for setting in settings:
-        mine, theirs = ([one.counts(setting.depth) for one in arm.decoded[setting]] for arm in (head, vanilla))
-        tau = tau_difference([*mine, *map(_unmet, theirs)], [*map(_unmet, mine), *theirs])
-        place = setting.temperature, setting.context_tokens
-        overlap = overlap_difference(head.dense[place], vanilla.dense[place], paired=False)
-        found.append(LevelDifference(setting, tau, overlap))
-    return found
-
-
-def _unmet(counts: PromptCounts) -> PromptCounts:
-    return replace(
-        counts, rounds=0, num_draft_tokens=0, accepted_per_pos=tuple(0 for _ in counts.accepted_per_pos), new_tokens=0
-    )
-
-
-def find(
-    report: Report,
-    study: StudySection,
-    levels: Sequence[LevelDifference],
-    grafted: Sequence[LevelDifference],
-) -> tuple[Finding, ...]:
-    """Test every claim, the prediction first, by the levels of the first objective's head and of the grafted head."""
-    settings = [level.setting for level in levels]
-    first, *others = study.objectives
-    measures = list(dict.fromkeys(one for level in levels for one in back_at_vanilla(report, level, study)))
-    found = (
-        prediction(measures),
-        *measures,
-        *(is_better(report, retrained(first), GRAFT, setting, BEATS_GRAFT) for setting in settings),
-        *(finding for level in grafted for finding in is_stale(level)),
-        *(
-            # Same trunk, prompts, data, steps and seed.
-            is_better(report, retrained(first), retrained(other), setting, DRAFTS_BETTER.format(first, other))
-            for other in others
-            for setting in settings
-        ),
-    )
+    Which arm has the higher tau, and whether the graft is stale, are comparisons of the report.
+    """
     # Rules of one temperature share its text, and give the same findings about it: drop duplicates.
-    return tuple(dict.fromkeys(found))
+    measures = dict.fromkeys(one for setting in settings for one in back_at_vanilla(report, setting, study))
+    return (prediction(list(measures)), *measures)
 
 
 def prediction(measures: Sequence[Finding]) -> Finding:
@@ -307,60 +185,40 @@ def _finding(tone: Tone, statement: str, evidence: str) -> Finding:
     return Finding(tone=tone, statement=f"{statement}.", evidence=f"{VERDICTS[tone].capitalize()}: {evidence}")
 
 
-def back_at_vanilla(report: Report, level: LevelDifference, study: StudySection) -> list[Finding]:
+def back_at_vanilla(report: Report, setting: Setting, study: StudySection) -> list[Finding]:
     """Test the prediction at one setting: raw, and at equal target entropy if the texts share enough entropies."""
     head = retrained(study.objectives[0])
-    home = HOME if any(cell.arm == HOME for cell in report.cells) else VANILLA
-    mine, theirs = cell_of(report, head, level.setting), cell_of(report, home, level.setting)
+    mine, theirs = cell_of(report, head, setting), cell_of(report, VANILLA, setting)
+    one = comparison_of(report, head, VANILLA, setting)
     texts = f"entropy {format_number(mine.target_entropy, 2)} against {format_number(theirs.target_entropy, 2)} nats"
     if theirs.repeated_8gram_share is not None:
         texts += f", repeats {100 * (mine.repeated_8gram_share or 0):.0f} % against "
         texts += f"{100 * theirs.repeated_8gram_share:.0f} %"
     findings = []
     if mine.tau is not None and theirs.tau is not None:
-        limit = -study.margin * theirs.tau
+        limit, gain = -study.margin * theirs.tau, signed(one.delta_tau, one.delta_tau_ci95)
         findings.append(
             _finding(
-                tone_of(level.tau.ci95, limit),
-                f"{BACK}tau ({level.setting.name})",
-                f"{head} {mine.tau:.2f} against {home} {theirs.tau:.2f}: {_over_groups(level.tau, 2)}; back "
+                tone_of(one.delta_tau_ci95, limit),
+                f"{BACK}tau ({setting.name})",
+                f"{head} {mine.tau:.2f} against {VANILLA} {theirs.tau:.2f}: {gain} over {one.groups} groups; back "
                 f"means above {limit:+.2f} ({100 * study.margin:g} %). Each on text of its own: {texts}.",
             )
         )
-    if level.overlap is not None and theirs.overlap and theirs.overlap[0] is not None:
+    delta, interval = one.delta_overlap_at_equal_entropy, one.delta_overlap_at_equal_entropy_ci95
+    if delta is not None and theirs.overlap and theirs.overlap[0] is not None:
         limit = -study.margin * theirs.overlap[0]
-        weak = WEAK if tone_of(level.overlap.ci95, -limit) == "good" else ""
+        weak = WEAK if tone_of(interval, -limit) == "good" else ""
+        text = "greedy text" if setting.rule == "greedy" else f"text of temperature {setting.temperature:g}"
         findings.append(
             _finding(
-                tone_of(level.overlap.ci95, limit),
-                f"{BACK}overlap at equal target entropy ({_text(level.setting)})",
-                f"{head} less {home}: {_over_groups(level.overlap, 3)}; back means above {limit:+.3f} "
-                f"({100 * study.margin:g} % of {theirs.overlap[0]:.3f}).{weak}",
+                tone_of(interval, limit),
+                f"{BACK}overlap at equal target entropy ({text})",
+                f"{head} less {VANILLA}: {signed(delta, interval, 3)} over {one.groups} groups; back means above "
+                f"{limit:+.3f} ({100 * study.margin:g} % of {theirs.overlap[0]:.3f}).{weak}",
             )
         )
     return findings
-
-
-def is_better(report: Report, head: str, other: str, setting: Setting, statement: str) -> Finding:
-    """Test whether a head has the higher tau: same trunk, same prompts."""
-    one = comparison_of(report, head, other, setting)
-    mine, theirs = cell_of(report, head, setting), cell_of(report, other, setting)
-    difference = _over_groups(Difference(one.delta_tau, one.delta_tau_ci95, None, one.groups), 2)
-    evidence = f"tau {format_number(mine.tau, 2)} against {format_number(theirs.tau, 2)}: {difference}."
-    return _finding(tone_of(one.delta_tau_ci95), f"{statement} ({setting.name})", evidence)
-
-
-def is_stale(level: LevelDifference) -> list[Finding]:
-    """Test whether the untouched head is worse on the distilled trunk at equal target entropy."""
-    if level.overlap is None:
-        return []
-    return [
-        _finding(
-            tone_of(negated(level.overlap.ci95)),
-            f"The grafted head is stale: overlap at equal target entropy ({_text(level.setting)})",
-            f"{GRAFT} less vanilla with its own head: {_over_groups(level.overlap, 3)}.",
-        )
-    ]
 
 
 def cell_of(report: Report, arm: str, setting: Setting) -> Cell:
@@ -373,11 +231,3 @@ def comparison_of(report: Report, first: str, second: str, setting: Setting) -> 
         if {one.first, one.second} == {first, second} and one.task == ALL_TASKS and one.setting == setting:
             return one if one.first == first else one.swapped()
     raise LookupError(f"no comparison of {first} and {second} at {setting.slug}")
-
-
-def _text(setting: Setting) -> str:
-    return "greedy text" if setting.rule == "greedy" else f"text of temperature {setting.temperature:g}"
-
-
-def _over_groups(difference: Difference, decimals: int) -> str:
-    return f"{signed(difference.value, difference.ci95, decimals)} over {difference.groups} groups"

@@ -23,6 +23,7 @@ from mtp_train.data.groups import stable_share
 from mtp_train.data.pack import PackedSequence, global_batches, pack_documents
 from mtp_train.data.tokenize import Document, frequent_tokens
 from mtp_train.errors import DataError
+from mtp_train.families.drafts.record import serves_draft_vocab
 from mtp_train.heads.build import build_head, trained_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.lora import merged_weights, put_on_lora
@@ -130,7 +131,8 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document], *, choose
     if recipe.head.lora is not None:
         put_on_lora(head, recipe.head.lora, seed=recipe.seed)
     draft_vocab, own = chosen_vocab(run, documents, len(trunk.lm_head_VD)), inputs.head_plan.output
-    trained_vocab = own.token_ids_R if own is not None else draft_vocab if recipe.objective.vocab == "draft" else None
+    served_vocab = draft_vocab if serves_draft_vocab(recipe.head.kind) else None
+    trained_vocab = served_vocab if own is None else own.token_ids_R
     if trained_vocab is not None:
         documents = keep_targets(documents, set(trained_vocab.tolist()))
     module = head_training(recipe, trunk, head, trained_vocab)

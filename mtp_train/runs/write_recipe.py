@@ -33,8 +33,7 @@ from mtp_train.recipe.sections import AUTO
 from mtp_train.recipe.shipped import SCHEMA_FILE
 from mtp_train.runs.check import CheckResult, check, launch_command
 from mtp_train.runs.display import Shown
-from mtp_train.runs.head_source import LoneHead, open_head_source
-from mtp_train.runs.inputs import plan_head
+from mtp_train.runs.inputs import LoneHead, open_head_source, plan_head
 
 Plain = dict[str, Any]
 Start = Literal["graft", "native", "attach"]

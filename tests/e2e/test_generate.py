@@ -107,9 +107,9 @@ def test_generate_samples_the_same_text_with_and_without_argmax_drafts(run_dir: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--depth", "8"], "--depth: 8; expected 0 to 7. 0 is plain decoding."),
-        (["--depth", "-1"], "--depth: -1; expected 0 to 7. 0 is plain decoding."),
-        (["--max-new-tokens", "0"], "--max-new-tokens: 0; expected at least 1. Ask for more tokens."),
+        (["--depth", "8"], "depth: 8; expected 0 to 7. Use 3 unless you measured better."),
+        (["--depth", "-1"], "depth: -1; expected 0 to 7. Use 3 unless you measured better."),
+        (["--max-new-tokens", "0"], "max_new_tokens: 0; expected 1 or more. Ask for at least one token."),
         (["--prompt", ""], "--prompt 2: no token; expected some text. Write a prompt."),
     ],
 )

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.progress import Progress
 
 from launching import ROOT, metrics, outcome
 from mtp_train import check
-from mtp_train.errors import DataError
 from mtp_train.evaluation.results import Report, load_report
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.recipe.sections import StudySection
 from mtp_train.runs import pipeline
 from mtp_train.runs import study as stages
-from mtp_train.runs.inputs import gather_inputs
-from mtp_train.runs.study import CLAIM, shared_prompts
+from mtp_train.runs.study import CLAIM
 from runs import run_quietly, tiny_recipe, write_inputs
 
 STUDY: dict[str, Any] = {
@@ -37,38 +32,28 @@ ARMS = ["none@finetune", "graft", "retrained-kl", "retrained-ce", "none@base", "
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = write_inputs(tmp_path_factory.mktemp("study") / "in")
-    rows = [{"text": f"of its own kind, number {number} " * 4} for number in range(5)]
-    (directory / "home.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return directory
-
-
-def at_home(inputs: Path) -> dict[str, Any]:
-    return {**STUDY, "study": {**STUDY["study"], "vanilla_sources": [str(inputs / "home.jsonl")]}}
+    return write_inputs(tmp_path_factory.mktemp("study") / "in")
 
 
 @pytest.fixture(scope="module")
 def unbroken(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a study that nothing disturbed."""
     run_dir = tmp_path_factory.mktemp("unbroken") / "run"
-    done = run_quietly(tiny_recipe(inputs, run_dir, **at_home(inputs)))
+    done = run_quietly(tiny_recipe(inputs, run_dir, **STUDY))
     assert (done.exit_code, done.stage) == (0, "done")
     return run_dir
 
 
 def test_a_study_leaves_what_a_run_leaves_and_its_findings(unbroken: Path) -> None:
     report = load_report(unbroken / "report.json")
-    assert list(report.arms) == [*ARMS, "vanilla-home"]
-    assert {cell.task for cell in report.cells if cell.arm == "vanilla-home"} == {"all", "vanilla's own"}
+    assert list(report.arms) == ARMS
     assert {cell.task for cell in report.cells if cell.arm == "graft"} == {"all", "held-out"}
-    # All arms meet the same prompts, vanilla at home others: it is compared with none of them by prompt.
+    # All arms meet the same prompts.
     assert {cell.prompts for cell in report.cells if cell.arm in ARMS} == {4}
     pairs = {(one.first, one.second) for one in report.comparisons}
     assert len(pairs) == 6
-    assert not any("vanilla-home" in pair for pair in pairs)
     claims = [finding.statement for finding in report.findings]
     assert claims[0] == f"{CLAIM}."
-    assert "A head trained towards kl drafts better than one towards ce (greedy)." in claims
     verdict, _, said = outcome(unbroken)["message"].partition(": ")
     assert verdict in ("Confirmed", "Refuted", "Undecided")
     assert said.lower().startswith(f"{CLAIM.lower()}. ")
@@ -106,7 +91,7 @@ def stable(report: Report) -> Any:
 def test_a_study_killed_in_any_stage_ends_the_same(
     name: str, call: int, inputs: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = tiny_recipe(inputs, tmp_path / "run", **at_home(inputs))
+    recipe = tiny_recipe(inputs, tmp_path / "run", **STUDY)
     calls = {"count": 0}
     module = pipeline if name == "write_report" else stages
     whole: Callable[..., Any] = getattr(module, name)
@@ -126,23 +111,6 @@ def test_a_study_killed_in_any_stage_ends_the_same(
     # Finished: nothing is done again.
     monkeypatch.setattr("mtp_train.runs.run.gather_inputs", lambda *_: pytest.fail("run again"))
     run_quietly(recipe)
-
-
-def test_a_suite_is_measured_without_what_was_trained_on(inputs: Path, tmp_path: Path) -> None:
-    """One of the suite's prompts occurs in the training data word by word; the others do not."""
-    trained = json.loads((inputs / "chats.jsonl").read_text().splitlines()[0])["messages"][:1]
-    rows = [{"task": "known", "messages": trained}]
-    rows += [{"task": "new", "messages": [{"role": "user", "content": f"unheard of {number}"}]} for number in range(4)]
-    (tmp_path / "suite.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    study = {"suite": str(tmp_path / "suite.jsonl"), "prompts_per_task": 3}
-    # With this share, every group that has the prompt is trained on.
-    recipe = tiny_recipe(inputs, tmp_path / "run", **{**STUDY, "study": study, "data__holdout": 0.2})
-    read = gather_inputs(recipe, 1, Progress(disable=True))
-    found = shared_prompts(recipe, StudySection(**study), read)
-    assert [prompt.task for prompt in found] == ["new"] * 3
-    (tmp_path / "suite.jsonl").write_text(json.dumps(rows[0]) + "\n")
-    with pytest.raises(DataError, match=r"study\.suite: .* 1 prompts, 0 of them not trained on; expected"):
-        shared_prompts(recipe, StudySection(**study), read)
 
 
 def test_check_plans_for_all_heads(inputs: Path, tmp_path: Path) -> None:
@@ -173,7 +141,8 @@ def test_the_demos_study_shows_a_stale_head_recovering(tmp_path: Path) -> None:
     )
     run_quietly(recipe)
     report = load_report(tmp_path / "run" / "report.json")
-    tones = {finding.statement: finding.tone for finding in report.findings}
-    assert tones["Retraining beats the grafted head on the distilled trunk (greedy)."] == "good"
+    deltas = [one.delta_tau_ci95 for one in report.comparisons if (one.first, one.second) == ("graft", "retrained-kl")]
+    assert deltas
+    assert all(ci95 is not None and ci95[1] < 0 for ci95 in deltas)
     assert report.lossless is not None
     assert report.lossless.faults == 0

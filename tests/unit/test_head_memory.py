@@ -85,6 +85,12 @@ class Step:
         return memory.peak_bytes
 
 
+@pytest.mark.parametrize(("kind", "planned"), [("eagle3", 100), ("eagle", None), ("mtp", None)])
+def test_the_loss_is_over_the_tokens_that_engines_draft_from(kind: str, planned: int | None) -> None:
+    used = tiny_recipe(Path("in"), Path("run"), head__kind=kind, head__init="random", head__draft_vocab=100)
+    assert memory_options(used).loss_vocab == planned
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize("lora", [None, LORA])
 @pytest.mark.parametrize("depths", [1, 3])

@@ -57,12 +57,9 @@ def test_a_card_tells_acceptance_engines_and_the_upload(directory: Path) -> None
     fields, body = written(directory)
     assert fields == {"library_name": "transformers", "tags": ["mtp", "speculative-decoding"]}
     assert body.startswith("\n# finetune, with its MTP head\n")
-    assert "| arm | tau [95 %] | groups | by position | tokens/s | speedup [95 %] | repeats | entropy |" in body
-    assert "| retrained | 3.44 [3.38, 3.50] | 12 | .88 .82 .74 | 1,691.2 | 2.21 | 0.2 % | 0.38 |" in body
-    assert "| vanilla \\* | 2.41 " in body
-    assert "| ceiling + | 3.58 " in body
-    assert "Lossless: 48 of 48 outputs equal plain decoding token for token." in body
-    assert "Gate: Tau 3.44 against 1.33: the gain lies above 0." in body
+    assert (
+        "Tau 3.44 against 1.33: the gain lies above 0. 48 of 48 outputs equal plain decoding token for token." in body
+    )
     assert "retrained for them with mtp-train 1.2, started from the head of `base`." in body
     assert """vllm serve . --speculative-config '{"method":"mtp","num_speculative_tokens":2}'""" in body
     assert body.endswith("hf upload OWNER/NAME . --private\n```\n")

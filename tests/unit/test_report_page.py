@@ -15,7 +15,7 @@ from rendering import HOSTILE, Reader
 from report_samples import EMPTY, SAMPLE
 from study_samples import BARE, STUDY
 
-FIGURES = [FigureFile(stem, f"Caption of {stem}.", b"\x89PNG fake") for stem in ("tau", "tasks_1", "depth", "costs")]
+FIGURES = [FigureFile(stem, f"Caption of {stem}.", b"\x89PNG fake") for stem in ("tau", "depth")]
 
 
 def page_of(report: Report, **provenance: object) -> str:

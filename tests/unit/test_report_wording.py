@@ -7,14 +7,9 @@ from dataclasses import replace
 import pytest
 
 from mtp_train.acceptance.counts import Interval
-from mtp_train.evaluation.results import ALL_TASKS, Report
+from mtp_train.evaluation.results import ALL_TASKS, Finding, Report
 from mtp_train.report.slices import slice_report
-from mtp_train.report.wording import (
-    Headline,
-    difference_words,
-    serving_sentences,
-    setting_words,
-)
+from mtp_train.report.wording import difference_words, serving_sentences, setting_words
 from mtp_train.report.wording import headline as headline_of
 from report_samples import EMPTY, PASSED, SAMPLE, at_depths
 from study_samples import BARE, HEADLINE, STUDY
@@ -23,7 +18,7 @@ UNTESTED = replace(STUDY, findings=())
 BEST = "distilled+retrained"
 
 
-def headline(report: Report) -> Headline:
+def headline(report: Report) -> Finding:
     return headline_of(slice_report(report))
 
 
@@ -35,7 +30,7 @@ def test_headline_follows_the_gate() -> None:
     assert headline(SAMPLE).tone == "good"
     refused = headline(replace(SAMPLE, gate=replace(PASSED, outcome="refused")))
     assert refused.tone == "bad"
-    assert refused.title == "Refused: no gain shown over the graft"
+    assert refused.statement == "Refused: no gain shown over the graft"
     assert headline(EMPTY).tone == "neutral"
 
 
@@ -77,18 +72,18 @@ def test_headline_is_green_only_where_drafts_are_shown_to_pay(
     interval: tuple[float, float], tone: str, title: str
 ) -> None:
     found = headline(at_depths(SAMPLE, {3: interval}))
-    assert (found.tone, found.title) == (tone, title)
+    assert (found.tone, found.statement) == (tone, title)
 
 
 def test_headline_against_plain_decoding_is_the_gates() -> None:
     slow = at_depths(SAMPLE, {3: (0.8, 0.9)})
     refused = headline(replace(slow, gate=replace(PASSED, outcome="refused", baseline="none")))
-    assert (refused.tone, refused.title) == ("bad", "Refused: drafts do not pay")
+    assert (refused.tone, refused.statement) == ("bad", "Refused: drafts do not pay")
     undecided = headline(replace(slow, gate=replace(PASSED, outcome="undecided", baseline="none")))
-    assert (undecided.tone, undecided.title) == ("neutral", "Undecided whether drafts pay: nothing is exported")
+    assert (undecided.tone, undecided.statement) == ("neutral", "Undecided whether drafts pay: nothing is exported")
     # By the break-even of another engine it may pay there; here it does not.
     passed = headline(replace(slow, gate=replace(PASSED, baseline="none")))
-    assert (passed.tone, passed.title) == (
+    assert (passed.tone, passed.statement) == (
         "bad",
         "Passed by the break-even tau of another engine, and drafts slow decoding down here: speedup 0.85 [0.80, 0.90]",
     )
@@ -117,19 +112,19 @@ def test_cells_of_a_server_are_told_as_far_as_it_tells() -> None:
     assert [s.rule for s in slices.temperatures()] == ["served"]
     assert slices.headline is not None
     assert setting_words(slices.headline) == "temperature 0.6, served drafts, own context"
-    assert headline_of(slices).title == "Acceptance measured"
+    assert headline_of(slices).statement == "Acceptance measured"
 
 
 def test_headline_names_the_best_arm_only_where_every_difference_is_real() -> None:
     ahead = headline(UNTESTED)
-    assert (ahead.tone, ahead.title) == ("good", f"{BEST} has the highest tau: 2.95")
-    assert ahead.detail.endswith("From vanilla+native: tau differs, head does not.")
+    assert (ahead.tone, ahead.statement) == ("good", f"{BEST} has the highest tau: 2.95")
+    assert ahead.evidence.endswith("From vanilla+native: tau differs, head does not.")
     level = headline(pooled_differ(UNTESTED, False))
     assert level.tone == "neutral"
-    assert level.title.startswith("No arm is shown to be ahead")
-    assert level.detail.endswith("No real difference from vanilla+native and distilled+graft.")
+    assert level.statement.startswith("No arm is shown to be ahead")
+    assert level.evidence.endswith("No real difference from vanilla+native and distilled+graft.")
     uncompared = headline(replace(UNTESTED, comparisons=()))
-    assert uncompared.title == level.title
+    assert uncompared.statement == level.statement
 
 
 @pytest.mark.parametrize(

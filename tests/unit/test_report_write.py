@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from mtp_train.evaluation.results import Report, load_report
 from mtp_train.report import write
 from mtp_train.report.figures import FigureFile
-from mtp_train.report.write import FlatTable, write_report
+from mtp_train.report.write import csv_text, write_report
 from report_samples import EMPTY
 from study_samples import STUDY
 
@@ -23,8 +22,7 @@ def quick_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw no figures, since they have their own tests."""
 
     def draw(report: Report, metrics: object) -> list[FigureFile]:
-        stems = ("tau", *(f"tasks_{number}" for number in range(1, len(report.arms))))
-        return [FigureFile(stem, "A figure.", str(report.title).encode()) for stem in stems if report.cells]
+        return [FigureFile("tau", "A figure.", str(report.title).encode())] if report.cells else []
 
     monkeypatch.setattr(write, "render_figures", draw)
 
@@ -39,10 +37,9 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def test_report_writes_its_files_and_nothing_else(tmp_path: Path) -> None:
-    figures = [f"figures/{stem}.png" for stem in ("tasks_1", "tasks_2", "tasks_3", "tau")]
     write_report(STUDY, tmp_path / "studies" / "one", PROVENANCE)
     files = contents(tmp_path / "studies" / "one")
-    assert sorted(files) == ["acceptance.csv", "comparisons.csv", *figures, "report.html", "report.json"]
+    assert sorted(files) == ["acceptance.csv", "comparisons.csv", "figures/tau.png", "report.html", "report.json"]
     assert load_report(tmp_path / "studies" / "one" / "report.json") == STUDY
     assert b"2.13.0" in files["report.html"]
     write_report(EMPTY, tmp_path / "run", {})
@@ -74,13 +71,6 @@ def test_acceptance_csv_has_one_row_a_cell(tmp_path: Path) -> None:
     assert plain["context_tokens"] == plain["marginal_1"] == plain["tau_ci95_low"] == plain["break_even_tau"] == ""
 
 
-def test_figures_of_an_earlier_report_are_removed(tmp_path: Path) -> None:
-    write_report(STUDY, tmp_path, {})
-    (tmp_path / "figures" / "mine.png").write_bytes(b"kept")
-    write_report(replace(STUDY, arms=dict(list(STUDY.arms.items())[:2])), tmp_path, {})
-    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["mine.png", "tasks_1.png", "tau.png"]
-
-
 def test_failing_page_leaves_the_previous_report_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_report(STUDY, tmp_path, {})
     before = contents(tmp_path)
@@ -95,5 +85,5 @@ def test_failing_page_leaves_the_previous_report_whole(tmp_path: Path, monkeypat
 
 
 def test_no_cell_of_a_table_is_a_formula() -> None:
-    table = FlatTable(["task", "gain"], [["=HYPERLINK(1)", -0.5], ["+1", None], ["@x", 2], ["-a", 1.5], ["a=b", 0]])
-    assert table.csv().splitlines() == ["task,gain", "'=HYPERLINK(1),-0.5", "'+1,", "'@x,2", "'-a,1.5", "a=b,0"]
+    table = [["task", "gain"], ["=HYPERLINK(1)", -0.5], ["+1", None], ["@x", 2], ["-a", 1.5], ["a=b", 0]]
+    assert csv_text(table).splitlines() == ["task,gain", "'=HYPERLINK(1),-0.5", "'+1,", "'@x,2", "'-a,1.5", "a=b,0"]

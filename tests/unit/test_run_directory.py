@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from checkpoints import save_stripped, shard
 from mtp_train.checkpoints.files import open_checkpoint
-from mtp_train.errors import GateRefusedError, GateUndecidedError, OutputExistsError
+from mtp_train.errors import OutputExistsError
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs import run_directory
@@ -37,15 +36,6 @@ def test_a_new_an_empty_and_a_refused_run_dir_are_ours(tmp_path: Path, recipe: R
     for name in ("inputs.json", ".inputs.json.tmp", "provenance.json", ".recipe.yaml.tmp"):
         (tmp_path / "run" / name).write_text("{}")
     RunDirectory(tmp_path / "run").require_ours(recipe)
-
-
-def test_an_undecided_gate_has_an_outcome_of_its_own(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path / "run")
-    with pytest.raises(GateRefusedError), directory.held(Console(quiet=True)), directory.recording():
-        raise GateUndecidedError("undecided whether drafts pay")
-    outcome = directory.outcome
-    assert outcome == Outcome(3, "gate_undecided", "undecided whether drafts pay", "done")
-    assert outcome.finished
 
 
 def test_a_claimed_run_dir_is_its_recipes_and_no_others(tmp_path: Path, recipe: Recipe) -> None:

@@ -90,14 +90,14 @@ class TwoMachines:
         self.second = second
 
     def gather_items(self, own: list[Any]) -> list[Any]:
-        return [*own, (self.second, "node-1")]
+        return [*own, ({"model": "m", "data": self.second}, "node-1")]
 
 
 def test_inputs_that_differ_between_machines_are_named() -> None:
     alike: Any = TwoMachines("abc")
-    require_alike("data", "abc", alike)
+    require_alike({"model": "m", "data": "abc"}, alike)
     with pytest.raises(TrainingError, match=r"^data: the files of process 1 on node-1 differ .*; expected the same on"):
-        require_alike("data", "abd", alike)
+        require_alike({"model": "m", "data": "abd"}, alike)
 
 
 DOCUMENT = Document([1, 2, 3], [False, True, True], "g", "a")

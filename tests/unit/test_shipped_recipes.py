@@ -101,19 +101,3 @@ def test_the_demos_data_is_for_the_demos_models_alone(tmp_path: Path, capfd: Cap
     assert [path.name for path in Path("run").iterdir()] == ["outcome.json"]
     chats = [f"data.sources.0.path={tmp_path / 'inputs' / 'chats.jsonl'}", "data.group_field=null"]
     assert main([*words_for(other), *chats, "data.holdout=0.6", "gate.confidence=0.6"]) == 0
-
-
-def test_the_demos_data_is_no_home_of_another_vanilla_model(tmp_path: Path, capfd: Capture) -> None:
-    write_inputs(tmp_path / "inputs")
-    inputs = tmp_path / "inputs"
-    other, chats = inputs / "finetune", inputs / "chats.jsonl"
-    words = ["check", "vanilla_vs_distill", f"model.trunk={other}", f"model.head_from={inputs / 'base'}", "run_dir=run"]
-    words += [f"data.sources.0.path={chats}", "data.group_field=null", "data.holdout=0.6"]
-    said = refusal([*words, f"study.vanilla_sources=[{chats}, demo:code]"], capfd)
-    assert said.startswith(
-        f"mtp-train: study.vanilla_sources.1: demo:code, the demo's data, while model.trunk is {other};"
-    )
-    assert "study.vanilla_sources=[chats.jsonl]" in said
-    # The control: with a file of the user's own, and with the demo's own models, the same recipe is accepted.
-    assert main([*words, f"study.vanilla_sources=[{chats}]"]) == 0
-    assert main(["check", "vanilla_vs_distill", "study.vanilla_sources=[demo:code]", "run_dir=run"]) == 0

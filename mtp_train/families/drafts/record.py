@@ -170,6 +170,12 @@ def draft_engines(kind: str, trunk: str) -> Mapping[str, EngineSupport]:
     return complete(parts_of(find_head_kind(kind)).serving(trunk))
 
 
+def serves_draft_vocab(kind: str) -> bool:
+    """Return whether engines draft from the draft vocabulary of a head of this kind, and not from all tokens."""
+    found = find_head_kind(kind)
+    return found.draft_parts is not None and parts_of(found).format.draft_vocab
+
+
 def of_kind(family: Family, kind: str) -> Family:
     """Return the record of ``family``'s trunk with a head of ``kind``; for ``mtp`` the family's own record.
 
