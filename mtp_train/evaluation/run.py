@@ -19,7 +19,7 @@ from mtp_inference.opening import OpenModel
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.acceptance.speed import measured_speedup
 from mtp_train.checkpoints.files import is_gguf
-from mtp_train.checkpoints.identity import InputFiles, Loaders, checkpoint_files, directory_files
+from mtp_train.checkpoints.identity import InputFiles, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import (
@@ -328,19 +328,19 @@ def _digest(texts: object) -> str:
     return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
-def _inputs(arms: Mapping[ArmSpec, OpenModel], servers: Sequence[Server]) -> Loaders:
-    loaders: dict[str, Callable[[], InputFiles]] = {}
+def _inputs(arms: Mapping[ArmSpec, OpenModel], servers: Sequence[Server]) -> dict[str, InputFiles]:
+    inputs: dict[str, InputFiles] = {}
     for spec, model in arms.items():
-        loaders[f"{spec.name}: trunk"] = partial(checkpoint_files, model.checkpoint)
+        inputs[f"{spec.name}: trunk"] = checkpoint_files(model.checkpoint)
         if model.adapter is not None:
-            loaders[f"{spec.name}: adapter"] = partial(directory_files, model.adapter)
+            inputs[f"{spec.name}: adapter"] = directory_files(model.adapter)
         if (of_head := head_files(model)) is not None:
-            loaders[f"{spec.name}: head"] = of_head
+            inputs[f"{spec.name}: head"] = of_head
     if servers:
         place = servers[0].checkpoint
-        of_gguf = partial(InputFiles, Path(place), {Path(place).name: Path(place)})
-        loaders["the served checkpoint"] = of_gguf if is_gguf(place) else lambda: checkpoint_files(open_location(place))
-    return loaders
+        of_gguf = InputFiles(Path(place), {Path(place).name: Path(place)})
+        inputs["the served checkpoint"] = of_gguf if is_gguf(place) else checkpoint_files(open_location(place))
+    return inputs
 
 
 def _enough_prompts(grid: EvaluationGrid, tokenizer: Any) -> Prompts:

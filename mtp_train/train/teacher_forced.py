@@ -9,7 +9,7 @@ Shapes: K depths.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mtp_train.acceptance.counts import entropy, overlap
-from mtp_train.heads.module import MtpHead
+from mtp_train.heads.module import MtpHead, OutputRows
 from mtp_train.losses.chunked import chunk_rows, gpu_bytes_of, to_starts
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import slow_halves
@@ -75,8 +75,10 @@ def target_figures(
     agreed_KN = torch.zeros_like(valid_KN)
     overlap_KN = torch.zeros(valid_KN.shape, device=valid_KN.device)
     entropy_N = torch.zeros(valid_KN.shape[1], device=valid_KN.device)
-    # Stored as int32, on any device.
-    vocab_R = None if draft_vocab_R is None else draft_vocab_R.to(valid_KN.device, torch.long)
+    logits: Callable[[Tensor], Tensor] = trunk.project
+    if draft_vocab_R is not None:
+        weight_VD = trunk.lm_head_VD
+        logits = OutputRows(weight_VD[draft_vocab_R.to(weight_VD.device)], draft_vocab_R, len(weight_VD))
     # As many fp32 tensors of a chunk as in a loss: p, q and what they are computed from.
     num_rows = chunk_rows(len(trunk.lm_head_VD), gpu_bytes_of(valid_KN.device))
     for chunk in valid_KN.any(dim=0).nonzero().squeeze(1).split(num_rows):
@@ -85,20 +87,16 @@ def target_figures(
         for depth in range(len(valid_KN)):
             # The output matrix multiplies the trunk's states in their dtype: convert the head's to it.
             state_CD = rows.student_KND[depth, chunk].to(rows.teacher_ND.dtype)
-            logits_CV = head.module_for(depth + 1).project(state_CD, trunk.project)
-            if vocab_R is not None:
-                kept_CV = torch.full_like(logits_CV, -torch.inf)
-                logits_CV = kept_CV.index_copy_(1, vocab_R, logits_CV[:, vocab_R])
-            q_CV = _softmax(logits_CV, temperature)
+            q_CV = _softmax(head.module_for(depth + 1).project(state_CD, logits), temperature)
             agreed_KN[depth, chunk] = q_CV.argmax(-1) == p_CV.argmax(-1)
             overlap_KN[depth, chunk] = overlap(p_CV, q_CV)
     return TargetFigures(agreed_KN, overlap_KN, entropy_N)
 
 
-def dense_sums(rows: AlignedRows, trunk: Trunk, head: MtpHead) -> DenseSums:
+def dense_sums(rows: AlignedRows, trunk: Trunk, head: MtpHead, draft_vocab_R: Tensor | None = None) -> DenseSums:
     """Return the sums of :func:`target_figures` at temperature 1 over the targets of the rows."""
     valid_KN = rows.valid_KN
-    agreed_KN, overlap_KN, entropy_N = target_figures(rows, trunk, head)
+    agreed_KN, overlap_KN, entropy_N = target_figures(rows, trunk, head, draft_vocab_R=draft_vocab_R)
     valid_KS, agreed_KS, overlap_KS = (to_starts(one) for one in (valid_KN, agreed_KN, overlap_KN))
     reached_KS = valid_KS.cumprod(0) * rows.starts_N
     return DenseSums(

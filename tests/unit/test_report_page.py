@@ -49,7 +49,7 @@ def test_sections_without_content_are_left_out() -> None:
     assert found[""] == ["Is it lossless?", "How to read this"]
     assert "Differences" not in found["run"]
     study = re.findall(r"<h2[^>]*>(.*?)</h2>", PAGE)
-    for title in ("Differences", "By task", "By temperature", "By depth", "By context", "What a round costs"):
+    for title in ("Differences", "By task", "By temperature", "By depth", "By context"):
         assert title in study
     assert "The gate" not in study
 
