@@ -267,9 +267,9 @@ def call(args: argparse.Namespace, name: str, **given: Any) -> Any:
     """Call a function of the public API with the arguments that have the names of its parameters, and those given."""
     if hasattr(args, "recipe"):
         # The libraries that run a recipe take seconds to import: a wrong field is told before.
-        from mtp_train.recipe.loading import plain_recipe, with_stand_ins
+        from mtp_train.recipe.loading import load_recipe
 
-        with_stand_ins(*plain_recipe(args.recipe, args.overrides))
+        load_recipe(args.recipe, args.overrides)
     function = getattr(mtp, name)
     parameters = inspect.signature(function).parameters
     given = {key: value for key, value in vars(args).items() if key in parameters} | given

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from mtp_inference import HeadDrafting
 from mtp_train.answers.store import answer_document
-from mtp_train.data.pack import collate, pack_documents
+from mtp_train.data.pack import PackedBatch, collate, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.evaluation.prompt_records import PromptRecord, TaskPrompt
 from mtp_train.families import Convention
 from mtp_train.heads.module import MtpHead
-from mtp_train.train.packed_rows import PackedBatch, aligned_rows, isolated_hidden
+from mtp_train.train.packed_rows import aligned_rows, isolated_hidden
 from mtp_train.train.teacher_forced import many_rows, target_figures
 from mtp_train.trunk.load import Trunk
 
@@ -136,7 +136,7 @@ def _text_rows(
 
 def _batch_of(text: Document, device: torch.device) -> PackedBatch:
     columns = collate(pack_documents([text], len(text.input_ids), pack=False, seed=0, epoch=0))
-    return PackedBatch(*(column.to(device) for column in columns.values()))
+    return PackedBatch(*(column.to(device) for column in columns))
 
 
 _GAIN = 0.05

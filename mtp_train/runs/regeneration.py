@@ -54,7 +54,7 @@ def data_stage(run: Run, trunk: Trunk, *, in_shards: bool = False) -> list[Docum
 
 def trained_documents(run: Run) -> list[Document]:
     """Return the documents that a head was trained on, without the text held out for ``train.select``."""
-    settings, documents = run.recipe.data.answered, list(run.inputs.documents)
+    settings, documents = run.recipe.data.regenerate, list(run.inputs.documents)
     if settings is not None:
         directory, _ = responses_directory(run, settings)
         documents = documents_of(run, settings, RegeneratedStore(directory))[0]
@@ -106,9 +106,9 @@ def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tu
 
 def regeneration_of(recipe: Recipe) -> RegenerateSpec:
     """Return the settings of regeneration; refuse a recipe without any."""
-    if recipe.data.answered is None:
-        raise RecipeError("data.regenerate: off; expected it enabled. Write data.regenerate.enabled: true.")
-    return recipe.data.answered
+    if recipe.data.regenerate is None:
+        raise RecipeError("data.regenerate: null; expected a section. Write data.regenerate: {}.")
+    return recipe.data.regenerate
 
 
 def documents_of(run: Run, settings: RegenerateSpec, store: RegeneratedStore) -> tuple[list[Document], ResponseCounts]:

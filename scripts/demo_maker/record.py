@@ -73,7 +73,7 @@ def record_arms(texts: Texts, recipe_path: Path, work: Path, out: Path) -> None:
     settings: dict[str, Any] = {}
     steps = load_recipe(recipe_path).train.max_steps
     changes = {
-        CONTROL: ["data.regenerate.enabled=false"],
+        CONTROL: ["data.regenerate=null"],
         CEILING: [f"train.max_steps={CEILING_FACTOR * steps}"],
         RANDOM: ["head.init=random"],
         TABLE: [],

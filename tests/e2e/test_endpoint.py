@@ -21,7 +21,7 @@ from runs import document, write_recipe
 FAMILY = next(family for family in FAMILIES if family.name == "qwen3_5")
 EOS = int(byte_tokenizer().eos_token_id)
 # Greedily: a server draws its own random numbers.
-WRITTEN = {"enabled": True, "max_new_tokens": 6, "temperature": 0.0}
+WRITTEN = {"max_new_tokens": 6, "temperature": 0.0}
 
 
 @contextmanager

@@ -14,11 +14,9 @@ from mtp_train.data.pack import collate, pack_documents
 from mtp_train.evaluation.dense import DenseRows, dense_rows
 from mtp_train.evaluation.prompt_records import PromptRecord, TaskPrompt
 from mtp_train.heads.module import MtpHead
-from mtp_train.train.packed_rows import PackedBatch
-from mtp_train.train.teacher_forced import DenseMetrics
 from mtp_train.trunk.load import Trunk
 from simulated_drafters import decoded
-from summed_metrics import dense_metrics
+from summed_metrics import DenseMetrics, dense_metrics
 from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 
 DEPTHS = 3
@@ -54,7 +52,7 @@ def metrics_of(trunk: Trunk, head: MtpHead, seq_len_tokens: int = 32) -> DenseMe
     documents = [answer_document(prompt, one.token_ids, seq_len_tokens) for prompt, one in pairs]
     sequences = pack_documents(documents, seq_len_tokens, pack=True, seed=0, epoch=0)
     assert len(sequences) < len(documents)
-    return dense_metrics(trunk, head, [PackedBatch(*collate(sequences).values())], DEPTHS)
+    return dense_metrics(trunk, head, [collate(sequences)], DEPTHS)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
