@@ -160,7 +160,7 @@ class Streams:
     count: str
     """Field of the text config with the number of streams."""
     mixer: str
-    """Class of the borrowed module that mixes the streams into one state, in front of the final norm."""
+    """Class of the model's Python module that mixes the streams into one state, in front of the final norm."""
     trunk_mixer: str
     """Attribute of the decoder with the trunk's mixer."""
     mixer_options: Mapping[str, Any] = field(default_factory=dict)
@@ -171,7 +171,7 @@ class Streams:
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentKernels:
-    """Names of the functions that a recurrent layer calls in the borrowed module; the decoder replaces them to verify.
+    """Names of the functions that a recurrent layer calls in its Python module; the decoder replaces them to verify.
 
     See ``mtp_inference/cache/recurrent.py``.
     """

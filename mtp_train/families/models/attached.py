@@ -290,8 +290,8 @@ class _EitherNorm(HeadLayer):
         return norm
 
 
-def _always_rotated(borrowed: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: Any = borrowed.stock_layer(config, layer_idx)
+def _always_rotated(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    layer: Any = classes.stock_layer(config, layer_idx)
     # In the trunk, layers with full attention use rotary embeddings only if they are dense. llama.cpp's head always
     # does.
     layer.self_attn.force_rope = True
