@@ -149,7 +149,7 @@ def load_artifact(path: Path) -> Artifact:
     layout = HeadLayout(
         family, written.trunk_prefix, written.num_hidden_layers, written.num_sublayers, written.fused_experts
     )
-    stored = Checkpoint(path, {}, None, scan_safetensors(path / WEIGHTS_FILE))
+    stored = _stored(path / WEIGHTS_FILE)
     tensors = tuple(stored_tensor(stored, key, key) for key in stored.tensors)
     return Artifact(
         layout=layout,
@@ -158,28 +158,19 @@ def load_artifact(path: Path) -> Artifact:
         convention=written.convention,
         head=NativeHead(tensors, tuple(written.shared_keys), written.config_fields),
         notes=written.notes,
-        draft_vocab=_load_draft_vocab(path, written.draft_vocab),
+        draft_vocab=None if written.draft_vocab is None else _stored(path / VOCAB_FILE).read(VOCAB_KEY),
         output=_load_output(path / OUTPUT_FILE),
         draft_config=written.draft_config,
     )
 
 
+def _stored(file: Path) -> Checkpoint:
+    return Checkpoint(file.parent, {}, None, scan_safetensors(file))
+
+
 def _load_output(path: Path) -> OwnOutput | None:
     if not path.is_file():
         return None
-    stored = Checkpoint(path.parent, {}, None, scan_safetensors(path))
+    stored = _stored(path)
     ids_R = stored.read(VOCAB_KEY) if VOCAB_KEY in stored.tensors else None
     return OwnOutput(stored_tensor(stored, OUTPUT_KEY, OUTPUT_KEY), ids_R)
-
-
-def _load_draft_vocab(path: Path, size: int | None) -> Tensor | None:
-    if size is None:
-        return None
-    stored = Checkpoint(path, {}, None, scan_safetensors(path / VOCAB_FILE))
-    found = list(stored.tensors[VOCAB_KEY].shape) if VOCAB_KEY in stored.tensors else "absent"
-    if found != [size]:
-        raise CheckpointError(
-            f"{path / VOCAB_FILE}: {VOCAB_KEY} is {found}; expected {size} tokens, as {HEAD_CONFIG_FILE} declares. "
-            "Write the head again."
-        )
-    return stored.read(VOCAB_KEY)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -145,16 +144,16 @@ class OpenArm:
     model: OpenModel
 
     @property
-    def head_loader(self) -> Callable[[], InputFiles] | None:
-        """Function that finds the files of the drafter; None if the drafter has no files besides the trunk's."""
+    def head_files(self) -> InputFiles | None:
+        """The files of the drafter; None if the drafter has no files besides the trunk's."""
         head = self.model.head
         if head is None or head in (OWN, NGRAM):
             return None
         if self.model.drafter is not None:
-            return partial(checkpoint_files, self.model.drafter)
+            return checkpoint_files(self.model.drafter)
         if is_head_directory(Path(head)):
-            return partial(directory_files, Path(head))
-        return partial(checkpoint_files, open_location(head))
+            return directory_files(Path(head))
+        return checkpoint_files(open_location(head))
 
 
 def open_arm(spec: ArmSpec) -> OpenArm:

@@ -128,21 +128,6 @@ def test_one_comparison_has_them_all(
     assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
 
 
-@pytest.mark.parametrize("revision", [None, "abc"])
-def test_a_draft_model_for_speculators_names_its_trunk_by_the_hubs_name_where_it_has_one(
-    revision: str | None, runs: dict[str, Path], inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = Path(shutil.copytree(runs["eagle3"], tmp_path / "run"))
-    provenance = json.loads((run_dir / "provenance.json").read_text())
-    provenance["trunk"] |= {"name": "someone/model", "revision": revision}
-    (run_dir / "provenance.json").write_text(json.dumps(provenance))
-    written = document(["export", run_dir, "--speculators", "--out", tmp_path / "out"], capfd)
-    assert written["notes"] == ["It reads the hidden states after the layers 2, 4, 5 of its trunk."]
-    verifier = json.loads((tmp_path / "out" / "config.json").read_text())["speculators_config"]["verifier"]
-    expected = str((inputs / "finetune").resolve()) if revision is None else "someone/model"
-    assert verifier["name_or_path"] == expected
-
-
 @pytest.mark.parametrize("begins", [False, True])
 def test_a_draft_model_says_where_its_residual_begins(
     begins: bool, runs: dict[str, Path], inputs: Path, tmp_path: Path

@@ -211,6 +211,5 @@ EAGLE3 = DraftParts(
         draft_vocab=True,
         plain_settings=llama.PLAIN_SETTINGS,
         renames={"layers.0.": "midlayer."},
-        speculators="Eagle3DraftModel",
     ),
 )

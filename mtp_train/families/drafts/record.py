@@ -77,9 +77,6 @@ class DraftFormat:
     """Keys of vectors (D) of zeros that are written because an engine has random values where the file has none."""
     renames: Mapping[str, str] = field(default_factory=dict)
     """Prefixes of tensor keys as the speculators package writes them, to the same prefixes in ``DraftParts.rules``."""
-    speculators: str | None = None
-    """``architectures`` in the speculators package, whose name of the algorithm is the kind's; None where the package
-    does not support the kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
