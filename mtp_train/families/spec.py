@@ -31,6 +31,11 @@ def raw_text_config(config: RawConfig) -> RawConfig:
     return text_config if isinstance(text_config, dict) else config
 
 
+def has_layer_types(config: PretrainedConfig) -> bool:
+    """Return whether models of a config's class have several kinds of layers, and take an attention mask for each."""
+    return hasattr(type(config), "layer_types") or "layer_types" in type(config).attribute_map
+
+
 @dataclass(frozen=True, kw_only=True)
 class KeyRule:
     """Map a native tensor key, or a pattern of keys, to our key.
