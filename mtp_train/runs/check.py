@@ -1,6 +1,6 @@
 """``mtp-train check``: check a recipe, its data and its model's config, and estimate memory and disk.
 
-Reads no weights.
+Reads no weights. :class:`Shapes` plans for any device; a run refuses with it a trunk that its GPU cannot decode with.
 """
 
 from __future__ import annotations
