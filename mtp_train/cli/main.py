@@ -335,7 +335,6 @@ def _add_checkpoints(commands: Any) -> None:
     form = export.add_mutually_exclusive_group()
     form.add_argument("--gguf", choices=KINDS, help="the head alone, as a GGUF file for llama.cpp")
     form.add_argument("--head-only", action="store_true", help="the head alone, as a draft model for vLLM")
-    form.add_argument("--speculators", action="store_true", help="an EAGLE-3 head in the speculators package's format")
 
     demo = add_command(commands, "demo", "write the embedded demo: two checkpoints and prompts", calling("demo"))
     demo.add_argument("out", type=Path, metavar="DIR")

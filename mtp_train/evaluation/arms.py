@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,7 +37,6 @@ class ArmSpec:
     adapter: str | None = None
     """A peft adapter that the trunk wears, unmerged."""
     quantization: Quantization | None = None
-    head_quantization: Quantization | None = None
 
     @property
     def trunk_key(self) -> tuple[str, str | None, Quantization | None]:
@@ -52,8 +50,7 @@ class ArmSpec:
 
     @property
     def head_name(self) -> str | None:
-        location = self.trunk if self.head == OWN else self.head
-        return f"{location}@{self.head_quantization}" if self.head_quantization else location
+        return self.trunk if self.head == OWN else self.head
 
 
 def parse_arm(text: str) -> ArmSpec:
@@ -79,8 +76,7 @@ def parse_arm(text: str) -> ArmSpec:
     named_trunk, (trunk, trunk_bits) = trunk, _unpacked(trunk)
     if not plus and is_run(Path(trunk)):
         return replace(arm_of_run(Path(trunk), name or _short(named_trunk)), quantization=trunk_bits)
-    head, head_bits = _unpacked(head or OWN)
-    return named(ArmSpec(name, trunk, head, None, trunk_bits, head_bits))
+    return named(ArmSpec(name, trunk, head or OWN, None, trunk_bits))
 
 
 def _unpacked(text: str) -> tuple[str, Quantization | None]:
@@ -90,9 +86,9 @@ def _unpacked(text: str) -> tuple[str, Quantization | None]:
 
 def named(spec: ArmSpec) -> ArmSpec:
     """Return an arm, under a name made of its parts where it has none."""
-    name, head_bits = trunk_label(spec), f"@{spec.head_quantization}" if spec.head_quantization else ""
-    if spec.head is not None and (spec.head != OWN or head_bits):
-        name += f"+{_short(spec.head)}{head_bits}"
+    name = trunk_label(spec)
+    if spec.head is not None and spec.head != OWN:
+        name += f"+{_short(spec.head)}"
     return spec if spec.name else replace(spec, name=name)
 
 
@@ -148,16 +144,16 @@ class OpenArm:
     model: OpenModel
 
     @property
-    def head_loader(self) -> Callable[[], InputFiles] | None:
-        """Function that finds the files of the drafter; None if the drafter has no files besides the trunk's."""
+    def head_files(self) -> InputFiles | None:
+        """The files of the drafter; None if the drafter has no files besides the trunk's."""
         head = self.model.head
         if head is None or head in (OWN, NGRAM):
             return None
         if self.model.drafter is not None:
-            return partial(checkpoint_files, self.model.drafter)
+            return checkpoint_files(self.model.drafter)
         if is_head_directory(Path(head)):
-            return partial(directory_files, Path(head))
-        return partial(checkpoint_files, open_location(head))
+            return directory_files(Path(head))
+        return checkpoint_files(open_location(head))
 
 
 def open_arm(spec: ArmSpec) -> OpenArm:
@@ -166,7 +162,6 @@ def open_arm(spec: ArmSpec) -> OpenArm:
         spec.head,
         adapter=spec.adapter,
         quantization=spec.quantization,
-        head_quantization=spec.head_quantization,
         where=spec.name,
     )
     return OpenArm(spec, model)

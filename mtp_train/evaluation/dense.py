@@ -228,9 +228,7 @@ def wirings(head: MtpHead) -> Mapping[str, Callable[[MtpHead], MtpHead]]:
     """Return the known wrong forms of a head, and its conventions in other engines, each as a change of a copy."""
     ours = head.convention
     conventions = {
-        f"wired as {engine} does": one
-        for engine, one in head.family.conventions.items()
-        if replace(one, position_offset=ours.position_offset) != ours
+        f"wired as {engine} does": one for engine, one in head.family.wiring.conventions.items() if one != ours
     }
     if ours.hidden == "after_final_norm":
         conventions["reading the hidden state before the final norm"] = replace(ours, hidden="before_final_norm")

@@ -18,7 +18,7 @@ from mtp_inference import HeadDrafting
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.acceptance.speed import measured_speedup
 from mtp_train.checkpoints.files import is_gguf, read_json
-from mtp_train.checkpoints.identity import InputFiles, Loaders, checkpoint_files, directory_files
+from mtp_train.checkpoints.identity import InputFiles, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import write_json
@@ -374,20 +374,20 @@ def _digest(texts: object) -> str:
     return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
-def _inputs(arms: Sequence[OpenArm], servers: Sequence[Server]) -> Loaders:
-    loaders: dict[str, Callable[[], InputFiles]] = {}
+def _inputs(arms: Sequence[OpenArm], servers: Sequence[Server]) -> dict[str, InputFiles]:
+    inputs: dict[str, InputFiles] = {}
     for arm in arms:
         name = arm.spec.name
-        loaders[f"{name}: trunk"] = partial(checkpoint_files, arm.model.checkpoint)
+        inputs[f"{name}: trunk"] = checkpoint_files(arm.model.checkpoint)
         if arm.model.adapter is not None:
-            loaders[f"{name}: adapter"] = partial(directory_files, arm.model.adapter)
-        if arm.head_loader is not None:
-            loaders[f"{name}: head"] = arm.head_loader
+            inputs[f"{name}: adapter"] = directory_files(arm.model.adapter)
+        if (head := arm.head_files) is not None:
+            inputs[f"{name}: head"] = head
     if servers:
         place = servers[0].checkpoint
-        of_gguf = partial(InputFiles, Path(place), {Path(place).name: Path(place)})
-        loaders["the served checkpoint"] = of_gguf if is_gguf(place) else lambda: checkpoint_files(open_location(place))
-    return loaders
+        of_gguf = InputFiles(Path(place), {Path(place).name: Path(place)})
+        inputs["the served checkpoint"] = of_gguf if is_gguf(place) else checkpoint_files(open_location(place))
+    return inputs
 
 
 def _enough_prompts(grid: EvaluationGrid, tokenizer: Any) -> Prompts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,9 @@ from mtp_train.answers.store import whole_bytes
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.identity import (
     RECORD_FILE,
-    Claimed,
-    Loaders,
+    InputFiles,
     Records,
     hash_inputs,
-    loaded,
     read_records,
     require_same,
     write_records,
@@ -54,7 +52,7 @@ class Store:
         self.out = out
         self.identity = identity
         self._suffix = f".{writer}.jsonl" if writer else ".jsonl"
-        self._inputs: Loaders = {}
+        self._inputs: Mapping[str, InputFiles] = {}
         self._records: Records = {}
         _require_ours(out, identity)
 
@@ -62,14 +60,13 @@ class Store:
     def is_finished(self) -> bool:
         return (self.out / REPORT_FILE).is_file()
 
-    def hash_inputs(self, inputs: Loaders, progress: Progress) -> None:
+    def hash_inputs(self, inputs: Mapping[str, InputFiles], progress: Progress) -> None:
         """Hash the inputs, and check that measurements in the directory, if any, were made from these."""
         self._inputs = inputs
         if (self.out / STUDY_FILE).is_file():
-            claimed = Claimed(self.out, "study", "choose another --out for the new ones")
-            require_same(claimed, inputs, progress, finished=self.is_finished)
+            require_same(self.out, inputs, progress, finished=self.is_finished, option="--out")
         if not self.is_finished:
-            self._records = hash_inputs(loaded(inputs), read_records(self.out), progress)
+            self._records = hash_inputs(inputs, read_records(self.out), progress)
 
     def require_unchanged(self, progress: Progress) -> None:
         """Check that the inputs did not change since they were hashed, so that the loaded weights match the hashes.
@@ -77,7 +74,7 @@ class Store:
         Raises:
             ChangedInputError: An input changed.
         """
-        found = hash_inputs(loaded(self._inputs), self._records, progress)
+        found = hash_inputs(self._inputs, self._records, progress)
         changed = sorted(label for label, one in found.items() if one.contents != self._records[label].contents)
         if changed:
             raise ChangedInputError(

@@ -186,9 +186,9 @@ class HeadSection(RecipeSection):
     lora: LoraSection | None = None
     """LoRA on the head; null trains all weights of the head."""
     convention: Text = "auto"
-    """The engine whose wiring of the head is used, where engines differ: `vllm`, `sglang`, `llama.cpp`, or one that
-    another package has registered. `auto`: the usual wiring of the family. With
-    `llama.cpp`, all modules of Step-3.5 and MiMo-V2-Flash read the same tokens as the first module, as in llama.cpp."""
+    """The engine whose wiring of the head is used, where engines differ: `vllm`, `sglang` or `llama.cpp`. `auto`: the
+    usual wiring of the family. With `llama.cpp`, all modules of Step-3.5 and MiMo-V2-Flash read the same tokens as the
+    first module, as in llama.cpp."""
     draft_vocab: Count | None = None
     """Size of the draft vocabulary: this number of the most frequent tokens of the training text; null drafts from all
     tokens. A smaller output matrix drafts faster and misses rare tokens. The built-in decoder uses it for every kind,

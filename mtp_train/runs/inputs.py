@@ -17,12 +17,10 @@ from rich.progress import Progress
 
 from mtp_train.acceptance.names import VANILLA
 from mtp_train.answers.generate import RESPONSE_ROOM_TOKENS
-from mtp_train.checkpoints.adapter import read_adapter
+from mtp_train.checkpoints.adapter import plan_merge, read_adapter
 from mtp_train.checkpoints.artifact import Artifact, OwnOutput, load_artifact
-from mtp_train.checkpoints.contents import source_files
 from mtp_train.checkpoints.demo import GROUP_FIELD, home_source, resolve
-from mtp_train.checkpoints.draft_checkpoint import require_readable
-from mtp_train.checkpoints.files import CONFIG_FILE, Checkpoint, is_gguf, read_config
+from mtp_train.checkpoints.files import CONFIG_FILE, Checkpoint, is_gguf, read_config, source_files
 from mtp_train.checkpoints.identity import Contents
 from mtp_train.checkpoints.locations import (
     RECIPE_FILE,
@@ -32,7 +30,6 @@ from mtp_train.checkpoints.locations import (
     locate_checkpoint,
     open_location,
 )
-from mtp_train.checkpoints.lora_merge import plan_changes
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import held_tensor
 from mtp_train.data.groups import join_near_duplicates, mix, split_by_group
@@ -48,7 +45,7 @@ from mtp_train.data.tokenize import (
     tokenize_records,
 )
 from mtp_train.errors import CheckpointError, DataError, RecipeError, UnsupportedModelError
-from mtp_train.families import draft_kind, of_kind
+from mtp_train.families import draft_kind, of_kind, require_served_trunk
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.build import HeadPlan, deepest, fresh_plan, graft_artifact_plan, graft_plan
 from mtp_train.heads.diagnose import layout_of, text_config_of
@@ -399,10 +396,10 @@ def require_exportable(trunk: Checkpoint, kind: str, adapter: Path | None) -> No
     layout = layout_of(trunk)
     # Raises if a link prevents copying.
     source_files(trunk)
-    changed = {} if adapter is None else plan_changes(trunk, layout, read_adapter(adapter))
+    changed = {} if adapter is None else plan_merge(trunk, layout, read_adapter(adapter)).tensors
     if kind == "mtp":
         return
-    require_readable(trunk, kind)
+    require_served_trunk(kind, trunk.text_config, where=str(trunk.path))
     # A draft model contains copies of these tensors of its trunk.
     repeated = sorted({layout.embed_key, layout.lm_head_key} & changed.keys())
     if repeated:

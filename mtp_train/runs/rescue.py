@@ -34,8 +34,7 @@ from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.names import GRAFT, RETRAINED
 from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.artifact import Artifact
-from mtp_train.checkpoints.contents import left_out, unnamed_files
-from mtp_train.checkpoints.files import is_gguf, open_checkpoint, read_json
+from mtp_train.checkpoints.files import is_gguf, left_out, open_checkpoint, read_json, unnamed_files
 from mtp_train.checkpoints.gguf.model_file import SPLIT, open_gguf, split_path
 from mtp_train.checkpoints.locations import EXPORT, RECIPE_FILE, is_run, locate_adapter, open_location
 from mtp_train.checkpoints.suggestions import graft_command, inspect_command, last_name, retrain_command

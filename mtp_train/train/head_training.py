@@ -8,7 +8,6 @@ Shapes: B packed rows, T tokens, K depths, N = B * T target rows, D hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +76,7 @@ class HeadTraining(nn.Module):
         self.recompute = recompute
         self.compute_dtype = compute_dtype
         self.owns_rows = isinstance(head.module_for(1).lm_head, OutputRows)
+        self.draft_vocab: Tensor | None
         self.register_buffer("draft_vocab", None if draft_vocab is None else draft_vocab.long(), persistent=False)
 
     def train(self, mode: bool = True) -> HeadTraining:
@@ -124,12 +124,12 @@ class HeadTraining(nn.Module):
             )
             if measures:
                 with autocasting(tokens_BT.device, autocast):
-                    return dense_sums(rows, self.trunk, self.head)
+                    return dense_sums(rows, self.trunk, self.head, self.draft_vocab)
         return self._loss(rows, scale_K, None if known is None else known.used_N)
 
     def _loss(self, rows: AlignedRows, scale_K: Tensor, used_N: Tensor | None) -> LossTerms:
         lm_head_VD, own_heads = self.trunk.lm_head_VD, self.head.own_lm_heads(self.num_depths)
-        targets_N, vocab_R = rows.targets_N, cast("Tensor | None", self.draft_vocab)
+        targets_N, vocab_R = rows.targets_N, self.draft_vocab
         if vocab_R is not None:
             lm_head_VD = lm_head_VD[vocab_R]
             if own_heads is not None and not self.owns_rows:

@@ -93,10 +93,10 @@ def target_figures(
     return TargetFigures(agreed_KN, overlap_KN, entropy_N)
 
 
-def dense_sums(rows: AlignedRows, trunk: Trunk, head: MtpHead) -> DenseSums:
+def dense_sums(rows: AlignedRows, trunk: Trunk, head: MtpHead, draft_vocab_R: Tensor | None = None) -> DenseSums:
     """Return the sums of :func:`target_figures` at temperature 1 over the targets of the rows."""
     valid_KN = rows.valid_KN
-    agreed_KN, overlap_KN, entropy_N = target_figures(rows, trunk, head)
+    agreed_KN, overlap_KN, entropy_N = target_figures(rows, trunk, head, draft_vocab_R=draft_vocab_R)
     valid_KS, agreed_KS, overlap_KS = (to_starts(one) for one in (valid_KN, agreed_KN, overlap_KN))
     reached_KS = valid_KS.cumprod(0) * rows.starts_N
     return DenseSums(

@@ -283,7 +283,8 @@ class Trunk(nn.Module):
                 attention.
             cache: The state of earlier tokens, which also stores where the window goes.
         """
-        by_type = self.family.trunk.masks_by_layer_type
+        # Models whose config class has kinds of layers take a mask for each kind.
+        by_type = hasattr(type(self.config), "layer_types")
         with self.family.trunk.running_windows():
             output = self.decoder(
                 input_ids=tokens_BT,
@@ -357,18 +358,15 @@ def empty_trunk(config: PretrainedConfig, family: Family, *, trust_remote_code: 
 
 
 def _require_all_loaded(path: Path, info: Mapping[str, Any]) -> None:
-    missing = sorted(info["missing_keys"])
-    if missing:
+    problems = [f"{key} is missing" for key in sorted(info["missing_keys"])]
+    problems += [
+        f"{key} is {list(found)}, by config.json it is {list(expected)}"
+        for key, found, expected in sorted(info["mismatched_keys"])
+    ]
+    if problems:
         raise CheckpointError(
-            f"{path}: trunk weights {', '.join(missing[:5])} are missing ({len(missing)} in all); expected every "
-            "weight of the decoder. Point model.trunk at the complete checkpoint."
-        )
-    misshapen = sorted(info["mismatched_keys"])
-    if misshapen:
-        key, found, expected = misshapen[0]
-        raise CheckpointError(
-            f"{path}: trunk weight {key} is {list(found)}, by config.json it is {list(expected)} ({len(misshapen)} in "
-            "all); expected weights and config of one save. Restore the original files."
+            f"{path}: trunk weight {problems[0]} ({len(problems)} in all); expected every weight of the decoder, in "
+            "its config's shape. Restore the original files, or point at the complete checkpoint."
         )
 
 

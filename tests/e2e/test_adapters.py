@@ -126,10 +126,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "lora_A alone": (lose_matrices, r"has no tensor for \S*lora_B|holds lora_A of \S*; expected lora_A and lora_B"),
     "no tensors": (lambda path: rewrite_tensors(path, dict.clear), "holds no tensor; expected"),
     "NaN": (poison, "holds NaN or infinite values"),
-    "integers": (
-        lambda path: rewrite_tensors(path, lambda found: found.update({key: found[key].int() for key in found})),
-        "is stored as I32; expected floating-point weights",
-    ),
     "DoRA without magnitudes": (
         lose_magnitudes,
         r"has no tensor for \S*lora_magnitude_vector|lora_magnitude_vector exactly with use_dora, which is True",

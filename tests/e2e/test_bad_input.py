@@ -64,8 +64,8 @@ def narrow_the_base(inputs: Path) -> None:
 DAMAGES = {
     "missing shard": Damage(
         lose_a_shard,
-        r"finetune/model\.safetensors\.index\.json: names model-00002-of-00003\.safetensors, which is not there .*; "
-        r"expected every shard beside the index\. Download the missing shards\.",
+        r"finetune/model-00002-of-00003\.safetensors: no such file; expected a shard of the checkpoint\. Download it "
+        r"again\.",
     ),
     "NaN in the trunk": Damage(
         lambda inputs: poison(inputs, "finetune", "model.norm.weight"),
@@ -129,7 +129,7 @@ CASES = [
 DAMAGES |= {
     "config": Damage(
         lambda inputs: set_fields(inputs / "finetune", {"num_hidden_layers": 10**9}),
-        "num_hidden_layers is 1000000000; expected a number up to 1000",
+        "num_hidden_layers is 1000000000; expected int . None up to 1000",
     ),
     "failing template": Damage(
         lambda inputs: (inputs / "finetune" / "chat_template.jinja").write_text("{{ 1 / 0 }}"),

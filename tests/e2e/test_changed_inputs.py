@@ -14,7 +14,7 @@ import pytest
 
 from adapters import write_adapter
 from mtp_train.cli.main import main
-from mtp_train.errors import ChangedInputError
+from mtp_train.errors import ChangedInputError, DataError
 from mtp_train.evaluation import run as study_run
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline
@@ -93,11 +93,11 @@ def test_a_killed_run_does_not_go_on_with_another_input(name: str, place: Path, 
     before = tree(place / "run")
     with changed(place / file, change):
         said = refused(["run", place / "recipe.yaml"], capfd)
-    assert f"{place / 'run'}: inputs changed since the run began: {field} (" in said
+    assert f"{place / 'run'}: inputs changed since it was begun: {field} (" in said
     assert f"): {Path(file).name}" in said.replace(f"({place / file})", "()").replace(" (gone)", "").replace(
         " (new)", ""
     )
-    assert "; expected the files that it began with. Restore the old files, or write another run_dir" in said
+    assert "; expected the files that it began with. Restore the old files, or choose another run_dir" in said
     outcome = json.loads((place / "run" / "outcome.json").read_text())
     assert (outcome["exit_code"], outcome["stage"]) == (2, "check")
     assert f"mtp-train: {outcome['message']}\n" == said
@@ -145,12 +145,10 @@ def test_a_finished_run_whose_inputs_changed_says_so_and_keeps_its_outcome(finis
     before = tree(finished / "run")
     with changed(finished / "finetune" / "model.safetensors", flip):
         said = refused(["run", finished / "recipe.yaml"], capfd)
-    assert f"inputs changed since the run began: model.trunk ({finished / 'finetune'}): model.safetensors;" in said
+    assert f"inputs changed since it was begun: model.trunk ({finished / 'finetune'}): model.safetensors;" in said
     assert f"The results in {finished / 'run'} are complete, and were computed from the old files." in said
     with changed(finished / "chats.jsonl", Path.unlink):
-        assert "data.sources.0 cannot be opened (data.sources.0: no such file;" in refused(
-            ["run", finished / "recipe.yaml"], capfd
-        )
+        assert "data.sources.0: no such file" in refused(["run", finished / "recipe.yaml"], capfd)
     assert tree(finished / "run") == before
     copied(finished)
     assert main(["run", str(finished / "recipe.yaml")]) == 0
@@ -201,9 +199,7 @@ def test_a_directory_of_data_that_is_gone_is_no_dataset_of_the_hub(pristine: Pat
         with pytest.raises(KeyboardInterrupt):
             run_quietly(recipe)
         shutil.rmtree(tmp_path / "data")
-        with pytest.raises(
-            ChangedInputError, match=r"data\.sources\.0 cannot be opened \(.*: no such file or directory"
-        ):
+        with pytest.raises(DataError, match=r"data\.sources\.0: no such file or directory"):
             run_quietly(recipe)
 
 
@@ -225,7 +221,7 @@ def test_a_study_is_not_read_or_continued_for_other_arms(pristine: Path, tmp_pat
         before = tree(tmp_path / "out")
         with changed(inputs / "base" / "model.safetensors", flip):
             said = refused(argv, capfd)
-        assert f"{tmp_path / 'out'}: inputs changed since the study began: vanilla: trunk ({inputs / 'base'})" in said
+        assert f"{tmp_path / 'out'}: inputs changed since it was begun: vanilla: trunk ({inputs / 'base'})" in said
         assert f"graft: head ({inputs / 'base'}): model.safetensors; expected" in said
         assert "Restore the old files, or choose another --out for the new ones." in said
         with changed(inputs / "finetune" / "tokenizer.json", more):

@@ -39,6 +39,7 @@ from mtp_train.heads.lora import is_lora, merged_weights, put_on_lora
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.recipe.sections import LoraSection
+from mtp_train.runs.display import quiet_progress
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.packed_rows import PackedBatch, Segment, aligned_rows, isolated_hidden, segments
 from mtp_train.trunk.load import Trunk, load_trunk
@@ -524,7 +525,9 @@ def test_a_fine_tune_is_exported_with_its_own_trunk_and_decodes_losslessly(built
 
     plan = graft_plan(tuned, base, "auto")
     trained = {name: value + 0.1 * torch.randn_like(value) for name, value in built.head.state_dict().items()}
-    write_checkpoint(tuned, plan.layout, trained_head(plan, trained), tmp_path / "export", link="hard")
+    write_checkpoint(
+        tuned, plan.layout, trained_head(plan, trained), tmp_path / "export", link="hard", progress=quiet_progress()
+    )
     parts = {key: part for name, value in trained.items() for key, part in layout.split(name, value)}
     assert_holds(tmp_path / "export", finetune, built.path, parts)
     exported = inspect(tmp_path / "export", built.path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ SILENT = Progress(disable=True)
 
 
 def arm(**fields: Any) -> dict[str, Any]:
-    plain = {"name": "a", "trunk": "x", "head": "own", "adapter": None, "quantization": None, "head_quantization": None}
+    plain = {"name": "a", "trunk": "x", "head": "own", "adapter": None, "quantization": None}
     return {"arms": [{**plain, **fields}]}
 
 
@@ -31,7 +30,7 @@ def directory(path: Path, text: str) -> Path:
 def opened(out: Path, identity: dict[str, Any], *inputs: Path) -> Store:
     """Open a study up to what comes before its first measurement."""
     store = Store(out, identity)
-    store.hash_inputs({f"a: {path.name}": partial(directory_files, path) for path in inputs}, SILENT)
+    store.hash_inputs({f"a: {path.name}": directory_files(path) for path in inputs}, SILENT)
     return store
 
 

@@ -122,3 +122,16 @@ def test_a_draft_vocabulary_is_all_there_is(kind: str) -> None:
     torch.testing.assert_close(terms.sum_K, (loss_KN * rows.valid_KN).sum(1).detach())
     whole, _ = loss_and_gradient(training_module(kind=kind), batch)
     assert (whole.sum_K - terms.sum_K).abs().min() > 0.1
+
+
+def test_acceptance_is_measured_within_the_draft_vocabulary() -> None:
+    batch = batch_of(SEQ_LEN, 9, tokens=FEW)
+    module = training_module(draft_vocab=FEW)
+    ones_K = torch.ones(NUM_DEPTHS)
+    found, whole = (one(*batch, ones_K, measures=True) for one in (module, training_module()))
+    rows = aligned_rows(module.trunk, module.head, batch, NUM_DEPTHS)
+    best_N = module.trunk.project(rows.teacher_ND).argmax(-1)
+    drafts_KN = FEW[(rows.student_KND @ module.trunk.lm_head_VD[FEW].T).argmax(-1)]
+    assert found.agreed_K.tolist() == ((drafts_KN == best_N) & rows.valid_KN).sum(1).tolist()
+    # Another distribution than that over all tokens.
+    assert (found.overlapped_K - whole.overlapped_K).abs().min() > 1e-3

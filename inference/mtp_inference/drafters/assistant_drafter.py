@@ -23,8 +23,12 @@ from mtp_inference.drafters.pending import state_at
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.errors import MtpError
 from mtp_train.families import Assistant
-from mtp_train.families.assistants import AssistantConvention
 from mtp_train.trunk.load import Trunk
+
+# As in transformers, whose code the models' authors wrote. All drafts of a round have the same position: that of the
+# last token that the trunk has read, and this offset. A sliding layer's window, counted with that token, has so many
+# keys more than the trunk's. vLLM has 0 and 0, llama.cpp 1 and -1: there fewer drafts may be accepted.
+POSITION_OFFSET, MORE_SLIDING_KEYS = 1, 1
 
 
 class AssistantDrafting(Drafting):
@@ -34,10 +38,6 @@ class AssistantDrafting(Drafting):
         model: transformers' model of the assistant, on the trunk's device and in its dtype. ``load_assistant`` in
             ``mtp_train.heads.draft_model`` loads it; ``from_pretrained(..., head=ASSISTANT)`` does both.
         assistant: The record of the assistant.
-        convention: ``auto``, or the engine whose positions to follow: ``transformers``, ``vllm`` or ``llama.cpp``.
-
-    Raises:
-        UnsupportedModelError: The convention is unknown.
 
     Example:
         >>> from mtp_inference import SpeculativeDecoder
@@ -46,10 +46,9 @@ class AssistantDrafting(Drafting):
         ... )  # doctest: +SKIP
     """
 
-    def __init__(self, model: Any, assistant: Assistant, convention: str = "auto") -> None:
+    def __init__(self, model: Any, assistant: Assistant) -> None:
         self.model = model
         self.assistant = assistant
-        self.convention = assistant.convention(convention)
 
     def check(self, trunk: Trunk, depth: int) -> None:
         hidden, vocab = self.model.post_projection.out_features, self.model.lm_head.out_features
@@ -67,7 +66,7 @@ class AssistantDrafting(Drafting):
             )
 
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
-        return AssistantDrafter(trunk, cache, self.model, self.convention, size.num_rows)
+        return AssistantDrafter(trunk, cache, self.model, size.num_rows)
 
 
 class SharedKeys(NamedTuple):
@@ -78,17 +77,14 @@ class SharedKeys(NamedTuple):
     """bool, (B, 1, 1, S)."""
 
 
-def shared_keys(cache: WindowCache, seen_B1: Tensor, used: int, more_sliding_keys: int) -> SharedKeys:
-    """Return the keys of the trunk's last attention layer of each type, up to position ``seen_B1``.
-
-    ``more_sliding_keys`` are keys of a sliding-window layer to attend to beyond its window.
-    """
+def shared_keys(cache: WindowCache, seen_B1: Tensor, used: int) -> SharedKeys:
+    """Return the keys of the trunk's last attention layer of each type, up to position ``seen_B1``."""
     window = Window(slice(0, len(seen_B1)), seen_B1, used)
     shared = SharedKeys({}, {})
     # The last layer of each type wins.
     for layer in cache.layers:
         if isinstance(layer, AttentionStore):
-            wide = None if layer.sliding_window is None else layer.sliding_window + more_sliding_keys
+            wide = None if layer.sliding_window is None else layer.sliding_window + MORE_SLIDING_KEYS
             in_use = min(used, layer.size)
             shared.states[layer.kind] = (layer.keys[:, :, :in_use], layer.values[:, :, :in_use])
             shared.masks[layer.kind] = window.mask(layer.size, wide, always=True)
@@ -96,19 +92,13 @@ def shared_keys(cache: WindowCache, seen_B1: Tensor, used: int, more_sliding_key
 
 
 class AssistantDrafter(Drafter):
-    """Store the trunk's last hidden state of every row, and draft from it.
+    """Store the trunk's last hidden state of every row, and draft from it."""
 
-    ``convention`` declares the position of a draft, and the keys it attends to.
-    """
-
-    def __init__(
-        self, trunk: Trunk, cache: WindowCache, model: Any, convention: AssistantConvention, num_rows: int
-    ) -> None:
+    def __init__(self, trunk: Trunk, cache: WindowCache, model: Any, num_rows: int) -> None:
         self.trunk = trunk
         # Not the cache as an attribute: the batch itself drops its rows.
-        self.shared_keys = partial(shared_keys, cache, more_sliding_keys=convention.more_sliding_keys)
+        self.shared_keys = partial(shared_keys, cache)
         self.model = model
-        self.convention = convention
         weight_AE = model.pre_projection.weight
         self.hidden_B1D = weight_AE.new_zeros(num_rows, 1, model.post_projection.out_features)
 
@@ -124,7 +114,7 @@ class AssistantDrafter(Drafter):
         # An inactive row has length 0 and attends to its first slot. Its drafts are discarded.
         seen_B1 = (choice.length_B - 1).clamp(min=0)[:, None]
         shared = self.shared_keys(seen_B1, plan.used)
-        positions_B1 = seen_B1 + self.convention.position_offset
+        positions_B1 = seen_B1 + POSITION_OFFSET
         hidden_B1D = self.hidden_B1D
         for _ in range(plan.depth):
             inputs_B1E = torch.cat([self.trunk.embed(choice.last_B1), hidden_B1D], dim=-1)
