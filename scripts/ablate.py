@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train and measure all cells, print the tables, and return the result."""
     arguments, cells = parse(argv)
     out: Path = arguments.out
-    fixed = [f"run_dir={out}", "track.wandb=off", "data.regenerate.enabled=true"]
+    fixed = [f"run_dir={out}", "track.wandb=off"]
     recipe = load_recipe(arguments.recipe, [*arguments.overrides, *fixed])
     console = Console()
     found: dict[Cell, list[Counts]] = {cell: [] for cell in cells}

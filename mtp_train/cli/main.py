@@ -267,9 +267,9 @@ def call(args: argparse.Namespace, name: str, **given: Any) -> Any:
     """Call a function of the public API with the arguments that have the names of its parameters, and those given."""
     if hasattr(args, "recipe"):
         # The libraries that run a recipe take seconds to import: a wrong field is told before.
-        from mtp_train.recipe.loading import plain_recipe, with_stand_ins
+        from mtp_train.recipe.loading import load_recipe
 
-        with_stand_ins(*plain_recipe(args.recipe, args.overrides))
+        load_recipe(args.recipe, args.overrides)
     function = getattr(mtp, name)
     parameters = inspect.signature(function).parameters
     given = {key: value for key, value in vars(args).items() if key in parameters} | given
@@ -411,7 +411,6 @@ def _add_grid(add: Callable[..., Any]) -> None:
     add("--max-new-tokens", type=int, default=128, metavar="N", help="longest response, in tokens")
     add("--batch", type=int, default=16, metavar="N", help="most prompts decoded together for acceptance")
     add("--seed", type=int, default=0, metavar="S", help="of sampling and of the choice of prompts")
-    add("--no-costs", dest="costs", action="store_false", help="leave out memory and prefill of heads")
     add("--wandb", choices=("off", "offline", "online"), default="off", help="track the report")
     add("--out", type=Path, required=True, metavar="DIR", help="a new directory, or one to resume")
 

@@ -16,17 +16,16 @@ from rich.console import RenderableType
 from rich.progress import Progress
 
 from mtp_inference import GenerationResult, Request, Sampling, SpeculativeDecoder
-from mtp_inference.opening import OWN, OpenModel, open_model, prompt_tokens, refuse_images
+from mtp_inference.opening import OWN, open_model, prompt_tokens, refuse_images
 from mtp_inference.requests import MtpMode
 from mtp_inference.sampling.chooser import DraftSampling
 from mtp_train.acceptance.names import SERVED
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
 from mtp_train.checkpoints.identity import InputFiles, hash_inputs
 from mtp_train.checkpoints.locations import is_run, open_location
-from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.data.sources import local_files
 from mtp_train.errors import DataError
-from mtp_train.evaluation.arms import ArmSpec, arm_of_run, local_device, named, parse_arm
+from mtp_train.evaluation.arms import ArmSpec, arm_of_run, local_device, named, parse_arm, require_sound
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.results import REPORT_FILE, ArmResult, Report
 from mtp_train.evaluation.run import run_study
@@ -39,7 +38,6 @@ from mtp_train.runs.run_directory import RunDirectory, checkpoint_identity, envi
 from mtp_train.train.log import Tracking, WandbMode
 from mtp_train.train.machine import use_threads
 from mtp_train.trunk.tokenizer import load_tokenizer, require_variables
-from mtp_train.trunk.whole import require_whole_trunk
 
 _KWARGS = "--chat-template-kwargs"
 _DOCUMENT = (
@@ -153,7 +151,7 @@ def _decode(
         raise DataError(f"{_KWARGS}: given without --chat; expected a chat, which the template writes. Add --chat.")
     # Depth 0 needs no head. A named external drafter is opened all the same: its record loads the trunk.
     model = open_model(given["checkpoint"], OWN if head is None and depth else head, adapter=given["adapter"])
-    _require_weights(model, depth or 0, progress)
+    require_sound([model if depth else replace(model, drafter=None)], progress)
     device = local_device()
     if device.type == "cpu":
         use_threads(model.checkpoint.text_config)
@@ -190,16 +188,6 @@ def _decode(
     return GenerateResult(tuple(result for _, result in sorted(results.items())), settings)
 
 
-def _require_weights(model: OpenModel, depth: int, progress: Progress) -> None:
-    """Check that the trunk, and with drafts the drafter, has all its tensors and only finite values."""
-    require_whole_trunk(model.checkpoint, model.family)
-    require_finite_checkpoint(model.checkpoint, progress)
-    if model.drafter is not None and depth:
-        if model.assistant is None:
-            require_whole_trunk(model.drafter)
-        require_finite_checkpoint(model.drafter, progress)
-
-
 @dataclass(frozen=True)
 class EvaluationResult(RichlyShown):
     """Measurements of one or more arms, as :func:`evaluate` and :func:`compare` return them.
@@ -210,7 +198,7 @@ class EvaluationResult(RichlyShown):
     out: Path
     """Directory with ``report.html``, ``report.json``, ``acceptance.csv``, ``comparisons.csv`` and ``figures/``."""
     report: Report = field(repr=False)
-    """All figures: ``arms``, ``cells``, ``comparisons``, ``costs`` and more."""
+    """All figures: ``arms``, ``cells``, ``comparisons`` and more."""
 
     @property
     def arms(self) -> Mapping[str, ArmResult]:
@@ -238,7 +226,6 @@ def evaluate(
     concurrency: int = 1,
     request_timeout_seconds: float = RESPONSE_TIMEOUT_SECONDS,
     served_only: bool = False,
-    costs: bool = True,
     wandb: WandbMode = "off",
     progress: Progress | None = None,
 ) -> EvaluationResult:
@@ -258,7 +245,6 @@ def evaluate(
         request_timeout_seconds: Longest wait for the server to send a part of a response. A server that finishes no
             request for ten minutes is given up, whatever this is.
         served_only: Measure the server alone and load no weights.
-        costs: Also measure memory and prefill.
         wandb: Log the report to Weights & Biases: ``"off"``, ``"offline"`` or ``"online"``.
         progress: A started rich progress bar; None shows nothing.
 
@@ -283,7 +269,7 @@ def evaluate(
     arms = [] if served_only else [named(subject)]
     settled = (grid or EvaluationGrid()).settled(arms, [subject.trunk])
     servers = [] if server is None else [server]
-    return _measure(arms, [named(subject)], settled, Path(out), progress, costs, wandb, servers)
+    return _measure(arms, [named(subject)], settled, Path(out), progress, wandb, servers)
 
 
 def compare(
@@ -292,7 +278,6 @@ def compare(
     *,
     grid: EvaluationGrid | None = None,
     tokenizer: str | Path | None = None,
-    costs: bool = True,
     wandb: WandbMode = "off",
     progress: Progress | None = None,
 ) -> EvaluationResult:
@@ -307,7 +292,6 @@ def compare(
         grid: The settings to measure; None for the defaults of :class:`EvaluationGrid`.
         tokenizer: The trunk of servers, whose tokenizer writes the prompts; None for the files of the first one, where
             they are on this machine.
-        costs: Also measure memory and prefill.
         wandb: Log the report to Weights & Biases: ``"off"``, ``"offline"`` or ``"online"``.
         progress: A started rich progress bar; None shows nothing.
 
@@ -324,7 +308,7 @@ def compare(
     settled = (grid or EvaluationGrid()).settled(
         specs, [one.checkpoint for one in servers] or [one.trunk for one in specs]
     )
-    return _measure(specs, specs, settled, Path(out), progress, costs, wandb, servers)
+    return _measure(specs, specs, settled, Path(out), progress, wandb, servers)
 
 
 def served_arms(arms: Sequence[str], tokenizer: str | None) -> list[Server]:
@@ -349,7 +333,6 @@ def _measure(
     grid: EvaluationGrid,
     out: Path,
     progress: Progress | None,
-    costs: bool,
     wandb: WandbMode,
     servers: Sequence[Server],
 ) -> EvaluationResult:
@@ -362,7 +345,7 @@ def _measure(
     with RunDirectory(out).held(progress.console, "the report"):
         if told := _trained_on(subjects, grid.suite, progress):
             progress.console.print(f"Is the text new to the head? {told}", highlight=False)
-        report = run_study(specs, grid, out, progress, title=title, costs=costs, servers=servers)
+        report = run_study(specs, grid, out, progress, title=title, servers=servers)
         if told:
             report = replace(report, settings={**report.settings, "trained_on": told})
         if not (out / REPORT_FILE).is_file():

@@ -32,7 +32,7 @@ from mtp_train.checkpoints.locations import (
 )
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import held_tensor
-from mtp_train.data.groups import join_near_duplicates, mix, split_by_group
+from mtp_train.data.groups import join_near_duplicates, split_by_group
 from mtp_train.data.records import PlainText, Record, with_variables
 from mtp_train.data.sources import load_records
 from mtp_train.data.tokenize import (
@@ -110,7 +110,7 @@ class RunText(NamedTuple):
 
     def most_tokens(self, recipe: Recipe) -> int:
         """Return the most tokens of the training text, answers included."""
-        answer = 0 if recipe.data.answered is None else recipe.data.answered.max_new_tokens
+        answer = 0 if recipe.data.regenerate is None else recipe.data.regenerate.max_new_tokens
         lengths = [len(document.input_ids) for document in self.documents]
         lengths += [len(prompt.prompt_ids) + answer for prompt in self.prompts]
         return sum(min(length, recipe.data.seq_len_tokens) for length in lengths)
@@ -208,7 +208,6 @@ def load_sources(recipe: Recipe) -> list[list[Record]]:
             resolve(source.path),
             config=source.config,
             split=source.split,
-            format=source.format,
             columns=source.columns,
             group_field=recipe.data.group_field,
             name=f"data.sources.{number} ({source.path})",
@@ -221,13 +220,11 @@ def load_sources(recipe: Recipe) -> list[list[Record]]:
 
 
 def read_records(recipe: Recipe, progress: Progress | None = None) -> list[Record]:
-    """Read every source of the recipe, in order, and mix them if they have weights.
+    """Read every source of the recipe, in order.
 
     Without a group field, records with near-duplicate prompts share a group.
     """
-    sources = load_sources(recipe)
-    weights = [source.weight for source in recipe.data.sources if source.weight is not None]
-    records = mix(sources, weights, recipe.seed) if weights else [record for some in sources for record in some]
+    records = [record for source in load_sources(recipe) for record in source]
     if recipe.data.group_field is not None:
         return records
     if progress is None:
@@ -242,12 +239,12 @@ def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any)
     for record in records:
         if isinstance(record.content, PlainText):
             raise DataError(
-                f"{record.where}: plain text has no prompt; expected chats or prompts to answer. Switch "
-                "data.regenerate off, or convert the source."
+                f"{record.where}: plain text has no prompt; expected chats or prompts to answer. Write "
+                "data.regenerate: null, or convert the source."
             )
     prompts = build_prompts(records, tokenizer)
-    if recipe.data.answered is not None and recipe.data.answered.max_prompts is not None:
-        prompts = choose_prompts(prompts, recipe.data.answered.max_prompts, recipe.seed)
+    if recipe.data.regenerate is not None and recipe.data.regenerate.max_prompts is not None:
+        prompts = choose_prompts(prompts, recipe.data.regenerate.max_prompts, recipe.seed)
     needed = min(len(prompt.prompt_ids) for prompt in prompts) + RESPONSE_ROOM_TOKENS
     if needed > recipe.data.seq_len_tokens:
         raise DataError(

@@ -57,7 +57,7 @@ from mtp_train.errors import (
 )
 from mtp_train.evaluation.results import read_record
 from mtp_train.recipe.json_schema import dotted, shown_whole
-from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, validated
+from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.inputs import LoneHead, open_head_source
 from mtp_train.train.machine import device_name
@@ -372,7 +372,7 @@ def _differing_fields(recorded: str, recipe: Recipe) -> list[str]:
     is ``auto``, and trackers.
     """
     try:
-        before = validated(*parse_yaml(recorded, "recipe"))
+        before = load_recipe(parse_yaml(recorded, "recipe"))
     except RecipeError as error:
         return [f"it is not valid here ({error.problems[0]})"]
     now = _on_machines_of(before, recipe)

@@ -84,7 +84,7 @@ def test_check_touches_no_weights(recipe: Path, inputs: Path, tmp_path: Path, ca
 def test_a_run_goes_on_from_regenerated_responses(
     inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = {"enabled": True, "max_new_tokens": 6, "batch_size": 2}
+    data = {"max_new_tokens": 6, "batch_size": 2}
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", data__regenerate=data)
     counts = document(["regenerate", recipe], capfd)
     (file,) = (tmp_path / "run" / "data").glob("*/*.jsonl")
@@ -114,7 +114,7 @@ def test_a_run_goes_on_from_regenerated_responses(
 def test_regenerate_needs_a_recipe_that_regenerates(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run")
     assert main(["regenerate", str(recipe)]) == 2
-    assert "data.regenerate: off; expected it enabled. Write data.regenerate.enabled: true." in capfd.readouterr().err
+    assert "data.regenerate: null; expected a section. Write data.regenerate: {}." in capfd.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

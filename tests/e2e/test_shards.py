@@ -44,7 +44,7 @@ TWO = ("--num_processes", "2")
 STEPS, SAVE_STEPS, DIES_BEFORE = 8, 3, 5
 FEW_TOKENS = str(240 * 32 * 4)
 SHORT = {
-    "data__regenerate": {"enabled": True, "max_new_tokens": 16},
+    "data__regenerate": {"max_new_tokens": 16},
     "train__max_steps": STEPS,
     "train__save_steps": SAVE_STEPS,
     "train__lr": 1e-2,

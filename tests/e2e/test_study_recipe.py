@@ -18,7 +18,7 @@ from mtp_train.runs.study import CLAIM
 from runs import run_quietly, tiny_recipe, write_inputs
 
 STUDY: dict[str, Any] = {
-    "data__regenerate": {"enabled": True, "max_new_tokens": 12, "batch_size": 4},
+    "data__regenerate": {"max_new_tokens": 12, "batch_size": 4},
     "train__max_steps": 3,
     "train__save_steps": 1,
     "evaluate__arms": ["graft", "retrained", "vanilla"],

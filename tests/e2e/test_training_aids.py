@@ -51,8 +51,6 @@ def test_states_on_disk_give_the_same_head_and_serve_other_runs(inputs: Path, tm
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=5e-4, rtol=0)
     (cache,) = (tmp_path / "shared").iterdir()
-    manifest = json.loads((cache / "manifest.json").read_text())
-    assert manifest["bytes"] < sum(path.stat().st_size for path in cache.iterdir())
 
     # Another run of the same text finds them there.
     written = {path: path.stat().st_mtime_ns for path in cache.glob("*.safetensors")}
@@ -123,12 +121,12 @@ def test_a_run_out_of_memory_says_what_to_change_and_goes_on_once_it_is(
     with monkeypatch.context() as patch:
         patch.setattr("mtp_train.train.packed_rows.isolated_hidden", full)
         with pytest.raises(OutOfMemoryError, match=r"stage 'train': .*gradient_checkpointing: true"):
-            run_quietly(load_recipe(recipe, ["data.regenerate.enabled=false"]))
+            run_quietly(load_recipe(recipe, ["data.regenerate=null"]))
     outcome = json.loads((tmp_path / "run" / "outcome.json").read_text())
     assert (outcome["exit_code"], outcome["reason"], outcome["stage"]) == (2, "out_of_memory", "train")
     # Whether so short a training helps is the gate's matter.
     with contextlib.suppress(GateRefusedError):
-        run_quietly(load_recipe(recipe, ["data.regenerate.enabled=false"]))
+        run_quietly(load_recipe(recipe, ["data.regenerate=null"]))
     assert json.loads((tmp_path / "run" / "outcome.json").read_text())["stage"] == "done"
 
 

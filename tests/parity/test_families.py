@@ -30,6 +30,7 @@ from mtp_train import graft, inspect, merge
 from mtp_train.checkpoints.export import write_checkpoint
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
+from mtp_train.data.pack import PackedBatch
 from mtp_train.families import Family
 from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.heads.build import build_head, graft_plan, trained_head
@@ -40,8 +41,8 @@ from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.recipe.sections import LoraSection
 from mtp_train.runs.display import quiet_progress
-from mtp_train.train.head_training import HeadTraining
-from mtp_train.train.packed_rows import PackedBatch, Segment, aligned_rows, isolated_hidden, segments
+from mtp_train.train.head_training import HeadTraining, MicroBatch
+from mtp_train.train.packed_rows import Segment, aligned_rows, isolated_hidden, segments
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
 from mtp_train.trunk.whole import diagnose_trunk
@@ -453,7 +454,7 @@ def module_of(built: Built, head: MtpHead | None = None, **options: Any) -> Head
 
 def gradient_of(module: HeadTraining) -> dict[str, Tensor]:
     """Return the gradient of a loss over all depths."""
-    module.train()(*batch(), torch.tensor([0.5, 0.3, 0.2])).total.backward()
+    module.train()(MicroBatch(batch(), torch.tensor([0.5, 0.3, 0.2]))).total.backward()
     return {name: value.grad for name, value in module.head.named_parameters() if value.grad is not None}
 
 

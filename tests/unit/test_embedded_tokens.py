@@ -38,7 +38,7 @@ def add_chat(inputs: Path, role: str) -> None:
         file.writelines(json.dumps({"messages": chat, "group": f"more{number}"}) + "\n" for number in range(8))
 
 
-@pytest.mark.parametrize(("role", "regenerate"), [("assistant", None), ("user", None), ("user", {"enabled": True})])
+@pytest.mark.parametrize(("role", "regenerate"), [("assistant", None), ("user", None), ("user", {})])
 def test_text_with_such_a_token_is_refused_before_anything_runs(
     inputs: Path, role: str, regenerate: dict[str, bool] | None
 ) -> None:

@@ -15,8 +15,9 @@ from test_probe_verdict import found as probed
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_inference.opening import OWN, open_model
 from mtp_train import demo_path
+from mtp_train.answers.store import answer_document
 from mtp_train.data.tokenize import Document, Prompt
-from mtp_train.evaluation.dense import better_wiring, own_text, wirings
+from mtp_train.evaluation.dense import better_wiring, wirings
 from mtp_train.heads.module import MtpHead
 from mtp_train.runs.rescue import ProbeResult, judge
 from mtp_train.trunk.load import Trunk
@@ -36,7 +37,7 @@ def demo() -> tuple[Trunk, Callable[[], HeadDrafting], list[Document]]:
         for number, line in enumerate(lines)
     ]
     plain = SpeculativeDecoder(trunk, None, 0, frozenset()).decode([one.prompt_ids for one in prompts], 24)
-    texts = own_text(prompts, [tuple(one.token_ids) for one in plain], 1 << 12)
+    texts = [answer_document(prompt, one.token_ids, 1 << 12) for prompt, one in zip(prompts, plain, strict=True)]
 
     def head() -> HeadDrafting:
         drafting = model.load_drafting(trunk)
