@@ -123,7 +123,7 @@ class Bench:
             )
             for number, prompt in enumerate(self.run.inputs.held_out)
         ]
-        results = decoder.decode(requests)
+        results = decoder.generate(requests)
         pairs = zip(self.run.inputs.held_out, results, strict=True)
         records = [record_of(TaskPrompt.of(prompt, HELD_OUT_TASK), result) for prompt, result in pairs]
         return [one.counts(self.run.recipe.head.num_depths) for one in records]

@@ -162,7 +162,7 @@ def texts(trunk: Trunk, drafting: HeadDrafting | NgramDrafting, sampled_drafts: 
     ]
     sampling = "sampled" if sampled_drafts else "argmax"
     decoder = SpeculativeDecoder(trunk, drafting, 3, (), draft_sampling=sampling, max_batch=4)
-    return [list(result.token_ids) for result in decoder.decode(requests)]
+    return [list(result.token_ids) for result in decoder.generate(requests)]
 
 
 def decoded(device: torch.device, kinds: list[str]) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def job(device: torch.device, directory: Path, settings: dict[str, Any]) -> dict
     with contextlib.suppress(GateRefusedError):
         run_quietly(tiny_recipe(inputs, run_dir, **{**SHORT, **settings}))
     given = [str(inputs / "finetune"), "--head", str(run_dir / "head"), "--max-new-tokens", "6"]
-    grid = ["--suite", "demo", "--prompts-per-task", "2", "--temperatures", "1", "--depths", "2", "--no-costs"]
+    grid = ["--suite", "demo", "--prompts-per-task", "2", "--temperatures", "1", "--depths", "2"]
     codes = [
         command_line(["generate", *given, "--prompt", "say 1"]),
         command_line(["evaluate", *given, *grid, "--out", str(directory / "evaluated")]),

@@ -93,7 +93,7 @@ class Ours:
 
     def __call__(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Texts:
         """Decode; see :data:`Arm`."""
-        results = self.decoder.decode([Request(prompt_ids=ids, max_new_tokens=new_tokens) for ids in prompts])
+        results = self.decoder.generate([Request(prompt_ids=ids, max_new_tokens=new_tokens) for ids in prompts])
         rounds = sum(one.rounds for one in results)
         self.tau = 1 + sum(one.num_accepted_tokens for one in results) / max(rounds, 1)
         return [one.token_ids for one in results]

@@ -23,10 +23,10 @@ from mtp_inference.requests import MAX_DEPTH
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.locations import head_directory, is_head_directory, locate_adapter, open_location
-from mtp_train.errors import CheckpointError, DataError, UnsupportedModelError
+from mtp_train.errors import DataError, UnsupportedModelError
 from mtp_train.families import Assistant, Family, assistant_for
 from mtp_train.heads.build import HeadPlan, build_head, deepest, graft_artifact_plan, graft_plan
-from mtp_train.heads.diagnose import diagnose_head, text_config_of
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.draft_model import draft_model, draft_plan, load_assistant
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.precision import trunk_dtype
@@ -152,17 +152,6 @@ def open_model(
     plan = None if name is None else head_plan(checkpoint, name)
     family = family or checkpoint.family
     return OpenModel(checkpoint, family, adapter_path, quantization, head, plan, drafter, assistant)
-
-
-def require_own_head(location: str) -> None:
-    """Raise a CheckpointError if a checkpoint contains no complete MTP head."""
-    checkpoint = open_location(location)
-    diagnosis = diagnose_head(checkpoint)
-    if not diagnosis.complete:
-        raise CheckpointError(
-            f"{checkpoint.path}: {diagnosis.describe()}; expected a complete head, as no other is named. Pass head= (a "
-            "head directory, or a checkpoint with a head), or depth=0 for plain decoding."
-        )
 
 
 def prompt_tokens(

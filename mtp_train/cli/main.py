@@ -377,7 +377,6 @@ def _add_generate(add: Callable[..., Any]) -> None:
     add("--top-p", type=float, default=1.0, metavar="P", help="1 is off")
     add("--min-p", type=float, default=0.0, metavar="P", help="0 is off")
     add("--seed", type=int, default=0, metavar="S", help="of the first prompt; prompt i has S + i")
-    add("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
     chooses = "how drafts are chosen above temperature 0; sampled drafts are accepted more often"
     add("--draft-sampling", choices=("argmax", "sampled"), default="sampled", help=chooses)
 
@@ -411,7 +410,6 @@ def _add_grid(add: Callable[..., Any]) -> None:
     add("--max-new-tokens", type=int, default=128, metavar="N", help="longest response, in tokens")
     add("--batch", type=int, default=16, metavar="N", help="most prompts decoded together for acceptance")
     add("--seed", type=int, default=0, metavar="S", help="of sampling and of the choice of prompts")
-    add("--no-costs", dest="costs", action="store_false", help="leave out memory and prefill of heads")
     add("--wandb", choices=("off", "offline", "online"), default="off", help="track the report")
     add("--out", type=Path, required=True, metavar="DIR", help="a new directory, or one to resume")
 

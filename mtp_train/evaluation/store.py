@@ -1,10 +1,8 @@
-"""The measurements of a study on disk, one line per prompt, so that an interrupted study resumes."""
+"""The decoded prompts of a study on disk, one line each, so that an interrupted study resumes."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,8 +10,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from mtp_inference.opening import MODEL, NGRAM, OWN
-from mtp_train.answers.store import whole_bytes
+from mtp_train.answers.store import append_lines, whole_lines
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.identity import (
     RECORD_FILE,
@@ -31,7 +28,6 @@ from mtp_train.evaluation.results import REPORT_FILE, read_record
 
 STUDY_FILE = "study.json"
 MEASURED = "measured"
-_WRITER = re.compile(r"(\.\d+)?\.jsonl")
 
 
 class Store:
@@ -51,7 +47,7 @@ class Store:
     def __init__(self, out: Path, identity: dict[str, Any], writer: int = 0) -> None:
         self.out = out
         self.identity = identity
-        self._suffix = f".{writer}.jsonl" if writer else ".jsonl"
+        self.writer = writer
         self._inputs: Mapping[str, InputFiles] = {}
         self._records: Records = {}
         _require_ours(out, identity)
@@ -82,36 +78,22 @@ class Store:
                 "writes to. Start again with another --out when the writer is done."
             )
 
-    def read(self, arm: str, setting: Setting, *, timed: bool = False) -> dict[str, PromptRecord]:
-        """Return the records of an arm and setting by prompt id, without an incomplete last line."""
-        found: dict[str, PromptRecord] = {}
-        stem = _stem(setting, timed)
-        for path in self._of(arm).glob(f"{stem}*.jsonl"):
-            # The stem of another setting may begin with this one.
-            if _WRITER.fullmatch(path.name.removeprefix(stem)) is None:
-                continue
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            whole = [read_record(PromptRecord, line, str(path)) for line in lines if line.endswith("\n")]
-            found |= {one.prompt_id: one for one in whole}
-        return found
+    def read(self, arm: str, setting: Setting) -> dict[str, PromptRecord]:
+        """Return the records of an arm and setting by prompt id, of all processes."""
+        lines = ((path, line) for path in self._of(arm, setting).glob("*.jsonl") for line in whole_lines(path))
+        records = (read_record(PromptRecord, line, str(path)) for path, line in lines)
+        return {one.prompt_id: one for one in records}
 
-    def add(self, arm: str, setting: Setting, records: Iterable[PromptRecord], *, timed: bool = False) -> None:
-        path = self.file(arm, f"{_stem(setting, timed)}{self._suffix}")
-        if path.exists():
-            os.truncate(path, whole_bytes(path))
-        with path.open("ab") as file:
-            file.writelines(f"{json.dumps(asdict(one))}\n".encode() for one in records)
-
-    def file(self, arm: str, name: str) -> Path:
-        """Return the path of a file of an arm, in a directory that exists."""
-        path = self._of(arm) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def add(self, arm: str, setting: Setting, records: Iterable[PromptRecord]) -> None:
         self.claim()
-        return path
+        directory = self._of(arm, setting)
+        directory.mkdir(parents=True, exist_ok=True)
+        lines = (f"{json.dumps(asdict(one))}\n".encode() for one in records)
+        append_lines(directory / f"{self.writer}.jsonl", lines)
 
-    def _of(self, arm: str) -> Path:
+    def _of(self, arm: str, setting: Setting) -> Path:
         # The arm of a run's head is named RUN/head.
-        return self.out / MEASURED / arm.replace("/", "_")
+        return self.out / MEASURED / arm.replace("/", "_") / setting.slug
 
     def claim(self) -> None:
         """Create the directory and write this study's identity into it."""
@@ -122,10 +104,6 @@ class Store:
             write_records(self.out, self._records)
         if not is_claimed:
             write_json(self.out / STUDY_FILE, self.identity)
-
-
-def _stem(setting: Setting, timed: bool) -> str:
-    return f"timed-{setting.slug}" if timed else setting.slug
 
 
 def _require_ours(out: Path, identity: dict[str, Any]) -> None:
@@ -142,20 +120,10 @@ def _require_ours(out: Path, identity: dict[str, Any]) -> None:
             f"--out: {out} holds files that are not a study's ({', '.join(entries[:3])}); expected a new or empty "
             "directory. Choose another --out."
         )
-    found, expected = _compared(read_json(recorded)), _compared(identity)
-    if found != expected:
-        odd = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
+    found = read_json(recorded)
+    if found != identity:
+        odd = sorted(key for key in found.keys() | identity.keys() if found.get(key) != identity.get(key))
         raise OutputExistsError(
             f"--out: {out} holds another study (its {', '.join(odd)} differ, {recorded}); expected the same arms and "
             "grid to go on. Choose another --out, or remove that one."
         )
-
-
-def _compared(identity: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of an identity that must be equal: without paths of arms, whose content is compared instead."""
-    return {**identity, "arms": [_without_places(**arm) for arm in identity.get("arms", ())]}
-
-
-def _without_places(trunk: str, head: str | None, adapter: str | None, **kept: Any) -> dict[str, Any]:
-    kind = head if head in (None, OWN, NGRAM) else MODEL if head.startswith(MODEL) else "files"
-    return {**kept, "head": kind, "adapter": adapter is not None}

@@ -149,13 +149,13 @@ class AttentionThenMlp(nn.Module):
 def attention_then_mlp(
     attention: str, mlp: str, prepare: Callable[[Any], object] = lambda attention: None
 ) -> Callable[[HeadLayer, PretrainedConfig, int], nn.Module]:
-    """Return a ``build_layer`` that composes classes of the borrowed module; the attention is prepared first."""
+    """Return a ``build_layer`` that composes classes of the model's Python module; the attention is prepared first."""
 
-    def build(borrowed: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-        attending = borrowed.cls(attention)(config, layer_idx)
+    def build(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+        attending = classes.cls(attention)(config, layer_idx)
         prepare(attending)
         return AttentionThenMlp(
-            attending, borrowed.cls(mlp)(config), (borrowed.make_norm(config), borrowed.make_norm(config))
+            attending, classes.cls(mlp)(config), (classes.make_norm(config), classes.make_norm(config))
         )
 
     return build

@@ -31,6 +31,11 @@ def raw_text_config(config: RawConfig) -> RawConfig:
     return text_config if isinstance(text_config, dict) else config
 
 
+def has_layer_types(config: PretrainedConfig) -> bool:
+    """Return whether models of a config's class have several kinds of layers, and take an attention mask for each."""
+    return hasattr(type(config), "layer_types") or "layer_types" in type(config).attribute_map
+
+
 @dataclass(frozen=True, kw_only=True)
 class KeyRule:
     """Map a native tensor key, or a pattern of keys, to our key.
@@ -160,7 +165,7 @@ class Streams:
     count: str
     """Field of the text config with the number of streams."""
     mixer: str
-    """Class of the borrowed module that mixes the streams into one state, in front of the final norm."""
+    """Class of the model's Python module that mixes the streams into one state, in front of the final norm."""
     trunk_mixer: str
     """Attribute of the decoder with the trunk's mixer."""
     mixer_options: Mapping[str, Any] = field(default_factory=dict)
@@ -171,7 +176,7 @@ class Streams:
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentKernels:
-    """Names of the functions that a recurrent layer calls in the borrowed module; the decoder replaces them to verify.
+    """Names of the functions that a recurrent layer calls in its Python module; the decoder replaces them to verify.
 
     See ``mtp_inference/cache/recurrent.py``.
     """

@@ -285,8 +285,8 @@ class RegenerateSpec(RecipeSection):
     """Leave out responses in which more than this share of the 8-grams are repetitions; null keeps all responses."""
     endpoint: Text | None = None
     """Address of the server, up to and including the API version: `http://localhost:8000/v1`. The server must serve the
-    trunk: its responses to a few prompts, and later to a sample of every thousand prompts, are compared with those of
-    the trunk. A run can be resumed with another address."""
+    trunk: a sample of its responses is compared with those of the trunk, before they are stored. A run can be resumed
+    with another address."""
     model: Text | None = None
     """The name of the trunk on the server; null if the server has one model."""
     concurrency: Count | None = None

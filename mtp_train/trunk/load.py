@@ -29,6 +29,7 @@ from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.quantised import SCALE_SUFFIXES, quant_method, require_whole_blocks
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Convention, Family
+from mtp_train.families.spec import has_layer_types
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.heads.diagnose import layout_of, trunk_config
 from mtp_train.trunk.precision import HALF_DTYPES, Scratch, computing_in
@@ -283,13 +284,11 @@ class Trunk(nn.Module):
                 attention.
             cache: The state of earlier tokens, which also stores where the window goes.
         """
-        # Models whose config class has kinds of layers take a mask for each kind.
-        by_type = hasattr(type(self.config), "layer_types")
         with self.family.trunk.running_windows():
             output = self.decoder(
                 input_ids=tokens_BT,
                 position_ids=positions_BT,
-                attention_mask=masks if by_type else next(iter(masks.values())),
+                attention_mask=masks if has_layer_types(self.config) else next(iter(masks.values())),
                 past_key_values=cache,
                 use_cache=True,
             )

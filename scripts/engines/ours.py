@@ -140,7 +140,7 @@ def decode(
     for prompt_ids in prompts:
         drafting.drafted.clear()
         request = Request(prompt_ids=prompt_ids, max_new_tokens=max_new_tokens)
-        committed = [chunk.token_ids for chunk in decoder.decode_chunks([request])]
+        committed = [chunk.token_ids for chunk in decoder.stream([request])]
         drafts = [(), *drafting.drafted]
         texts.append(Text(tuple(prompt_ids), tuple(map(Round, drafts, committed))))
     return texts

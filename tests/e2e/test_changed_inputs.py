@@ -205,7 +205,7 @@ def test_a_directory_of_data_that_is_gone_is_no_dataset_of_the_hub(pristine: Pat
 
 def study(out: Path, inputs: Path, *arms: str) -> list[Any]:
     command = ["compare", *arms] if len(arms) > 1 else ["evaluate", *arms]
-    small = ["--prompts-per-task", 2, "--depths", 1, "--max-new-tokens", 6, "--temperatures", 0, "--no-costs"]
+    small = ["--prompts-per-task", 2, "--depths", 1, "--max-new-tokens", 6, "--temperatures", 0]
     return [*command, "--suite", inputs / "chats.jsonl", *small, "--out", out]
 
 

@@ -40,7 +40,7 @@ FILES = {
     "head": ("head_config.json", "head.safetensors"),
     ".": ("chats.jsonl", "recipe.yaml"),
 }
-MEASURE = "--suite chats.jsonl --prompts-per-task 2 --temperatures 0 --depths 1 --max-new-tokens 2 --no-costs --out OUT"
+MEASURE = "--suite chats.jsonl --prompts-per-task 2 --temperatures 0 --depths 1 --max-new-tokens 2 --out OUT"
 COMMANDS: dict[str, tuple[str, ...]] = {
     # What is damaged, and the commands that read it; OUT does not exist before.
     "base": (

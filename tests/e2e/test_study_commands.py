@@ -20,7 +20,7 @@ from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from openai_server import openai_server, served_by
 from runs import document
 
-SMALL = ["--prompts-per-task", 3, "--depths", 1, 2, "--max-new-tokens", 10, "--no-costs"]
+SMALL = ["--prompts-per-task", 3, "--depths", 1, 2, "--max-new-tokens", 10]
 
 
 def suite(inputs: Path) -> list[Any]:
@@ -95,8 +95,8 @@ def test_a_server_is_asked_the_same(
 ) -> None:
     arm = open_arm(ArmSpec("base", str(inputs / "base"), "own"))
     trunk = load_arm_trunk(arm, torch.device("cpu"))
-    eos_ids = eos_token_ids(arm.model.checkpoint, load_tokenizer(arm.model.checkpoint, trust_remote_code=False))
-    engine = DraftingServer(trunk, arm.model.load_drafting(trunk), 2, sorted(eos_ids), "vllm")
+    eos_ids = eos_token_ids(arm.checkpoint, load_tokenizer(arm.checkpoint, trust_remote_code=False))
+    engine = DraftingServer(trunk, arm.load_drafting(trunk), 2, sorted(eos_ids), "vllm")
     with openai_server(engine.reply, owner="vllm", shows=engine.shows) as served:
         flags = ["--endpoint", served.url, "--temperatures", 0, *(["--served-only"] if alone else [])]
         command = ["evaluate", inputs / "base", *suite(inputs), *flags, "--out", tmp_path / "out"]

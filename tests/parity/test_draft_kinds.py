@@ -219,7 +219,7 @@ def test_the_text_is_the_trunks_at_any_depth(trunk_name: str, kind: str) -> None
     texts = plain_texts(trunk, prompts, 16)
     for depth in range(5):
         for result, prompt in zip(
-            SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).decode(prompts, 16), prompts, strict=True
+            SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).generate(prompts, 16), prompts, strict=True
         ):
             assert list(result.token_ids) == texts[tuple(prompt)]
 
@@ -236,7 +236,7 @@ def test_heads_that_read_other_layers_do_not_share_a_trunk() -> None:
     trunk = tiny_trunk("llama")
     trunk.show_layers((0, 1, 2))
     with pytest.raises(UnsupportedModelError, match=r"before layers \(2, 1, 0\), another before layers \(0, 1, 2\)"):
-        SpeculativeDecoder(trunk, draft_head(trunk, "eagle3"), 1, ()).decode([[1, 2]], 2)
+        SpeculativeDecoder(trunk, draft_head(trunk, "eagle3"), 1, ()).generate([[1, 2]], 2)
 
 
 def test_a_block_for_each_depth_is_all_there_is() -> None:

@@ -554,7 +554,7 @@ def assert_lossless(found: Built) -> None:
     plain = plain_greedy(found.trunk, PROMPT, NEW_TOKENS, ())
     for depth in (1, 3):
         decoder = SpeculativeDecoder(found.trunk, HeadDrafting(found.head), depth, ())
-        (result,) = decoder.decode([PROMPT], NEW_TOKENS)
+        (result,) = decoder.generate([PROMPT], NEW_TOKENS)
         assert result.num_drafts > 0
         assert compare(result.token_ids, plain, found.trunk, PROMPT).verdict == "identical", depth
 

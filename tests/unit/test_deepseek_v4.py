@@ -103,7 +103,7 @@ def test_a_release_decodes_and_says_what_transformers_save_says(tmp_path: Path) 
     for names in (lambda path: path, as_released):
         trunk, head = loaded(names(tmp_path / "base"))
         prompt = random_prompt(9)
-        (result,) = SpeculativeDecoder(trunk, HeadDrafting(head), 2, ()).decode([prompt], 20)
+        (result,) = SpeculativeDecoder(trunk, HeadDrafting(head), 2, ()).generate([prompt], 20)
         assert compare(result.token_ids, plain_greedy(trunk, prompt, 20, ()), trunk, prompt).verdict == "identical"
         texts.append((result.token_ids, result.accepted_per_pos))
     assert texts[0] == texts[1]

@@ -60,4 +60,4 @@ def test_the_decoder_names_the_prompt() -> None:
     trunk = tiny_trunk("qwen3_5")
     decoder = SpeculativeDecoder(trunk, None, 0, ())
     with pytest.raises(DataError, match=rf"has the token id {trunk.config.vocab_size}; expected ids from 0 to"):
-        decoder.decode([[1, 2], [3, trunk.config.vocab_size]], 4)
+        decoder.generate([[1, 2], [3, trunk.config.vocab_size]], 4)

@@ -245,7 +245,7 @@ def test_a_gguf_file_is_a_checkpoint_like_any_other(
         # One added to a norm's weight and taken away again, a logarithm of an exponential: fp32's rounding.
         np.testing.assert_allclose(value.numpy(), expected[key].numpy(), atol=1e-6, rtol=1e-6)
     decoders = [SpeculativeDecoder.from_pretrained(source, dtype=torch.float32) for source in (base, whole)]
-    (one,), (other,) = (decoder.decode([[65, 66, 67]], 12) for decoder in decoders)
+    (one,), (other,) = (decoder.generate([[65, 66, 67]], 12) for decoder in decoders)
     assert one.token_ids == other.token_ids
     # Dequantised once, and anew where the file changed.
     assert open_location(str(whole)).path == opened.path

@@ -138,8 +138,8 @@ def test_drafts_change_nothing_that_a_packed_trunk_says(
 ) -> None:
     trunk = packed(tmp_path, family_name, quantization)
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
-    plain = SpeculativeDecoder(trunk, None, 0, frozenset()).decode(prompts, 16)
-    drafted = SpeculativeDecoder(trunk, HeadDrafting(tiny_head(trunk)), NUM_DEPTHS, frozenset()).decode(prompts, 16)
+    plain = SpeculativeDecoder(trunk, None, 0, frozenset()).generate(prompts, 16)
+    drafted = SpeculativeDecoder(trunk, HeadDrafting(tiny_head(trunk)), NUM_DEPTHS, frozenset()).generate(prompts, 16)
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
 
 

@@ -89,7 +89,7 @@ def test_decoding_runs_without_cudnn_and_streams_leave_the_setting_alone(name: s
         pytest.skip("this transformers has no external drafters")
     trunk, drafting = MODELS[name]()
     decoder = SpeculativeDecoder(trunk, drafting, 2, ())
-    decoder.decode([PROMPT], 6)
+    decoder.generate([PROMPT], 6)
     plain_greedy(trunk, PROMPT, 3, ())
     assert set(seen) == {False}
     assert len(seen) > 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from rich.progress import Progress
 
 from mtp_train.checkpoints.identity import directory_files
 from mtp_train.errors import ChangedInputError, OutputExistsError
+from mtp_train.evaluation.arms import ArmSpec
 from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.store import Store
 
@@ -17,8 +19,7 @@ SILENT = Progress(disable=True)
 
 
 def arm(**fields: Any) -> dict[str, Any]:
-    plain = {"name": "a", "trunk": "x", "head": "own", "adapter": None, "quantization": None}
-    return {"arms": [{**plain, **fields}]}
+    return {"arms": [replace(ArmSpec("a", "x", "own"), **fields).identity()]}
 
 
 def directory(path: Path, text: str) -> Path:
@@ -93,4 +94,3 @@ def test_several_processes_write_and_each_reads_all(tmp_path: Path) -> None:
         store = Store(tmp_path, arm(), writer=number)
         assert sorted(store.read("a", setting)) == ["p0", "p1"]
         assert sorted(store.read("a", filtered)) == ["p2"]
-        assert store.read("a", setting, timed=True) == {}

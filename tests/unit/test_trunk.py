@@ -114,7 +114,7 @@ def test_states_are_scaled_for_the_lm_head_alone_and_rows_that_pad_it_are_left_o
     torch.testing.assert_close(trunk.logits(hidden), expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(trunk.normed(hidden) @ trunk.lm_head_VD.T, expected, atol=1e-5, rtol=0)
     assert torch.equal(trunk.head_input(hidden, Convention()), trunk.decoder(TOKENS_1T).last_hidden_state)
-    (result,) = SpeculativeDecoder(trunk, tiny_head(trunk), 3, ()).decode([[1, 2, 3]], 12)
+    (result,) = SpeculativeDecoder(trunk, tiny_head(trunk), 3, ()).generate([[1, 2, 3]], 12)
     assert list(result.token_ids) == plain_greedy(trunk, [1, 2, 3], 12, ())
 
 

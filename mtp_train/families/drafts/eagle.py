@@ -35,8 +35,8 @@ class EagleModule(Block):
         return fused_BTD
 
 
-def _without_input_norm(borrowed: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: nn.Module = borrowed.stock_layer(config, layer_idx)
+def _without_input_norm(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    layer: nn.Module = classes.stock_layer(config, layer_idx)
     layer.set_submodule("input_layernorm", nn.Identity())
     return layer
 
@@ -134,11 +134,11 @@ class Eagle3Module(Block):
         return torch.cat([embed_BTD, hidden_BTD], dim=-1)
 
 
-def _reading_two(borrowed: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer = borrowed.stock_layer(config, layer_idx)
+def _reading_two(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    layer = classes.stock_layer(config, layer_idx)
     # Only third-party checkpoints set it; ours omit it.
     adds_normed = bool(config.to_dict().get("norm_before_residual"))
-    return Eagle3Layer(layer, borrowed.make_norm(config), adds_normed=adds_normed)
+    return Eagle3Layer(layer, classes.make_norm(config), adds_normed=adds_normed)
 
 
 def _trunk_layers(text_config: PretrainedConfig) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ class MedusaModule(Block):
         return hidden_BTD
 
 
-def _residual(borrowed: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+def _residual(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
     return ResidualBlock(config.hidden_size)
 
 

@@ -23,7 +23,7 @@ from mtp_train.families import layouts
 from mtp_train.families.engines import Convention, EngineSupport, no, use_mtp_named
 from mtp_train.families.layouts import AFTER_THE_TRUNK, BESIDE_THE_TRUNK, EXPERTS_AFTER_THE_TRUNK
 from mtp_train.families.models.beside_the_trunk import MIMO
-from mtp_train.families.spec import Declaration, Family, HeadLayer, KeyRule, TrunkTraits, Wiring
+from mtp_train.families.spec import Declaration, Family, HeadLayer, KeyRule, TrunkTraits, Wiring, has_layer_types
 from mtp_train.upstream.transformers_private import attention_of, set_attention
 
 # transformers' causal language models of these types declare no head keys.
@@ -60,8 +60,8 @@ _DECLARATION = Declaration(
 def _full_attention(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
     # Without kinds of layers, transformers builds the head's KV cache from the trunk's sliding window, and drops keys
     # beyond it.
-    has_kinds = hasattr(type(text_config), "layer_types")
-    return (layouts.full if has_kinds else layouts.layers_of(sliding_window=None))(text_config, num_modules)
+    config = layouts.full if has_layer_types(text_config) else layouts.layers_of(sliding_window=None)
+    return config(text_config, num_modules)
 
 
 def _rotated(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
@@ -290,8 +290,8 @@ class _EitherNorm(HeadLayer):
         return norm
 
 
-def _always_rotated(borrowed: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: Any = borrowed.stock_layer(config, layer_idx)
+def _always_rotated(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    layer: Any = classes.stock_layer(config, layer_idx)
     # In the trunk, layers with full attention use rotary embeddings only if they are dense. llama.cpp's head always
     # does.
     layer.self_attn.force_rope = True

@@ -235,9 +235,9 @@ def _minimax_rules(layer: str) -> tuple[KeyRule, ...]:
     )
 
 
-def _with_block_indexer(borrowed: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: Any = borrowed.stock_layer(config, layer_idx)
-    layer.self_attn.indexer = BlockIndexer(layer.self_attn.indexer, config, borrowed.cls("apply_rotary_pos_emb"))
+def _with_block_indexer(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    layer: Any = classes.stock_layer(config, layer_idx)
+    layer.self_attn.indexer = BlockIndexer(layer.self_attn.indexer, config, classes.cls("apply_rotary_pos_emb"))
     built: nn.Module = layer
     return built
 
@@ -352,7 +352,7 @@ def _head_layer_config(text_config: PretrainedConfig, num_modules: int) -> Pretr
 
 
 class _LayersInTurn(nn.Module):
-    """Several borrowed layers that run one after the other as one layer; none of them takes position embeddings."""
+    """Several layers that run one after the other as one layer; none of them takes position embeddings."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -365,8 +365,8 @@ class _LayersInTurn(nn.Module):
         return hidden_states
 
 
-def _build_layer(borrowed: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    return _LayersInTurn([borrowed.stock_layer(config, number) for number in range(len(config.layers_block_type))])
+def _build_layer(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    return _LayersInTurn([classes.stock_layer(config, number) for number in range(len(config.layers_block_type))])
 
 
 def _unlimited_time_steps(decoder: Any) -> None:
@@ -485,8 +485,8 @@ def _inkling_head_layer_config(text_config: PretrainedConfig, num_modules: int) 
     )
 
 
-def _inkling_build_layer(borrowed: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: Any = borrowed.stock_layer(config, layer_idx)
+def _inkling_build_layer(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    layer: Any = classes.stock_layer(config, layer_idx)
     attention = layer.self_attn
     attention.rel_logits_proj = RelativeProfiles(attention.rel_logits_proj, None)
     attention.k_sconv, attention.v_sconv = ShortConvolution(attention.k_sconv), ShortConvolution(attention.v_sconv)

@@ -86,8 +86,8 @@ _STREAMS = Wiring(
 )
 
 
-def _build_layer(borrowed: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: nn.Module = borrowed.stock_layer(config, layer_idx)
+def _build_layer(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    layer: nn.Module = classes.stock_layer(config, layer_idx)
     choose_pools(layer.get_submodule(INDEXER), AveragedPools)
     return layer
 
