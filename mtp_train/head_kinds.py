@@ -1,12 +1,9 @@
-"""Register the kinds of heads that ``head.kind`` can name: one line each, without importing torch.
+"""The kinds of heads that ``head.kind`` can name: one line each, without importing torch.
 
 The recipe validates names against this table. An MTP head is built from its family's own record. Every other kind is a
-draft model beside its trunk, described by one ``mtp_train.families.drafts.record.DraftParts``. To add a kind, write
-these parts in one file, and register them in the table below, or from another package before the recipe is read::
+draft model beside its trunk, described by one ``mtp_train.families.drafts.record.DraftParts`` in a file of its own.
 
-    register_head_kind(HeadKind("mine", "Mine", "my_package.mine:PARTS"))
-
-Built-in kinds: EAGLE (arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840), Medusa (arXiv:2401.10774).
+EAGLE (arXiv:2401.15077), EAGLE-3 (arXiv:2503.01840), Medusa (arXiv:2401.10774).
 """
 
 from __future__ import annotations
@@ -23,8 +20,7 @@ class HeadKind:
     Attributes:
         name: The value of ``head.kind``.
         title: The name that tables and messages print.
-        draft_parts: Where the parts of a draft model are: ``"package.module:NAME"``, imported at first use. None for an
-            MTP head.
+        draft_parts: Where the parts of a draft model are, imported at first use. None for an MTP head.
         parallel: Whether every depth has a module of its own, without attention, that reads the trunk's state alone.
     """
 
@@ -38,26 +34,15 @@ _KINDS = {
     kind.name: kind
     for kind in (
         HeadKind("mtp", "MTP", None),
-        HeadKind("eagle", "EAGLE", "mtp_train.families.drafts.eagle:PARTS"),
-        HeadKind("eagle3", "EAGLE-3", "mtp_train.families.drafts.eagle3:PARTS"),
-        HeadKind("medusa", "Medusa", "mtp_train.families.drafts.medusa:PARTS", parallel=True),
+        HeadKind("eagle", "EAGLE", "mtp_train.families.drafts.eagle:EAGLE"),
+        HeadKind("eagle3", "EAGLE-3", "mtp_train.families.drafts.eagle:EAGLE3"),
+        HeadKind("medusa", "Medusa", "mtp_train.families.drafts.medusa:MEDUSA", parallel=True),
     )
 }
 
 
-def register_head_kind(kind: HeadKind) -> None:
-    """Add a kind, so that a recipe can name it. Every process of a run has to do so before it reads the recipe.
-
-    Raises:
-        ValueError: Another kind has the name.
-    """
-    if _KINDS.get(kind.name, kind) != kind:
-        raise ValueError(f"{kind.name!r}: the name of another kind of head; expected a new name. Choose one.")
-    _KINDS[kind.name] = kind
-
-
 def head_kind_names() -> tuple[str, ...]:
-    """Return the names of all kinds, ``mtp`` first, in the order in which they were registered."""
+    """Return the names of all kinds, ``mtp`` first."""
     return tuple(_KINDS)
 
 
@@ -74,7 +59,5 @@ def find_head_kind(name: str) -> HeadKind:
     """
     found = _KINDS.get(name)
     if found is None:
-        raise UnsupportedModelError(
-            f"head.kind: {name!r}; expected one of {', '.join(_KINDS)}. Import the package that registers it first."
-        )
+        raise UnsupportedModelError(f"head.kind: {name!r}; expected one of {', '.join(_KINDS)}. Write one of these.")
     return found

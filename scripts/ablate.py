@@ -123,7 +123,7 @@ class Bench:
             )
             for number, prompt in enumerate(self.run.inputs.held_out)
         ]
-        results = decoder.decode(requests)
+        results = decoder.generate(requests)
         pairs = zip(self.run.inputs.held_out, results, strict=True)
         records = [record_of(TaskPrompt.of(prompt, HELD_OUT_TASK), result) for prompt, result in pairs]
         return [one.counts(self.run.recipe.head.num_depths) for one in records]
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train and measure all cells, print the tables, and return the result."""
     arguments, cells = parse(argv)
     out: Path = arguments.out
-    fixed = [f"run_dir={out}", "track.wandb=off", "data.regenerate.enabled=true"]
+    fixed = [f"run_dir={out}", "track.wandb=off"]
     recipe = load_recipe(arguments.recipe, [*arguments.overrides, *fixed])
     console = Console()
     found: dict[Cell, list[Counts]] = {cell: [] for cell in cells}

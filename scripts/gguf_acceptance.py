@@ -46,9 +46,9 @@ from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
 from mtp_train.checkpoints.gguf.model_file import gguf_tokenizer, open_gguf
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
-from mtp_train.evaluation.assemble import same_texts
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
-from mtp_train.evaluation.served import Served, Server, ask
+from mtp_train.evaluation.served import Server, ask
+from mtp_train.evaluation.statistics import Served, same_texts
 from mtp_train.runs.checkpoint_tools.gguf_files import inspect_gguf
 
 PORT, SECONDS_TO_LOAD = 18_080, 600
@@ -142,16 +142,16 @@ def arm_of(file: Path, trunk: Path, served: Served, plain: Served) -> dict[str, 
         "accepted": cell.accepted_tokens,
         "tau": round(cell.tau or 0.0, 3),
         "tau_ci95": [round(one, 3) for one in cell.tau_ci95 or ()],
-        "same_texts": same_texts(served, plain),
+        "same_texts": same_texts(served.arm, plain.arm),
     }
 
 
 def difference(first: Served, second: Served) -> dict[str, Any]:
     """Return tau of the first arm less that of the second, with its interval over groups."""
-    (mine,), (theirs,) = first.by_prompt.values(), second.by_prompt.values()
+    (mine,), (theirs,) = first.arm.by_prompt.values(), second.arm.by_prompt.values()
     found = tau_difference([one for _, one in mine.values()], [theirs[prompt][1] for prompt in mine])
     interval = [round(one, 3) for one in found.ci95 or ()]
-    arms = {"first": first.cells[0].arm, "second": second.cells[0].arm}
+    arms = {"first": first.arm.name, "second": second.arm.name}
     return {**arms, "delta_tau": round(found.value, 3), "ci95": interval, "groups": found.groups}
 
 

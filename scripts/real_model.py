@@ -104,7 +104,7 @@ def own_questions(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     samplings = [Sampling(temperature=0.8, top_p=0.95, seed=seed) for seed in range(options.questions)]
     requests = [Request(prompt_ids=opening, max_new_tokens=LONGEST_QUESTION, sampling=one) for one in samplings]
     seen = set()
-    for result in decoder.decode(requests):
+    for result in decoder.generate(requests):
         text = tokenizer.decode(result.token_ids, skip_special_tokens=True).strip()
         words = text.lower().split()
         if len(result.token_ids) < LONGEST_QUESTION and len(words) > 4 and text not in seen:

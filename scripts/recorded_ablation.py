@@ -36,15 +36,6 @@ def over_seeds(gains: Sequence[float]) -> Spread:
     return Spread(float(np.std(gains, ddof=1)) / math.sqrt(len(gains)), len(gains) - 1)
 
 
-def together(*spreads: Spread) -> Spread:
-    """Return the spread of a sum of independent sources, with degrees of freedom by Welch and Satterthwaite."""
-    squares = [spread.error**2 for spread in spreads]
-    if not sum(squares):
-        return Spread(0.0, min(spread.freedom for spread in spreads))
-    parts = sum(square**2 / spread.freedom for square, spread in zip(squares, spreads, strict=True))
-    return Spread(math.sqrt(sum(squares)), max(1, math.floor(sum(squares) ** 2 / parts)))
-
-
 def p_value(gain: float, spread: Spread | None) -> float | None:
     """Return the two-sided p-value of a gain; None where its spread is unknown."""
     if spread is None or not spread.error:
@@ -66,7 +57,7 @@ def contrasts(document: Mapping[str, Any]) -> list[dict[str, Any]]:
                 own_seeds, other_seeds = (_prompts(counts[one][temperature], groups) for one in (cell, other))
                 difference = tau_difference(pooled(own_seeds), pooled(other_seeds))
                 gains = [tau(a) - tau(b) for a, b in zip(own_seeds, other_seeds, strict=True)]
-                spread = None if difference.spread is None else together(difference.spread, over_seeds(gains))
+                spread = None if difference.spread is None else difference.spread.plus(over_seeds(gains))
                 found.append(
                     {
                         "cell": cell,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from mtp_train.families.assistants import GEMMA4_ASSISTANT
+from mtp_train.families.assistants import GEMMA4_ASSISTANT, building_assistant
 from mtp_train.trunk.load import Trunk
 from tiny import SLIDING_WINDOW, VOCAB_SIZE, WEIGHT_STD
 
@@ -73,7 +73,7 @@ def tiny_assistant(
         num_centroids=NUM_CENTROIDS,
         centroid_intermediate_top_k=CHOSEN_CENTROIDS,
     )
-    with GEMMA4_ASSISTANT.building(text):
+    with building_assistant(text):
         model = AutoModelForCausalLM.from_config(config)
     randomise(model, seed + 500)
     if ordered:

@@ -19,12 +19,6 @@ CHATML_STRIPS_THINKING = (
     "{% if loop.last %}{{ message.content }}{% else %}{{ message.content.split('</think>')[-1] }}{% endif %}<|im_end|>"
     "\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-CHATML_STRIPS_THINKING_MARKED = CHATML_STRIPS_THINKING.replace(
-    "{% if loop.last %}{{ message.content }}{% else %}{{ message.content.split('</think>')[-1] }}{% endif %}<|im_end|>",
-    "{% if message.role == 'assistant' %}{% generation %}{% if loop.last %}{{ message.content }}{% else %}"
-    "{{ message.content.split('</think>')[-1] }}{% endif %}<|im_end|>{% endgeneration %}{% else %}{{ message.content }}"
-    "<|im_end|>{% endif %}",
-)
 CHATML_NEVER_THINKS_ALOUD = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content.split('</think>')[-1] | trim }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"

@@ -149,7 +149,7 @@ def recipe(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recipe of a run that has finished and exported, in ``run`` beside it; answers come in batches of two."""
 
     def make(directory: Path) -> None:
-        answers = {"enabled": True, "max_new_tokens": 24, "temperature": 0.0, "batch_size": 2}
+        answers = {"max_new_tokens": 24, "temperature": 0.0, "batch_size": 2}
         arms = ["none", "graft", "retrained", "vanilla"]
         finished_run(directory, pristine, 0, data__regenerate=answers, evaluate__arms=arms)
 

@@ -52,7 +52,7 @@ class DraftModelToWrite:
         )
         self.out = directory / "draft"
 
-    def write(self, **settings: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def write(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Write it; return its tensors and its config."""
-        write_draft_checkpoint(self.source, self.artifact, self.head.config, self.out, **settings)
+        write_draft_checkpoint(self.source, self.artifact, self.head.config, self.out)
         return load_file(self.out / SINGLE_FILE), json.loads((self.out / "config.json").read_text())

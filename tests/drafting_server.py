@@ -84,7 +84,7 @@ class DraftingServer:
             ),
         )
         with self._lock:
-            (result,) = self._decoder.decode([request])
+            (result,) = self._decoder.generate([request])
             self.results.append(result)
             self._count(result)
         make = self._sglang if self.dialect == "sglang" else self._completion

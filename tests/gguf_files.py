@@ -44,6 +44,14 @@ def metadata(reader: gguf.GGUFReader) -> dict[str, Any]:
     return {key: field.contents() for key, field in reader.fields.items()}
 
 
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write a file whose fields and tensors were added."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write_whole(checkpoint: Path, head: gguf.GGUFReader, path: Path) -> None:
     """Write a tiny Qwen3.5 with its head as llama.cpp's converter does, in fp32; it has one key head to reorder for."""
     writer = gguf.GGUFWriter(path, "qwen35")
@@ -62,10 +70,7 @@ def write_whole(checkpoint: Path, head: gguf.GGUFReader, path: Path) -> None:
             elif name.endswith("norm.weight") and not name.endswith("ssm_norm.weight"):
                 values = values + 1
             writer.add_tensor(name, values.squeeze(1) if "conv1d" in name else values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 LAYER_NAMES = {

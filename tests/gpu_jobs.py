@@ -139,7 +139,7 @@ def failed_capture(device: torch.device) -> dict[str, Any]:
         decoder = SpeculativeDecoder(trunk, drafting, 3, (), captures=drafting is not None)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            texts.append([list(result.token_ids) for result in decoder.decode([list(range(1, 9))], 24)])
+            texts.append([list(result.token_ids) for result in decoder.generate([list(range(1, 9))], 24)])
         warned.append([str(one.message) for one in caught if "cannot be captured" in str(one.message)])
         captured.append(decoder.captured_rounds)
     return {

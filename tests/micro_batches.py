@@ -1,4 +1,4 @@
-"""A step's micro-batches on the device, as training feeds them, for tests that take their steps themselves."""
+"""A step's micro-batches on the device, as training takes them, for tests that take their steps themselves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from accelerate import Accelerator
 
 from mtp_train.data.pack import PackedSequence
-from mtp_train.train.feed import Feed, MicroBatch, Preparation
+from mtp_train.train.feed import Preparation
+from mtp_train.train.head_training import MicroBatch
 from mtp_train.train.plan import Plan
 
 
@@ -16,5 +17,4 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Return this process's micro-batches of a step."""
     prepared = Preparation.of(plan, weight_K, accelerator, None).step(sequences)
-    with Feed(prepared, accelerator.device) as feed:
-        return list(feed.micro_batches(plan.accumulation))
+    return [micro.to(accelerator.device) for micro in prepared]

@@ -55,7 +55,9 @@ def served_by(trunk: Trunk, eos_ids: Sequence[int]) -> ReplyFn:
         top_k = max(payload["top_k"], 0)
         named = {name: payload[name] for name in ("temperature", "top_p", "min_p", "seed")}
         with DECODING:
-            (result,) = decoder.decode([payload["prompt"]], payload["max_tokens"], Sampling(top_k=top_k, **named))
+            (result,) = decoder.generate(
+                [payload["prompt"]], payload["max_tokens"], sampling=Sampling(top_k=top_k, **named)
+            )
         return completion(
             finish_reason=result.finish_reason,
             token_ids=list(result.token_ids),

@@ -112,7 +112,7 @@ def write_recipe(path: Path, directory: Path, run_dir: Path, **overrides: Any) -
 # Enough for a random tiny head to beat the random graft clearly on the trunk's own words.
 LEARNS: dict[str, Any] = {
     # Greedily: of a model this random a head learns little from sampled text.
-    "data__regenerate": {"enabled": True, "max_new_tokens": 24, "temperature": 0.0},
+    "data__regenerate": {"max_new_tokens": 24, "temperature": 0.0},
     "train__max_steps": 30,
     "train__lr": 1e-2,
     "train__tokens_per_step": 384,
@@ -148,7 +148,7 @@ TINY_RESCUE = overrides_of(
     data__holdout=0.4,
     data__group_field="group",
     data__seq_len_tokens=96,
-    data__regenerate={"enabled": True, "max_new_tokens": 24, "temperature": 0.0},
+    data__regenerate={"max_new_tokens": 24, "temperature": 0.0},
     train__max_steps=2,
     train__tokens_per_step=192,
     train__warmup_steps=0,

@@ -113,7 +113,7 @@ def keep(case: str, accelerator: Accelerator) -> Kept:
     """Run a case's trunk over a sequence, another one in each process."""
     trunk = trunk_of(case)
     batch = collate([sequences(0)[accelerator.process_index]])
-    tokens_1T, document_1T = batch["input_ids_BT"], batch["document_BT"]
+    tokens_1T, document_1T = batch.tokens_BT, batch.document_BT
     expected = isolated_hidden(trunk, tokens_1T, document_1T, SEQ_LEN)
     whole, hidden_fn = held(trunk.layers), HiddenInShards(trunk, accelerator)
     off = float((hidden_fn(tokens_1T, document_1T, SEQ_LEN) - expected).abs().max())

@@ -8,7 +8,7 @@ their own, which knows nothing of what stands in for the device here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -82,22 +82,6 @@ class _Calls(TorchFunctionMode):
 class _Backend(backends._DummyBackendModule):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16]
-
-
-class Streams:
-    """What :func:`torch.get_device_module` returns for a device with streams; here everything runs in order."""
-
-    def Stream(self, _device: torch.device) -> Streams:
-        return self
-
-    def stream(self, _stream: Streams) -> nullcontext[None]:
-        return nullcontext()
-
-    def current_stream(self, _device: torch.device) -> Streams:
-        return self
-
-    def wait_stream(self, _stream: Streams) -> None:
-        pass
 
 
 def _is_simulated(device: Any) -> bool:

@@ -13,6 +13,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.loop import train_head
 from mtp_train.trunk.load import Trunk
 from runs import run_quietly, tiny_recipe, write_inputs
-from simulated_device import SimulatedTensor, Streams, simulated_device
+from simulated_device import DEVICE, SimulatedTensor, simulated_device
 from tiny import CACHE_KINDS, VOCAB_SIZE, tiny_head, tiny_trunk
 
 _aten = torch.ops.aten
@@ -161,7 +162,7 @@ def texts(trunk: Trunk, drafting: HeadDrafting | NgramDrafting, sampled_drafts: 
     ]
     sampling = "sampled" if sampled_drafts else "argmax"
     decoder = SpeculativeDecoder(trunk, drafting, 3, (), draft_sampling=sampling, max_batch=4)
-    return [list(result.token_ids) for result in decoder.decode(requests)]
+    return [list(result.token_ids) for result in decoder.generate(requests)]
 
 
 def decoded(device: torch.device, kinds: list[str]) -> dict[str, Any]:
@@ -185,7 +186,7 @@ class KeptStates:
     def __init__(self, trunk: Trunk) -> None:
         self.width = trunk.state_width
 
-    def rows(self, sequences: Sequence[PackedSequence], *, pins: bool = False) -> Tensor:
+    def rows(self, sequences: Sequence[PackedSequence]) -> Tensor:
         return torch.ones(len(sequences), len(sequences[0].input_ids_T), self.width)
 
 
@@ -197,12 +198,12 @@ def documents() -> list[Document]:
 
 
 def steps_waits(
-    directory: Path, name: str = "qwen3_5", *, keeps: bool = False, knows: bool = True, streams: bool = True
+    directory: Path, name: str = "qwen3_5", *, keeps: bool = False, knows: bool = True, pins: bool = True
 ) -> list[list[str]]:
     """Train, and return where the host waits in each step between the first and the last one.
 
     ``keeps``: with hidden states that are given. The controls: forwards that are not told what the host ``knows``, and
-    copies that no ``streams`` run beside the steps.
+    copies of memory that is not page-locked.
     """
     used = tiny_recipe(directory, directory, **WAITS)
     plan, trunk = plan_of(used, 1), tiny_trunk(name)
@@ -211,11 +212,13 @@ def steps_waits(
     sizes: dict[str, int] = {"seq_len_tokens": plan.seq_len_tokens, "sequences_per_step": plan.sequences_per_step}
     forward, marks = HeadTraining.forward, list[int]()
     with pytest.MonkeyPatch.context() as patch, Waits() as waits:
-        patch.setattr(feed, "streams_of", lambda _device: Streams() if streams else None)
-        patch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
-        patch.setattr(Tensor, "record_stream", lambda _tensor, _stream: None)
+        pinned = list[Tensor]()
+        patch.setattr(feed, "_PINNING", (DEVICE,) if pins else ())
+        patch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+        patch.setattr(Tensor, "is_pinned", lambda tensor: any(tensor is one for one in pinned))
         if not knows:
-            patch.setattr(HeadTraining, "forward", lambda *given, known: forward(*given))
+            unknown = {"forwards": None, "used_N": None}
+            patch.setattr(HeadTraining, "forward", lambda self, micro: forward(self, replace(micro, **unknown)))
         train_head(
             module,
             options=train_options(used),
@@ -237,7 +240,7 @@ def waits(directory: Path) -> dict[str, list[list[str]]]:
         "with states": steps_waits(directory / "states", keeps=True),
         "with experts": steps_waits(directory / "experts", "qwen3_5_moe"),
         "unknown": steps_waits(directory / "unknown", knows=False),
-        "in order": steps_waits(directory / "order", streams=False),
+        "in order": steps_waits(directory / "order", pins=False),
     }
 
 
@@ -247,7 +250,7 @@ def job(device: torch.device, directory: Path, settings: dict[str, Any]) -> dict
     with contextlib.suppress(GateRefusedError):
         run_quietly(tiny_recipe(inputs, run_dir, **{**SHORT, **settings}))
     given = [str(inputs / "finetune"), "--head", str(run_dir / "head"), "--max-new-tokens", "6"]
-    grid = ["--suite", "demo", "--prompts-per-task", "2", "--temperatures", "1", "--depths", "2", "--no-costs"]
+    grid = ["--suite", "demo", "--prompts-per-task", "2", "--temperatures", "1", "--depths", "2"]
     codes = [
         command_line(["generate", *given, "--prompt", "say 1"]),
         command_line(["evaluate", *given, *grid, "--out", str(directory / "evaluated")]),

@@ -9,7 +9,6 @@ from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import (
     ALL_TASKS,
     ArmComparison,
-    ArmCosts,
     Cell,
     Finding,
     Lossless,
@@ -120,19 +119,6 @@ STUDY = Report(
     settings={"headline": vars(HEADLINE), "suite": "builtin", "seed": 0, "device": {"name": "cpu", "threads": 2}},
     cells=make_cells(),
     comparisons=tuple(make_comparisons()),
-    costs=tuple(
-        ArmCosts(
-            arm=arm,
-            head_bytes=421_000_000,
-            head_kv_bytes_per_token=2048,
-            trunk_kv_bytes_per_token=24_576,
-            trunk_state_bytes=19_500_000,
-            context_tokens_lost=17_130,
-            prefill_ratio=0.97,
-            prefill_tokens=2048,
-        )
-        for arm in RATES
-    ),
     findings=(
         Finding(
             tone="good",

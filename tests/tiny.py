@@ -28,7 +28,7 @@ IS_OLD = Version(transformers.__version__) < Version("5.23")
 
 def _runs(family: Family) -> bool:
     needed = family.trunk.needs_transformers or "0"
-    return family.layer.borrowed is not None and Version(transformers.__version__) >= Version(needed)
+    return family.layer is not None and Version(transformers.__version__) >= Version(needed)
 
 
 ALL_FAMILIES = tuple(family.name for family in FAMILIES if _runs(family))

@@ -31,9 +31,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from mtp_inference import HeadDrafting, Request, SpeculativeDecoder
 from mtp_inference.opening import prompt_tokens
+from mtp_train.data.pack import PackedBatch
 from mtp_train.evaluation.suites import content_text, load_suite
 from mtp_train.heads.attention import without_cudnn_attention
-from mtp_train.train.head_training import HeadTraining
+from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.trunk.load import Trunk
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -92,7 +93,7 @@ class Ours:
 
     def __call__(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Texts:
         """Decode; see :data:`Arm`."""
-        results = self.decoder.decode([Request(prompt_ids=ids, max_new_tokens=new_tokens) for ids in prompts])
+        results = self.decoder.generate([Request(prompt_ids=ids, max_new_tokens=new_tokens) for ids in prompts])
         rounds = sum(one.rounds for one in results)
         self.tau = 1 + sum(one.num_accepted_tokens for one in results) / max(rounds, 1)
         return [one.token_ids for one in results]
@@ -183,7 +184,7 @@ def training_step(
     """
     device, vocab = trunk.lm_head_VD.device, len(trunk.lm_head_VD)
     shape = (tokens // seq_len, seq_len)
-    batch = (
+    batch = PackedBatch(
         torch.randint(vocab, shape, generator=torch.Generator().manual_seed(0)).to(device),
         torch.arange(seq_len, device=device).expand(shape),
         torch.zeros(shape, dtype=torch.long, device=device),
@@ -195,7 +196,7 @@ def training_step(
     scale_K = torch.full((depth,), 1 / tokens, device=device)
 
     def step() -> float:
-        total = module(*batch, scale_K).total
+        total = module(MicroBatch(batch, scale_K)).total
         total.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -125,7 +125,7 @@ class Bench:
                 )
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
-                    pairs = list(zip(requests, captured.decode(requests), eager.decode(requests), strict=True))
+                    pairs = list(zip(requests, captured.generate(requests), eager.generate(requests), strict=True))
                 failures = [str(one.message) for one in caught if "cannot be captured" in str(one.message)]
                 if failures or (captured.captured_rounds == 0 and self.device.type == "cuda"):
                     raise RuntimeError(f"depth {depth}, {dtype}: {failures or 'no graph'}; expected captured rounds")
@@ -155,7 +155,7 @@ class Bench:
         results: dict[int, list[Any]] = {depth: [] for depth in DEPTHS}
         for repeat, ids in enumerate(self.prompts(self.options.repeats + 1)):
             for depth, decoder in decoders.items():
-                (result,) = decoder.decode([Request(prompt_ids=ids, max_new_tokens=self.options.new_tokens)])
+                (result,) = decoder.generate([Request(prompt_ids=ids, max_new_tokens=self.options.new_tokens)])
                 if repeat:
                     results[depth].append(result)
         num_bytes = sum(one.nbytes for one in model.trunk.parameters())

@@ -1,7 +1,7 @@
 """Decode speculatively with MTP heads, without changing the text.
 
-:class:`SpeculativeDecoder` is the entry point: ``from_pretrained`` loads files, ``generate`` and ``stream`` take text,
-``decode`` and ``decode_chunks`` take token ids with settings for each request.
+:class:`SpeculativeDecoder` is the entry point: ``from_pretrained`` loads files, ``generate`` returns results, and
+``stream`` yields them piece by piece.
 """
 
 from __future__ import annotations

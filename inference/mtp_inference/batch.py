@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.cache.model_cache import PREFILL_CHUNK, WindowCache, window_states
 from mtp_inference.cache.rows import RowState
 from mtp_inference.cache.window import Window
 from mtp_inference.cpu_layers import CpuLayers
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
-from mtp_inference.forward import PREFILL_CHUNK, window_states
 from mtp_inference.sampling.chooser import Chooser, DraftSampling
 from mtp_inference.sampling.distributions import Sampling
 from mtp_train.trunk.load import Trunk
@@ -28,25 +27,6 @@ WIDE_ROWS = 4
 """Smallest number of batch rows whose rounds run in fp32, converting the weights in every round. At four rows, a model
 of 64 million weights gains with three drafts per row (1.2 to 1.3 times the speed) and loses without drafts (0.8 to
 0.9). A smaller model's figures vary too much to tell. Not measured on a processor with AVX2 only."""
-
-
-class Widening(NamedTuple):
-    """Stages of a batch that multiply in fp32, converting the weights layer by layer, and not in the stored dtype."""
-
-    prefill: bool
-    rounds: bool
-
-
-def choose_widening(trunk: Trunk, num_rows: int) -> Widening:
-    """Return the stages that are faster in fp32.
-
-    All rounds of a batch, with drafts or without, use the same precision, as another precision may decide near ties
-    differently.
-    """
-    weight = trunk.lm_head_VD
-    if not slow_halves(weight.dtype, weight.device):
-        return Widening(False, False)
-    return Widening(True, num_rows >= WIDE_ROWS)
 
 
 class Batch(RowState):
@@ -65,16 +45,20 @@ class Batch(RowState):
         self.size = size
         self.prefill_chunk = prefill_chunk
         weight, rows = trunk.lm_head_VD, size.num_rows
-        widening = choose_widening(trunk, rows)
+        # Whether prefill and rounds multiply in fp32, converting the weights layer by layer. All rounds have the same
+        # precision, with drafts or without, as another one may decide near ties differently.
+        self.widens_prefill = slow_halves(weight.dtype, weight.device)
+        self.widens_rounds = self.widens_prefill and rows >= WIDE_ROWS
         self.cache = WindowCache(
             trunk.config,
             num_rows=rows,
             capacity=size.capacity,
             max_window=size.max_window,
             max_undecided=size.depth + 1,
-            dtype=None if not widening.prefill or widening.rounds else weight.dtype,
+            dtype=weight.dtype if self.widens_prefill and not self.widens_rounds else None,
         )
-        self.widening = widening if self.cache.converts else widening._replace(prefill=widening.rounds)
+        if not self.cache.converts:
+            self.widens_prefill = self.widens_rounds
         self.chooser = Chooser([Sampling()] * rows, draft_sampling, weight.device)
         self.drafter: Drafter | None = None
         if drafting is not None and size.depth:
@@ -132,14 +116,10 @@ class Batch(RowState):
         self.length_B.zero_()
         self.chooser.set_rows(slice(None), [Sampling()] * self.cache.num_rows)
 
-    def release(self, row: int) -> None:
-        self.active_B[row] = False
-        self.length_B[row] = 0
-
     @contextmanager
     def in_round(self) -> Iterator[None]:
         """Choose the precision and the products of a round."""
-        with self.widened(self.widening.rounds), self._cpu_layers.used():
+        with self.widened(self.widens_rounds), self._cpu_layers.used():
             yield
 
     def widened(self, applies: bool) -> AbstractContextManager[None]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -43,22 +44,23 @@ class Rounds:
         self._graphs: dict[RoundKey, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._seen: set[RoundKey] = set()
 
-    def run(self, plan: RoundPlan) -> RoundOutcome:
+    def run(self, plan: RoundPlan) -> Tensor:
+        """Run a round; return its outcome, which the next round may write over."""
         if not self.captures:
-            return RoundOutcome(run_round(self.batch, plan))
+            return run_round(self.batch, plan)
         plan = round_up(plan, self.batch.cache.capacity)
         key = plan, self.batch.chooser.rows.steps
         if key not in self._seen:
             # The first round with a key runs uncaptured: libraries choose kernels and allocate workspaces in it.
             self._seen.add(key)
-            return RoundOutcome(run_round(self.batch, plan))
+            return run_round(self.batch, plan)
         if key not in self._graphs and not self._capture(key):
             # A capture executes nothing: run the round now.
             self.captures = False
-            return RoundOutcome(run_round(self.batch, plan))
+            return run_round(self.batch, plan)
         graph, outcome = self._graphs[key]
         graph.replay()
-        return RoundOutcome(outcome)
+        return outcome
 
     @property
     def num_captured(self) -> int:
@@ -106,26 +108,24 @@ def _stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-class RoundOutcome:
-    """The outcome of a round, copied to the host.
+def read_later(outcome: Tensor) -> Callable[[], list[list[int]]]:
+    """Return a function that returns the rows of an outcome on the host.
 
-    On a GPU it is copied while later rounds run; only :meth:`rows` waits for the copy.
+    On a GPU they are copied while later rounds run; only the function waits for the copy.
     """
+    if not outcome.is_cuda:
+        return outcome.tolist
+    host = torch.empty(outcome.shape, dtype=outcome.dtype, pin_memory=True)
+    host.copy_(outcome, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
 
-    def __init__(self, outcome: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._tensor = outcome
-        if outcome.is_cuda:
-            self._tensor = torch.empty(outcome.shape, dtype=outcome.dtype, pin_memory=True)
-            self._tensor.copy_(outcome, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def rows(self) -> list[list[int]]:
-        if self._event is not None:
-            self._event.synchronize()
-        rows: list[list[int]] = self._tensor.tolist()
+    def read() -> list[list[int]]:
+        copied.synchronize()
+        rows: list[list[int]] = host.tolist()
         return rows
+
+    return read
 
 
 def round_up(plan: RoundPlan, capacity: int) -> RoundPlan:

@@ -1,4 +1,4 @@
-"""The public API: load files, decode text and requests. ``round.py`` has the algorithm."""
+"""The public API: load files and decode prompts. ``round.py`` has the algorithm."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mtp_inference.batch import Batch
+from mtp_inference.cache.model_cache import PREFILL_CHUNK
 from mtp_inference.capture import Rounds
 from mtp_inference.cpu_layers import CpuLayers
 from mtp_inference.depth import Acceptance, DepthController, RoundCosts
 from mtp_inference.drafters.drafter import BatchSize, Drafting
 from mtp_inference.drafters.head_drafter import HeadDrafting
-from mtp_inference.forward import PREFILL_CHUNK
 from mtp_inference.opening import (
     OWN,
     OpenModel,
     open_model,
     prompt_tokens,
     refuse_images,
-    require_own_head,
 )
-from mtp_inference.requests import Chunk, GenerationResult, MtpMode, Request, require_depth
+from mtp_inference.requests import Chunk, GenerationResult, MtpMode, Prompt, Request, require_depth
 from mtp_inference.sampling.chooser import DraftSampling
-from mtp_inference.sampling.distributions import Sampling
+from mtp_inference.sampling.distributions import GREEDY, Sampling
 from mtp_inference.session import Lane, Session
 from mtp_inference.text import TextStream
 from mtp_train.errors import DataError, MtpError
@@ -57,7 +56,7 @@ class SpeculativeDecoder:
             text then equals plain sampling with the same seed. ``sampled`` draws drafts from the drafter's
             distribution: more drafts are accepted, and the text follows the same distribution with other noise.
         max_batch: Largest number of requests decoded together; further requests wait for a free row.
-        tokenizer: Needed for text prompts, for the text of results and for stop strings.
+        tokenizer: Needed for text prompts, and for the text of results.
         prefill_chunk: Prompt tokens of one forward.
         captures: Whether to capture rounds as CUDA graphs; has no effect on other devices.
         image_ids: Token ids that stand for images or videos: a text prompt with one of these is refused.
@@ -69,7 +68,7 @@ class SpeculativeDecoder:
     Example:
         >>> from mtp_inference import SpeculativeDecoder
         >>> decoder = SpeculativeDecoder.from_pretrained("demo:base", device="cpu")
-        >>> result = decoder.generate("def area(width, height):", max_new_tokens=16, mtp="on")[0]
+        >>> result = decoder.generate("def area(width, height):", max_new_tokens=16)[0]
         >>> len(result.token_ids), result.num_draft_tokens == 3 * result.num_drafts
         (16, True)
         >>> plain = decoder.generate("def area(width, height):", max_new_tokens=16, mtp="off")[0]
@@ -121,9 +120,7 @@ class SpeculativeDecoder:
         depth: int = 3,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
-        draft_sampling: DraftSampling = "argmax",
-        max_batch: int = 16,
-        captures: bool = True,
+        **options: Any,
     ) -> SpeculativeDecoder:
         """Load a checkpoint, its tokenizer and a drafter.
 
@@ -139,7 +136,7 @@ class SpeculativeDecoder:
             depth: Drafts per round, 0 to 7. At 0 no head is loaded, and decoding is plain.
             device: A torch device; None for the accelerator that torch finds, else the CPU.
             dtype: Of trunk and head; None for the stored dtype, on a CPU for fp32 if that fits in memory.
-            draft_sampling: See the class, also for ``max_batch`` and ``captures``.
+            options: ``draft_sampling``, ``max_batch`` and ``captures``, as in the class.
 
         Raises:
             CheckpointError: A file is missing or damaged, or the checkpoint has no head and none is named.
@@ -153,11 +150,8 @@ class SpeculativeDecoder:
             (2, torch.float32)
         """
         require_depth(depth)
-        location = str(checkpoint)
-        if depth and head is None:
-            require_own_head(location)
         name = str(head) if head is not None else OWN if depth else None
-        model = open_model(location, name, adapter=None if adapter is None else str(adapter))
+        model = open_model(str(checkpoint), name, adapter=None if adapter is None else str(adapter))
         require_whole_trunk(model.checkpoint, model.family)
         found = torch.accelerator.current_accelerator(check_available=True) if device is None else torch.device(device)
         return cls.from_open_model(
@@ -166,9 +160,7 @@ class SpeculativeDecoder:
             depth=depth,
             device=found or torch.device("cpu"),
             dtype=dtype,
-            draft_sampling=draft_sampling,
-            max_batch=max_batch,
-            captures=captures,
+            **options,
         )
 
     @classmethod
@@ -196,128 +188,76 @@ class SpeculativeDecoder:
 
     def generate(
         self,
-        prompts: str | Sequence[str],
+        prompts: str | Sequence[Prompt],
         max_new_tokens: int = 128,
         *,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int = 0,
-        stop: str | Sequence[str] = (),
+        sampling: Sampling = GREEDY,
         chat: bool = False,
-        mtp: MtpMode = "auto",
+        mtp: MtpMode = "on",
     ) -> list[GenerationResult]:
-        """Continue text prompts, decoded together.
+        """Decode prompts together, to their ends.
 
         Args:
-            prompts: One prompt or several.
+            prompts: A text, or several prompts: each a text, token ids, or a request, which has its own settings in
+                place of the other arguments.
             max_new_tokens: Limit of each text, at least 1.
-            temperature: 0 is greedy; else at least 0.001.
-            top_p: Keep the most probable tokens whose probabilities reach this sum, in (0, 1].
-            top_k: Keep the k most probable tokens; 0 keeps all.
-            seed: Seed of the first prompt's noise; it grows by 1 with each further prompt.
-            stop: A string or strings that end a text; it is cut before them.
-            chat: Whether to apply the chat template, with the prompt as the user's message.
-            mtp: ``on`` drafts ``depth`` tokens in every round, ``off`` drafts nothing, ``auto`` drafts the number of
-                tokens, up to ``depth``, that is fastest by the costs and the acceptance measured so far.
+            sampling: Sampling settings, greedy by default; the seed grows by 1 with each further prompt.
+            chat: Whether to apply the chat template to texts, as the user's message.
+            mtp: As in :class:`Request`.
 
         Raises:
-            MtpError: The decoder has no tokenizer, or a number is out of range.
+            MtpError: A text needs a tokenizer that the decoder does not have, or a number is out of range.
             DataError: A prompt has no token or contains an image token, or there is no chat template.
-            CheckpointError: Logits are NaN or infinite.
-
-        Example:
-            >>> from mtp_inference import SpeculativeDecoder
-            >>> decoder = SpeculativeDecoder.from_pretrained("demo:base", device="cpu")
-            >>> first, second = decoder.generate(["import ", "def add("], max_new_tokens=8, temperature=0.7, seed=1)
-            >>> len(second.token_ids), second.finish_reason
-            (8, 'length')
-        """
-        sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-        texts = [prompts] if isinstance(prompts, str) else prompts
-        return self.decode(self._text_requests(texts, max_new_tokens, sampling, stop, chat=chat, mtp=mtp))
-
-    def stream(
-        self,
-        prompt: str,
-        max_new_tokens: int = 128,
-        *,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int = 0,
-        stop: str | Sequence[str] = (),
-        chat: bool = False,
-        mtp: MtpMode = "auto",
-    ) -> Iterator[str]:
-        """Continue one text prompt; yield its text piece by piece, as rounds commit tokens.
-
-        The pieces joined are the ``text`` of :meth:`generate` with the same arguments. The text lags behind the
-        committed tokens while a character or a stop string may be incomplete.
-
-        Raises:
-            MtpError: As for :meth:`generate`; raised before anything is decoded.
-
-        Example:
-            >>> from mtp_inference import SpeculativeDecoder
-            >>> decoder = SpeculativeDecoder.from_pretrained("demo:base", device="cpu")
-            >>> pieces = list(decoder.stream("import ", max_new_tokens=12))
-            >>> "".join(pieces) == decoder.generate("import ", max_new_tokens=12)[0].text
-            True
-        """
-        sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-        requests = self._text_requests([prompt], max_new_tokens, sampling, stop, chat=chat, mtp=mtp)
-        chunks = self.decode_chunks(requests)
-        return (chunk.text for chunk in chunks if chunk.text)
-
-    def decode(
-        self,
-        prompts: Sequence[Request] | Sequence[Sequence[int]],
-        max_new_tokens: int | None = None,
-        sampling: Sampling | None = None,
-    ) -> list[GenerationResult]:
-        """Decode requests or token ids to their ends.
-
-        Args:
-            prompts: Requests, each with its own settings; or lists of token ids that share the other arguments.
-            max_new_tokens: Limit for each list of token ids.
-            sampling: Sampling settings for lists of token ids; None is greedy.
-
-        Raises:
-            MtpError: A value is out of range, or a request needs a tokenizer or a depth that the decoder does not have.
+            TrainingError: Processes that share the trunk got different prompts.
             CheckpointError: Logits are NaN or infinite.
 
         Example:
             >>> from mtp_inference import Request, Sampling, SpeculativeDecoder
             >>> decoder = SpeculativeDecoder.from_pretrained("demo:base", device="cpu")
-            >>> sampled = Request(prompt_ids=[4, 5], max_new_tokens=8, sampling=Sampling(temperature=1.0, seed=2))
-            >>> greedy = Request(prompt_ids=[4, 5, 6], max_new_tokens=4, mtp="off")
-            >>> [len(result.token_ids) for result in decoder.decode([sampled, greedy])]
+            >>> warm = Sampling(temperature=0.7, seed=1)
+            >>> first, second = decoder.generate(["import ", "def add("], max_new_tokens=8, sampling=warm)
+            >>> len(second.token_ids), second.finish_reason
+            (8, 'length')
+            >>> requests = [Request(prompt_ids=[4, 5], max_new_tokens=8, mtp="auto"), [4, 5, 6]]
+            >>> [len(result.token_ids) for result in decoder.generate(requests, max_new_tokens=4)]
             [8, 4]
         """
-        requests = _requests(prompts, max_new_tokens, sampling)
-        results = {chunk.index: chunk.result for chunk in self.decode_chunks(requests) if chunk.result is not None}
-        return [results[index] for index in range(len(requests))]
+        chunks = self.stream(prompts, max_new_tokens, sampling=sampling, chat=chat, mtp=mtp)
+        results = {chunk.index: chunk.result for chunk in chunks if chunk.result is not None}
+        return [results[index] for index in sorted(results)]
 
-    def decode_chunks(self, requests: Sequence[Request]) -> Iterator[Chunk]:
-        """Decode requests; yield a chunk for each text that prefill or a round extends.
+    def stream(
+        self,
+        prompts: str | Sequence[Prompt],
+        max_new_tokens: int = 128,
+        *,
+        sampling: Sampling = GREEDY,
+        chat: bool = False,
+        mtp: MtpMode = "on",
+    ) -> Iterator[Chunk]:
+        """Decode prompts together; yield a chunk for each text that prefill or a round extends.
 
-        Raises:
-            MtpError: A request needs a tokenizer or a depth that the decoder does not have; raised before anything is
-                decoded.
-            TrainingError: Processes that share the trunk got different requests.
-            CheckpointError: Logits are NaN or infinite.
+        Arguments and errors are those of :meth:`generate`; wrong arguments raise before anything is decoded. The chunks
+        of a prompt, joined, have the text and the tokens of its result, which its last chunk contains. The text lags
+        behind the tokens while a character may be incomplete.
 
         Example:
-            >>> from mtp_inference import Request, SpeculativeDecoder
+            >>> from mtp_inference import SpeculativeDecoder
             >>> decoder = SpeculativeDecoder.from_pretrained("demo:base", device="cpu")
-            >>> requests = [Request(prompt_ids=[4, 5], max_new_tokens=6), Request(prompt_ids=[7], max_new_tokens=3)]
-            >>> counts = [0, 0]
-            >>> for chunk in decoder.decode_chunks(requests):
-            ...     counts[chunk.index] += len(chunk.token_ids)
-            >>> counts
-            [6, 3]
+            >>> pieces = [chunk.text for chunk in decoder.stream("import ", max_new_tokens=12)]
+            >>> "".join(pieces) == decoder.generate("import ", max_new_tokens=12)[0].text
+            True
         """
+        requests = []
+        for number, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts):
+            if not isinstance(prompt, Request):
+                prompt = Request(
+                    prompt_ids=self._tokens(prompt, chat, f"prompt {number + 1}"),
+                    max_new_tokens=max_new_tokens,
+                    sampling=replace(sampling, seed=sampling.seed + number),
+                    mtp=mtp,
+                )
+            requests.append(prompt)
         lanes = [self._lane(index, request) for index, request in enumerate(requests)]
         return self._session(lanes).run() if lanes else iter(())
 
@@ -326,40 +266,17 @@ class SpeculativeDecoder:
         """Number of CUDA graphs of rounds captured so far; at 0 every round ran one operation at a time."""
         return self._captured_before + (self._rounds.num_captured if self._rounds is not None else 0)
 
-    def _text_requests(
-        self,
-        prompts: Sequence[str],
-        max_new_tokens: int,
-        sampling: Sampling,
-        stop: str | Sequence[str],
-        *,
-        chat: bool,
-        mtp: MtpMode,
-    ) -> list[Request]:
+    def _tokens(self, prompt: str | Sequence[int], chat: bool, where: str) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
         if self.tokenizer is None:
             raise MtpError(
-                "generate: a text prompt, and the decoder has no tokenizer; expected one. Give SpeculativeDecoder a "
-                "tokenizer, or pass token ids to decode."
+                f"{where}: text, and the decoder has no tokenizer; expected one. Give SpeculativeDecoder a tokenizer, "
+                "or pass token ids."
             )
-        requests = []
-        for number, prompt in enumerate(prompts):
-            where = f"prompt {number + 1}"
-            if not isinstance(prompt, str):
-                raise MtpError(
-                    f"{where}: {type(prompt).__name__}; expected text. Pass requests and token ids to decode."
-                )
-            prompt_ids = prompt_tokens(self.tokenizer, prompt, chat=chat, where=where)
-            refuse_images(prompt_ids, self.image_ids, where)
-            requests.append(
-                Request(
-                    prompt_ids=prompt_ids,
-                    max_new_tokens=max_new_tokens,
-                    sampling=replace(sampling, seed=sampling.seed + number),
-                    mtp=mtp,
-                    stop=(stop,) if isinstance(stop, str) else tuple(stop),
-                )
-            )
-        return requests
+        prompt_ids = prompt_tokens(self.tokenizer, prompt, chat=chat, where=where)
+        refuse_images(prompt_ids, self.image_ids, where)
+        return prompt_ids
 
     def _session(self, lanes: list[Lane]) -> Session:
         # Equal lengths next to each other are prefilled together. The longest prompts come first: a long text that
@@ -396,11 +313,6 @@ class SpeculativeDecoder:
         return self.trunk.lm_head_VD.device.type == "cuda" and not self.trunk.offloaded
 
     def _lane(self, index: int, request: Request) -> Lane:
-        if request.stop and self.tokenizer is None:
-            raise MtpError(
-                f"stop: {list(request.stop)}, and no tokenizer; expected one, to find stop strings in text. Give "
-                "SpeculativeDecoder a tokenizer, or use stop_token_ids."
-            )
         rows = self.trunk.causal_lm.get_input_embeddings().weight.shape[0]
         beyond = next((token for token in request.prompt_ids if not 0 <= token < rows), None)
         if beyond is not None:
@@ -413,7 +325,7 @@ class SpeculativeDecoder:
             depth = 0
         elif depth > self.depth:
             self.drafting.check(self.trunk, depth)
-        text = TextStream(self.tokenizer, request.prompt_ids, request.stop) if self.tokenizer is not None else None
+        text = TextStream(self.tokenizer, request.prompt_ids) if self.tokenizer is not None else None
         return Lane(
             index=index,
             request=request,
@@ -424,24 +336,3 @@ class SpeculativeDecoder:
             controller=DepthController(depth, self.acceptance) if request.mtp == "auto" and depth else None,
             started=time.perf_counter(),
         )
-
-
-def _requests(
-    prompts: Sequence[Request] | Sequence[Sequence[int]], max_new_tokens: int | None, sampling: Sampling | None
-) -> list[Request]:
-    requests = []
-    for prompt in prompts:
-        if isinstance(prompt, Request):
-            if max_new_tokens is not None or sampling is not None:
-                raise MtpError(
-                    "decode: requests and settings beside them; expected settings inside the requests. Leave "
-                    "max_new_tokens and sampling out."
-                )
-            requests.append(prompt)
-        elif isinstance(prompt, str):
-            raise MtpError("decode: text; expected token ids or requests. Pass text to generate or stream.")
-        elif max_new_tokens is None:
-            raise MtpError("max_new_tokens: none; expected a limit for token lists. Pass max_new_tokens.")
-        else:
-            requests.append(Request(prompt_ids=prompt, max_new_tokens=max_new_tokens, sampling=sampling or Sampling()))
-    return requests

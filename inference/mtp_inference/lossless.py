@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from mtp_inference.batch import Batch
+from mtp_inference.cache.model_cache import PREFILL_CHUNK
 from mtp_inference.cpu_layers import CpuLayers
 from mtp_inference.drafters.drafter import BatchSize, RoundPlan
-from mtp_inference.forward import PREFILL_CHUNK
 from mtp_inference.requests import Round
 from mtp_inference.round import prefill
 from mtp_inference.sampling.distributions import TOKEN, Sampling, SamplingRows, probabilities, uniform
@@ -70,21 +70,14 @@ class Errors(NamedTuple):
 
     noise: float
     """Largest error in plain decoding, at least the rounding of the largest logit."""
-    typical_noise: float
-    """Median error in plain decoding."""
-    typical_window: float | None
-    """Median error in the decoder's windows; None if the text has no new token."""
+    window_ratio: float | None
+    """Median error in the decoder's windows over that in plain decoding; None if the text has no new token."""
     is_rounding: bool
     """Whether plain decoding and the windows differ from the reference by no more than rounding."""
     reference_TV: Tensor
     """Logits after the last ``CHECKED_POSITIONS`` tokens or fewer, fp32."""
     plain_TV: Tensor
     """The same logits by cached plain decoding in the run's dtype, as fp32."""
-
-    @property
-    def window_ratio(self) -> float | None:
-        """Typical error of windows over plain decoding's."""
-        return None if self.typical_window is None else self.typical_window / self.typical_noise
 
 
 @torch.inference_mode()
@@ -181,15 +174,15 @@ def measure_errors(
     plain = [_largest(plain_TV, last_TV), *([_largest(whole_TV, reference_TV)] if widens else [])]
     noise = max(step, *(float(errors_T.max()) for errors_T in plain))
     typical = max(step / 4, *(float(errors_T.median()) for errors_T in plain))
-    typical_window = None
+    window_ratio = None
     if tokens:
         windows_TV = _window_logits(trunk, prompt_ids, tokens, rounds or PROBE_ROUNDS)[-num_checked:]
-        typical_window = float(_largest(windows_TV, last_TV[-len(windows_TV) :]).median())
+        window_ratio = float(_largest(windows_TV, last_TV[-len(windows_TV) :]).median()) / typical
     # Packed weights may be multiplied in fewer bits, whatever the dtype of the other weights.
     computes_fp32 = all(parameter.dtype is torch.float32 for parameter in trunk.causal_lm.parameters())
     is_rounding = not computes_fp32 or noise <= MOST_FP32_STEPS * step
-    is_rounding &= typical_window is None or typical_window <= NOISE_RATIO * typical
-    return Errors(noise, typical, typical_window, is_rounding, last_TV, plain_TV)
+    is_rounding &= window_ratio is None or window_ratio <= NOISE_RATIO
+    return Errors(noise, window_ratio, is_rounding, last_TV, plain_TV)
 
 
 def _largest(logits_TV: Tensor, reference_TV: Tensor) -> Tensor:

@@ -20,16 +20,17 @@ from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.head_drafter import HeadDrafting
 from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
 from mtp_inference.requests import MAX_DEPTH
+from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.locations import head_directory, is_head_directory, locate_adapter, open_location
-from mtp_train.errors import CheckpointError, DataError, UnsupportedModelError
+from mtp_train.errors import DataError, UnsupportedModelError
 from mtp_train.families import Assistant, Family, assistant_for
-from mtp_train.heads.build import HeadPlan, build_head, deepest, graft_plan, stored_head_plan
-from mtp_train.heads.diagnose import diagnose_head, text_config_of
+from mtp_train.heads.build import HeadPlan, build_head, deepest, graft_artifact_plan, graft_plan
+from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.draft_model import draft_model, draft_plan, load_assistant
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.precision import trunk_dtype
-from mtp_train.trunk.quantise import Quantization, pack_head, require_bitsandbytes, require_quantizable
+from mtp_train.trunk.quantise import Quantization, require_bitsandbytes, require_quantizable
 from mtp_train.trunk.tokenizer import NO_VARIABLES, chat_prompt_tokens, raw_tokens
 
 OWN, NGRAM, MODEL = "own", "ngram", "model:"
@@ -53,7 +54,8 @@ def head_plan(checkpoint: Checkpoint, head: str) -> HeadPlan:
     if head == OWN:
         return graft_plan(checkpoint, checkpoint, "auto")
     if is_head_directory(Path(head)):
-        return stored_head_plan(Path(head), checkpoint.family)
+        artifact = load_artifact(Path(head))
+        return graft_artifact_plan(checkpoint, artifact, Path(head), artifact.convention)
     donor = open_location(head)
     draft = draft_model(donor)
     return graft_plan(checkpoint, donor, "auto") if draft is None else draft_plan(draft, checkpoint)
@@ -71,7 +73,6 @@ class OpenModel:
     """Format that the trunk's linear layers are packed in while loading."""
     head: str | None
     """Name of the drafter; None for plain decoding."""
-    head_quantization: Quantization | None
     plan: HeadPlan | None
     """Set if the drafter is a head."""
     drafter: Checkpoint | None
@@ -107,8 +108,6 @@ class OpenModel:
         dtype, device = trunk.lm_head_VD.dtype, trunk.lm_head_VD.device
         if self.plan is not None:
             head = build_head(self.plan, text_config_of(self.checkpoint), dtype=dtype).to(device).eval()
-            if self.head_quantization is not None:
-                pack_head(head, self.head_quantization)
             return HeadDrafting(head, self.plan.draft_vocab)
         if self.head == NGRAM:
             return NgramDrafting()
@@ -126,7 +125,6 @@ def open_model(
     *,
     adapter: str | None = None,
     quantization: Quantization | None = None,
-    head_quantization: Quantization | None = None,
     where: str = "head",
 ) -> OpenModel:
     """Open the files of a trunk and its drafter, and check that they fit each other.
@@ -139,6 +137,7 @@ def open_model(
     checkpoint = open_location(location)
     if quantization is not None:
         require_quantizable(quantization, checkpoint.config, where=checkpoint.path)
+        require_bitsandbytes(quantization, where)
     adapter_path = locate_adapter(adapter, location) if adapter else None
     stored = head_directory(head) if head is not None else None
     head = head if stored is None else str(stored)
@@ -150,28 +149,9 @@ def open_model(
         assistant = assistant_for(found.config)
         if assistant is not None:
             family, drafter, name = _trunk_family(assistant, found, checkpoint), found, None
-    if head_quantization is not None and name is None:
-        raise DataError(
-            f"{where}: {head} packed into {head_quantization}; expected a head, which has linear layers to "
-            "pack. Leave the bits out."
-        )
-    for bits in (quantization, head_quantization):
-        if bits is not None:
-            require_bitsandbytes(bits, where)
     plan = None if name is None else head_plan(checkpoint, name)
     family = family or checkpoint.family
-    return OpenModel(checkpoint, family, adapter_path, quantization, head, head_quantization, plan, drafter, assistant)
-
-
-def require_own_head(location: str) -> None:
-    """Raise a CheckpointError if a checkpoint contains no complete MTP head."""
-    checkpoint = open_location(location)
-    diagnosis = diagnose_head(checkpoint)
-    if not diagnosis.complete:
-        raise CheckpointError(
-            f"{checkpoint.path}: {diagnosis.describe()}; expected a complete head, as no other is named. Pass head= (a "
-            "head directory, or a checkpoint with a head), or depth=0 for plain decoding."
-        )
+    return OpenModel(checkpoint, family, adapter_path, quantization, head, plan, drafter, assistant)
 
 
 def prompt_tokens(

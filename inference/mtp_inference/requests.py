@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from mtp_inference.sampling.distributions import Sampling
+from mtp_inference.sampling.distributions import GREEDY, Sampling
 from mtp_train.errors import MtpError
 
 
@@ -44,9 +44,9 @@ class GenerationResult:
     token_ids: tuple[int, ...]
     """New token ids only, the EOS that ended the text included."""
     text: str = ""
-    """Their text, cut before the stop string that ended it; empty without a tokenizer."""
+    """Their text; empty without a tokenizer."""
     finish_reason: Literal["stop", "length"] = "length"
-    """``stop``: a stop token or a stop string ended the text. ``length``: ``max_new_tokens`` did."""
+    """``stop``: a stop token ended the text. ``length``: ``max_new_tokens`` did."""
     depth: int
     """Largest number of drafts per round."""
     round_log: tuple[Round, ...]
@@ -55,12 +55,6 @@ class GenerationResult:
     """Wall time until the first token is known, in seconds; includes the head's pass over the prompt."""
     seconds_decode: float
     """Wall time of all rounds, in seconds."""
-
-    @property
-    def from_drafts(self) -> tuple[bool, ...]:
-        """For each of :attr:`token_ids`, whether it was an accepted draft; the others are the trunk's own."""
-        rounds = [flag for one in self.round_log for flag in (*[True] * one.num_accepted, False)]
-        return (False, *rounds)[: len(self.token_ids)]
 
     @property
     def rounds(self) -> int:
@@ -118,7 +112,7 @@ class Request:
     """Token ids, at least one."""
     max_new_tokens: int
     """At least 1."""
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = GREEDY
     """How tokens are chosen; greedy by default."""
     mtp: MtpMode = "on"
     """``on`` drafts ``depth`` tokens every round, ``off`` none, ``auto`` the fastest number, up to ``depth``."""
@@ -126,8 +120,6 @@ class Request:
     """Drafts per round, 0 to 7; None for the decoder's depth."""
     stop_token_ids: frozenset[int] = frozenset()
     """Token ids that end the text, besides the decoder's ``eos_ids``. The token that ends the text is returned."""
-    stop: tuple[str, ...] = ()
-    """Strings that end the text; it is cut before them. The decoder needs a tokenizer for them."""
 
     def __post_init__(self) -> None:
         if not len(self.prompt_ids):
@@ -140,6 +132,10 @@ class Request:
             require_depth(self.depth)
 
 
+Prompt = str | Sequence[int] | Request
+"""A text, token ids, or a request with its own settings."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
     """The tokens and the text that prefill or one round added to one request."""
@@ -148,8 +144,7 @@ class Chunk:
     token_ids: tuple[int, ...]
     """New token ids, in order; empty only if the text had ended before."""
     text: str
-    """Text that later tokens cannot change. It lags behind the tokens while a character or a stop string may be
-    incomplete. Empty without a tokenizer."""
+    """Text that lags behind the tokens while a character is incomplete. Empty without a tokenizer."""
     result: GenerationResult | None = None
     """The complete result, in the last chunk of a request."""
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from mtp_inference.batch import Batch
+from mtp_inference.cache.model_cache import prefill_chunks
 from mtp_inference.drafters.drafter import RoundPlan
-from mtp_inference.forward import prefill_chunks
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 
 BAD_TRUNK, BAD_DRAFTER = -1, -2
@@ -69,16 +69,16 @@ def prefill(batch: Batch, rows: slice, prompt_RT: Tensor) -> Tensor:
     Returns:
         int64 (R,): a token, or ``BAD_TRUNK`` if its logits are not finite.
     """
-    trunk, widening, num_tokens = batch.trunk, batch.widening, prompt_RT.shape[1]
+    trunk, num_tokens = batch.trunk, prompt_RT.shape[1]
     # Without a drafter only the last chunk is read.
     hidden = deque[Tensor](maxlen=1 if batch.drafter is None else None)
-    with batch.widened(widening.prefill):
+    with batch.widened(batch.widens_prefill):
         hidden.extend(prefill_chunks(trunk, batch.cache, rows, prompt_RT, batch.prefill_chunk))
     hidden_RTD = torch.cat(list(hidden), dim=1)
-    if widening.prefill and not widening.rounds:
+    if batch.widens_prefill and not batch.widens_rounds:
         # The first token and the drafter use the precision of the rounds.
         hidden_RTD = hidden_RTD.to(trunk.lm_head_VD.dtype)
-    with batch.widened(widening.rounds):
+    with batch.widened(batch.widens_rounds):
         logits_R1V = trunk.logits(hidden_RTD[:, -1:])
         first_R = batch.chooser.first(rows, logits_R1V, num_tokens)
         if batch.drafter is not None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from mtp_inference.capture import RoundOutcome, Rounds
+from mtp_inference.capture import Rounds, read_later
 from mtp_inference.depth import DepthController, RoundCosts, batch_depth
 from mtp_inference.drafters.drafter import PENDING_PLACES, RoundPlan
 from mtp_inference.requests import Chunk, GenerationResult, Request, Round
@@ -65,10 +65,6 @@ class Lane:
         """Number of new tokens until the limit, an upper bound on the host."""
         return self.request.max_new_tokens - len(self.tokens)
 
-    @property
-    def met_stop_string(self) -> bool:
-        return self.text_stream is not None and self.text_stream.stopped
-
     def extend(self, tokens: Sequence[int]) -> Chunk:
         """Add committed tokens up to the end of the text; return them, and the result if the text has ended."""
         added: list[int] = []
@@ -78,7 +74,7 @@ class Lane:
             self.tokens.append(token)
             if self.text_stream is not None:
                 text += self.text_stream.push(token)
-            self.is_done = token in self.stops or self.tokens_left <= 0 or self.met_stop_string
+            self.is_done = token in self.stops or self.tokens_left <= 0
             if self.is_done:
                 break
         if self.is_done and self.text_stream is not None:
@@ -87,11 +83,10 @@ class Lane:
         return Chunk(index=self.index, token_ids=tuple(added), text=text, result=result)
 
     def _result(self) -> GenerationResult:
-        by_stop = self.tokens[-1] in self.stops or self.met_stop_string
         return GenerationResult(
             token_ids=tuple(self.tokens),
             text=self.text_stream.text if self.text_stream is not None else "",
-            finish_reason="stop" if by_stop else "length",
+            finish_reason="stop" if self.tokens[-1] in self.stops else "length",
             depth=self.depth,
             round_log=tuple(self.rounds),
             seconds_prefill=self.seconds_prefill,
@@ -102,7 +97,7 @@ class Lane:
 class InFlight(NamedTuple):
     """A round whose outcome the host has not read yet."""
 
-    outcome: RoundOutcome
+    read: Callable[[], list[list[int]]]
     lanes: dict[int, Lane]
     """Row of the outcome to its lane; later rounds may have fewer rows."""
     plan: RoundPlan
@@ -205,11 +200,11 @@ class Session:
             for lane in self.lanes.values():
                 lane.pending = 0
         launched = self._round_clock()
-        outcome = self.rounds.run(plan)
+        read = read_later(self.rounds.run(plan))
         for lane in self.lanes.values():
             lane.pending = (0 if depth else lane.pending) + depth + 1
             lane.position += depth + 1
-        self.in_flight.append(InFlight(outcome, dict(self.lanes), plan, launched))
+        self.in_flight.append(InFlight(read, dict(self.lanes), plan, launched))
 
     def _require_rows(self) -> None:
         if self.batch.owner is not self._ticket:
@@ -257,8 +252,8 @@ class Session:
         )
 
     def _look(self) -> Iterator[Chunk]:
-        outcome, lanes, plan, launched = self.in_flight.popleft()
-        rows = outcome.rows()
+        read, lanes, plan, launched = self.in_flight.popleft()
+        rows = read()
         now = self._round_clock()
         # A round that waited for the previous round began when that one ended.
         self.costs.observe(len(rows), plan.depth, now - max(launched, self._last_look))
@@ -291,7 +286,4 @@ class Session:
         chunk = lane.extend(tokens)
         if lane.is_done:
             del self.lanes[lane.row]
-            # The device checks stop tokens and limits, but not stop strings.
-            if lane.met_stop_string:
-                self.batch.release(lane.row)
         return chunk

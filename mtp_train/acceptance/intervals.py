@@ -6,8 +6,8 @@ Statistics 9, 1981), and intervals are Student's t. For two arms the same group 
 that they share cancels. The degrees of freedom are the effective number of groups (Kish's ``(sum w)^2 / sum w^2``,
 rounded down) minus 1, because pooled figures weigh long texts more.
 
-``scripts/simulate_intervals.py`` prints how often a gate passes two equal heads at each number of groups: by this
-statistic, by the same over prompts, and by the bootstrap over groups, with and without correlation in groups.
+``tests/unit/test_acceptance_gate.py`` counts how often a gate passes two equal heads: by this statistic no more often
+than it states, by the same over prompts far more often.
 
 Shapes: P prompts, G groups, X figures.
 """

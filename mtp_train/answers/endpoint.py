@@ -1,10 +1,11 @@
 """A client of OpenAI's completions API, for vLLM, SGLang, llama.cpp and servers like them.
 
-:class:`Endpoint` builds requests, sends them (again after failures that may pass), returns response tokens, and reads
-the server's counts of drafts.
+:meth:`Endpoint.answers` sends requests of the decoder's form to a server, again after failures that may pass, and
+yields the tokens of the responses as they arrive. :meth:`Endpoint.counters` reads the server's counts of drafts.
 
 - A prompt is sent as token ids, which vLLM, SGLang and llama.cpp accept, so that no template or tokenizer of the server
   can change it. A server that accepts only text gets the decoded text.
+- SGLang is asked by its own API, whose responses have its counts of drafts.
 - vLLM and SGLang return responses as token ids (``return_token_ids``). Text from other servers is tokenised here.
 - Every sampling setting is sent, because servers have other defaults: vLLM and SGLang read the checkpoint's
   generation_config.json, llama.cpp has its own.
@@ -17,16 +18,18 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import asdict
+from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import httpx
 
+from mtp_inference.requests import Request
 from mtp_train.answers.draft_counts import COUNTING, Counters, as_completion, native_payload, read_counters
-from mtp_train.answers.generate import Question
-from mtp_train.errors import DataError, MtpError, printable, redacted
+from mtp_train.errors import DataError, printable, redacted
 from mtp_train.trunk.tokenizer import raw_tokens
 
 if TYPE_CHECKING:
@@ -63,12 +66,9 @@ LIST_TIMEOUT = httpx.Timeout(10.0, connect=CONNECT_TIMEOUT_SECONDS)
 MAX_BODY_BYTES = 2**26
 """The largest response, unpacked: 64 MiB, above any response of text."""
 _DETAIL_BYTES = 2**12
+REDIRECTS = range(300, 400)
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """HTTP statuses after which the same request may succeed."""
-
-Answer = TypeVar("Answer")
-
-GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
 class SettingNames(NamedTuple):
@@ -85,13 +85,24 @@ _OF_RECIPE = ("data.regenerate.endpoint", "data.regenerate.model", "data.regener
 RECIPE_NAMES = SettingNames(*_OF_RECIPE, "then the same command resumes from here")
 
 
-class StalledError(DataError):
-    """Report a server that finishes nothing; its requests are not waited for."""
+class Refusal(NamedTuple):
+    """Why a server did not answer one prompt."""
+
+    reason: str
 
 
-def _in_thread(work: Callable[[], Answer]) -> Future[Answer]:
+class Response(NamedTuple):
+    """A server's response to one prompt."""
+
+    token_ids: list[int]
+    """The new tokens, with the end-of-text token if the response is finished."""
+    document: Mapping[str, Any]
+    """The completion as the server sent it, with its usage and the like."""
+
+
+def _in_thread(work: Callable[[], Response | Refusal]) -> Future[Response | Refusal]:
     """Do some work in a thread of its own, which does not keep the process alive: a server may never answer."""
-    future: Future[Answer] = Future()
+    future: Future[Response | Refusal] = Future()
 
     def complete() -> None:
         try:
@@ -101,12 +112,6 @@ def _in_thread(work: Callable[[], Answer]) -> Future[Answer]:
 
     threading.Thread(target=complete, daemon=True).start()
     return future
-
-
-class Refusal(NamedTuple):
-    """Why a server did not answer one prompt."""
-
-    reason: str
 
 
 def read_api_key(variable: str | None, names: SettingNames = RECIPE_NAMES) -> str | None:
@@ -136,6 +141,7 @@ class Endpoint:
         api_key: Sent as a bearer token; None sends no token.
         timeout_seconds: Longest wait for a part of a response. A server sends nothing until a response is complete, and
             a busy one queues requests first.
+        from_cache: Whether the server may take prompts from a cache.
         wait: Called to wait a number of seconds. The default returns after that time, or when :meth:`close` is called.
     """
 
@@ -149,6 +155,7 @@ class Endpoint:
         api_key: str | None = None,
         concurrency: int = 1,
         timeout_seconds: float = RESPONSE_TIMEOUT_SECONDS,
+        from_cache: bool = True,
         wait: Callable[[float], object] | None = None,
         names: SettingNames = RECIPE_NAMES,
     ) -> None:
@@ -160,9 +167,11 @@ class Endpoint:
         # The files that the server says it loaded, on its machine.
         self.checkpoint: str | None = None
         self.prompts_as: Literal["token ids", "text"] = "token ids"
+        self._takes_ids = False
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(eos_ids)
         self._vocab_size = vocab_size
+        self._from_cache = from_cache
         self.names = names
         self._api_key = api_key
         self._timeout = httpx.Timeout(timeout_seconds, connect=CONNECT_TIMEOUT_SECONDS)
@@ -172,15 +181,7 @@ class Endpoint:
             # As bytes: httpx refuses text that is not ASCII.
             headers={} if api_key is None else {b"Authorization": f"Bearer {api_key}".encode()},
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=concurrency),
-            follow_redirects=True,
-            event_hooks={"request": [self._stays]},
         )
-
-    def _stays(self, request: httpx.Request) -> None:
-        """Check a request, which a redirect may have made: prompts and key are for the host that the user named."""
-        if request.url.host != httpx.URL(self.url).host:
-            cure = "Write the address that it leads to"
-            raise _UnusableError(f"redirects to {request.url.host}", "no other host", cure)
 
     def _shown(self, text: str) -> str:
         """Return text of the server for messages: without the key, should it send that back."""
@@ -190,50 +191,61 @@ class Endpoint:
         self._closed.set()
         self._client.close()
 
-    def run_all(
-        self, work: Iterable[Callable[[], Answer]], on_done: Callable[[dict[int, Future[Answer]]], object]
-    ) -> None:
-        """Do the work of requests in threads, ``concurrency`` at a time.
-
-        Args:
-            on_done: Called with the requests that are finished, by their number; its errors end the others.
+    def answers(self, requests: Iterable[Request]) -> Iterator[tuple[int, Response | Refusal]]:
+        """Send requests, ``concurrency`` at a time, and yield the answers as they arrive with their requests' numbers.
 
         Raises:
-            StalledError: No request finishes for ten minutes.
+            DataError: No request finishes for ten minutes; or one fails for good, after the answers to those in flight.
         """
-        queue, waiting = enumerate(work), dict[Future[Answer], int]()
-        try:
-            while True:
-                waiting |= {_in_thread(one): number for number, one in islice(queue, self.concurrency - len(waiting))}
-                if not waiting:
-                    return
-                done, _ = wait(waiting, timeout=STALL_SECONDS, return_when=FIRST_COMPLETED)
-                if not done:
-                    raise StalledError(
-                        f"{self.names.url}: {self.url} finished none of its requests in {STALL_SECONDS / 60:g} "
-                        f"minutes; expected responses. Check the server's log, {self.names.restart}."
-                    )
-                on_done({waiting.pop(future): future for future in done})
-        except BaseException as error:
-            # If one request failed for good, the others have to stop retrying; those in flight are read to their end.
-            self._closed.set()
-            if isinstance(error, MtpError | OSError) and not isinstance(error, StalledError):
-                wait(waiting)
-            raise
+        queue, waiting = enumerate(requests), dict[Future[Response | Refusal], int]()
+        failure: BaseException | None = None
+        while True:
+            room = 0 if failure is not None else self.concurrency - len(waiting)
+            waiting |= {_in_thread(partial(self.ask, request)): number for number, request in islice(queue, room)}
+            if not waiting:
+                break
+            done, _ = wait(waiting, timeout=STALL_SECONDS, return_when=FIRST_COMPLETED)
+            if not done:
+                raise DataError(
+                    f"{self.names.url}: {self.url} finished none of its requests in {STALL_SECONDS / 60:g} minutes; "
+                    f"expected responses. Check the server's log, {self.names.restart}."
+                )
+            for future in done:
+                number = waiting.pop(future)
+                if (error := future.exception()) is None:
+                    yield number, future.result()
+                else:
+                    failure = failure or error
+                    # The other requests stop retrying.
+                    self._closed.set()
+        if failure is not None:
+            raise failure
 
-    def finish(self, work: Callable[[], Answer]) -> Answer:
-        """Do the work of one request, within the time limit of :meth:`run_all`."""
-        found: list[Future[Answer]] = []
-        self.run_all([work], lambda done: found.extend(done.values()))
-        return found[0].result()
+    def ask(self, request: Request) -> Response | Refusal:
+        """Send a request, again until it is answered or refused. Thread-safe.
 
-    def first(self, work: Callable[[], Answer | Refusal]) -> Answer | Refusal:
-        """Do the work of a first request, as text again where the server refuses a prompt of token ids."""
-        found = self.finish(work)
-        if isinstance(found, Refusal) and self.prompts_as == "token ids":
-            self.prompts_as = "text"
-            found = self.finish(work)
+        A server that accepted no token ids so far gets a refused prompt as text too.
+
+        Raises:
+            DataError: The server cannot be used, or its response is not the trunk's.
+        """
+        found = self._ask(request, as_text=self.prompts_as == "text")
+        if isinstance(found, Response):
+            self._takes_ids = self.prompts_as == "token ids"
+        elif self.prompts_as == "token ids" and not self._takes_ids:
+            found = self._ask(request, as_text=True)
+            if isinstance(found, Response):
+                self.prompts_as = "text"
         return found
+
+    def _ask(self, request: Request, *, as_text: bool) -> Response | Refusal:
+        payload = self._payload(request, as_text)
+        if self.served_with == "sglang":
+            found = self._request("POST", self.url.removesuffix("/v1") + "/generate", native_payload(payload))
+            found = found if isinstance(found, Refusal) else as_completion(found)
+        else:
+            found = self._request("POST", self.url + "/completions", payload)
+        return found if isinstance(found, Refusal) else self.response_of(request, found)
 
     def choose_model(self, wanted: str | None) -> None:
         """Select the model that requests name.
@@ -262,22 +274,16 @@ class Endpoint:
                 place = _object(json.loads(self.look("/props") or "{}")).get("model_path")
         self.checkpoint = place if isinstance(place, str) else None
 
-    def payload(self, question: Question, sampling: Mapping[str, float]) -> dict[str, Any]:
-        """Return the JSON body of a completion request.
-
-        Args:
-            question: The prompt, the limit of new tokens and the seed.
-            sampling: ``temperature``, ``top_p``, ``top_k`` (0 takes all tokens) and ``min_p``.
-        """
-        as_text = self.prompts_as == "text"
+    def _payload(self, request: Request, as_text: bool) -> dict[str, Any]:
+        """Return the JSON body of a completion request."""
+        sampling = request.sampling
         return {
             "model": self.model,
-            "prompt": self._text(question.prompt_ids) if as_text else list(question.prompt_ids),
-            "max_tokens": question.max_new_tokens,
-            "seed": question.seed,
-            **sampling,
+            "prompt": self._text(request.prompt_ids) if as_text else list(request.prompt_ids),
+            "max_tokens": request.max_new_tokens,
+            **asdict(sampling),
             # vLLM, SGLang and llama.cpp all read -1 as "all tokens".
-            "top_k": sampling["top_k"] or -1,
+            "top_k": sampling.top_k or -1,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
@@ -288,21 +294,8 @@ class Endpoint:
             "skip_special_tokens": False,
             # The decoded text contains the special tokens already.
             **({"add_special_tokens": False} if as_text else {}),
+            **({} if self._from_cache else {"cache_salt": secrets.token_hex(8), "cache_prompt": False}),
         }
-
-    def complete(self, payload: Mapping[str, Any]) -> dict[str, Any] | Refusal:
-        """Send a request, again until it is answered or refused. Thread-safe."""
-        return self._request("POST", self.url + "/completions", payload)
-
-    def complete_with_counts(self, payload: dict[str, Any]) -> dict[str, Any] | Refusal:
-        """Send a request as :meth:`complete` does, to SGLang's own API, whose responses have its counts of drafts.
-
-        No server takes the prompt from a cache.
-        """
-        if self.served_with != "sglang":
-            return self.complete({**payload, "cache_salt": secrets.token_hex(8), "cache_prompt": False})
-        found = self._request("POST", self.url.removesuffix("/v1") + "/generate", native_payload(payload))
-        return found if isinstance(found, Refusal) else as_completion(found)
 
     def counters(self) -> Counters | None:
         """Return the current counters of the server; None where it exposes none."""
@@ -318,20 +311,18 @@ class Endpoint:
         except (httpx.HTTPError, _UnusableError):
             return None
 
-    def response_ids(self, question: Question, document: Mapping[str, Any] | Refusal) -> list[int] | Refusal:
-        """Return the tokens of a response, with the end-of-text token if the response is finished, or the refusal.
+    def response_of(self, request: Request, document: Mapping[str, Any]) -> Response | Refusal:
+        """Return the tokens of a completion, or that the server did not finish it.
 
         Raises:
             DataError: The server counted other prompt tokens, or returned tokens outside the trunk's vocabulary.
         """
-        if isinstance(document, Refusal):
-            return document
         choices = _entries(document, "choices")
         if not choices or not isinstance(choices[0].get("text"), str):
             raise self._unusable("answers without a text", "OpenAI's completions", "Use a server that has them")
         read = _object(document.get("usage")).get("prompt_tokens")
-        if read is not None and read != len(question.prompt_ids):
-            found = f"reads {read} tokens where the prompt has {len(question.prompt_ids)}"
+        if read is not None and read != len(request.prompt_ids):
+            found = f"reads {read} tokens where the prompt has {len(request.prompt_ids)}"
             raise self._unusable(found, "the trunk's tokenizer", "Serve the trunk with its own files")
         choice = choices[0]
         if choice.get("finish_reason") not in ("stop", "length"):
@@ -342,17 +333,17 @@ class Endpoint:
         known = range(self._vocab_size)
         if not isinstance(token_ids, list) or not all(type(one) is int and one in known for one in token_ids):
             raise self._unusable("returns tokens that the trunk does not have", "the trunk", "Serve the trunk itself")
-        token_ids = token_ids[: question.max_new_tokens]
+        token_ids = token_ids[: request.max_new_tokens]
         if choice["finish_reason"] == "stop" and self._eos_ids.isdisjoint(token_ids):
             token_ids.append(self._end(choice))
-        return token_ids
+        return Response(token_ids, document)
 
     def _end(self, choice: Mapping[str, Any]) -> int:
         """Return the token that ended a response, for servers that leave it out of the response."""
         told = (choice.get("stop_reason"), choice.get("matched_stop"), self._tokenizer.eos_token_id)
         return next((token for token in told if type(token) is int and token in self._eos_ids), min(self._eos_ids))
 
-    def _text(self, token_ids: Collection[int]) -> str:
+    def _text(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
     def _request(
@@ -393,6 +384,9 @@ class Endpoint:
         raise self._unusable(f"{cause}, {MAX_ATTEMPTS} times", "an answer", f"Start it again; {self.names.restart}")
 
     def _refusal(self, status: int, cause: str) -> Refusal:
+        if status in REDIRECTS:
+            # Prompts and key are for the address that the user named.
+            raise self._unusable(cause, "no redirect", "Write the address that it leads to")
         if status in (401, 403):
             raise self._unusable(cause, "access", f"Name the variable with its key in {self.names.api_key_env}")
         if status in (404, 405):

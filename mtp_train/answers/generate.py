@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
+from mtp_inference.requests import Request
+from mtp_inference.sampling.distributions import Sampling
 from mtp_train.answers.store import RegeneratedRow, RegeneratedStore
 from mtp_train.data.groups import stable_share
 from mtp_train.data.tokenize import Prompt
@@ -20,39 +21,34 @@ MAX_SEED = 2**31
 """Upper bound of seeds; every server accepts seeds below it."""
 
 
-class Question(NamedTuple):
-    """A prompt with the limit and the seed of its response."""
-
-    prompt_ids: tuple[int, ...]
-    max_new_tokens: int
-    seed: int
-
-
-GenerateFn = Callable[[list[Question]], list[list[int]]]
-"""From questions to responses, each including its end-of-text token."""
+GenerateFn = Callable[[list[Request]], list[Sequence[int]]]
+"""From requests to responses, each including its end-of-text token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answering:
-    max_new_tokens: int
-    seq_len_tokens: int | None = None
-    """Limit of prompt and response together; None for no limit."""
-    eos_ids: Collection[int] = ()
-    seed: int = 0
-    """The run's seed; with the prompt's id it gives the seed of a response."""
+    """How prompts are answered."""
 
-    def ask(self, prompt: Prompt) -> Question:
-        """Return a prompt as a question, limited by the room that it leaves in a sequence."""
-        room = self.max_new_tokens
-        if self.seq_len_tokens is not None:
-            room = min(room, self.seq_len_tokens - len(prompt.prompt_ids))
-        return Question(prompt.prompt_ids, room, noise_seed(prompt.id, self.seed))
+    max_new_tokens: int
+    seq_len_tokens: int
+    """Limit of prompt and response together."""
+    eos_ids: Collection[int] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+    """With the run's seed; with the prompt's id it gives the seed of a response."""
+
+    def request(self, prompt: Prompt) -> Request:
+        """Return the request of a prompt, limited by the room that it leaves in a sequence."""
+        return Request(
+            prompt_ids=prompt.prompt_ids,
+            max_new_tokens=min(self.max_new_tokens, self.seq_len_tokens - len(prompt.prompt_ids)),
+            sampling=replace(self.sampling, seed=noise_seed(prompt.id, self.sampling.seed)),
+        )
 
     def row(self, prompt: Prompt, response_ids: Sequence[int]) -> RegeneratedRow:
         """Return the row to store for a response, cut after its first end-of-text token."""
         ends = [index for index, token in enumerate(response_ids) if token in self.eos_ids]
         kept = tuple(int(token) for token in (response_ids[: ends[0] + 1] if ends else response_ids))
-        seed = noise_seed(prompt.id, self.seed)
+        seed = noise_seed(prompt.id, self.sampling.seed)
         return RegeneratedRow(prompt.id, prompt.group, prompt.prompt_ids, kept, bool(ends), seed)
 
 
@@ -90,7 +86,7 @@ def regenerate(
     for number, batch in enumerate(own_batches, start=1):
         missing = [prompt for prompt in batch if prompt.id not in stored]
         if missing:
-            responses = generate_fn([answering.ask(prompt) for prompt in batch])
+            responses = generate_fn([answering.request(prompt) for prompt in batch])
             rows = [answering.row(prompt, ids) for prompt, ids in zip(batch, responses, strict=True)]
             store.append([row for row in rows if row.id not in stored])
             generated += len(missing)
@@ -99,14 +95,12 @@ def regenerate(
     return generated
 
 
-def fitting_prompts(prompts: Sequence[Prompt], seq_len_tokens: int | None) -> list[Prompt]:
+def fitting_prompts(prompts: Sequence[Prompt], seq_len_tokens: int) -> list[Prompt]:
     """Return the prompts that leave room for a response.
 
     Raises:
         DataError: No prompt does.
     """
-    if seq_len_tokens is None:
-        return list(prompts)
     fitting = [prompt for prompt in prompts if len(prompt.prompt_ids) + RESPONSE_ROOM_TOKENS <= seq_len_tokens]
     if not fitting:
         raise DataError(

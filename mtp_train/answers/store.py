@@ -3,7 +3,7 @@
 One line of a file is ``{"id", "group", "prompt_ids", "response_ids", "finished", "seed"}``. Every process appends to a
 file of its own, and responses that were copied from another run are in ``copied.jsonl``. All files of the directory are
 read together, so that a run can resume with another number of processes. A last line that a kill cut off is skipped by
-readers, and dropped when a process opens its own file again.
+readers, and dropped when its process appends the next one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
 from mtp_train.acceptance.counts import repeated_ngram_share
 from mtp_train.checkpoints.writing import replaced
-from mtp_train.data.tokenize import Document
+from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import DataError
 
 MIN_RESPONSE_TOKENS = 2
@@ -48,6 +50,9 @@ class RegeneratedRow:
     seed: int
 
 
+_ROW = TypeAdapter(RegeneratedRow)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResponseCounts:
     """Stored responses, counted by kind: all of them, unless a field states otherwise."""
@@ -72,42 +77,20 @@ class ResponseCounts:
 
 
 class RegeneratedStore:
-    """Keep responses in a directory, one file per process.
+    """Keep responses in a directory, one file per process."""
 
-    Opening a store drops a last line that a kill cut off from this process's file.
-
-    Args:
-        keeps: Whether to write rows; false in a process that only runs the trunk with the one that writes.
-    """
-
-    def __init__(self, directory: Path, *, rank: int = 0, world: int = 1, keeps: bool = True) -> None:
+    def __init__(self, directory: Path, *, rank: int = 0, world: int = 1) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.rank, self.world = rank, world
-        self.keeps = keeps
         self.path = directory / f"regenerated-{rank:05d}-of-{world:05d}.jsonl"
-        if keeps and self.path.exists():
-            os.truncate(self.path, whole_bytes(self.path))
 
     def __iter__(self) -> Iterator[RegeneratedRow]:
         """Read the rows of all processes one by one, copied rows first, each id once."""
         return stored_rows(self.directory)
 
-    def rows(self) -> list[RegeneratedRow]:
-        return sorted(self, key=lambda row: row.id)
-
-    def files_of_others(self) -> list[Path]:
-        """Return the files of all earlier calls that ran with another number of processes."""
-        ours = f"-of-{self.world:05d}.jsonl"
-        return [path for path in sorted(self.directory.glob(FILE_PATTERN)) if not path.name.endswith(ours)]
-
     def append(self, rows: Sequence[RegeneratedRow]) -> None:
-        if not self.keeps:
-            return
-        with self.path.open("ab") as file:
-            file.write(b"".join(map(_line, rows)))
-            file.flush()
-            os.fsync(file.fileno())
+        append_lines(self.path, map(_line, rows))
 
     def to_documents(
         self,
@@ -138,7 +121,7 @@ class RegeneratedStore:
             num_tokens = len(row.response_ids)
             too_short = num_tokens < MIN_RESPONSE_TOKENS
             repetitive = max_repeated is not None and (repeated_ngram_share([row.response_ids]) or 0.0) > max_repeated
-            document = _document(row, seq_len_tokens)
+            document = answer_document(row, row.response_ids, seq_len_tokens)
             is_kept = not too_short and not repetitive and document.has_target()
             if is_kept:
                 documents.append(document)
@@ -169,7 +152,7 @@ def stored_rows(directory: Path) -> Iterator[RegeneratedRow]:
     """Yield the rows of all files of a directory, each id once. Writes nothing."""
     seen: set[str] = set()
     for path in response_files(directory):
-        for row in rows_after(path, 0):
+        for row in file_rows(path):
             if row.id not in seen:
                 seen.add(row.id)
                 yield row
@@ -181,17 +164,10 @@ def write_copied(directory: Path, rows: Iterable[RegeneratedRow]) -> None:
         handle.writelines(map(_line, rows))
 
 
-def rows_after(path: Path, start: int) -> Iterator[RegeneratedRow]:
-    """Yield the complete rows of a file after its first ``start`` bytes, which end a line; none without a file."""
-    if not path.is_file():
-        return
-    with path.open("rb") as lines:
-        lines.seek(start)
-        place = f" after byte {start}" if start else ""
-        for number, line in enumerate(lines, start=1):
-            # Another process may be writing its last line.
-            if line.endswith(b"\n"):
-                yield _parse_row(line, f"{path}, line {number}{place}")
+def file_rows(path: Path) -> Iterator[RegeneratedRow]:
+    """Yield the complete rows of a file; none without a file."""
+    for number, line in enumerate(whole_lines(path), start=1):
+        yield _parse_row(line, f"{path}, line {number}")
 
 
 def settings_key(settings: Mapping[str, object]) -> str:
@@ -203,13 +179,30 @@ def _line(row: RegeneratedRow) -> bytes:
     return (json.dumps(asdict(row)) + "\n").encode()
 
 
-def _document(row: RegeneratedRow, seq_len_tokens: int) -> Document:
-    token_ids = row.prompt_ids + row.response_ids
-    mask = (False,) * len(row.prompt_ids) + (True,) * len(row.response_ids)
-    return Document(token_ids[:seq_len_tokens], mask[:seq_len_tokens], row.group, row.id)
+def answer_document(asked: Prompt | RegeneratedRow, response_ids: tuple[int, ...], seq_len_tokens: int) -> Document:
+    """Return a prompt and its response as a document, cut at its end, whose targets are the response tokens."""
+    token_ids = asked.prompt_ids + response_ids
+    mask = (False,) * len(asked.prompt_ids) + (True,) * len(response_ids)
+    return Document(token_ids[:seq_len_tokens], mask[:seq_len_tokens], asked.group, asked.id)
 
 
-def whole_bytes(path: Path) -> int:
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file but a last one that is incomplete: it was cut off, or is being written."""
+    if path.is_file():
+        with path.open("rb") as file:
+            yield from (line for line in file if line.endswith(b"\n"))
+
+
+def append_lines(path: Path, lines: Iterable[bytes]) -> None:
+    """Append lines to a file, in place of a last line that a kill cut off, and wait until they are on disk."""
+    with path.open("ab") as file:
+        file.truncate(_whole_bytes(path))
+        file.write(b"".join(lines))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _whole_bytes(path: Path) -> int:
     """Return the length of a file up to and including its last line end. Reads backwards, as the file may be large."""
     start = path.stat().st_size
     with path.open("rb") as file:
@@ -224,17 +217,9 @@ def whole_bytes(path: Path) -> int:
 
 def _parse_row(line: bytes, where: str) -> RegeneratedRow:
     try:
-        fields = json.loads(line)
-        return RegeneratedRow(
-            id=str(fields["id"]),
-            group=str(fields["group"]),
-            prompt_ids=tuple(int(token) for token in fields["prompt_ids"]),
-            response_ids=tuple(int(token) for token in fields["response_ids"]),
-            finished=bool(fields["finished"]),
-            seed=int(fields["seed"]),
-        )
-    except (ValueError, KeyError, TypeError) as error:
+        return _ROW.validate_json(line)
+    except ValidationError as error:
         raise DataError(
-            f"{where}: cannot be read ({error}); expected a response that `regenerate` wrote. Delete the line: its "
-            "prompt will be answered again."
+            f"{where}: cannot be read ({error.errors()[0]['msg']}); expected a response of `regenerate`. Delete the "
+            "line: its prompt will be answered again."
         ) from error

@@ -1,35 +1,41 @@
-"""Read a peft adapter: check its config and its files, and find the low-rank matrices of each module.
+"""Read a peft adapter, and merge a LoRA adapter into a checkpoint's own layout without building the model.
 
-Nothing here depends on the checkpoint that the adapter is for. :mod:`mtp_train.checkpoints.lora_merge` finds each
-module's tensors in the checkpoint.
+``W + scale * left @ right`` is computed in fp32, a block of rows at a time, and rounded once to the stored dtype. Key
+names, shards, dtypes and every byte of the other tensors stay the same.
 """
 
 from __future__ import annotations
 
 import filecmp
+import itertools
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.progress import Progress
 from torch import Tensor
 
 from mtp_train.checkpoints.files import (
     TORCH_DTYPES,
     Checkpoint,
+    all_finite,
     bounded,
     read_json,
     scan_safetensors,
     validated,
 )
 from mtp_train.checkpoints.identity import TEMPLATE_PATTERNS, TOKENIZER_PATTERNS
+from mtp_train.checkpoints.keymap import HeadLayout
+from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.checkpoints.values import require_finite_checkpoint
+from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -61,6 +67,18 @@ _UNMERGEABLE = {
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
+_OF_A_LAYER = re.compile(r"layers\.(?P<layer>\d+)\.(?P<tail>.+)\Z")
+_EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
+_WRAPPERS = re.compile(r"(?:(?:model|language_model)\.)+")
+_ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\Z")
+# The parts of a fused parameter, in the order of their rows.
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+LM_HEAD = "lm_head.weight"
+_BLOCK_ROWS = 4096
+Step = Callable[[int, Tensor], Tensor]
+"""From the number of a block's first row, and the block in fp32, to the block that replaces it."""
+
+
 @dataclass(frozen=True)
 class LoraConfigFile:
     """The fields of a LoRA adapter's ``adapter_config.json`` that determine how its weights are read."""
@@ -72,7 +90,6 @@ class LoraConfigFile:
     alpha_pattern: dict[str, int | float] | None = None
     use_rslora: bool | None = None
     use_dora: bool | None = None
-    fan_in_fan_out: bool | None = None
     ensure_weight_tying: bool | None = None
     target_parameters: list[str] | None = None
 
@@ -104,9 +121,10 @@ class LowRank:
     shape: tuple[int, int]
     """Rows and columns of the product; of each expert's where the parameter stacks experts."""
     matrices: Callable[[], tuple[Tensor, Tensor]]
-    """Loads left (rows, rank) and right (rank, columns) in fp32; for experts, B and A as peft stacks them."""
-    num_experts: int | None
-    """None for a parameter that is one matrix."""
+    """Loads left (rows, rank) and right (rank, columns) in fp32."""
+    expert: int | None = None
+    """Number of an expert, whose matrix is one of those that the parameter stacks; None for a parameter of one."""
+    num_experts: int = 0
     scale: float
     magnitude: Tensor | None = None
     """DoRA's magnitude: the norm of each row of the merged weight."""
@@ -188,8 +206,8 @@ def read_adapter(path: Path) -> Adapter:
     load = lru_cache(maxsize=_NUM_KEPT)(lambda key: stored.read(key).float())
     groups, replacements = _group(stored)
     names = _parameter_names(stored, config, groups)
-    pairs = tuple(_pair(stored, load, config, group[0], names[group], parts) for group, parts in groups.items())
-    return Adapter(stored, pairs, replacements, bool(config.ensure_weight_tying))
+    pairs = (_pairs(stored, load, config, group[0], names[group], parts) for group, parts in groups.items())
+    return Adapter(stored, tuple(itertools.chain(*pairs)), replacements, bool(config.ensure_weight_tying))
 
 
 def open_weights(path: Path) -> Checkpoint:
@@ -207,12 +225,6 @@ def open_weights(path: Path) -> Checkpoint:
     stored = Checkpoint(path, config, None, scan_safetensors(file))
     if not stored.tensors:
         raise CheckpointError(f"{file}: holds no tensor; expected an adapter's weights. Save it again.")
-    whole = next((key for key, info in stored.tensors.items() if not TORCH_DTYPES[info.dtype].is_floating_point), None)
-    if whole is not None:
-        raise CheckpointError(
-            f"{file}: {whole} is stored as {stored.tensors[whole].dtype}; expected floating-point weights. Save the "
-            "adapter again."
-        )
     require_finite_checkpoint(stored, Progress(disable=True))
     return stored
 
@@ -233,25 +245,26 @@ def _group(stored: Checkpoint) -> tuple[dict[_Wrapped, _Parts], dict[str, str]]:
 
 
 def _require_mergeable(stored: Checkpoint) -> None:
-    where, config = stored.path / ADAPTER_CONFIG_FILE, stored.config
-    if config.get("peft_type") != "LORA":
-        raise CheckpointError(
-            f"{where}: peft_type {config.get('peft_type')!r}; expected LORA, the only kind merged here. Merge it with "
-            "peft's merge_and_unload if it has one, save the model, and put the head back with mtp-train graft."
-        )
-    for name, reason in _UNMERGEABLE.items():
-        if config.get(name):
-            raise CheckpointError(
-                f"{where}: {name} is set, and such an adapter {reason}; expected one that adds a low-rank product to "
-                "each weight. Serve it unmerged."
-            )
-    start = str(config.get("init_lora_weights")).lower()
-    if start.startswith(_CHANGES_THE_BASE):
-        raise CheckpointError(
-            f"{where}: init_lora_weights {config['init_lora_weights']!r} changed the base's weights before training; "
-            "expected an adapter relative to the base as it is. Save it with peft's "
-            "path_initial_model_for_weight_conversion."
-        )
+    config = stored.config
+    kind, start = config.get("peft_type"), config.get("init_lora_weights")
+    found = next(
+        (f"{name} is set, and such an adapter {reason}" for name, reason in _UNMERGEABLE.items() if config.get(name)),
+        None,
+    )
+    if kind != "LORA":
+        found = f"peft_type {kind!r}, which is not LORA"
+    elif str(start).lower().startswith(_CHANGES_THE_BASE):
+        found = f"init_lora_weights {start!r} changed the base's weights before training"
+    if found is not None:
+        raise _not_mergeable(stored, found)
+
+
+def _not_mergeable(stored: Checkpoint, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{stored.path / ADAPTER_CONFIG_FILE}: {found}; expected an adapter that adds a low-rank product to each "
+        "weight of its base. Merge it with peft's merge_and_unload, save the model, and put the head back with "
+        "mtp-train graft."
+    )
 
 
 def _parameter_names(stored: Checkpoint, config: LoraConfigFile, groups: Iterable[_Wrapped]) -> dict[_Wrapped, str]:
@@ -272,14 +285,15 @@ def _parameter_names(stored: Checkpoint, config: LoraConfigFile, groups: Iterabl
     return named
 
 
-def _pair(
+def _pairs(
     stored: Checkpoint,
     load: Callable[[str], Tensor],
     config: LoraConfigFile,
     module: str,
     parameter: str,
     parts: _Parts,
-) -> LowRank:
+) -> Iterator[LowRank]:
+    """Yield the pair of matrices of a parameter, or of each expert of a parameter that stacks them."""
     file, magnitude = stored.path / ADAPTER_FILE, parts.get("lora_magnitude_vector")
     embedding = any(part.startswith("lora_embedding") for part in parts)
     a, b = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B")
@@ -288,12 +302,8 @@ def _pair(
             f"{file}: holds {', '.join(parts)} of {module}; expected {a} and {b}, and lora_magnitude_vector exactly "
             f"with use_dora, which is {config.use_dora!r}. Save the adapter again."
         )
-    transposed = embedding or (parameter == "weight" and bool(config.fan_in_fan_out))
-    if magnitude is not None and transposed:
-        raise CheckpointError(
-            f"{file}: DoRA on {module}, whose norms run along the other axis of the stored weight; expected DoRA on "
-            "linear layers. Merge it with peft's merge_and_unload, and put the head back with mtp-train graft."
-        )
+    if magnitude is not None and embedding:
+        raise _not_mergeable(stored, f"DoRA on {module}, whose norms run along the other axis of the stored weight")
     # peft looks ranks up by the module's name, or by the parameter's name for target_parameters.
     name = f"{module}.{parameter}" if config.targets(f"{module}.{parameter}") else module
     rank, stacked = config.rank(name), parameter != "weight"
@@ -305,17 +315,296 @@ def _pair(
             f"{ADAPTER_CONFIG_FILE} declares. Save the adapter again."
         )
 
-    def matrices() -> tuple[Tensor, Tensor]:
-        right, left = load(parts[a]), load(parts[b])
-        return (right.T, left.T) if transposed else (left, right)
+    if not stacked:
+        yield LowRank(
+            module=module,
+            parameter=parameter,
+            shape=(down[1], up[0]) if embedding else (up[0], down[1]),
+            matrices=lambda: (load(parts[a]).T, load(parts[b]).T) if embedding else (load(parts[b]), load(parts[a])),
+            scale=config.scale(name),
+            magnitude=None if magnitude is None else load(magnitude),
+            bias=config.scale(name) * load(parts["lora_B_bias"]) if "lora_B_bias" in parts else None,
+        )
+        return
 
-    return LowRank(
-        module=module,
-        parameter=parameter,
-        shape=(down[1], up[0]) if transposed else (up[0], down[1]),
-        matrices=matrices,
-        num_experts=down[0] // rank if stacked else None,
-        scale=config.scale(name),
-        magnitude=None if magnitude is None else load(magnitude),
-        bias=config.scale(name) * load(parts["lora_B_bias"]) if "lora_B_bias" in parts else None,
+    # The rank axis stacks the experts: rank by rank in B, expert by expert in A.
+    def of_expert(expert: int, count: int) -> tuple[Tensor, Tensor]:
+        return load(parts[b])[:, expert::count], load(parts[a])[expert * rank : (expert + 1) * rank]
+
+    count = down[0] // rank
+    for expert in range(count):
+        yield LowRank(
+            module=module,
+            parameter=parameter,
+            shape=(up[0], down[1]),
+            matrices=partial(of_expert, expert, count),
+            scale=config.scale(name),
+            expert=expert,
+            num_experts=count,
+        )
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What a merge changes in a checkpoint."""
+
+    tensors: Mapping[str, PendingTensor] = field(default_factory=dict)
+    """Key of a stored tensor to the tensor that replaces it."""
+    files: Mapping[str, Path | None] = field(default_factory=dict)
+    """Path in the directory to the file of the adapter's tokenizer or chat template that is written there; None for a
+    file that is left out."""
+    config_fields: Mapping[str, Any] = field(default_factory=dict)
+    """``vocab_size``, where the adapter's training resized the vocabulary."""
+
+
+def plan_merge(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Merge:
+    """Return what merging an adapter changes in a checkpoint, without reading any tensor.
+
+    The adapter's tokenizer and chat template replace the checkpoint's.
+
+    Raises:
+        CheckpointError: The adapter does not fit, adapts the head or one of two tied tensors, or the checkpoint is
+            quantised.
+    """
+    method = quant_method(source.config)
+    if method is not None:
+        raise CheckpointError(
+            f"{source.path}: quantised ({method}); expected plain weights, as the sum of quantised weights and an "
+            "adapter would have to be quantised again. Merge into the checkpoint from which this one was quantised."
+        )
+    plan = _Plan(source, layout, adapter)
+    for name, key in adapter.replacements.items():
+        plan.replace(name, key)
+    for pair in adapter.pairs:
+        plan.add(pair)
+    plan.repeat_in_shared_keys()
+    plan.require_one_vocabulary()
+    tokenizer = tokenizer_files(source.path, adapter.path)
+    # Beside a model, transformers would apply the adapter a second time.
+    left_out = {ADAPTER_CONFIG_FILE, *(replaced_tokenizer_files(source.path) if tokenizer else ())}
+    rows = plan.rows.get(layout.embed_key)
+    return Merge(
+        {key: plan.changed(key) for key in plan.steps},
+        {**dict.fromkeys(left_out), **tokenizer},
+        {} if rows is None else {"vocab_size": rows},
     )
+
+
+class _Plan:
+    """The steps of the change of each stored tensor, and the stored keys of the modules in transformers' tree."""
+
+    def __init__(self, source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> None:
+        self.source, self.layout, self.adapter = source, layout, adapter
+        self.steps: dict[str, list[Step]] = {}
+        self.rows: dict[str, int] = {}
+        """Numbers of rows of the tensors whose vocabulary the adapter's training resized."""
+        self._embedding = layout.embed_key
+        self._tied = bool(source.config.get("tie_word_embeddings", source.text_config.get("tie_word_embeddings")))
+        self._lm_head = layout.lm_head_key
+        self._tied |= self.home(LM_HEAD) is None
+        names = [*adapter.replacements, *(f"{pair.module}.weight" for pair in adapter.pairs)]
+        self._embedding_is_adapted = any(self.home(name) == self._embedding for name in names)
+        # peft also stores a resized embedding that it did not train.
+        saved = tuple(adapter.stored.config.get("modules_to_save") or ())
+        trained = [name for name in adapter.replacements if name.removesuffix(".weight").endswith(saved)]
+        trained += [f"{pair.module}.weight" for pair in adapter.pairs]
+        ends = (self._embedding, self._lm_head)
+        self._trains_ends = any(self.home(name) in ends or name.endswith(LM_HEAD) for name in trained)
+
+    def home(self, name: str) -> str | None:
+        """Return the stored key of a parameter, None where there is none or its parts are stored separately.
+
+        Keys may differ from transformers' names: wrappers add another prefix than text-only models have, and some
+        releases name the embedding, or parts of a wrapper or of a layer, differently.
+        """
+        bare, of_rules = self._bare(name), self._of_rules(name)
+        candidates = [name, self.layout.trunk_prefix + bare, bare]
+        if len(of_rules) == 1:
+            candidates += of_rules
+        if bare in _EMBEDDINGS:
+            candidates.append(self._embedding)
+        if bare == LM_HEAD:
+            candidates.append(self._lm_head)
+        for ours, native in self.layout.family.keys.wrapper_names.items():
+            if bare.startswith(ours):
+                candidates.append(native + bare.removeprefix(ours))
+        return next((key for key in candidates if key in self.source.tensors), None)
+
+    def _rows_of(self, name: str, num_rows: int) -> Iterator[tuple[str, slice]]:
+        """Yield the stored tensors of a parameter's rows.
+
+        This is the parameter's name with all rows, or the key of each part with its rows where a release stores parts
+        separately.
+        """
+        parts = [] if self.home(name) is not None else self._of_rules(name)
+        keys = parts if all(key in self.source.tensors for key in parts) else []
+        size = num_rows // max(1, len(keys))
+        for place, key in enumerate(keys or [name]):
+            yield key, slice(place * size, (place + 1) * size)
+
+    def _bare(self, name: str) -> str:
+        return _WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name
+
+    def _of_rules(self, name: str) -> list[str]:
+        of_layer = _OF_A_LAYER.match(self._bare(name))
+        return [] if of_layer is None else self.layout.trunk_layer_keys(int(of_layer["layer"]), of_layer["tail"])
+
+    def replace(self, name: str, key: str) -> None:
+        stored = self.adapter.stored
+        num_rows, *columns = stored.tensors[key].shape
+        whole = self.home(name)
+        if whole in (self._embedding, self._lm_head) and num_rows != self.source.tensors[whole].shape[0]:
+            self.rows[whole] = num_rows
+        for home, rows in self._rows_of(name, num_rows):
+            self.step(home, (rows.stop - rows.start, *columns), partial(_read_rows, stored, key, rows.start))
+
+    def add(self, pair: LowRank) -> None:
+        name = f"{pair.module}.{pair.parameter}"
+        num_rows, num_columns = pair.shape
+        if pair.expert is not None:
+            self._add_expert(name, pair, pair.expert)
+            return
+        if pair.bias is not None:
+            self.step(f"{pair.module}.bias", tuple(pair.bias.shape), partial(_add_rows, pair.bias))
+        single = _ONE_EXPERT.match(pair.module)
+        if single is not None and self.home(name) is None:
+            self._add_to_stack(single["experts"], int(single["expert"]), single["part"], pair)
+            return
+        for home, rows in self._rows_of(name, num_rows):
+            self.step(home, (rows.stop - rows.start, num_columns), partial(_add_product, pair, rows))
+
+    def _add_to_stack(self, experts: str, expert: int, part: str, pair: LowRank) -> None:
+        """Add the adapter of one expert's own layer, as engines and older peft store it, to stacked experts."""
+        parameter, parts = next((name, parts) for name, parts in _FUSED.items() if part in parts)
+        size, columns = pair.shape
+        home = self.home(f"{experts}.{parameter}")
+        count = 0 if home is None else self.source.tensors[home].shape[0]
+        rows = slice(parts.index(part) * size, (parts.index(part) + 1) * size)
+        shape = (max(count, expert + 1), size * len(parts), columns)
+        self.step(f"{experts}.{parameter}", shape, partial(_add_to_expert, pair, expert, rows))
+
+    def _add_expert(self, name: str, pair: LowRank, expert: int) -> None:
+        """Add the matrices of one expert of a fused parameter, whose experts are stored stacked or one by one."""
+        num_rows, num_columns = pair.shape
+        if self.home(name) is not None:
+            self.step(name, (pair.num_experts, *pair.shape), partial(_add_to_expert, pair, expert, slice(0, num_rows)))
+            return
+        parts = self._of_rules(name) or [f"{pair.module}.{{expert}}.{part}.weight" for part in _FUSED[pair.parameter]]
+        if self.home(parts[0].format(expert=pair.num_experts)) is not None:
+            raise CheckpointError(
+                f"{self.adapter.path}: adapts {pair.num_experts} experts of {pair.module}, but {self.source.path} has "
+                "more; expected the same number. Merge into the base that the adapter was trained on."
+            )
+        size = num_rows // len(parts)
+        for place, part in enumerate(parts):
+            rows = slice(place * size, (place + 1) * size)
+            self.step(part.format(expert=expert), (size, num_columns), partial(_add_product, pair, rows))
+
+    def step(self, name: str, shape: tuple[int, ...], step: Step) -> None:
+        key = self.home(name)
+        if self._tied and (key == self._embedding or name.endswith(LM_HEAD)):
+            if self._trains_ends and not self.adapter.keeps_tied:
+                raise CheckpointError(
+                    f"{self.adapter.path}: adapts {name}, while {self.source.path} ties lm_head and embedding to one "
+                    "tensor, which cannot hold two; expected an adapter that leaves both alone or keeps them tied. "
+                    "Train it with ensure_weight_tying=True, or serve it unmerged."
+                )
+            # The two adapters of a tied pair are equal. The embedding's is merged, into both tensors where both are
+            # stored.
+            if name.endswith(LM_HEAD) and self._embedding_is_adapted:
+                return
+        if key is None:
+            raise CheckpointError(
+                f"{self.adapter.path}: adapts {name}, for which {self.source.path} has no tensor; expected every "
+                "adapted module in the checkpoint. Merge into the base that the adapter was trained on."
+            )
+        if self.layout.is_head_key(key):
+            raise CheckpointError(
+                f"{self.adapter.path}: adapts {key}, which belongs to the head; expected an adapter of the trunk. "
+                "Merge without it, and retrain the head."
+            )
+        stored = self.source.tensors[key]
+        if (self.rows.get(key, stored.shape[0]), *stored.shape[1:]) != shape:
+            raise CheckpointError(
+                f"{self.adapter.path}: adapts {key} as {list(shape)}, but in {self.source.path} it is "
+                f"{list(stored.shape)}; expected the same shape. Merge into the base that the adapter was trained on."
+            )
+        self.steps.setdefault(key, []).append(step)
+
+    def repeat_in_shared_keys(self) -> None:
+        """Repeat the steps of trunk tensors in the head's copies of them."""
+        for key in self.source.tensors:
+            shared = self.layout.shared_key(key)
+            trunk_key = None if shared is None else self.layout.trunk_key(shared, self.source.tensors)
+            if trunk_key in self.steps:
+                self._repeat(trunk_key, key)
+        if self._tied and self._lm_head in self.source.tensors and self._embedding in self.steps:
+            self._repeat(self._embedding, self._lm_head)
+
+    def _repeat(self, key: str, copy: str) -> None:
+        self.steps[copy] = self.steps[key]
+        if key in self.rows:
+            self.rows[copy] = self.rows[key]
+
+    def require_one_vocabulary(self) -> None:
+        """Check that embedding, lm_head and head have the adapter's number of tokens after the merge."""
+        if not self.rows:
+            return
+        ends = [key for key in (self._embedding, self._lm_head) if key in self.source.tensors]
+        rows = {self.rows.get(key, self.source.tensors[key].shape[0]) for key in ends}
+        wiring = self.layout.family.wiring
+        if len(rows) > 1 or wiring.own_lm_head or wiring.own_embedding:
+            raise CheckpointError(
+                f"{self.adapter.path}: resizes the vocabulary of {', '.join(sorted(self.rows))}, and "
+                f"{self.source.path} has another matrix over it; expected all of them in the adapter, and a head "
+                "without one. Save the adapter with peft's save_embedding_layers=True."
+            )
+
+    def changed(self, key: str) -> PendingTensor:
+        """Return a stored tensor after its steps, which are computed in fp32 and rounded once."""
+        stored, steps = self.source.tensors[key], self.steps[key]
+        shape = (self.rows.get(key, stored.shape[0]), *stored.shape[1:])
+
+        def blocks() -> Iterator[Tensor]:
+            # The adapter's rows replace all rows of a resized tensor.
+            before = torch.split(torch.zeros(()).expand(shape), _BLOCK_ROWS) if key in self.rows else ()
+            first = 0
+            for block in before or self.source.read_in_blocks(key):
+                value = block.float()
+                for step in steps:
+                    value = step(first, value)
+                first += len(block)
+                value = value.to(TORCH_DTYPES[stored.dtype])
+                if not all_finite(value):
+                    raise CheckpointError(
+                        f"{self.source.path}: {key} would contain NaN or infinite values in {stored.dtype}; expected "
+                        "finite weights. Use an adapter that was trained on this base."
+                    )
+                yield value
+
+        return PendingTensor(key, stored.dtype, shape, blocks)
+
+
+def _read_rows(stored: Checkpoint, key: str, start: int, first: int, block: Tensor) -> Tensor:
+    return stored.read_rows(key, start + first, start + first + len(block)).float()
+
+
+def _add_product(pair: LowRank, rows: slice, first: int, block: Tensor) -> Tensor:
+    """Return ``W + scale * left @ right``, where DoRA's magnitude then sets the norm of each row."""
+    left, right = pair.matrices()
+    of_block = slice(first, first + len(block))
+    merged = block + pair.scale * (left[rows][of_block] @ right)
+    if pair.magnitude is None:
+        return merged
+    return merged * (pair.magnitude[rows][of_block] / torch.linalg.vector_norm(merged, dim=1))[:, None]
+
+
+def _add_rows(value: Tensor, first: int, block: Tensor) -> Tensor:
+    return block + value[first : first + len(block)]
+
+
+def _add_to_expert(pair: LowRank, expert: int, rows: slice, first: int, block: Tensor) -> Tensor:
+    """Add one expert's product to its matrix in a block of stacked experts, in place."""
+    if first <= expert < first + len(block):
+        block[expert - first, rows] = _add_product(pair, slice(0, pair.shape[0]), 0, block[expert - first, rows])
+    return block

@@ -22,7 +22,6 @@ from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_direct
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family, family_named, of_kind
 from mtp_train.families.drafts.record import described_by
-from mtp_train.head_kinds import find_head_kind
 
 WEIGHTS_FILE = "head.safetensors"
 HEAD_CONFIG_FILE = "head_config.json"
@@ -141,7 +140,7 @@ def load_artifact(path: Path) -> Artifact:
     try:
         family = of_kind(family_named(written.family), written.kind)
         if written.draft_config is not None:
-            family = described_by(family, find_head_kind(written.kind), written.draft_config)
+            family = described_by(family, written.draft_config)
     except KeyError as error:
         raise CheckpointError(
             f"{path / HEAD_CONFIG_FILE}: of an unknown family ({error}); expected a head that mtp-train wrote. Write "
@@ -150,7 +149,7 @@ def load_artifact(path: Path) -> Artifact:
     layout = HeadLayout(
         family, written.trunk_prefix, written.num_hidden_layers, written.num_sublayers, written.fused_experts
     )
-    stored = Checkpoint(path, {}, None, scan_safetensors(path / WEIGHTS_FILE))
+    stored = _stored(path / WEIGHTS_FILE)
     tensors = tuple(stored_tensor(stored, key, key) for key in stored.tensors)
     return Artifact(
         layout=layout,
@@ -159,28 +158,19 @@ def load_artifact(path: Path) -> Artifact:
         convention=written.convention,
         head=NativeHead(tensors, tuple(written.shared_keys), written.config_fields),
         notes=written.notes,
-        draft_vocab=_load_draft_vocab(path, written.draft_vocab),
+        draft_vocab=None if written.draft_vocab is None else _stored(path / VOCAB_FILE).read(VOCAB_KEY),
         output=_load_output(path / OUTPUT_FILE),
         draft_config=written.draft_config,
     )
 
 
+def _stored(file: Path) -> Checkpoint:
+    return Checkpoint(file.parent, {}, None, scan_safetensors(file))
+
+
 def _load_output(path: Path) -> OwnOutput | None:
     if not path.is_file():
         return None
-    stored = Checkpoint(path.parent, {}, None, scan_safetensors(path))
+    stored = _stored(path)
     ids_R = stored.read(VOCAB_KEY) if VOCAB_KEY in stored.tensors else None
     return OwnOutput(stored_tensor(stored, OUTPUT_KEY, OUTPUT_KEY), ids_R)
-
-
-def _load_draft_vocab(path: Path, size: int | None) -> Tensor | None:
-    if size is None:
-        return None
-    stored = Checkpoint(path, {}, None, scan_safetensors(path / VOCAB_FILE))
-    found = list(stored.tensors[VOCAB_KEY].shape) if VOCAB_KEY in stored.tensors else "absent"
-    if found != [size]:
-        raise CheckpointError(
-            f"{path / VOCAB_FILE}: {VOCAB_KEY} is {found}; expected {size} tokens, as {HEAD_CONFIG_FILE} declares. "
-            "Write the head again."
-        )
-    return stored.read(VOCAB_KEY)

@@ -1,8 +1,8 @@
 """Write a checkpoint with a head: all of it (:func:`write_checkpoint`), in its own directory, or the head alone.
 
 Trunk bytes are never re-encoded. :func:`write_checkpoint` hard-links or copies a file that needs no change. A shard
-that already has head tensors of the same shape and dtype is copied and patched. Other head tensors go into one new
-shard, which the index lists. A shard with a packed head that the new one replaces is written without it.
+with tensors that change, or of a head that is replaced, is written anew. Tensors under new keys go into one new shard,
+which the index lists.
 
 A file of the source is never written to, also not through a link: only the weights that the checkpoint names are
 linked, and every file is created exclusively.
@@ -12,37 +12,35 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import filecmp
 import itertools
-import logging
 import os
-import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
-from mtp_train.checkpoints.contents import WEIGHT_SUFFIXES, source_files
+from rich.progress import Progress
+
+from mtp_train.checkpoints.adapter import Merge
 from mtp_train.checkpoints.files import (
     CONFIG_FILE,
     INDEX_FILE,
     SINGLE_FILE,
+    WEIGHT_SUFFIXES,
     Checkpoint,
-    TensorInfo,
     read_json,
     read_metadata,
+    source_files,
 )
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead, shared_tensors, stored_tensor
 from mtp_train.checkpoints.quantised import (
     MODELOPT_FILE,
-    PLAIN_DTYPES,
     leave_alone,
     leave_alone_in_modelopt,
-    packed_weight,
     plain_modules,
-    scale_of,
     unmatched_by_sglang,
 )
 from mtp_train.checkpoints.writing import (
@@ -55,63 +53,61 @@ from mtp_train.checkpoints.writing import (
 )
 from mtp_train.errors import CheckpointError
 
-logger = logging.getLogger(__name__)
-
 HEAD_FILE = "model-mtp.safetensors"
 LinkMode = Literal["hard", "copy"]
 
 
-def write_checkpoint(source: Checkpoint, layout: HeadLayout, head: NativeHead, out: Path, *, link: LinkMode) -> None:
-    """Write ``source`` with ``head`` to a new directory."""
-    tensors = [*head.tensors, *shared_tensors(source, layout, head)]
-    dropped = _replaced(source, layout, tensors) | _under_other_names(source, head)
-    placed = _placed(source, layout, tensors, dropped, set(os.listdir(source.path)))
+def write_checkpoint(
+    source: Checkpoint,
+    layout: HeadLayout,
+    head: NativeHead | None,
+    out: Path,
+    *,
+    link: LinkMode,
+    progress: Progress,
+    merge: Merge | None = None,
+) -> None:
+    """Write ``source`` to a new directory, with an adapter merged into its trunk, and ``head`` in place of its own.
+
+    Args:
+        head: None leaves the source's own head as it is.
+        merge: None leaves the trunk as it is.
+    """
+    merge = merge or Merge()
+    placed = _placed(source, layout, head, merge.tensors, set(os.listdir(source.path)))
     changed = {source.tensors[key].file for key in {*placed.patches, *placed.dropped}}
-    rewritten = {file: shard_tensors(source, file, placed.patches, placed.dropped) for file in changed}
-    documents = patched_documents(source, layout, head)
-    files = [file for file in source_files(source) if name_in(source, file) not in {INDEX_FILE, *documents}]
+    documents = patched_documents(source, layout, head, merge.config_fields)
+    index = placed.index(source) if source.index is not None or placed.additions else None
+    if index != source.index:
+        documents[INDEX_FILE] = index
+    left_out = {*documents, *merge.files}
+    files = [file for file in source_files(source) if _name_in(source, file) not in left_out]
     with new_directory(out, what="the checkpoint") as directory:
-        copy_files(source, files, directory, link, rewritten, placed.renames)
+        for file in progress.track(files, description=f"writing {out.name}"):
+            name = _name_in(source, file)
+            target = directory / placed.renames.get(name, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if name not in changed:
+                place_file(file, target, link)
+            elif tensors := _shard_tensors(source, name, placed):
+                write_safetensors(target, tensors, read_metadata(file))
         if placed.additions:
             write_safetensors(directory / placed.shard, placed.additions)
+        for name, replacement in merge.files.items():
+            if replacement is not None:
+                (directory / name).parent.mkdir(exist_ok=True)
+                copy_file(replacement, directory / name)
         for name, document in documents.items():
             write_json(directory / name, document)
-        if source.index is not None or placed.additions:
-            write_json(directory / INDEX_FILE, placed.index(source))
 
 
-def copy_files(
-    source: Checkpoint,
-    files: Iterable[Path],
-    directory: Path,
-    link: LinkMode,
-    rewritten: Mapping[str, Sequence[PendingTensor]],
-    renames: Mapping[str, str],
-) -> None:
-    """Copy files of a checkpoint into a new directory.
-
-    ``rewritten`` maps a shard's path in the checkpoint to its new tensors, none for no shard; ``renames`` a path to a
-    new one.
-    """
-    for file in files:
-        name = name_in(source, file)
-        target = directory / renames.get(name, name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if name not in rewritten:
-            place_file(file, target, link)
-        elif rewritten[name]:
-            write_safetensors(target, rewritten[name], read_metadata(file))
-
-
-def shard_tensors(
-    source: Checkpoint, file: str, changed: Mapping[str, PendingTensor], dropped: Collection[str] = ()
-) -> list[PendingTensor]:
+def _shard_tensors(source: Checkpoint, file: str, placed: _Placed) -> list[PendingTensor]:
     """Return the tensors of a checkpoint's shard, with changed ones in their places and without those dropped."""
-    keys = (key for key, info in source.tensors.items() if info.file == file and key not in dropped)
-    return [changed.get(key) or stored_tensor(source, key, key) for key in keys]
+    keys = (key for key, info in source.tensors.items() if info.file == file and key not in placed.dropped)
+    return [placed.patches.get(key) or stored_tensor(source, key, key) for key in keys]
 
 
-def name_in(source: Checkpoint, file: Path) -> str:
+def _name_in(source: Checkpoint, file: Path) -> str:
     return file.relative_to(source.path).as_posix()
 
 
@@ -127,12 +123,13 @@ def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> No
     earlier = source.path / HEAD_FILE
     has_earlier = os.path.lexists(earlier) and HEAD_FILE not in {info.file for info in source.tensors.values()}
     taken = set(os.listdir(source.path)) - ({HEAD_FILE} if has_earlier else set())
-    placed = _placed(source, layout, [*head.tensors, *shared_tensors(source, layout, head)], set(), taken)
-    if placed.patches:
+    own = [key for key in source.tensors if layout.is_head_key(key)]
+    if own:
         raise CheckpointError(
-            f"{source.path}: has {len(placed.patches)} head tensors already; expected a checkpoint without a head. Use "
-            "mtp-train graft, which writes a new checkpoint."
+            f"{source.path}: has {len(own)} head tensors already; expected a checkpoint without a head. Use mtp-train "
+            "graft, which writes a new checkpoint."
         )
+    placed = _placed(source, layout, head, {}, taken)
     shard = source.path / placed.shard
     temporary = shard.with_name(f".{shard.name}.tmp")
     documents = patched_documents(source, layout, head)
@@ -141,7 +138,8 @@ def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> No
             temporary.unlink(missing_ok=True)
             write_safetensors(temporary, placed.additions)
             if has_earlier:
-                _set_aside(earlier, temporary)
+                # llama.cpp's converter would read it after the new shard, and keep its tensors.
+                earlier.unlink()
             temporary.replace(shard)
         finally:
             temporary.unlink(missing_ok=True)
@@ -152,20 +150,6 @@ def add_in_place(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> No
             # transformers reads the single file while it exists, and the index after this rename.
             (source.path / SINGLE_FILE).replace(source.path / placed.renames[SINGLE_FILE])
         sync_directory(source.path)
-
-
-def _set_aside(earlier: Path, written: Path) -> None:
-    """Remove an earlier head shard where the new one has the same bytes; rename any other, which may be the user's.
-
-    Under its own name llama.cpp's converter would read it after the new shard, and keep its tensors.
-    """
-    if earlier.is_file() and filecmp.cmp(earlier, written, shallow=False):
-        earlier.unlink()
-        return
-    names = (earlier.with_name(f"{earlier.name}.old-{number}") for number in itertools.count(1))
-    aside = next(name for name in names if not os.path.lexists(name))
-    earlier.rename(aside)
-    logger.warning("%s: contains another head than this checkpoint, renamed to %s", earlier, aside.name)
 
 
 def write_head_only(source: Checkpoint, layout: HeadLayout, head: NativeHead, out: Path) -> None:
@@ -190,96 +174,63 @@ def write_head_only(source: Checkpoint, layout: HeadLayout, head: NativeHead, ou
             write_json(directory / name, document)
 
 
-def _replaced(source: Checkpoint, layout: HeadLayout, tensors: list[PendingTensor]) -> set[str]:
-    """Return the keys of stored tensors that new ones replace with another dtype or shape, or packed ones."""
-    new = {pending.key for pending in tensors}
-    turned = {
-        pending.key
-        for pending in tensors
-        if (stored := source.tensors.get(pending.key)) is not None
-        and scale_of(pending.key, source.tensors) is None
-        and (stored.dtype, stored.shape) != (pending.dtype, pending.shape)
-    }
-    parts = {key: packed_weight(key) for key in source.tensors if layout.is_head_key(key)}
-    # Stacked experts may be replaced one by one.
-    new |= {re.sub(r"\.experts\.\d+\..*", ".experts.", key) for key in new}
-    packed = {
-        key
-        for key, weight in parts.items()
-        if weight is not None and key not in new and (weight in new or re.sub(r"\w+_proj$", "", weight) in new)
-    }
-    weights = {weight for weight in map(parts.get, packed) if weight is not None and weight in source.tensors}
-    return packed | weights | turned
-
-
-def _under_other_names(source: Checkpoint, head: NativeHead) -> set[str]:
-    """Return the keys of a checkpoint's own head under other names than its family's."""
-    origins = {pending.origin for pending in head.tensors}
-    return {key for key in source.tensors if (source.path, key) in origins} - {one.key for one in head.tensors}
-
-
 @dataclass(frozen=True)
 class _Placed:
-    """The places of a head's tensors in a copy of a checkpoint."""
+    """The places of new tensors in a copy of a checkpoint."""
 
-    patches: Mapping[str, PendingTensor] = field(default_factory=dict)
-    """By key, the tensors that replace stored ones of the same dtype and shape."""
-    additions: Sequence[PendingTensor] = ()
+    patches: Mapping[str, PendingTensor]
+    """By key, the tensors that replace stored ones in their shards."""
+    additions: Sequence[PendingTensor]
     """The tensors of a new shard."""
-    shard: str = ""
+    shard: str
     """The new shard's file name."""
-    dropped: Collection[str] = ()
+    dropped: Collection[str]
     """Keys of stored tensors that the copy lacks."""
-    renames: Mapping[str, str] = field(default_factory=dict)
+    renames: Mapping[str, str]
     """Old file name to new one."""
 
     def index(self, source: Checkpoint) -> dict[str, Any]:
         """Return the copy's index, which lists every tensor, also those that the source's own index does not."""
-        tensors: dict[str, TensorInfo] = {key: info for key, info in source.tensors.items() if key not in self.dropped}
-        tensors.update({pending.key: pending.info(self.shard) for pending in self.additions})
-        old_metadata = (source.index or {}).get("metadata")
-        metadata = dict(old_metadata) if isinstance(old_metadata, dict) else {}
-        metadata["total_size"] = sum(info.num_bytes for info in tensors.values())
-        # Shapes of packed weights do not give this count.
-        metadata.pop("total_parameters", None)
-        return {
-            "metadata": metadata,
+        tensors = {key: info for key, info in source.tensors.items() if key not in self.dropped}
+        tensors |= {key: pending.info(tensors[key].file) for key, pending in self.patches.items()}
+        tensors |= {pending.key: pending.info(self.shard) for pending in self.additions}
+        old = source.index or {}
+        metadata = dict(old["metadata"]) if isinstance(old.get("metadata"), dict) else {}
+        new = {
+            "metadata": {**metadata, "total_size": sum(info.num_bytes for info in tensors.values())},
             "weight_map": {key: self.renames.get(info.file, info.file) for key, info in sorted(tensors.items())},
         }
-
-
-def full_index(source: Checkpoint) -> dict[str, Any]:
-    """Return a checkpoint's index with every tensor of its shards."""
-    return _Placed().index(source)
+        if new != source.index:
+            # Shapes of packed weights do not give this count.
+            new["metadata"].pop("total_parameters", None)
+        return new
 
 
 def _placed(
-    source: Checkpoint, layout: HeadLayout, tensors: list[PendingTensor], dropped: set[str], taken: Collection[str]
+    source: Checkpoint,
+    layout: HeadLayout,
+    head: NativeHead | None,
+    changes: Mapping[str, PendingTensor],
+    taken: Collection[str],
 ) -> _Placed:
-    """Sort head tensors into replacements of stored tensors and a new shard, beside the file names that are taken."""
-    patches: dict[str, PendingTensor] = {}
-    additions: list[PendingTensor] = []
-    for pending in tensors:
-        stored = source.tensors.get(pending.key)
-        if stored is None or pending.key in dropped:
-            additions.append(pending)
-        elif pending.origin == (source.path, pending.key):
-            # The stored tensor is the one to write.
-            continue
-        elif pending.dtype in PLAIN_DTYPES and scale_of(pending.key, source.tensors) is not None:
-            raise CheckpointError(
-                f"{source.path}: its own head is stored in {stored.dtype} ({pending.key}); expected no head, or a head "
-                "in plain floats to replace. Put the new head on the unquantised checkpoint."
-            )
-        else:
-            patches[pending.key] = pending
-    new = {pending.key for pending in tensors}
-    stray = {key for key in source.tensors if layout.is_head_key(key)} - new - dropped
-    if stray:
-        raise CheckpointError(
-            f"{source.path}: has head tensors that the new head lacks ({', '.join(sorted(stray)[:3])}); expected the "
-            "same keys. Use a head of this checkpoint's family."
-        )
+    """Sort changed tensors and a new head's into replacements of stored tensors and a new shard.
+
+    The new head takes the place of the old one as a whole: also an old tensor under a key that it lacks is dropped.
+
+    Args:
+        taken: The file names that the new shard may not have.
+    """
+    patches, additions, dropped = dict(changes), list[PendingTensor](), set[str]()
+    if head is not None:
+
+        def of_trunk(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
+            return replace(changes[key], key=new_key) if key in changes else stored_tensor(source, key, new_key)
+
+        new = {one.key: one for one in (*head.tensors, *shared_tensors(source, layout, head, of_trunk))}
+        dropped = {key for key in source.tensors if layout.is_head_key(key)} - new.keys()
+        unchanged = {key for key, one in new.items() if one.origin == (source.path, key)}
+        patches |= {key: one for key, one in new.items() if key in source.tensors and key not in unchanged}
+        additions = [one for key, one in new.items() if key not in source.tensors]
     shard = _free_name(HEAD_FILE, taken)
     renames = _shard_names(source, additions, shard, taken)
     return _Placed(patches, additions, renames.get(shard, shard), dropped, renames)
@@ -309,19 +260,23 @@ def _shard_names(
     return {SINGLE_FILE: _free_name("model-trunk.safetensors", taken)}
 
 
-def patched_documents(source: Checkpoint, layout: HeadLayout, head: NativeHead) -> dict[str, Any]:
+def patched_documents(
+    source: Checkpoint, layout: HeadLayout, head: NativeHead | None, fields: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """Return the JSON files that have to change, by name; files with the right content already are left out.
 
-    The config gets the head's fields. Where the checkpoint is quantised and the new head is in plain floats, the head
-    is added to the exceptions of the quantisation config, in a form that vLLM and SGLang both match.
+    The config gets the head's fields, and ``fields``. Where the checkpoint is quantised and the new head is in plain
+    floats, the head is added to the exceptions of the quantisation config, in a form that vLLM and SGLang both match.
     """
-    config = with_fields(source, head.config_fields)
-    documents: dict[str, Any] = {} if config is None else {CONFIG_FILE: config}
+    config = with_fields(source, {**fields, **({} if head is None else head.config_fields)})
+    documents: dict[str, Any] = {} if config == source.config else {CONFIG_FILE: config}
+    if head is None:
+        return documents
     stays = (pending.key in source.tensors and pending.origin == (source.path, pending.key) for pending in head.tensors)
     if all(stays) and unmatched_by_sglang(source, layout) is None:
         return documents
     groups = plain_modules({pending.key: pending.info("") for pending in head.tensors}, layout)
-    quantised = leave_alone(config or source.config, groups, where=str(source.path))
+    quantised = leave_alone(config, groups, where=str(source.path))
     if quantised is not None:
         documents[CONFIG_FILE] = quantised
     if (source.path / MODELOPT_FILE).is_file():
@@ -330,13 +285,14 @@ def patched_documents(source: Checkpoint, layout: HeadLayout, head: NativeHead) 
     return documents
 
 
-def with_fields(source: Checkpoint, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+def with_fields(source: Checkpoint, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's config with other values of some fields."""
     config = copy.deepcopy(dict(source.config))
     nested = config.get("text_config")
     text_config = nested if isinstance(nested, dict) else config
     for name, value in fields.items():
         (config if name == source.family.declaration.section else text_config)[name] = value
-    return None if config == source.config else config
+    return config
 
 
 def place_file(file: Path, target: Path, link: LinkMode) -> None:

@@ -2,16 +2,22 @@
 
 Only safetensors are read. :func:`open_checkpoint` checks all files when it opens the checkpoint, so that no command
 fails in the middle of a write.
+
+The checkpoint is the single file, or the shards that the index names. Other weight files in the directory come from
+earlier saves or other tools, and loaders disagree on them: vLLM and SGLang read every ``*.safetensors`` where there is
+no index, SGLang an ``mtp.safetensors`` beside GLM-4.5's index, llama.cpp's converter and MLX every
+``model*.safetensors``. The last copy of a tensor counts, so that one left-over file replaces the head or the trunk.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -22,6 +28,7 @@ from huggingface_hub.dataclasses import type_validator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.errors import CheckpointError
 from mtp_train.families import FAMILIES, Family, RawConfig, family_for, raw_text_config, refuse_unserved_heads
 from mtp_train.families.engines import EngineSupport
@@ -34,9 +41,17 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Shards of transformers' distributed save, which it prefers to any other weights.
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
+WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+# The files beside the weights from which a model, its tokenizer or its processor is loaded.
+_NAMED = re.compile(
+    r".*config\.json|model\.safetensors\.index\.json|tokenizer.*\.(?:json|model)|spiece\.model|.*\.tiktoken"
+    r"|(?:vocab|added_tokens|special_tokens_map)\.(?:json|txt)|merges\.txt|chat_template.*\.(?:json|jinja)"
+)
+
 # Larger numbers than these are in no model's config.
 _MAX_BLOCKS, _MAX_TOKEN = 1000, 1 << 24
 _QUANTISATION = "quantization_config"
+_CORRECT = "Restore the original, or correct the field."
 _MAX_NAME_BYTES = 255
 BLOCK_ELEMENTS = 1 << 22
 # The dtypes that we read, by safetensors' names.
@@ -73,8 +88,6 @@ class TensorInfo:
     """Path of the file inside the checkpoint, as a POSIX path."""
     dtype: str
     shape: tuple[int, ...]
-    name: str | None = None
-    """The key in the file, where a head is stored under other names than its family's."""
 
     @property
     def num_bytes(self) -> int:
@@ -107,7 +120,7 @@ class Checkpoint:
     @property
     def engines(self) -> Mapping[str, EngineSupport]:
         """The support of each engine for this checkpoint, given the stored dtypes of its tensors."""
-        return self.family.serving_of(self.config, {key: info.dtype for key, info in self.tensors.items()})
+        return self.family.serving_of(self.config)
 
     def read(self, key: str) -> Tensor:
         """Load one tensor on the CPU, in its stored dtype.
@@ -123,8 +136,10 @@ class Checkpoint:
         files = {info.file for info in self.tensors.values()}
         return {(file, key): start for file in files for key, (_, start) in read_header(self.path / file, file).items()}
 
-    def read_in_blocks(self, key: str) -> Iterator[Tensor]:
+    def read_in_blocks(self, key: str, row_size: int | None = None) -> Iterator[Tensor]:
         """Yield a tensor in slices along its first axis, each of at most ``BLOCK_ELEMENTS`` elements or of one row.
+
+        ``row_size`` is the number of elements that a row stands for, where it is not the number that is stored.
 
         The file is read, not memory-mapped: pages of a mapping count as this process's memory while it is open.
         """
@@ -132,7 +147,7 @@ class Checkpoint:
         if not info.shape or not info.num_bytes:
             yield self.read(key)
             return
-        rows = max(1, BLOCK_ELEMENTS // math.prod(info.shape[1:]))
+        rows = max(1, BLOCK_ELEMENTS // (row_size or math.prod(info.shape[1:])))
         for first in range(0, info.shape[0], rows):
             yield self.read_rows(key, first, min(first + rows, info.shape[0]))
 
@@ -167,10 +182,10 @@ class Checkpoint:
 
     def _read_bytes(self, key: str, offset: int, count: int) -> Tensor:
         """Return ``count`` bytes of a tensor, from its byte ``offset`` on, as a uint8 tensor."""
-        file, name = self.tensors[key].file, self.tensors[key].name or key
+        file = self.tensors[key].file
         data = torch.empty(count, dtype=torch.uint8)
         with (self.path / file).open("rb") as handle:
-            handle.seek(self._starts[file, name] + offset)
+            handle.seek(self._starts[file, key] + offset)
             if handle.readinto(data.numpy().data) < count:
                 raise CheckpointError(
                     f"{self.path / file}: became shorter while it was read; expected files that no process writes to. "
@@ -206,12 +221,12 @@ def read_json(path: Path) -> dict[str, Any]:
 _Model = TypeVar("_Model")
 
 
-def bounded(least: float, most: float) -> Any:
-    """Return a field of a dataclass for :func:`validated`, with the bounds of its number."""
-    return field(metadata={"bounds": (least, most)})
+def bounded(least: float, most: float, default: Any = MISSING) -> Any:
+    """Return a field of a dataclass for :func:`validated`, with the bounds of its number, or of each in a list."""
+    return field(default=default, metadata={"bounds": (least, most)})
 
 
-def validated(model: type[_Model], content: Mapping[str, Any], file: Path, hint: str) -> _Model:
+def validated(model: type[_Model], content: Mapping[str, Any], file: Path, hint: str, prefix: str = "") -> _Model:
     """Return the fields of a JSON object that a dataclass declares; pydantic is not at hand where we only decode."""
     types, values = get_type_hints(model), {}
     for one in fields(cast(Any, model)):
@@ -219,13 +234,14 @@ def validated(model: type[_Model], content: Mapping[str, Any], file: Path, hint:
         least, most = one.metadata.get("bounds", (-math.inf, math.inf))
         try:
             type_validator(one.name, value, types[one.name])
-            fits = "bounds" not in one.metadata or value is None or least <= value <= most
+            numbers = value if isinstance(value, list) else [value]
+            fits = "bounds" not in one.metadata or value is None or all(least <= each <= most for each in numbers)
         except TypeError:
             fits = False
         if not fits:
             found = "missing" if value is MISSING else f"{value!r:.60}"
-            between = f" from {least} to {most}" if "bounds" in one.metadata else ""
-            raise CheckpointError(f"{file}: {one.name} is {found}; expected {one.type}{between}. {hint}")
+            bounds = ("" if least == -math.inf else f" from {least}") + ("" if most == math.inf else f" up to {most}")
+            raise CheckpointError(f"{file}: {prefix}{one.name} is {found}; expected {one.type}{bounds}. {hint}")
     return model(**values)
 
 
@@ -361,79 +377,70 @@ def _adds_nothing(path: Path, index: Mapping[str, Any]) -> bool:
     return bool(names) and (names == {SINGLE_FILE} or not all(os.path.isfile(path / name) for name in names))
 
 
+@dataclass(frozen=True)
+class _TokenFields:
+    # Some configs write -1 for a token that the model does not have.
+    eos_token_id: int | list[int] | None = bounded(-1, _MAX_TOKEN, None)
+    bos_token_id: int | list[int] | None = bounded(-1, _MAX_TOKEN, None)
+    pad_token_id: int | list[int] | None = bounded(-1, _MAX_TOKEN, None)
+
+
+@dataclass(frozen=True)
+class _SectionFields(_TokenFields):
+    """The fields of a config, and of its sections, that are counted with here."""
+
+    model_type: str | None = None
+    architectures: list[str] | None = None
+    auto_map: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    # Learning rates follow from it.
+    hidden_size: int | None = bounded(1, math.inf, None)
+    # Building a model with more blocks would not end.
+    num_hidden_layers: int | None = bounded(-math.inf, _MAX_BLOCKS, None)
+    depth: int | list[int] | None = bounded(-math.inf, _MAX_BLOCKS, None)
+
+
+@dataclass(frozen=True)
+class _GenerationFields(_TokenFields):
+    do_sample: bool | None = None
+    temperature: int | float | None = bounded(-1e30, 1e30, None)
+    top_p: int | float | None = bounded(-1e30, 1e30, None)
+    min_p: int | float | None = bounded(-1e30, 1e30, None)
+    repetition_penalty: int | float | None = bounded(-1e30, 1e30, None)
+    top_k: int | None = None
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """Read a model's config, and check the types and sizes of the fields that we count with.
 
     transformers checks the others when it builds the model.
     """
     config = read_json(path)
-    _require_fields(config, path, _FIELDS)
+    _require_section(config, path)
     return config
 
 
-def _require_fields(section: Mapping[str, Any], path: Path, known: Sequence[_Rule], prefix: str = "") -> None:
+def _require_section(section: Mapping[str, Any], path: Path, prefix: str = "") -> None:
     """Raise a CheckpointError where a field of a config or of its sections is wrong whatever the model."""
+    validated(_SectionFields, section, path, _CORRECT, prefix)
     # The number of head modules, under the names that families give it.
     counts = {family.declaration.count for family in FAMILIES}
     for name, value in section.items():
-        rules = (rule for rule in known if rule[0].fullmatch(name))
-        for _, fits, expected in (_COUNT, *rules) if name in counts else rules:
-            if value is not None and not fits(value):
-                raise CheckpointError(
-                    f"{path}: {prefix}{name} is {value!r:.60}; expected {expected}. Restore the original, or correct "
-                    "the field."
-                )
-        if isinstance(value, dict) and name.endswith("_config") and name != _QUANTISATION:
-            _require_fields(value, path, known, f"{prefix}{name}.")
-
-
-def _is_number(value: Any) -> bool:
-    # Comparisons hold for integers of any size; NaN fails both.
-    return isinstance(value, int | float) and not isinstance(value, bool) and -1e30 < value < 1e30
-
-
-def _are_tokens(value: Any) -> bool:
-    # Some configs write -1 for a token that the model does not have.
-    ids = value if isinstance(value, list) else [value]
-    return all(type(one) is int and -1 <= one <= _MAX_TOKEN for one in ids)
-
-
-_Rule = tuple[re.Pattern[str], Callable[[Any], bool], str]
-"""Names of fields, what they may hold besides null, and that in words."""
-_COUNT: _Rule = (re.compile(""), lambda one: type(one) is int and abs(one) <= _MAX_BLOCKS, "an integer up to 1000")
-_TOKENS: _Rule = (re.compile(r"(eos|bos|pad)_token_id"), _are_tokens, "a token id or a list of token ids")
-_FIELDS: tuple[_Rule, ...] = (
-    (
-        re.compile(r".*_config|rope_scaling|rope_parameters|auto_map"),
-        lambda one: isinstance(one, dict),
-        "an object",
-    ),
-    (re.compile(r"model_type"), lambda one: isinstance(one, str), "the name of an architecture"),
-    (
-        re.compile(r"architectures"),
-        lambda one: isinstance(one, list) and all(isinstance(name, str) for name in one),
-        "a list of names",
-    ),
-    # Building a model with more blocks would not end.
-    (re.compile(r"num_hidden_layers"), lambda one: _is_number(one) and one <= _MAX_BLOCKS, "a number up to 1000"),
-    # Learning rates follow from it.
-    (re.compile(r"hidden_size"), bool, "a number above 0"),
-    (re.compile(r"depth"), lambda one: not isinstance(one, int) or one <= _MAX_BLOCKS, "a number up to 1000"),
-    _TOKENS,
-)
-_GENERATION_FIELDS: tuple[_Rule, ...] = (
-    _TOKENS,
-    (re.compile(r"temperature|top_p|min_p|repetition_penalty"), _is_number, "a number"),
-    (re.compile(r"top_k"), lambda one: type(one) is int, "an integer"),
-    (re.compile(r"do_sample"), lambda one: isinstance(one, bool), "true or false"),
-)
+        is_section = name.endswith("_config")
+        fits = isinstance(value, dict) if is_section else type(value) is int and abs(value) <= _MAX_BLOCKS
+        if value is not None and (is_section or name in counts) and not fits:
+            expected = "an object" if is_section else f"an integer up to {_MAX_BLOCKS}"
+            raise CheckpointError(f"{path}: {prefix}{name} is {value!r:.60}; expected {expected}. {_CORRECT}")
+        if isinstance(value, dict) and is_section and name != _QUANTISATION:
+            _require_section(value, path, f"{prefix}{name}.")
 
 
 def _require_generation_config(path: Path) -> None:
     file = path / GENERATION_CONFIG_FILE
     if not os.path.lexists(file):
         return
-    _require_fields(read_json(file), file, _GENERATION_FIELDS)
+    validated(_GenerationFields, read_json(file), file, _CORRECT)
     from transformers import GenerationConfig
 
     try:
@@ -470,12 +477,6 @@ def _scan_indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]
         if not isinstance(file, str) or file not in files:
             files[file] = named_file(path, file, named_by=path / INDEX_FILE)
     named = {key: files[file] for key, file in weight_map.items()}
-    missing = sorted({file for file in named.values() if not (path / file).is_file()})
-    if missing:
-        raise CheckpointError(
-            f"{path / INDEX_FILE}: names {', '.join(missing[:3])}, which is not there ({len(missing)} missing in all); "
-            "expected every shard beside the index. Download the missing shards."
-        )
     stored = {file: scan_safetensors(path / file, file) for file in sorted(set(named.values()))}
     absent = sorted(key for key, file in named.items() if key not in stored[file])
     if absent:
@@ -494,6 +495,135 @@ def _scan_indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]
             "again."
         )
     return {key: read[key] for key in (*named, *(key for key in read if key not in named))}
+
+
+def source_files(source: Checkpoint) -> list[Path]:
+    """Return the files that a copy of a checkpoint needs, sorted by path: the weights, and the files beside them.
+
+    Weights that the checkpoint does not name, an index that is not its own, hidden files, pickles, training
+    checkpoints, and other models in subdirectories are left out.
+    """
+    # Weights are always included: their directories may have names like the ones that are left out.
+    weights = _weights(source)
+    beside = [file for file in _files_under(source.path, weights) if not _holds_weights(file)]
+    if source.index is None:
+        beside = [file for file in beside if file != source.path / INDEX_FILE]
+    for file in beside:
+        _require_known_link(source.path, file)
+    return sorted(weights.union(beside))
+
+
+def unnamed_weights(source: Checkpoint) -> dict[str, Mapping[str, TensorInfo]]:
+    """Return the weight files in a checkpoint's directory that are no part of it, which copies leave out.
+
+    Returns:
+        POSIX path in the directory to the file's tensors; no tensors for a file that is not safetensors or is damaged.
+    """
+    files = filter(_holds_weights, _files_under(source.path, _weights(source)))
+    names = (file.relative_to(source.path).as_posix() for file in files)
+    return {name: _tensors(source.path / name, name) for name in sorted(names)}
+
+
+def _tensors(path: Path, name: str) -> Mapping[str, TensorInfo]:
+    # Opening a pipe would wait for a process that writes to it.
+    if path.suffix != ".safetensors" or not path.is_file():
+        return {}
+    try:
+        return scan_safetensors(path, name)
+    except CheckpointError:
+        return {}
+
+
+def _holds_weights(file: Path) -> bool:
+    """Return whether a file is named like weights, or like weights set aside, such as ``model.safetensors.bak``."""
+    return file.suffix != ".json" and any(suffix in WEIGHT_SUFFIXES for suffix in file.suffixes)
+
+
+def _weights(source: Checkpoint) -> set[Path]:
+    return {source.path / info.file for info in source.tensors.values()}
+
+
+def _files_under(directory: Path, weights: Set[Path]) -> Iterator[Path]:
+    """Yield links and files other than ``weights``; links to directories too."""
+    for entry in sorted(directory.iterdir()):
+        if entry.name.startswith((".", "checkpoint-")) or entry.suffix in PICKLE_SUFFIXES or entry in weights:
+            continue
+        if entry.is_symlink() or entry.is_file():
+            yield entry
+        elif entry.is_dir() and not (entry / CONFIG_FILE).exists():
+            yield from _files_under(entry, weights)
+
+
+def _require_known_link(root: Path, file: Path) -> None:
+    """Raise a CheckpointError for a link that is neither one of a model's own files nor a link into the hub's cache."""
+    if not file.is_symlink():
+        return
+    real_root = root.resolve()
+    if file.is_file():
+        # In the hub's cache every file of snapshots/REVISION is a link into blobs, two directories up.
+        blobs = real_root.parents[1] / "blobs" if real_root.parent.name == "snapshots" else None
+        if (file.parent == root and _NAMED.fullmatch(file.name)) or file.resolve().parent == blobs:
+            return
+    found = "a link to a directory" if file.is_dir() else "a link"
+    raise CheckpointError(
+        f"{file}: {found}, which could bring in files from anywhere; expected links only to weights, config, tokenizer "
+        "and processor files, or into the hub cache's blobs. Replace the link with the file, or remove the link."
+    )
+
+
+@dataclass(frozen=True)
+class UnnamedFile:
+    """A weight file in a checkpoint's directory that the checkpoint does not name: no copy contains it."""
+
+    file: str
+    """POSIX path in the directory."""
+    num_tensors: int
+    """0 for a file that is not safetensors or is damaged."""
+    num_head_tensors: int
+
+    def __str__(self) -> str:
+        if not self.num_tensors:
+            return f"{self.file} (not readable as safetensors)"
+        of_head = f", {self.num_head_tensors} of a head" if self.num_head_tensors else ""
+        return f"{self.file} ({self.num_tensors} tensors{of_head})"
+
+
+def unnamed_files(checkpoint: Checkpoint, layout: HeadLayout | None) -> tuple[UnnamedFile, ...]:
+    """Return the weight files that are no part of a checkpoint, sorted by path. Reads their headers.
+
+    Args:
+        layout: Its head layout; None for a drafter, whose files have no trunk's layout.
+    """
+    is_head_key = layout.is_head_key if layout is not None else lambda key: False
+    return tuple(
+        UnnamedFile(file, len(tensors), sum(map(is_head_key, tensors)))
+        for file, tensors in unnamed_weights(checkpoint).items()
+    )
+
+
+def head_under_other_names(checkpoint: Checkpoint, needed: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """Return the stored keys of a head with a prefix more (``language_model.``), or without their own; else nothing.
+
+    Args:
+        needed: The keys of a complete head with their shapes.
+    """
+    first = min(needed)
+    parts = zip(*(key.split(".") for key in needed), strict=False)
+    own = "".join(f"{same[0]}." for same in itertools.takewhile(lambda same: len({*same}) == 1, parts))
+    for stored in (checkpoint.tensors, *unnamed_weights(checkpoint).values()):
+        prefixes = sorted({key.removesuffix(first) for key in stored if key.endswith(f".{first}")})
+        bare = {key.removeprefix(own): shape for key, shape in needed.items()}
+        for names in (bare, *({one + key: shape for key, shape in needed.items()} for one in prefixes)):
+            if all(name in stored and stored[name].shape == shape for name, shape in names.items()):
+                return tuple(names)
+    return ()
+
+
+def left_out(files: Sequence[UnnamedFile]) -> tuple[str, ...]:
+    """Return the sentence of a result that names the weight files that were not copied; empty without such files."""
+    if not files:
+        return ()
+    return (f"Left out, as no part of the checkpoint: {', '.join(map(str, files))}.",)
 
 
 def all_finite(block: Tensor) -> bool:

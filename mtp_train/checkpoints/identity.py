@@ -24,17 +24,17 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.progress import Progress
 
 from mtp_train.checkpoints.files import INDEX_FILE, Checkpoint, read_json
 from mtp_train.checkpoints.writing import write_json
-from mtp_train.errors import ChangedInputError, CheckpointError, MtpError
+from mtp_train.errors import ChangedInputError, CheckpointError
 
 RECORD_FILE = "inputs.json"
 TICK_NS = 2_000_000_000
@@ -61,32 +61,33 @@ Contents = Mapping[str, str]
 """File name to SHA-256, in hexadecimal."""
 
 
-class FileStatus(NamedTuple):
-    """The metadata of a file in its file system; equal for the same unchanged file under any name."""
+class FileRecord(NamedTuple):
+    """The content hash of a file, and what the file system told of it when it was read."""
 
+    sha256: str
     size: int
     mtime_ns: int
     ctime_ns: int
     inode: int
     device: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> FileStatus:
-        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """The content hash of a file, and the status with which it was read."""
-
-    status: FileStatus
     read_ns: int
-    sha256: str
+
+    @property
+    def status(self) -> FileStatus:
+        return self[1:-1]
 
     @property
     def is_settled(self) -> bool:
         """Whether every later write changes the status."""
-        return self.status.ctime_ns + TICK_NS < self.read_ns
+        return self.ctime_ns + TICK_NS < self.read_ns
+
+
+FileStatus = tuple[int, ...]
+"""Size, times, inode and device of a file; equal for the same unchanged file under any name."""
+
+
+def file_status(found: os.stat_result) -> FileStatus:
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def read_records(directory: Path) -> dict[str, InputRecord]:
         return {}
     try:
         return {
-            label: InputRecord(one["location"], {name: _parsed(record) for name, record in one["files"].items()})
+            label: InputRecord(one["location"], {name: FileRecord(**record) for name, record in one["files"].items()})
             for label, one in read_json(path)["inputs"].items()
         }
     except (KeyError, TypeError, AttributeError) as error:
@@ -151,19 +152,9 @@ def read_records(directory: Path) -> dict[str, InputRecord]:
         ) from None
 
 
-def _parsed(record: Mapping[str, Any]) -> FileRecord:
-    return FileRecord(FileStatus(*(record[name] for name in FileStatus._fields)), record["read_ns"], record["sha256"])
-
-
 def write_records(directory: Path, records: Records) -> None:
     inputs = {
-        label: {
-            "location": one.location,
-            "files": {
-                name: {"sha256": record.sha256, **record.status._asdict(), "read_ns": record.read_ns}
-                for name, record in one.files.items()
-            },
-        }
+        label: {"location": one.location, "files": {name: record._asdict() for name, record in one.files.items()}}
         for label, one in records.items()
     }
     write_json(directory / RECORD_FILE, {"inputs": inputs})
@@ -172,15 +163,21 @@ def write_records(directory: Path, records: Records) -> None:
 def hash_inputs(inputs: Mapping[str, InputFiles], known: Records, progress: Progress) -> dict[str, InputRecord]:
     """Return the records of inputs. Files with the status of a settled record are not read."""
     trusted = {record.status: record for one in known.values() for record in one.files.values() if record.is_settled}
-    statuses = {path: _status(path) for one in inputs.values() for path in one.files.values()}
-    # By status: a file with several names is hashed once.
-    unknown = {status: path for path, status in statuses.items() if status not in trusted}
-    # The largest file determines the total time, so it comes first. hashlib releases the GIL.
-    ordered = sorted(unknown, key=lambda status: -status.size)
-    task = progress.add_task("hashing inputs", visible=sum(status.size for status in ordered) > _SHOWN_BYTES)
-    with ThreadPoolExecutor(_MAX_THREADS) as pool:
-        hashed = pool.map(lambda status: _hash(unknown[status]), ordered)
-        records = list(progress.track(hashed, total=len(ordered), task_id=task))
+    try:
+        statuses = {path: file_status(path.stat()) for one in inputs.values() for path in one.files.values()}
+        # By status: a file with several names is hashed once.
+        unknown = {status: path for path, status in statuses.items() if status not in trusted}
+        # The largest file determines the total time, so it comes first. hashlib releases the GIL.
+        ordered = sorted(unknown, key=lambda status: -status[0])
+        task = progress.add_task("hashing inputs", visible=sum(size for size, *_ in ordered) > _SHOWN_BYTES)
+        with ThreadPoolExecutor(_MAX_THREADS) as pool:
+            hashed = pool.map(lambda status: _hash(unknown[status]), ordered)
+            records = list(progress.track(hashed, total=len(ordered), task_id=task))
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename}: cannot be read ({error.strerror}); expected a file that this user may read. Restore it "
+            "or its permissions."
+        ) from None
     found = trusted | dict(zip(ordered, records, strict=True))
     return {
         label: InputRecord(
@@ -190,37 +187,22 @@ def hash_inputs(inputs: Mapping[str, InputFiles], known: Records, progress: Prog
     }
 
 
-def _status(path: Path) -> FileStatus:
-    try:
-        return FileStatus.of(path.stat())
-    except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: cannot be read ({error.strerror}); expected a file that this user may read. Restore it or its "
-        "permissions."
-    )
-
-
 def _hash(path: Path) -> FileRecord:
-    try:
-        with path.open("rb") as handle:
-            before = FileStatus.of(os.fstat(handle.fileno()))
-            read_ns = time.time_ns()
-            digest = hashlib.sha256()
-            while block := handle.read(_BLOCK_BYTES):
-                digest.update(block)
-            after = FileStatus.of(os.fstat(handle.fileno()))
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    if (before.size, before.mtime_ns) != (after.size, after.mtime_ns):
+    with path.open("rb") as handle:
+        before = file_status(os.fstat(handle.fileno()))
+        read_ns = time.time_ns()
+        digest = hashlib.sha256()
+        while block := handle.read(_BLOCK_BYTES):
+            digest.update(block)
+        after = file_status(os.fstat(handle.fileno()))
+    # Another process may add a link to the file, which changes its ctime.
+    if before[:2] != after[:2]:
         raise CheckpointError(
             f"{path}: is being written to; expected files that no process writes to. Run the command again when the "
             "writer is done."
         )
-    return FileRecord(before, read_ns, digest.hexdigest())
+    size, mtime_ns, ctime_ns, inode, device = before
+    return FileRecord(digest.hexdigest(), size, mtime_ns, ctime_ns, inode, device, read_ns)
 
 
 def changed_files(recorded: Contents, found: Contents) -> list[str]:
@@ -232,57 +214,43 @@ def changed_files(recorded: Contents, found: Contents) -> list[str]:
     ]
 
 
-Loaders = Mapping[str, Callable[[], InputFiles]]
-"""By the use of an input, a function that returns its files; raises a MtpError where they are missing."""
-
-
-@dataclass(frozen=True)
-class Claimed:
-    """A directory with results, and the words for it in messages."""
-
-    directory: Path
-    noun: str
-    hint: str
-    """What the user can do to use the new inputs."""
-
-
-def loaded(loaders: Loaders) -> dict[str, InputFiles]:
-    return {label: load() for label, load in loaders.items()}
-
-
-def require_same(claimed: Claimed, loaders: Loaders, progress: Progress, *, finished: bool, keeps: bool = True) -> None:
+def require_same(
+    directory: Path,
+    inputs: Mapping[str, InputFiles],
+    progress: Progress,
+    *,
+    finished: bool,
+    keeps: bool = True,
+    option: str = "run_dir",
+) -> None:
     """Check that inputs are the ones from which a directory's results were computed.
 
     Inputs that were touched, copied or moved pass if their content is the same.
 
-    With ``keeps``, the new status of files that were hashed again is recorded, if the directory is writable.
+    Args:
+        keeps: Whether the new status of files that were hashed again is recorded, if the directory is writable.
+        option: What names the directory.
 
     Raises:
-        ChangedInputError: An input changed, is gone, or cannot be shown to be the same.
+        ChangedInputError: An input changed, or cannot be shown to be the same.
     """
-    recorded = read_records(claimed.directory)
-    found: dict[str, InputFiles] = {}
+    recorded = read_records(directory)
     changed = []
-    for label, load in loaders.items():
-        try:
-            found[label] = load()
-        except MtpError as error:
-            changed.append(f"{label} cannot be opened ({error})")
-    records = hash_inputs({label: one for label, one in found.items() if label in recorded}, recorded, progress)
+    records = hash_inputs({label: one for label, one in inputs.items() if label in recorded}, recorded, progress)
     for label, record in records.items():
         names = changed_files(recorded[label].contents, record.contents)
         changed += [_named(label, record.location, names)] if names else []
-    others = {label: one for label, one in found.items() if label not in recorded}
+    others = {label: one for label, one in inputs.items() if label not in recorded}
     changed += [f"{label} ({one.location}) was not among them" for label, one in others.items()]
     if changed:
-        keeps_old = f" The results in {claimed.directory} are complete, and were computed from the old files."
+        keeps_old = f" The results in {directory} are complete, and were computed from the old files."
         raise ChangedInputError(
-            f"{claimed.directory}: inputs changed since the {claimed.noun} began: {'; '.join(changed)}; expected the "
-            f"files that it began with. Restore the old files, or {claimed.hint}.{keeps_old if finished else ''}"
+            f"{directory}: inputs changed since it was begun: {'; '.join(changed)}; expected the files that it began "
+            f"with. Restore the old files, or choose another {option} for the new ones.{keeps_old if finished else ''}"
         )
     if keeps and recorded != (updated := {**recorded, **records}):
         with contextlib.suppress(OSError):
-            write_records(claimed.directory, updated)
+            write_records(directory, updated)
 
 
 def _named(label: str, location: str, names: list[str]) -> str:

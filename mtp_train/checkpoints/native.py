@@ -17,13 +17,10 @@ from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.quantised import (
     FP8_DTYPES,
     PLAIN_DTYPES,
-    SCALE_SUFFIXES,
     is_packed,
     is_scale,
     plain_shape,
-    quant_method,
     read_plain_in_blocks,
-    scale_of,
 )
 from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError
@@ -61,24 +58,15 @@ def stored_tensor(source: Checkpoint, key: str, new_key: str) -> PendingTensor:
         info.dtype,
         info.shape,
         blocks=lambda: source.read_in_blocks(key),
-        origin=(source.path, info.name or key),
+        origin=(source.path, key),
     )
 
 
 def plain_tensor(source: Checkpoint, key: str, new_key: str, *, dtype: str = "BF16") -> PendingTensor:
-    """Return a tensor of a checkpoint, unchanged, or in bf16 (``dtype``) where it is stored in FP8 or FP4.
-
-    Raises:
-        CheckpointError: It is stored in FP8 without scales for its blocks.
-    """
+    """Return a tensor of a checkpoint, unchanged, or in bf16 (``dtype``) where it is stored in FP8 or FP4."""
     info = source.tensors[key]
     if info.dtype not in FP8_DTYPES and not is_packed(key, source.tensors):
         return stored_tensor(source, key, new_key)
-    if scale_of(key, source.tensors) is None:
-        raise CheckpointError(
-            f"{source.path}: {key} is stored in {info.dtype} without {SCALE_SUFFIXES[0]}; expected scales for its "
-            "blocks. Take the head of the unquantised base."
-        )
     shape, wanted = plain_shape(key, source.tensors), TORCH_DTYPES[dtype]
     return PendingTensor(
         new_key, dtype, shape, lambda: (block.to(wanted) for block in read_plain_in_blocks(source, key))
@@ -165,10 +153,9 @@ def require_same_trunk_shape(
 ) -> None:
     """Check that a head of ``base`` fits ``finetune``: the same family, and a trunk with the same tensors and shapes.
 
-    Where the two are quantised differently, or only one stacks its experts, their modules are compared, and the shapes
-    of tensors that both store in plain floats. The embedding may have more or fewer rows (added tokens), unless the
-    head has weights of that size: heads otherwise use the embedding and the output matrix of the trunk that they are
-    on.
+    Their modules are compared, and the shapes of tensors that both store alike: the two may be quantised differently,
+    or only one may stack its experts. The embedding may have more or fewer rows (added tokens), unless the head has
+    weights of that size: heads otherwise use the embedding and the output matrix of the trunk that they are on.
     """
     if finetune.family.name != base.family.name:
         raise CheckpointError(
@@ -176,43 +163,28 @@ def require_same_trunk_shape(
             "that the fine-tune came from. Point at that base."
         )
     ours, theirs = trunk_tensors(finetune, finetune_layout), trunk_tensors(base, base_layout)
-    names = ours.keys() | theirs.keys()
-    if quant_method(finetune.config) != quant_method(base.config) or _stacks_experts(ours) != _stacks_experts(theirs):
-        missing = trunk_modules(ours) ^ trunk_modules(theirs)
-        if missing:
-            raise CheckpointError(
-                f"{base.path}: trunk module {min(missing)} is either here or in {finetune.path}, not in both; expected "
-                "the same trunk. Point at the base that the fine-tune came from."
-            )
-        names = {
-            name
-            for name in ours.keys() & theirs.keys()
-            if finetune.tensors[ours[name]].dtype in PLAIN_DTYPES and base.tensors[theirs[name]].dtype in PLAIN_DTYPES
-        }
-    for name in sorted(names):
-        mine = finetune.tensors[ours[name]].shape if name in ours else None
-        other = base.tensors[theirs[name]].shape if name in theirs else None
-        if mine == other:
+    missing = trunk_modules(ours) ^ trunk_modules(theirs)
+    if missing:
+        raise CheckpointError(
+            f"{base.path}: trunk module {min(missing)} is either here or in {finetune.path}, not in both; expected the "
+            "same trunk. Point at the base that the fine-tune came from."
+        )
+    wiring = finetune.family.wiring
+    for name in sorted(ours.keys() & theirs.keys()):
+        mine, other = finetune.tensors[ours[name]], base.tensors[theirs[name]]
+        alike = mine.dtype == other.dtype or {mine.dtype, other.dtype} <= {*PLAIN_DTYPES}
+        if mine.shape == other.shape or not alike:
             continue
-        both = mine is not None and other is not None and mine[1:] == other[1:]
-        resized = both and ours[name] == finetune_layout.embed_key
-        if resized and not (finetune.family.wiring.own_lm_head or finetune.family.wiring.own_embedding):
+        resized = mine.shape[1:] == other.shape[1:] and ours[name] == finetune_layout.embed_key
+        if resized and not (wiring.own_lm_head or wiring.own_embedding):
             continue
         because = f": a {finetune.family.title} head has a matrix of its own over the vocabulary" if resized else ""
         raise CheckpointError(
-            f"{base.path}: trunk tensor {name} is {_shape_text(other)}, in {finetune.path} it is {_shape_text(mine)}; "
+            f"{base.path}: trunk tensor {name} is {list(other.shape)}, in {finetune.path} it is {list(mine.shape)}; "
             f"expected the same trunk shape{because}. Point at the base that the fine-tune came from."
         )
-
-
-def _stacks_experts(names: Iterable[str]) -> bool:
-    return any(name.endswith(".experts.down_proj") for name in names)
 
 
 def trunk_modules(names: Iterable[str]) -> set[str]:
     """Return the modules that tensors belong to, whatever the storage format; experts count as one module."""
     return {re.sub(r"\.experts\..*", ".experts.", name).rpartition(".")[0] for name in names}
-
-
-def _shape_text(shape: tuple[int, ...] | None) -> str:
-    return "absent" if shape is None else str(list(shape))

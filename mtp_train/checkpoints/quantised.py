@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,8 +123,8 @@ _METHODS: Mapping[str, _Method] = {
 
 def quant_method(config: RawConfig) -> str | None:
     """Return the quantisation method of a raw config, None for plain weights."""
-    holder = _holder(config)
-    return None if holder is None else str(holder[QUANTISATION].get("quant_method"))
+    settings = _settings(config)
+    return str(settings.get("quant_method")) if settings else None
 
 
 def packed_weight(key: str) -> str | None:
@@ -141,10 +142,10 @@ def method_of(checkpoint: Checkpoint) -> str:
     return "modelopt" if (checkpoint.path / MODELOPT_FILE).is_file() else "a method that config.json does not name"
 
 
-def _holder(config: RawConfig) -> RawConfig | None:
-    """Return the part of a config with the quantisation settings: the top level, or the text config."""
+def _settings(config: RawConfig) -> dict[str, Any]:
+    """Return the quantisation settings of a config, of its top level or of the text config; empty without any."""
     candidates = (config, config.get("text_config"))
-    return next((part for part in candidates if isinstance(part, dict) and part.get(QUANTISATION)), None)
+    return next((part[QUANTISATION] for part in candidates if isinstance(part, dict) and part.get(QUANTISATION)), {})
 
 
 def leave_alone(config: RawConfig, groups: Groups, *, where: str) -> dict[str, Any] | None:
@@ -163,9 +164,7 @@ def leave_alone(config: RawConfig, groups: Groups, *, where: str) -> dict[str, A
             "and quantise the export."
         )
     changed = copy.deepcopy(dict(config))
-    holder = _holder(changed)
-    settings: dict[str, Any] = {} if holder is None else holder[QUANTISATION]
-    return changed if _extend(settings, method, groups) else None
+    return changed if _extend(_settings(changed), method, groups) else None
 
 
 def leave_alone_in_modelopt(document: Mapping[str, Any], groups: Groups) -> dict[str, Any] | None:
@@ -185,17 +184,17 @@ def unmatched_by_sglang(checkpoint: Checkpoint, layout: HeadLayout) -> str | Non
     beside = "mtp." in layout.family.keys.head_prefixes
     if quant_method(checkpoint.config) != "compressed-tensors" or not beside or any(map(packed_weight, head)):
         return None
-    settings = (_holder(checkpoint.config) or {QUANTISATION: {}})[QUANTISATION]
-    entries = list(settings.get("ignore") or [])
-
-    def missed(modules: Iterable[str]) -> list[str]:
-        return [one for one in modules if not any(_COMPRESSED.matches(entry, one) for entry in entries)]
-
+    listed = list(_settings(checkpoint.config).get("ignore") or [])
     # SGLang looks single experts up as they are stored.
     plain = (module for some in plain_modules(head, layout).values() for module in some)
     modules = [module for module in plain if ".experts." not in module]
-    fused = missed(map(_fused, modules))
-    return fused[0] if fused and not missed(modules) else None
+    fused = _uncovered(map(_fused, modules), listed, _COMPRESSED)
+    return fused[0] if fused and not _uncovered(modules, listed, _COMPRESSED) else None
+
+
+def _uncovered(modules: Iterable[str], listed: Sequence[str], method: _Method) -> list[str]:
+    """Return the modules that no entry of a list of exceptions covers."""
+    return [one for one in modules if not any(method.matches(entry, one) for entry in listed)]
 
 
 def _fused(module: str) -> str:
@@ -225,7 +224,7 @@ def _extend(settings: dict[str, Any], method: _Method, groups: Groups) -> bool:
     added: list[str] = []
     for prefix, modules in groups.items():
         needed = {*modules, *map(_fused, modules)} if method.by_fused_names else {*modules}
-        if not all(any(method.matches(entry, module) for entry in listed) for module in needed):
+        if _uncovered(needed, listed, method):
             added += [entry for entry in method.entries(prefix, modules) if entry not in listed]
     if not added:
         return False
@@ -278,7 +277,7 @@ def read_plain_in_blocks(checkpoint: Checkpoint, key: str) -> Iterator[Tensor]:
     scales = checkpoint.read(scale).float()
     block_rows, block_columns = _block_size(checkpoint, key, scales)
     first = 0
-    for block in checkpoint.read_in_blocks(key):
+    for block in checkpoint.read_in_blocks(key, math.prod(plain_shape(key, checkpoint.tensors)[1:])):
         values = _unpacked(block) if packed else block.float()
         rows = torch.arange(first, first + len(values)) // block_rows
         columns = torch.arange(values.shape[1]) // block_columns
@@ -309,8 +308,7 @@ def require_whole_blocks(checkpoint: Checkpoint, keys: Iterable[str]) -> None:
 
 
 def _declared_block(checkpoint: Checkpoint) -> tuple[int, int]:
-    holder = _holder(checkpoint.config)
-    rows, columns = (None if holder is None else holder[QUANTISATION].get("weight_block_size")) or (128, 128)
+    rows, columns = _settings(checkpoint.config).get("weight_block_size") or (128, 128)
     return rows, columns
 
 

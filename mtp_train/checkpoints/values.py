@@ -61,32 +61,18 @@ def common_tensors(
 
 
 def squared_change(ours: Iterator[Tensor], theirs: Iterator[Tensor]) -> tuple[float, float]:
-    """Return ``|W - W0|^2`` and ``|W0|^2`` over the rows that both tensors have, whatever their dtypes and blocks."""
+    """Return ``|W - W0|^2`` and ``|W0|^2`` over the rows that both tensors have, whatever their dtypes.
+
+    An embedding may have been resized. Blocks have the same rows, but for the last one of the shorter tensor.
+    """
     change, size = 0.0, 0.0
-    for new, old in paired_rows(ours, theirs):
-        for pair in zip(*(torch.split(one.reshape(-1), _PIECE) for one in (new, old)), strict=True):
+    for new, old in zip(ours, theirs, strict=False):
+        both = min(new.numel(), old.numel())
+        for pair in zip(*(torch.split(one.reshape(-1)[:both], _PIECE) for one in (new, old)), strict=True):
             new_X, old_X = (one.double() for one in pair)
             change += float((new_X - old_X).square().sum())
             size += float(old_X.square().sum())
     return change, size
-
-
-def paired_rows(ours: Iterator[Tensor], theirs: Iterator[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the same rows of two tensors that come in blocks of different sizes, to the end of the shorter tensor.
-
-    An embedding may have been resized, and packed weights come in blocks of more rows.
-    """
-    ours, theirs = map(_in_rows, ours), map(_in_rows, theirs)
-    mine, other = next(ours, None), next(theirs, None)
-    while mine is not None and other is not None:
-        rows = min(len(mine), len(other))
-        yield mine[:rows], other[:rows]
-        mine = mine[rows:] if len(mine) > rows else next(ours, None)
-        other = other[rows:] if len(other) > rows else next(theirs, None)
-
-
-def _in_rows(block: Tensor) -> Tensor:
-    return block if block.ndim else block[None]
 
 
 WrongForm = Literal["zero", "halves swapped", "norms shifted", "transposed", "rescaled"]

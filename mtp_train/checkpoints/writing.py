@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -43,19 +44,15 @@ class PendingTensor:
     """The checkpoint and key from which it is copied unchanged; None for a new value."""
 
     def parts(self) -> Iterator[Tensor]:
-        rows: list[int] = []
+        """Yield the values, which have to be as many as the shape says."""
+        size = 0
         for block in self.blocks():
-            rows += block.shape[:1]
-            if tuple(block.shape[1:]) != self.shape[1:] or sum(rows) > sum(self.shape[:1]):
-                raise self._misshapen(block.shape)
+            size += block.numel()
             yield block
-        if sum(rows) != sum(self.shape[:1]):
-            raise self._misshapen([sum(rows), *self.shape[1:]])
-
-    def _misshapen(self, found: Sequence[int]) -> CheckpointError:
-        return CheckpointError(
-            f"{self.key}: shape {list(found)}; expected {list(self.shape)}. Use a head of this model."
-        )
+        if size != math.prod(self.shape):
+            raise CheckpointError(
+                f"{self.key}: {size} values; expected shape {list(self.shape)}. Use a head of this model."
+            )
 
     def load(self) -> Tensor:
         import torch

@@ -267,9 +267,9 @@ def call(args: argparse.Namespace, name: str, **given: Any) -> Any:
     """Call a function of the public API with the arguments that have the names of its parameters, and those given."""
     if hasattr(args, "recipe"):
         # The libraries that run a recipe take seconds to import: a wrong field is told before.
-        from mtp_train.recipe.loading import plain_recipe, with_stand_ins
+        from mtp_train.recipe.loading import load_recipe
 
-        with_stand_ins(*plain_recipe(args.recipe, args.overrides))
+        load_recipe(args.recipe, args.overrides)
     function = getattr(mtp, name)
     parameters = inspect.signature(function).parameters
     given = {key: value for key, value in vars(args).items() if key in parameters} | given
@@ -335,7 +335,6 @@ def _add_checkpoints(commands: Any) -> None:
     form = export.add_mutually_exclusive_group()
     form.add_argument("--gguf", choices=KINDS, help="the head alone, as a GGUF file for llama.cpp")
     form.add_argument("--head-only", action="store_true", help="the head alone, as a draft model for vLLM")
-    form.add_argument("--speculators", action="store_true", help="an EAGLE-3 head in the speculators package's format")
 
     demo = add_command(commands, "demo", "write the embedded demo: two checkpoints and prompts", calling("demo"))
     demo.add_argument("out", type=Path, metavar="DIR")
@@ -378,7 +377,6 @@ def _add_generate(add: Callable[..., Any]) -> None:
     add("--top-p", type=float, default=1.0, metavar="P", help="1 is off")
     add("--min-p", type=float, default=0.0, metavar="P", help="0 is off")
     add("--seed", type=int, default=0, metavar="S", help="of the first prompt; prompt i has S + i")
-    add("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
     chooses = "how drafts are chosen above temperature 0; sampled drafts are accepted more often"
     add("--draft-sampling", choices=("argmax", "sampled"), default="sampled", help=chooses)
 
@@ -412,7 +410,6 @@ def _add_grid(add: Callable[..., Any]) -> None:
     add("--max-new-tokens", type=int, default=128, metavar="N", help="longest response, in tokens")
     add("--batch", type=int, default=16, metavar="N", help="most prompts decoded together for acceptance")
     add("--seed", type=int, default=0, metavar="S", help="of sampling and of the choice of prompts")
-    add("--no-costs", dest="costs", action="store_false", help="leave out memory and prefill of heads")
     add("--wandb", choices=("off", "offline", "online"), default="off", help="track the report")
     add("--out", type=Path, required=True, metavar="DIR", help="a new directory, or one to resume")
 

@@ -1,4 +1,4 @@
-"""Group records, hold groups out, and mix sources by weight.
+"""Group records, and hold groups out.
 
 Whether a group is held out depends on its name and the seed alone, so records, documents and prompts of one group are
 always on the same side.
@@ -13,9 +13,8 @@ Shapes: N texts, H hashes, P pairs, B bands, S shingles.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +35,6 @@ SHIFTS = 8
 SHARED_BY, SHARED_AT_LEAST, SAMPLE_TEXTS = 0.2, 20, 4096
 """A shingle in at least this share of a sample of texts, and in at least so many of them, is part of a shared
 instruction and is left out. Otherwise all prompts with the same long instruction would be one group."""
-BATCH_CHARS = 1 << 16
 
 Floats = NDArray[np.float64]
 Hashes = NDArray[np.uint32]
@@ -67,13 +65,10 @@ def near_duplicate_groups(texts: Sequence[str], on_text: Callable[[int], None] |
             if not len(meet_P):
                 break
             _join(parent_N, sketches_NH, order_N[meet_P], order_N[meet_P + shift])
-    return _roots(parent_N)
+    return np.array([_root(parent_N, index) for index in range(len(texts))], dtype=np.int64)
 
 
 def _join(parent_N: Indices, sketches_NH: Sketches, one_P: Indices, other_P: Indices) -> None:
-    roots_N = _roots(parent_N)
-    apart_P = roots_N[one_P] != roots_N[other_P]
-    one_P, other_P = one_P[apart_P], other_P[apart_P]
     for start in range(0, len(one_P), 1 << 16):
         ones, others = one_P[start : start + (1 << 16)], other_P[start : start + (1 << 16)]
         alike = (sketches_NH[ones] == sketches_NH[others]).mean(axis=1) >= THRESHOLD
@@ -89,45 +84,20 @@ def _root(parent_N: Indices, index: int) -> int:
     return index
 
 
-def _roots(parent_N: Indices) -> Indices:
-    while True:
-        above_N = parent_N[parent_N]
-        if np.array_equal(above_N, parent_N):
-            return above_N
-        parent_N = above_N
-
-
 def _sketches(texts: Sequence[str], shared: Hashes, on_text: Callable[[int], None] | None) -> Sketches:
     """Return the MinHash sketch of each text, its values folded to 16 bits, (N, H)."""
     generator = np.random.default_rng(0)
-    factors = generator.integers(0, 1 << 32, NUM_HASHES, dtype=np.uint32) | np.uint32(1)
-    offsets = generator.integers(0, 1 << 32, NUM_HASHES, dtype=np.uint32)
+    factors_H = generator.integers(0, 1 << 32, NUM_HASHES, dtype=np.uint32) | np.uint32(1)
+    offsets_H = generator.integers(0, 1 << 32, NUM_HASHES, dtype=np.uint32)
     sketches_NH = np.empty((len(texts), NUM_HASHES), dtype=np.uint16)
-    for first, parts in _batches(texts):
-        parts = [_without(part, shared) for part in parts]
-        shingles_S = np.concatenate(parts)
-        starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])[:-1]])
-        for number in range(NUM_HASHES):
-            lowest = np.minimum.reduceat(shingles_S * factors[number] + offsets[number], starts)
-            # The lowest of many hashes has mostly zeros at the top: mix before taking the top 16 bits.
-            sketches_NH[first : first + len(parts), number] = (lowest * np.uint32(0x9E3779B1)) >> np.uint32(16)
-        if on_text is not None:
-            on_text(len(parts))
-    return sketches_NH
-
-
-def _batches(texts: Sequence[str]) -> Iterator[tuple[int, list[Hashes]]]:
-    """Yield batches of texts as shingles, each with the index of its first text."""
-    parts: list[Hashes] = []
-    num_chars = 0
     for index, text in enumerate(texts):
-        parts.append(shingle_hashes(text))
-        num_chars += len(parts[-1])
-        if num_chars >= BATCH_CHARS:
-            yield index + 1 - len(parts), parts
-            parts, num_chars = [], 0
-    if parts:
-        yield len(texts) - len(parts), parts
+        shingles_S = _without(shingle_hashes(text), shared)
+        lowest_H = (shingles_S[:, None] * factors_H + offsets_H).min(axis=0)
+        # The lowest of many hashes has mostly zeros at the top: mix before taking the top 16 bits.
+        sketches_NH[index] = (lowest_H * np.uint32(0x9E3779B1)) >> np.uint32(16)
+        if on_text is not None:
+            on_text(1)
+    return sketches_NH
 
 
 def shingle_hashes(text: str) -> Hashes:
@@ -184,16 +154,6 @@ def join_near_duplicates(records: Sequence[Record], on_group: Callable[[int], No
     return [replace(record, group=other[record.group]) if record.group in other else record for record in records]
 
 
-class Grouped(Protocol):
-    @property
-    def group(self) -> str:
-        """Name of the item's group; groups are held out as a whole."""
-        ...
-
-
-GroupedT = TypeVar("GroupedT", bound=Grouped)
-
-
 def stable_share(text: str, seed: int) -> float:
     """Return a number in [0, 1) that depends on ``text`` and ``seed`` alone (unlike ``hash``, also between runs)."""
     digest = hashlib.sha256(f"{seed}:{text}".encode()).digest()
@@ -208,53 +168,28 @@ def is_held_out(group: str, holdout: float, seed: int) -> bool:
     return stable_share(group, seed) < holdout
 
 
-def split_by_group(items: Sequence[GroupedT], holdout: float, seed: int) -> tuple[list[GroupedT], list[GroupedT]]:
-    """Split items into items to train on and held-out items.
+def split_by_group(records: Sequence[Record], holdout: float, seed: int) -> tuple[list[Record], list[Record]]:
+    """Split records into records to train on and held-out records. Groups are held out as a whole.
 
     Args:
         holdout: Expected share of the groups that is held out, between 0 and 1.
 
     Raises:
-        DataError: All items are in one group, or one of the sides is empty.
+        DataError: All records are in one group, or one of the sides is empty.
     """
-    if len({item.group for item in items}) == 1:
+    if len({one.group for one in records}) == 1:
         raise DataError(
-            f"data.holdout: {len(items)} records in one group ({items[0].group}), which cannot be on both sides; "
-            "expected at least two groups. Add data. A .txt file is one group: cut it into several files, read as a "
-            "directory or a glob, or write its documents as the lines of a .jsonl. Near-duplicate prompts are one "
-            "group, and so are chats with the same first user turn: name the column to group by in data.group_field."
+            f"data.holdout: {len(records)} records in one group ({records[0].group}), which cannot be on both sides; "
+            "expected at least two groups. Add data. A .txt file is one group: cut it into several files. So are chats "
+            "with the same first user turn: name the column to group by in data.group_field."
         )
-    train = [item for item in items if not is_held_out(item.group, holdout, seed)]
-    held_out = [item for item in items if is_held_out(item.group, holdout, seed)]
+    train = [one for one in records if not is_held_out(one.group, holdout, seed)]
+    held_out = [one for one in records if is_held_out(one.group, holdout, seed)]
     if not train or not held_out:
-        num_groups = len({item.group for item in items})
+        num_groups = len({one.group for one in records})
         side = "train" if not train else "held-out"
         raise DataError(
-            f"data.holdout: {holdout} leaves the {side} side empty ({len(items)} records in {num_groups} groups); "
-            f"expected records on both sides. Add data, change data.holdout or seed, or group by another field "
-            "(data.group_field)."
+            f"data.holdout: {holdout} leaves the {side} side empty ({len(records)} records in {num_groups} groups); "
+            f"expected records on both sides. Add data, or change data.holdout or data.group_field."
         )
     return train, held_out
-
-
-def mix(sources: Sequence[Sequence[Record]], weights: Sequence[float], seed: int) -> list[Record]:
-    """Return records of all sources in the order of the sources, their numbers in proportion to the weights.
-
-    At least one source is taken whole. From the others, records are chosen by their ids and the seed alone.
-
-    Raises:
-        DataError: A source's share is less than one record.
-    """
-    unit = min(len(records) / weight for records, weight in zip(sources, weights, strict=True))
-    mixed: list[Record] = []
-    for number, (records, weight) in enumerate(zip(sources, weights, strict=True)):
-        wanted = int(unit * weight + 1e-6)
-        if wanted == 0:
-            raise DataError(
-                f"data.sources.{number}.weight: {weight} leaves none of its {len(records)} records, as another source "
-                "has too few records for its weight; expected one or more. Raise it, or lower the other weight."
-            )
-        ranked = sorted(records, key=lambda record: (stable_share(record.id, seed), record.id))
-        chosen = {record.id for record in ranked[:wanted]}
-        mixed += [record for record in records if record.id in chosen]
-    return mixed

@@ -20,6 +20,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,6 +55,15 @@ class PackedSequence:
     members: tuple[int, ...]
 
 
+class PackedBatch(NamedTuple):
+    """The rows of several sequences, all of shape (B, T): int64, and bool for the loss mask."""
+
+    tokens_BT: Tensor
+    positions_BT: Tensor
+    document_BT: Tensor
+    loss_mask_BT: Tensor
+
+
 def pack_documents(
     documents: Sequence[Document], seq_len_tokens: int, *, pack: bool, seed: int, epoch: int
 ) -> list[PackedSequence]:
@@ -62,7 +72,7 @@ def pack_documents(
     Args:
         pack: False gives every document a sequence of its own.
     """
-    groups = _assign(_lengths(documents, seq_len_tokens), seq_len_tokens, pack=pack, seed=seed, epoch=epoch)
+    groups = _assign(_lengths(documents), seq_len_tokens, pack=pack, seed=seed, epoch=epoch)
     return [_sequence(documents, group, seq_len_tokens) for group in groups]
 
 
@@ -81,7 +91,7 @@ def global_batches(
     Epochs follow one another without end; a step may span two. The sequences depend on the step alone, so a run can
     resume from the number of its step.
     """
-    lengths_N, starts = _lengths(documents, seq_len_tokens), [0]
+    lengths_N, starts = _lengths(documents), [0]
 
     @lru_cache(maxsize=1)
     def assigned(epoch: int) -> list[list[int]]:
@@ -112,25 +122,19 @@ def full_batches(sequences: Sequence[PackedSequence], size: int) -> list[list[Pa
     return batches
 
 
-def collate(sequences: Sequence[PackedSequence]) -> dict[str, Tensor]:
-    """Stack sequences into the tensors of a batch, each of shape (B, T): int64, and bool for the loss mask."""
-    return {
-        "input_ids_BT": torch.from_numpy(np.stack([sequence.input_ids_T for sequence in sequences])),
-        "positions_BT": torch.from_numpy(np.stack([sequence.positions_T for sequence in sequences])),
-        "document_BT": torch.from_numpy(np.stack([sequence.document_T for sequence in sequences])),
-        "loss_mask_BT": torch.from_numpy(np.stack([sequence.loss_mask_T for sequence in sequences])),
-    }
+def collate(sequences: Sequence[PackedSequence]) -> PackedBatch:
+    """Stack sequences into the tensors of a batch."""
+    return PackedBatch(
+        torch.from_numpy(np.stack([sequence.input_ids_T for sequence in sequences])),
+        torch.from_numpy(np.stack([sequence.positions_T for sequence in sequences])),
+        torch.from_numpy(np.stack([sequence.document_T for sequence in sequences])),
+        torch.from_numpy(np.stack([sequence.loss_mask_T for sequence in sequences])),
+    )
 
 
-def _lengths(documents: Sequence[Document], seq_len_tokens: int) -> NDArray[np.int64]:
+def _lengths(documents: Sequence[Document]) -> NDArray[np.int64]:
     if not documents:
         raise DataError("data: no document; expected at least one to train on. Check data.sources and data.holdout.")
-    longest = max(documents, key=lambda document: len(document.input_ids))
-    if len(longest.input_ids) > seq_len_tokens:
-        raise DataError(
-            f"{longest.id}: {len(longest.input_ids)} tokens; expected at most data.seq_len_tokens = {seq_len_tokens}. "
-            "Tokenize the records again for this length."
-        )
     return np.array([len(document.input_ids) for document in documents], dtype=np.int64)
 
 

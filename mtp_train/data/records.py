@@ -159,10 +159,7 @@ def parse_content(values: Mapping[str, object], where: str) -> Content:
     if not system:
         return replace(chat, variables=variables)
     if chat.messages[0]["role"] == "system":
-        raise DataError(
-            f"{where}: a system column beside a system message; expected one of them. Remove one, or give the column "
-            "another name."
-        )
+        raise _refused(where, "a system column beside a system message", "one of them")
     first = _turn("system", parse_text(system, "system", where))
     return Chat((first, *chat.messages), variables)
 
@@ -208,15 +205,10 @@ def _variables(values: Mapping[str, object], where: str) -> dict[str, Any]:
     """Return a record's ``chat_template_kwargs`` and ``tools``, each of which may be JSON text."""
     given = _json_or_text(_without_nulls(values.get("chat_template_kwargs")))
     if given and not isinstance(given, Mapping):
-        raise DataError(
-            f"{where}: chat_template_kwargs are {_shown(given)}; expected an object. Fix or remove the record."
-        )
+        raise _refused(where, f"chat_template_kwargs are {_shown(given)}", "an object")
     tools = _json_or_text(_without_nulls(values.get("tools")))
     if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise DataError(
-            f"{where}: tools are {_shown(tools)}; expected a list of objects, or its JSON text. Fix or remove the "
-            "record."
-        )
+        raise _refused(where, f"tools are {_shown(tools)}", "a list of objects, or its JSON text")
     found = {**(given or {}), **({"tools": tools} if tools else {})}
     if found:
         _require_unicode(json.dumps(found, ensure_ascii=False, default=str), "tools or chat_template_kwargs", where)
@@ -231,9 +223,7 @@ def parse_messages(value: object, where: str) -> Chat:
         DataError: The value is not a list of messages, or a message lacks its role or its text.
     """
     if not isinstance(value, (list, tuple)) or not value:
-        raise DataError(
-            f"{where}: messages are {_shown(value)}; expected a list of at least one message. Fix or remove the record."
-        )
+        raise _refused(where, f"messages are {_shown(value)}", "a list of at least one message")
     return Chat(tuple(_parse_message(message, f"{where}, message {i}") for i, message in enumerate(value, start=1)))
 
 
@@ -252,7 +242,7 @@ def parse_text(value: object, field: str, where: str) -> str:
         DataError: It holds something else, or nothing.
     """
     if not isinstance(value, str):
-        raise DataError(f"{where}: {field} is {_shown(value)}; expected text. Fix or remove the record.")
+        raise _refused(where, f"{field} is {_shown(value)}", "text")
     _require_unicode(value, field, where)
     return value
 
@@ -262,17 +252,13 @@ def _require_unicode(text: str, field: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"{where}: {field} has half of a surrogate pair at character {error.start + 1}; expected whole characters. "
-            "Fix or remove the record."
-        ) from None
+        half = f"{field} has half of a surrogate pair at character {error.start + 1}"
+        raise _refused(where, half, "whole characters") from None
 
 
 def _parse_message(value: object, where: str) -> Message:
     if not isinstance(value, Mapping):
-        raise DataError(
-            f"{where}: {_shown(value)}; expected an object with role and content. Fix or remove the record."
-        )
+        raise _refused(where, _shown(value), "an object with role and content")
     # Arrow gives every message the keys of all messages, filled with null; templates would print them.
     message: Message = _without_nulls(value)
     if "from" in message and "role" not in message:
@@ -283,7 +269,7 @@ def _parse_message(value: object, where: str) -> Message:
     if isinstance(role, str):
         message["role"] = SHAREGPT_ROLES.get(role, role)
     if message.get("role") not in ROLES:
-        raise DataError(f"{where}: role {_shown(role)}; expected one of {', '.join(ROLES)}. Rename the role.")
+        raise _refused(where, f"role {_shown(role)}", f"one of {', '.join(ROLES)}")
     if role == "function_call":
         message |= _called(message.get("content"), where)
     if "tool_calls" in message:
@@ -291,10 +277,8 @@ def _parse_message(value: object, where: str) -> Message:
         message.setdefault("content", "")
     message["content"] = _joined(message.get("content"))
     if not isinstance(message.get("content"), str):
-        raise (UnsupportedRecordError if _has_other_parts(message["content"]) else DataError)(
-            f"{where}: content is {_shown(message.get('content'))}; expected text. Fix or remove the record "
-            "(image and audio parts are not supported)."
-        )
+        kind = UnsupportedRecordError if _has_other_parts(message["content"]) else DataError
+        raise _refused(where, f"content is {_shown(message['content'])}", "text", kind)
     _require_unicode(message["content"], "content", where)
     if len(message) > 2:
         # Templates may write further fields.
@@ -307,10 +291,7 @@ def _called(content: object, where: str) -> Message:
     found = _json_or_text(content)
     calls = found if isinstance(found, list) else [found]
     if not all(isinstance(call, Mapping) and "name" in call for call in calls):
-        raise DataError(
-            f"{where}: function_call is {_shown(content)}; expected JSON with name and arguments. Fix or remove the "
-            "record."
-        )
+        raise _refused(where, f"function_call is {_shown(content)}", "JSON with name and arguments")
     return {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
 
 
@@ -323,9 +304,7 @@ def _parse_calls(value: object, where: str) -> list[dict[str, Any]]:
         DataError: The value is not a list of objects, over which chat templates loop.
     """
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
-        raise DataError(
-            f"{where}: tool_calls are {_shown(value)}; expected a list of objects. Fix or remove the record."
-        )
+        raise _refused(where, f"tool_calls are {_shown(value)}", "a list of objects")
     parsed = [{**_function(call), "arguments": _json_or_text(_function(call).get("arguments") or {})} for call in value]
     pairs = zip(value, parsed, strict=True)
     return [one if _function(call) is call else {**call, "function": one} for call, one in pairs]
@@ -353,10 +332,7 @@ def require_text_only(row: Mapping[str, object], where: str) -> None:
     """
     for column in MEDIA_COLUMNS:
         if row.get(column):
-            raise UnsupportedRecordError(
-                f"{where}: {column} has a value; expected text alone. Fix or remove the record (image, audio and video "
-                "are not supported)."
-            )
+            raise _refused(where, f"{column} has a value", "text alone", UnsupportedRecordError)
 
 
 def _has_other_parts(content: object) -> bool:
@@ -383,6 +359,10 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_without_nulls(member) for member in value]
     return value
+
+
+def _refused(where: str, found: str, expected: str, kind: type[DataError] = DataError) -> DataError:
+    return kind(f"{where}: {found}; expected {expected}. Fix or remove the record.")
 
 
 def _shown(value: object) -> str:

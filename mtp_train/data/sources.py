@@ -14,16 +14,15 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import datasets
 import fsspec
-import pyarrow
-import pyarrow.compute
 from datasets.config import DATASET_INFO_FILENAME, DATASET_STATE_JSON_FILENAME, DATASETDICT_JSON_FILENAME
 from datasets.packaged_modules.json.json import Json as JsonBuilder
 
@@ -58,8 +57,6 @@ MAX_LISTED = 30
 COMPRESSIONS = (".gz", ".xz", ".bz2", ".zst")
 KNOWN_FILES = "a .json, .jsonl, .parquet or .txt file (.gz, .xz, .bz2 or .zst too)"
 TEXT_BLOCK_CHARS = 1 << 20
-ARROW_ROWS = 1024
-"""Rows of a column that are examined at a time."""
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 FORMATS: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -75,7 +72,6 @@ KNOWN_COLUMNS = (
     "`messages` or `conversations`, `prompt` (with `response` or `completion`), `instruction` with `output`, or `text`"
 )
 
-Format = Literal["auto", "messages", "prompt_response", "instruction", "text"]
 Row = dict[str, Any]
 Given = TypeVar("Given")
 Found = TypeVar("Found")
@@ -88,7 +84,6 @@ def load_records(
     *,
     config: str | None = None,
     split: str = "train",
-    format: Format = "auto",
     columns: Mapping[str, str] = MappingProxyType({}),
     group_field: str | None = None,
     name: str | None = None,
@@ -104,7 +99,6 @@ def load_records(
         config: The configuration of a dataset on the hub, or of a directory that defines some.
         split: A split of the dataset, slices allowed (``train[:1000]``). A local file has one split, ``train``; in a
             directory the file names define the splits.
-        format: The columns to read; ``auto`` chooses by their names.
         columns: For columns of ``FORMATS`` and ``CHAT_COLUMNS``, the names that they have in the source.
         group_field: The column whose value groups records. None groups by content (:func:`content_group`), and the
             paragraphs of a .txt file by their file.
@@ -120,23 +114,16 @@ def load_records(
     if source.files is not None and config is not None and not source.place.is_dir():
         raise DataError(f"{name}: config {config!r} of local files; expected null, as they have none. Leave it out.")
     names, rows = source.read()
-    chosen = _format_of(names, format, columns, name)
+    chosen = _format_of(names, columns, name)
     if group_field is not None and group_field not in names:
         raise DataError(
-            f"{name}: no column {group_field!r}, the columns are {_listed(names)}; expected "
-            "data.group_field to name a column. Correct it, or leave it out."
+            f"{name}: no column {group_field!r}; expected one of {_listed(names)}. Correct data.group_field."
         )
-    if isinstance(rows, datasets.Dataset):
-        wanted = list(dict.fromkeys([*chosen.values(), *([group_field] if group_field else [])]))
-        rows = ((row, None) for row in _selected(rows, wanted))
     records = []
-    # Most records have the same other columns, which are held once.
-    unread: dict[tuple[str, ...], tuple[str, ...]] = {}
-    pairs = read_each(source.readable(rows), name, lambda pair, where: read_content(pair[0], chosen, where))
+    pairs = read_each(rows, name, lambda pair, where: read_content(pair[0], chosen, where))
     for number, (row, file), (content, others) in pairs:
         where = f"{name}, record {number}"
         group = _parse_group(row.get(group_field), group_field, where) if group_field else file
-        others = unread.setdefault(others, others)
         records.append(Record(f"{name}#{number}", group or content_group(content), content, others))
     return records
 
@@ -153,7 +140,7 @@ def load_rows(path: str, *, config: str | None = None, split: str = "train", nam
     if files is not None:
         config, split = None, split if Path(path).expanduser().is_dir() else "train"
     source = _Source(path, name, files, config, split)
-    return [row for row, _ in source.readable(source.read()[1])]
+    return [row for row, _ in source.read()[1]]
 
 
 def read_each(
@@ -177,8 +164,7 @@ def read_each(
         yield number, row, found
     if skipped and not num_used:
         raise DataError(
-            f"{name}: all {len(skipped)} records have image, audio or other parts that are not text; expected at least "
-            "one record of text. Add text records, or use another source."
+            f"{name}: all {len(skipped)} records have parts that are not text; expected one of text. Add such records."
         )
     if skipped:
         logger.warning(
@@ -188,26 +174,6 @@ def read_each(
             len(skipped) + num_used,
             str(skipped[0]).partition("; expected")[0],
         )
-
-
-def _selected(table: datasets.Dataset, columns: list[str]) -> Iterator[Row]:
-    """Yield the rows with these columns, and with all others as True where they hold something, else None.
-
-    Other columns are not decoded: images take long.
-    """
-    others = [column for column in table.column_names if column not in columns]
-    held = zip(*(_holds(table, column) for column in others), strict=True) if others else repeat(())
-    for row, flags in zip(table.select_columns(columns), held, strict=False):
-        yield {**row, **dict(zip(others, (flag or None for flag in flags), strict=True))}
-
-
-def _holds(table: datasets.Dataset, column: str) -> Iterator[bool]:
-    """Yield for every row whether the column is neither null nor an empty list. Decodes nothing."""
-    for batch in table.select_columns([column]).with_format("arrow").iter(batch_size=ARROW_ROWS):
-        values = batch[column]
-        is_list = pyarrow.types.is_list(values.type) or pyarrow.types.is_large_list(values.type)
-        known = pyarrow.compute.list_value_length(values) if is_list else values.is_valid()
-        yield from (bool(one) for one in known.to_pylist())
 
 
 @dataclass(frozen=True)
@@ -227,33 +193,31 @@ class _Source:
     def place(self) -> Path:
         return Path(self.path).expanduser()
 
-    def read(self) -> tuple[list[str], Iterable[OwnedRow] | datasets.Dataset]:
-        """Return the column names and the rows.
+    def read(self) -> tuple[list[str], Iterator[OwnedRow]]:
+        """Return the column names and the rows, some of which are decoded only when they are asked for.
 
         Raises:
             DataError: The source cannot be read, or is empty.
         """
-        try:
+        with self._unreadable_is_named():
             by_split = self._files_by_split()
             names, rows = self._read_table() if by_split is None else self._read_files(by_split)
-        except UNREADABLE as error:
-            raise _unreadable(self.name, self.files, error) from error
         if not names:
             raise DataError(f"{self.name}: no record; expected at least one. Remove the source, or check its split.")
-        return names, rows
+        return names, self._decoded(rows)
 
-    def readable(self, rows: Iterable[OwnedRow] | datasets.Dataset) -> Iterator[OwnedRow]:
-        """Yield rows, some of which are decoded only now.
+    def _decoded(self, rows: Iterable[OwnedRow]) -> Iterator[OwnedRow]:
+        with self._unreadable_is_named():
+            yield from rows
 
-        Raises:
-            DataError: A row cannot be decoded.
-        """
+    @contextmanager
+    def _unreadable_is_named(self) -> Iterator[None]:
         try:
-            yield from zip(rows, repeat(None)) if isinstance(rows, datasets.Dataset) else rows
+            yield
         except UNREADABLE as error:
             raise _unreadable(self.name, self.files, error) from error
 
-    def _read_table(self) -> tuple[list[str], Iterable[OwnedRow] | datasets.Dataset]:
+    def _read_table(self) -> tuple[list[str], Iterable[OwnedRow]]:
         """Read a dataset of the hub or a directory by its own builder, and other files by the builder of their kind."""
         given: dict[str, Any] = {"split": self.split, "streaming": self.streaming}
         if self.files is None:
@@ -265,12 +229,11 @@ class _Source:
         else:
             kind = BUILDERS[_suffix(self.files[0])]
             table = datasets.load_dataset(kind, data_files=[str(file) for file in self.files], **given)
-        if isinstance(table, datasets.IterableDataset):
-            rows = list(islice(table, self.max_records))
-            return list(rows[0]) if rows else [], [(row, None) for row in rows]
-        if self.max_records is not None:
-            table = table.select(range(min(self.max_records, len(table))))
-        return table.column_names if len(table) else [], table
+        stream = table.to_iterable_dataset() if isinstance(table, datasets.Dataset) else table
+        # Images are not decoded: it takes long, and their records are skipped.
+        rows = islice(stream.decode(False) if stream.features else stream, self.max_records)
+        first: Row = next(rows, {})
+        return list(first), ((row, None) for row in chain([first], rows))
 
     def _files_by_split(self) -> Mapping[str, Sequence[str]] | None:
         """Return the files of each split if they are read here, else None.
@@ -296,10 +259,7 @@ class _Source:
         return {split: datasets.DownloadManager().download_and_extract(some) for split, some in found.items()}
 
     def _read_files(self, by_split: Mapping[str, Sequence[str]]) -> tuple[list[str], Iterable[OwnedRow]]:
-        """Return the column names and the rows of JSON or text files, every row with all columns.
-
-        Streaming reads only the first ``max_records``; otherwise every row of the split is checked.
-        """
+        """Return the column names and the rows of JSON or text files, every row with all columns."""
 
         def every(name: str) -> Iterator[OwnedRow]:
             return (pair for file in by_split[name] for pair in _rows_of(file))
@@ -313,14 +273,9 @@ class _Source:
             counts = {name: sum(1 for _ in every(name)) for name in by_split}
             absolute = datasets.ReadInstruction.from_spec(self.split).to_absolute(counts)
             parts = [(part.splitname, part.from_, part.to) for part in absolute]
-        names = dict[str, None]()
-        if self.streaming:
-            first = list(islice(wanted(), self.max_records))
-            names |= dict.fromkeys(name for row, _ in first for name in row)
-            return list(names), [(dict.fromkeys(names) | row, file) for row, file in first]
-        for row, _ in wanted():
-            names |= dict.fromkeys(row)
-        return list(names), ((dict.fromkeys(names) | row, file) for row, file in islice(wanted(), self.max_records))
+        rows = list(islice(wanted(), self.max_records))
+        names = dict.fromkeys(name for row, _ in rows for name in row)
+        return list(names), ((dict.fromkeys(names) | row, file) for row, file in rows)
 
 
 def is_saved(directory: Path) -> bool:
@@ -439,7 +394,7 @@ def local_files(path: str, name: str) -> list[Path] | None:
     if len(kinds) > 1:
         raise DataError(
             f"{name}: files of several kinds ({', '.join(file.name for file in kinds.values())}); expected one. Name "
-            "those of one kind by a glob, such as 'directory/**/*.jsonl', and the others in a source of their own."
+            "those of each kind by a glob, such as 'directory/**/*.jsonl', in a source of their own."
         )
     return files
 
@@ -465,10 +420,7 @@ def _refuse_script(directory: Path, name: str) -> None:
     """Refuse a directory with a dataset script: some versions of ``datasets`` run it, others refuse all its files."""
     script = directory / f"{directory.resolve().name}.py"
     if script.exists():
-        raise DataError(
-            f"{name}: contains the dataset script {script.name}, which is never run; expected files of records alone. "
-            "Remove the script, or name the files by a glob."
-        )
+        raise DataError(f"{name}: has the dataset script {script.name}, which is never run; expected none. Remove it.")
 
 
 def _suffix(file: Path) -> str:
@@ -515,10 +467,10 @@ def read_content(row: Row, columns: Mapping[str, str], where: str) -> tuple[Cont
     require_text_only(row, where)
     content = parse_content({ours: row.get(theirs) for ours, theirs in columns.items()}, where)
     read = {theirs for ours, theirs in columns.items() if isinstance(content, Chat) or ours not in CHAT_COLUMNS}
-    return content, tuple(column for column, value in row.items() if value is not None and column not in read)
+    return content, tuple(column for column, value in row.items() if value not in (None, []) and column not in read)
 
 
-def _format_of(names: Sequence[str], format: Format, given: Mapping[str, str], name: str) -> dict[str, str]:
+def _format_of(names: Sequence[str], given: Mapping[str, str], name: str) -> dict[str, str]:
     """Return the columns of a source's one format.
 
     Raises:
@@ -530,29 +482,24 @@ def _format_of(names: Sequence[str], format: Format, given: Mapping[str, str], n
             raise DataError(f"{name}: columns.{ours}: unknown; expected {', '.join(allowed)}. Correct the name.")
         if theirs not in names:
             raise DataError(
-                f"{name}: columns.{ours} is {theirs!r}, the columns are {_listed(names)}; expected one of them. "
-                "Correct the name."
+                f"{name}: columns.{ours} is {theirs!r}; expected one of {_listed(names)}. Correct the name."
             )
     known = known_columns(names, given)
     found = [one for one, (first, *_) in FORMATS.items() if first in known]
     if "instruction" in found and "output" not in known and "instruction" not in given:
         found.remove("instruction")
-    if format != "auto":
-        found = [one for one in found if one == format]
-    elif not given.keys().isdisjoint(chain.from_iterable(FORMATS[one] for one in found)):
+    if not given.keys().isdisjoint(chain.from_iterable(FORMATS[one] for one in found)):
         found = [one for one in found if not given.keys().isdisjoint(FORMATS[one])]
     elif len(found) > 1 and "response" not in known and "prompt_response" in found:
         # Prompts alone beside chats or texts, which contain them.
         found.remove("prompt_response")
     if len(found) > 1:
         raise DataError(
-            f"{name}: columns of several formats ({', '.join(found)}); expected one. Choose it by the source's "
-            "`format`, or separate the records by format."
+            f"{name}: columns of several formats ({', '.join(found)}); expected one. Name those to read in columns."
         )
     if not found:
-        wanted = "" if format == "auto" else f", without those of format {format!r}"
         raise DataError(
-            f"{name}: the columns are {_listed(names)}{wanted}; expected {KNOWN_COLUMNS}. Name them in the source's "
+            f"{name}: the columns are {_listed(names)}; expected {KNOWN_COLUMNS}. Name them in the source's "
             "`columns`, as {prompt: question, response: answer}."
         )
     return columns_of(found[0], known)
@@ -560,10 +507,7 @@ def _format_of(names: Sequence[str], format: Format, given: Mapping[str, str], n
 
 def _parse_group(value: object, group_field: str, where: str) -> str:
     if value is None:
-        raise DataError(
-            f"{where}: {group_field} is missing; expected a value in every record (data.group_field). Fill it in, or "
-            "leave data.group_field out."
-        )
+        raise DataError(f"{where}: {group_field} is missing; expected a value (data.group_field). Fill it in.")
     return parse_text(str(value), group_field, where)
 
 

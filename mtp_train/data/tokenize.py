@@ -1,8 +1,7 @@
 """Tokenise records: into documents to train on, with a mask of the tokens that may be targets, and into prompts.
 
-The targets of a chat are the assistant's tokens. They come from the template's own ``{% generation %}`` marks if it has
-them. Otherwise the chat is rendered up to each assistant turn, as a server does before it generates, and again with the
-turn: the text that was added is the assistant's.
+The targets of a chat are the assistant's tokens. The chat is rendered up to each assistant turn, as a server does
+before it generates, and again with the turn: the text that was added is the assistant's.
 
 Many templates drop the thinking of earlier turns, so a turn is rendered differently once the chat continues. The model
 generates a turn after the history as it is rendered at that moment. Such a turn becomes the end of a document of its
@@ -12,11 +11,10 @@ generates it.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +25,8 @@ from mtp_train.data.sources import CHAT_COLUMNS
 from mtp_train.errors import DataError
 from mtp_train.trunk.tokenizer import (
     chat_prompt_tokens,
-    chat_template,
     raw_tokens,
     render_chat,
-    template_errors,
     template_variables,
 )
 
@@ -41,7 +37,6 @@ if TYPE_CHECKING:
 Tokens = tuple[list[int], list[bool]]
 """Token ids, and a mask of the tokens that may be targets."""
 
-GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 THINKING_STARTS, THINKING_ENDS = "<think>", "</think>"
 FIRST_TARGET = 2
 """Index of the first token that any depth can predict: depth 1 at row 0 predicts token 2."""
@@ -93,8 +88,7 @@ def tokenize_records(
     if bare:
         raise DataError(
             f"{bare[0]}: a prompt without a response, as are {len(bare)} of {len(records)} records; expected responses "
-            "to train on. Let the trunk answer them (data.regenerate={}), name the column of the responses in "
-            "data.sources[].columns, or remove the records."
+            "to train on. Let the trunk answer them (data.regenerate={}), or name their column in columns."
         )
     documents: list[Document] = []
     truncated = dropped = 0
@@ -115,9 +109,8 @@ def tokenize_records(
     notes = [f"{count} of {len(records)} records are {what}" for count, what in found if count]
     if not documents:
         raise DataError(
-            f"data: no token left after masking ({'; '.join(notes)}); expected at least one assistant, response or "
-            "text token from the third token on. Raise data.seq_len_tokens, or check that the records have assistant "
-            "turns."
+            f"data: no token left after masking ({'; '.join(notes)}); expected a token to learn from the third token "
+            "on. Raise data.seq_len_tokens, or check that the records have assistant turns."
         )
     return documents, notes
 
@@ -242,10 +235,7 @@ def _prompt_ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> list[int]
     if isinstance(content, Chat):
         messages = content.prompt_messages()
         if not messages:
-            raise DataError(
-                f"{record.where}: the only assistant turn comes first; expected a message before it to answer. Fix or "
-                "remove the record."
-            )
+            raise DataError(f"{record.where}: begins with its only assistant turn; expected a prompt. Remove it.")
         prompt_ids = chat_prompt_tokens(tokenizer, messages, record.where, content.variables)
     elif isinstance(content, PromptResponse):
         prompt_ids = raw_tokens(tokenizer, content.prompt)
@@ -265,8 +255,7 @@ def eos_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """
     if tokenizer.eos_token_id is None:
         raise DataError(
-            "tokenizer: no end-of-text token; expected one to close documents with. Set eos_token in the trunk's "
-            "tokenizer_config.json."
+            "tokenizer: no end-of-text token; expected one to close documents. Set eos_token in tokenizer_config.json."
         )
     return int(tokenizer.eos_token_id)
 
@@ -283,16 +272,13 @@ def chat_documents(tokenizer: PreTrainedTokenizerBase, chat: Chat, where: str) -
         DataError: There is no chat template, it refuses the messages, it does not render a turn after the prompt for
             it, or the tokenizer does not return the character offsets of its tokens.
     """
-    template = chat_template(tokenizer, where, chat.variables)
     if not tokenizer.is_fast:
         raise DataError(
             f"{where}: the tokenizer ({type(tokenizer).__name__}) does not give the place of its tokens in the text; "
-            "expected one that does, to tell the assistant's tokens apart. Use data.regenerate, or prompt and response "
-            "records."
+            "expected one that does. Use data.regenerate, or prompt and response records."
         )
-    is_marked = bool(GENERATION_MARK.search(template))
     turns = [
-        _turn(tokenizer, replace(chat, messages=chat.messages[: index + 1]), is_marked, f"{where}, message {index + 1}")
+        _turn(tokenizer, replace(chat, messages=chat.messages[: index + 1]), f"{where}, message {index + 1}")
         for index, message in enumerate(chat.messages)
         if message["role"] == "assistant"
     ]
@@ -301,10 +287,7 @@ def chat_documents(tokenizer: PreTrainedTokenizerBase, chat: Chat, where: str) -
         last = turns[-1]
         spans = [turn.span for turn in turns if last.text.startswith(turn.text)]
         turns = [turn for turn in turns if not last.text.startswith(turn.text)]
-        if last.is_marked:
-            documents.append(_marked(tokenizer, last, spans))
-        else:
-            documents.append(_tokens_and_mask(tokenizer, last.text, spans))
+        documents.append(_tokens_and_mask(tokenizer, last.text, spans))
     return documents[::-1]
 
 
@@ -314,16 +297,13 @@ class _Turn(NamedTuple):
     Args:
         text: The chat, rendered up to the end of the turn.
         span: First and past-the-last character of the assistant's text.
-        is_marked: Whether the template's marks select a part of the span.
     """
 
-    chat: Chat
     text: str
     span: tuple[int, int]
-    is_marked: bool
 
 
-def _turn(tokenizer: PreTrainedTokenizerBase, chat: Chat, is_marked: bool, where: str) -> _Turn:
+def _turn(tokenizer: PreTrainedTokenizerBase, chat: Chat, where: str) -> _Turn:
     before = render_chat(tokenizer, chat.messages[:-1], where, chat.variables, add_generation_prompt=True)
     if before.rstrip().endswith(THINKING_ENDS):
         # A prompt that closes the thinking asks for a turn without any.
@@ -331,19 +311,19 @@ def _turn(tokenizer: PreTrainedTokenizerBase, chat: Chat, is_marked: bool, where
     text = render_chat(tokenizer, chat.messages, where, chat.variables, add_generation_prompt=False)
     spoken = _restored(chat.messages[-1], before, text)
     if spoken is not None:
-        return _Turn(chat, before + spoken, (len(before), len(before + spoken)), False)
+        return _Turn(before + spoken, (len(before), len(before + spoken)))
     start = _shared(before, text)
     # A generation prompt may open the thinking of a turn that has none.
     opening = before.rstrip().removesuffix(THINKING_STARTS)
     if start < len(before) and opening != before.rstrip() and text.startswith(opening):
         start = len(opening)
-    elif start < len(before) and not is_marked:
+    elif start < len(before):
         raise DataError(
             f"{where}: the chat template does not write this assistant turn after the prompt for it; expected the text "
             "that is generated. Use data.regenerate, or prompt and response records."
         )
     # White space after the end-of-turn token belongs to the template: the model stops before it.
-    return _Turn(chat, text, (start, len(text.rstrip())), is_marked)
+    return _Turn(text, (start, len(text.rstrip())))
 
 
 def _restored(message: Message, before: str, text: str) -> str | None:
@@ -399,19 +379,3 @@ def _tokens_and_mask(
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts = [start for start, _ in encoded["offset_mapping"]]
     return list(encoded["input_ids"]), [any(first <= start < last for first, last in spans) for start in starts]
-
-
-def _marked(
-    tokenizer: PreTrainedTokenizerBase, turn: _Turn, spans: Sequence[tuple[int, int]]
-) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a chat up to a turn, and a mask of the tokens in spans that the template marks."""
-    with template_errors(f"message {len(turn.chat.messages)}"):
-        encoded: Any = tokenizer.apply_chat_template(
-            list(turn.chat.messages),
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **turn.chat.variables,
-        )
-    token_ids, mask = _tokens_and_mask(tokenizer, turn.text, spans)
-    return token_ids, [bool(mark) and inside for mark, inside in zip(encoded["assistant_masks"], mask, strict=True)]

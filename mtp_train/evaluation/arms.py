@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 from accelerate import PartialState
+from rich.progress import Progress
 
-from mtp_inference.opening import NGRAM, OWN, OpenModel, open_model
+from mtp_inference.opening import MODEL, NGRAM, OWN, OpenModel, open_model
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.checkpoints.identity import InputFiles, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import RECIPE_FILE, is_head_directory, is_run, open_location
+from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.errors import CheckpointError, DataError
 from mtp_train.train.machine import use_threads
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.quantise import Quantization
+from mtp_train.trunk.whole import require_whole_trunk
 
 _NAME = re.compile(r"[\w.-]+")
 _PACKED = re.compile(r"(?P<location>.*)@(?P<bits>none|8bit|4bit)")
@@ -38,7 +41,6 @@ class ArmSpec:
     adapter: str | None = None
     """A peft adapter that the trunk wears, unmerged."""
     quantization: Quantization | None = None
-    head_quantization: Quantization | None = None
 
     @property
     def trunk_key(self) -> tuple[str, str | None, Quantization | None]:
@@ -50,10 +52,15 @@ class ArmSpec:
         parts = (f"+{self.adapter}" if self.adapter else "", f"@{self.quantization}" if self.quantization else "")
         return self.trunk + "".join(parts)
 
+    def identity(self) -> dict[str, Any]:
+        """Return what makes it another arm as plain JSON, without paths: their content is compared instead."""
+        is_named = self.head in (None, OWN, NGRAM)
+        kind = self.head if is_named else MODEL if str(self.head).startswith(MODEL) else "files"
+        return {**asdict(self), "trunk": None, "head": kind, "adapter": self.adapter is not None}
+
     @property
     def head_name(self) -> str | None:
-        location = self.trunk if self.head == OWN else self.head
-        return f"{location}@{self.head_quantization}" if self.head_quantization else location
+        return self.trunk if self.head == OWN else self.head
 
 
 def parse_arm(text: str) -> ArmSpec:
@@ -79,8 +86,7 @@ def parse_arm(text: str) -> ArmSpec:
     named_trunk, (trunk, trunk_bits) = trunk, _unpacked(trunk)
     if not plus and is_run(Path(trunk)):
         return replace(arm_of_run(Path(trunk), name or _short(named_trunk)), quantization=trunk_bits)
-    head, head_bits = _unpacked(head or OWN)
-    return named(ArmSpec(name, trunk, head, None, trunk_bits, head_bits))
+    return named(ArmSpec(name, trunk, head or OWN, None, trunk_bits))
 
 
 def _unpacked(text: str) -> tuple[str, Quantization | None]:
@@ -90,9 +96,9 @@ def _unpacked(text: str) -> tuple[str, Quantization | None]:
 
 def named(spec: ArmSpec) -> ArmSpec:
     """Return an arm, under a name made of its parts where it has none."""
-    name, head_bits = trunk_label(spec), f"@{spec.head_quantization}" if spec.head_quantization else ""
-    if spec.head is not None and (spec.head != OWN or head_bits):
-        name += f"+{_short(spec.head)}{head_bits}"
+    name = trunk_label(spec)
+    if spec.head is not None and spec.head != OWN:
+        name += f"+{_short(spec.head)}"
     return spec if spec.name else replace(spec, name=name)
 
 
@@ -140,36 +146,44 @@ def require_distinct(specs: Sequence[ArmSpec]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class OpenArm:
-    """An arm whose files were opened and checked; no weight is loaded yet."""
-
-    spec: ArmSpec
-    model: OpenModel
-
-    @property
-    def head_loader(self) -> Callable[[], InputFiles] | None:
-        """Function that finds the files of the drafter; None if the drafter has no files besides the trunk's."""
-        head = self.model.head
-        if head is None or head in (OWN, NGRAM):
-            return None
-        if self.model.drafter is not None:
-            return partial(checkpoint_files, self.model.drafter)
-        if is_head_directory(Path(head)):
-            return partial(directory_files, Path(head))
-        return partial(checkpoint_files, open_location(head))
-
-
-def open_arm(spec: ArmSpec) -> OpenArm:
-    model = open_model(
+def open_arm(spec: ArmSpec) -> OpenModel:
+    """Open and check the files of an arm; no weight is loaded yet."""
+    return open_model(
         spec.trunk,
         spec.head,
         adapter=spec.adapter,
         quantization=spec.quantization,
-        head_quantization=spec.head_quantization,
         where=spec.name,
     )
-    return OpenArm(spec, model)
+
+
+def head_files(model: OpenModel) -> InputFiles | None:
+    """Return the files of the drafter; None if it has no files besides the trunk's."""
+    head = model.head
+    if head is None or head in (OWN, NGRAM):
+        return None
+    if model.drafter is not None:
+        return checkpoint_files(model.drafter)
+    if is_head_directory(Path(head)):
+        return directory_files(Path(head))
+    return checkpoint_files(open_location(head))
+
+
+def require_sound(models: Collection[OpenModel], progress: Progress) -> None:
+    """Check that trunks and drafters have all their tensors, and only finite values.
+
+    Raises:
+        CheckpointError: A tensor is missing, or has a NaN or an infinite value.
+    """
+    trunks = {one.checkpoint.path: (one.checkpoint, one.family) for one in models}
+    trunks |= {
+        one.drafter.path: (one.drafter, one.drafter.family) for one in models if one.drafter and not one.assistant
+    }
+    for checkpoint, family in trunks.values():
+        require_whole_trunk(checkpoint, family)
+    every = {one.path: one for model in models for one in (model.checkpoint, model.drafter) if one is not None}
+    for checkpoint in every.values():
+        require_finite_checkpoint(checkpoint, progress)
 
 
 def local_device() -> torch.device:
@@ -177,8 +191,8 @@ def local_device() -> torch.device:
     return PartialState().device
 
 
-def load_arm_trunk(arm: OpenArm, device: torch.device) -> Trunk:
+def load_arm_trunk(model: OpenModel, device: torch.device) -> Trunk:
     """Load the trunk in the dtype that suits the device. On a CPU, set the number of threads for its size."""
     if device.type == "cpu":
-        use_threads(arm.model.checkpoint.text_config)
-    return arm.model.load_trunk(device)
+        use_threads(model.checkpoint.text_config)
+    return model.load_trunk(device)

@@ -152,7 +152,7 @@ def _decode(
     for start in range(0, len(prompts), BATCHES_AT_A_TIME * rows):
         group = prompts[start : start + BATCHES_AT_A_TIME * rows]
         results: dict[int, GenerationResult] = {}
-        for chunk in decoder.decode_chunks([arms.request(prompt, setting, limit) for prompt in group]):
+        for chunk in decoder.stream([arms.request(prompt, setting, limit) for prompt in group]):
             on_prompt(0)
             if chunk.result is not None:
                 results[chunk.index] = chunk.result
@@ -218,7 +218,7 @@ class Stopwatch:
         limit = self.arms.max_new_tokens
         request = self.arms.request(prompt, lane[1], limit if is_lookup else min(SPEED_TOKENS, limit))
         times, results = [time.perf_counter()], []
-        for chunk in self._decoders[lane].decode_chunks([request]):
+        for chunk in self._decoders[lane].stream([request]):
             times.append(time.perf_counter())
             results.append(chunk.result)
         (result,) = filter(None, results)

@@ -8,15 +8,11 @@ Shapes: K depths, N target positions of all prompts together, R drafted vocabula
 
 from __future__ import annotations
 
-import io
 import math
-import zipfile
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,14 +21,13 @@ from rich.progress import Progress
 from torch import Tensor
 
 from mtp_inference import HeadDrafting
-from mtp_train.checkpoints.writing import write_bytes
-from mtp_train.data.pack import collate, pack_documents
-from mtp_train.data.tokenize import Document, Prompt
-from mtp_train.errors import DataError
+from mtp_train.answers.store import answer_document
+from mtp_train.data.pack import PackedBatch, collate, pack_documents
+from mtp_train.data.tokenize import Document
 from mtp_train.evaluation.prompt_records import PromptRecord, TaskPrompt
 from mtp_train.families import Convention
 from mtp_train.heads.module import MtpHead
-from mtp_train.train.packed_rows import PackedBatch, aligned_rows, isolated_hidden
+from mtp_train.train.packed_rows import aligned_rows, isolated_hidden
 from mtp_train.train.teacher_forced import many_rows, target_figures
 from mtp_train.trunk.load import Trunk
 
@@ -55,29 +50,6 @@ class DenseRows:
     """Whether argmax q = argmax p."""
     valid_KN: NDArray[np.bool_]
     """Whether the depth has a target at the position: the depth's start must lie in the text too."""
-
-    def save(self, path: Path) -> None:
-        """Write all arrays to one ``.npz`` file, replacing an earlier one."""
-        buffer = io.BytesIO()
-        np.savez_compressed(buffer, **{field.name: vars(self)[field.name] for field in fields(self)})
-        write_bytes(path, buffer.getvalue())
-
-    @classmethod
-    def load(cls, path: Path) -> DenseRows:
-        """Read a file that :meth:`save` wrote.
-
-        Raises:
-            DataError: The file is missing or damaged.
-        """
-        try:
-            # numpy.load would leave a damaged file open.
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-                return cls(**{field.name: stored[field.name] for field in fields(cls)})
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise DataError(
-                f"{path}: {' '.join(str(error).split())}; expected the teacher-forced figures of a study. Remove the "
-                "file: they are measured again."
-            ) from error
 
 
 @torch.inference_mode()
@@ -103,7 +75,7 @@ def dense_rows(
     """
     head, draft_vocab_R, outputs = drafting.head, drafting.draft_vocab_R, {one.prompt_id: one for one in plain}
     decoded = [prompt for prompt in prompts if prompt.id in outputs]
-    texts = own_text(decoded, [outputs[prompt.id].token_ids for prompt in decoded], seq_len_tokens)
+    texts = [answer_document(prompt, outputs[prompt.id].token_ids, seq_len_tokens) for prompt in decoded]
     if max_tokens is not None:
         ends = np.cumsum([len(text.input_ids) for text in texts])
         num_texts = max(1, int((ends <= max_tokens).sum()))
@@ -146,16 +118,6 @@ def replayed(rows: DenseRows, plain: Sequence[PromptRecord], depth: int) -> list
     return found
 
 
-def own_text(prompts: Sequence[Prompt], outputs: Sequence[tuple[int, ...]], seq_len_tokens: int) -> list[Document]:
-    """Return prompts and outputs as documents for teacher-forced metrics: only the output's tokens are targets."""
-    documents = []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        tokens = (prompt.prompt_ids + output)[:seq_len_tokens]
-        mask = ((False,) * len(prompt.prompt_ids) + (True,) * len(output))[:seq_len_tokens]
-        documents.append(Document(tokens, mask, prompt.group, prompt.id))
-    return documents
-
-
 def _text_rows(
     trunk: Trunk,
     head: MtpHead,
@@ -174,11 +136,17 @@ def _text_rows(
 
 def _batch_of(text: Document, device: torch.device) -> PackedBatch:
     columns = collate(pack_documents([text], len(text.input_ids), pack=False, seed=0, epoch=0))
-    return PackedBatch(*(column.to(device) for column in columns.values()))
+    return PackedBatch(*(column.to(device) for column in columns))
 
 
 _GAIN = 0.05
 """The gain in overlap from which a wiring is better: some wiring is better by a hundredth by chance."""
+_Norm = Literal["after_final_norm", "before_final_norm"]
+_NORMS: tuple[tuple[_Norm, _Norm, str], ...] = (
+    ("after_final_norm", "before_final_norm", "before"),
+    ("before_final_norm", "after_final_norm", "after"),
+)
+"""Each side of a final norm, the other one, and its word."""
 _SURE, _LIKELY = 4.0, 2.0
 """The mean gain over the texts, in standard errors, that overlap and the share of right drafts need. With a flat q the
 overlap alone may rise, where q was wrong."""
@@ -228,18 +196,13 @@ def wirings(head: MtpHead) -> Mapping[str, Callable[[MtpHead], MtpHead]]:
     """Return the known wrong forms of a head, and its conventions in other engines, each as a change of a copy."""
     ours = head.convention
     conventions = {
-        f"wired as {engine} does": one
-        for engine, one in head.family.conventions.items()
-        if replace(one, position_offset=ours.position_offset) != ours
+        f"wired as {engine} does": one for engine, one in head.family.wiring.conventions.items() if one != ours
     }
-    if ours.hidden == "after_final_norm":
-        conventions["reading the hidden state before the final norm"] = replace(ours, hidden="before_final_norm")
-    if ours.hidden == "before_final_norm":
-        conventions["reading the hidden state after the final norm"] = replace(ours, hidden="after_final_norm")
-    if ours.recycle == "after_final_norm":
-        conventions["recycling its state before its final norm"] = replace(ours, recycle="before_final_norm")
-    if ours.recycle == "before_final_norm":
-        conventions["recycling its state after its final norm"] = replace(ours, recycle="after_final_norm")
+    for norm, other, side in _NORMS:
+        if ours.hidden == norm:
+            conventions[f"reading the hidden state {side} the final norm"] = replace(ours, hidden=other)
+        if ours.recycle == norm:
+            conventions[f"recycling its state {side} its final norm"] = replace(ours, recycle=other)
     forms: dict[str, Callable[[MtpHead], MtpHead]] = {
         "with the halves of its projection swapped": _with_halves_swapped,
         "with its square matrices transposed": _transposed,

@@ -12,14 +12,13 @@ Shapes: P prompts, G groups of prompts, B bins, N target positions, X sets of pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mtp_train.acceptance.counts import FloatArray
-from mtp_train.acceptance.intervals import Difference, judge_difference, sum_by_group
+from mtp_train.acceptance.intervals import Difference, judge_difference
 from mtp_train.evaluation.dense import DenseRows
 
 ENTROPY_EDGES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0)
@@ -35,45 +34,8 @@ MIN_COMMON_SHARE = 0.25
 """Minimum overlap of the arms' distributions over bins; arms with less in common are not compared."""
 
 
-@dataclass(frozen=True, eq=False)
-class EntropySums:
-    """Counts and summed overlaps of each prompt's positions at depth 1, by bins of target entropy."""
-
-    prompt_ids: tuple[str, ...]
-    groups: tuple[str, ...]
-    tasks: tuple[str, ...]
-    counts_PB: FloatArray
-    overlaps_PB: FloatArray
-    """Sums of ``sum_v min(p, q)``."""
-
-    @classmethod
-    def of(cls, rows: DenseRows) -> EntropySums:
-        """Sum positions by the bins of :data:`FINE_EDGES`."""
-        first_N = rows.valid_KN[0]
-        bin_N = np.searchsorted(np.array(FINE_EDGES), rows.entropy_N[first_N], side="right") - 1
-        place_N = rows.prompt_N[first_N] * len(FINE_EDGES) + np.maximum(bin_N, 0)
-
-        def summed(weight_N: NDArray[np.float32] | None) -> FloatArray:
-            flat = np.bincount(place_N, weight_N, minlength=len(rows.prompt_ids) * len(FINE_EDGES))
-            return flat.reshape(len(rows.prompt_ids), len(FINE_EDGES)).astype(np.float64)
-
-        return cls(
-            tuple(rows.prompt_ids.tolist()),
-            tuple(rows.groups.tolist()),
-            tuple(rows.tasks.tolist()),
-            summed(None),
-            summed(rows.overlap_KN[0, first_N]),
-        )
-
-    def of_prompts(self, prompt_ids: list[str]) -> FloatArray:
-        """Return counts and overlaps of the named prompts in that order, shape (P, 2, B)."""
-        row = {prompt_id: index for index, prompt_id in enumerate(self.prompt_ids)}
-        chosen = [row[prompt_id] for prompt_id in prompt_ids]
-        return np.stack([self.counts_PB[chosen], self.overlaps_PB[chosen]], axis=1)
-
-
-def overlap_difference(first: EntropySums, second: EntropySums, task: str | None) -> Difference | None:
-    """Return the difference of mean overlap at equal target entropy, over the prompts that both arms decoded.
+def overlap_difference(first: DenseRows, second: DenseRows, task: str | None = None) -> Difference | None:
+    """Return the difference of mean overlap at depth 1 at equal target entropy, on the prompts that both arms decoded.
 
     Args:
         task: The task to compare; None for all tasks.
@@ -81,18 +43,41 @@ def overlap_difference(first: EntropySums, second: EntropySums, task: str | None
     Returns:
         None where the distributions of the arms over bins overlap by less than ``MIN_COMMON_SHARE``.
     """
-    known = set(second.prompt_ids)
-    of_first = zip(first.prompt_ids, first.groups, first.tasks, strict=True)
-    group_of = {one: group for one, group, its_task in of_first if one in known and task in (None, its_task)}
-    common = list(group_of)
-    pair_P4B = np.concatenate([first.of_prompts(common), second.of_prompts(common)], axis=1)
-    total_4B = pair_P4B.sum(axis=0)
+    mine, theirs = (_groups(rows, task) for rows in (first, second))
+    group_of = {prompt: group for prompt, group in mine.items() if prompt in theirs}
+    names = {group: number for number, group in enumerate(dict.fromkeys(group_of.values()))}
+    pair_G4B = np.concatenate([_sums(rows, group_of, names) for rows in (first, second)], axis=1)
+    total_4B = pair_G4B.sum(axis=0)
     if not total_4B[0].any() or not total_4B[2].any() or _common_share(total_4B) < MIN_COMMON_SHARE:
         return None
-    pair_G4B = sum_by_group(pair_P4B, list(group_of.values()))
     count_G2 = pair_G4B[:, ::2].sum(axis=-1)
     weight_G = (count_G2 / count_G2.sum(axis=0)).mean(axis=1)
     return judge_difference(float(_standardised(total_4B[None])[0]), _standardised(total_4B - pair_G4B), weight_G)
+
+
+def _groups(rows: DenseRows, task: str | None) -> dict[str, str]:
+    """Return the group of each prompt of a task."""
+    prompts = zip(rows.prompt_ids.tolist(), rows.groups.tolist(), rows.tasks.tolist(), strict=True)
+    return {prompt: group for prompt, group, its_task in prompts if task in (None, its_task)}
+
+
+def _sums(rows: DenseRows, group_of: Mapping[str, str], names: Mapping[str, int]) -> FloatArray:
+    """Return counts and summed overlaps of the positions at depth 1, shape (G, 2, B), by the bins of ``FINE_EDGES``.
+
+    Args:
+        group_of: The groups of the prompts that count.
+        names: The index of each group.
+    """
+    prompts = rows.prompt_ids.tolist()
+    group_P = np.array([names[group_of[one]] if one in group_of else -1 for one in prompts], dtype=np.int64)
+    counted_N = rows.valid_KN[0] & (group_P[rows.prompt_N] >= 0)
+    bin_N = np.searchsorted(np.array(FINE_EDGES), rows.entropy_N[counted_N], side="right") - 1
+    place_N = group_P[rows.prompt_N[counted_N]] * len(FINE_EDGES) + np.maximum(bin_N, 0)
+    flat = [
+        np.bincount(place_N, weight_N, minlength=len(names) * len(FINE_EDGES))
+        for weight_N in (None, rows.overlap_KN[0, counted_N])
+    ]
+    return np.stack([one.reshape(len(names), len(FINE_EDGES)).astype(np.float64) for one in flat], axis=1)
 
 
 def _common_share(total_4B: FloatArray) -> float:

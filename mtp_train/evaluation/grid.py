@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any
 
 from mtp_inference import MAX_DEPTH
 from mtp_train.checkpoints.demo import PREFIX
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 DEPTHS = (1, 2, 3, 5)
 RULES: tuple[Rule, ...] = ("greedy", "argmax", "sampled")
-T = TypeVar("T")
 LEFT_OUT = {"min_p": 0.0, "repetition_penalty": 1.0}
 """Sampling settings of a generation config that no arm is measured with, and the values that switch them off."""
 
@@ -65,16 +64,16 @@ class EvaluationGrid:
         suite = "demo" if all(trunk.startswith(PREFIX) for trunk in trunks) else "builtin"
         depths = self.depths
         if depths is None:
-            deepest = min((open_arm(arm).model.deepest for arm in arms), default=MAX_DEPTH)
+            deepest = min((open_arm(arm).deepest for arm in arms), default=MAX_DEPTH)
             depths = [depth for depth in DEPTHS if depth <= deepest]
         grid = replace(
             self,
             suite=suite if self.suite == AUTO else self.suite,
-            tasks=None if self.tasks is None else _unique(self.tasks),
-            temperatures=_unique(map(float, self.temperatures)),
-            contexts=_unique(self.contexts),
-            depths=_unique(depths),
-            rules=_unique(self.rules),
+            tasks=None if self.tasks is None else tuple(dict.fromkeys(self.tasks)),
+            temperatures=tuple(dict.fromkeys(map(float, self.temperatures))),
+            contexts=tuple(dict.fromkeys(self.contexts)),
+            depths=tuple(dict.fromkeys(depths)),
+            rules=tuple(dict.fromkeys(self.rules)),
         )
         require_grid(grid)
         return grid
@@ -94,10 +93,6 @@ class EvaluationGrid:
         depths = {one.depth for one in settings}
         depth = max((one for one in depths if one <= 3), default=min(depths))
         return next(one for one in reversed(settings) if one.depth == depth)
-
-
-def _unique(values: Iterable[T]) -> tuple[T, ...]:
-    return tuple(dict.fromkeys(values))
 
 
 def require_grid(grid: EvaluationGrid) -> None:

@@ -165,29 +165,6 @@ def negated(interval: Interval | None) -> Interval | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmCosts:
-    """Memory and prefill cost of a head, at any setting."""
-
-    arm: str
-    head_bytes: int
-    """Weights of the head, without the embedding and output matrix that it shares with the trunk."""
-    head_kv_bytes_per_token: int
-    """Like :attr:`trunk_kv_bytes_per_token`, for the head; 0 also where the head has sliding-window attention."""
-    trunk_kv_bytes_per_token: int
-    """Bytes of the KV cache per token in the dtype that runs; for latent attention, of the latent."""
-    trunk_state_bytes: int
-    """Bytes per text at any length: recurrent states and full sliding windows."""
-    context_tokens_lost: int | None
-    """Tokens of the trunk's KV cache that fit into the memory of the head's weights; None where the trunk has no KV
-    cache. The head's own KV cache takes a further share ``head_kv / (trunk_kv + head_kv)`` of the remaining tokens."""
-    prefill_ratio: float | None
-    """Prompt tokens per second with the head, divided by the same without."""
-    prefill_tokens: int | None
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Finding:
     """A statement and the result of its test."""
 
@@ -244,7 +221,6 @@ class Report:
     cells: tuple[Cell, ...] = ()
     """Every arm at every setting; tasks apart where there are several."""
     comparisons: tuple[ArmComparison, ...] = ()
-    costs: tuple[ArmCosts, ...] = ()
     findings: tuple[Finding, ...] = ()
     endpoint: Mapping[str, Any] | None = None
     """Measurements of a served model, if there was one (``mtp_train.evaluation.served``)."""

@@ -6,7 +6,7 @@ import gc
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -15,25 +15,23 @@ from typing import Any
 from rich.progress import Progress
 
 from mtp_inference import HeadDrafting
+from mtp_inference.opening import OpenModel
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.acceptance.speed import measured_speedup
-from mtp_train.checkpoints.files import is_gguf, read_json
-from mtp_train.checkpoints.identity import InputFiles, Loaders, checkpoint_files, directory_files
+from mtp_train.checkpoints.files import is_gguf
+from mtp_train.checkpoints.identity import InputFiles, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import open_location
-from mtp_train.checkpoints.values import require_finite_checkpoint
-from mtp_train.checkpoints.writing import write_json
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import (
     ArmSpec,
-    OpenArm,
+    head_files,
     load_arm_trunk,
     local_device,
     open_arm,
     require_distinct,
+    require_sound,
     trunk_label,
 )
-from mtp_train.evaluation.assemble import Measurements, assemble, compared
-from mtp_train.evaluation.costs import head_costs
 from mtp_train.evaluation.decoding import (
     SPEED_PASSES,
     SPEED_SECONDS,
@@ -50,17 +48,15 @@ from mtp_train.evaluation.decoding import (
 from mtp_train.evaluation.dense import DenseRows, dense_rows, replayed
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
 from mtp_train.evaluation.prompt_records import PromptRecord, Setting, TaskPrompt
-from mtp_train.evaluation.results import REPORT_FILE, ArmCosts, Report, load_report, read_record
+from mtp_train.evaluation.results import REPORT_FILE, Report, load_report
 from mtp_train.evaluation.served import Server, ask, judged
-from mtp_train.evaluation.statistics import MeasuredArm, Records
+from mtp_train.evaluation.statistics import MeasuredArm, Measurements, Records, assemble
 from mtp_train.evaluation.store import Store
 from mtp_train.evaluation.suites import load_suite
 from mtp_train.train.machine import device_name
 from mtp_train.trunk.progress import shown_loading
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
-from mtp_train.trunk.whole import require_whole_trunk
 
-COSTS_FILE = "costs.json"
 FORMAT_VERSION = 1
 """Of a study's directory: its identity and its measurements."""
 
@@ -105,27 +101,25 @@ def measure_trunk(
     timed: LaneRecords = {}
     for some in arms.by_plain([*lanes, *shallow]).values():
         timed |= _timed(arms, prompts, some, decoded, progress, processes)
-    dense = {}
-    if processes.index == 0:
-        heads = {name: one for name, one in arms.drafting.items() if isinstance(one, HeadDrafting)}
-        depth = max((setting.depth for _, setting in lanes), default=0)
-        plain = of_arm(decoded, arms.plain_arm)
-        dense = {name: _dense(arms, name, head, prompts, plain, depth, progress) for name, head in heads.items()}
+    depth, plain = max((setting.depth for _, setting in lanes), default=0), of_arm(decoded, arms.plain_arm)
+    dense = _dense(arms, prompts, plain, depth, progress) if processes.index == 0 else {}
     for name, setting in shallow if dense else ():
         rows = dense[name][setting.temperature, setting.context_tokens]
         decoded[name, setting] = replayed(rows, plain[setting.plain], setting.depth)
     # The trunk's entropy is the same with any head, and plain decoding has no head to measure it with.
     first = _arm(arms, arms.plain_arm, decoded, timed, next(iter(dense.values()), {}))
-    return [first, *(_arm(arms, name, decoded, timed, dense.get(name, {})) for name in arms.drafting)]
+    return [first, *(_arm(arms, name, decoded, timed, dense.get(name, {}), first) for name in arms.drafting)]
 
 
-def _arm(arms: TrunkArms, name: str, decoded: LaneRecords, timed: LaneRecords, dense: Any) -> MeasuredArm:
-    mine, my_times = (of_arm(one, arms.plain_arm, name) for one in (decoded, timed))
-    return MeasuredArm(name, arms.name, arms.head_names.get(name), mine, my_times, dense)
+def _arm(
+    arms: TrunkArms, name: str, decoded: LaneRecords, timed: LaneRecords, dense: Any, plain: MeasuredArm | None = None
+) -> MeasuredArm:
+    mine, my_times = (of_arm(one, name) for one in (decoded, timed))
+    return MeasuredArm(name, arms.name, arms.head_names.get(name), mine, my_times, dense, plain)
 
 
-def of_arm(records: LaneRecords, *names: str) -> dict[Setting, list[PromptRecord]]:
-    return {setting: found for (arm, setting), found in records.items() if arm in names}
+def of_arm(records: LaneRecords, name: str) -> dict[Setting, list[PromptRecord]]:
+    return {setting: found for (arm, setting), found in records.items() if arm == name}
 
 
 def _timed(
@@ -136,17 +130,13 @@ def _timed(
     progress: Progress,
     processes: Processes,
 ) -> LaneRecords:
-    """Return the best times of a few prompts in plain decoding and in the lanes after it, or those of the store.
+    """Return the best times of a few prompts in plain decoding and in the lanes after it.
 
     Passes are added while a lane is undecided for lack of precise times (:attr:`Speedup.needs_passes`), up to
     :data:`SPEED_SECONDS`.
     """
-    context, store = lanes[0][1].context_tokens, arms.store
+    context = lanes[0][1].context_tokens
     few = speed_prompts(prompts[context], arms.seed)
-    stored = {lane: {} if store is None else store.read(*lane, timed=True) for lane in lanes}
-    complete = all(prompt.id in found for found in stored.values() for prompt in few)
-    if all(processes.gather([complete])):
-        return {lane: [found[prompt.id] for prompt in few] for lane, found in stored.items()}
     watch = Stopwatch(arms, few[processes.index :: processes.count], lanes)
     task = progress.add_task(f"timing {arms.name}", total=0)
     begun, measures = time.perf_counter(), 0
@@ -157,45 +147,30 @@ def _timed(
         found = joined(processes.gather([watch.records]), {context: few})
         spent = max(processes.gather([time.perf_counter() - begun]))
         if spent * (1 + 1 / measures) > SPEED_SECONDS or not _needs_passes(arms, lanes, decoded, found):
-            break
-    if store is not None:
-        for lane, records in watch.records.items():
-            store.add(*lane, records, timed=True)
-    return found
+            return found
 
 
 def _needs_passes(arms: TrunkArms, lanes: Sequence[Lane], decoded: LaneRecords, timed: LaneRecords) -> bool:
+    plain = _arm(arms, arms.plain_arm, decoded, timed, {})
     for name, setting in lanes[1:]:
         arm = _arm(arms, name, decoded, timed, {})
-        speedup = measured_speedup(arm.against(arm.undrafted, setting)) if setting in arm.decoded else None
+        speedup = measured_speedup(arm.against(plain, setting)) if setting in arm.decoded else None
         if speedup is not None and speedup.needs_passes:
             return True
     return False
 
 
 def _dense(
-    arms: TrunkArms,
-    name: str,
-    drafting: HeadDrafting,
-    prompts: Prompts,
-    plain: Records,
-    depth: int,
-    progress: Progress,
-) -> dict[tuple[float, int | None], DenseRows]:
-    """Return teacher-forced metrics at every position of the trunk's own texts, by temperature and context."""
-    found, store = {}, arms.store
-    for setting, texts in progress.track(plain.items(), description=f"teacher-forced figures, {name}"):
-        path = None if store is None else store.file(name, f"dense-{setting.slug}.npz")
-        if path is not None and path.is_file():
-            rows = DenseRows.load(path)
-        else:
-            given = prompts[setting.context_tokens]
-            rows = dense_rows(
-                arms.trunk, drafting, given, texts, depth, setting.temperature, arms.seq_len_tokens, arms.dense_tokens
-            )
-            if path is not None:
-                rows.save(path)
-        found[setting.temperature, setting.context_tokens] = rows
+    arms: TrunkArms, prompts: Prompts, plain: Records, depth: int, progress: Progress
+) -> dict[str, dict[tuple[float, int | None], DenseRows]]:
+    """Return each head's teacher-forced metrics on the trunk's own texts, by temperature and context."""
+    found: dict[str, dict[tuple[float, int | None], DenseRows]] = {}
+    limits = arms.seq_len_tokens, arms.dense_tokens
+    heads = {name: one for name, one in arms.drafting.items() if isinstance(one, HeadDrafting)}
+    for name, head in heads.items():
+        for one, texts in progress.track(plain.items(), description=f"teacher-forced figures, {name}"):
+            rows = dense_rows(arms.trunk, head, prompts[one.context_tokens], texts, depth, one.temperature, *limits)
+            found.setdefault(name, {})[one.temperature, one.context_tokens] = rows
     return found
 
 
@@ -208,7 +183,6 @@ class Study:
         specs: The arms, in the order they are shown.
         out: Directory of the measurements. Those of an interrupted study in it are not measured again.
         prompts: Prompts that are given; None for the suite's.
-        costs: Whether memory and prefill are measured as well.
         servers: Servers that are sent the suite's prompts before anything is decoded here.
 
     Raises:
@@ -223,19 +197,18 @@ class Study:
         progress: Progress,
         *,
         prompts: Sequence[TaskPrompt] | None = None,
-        costs: bool = False,
         servers: Sequence[Server] = (),
         processes: Processes = ALONE,
     ) -> None:
         require_distinct(specs)
-        self.arms = [open_arm(spec) for spec in specs]
-        self.grid, self.prompts, self.costs, self.servers = grid, prompts, costs, servers
+        self.arms = {spec: open_arm(spec) for spec in specs}
+        self.grid, self.prompts, self.servers = grid, prompts, servers
         self.progress, self.processes = progress, processes
         if processes.index == 0:
             self.store = Store(out, self._identity())
             self.store.hash_inputs(_inputs(self.arms, servers), progress)
             if not self.store.is_finished:
-                _require_sound(self.arms, progress)
+                require_sound(self.arms.values(), progress)
             if processes.count > 1:
                 self.store.claim()
         # The others write into the directory once it is claimed.
@@ -246,39 +219,40 @@ class Study:
     def measure(self) -> Measurements:
         """Measure all arms, with one trunk in memory at a time."""
         found = Measurements(served={one.name: ask(one, self.grid, self.progress) for one in self.servers})
-        by_trunk: dict[Any, list[OpenArm]] = {}
-        for arm in self.arms:
-            by_trunk.setdefault(arm.spec.trunk_key, []).append(arm)
-        names = plain_names([group[0].spec for group in by_trunk.values()])
+        by_trunk: dict[Any, list[ArmSpec]] = {}
+        for spec in self.arms:
+            by_trunk.setdefault(spec.trunk_key, []).append(spec)
+        names = plain_names([group[0] for group in by_trunk.values()])
         for plain_name, group in zip(names, by_trunk.values(), strict=True):
             self._measure(group, plain_name, found)
             # Free the weights before the next trunk is loaded.
             gc.collect()
         return found
 
-    def _measure(self, group: Sequence[OpenArm], plain_name: str, found: Measurements) -> None:
+    def _measure(self, group: Sequence[ArmSpec], plain_name: str, found: Measurements) -> None:
         """Load one trunk, measure all its arms, and add the results to ``found``."""
         first, grid, progress = group[0], self.grid, self.progress
-        tokenizer = load_tokenizer(first.model.checkpoint, trust_remote_code=False, adapter=first.model.adapter)
+        model = self.arms[first]
+        tokenizer = load_tokenizer(model.checkpoint, trust_remote_code=False, adapter=model.adapter)
         prompts: Prompts = {None: self.prompts} if self.prompts is not None else _enough_prompts(grid, tokenizer)
-        with shown_loading(progress, first.spec.trunk_name, first.model.checkpoint.num_bytes):
-            trunk = load_arm_trunk(first, local_device())
-        drafting = {arm.spec.name: maker for arm in group if (maker := arm.model.load_drafting(trunk)) is not None}
+        with shown_loading(progress, first.trunk_name, model.checkpoint.num_bytes):
+            trunk = load_arm_trunk(model, local_device())
+        drafting = {one.name: maker for one in group if (maker := self.arms[one].load_drafting(trunk)) is not None}
         for maker in drafting.values():
             maker.check(trunk, max(grid.depths or ()))
         self.store.require_unchanged(progress)
-        eos_ids = eos_token_ids(first.model.checkpoint, tokenizer)
+        eos_ids = eos_token_ids(model.checkpoint, tokenizer)
         for server in self.servers:
-            if server.checkpoint == first.spec.trunk:
+            if server.checkpoint == first.trunk:
                 found.served[server.name] = judged(found.served[server.name], trunk, eos_ids)
                 for warning in found.served[server.name].document["warnings"]:
                     progress.console.print(f"{server.name}: {warning}", highlight=False)
         found.facts = {"dtype": trunk.dtype_name, "device": device_name(trunk.lm_head_VD.device)}
         arms = TrunkArms(
             trunk=trunk,
-            name=first.spec.trunk_name,
+            name=first.trunk_name,
             drafting=drafting,
-            head_names={arm.spec.name: str(arm.spec.head_name) for arm in group},
+            head_names={one.name: str(one.head_name) for one in group},
             plain_arm=plain_name,
             max_new_tokens=grid.max_new_tokens,
             eos_ids=eos_ids,
@@ -287,11 +261,6 @@ class Study:
             store=self.store,
         )
         found.arms += measure_trunk(arms, prompts, arms.lanes(grid.settings()), progress, self.processes)
-        for name, maker in progress.track(drafting.items(), description="memory and prefill") if self.costs else ():
-            path = self.store.file(name, COSTS_FILE)
-            if not path.is_file():
-                write_json(path, {"costs": asdict(head_costs(name, trunk, maker))})
-            found.costs.append(read_record(ArmCosts, read_json(path)["costs"], str(path)))
 
     def _identity(self) -> dict[str, Any]:
         """Return the identity of the study, written into its directory.
@@ -302,9 +271,8 @@ class Study:
         prompts = self.prompts
         return {
             "format_version": FORMAT_VERSION,
-            "arms": [asdict(arm.spec) for arm in self.arms],
+            "arms": [spec.identity() for spec in self.arms],
             "grid": json.loads(json.dumps(asdict(self.grid))),
-            "costs": self.costs,
             "prompts": None if prompts is None else _digest([(one.id, one.prompt_ids) for one in prompts]),
             "prompt_texts": _suite_digest(self.grid.suite) if prompts is None else None,
             "server": [one.identity() for one in self.servers] or None,
@@ -319,11 +287,10 @@ def run_study(
     progress: Progress,
     *,
     title: str,
-    costs: bool,
     servers: Sequence[Server] = (),
 ) -> Report:
     """Measure arms and return the report; a finished study in ``out`` gives its own. See :class:`Study`."""
-    study = Study(specs, grid, out, progress, costs=costs, servers=servers)
+    study = Study(specs, grid, out, progress, servers=servers)
     if study.store.is_finished:
         return load_report(out / REPORT_FILE)
     report = study_report(study.measure(), grid, title)
@@ -339,20 +306,7 @@ def study_report(found: Measurements, grid: EvaluationGrid, title: str) -> Repor
         **SPEED_SETTINGS,
         "headline": {key: getattr(grid.headline, key) for key in ("temperature", "context_tokens", "depth", "rule")},
     }
-    return compared(assemble(found, grid.headline, settings, tasks_apart=True), found, title)
-
-
-def _require_sound(arms: Sequence[OpenArm], progress: Progress) -> None:
-    models = [arm.model for arm in arms]
-    trunks = {one.checkpoint.path: (one.checkpoint, one.family) for one in models}
-    trunks |= {
-        one.drafter.path: (one.drafter, one.drafter.family) for one in models if one.drafter and not one.assistant
-    }
-    for checkpoint, family in trunks.values():
-        require_whole_trunk(checkpoint, family)
-    every = {one.path: one for model in models for one in (model.checkpoint, model.drafter) if one is not None}
-    for checkpoint in every.values():
-        require_finite_checkpoint(checkpoint, progress)
+    return assemble(found, grid.headline, settings, title=title)
 
 
 def plain_names(specs: Sequence[ArmSpec]) -> list[str]:
@@ -374,20 +328,19 @@ def _digest(texts: object) -> str:
     return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
-def _inputs(arms: Sequence[OpenArm], servers: Sequence[Server]) -> Loaders:
-    loaders: dict[str, Callable[[], InputFiles]] = {}
-    for arm in arms:
-        name = arm.spec.name
-        loaders[f"{name}: trunk"] = partial(checkpoint_files, arm.model.checkpoint)
-        if arm.model.adapter is not None:
-            loaders[f"{name}: adapter"] = partial(directory_files, arm.model.adapter)
-        if arm.head_loader is not None:
-            loaders[f"{name}: head"] = arm.head_loader
+def _inputs(arms: Mapping[ArmSpec, OpenModel], servers: Sequence[Server]) -> dict[str, InputFiles]:
+    inputs: dict[str, InputFiles] = {}
+    for spec, model in arms.items():
+        inputs[f"{spec.name}: trunk"] = checkpoint_files(model.checkpoint)
+        if model.adapter is not None:
+            inputs[f"{spec.name}: adapter"] = directory_files(model.adapter)
+        if (of_head := head_files(model)) is not None:
+            inputs[f"{spec.name}: head"] = of_head
     if servers:
         place = servers[0].checkpoint
-        of_gguf = partial(InputFiles, Path(place), {Path(place).name: Path(place)})
-        loaders["the served checkpoint"] = of_gguf if is_gguf(place) else lambda: checkpoint_files(open_location(place))
-    return loaders
+        of_gguf = InputFiles(Path(place), {Path(place).name: Path(place)})
+        inputs["the served checkpoint"] = of_gguf if is_gguf(place) else checkpoint_files(open_location(place))
+    return inputs
 
 
 def _enough_prompts(grid: EvaluationGrid, tokenizer: Any) -> Prompts:

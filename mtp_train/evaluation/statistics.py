@@ -1,4 +1,6 @@
-"""Compute the figures of a report from the records of decoding: pure functions.
+"""From the records of arms to their report: figures at every setting, and comparisons of arms.
+
+A run, a study, ``evaluate``, ``compare`` and servers differ in their arms and settings only.
 
 A drafter may propose fewer drafts than the depth, or none (an n-gram lookup). A position without a draft counts as not
 accepted in every figure that is a share of rounds: ``tau`` is the mean number of tokens a round commits, ``marginal``
@@ -11,16 +13,20 @@ Acceptance is of prompts that were decoded in batches, the time of a round of a 
 time; ``acceptance.speed`` computes speeds of both. ``speedup`` includes prefill, as for a user, and ``break_even_tau``
 is the cost of rounds alone.
 
-Shapes: K depths, N target positions, P prompts, G groups of prompts, B bins.
+Shapes: K depths, N target positions, P prompts.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
+import torch
+import transformers
 
 from mtp_train.acceptance.counts import (
     PromptCounts,
@@ -31,12 +37,21 @@ from mtp_train.acceptance.counts import (
     repeated_ngram_share,
     tau,
 )
-from mtp_train.acceptance.intervals import marginal_intervals, tau_interval
+from mtp_train.acceptance.gate import GateVerdict, decide_gate
+from mtp_train.acceptance.intervals import holm, marginal_intervals, tau_difference, tau_interval
+from mtp_train.acceptance.names import PLAIN
 from mtp_train.acceptance.speed import Pair, break_even_tau, measured_speedup, round_seconds, tokens_per_second
+from mtp_train.errors import DataError
 from mtp_train.evaluation.dense import DenseRows
+from mtp_train.evaluation.entropy import overlap_difference
 from mtp_train.evaluation.prompt_records import PromptRecord, Setting
-from mtp_train.evaluation.results import ALL_TASKS, Cell, Lossless
+from mtp_train.evaluation.results import ALL_TASKS, ArmComparison, Cell, Lossless, Report
 
+LEVEL = 0.05
+"""Probability of any false finding among all comparisons of a report."""
+
+LEAST_SAME_TEXTS = 0.5
+"""Share of equal greedy texts below which two servers may not serve one trunk. Rounding alone changes fewer."""
 Records = Mapping[Setting, Sequence[PromptRecord]]
 """Records of an arm by setting, in the order of the prompts."""
 ByPrompt = Mapping[Setting, Mapping[str, tuple[str, PromptCounts]]]
@@ -45,7 +60,7 @@ ByPrompt = Mapping[Setting, Mapping[str, tuple[str, PromptCounts]]]
 
 @dataclass(frozen=True, eq=False)
 class MeasuredArm:
-    """The records of an arm: its own settings, in the order they are shown, and the plain settings of its trunk."""
+    """The records of an arm at its settings, in the order they are shown: with drafts, or plain ones."""
 
     name: str
     trunk: str
@@ -59,10 +74,12 @@ class MeasuredArm:
     """Teacher-forced metrics by temperature and context, of as many depths as the deepest setting. Empty for drafters
     without a distribution q."""
 
+    plain: MeasuredArm | None = None
+    """Plain decoding of its trunk, where it was measured; None for an arm of plain decoding."""
+
     @property
     def settings(self) -> list[Setting]:
-        """The arm's own settings: with drafts, or plain ones for an arm of plain decoding."""
-        return [one for one, records in self.decoded.items() if records and self.is_own(one)]
+        return [one for one, records in self.decoded.items() if records]
 
     @property
     def by_prompt(self) -> ByPrompt:
@@ -71,9 +88,6 @@ class MeasuredArm:
             setting: {one.prompt_id: (one.task, one.counts(setting.depth)) for one in records}
             for setting, records in self.decoded.items()
         }
-
-    def is_own(self, setting: Setting) -> bool:
-        return (setting.depth > 0) == (self.head is not None)
 
     def own(self, setting: Setting) -> Setting:
         """Return the arm's setting beside drafting arms at ``setting``: plain decoding is the same for all of them."""
@@ -84,18 +98,14 @@ class MeasuredArm:
         own = self.own(setting)
         return [one.counts(own.depth) for one in (self.timed if timed else self.decoded).get(own, ())]
 
-    def against(self, other: MeasuredArm, setting: Setting) -> Pair:
+    def against(self, other: MeasuredArm | None, setting: Setting) -> Pair:
         """Return the counts of this arm and of another one at a setting, on the prompts of this arm, in their order."""
         pairs = []
         for timed in (False, True):
-            own, theirs = (arm.counts(setting, timed=timed) for arm in (self, other))
+            own, theirs = self.counts(setting, timed=timed), other.counts(setting, timed=timed) if other else []
             by_id = {one.prompt_id: one for one in theirs}
             pairs += [own, [by_id[one.prompt_id] for one in own if one.prompt_id in by_id]]
         return Pair(*pairs)
-
-    @property
-    def undrafted(self) -> MeasuredArm:
-        return replace(self, head=None)
 
 
 def checked_records(arms: Iterable[MeasuredArm]) -> list[PromptRecord]:
@@ -145,27 +155,28 @@ def make_cell(arm: MeasuredArm, setting: Setting, task: str = ALL_TASKS) -> Cell
         new_tokens=sum(one.new_tokens for one in counts),
         mean_prompt_tokens=_mean([float(one.prompt_tokens) for one in decoded]),
         **({} if dense is None else _dense_means(dense, setting.depth, task)),
-        **(_draft_figures(decoded, counts, setting.depth) if setting.depth else {}),
+        **(_draft_figures(counts) if setting.depth else {}),
         # Too few prompts are timed to tell tasks apart.
         **(_speed_figures(arm, setting) if task == ALL_TASKS else {}),
     )
 
 
-def _draft_figures(decoded: Sequence[PromptRecord], counts: Sequence[PromptCounts], depth: int) -> dict[str, Any]:
-    accepted = [number for one in decoded for number in one.accepted]
+def _draft_figures(counts: Sequence[PromptCounts]) -> dict[str, Any]:
+    by_position = map(sum, zip(*(one.accepted_per_pos for one in counts), strict=True))
+    reached = (sum(one.rounds for one in counts), *by_position, 0)
     return {
         "tau_ci95": tau_interval(counts),
         "acceptance_rate": acceptance_rate(counts),
         "marginal": tuple(marginal(counts)),
         "marginal_ci95": tuple(marginal_intervals(counts)),
         "conditional": tuple(conditional(counts)),
-        "accepted_histogram": tuple(np.bincount(np.array(accepted, dtype=np.int64), minlength=depth + 1).tolist()),
+        "accepted_histogram": tuple(more - fewer for more, fewer in pairwise(reached)),
     }
 
 
 def _speed_figures(arm: MeasuredArm, setting: Setting) -> dict[str, Any]:
     """Return the figures of the timed prompts, and those beside plain decoding of the same prompts."""
-    pair = arm.against(arm.undrafted, setting)
+    pair = arm.against(arm.plain, setting)
     speed, timed = tokens_per_second(pair.head, pair.timed_head), pair.timed_head
     if speed is None:
         return {}
@@ -208,3 +219,145 @@ def _dense_means(rows: DenseRows, depth: int, task: str) -> dict[str, Any]:
         for values_KN in (rows.agreed_KN, rows.overlap_KN)
     )
     return {"dense": agreed, "overlap": overlap, "target_entropy": entropy}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """The measurements of a served model."""
+
+    arm: MeasuredArm
+    cells: tuple[Cell, ...]
+    """One cell per temperature for all tasks, followed by those of single tasks; the first is the headline."""
+    document: dict[str, Any]
+    """The server, request settings, throughput, failures, warnings and the verdict on the answers."""
+
+
+@dataclass
+class Measurements:
+    """Everything that was measured of some arms."""
+
+    arms: list[MeasuredArm] = field(default_factory=list)
+    """By trunk: plain decoding, then the drafters."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """How the trunk was held: dtype, device and the like."""
+    served: dict[str, Served] = field(default_factory=dict)
+    """Measurements of servers, by arm."""
+
+
+def assemble(
+    found: Measurements, headline: Setting, settings: Mapping[str, Any], *, title: str | None = None
+) -> Report:
+    """Compute the report of some arms and servers. The second of two servers is judged against the first one.
+
+    Args:
+        headline: The setting of the report's ``arms``; an arm that was not measured there has cells only.
+        settings: How everything was measured. Figures measured with other settings are not comparable.
+        title: What a study compares. Its report has the comparisons of all arms, and cells of every task besides those
+            of all tasks together. None for a run.
+    """
+    drafted = [arm for arm in found.arms if arm.head is not None]
+    served, documents = found.served.values(), {name: one.document for name, one in found.served.items()}
+    at_headline = [arm for arm in found.arms if arm.decoded.get(arm.own(headline))]
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "platform": platform.platform()}
+    return Report(
+        title=title,
+        arms={
+            **{arm.name: make_cell(arm, arm.own(headline)).result for arm in at_headline},
+            **{one.arm.name: one.cells[0].result for one in served},
+        },
+        cells=(
+            *(cell for arm in found.arms for cell in make_cells(arm, tasks_apart=title is not None)),
+            *(cell for one in served for cell in one.cells),
+        ),
+        comparisons=() if title is None else compare_arms(drafted, [one.arm for one in served]),
+        gate=_gate(*served) if len(served) == 2 else None,
+        lossless=lossless(checked_records(found.arms)),
+        settings={**settings, **found.facts, "threads": torch.get_num_threads(), **versions},
+        endpoint=next(iter(documents.values())) if len(documents) == 1 else documents or None,
+    )
+
+
+def _gate(baseline: Served, judged: Served) -> GateVerdict:
+    """Apply the gate to the head of a server, against another server on the same prompts.
+
+    Raises:
+        DataError: The judged server has no drafts, or those of single prompts are not known of both alike.
+    """
+    pairs, sources, first = {}, [one.document["counts"] for one in (baseline, judged)], baseline.arm
+    for before, (setting, after) in zip(first.by_prompt.values(), judged.arm.by_prompt.items(), strict=True):
+        both = [prompt for prompt in after if prompt in before]
+        if not both or not setting.depth or sources[0] != sources[1]:
+            found = " and ".join(sources) if both and setting.depth else "no drafts, or none that it counts by prompt"
+            raise DataError(
+                f"arm {judged.arm.name}: {found}; expected counts of one kind on prompts that both servers answer. "
+                "Start llama-server with --spec-type draft-mtp (draft-eagle3 with -md), both with --metrics or neither."
+            )
+        counts = [after[prompt][1] for prompt in both], [before[prompt][1] for prompt in both]
+        pairs[setting.name] = Pair(*counts, *counts)
+    name = first.name if any(setting.depth for setting in first.decoded) else PLAIN
+    verdict, same = decide_gate(pairs, name), same_texts(first, judged.arm)
+    if same < LEAST_SAME_TEXTS:
+        told = f"{verdict.reason}. Only {same:.0%} of the greedy texts are the same: do both serve one trunk?"
+        verdict = replace(verdict, reason=told)
+    return verdict
+
+
+def same_texts(first: MeasuredArm, second: MeasuredArm) -> float:
+    """Return the share of greedy texts that two arms both wrote; 1.0 without any."""
+
+    def greedy_texts(arm: MeasuredArm) -> dict[str, tuple[int, ...]]:
+        greedy = [records for setting, records in arm.decoded.items() if not setting.temperature]
+        return {one.prompt_id: one.token_ids for records in greedy for one in records}
+
+    texts, others = greedy_texts(first), greedy_texts(second)
+    both = texts.keys() & others.keys()
+    return sum(texts[prompt] == others[prompt] for prompt in both) / len(both) if both else 1.0
+
+
+def compare_arms(arms: Sequence[MeasuredArm], servers: Sequence[MeasuredArm] = ()) -> tuple[ArmComparison, ...]:
+    """Return every pair of arms at every common setting with drafts, all tasks first, then each task.
+
+    Arms are compared on the prompts that both decoded; servers with servers.
+    """
+    pairs = [(*pair, pair[0].trunk == pair[1].trunk) for pair in combinations(arms, 2)]
+    pairs += [(*pair, same_texts(*pair) >= LEAST_SAME_TEXTS) for pair in combinations(servers, 2)]
+    return _corrected([row for first, second, same in pairs for row in _compare(first, second, same)])
+
+
+def _compare(first: MeasuredArm, second: MeasuredArm, same_trunk: bool) -> list[ArmComparison]:
+    compared, mine, theirs = [], first.by_prompt, second.by_prompt
+    for setting in (one for one in mine if one.depth and one in theirs):
+        others, place = theirs[setting], (setting.temperature, setting.context_tokens)
+        pairs = [(task, one, others[prompt][1]) for prompt, (task, one) in mine[setting].items() if prompt in others]
+        dense = first.dense.get(place), second.dense.get(place)
+        for task in [None, *dict.fromkeys(task for task, _, _ in pairs)] if pairs else []:
+            chosen = [(one, other) for its_task, one, other in pairs if task in (None, its_task)]
+            delta = tau_difference([one for one, _ in chosen], [other for _, other in chosen])
+            at_equal = None if dense[0] is None or dense[1] is None else overlap_difference(dense[0], dense[1], task)
+            compared.append(
+                ArmComparison(
+                    **vars(setting),
+                    first=first.name,
+                    second=second.name,
+                    task=ALL_TASKS if task is None else task,
+                    delta_tau=delta.value,
+                    delta_tau_ci95=delta.ci95,
+                    groups=delta.groups,
+                    p_value=delta.p_value,
+                    same_trunk=same_trunk,
+                    delta_overlap_at_equal_entropy=None if at_equal is None else at_equal.value,
+                    delta_overlap_at_equal_entropy_ci95=None if at_equal is None else at_equal.ci95,
+                )
+            )
+    return compared
+
+
+def _corrected(found: Sequence[ArmComparison]) -> tuple[ArmComparison, ...]:
+    """Set ``differs`` by Holm's correction, separately for all tasks together and for single tasks."""
+    differs = [False] * len(found)
+    for of_all in (True, False):
+        family = [index for index, one in enumerate(found) if (one.task == ALL_TASKS) == of_all]
+        falls = holm([found[index].p_value for index in family], LEVEL / 2)
+        for index, fell in zip(family, falls, strict=True):
+            differs[index] = fell
+    return tuple(replace(one, differs=differs[index]) for index, one in enumerate(found))

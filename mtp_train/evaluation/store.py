@@ -1,27 +1,22 @@
-"""The measurements of a study on disk, one line per prompt, so that an interrupted study resumes."""
+"""The decoded prompts of a study on disk, one line each, so that an interrupted study resumes."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
-from mtp_inference.opening import MODEL, NGRAM, OWN
-from mtp_train.answers.store import whole_bytes
+from mtp_train.answers.store import append_lines, whole_lines
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.identity import (
     RECORD_FILE,
-    Claimed,
-    Loaders,
+    InputFiles,
     Records,
     hash_inputs,
-    loaded,
     read_records,
     require_same,
     write_records,
@@ -33,7 +28,6 @@ from mtp_train.evaluation.results import REPORT_FILE, read_record
 
 STUDY_FILE = "study.json"
 MEASURED = "measured"
-_WRITER = re.compile(r"(\.\d+)?\.jsonl")
 
 
 class Store:
@@ -53,8 +47,8 @@ class Store:
     def __init__(self, out: Path, identity: dict[str, Any], writer: int = 0) -> None:
         self.out = out
         self.identity = identity
-        self._suffix = f".{writer}.jsonl" if writer else ".jsonl"
-        self._inputs: Loaders = {}
+        self.writer = writer
+        self._inputs: Mapping[str, InputFiles] = {}
         self._records: Records = {}
         _require_ours(out, identity)
 
@@ -62,14 +56,13 @@ class Store:
     def is_finished(self) -> bool:
         return (self.out / REPORT_FILE).is_file()
 
-    def hash_inputs(self, inputs: Loaders, progress: Progress) -> None:
+    def hash_inputs(self, inputs: Mapping[str, InputFiles], progress: Progress) -> None:
         """Hash the inputs, and check that measurements in the directory, if any, were made from these."""
         self._inputs = inputs
         if (self.out / STUDY_FILE).is_file():
-            claimed = Claimed(self.out, "study", "choose another --out for the new ones")
-            require_same(claimed, inputs, progress, finished=self.is_finished)
+            require_same(self.out, inputs, progress, finished=self.is_finished, option="--out")
         if not self.is_finished:
-            self._records = hash_inputs(loaded(inputs), read_records(self.out), progress)
+            self._records = hash_inputs(inputs, read_records(self.out), progress)
 
     def require_unchanged(self, progress: Progress) -> None:
         """Check that the inputs did not change since they were hashed, so that the loaded weights match the hashes.
@@ -77,7 +70,7 @@ class Store:
         Raises:
             ChangedInputError: An input changed.
         """
-        found = hash_inputs(loaded(self._inputs), self._records, progress)
+        found = hash_inputs(self._inputs, self._records, progress)
         changed = sorted(label for label, one in found.items() if one.contents != self._records[label].contents)
         if changed:
             raise ChangedInputError(
@@ -85,36 +78,22 @@ class Store:
                 "writes to. Start again with another --out when the writer is done."
             )
 
-    def read(self, arm: str, setting: Setting, *, timed: bool = False) -> dict[str, PromptRecord]:
-        """Return the records of an arm and setting by prompt id, without an incomplete last line."""
-        found: dict[str, PromptRecord] = {}
-        stem = _stem(setting, timed)
-        for path in self._of(arm).glob(f"{stem}*.jsonl"):
-            # The stem of another setting may begin with this one.
-            if _WRITER.fullmatch(path.name.removeprefix(stem)) is None:
-                continue
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            whole = [read_record(PromptRecord, line, str(path)) for line in lines if line.endswith("\n")]
-            found |= {one.prompt_id: one for one in whole}
-        return found
+    def read(self, arm: str, setting: Setting) -> dict[str, PromptRecord]:
+        """Return the records of an arm and setting by prompt id, of all processes."""
+        lines = ((path, line) for path in self._of(arm, setting).glob("*.jsonl") for line in whole_lines(path))
+        records = (read_record(PromptRecord, line, str(path)) for path, line in lines)
+        return {one.prompt_id: one for one in records}
 
-    def add(self, arm: str, setting: Setting, records: Iterable[PromptRecord], *, timed: bool = False) -> None:
-        path = self.file(arm, f"{_stem(setting, timed)}{self._suffix}")
-        if path.exists():
-            os.truncate(path, whole_bytes(path))
-        with path.open("ab") as file:
-            file.writelines(f"{json.dumps(asdict(one))}\n".encode() for one in records)
-
-    def file(self, arm: str, name: str) -> Path:
-        """Return the path of a file of an arm, in a directory that exists."""
-        path = self._of(arm) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def add(self, arm: str, setting: Setting, records: Iterable[PromptRecord]) -> None:
         self.claim()
-        return path
+        directory = self._of(arm, setting)
+        directory.mkdir(parents=True, exist_ok=True)
+        lines = (f"{json.dumps(asdict(one))}\n".encode() for one in records)
+        append_lines(directory / f"{self.writer}.jsonl", lines)
 
-    def _of(self, arm: str) -> Path:
+    def _of(self, arm: str, setting: Setting) -> Path:
         # The arm of a run's head is named RUN/head.
-        return self.out / MEASURED / arm.replace("/", "_")
+        return self.out / MEASURED / arm.replace("/", "_") / setting.slug
 
     def claim(self) -> None:
         """Create the directory and write this study's identity into it."""
@@ -125,10 +104,6 @@ class Store:
             write_records(self.out, self._records)
         if not is_claimed:
             write_json(self.out / STUDY_FILE, self.identity)
-
-
-def _stem(setting: Setting, timed: bool) -> str:
-    return f"timed-{setting.slug}" if timed else setting.slug
 
 
 def _require_ours(out: Path, identity: dict[str, Any]) -> None:
@@ -145,20 +120,10 @@ def _require_ours(out: Path, identity: dict[str, Any]) -> None:
             f"--out: {out} holds files that are not a study's ({', '.join(entries[:3])}); expected a new or empty "
             "directory. Choose another --out."
         )
-    found, expected = _compared(read_json(recorded)), _compared(identity)
-    if found != expected:
-        odd = sorted(key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key))
+    found = read_json(recorded)
+    if found != identity:
+        odd = sorted(key for key in found.keys() | identity.keys() if found.get(key) != identity.get(key))
         raise OutputExistsError(
             f"--out: {out} holds another study (its {', '.join(odd)} differ, {recorded}); expected the same arms and "
             "grid to go on. Choose another --out, or remove that one."
         )
-
-
-def _compared(identity: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of an identity that must be equal: without paths of arms, whose content is compared instead."""
-    return {**identity, "arms": [_without_places(**arm) for arm in identity.get("arms", ())]}
-
-
-def _without_places(trunk: str, head: str | None, adapter: str | None, **kept: Any) -> dict[str, Any]:
-    kind = head if head in (None, OWN, NGRAM) else MODEL if head.startswith(MODEL) else "files"
-    return {**kept, "head": kind, "adapter": adapter is not None}

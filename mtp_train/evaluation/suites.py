@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -193,7 +192,7 @@ def text_before(
     one, and only the first text can be cut.
 
     Args:
-        records: The suite's texts (:func:`distinct_texts`).
+        records: Those of the suite, in an order that depends on the seed.
         seed: Determines, with the record's id, where the order of the texts starts.
 
     Raises:
@@ -202,30 +201,18 @@ def text_before(
     start = int(stable_share(asked.record.id, seed) * len(records))
     own_text = content_text(asked.record.content)
     others = [
-        content_text(one.record.content) + SEPARATOR
-        for one in sorted((*records[start:], *records[:start]), key=lambda one: one.task != asked.task)
-        if one.record.group != asked.record.group and content_text(one.record.content) != own_text
+        content_text(one.record.content)
+        for one in sorted((*records[start:], *records[:start]), key=lambda one: one.task == asked.task)
+        if one.record.group != asked.record.group
     ]
-    if num_tokens and not others:
+    tokens = [token for text in others if text != own_text for token in tokens_of(text + SEPARATOR)]
+    if not tokens:
         raise DataError(
             f"{asked.record.where}: the suite has no other text to put before it; expected at least one record of "
             "another group. Add records, or leave contexts out."
         )
-    pieces: list[list[int]] = []
-    missing = num_tokens
-    for text in cycle(others):
-        if missing <= 0:
-            break
-        pieces.append(tokens_of(text))
-        missing -= len(pieces[-1])
-    tokens = tuple(chain.from_iterable(reversed(pieces)))
-    return tokens[len(tokens) - num_tokens :]
-
-
-def distinct_texts(records: Sequence[SuiteRecord], seed: int) -> list[SuiteRecord]:
-    """Return the first record with each text, in an order that the seed determines."""
-    first_with = {content_text(one.record.content): one for one in reversed(records)}
-    return _shuffled((one for text, one in first_with.items() if text.strip()), seed)
+    repeated = tokens * (1 + num_tokens // len(tokens))
+    return tuple(repeated[len(repeated) - num_tokens :])
 
 
 def _shuffled(records: Iterable[SuiteRecord], seed: int) -> list[SuiteRecord]:
@@ -343,7 +330,7 @@ def suite_prompts(
     """
     records = choose_records(suite, prompts_per_task=prompts_per_task, seed=seed, tasks=tasks)
     # All records, so that the context of a prompt does not depend on which other prompts were chosen.
-    texts = distinct_texts(suite.records, seed)
+    every = _shuffled(suite.records, seed)
 
     @cache
     def tokens_of(text: str) -> list[int]:
@@ -354,9 +341,9 @@ def suite_prompts(
         record, prompt_ids = one.record, _prompt_ids(one.record, tokenizer)
         if not prompt_ids or (context_tokens is not None and len(prompt_ids) > context_tokens):
             continue
-        if context_tokens is not None:
+        if context_tokens is not None and context_tokens > len(prompt_ids):
             place = _place(record, tokenizer, prompt_ids)
-            before = text_before(one, context_tokens - len(prompt_ids), texts, seed, tokens_of)
+            before = text_before(one, context_tokens - len(prompt_ids), every, seed, tokens_of)
             prompt_ids = (*prompt_ids[:place], *before, *prompt_ids[place:])
         prompts.append(TaskPrompt(id=record.id, group=record.group, prompt_ids=prompt_ids, task=one.task))
     if not prompts:

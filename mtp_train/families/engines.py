@@ -1,18 +1,13 @@
-"""Serving engines: how each wires a head, and the commands that serve one, or why an engine does not use it.
-
-Family records name the engines of :data:`ENGINES` in :func:`engine_table`. An engine that is not built in is one
-:class:`ServingEngine` record, added with :func:`register_engine`.
-"""
+"""Serving engines: how each wires a head, and the commands that serve one, or why an engine does not use it."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
-from mtp_train.errors import UnsupportedModelError
 from mtp_train.head_kinds import draft_kinds
 
 
@@ -38,29 +33,15 @@ class Convention:
     passes; see ``heads.step.unroll``."""
     position_offset: int = 0
     """Added to every position in the head's rotary embedding. Rotary attention itself depends on differences of
-    positions only."""
+    positions only: llama.cpp's positions, which are one higher in every row, need no offset here."""
     centred: bool = False
     """Whether the head's final norm is a LayerNorm, which first subtracts the mean of the state."""
 
 
-LLAMA_CPP_POSITIONS = Convention(position_offset=1)
-"""llama.cpp gives a row the position of the token that it reads; the Python engines give it the position of its hidden
-state, one lower."""
 ZERO_FIRST = Convention(zero_first_embedding=True)
 BEFORE_NORM = Convention(hidden="before_final_norm", recycle="before_final_norm")
-
-_Wired = TypeVar("_Wired")
-
-
-def choose_convention(name: str, default: _Wired, by_engine: Mapping[str, _Wired], *, title: str) -> _Wired:
-    """Return the convention of a head or drafter for ``auto`` or for an engine."""
-    known = {"auto": default, **by_engine}
-    if name not in known:
-        raise UnsupportedModelError(
-            f"head.convention: '{name}'; expected one of {', '.join(known)} for {title}. Use auto unless you serve "
-            "elsewhere."
-        )
-    return known[name]
+ALIKE = dict.fromkeys(("vllm", "sglang", "llama.cpp"), Convention())
+"""The conventions of a head that all engines wire alike."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +54,6 @@ class EngineSupport:
 
     supported: bool | None
     text: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServingEngine:
-    """One serving engine."""
-
-    name: str
-    """The name in tables, in ``head.convention`` and in the ``serves`` field of ``mtp-train inspect --json``."""
-    default: EngineSupport | Callable[[Mapping[str, EngineSupport]], EngineSupport]
-    """Support for heads that have no entry of their own, or a function of the entries of the engines listed before."""
-    support: Mapping[str, EngineSupport] = field(default_factory=dict)
-    """Family name to the support for its heads, if the family's own record has no entry."""
-    conventions: Mapping[str, Convention] = field(default_factory=dict)
-    """Family name to the wiring of its heads, if the family's own record has none."""
 
 
 VLLM = EngineSupport(
@@ -163,68 +130,27 @@ MLX_ALONE = {
 LLAMA_CPP_KEEPS = no("keeps the head's tensors and has no graph for them")
 
 
-def _as_llama_cpp(before: Mapping[str, EngineSupport]) -> EngineSupport:
-    return _GGUF_FRONT_END if before["llama.cpp"].supported else no("needs llama.cpp's support")
+_DEFAULTS: Mapping[str, EngineSupport] = {
+    "vllm": VLLM,
+    "sglang": SGLANG,
+    "llama.cpp": LLAMA_CPP,
+    "ollama / lm studio": _GGUF_FRONT_END,
+    "mlx": _UNVERIFIED,
+    "exllamav3": _UNVERIFIED,
+    "transformers": HEAD_IGNORED,
+}
+"""Every engine with its support for heads that have no entry of their own, in the order in which tables list them."""
 
 
-_ENGINES: list[ServingEngine] = [
-    ServingEngine(name="vllm", default=VLLM),
-    ServingEngine(name="sglang", default=SGLANG),
-    ServingEngine(name="llama.cpp", default=LLAMA_CPP),
-    ServingEngine(name="ollama / lm studio", default=_as_llama_cpp),
-    ServingEngine(name="mlx", default=_UNVERIFIED),
-    ServingEngine(name="exllamav3", default=_UNVERIFIED),
-    ServingEngine(name="transformers", default=HEAD_IGNORED),
-]
-ENGINES: Sequence[ServingEngine] = _ENGINES
-"""All engines, in the order in which tables list them. Read only: use :func:`register_engine` to add one."""
-
-
-def register_engine(engine: ServingEngine) -> None:
-    """Add an engine, so that every family's table lists it.
-
-    Raises:
-        UnsupportedModelError: There is an engine of this name.
-    """
-    if any(one.name == engine.name for one in ENGINES):
-        raise UnsupportedModelError(
-            f"families.register_engine: name '{engine.name}' is taken; expected a new one. Rename the engine."
-        )
-    _ENGINES.append(engine)
-
-
-def unregister_engine(name: str) -> None:
-    """Remove the engine with this name; do nothing if there is none."""
-    _ENGINES[:] = [engine for engine in _ENGINES if engine.name != name]
-
-
-def engine_table(
-    *,
-    transformers: EngineSupport | None = None,
-    vllm: EngineSupport | None = None,
-    sglang: EngineSupport | None = None,
-    llama_cpp: EngineSupport | None = None,
-) -> Mapping[str, EngineSupport]:
-    """Return a family's own entries. An engine that is left out gets its default."""
-    named = {"vllm": vllm, "sglang": sglang, "llama.cpp": llama_cpp, "transformers": transformers}
-    return {name: support for name, support in named.items() if support is not None}
-
-
-def complete(own: Mapping[str, EngineSupport], family: str | None = None) -> dict[str, EngineSupport]:
+def complete(own: Mapping[str, EngineSupport]) -> dict[str, EngineSupport]:
     """Return a table with an entry for every engine.
 
     Args:
-        own: The entries of a family, a draft model or an external drafter; they take precedence.
-        family: Name of the family whose entries in the engines' records apply; None for none.
+        own: The entries of a family, a draft model or an external drafter; they take precedence over the defaults.
     """
-    table: dict[str, EngineSupport] = {}
-    for engine in ENGINES:
-        found = own.get(engine.name)
-        if found is None and family is not None:
-            found = engine.support.get(family)
-        if found is None:
-            found = engine.default(table) if callable(engine.default) else engine.default
-        table[engine.name] = found
+    table = {**_DEFAULTS, **own}
+    if not table["llama.cpp"].supported:
+        table["ollama / lm studio"] = no("needs llama.cpp's support")
     return table
 
 

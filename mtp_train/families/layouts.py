@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import Cache, PretrainedConfig
+from transformers import PretrainedConfig
 
-from mtp_train.families.spec import Borrowed, KeyRule, Keys, RecurrentKernels, SharedKey
+from mtp_train.families.spec import HeadLayer, KeyRule, Keys, RecurrentKernels, SharedKey
 
 AFTER_THE_TRUNK = "{trunk}layers.{layer}."
 BESIDE_THE_TRUNK = "mtp.layers.{module}."
@@ -138,22 +138,9 @@ class AttentionThenMlp(nn.Module):
         self.self_attn = attention
         self.mlp = mlp
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor,
-        past_key_values: Cache | None,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, **of_attention: Any) -> Tensor:
         """Run the layer, (B, T, D) to (B, T, D); arguments as in transformers' decoder layers."""
-        attended, *_ = self.self_attn(
-            hidden_states=self.input_layernorm(hidden_states),
-            position_embeddings=position_embeddings,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-        )
+        attended, *_ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **of_attention)
         hidden_states = hidden_states + attended
         mlp_output: Tensor = self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states + mlp_output
@@ -161,14 +148,14 @@ class AttentionThenMlp(nn.Module):
 
 def attention_then_mlp(
     attention: str, mlp: str, prepare: Callable[[Any], object] = lambda attention: None
-) -> Callable[[Borrowed, PretrainedConfig, int], nn.Module]:
-    """Return a ``build_layer`` that composes classes of the borrowed module; the attention is prepared first."""
+) -> Callable[[HeadLayer, PretrainedConfig, int], nn.Module]:
+    """Return a ``build_layer`` that composes classes of the model's Python module; the attention is prepared first."""
 
-    def build(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-        attending = borrowed.cls(attention)(config, layer_idx)
+    def build(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+        attending = classes.cls(attention)(config, layer_idx)
         prepare(attending)
         return AttentionThenMlp(
-            attending, borrowed.cls(mlp)(config), (borrowed.make_norm(config), borrowed.make_norm(config))
+            attending, classes.cls(mlp)(config), (classes.make_norm(config), classes.make_norm(config))
         )
 
     return build

@@ -1,76 +1,19 @@
-"""The registry of model families, and the choice of a family by a checkpoint's config.
-
-Another package adds a family with :func:`register`, or declares it as an entry point of the group
-``mtp_train.families``, which makes it known to the command line too::
-
-    [project.entry-points."mtp_train.families"]
-    my_model = "my_package.families:MY_MODEL"
-"""
+"""The registry of model families, and the choice of a family by a checkpoint's config."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
-from importlib.metadata import entry_points
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.assistants import ASSISTANTS, assistant_for
+from mtp_train.families.assistants import assistant_for
 from mtp_train.families.drafts.record import draft_kind
-from mtp_train.families.engines import ENGINES
-from mtp_train.families.models.after_the_trunk import (
-    BAILING_HYBRID,
-    DEEPSEEK_V3,
-    DEEPSEEK_V4,
-    DEEPSEEK_V32,
-    DOTS3_NOTE,
-    GLM4_MOE,
-    GLM4_MOE_LITE,
-    GLM5_NEXT,
-    GLM_MOE_DSA,
-    GLM_OCR,
-    HY_V3,
-    HY_V4,
-    STEP3P7,
-)
+from mtp_train.families.models import after_the_trunk, beside_the_trunk, qwen
 from mtp_train.families.models.attached import ATTACHED, transformers_only
-from mtp_train.families.models.beside_the_trunk import (
-    ERNIE4_5_MOE,
-    EXAONE4_5,
-    EXAONE_MOE,
-    INKLING,
-    LONGCAT_FLASH,
-    MELLUM,
-    MIMO,
-    MIMO_V2,
-    MINIMAX_M3,
-    NEMOTRON_H,
-)
-from mtp_train.families.models.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN4_EXP
 from mtp_train.families.spec import Family, RawConfig, raw_text_config
 
-ENTRY_POINTS = "mtp_train.families"
-_FAMILIES: list[Family] = [
-    *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN4_EXP),
-    *(DEEPSEEK_V3, DEEPSEEK_V32, DEEPSEEK_V4),
-    *(GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA, GLM5_NEXT, GLM_OCR),
-    *(MIMO, MIMO_V2),
-    NEMOTRON_H,
-    *(HY_V3, HY_V4),
-    BAILING_HYBRID,
-    *(EXAONE_MOE, EXAONE4_5),
-    ERNIE4_5_MOE,
-    STEP3P7,
-    LONGCAT_FLASH,
-    MINIMAX_M3,
-    INKLING,
-    DOTS3_NOTE,
-    MELLUM,
-    *ATTACHED,
-]
-FAMILIES: Sequence[Family] = _FAMILIES
-"""All families, in the order in which tables list them; registered families follow the built-in ones. Read only: use
-:func:`register` to add one. Families of entry points are added by the first look-up."""
+FAMILIES: Sequence[Family] = (*qwen.FAMILIES, *after_the_trunk.FAMILIES, *beside_the_trunk.FAMILIES, *ATTACHED)
+"""All families, in the order in which tables list them."""
 _NONE = "its releases carry no MTP head"
 _UNSERVED = "no engine has an MTP head for it"
 _ASSISTED = f"{_NONE}: its drafter is a separate checkpoint, the assistant; pass it to generate as --head"
@@ -102,69 +45,12 @@ logits (Granite, Command R), transformers omits the scale inside of a wrapper; e
 """
 
 
-def register(family: Family) -> None:
-    """Add a family: its checkpoints are then recognised like a built-in family's.
-
-    Example::
-
-        mtp_train.families.register(dataclasses.replace(LLAMA, name="mine", title="Mine", model_types=("mine",)))
-
-    Raises:
-        UnsupportedModelError: Another family has this name or one of these model types, or an engine is unknown.
-    """
-    if any(one.name == family.name for one in FAMILIES):
-        raise UnsupportedModelError(
-            f"families.register: name '{family.name}' is taken; expected a new one. Rename the family."
-        )
-    owners = {model_type: one.title for one in FAMILIES for model_type in one.model_types}
-    owners |= {model_type: one.title for one in ASSISTANTS for model_type in one.model_types}
-    for model_type in family.model_types:
-        if model_type in owners:
-            raise UnsupportedModelError(
-                f"families.register: model_type '{model_type}' of '{family.name}' belongs to {owners[model_type]}; "
-                "expected model types without a family. Remove it from model_types."
-            )
-    for engine in (*family.engines, *family.wiring.conventions):
-        if all(engine != one.name for one in ENGINES):
-            raise UnsupportedModelError(
-                f"families.register: engine '{engine}' of '{family.name}' is unknown; expected one of "
-                f"{', '.join(one.name for one in ENGINES)}. Call register_engine first."
-            )
-    _FAMILIES.append(family)
-
-
-def unregister(name: str) -> None:
-    """Remove the family with this name; do nothing if there is none."""
-    _FAMILIES[:] = [family for family in _FAMILIES if family.name != name]
-
-
-@cache
-def register_installed() -> None:
-    """Register the families that installed packages declare as entry points, once.
-
-    Called by :func:`family_for` and :func:`family_named`, not on import: a package that declares a family imports this
-    one, and may itself be in the middle of its import.
-    """
-    for point in entry_points(group=ENTRY_POINTS):
-        try:
-            family = point.load()
-        except Exception as error:
-            raise UnsupportedModelError(
-                f"entry point {point.name} of {ENTRY_POINTS}: {point.value} cannot be loaded ({error}); expected a "
-                "Family. Update or remove the package that declares it."
-            ) from error
-        # A look-up after a failed one comes here again.
-        if all(family is not known for known in FAMILIES):
-            register(family)
-
-
 def family_named(name: str) -> Family:
     """Return the family with this name.
 
     Raises:
         KeyError: There is none.
     """
-    register_installed()
     return {family.name: family for family in FAMILIES}[name]
 
 
@@ -174,7 +60,6 @@ def family_for(config: RawConfig, *, where: str) -> Family:
     Raises:
         UnsupportedModelError: No family has the model type, or the config is an external drafter's or a draft model's.
     """
-    register_installed()
     assistant = assistant_for(config)
     if assistant is not None:
         raise UnsupportedModelError(
@@ -237,22 +122,19 @@ def in_wrapper(family: Family, config: RawConfig, *, where: str) -> Family:
 
 
 def refuse_unserved_heads(config: RawConfig, *, where: str) -> None:
-    found = _unserved_heads(raw_text_config(config))
+    text_config = raw_text_config(config)
+    # Gloeckle et al. 2024 (arXiv:2404.19737): the heads run in parallel to the last layer and read no drafted token.
+    future = text_config.get("n_future_tokens")
+    found = None
+    if isinstance(future, int) and future > 1:
+        found = f"{future - 1} extra heads of Meta's multi-token prediction (n_future_tokens {future})"
+    # Medusa's own layout. The layout that vLLM reads is a separate draft model (drafts/medusa.py).
+    elif text_config.get("medusa_num_heads"):
+        found = "Medusa heads"
+    elif text_config.get("model_type") == "mlp_speculator":
+        found = "an MLP speculator"
     if found is not None:
         raise UnsupportedModelError(
             f"{where}: has {found}, which vLLM, SGLang, llama.cpp and transformers do not load; expected a head that "
             f"one of them serves. {NOT_ATTACHED}"
         )
-
-
-def _unserved_heads(config: RawConfig) -> str | None:
-    # Gloeckle et al. 2024 (arXiv:2404.19737): the heads run in parallel to the last layer and read no drafted token.
-    future = config.get("n_future_tokens")
-    if isinstance(future, int) and future > 1:
-        return f"{future - 1} extra heads of Meta's multi-token prediction (n_future_tokens {future})"
-    # Medusa's own layout. The layout that vLLM reads is a separate draft model (drafts/medusa.py).
-    if config.get("medusa_num_heads"):
-        return "Medusa heads"
-    if config.get("model_type") == "mlp_speculator":
-        return "an MLP speculator"
-    return None

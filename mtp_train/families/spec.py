@@ -9,7 +9,7 @@ import importlib
 import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.engines import ENGINES, Convention, EngineSupport, choose_convention, complete, use_mtp_named
+from mtp_train.families.engines import Convention, EngineSupport, complete, use_mtp_named
 from mtp_train.upstream.transformers_private import listed_head_keys, load_from_wrapper
 
 RawConfig = Mapping[str, Any]
@@ -29,6 +29,11 @@ def raw_text_config(config: RawConfig) -> RawConfig:
     """Return the language model's part of a raw ``config.json``: ``text_config`` if it has one, else all of it."""
     text_config = config.get("text_config")
     return text_config if isinstance(text_config, dict) else config
+
+
+def has_layer_types(config: PretrainedConfig) -> bool:
+    """Return whether models of a config's class have several kinds of layers, and take an attention mask for each."""
+    return hasattr(type(config), "layer_types") or "layer_types" in type(config).attribute_map
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +67,11 @@ class SharedKey:
 
 
 @dataclass(frozen=True)
-class Borrowed:
-    """The transformers classes that a head is built from, by name: importing a family imports no model code."""
+class HeadLayer:
+    """The decoder layer inside each head module, and the norms and rotary embedding around it.
+
+    All are transformers' classes, by name: importing a family imports no model code.
+    """
 
     model: str
     """Directory of the model under ``transformers.models``."""
@@ -75,11 +83,19 @@ class Borrowed:
     """None if the layers take no position embeddings."""
     norm_eps: str = "rms_norm_eps"
     """Field of the config with the norms' epsilon."""
-    build_layer: Callable[[Borrowed, PretrainedConfig, int], nn.Module] | None = None
+    config: Callable[[PretrainedConfig, int], PretrainedConfig] = lambda config, num_modules: config
+    """Text config and number of modules to the config that the layers are built from."""
+    build_layer: Callable[[HeadLayer, PretrainedConfig, int], nn.Module] | None = None
     """Builds the head's layer from this record, the config and the module index. None: ``layer`` is used unchanged."""
     frozen: str | None = None
     """Submodule of the layer that only selects keys and so gets no gradient. It is frozen, because distributed training
     waits for a gradient of every trainable parameter."""
+    rotary_axes: int = 1
+    """Rows of positions that the rotary embedding takes: 3 if it has time, height and width (all equal for text)."""
+    rotary_kind: str | None = None
+    """Name of the rotary embedding that the head's layer uses, if the trunk has several."""
+    masks_of_distances: bool = False
+    """Whether the layer takes masks with the distance of each key; see ``mechanisms/relative_positions.py``."""
 
     @property
     def python_module(self) -> str:
@@ -149,7 +165,7 @@ class Streams:
     count: str
     """Field of the text config with the number of streams."""
     mixer: str
-    """Class of the borrowed module that mixes the streams into one state, in front of the final norm."""
+    """Class of the model's Python module that mixes the streams into one state, in front of the final norm."""
     trunk_mixer: str
     """Attribute of the decoder with the trunk's mixer."""
     mixer_options: Mapping[str, Any] = field(default_factory=dict)
@@ -160,7 +176,7 @@ class Streams:
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentKernels:
-    """Names of the functions that a recurrent layer calls in the borrowed module; the decoder replaces them to verify.
+    """Names of the functions that a recurrent layer calls in its Python module; the decoder replaces them to verify.
 
     See ``mtp_inference/cache/recurrent.py``.
     """
@@ -251,22 +267,6 @@ class Wiring:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadLayer:
-    """The decoder layer inside each head module, and the arguments that it is called with."""
-
-    borrowed: Borrowed | None = None
-    """None for a trunk without a head."""
-    config: Callable[[PretrainedConfig, int], PretrainedConfig] = lambda config, num_modules: config
-    """Text config and number of modules to the config that the borrowed layers are built from."""
-    rotary_axes: int = 1
-    """Rows of positions that the rotary embedding takes: 3 if it has time, height and width (all equal for text)."""
-    rotary_kind: str | None = None
-    """Name of the rotary embedding that the head's layer uses, if the trunk has several."""
-    masks_of_distances: bool = False
-    """Whether the layer takes masks with the distance of each key; see ``mechanisms/relative_positions.py``."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrunkTraits:
     """How the trunk is loaded and run, and how it turns hidden states into logits."""
 
@@ -282,8 +282,6 @@ class TrunkTraits:
     """Called once on a loaded decoder, to replace modules that give wrong results for windows of several rows."""
     running_windows: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context of every forward over windows (rows at different positions, with the decoder's own cache)."""
-    masks_by_layer_type: bool = False
-    """Whether the trunk takes attention masks as a mapping from layer type, as trunks with several types do."""
     layer_kinds: str = "layer_types"
     """Field of the text config with the kind of each layer. ``init: copy_last_layer`` copies the last layer of the
     head's kind."""
@@ -317,15 +315,14 @@ class Family:
     declaration: Declaration = Declaration()
     keys: Keys
     wiring: Wiring = Wiring()
-    layer: HeadLayer
+    layer: HeadLayer | None
+    """None for a trunk without a head."""
     trunk: TrunkTraits = TrunkTraits()
     engines: Mapping[str, EngineSupport] = field(default_factory=dict)
-    """Which serving engines load the head: the family's own entries; see ``engine_table``."""
-    engines_of: Callable[[Mapping[str, str]], Mapping[str, EngineSupport]] | None = None
-    """The entries for one checkpoint, from its keys and their safetensors dtypes. None: ``engines`` holds for all."""
+    """Engine to its support for the head, where it is not the default in ``engines.py``."""
 
     @property
-    def classes(self) -> Borrowed:
+    def classes(self) -> HeadLayer:
         """The transformers classes to build the head from.
 
         Raises:
@@ -337,9 +334,9 @@ class Family:
                 f"head: running a {self.title} head needs transformers {needed} or later; found "
                 f"{transformers.__version__}. Install a newer one; inspect, graft and export work with this one."
             )
-        if self.layer.borrowed is None:
+        if self.layer is None:
             raise UnsupportedModelError(f"head: {self.title} has no head; expected a family with one. Attach another.")
-        return self.layer.borrowed
+        return self.layer
 
     @property
     def follows_the_trunk(self) -> bool:
@@ -349,25 +346,14 @@ class Family:
     @property
     def reads_before_norm(self) -> bool:
         """Whether the head reads the hidden state before the trunk's final norm under any convention."""
-        return any(one.hidden == "before_final_norm" for one in (self.wiring.default, *self.conventions.values()))
-
-    @property
-    def _in_engines(self) -> str | None:
-        """The key of the head that releases of the family have in the engines' records."""
-        return self.name if self.kind == "mtp" and self.wrapper is None else None
-
-    @property
-    def conventions(self) -> dict[str, Convention]:
-        """Every engine that wires the head in a known way, with its convention."""
-        name = self._in_engines
-        engines = {} if name is None else {one.name: one.conventions.get(name) for one in ENGINES}
-        found = {engine: convention for engine, convention in engines.items() if convention is not None}
-        return {**found, **self.wiring.conventions}
+        return any(
+            one.hidden == "before_final_norm" for one in (self.wiring.default, *self.wiring.conventions.values())
+        )
 
     @property
     def serving(self) -> dict[str, EngineSupport]:
         """Every engine with its support for the head."""
-        return complete(self.engines, self._in_engines)
+        return complete(self.engines)
 
     def embedding(self, trunk_prefix: str) -> str:
         """Return the key of the trunk's input embedding in a checkpoint with this prefix."""
@@ -387,15 +373,9 @@ class Family:
         """Return the divisor of hidden states in front of the lm_head, None if they are not divided."""
         return None if self.trunk.logit_divisor is None else float(self.trunk.logit_divisor(text_config.to_dict()))
 
-    def serving_of(self, config: RawConfig, dtypes: Mapping[str, str] | None = None) -> dict[str, EngineSupport]:
-        """Return every engine with its support for the head of one checkpoint.
-
-        Args:
-            dtypes: Its keys and their safetensors dtypes; None if they are unknown.
-        """
+    def serving_of(self, config: RawConfig) -> dict[str, EngineSupport]:
+        """Return every engine with its support for the head of a checkpoint with this config."""
         table = self.serving
-        if self.engines_of is not None and dtypes is not None:
-            table = complete(self.engines_of(dtypes), self._in_engines)
         text_config = raw_text_config(config)
         first, model_type = text_config.get("num_hidden_layers"), text_config.get("model_type")
         if not table["transformers"].supported or not self.follows_the_trunk or model_type not in CONFIG_MAPPING:
@@ -410,20 +390,18 @@ class Family:
 
     def convention(self, name: str) -> Convention:
         """Return the wiring for ``auto`` (this family's default) or for an engine."""
-        return choose_convention(name, self.wiring.default, self.conventions, title=self.title)
+        known = {"auto": self.wiring.default, **self.wiring.conventions}
+        if name not in known:
+            raise UnsupportedModelError(
+                f"head.convention: '{name}'; expected one of {', '.join(known)} for {self.title}. Use auto unless you "
+                "serve elsewhere."
+            )
+        return known[name]
 
     def otherwise_wired(self, name: str) -> tuple[str, ...]:
-        """Return the engines that wire the head otherwise than a convention; a shift of all positions is no difference.
-
-        Args:
-            name: ``auto`` or an engine.
-        """
+        """Return the engines that wire the head otherwise than a convention: ``auto`` or an engine."""
         own = self.convention(name)
-        return tuple(
-            engine
-            for engine, other in self.conventions.items()
-            if replace(other, position_offset=own.position_offset) != own
-        )
+        return tuple(engine for engine, other in self.wiring.conventions.items() if other != own)
 
     def count_as_field(self, num_modules: int) -> dict[str, Any]:
         """Return the text-config fields that declare ``num_modules`` modules; empty if the text config has no count."""

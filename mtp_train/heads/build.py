@@ -12,26 +12,19 @@ from pathlib import Path
 from typing import Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from mtp_train.checkpoints.artifact import Artifact, HeadPlan, load_artifact
+from mtp_train.checkpoints import native
+from mtp_train.checkpoints.artifact import Artifact, HeadPlan
 from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, Checkpoint, require_finite
 from mtp_train.checkpoints.keymap import HeadLayout
-from mtp_train.checkpoints.native import (
-    NativeHead,
-    head_config_fields,
-    native_head_of,
-    plain_experts,
-    plain_tensor,
-    require_same_trunk_shape,
-)
+from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.suggestions import inspect_command, train_command
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.errors import CheckpointError
-from mtp_train.families import Family, of_kind
+from mtp_train.families import of_kind
 from mtp_train.families.drafts.record import Block, described_by
-from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.diagnose import diagnose_head, empty_head, layout_of, stored_dtype, text_config_of
 from mtp_train.heads.module import MtpHead, OutputRows, unroll_of
 
@@ -52,7 +45,7 @@ def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadP
     """
     layout, base_layout = layout_of(finetune), layout_of(base)
     finetune.family.convention(convention)
-    require_same_trunk_shape(finetune, layout, base, base_layout)
+    native.require_same_trunk_shape(finetune, layout, base, base_layout)
     foreign = diagnose_head(finetune).foreign
     if foreign is not None:
         raise CheckpointError(
@@ -67,7 +60,7 @@ def graft_plan(finetune: Checkpoint, base: Checkpoint, convention: str) -> HeadP
         raise CheckpointError(f"{base.path}: {diagnosis.describe()}; expected a complete head. {hint}")
     # Engines read stacked experts and single ones: the head keeps the layout of the base.
     layout = replace(layout, fused_experts=base_layout.fused_experts)
-    template = native_head_of(base, base_layout, layout)
+    template = native.native_head_of(base, base_layout, layout)
     return HeadPlan(layout, diagnosis.present_modules, convention, template)
 
 
@@ -81,7 +74,7 @@ def graft_artifact_plan(
     """
     theirs, family = artifact.family, of_kind(finetune.family, artifact.family.kind)
     if artifact.draft_config is not None:
-        family = described_by(family, find_head_kind(family.kind), artifact.draft_config)
+        family = described_by(family, artifact.draft_config)
     layout = replace(layout_of(finetune), family=family, fused_experts=artifact.layout.fused_experts)
     ours = family.name, family.kind, layout.num_hidden_layers
     if (theirs.name, theirs.kind, artifact.layout.num_hidden_layers) != ours:
@@ -138,20 +131,6 @@ def _require_shapes(stored: Mapping[str, Sequence[int]], needed: Mapping[str, Se
             )
 
 
-def stored_head_plan(directory: Path, family: Family) -> Artifact:
-    """Open the head in a head directory, to use it on a trunk of ``family``.
-
-    Raises:
-        CheckpointError: The directory is damaged, or its head belongs to another family.
-    """
-    artifact = load_artifact(directory)
-    if artifact.family.name != family.name:
-        raise CheckpointError(
-            f"{directory}: a head for {artifact.family.title}; expected {family.title}. Use a head of this model."
-        )
-    return artifact
-
-
 def trained_head(plan: HeadPlan, state: Mapping[str, Tensor]) -> NativeHead:
     """Return the plan's native head with trained values: the same keys, dtypes, shapes and config fields."""
     dtypes = {pending.key: pending.dtype for pending in plan.head.tensors}
@@ -190,7 +169,7 @@ def fresh_plan(
     trunk_dtype = stored_dtype(checkpoint)
     head = MtpHead(family, text_config, num_modules=num_modules, convention=family.wiring.default)
     _init_random(head, text_config.initializer_range, seed)
-    if kind != "mtp" and family.wiring.final_norm:
+    if start == "copy_last_layer" or kind != "mtp":
         _init_last_norm(checkpoint, layout, text_config, head)
     if start == "copy_last_layer":
         _init_projection(head)
@@ -210,10 +189,10 @@ def fresh_plan(
     }
     tensors = native_tensors(head.state_dict(), layout, dtypes)
     if start == "copy_last_layer":
-        copies = _copied_layer(checkpoint, layout, head, tensors, text_config) | _copied_norm(checkpoint, layout, head)
+        copies = _copied_layer(checkpoint, layout, head, tensors, text_config)
         tensors = tuple(copies.get(pending.key, pending) for pending in tensors)
     # Heads of other kinds are exported as checkpoints of their own, which the trunk's config does not describe.
-    inherited = head_config_fields(checkpoint) if kind == "mtp" else {}
+    inherited = native.head_config_fields(checkpoint) if kind == "mtp" else {}
     fields = {**inherited, **family.declaring(num_modules, checkpoint.config)}
     return HeadPlan(layout, num_modules, convention, NativeHead(tensors, (), fields))
 
@@ -234,12 +213,15 @@ def _init_random(head: MtpHead, std: float, seed: int) -> None:
 
 def _init_last_norm(checkpoint: Checkpoint, layout: HeadLayout, text_config: PretrainedConfig, head: MtpHead) -> None:
     """Start the head's final norm as the trunk's, whose stored weight w multiplies by w or by 1 + w."""
-    family = checkpoint.family
-    key = f"{layout.trunk_prefix}{family.trunk.final_norm}.weight"
-    identity_D = next(family.classes.make_norm(text_config).parameters())
+    key = f"{layout.trunk_prefix}{layout.family.trunk.final_norm}.weight"
+    norm = cast(Block, head.blocks[0]).final_norm
+    if isinstance(norm, nn.Identity) or key not in checkpoint.tensors:
+        return
+    identity_D = next(checkpoint.family.classes.make_norm(text_config).parameters())
+    weight_D = norm.get_parameter("weight")
     with torch.no_grad():
-        module = head.module_for(1)
-        module.final_norm.get_parameter("weight").copy_(checkpoint.read(key).float() + 1 - identity_D)
+        # The new norm is the identity: the difference is 0 where both norms store it alike.
+        weight_D.copy_(checkpoint.read(key).float() + (weight_D - identity_D))
 
 
 def _init_projection(head: MtpHead) -> None:
@@ -286,15 +268,5 @@ def _of_layer(checkpoint: Checkpoint, layout: HeadLayout, layer: int, key: str) 
     theirs = layout.same_in_trunk(key, layer)
     if theirs is None:
         return None
-    take = plain_tensor if theirs in checkpoint.tensors else plain_experts
+    take = native.plain_tensor if theirs in checkpoint.tensors else native.plain_experts
     return take(checkpoint, theirs, key)
-
-
-def _copied_norm(checkpoint: Checkpoint, layout: HeadLayout, head: MtpHead) -> dict[str, PendingTensor]:
-    """Return the trunk's final norm for the head's, by head key; empty where the head has no final norm."""
-    name = "blocks.0.final_norm.weight"
-    theirs = f"{layout.trunk_prefix}{layout.family.trunk.final_norm}.weight"
-    value = head.state_dict().get(name)
-    if value is None or theirs not in checkpoint.tensors:
-        return {}
-    return {key: plain_tensor(checkpoint, theirs, key) for key, _ in layout.split(name, value)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -14,8 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, PretrainedConfig
 
-from mtp_train.checkpoints.contents import unnamed_files, with_found_head
-from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint
+from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint, head_under_other_names, unnamed_files
 from mtp_train.checkpoints.keymap import HeadLayout, Mapped
 from mtp_train.checkpoints.quantised import is_packed, is_scale, lacks_scales, method_of, packed_weight, plain_shape
 from mtp_train.checkpoints.suggestions import original_of
@@ -93,17 +91,10 @@ class HeadDiagnosis:
         if self.dtype_errors:
             return f"head dtype: {self.dtype_errors[0]} ({len(self.dtype_errors)} in all)"
         if self.unexpected_keys:
-            named = ", ".join(f"{key}{self._nearest(key)}" for key in self.unexpected_keys[:3])
-            return f"unknown head keys {named} ({len(self.unexpected_keys)} in all)"
+            return f"unknown head keys {', '.join(self.unexpected_keys[:3])} ({len(self.unexpected_keys)} in all)"
         if self.quantised:
             return f"head quantised with {self.method}, which is not read here ({self.packed_keys[0]})"
         return f"head keys missing: {', '.join(self.missing_keys[:3])} ({len(self.missing_keys)} in all)"
-
-    def _nearest(self, unknown: str) -> str:
-        """Return a hint with the key that a misspelt one is closest to: a missing key, or else a present one."""
-        known = self.missing_keys or tuple(key for key in self.found_keys if key not in self.unexpected_keys)
-        close = difflib.get_close_matches(unknown, known, n=1)
-        return f" (nearest known: {close[0]})" if close else ""
 
 
 def compare_shapes(
@@ -217,18 +208,6 @@ def foreign_drafter(checkpoint: Checkpoint, head_keys: Sequence[str]) -> str | N
     return f"the blocks of a DSpark drafter ({', '.join(filter(None, [*signs[:1], declared]))})"
 
 
-def with_head_beside(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with the head that its directory holds where the index, or its family, does not look."""
-    layout = layout_of(checkpoint)
-    head = _empty_head_of(checkpoint, layout.family.declared_modules(checkpoint.config))
-    return with_found_head(checkpoint, layout, layout.native_shapes(head))
-
-
-def _empty_head_of(checkpoint: Checkpoint, num_modules: int) -> dict[str, Tensor]:
-    with named_rejections(checkpoint.path):
-        return empty_head(checkpoint.family, text_config_of(checkpoint), max(1, num_modules))
-
-
 def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
     """Compare the head keys of a checkpoint with those that its family and config need."""
     layout = layout_of(checkpoint)
@@ -238,13 +217,13 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
     mapped = {key: layout.map_key(key) for key in own}
     present = {entry.ours.split(".")[1] for entry in mapped.values() if entry is not None}
     # The declared number of modules; where the config lost that count, the number that is present.
-    head = _empty_head_of(checkpoint, max(declared, len(present)))
+    with named_rejections(checkpoint.path):
+        head = empty_head(checkpoint.family, text_config_of(checkpoint), max(1, declared, len(present)))
     needed = layout.native_shapes(head)
-    held = with_found_head(checkpoint, layout, needed)
     packed = {key: weight for key in mapped if (weight := packed_weight(key)) in needed}
     weights = set(packed.values())
     shapes = {key: plain_shape(key, checkpoint.tensors) for key in mapped if key not in packed}
-    unnamed = () if found else unnamed_files(checkpoint, layout)
+    unnamed = [] if found else [one.file for one in unnamed_files(checkpoint, layout) if one.num_head_tensors]
     return HeadDiagnosis(
         declared,
         len(present),
@@ -253,8 +232,8 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
         dtype_errors=_dtype_errors(checkpoint, mapped, head, packed.keys() | weights),
         packed_keys=tuple(sorted(packed)),
         method=method_of(checkpoint) if packed else None,
-        unnamed_in=tuple(one.file for one in unnamed if one.num_head_tensors),
-        other_names=tuple(info.name for info in held.tensors.values() if info.name is not None),
+        unnamed_in=tuple(unnamed),
+        other_names=() if found or unnamed else head_under_other_names(checkpoint, needed),
         foreign=foreign_drafter(checkpoint, found),
     )
 

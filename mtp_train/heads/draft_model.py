@@ -25,6 +25,7 @@ from mtp_train.checkpoints.native import NativeHead, stored_tensor
 from mtp_train.checkpoints.quantised import PLAIN_DTYPES, is_scale
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Assistant, Family, draft_kind, of_kind
+from mtp_train.families.assistants import building_assistant
 from mtp_train.families.drafts.record import DraftFormat, described_by, parts_of
 from mtp_train.families.models.attached import LLAMA
 from mtp_train.head_kinds import HeadKind
@@ -89,7 +90,7 @@ class DraftModel:
 
     def family(self, trunk: Family) -> Family:
         """Return the family record of a trunk with this head, and with the layer of the draft model's config."""
-        found, layers = described_by(of_kind(trunk, self.kind.name), self.kind, self.config), self.trunk_layers
+        found, layers = described_by(of_kind(trunk, self.kind.name), self.config), self.trunk_layers
         if layers is None:
             return found
         return replace(found, wiring=replace(found.wiring, trunk_layers=lambda text_config: layers))
@@ -259,7 +260,7 @@ def _config_of(checkpoint: Checkpoint) -> PretrainedConfig:
     return config
 
 
-def diagnose_assistant(checkpoint: Checkpoint, assistant: Assistant) -> HeadDiagnosis:
+def diagnose_assistant(checkpoint: Checkpoint) -> HeadDiagnosis:
     """Compare an external drafter's tensor keys with the parameters of transformers' class; allocates no weights.
 
     A tied lm_head may be stored or left out.
@@ -267,7 +268,7 @@ def diagnose_assistant(checkpoint: Checkpoint, assistant: Assistant) -> HeadDiag
     config = _config_of(checkpoint)
     with (
         named_rejections(checkpoint.path),
-        assistant.building(config.get_text_config()),
+        building_assistant(config.get_text_config()),
         torch.device("meta"),
     ):
         model = AutoModelForCausalLM.from_config(config)
@@ -287,12 +288,12 @@ def load_assistant(
     Raises:
         CheckpointError: Weights are missing or do not fit, or transformers rejects the config.
     """
-    diagnosis = diagnose_assistant(checkpoint, assistant)
+    diagnosis = diagnose_assistant(checkpoint)
     if not diagnosis.complete:
         raise CheckpointError(
             f"{checkpoint.path}: {diagnosis.describe()}; expected a whole {assistant.title}. Download it again."
         )
     config = _config_of(checkpoint)
-    with quiet_loading(), assistant.building(config.get_text_config()):
+    with quiet_loading(), building_assistant(config.get_text_config()):
         model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.path, config=config, dtype=dtype)
     return model.requires_grad_(False).to(device).eval()

@@ -150,14 +150,15 @@ class MtpHead(nn.Module):
         super().__init__()
         self.family = family
         self.convention = convention
-        self.config = family.layer.config(text_config, num_modules)
+        self.classes = family.classes
+        self.config = self.classes.config(text_config, num_modules)
         # transformers sets both when it builds a model; the head's layers are built without one.
         set_attention(self.config, HEAD_ATTENTION)
         set_experts(self.config, GROUPED_EXPERTS)
         kind = find_head_kind(family.kind)
         make_module = HeadModule if kind.draft_parts is None else parts_of(kind).module
         self.blocks = nn.ModuleList(make_module(family, self.config, index) for index in range(num_modules))
-        self.rotary = family.classes.make_rotary(self.config)
+        self.rotary = self.classes.make_rotary(self.config)
         self.rotary_takes_layer_type = (
             self.rotary is not None and "layer_type" in inspect.signature(self.rotary.forward).parameters
         )

@@ -93,9 +93,9 @@ def _position_embeddings(
     if head.rotary is None:
         return None
     positions_BT = positions_BT + head.convention.position_offset
-    if head.family.layer.rotary_axes > 1:
-        positions_BT = positions_BT.expand(head.family.layer.rotary_axes, -1, -1)
-    kind = head.family.layer.rotary_kind
+    if head.classes.rotary_axes > 1:
+        positions_BT = positions_BT.expand(head.classes.rotary_axes, -1, -1)
+    kind = head.classes.rotary_kind
     if kind is not None:
         return {kind: head.rotary(fused_BTD, positions_BT, kind)}
     layer_type = (head.layer_type(depth),) if head.rotary_takes_layer_type else ()
@@ -178,7 +178,7 @@ def _masks(head: MtpHead, document_BT: Tensor) -> _Masks:
 
     def mask(seen_depths: int, sliding_window: int | None) -> Tensor:
         mask_BTS = unroll_mask(prefix_BTT, seen_depths, sliding_window)
-        return unroll_distances(mask_BTS, seen_depths) if head.family.layer.masks_of_distances else mask_BTS
+        return unroll_distances(mask_BTS, seen_depths) if head.classes.masks_of_distances else mask_BTS
 
     return mask
 

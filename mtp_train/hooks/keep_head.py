@@ -83,22 +83,15 @@ class KeepHead(TrainerCallback):
         if self._told or not state.is_world_process_zero or not directory.is_dir() or _holds_model(directory):
             return
         self._told = True
-        base = str(kept_base(model).path)
-        if is_adapter(directory):
-            logger.warning(
-                "%s: holds an adapter and no model, so that the head stays in %s. It is added when this model is "
-                "merged and saved (merge_and_unload, save_pretrained), and by: %s",
-                directory,
-                base,
-                merge_command(base, str(directory)),
-            )
-        else:
-            logger.warning(
-                "%s: holds the model in shards of the trainer's own format, to which no head can be added. Merge them, "
-                "then run: %s",
-                directory,
-                graft_command("MERGED", base),
-            )
+        base, adapter = str(kept_base(model).path), is_adapter(directory)
+        logger.warning(
+            "%s: holds %s, so that the head stays in %s. It is added when the whole model is saved (save_pretrained, "
+            "after merge_and_unload), and by: %s",
+            directory,
+            "an adapter and no model" if adapter else "the model in shards of the trainer's own format",
+            base,
+            merge_command(base, str(directory)) if adapter else graft_command("MERGED", base),
+        )
 
 
 def keep_head(model: Any, base: str | Path | None = None) -> None:

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, extract_model_from_parallel
+from accelerate import Accelerator
+from accelerate.utils import extract_model_from_parallel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -33,6 +33,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from mtp_train.checkpoints.adapter import is_adapter
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
+from mtp_train.data.pack import PackedBatch
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.heads.build import HeadPlan, build_head, graft_plan, trained_head
@@ -40,7 +41,8 @@ from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.experts import autocast_dtype
 from mtp_train.hooks.keep_head import inside, keep_head, kept_base, save_with
 from mtp_train.losses.chunked import depth_weights, frozen_head_loss
-from mtp_train.train.packed_rows import PackedBatch, aligned_rows
+from mtp_train.train.packed_rows import aligned_rows
+from mtp_train.train.shard import shards_trunk
 from mtp_train.trunk.load import Trunk
 
 logger = logging.getLogger(__name__)
@@ -82,7 +84,7 @@ def train_head_beside(
         >>> trainer.train()  # logs mtp_loss, mtp_loss_1, mtp_loss_2, mtp_loss_3
     """
     keep_head(trainer.model, base)
-    callback = HeadBeside(trainer.model, lr=lr, num_depths=num_depths, depth_decay=depth_decay)
+    callback = HeadBeside(trainer.model, trainer.accelerator, lr=lr, num_depths=num_depths, depth_decay=depth_decay)
     # First of all callbacks, so that those that write logs find the head's loss in them.
     trainer.callback_handler.callbacks.insert(0, callback)
     train = trainer.train
@@ -101,8 +103,8 @@ def train_head_beside(
 class HeadBeside(TrainerCallback):
     """The callback that holds the head and its optimiser and trains it; see :func:`train_head_beside`."""
 
-    def __init__(self, model: Any, *, lr: float, num_depths: int, depth_decay: float) -> None:
-        self.model, self.lr = inside(model), lr
+    def __init__(self, model: Any, accelerator: Accelerator, *, lr: float, num_depths: int, depth_decay: float) -> None:
+        self.model, self.accelerator, self.lr = inside(model), accelerator, lr
         base = kept_base(model)
         self.plan: HeadPlan = graft_plan(base, base, "auto")
         with unchanged_random_state(self.model.device):
@@ -132,10 +134,10 @@ class HeadBeside(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
         """Add the hooks to the model, and restore the head if the trainer resumes from a checkpoint."""
-        shards = shards_model(AcceleratorState())
-        if shards is not None:
+        if shards_trunk(self.accelerator):
+            kind = self.accelerator.distributed_type.value
             raise UnsupportedModelError(
-                f"train_head_beside: the model is in shards ({shards}); expected it whole in every process. Train the "
+                f"train_head_beside: the model is in shards ({kind}); expected it whole in every process. Train the "
                 "head after it, in shards: mtp-train init writes the recipe."
             )
         # A trainer that retries with smaller batches calls on_train_begin again without on_train_end.
@@ -297,15 +299,6 @@ def unchanged_random_state(device: torch.device) -> contextlib.AbstractContextMa
     if device.type == "cpu":
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(devices=[device], device_type=device.type)
-
-
-def shards_model(state: AcceleratorState) -> str | None:
-    """Return the name of the sharding of the model; None if every process holds the whole model, as under ZeRO-2."""
-    kind = state.distributed_type
-    if kind is DistributedType.DEEPSPEED:
-        stage = state.deepspeed_plugin.zero_stage
-        return f"{kind.value} ZeRO-{stage}" if stage == 3 else None
-    return kind.value if kind in (DistributedType.FSDP, DistributedType.MEGATRON_LM) else None
 
 
 def batch_of(tokens_BT: Tensor, mask: Any, positions_BT: Tensor | None, labels_BT: Tensor | None) -> PackedBatch:

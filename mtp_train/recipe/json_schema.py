@@ -120,13 +120,6 @@ def _limits(node: Node) -> str:
     return f" {' and '.join(words)}" if words else ""
 
 
-def shown_default(node: Node) -> str:
-    """Return the default of a field that has one, as a recipe would contain it."""
-    if "default" not in node:
-        return "its defaults"
-    return shown_whole(node["default"])
-
-
 def shown_whole(value: object) -> str:
     """Return a value in short, a list of values with its items."""
     has_sections = isinstance(value, list) and any(isinstance(item, Mapping) for item in value)

@@ -1,6 +1,6 @@
 """Define the sections of a recipe: fields with types, limits, defaults and descriptions, and the rules between them.
 
-This is the only place where a field is defined: ``schema.json`` and the reference in ``recipes/README.md`` are
+This is the only place where a field is defined: ``schema.json`` and the reference in ``recipes/fields.md`` are
 generated from it. This module does not import torch.
 """
 
@@ -11,13 +11,38 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from mtp_train.head_kinds import head_kind_names
 from mtp_train.losses.catalogue import find_loss, loss_choices, loss_names
 
-AUTO = "auto"
+AUTO: Any = "auto"
+"""A value of a field of any type."""
+AUTOMATIC = (
+    "data.regenerate.max_prompts",
+    "data.regenerate.max_new_tokens",
+    "data.regenerate.batch_size",
+    "data.seq_len_tokens",
+    "data.holdout",
+    "train.max_steps",
+    "train.tokens_per_step",
+    "train.lr",
+    "train.micro_batch_sequences",
+    "train.warmup_steps",
+    "evaluate.prompts",
+)
+"""Every field that may be ``auto`` and that ``runs/resolve.py`` replaces before the recipe is used. Other fields with
+``auto``, such as ``train.precision``, are resolved by their own stage."""
 CONTRADICTION = "contradiction"
 """Type of pydantic's error for rules between fields; its context has the ``problems``."""
 MIN_TEMPERATURE = 1e-3
@@ -71,29 +96,29 @@ class _OneOf:
         return value
 
 
-class _OneOrMore:
-    """Read ``auto``, a list, or one item in place of a list with one item."""
+def is_auto(*values: object) -> bool:
+    """Return whether one of the values is still to be chosen."""
+    return AUTO in values
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        union: Any = handler(source)
-        plain = core_schema.simple_ser_schema("any")
-        return core_schema.no_info_wrap_validator_function(self._read, union["choices"][0], serialization=plain)
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        listed = handler(schema)
-        return {"anyOf": [{"const": AUTO}, listed["items"], listed]}
+def _auto_or(value: object, as_value: Callable[[object], object]) -> object:
+    return value if value == AUTO else as_value(value)
 
-    @staticmethod
-    def _read(value: object, as_list: Callable[[object], object]) -> object:
-        if value == AUTO:
-            return value
-        return as_list(tuple(value) if isinstance(value, list | tuple) else (value,))
+
+def _auto_or_listed(value: object, as_tuple: Callable[[object], object]) -> object:
+    return value if value == AUTO else as_tuple(tuple(value) if isinstance(value, list) else (value,))
 
 
 def _or_auto(node: dict[str, Any]) -> None:
-    """Add ``auto``, which is replaced by a number before the recipe is validated, to a field's JSON Schema."""
+    """Add ``auto`` to a field's JSON Schema."""
     value = {key: node.pop(key) for key in list(node) if key not in ("default", "description")}
     node["anyOf"] = [{"const": AUTO}, *value.get("anyOf", [value])]
+
+
+def _one_or_more(node: dict[str, Any]) -> None:
+    """Add ``auto`` and one item in place of a list to a field's JSON Schema."""
+    _or_auto(node)
+    node["anyOf"].insert(1, node["anyOf"][1]["items"])
 
 
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
@@ -107,8 +132,15 @@ UpToOne = Annotated[float, Field(gt=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Pair = Annotated[tuple[T, ...], Field(min_length=2, max_length=2)]
 NonEmpty = Annotated[tuple[T, ...], Field(min_length=1)]
-OneOrMore = Annotated[NonEmpty[T] | Literal["auto"], _OneOrMore()]
-OrAuto = Annotated[T, Field(json_schema_extra=_or_auto)]
+OneOrMore = Annotated[
+    NonEmpty[T],
+    WrapValidator(_auto_or_listed),
+    PlainSerializer(lambda value: value),
+    Field(json_schema_extra=_one_or_more),
+]
+"""A list, one item in place of a list, or ``auto``."""
+OrAuto = Annotated[T, WrapValidator(_auto_or), PlainSerializer(lambda value: value), Field(json_schema_extra=_or_auto)]
+"""A value, or ``auto`` in a recipe that is not resolved yet: a recipe in use has values alone."""
 
 Objective = Annotated[str, _OneOf(loss_names)]
 InitKind = Literal["native", "graft", "copy_last_layer", "random"]
@@ -148,10 +180,7 @@ class ModelSection(RecipeSection):
 
     def contradictions(self) -> Iterator[str]:
         if self.offload is not None and self.quantization is not None:
-            yield (
-                f"offload: {self.offload!r} with model.quantization: {self.quantization!r}; expected one of them. "
-                "Write null for the other."
-            )
+            yield f"offload: {self.offload!r} with model.quantization: {self.quantization!r}; expected one. Remove one."
 
 
 class LoraSection(RecipeSection):
@@ -186,9 +215,9 @@ class HeadSection(RecipeSection):
     lora: LoraSection | None = None
     """LoRA on the head; null trains all weights of the head."""
     convention: Text = "auto"
-    """The engine whose wiring of the head is used, where engines differ: `vllm`, `sglang`, `llama.cpp`, or one that
-    another package has registered. `auto`: the usual wiring of the family. With
-    `llama.cpp`, all modules of Step-3.5 and MiMo-V2-Flash read the same tokens as the first module, as in llama.cpp."""
+    """The engine whose wiring of the head is used, where engines differ: `vllm`, `sglang` or `llama.cpp`. `auto`: the
+    usual wiring of the family. With `llama.cpp`, all modules of Step-3.5 and MiMo-V2-Flash read the same tokens as the
+    first module, as in llama.cpp."""
     draft_vocab: Count | None = None
     """Size of the draft vocabulary: this number of the most frequent tokens of the training text; null drafts from all
     tokens. A smaller output matrix drafts faster and misses rare tokens. The built-in decoder uses it for every kind,
@@ -196,15 +225,9 @@ class HeadSection(RecipeSection):
 
     def contradictions(self) -> Iterator[str]:
         if self.kind != "mtp" and self.init not in ("random", "graft"):
-            yield (
-                f"init: {self.init!r} with head.kind: {self.kind}, which no trunk has a head or a layer for; expected "
-                "'random' or 'graft'. Write head.init: random."
-            )
+            yield f"init: {self.init!r} with head.kind: {self.kind}; expected random or graft. Write head.init: random."
         if self.lora is not None and self.is_new:
-            yield (
-                f"lora: set with head.init: {self.init}, a new head whose own weights would never be trained; expected "
-                "an existing head. Write head.lora: null, or head.init: graft or native."
-            )
+            yield f"lora: set with head.init: {self.init}, a new head; expected an existing one. Write head.lora: null."
 
     @property
     def is_new(self) -> bool:
@@ -222,18 +245,12 @@ class SourceSpec(RecipeSection):
     """The configuration of a hub dataset; null takes its default configuration."""
     split: Text = "train"
     """A split of the dataset. Slices such as `train[:1000]` are allowed."""
-    format: Literal["auto", "messages", "prompt_response", "instruction", "text"] = "auto"
-    """The layout of the records. `messages`: chats, of OpenAI or ShareGPT. `prompt_response`: raw text on both sides,
-    or messages on both. `instruction`: `instruction`, `input` and `output`, as turns of a chat. `text`: plain text.
-    `auto`: by the names of the columns."""
     columns: Mapping[str, Text] = Field(default={})
-    """Names of columns in the source, by ours: `{prompt: question, response: answer}`. Ours are `messages`, `prompt`,
-    `response`, `instruction`, `input`, `output`, `text`, `system`, `tools` and `chat_template_kwargs`. For prompts that
-    the chat template shall be applied to, write `{instruction: prompt}`."""
-    weight: Positive | None = None
-    """Share of this source in the records, relative to the other weights. As many records are taken as possible without
-    taking one twice; `seed` determines which. Set it on every source or on none; null on all sources takes all
-    records."""
+    """Names of columns in the source, by ours: `{prompt: question, response: answer}`. Ours are `messages` (a chat of
+    OpenAI or ShareGPT), `prompt` and `response` (raw text on both sides, or messages on both), `instruction`, `input`
+    and `output` (turns of a chat), `text`, and beside a chat `system`, `tools` and `chat_template_kwargs`. For prompts
+    that the chat template shall be applied to, write `{instruction: prompt}`. Of a source with columns of several of
+    these layouts, name those of one: `{text: text}`."""
     streaming: bool = False
     """Whether to read only the first `data.max_documents` records, without a copy in the cache: for a source that is
     too large to download."""
@@ -246,8 +263,6 @@ class RegenerateSpec(RecipeSection):
     SGLang, llama.cpp).
     """
 
-    enabled: bool = True
-    """Whether to regenerate. If false, the training text has the responses of the sources."""
     max_prompts: OrAuto[Count | None] = None
     """Number of prompts to respond to; null takes all. `auto`: all, at most 20000."""
     max_new_tokens: OrAuto[Count] = 256
@@ -270,8 +285,8 @@ class RegenerateSpec(RecipeSection):
     """Leave out responses in which more than this share of the 8-grams are repetitions; null keeps all responses."""
     endpoint: Text | None = None
     """Address of the server, up to and including the API version: `http://localhost:8000/v1`. The server must serve the
-    trunk: its responses to a few prompts, and later to a sample of every thousand prompts, are compared with those of
-    the trunk. A run can be resumed with another address."""
+    trunk: a sample of its responses is compared with those of the trunk, before they are stored. A run can be resumed
+    with another address."""
     model: Text | None = None
     """The name of the trunk on the server; null if the server has one model."""
     concurrency: Count | None = None
@@ -284,34 +299,22 @@ class RegenerateSpec(RecipeSection):
 
     def contradictions(self) -> Iterator[str]:
         if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
-            yield (
-                f"endpoint: {self.endpoint!r}; expected an address that starts with http:// or https://. Write, for "
-                "example, http://localhost:8000/v1."
-            )
+            yield f"endpoint: {self.endpoint!r}; expected an address such as http://localhost:8000/v1. Correct it."
         if self.endpoint is not None and re.search(r"://[^/]*@|[?#]", self.endpoint):
-            yield (
-                "endpoint: an address with a name, a password or parameters; expected none, as the recipe is written "
-                "to files. Put the key into a variable, and name it in data.regenerate.api_key_env."
-            )
+            yield "endpoint: a password or parameters in the address; expected none. Use data.regenerate.api_key_env."
         for name in ("model", "concurrency", "api_key_env", "request_timeout_seconds"):
             if self.endpoint is None and getattr(self, name) is not None:
-                yield (
-                    f"{name}: {getattr(self, name)!r} while data.regenerate.endpoint is null; expected the address of "
-                    "a server. Set data.regenerate.endpoint, or leave it out."
-                )
+                yield f"{name}: {getattr(self, name)!r} without data.regenerate.endpoint; expected null. Leave it out."
         for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             if self.temperature == 0 and getattr(self, name) != off:
-                yield (
-                    f"{name}: {getattr(self, name)} with data.regenerate.temperature: 0, which takes the most probable "
-                    f"token in any case; expected {off}. Leave it out, or raise the temperature."
-                )
+                yield f"{name}: {getattr(self, name)} with data.regenerate.temperature: 0; expected {off}. Remove it."
 
 
 class DataSection(RecipeSection):
     """The training text, and the part of it that is held out for evaluation."""
 
     sources: NonEmpty[SourceSpec]
-    """The sources of the records. All records are pooled, or mixed by `weight`."""
+    """The sources of the records, which are pooled. A slice as `split` takes a part of a source."""
     regenerate: RegenerateSpec | None = None
     """Train on responses that the trunk generates; null trains on the responses of the sources."""
     responses: Text | None = None
@@ -335,30 +338,12 @@ class DataSection(RecipeSection):
     max_documents: Count | None = None
     """Maximum number of records read from each source; null reads all."""
 
-    @property
-    def answered(self) -> RegenerateSpec | None:
-        """How the trunk generates the responses in the training text; None if they are those of the sources."""
-        return self.regenerate if self.regenerate is not None and self.regenerate.enabled else None
-
     def contradictions(self) -> Iterator[str]:
-        if self.responses is not None and self.answered is None:
-            yield (
-                f"responses: {self.responses!r} while data.regenerate is off; expected it on, as the trunk answers the "
-                "prompts that the run did not. Write data.regenerate.enabled: true, or data.responses: null."
-            )
+        if self.responses is not None and self.regenerate is None:
+            yield f"responses: {self.responses!r} while data.regenerate is null; expected null. Leave it out."
         for number, source in enumerate(self.sources):
             if source.streaming and self.max_documents is None:
-                yield (
-                    f"sources.{number}.streaming: true while data.max_documents is null; expected the number of "
-                    "records to read. Set data.max_documents."
-                )
-        weighted = [number for number, source in enumerate(self.sources) if source.weight is not None]
-        bare = [number for number in range(len(self.sources)) if number not in weighted]
-        if weighted and bare:
-            yield (
-                f"sources.{bare[0]}.weight: null while data.sources.{weighted[0]}.weight is set; expected a weight on "
-                "every source or on none. Add it, or remove the others."
-            )
+                yield f"sources.{number}.streaming: true without data.max_documents; expected both. Set it."
 
 
 class ObjectiveSection(RecipeSection):
@@ -379,10 +364,7 @@ class ObjectiveSection(RecipeSection):
 
     def contradictions(self) -> Iterator[str]:
         if self.temperature != 1.0 and not find_loss(self.loss).distils:
-            yield (
-                f"temperature: {self.temperature} with objective.loss: {self.loss}, which has none; expected 1.0. "
-                "Leave it out, or write objective.loss: kl."
-            )
+            yield f"temperature: {self.temperature} with objective.loss: {self.loss}; expected 1.0. Leave it out."
 
 
 class HiddenCacheSpec(RecipeSection):
@@ -459,11 +441,8 @@ class TrainSection(RecipeSection):
     """Steps between lines of `metrics.jsonl`."""
 
     def contradictions(self) -> Iterator[str]:
-        if self.warmup_steps >= self.max_steps:
-            yield (
-                f"warmup_steps: {self.warmup_steps}; expected fewer than train.max_steps ({self.max_steps}). Lower it, "
-                "or train longer."
-            )
+        if not is_auto(self.warmup_steps, self.max_steps) and self.warmup_steps >= self.max_steps:
+            yield f"warmup_steps: {self.warmup_steps}; expected less than train.max_steps ({self.max_steps}). Lower it."
 
 
 class EvaluateSection(RecipeSection):
@@ -474,17 +453,17 @@ class EvaluateSection(RecipeSection):
     `model.head_from` with its own head."""
     prompts: OrAuto[Count] = 64
     """Number of held-out prompts that each arm decodes. `auto`: all, at most 64."""
-    temperature: OneOrMore[NonNegative] = "auto"
+    temperature: OneOrMore[NonNegative] = AUTO
     """Sampling temperatures of the trunk; 0 is greedy. Each temperature above 0 is combined with every `top_p`, `top_k`
     and `rule`, and the gate tests every combination. `auto`: 0, and the temperature in the trunk's
     `generation_config.json` if that file enables sampling."""
-    top_p: OneOrMore[UpToOne] = "auto"
+    top_p: OneOrMore[UpToOne] = AUTO
     """Above temperature 0, sample from the smallest set of tokens whose probabilities sum to at least this value.
     `auto`: the value in `generation_config.json` if that file enables sampling, else 1."""
-    top_k: OneOrMore[Natural] = "auto"
+    top_k: OneOrMore[Natural] = AUTO
     """Above temperature 0, sample from the k most probable tokens; 0 samples from all. `auto`: the value in
     `generation_config.json` if that file enables sampling, else 0."""
-    rule: OneOrMore[Literal["argmax", "sampled"]] = "auto"
+    rule: OneOrMore[Literal["argmax", "sampled"]] = AUTO
     """How drafts are made and verified above temperature 0. `argmax`: the head's most probable token; the text is
     compared with plain sampling with the same seed. `sampled`: drawn from the head's distribution, and verified by
     rejection sampling. `auto`: `argmax`, as in most engines."""
@@ -496,23 +475,15 @@ class EvaluateSection(RecipeSection):
     """Number of held-out tokens for the teacher-forced metrics (top-1 agreement, overlap of p and q)."""
 
     def contradictions(self) -> Iterator[str]:
-        for arm in dict.fromkeys(arm for arm in self.arms if self.arms.count(arm) > 1):
-            yield f"arms: {arm!r} {self.arms.count(arm)} times; expected each arm once. Remove the repeats."
         filters = {"top_p": self.top_p, "top_k": self.top_k, "rule": self.rule}
-        yield from _repeats({"temperature": self.temperature, **filters})
-        temperatures = () if isinstance(self.temperature, str) else self.temperature
+        yield from _repeats({"arms": self.arms, "temperature": self.temperature, **filters})
+        temperatures = () if is_auto(self.temperature) else self.temperature
         for name, values in filters.items():
-            if temperatures and not any(temperatures) and values != AUTO:
-                yield (
-                    f"{name}: {list(values)} with evaluate.temperature: 0, which takes the most probable token in any "
-                    "case; expected auto. Leave it out, or add a temperature above 0."
-                )
+            if temperatures and not any(temperatures) and not is_auto(values):
+                yield f"{name}: {list(values)} with evaluate.temperature: 0; expected auto. Leave it out."
         for value in temperatures:
             if 0.0 < value < MIN_TEMPERATURE:
-                yield (
-                    f"temperature: {value:g}; expected 0 or a number from {MIN_TEMPERATURE:g}. Write 0 for greedy "
-                    "decoding."
-                )
+                yield f"temperature: {value:g}; expected 0 or a number from {MIN_TEMPERATURE:g}. Write 0 for greedy."
 
 
 class GateSection(RecipeSection):
@@ -584,7 +555,4 @@ class StudySection(RecipeSection):
         for temperature in self.temperatures:
             if not any((rule == "greedy") == (temperature == 0) for rule in self.rules):
                 wanted = "greedy" if temperature == 0 else "sampled"
-                yield (
-                    f"rules: {list(self.rules)} has no rule for temperature {temperature:g}; expected one. Add "
-                    f"{wanted!r}, or remove the temperature."
-                )
+                yield f"rules: {list(self.rules)} has none for temperature {temperature:g}; expected it. Add {wanted}."

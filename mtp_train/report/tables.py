@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rich.filesize import decimal
-
 from mtp_train.acceptance.gate import GateVerdict
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.evaluation.prompt_records import Setting
@@ -20,7 +18,6 @@ from mtp_train.report.wording import (
     format_number,
     format_seconds,
     format_shares,
-    format_speedup,
     format_tau,
     pair_words,
     signed,
@@ -180,20 +177,3 @@ def position_table(report: Report) -> TextTable | None:
         for name, by_kind in figures.items()
     }
     return make_table(("figure", *(str(k) for k in range(1, depth + 1))), groups)
-
-
-def cost_table(report: Report) -> TextTable | None:
-    """Return memory and prefill costs of each head; None where none were measured."""
-    rows = [
-        (
-            cost.arm,
-            decimal(cost.head_bytes),
-            f"{decimal(cost.head_kv_bytes_per_token)} on {decimal(cost.trunk_kv_bytes_per_token)}",
-            decimal(cost.trunk_state_bytes),
-            format_number(cost.context_tokens_lost, 0),
-            format_speedup(cost.prefill_ratio) + (f" at {cost.prefill_tokens:,} tokens" if cost.prefill_tokens else ""),
-        )
-        for cost in report.costs
-    ]
-    columns = ("arm", "weights", "KV cache per token", "trunk's state", "context given up", "prompt speed")
-    return make_table(columns, {"": rows})

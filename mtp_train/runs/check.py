@@ -1,6 +1,6 @@
 """``mtp-train check``: check a recipe, its data and its model's config, and estimate memory and disk.
 
-Reads no weights.
+Reads no weights. :class:`Shapes` plans for any device; a run refuses with it a trunk that its GPU cannot decode with.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Room:
     memory: Footprint
     """Of training with the whole trunk."""
     in_shards: Footprint | None
-    """Of training with trunk and head in shards (FSDP2, ZeRO-3); None where that is not possible."""
+    """Of training with trunk and head in shards (FSDP2, ZeRO-3); None where that is not possible. ``loading_bytes`` is
+    FSDP2's."""
     device: Device
     decodes: bool
     """Whether each process decodes with the whole trunk."""
@@ -232,16 +233,8 @@ class CheckResult(Shown):
         """Bytes per process in training, by part; ``memory.total_bytes`` is the sum."""
         return self.room.memory
 
-    @property
-    def memory_in_shards(self) -> Footprint | None:
-        """Bytes per process in training under FSDP2 or ZeRO-3; None for one process or a recipe that cannot shard.
-
-        ``loading_bytes`` is FSDP2's.
-        """
-        return self.room.in_shards
-
     def to_json(self) -> dict[str, Any]:
-        shards = self.memory_in_shards
+        shards = self.room.in_shards
         return {
             "fits": self.room.problem is None,
             "problem": self.room.problem,
@@ -325,7 +318,7 @@ class CheckResult(Shown):
         )
 
     def _sizes(self) -> Iterator[tuple[str, str]]:
-        memory, shards = self.memory, self.memory_in_shards
+        memory, shards = self.memory, self.room.in_shards
         yield "memory of a process", f"{memory.to_text()}; on {self.room.device}"
         if shards is not None:
             yield "  in shards (fsdp2.yaml, zero3.yaml)", shards.to_text()

@@ -16,17 +16,16 @@ from rich.console import RenderableType
 from rich.progress import Progress
 
 from mtp_inference import GenerationResult, Request, Sampling, SpeculativeDecoder
-from mtp_inference.opening import OWN, OpenModel, open_model, prompt_tokens, refuse_images
+from mtp_inference.opening import OWN, open_model, prompt_tokens, refuse_images
 from mtp_inference.requests import MtpMode
 from mtp_inference.sampling.chooser import DraftSampling
 from mtp_train.acceptance.names import SERVED
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS
 from mtp_train.checkpoints.identity import InputFiles, hash_inputs
 from mtp_train.checkpoints.locations import is_run, open_location
-from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.data.sources import local_files
 from mtp_train.errors import DataError
-from mtp_train.evaluation.arms import ArmSpec, arm_of_run, local_device, named, parse_arm
+from mtp_train.evaluation.arms import ArmSpec, arm_of_run, local_device, named, parse_arm, require_sound
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.results import REPORT_FILE, ArmResult, Report
 from mtp_train.evaluation.run import run_study
@@ -39,7 +38,6 @@ from mtp_train.runs.run_directory import RunDirectory, checkpoint_identity, envi
 from mtp_train.train.log import Tracking, WandbMode
 from mtp_train.train.machine import use_threads
 from mtp_train.trunk.tokenizer import load_tokenizer, require_variables
-from mtp_train.trunk.whole import require_whole_trunk
 
 _KWARGS = "--chat-template-kwargs"
 _DOCUMENT = (
@@ -94,7 +92,6 @@ def generate(
     depth: int = 3,
     mtp: MtpMode = "on",
     sampling: Sampling | None = None,
-    stop: Sequence[str] = (),
     draft_sampling: DraftSampling = "sampled",
     on_text: Callable[[str], None] | None = None,
     progress: Progress | None = None,
@@ -114,7 +111,6 @@ def generate(
         depth: Draft tokens per round, 0 to 7; 0 is plain decoding.
         mtp: ``"on"`` drafts ``depth`` tokens every round, ``"off"`` none, ``"auto"`` as many as pay, up to ``depth``.
         sampling: Temperature, top-k, top-p, min-p and seed; None is greedy. Prompt i has seed + i.
-        stop: Strings that end the text; it is cut before them.
         draft_sampling: ``"argmax"`` or ``"sampled"`` drafts above temperature 0; sampled ones are accepted more often.
         on_text: Called with the text of a single prompt piece by piece, as it becomes certain; not for several.
         progress: A started rich progress bar; None shows nothing.
@@ -129,10 +125,8 @@ def generate(
         >>> mtp.generate("demo:base", "import os", max_new_tokens=32).requests[0].text
     """
     sampling, depth = sampling or Sampling(), 0 if mtp == "off" else depth
-    # The request of each prompt is made of this one, which refuses numbers that are out of range.
-    asked = Request(
-        prompt_ids=(0,), max_new_tokens=max_new_tokens, sampling=sampling, mtp=mtp, depth=depth, stop=tuple(stop)
-    )
+    # Refuses numbers that are out of range before files are read.
+    asked = Request(prompt_ids=(0,), max_new_tokens=max_new_tokens, sampling=sampling, mtp=mtp, depth=depth)
     named = {"checkpoint": checkpoint, "head": head, "adapter": adapter}
     given: dict[str, Any] = {name: None if one is None else str(one) for name, one in named.items()}
     given |= {"chat": chat, "chat_template_kwargs": dict(chat_template_kwargs or {}), "draft_sampling": draft_sampling}
@@ -153,34 +147,31 @@ def _decode(
         raise DataError(f"{_KWARGS}: given without --chat; expected a chat, which the template writes. Add --chat.")
     # Depth 0 needs no head. A named external drafter is opened all the same: its record loads the trunk.
     model = open_model(given["checkpoint"], OWN if head is None and depth else head, adapter=given["adapter"])
-    _require_weights(model, depth or 0, progress)
+    require_sound([model if depth else replace(model, drafter=None)], progress)
     device = local_device()
     if device.type == "cpu":
         use_threads(model.checkpoint.text_config)
     tokenizer = load_tokenizer(model.checkpoint, trust_remote_code=False, adapter=model.adapter)
     require_variables(tokenizer, variables, _KWARGS)
-    requests = []
-    for number, text in enumerate(texts):
-        where = f"--prompt {number + 1}"
-        prompt_ids = prompt_tokens(tokenizer, text, chat=given["chat"], where=where, variables=variables)
-        refuse_images(prompt_ids, model.image_ids, where)
-        own = replace(asked.sampling, seed=asked.sampling.seed + number)
-        requests.append(replace(asked, prompt_ids=prompt_ids, sampling=own))
+    prompts = []
+    for number, text in enumerate(texts, start=1):
+        where = f"--prompt {number}"
+        prompts.append(prompt_tokens(tokenizer, text, chat=given["chat"], where=where, variables=variables))
+        refuse_images(prompts[-1], model.image_ids, where)
     if model.drafter is not None and model.assistant is not None and depth:
         progress.console.print(f"drafting with {model.drafter.path}, a {model.assistant.title}", highlight=False)
     decoder = SpeculativeDecoder.from_open_model(
         model, tokenizer, depth=depth or 0, device=device, draft_sampling=given["draft_sampling"]
     )
     results: dict[int, GenerationResult] = {}
-    for chunk in decoder.decode_chunks(requests):
-        if on_text is not None and chunk.text and len(requests) == 1:
+    for chunk in decoder.stream(prompts, asked.max_new_tokens, sampling=asked.sampling, mtp=asked.mtp):
+        if on_text is not None and chunk.text and len(prompts) == 1:
             on_text(chunk.text)
         if chunk.result is not None:
             results[chunk.index] = chunk.result
     settings = {
         **given,
         **{name: getattr(asked, name) for name in ("max_new_tokens", "depth", "mtp")},
-        "stop": list(asked.stop),
         **asdict(asked.sampling),
         "external_drafter": None if model.assistant is None else model.assistant.title,
         "dtype": decoder.trunk.dtype_name,
@@ -188,16 +179,6 @@ def _decode(
         "captured_rounds": decoder.captured_rounds,
     }
     return GenerateResult(tuple(result for _, result in sorted(results.items())), settings)
-
-
-def _require_weights(model: OpenModel, depth: int, progress: Progress) -> None:
-    """Check that the trunk, and with drafts the drafter, has all its tensors and only finite values."""
-    require_whole_trunk(model.checkpoint, model.family)
-    require_finite_checkpoint(model.checkpoint, progress)
-    if model.drafter is not None and depth:
-        if model.assistant is None:
-            require_whole_trunk(model.drafter)
-        require_finite_checkpoint(model.drafter, progress)
 
 
 @dataclass(frozen=True)
@@ -210,7 +191,7 @@ class EvaluationResult(RichlyShown):
     out: Path
     """Directory with ``report.html``, ``report.json``, ``acceptance.csv``, ``comparisons.csv`` and ``figures/``."""
     report: Report = field(repr=False)
-    """All figures: ``arms``, ``cells``, ``comparisons``, ``costs`` and more."""
+    """All figures: ``arms``, ``cells``, ``comparisons`` and more."""
 
     @property
     def arms(self) -> Mapping[str, ArmResult]:
@@ -238,7 +219,6 @@ def evaluate(
     concurrency: int = 1,
     request_timeout_seconds: float = RESPONSE_TIMEOUT_SECONDS,
     served_only: bool = False,
-    costs: bool = True,
     wandb: WandbMode = "off",
     progress: Progress | None = None,
 ) -> EvaluationResult:
@@ -258,7 +238,6 @@ def evaluate(
         request_timeout_seconds: Longest wait for the server to send a part of a response. A server that finishes no
             request for ten minutes is given up, whatever this is.
         served_only: Measure the server alone and load no weights.
-        costs: Also measure memory and prefill.
         wandb: Log the report to Weights & Biases: ``"off"``, ``"offline"`` or ``"online"``.
         progress: A started rich progress bar; None shows nothing.
 
@@ -283,7 +262,7 @@ def evaluate(
     arms = [] if served_only else [named(subject)]
     settled = (grid or EvaluationGrid()).settled(arms, [subject.trunk])
     servers = [] if server is None else [server]
-    return _measure(arms, [named(subject)], settled, Path(out), progress, costs, wandb, servers)
+    return _measure(arms, [named(subject)], settled, Path(out), progress, wandb, servers)
 
 
 def compare(
@@ -292,7 +271,6 @@ def compare(
     *,
     grid: EvaluationGrid | None = None,
     tokenizer: str | Path | None = None,
-    costs: bool = True,
     wandb: WandbMode = "off",
     progress: Progress | None = None,
 ) -> EvaluationResult:
@@ -307,7 +285,6 @@ def compare(
         grid: The settings to measure; None for the defaults of :class:`EvaluationGrid`.
         tokenizer: The trunk of servers, whose tokenizer writes the prompts; None for the files of the first one, where
             they are on this machine.
-        costs: Also measure memory and prefill.
         wandb: Log the report to Weights & Biases: ``"off"``, ``"offline"`` or ``"online"``.
         progress: A started rich progress bar; None shows nothing.
 
@@ -324,7 +301,7 @@ def compare(
     settled = (grid or EvaluationGrid()).settled(
         specs, [one.checkpoint for one in servers] or [one.trunk for one in specs]
     )
-    return _measure(specs, specs, settled, Path(out), progress, costs, wandb, servers)
+    return _measure(specs, specs, settled, Path(out), progress, wandb, servers)
 
 
 def served_arms(arms: Sequence[str], tokenizer: str | None) -> list[Server]:
@@ -349,7 +326,6 @@ def _measure(
     grid: EvaluationGrid,
     out: Path,
     progress: Progress | None,
-    costs: bool,
     wandb: WandbMode,
     servers: Sequence[Server],
 ) -> EvaluationResult:
@@ -362,7 +338,7 @@ def _measure(
     with RunDirectory(out).held(progress.console, "the report"):
         if told := _trained_on(subjects, grid.suite, progress):
             progress.console.print(f"Is the text new to the head? {told}", highlight=False)
-        report = run_study(specs, grid, out, progress, title=title, costs=costs, servers=servers)
+        report = run_study(specs, grid, out, progress, title=title, servers=servers)
         if told:
             report = replace(report, settings={**report.settings, "trained_on": told})
         if not (out / REPORT_FILE).is_file():

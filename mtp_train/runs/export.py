@@ -13,12 +13,12 @@ from typing import Any
 from rich.progress import Progress
 
 from mtp_train import __version__
+from mtp_train.checkpoints.adapter import plan_merge, read_adapter
 from mtp_train.checkpoints.artifact import Artifact, load_artifact
-from mtp_train.checkpoints.draft_checkpoint import DraftForm, write_draft_checkpoint
-from mtp_train.checkpoints.export import LinkMode
+from mtp_train.checkpoints.draft_checkpoint import write_draft_checkpoint
+from mtp_train.checkpoints.export import LinkMode, write_checkpoint
 from mtp_train.checkpoints.files import Checkpoint, open_checkpoint, read_json
 from mtp_train.checkpoints.locations import RECIPE_FILE
-from mtp_train.checkpoints.lora_merge import write_adapted
 from mtp_train.checkpoints.writing import write_text
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED_SENTENCE, Report, load_report
 from mtp_train.families.engines import EngineSupport, engine_commands
@@ -54,21 +54,20 @@ def write_export(
     adapter: Path | None,
     link: LinkMode,
     progress: Progress,
-    form: DraftForm = "engines",
-    hub_id: str | None = None,
 ) -> None:
     """Write a head to a new directory: an MTP head inside its trunk's checkpoint, other kinds as a draft model.
 
-    An ``adapter`` is merged into the exported trunk. ``form`` is the format of a draft model, ``hub_id`` the trunk's
-    id in it.
+    An ``adapter`` is merged into the exported trunk.
     """
     if artifact.family.kind == "mtp":
-        write_adapted(trunk, layout_of(trunk), artifact.head, out, adapter=adapter, link=link, progress=progress)
+        layout = layout_of(trunk)
+        merge = None if adapter is None else plan_merge(trunk, layout, read_adapter(adapter))
+        write_checkpoint(trunk, layout, artifact.head, out, link=link, progress=progress, merge=merge)
         return
     require_exportable(trunk, artifact.family.kind, adapter)
-    layer_config = artifact.family.layer.config(text_config_of(trunk), artifact.num_modules)
+    layer_config = artifact.family.classes.config(text_config_of(trunk), artifact.num_modules)
     on_trunk = replace(artifact, layout=layout_of(trunk, artifact.family))
-    write_draft_checkpoint(trunk, on_trunk, layer_config, out, form=form, verifier=hub_id)
+    write_draft_checkpoint(trunk, on_trunk, layer_config, out)
 
 
 def write_card(run_dir: Path, out: Path) -> None:

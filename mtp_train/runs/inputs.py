@@ -17,12 +17,10 @@ from rich.progress import Progress
 
 from mtp_train.acceptance.names import VANILLA
 from mtp_train.answers.generate import RESPONSE_ROOM_TOKENS
-from mtp_train.checkpoints.adapter import read_adapter
+from mtp_train.checkpoints.adapter import plan_merge, read_adapter
 from mtp_train.checkpoints.artifact import Artifact, OwnOutput, load_artifact
-from mtp_train.checkpoints.contents import source_files
 from mtp_train.checkpoints.demo import GROUP_FIELD, home_source, resolve
-from mtp_train.checkpoints.draft_checkpoint import require_readable
-from mtp_train.checkpoints.files import CONFIG_FILE, Checkpoint, is_gguf, read_config
+from mtp_train.checkpoints.files import CONFIG_FILE, Checkpoint, is_gguf, read_config, source_files
 from mtp_train.checkpoints.identity import Contents
 from mtp_train.checkpoints.locations import (
     RECIPE_FILE,
@@ -32,10 +30,9 @@ from mtp_train.checkpoints.locations import (
     locate_checkpoint,
     open_location,
 )
-from mtp_train.checkpoints.lora_merge import plan_changes
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import held_tensor
-from mtp_train.data.groups import join_near_duplicates, mix, split_by_group
+from mtp_train.data.groups import join_near_duplicates, split_by_group
 from mtp_train.data.records import PlainText, Record, with_variables
 from mtp_train.data.sources import load_records
 from mtp_train.data.tokenize import (
@@ -48,7 +45,7 @@ from mtp_train.data.tokenize import (
     tokenize_records,
 )
 from mtp_train.errors import CheckpointError, DataError, RecipeError, UnsupportedModelError
-from mtp_train.families import draft_kind, of_kind
+from mtp_train.families import draft_kind, of_kind, require_served_trunk
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.build import HeadPlan, deepest, fresh_plan, graft_artifact_plan, graft_plan
 from mtp_train.heads.diagnose import layout_of, text_config_of
@@ -113,7 +110,7 @@ class RunText(NamedTuple):
 
     def most_tokens(self, recipe: Recipe) -> int:
         """Return the most tokens of the training text, answers included."""
-        answer = 0 if recipe.data.answered is None else recipe.data.answered.max_new_tokens
+        answer = 0 if recipe.data.regenerate is None else recipe.data.regenerate.max_new_tokens
         lengths = [len(document.input_ids) for document in self.documents]
         lengths += [len(prompt.prompt_ids) + answer for prompt in self.prompts]
         return sum(min(length, recipe.data.seq_len_tokens) for length in lengths)
@@ -211,7 +208,6 @@ def load_sources(recipe: Recipe) -> list[list[Record]]:
             resolve(source.path),
             config=source.config,
             split=source.split,
-            format=source.format,
             columns=source.columns,
             group_field=recipe.data.group_field,
             name=f"data.sources.{number} ({source.path})",
@@ -224,13 +220,11 @@ def load_sources(recipe: Recipe) -> list[list[Record]]:
 
 
 def read_records(recipe: Recipe, progress: Progress | None = None) -> list[Record]:
-    """Read every source of the recipe, in order, and mix them if they have weights.
+    """Read every source of the recipe, in order.
 
     Without a group field, records with near-duplicate prompts share a group.
     """
-    sources = load_sources(recipe)
-    weights = [source.weight for source in recipe.data.sources if source.weight is not None]
-    records = mix(sources, weights, recipe.seed) if weights else [record for some in sources for record in some]
+    records = [record for source in load_sources(recipe) for record in source]
     if recipe.data.group_field is not None:
         return records
     if progress is None:
@@ -245,12 +239,12 @@ def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any)
     for record in records:
         if isinstance(record.content, PlainText):
             raise DataError(
-                f"{record.where}: plain text has no prompt; expected chats or prompts to answer. Switch "
-                "data.regenerate off, or convert the source."
+                f"{record.where}: plain text has no prompt; expected chats or prompts to answer. Write "
+                "data.regenerate: null, or convert the source."
             )
     prompts = build_prompts(records, tokenizer)
-    if recipe.data.answered is not None and recipe.data.answered.max_prompts is not None:
-        prompts = choose_prompts(prompts, recipe.data.answered.max_prompts, recipe.seed)
+    if recipe.data.regenerate is not None and recipe.data.regenerate.max_prompts is not None:
+        prompts = choose_prompts(prompts, recipe.data.regenerate.max_prompts, recipe.seed)
     needed = min(len(prompt.prompt_ids) for prompt in prompts) + RESPONSE_ROOM_TOKENS
     if needed > recipe.data.seq_len_tokens:
         raise DataError(
@@ -399,10 +393,10 @@ def require_exportable(trunk: Checkpoint, kind: str, adapter: Path | None) -> No
     layout = layout_of(trunk)
     # Raises if a link prevents copying.
     source_files(trunk)
-    changed = {} if adapter is None else plan_changes(trunk, layout, read_adapter(adapter))
+    changed = {} if adapter is None else plan_merge(trunk, layout, read_adapter(adapter)).tensors
     if kind == "mtp":
         return
-    require_readable(trunk, kind)
+    require_served_trunk(kind, trunk.text_config, where=str(trunk.path))
     # A draft model contains copies of these tensors of its trunk.
     repeated = sorted({layout.embed_key, layout.lm_head_key} & changed.keys())
     if repeated:

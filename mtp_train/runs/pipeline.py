@@ -17,8 +17,7 @@ from rich.text import Text
 
 from mtp_train.answers.store import ResponseCounts
 from mtp_train.checkpoints.artifact import load_artifact
-from mtp_train.checkpoints.contents import left_out, unnamed_files
-from mtp_train.checkpoints.files import open_checkpoint
+from mtp_train.checkpoints.files import left_out, open_checkpoint, unnamed_files
 from mtp_train.checkpoints.locations import EXPORT, HEAD
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.data.tokenize import Document

@@ -209,8 +209,8 @@ def check_decoder(
 ) -> None:
     """Decode some prompts plainly and with drafts from the prompt, and measure the errors of the decoder's windows."""
     chosen = [list(prompt)[-CHECK_PROMPT_TOKENS:] for prompt in prompts[:CHECK_PROMPTS]]
-    plain = SpeculativeDecoder(trunk, None, 0, eos_ids).decode(chosen, CHECK_NEW_TOKENS)
-    drafted = SpeculativeDecoder(trunk, NgramDrafting(), depth, eos_ids).decode(chosen, CHECK_NEW_TOKENS)
+    plain = SpeculativeDecoder(trunk, None, 0, eos_ids).generate(chosen, CHECK_NEW_TOKENS)
+    drafted = SpeculativeDecoder(trunk, NgramDrafting(), depth, eos_ids).generate(chosen, CHECK_NEW_TOKENS)
     noise = 0.0
     for number, prompt in enumerate(chosen):
         tokens = plain[number].token_ids

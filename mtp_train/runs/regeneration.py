@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -12,23 +12,22 @@ from typing import Any
 
 import torch
 
-from mtp_inference import Request, Sampling, SpeculativeDecoder
-from mtp_inference.sampling.distributions import distribution_of
+from mtp_inference import Sampling, SpeculativeDecoder
 from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS, Endpoint, read_api_key
-from mtp_train.answers.generate import Answering, Question, fitting_prompts, missing_prompts, regenerate
-from mtp_train.answers.served import PROBE_PROMPTS, AnswerFit, CheckedStore, JudgeFn, fit_of, probe, regenerate_served
+from mtp_train.answers.generate import Answering, missing_prompts, regenerate
+from mtp_train.answers.served import regenerate_served
 from mtp_train.answers.store import (
     COPIED_FILE,
     RegeneratedRow,
     RegeneratedStore,
     ResponseCounts,
-    rows_after,
+    file_rows,
     settings_key,
     stored_rows,
     write_copied,
 )
 from mtp_train.checkpoints.writing import write_json
-from mtp_train.data.tokenize import Document, Prompt, choose_prompts
+from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import DataError, MtpError, RecipeError
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import RegenerateSpec
@@ -55,7 +54,7 @@ def data_stage(run: Run, trunk: Trunk, *, in_shards: bool = False) -> list[Docum
 
 def trained_documents(run: Run) -> list[Document]:
     """Return the documents that a head was trained on, without the text held out for ``train.select``."""
-    settings, documents = run.recipe.data.answered, list(run.inputs.documents)
+    settings, documents = run.recipe.data.regenerate, list(run.inputs.documents)
     if settings is not None:
         directory, _ = responses_directory(run, settings)
         documents = documents_of(run, settings, RegeneratedStore(directory))[0]
@@ -73,7 +72,7 @@ def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tu
     settings = regeneration_of(recipe)
     directory, deciding = responses_directory(run, settings)
     rank, world = (0, 1) if in_shards else (accelerator.process_index, accelerator.num_processes)
-    store = RegeneratedStore(directory, rank=rank, world=world, keeps=accelerator.is_main_process or not in_shards)
+    store = RegeneratedStore(directory, rank=rank, world=world)
     if accelerator.is_main_process and not (directory / SETTINGS_FILE).is_file():
         write_json(directory / SETTINGS_FILE, deciding)
     if recipe.data.responses is not None:
@@ -107,9 +106,9 @@ def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tu
 
 def regeneration_of(recipe: Recipe) -> RegenerateSpec:
     """Return the settings of regeneration; refuse a recipe without any."""
-    if recipe.data.answered is None:
-        raise RecipeError("data.regenerate: off; expected it enabled. Write data.regenerate.enabled: true.")
-    return recipe.data.answered
+    if recipe.data.regenerate is None:
+        raise RecipeError("data.regenerate: null; expected a section. Write data.regenerate: {}.")
+    return recipe.data.regenerate
 
 
 def documents_of(run: Run, settings: RegenerateSpec, store: RegeneratedStore) -> tuple[list[Document], ResponseCounts]:
@@ -149,7 +148,7 @@ def answering_of(run: Run, settings: RegenerateSpec) -> Answering:
         max_new_tokens=settings.max_new_tokens,
         seq_len_tokens=run.recipe.data.seq_len_tokens,
         eos_ids=run.inputs.eos_ids,
-        seed=run.recipe.seed,
+        sampling=Sampling(**sampling_of(settings), seed=run.recipe.seed),
     )
 
 
@@ -163,49 +162,20 @@ def answer_by_decoder(
     """Generate the responses to this process's prompts with the built-in decoder."""
     inputs = run.inputs
     # Without copied responses: a batch with one missing response is decoded whole.
-    copied = {row.id for row in rows_after(store.directory / COPIED_FILE, 0)}
+    copied = {row.id for row in file_rows(store.directory / COPIED_FILE)}
     prompts = [prompt for prompt in inputs.prompts if prompt.id not in copied]
     if not prompts:
         return
     batch_size = settings.batch_size or BATCH_SIZE
     decoder = SpeculativeDecoder(trunk, None, 0, inputs.eos_ids, max_batch=batch_size)
-    sampling = Sampling(**sampling_of(settings))
-
-    def generate(questions: list[Question]) -> list[list[int]]:
-        requests = [
-            Request(
-                prompt_ids=question.prompt_ids,
-                max_new_tokens=question.max_new_tokens,
-                sampling=replace(sampling, seed=question.seed),
-            )
-            for question in questions
-        ]
-        return [list(result.token_ids) for result in decoder.decode(requests)]
-
     regenerate(
         prompts,
         store,
-        generate,
+        lambda requests: [result.token_ids for result in decoder.generate(requests)],
         answering_of(run, settings),
         batch_size=batch_size,
         on_batch=on_progress,
     )
-
-
-def judge_of(settings: RegenerateSpec, trunk: Trunk, eos_ids: Collection[int]) -> JudgeFn:
-    """Return a function that computes how probable responses are under the trunk, at the recipe's sampling settings."""
-    distribution = distribution_of(Sampling(**sampling_of(settings)), trunk.lm_head_VD.device)
-
-    def judge(read: Sequence[RegeneratedRow]) -> AnswerFit:
-        return fit_of(
-            trunk,
-            [(row.prompt_ids, row.response_ids) for row in read],
-            distribution,
-            is_greedy=settings.temperature == 0.0,
-            eos_ids=eos_ids,
-        )
-
-    return judge
 
 
 def with_followers(trunk: Trunk, accelerator: RunAccelerator, answer: Callable[[], str]) -> str:
@@ -255,17 +225,12 @@ def answer_by_server(
     store: RegeneratedStore,
     on_progress: Callable[[int, int], None],
 ) -> str:
-    """Check that the recipe's server serves the trunk, then generate the responses to this process's prompts on it.
+    """Generate the responses to this process's prompts on the recipe's server.
 
     Returns a sentence about the result for the log; empty if no prompt was left.
     """
-    recipe, inputs = run.recipe, run.inputs
-    rank, world, room = store.rank, store.world, recipe.data.seq_len_tokens
-    judge = judge_of(settings, trunk, inputs.eos_ids)
-    # Check responses that a kill left unchecked first: prompts whose responses are deleted are missing again.
-    checked = CheckedStore(store, judge, str(settings.endpoint), others=store.files_of_others() if rank == 0 else ())
-    checked.check()
-    missing = missing_prompts(inputs.prompts, store, room)
+    inputs, rank, world = run.inputs, store.rank, store.world
+    missing = missing_prompts(inputs.prompts, store, run.recipe.data.seq_len_tokens)
     if not missing:
         return ""
     endpoint = Endpoint(
@@ -279,14 +244,11 @@ def answer_by_server(
     )
     with contextlib.closing(endpoint):
         endpoint.choose_model(settings.model)
-        asked = choose_prompts(fitting_prompts(inputs.prompts, room), PROBE_PROMPTS, recipe.seed)
-        agreement = probe(endpoint, trunk, asked, seq_len_tokens=room)
-        sampling, answering = sampling_of(settings), answering_of(run, settings)
-        counts = regenerate_served(missing, checked, endpoint, sampling, answering, on_progress)
-    facts = {"url": endpoint.url, "model": endpoint.model, "prompts_as": endpoint.prompts_as, "agreement": agreement}
+        counts = regenerate_served(missing, store, endpoint, answering_of(run, settings), trunk, on_progress)
+    facts = {"url": endpoint.url, "model": endpoint.model, "prompts_as": endpoint.prompts_as}
     write_json(store.directory / f"server-{rank:05d}-of-{world:05d}.json", {**facts, **asdict(counts)})
     refused = f", {counts.refused} refused ({counts.refusal})" if counts.refused else ""
-    return f"{endpoint.url} agrees with the trunk in {agreement:.1%} of tokens; {counts.generated} answered{refused}."
+    return f"{endpoint.url}: {counts.generated} prompts answered{refused}."
 
 
 def copy_answers(location: str, directory: Path, prompts: Sequence[Prompt], trunk: TrunkContents) -> list[str]:

@@ -32,10 +32,10 @@ from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_inference.opening import OWN, open_model
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.names import GRAFT, RETRAINED
+from mtp_train.answers.store import answer_document
 from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.artifact import Artifact
-from mtp_train.checkpoints.contents import left_out, unnamed_files
-from mtp_train.checkpoints.files import is_gguf, open_checkpoint, read_json
+from mtp_train.checkpoints.files import is_gguf, left_out, open_checkpoint, read_json, unnamed_files
 from mtp_train.checkpoints.gguf.model_file import SPLIT, open_gguf, split_path
 from mtp_train.checkpoints.locations import EXPORT, RECIPE_FILE, is_run, locate_adapter, open_location
 from mtp_train.checkpoints.suggestions import graft_command, inspect_command, last_name, retrain_command
@@ -43,7 +43,7 @@ from mtp_train.checkpoints.writing import full_disk_is_named, removed_on_failure
 from mtp_train.data.tokenize import build_prompts, choose_evenly
 from mtp_train.errors import ChangedInputError, CheckpointError, MtpError, OutputExistsError
 from mtp_train.evaluation.arms import ArmSpec, local_device
-from mtp_train.evaluation.dense import better_wiring, own_text
+from mtp_train.evaluation.dense import better_wiring
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS, REPORT_FILE, Report, load_report
@@ -310,8 +310,9 @@ def _better_wiring(recipe: Recipe, donor: str, out: Path, console: Console) -> s
         if not isinstance(drafting, HeadDrafting):
             return None
         plain = SpeculativeDecoder(trunk, None, 0, eos_token_ids(model.checkpoint, tokenizer))
-        found = plain.decode([prompt.prompt_ids for prompt in prompts], WIRING_TOKENS)
-        texts = own_text(prompts, [tuple(one.token_ids) for one in found], recipe.data.seq_len_tokens)
+        found = plain.generate([prompt.prompt_ids for prompt in prompts], WIRING_TOKENS)
+        pairs = zip(prompts, found, strict=True)
+        texts = [answer_document(prompt, one.token_ids, recipe.data.seq_len_tokens) for prompt, one in pairs]
         wiring = better_wiring(trunk, drafting, texts, min(2, model.deepest), progress)
     with full_disk_is_named(out, what="the probe"):
         write_json(file, {"wiring": wiring})

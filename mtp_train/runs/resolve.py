@@ -27,17 +27,8 @@ from mtp_train.data.tokenize import Document, build_prompts, tokenize_records
 from mtp_train.errors import RecipeError
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.json_schema import shown
-from mtp_train.recipe.loading import (
-    STAND_INS,
-    RecipeLike,
-    plain_recipe,
-    validated,
-    value_of,
-    with_stand_ins,
-    with_values,
-)
+from mtp_train.recipe.loading import RecipeLike, load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.recipe.sections import AUTO
 from mtp_train.runs.inputs import load_sources, recipe_tokenizer
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.settings import memory_options
@@ -107,15 +98,12 @@ def resolved_recipe(
     """
     if isinstance(recipe, Recipe) and not overrides:
         return recipe, ()
-    choices: tuple[Choice, ...] = ()
-    data, problems = plain_recipe(recipe, override_texts(overrides))
-    fields = [field for field in STAND_INS if value_of(data, field) == AUTO]
-    if fields and not problems:
-        known = with_stand_ins(data)
-        processes = world_size or known.train.processes or launched_processes()
-        choices = automatic_values(known, fields, processes, device or device_named(None))
-        data = with_values(data, {choice.field: choice.value for choice in choices})
-    return validated(data, problems), choices
+    known = load_recipe(recipe, override_texts(overrides))
+    if not known.automatic:
+        return known, ()
+    processes = world_size or known.train.processes or launched_processes()
+    choices = automatic_values(known, known.automatic, processes, device or device_named(None))
+    return load_recipe(known.replaced({one.field: one.value for one in choices})), choices
 
 
 def override_texts(overrides: Overrides) -> list[str]:
@@ -168,12 +156,12 @@ class _Chosen:
     """A recipe whose fields that are ``auto`` are chosen one after the other: each rule reads the values before it."""
 
     def __init__(self, recipe: Recipe, fields: Collection[str]) -> None:
-        self.recipe, self._fields = recipe.replaced({field: STAND_INS[field] for field in fields}), fields
+        self.recipe, self.fields = recipe, fields
         self.choices: tuple[Choice, ...] = ()
 
     def choose(self, field: str, value: int | float | None, reason: str) -> None:
         """Set a field that is to be chosen; others keep the value of the user."""
-        if field in self._fields:
+        if field in self.fields:
             self.choices += (Choice(field, value, reason),)
             self.recipe = self.recipe.replaced({field: value})
 
@@ -280,7 +268,7 @@ def _choose_for_text(chosen: _Chosen, model: ModelFacts, text: TextFacts) -> Non
         told = f"twice the records' long responses, {text.response_long} tokens, at most {MOST_NEW_TOKENS}"
     chosen.choose("data.regenerate.max_new_tokens", limit, told)
 
-    answered = chosen.recipe.data.answered
+    answered = chosen.recipe.data.regenerate
     longest = text.whole_long if answered is None else text.prompt_long + answered.max_new_tokens
     length = min(model.max_positions, MOST_SEQ_LEN, max(LEAST_SEQ_LEN, _power_of_two(longest)))
     told = f"for texts of up to {longest} tokens, from {LEAST_SEQ_LEN} to {MOST_SEQ_LEN}"
@@ -315,7 +303,7 @@ def lr_choice(recipe: Recipe, hidden_size: int, overlap: float | None = None) ->
 def _expected_text(recipe: Recipe, text: TextFacts) -> tuple[int, str]:
     """Estimate the training text before the trunk has answered: its answers are as long as the records' responses."""
     training = text.num_records * (1 - recipe.data.holdout)
-    spec = recipe.data.answered
+    spec = recipe.data.regenerate
     if spec is None:
         tokens = round(training * text.whole_mean)
         return tokens, f"about {tokens} tokens of training text"
@@ -331,7 +319,9 @@ FROM_TEXT = ("train.tokens_per_step", "train.max_steps", "train.micro_batch_sequ
 
 def _choose_for_training(chosen: _Chosen, model: ModelFacts, tokens: int, told: str) -> None:
     """Choose the length of training for a text of so many tokens; ``told``: how their number is known."""
-    seq_len, unit = chosen.recipe.data.seq_len_tokens, model.world_size * chosen.recipe.train.micro_batch_sequences
+    seq_len, unit = chosen.recipe.data.seq_len_tokens, model.world_size
+    if "train.micro_batch_sequences" not in chosen.fields:
+        unit *= chosen.recipe.train.micro_batch_sequences
     nearest = 1 << max(0, round(math.log2(max(1.0, tokens / STEPS_PER_EPOCH / seq_len))))
     wanted = min(max(1, MOST_TOKENS_PER_STEP // seq_len), max(LEAST_SEQUENCES, nearest))
     sequences = math.ceil(wanted / unit) * unit

@@ -14,9 +14,8 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -31,16 +30,13 @@ from mtp_train.checkpoints.demo import resolve
 from mtp_train.checkpoints.files import CONFIG_FILE, INDEX_FILE, Checkpoint, read_json
 from mtp_train.checkpoints.identity import (
     RECORD_FILE,
-    Claimed,
     Contents,
     InputFiles,
     InputRecord,
-    Loaders,
     Records,
     checkpoint_files,
     directory_files,
     hash_inputs,
-    loaded,
     read_records,
     require_same,
     write_records,
@@ -61,7 +57,7 @@ from mtp_train.errors import (
 )
 from mtp_train.evaluation.results import read_record
 from mtp_train.recipe.json_schema import dotted, shown_whole
-from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml, validated
+from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.inputs import LoneHead, open_head_source
 from mtp_train.train.machine import device_name
@@ -328,7 +324,7 @@ class RunDirectory:
 
     def hash_inputs(self, recipe: Recipe, progress: Progress) -> dict[str, InputRecord]:
         """Return the content hashes of the recipe's inputs. Files with a valid record here are not read."""
-        return hash_inputs(loaded(_input_loaders(recipe, {}, anew=True)), read_records(self.path), progress)
+        return hash_inputs(_inputs(recipe, {}, anew=True), read_records(self.path), progress)
 
     def require_same_inputs(
         self, recipe: Recipe, progress: Progress, *, anew: bool = False, finished: bool = False
@@ -339,8 +335,8 @@ class RunDirectory:
         """
         if is_run(self.path):
             places = {label: one.location for label, one in read_records(self.path).items()}
-            loaders = _input_loaders(recipe, places, anew=anew)
-            require_same(claimed_by_run(self.path), loaders, progress, finished=finished)
+            inputs = _inputs(recipe, places, anew=anew)
+            require_same(self.path, inputs, progress, finished=finished)
 
 
 def _acquire(lock: SoftFileLease, path: Path, console: Console) -> None:
@@ -376,7 +372,7 @@ def _differing_fields(recorded: str, recipe: Recipe) -> list[str]:
     is ``auto``, and trackers.
     """
     try:
-        before = validated(*parse_yaml(recorded, "recipe"))
+        before = load_recipe(parse_yaml(recorded, "recipe"))
     except RecipeError as error:
         return [f"it is not valid here ({error.problems[0]})"]
     now = _on_machines_of(before, recipe)
@@ -408,12 +404,8 @@ def _on_machines_of(before: Recipe, now: Recipe) -> Recipe:
     return now.replaced(values)
 
 
-def claimed_by_run(run_dir: Path) -> Claimed:
-    return Claimed(run_dir, "run", "write another run_dir for the new ones")
-
-
-def _input_loaders(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> Loaders:
-    """Return functions that locate the files of each input of a recipe.
+def _inputs(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> dict[str, InputFiles]:
+    """Return the files of each input of a recipe.
 
     Datasets of the hub are left out: their files are not at hand to compare. Unless ``anew``, a hub id stands for the
     snapshot in ``places``, the recorded locations, and nothing is downloaded.
@@ -425,20 +417,16 @@ def _input_loaders(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> 
         is_here = Path(resolve(location)).expanduser().exists()
         return location if anew or known is None or is_here or not Path(known).exists() else known
 
-    def head_source(location: str) -> InputFiles:
-        source = open_head_source(located(HEAD_FROM, location))
-        return checkpoint_files(source) if isinstance(source, Checkpoint) else directory_files(source.path)
-
-    loaders: dict[str, Callable[[], InputFiles]] = {
-        TRUNK: lambda: checkpoint_files(open_location(located(TRUNK, model.trunk)))
-    }
+    inputs = {TRUNK: checkpoint_files(open_location(located(TRUNK, model.trunk)))}
     if model.head_from:
-        loaders[HEAD_FROM] = partial(head_source, model.head_from)
-    if adapter := model.adapter:
-        loaders[ADAPTER] = lambda: directory_files(locate_checkpoint(located(ADAPTER, adapter)))
+        source = open_head_source(located(HEAD_FROM, model.head_from))
+        of_head = checkpoint_files(source) if isinstance(source, Checkpoint) else directory_files(source.path)
+        inputs[HEAD_FROM] = of_head
+    if model.adapter:
+        inputs[ADAPTER] = directory_files(locate_checkpoint(located(ADAPTER, model.adapter)))
     data = {f"data.sources.{number}": source.path for number, source in enumerate(recipe.data.sources)}
     local = {label: path for label, path in data.items() if label in places or _is_local(label, path)}
-    return loaders | {label: partial(_data_files, label, path) for label, path in local.items()}
+    return inputs | {label: _data_files(label, path) for label, path in local.items()}
 
 
 def _is_local(label: str, path: str) -> bool:

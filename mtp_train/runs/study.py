@@ -23,11 +23,11 @@ from mtp_train.checkpoints.locations import HEAD
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import ArmSpec
-from mtp_train.evaluation.assemble import Measurements
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Setting, TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS, VERDICTS, ArmComparison, Cell, Finding, Report, Tone
 from mtp_train.evaluation.run import Study, study_report
+from mtp_train.evaluation.statistics import Measurements
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import StudySection

@@ -35,16 +35,7 @@ from mtp_train.runs.run import Run
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
 from mtp_train.runs.settings import MEASURES, tracking_of, train_options
 from mtp_train.train.head_training import HeadTraining
-from mtp_train.train.hidden_cache import (
-    HiddenCache,
-    HiddenFn,
-    build_cache,
-    cache_identity,
-    digest_of,
-    layout_for,
-    require_room,
-    write_manifest,
-)
+from mtp_train.train.hidden_cache import HiddenCache, HiddenFn, cache_digest, one_state
 from mtp_train.train.log import RunLog
 from mtp_train.train.loop import train_head
 from mtp_train.train.machine import set_threads
@@ -215,21 +206,16 @@ def hidden_cache(run: Run, module: HeadTraining, documents: Sequence[Document]) 
     hidden_fn: HiddenFn
     hidden_fn = HiddenInShards(trunk, accelerator) if is_sharded else partial(isolated_hidden, trunk.to(device))
     with trunk.computing_in(module.compute_dtype):
-        layout = layout_for(hidden_fn, documents, device)
-        precision, quantization = recipe.train.precision, recipe.model.quantization
+        state, settings = one_state(hidden_fn, device), (recipe.train.precision, recipe.model.quantization)
         adapter = inputs.contents[ADAPTER] if inputs.adapter else None
-        identity = cache_identity(inputs.contents[TRUNK], adapter, documents, layout, precision, quantization)
-        directory = Path(spec.directory or run.directory.path / HIDDEN) / digest_of(identity)
-        require_room(layout, directory, int(spec.max_gib * (1 << 30)))
+        digest = cache_digest(inputs.contents[TRUNK], adapter, documents, state, *settings)
+        cache = HiddenCache(Path(spec.directory or run.directory.path / HIDDEN) / digest, documents, state)
+        cache.require_room(int(spec.max_gib * (1 << 30)))
         task = progress.add_task("keeping hidden states", total=None)
         if accelerator.is_main_process:
-            progress.console.print(f"{directory}: {layout.num_bytes / (1 << 30):.2f} GiB of hidden states")
-            write_manifest(directory, identity, layout)
-        build_cache(
+            progress.console.print(f"{cache.directory}: {cache.num_bytes / (1 << 30):.2f} GiB of hidden states")
+        cache.build(
             hidden_fn,
-            documents,
-            layout,
-            directory,
             device=device,
             max_tokens=inputs.plan.micro_batch_tokens,
             rank=accelerator.process_index,
@@ -241,7 +227,7 @@ def hidden_cache(run: Run, module: HeadTraining, documents: Sequence[Document]) 
     # Shards and their hooks form reference cycles: collect them to free the memory.
     del hidden_fn
     gc.collect()
-    return HiddenCache(directory, layout)
+    return cache
 
 
 def chosen_vocab(run: Run, documents: Sequence[Document], vocab_size: int) -> torch.Tensor | None:

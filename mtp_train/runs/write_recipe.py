@@ -28,8 +28,8 @@ from mtp_train.families import most_served_kind, raw_text_config
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.diagnose import diagnose_head
 from mtp_train.recipe.json_schema import dotted, schema_tree, walk_fields
-from mtp_train.recipe.loading import STAND_INS, dump_yaml, with_stand_ins, with_values
-from mtp_train.recipe.sections import AUTO
+from mtp_train.recipe.loading import apply_override, dump_yaml, load_recipe
+from mtp_train.recipe.sections import AUTO, AUTOMATIC
 from mtp_train.recipe.shipped import SCHEMA_FILE
 from mtp_train.runs.check import CheckResult, check, launch_command
 from mtp_train.runs.display import Shown
@@ -176,15 +176,16 @@ def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: 
             )
         trunk, adapter = base, trunk
     paths = list(data) or ["demo:prompts" if trunk.startswith(PREFIX) else str(BUILTIN_FILE)]
-    plain: Plain = {
+    settings: Plain = {
         "run_dir": run_dir,
         "model": {"trunk": trunk},
         "head": {"init": start},
-        "data": {"sources": [{"path": path} for path in paths], "regenerate": _ANSWERS},
+        "data": {"sources": [{"path": path} for path in paths], "regenerate": dict(_ANSWERS)},
         "train": {},
         "evaluate": {"arms": [PLAIN, start, RETRAINED]},
     }
-    settings: Plain = with_values(plain, dict.fromkeys(STAND_INS, AUTO))
+    for field in AUTOMATIC:
+        apply_override(settings, f"{field}={AUTO}")
     settings["data"]["group_field"] = _group_field(paths)
     settings["train"] |= {"save_steps": 50, "select": {"patience": 6}}
     if isinstance(source, LoneHead) and source.kind != "mtp":
@@ -221,7 +222,7 @@ def _new_head(settings: Plain, trunk: Checkpoint) -> Plain:
         return {"kind": kind, "init": "random"} | (
             {"draft_vocab": _DRAFT_VOCAB} if vocab_size > 2 * _DRAFT_VOCAB else {}
         )
-    copied = with_stand_ins({**settings, "head": {"init": "copy_last_layer"}})
+    copied = load_recipe({**settings, "head": {"init": "copy_last_layer"}})
     try:
         plan_head(copied, trunk, None)
     except CheckpointError:

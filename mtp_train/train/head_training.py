@@ -7,30 +7,48 @@ Shapes: B packed rows, T tokens, K depths, N = B * T target rows, D hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mtp_train.data.pack import PackedBatch
 from mtp_train.heads.module import MtpHead, OutputRows
 from mtp_train.losses.chunked import LossTerms, frozen_head_loss
-from mtp_train.train.packed_rows import AlignedRows, Forwards, PackedBatch, aligned_rows, autocasting
+from mtp_train.train.packed_rows import AlignedRows, Forwards, aligned_rows, autocasting
 from mtp_train.train.teacher_forced import DenseSums, dense_sums
 from mtp_train.trunk.load import Trunk
 
 
 @dataclass(frozen=True)
-class Known:
-    """Facts about a micro-batch on the host. Otherwise it has to wait for the device in every forward.
+class MicroBatch:
+    """The inputs of one forward. The host plans it, so that the forward does not wait for the device.
 
     No tuple or dict: wrappers move the tensors inside of these, one by one.
     """
 
-    forwards: Forwards | None
-    """The trunk's passes; None if its hidden states are given."""
-    used_N: Tensor
-    """int64, on the device: the target rows at which any depth has a target."""
+    batch: PackedBatch
+    scale_K: Tensor
+    """fp32, factor of each depth's summed loss: the depth's weight over the number of its targets in the whole step."""
+    hidden_BTD: Tensor | None = None
+    """The trunk's hidden states of the tokens; None runs the trunk's layers."""
+    forwards: Forwards | None = None
+    """The trunk's passes; None plans them in the forward."""
+    used_N: Tensor | None = None
+    """int64, the target rows at which any depth has a target; None looks for them in the forward."""
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """Return a copy in which every tensor is changed."""
+        changed: dict[str, Any] = {
+            name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, batch=PackedBatch(*map(change, self.batch)), **changed)
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Return a copy on a device. The host does not wait for copies from page-locked memory."""
+        return self.mapped(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
 
 
 class HeadTraining(nn.Module):
@@ -77,6 +95,7 @@ class HeadTraining(nn.Module):
         self.recompute = recompute
         self.compute_dtype = compute_dtype
         self.owns_rows = isinstance(head.module_for(1).lm_head, OutputRows)
+        self.draft_vocab: Tensor | None
         self.register_buffer("draft_vocab", None if draft_vocab is None else draft_vocab.long(), persistent=False)
 
     def train(self, mode: bool = True) -> HeadTraining:
@@ -85,51 +104,34 @@ class HeadTraining(nn.Module):
         self.trunk.eval()
         return self
 
-    def forward(
-        self,
-        tokens_BT: Tensor,
-        positions_BT: Tensor,
-        document_BT: Tensor,
-        loss_mask_BT: Tensor,
-        scale_K: Tensor,
-        hidden_BTD: Tensor | None = None,
-        *,
-        known: Known | None = None,
-        measures: bool = False,
-    ) -> LossTerms | DenseSums:
+    def forward(self, micro: MicroBatch, *, measures: bool = False) -> LossTerms | DenseSums:
         """Return the loss of one micro-batch.
 
         Args:
-            loss_mask_BT: bool, tokens that may be targets.
-            scale_K: fp32, factor of each depth's summed loss: the depth's weight over the number of its targets in the
-                whole step.
-            hidden_BTD: The trunk's hidden states of the tokens; None runs the trunk's layers.
-            known: Facts about the batch on the host; None looks at the tensors.
             measures: Return the sums for acceptance figures instead of the loss. They are computed in this forward
                 because sharded weights are whole only within it.
         """
-        batch = PackedBatch(tokens_BT, positions_BT, document_BT, loss_mask_BT)
         autocast = None if self.compute_dtype is torch.float32 else self.compute_dtype
         with self.trunk.computing_in(self.compute_dtype):
             rows = aligned_rows(
                 self.trunk,
                 self.head,
-                batch,
+                micro.batch,
                 self.num_depths,
-                hidden_BTD=hidden_BTD,
-                forwards=None if known is None else known.forwards,
+                hidden_BTD=micro.hidden_BTD,
+                forwards=micro.forwards,
                 apart=self.apart,
                 recompute=self.recompute,
                 autocast=autocast,
             )
             if measures:
-                with autocasting(tokens_BT.device, autocast):
-                    return dense_sums(rows, self.trunk, self.head)
-        return self._loss(rows, scale_K, None if known is None else known.used_N)
+                with autocasting(micro.scale_K.device, autocast):
+                    return dense_sums(rows, self.trunk, self.head, self.draft_vocab)
+        return self._loss(rows, micro.scale_K, micro.used_N)
 
     def _loss(self, rows: AlignedRows, scale_K: Tensor, used_N: Tensor | None) -> LossTerms:
         lm_head_VD, own_heads = self.trunk.lm_head_VD, self.head.own_lm_heads(self.num_depths)
-        targets_N, vocab_R = rows.targets_N, cast("Tensor | None", self.draft_vocab)
+        targets_N, vocab_R = rows.targets_N, self.draft_vocab
         if vocab_R is not None:
             lm_head_VD = lm_head_VD[vocab_R]
             if own_heads is not None and not self.owns_rows:

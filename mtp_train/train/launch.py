@@ -83,11 +83,7 @@ class RunAccelerator(Accelerator):
 
     def said_by_main(self, message: Any = None) -> Any:
         """Return the main process's message; every process must call it, the others without a message."""
-        if self._waiting is None:
-            return message
-        said = [message]
-        torch.distributed.broadcast_object_list(said, src=0, group=self._waiting)
-        return said[0]
+        return self.gather_items([message])[0]
 
 
 def make_accelerator() -> RunAccelerator:
@@ -101,8 +97,7 @@ def make_accelerator() -> RunAccelerator:
     """
     if _asked_for("ACCELERATE_USE_DEEPSPEED") and importlib.util.find_spec("deepspeed") is None:
         raise TrainingError(
-            "launcher: asks for DeepSpeed, which is not installed; expected it to be. Run pip install "
-            '"mtp-train[deepspeed]", or launch with fsdp2.yaml, which needs nothing more.'
+            'launcher: asks for DeepSpeed, which is not installed; expected it. Run pip install "mtp-train[deepspeed]".'
         )
     # accelerate sets no backend for DeepSpeed on a machine without an accelerator.
     on_cpu = _asked_for("ACCELERATE_USE_DEEPSPEED") and not torch.accelerator.is_available()
@@ -166,8 +161,7 @@ def require_processes(expected: int | None, accelerator: Accelerator) -> None:
     if expected not in (None, accelerator.num_processes):
         raise TrainingError(
             f"train.processes: {expected}, and the launcher started {accelerator.num_processes}; expected as many. Add "
-            f"--num_processes {expected} to accelerate launch (on CPUs with ACCELERATE_USE_CPU=true and "
-            f"cpu_ddp.yaml), or write train.processes: {accelerator.num_processes}."
+            f"--num_processes {expected} to accelerate launch (on CPUs with cpu_ddp.yaml)."
         )
 
 
@@ -192,9 +186,8 @@ def lost_process_is_named() -> Iterator[None]:
         if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error):
             raise
         raise LostProcessError(
-            "launcher: another process of this run is gone (killed, out of memory, or ended by an error that stands "
-            "above); expected all of them to the end. Start the same command again: it resumes from the last saved "
-            "state."
+            "launcher: another process of this run is gone (killed, or by the error above); expected all to the end. "
+            "Start the same command again: it resumes from the last saved state."
         ) from error
 
 

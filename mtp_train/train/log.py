@@ -46,13 +46,8 @@ class Tracking:
         """
         missing = [name for name in self.names if importlib.util.find_spec(name) is None]
         if missing:
-            raise RecipeError(
-                *(
-                    f"{where}{name}: the package is not installed; expected it, to track there. Run 'pip install "
-                    f"{name}', or leave {where}{name} out."
-                    for name in missing
-                )
-            )
+            told = "the package is not installed; expected it, to track there"
+            raise RecipeError(*(f"{where}{name}: {told}. Run 'pip install {name}'." for name in missing))
 
     @contextlib.contextmanager
     def opened(

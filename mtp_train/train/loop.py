@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ from mtp_train.data.pack import PackedSequence, collate
 from mtp_train.errors import TrainingError
 from mtp_train.heads.module import MtpHead
 from mtp_train.losses.chunked import depth_weights
-from mtp_train.train.feed import BatchFn, Feed, MicroBatch, Preparation, Prepared
-from mtp_train.train.head_training import HeadTraining
+from mtp_train.train.feed import Preparation
+from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.train.hidden_cache import HiddenCache
 from mtp_train.train.launch import clip_gradient, prepare, run_facts, takes_fused
 from mtp_train.train.log import RunLog
@@ -34,12 +36,16 @@ from mtp_train.train.state import (
     load_sums,
     load_weights,
     newest_whole_step,
-    remove_states,
     save_state,
 )
-from mtp_train.train.stopping import Signals, noted_signal, stopped_after
+from mtp_train.train.stopping import noted_signal, stopped_after
 
 _LOG = logging.getLogger(__name__)
+
+BatchFn = Callable[[int], Sequence[PackedSequence]]
+"""From a step (0-based) to its packed sequences, the same on every rank."""
+StepBatches = tuple[Sequence[PackedSequence], Iterator[MicroBatch]]
+"""A step's sequences over all processes, and this process's micro-batches of them, of which the first is made."""
 
 
 @dataclass
@@ -54,11 +60,6 @@ class LogSums:
     @classmethod
     def zero(cls, num_depths: int) -> LogSums:
         return cls([0.0] * num_depths, [0.0] * num_depths)
-
-    @classmethod
-    def after(cls, done: int, state_dir: Path, num_depths: int) -> LogSums:
-        """Return the sums that a state recorded, and start the clock; none at the beginning."""
-        return cls(**load_sums(state_dir, done)) if done else cls.zero(num_depths)
 
     @property
     def seconds(self) -> float:
@@ -75,8 +76,8 @@ class Training:
     """The objects that a training step uses."""
 
     options: TrainOptions
-    plan: Plan
-    weight_K: Sequence[float]
+    batch_fn: BatchFn
+    preparation: Preparation
     accelerator: Accelerator
     head: MtpHead
     wrapped: nn.Module
@@ -84,9 +85,14 @@ class Training:
     selection: Selection | None
     state_dir: Path
     log: RunLog | None
-    facts: Mapping[str, Any]
+    facts: dict[str, Any]
     """What every log line repeats: processes, wrapper, precision and device."""
     sums: LogSums
+
+    def batches(self, step: int) -> StepBatches:
+        sequences = self.batch_fn(step)
+        made = self.preparation.step(sequences)
+        return sequences, chain([next(made)], made)
 
 
 def make_optimizer(head: nn.Module, options: TrainOptions, *, fused: bool = False) -> torch.optim.AdamW:
@@ -119,7 +125,6 @@ def train_head(
     """Train the head from the newest saved state to the last step.
 
     Args:
-        batch_fn: From a step (0-based) to its packed sequences, the same on every rank.
         accelerator: Built with ``gradient_accumulation_steps=plan.accumulation``.
         make_log: From the step to resume at to the open log; None on ranks that do not log.
         on_step: Called after each step with the number of steps done, for a progress bar.
@@ -140,10 +145,11 @@ def train_head(
     wrapped, optimizer = prepare(module, optimizer, accelerator, plan, options.max_grad_norm)
     if done:
         load_moments(state_dir, done, head, optimizer)
+    weight_K = depth_weights(module.num_depths, options.depth_decay)
     run = Training(
         options=options,
-        plan=plan,
-        weight_K=depth_weights(module.num_depths, options.depth_decay),
+        batch_fn=batch_fn,
+        preparation=Preparation.of(plan, weight_K, accelerator, cache),
         accelerator=accelerator,
         head=head,
         wrapped=wrapped,
@@ -152,11 +158,11 @@ def train_head(
         state_dir=state_dir,
         log=make_log(done),
         facts=run_facts(accelerator, wrapped, module.compute_dtype),
-        sums=LogSums.after(done, state_dir, module.num_depths),
+        sums=LogSums(**load_sums(state_dir, done)) if done else LogSums.zero(module.num_depths),
     )
     if selection is not None and not done:
         measure_start(run, selection)
-    _train_on(run, done, Preparation.of(plan, run.weight_K, accelerator, cache).steps(batch_fn, done), on_step)
+    take_steps(run, done, on_step)
     return chosen_weights(head, selection)
 
 
@@ -166,24 +172,7 @@ def measure_start(run: Training, selection: Selection) -> None:
     if selection.lr_for is not None:
         run.options = replace(run.options, lr=selection.lr_for(figures["held_out_overlap_depth_1"]))
     # The clock of the log begins with the first step.
-    run.sums = LogSums.zero(len(run.weight_K))
-
-
-def _train_on(run: Training, done: int, prepared: Iterator[Prepared], on_step: Callable[[int], None]) -> None:
-    """Take the steps after the first ``done``.
-
-    Raises:
-        StoppedError: A process received SIGTERM or SIGINT; the state is saved.
-    """
-    on_step(done)
-    run.wrapped.train()
-    with noted_signal() as signals, Feed(prepared, run.accelerator.device) as feed:
-        done = take_steps(run, done, feed, on_step, signals)
-    run.accelerator.wait_for_everyone()
-    if run.log is not None:
-        run.log.close()
-    if not is_over(done, run.options, run.selection):
-        raise stopped_after(run.state_dir.parent, done, run.options.max_steps, signals)
+    run.sums = LogSums.zero(len(run.preparation.weight_K))
 
 
 def resume(state_dir: Path, head: MtpHead, selection: Selection | None, accelerator: Accelerator) -> int:
@@ -196,7 +185,8 @@ def resume(state_dir: Path, head: MtpHead, selection: Selection | None, accelera
     done = broadcast_object_list([done])[0]
     accelerator.wait_for_everyone()
     if broken and accelerator.is_main_process:
-        remove_states(broken)
+        for path in broken:
+            shutil.rmtree(path)
         _LOG.warning("%s; resuming from the state of step %d", "; ".join(broken.values()), done)
     if done:
         load_weights(state_dir, done, head)
@@ -205,20 +195,33 @@ def resume(state_dir: Path, head: MtpHead, selection: Selection | None, accelera
     return done
 
 
-def take_steps(run: Training, done: int, feed: Feed, on_step: Callable[[int], None], signals: Signals) -> int:
-    """Train from step ``done`` until the end or a signal; return the number of steps done."""
+def take_steps(run: Training, done: int, on_step: Callable[[int], None]) -> None:
+    """Take the steps after the first ``done``.
+
+    Raises:
+        StoppedError: A process received SIGTERM or SIGINT; the state is saved.
+    """
+    on_step(done)
+    run.wrapped.train()
     told_to_stop = False
-    while not (told_to_stop or is_over(done, run.options, run.selection)):
-        sequences = feed.sequences()
-        for group in run.optimizer.param_groups:
-            group["lr"] = run.options.lr_at(done)
-        given = feed.micro_batches(run.plan.accumulation)
-        sums_2K, norm_1 = optimise(run.wrapped, run.optimizer, run.accelerator, run.options.max_grad_norm, given)
-        norm, told_to_stop = gather(run, sums_2K, norm_1, sequences, signals.number is not None)
-        done += 1
-        finish_step(run, done, norm, sequences, saves=told_to_stop)
-        on_step(done)
-    return done
+    following: StepBatches | None = None
+    with noted_signal() as signals:
+        while not (told_to_stop or is_over(done, run.options, run.selection)):
+            sequences, given = following or run.batches(done)
+            for group in run.optimizer.param_groups:
+                group["lr"] = run.options.lr_at(done)
+            sums_2K, norm_1 = optimise(run.wrapped, run.optimizer, run.accelerator, run.options.max_grad_norm, given)
+            # While the device still computes this step.
+            following = run.batches(done + 1) if done + 1 < run.options.max_steps else None
+            norm, told_to_stop = gather(run, sums_2K, norm_1, sequences, signals.number is not None)
+            done += 1
+            finish_step(run, done, norm, sequences, saves=told_to_stop)
+            on_step(done)
+    run.accelerator.wait_for_everyone()
+    if run.log is not None:
+        run.log.close()
+    if not is_over(done, run.options, run.selection):
+        raise stopped_after(run.state_dir.parent, done, run.options.max_steps, signals)
 
 
 def is_over(done: int, options: TrainOptions, selection: Selection | None) -> bool:
@@ -236,7 +239,7 @@ def optimise(
     max_grad_norm: float,
     micro_batches: Iterable[MicroBatch],
 ) -> tuple[Tensor, Tensor]:
-    """Do one optimiser step over this rank's micro-batches of it, without waiting for the device.
+    """Do one optimiser step over this rank's micro-batches, copied to the device here, without waiting for it.
 
     Returns:
         Each depth's loss sum and number of targets on this rank, shape (2, K), and the gradient norm, (1,).
@@ -245,7 +248,7 @@ def optimise(
     norm_1 = torch.zeros(1, device=accelerator.device)
     for micro in micro_batches:
         with accelerator.accumulate(wrapped):
-            terms = wrapped(*micro.batch, micro.scale_K, micro.hidden_BTD, known=micro.known)
+            terms = wrapped(micro=micro.to(accelerator.device))
             accelerator.backward(terms.total)
             sums_2K = sums_2K + torch.stack([terms.sum_K, terms.count_K])
             if accelerator.sync_gradients:
@@ -277,11 +280,12 @@ def gather(
 def finish_step(run: Training, done: int, norm: float, sequences: Sequence[PackedSequence], *, saves: bool) -> None:
     """Check, log, measure and save after ``done`` steps, as far as each is due."""
     options, accelerator, selection = run.options, run.accelerator, run.selection
+    weight_K = run.preparation.weight_K
     require_finite(run, done, norm, sequences)
     if done % options.log_steps == 0 or done == options.max_steps:
         if run.log is not None:
-            run.log.log(done, log_line(run.sums, run.weight_K, norm, options.lr_at(done - 1)) | dict(run.facts))
-        run.sums = LogSums.zero(len(run.weight_K))
+            run.log.log(done, log_line(run.sums, weight_K, norm, options.lr_at(done - 1)) | run.facts)
+        run.sums = LogSums.zero(len(weight_K))
     if selection is not None and selection.is_due(done, options.max_steps):
         measure(run, selection, done)
     if saves or done % options.save_steps == 0 or is_over(done, run.options, run.selection):
@@ -292,7 +296,7 @@ def finish_step(run: Training, done: int, norm: float, sequences: Sequence[Packe
 
 def measure(run: Training, selection: Selection, done: int) -> dict[str, Any]:
     """Measure, judge and log the head after ``done`` steps, and return the figures; every process must call it."""
-    figures = selection.measure(run.wrapped, len(run.weight_K), run.accelerator)
+    figures = selection.measure(run.wrapped, len(run.preparation.weight_K), run.accelerator)
     selection.judge(done, score_of(figures), run.head, writes=run.accelerator.is_main_process)
     if run.log is not None:
         run.log.log(done, figures)
@@ -309,7 +313,7 @@ def require_finite(run: Training, done: int, norm: float, sequences: Sequence[Pa
         return
     kept = run.state_dir.parent / f"bad_batch-{done:08d}.safetensors"
     if run.accelerator.is_main_process:
-        save_file(collate(list(sequences)), kept)
+        save_file(collate(sequences)._asdict(), kept)
     raise TrainingError(
         f"step {done}: loss {run.sums.loss_sum_K}, gradient norm {norm}; expected finite numbers. Lower train.lr, or "
         f"look at the step's tokens in {kept}; the last saved state is untouched."

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mtp_train.data.pack import PackedBatch
 from mtp_train.heads.alignment import PADDING_DOCUMENT, shift_left, valid_targets
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
@@ -108,15 +109,6 @@ def isolated_hidden(
     if hidden_BTD is None:
         return trunk.embed(tokens_BT).new_zeros(*tokens_BT.shape, trunk.state_width)
     return hidden_BTD
-
-
-class PackedBatch(NamedTuple):
-    """Packed rows on a device, all of shape (B, T)."""
-
-    tokens_BT: Tensor
-    positions_BT: Tensor
-    document_BT: Tensor
-    loss_mask_BT: Tensor
 
 
 class AlignedRows(NamedTuple):

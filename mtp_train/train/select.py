@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from mtp_train.data.pack import PackedSequence, collate, full_batches
 from mtp_train.errors import TrainingError
 from mtp_train.heads.module import MtpHead
+from mtp_train.train.head_training import MicroBatch
 from mtp_train.train.hidden_cache import HiddenCache
 from mtp_train.train.state import Best, best_weights, head_state, save_best
-from mtp_train.train.teacher_forced import DenseMetrics, DenseSums
+from mtp_train.train.teacher_forced import DenseSums
 
 
 def score_of(figures: Mapping[str, float]) -> float:
@@ -78,16 +79,12 @@ class Selection:
             TrainingError: The text has no target.
         """
         wrapped.eval()
-        metrics = DenseMetrics.of(self._sums(wrapped, num_depths, accelerator))
-        figures: dict[str, Any] = {"held_out_tau": metrics.tau_greedy, "held_out_tau_sampled": metrics.tau_sampled}
-        for depth, (agreement, overlap) in enumerate(zip(metrics.agreement, metrics.overlap, strict=True), start=1):
-            figures |= {f"held_out_agreement_depth_{depth}": agreement, f"held_out_overlap_depth_{depth}": overlap}
-        figures["held_out_entropy"] = metrics.target_entropy
+        figures = self._sums(wrapped, num_depths, accelerator).figures()
         wrapped.train()
-        if metrics.tau_greedy is None:
+        if figures["held_out_tau"] is None:
             raise TrainingError(
-                "train.select.share: no round of decoding can begin in the text kept from training; expected at least "
-                "one response of two tokens. Raise it."
+                "train.select.share: no round can begin in the text kept from training; expected a response of two "
+                "tokens. Raise it."
             )
         # Sums of two processes may differ in their last bits: all take the same head and stop at the same step.
         return broadcast_object_list([figures])[0]
@@ -95,24 +92,14 @@ class Selection:
     @torch.no_grad()
     def _sums(self, wrapped: nn.Module, num_depths: int, accelerator: Accelerator) -> DenseSums:
         world, rank, device = accelerator.num_processes, accelerator.process_index, accelerator.device
-        zeros_K = torch.zeros(num_depths, device=device)
-        total = DenseSums(zeros_K, zeros_K, zeros_K, zeros_K, zeros_K, zeros_K, torch.zeros((), device=device))
+        total_FK = torch.zeros(len(DenseSums._fields), num_depths, device=device)
         # Every process makes the same number of calls: with a trunk in shards they run it together.
         for together in full_batches(self.sequences, world):
             own = [together[rank]]
-            batch = {name: value.to(device) for name, value in collate(own).items()}
-            hidden_BTD = None if self.cache is None else self.cache.rows(own).to(device)
-            found = wrapped(
-                batch["input_ids_BT"],
-                batch["positions_BT"],
-                batch["document_BT"],
-                batch["loss_mask_BT"],
-                zeros_K,
-                hidden_BTD,
-                measures=True,
-            )
-            total = total.plus(found)
-        return DenseSums(*(accelerator.reduce(value, reduction="sum") for value in total))
+            hidden_BTD = None if self.cache is None else self.cache.rows(own)
+            micro = MicroBatch(collate(own), torch.zeros(num_depths), hidden_BTD)
+            total_FK += torch.stack(wrapped(micro=micro.to(device), measures=True))
+        return DenseSums(*accelerator.reduce(total_FK, reduction="sum"))
 
     def judge(self, step: int, score: float, head: MtpHead, *, writes: bool) -> None:
         """Record a measure, and store the head's weights if it is the best so far. Every process must call it."""

@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mtp_train.errors import TrainingError
@@ -42,13 +43,7 @@ def layer_sharder(accelerator: Accelerator) -> Callable[[nn.Module], object] | N
     """Return the function that shards a layer while its trunk is loaded; None for DeepSpeed, which shards trunks."""
     if accelerator.distributed_type is not DistributedType.FSDP:
         return None
-    return functools.partial(_shard, reshard_after_forward=accelerator.state.fsdp_plugin.reshard_after_forward)
-
-
-def _shard(layer: nn.Module, *, reshard_after_forward: bool) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(layer, reshard_after_forward=reshard_after_forward)
+    return functools.partial(fully_shard, reshard_after_forward=accelerator.state.fsdp_plugin.reshard_after_forward)
 
 
 def shard_layers(module: HeadTraining, accelerator: Accelerator) -> None:
@@ -68,13 +63,11 @@ def shard_layers(module: HeadTraining, accelerator: Accelerator) -> None:
 
 
 def _shard_all(trunk: Trunk, accelerator: Accelerator, *, reshard_after_forward: bool) -> None:
-    from torch.distributed.fsdp import FSDPModule
-
     for layer in trunk.layers:
         if isinstance(layer, FSDPModule):
             layer.set_reshard_after_forward(reshard_after_forward)
         else:
-            _shard(layer, reshard_after_forward=reshard_after_forward)
+            fully_shard(layer, reshard_after_forward=reshard_after_forward)
         # Buffers that no checkpoint has were computed in main memory, after the layer was sharded.
         for buffer in layer.buffers():
             buffer.data = buffer.data.to(accelerator.device)
@@ -85,8 +78,6 @@ def shard_decoder(trunk: Trunk, accelerator: Accelerator) -> None:
 
     The trunk cannot train afterwards: its decoder is what gathers the shards, which training does itself.
     """
-    from torch.distributed.fsdp import fully_shard
-
     _make_ready(trunk, accelerator)
     _shard_all(trunk, accelerator, reshard_after_forward=True)
     trunk.to(accelerator.device)
@@ -105,8 +96,6 @@ class HiddenInShards(nn.Module):
     """
 
     def __init__(self, trunk: Trunk, accelerator: Accelerator) -> None:
-        from torch.distributed.fsdp import fully_shard
-
         super().__init__()
         self.trunk = trunk
         _make_ready(trunk, accelerator)

@@ -13,10 +13,9 @@ parameters (:class:`ZeroMoments`).
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ from mtp_train.train.shard import whole, whole_state
 from mtp_train.upstream.deepspeed_private import flat_groups, is_zero_3, link_moments, partition_of
 
 _WEIGHTS, _OPTIMIZER, _META = "head.safetensors", "optimizer.safetensors", "state.json"
-_DIGEST = "digest"
+_CHECKSUMS = "sha256.json"
 _KEPT_STATES = 2
 _BLOCK_BYTES = 2**22
 
@@ -82,32 +81,19 @@ def newest_whole_step(state_dir: Path) -> tuple[int, dict[Path, str]]:
     return whole[-1], broken
 
 
-def remove_states(paths: Collection[Path]) -> None:
-    for path in paths:
-        shutil.rmtree(path)
-
-
 def _why_broken(path: Path) -> str | None:
     """Return what is wrong with a state; None if it is whole."""
     try:
-        meta = read_json(path / _META)
+        checksums = read_json(path / _CHECKSUMS)
     except CheckpointError as error:
         return str(error)
-    if meta.get(_DIGEST) != _digest(meta):
-        return f"{path / _META}: damaged since it was written"
-    for name, checksum in meta["sha256"].items():
+    for name in {_WEIGHTS, _OPTIMIZER, _META} | checksums.keys():
         file = path / name
         if not file.is_file():
             return f"{file}: missing"
-        if _sha256(file) != checksum:
+        if _sha256(file) != checksums.get(name):
             return f"{file}: damaged since it was written"
     return None
-
-
-def _digest(meta: Mapping[str, Any]) -> str:
-    """Return the checksum of a state's ``state.json``, over its other fields."""
-    others = {name: value for name, value in meta.items() if name != _DIGEST}
-    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:
@@ -150,18 +136,11 @@ def save_state(
     with new_directory(_step_directory(state_dir, step), what="the resume state") as directory:
         write_safetensors(directory / _WEIGHTS, _pending(weights))
         write_safetensors(directory / _OPTIMIZER, _pending(moments))
-        files = [_WEIGHTS, _OPTIMIZER]
+        write_json(directory / _META, {"optimizer": numbers, "best": asdict(best or Best()), "sums": sums})
+        files = [_WEIGHTS, _OPTIMIZER, _META]
         if best is not None:
             files.append(f"../{_best_directory(state_dir, best.step).name}/{_WEIGHTS}")
-        meta = {
-            "step": step,
-            "optimizer": numbers,
-            "best": asdict(best or Best()),
-            "sums": sums,
-            "sha256": {name: _sha256(directory / name) for name in files},
-        }
-        # The file holds the numbers as JSON has them: the checksum is of what a reader gets.
-        write_json(directory / _META, {**meta, _DIGEST: _digest(json.loads(json.dumps(meta)))})
+        write_json(directory / _CHECKSUMS, {name: _sha256(directory / name) for name in files})
     *older, _ = _step_directories(state_dir)
     for _, path in older[: 1 - _KEPT_STATES]:
         shutil.rmtree(path)

@@ -2,7 +2,7 @@
 
 Unlike counts from decoding, the figures do not depend on where rounds begin or on the draft depth, so they compare
 heads with little noise. Sums run over all batches and processes before any ratio is taken. The steps:
-:func:`target_figures` (per target row), :func:`dense_sums` (:class:`DenseSums`), :meth:`DenseMetrics.of` (ratios).
+:func:`target_figures` (per target row), :func:`dense_sums` (:class:`DenseSums`), :meth:`DenseSums.figures` (ratios).
 
 Shapes: K depths.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -40,7 +39,7 @@ class TargetFigures(NamedTuple):
 
 
 class DenseSums(NamedTuple):
-    """Sums over targets, which add up over batches and processes; fp32 of shape (K,), the entropy a scalar."""
+    """Sums over targets, which add up over batches and processes; fp32 of shape (K,)."""
 
     agreed_K: Tensor
     """Targets where argmax q = argmax p."""
@@ -54,11 +53,25 @@ class DenseSums(NamedTuple):
     """Drafts that can occur in decoding: the round begins after a token of the response, and every earlier depth has a
     target. No round begins inside the prompt, as the first token comes from prefill."""
     targets_K: Tensor
-    entropy: Tensor
-    """Sum of the entropy of p at depth 1's targets, in nats; a scalar."""
+    entropy_K: Tensor
+    """Entropy of p, in nats."""
 
-    def plus(self, other: DenseSums) -> DenseSums:
-        return DenseSums(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+    def figures(self) -> dict[str, float | None]:
+        """Return the ratios as a line of the log names them; None for a depth without targets.
+
+        ``held_out_tau`` is the mean number of tokens per round of greedy decoding, if a round began at every token of
+        the responses, ``held_out_tau_sampled`` that of sampling at temperature 1. The overlap is the expected
+        acceptance of a sampled draft (arXiv:2211.17192, theorem 3.5).
+        """
+        found: dict[str, float | None] = {
+            "held_out_tau": _tau(self.chained_K, self.reached_K),
+            "held_out_tau_sampled": _tau(self.chained_overlap_K, self.reached_K),
+            "held_out_entropy": _ratios(self.entropy_K, self.targets_K)[0],
+        }
+        for name, sums_K in (("agreement", self.agreed_K), ("overlap", self.overlapped_K)):
+            ratios = enumerate(_ratios(sums_K, self.targets_K), start=1)
+            found |= {f"held_out_{name}_depth_{depth}": ratio for depth, ratio in ratios}
+        return found
 
 
 def target_figures(
@@ -93,10 +106,10 @@ def target_figures(
     return TargetFigures(agreed_KN, overlap_KN, entropy_N)
 
 
-def dense_sums(rows: AlignedRows, trunk: Trunk, head: MtpHead) -> DenseSums:
+def dense_sums(rows: AlignedRows, trunk: Trunk, head: MtpHead, draft_vocab_R: Tensor | None = None) -> DenseSums:
     """Return the sums of :func:`target_figures` at temperature 1 over the targets of the rows."""
     valid_KN = rows.valid_KN
-    agreed_KN, overlap_KN, entropy_N = target_figures(rows, trunk, head)
+    agreed_KN, overlap_KN, entropy_N = target_figures(rows, trunk, head, draft_vocab_R=draft_vocab_R)
     valid_KS, agreed_KS, overlap_KS = (to_starts(one) for one in (valid_KN, agreed_KN, overlap_KN))
     reached_KS = valid_KS.cumprod(0) * rows.starts_N
     return DenseSums(
@@ -106,7 +119,7 @@ def dense_sums(rows: AlignedRows, trunk: Trunk, head: MtpHead) -> DenseSums:
         chained_overlap_K=(overlap_KS.cumprod(0) * reached_KS).sum(1),
         reached_K=reached_KS.sum(1).float(),
         targets_K=valid_KN.sum(1).float(),
-        entropy=entropy_N[valid_KN[0]].sum(),
+        entropy_K=(entropy_N * valid_KN).sum(1),
     )
 
 
@@ -114,35 +127,6 @@ def _softmax(logits_CV: Tensor, temperature: float) -> Tensor:
     # No division at temperature 1: it would copy a chunk's logits, a quarter of a gigabyte.
     logits_CV = logits_CV.float()
     return torch.softmax(logits_CV if temperature == 1.0 else logits_CV / temperature, dim=-1)
-
-
-@dataclass(frozen=True)
-class DenseMetrics:
-    """Figures by depth over all valid targets; ``None`` for a depth without targets."""
-
-    agreement: list[float | None]
-    """Share of targets where argmax q = argmax p, given that p was conditioned on the text's own tokens."""
-    overlap: list[float | None]
-    """Mean of sum_v min(p, q): the expected acceptance of a sampled draft (arXiv:2211.17192, theorem 3.5)."""
-    target_entropy: float | None
-    """Mean entropy of p at depth 1's targets, nats."""
-    num_targets: list[int]
-    tau_greedy: float | None = None
-    """Mean tokens per round of greedy decoding, if a round began at every token of the responses."""
-    tau_sampled: float | None = None
-    """Mean tokens per round of sampling at temperature 1, likewise."""
-
-    @classmethod
-    def of(cls, sums: DenseSums) -> DenseMetrics:
-        targets_K = sums.targets_K
-        return cls(
-            agreement=_ratios(sums.agreed_K, targets_K),
-            overlap=_ratios(sums.overlapped_K, targets_K),
-            target_entropy=float(sums.entropy / targets_K[0]) if targets_K[0] else None,
-            num_targets=[int(count) for count in targets_K],
-            tau_greedy=_tau(sums.chained_K, sums.reached_K),
-            tau_sampled=_tau(sums.chained_overlap_K, sums.reached_K),
-        )
 
 
 @contextmanager

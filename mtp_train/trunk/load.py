@@ -29,6 +29,7 @@ from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.quantised import SCALE_SUFFIXES, quant_method, require_whole_blocks
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Convention, Family
+from mtp_train.families.spec import has_layer_types
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.heads.diagnose import layout_of, trunk_config
 from mtp_train.trunk.precision import HALF_DTYPES, Scratch, computing_in
@@ -283,12 +284,11 @@ class Trunk(nn.Module):
                 attention.
             cache: The state of earlier tokens, which also stores where the window goes.
         """
-        by_type = self.family.trunk.masks_by_layer_type
         with self.family.trunk.running_windows():
             output = self.decoder(
                 input_ids=tokens_BT,
                 position_ids=positions_BT,
-                attention_mask=masks if by_type else next(iter(masks.values())),
+                attention_mask=masks if has_layer_types(self.config) else next(iter(masks.values())),
                 past_key_values=cache,
                 use_cache=True,
             )
@@ -357,18 +357,15 @@ def empty_trunk(config: PretrainedConfig, family: Family, *, trust_remote_code: 
 
 
 def _require_all_loaded(path: Path, info: Mapping[str, Any]) -> None:
-    missing = sorted(info["missing_keys"])
-    if missing:
+    problems = [f"{key} is missing" for key in sorted(info["missing_keys"])]
+    problems += [
+        f"{key} is {list(found)}, by config.json it is {list(expected)}"
+        for key, found, expected in sorted(info["mismatched_keys"])
+    ]
+    if problems:
         raise CheckpointError(
-            f"{path}: trunk weights {', '.join(missing[:5])} are missing ({len(missing)} in all); expected every "
-            "weight of the decoder. Point model.trunk at the complete checkpoint."
-        )
-    misshapen = sorted(info["mismatched_keys"])
-    if misshapen:
-        key, found, expected = misshapen[0]
-        raise CheckpointError(
-            f"{path}: trunk weight {key} is {list(found)}, by config.json it is {list(expected)} ({len(misshapen)} in "
-            "all); expected weights and config of one save. Restore the original files."
+            f"{path}: trunk weight {problems[0]} ({len(problems)} in all); expected every weight of the decoder, in "
+            "its config's shape. Restore the original files, or point at the complete checkpoint."
         )
 
 

@@ -62,17 +62,15 @@ def bf16_support(device: torch.device) -> tuple[bool, str]:
     """Return whether a device multiplies bf16 natively and faster than fp32, and a clause for messages."""
     if device.type == "cpu":
         return _cpu_support()
-    if device.type == "cuda":
-        # By default the query also counts emulation, which is slower than fp32.
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-        return native, f"{torch.cuda.get_device_name(device)} {_has(native)}"
     if device.type == "mps":
         native = torch.backends.mps.is_macos_or_newer(14, 0)
         return native, "macOS 14 and later multiply bf16 on MPS" if native else "macOS before 14 has no bf16 on MPS"
-    if device.type == "xpu":
-        native = torch.xpu.is_bf16_supported(including_emulation=False)
-        return native, f"{torch.xpu.get_device_name(device)} {_has(native)}"
-    return False, f"bf16 on {device.type} was never tested"
+    if device.type not in ("cuda", "xpu"):
+        return False, f"bf16 on {device.type} was never tested"
+    kind = torch.cuda if device.type == "cuda" else torch.xpu
+    # By default the query also counts emulation, which is slower than fp32.
+    native = kind.is_bf16_supported(including_emulation=False)
+    return native, f"{kind.get_device_name(device)} {_has(native)}"
 
 
 def _cpu_support() -> tuple[bool, str]:

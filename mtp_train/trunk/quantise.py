@@ -54,7 +54,7 @@ def require_bitsandbytes(quantization: Quantization, where: str = "model.quantiz
 
 
 def layers_to_pack(model: nn.Module, quantization: Quantization, *, where: str) -> dict[str, nn.Linear]:
-    """Return the linear layers of a model or a head that are packed, by name."""
+    """Return the linear layers of a model that are packed, by name."""
     found = {
         name: part
         for name, part in model.named_modules()
@@ -97,26 +97,6 @@ def packing(quantization: Quantization, dtype: torch.dtype | str, model: nn.Modu
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute, llm_int8_skip_modules=kept
     )
-
-
-def pack_head(head: nn.Module, quantization: Quantization) -> None:
-    """Quantise a head's linear layers in place, like the linear layers of a trunk; the head stays on its device."""
-    from bitsandbytes import nn as packed_layers
-
-    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_no_cast)
-    for name, part in layers_to_pack(head, quantization, where="head").items():
-        shape, has_bias, weight = (part.in_features, part.out_features), part.bias is not None, part.weight
-        packed: nn.Linear
-        if quantization == "8bit":
-            packed = packed_layers.Linear8bitLt(*shape, bias=has_bias, has_fp16_weights=False, threshold=0.0)
-            packed.weight = packed_layers.Int8Params(weight.data, requires_grad=False, has_fp16_weights=False)
-        else:
-            packed = packed_layers.Linear4bit(*shape, bias=has_bias, compute_dtype=weight.dtype, quant_type="nf4")
-            packed.weight = packed_layers.Params4bit(weight.data, requires_grad=False, quant_type="nf4")
-        packed.bias = part.bias
-        # bitsandbytes packs the weights when a module is moved to a device.
-        head.set_submodule(name, packed.to(weight.device))
-    head.requires_grad_(False)
 
 
 def _is_no_cast(record: logging.LogRecord) -> bool:

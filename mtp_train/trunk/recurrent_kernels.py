@@ -29,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 KERNEL_DEVICES = ("cuda", "xpu")
 """Types of the devices that the packages' kernels run on. ROCm's is ``cuda``."""
 _PACKAGES = ("fla", "causal_conv1d", "mamba_ssm")
-_CONV, _SINGLE_CONV = "causal_conv1d_fn", "causal_conv1d_update"
+_CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 _WITH_GROUPED_HEADS = Version("0.5")
 """The first flash-linear-attention whose chunked Gated DeltaNet takes fewer key heads than value heads, as transformers
 gives them. Earlier ones read past the keys."""
@@ -63,8 +63,8 @@ def choose_kernels(module: ModuleType, recurrent: RecurrentKernels | None) -> No
     """
     if not any(importlib.util.find_spec(package) for package in _PACKAGES):
         return
-    _choose(module, _CONV, _takes_strides)
-    _choose(module, _SINGLE_CONV, lambda first: True)
+    for name in _CONVOLUTIONS:
+        _choose(module, name, lambda first: True)
     if recurrent is not None:
         _choose(module, recurrent.single, lambda first: True)
         in_kernel = recurrent.rule != "gated_delta" or _groups_heads()
@@ -80,12 +80,6 @@ def _choose(module: ModuleType, name: str, takes: Callable[[Tensor], bool]) -> N
 def _takes_halves(first: Tensor) -> bool:
     # Kernels of several tokens multiply matrices, for which Triton rounds fp32 inputs to TF32.
     return first.dtype in HALF_DTYPES
-
-
-def _takes_strides(inputs_BCT: Tensor) -> bool:
-    # causal-conv1d refuses other strides where the channels come last.
-    by_row, by_channel, by_token = inputs_BCT.stride()
-    return not by_channel == 1 < by_token or not any(one % 8 for one in (inputs_BCT.shape[1], by_row, by_token))
 
 
 def _groups_heads() -> bool:

@@ -6,9 +6,7 @@ renamed, stacked and split.
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,20 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtp_train.checkpoints import quantised
 from mtp_train.checkpoints.adapter import refuse_embedded_adapter
 from mtp_train.checkpoints.files import CONFIG_FILE, TORCH_DTYPES, Checkpoint, TensorInfo
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import trunk_tensors
-from mtp_train.checkpoints.quantised import (
-    FP8_DTYPES,
-    QUANTISATION,
-    is_packed,
-    is_scale,
-    lacks_scales,
-    packed_weight,
-    plain_shape,
-    quant_method,
-)
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Family
 from mtp_train.heads.diagnose import layout_of, named_rejections, trunk_config
@@ -139,7 +128,7 @@ def diagnose_trunk(
     dtype_errors = tuple(
         f"{key}: found {tensors[key].dtype} without scales, expected scales beside it"
         for key in sorted(tensors)
-        if lacks_scales(key, tensors)
+        if quantised.lacks_scales(key, tensors)
     )
     # The model has no weights to partition, but under ZeRO-3 transformers would partition it all the same.
     with without_deepspeed():
@@ -147,7 +136,7 @@ def diagnose_trunk(
         if model is None:
             return TrunkDiagnosis(dtype_errors=dtype_errors)
         missing, misshapen = _match(checkpoint, family, model, tensors)
-    if quant_method(checkpoint.config) is None:
+    if quantised.quant_method(checkpoint.config) is None:
         dtype_errors += tuple(
             f"{key}: found {tensors[key].dtype}, expected a floating-point dtype"
             for key in _whole_numbers(tensors, model)
@@ -186,7 +175,7 @@ def _whole_numbers(tensors: Mapping[str, TensorInfo], model: Any) -> list[str]:
         key
         for key in sorted(_plain_keys(tensors))
         if not TORCH_DTYPES[tensors[key].dtype].is_floating_point
-        and not is_packed(key, tensors)
+        and not quantised.is_packed(key, tensors)
         and key.rpartition(".")[2] in floats
     ]
 
@@ -204,12 +193,14 @@ def _model_without_weights(checkpoint: Checkpoint, family: Family, trust_remote_
 
 def _plain_keys(tensors: Mapping[str, TensorInfo]) -> set[str]:
     """Return the keys of tensors stored in plain floats or in FP8: neither packed weights nor scales."""
-    parts = {key: packed_weight(key) for key in tensors}
+    parts = {key: quantised.packed_weight(key) for key in tensors}
     of_packed = set(parts.values())
     return {
         key
         for key, weight in parts.items()
-        if weight is None and not is_scale(key, tensors) and (key not in of_packed or tensors[key].dtype in FP8_DTYPES)
+        if weight is None
+        and not quantised.is_scale(key, tensors)
+        and (key not in of_packed or tensors[key].dtype in quantised.FP8_DTYPES)
     }
 
 
@@ -219,17 +210,17 @@ def _match(
     """Return the parameters that transformers would miss, and those with another shape."""
     plain = _plain_keys(tensors)
     shapes: dict[str, tuple[int, ...]] = {
-        weight: _UNKNOWN for key in tensors if (weight := packed_weight(key)) is not None
+        weight: _UNKNOWN for key in tensors if (weight := quantised.packed_weight(key)) is not None
     }
-    shapes |= {key: plain_shape(key, tensors) for key in plain}
+    shapes |= {key: quantised.plain_shape(key, tensors) for key in plain}
     state = {key: torch.empty(shape, device="meta").as_subclass(_Shape) for key, shape in shapes.items()}
     config = model.config
     for part in (config, config.get_text_config()):
         # The tensors show which weights are packed. The quantisation method may need a package or a device that is
         # absent.
-        if hasattr(part, QUANTISATION):
-            delattr(part, QUANTISATION)
-    is_quantised = len(plain) < len(shapes) or quant_method(checkpoint.config) is not None
+        if hasattr(part, quantised.QUANTISATION):
+            delattr(part, quantised.QUANTISATION)
+    is_quantised = len(plain) < len(shapes) or quantised.quant_method(checkpoint.config) is not None
     try:
         loading = nullcontext() if family.trunk.loading is None else family.trunk.loading(checkpoint.tensors)
         with quiet_loading(), loading:
@@ -242,10 +233,11 @@ def _match(
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
-    except RuntimeError:
+    except RuntimeError as error:
         # Tensors that transformers joins do not fit together. This is expected with packed weights, whose shapes are
         # unknown.
-        return (), () if is_quantised else _misfits(tensors)
+        reason = " ".join(str(error).split())
+        return (), () if is_quantised else (f"tensors that transformers joins or splits: {reason:.200}",)
     missing = set(info["missing_keys"])
     if is_quantised:
         names = {part for key in tensors for part in _modules(key)}
@@ -262,18 +254,3 @@ def _modules(name: str) -> list[str]:
     parts = name.rpartition(".")[0].split(".")
     first = parts.index("layers") if "layers" in parts else len(parts) - 1
     return [".".join(parts[first:stop]) for stop in range(first + 1, len(parts) + 1)]
-
-
-def _misfits(tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
-    """Return errors for tensors of single experts whose shape differs from the other experts'."""
-    groups: dict[str, list[str]] = {}
-    for key in sorted(tensors):
-        groups.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.*.", key), []).append(key)
-    usual = {name: Counter(tensors[key].shape for key in keys).most_common(1)[0][0] for name, keys in groups.items()}
-    found = tuple(
-        f"{key}: found {list(tensors[key].shape)}, expected {list(usual[name])}, as other experts"
-        for name, keys in groups.items()
-        for key in keys
-        if tensors[key].shape != usual[name]
-    )
-    return found or ("tensors that transformers joins or splits: found shapes that do not fit together",)

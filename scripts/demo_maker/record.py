@@ -73,7 +73,7 @@ def record_arms(texts: Texts, recipe_path: Path, work: Path, out: Path) -> None:
     settings: dict[str, Any] = {}
     steps = load_recipe(recipe_path).train.max_steps
     changes = {
-        CONTROL: ["data.regenerate.enabled=false"],
+        CONTROL: ["data.regenerate=null"],
         CEILING: [f"train.max_steps={CEILING_FACTOR * steps}"],
         RANDOM: ["head.init=random"],
         TABLE: [],
@@ -106,7 +106,7 @@ def _record(arm: str, run: Run, recording: Recording) -> tuple[dict[str, Any], d
         plan = load_artifact(run.directory.path / "head")
         head = build_head(plan, text_config_of(run.inputs.finetune), dtype=trunk.lm_head_VD.dtype).eval()
         drafting = HeadDrafting(head)
-    _, drafted = measure(run, trunk, {arm: drafting}, [setting])
+    _, drafted = measure(run, trunk, {arm: drafting}, [(arm, setting)])
     result = make_cell(drafted, setting).result
     # A table has no distribution to measure the entropy of the text with, which is the other arms'.
     recording.target_entropy = result.target_entropy or recording.target_entropy

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engines.ours import Subject
 from mtp_train.heads.alignment import input_tokens
-from mtp_train.heads.step import mtp_step, unroll
+from mtp_train.heads.step import mtp_step
 
 MOST_DIFFERENCE = 1e-4
 """Tolerance for logits of size 10 and more, computed in fp32 with sums in different orders."""
@@ -45,23 +45,6 @@ def own_row_logits(subject: Subject, text: Sequence[int], depth: int) -> list[Te
         found.append(module.project(step.logit_hidden_BTD, subject.trunk.project)[0])
         hidden_1TD = step.recycled_BTD
     return found
-
-
-@torch.inference_mode()
-def draft_row_logits(subject: Subject, text: Sequence[int], depth: int) -> list[Tensor]:
-    """Return teacher-forced logits (T, draft vocabulary) of every depth, with the attention of decoding."""
-    tokens_1T = torch.tensor([list(text)])
-    states = unroll(
-        subject.head,
-        subject.trunk.head_input(subject.trunk.hidden(tokens_1T), subject.head.convention),
-        tokens_1T,
-        subject.head.embedding(subject.trunk.embed),
-        num_depths=depth,
-        positions_BT=torch.arange(len(text))[None],
-        document_BT=torch.zeros_like(tokens_1T),
-    )
-    chosen = slice(None) if subject.draft_vocab_R is None else subject.draft_vocab_R
-    return [subject.trunk.project(state_1TD[0])[:, chosen] for state_1TD in states]
 
 
 def judge_logits(ours: Sequence[Sequence[Tensor]], theirs: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from mtp_inference import HeadDrafting, Request, SpeculativeDecoder
 from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
+from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import Checkpoint
-from mtp_train.heads.build import build_head, graft_plan, stored_head_plan
+from mtp_train.heads.build import build_head, graft_artifact_plan, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk, load_trunk
@@ -49,7 +50,9 @@ def load_subject(checkpoint: Checkpoint, convention: str, dtype: torch.dtype, he
     if head is None:
         plan = graft_plan(checkpoint, checkpoint, convention)
     else:
-        plan = replace(stored_head_plan(head, checkpoint.family), convention=convention)
+        artifact = load_artifact(head)
+        plan = graft_artifact_plan(checkpoint, artifact, head, artifact.convention)
+        plan = replace(plan, convention=convention)
     trunk = load_trunk(checkpoint.path, checkpoint.family, dtype=dtype)
     built = build_head(plan, text_config_of(checkpoint), dtype=dtype).eval()
     return Subject(trunk, built, None if plan.draft_vocab is None else plan.draft_vocab.long())
@@ -137,7 +140,7 @@ def decode(
     for prompt_ids in prompts:
         drafting.drafted.clear()
         request = Request(prompt_ids=prompt_ids, max_new_tokens=max_new_tokens)
-        committed = [chunk.token_ids for chunk in decoder.decode_chunks([request])]
+        committed = [chunk.token_ids for chunk in decoder.stream([request])]
         drafts = [(), *drafting.drafted]
         texts.append(Text(tuple(prompt_ids), tuple(map(Round, drafts, committed))))
     return texts

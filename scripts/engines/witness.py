@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from engines.launch import OUT_FILE, EngineUnderTest, Kind, engine_threads, run_program
-from engines.logits import draft_row_logits, judge_logits, own_row_logits, read_logits
+from engines.logits import judge_logits, own_row_logits, read_logits
 from engines.ours import Subject, decode, load_subject, with_state_before_norm
 from engines.replay import misses
 from engines.traces import Text, after_first_round, count, cut, read_texts
@@ -134,8 +134,7 @@ def witness(task: Task, depth: int, *, with_controls: bool) -> tuple[dict[str, A
     theirs = read_logits(work / OUT_FILE)
 
     def compare(one: Task) -> dict[str, Any]:
-        row_logits = own_row_logits if one.draft is None else draft_row_logits
-        return judge_logits([row_logits(one.tested, text, depth) for text in texts], theirs)
+        return judge_logits([own_row_logits(one.tested, text, depth) for text in texts], theirs)
 
     entry = compare(task)
     if with_controls:

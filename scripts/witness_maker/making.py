@@ -58,8 +58,7 @@ def make_witness(
 ) -> dict[str, float]:
     """Write a checkpoint of a family, with its head, a tokenizer and prompts for it.
 
-    A head of another kind than ``mtp`` is written to ``head`` (our head directory) and to ``draft`` (a draft model). An
-    EAGLE-3 head is also written to ``speculators``, in the format of speculators.
+    A head of another kind than ``mtp`` is written to ``head`` (our head directory) and to ``draft`` (a draft model).
 
     Args:
         name: The family.
@@ -236,8 +235,6 @@ def save_beside(trunk: Trunk, head: MtpHead, shape: WitnessShape, directory: Pat
     )
     save_artifact(artifact, directory / "head")
     write_draft_checkpoint(checkpoint, artifact, head.config, directory / "draft")
-    if kind == "eagle3":
-        write_draft_checkpoint(checkpoint, artifact, head.config, directory / "speculators", form="speculators")
 
 
 def _set_fields(directory: Path, text_fields: dict[str, Any], released: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -101,9 +100,9 @@ def test_a_killed_run_does_not_go_on_with_another_input(
     with changed(place / file, change):
         said = refusal(["run", "recipe.yaml"], capfd)
     start, _, rest = said.partition(" (")
-    assert start == f"mtp-train: {place / 'run'}: inputs changed since the run began: {field}"
+    assert start == f"mtp-train: {place / 'run'}: inputs changed since it was begun: {field}"
     assert f"): {Path(file).name}" in rest
-    assert "; expected the files that it began with. Restore the old files, or write another run_dir" in rest
+    assert "; expected the files that it began with. Restore the old files, or choose another run_dir" in rest
     found = outcome(place / "run")
     assert (found["exit_code"], found["stage"]) == (2, "check")
     assert f"mtp-train: {found['message']}\n" == said
@@ -117,7 +116,7 @@ def test_a_directory_of_data_that_is_gone_is_no_dataset_of_the_hub(
     (place / "data").rename(place / "away")
     said = refusal(["run", "recipe.yaml"], capfd)
     (place / "away").rename(place / "data")
-    assert re.search(r"data\.sources\.0 cannot be opened \(.*: no such file or directory", said)
+    assert "data.sources.0: no such file or directory" in said
 
 
 def copied(place: Path) -> None:
@@ -152,7 +151,7 @@ def test_a_finished_run_whose_inputs_changed_says_so_and_keeps_its_outcome(finis
     before = tree(finished / "run")
     with changed(finished / "finetune" / "model.safetensors", flip):
         said = refusal(["run", finished / "recipe.yaml"], capfd)
-    assert f"inputs changed since the run began: model.trunk ({finished / 'finetune'}): model.safetensors;" in said
+    assert f"inputs changed since it was begun: model.trunk ({finished / 'finetune'}): model.safetensors;" in said
     assert f"The results in {finished / 'run'} are complete, and were computed from the old files." in said
     assert tree(finished / "run") == before
     copied(finished)
@@ -193,7 +192,7 @@ def test_a_trunk_that_is_rewritten_while_its_head_trains_is_refused(finished: Pa
 
 def study(out: Path, inputs: Path, *arms: str) -> list[Any]:
     command = ["compare", *arms] if len(arms) > 1 else ["evaluate", *arms]
-    small = ["--prompts-per-task", 2, "--depths", 1, "--max-new-tokens", 6, "--temperatures", 0, "--no-costs"]
+    small = ["--prompts-per-task", 2, "--depths", 1, "--max-new-tokens", 6, "--temperatures", 0]
     return [*command, "--suite", inputs / "chats.jsonl", *small, "--out", out]
 
 
@@ -209,7 +208,7 @@ def test_a_study_is_not_read_or_continued_for_other_arms(pristine: Path, tmp_pat
         before = tree(tmp_path / "out")
         with changed(inputs / "base" / "model.safetensors", flip):
             said = refusal(argv, capfd)
-        assert f"{tmp_path / 'out'}: inputs changed since the study began: vanilla: trunk ({inputs / 'base'})" in said
+        assert f"{tmp_path / 'out'}: inputs changed since it was begun: vanilla: trunk ({inputs / 'base'})" in said
         assert f"graft: head ({inputs / 'base'}): model.safetensors; expected" in said
         assert "Restore the old files, or choose another --out for the new ones." in said
         with changed(inputs / "finetune" / "tokenizer.json", more):

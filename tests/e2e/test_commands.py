@@ -72,7 +72,7 @@ def test_check_touches_no_weights(own_inputs: Path, tmp_path: Path, capfd: Captu
 def test_regenerated_responses_are_the_runs_and_a_lost_one_is_generated_again(
     inputs: Path, tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = {"enabled": True, "max_new_tokens": 6, "batch_size": 2}
+    data = {"max_new_tokens": 6, "batch_size": 2}
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", data__regenerate=data)
     counts = document(["regenerate", recipe], capfd)
     (file,) = (tmp_path / "run" / "data").glob("*/*.jsonl")
@@ -103,7 +103,7 @@ def test_regenerated_responses_are_the_runs_and_a_lost_one_is_generated_again(
 def test_regenerate_needs_a_recipe_that_regenerates(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run")
     message = refusal(["regenerate", recipe], capfd)
-    assert "data.regenerate: off; expected it enabled. Write data.regenerate.enabled: true." in message
+    assert "data.regenerate: null; expected a section. Write data.regenerate: {}." in message
     assert not (tmp_path / "run").exists()
 
 

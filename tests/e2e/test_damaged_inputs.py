@@ -43,7 +43,7 @@ FILES = {
     "head": ("head_config.json", "head.safetensors"),
     ".": ("chats.jsonl", "recipe.yaml"),
 }
-MEASURE = "--suite chats.jsonl --prompts-per-task 2 --temperatures 0 --depths 1 --max-new-tokens 2 --no-costs --out OUT"
+MEASURE = "--suite chats.jsonl --prompts-per-task 2 --temperatures 0 --depths 1 --max-new-tokens 2 --out OUT"
 COMMANDS: dict[str, tuple[str, ...]] = {
     # What is damaged, and the commands that read it; OUT does not exist before.
     "base": (
@@ -237,8 +237,8 @@ NAMED: list[tuple[tuple[str, ...], Callable[[Path], Any], str]] = [
     (
         BOTH[:1],
         lose_a_shard,
-        r"finetune/model\.safetensors\.index\.json: names model-00002-of-00003\.safetensors, which is not there .*; "
-        r"expected every shard beside the index\. Download the missing shards\.",
+        r"finetune/model-00002-of-00003\.safetensors: no such file; expected a shard of the checkpoint\. Download it "
+        r"again\.",
     ),
     (BOTH, lambda work: poison(work / "finetune", "model.norm.weight"), "finetune: model.norm.weight holds NaN or"),
     (BOTH, lambda work: poison(work / "base", "mtp.norm.weight"), "mtp.norm.weight.* holds NaN or infinite values"),

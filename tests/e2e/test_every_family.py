@@ -128,6 +128,6 @@ def assert_lossless(path: Path) -> None:
     ).eval()
     plain = plain_greedy(trunk, PROMPT, NEW_TOKENS, ())
     for depth in (1, 2, 3):
-        (result,) = SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).decode([PROMPT], NEW_TOKENS)
+        (result,) = SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).generate([PROMPT], NEW_TOKENS)
         assert result.num_drafts > 0
         assert compare(result.token_ids, plain, trunk, PROMPT).verdict == "identical", depth

@@ -105,7 +105,7 @@ def test_no_command_that_decodes_or_trains_changes_a_file_of_its_inputs(
     recipe, answers = tmp_path / "recipe.yaml", tmp_path / "answers.yaml"
     recipe.write_text(yaml.safe_dump(tiny_mapping(inputs, tmp_path / "run", **LEARNS)))
     answers.write_text(yaml.safe_dump(tiny_mapping(inputs, tmp_path / "answers", **LEARNS)))
-    suite = ["--suite", data, "--prompts-per-task", 2, "--max-new-tokens", 6, "--temperatures", 0, "--no-costs"]
+    suite = ["--suite", data, "--prompts-per-task", 2, "--max-new-tokens", 6, "--temperatures", 0]
     before = hashes(inputs)
     for argv in (
         ["regenerate", answers],

@@ -130,7 +130,7 @@ def test_a_refused_run_lends_its_head_to_commands(first: Path, pristine: Path, t
     of_run, of_head = (document([*words, place], capfd)["requests"] for place in (first, first / "head"))
     assert of_run == of_head
     short = ["--suite", pristine / "chats.jsonl", "--prompts-per-task", "2", "--temperatures", "0", "--depths", "1"]
-    short += ["--max-new-tokens", "4", "--no-costs", "--out", tmp_path / "out"]
+    short += ["--max-new-tokens", "4", "--out", tmp_path / "out"]
     assert main([str(word) for word in ("evaluate", pristine / "finetune", "--head", first, *short)]) == 0
     assert (tmp_path / "out" / "report.json").is_file()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mtp_train as mtp
-from mtp_train import head_kinds
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation.results import load_report
-from mtp_train.head_kinds import register_head_kind
 from mtp_train.heads.draft_model import draft_model
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.train.log import read_metrics
@@ -33,21 +30,11 @@ from runs import (
     write_headless,
     write_recipe,
 )
-from toy_kind import TOY
 
 Capture = pytest.CaptureFixture[str]
 
-KINDS = ("eagle", "eagle3", "medusa", TOY.name)
+KINDS = ("eagle", "eagle3", "medusa")
 RUN: dict[str, Any] = {**ATTACH, "head__init": "random"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def toy() -> Iterator[None]:
-    """Register a kind of head as another package would."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_kinds, "_KINDS", dict(head_kinds._KINDS))
-        register_head_kind(TOY)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -135,21 +122,6 @@ def test_one_comparison_has_them_all(runs: dict[str, Path], inputs: Path, tmp_pa
     assert taus.keys() == {"none", *KINDS}
     assert all(taus[kind] >= 1 for kind in KINDS)
     assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
-
-
-@pytest.mark.parametrize("revision", [None, "abc"])
-def test_a_draft_model_for_speculators_names_its_trunk_by_the_hubs_name_where_it_has_one(
-    revision: str | None, runs: dict[str, Path], inputs: Path, tmp_path: Path, capfd: Capture
-) -> None:
-    run_dir = Path(shutil.copytree(runs["eagle3"], tmp_path / "run"))
-    provenance = json.loads((run_dir / "provenance.json").read_text())
-    provenance["trunk"] |= {"name": "someone/model", "revision": revision}
-    (run_dir / "provenance.json").write_text(json.dumps(provenance))
-    written = document(["export", run_dir, "--speculators", "--out", tmp_path / "out"], capfd)
-    assert written["notes"] == ["It reads the hidden states after the layers 2, 4, 5 of its trunk."]
-    verifier = json.loads((tmp_path / "out" / "config.json").read_text())["speculators_config"]["verifier"]
-    expected = str((inputs / "finetune").resolve()) if revision is None else "someone/model"
-    assert verifier["name_or_path"] == expected
 
 
 def test_it_is_retrained_from_its_run(runs: dict[str, Path], inputs: Path, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_suite_that_a_head_was_trained_on_is_named(
     suites["new"].write_text('{"prompt": "a b"}\n{"prompt": "c d"}\n')
     arms = [f"exported={run_dir / 'export'}", f"head={inputs / 'finetune'}+{run_dir / 'head'}"]
     arms.append(f"base={inputs / 'base'}")
-    grid = ["--prompts-per-task", 2, "--temperatures", 0, "--depths", 1, "--max-new-tokens", 4, "--no-costs"]
+    grid = ["--prompts-per-task", 2, "--temperatures", 0, "--depths", 1, "--max-new-tokens", 4]
     told = {}
     for name, suite in suites.items():
         report = document(["compare", *arms, *grid, "--suite", suite, "--out", tmp_path / name], capfd)

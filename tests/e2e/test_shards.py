@@ -43,7 +43,7 @@ TWO = ("--num_processes", "2")
 STEPS, SAVE_STEPS, DIES_BEFORE = 8, 3, 5
 FEW_TOKENS = str(240 * 32 * 4)
 SHORT = {
-    "data__regenerate": {"enabled": True, "max_new_tokens": 16},
+    "data__regenerate": {"max_new_tokens": 16},
     "train__max_steps": STEPS,
     "train__save_steps": SAVE_STEPS,
     "train__lr": 1e-2,
@@ -235,7 +235,7 @@ def test_one_process_goes_on_where_two_with_shards_were_lost(inputs: Path, one_p
     [
         ("mtp_train.runs.run:require_alike", "check"),
         ("mtp_train.runs.regeneration:answer_by_decoder", "data"),
-        ("mtp_train.runs.training:build_cache", "train"),
+        ("mtp_train.runs.training:hidden_cache", "train"),
         ("mtp_train.evaluation.run:decode_prompts", "evaluate"),
     ],
 )

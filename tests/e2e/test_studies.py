@@ -31,7 +31,7 @@ Capture = pytest.CaptureFixture[str]
 
 # Commands
 
-SMALL = ["--prompts-per-task", 3, "--depths", 1, 2, "--max-new-tokens", 10, "--no-costs"]
+SMALL = ["--prompts-per-task", 3, "--depths", 1, 2, "--max-new-tokens", 10]
 
 
 def suite(inputs: Path) -> list[Any]:
@@ -100,8 +100,8 @@ def test_compare_pairs_every_arm(inputs: Path, tmp_path: Path, capfd: Capture) -
 def test_a_server_is_asked_the_same(inputs: Path, tmp_path: Path, capfd: Capture, alone: bool) -> None:
     arm = open_arm(ArmSpec("base", str(inputs / "base"), "own"))
     trunk = load_arm_trunk(arm, torch.device("cpu"))
-    eos_ids = eos_token_ids(arm.model.checkpoint, load_tokenizer(arm.model.checkpoint, trust_remote_code=False))
-    engine = DraftingServer(trunk, arm.model.load_drafting(trunk), 2, sorted(eos_ids), "vllm")
+    eos_ids = eos_token_ids(arm.checkpoint, load_tokenizer(arm.checkpoint, trust_remote_code=False))
+    engine = DraftingServer(trunk, arm.load_drafting(trunk), 2, sorted(eos_ids), "vllm")
     with openai_server(engine.reply, owner="vllm", shows=engine.shows) as served:
         flags = ["--endpoint", served.url, "--temperatures", 0, *(["--served-only"] if alone else [])]
         command = ["evaluate", inputs / "base", *suite(inputs), *flags, "--out", tmp_path / "out"]
@@ -158,7 +158,7 @@ def test_wrong_input_ends_in_2_before_anything_is_decoded(
 
 
 STUDY: dict[str, Any] = {
-    "data__regenerate": {"enabled": True, "max_new_tokens": 12, "batch_size": 4},
+    "data__regenerate": {"max_new_tokens": 12, "batch_size": 4},
     "train__max_steps": 3,
     "train__save_steps": 1,
     "evaluate__arms": ["graft", "retrained", "vanilla"],

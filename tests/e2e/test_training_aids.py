@@ -48,8 +48,6 @@ def test_states_on_disk_give_the_same_head_and_serve_other_runs(
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-3, rtol=0)
     (cache,) = (tmp_path / "shared").iterdir()
-    manifest = json.loads((cache / "manifest.json").read_text())
-    assert manifest["bytes"] < sum(path.stat().st_size for path in cache.iterdir())
 
     # Another run of the same text finds them there.
     written = {path: path.stat().st_mtime_ns for path in cache.glob("*.safetensors")}

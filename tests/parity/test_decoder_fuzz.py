@@ -125,7 +125,7 @@ def decode(case: Case) -> list[GenerationResult]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mtp_inference.decoder, "Session", session)
-        return decoder.decode(case.requests)
+        return decoder.generate(case.requests)
 
 
 def cut(plain: list[int], request: Request) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ def test_captured_decoding_equals_plain_decoding_call_after_call(depth: int, max
     trunk, head = models()
     decoder = SpeculativeDecoder(trunk, HeadDrafting(head), depth, (), max_batch=max_batch)
     for _ in range(3):
-        for prompt, result in zip(prompts(), decoder.decode(prompts(), NEW_TOKENS), strict=True):
+        for prompt, result in zip(prompts(), decoder.generate(prompts(), NEW_TOKENS), strict=True):
             plain = plain_greedy(trunk, prompt, NEW_TOKENS, ())
             assert compare(result.token_ids, plain, trunk, prompt, rounds=result.round_log).verdict != "divergence"
 
@@ -58,14 +58,14 @@ def test_captured_sampling_equals_sampling_one_operation_at_a_time(draft_samplin
     texts = []
     for captures in (True, False):
         decoder = SpeculativeDecoder(trunk, head, 3, (), draft_sampling=draft_sampling, max_batch=3, captures=captures)
-        texts.append([result.token_ids for result in decoder.decode(requests)])
+        texts.append([result.token_ids for result in decoder.generate(requests)])
     assert texts[0] == texts[1]
 
 
 def test_captured_bf16_decoding_diverges_at_near_ties_only() -> None:
     trunk, head = models(torch.bfloat16)
     decoder = SpeculativeDecoder(trunk, head, 3, (), max_batch=3)
-    for prompt, result in zip(prompts(), decoder.decode(prompts(), NEW_TOKENS), strict=True):
+    for prompt, result in zip(prompts(), decoder.generate(prompts(), NEW_TOKENS), strict=True):
         plain = plain_greedy(trunk, prompt, NEW_TOKENS, ())
         assert compare(result.token_ids, plain, trunk, prompt, rounds=result.round_log).verdict != "divergence"
 
@@ -86,7 +86,7 @@ def test_every_kind_of_cache_is_captured_and_says_what_it_says_uncaptured(kind: 
         for captures in (True, False)
     )
     for _ in range(2):
-        found, expected = (decoder.decode(prompts(), NEW_TOKENS) for decoder in (captured, uncaptured))
+        found, expected = (decoder.generate(prompts(), NEW_TOKENS) for decoder in (captured, uncaptured))
         for prompt, result, other in zip(prompts(), found, expected, strict=True):
             assert (
                 compare(result.token_ids, other.token_ids, trunk, prompt, rounds=result.round_log).verdict

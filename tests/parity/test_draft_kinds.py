@@ -22,7 +22,7 @@ from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import FAMILIES, of_kind
-from mtp_train.families.drafts.eagle3 import Eagle3Layer
+from mtp_train.families.drafts.eagle import Eagle3Layer
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.trunk.load import Trunk
@@ -219,7 +219,7 @@ def test_the_text_is_the_trunks_at_any_depth(trunk_name: str, kind: str) -> None
     texts = plain_texts(trunk, prompts, 16)
     for depth in range(5):
         for result, prompt in zip(
-            SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).decode(prompts, 16), prompts, strict=True
+            SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).generate(prompts, 16), prompts, strict=True
         ):
             assert list(result.token_ids) == texts[tuple(prompt)]
 
@@ -236,7 +236,7 @@ def test_heads_that_read_other_layers_do_not_share_a_trunk() -> None:
     trunk = tiny_trunk("llama")
     trunk.show_layers((0, 1, 2))
     with pytest.raises(UnsupportedModelError, match=r"before layers \(2, 1, 0\), another before layers \(0, 1, 2\)"):
-        SpeculativeDecoder(trunk, draft_head(trunk, "eagle3"), 1, ()).decode([[1, 2]], 2)
+        SpeculativeDecoder(trunk, draft_head(trunk, "eagle3"), 1, ()).generate([[1, 2]], 2)
 
 
 def test_a_block_for_each_depth_is_all_there_is() -> None:
@@ -257,10 +257,9 @@ def test_trunks_with_heads_of_their_own_keep_to_those() -> None:
 class FromExport(ByHand):
     """EAGLE-3's forward with nothing but the exported tensors; the embedding and the states are the trunk's."""
 
-    def __init__(self, written: DraftModelToWrite, layer: str) -> None:
+    def __init__(self, written: DraftModelToWrite) -> None:
         super().__init__(written.trunk, written.head)
-        found = load_file(written.out / SINGLE_FILE)
-        self.weights = {key.replace(layer, "midlayer."): value for key, value in found.items()}
+        self.weights = load_file(written.out / SINGLE_FILE)
 
     def choice(self, state_D: Tensor) -> int:
         row = int(self.times("lm_head", state_D).argmax())
@@ -273,12 +272,11 @@ class FromExport(ByHand):
         ]
 
 
-@pytest.mark.parametrize(("form", "layer"), [("engines", "midlayer."), ("speculators", "layers.0.")])
 @torch.inference_mode()
-def test_what_the_export_drafts_by_hand_is_what_we_draft(form: str, layer: str, tmp_path: Path) -> None:
+def test_what_the_export_drafts_by_hand_is_what_we_draft(tmp_path: Path) -> None:
     written = DraftModelToWrite(tmp_path, "eagle3", CHOSEN)
-    written.write(form=form)
-    by_hand = FromExport(written, layer)
+    written.write()
+    by_hand = FromExport(written)
     found = spied_drafts(written.trunk, written.head, [3, 0, 2, 4, 3], CHOSEN.long())
     rounds = [row for rows in found for row in rows]
     ours = [drafts for _, drafts in rounds]

@@ -30,6 +30,7 @@ from mtp_train import graft, inspect, merge
 from mtp_train.checkpoints.export import write_checkpoint
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
+from mtp_train.data.pack import PackedBatch
 from mtp_train.families import Family
 from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.heads.build import build_head, graft_plan, trained_head
@@ -39,8 +40,9 @@ from mtp_train.heads.lora import is_lora, merged_weights, put_on_lora
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import unroll
 from mtp_train.recipe.sections import LoraSection
-from mtp_train.train.head_training import HeadTraining
-from mtp_train.train.packed_rows import PackedBatch, Segment, aligned_rows, isolated_hidden, segments
+from mtp_train.runs.display import quiet_progress
+from mtp_train.train.head_training import HeadTraining, MicroBatch
+from mtp_train.train.packed_rows import Segment, aligned_rows, isolated_hidden, segments
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
 from mtp_train.trunk.whole import diagnose_trunk
@@ -452,7 +454,7 @@ def module_of(built: Built, head: MtpHead | None = None, **options: Any) -> Head
 
 def gradient_of(module: HeadTraining) -> dict[str, Tensor]:
     """Return the gradient of a loss over all depths."""
-    module.train()(*batch(), torch.tensor([0.5, 0.3, 0.2])).total.backward()
+    module.train()(MicroBatch(batch(), torch.tensor([0.5, 0.3, 0.2]))).total.backward()
     return {name: value.grad for name, value in module.head.named_parameters() if value.grad is not None}
 
 
@@ -524,7 +526,9 @@ def test_a_fine_tune_is_exported_with_its_own_trunk_and_decodes_losslessly(built
 
     plan = graft_plan(tuned, base, "auto")
     trained = {name: value + 0.1 * torch.randn_like(value) for name, value in built.head.state_dict().items()}
-    write_checkpoint(tuned, plan.layout, trained_head(plan, trained), tmp_path / "export", link="hard")
+    write_checkpoint(
+        tuned, plan.layout, trained_head(plan, trained), tmp_path / "export", link="hard", progress=quiet_progress()
+    )
     parts = {key: part for name, value in trained.items() for key, part in layout.split(name, value)}
     assert_holds(tmp_path / "export", finetune, built.path, parts)
     exported = inspect(tmp_path / "export", built.path)
@@ -550,7 +554,7 @@ def assert_lossless(found: Built) -> None:
     plain = plain_greedy(found.trunk, PROMPT, NEW_TOKENS, ())
     for depth in (1, 3):
         decoder = SpeculativeDecoder(found.trunk, HeadDrafting(found.head), depth, ())
-        (result,) = decoder.decode([PROMPT], NEW_TOKENS)
+        (result,) = decoder.generate([PROMPT], NEW_TOKENS)
         assert result.num_drafts > 0
         assert compare(result.token_ids, plain, found.trunk, PROMPT).verdict == "identical", depth
 

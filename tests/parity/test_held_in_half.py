@@ -44,7 +44,7 @@ def decode(trunk: Trunk, rows: int, depth: int = 0) -> list[tuple[int, ...]]:
     head = tiny_head(trunk).to(trunk.lm_head_VD.dtype) if depth else None
     decoder = SpeculativeDecoder(trunk, head, depth, eos_ids=())
     prompts = [[*PROMPT, row] for row in range(rows)]
-    return [tuple(one.token_ids) for one in decoder.decode(prompts, NEW_TOKENS)]
+    return [tuple(one.token_ids) for one in decoder.generate(prompts, NEW_TOKENS)]
 
 
 QUICK = ("full", "recurrent", "sliding", "latent", "compressed")

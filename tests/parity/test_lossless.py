@@ -82,27 +82,13 @@ def test_no_drafter_changes_the_text_at_any_depth(kind: str, drafter: str) -> No
             for row, depth in enumerate(depths)
         ]
         decoder = SpeculativeDecoder(trunk, drafting(drafter, trunk, texts), max(depths), ())
-        for request, result in zip(requests, decoder.decode(requests), strict=True):
+        for request, result in zip(requests, decoder.generate(requests), strict=True):
             assert len(result.token_ids) == NEW_TOKENS
             assert_plain(result.token_ids, request.prompt_ids, trunk, texts)
             if drafter == "always_right":
                 assert result.num_accepted_tokens == result.num_draft_tokens == (request.depth or 0) * result.rounds
             elif drafter == "always_wrong":
                 assert result.num_accepted_tokens == 0
-
-
-@pytest.mark.parametrize("kind", CACHE_KINDS)
-def test_rows_that_change_hands_keep_nothing_of_the_text_before(kind: str) -> None:
-    trunk, texts = trunk_and_texts(kind)
-    decoder = SpeculativeDecoder(trunk, ScriptedDrafting(texts, SCRIPTS["mixed"]), 4, (), max_batch=2, prefill_chunk=3)
-    # More requests than rows, of many lengths and depths; the same rows serve the second call as well.
-    shapes = [(2, 13, 4), (0, 24, 2), (1, 5, 0), (1, 24, 4), (2, 1, 3), (0, 9, 1)]
-    requests = [Request(prompt_ids=PROMPTS[which], max_new_tokens=new, depth=k) for which, new, k in shapes]
-    for _ in range(2):
-        for request, result in zip(requests, decoder.decode(requests), strict=True):
-            assert len(result.token_ids) == request.max_new_tokens
-            assert_plain(result.token_ids, request.prompt_ids, trunk, texts)
-            assert result.num_draft_tokens == result.rounds * (request.depth or 0)
 
 
 def run_rounds(

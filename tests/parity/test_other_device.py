@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not AVAILABLE, reason="this torch takes no devic
 TELLING = ("full", "recurrent")
 
 
-ANSWERED = {"data__regenerate": {"enabled": True, "max_new_tokens": 8}}
+ANSWERED = {"data__regenerate": {"max_new_tokens": 8}}
 # Not bf16: the simulated device has no casts of autocast for the head's products.
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"train__select": {"every_steps": 1, "share": 0.3}},
@@ -58,7 +58,7 @@ def test_a_training_step_waits_for_the_device_once(found: dict[str, Any]) -> Non
     # Two micro-batches: documents that are looked at on the device, and target rows that are looked for there.
     looked = ["packed_rows.isolated_hidden: _to_copy", "chunked.frozen_head_loss: nonzero"]
     assert waits["unknown"] == [[*looked, *looked, *once]]
-    assert [set(places) for places in waits["in order"]] == [{"feed.<lambda>: _to_copy", *once}]
+    assert [set(places) for places in waits["in order"]] == [{"head_training.<lambda>: _to_copy", *once}]
 
 
 def check_decoded(decoded: dict[str, Any], kinds: tuple[str, ...]) -> None:

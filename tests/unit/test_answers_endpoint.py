@@ -3,20 +3,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from byte_tokenizer import byte_tokenizer
-from mtp_train.answers.endpoint import GREEDY, MAX_ATTEMPTS, Endpoint, Refusal
-from mtp_train.answers.generate import Question
+from mtp_inference import Request, Sampling
+from mtp_train.answers.endpoint import MAX_ATTEMPTS, Endpoint, Refusal, Response
 from mtp_train.errors import DataError
 from openai_server import Reply, ReplyFn, Served, completion, openai_server
 
 TOKENIZER = byte_tokenizer()
 TURN, EOS = TOKENIZER.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-QUESTION = Question(tuple(TOKENIZER("<|im_start|>hi")["input_ids"]), 8, 5)
+REQUEST = Request(
+    prompt_ids=tuple(TOKENIZER("<|im_start|>hi")["input_ids"]), max_new_tokens=8, sampling=Sampling(seed=5)
+)
 GOOD = completion("yes", prompt_tokens=3)
 
 Connect = Callable[..., tuple[Endpoint, Served, list[float]]]
@@ -47,16 +49,16 @@ def test_a_prompt_goes_as_token_ids_with_every_setting_that_a_server_has_a_defau
     endpoint, served, _ = connect(lambda payload: GOOD, api_key="secret")
     endpoint.choose_model(None)
     sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1}
-    endpoint.complete(endpoint.payload(QUESTION, sampling))
-    endpoint.complete(endpoint.payload(QUESTION, GREEDY))
+    endpoint.ask(replace(REQUEST, sampling=Sampling(**sampling, seed=5)))
+    endpoint.ask(REQUEST)
     sampled, greedy = served.payloads
-    assert sampled["prompt"] == list(QUESTION.prompt_ids)
+    assert sampled["prompt"] == list(REQUEST.prompt_ids)
     assert (sampled["model"], sampled["max_tokens"], sampled["seed"]) == ("trunk", 8, 5)
     assert sampled.items() >= sampling.items()
     assert sampled["stop_token_ids"] == [EOS]
     assert [sampled[f"{name}_penalty"] for name in ("repetition", "presence", "frequency")] == [1.0, 0.0, 0.0]
     assert (sampled["return_token_ids"], sampled["skip_special_tokens"], sampled["stream"]) == (True, False, False)
-    assert [greedy[name] for name in GREEDY] == [0.0, 1.0, -1, 0.0]
+    assert [greedy[name] for name in sampling] == [0.0, 1.0, -1, 0.0]
     assert served.headers[0]["Authorization"] == "Bearer secret"
 
 
@@ -77,9 +79,9 @@ CUT_OFF = Reply(body=GOOD.body, headers={"Content-Length": str(len(GOOD.body) + 
 )
 def test_failures_that_may_pass_are_tried_again(connect: Connect, failure: Reply, waited: float) -> None:
     endpoint, served, waits = connect(in_turn(failure, GOOD))
-    answer = endpoint.complete(endpoint.payload(QUESTION, GREEDY))
-    assert not isinstance(answer, Refusal)
-    assert answer["choices"][0]["text"] == "yes"
+    answer = endpoint.ask(REQUEST)
+    assert isinstance(answer, Response)
+    assert answer.token_ids == [*ids("yes"), EOS]
     assert waits == [waited]
     assert served.payloads[0] == served.payloads[1]
 
@@ -87,7 +89,7 @@ def test_failures_that_may_pass_are_tried_again(connect: Connect, failure: Reply
 def test_waits_grow_until_it_gives_up(connect: Connect) -> None:
     endpoint, served, waits = connect(lambda payload: Reply(500, b"out  of\nmemory"))
     with pytest.raises(DataError, match=r"answers 500 \(out of memory\), 8 times; expected an answer\. .*resumes from"):
-        endpoint.complete(endpoint.payload(QUESTION, GREEDY))
+        endpoint.ask(REQUEST)
     assert waits == [1, 2, 4, 8, 16, 32, 60]
     assert len(served.payloads) == MAX_ATTEMPTS
 
@@ -116,22 +118,14 @@ def test_a_request_that_fails_for_good_lets_those_in_flight_end_and_sends_nothin
         return GOOD
 
     endpoint, served, _ = connect(reply, concurrency=2)
-    payloads = [endpoint.payload(QUESTION._replace(seed=seed), GREEDY) for seed in (0, 1)]
+    requests = [replace(REQUEST, sampling=Sampling(seed=seed)) for seed in (0, 1)]
     ended: list[Any] = []
-
-    def complete(payload: dict[str, Any]) -> object:
-        answer = endpoint.complete(payload)
-        ended.append(answer)
-        return answer
-
     with pytest.raises(DataError, match="answers 404"):
-        endpoint.run_all(
-            [partial(complete, payload) for payload in payloads], lambda done: [one.result() for one in done.values()]
-        )
-    assert [answer["choices"][0]["text"] for answer in ended] == ["yes"]
+        ended.extend(endpoint.answers(requests))
+    assert [(number, answer.token_ids) for number, answer in ended] == [(0, [*ids("yes"), EOS])]
     assert len(served.payloads) == 2
     with pytest.raises(DataError, match="expected an answer"):
-        endpoint.complete(payloads[0])
+        endpoint.ask(REQUEST)
     assert len(served.payloads) == 2
 
 
@@ -150,16 +144,17 @@ def test_an_address_that_cannot_be_asked_is_refused_at_once() -> None:
 def test_a_server_that_cannot_be_used_is_refused_at_once(connect: Connect, status: int, expected: str) -> None:
     endpoint, served, waits = connect(lambda payload: Reply(status, b"no"), api_key="secret")
     with pytest.raises(DataError, match=rf"answers {status} \(no\); expected .*{expected}") as caught:
-        endpoint.complete(endpoint.payload(QUESTION, GREEDY))
+        endpoint.ask(REQUEST)
     assert "secret" not in str(caught.value)
     assert (len(served.payloads), waits) == (1, [])
 
 
 def test_a_prompt_that_is_not_taken_is_a_refusal(connect: Connect) -> None:
-    endpoint, _, waits = connect(lambda payload: Reply(400, b'{"message": "context of 4 tokens"}'))
-    answer = endpoint.complete(endpoint.payload(QUESTION, GREEDY))
-    assert answer == Refusal('answers 400 ({"message": "context of 4 tokens"})')
-    assert waits == []
+    endpoint, served, waits = connect(lambda payload: Reply(400, b'{"message": "context of 4 tokens"}'))
+    assert endpoint.ask(REQUEST) == Refusal('answers 400 ({"message": "context of 4 tokens"})')
+    # Once as text too, as this server took no token ids so far.
+    assert ([type(payload["prompt"]) for payload in served.payloads], waits) == ([list, str], [])
+    assert endpoint.prompts_as == "token ids"
 
 
 def test_the_model_is_the_one_that_is_wanted_or_the_only_one(connect: Connect) -> None:
@@ -196,17 +191,17 @@ def ids(text: str) -> list[int]:
 )
 def test_a_response_is_read_to_its_end(connect: Connect, reply: Reply, expected: object) -> None:
     endpoint, _, _ = connect(lambda payload: reply)
-    answer = endpoint.complete(endpoint.payload(QUESTION, GREEDY))
-    assert not isinstance(answer, Refusal)
-    assert endpoint.response_ids(QUESTION, answer) == expected
+    answer = endpoint.ask(REQUEST)
+    assert (answer.token_ids if isinstance(answer, Response) else answer) == expected
 
 
 def test_the_end_is_the_token_that_the_server_tells() -> None:
     endpoint = Endpoint("http://localhost", TOKENIZER, {EOS, TURN}, 259)
-    for told in ("stop_reason", "matched_stop"):
+    for told, ended_by in (("stop_reason", TURN), ("matched_stop", TURN), ("another", EOS)):
         choice = {"text": "", "finish_reason": "stop", told: TURN}
-        assert endpoint.response_ids(QUESTION, {"choices": [choice]}) == [TURN]
-    assert endpoint.response_ids(QUESTION, {"choices": [{"text": "", "finish_reason": "stop"}]}) == [EOS]
+        answer = endpoint.response_of(REQUEST, {"choices": [choice]})
+        assert isinstance(answer, Response)
+        assert answer.token_ids == [ended_by]
     endpoint.close()
 
 
@@ -221,7 +216,5 @@ def test_the_end_is_the_token_that_the_server_tells() -> None:
 )
 def test_answers_that_cannot_be_the_trunks_are_refused(connect: Connect, reply: Reply, found: str) -> None:
     endpoint, _, _ = connect(lambda payload: reply)
-    answer = endpoint.complete(endpoint.payload(QUESTION, GREEDY))
-    assert not isinstance(answer, Refusal)
     with pytest.raises(DataError, match=found):
-        endpoint.response_ids(QUESTION, answer)
+        endpoint.ask(REQUEST)

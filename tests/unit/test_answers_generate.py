@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from mtp_train.answers.generate import Answering, Question, batches_by_length, regenerate
-from mtp_train.answers.store import RegeneratedStore
+from mtp_inference import Request, Sampling
+from mtp_train.answers.generate import Answering, batches_by_length, regenerate
+from mtp_train.answers.store import RegeneratedRow, RegeneratedStore
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
 
@@ -17,14 +19,14 @@ class Speaker:
     """Answer ``[7, length, first token, EOS, 99]``; record the batches, and fail after a number of them."""
 
     def __init__(self, num_batches: int = 1000) -> None:
-        self.batches: list[list[Question]] = []
+        self.batches: list[list[Request]] = []
         self.num_batches = num_batches
 
-    def __call__(self, questions: list[Question]) -> list[list[int]]:
+    def __call__(self, requests: list[Request]) -> list[Sequence[int]]:
         if len(self.batches) == self.num_batches:
             raise KeyboardInterrupt
-        self.batches.append(questions)
-        return [[7, len(question.prompt_ids), question.prompt_ids[0], EOS, 99] for question in questions]
+        self.batches.append(requests)
+        return [[7, len(one.prompt_ids), one.prompt_ids[0], EOS, 99] for one in requests]
 
 
 def answer(
@@ -35,8 +37,13 @@ def answer(
     seq_len_tokens: int = 64,
     seed: int = 0,
 ) -> int:
-    answering = Answering(max_new_tokens=32, seq_len_tokens=seq_len_tokens, eos_ids={EOS}, seed=seed)
+    sampling = Sampling(seed=seed)
+    answering = Answering(max_new_tokens=32, seq_len_tokens=seq_len_tokens, eos_ids={EOS}, sampling=sampling)
     return regenerate(prompts, store, speaker, answering, batch_size=1)
+
+
+def rows(store: RegeneratedStore) -> list[RegeneratedRow]:
+    return sorted(store, key=lambda row: row.id)
 
 
 def test_batches_hold_prompts_of_like_length_whatever_the_order() -> None:
@@ -54,15 +61,15 @@ def test_the_batches_do_not_depend_on_the_number_of_processes(tmp_path: Path, wo
     shared = [Speaker() for _ in range(world)]
     for rank, speaker in enumerate(shared):
         answer(RegeneratedStore(tmp_path / "shared", rank=rank, world=world), speaker)
-    assert sorted(batch for speaker in shared for batch in speaker.batches) == sorted(alone.batches)
-    assert RegeneratedStore(tmp_path / "shared").rows() == RegeneratedStore(tmp_path / "alone").rows()
+    assert sorted((batch for speaker in shared for batch in speaker.batches), key=str) == sorted(alone.batches, key=str)
+    assert rows(RegeneratedStore(tmp_path / "shared")) == rows(RegeneratedStore(tmp_path / "alone"))
 
 
 def test_responses_end_with_their_first_end_of_text(tmp_path: Path) -> None:
     store = RegeneratedStore(tmp_path)
     counts = answer(store, Speaker())
     assert counts == 20
-    assert [(r.response_ids, r.finished) for r in store.rows()[:2]] == [((7, 1, 1, EOS), True), ((7, 2, 2, EOS), True)]
+    assert [(r.response_ids, r.finished) for r in rows(store)[:2]] == [((7, 1, 1, EOS), True), ((7, 2, 2, EOS), True)]
 
 
 def test_a_response_without_an_end_is_unfinished(tmp_path: Path) -> None:
@@ -70,34 +77,34 @@ def test_a_response_without_an_end_is_unfinished(tmp_path: Path) -> None:
     regenerate(
         PROMPTS[:1],
         store,
-        lambda questions: [[5] * question.max_new_tokens for question in questions],
+        lambda requests: [[5] * one.max_new_tokens for one in requests],
         Answering(max_new_tokens=3, seq_len_tokens=64, eos_ids={EOS}),
         batch_size=1,
     )
-    assert store.rows()[0].response_ids == (5, 5, 5)
-    assert not store.rows()[0].finished
+    assert rows(store)[0].response_ids == (5, 5, 5)
+    assert not rows(store)[0].finished
 
 
 def test_no_response_goes_past_the_sequence(tmp_path: Path) -> None:
     speaker = Speaker()
     answer(RegeneratedStore(tmp_path), speaker, seq_len_tokens=20)
-    limits = {question.max_new_tokens for batch in speaker.batches for question in batch}
+    limits = {one.max_new_tokens for batch in speaker.batches for one in batch}
     assert sorted(limits) == [17, 18, 19]
 
 
 def test_every_prompt_has_noise_of_its_own_whatever_it_is_answered_with(tmp_path: Path) -> None:
     speaker = Speaker()
     answer(RegeneratedStore(tmp_path / "all"), speaker)
-    seeds = [question.seed for batch in speaker.batches for question in batch]
+    seeds = [one.sampling.seed for batch in speaker.batches for one in batch]
     assert len(set(seeds)) == 20
     assert all(0 <= seed < 2**31 for seed in seeds)
     answer(RegeneratedStore(tmp_path / "some"), Speaker(), PROMPTS[7:])
-    rows = {row.id: row.seed for row in RegeneratedStore(tmp_path / "all").rows()}
-    assert set(rows.values()) == set(seeds)
-    some = {row.id: row.seed for row in RegeneratedStore(tmp_path / "some").rows()}
-    assert some.items() < rows.items()
+    stored = {row.id: row.seed for row in RegeneratedStore(tmp_path / "all")}
+    assert set(stored.values()) == set(seeds)
+    some = {row.id: row.seed for row in RegeneratedStore(tmp_path / "some")}
+    assert some.items() < stored.items()
     answer(RegeneratedStore(tmp_path / "other"), Speaker(), seed=1)
-    assert set(rows.values()).isdisjoint(row.seed for row in RegeneratedStore(tmp_path / "other").rows())
+    assert set(stored.values()).isdisjoint(row.seed for row in RegeneratedStore(tmp_path / "other"))
 
 
 def test_a_killed_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
@@ -112,7 +119,7 @@ def test_a_killed_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     counts = answer(RegeneratedStore(tmp_path / "killed"), resumed)
     assert resumed.batches == unbroken.batches[1:]
     assert counts == 13
-    assert RegeneratedStore(tmp_path / "killed").rows() == RegeneratedStore(tmp_path / "unbroken").rows()
+    assert rows(RegeneratedStore(tmp_path / "killed")) == rows(RegeneratedStore(tmp_path / "unbroken"))
     assert len(path.read_text().splitlines()) == 20
 
 
@@ -123,7 +130,7 @@ def test_a_run_resumes_with_another_number_of_processes(tmp_path: Path) -> None:
     counts = answer(RegeneratedStore(tmp_path), speaker)
     assert counts == 16
     assert len(speaker.batches) == 4
-    assert len(RegeneratedStore(tmp_path).rows()) == 20
+    assert len(rows(RegeneratedStore(tmp_path))) == 20
 
 
 def test_prompts_without_room_for_a_response_are_counted_or_refused(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from rich.progress import Progress
 
 from mtp_inference import HeadDrafting, compare
 from mtp_train.acceptance.names import PLAIN
-from mtp_train.evaluation.assemble import Measurements, assemble
 from mtp_train.evaluation.decoding import (
     SPEED_PROMPTS,
     TrunkArms,
@@ -19,7 +18,7 @@ from mtp_train.evaluation.decoding import (
 from mtp_train.evaluation.grid import greedy
 from mtp_train.evaluation.prompt_records import Setting, TaskPrompt
 from mtp_train.evaluation.run import measure_trunk
-from mtp_train.evaluation.statistics import MeasuredArm, checked_records, lossless
+from mtp_train.evaluation.statistics import MeasuredArm, Measurements, assemble, checked_records, lossless
 from mtp_train.trunk.load import Trunk
 from tiny import tiny_head, tiny_trunk
 

@@ -74,8 +74,8 @@ def test_the_graft_of_a_saved_head_is_the_graft_of_its_checkpoint(family_name: s
 
 def test_a_graft_of_a_head_with_another_wiring_is_refused(tmp_path: Path) -> None:
     artifact, finetune = make_artifact(tmp_path, "glm4_moe")
-    with pytest.raises(CheckpointError, match=r"wiring sglang, and head.convention is llama.cpp; .* sglang\."):
-        graft_artifact_plan(finetune, artifact, tmp_path / "head", "llama.cpp")
+    with pytest.raises(CheckpointError, match=r"wiring sglang, and head.convention is vllm; .* sglang\."):
+        graft_artifact_plan(finetune, artifact, tmp_path / "head", "vllm")
 
 
 def test_loading_reads_no_weight_before_it_is_needed(saved: Path) -> None:
@@ -101,22 +101,6 @@ def test_a_missing_field_is_named(field: str, saved: Path) -> None:
         load_artifact(saved)
 
 
-def test_damaged_or_missing_files_are_refused(saved: Path) -> None:
-    weights = (saved / WEIGHTS_FILE).read_bytes()
-    (saved / WEIGHTS_FILE).write_bytes(weights[:-8])
-    with pytest.raises(CheckpointError, match=r"head\.safetensors: truncated or damaged"):
-        load_artifact(saved)
-    (saved / WEIGHTS_FILE).unlink()
-    with pytest.raises(CheckpointError, match=r"head\.safetensors: no such file"):
-        load_artifact(saved)
-    (saved / HEAD_CONFIG_FILE).write_text("{")
-    with pytest.raises(CheckpointError, match=r"head_config\.json: not valid JSON"):
-        load_artifact(saved)
-    (saved / HEAD_CONFIG_FILE).unlink()
-    with pytest.raises(CheckpointError, match=r"head_config\.json: no such file"):
-        load_artifact(saved)
-
-
 @pytest.mark.parametrize("damage", ["missing", "reshaped"])
 def test_weights_that_do_not_make_a_head_of_the_trunk_are_refused(damage: str, tmp_path: Path) -> None:
     """A head of a wider sibling, or one with a tensor taken out, is the user's input: it ends in a message."""
@@ -131,7 +115,7 @@ def test_weights_that_do_not_make_a_head_of_the_trunk_are_refused(damage: str, t
         build_head(load_artifact(tmp_path / "head"), text_config_of(finetune), dtype=torch.float32)
 
 
-def test_a_reduced_vocabulary_is_kept_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+def test_a_reduced_vocabulary_is_kept(tmp_path: Path) -> None:
     artifact, _ = make_artifact(tmp_path)
     assert load_artifact(saved_as(tmp_path / "all", artifact)).draft_vocab is None
     some = dataclasses.replace(artifact, draft_vocab=torch.tensor([2, 3, 5], dtype=torch.int32))
@@ -139,9 +123,6 @@ def test_a_reduced_vocabulary_is_kept_and_a_damaged_one_is_named(tmp_path: Path)
     loaded = load_artifact(path).draft_vocab
     assert loaded is not None
     assert loaded.tolist() == [2, 3, 5]
-    edit_config(path, draft_vocab=4)
-    with pytest.raises(CheckpointError, match=r"token_ids is \[3\]; expected 4 tokens, as head_config\.json declares"):
-        load_artifact(path)
 
 
 def saved_as(path: Path, artifact: Artifact) -> Path:

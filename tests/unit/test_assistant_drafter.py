@@ -26,10 +26,11 @@ from assistants import (
 )
 from checkpoints import all_tensors
 from mtp_inference import AssistantDrafting, Sampling, SpeculativeDecoder, plain_greedy
+from mtp_inference.drafters import assistant_drafter
 from mtp_inference.drafters.drafter import RoundPlan
 from mtp_inference.sampling.chooser import Chooser, DraftChoice
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
-from mtp_train.errors import CheckpointError, MtpError, UnsupportedModelError
+from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads.draft_model import load_assistant
 from mtp_train.trunk.load import Trunk
@@ -61,8 +62,8 @@ class Pair(NamedTuple):
     trunk: Trunk
     model: Any
 
-    def drafting(self, convention: str = "auto") -> AssistantDrafting:
-        return AssistantDrafting(self.model, GEMMA4_ASSISTANT, convention)
+    def drafting(self) -> AssistantDrafting:
+        return AssistantDrafting(self.model, GEMMA4_ASSISTANT)
 
 
 def pair(name: str = "shared") -> Pair:
@@ -95,7 +96,7 @@ def stock_drafts(pair: Pair, text: Sequence[int], depth: int) -> list[int]:
 def test_plain_decoding_equals_transformers_own(variant: str) -> None:
     short_and_long = prompts(LENGTHS[:3])
     decoder = SpeculativeDecoder(trunk(variant), None, 0, (), max_batch=2)
-    for prompt, result in zip(short_and_long, decoder.decode(short_and_long, max_new_tokens=24), strict=True):
+    for prompt, result in zip(short_and_long, decoder.generate(short_and_long, max_new_tokens=24), strict=True):
         model = trunk(variant).causal_lm
         stock = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
         assert list(result.token_ids) == stock[0, len(prompt) :].tolist()
@@ -123,16 +124,16 @@ def plain(name: str) -> list[list[int]]:
 @pytest.mark.parametrize("name", [*VARIANTS, "ordered"])
 def test_the_text_is_the_trunks(depth: int, max_batch: int, name: str) -> None:
     decoder = SpeculativeDecoder(pair(name).trunk, pair(name).drafting(), depth, (), max_batch=max_batch)
-    results = decoder.decode(prompts(LENGTHS[:3]), max_new_tokens=20)
+    results = decoder.generate(prompts(LENGTHS[:3]), max_new_tokens=20)
     for text, result in zip(plain(name), results, strict=False):
         assert list(result.token_ids) == text[:20]
         assert result.num_draft_tokens == depth * result.num_drafts > 0
 
 
-def rounds(name: str, convention: str = "auto", depths: Sequence[int] = (3,) * 7) -> list[tuple[list[int], list[int]]]:
+def rounds(name: str, depths: Sequence[int] = (3,) * 7) -> list[tuple[list[int], list[int]]]:
     """Run rounds of every outcome; return the texts before those with drafts, and what each was drafted."""
     texts = {tuple(prompt): text for prompt, text in zip(prompts(), plain(name), strict=True)}
-    script = ScriptedDrafting(texts, (0, 3, 1, 2), pair(name).drafting(convention))
+    script = ScriptedDrafting(texts, (0, 3, 1, 2), pair(name).drafting())
     run = BatchRun(pair(name).trunk, script, prompts(), depth=3)
     seen = []
     for depth in depths:
@@ -159,16 +160,10 @@ def test_rounds_without_drafts_are_not_forgotten() -> None:
 
 
 @needs_witness
-@pytest.mark.parametrize("convention", ["vllm", "llama.cpp"])
-def test_another_placing_drafts_otherwise(convention: str) -> None:
-    seen = rounds("shared", convention)
-    same = {len(text): drafts == stock_drafts(pair(), text, 3) for text, drafts in seen}
-    assert not all(same.values())
-    # llama.cpp's differs in what a full window leaves in sight, vLLM's everywhere.
-    if convention == "llama.cpp":
-        assert all(equal for length, equal in same.items() if length <= SLIDING_WINDOW)
-    else:
-        assert not all(equal for length, equal in same.items() if length <= SLIDING_WINDOW)
+@pytest.mark.parametrize(("constant", "other"), [("POSITION_OFFSET", 0), ("MORE_SLIDING_KEYS", -1)])
+def test_another_placing_drafts_otherwise(constant: str, other: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assistant_drafter, constant, other)
+    assert not all(drafts == stock_drafts(pair(), text, 3) for text, drafts in rounds("shared"))
 
 
 def test_a_trunk_that_shares_no_keys_is_read_at_the_last_layers() -> None:
@@ -224,11 +219,6 @@ def test_it_is_loaded_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_trunk_it_was_not_made_for_is_refused() -> None:
     with pytest.raises(MtpError, match=r"size of 32 and 67 tokens; found a trunk of 32 and 64"):
         SpeculativeDecoder(pair("ordered").trunk, pair().drafting(), 3, ())
-    with pytest.raises(UnsupportedModelError, match="expected one of auto, vllm"):
-        pair().drafting("mlx")
-    other = AssistantDrafting(tiny_assistant().bfloat16(), GEMMA4_ASSISTANT)
-    with pytest.raises(MtpError, match=r"in torch.bfloat16; expected the trunk's torch.float32"):
-        SpeculativeDecoder(trunk(), other, 3, ())
 
 
 @torch.inference_mode()

@@ -120,7 +120,7 @@ def test_a_gpt_oss_as_released_gets_a_head(start: FreshStart, tmp_path: Path) ->
     head = build_head(fresh_plan(checkpoint, config, "auto", seed=1, start=start), config, dtype=torch.float32)
     theirs, ours = loaded.layers[1].state_dict(), head.blocks[0].layer.state_dict()
     assert all(torch.equal(ours[name], value) for name, value in theirs.items()) == (start == "copy_last_layer")
-    (result,) = SpeculativeDecoder(loaded, HeadDrafting(head.eval()), 2, ()).decode([[1, 2, 3]], 12)
+    (result,) = SpeculativeDecoder(loaded, HeadDrafting(head.eval()), 2, ()).generate([[1, 2, 3]], 12)
     assert list(result.token_ids) == plain_greedy(loaded, [1, 2, 3], 12, ())
 
 
@@ -143,10 +143,10 @@ def test_texts_beyond_the_switch_are_refused_wherever_they_are_read() -> None:
         trunk.hidden(random_tokens(LIMIT + 1))
     prompt = random_tokens(LIMIT - 20).flatten().tolist()
     decoder = SpeculativeDecoder(trunk, HeadDrafting(tiny_head(trunk)), 3, ())
-    (result,) = decoder.decode([prompt], 20)
+    (result,) = decoder.generate([prompt], 20)
     assert list(result.token_ids) == plain_greedy(trunk, prompt, 20, ())
     with pytest.raises(UnsupportedModelError, match="rotary frequencies"):
-        decoder.decode([prompt], 40)
+        decoder.generate([prompt], 40)
 
 
 def test_a_head_has_the_same_frequencies_wherever_it_drafts() -> None:

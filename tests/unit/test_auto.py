@@ -11,8 +11,8 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from checkpoints import base_and_finetune
 from mtp_train.data.tokenize import Document
-from mtp_train.recipe.loading import STAND_INS, with_values
-from mtp_train.recipe.sections import LoraSection
+from mtp_train.recipe.loading import apply_override
+from mtp_train.recipe.sections import AUTOMATIC, LoraSection
 from mtp_train.runs import resolve
 from mtp_train.runs.resolve import (
     EPOCHS,
@@ -31,7 +31,6 @@ from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.train.machine import Device, device_named
 from runs import BYTE_VOCAB_SIZE, tiny_mapping, tiny_recipe
 
-FIELDS = tuple(STAND_INS)
 HERE = device_named(None)
 # A 27B model on one GPU of 80 GB: what is left beside the weights.
 LARGE = ModelFacts(
@@ -72,7 +71,7 @@ def resolved(monkeypatch: pytest.MonkeyPatch, model: ModelFacts, text: TextFacts
     monkeypatch.setattr(resolve, "model_facts", lambda recipe, world_size, device: model)
     monkeypatch.setattr(resolve, "text_facts", lambda recipe: text)
     recipe = tiny_recipe(Path("nowhere"), Path("nowhere/run"), data__regenerate={}, **overrides)
-    return {choice.field: choice.value for choice in automatic_values(recipe, FIELDS, model.world_size, HERE)}
+    return {choice.field: choice.value for choice in automatic_values(recipe, AUTOMATIC, model.world_size, HERE)}
 
 
 def test_a_large_model_with_many_chats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,15 +151,18 @@ def test_nothing_fits_beside_a_trunk_that_does_not(inputs: Path, tmp_path: Path)
 
 
 def mapping(inputs: Path, run_dir: Path, **overrides: Any) -> dict[str, Any]:
-    plain = tiny_mapping(inputs, run_dir, data__regenerate={"enabled": True}, **overrides)
-    return dict(with_values(plain, {field: "auto" for field in FIELDS if field != "train.lr"}))
+    plain = tiny_mapping(inputs, run_dir, data__regenerate={}, **overrides)
+    for field in AUTOMATIC:
+        if field != "train.lr":
+            apply_override(plain, f"{field}=auto")
+    return plain
 
 
 def test_a_recipe_leaves_fields_to_the_rules_and_keeps_those_of_the_user(inputs: Path, tmp_path: Path) -> None:
     found, choices = resolved_recipe(mapping(inputs, tmp_path / "run"), ["evaluate.prompts=5"])
     assert found.evaluate.prompts == 5
     assert found.train.lr == 1e-3
-    assert {choice.field for choice in choices} == set(FIELDS) - {"train.lr", "evaluate.prompts"}
+    assert {choice.field for choice in choices} == set(AUTOMATIC) - {"train.lr", "evaluate.prompts"}
     assert all(choice.reason for choice in choices)
     assert found == recipe_of(mapping(inputs, tmp_path / "run"), ["evaluate.prompts=5"])
 

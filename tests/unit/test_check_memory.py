@@ -75,7 +75,7 @@ def test_memory_of_nine_billion_parameters_on_one_gpu(recipe: dict[str, Any]) ->
 
 
 def test_memory_of_nine_billion_parameters_in_eight_shards(recipe: dict[str, Any]) -> None:
-    memory = planned(recipe, 8).memory_in_shards
+    memory = planned(recipe, 8).room.in_shards
     assert memory is not None
     # A shard, and beside it what is whole during a step: everything outside of the layers, and the two largest layers.
     largest = MLP + 2 * WIDTH + DELTA
@@ -85,11 +85,11 @@ def test_memory_of_nine_billion_parameters_in_eight_shards(recipe: dict[str, Any
 
 def test_main_memory_while_nine_billion_parameters_are_loaded(recipe: dict[str, Any]) -> None:
     found = planned(recipe, 8)
-    assert found.memory_in_shards is not None
+    assert found.room.in_shards is not None
     assert found.memory.loading_bytes == 2 * TRUNK
     # Everything outside of the layers, the largest layer and a copy of it.
     largest = MLP + 2 * WIDTH + DELTA
-    assert found.memory_in_shards.loading_bytes == 2 * (OUTSIDE + 2 * largest)
+    assert found.room.in_shards.loading_bytes == 2 * (OUTSIDE + 2 * largest)
     assert "\nmain memory of each, to load: 16.68 GiB; 4.60 GiB with fsdp2.yaml\n" in str(found)
 
 

@@ -44,7 +44,7 @@ def run_on_amd(monkeypatch: pytest.MonkeyPatch, is_amd: bool) -> None:
 
 
 def decode(decoder: SpeculativeDecoder) -> list[list[int]]:
-    return [list(one.token_ids) for one in decoder.decode(PROMPTS, 12)]
+    return [list(one.token_ids) for one in decoder.generate(PROMPTS, 12)]
 
 
 @pytest.mark.parametrize("is_amd", [False, True])

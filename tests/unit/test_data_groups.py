@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ from mtp_train.data.groups import (
     THRESHOLD,
     is_held_out,
     join_near_duplicates,
-    mix,
     near_duplicate_groups,
     split_by_group,
 )
@@ -151,19 +148,13 @@ def test_one_text_file_alone_is_refused_with_what_to_do(tmp_path: Path) -> None:
     assert "data.group_field" in str(error.value)
 
 
-@dataclass(frozen=True)
-class Item:
-    group: str
-    number: int
-
-
-ITEMS = [Item(f"group {number % 50}", number) for number in range(200)]
+ITEMS = [Record(f"r#{number:03}", f"group {number % 50}", PlainText("")) for number in range(200)]
 
 
 def test_a_group_is_never_on_both_sides() -> None:
     train, held_out = split_by_group(ITEMS, 0.2, 0)
     assert not {item.group for item in train} & {item.group for item in held_out}
-    assert sorted(train + held_out, key=lambda item: item.number) == ITEMS
+    assert sorted(train + held_out, key=lambda item: item.id) == ITEMS
 
 
 def test_the_share_held_out_is_about_the_one_asked_for() -> None:
@@ -184,41 +175,3 @@ def test_an_empty_side_is_refused(holdout: float, side: str) -> None:
         DataError, match=rf"leaves the {side} side empty \(200 records in 50 groups\); expected records on both sides"
     ):
         split_by_group(ITEMS, holdout, 0)
-
-
-def source(name: str, size: int) -> list[Record]:
-    return [Record(f"{name}#{number}", "g", PlainText(str(number))) for number in range(1, size + 1)]
-
-
-def names(records: list[Record]) -> Counter[str]:
-    return Counter(record.id.partition("#")[0] for record in records)
-
-
-@pytest.mark.parametrize(
-    ("weights", "expected"),
-    [
-        ((1, 1, 1), {"a": 10, "b": 10, "c": 10}),
-        ((3, 0.6, 0.3), {"a": 100, "b": 20, "c": 10}),
-        ((1, 9, 0.1), {"a": 11, "b": 100, "c": 1}),
-    ],
-)
-def test_a_mixture_is_as_large_as_can_be(weights: tuple[float, ...], expected: dict[str, int]) -> None:
-    assert names(mix([source("a", 100), source("b", 100), source("c", 10)], weights, seed=0)) == expected
-
-
-def test_what_is_mixed_depends_on_the_seed_alone() -> None:
-    sources = [source("a", 100), source("b", 10)]
-    mixed = mix(sources, (1, 1), seed=0)
-    assert mixed == mix(sources, (2, 2), seed=0)
-    assert mixed != mix(sources, (1, 1), seed=1)
-    assert len({record.id for record in mixed}) == 20
-    assert [record for record in sources[0] if record in mixed] == mixed[:10]
-    assert mixed[10:] == sources[1]
-    # Chosen all over the source, and kept by a mixture that takes more of it.
-    assert mixed[:10] != sources[0][:10]
-    assert set(mixed[:10]) < set(mix(sources, (2, 1), seed=0))
-
-
-def test_a_source_that_would_give_nothing_is_refused() -> None:
-    with pytest.raises(DataError, match=r"data\.sources\.1\.weight: 0\.001 leaves none of its 100 records.*Raise it"):
-        mix([source("a", 100), source("b", 100)], (1, 0.001), seed=0)

@@ -11,7 +11,6 @@ from byte_tokenizer import (
     CHATML_NEVER_THINKS_ALOUD,
     CHATML_REFUSES,
     CHATML_STRIPS_THINKING,
-    CHATML_STRIPS_THINKING_MARKED,
     byte_tokenizer,
 )
 from mtp_train.data.records import Chat, Content, PlainText, PromptResponse, Record
@@ -60,9 +59,8 @@ def test_only_what_the_assistant_says_is_a_target(template: str) -> None:
     assert text(document, tokenizer).startswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello")
 
 
-@pytest.mark.parametrize("template", [CHATML_STRIPS_THINKING, CHATML_STRIPS_THINKING_MARKED])
-def test_turns_whose_thinking_is_dropped_later_are_learnt_where_they_were_said(template: str) -> None:
-    tokenizer = byte_tokenizer(template)
+def test_turns_whose_thinking_is_dropped_later_are_learnt_where_they_were_said() -> None:
+    tokenizer = byte_tokenizer(CHATML_STRIPS_THINKING)
     content = chat("hi", "<think>hm</think>yes", "more", "<think>so</think>no", "bye")
     documents, _ = tokenize_records(records(content), tokenizer, 512)
     assert [(document.id, targets(document, tokenizer)) for document in documents] == [
@@ -76,9 +74,8 @@ def test_turns_whose_thinking_is_dropped_later_are_learnt_where_they_were_said(t
     assert {document.group for document in documents} == {"g1"}
 
 
-@pytest.mark.parametrize("template", [CHATML_STRIPS_THINKING, CHATML_STRIPS_THINKING_MARKED])
-def test_turns_that_stay_as_they_were_share_a_document(template: str) -> None:
-    tokenizer = byte_tokenizer(template)
+def test_turns_that_stay_as_they_were_share_a_document() -> None:
+    tokenizer = byte_tokenizer(CHATML_STRIPS_THINKING)
     content = chat("hi", "yes", "more", "<think>so</think>no", "and", "fine")
     documents, _ = tokenize_records(records(content), tokenizer, 512)
     learnt = [targets(document, tokenizer) for document in documents]
@@ -130,14 +127,6 @@ def test_thinking_is_learnt_as_the_prompt_asks_for_it(opening: str, written: str
     document = one(chat("hi", "<think>hm</think>yes"), tokenizer)
     assert targets(document, tokenizer) == f"{said}<|im_end|>"
     assert text(document, tokenizer).rstrip("\n").endswith(f"{prompt}{opening}{said}<|im_end|>")
-
-
-def test_marks_say_what_is_said_where_the_prompt_does_not() -> None:
-    tokenizer = byte_tokenizer(
-        CHATML_MARKED.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>bot\n{% endif %}")
-    )
-    document = one(chat("hi", "yes", "more", "no"), tokenizer)
-    assert targets(document, tokenizer) == "yes<|im_end|>no<|im_end|>"
 
 
 def test_a_turn_that_does_not_follow_its_prompt_is_refused() -> None:
@@ -219,17 +208,18 @@ def test_nothing_left_is_refused_with_counts() -> None:
 
 
 def test_a_chat_needs_a_chat_template() -> None:
-    with pytest.raises(DataError, match=r"f, record 1: a chat, and the tokenizer has no chat template; .*Add chat"):
+    with pytest.raises(
+        DataError, match=r"f, record 1, message 2: a chat, and the tokenizer has no chat template; .*Add chat"
+    ):
         one(chat("hi", "hello"), byte_tokenizer(None))
 
 
-@pytest.mark.parametrize("template", [CHATML_REFUSES, CHATML_REFUSES + "{% generation %}{% endgeneration %}"])
-def test_what_a_template_refuses_is_named(template: str) -> None:
+def test_what_a_template_refuses_is_named() -> None:
     with pytest.raises(
         DataError,
         match=r"f, record 1, message 2: the chat template fails on it \(TemplateError: roles must",
     ):
-        one(chat("hi", "hello"), byte_tokenizer(template))
+        one(chat("hi", "hello"), byte_tokenizer(CHATML_REFUSES))
 
 
 def test_a_tokenizer_without_offsets_is_refused_for_chats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +271,7 @@ def test_a_template_that_strips_thinking_serves_for_prompts() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (Chat((ASSISTANT,)), "f, record 1: the only assistant turn comes first; expected a message before it"),
+        (Chat((ASSISTANT,)), "f, record 1: begins with its only assistant turn; expected a prompt"),
         (PromptResponse("", "cd"), "f, record 1: the prompt is empty; expected at least one token"),
     ],
 )
@@ -326,22 +316,13 @@ def document(*tokens: int, targets: str) -> Document:
     return Document(tokens, tuple(mark == "x" for mark in targets), "g", "d")
 
 
-def test_the_most_frequent_targets_are_taken_and_what_is_no_target_does_not_count() -> None:
+def test_the_most_frequent_targets_are_taken_and_places_left_go_to_the_lower_ids() -> None:
     text = [document(7, 7, 7, 3, 3, 5, targets="...xxx"), document(5, 5, 9, targets="x.x")]
     # Targets: 3 twice, 5 twice, 9 once; 7 never.
     assert frequent_tokens(text, 2, 12, always=()) == [3, 5]
-    assert frequent_tokens(text, 3, 12, always=()) == [3, 5, 9]
-
-
-def test_ties_and_places_left_go_to_the_lower_ids() -> None:
-    text = [document(6, 4, 8, targets="xxx")]
-    assert frequent_tokens(text, 2, 10, always=()) == [4, 6]
-    assert frequent_tokens(text, 5, 10, always=()) == [0, 1, 4, 6, 8]
-
-
-def test_tokens_that_end_a_text_are_always_in() -> None:
-    text = [document(6, 6, 6, 4, 4, targets="xxxxx")]
-    assert frequent_tokens(text, 2, 10, always={9}) == [6, 9]
+    assert frequent_tokens(text, 5, 12, always=()) == [0, 1, 3, 5, 9]
+    # Tokens that end a text are always in.
+    assert frequent_tokens(text, 2, 12, always={11}) == [3, 11]
 
 
 def test_only_kept_tokens_stay_targets_and_what_has_none_left_goes() -> None:

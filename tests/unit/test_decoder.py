@@ -57,8 +57,8 @@ def scripted(trunk: Trunk, texts: Texts) -> Decode:
         decoder = SpeculativeDecoder(trunk, ScriptedDrafting(texts, num_right), 3, ())
         request = Request(prompt_ids=PROMPT, max_new_tokens=max_new_tokens, stop_token_ids=frozenset(eos_ids))
         longer = Request(prompt_ids=OTHER_PROMPT, max_new_tokens=20)
-        result, _ = decoder.decode([request, longer])
-        (alone,) = decoder.decode([request])
+        result, _ = decoder.generate([request, longer])
+        (alone,) = decoder.generate([request])
         assert (result.token_ids, counts(result)) == (alone.token_ids, counts(alone))
         return result
 
@@ -95,17 +95,8 @@ def test_eos_inside_a_draft_ends_the_text_and_not_the_counts(scripted: Decode, p
 def test_the_decoders_eos_ends_texts_as_a_requests_does(trunk: Trunk, plain: list[int]) -> None:
     request = Request(prompt_ids=PROMPT, max_new_tokens=20, stop_token_ids=frozenset([plain[9]]))
     for eos, length in ((plain[5], 6), (plain[22], 10)):
-        (result,) = SpeculativeDecoder(trunk, None, 0, [eos]).decode([request])
+        (result,) = SpeculativeDecoder(trunk, None, 0, [eos]).generate([request])
         assert list(result.token_ids) == plain[:length]
-
-
-@pytest.mark.parametrize(("with_head", "depth", "mtp"), [(True, 0, "on"), (False, 3, "on"), (True, 3, "off")])
-def test_plain_decoding_drafts_nothing(with_head: bool, depth: int, mtp: str) -> None:
-    trunk = tiny_trunk("qwen3_5")
-    decoder = SpeculativeDecoder(trunk, tiny_head(trunk) if with_head else None, depth, ())
-    (result,) = decoder.decode([Request(prompt_ids=PROMPT, max_new_tokens=8, mtp=mtp)])
-    assert list(result.token_ids) == plain_greedy(trunk, PROMPT, 8, ())
-    assert counts(result) == (7, 0, ())
 
 
 def test_a_row_whose_text_has_ended_commits_nothing(trunk: Trunk, texts: Texts, plain: list[int]) -> None:
@@ -143,23 +134,6 @@ def test_drafts_equal_a_full_recomputation_and_the_training_unroll(
             for tokens, drafts in rows:
                 assert drafts == drafts_from_scratch(trunk, head, tokens, len(drafts)), index
                 assert drafts == drafts_of_training(trunk, head, tokens, drafts), index
-
-
-@pytest.mark.parametrize("unroll_kind", UNROLLS)
-def test_a_controller_may_let_the_head_rest_and_ask_again(
-    unroll_kind: Unroll, trunk: Trunk, texts: Texts, plain: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The last drafts come while the text lacks four tokens: a row drafts no more than it can commit.
-    schedule = iter([3, 1, *[0] * 40, 3, 0, 0, 0])
-    monkeypatch.setattr(mtp_inference.session, "batch_depth", lambda *_: next(schedule))
-    head = head_of(trunk, unroll_kind, 3)
-    script = ScriptedDrafting(texts, [0], HeadDrafting(head))
-    request = Request(prompt_ids=PROMPT, max_new_tokens=47, mtp="auto")
-    (result,) = SpeculativeDecoder(trunk, script, 3, ()).decode([request])
-    assert list(result.token_ids) == plain[:47]
-    assert counts(result) == (46, 7, (0, 0, 0))
-    with torch.inference_mode():
-        assert script.real_drafts[-1].tolist() == [drafts_from_scratch(trunk, head, PROMPT + plain[:43], 3)]
 
 
 @pytest.mark.parametrize("unroll_kind", UNROLLS)
@@ -204,7 +178,7 @@ def test_a_stale_row_in_the_heads_cache_shows(unroll_kind: Unroll) -> None:
 def test_a_fp32_head_drafts_for_a_bf16_trunk() -> None:
     trunk = tiny_trunk("qwen3_5")
     head = tiny_head(trunk)
-    (result,) = SpeculativeDecoder(trunk.bfloat16(), head, 3, ()).decode([PROMPT], max_new_tokens=8)
+    (result,) = SpeculativeDecoder(trunk.bfloat16(), head, 3, ()).generate([PROMPT], max_new_tokens=8)
     assert len(result.token_ids) == 8
     assert next(head.parameters()).dtype == torch.float32
 
@@ -228,9 +202,9 @@ def test_compare_tells_a_tie_from_a_divergence() -> None:
 
 def test_a_call_that_another_one_overtook_says_so(trunk: Trunk, plain: list[int]) -> None:
     decoder = SpeculativeDecoder(trunk, None, 0, ())
-    overtaken = decoder.decode_chunks([Request(prompt_ids=PROMPT, max_new_tokens=8)])
+    overtaken = decoder.stream([Request(prompt_ids=PROMPT, max_new_tokens=8)])
     next(overtaken)
-    (result,) = decoder.decode([PROMPT], max_new_tokens=8)
+    (result,) = decoder.generate([PROMPT], max_new_tokens=8)
     assert list(result.token_ids) == plain[:8]
     with pytest.raises(MtpError, match="another call of this decoder began"):
         next(overtaken)

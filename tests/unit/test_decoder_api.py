@@ -14,7 +14,7 @@ import torch
 import mtp_inference
 from adapters import write_adapter
 from byte_tokenizer import byte_tokenizer
-from mtp_inference import Request, SpeculativeDecoder, plain_greedy
+from mtp_inference import Request, Sampling, SpeculativeDecoder, plain_greedy
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError, DataError, MtpError, UnsupportedModelError
@@ -48,7 +48,7 @@ def ids(text: str) -> list[int]:
 
 
 def test_text_in_and_text_out_is_plain_decoding_of_its_tokens(decoder: SpeculativeDecoder) -> None:
-    results = decoder.generate([PROMPT, "ab"], max_new_tokens=12, mtp="on")
+    results = decoder.generate([PROMPT, "ab"], max_new_tokens=12)
     for prompt, result in zip([PROMPT, "ab"], results, strict=True):
         plain = plain_greedy(decoder.trunk, ids(prompt), 12, decoder.eos_ids)
         assert list(result.token_ids) == plain
@@ -60,17 +60,17 @@ def test_text_in_and_text_out_is_plain_decoding_of_its_tokens(decoder: Speculati
 
 
 def test_a_stream_has_the_text_of_generate(decoder: SpeculativeDecoder) -> None:
-    settings: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.9, "top_k": 50, "seed": 3, "mtp": "on"}
-    pieces = list(decoder.stream(PROMPT, **settings))
-    assert len(pieces) > 1
-    assert "" not in pieces
-    assert "".join(pieces) == decoder.generate(PROMPT, **settings)[0].text
+    settings: dict[str, Any] = {"max_new_tokens": 24, "sampling": Sampling(temperature=0.9, top_k=50, seed=3)}
+    chunks = list(decoder.stream(PROMPT, **settings))
+    assert len(chunks) > 1
+    assert "".join(chunk.text for chunk in chunks) == decoder.generate(PROMPT, **settings)[0].text
 
 
 def test_each_further_prompt_has_the_next_seed(decoder: SpeculativeDecoder) -> None:
-    first, second = decoder.generate([PROMPT, PROMPT], 12, temperature=1.0, seed=7)
+    first, second = decoder.generate([PROMPT, ids(PROMPT)], 12, sampling=Sampling(temperature=1.0, seed=7))
     assert first.token_ids != second.token_ids
-    assert decoder.generate(PROMPT, 12, temperature=1.0, seed=8)[0].token_ids == second.token_ids
+    (alone,) = decoder.generate(PROMPT, 12, sampling=Sampling(temperature=1.0, seed=8))
+    assert alone.token_ids == second.token_ids
 
 
 def test_a_chat_prompt_goes_through_the_template(decoder: SpeculativeDecoder) -> None:
@@ -78,13 +78,12 @@ def test_a_chat_prompt_goes_through_the_template(decoder: SpeculativeDecoder) ->
     assert of_chat.token_ids == decoder.generate(PROMPT, 8)[0].token_ids
 
 
-def test_a_stop_string_ends_a_text(decoder: SpeculativeDecoder) -> None:
-    (whole,) = decoder.generate(PROMPT, 24)
-    stop = whole.text[3:5]
-    for given in (stop, [stop]):
-        (cut,) = decoder.generate(PROMPT, 24, stop=given)
-        assert cut.text == whole.text[: whole.text.index(stop)]
-        assert cut.finish_reason == "stop"
+def test_a_request_keeps_its_own_settings(decoder: SpeculativeDecoder) -> None:
+    request = Request(prompt_ids=ids(PROMPT), max_new_tokens=6, mtp="off")
+    own, shared = decoder.generate([request, PROMPT], 9)
+    assert (len(own.token_ids), own.num_drafts) == (6, 5)
+    assert own.num_draft_tokens == 0 < shared.num_draft_tokens
+    assert own.token_ids == shared.token_ids[:6]
 
 
 def test_what_drafts_is_named(pristine: Path, tmp_path: Path, decoder: SpeculativeDecoder) -> None:
@@ -95,7 +94,7 @@ def test_what_drafts_is_named(pristine: Path, tmp_path: Path, decoder: Speculati
     assert expected.num_draft_tokens == 0
     for head in (pristine / "base", tmp_path / "head", tmp_path, "ngram", f"model:{pristine / 'base'}"):
         named = SpeculativeDecoder.from_pretrained(pristine / "finetune", head=head, depth=2, device="cpu")
-        (result,) = named.generate(PROMPT, 12, mtp="on")
+        (result,) = named.generate(PROMPT, 12)
         assert result.token_ids == expected.token_ids
         assert result.num_drafts > 0
 
@@ -103,7 +102,7 @@ def test_what_drafts_is_named(pristine: Path, tmp_path: Path, decoder: Speculati
 def test_a_run_directory_stands_for_its_export(pristine: Path, tmp_path: Path) -> None:
     shutil.copytree(pristine / "base", tmp_path / "run" / "export")
     loaded = SpeculativeDecoder.from_pretrained(tmp_path / "run", device="cpu")
-    assert loaded.generate(PROMPT, 4, mtp="on")[0].num_drafts > 0
+    assert loaded.generate(PROMPT, 4)[0].num_drafts > 0
 
 
 def test_an_adapter_is_applied_and_the_dtype_is_taken(pristine: Path, tmp_path: Path) -> None:
@@ -119,22 +118,14 @@ def test_an_adapter_is_applied_and_the_dtype_is_taken(pristine: Path, tmp_path: 
 
 
 def test_what_cannot_be_loaded_or_decoded_is_refused(pristine: Path, decoder: SpeculativeDecoder) -> None:
-    with pytest.raises(CheckpointError, match=r"expected a complete head, .* Pass head= .* or depth=0"):
+    with pytest.raises(CheckpointError, match=r"holds no head tensors .*; expected a complete head"):
         SpeculativeDecoder.from_pretrained(pristine / "finetune")
     with pytest.raises(MtpError, match=r"depth: 8; expected 0 to 7"):
         SpeculativeDecoder.from_pretrained(pristine / "base", depth=8)
-    with pytest.raises(MtpError, match=r"generate: a text prompt, and the decoder has no tokenizer"):
+    with pytest.raises(MtpError, match=r"prompt 1: text, and the decoder has no tokenizer"):
         SpeculativeDecoder(decoder.trunk, None, 0, ()).generate("a")
-    requests: Any = [Request(prompt_ids=[1], max_new_tokens=2)]
-    with pytest.raises(MtpError, match=r"prompt 1: Request; expected text. Pass requests and token ids to decode"):
-        decoder.generate(requests)
-    texts: Any = ["a"]
-    with pytest.raises(MtpError, match=r"decode: text; expected token ids or requests. Pass text to generate"):
-        decoder.decode(texts, 4)
     with pytest.raises(DataError, match=r"prompt 2: no token; expected some text"):
         decoder.generate(["a", ""])
-    with pytest.raises(MtpError, match=r"temperature: -1"):
-        decoder.stream("a", temperature=-1)
     images = SpeculativeDecoder(decoder.trunk, None, 0, (), tokenizer=byte_tokenizer(), image_ids=ids("#"))
     with pytest.raises(DataError, match=r"prompt 1: holds image or video token"):
         images.stream("a#b")

@@ -10,12 +10,11 @@ from torch import Tensor
 from transformers import FalconH1Config
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from mtp_inference.cache.delta import MAX_WINDOW, gated_delta_token, gated_delta_window
+from mtp_inference.cache.delta import MAX_WINDOW, delta_token, delta_window
 from mtp_inference.cache.model_cache import AttentionStore, WindowCache
 from mtp_inference.cache.recurrent import undecided_states, window_conv
 from mtp_inference.cache.window import Window, attending_in_windows
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.trunk.load import Trunk
 from scripted import BatchRun, random_prompt, state_bound, state_errors
 from tiny import CACHE_KINDS, SLIDING_WINDOW, tiny_trunk
 
@@ -71,7 +70,7 @@ def check_window(inputs: Inputs, normalise: bool = True, one_off: int = 0) -> No
     num_tokens = inputs["value"].shape[1]
     outputs = [stock(inputs, kept, normalise) for kept in range(1, num_tokens + 1)]
     states = [inputs["initial_state"], *(state for _, state in outputs)]
-    output, window = gated_delta_window(**inputs, use_qk_l2norm_in_kernel=normalise)
+    output, window = delta_window(**inputs, use_qk_l2norm_in_kernel=normalise)
     torch.testing.assert_close(output, outputs[-1][0], **CLOSE)
     for kept in range(num_tokens + 1):
         num_kept = [kept, num_tokens - kept]
@@ -108,7 +107,7 @@ def test_a_count_that_is_one_off_is_found() -> None:
 def test_a_single_token_gives_the_stock_kernels_output_and_state(normalise: bool, key_heads: int) -> None:
     inputs = drawn(1, key_heads)
     expected, expected_state = stock(inputs, 1, normalise)
-    output, state = gated_delta_token(**inputs, use_qk_l2norm_in_kernel=normalise)
+    output, state = delta_token(**inputs, use_qk_l2norm_in_kernel=normalise)
     torch.testing.assert_close(output, expected, **CLOSE)
     torch.testing.assert_close(state, expected_state, **CLOSE)
     assert state is inputs["initial_state"], "the buffer itself is updated"
@@ -116,7 +115,7 @@ def test_a_single_token_gives_the_stock_kernels_output_and_state(normalise: bool
 
 def test_states_stay_fp32_under_bf16_inputs() -> None:
     inputs = {name: part if name == "initial_state" else part.bfloat16() for name, part in drawn(4).items()}
-    output, window = gated_delta_window(**inputs, use_qk_l2norm_in_kernel=True)
+    output, window = delta_window(**inputs, use_qk_l2norm_in_kernel=True)
     expected, state = stock(inputs, 4)
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output, expected)
@@ -125,14 +124,14 @@ def test_states_stay_fp32_under_bf16_inputs() -> None:
     torch.testing.assert_close(found, state, **CLOSE)
     one = {name: part if name == "initial_state" else part[:, :1] for name, part in inputs.items()}
     expected = stock(one, 1)[1]
-    output, state = gated_delta_token(**one, use_qk_l2norm_in_kernel=True)
+    output, state = delta_token(**one, use_qk_l2norm_in_kernel=True)
     assert (output.dtype, state.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(state, expected, **CLOSE)
 
 
 def test_a_window_too_long_for_the_solve_is_refused() -> None:
     with pytest.raises(ValueError, match="9 tokens; expected at most 8"):
-        gated_delta_window(**drawn(MAX_WINDOW + 1), use_qk_l2norm_in_kernel=True)
+        delta_window(**drawn(MAX_WINDOW + 1), use_qk_l2norm_in_kernel=True)
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
@@ -156,7 +155,7 @@ def test_the_stock_kernels_are_back_after_an_error() -> None:
     def fail_inside() -> None:
         with undecided_states(tiny_trunk("qwen3_5").family):
             inside = [getattr(modeling_qwen3_5, name) for name in names]
-            assert inside == [gated_delta_window, gated_delta_token, window_conv]
+            assert inside == [delta_window, delta_token, window_conv]
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -218,51 +217,6 @@ def test_a_mask_is_left_out_only_where_the_bounds_are_tight() -> None:
         assert mask.sum(-1).flatten().tolist() == [position + 1 for position in positions]
 
 
-def run_window(trunk: Trunk, prompts: list[list[int]], window_BT: Tensor) -> WindowCache:
-    """Prefill prompts, a row for each, and run a window after them, not yet committed."""
-    cache = WindowCache(trunk.config, num_rows=len(prompts), capacity=96, max_window=80)
-    with torch.inference_mode(), attending_in_windows(trunk.config):
-        for row, prompt in enumerate(prompts):
-            positions_BT = torch.arange(len(prompt))[None]
-            masks = cache.begin(Window(slice(row, row + 1), positions_BT, len(prompt), 0))
-            trunk.window_hidden(torch.tensor([prompt]), positions_BT=positions_BT, masks=masks, cache=cache)
-            cache.commit(None)
-        continue_rows(trunk, cache, [len(prompt) for prompt in prompts], window_BT)
-    return cache
-
-
-def continue_rows(trunk: Trunk, cache: WindowCache, lengths: list[int], window_BT: Tensor) -> Tensor:
-    """Run a window over all rows; return its hidden states."""
-    positions_BT = torch.tensor(lengths)[:, None] + torch.arange(window_BT.shape[1])
-    masks = cache.begin(Window(slice(0, len(lengths)), positions_BT, int(positions_BT.max()) + 1))
-    with torch.inference_mode(), attending_in_windows(trunk.config), undecided_states(trunk.family):
-        return trunk.window_hidden(window_BT, positions_BT=positions_BT, masks=masks, cache=cache)
-
-
-PROMPTS = [random_prompt(num_tokens, seed=num_tokens) for num_tokens in (2, 1, 70, 3, 9)]
-WINDOW_BT = torch.tensor([random_prompt(4, seed=row) for row in range(len(PROMPTS))])
-
-
-@pytest.mark.parametrize("kind", CACHE_KINDS)
-def test_a_snapshot_takes_back_what_came_after_it(kind: str) -> None:
-    trunk = tiny_trunk(CACHE_KINDS[kind])
-    cache = run_window(trunk, PROMPTS, WINDOW_BT)
-    num_kept = [4, 1, 2, 3, 2]
-    with torch.inference_mode():
-        cache.commit(torch.tensor(num_kept))
-        texts = [
-            prompt + window[:kept] for prompt, window, kept in zip(PROMPTS, WINDOW_BT.tolist(), num_kept, strict=True)
-        ]
-        saved = cache.recurrent.snapshot()
-        drafts_BT = torch.tensor([[7]] * len(PROMPTS))
-        for ahead in range(3):
-            continue_rows(trunk, cache, [len(text) + ahead for text in texts], drafts_BT)
-            cache.commit(torch.ones(len(PROMPTS), dtype=torch.long))
-        cache.recurrent.restore(saved)
-    for row, text in enumerate(texts):
-        assert max(state_errors(cache, trunk, text, row).values()) < state_bound(trunk)
-
-
 @pytest.mark.parametrize("prefill_chunk", [3, 8])
 @pytest.mark.parametrize("kind", CACHE_KINDS)
 def test_a_prompt_prefilled_in_chunks_leaves_what_one_forward_leaves(kind: str, prefill_chunk: int) -> None:
@@ -279,7 +233,7 @@ def test_a_prompt_prefilled_in_chunks_leaves_what_one_forward_leaves(kind: str, 
 
 def test_attention_in_windows_ends_with_its_block() -> None:
     trunk = tiny_trunk("glm4_moe")
-    tokens_BT = torch.tensor([PROMPTS[0]])
+    tokens_BT = torch.tensor([random_prompt(2)])
     before = trunk.hidden(tokens_BT)
     with pytest.raises(ZeroDivisionError), attending_in_windows(trunk.config):
         raise ZeroDivisionError
@@ -294,19 +248,6 @@ def test_a_window_beyond_the_buffers_is_refused() -> None:
         cache.begin(Window(slice(0, 1), torch.arange(10, 13)[None], 13))
     sizes = [layer.size for layer in cache.layers if isinstance(layer, AttentionStore)]
     assert sizes == [min(12, SLIDING_WINDOW + 4)] * 3
-
-
-def test_rejecting_tokens_of_a_window_that_was_decided_is_refused() -> None:
-    trunk = tiny_trunk("qwen3_5")
-    cache = run_window(trunk, PROMPTS[:1], WINDOW_BT[:1])
-    with torch.inference_mode():
-        cache.commit(None)
-        positions_BT = torch.arange(6, 9)[None]
-        masks = cache.begin(Window(slice(0, 1), positions_BT, 9))
-        with attending_in_windows(trunk.config):
-            trunk.window_hidden(WINDOW_BT[:1, :3], positions_BT=positions_BT, masks=masks, cache=cache)
-        with pytest.raises(RuntimeError, match=r"3 tokens, already decided; .* undecided_states"):
-            cache.commit(torch.tensor([2]))
 
 
 def test_a_trunk_whose_state_cannot_be_taken_back_is_refused() -> None:

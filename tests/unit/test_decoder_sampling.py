@@ -71,7 +71,7 @@ def mixed_requests() -> list[Request]:
 @functools.cache
 def undrafted(name: str) -> list[tuple[int, ...]]:
     decoder = SpeculativeDecoder(trunk_of(name), None, 0, ())
-    return [decoder.decode([request])[0].token_ids for request in mixed_requests()]
+    return [decoder.generate([request])[0].token_ids for request in mixed_requests()]
 
 
 def texts(results: Sequence[GenerationResult]) -> list[tuple[int, ...]]:
@@ -81,7 +81,7 @@ def texts(results: Sequence[GenerationResult]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(("name", "drafting"), HEADS + OTHERS)
 def test_first_choice_drafts_leave_every_sampled_text_as_it_is(name: str, drafting: str) -> None:
     decoder = SpeculativeDecoder(trunk_of(name), DRAFTING[drafting](name), 4, (), max_batch=3)
-    results = decoder.decode(mixed_requests())
+    results = decoder.generate(mixed_requests())
     assert texts(results) == undrafted(name)
     if drafting == "model":
         assert sum(result.num_accepted_tokens for result in results) > 15
@@ -90,7 +90,7 @@ def test_first_choice_drafts_leave_every_sampled_text_as_it_is(name: str, drafti
 def test_the_texts_without_drafts_are_worth_comparing() -> None:
     for name in (*FAMILY_NAMES, "mistral"):
         greedy = [dataclasses.replace(request, sampling=Sampling()) for request in mixed_requests()]
-        of_greedy = texts(SpeculativeDecoder(trunk_of(name), None, 0, ()).decode(greedy))
+        of_greedy = texts(SpeculativeDecoder(trunk_of(name), None, 0, ()).generate(greedy))
         differs = [ours != other for ours, other in zip(undrafted(name), of_greedy, strict=True)]
         assert differs[:4] == [True] * 4
         assert not differs[4]
@@ -98,7 +98,7 @@ def test_the_texts_without_drafts_are_worth_comparing() -> None:
             dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, seed=1))
             for request in mixed_requests()
         ]
-        of_reseeded = texts(SpeculativeDecoder(trunk_of(name), None, 0, ()).decode(reseeded))
+        of_reseeded = texts(SpeculativeDecoder(trunk_of(name), None, 0, ()).generate(reseeded))
         differs = [ours != other for ours, other in zip(undrafted(name), of_reseeded, strict=True)]
         assert differs == [request.sampling.temperature > 0.0 for request in mixed_requests()]
 
@@ -109,8 +109,8 @@ def test_the_texts_without_drafts_are_worth_comparing() -> None:
 )
 def test_with_drawn_drafts_a_row_says_what_it_says_alone(name: str, drafting: str) -> None:
     decoder = SpeculativeDecoder(trunk_of(name), DRAFTING[drafting](name), 4, (), max_batch=3, draft_sampling="sampled")
-    alone = [decoder.decode([request])[0] for request in mixed_requests()]
-    together = decoder.decode(mixed_requests())
+    alone = [decoder.generate([request])[0] for request in mixed_requests()]
+    together = decoder.generate(mixed_requests())
     for one, other in zip(alone, together, strict=True):
         assert (one.token_ids, one.rounds, one.accepted_per_pos) == (
             other.token_ids,
@@ -171,7 +171,7 @@ def sampled_texts(
         for seed in range(SEEDS)
     ]
     decoder = SpeculativeDecoder(trunk, drafting, 2, (), max_batch=len(requests), draft_sampling="sampled")
-    results = decoder.decode(requests)
+    results = decoder.generate(requests)
     return [results[start : start + SEEDS] for start in range(0, len(results), SEEDS)]
 
 
@@ -262,7 +262,7 @@ def test_drawn_drafts_are_accepted_as_often_as_the_distributions_overlap() -> No
     ]
     watched = PassingDrafting(maker, watch)
     decoder = SpeculativeDecoder(trunk, watched, 1, (), max_batch=SEEDS, draft_sampling="sampled")
-    accepted = sum(result.num_accepted_tokens for result in decoder.decode(requests))
+    accepted = sum(result.num_accepted_tokens for result in decoder.generate(requests))
     overlap_B = torch.cat(overlaps)
     assert len(overlap_B) == SEEDS
     sigma = math.sqrt(float((overlap_B * (1.0 - overlap_B)).sum()))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from mtp_train.cli.main import main
 from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.step import unroll
 from mtp_train.trunk.load import Trunk, load_trunk
 from runs import document
 from scripted import random_prompt
@@ -83,7 +80,7 @@ def test_a_release_s_head_goes_to_a_fine_tune_that_transformers_saved(tmp_path: 
     serves = healthy["serves"]
     assert serves["vllm"].startswith("vllm serve")
     assert "sglang.launch_server" in serves["sglang"]
-    assert serves["llama.cpp"].startswith("no: its converter takes routed experts in FP4 alone")
+    assert "in FP4 alone" in serves["llama.cpp"]
     stripped = document(["inspect", finetune, "--base", base], capfd)
     assert stripped["status"] == "declared_but_missing"
     # Every parameter was moved; a table that routes by token and three biases of routers are none.
@@ -92,10 +89,6 @@ def test_a_release_s_head_goes_to_a_fine_tune_that_transformers_saved(tmp_path: 
     document(["graft", finetune, "--from", base, "--out", tmp_path / "out"], capfd)
     written, tuned, original = (all_tensors(path) for path in (tmp_path / "out", finetune, base))
     own = {key for key in original if key.startswith("mtp.")}
-    serves = document(["inspect", tmp_path / "out"], capfd)["serves"]
-    no = "no: transformers saved it under names"
-    assert all(serves[name].startswith(no) for name in ("vllm", "sglang", "llama.cpp"))
-    assert "KeyError" in serves["vllm"]
     assert written.keys() == tuned.keys() | own
     shared = {"mtp.0.emb.tok_emb.weight": "model.embed_tokens.weight", "mtp.0.head.weight": "head.weight"}
     for key, value in written.items():
@@ -110,7 +103,7 @@ def test_a_release_decodes_and_says_what_transformers_save_says(tmp_path: Path) 
     for names in (lambda path: path, as_released):
         trunk, head = loaded(names(tmp_path / "base"))
         prompt = random_prompt(9)
-        (result,) = SpeculativeDecoder(trunk, HeadDrafting(head), 2, ()).decode([prompt], 20)
+        (result,) = SpeculativeDecoder(trunk, HeadDrafting(head), 2, ()).generate([prompt], 20)
         assert compare(result.token_ids, plain_greedy(trunk, prompt, 20, ()), trunk, prompt).verdict == "identical"
         texts.append((result.token_ids, result.accepted_per_pos))
     assert texts[0] == texts[1]
@@ -121,8 +114,7 @@ def test_a_release_s_experts_in_fp4_and_its_other_matrices_in_fp8_are_read(tmp_p
     plain = packed(base)
     released = document(["inspect", base], capfd)
     assert released["status"] == "healthy"
-    assert "convert_hf_to_gguf.py" in released["serves"]["llama.cpp"]
-    assert "--mtp" in released["serves"]["llama.cpp"]
+    assert f"mtp-train export {base} --out model-head --gguf f16" in released["serves"]["llama.cpp"]
     document(["graft", finetune, "--from", base, "--out", tmp_path / "out"], capfd)
     written = all_tensors(tmp_path / "out")
     head = {key: value for key, value in plain.items() if key.startswith("mtp.")}
@@ -130,18 +122,6 @@ def test_a_release_s_experts_in_fp4_and_its_other_matrices_in_fp8_are_read(tmp_p
     assert all(torch.equal(written[key], value.bfloat16()) for key, value in head.items())
     assert not any(key.endswith(".scale") for key in written)
     assert document(["inspect", tmp_path / "out"], capfd)["status"] == "healthy"
-
-
-def test_a_retrained_head_on_a_release_s_trunk_is_served_from_our_file(tmp_path: Path, capfd: Capture) -> None:
-    base, _ = base_and_finetune(tmp_path, NAME)
-    plain = packed(base)
-    tensors = {key: value for key, value in all_tensors(base).items() if not re.match(r"mtp\..*\.scale", key)}
-    tensors |= {key: value for key, value in plain.items() if key.startswith("mtp.")}
-    save_file(tensors, base / SINGLE_FILE, metadata={"format": "pt"})
-    command = document(["inspect", base], capfd)["serves"]["llama.cpp"]
-    assert f"mtp-train export {base} --out model-head --gguf f16" in command
-    assert "-md model-head/mtp-*.gguf" in command
-    assert "--mtp " not in command
 
 
 def test_an_adapter_of_the_lm_head_and_of_an_indexer_is_merged(tmp_path: Path) -> None:
@@ -152,39 +132,3 @@ def test_an_adapter_of_the_lm_head_and_of_an_indexer_is_merged(tmp_path: Path) -
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     indexers = {f"layers.{layer}.attn.indexer.weights_proj.weight" for layer in (1, 3)}
     assert changed == {"head.weight", "mtp.0.head.weight", *indexers}
-
-
-def spoil_mixer(trunk: Trunk, head: MtpHead) -> None:
-    head.blocks[0].mixer = trunk.decoder.hc_head
-
-
-def spoil_streams(trunk: Trunk, head: MtpHead) -> None:
-    fuse = head.blocks[0].fuse
-    head.blocks[0].fuse = lambda hidden_BTD, embed_BTD: fuse(hidden_BTD.roll(embed_BTD.shape[-1], -1), embed_BTD)
-
-
-def spoil_rotary(trunk: Trunk, head: MtpHead) -> None:
-    rotary: Any = copy.deepcopy(head.rotary)
-    rotary.main_inv_freq = rotary.compress_inv_freq
-    head.rotary = rotary
-
-
-@pytest.mark.parametrize("spoil", [spoil_mixer, spoil_streams, spoil_rotary])
-@torch.inference_mode()
-def test_the_head_s_own_mixer_streams_in_order_and_plain_positions_all_count(spoil: Any) -> None:
-    """What the head must not be confused with gives other states: the trunk's mixer, other streams, other rotations."""
-    trunk = tiny_trunk(NAME)
-    head = tiny_head(trunk)
-    tokens_1T = torch.tensor([random_prompt(11)])
-
-    def states() -> list[Tensor]:
-        rows = {"positions_BT": torch.arange(11)[None], "document_BT": torch.zeros_like(tokens_1T)}
-        hidden_1TD = trunk.head_input(trunk.hidden(tokens_1T), head.convention)
-        assert hidden_1TD.shape[-1] == 2 * trunk.config.hidden_size
-        return unroll(head, hidden_1TD, tokens_1T, trunk.embed, num_depths=2, **rows)
-
-    before = states()
-    spoil(trunk, head)
-    for found, expected in zip(states(), before, strict=True):
-        assert found.shape[-1] == trunk.config.hidden_size
-        assert (found - expected).abs().max() > 1e-2

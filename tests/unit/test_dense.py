@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mtp_train.data.pack import collate, count_targets, pack_documents
 from mtp_train.data.tokenize import Document
-from mtp_train.train.packed_rows import AlignedRows, PackedBatch, aligned_rows
-from mtp_train.train.teacher_forced import DenseMetrics, dense_sums
-from summed_metrics import dense_metrics, metrics_of
+from mtp_train.train.packed_rows import AlignedRows, aligned_rows
+from mtp_train.train.teacher_forced import dense_sums
+from summed_metrics import DenseMetrics, dense_metrics, metrics_of, ratios_of
 from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 
 A, B, C, UNIFORM = [0.7, 0.1, 0.1, 0.1], [0.1, 0.7, 0.1, 0.1], [0.4, 0.3, 0.2, 0.1], [0.25] * 4
@@ -105,12 +105,12 @@ def test_tau_of_a_short_answer_is_what_rounds_from_each_of_its_tokens_accept(pro
     trunk = tiny_trunk("qwen3_5")
     length = prompt_length + answer
     document = Document(tuple(range(1, 1 + length)), tuple(i >= prompt_length for i in range(length)), "g", "d")
-    batch = PackedBatch(*collate(pack_documents([document], 16, pack=True, seed=0, epoch=0)).values())
+    batch = collate(pack_documents([document], 16, pack=True, seed=0, epoch=0))
     found = aligned_rows(trunk, tiny_head(trunk), batch, num_depths)
     right = found._replace(student_KND=found.teacher_ND.expand_as(found.student_KND).clone())
     head: Any = SharedOutput()
     sums = dense_sums(right, trunk, head)
-    metrics = DenseMetrics.of(sums)
+    metrics = ratios_of(sums)
     # Rounds begin after the answer's tokens 1 to 3; depth 1, 2 and 3 have 3, 2 and 1 of them to meet.
     assert sums.reached_K.tolist() == [3.0, 2.0, 1.0]
     # The control: over all targets of the text, rounds inside the prompt would be misses.
@@ -149,7 +149,7 @@ def test_real_rows_are_those_that_training_counts(family_name: str) -> None:
         for first, length in ((1, 7), (20, 4), (40, 2))
     ]
     sequences = pack_documents(documents, 16, pack=True, seed=0, epoch=0)
-    batch = PackedBatch(*collate(sequences).values())
+    batch = collate(sequences)
     metrics = dense_metrics(trunk, tiny_head(trunk), [batch], 3)
     counts = [count_targets(sequence, 3) for sequence in sequences]
     assert metrics.num_targets == [sum(column) for column in zip(*counts, strict=True)] == [7, 5, 3]

@@ -278,6 +278,22 @@ def test_a_batch_takes_the_depth_that_is_best_for_all_rows_together() -> None:
     assert batch_depth([knowing(*easy), knowing(*hard)], costs, 2, 2) == 1
 
 
+def test_a_row_that_accepts_nothing_decides_if_it_ends_last() -> None:
+    """Three rows accept 3 drafts of 3 and one none, and a round with drafts takes twice as long."""
+    costs = measured_costs(num_rows=4, d0=1.0, d3=2.0)
+    rows = [knowing(1.0, max_depth=3) for _ in range(3)] + [DepthController(3, None)]
+    for _ in range(40):
+        rows[-1].observe(3, 0)
+    assert batch_depth(rows, costs, 4, 3, [100] * 4) == 0
+    # It ends after 20 rounds of 25: 50 seconds instead of 100.
+    assert batch_depth(rows, costs, 4, 3, [100, 100, 100, 20]) == 3
+    # While requests wait, tokens per second count: 13 in 2 seconds instead of 4 in 1.
+    assert batch_depth(rows, costs, 4, 3) == 3
+    # A smaller batch is not measured again, and a larger one is.
+    assert costs.depth_to_measure(3, 3) is None
+    assert costs.depth_to_measure(5, 3) == 0
+
+
 def test_a_row_with_a_cap_counts_with_what_it_may_draft() -> None:
     costs = measured_costs(num_rows=4, d0=1.0, d3=1.6)
     free, capped, plain = knowing(1.0), knowing(1.0, max_depth=1), knowing(1.0, max_depth=0)

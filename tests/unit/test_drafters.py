@@ -42,7 +42,7 @@ def plain_text(name: str, prompt_ids: tuple[int, ...], num_tokens: int) -> tuple
 
 def assert_plain(name: str, decoder: SpeculativeDecoder, requests: Sequence[Request]) -> list[tuple[int, int]]:
     """Decode, compare every text with plain decoding, and return how many tokens were drafted and accepted."""
-    results = decoder.decode(requests)
+    results = decoder.generate(requests)
     for request, result in zip(requests, results, strict=True):
         assert result.token_ids == plain_text(name, tuple(request.prompt_ids), request.max_new_tokens)
     return [(result.num_draft_tokens, result.num_accepted_tokens) for result in results]
@@ -237,7 +237,7 @@ def test_only_what_was_found_counts_as_drafted() -> None:
     record = Recorded(NgramDrafting())
     requests = ragged([3, 2, 5, 0], max_new_tokens=40)
     decoder = SpeculativeDecoder(trunk_of("glm4_moe"), record, 3, (), max_batch=4)
-    results = decoder.decode(requests)
+    results = decoder.generate(requests)
     assert_plain("glm4_moe", decoder, requests)
     drafted, rounds, accepted = (
         [getattr(result, name) for result in results] for name in ("num_draft_tokens", "rounds", "num_accepted_tokens")
@@ -266,12 +266,12 @@ def test_a_reduced_vocabulary_bounds_the_drafts_and_not_the_text(
         Request(prompt_ids=prompt(4 + row), max_new_tokens=20, sampling=settings[row] if sampled else Sampling())
         for row in range(3)
     ]
-    plain = [result.token_ids for result in SpeculativeDecoder(trunk, None, 0, ()).decode(requests)]
+    plain = [result.token_ids for result in SpeculativeDecoder(trunk, None, 0, ()).generate(requests)]
     drafted: dict[str, set[int]] = {}
     for name, ids_R in (("all", None), ("some", SOME_IDS)):
         record = Recorded(HeadDrafting(head, ids_R))
         decoder = SpeculativeDecoder(trunk, record, 3, (), draft_sampling=draft_sampling)
-        texts = [result.token_ids for result in decoder.decode(requests)]
+        texts = [result.token_ids for result in decoder.generate(requests)]
         # Drafts that are drawn change which text is drawn, not how probable it is.
         assert (texts == plain) == (not sampled or draft_sampling == "argmax")
         drafted[name] = {token for draft in record.drafts for token in draft.tokens_BK.flatten().tolist()}
@@ -300,7 +300,7 @@ def refusals() -> Iterator[tuple[type[MtpError], str, Callable[[], object]]]:
         (lambda: SpeculativeDecoder(trunk, chained, 3, ())),
     )
     decoder = SpeculativeDecoder(trunk, chained, 2, ())
-    yield UnsupportedModelError, "depth: 3; expected at most 2", lambda: decoder.decode_chunks(deeper)
+    yield UnsupportedModelError, "depth: 3; expected at most 2", lambda: decoder.stream(deeper)
 
 
 def test_what_cannot_draft_is_refused() -> None:

@@ -38,7 +38,7 @@ def add_chat(inputs: Path, role: str) -> None:
         file.writelines(json.dumps({"messages": chat, "group": f"more{number}"}) + "\n" for number in range(8))
 
 
-@pytest.mark.parametrize(("role", "regenerate"), [("assistant", None), ("user", None), ("user", {"enabled": True})])
+@pytest.mark.parametrize(("role", "regenerate"), [("assistant", None), ("user", None), ("user", {})])
 def test_text_with_such_a_token_is_refused_before_anything_runs(
     inputs: Path, role: str, regenerate: dict[str, bool] | None
 ) -> None:
@@ -60,4 +60,4 @@ def test_the_decoder_names_the_prompt() -> None:
     trunk = tiny_trunk("qwen3_5")
     decoder = SpeculativeDecoder(trunk, None, 0, ())
     with pytest.raises(DataError, match=rf"has the token id {trunk.config.vocab_size}; expected ids from 0 to"):
-        decoder.decode([[1, 2], [3, trunk.config.vocab_size]], 4)
+        decoder.generate([[1, 2], [3, trunk.config.vocab_size]], 4)

@@ -157,8 +157,8 @@ def test_against_plain_decoding_a_slow_head_is_refused_with_the_depth_that_pays(
     assert "Measure more: raise evaluate.prompts" in unsure.reason
 
     shallow = replace(GREEDY, depth=1)
-    quick = {shallow: timed("retrained", STRONG, 0.5).timed[GREEDY], **plain.timed}
-    cured = judge(ask, (plain, slow), {1: make_cell(replace(slow, decoded=quick, timed=quick), shallow)})
+    quick = {shallow: timed("retrained", STRONG, 0.5).timed[GREEDY]}
+    cured = judge(ask, (plain, slow), {1: make_cell(replace(slow, decoded=quick, timed=quick, plain=plain), shallow)})
     assert cured.reason.endswith("Fewer drafts a round are shown to pay: set evaluate.depth to 1")
 
 
@@ -218,14 +218,14 @@ DRAFTED = [
 
 def test_rounds_are_of_all_prompts_and_their_times_of_the_timed_ones() -> None:
     """The other prompts were decoded in a batch, whose rows have no times."""
-    every = {GREEDY.plain: PLAIN_TEXTS, GREEDY: DRAFTED}
-    timed = {setting: records[:1] for setting, records in every.items()}
-    cell = make_cell(MeasuredArm("retrained", "in/finetune", "run/head", every, timed), GREEDY)
+    plain = MeasuredArm("none", "in/finetune", None, {GREEDY.plain: PLAIN_TEXTS}, {GREEDY.plain: PLAIN_TEXTS[:1]})
+    arm = MeasuredArm("retrained", "in/finetune", "run/head", {GREEDY: DRAFTED}, {GREEDY: DRAFTED[:1]}, plain=plain)
+    cell = make_cell(arm, GREEDY)
     assert (cell.prompts, cell.tau) == (2, 2.0)
     # Prefill of .0625 s and rounds of .1875 / 4 s; plain: .125 s and rounds of .375 / 5 s.
     assert cell.tokens_per_second == pytest.approx(14 / (2 * 0.0625 + 6 * 0.1875 / 4))
     assert cell.speedup == pytest.approx(cell.tokens_per_second / (10 / (2 * 0.125 + 8 * 0.075)))
     assert cell.speedup_ci95 is None
     assert cell.round_seconds == 0.1875 / 4
-    untimed = make_cell(MeasuredArm("retrained", "in/finetune", "run/head", every), GREEDY)
+    untimed = make_cell(replace(arm, timed={}), GREEDY)
     assert (untimed.tau, untimed.tokens_per_second, untimed.speedup, untimed.pays) == (2.0, None, None, None)

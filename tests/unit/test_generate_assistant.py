@@ -61,7 +61,7 @@ def test_the_text_is_the_trunks_and_the_drafts_are_the_assistants(
     prompts = [byte_tokenizer()(prompt)["input_ids"] for prompt in PROMPTS]
     eos = frozenset([byte_tokenizer().eos_token_id])
     drafting = AssistantDrafting(tiny_assistant(vocab_size=VOCAB_SIZE), GEMMA4_ASSISTANT)
-    expected = SpeculativeDecoder(trunk, drafting, 2, eos).decode(prompts, max_new_tokens=20)
+    expected = SpeculativeDecoder(trunk, drafting, 2, eos).generate(prompts, max_new_tokens=20)
     found = generated(saved_trunk, "--head", saved_assistant, "--depth", 2, capfd=capfd)
     for prompt, one, other in zip(prompts, found["requests"], expected, strict=True):
         assert one["token_ids"] == plain_greedy(trunk, prompt, 20, eos)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draft_models import CHOSEN, NUM_LAYERS, DraftModelToWrite
-from gguf_files import metadata, values
+from gguf_files import finish, metadata, values
 from mtp_train import inspect
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.gguf.model_file import open_gguf, write_draft_gguf
@@ -26,10 +26,7 @@ def write_trunk(path: Path) -> Path:
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(TOKENS)
     writer.add_tensor("blk.0.attn_norm.weight", np.ones(4, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from checkpoints import all_tensors
-from gguf_files import checkpoint_with_head, exported, metadata, values, write_whole
+from gguf_files import checkpoint_with_head, exported, finish, metadata, values, write_whole
 from mtp_inference import SpeculativeDecoder
 from mtp_train import inspect
 from mtp_train.checkpoints.locations import open_location
@@ -47,10 +47,7 @@ def write_trunk(path: Path, head: gguf.GGUFReader, parts: int = 1) -> list[Path]
             matrix = generator.standard_normal((8, 256)).astype(np.float32)
             stored = gguf.quants.quantize(matrix, gguf.GGMLQuantizationType.Q4_0)
             writer.add_tensor(f"blk.{block}.ffn_up.weight", stored, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
     return [path.with_name(name) for name in names]
 
 
@@ -200,10 +197,7 @@ def test_a_head_with_a_reduced_vocabulary_is_refused(
     for tensor in head.tensors:
         writer.add_tensor(tensor.name, tensor.data)
     writer.add_tensor(name, np.ones((100, 32), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     told = refusal(["graft", trunk, "--from", reduced, "--out", tmp_path / "out.gguf"], capsys)
     assert f"reduced draft vocabulary, which llama.cpp reads of EAGLE-3 only: {name}, 100 of 272 tokens" in told
     assert not (tmp_path / "out.gguf").exists()
@@ -216,10 +210,7 @@ def test_a_head_beside_the_file_is_named(base: Path, trunk: Path, capsys: pytest
     (trunk.parent / "cut.gguf").write_bytes(b"GGUF\x03")
     foreign = gguf.GGUFWriter(trunk.parent / "foreign.gguf", "qwen35")
     foreign.add_tensor("blk.first.weight", np.ones(4, dtype=np.float32))
-    foreign.write_header_to_file()
-    foreign.write_kv_data_to_file()
-    foreign.write_tensors_to_file()
-    foreign.close()
+    finish(foreign)
     assert f"-m {trunk} -md {trunk.parent / 'mtp-base.gguf'} " in looked_at(trunk).serves["llama.cpp"]
     out = trunk.parent / "whole.gguf"
     capsys.readouterr()
@@ -254,7 +245,7 @@ def test_a_gguf_file_is_a_checkpoint_like_any_other(
         # One added to a norm's weight and taken away again, a logarithm of an exponential: fp32's rounding.
         np.testing.assert_allclose(value.numpy(), expected[key].numpy(), atol=1e-6, rtol=1e-6)
     decoders = [SpeculativeDecoder.from_pretrained(source, dtype=torch.float32) for source in (base, whole)]
-    (one,), (other,) = (decoder.decode([[65, 66, 67]], 12) for decoder in decoders)
+    (one,), (other,) = (decoder.generate([[65, 66, 67]], 12) for decoder in decoders)
     assert one.token_ids == other.token_ids
     # Dequantised once, and anew where the file changed.
     assert open_location(str(whole)).path == opened.path

@@ -19,7 +19,7 @@ from checkpoints import all_tensors, set_fields
 from gguf_files import checkpoint_with_head, exported, metadata, values
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
-from mtp_train.checkpoints.gguf.tensors import gguf_tensors
+from mtp_train.checkpoints.gguf.sidecar import gguf_tensors
 from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.writing import held_tensor
 from mtp_train.errors import CheckpointError

@@ -169,35 +169,25 @@ def test_another_drafter_under_the_head_s_prefix_is_served_as_it_is_and_never_re
     assert tree(other) == before
 
 
-@pytest.mark.parametrize("prefix", ["language_model.", "model."])
-def test_a_head_under_a_longer_prefix_is_exported_under_its_own(prefix: str, base: Path, tmp_path: Path) -> None:
-    renamed = with_tensors(
-        base,
-        tmp_path / "renamed",
-        lambda tensors: {prefix * key.startswith("mtp.") + key: value for key, value in tensors.items()},
-    )
-    found = inspect(renamed, base)
-    assert found.status == "declared_but_missing"
-    assert {*found.head.other_names} == {f"{prefix}{key}" for key in all_tensors(base) if key.startswith("mtp.")}
-    assert "the 15 tensors of one have other names" in found.serves["vllm"]
-    assert found.other_cure is not None
-    cured = paste(found)
-    assert same(all_tensors(cured), all_tensors(base))
-    assert "Its head was under other names" in "".join(export(renamed, tmp_path / "again").notes)
-
-
-def test_a_file_of_bare_keys_is_a_head_only_where_all_of_it_is_there(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", ["language_model.", "model.", "bare"])
+def test_a_head_under_other_names_is_named_where_all_of_it_is_there(prefix: str, base: Path, tmp_path: Path) -> None:
+    """With a longer prefix, or in a file of its own without any."""
     head = {key: value for key, value in load_file(base / SINGLE_FILE).items() if key.startswith("mtp.")}
-    bare = with_tensors(
-        base, tmp_path / "bare", lambda tensors: {key: value for key, value in tensors.items() if key not in head}
+    renamed = {key.removeprefix("mtp.") if prefix == "bare" else prefix + key: value for key, value in head.items()}
+    other = with_tensors(
+        base, tmp_path / "other", lambda tensors: {key: value for key, value in tensors.items() if key not in head}
     )
-    save_file({key.removeprefix("mtp."): value for key, value in head.items()}, bare / "mtp.safetensors")
-    found = inspect(bare, base)
-    assert same(all_tensors(paste(found)), all_tensors(base))
-    save_file({key.removeprefix("mtp."): value for key, value in head.items() if key != FC}, bare / "mtp.safetensors")
-    again = inspect(bare, base)
-    assert not again.head.other_names
-    assert (again.cure or "").startswith("mtp-train graft")
+    file = other / ("mtp.safetensors" if prefix == "bare" else SINGLE_FILE)
+    trunk = {} if prefix == "bare" else load_file(file)
+    save_file(trunk | renamed, file, {"format": "pt"})
+    found = inspect(other, base)
+    assert found.status == "declared_but_missing"
+    assert {*found.head.other_names} == {*renamed}
+    assert "the 15 tensors of one have other names" in found.serves["vllm"]
+    assert inspect(paste(found)).status == "healthy"
+    del renamed[next(iter(renamed))]
+    save_file(trunk | renamed, file, {"format": "pt"})
+    assert not inspect(other, base).head.other_names
 
 
 def test_a_reduced_output_matrix_is_named_and_the_head_beside_it_is_whole(saved: Path, tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ import torch
 from torch import Size, Tensor
 from transformers import AutoModelForCausalLM
 
+from mtp_train.data.pack import PackedBatch
 from mtp_train.heads.lora import put_on_lora
 from mtp_train.heads.module import MtpHead
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.settings import memory_options
-from mtp_train.train.head_training import HeadTraining
+from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.train.plan import converted_head_bytes, passing_expert_bytes
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.precision import COMPUTE_DTYPES
@@ -60,7 +61,8 @@ class Step:
         tokens_BT = torch.arange(12)[None]
         zeros_BT = torch.zeros_like(tokens_BT)
         scale_K = torch.ones(self.module.num_depths)
-        total: Tensor = self.module(tokens_BT, tokens_BT, zeros_BT, zeros_BT == 0, scale_K).total
+        batch = PackedBatch(tokens_BT, tokens_BT, zeros_BT, zeros_BT == 0)
+        total: Tensor = self.module(MicroBatch(batch, scale_K)).total
         return total
 
     def kept_copies(self) -> int:

@@ -101,13 +101,6 @@ def test_the_command_says_how_to_draft_with_it(tmp_path: Path, capfd: Capture) -
     assert document(["inspect", base], capfd)["serves"]["vllm"].startswith("vllm serve")
 
 
-def test_a_checkpoint_s_mtp_head_is_none_that_speculators_reads(tmp_path: Path, capfd: Capture) -> None:
-    base = base_of(tmp_path, "qwen3_5")
-    assert main(["export", str(base), "--out", str(tmp_path / "out"), "--speculators"]) == 2
-    assert "expected a head of kind eagle3. Leave --speculators out." in " ".join(capfd.readouterr().err.split())
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_new_head_takes_the_place_of_the_stored_one(tmp_path: Path, run_dir: Path) -> None:
     """A run's trained head is written, with the trunk's embedding."""
     assert main(["export", str(run_dir), "--out", str(tmp_path / "out"), "--head-only"]) == 0

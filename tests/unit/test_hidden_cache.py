@@ -21,17 +21,8 @@ from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
 from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.train import hidden_cache
-from mtp_train.train.head_training import HeadTraining
-from mtp_train.train.hidden_cache import (
-    CacheLayout,
-    HiddenCache,
-    HiddenFn,
-    build_cache,
-    cache_identity,
-    digest_of,
-    layout_for,
-    require_room,
-)
+from mtp_train.train.head_training import HeadTraining, MicroBatch
+from mtp_train.train.hidden_cache import HiddenCache, HiddenFn, cache_digest, one_state
 from mtp_train.train.packed_rows import isolated_hidden
 from mtp_train.trunk.load import Trunk
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
@@ -57,26 +48,23 @@ def documents(lengths: Sequence[int] = LENGTHS, seed: int = 3) -> list[Document]
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards of about 32 tokens: several, with documents of a shard's size and larger."""
-    monkeypatch.setattr(hidden_cache, "SHARD_BYTES", 32 * 32 * 4)
+    """Shards of two documents."""
+    monkeypatch.setattr(hidden_cache, "SHARD_BYTES", 2 * SEQ_LEN * 32 * 4)
 
 
-def built(trunk: Trunk, directory: Path, world: int = 1) -> tuple[CacheLayout, list[int]]:
-    """Build a cache with each rank in turn; return its layout and the number of turns each was told of."""
+def built(trunk: Trunk, directory: Path, world: int = 1) -> tuple[HiddenCache, list[int]]:
+    """Build a cache with each rank in turn; return it and the number of turns each was told of."""
     hidden_fn = partial(isolated_hidden, trunk)
-    layout = layout_for(hidden_fn, documents(), CPU)
-    return layout, build(hidden_fn, layout, directory, world)
+    cache = HiddenCache(directory, documents(), one_state(hidden_fn, CPU))
+    return cache, build(hidden_fn, cache, world)
 
 
-def build(hidden_fn: HiddenFn, layout: CacheLayout, directory: Path, world: int) -> list[int]:
+def build(hidden_fn: HiddenFn, cache: HiddenCache, world: int) -> list[int]:
     """Write what is missing with each rank in turn; return the number of turns each was told of."""
     told: list[int] = []
     for rank in range(world):
-        build_cache(
+        cache.build(
             hidden_fn,
-            documents(),
-            layout,
-            directory,
             device=CPU,
             max_tokens=2 * SEQ_LEN,
             rank=rank,
@@ -92,16 +80,15 @@ def packed(epoch: int = 0) -> list[PackedSequence]:
 
 def computed(trunk: Trunk, sequences: Sequence[PackedSequence]) -> Tensor:
     batch = collate(sequences)
-    return isolated_hidden(trunk, batch["input_ids_BT"], batch["document_BT"])
+    return isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
 
 
 @pytest.mark.parametrize("family_name", ["qwen3_5", "deepseek_v4"])
 @pytest.mark.parametrize("world", [1, 3])
 def test_states_are_what_the_trunk_computes_in_every_epoch(family_name: str, world: int, tmp_path: Path) -> None:
     trunk = tiny_trunk(family_name)
-    layout, _ = built(trunk, tmp_path, world=world)
-    assert len(list(tmp_path.iterdir())) == layout.num_shards > 2
-    cache = HiddenCache(tmp_path, layout)
+    cache, _ = built(trunk, tmp_path, world=world)
+    assert len(list(tmp_path.iterdir())) == cache.num_shards > 2
     for epoch in range(2):
         assert_same(cache.rows(packed(epoch)), computed(trunk, packed(epoch)), num_terms(trunk))
     assert_differs(cache.rows(packed(0)), computed(trunk, packed(1)), num_terms(trunk))
@@ -109,7 +96,7 @@ def test_states_are_what_the_trunk_computes_in_every_epoch(family_name: str, wor
 
 def test_a_build_that_was_cut_off_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trunk = tiny_trunk("qwen3_5")
-    layout, _ = built(trunk, tmp_path)
+    built(trunk, tmp_path)
     lost = sorted(tmp_path.iterdir())[1]
     whole = lost.read_bytes()
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path != lost}
@@ -126,17 +113,15 @@ def test_a_build_that_was_cut_off_goes_on_with_what_is_missing(tmp_path: Path, m
     _, told = built(trunk, tmp_path)
     assert lost.read_bytes() == whole
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
-    first, end = layout.first_documents[1:3]
     # One row for the width of the states, then the rows of the shard.
-    assert sum(rows) == 1 + end - first
-    assert told == list(range(1, layout.num_shards + 1))
+    assert sum(rows) == 1 + 2
+    assert told == [1, 2, 3, 4]
 
 
 def test_processes_that_have_nothing_to_write_take_every_turn(tmp_path: Path) -> None:
     """With a trunk in shards, all processes run every forward pass."""
     trunk = tiny_trunk("qwen3_5")
-    layout, _ = built(trunk, tmp_path)
-    assert layout.num_shards == 3
+    cache, _ = built(trunk, tmp_path)
     (tmp_path / "states-00000.safetensors").unlink()
     read: list[int] = []
 
@@ -144,8 +129,8 @@ def test_processes_that_have_nothing_to_write_take_every_turn(tmp_path: Path) ->
         read.append(int((document_1S != PADDING_DOCUMENT).sum()))
         return isolated_hidden(trunk, tokens_1S, document_1S, max_tokens)
 
-    build(counted, layout, tmp_path, world=2)
-    assert read == [layout.starts[layout.first_documents[1]], 0, 0, 0]
+    build(counted, cache, world=2)
+    assert read == [sum(LENGTHS[:2]), 0, 0, 0]
 
 
 def test_a_full_disk_leaves_no_shard_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,17 +149,17 @@ def test_a_full_disk_leaves_no_shard_of_a_part(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("family_name", ["qwen3_5", "glm4_moe"])
 def test_the_loss_is_that_of_the_trunk_itself(family_name: str, tmp_path: Path) -> None:
     trunk = tiny_trunk(family_name)
-    layout, _ = built(trunk, tmp_path)
+    cache, _ = built(trunk, tmp_path)
     sequences = packed()[:2]
     batch = collate(sequences)
     module = HeadTraining(trunk, tiny_head(trunk), num_depths=2, kind="kl", temperature=1.0)
-    ours = [batch[name] for name in ("input_ids_BT", "positions_BT", "document_BT", "loss_mask_BT")]
-    expected = module(*ours, torch.ones(2))
-    cache = HiddenCache(tmp_path, layout)
+    expected = module(MicroBatch(batch, torch.ones(2)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trunk, "hidden", None)
-        torch.testing.assert_close(module(*ours, torch.ones(2), cache.rows(sequences)), expected)
-        other = module(*ours, torch.ones(2), cache.rows(packed()[1:3]))
+        found, other = (
+            module(MicroBatch(batch, torch.ones(2), cache.rows(some))) for some in (sequences, packed()[1:3])
+        )
+    torch.testing.assert_close(found, expected)
     assert (other.total - expected.total).abs() > 1e-2
 
 
@@ -196,18 +181,11 @@ def contents_of(path: Path) -> Contents:
 
 def test_a_name_stands_for_one_trunk_one_text_one_precision(tmp_path: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
-    layout = layout_for(partial(isolated_hidden, tiny_trunk("qwen3_5")), documents(), CPU)
+    state = torch.zeros(1, 1, 32)
 
-    def name(**changes: Any) -> str:
-        given = {
-            "trunk": contents_of(finetune),
-            "adapter": None,
-            "documents": documents(),
-            "layout": layout,
-            "precision": "fp32",
-            "quantization": None,
-        }
-        return digest_of(cache_identity(**{**given, **changes}))
+    def name(*settings: str | None, **changes: Any) -> str:
+        given = {"trunk": contents_of(finetune), "adapter": None, "documents": documents(), "state": state, **changes}
+        return cache_digest(*given.values(), *(settings or ("fp32", None)))
 
     names = [
         name(),
@@ -216,9 +194,9 @@ def test_a_name_stands_for_one_trunk_one_text_one_precision(tmp_path: Path) -> N
         name(documents=documents(seed=4)),
         name(documents=documents()[::-1]),
         name(documents=joined(documents())),
-        name(layout=replace(layout, dtype=torch.bfloat16)),
-        name(precision="bf16"),
-        name(quantization="8bit"),
+        name(state=state.bfloat16()),
+        name("bf16", None),
+        name("fp32", "8bit"),
     ]
     assert len(set(names)) == len(names)
 
@@ -226,17 +204,18 @@ def test_a_name_stands_for_one_trunk_one_text_one_precision(tmp_path: Path) -> N
 def test_too_large_a_cache_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = CacheLayout((1 << 20,) * 64, 4096, torch.bfloat16)
-    with pytest.raises(TrainingError, match=r"max_gib: 512.00 GiB for 67108864 tokens of 8192 bytes; .*at most 64 GiB"):
-        require_room(layout, tmp_path / "new" / "cache", 64 << 30)
-    small = CacheLayout((10,), 32, torch.bfloat16)
+    directory, state = tmp_path / "new" / "cache", torch.zeros(1, 1, 4096, dtype=torch.bfloat16)
+    large = HiddenCache(directory, documents((1 << 10,) * 64), state)
+    with pytest.raises(TrainingError, match=r"max_gib: 0.50 GiB for 65536 tokens of 8192 bytes; .*at most 0.25 GiB"):
+        large.require_room(1 << 28)
+    small = HiddenCache(directory, documents((10,)), state[..., :32])
 
     class Full:
         free = 639
 
     monkeypatch.setattr(hidden_cache.shutil, "disk_usage", lambda _path: Full)
     with pytest.raises(TrainingError, match=r"hidden_cache\.directory"):
-        require_room(small, tmp_path / "new" / "cache", 64 << 30)
+        small.require_room(64 << 30)
     Full.free = 640
-    require_room(small, tmp_path / "new" / "cache", 64 << 30)
+    small.require_room(64 << 30)
     assert not list(tmp_path.iterdir())

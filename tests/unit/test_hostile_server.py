@@ -9,41 +9,33 @@ from typing import Any
 import pytest
 
 from byte_tokenizer import byte_tokenizer
+from mtp_inference import Request
 from mtp_train.answers import endpoint as endpoint_module
 from mtp_train.answers.draft_counts import as_completion
-from mtp_train.answers.endpoint import GREEDY, Endpoint, Refusal
-from mtp_train.answers.generate import Question
+from mtp_train.answers.endpoint import Endpoint, Refusal, Response
 from mtp_train.errors import DataError, MtpError
 from openai_server import Reply, completion, openai_server
 
 TOKENIZER = byte_tokenizer()
 EOS = int(TOKENIZER.eos_token_id)
 VOCAB_SIZE = 259
-QUESTION = Question((10, 20, 30), 8, 5)
+REQUEST = Request(prompt_ids=(10, 20, 30), max_new_tokens=8)
 GOOD = completion("yes", prompt_tokens=3)
 KEY = "the-servers-key-1234"
 
 
-def asked(reply: Reply, **settings: Any) -> dict[str, Any] | Refusal:
+def asked(reply: Reply, **settings: Any) -> Response | Refusal:
     with openai_server(lambda payload: reply) as served:
         endpoint = Endpoint(served.url, TOKENIZER, {EOS}, VOCAB_SIZE, wait=lambda seconds: None, **settings)
         endpoint.choose_model(None)
-        return endpoint.complete(endpoint.payload(QUESTION, GREEDY))
+        return endpoint.ask(REQUEST)
 
 
-def test_a_redirect_to_another_host_gets_no_prompt_and_no_key() -> None:
-    with pytest.raises(DataError, match=r"redirects to other\.example; expected no other host\. Write the address"):
+def test_a_redirect_is_not_followed_as_prompts_and_key_are_for_the_address_that_was_named() -> None:
+    with pytest.raises(
+        DataError, match=r"answers 307 \(.*\); expected no redirect\. Write the address that it leads to"
+    ):
         asked(Reply(status=307, headers={"Location": "http://other.example/v1/completions"}), api_key=KEY)
-
-
-def test_a_redirect_within_the_host_is_followed() -> None:
-    replies = iter([Reply(status=307, headers={"Location": "/v1/completions"}), GOOD])
-    with openai_server(lambda payload: next(replies)) as served:
-        endpoint = Endpoint(served.url, TOKENIZER, {EOS}, VOCAB_SIZE)
-        endpoint.choose_model(None)
-        answer = endpoint.complete(endpoint.payload(QUESTION, GREEDY))
-    assert isinstance(answer, dict)
-    assert answer["choices"][0]["text"] == "yes"
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
@@ -83,7 +75,7 @@ def test_odd_json_is_one_message_or_a_refusal(document: dict[str, Any]) -> None:
     endpoint = Endpoint("http://localhost/v1", TOKENIZER, {EOS}, VOCAB_SIZE)
     for one in (document, as_completion(document)):
         with suppress(DataError):
-            assert isinstance(endpoint.response_ids(QUESTION, one), Refusal)
+            assert isinstance(endpoint.response_of(REQUEST, one), Refusal)
 
 
 # Messages

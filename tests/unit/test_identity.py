@@ -16,12 +16,13 @@ from checkpoints import save_with_head, shard
 from mtp_train.checkpoints import identity
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.identity import (
-    FileStatus,
+    FileRecord,
     InputFiles,
     InputRecord,
     changed_files,
     checkpoint_files,
     directory_files,
+    file_status,
     hash_inputs,
     read_records,
     write_records,
@@ -126,8 +127,9 @@ def test_a_rewrite_within_the_tick_of_the_last_write_is_found(
     """A rewritten file may have the same status if the clock did not advance, so a fresh status is not trusted."""
     path, first = files.files["model.safetensors"], hashed(files)["model.trunk"]
     path.write_text("WEIGHTS")
-    status = FileStatus.of(path.stat())
-    record = replace(first.files["model.safetensors"], status=status, read_ns=status.ctime_ns + hashed_after_ns)
+    size, mtime_ns, ctime_ns, inode, device = file_status(path.stat())
+    sha256 = first.files["model.safetensors"].sha256
+    record = FileRecord(sha256, size, mtime_ns, ctime_ns, inode, device, ctime_ns + hashed_after_ns)
     known = replace(first, files={**first.files, "model.safetensors": record})
     contents = hashed(files, {"model.trunk": known})["model.trunk"].contents
     assert changed_files(first.contents, contents) == (["model.safetensors"] if is_found else [])

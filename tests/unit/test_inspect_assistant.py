@@ -6,14 +6,13 @@ import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from assistants import ASSISTANT_HIDDEN, HAS_ASSISTANTS, ORDERED_VOCAB_SIZE, TRUNK_HIDDEN, tiny_assistant
+from assistants import HAS_ASSISTANTS, ORDERED_VOCAB_SIZE, TRUNK_HIDDEN, tiny_assistant
 from checkpoints import all_tensors
 from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.cli.main import main
@@ -82,19 +81,6 @@ def test_centroids_are_wanted_where_the_config_says_so(tmp_path: Path, capfd: py
     assert document(["inspect", tmp_path / "ordered"], capfd)["status"] == "healthy"
     lacking = rewrite(tmp_path / "ordered", lambda tensors: tensors.pop("masked_embedding.token_ordering"))
     assert document(["inspect", lacking], capfd)["missing_keys"] == ["masked_embedding.token_ordering"]
-
-
-def test_llama_cpp_refuses_one_as_wide_as_its_trunk(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config: dict[str, Any] = json.loads((saved / "config.json").read_text())
-    (saved / "config.json").write_text(json.dumps(config | {"backbone_hidden_size": ASSISTANT_HIDDEN}))
-
-    def narrow(tensors: dict[str, Tensor]) -> None:
-        tensors["pre_projection.weight"] = torch.zeros(ASSISTANT_HIDDEN, 2 * ASSISTANT_HIDDEN)
-        tensors["post_projection.weight"] = torch.zeros(ASSISTANT_HIDDEN, ASSISTANT_HIDDEN)
-
-    serves = document(["inspect", rewrite(saved, narrow)], capfd)["serves"]
-    assert serves["llama.cpp"].startswith("no: its loader refuses")
-    assert serves["vllm"].startswith("vllm serve")
 
 
 def test_whatever_needs_a_head_says_what_it_is_instead(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:

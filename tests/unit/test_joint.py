@@ -154,10 +154,9 @@ def test_a_forward_that_names_no_tokens_is_told_and_changes_nothing(base: Path, 
     ]
 
 
-def test_a_model_in_shards_is_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_in_shards_is_refused(base: Path, tmp_path: Path) -> None:
     trainer = beside(base, tmp_path / "out")
-    sharded = SimpleNamespace(distributed_type=DistributedType.FSDP)
-    monkeypatch.setattr("mtp_train.hooks.train_beside.AcceleratorState", lambda: sharded)
+    head_of(trainer).accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP)
     with pytest.raises(UnsupportedModelError, match=r"the model is in shards \(FSDP\); expected it whole"):
         head_of(trainer).on_train_begin(trainer.args, trainer.state, trainer.control)
 

@@ -13,30 +13,6 @@ def family_of(name: str) -> Family:
     return next(family for family in FAMILIES if family.name == name)
 
 
-def test_qwen_keys_are_those_of_the_releases() -> None:
-    trunk = tiny_trunk("qwen3_5")
-    layout = HeadLayout(trunk.family, "model.", 4)
-    native = layout.native_shapes(empty_head(trunk.family, trunk.config, 1))
-    assert sorted(native) == [
-        "mtp.fc.weight",
-        "mtp.layers.0.input_layernorm.weight",
-        "mtp.layers.0.mlp.down_proj.weight",
-        "mtp.layers.0.mlp.gate_proj.weight",
-        "mtp.layers.0.mlp.up_proj.weight",
-        "mtp.layers.0.post_attention_layernorm.weight",
-        "mtp.layers.0.self_attn.k_norm.weight",
-        "mtp.layers.0.self_attn.k_proj.weight",
-        "mtp.layers.0.self_attn.o_proj.weight",
-        "mtp.layers.0.self_attn.q_norm.weight",
-        "mtp.layers.0.self_attn.q_proj.weight",
-        "mtp.layers.0.self_attn.v_proj.weight",
-        "mtp.norm.weight",
-        "mtp.pre_fc_norm_embedding.weight",
-        "mtp.pre_fc_norm_hidden.weight",
-    ]
-    assert native["mtp.fc.weight"] == (32, 64)
-
-
 def test_glm_experts_are_one_key_each_gate_before_up() -> None:
     layout = HeadLayout(family_of("glm4_moe"), "model.", 46)
     fused = torch.arange(2 * 6 * 1.0).reshape(2, 6, 1)

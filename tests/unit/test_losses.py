@@ -254,17 +254,6 @@ def test_the_chain_of_a_start_by_hand() -> None:
     assert slope_KN.tolist() == [[0, 1 + 2 * 0.25, 1, 0], [0, 0, 2 * 0.5, 0]]
 
 
-def test_the_loss_of_a_row_by_hand() -> None:
-    logits_CV = torch.tensor([[3.0, 1.0]]).log()
-    teacher_CV = torch.tensor([[1.0, 1.0]]).log()
-    loss_C, gradient_CV = row_losses("ce", logits_CV, None, torch.tensor([1]), 1.0)
-    assert loss_C.item() == pytest.approx(1.3862944)  # -log 1/4
-    assert gradient_CV[0].tolist() == pytest.approx([0.75, -0.75])
-    loss_C, gradient_CV = row_losses("kl", logits_CV, teacher_CV, torch.tensor([1]), 1.0)
-    assert loss_C.item() == pytest.approx(0.1438410)  # log(4/3) / 2
-    assert gradient_CV[0].tolist() == pytest.approx([0.25, -0.25])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [1.0, 1e-6], ids=["", "a millionth"])
 def test_a_bf16_lm_head_gives_fp32_sums_and_the_gradient_of_the_students_dtype(kind: str, scale: float) -> None:

@@ -68,4 +68,3 @@ def test_a_head_of_another_kind_stands_beside_its_trunk(kind: str, tmp_path: Pat
     assert torch.equal(artifact.draft_vocab, artifact.draft_vocab.unique())
     assert len(artifact.draft_vocab) == 50
     assert (tmp_path / "draft" / "config.json").is_file()
-    assert (tmp_path / "speculators").is_dir() == (kind == "eagle3")

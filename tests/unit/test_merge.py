@@ -43,8 +43,8 @@ def with_head(directory: Path, family_name: str = "qwen3_5", *, tied: bool = Fal
     return base
 
 
-def merge(checkpoint: Path, adapter: Path, out: Path, *options: str) -> None:
-    assert main(["merge", str(checkpoint), "--adapter", str(adapter), "--out", str(out), *options]) == 0
+def merge(checkpoint: Path, adapter: Path, out: Path) -> None:
+    assert main(["merge", str(checkpoint), "--adapter", str(adapter), "--out", str(out)]) == 0
 
 
 def refusal(checkpoint: Path, adapter: Path, out: Path, capfd: Capture) -> str:
@@ -276,21 +276,13 @@ def test_shards_without_a_change_are_links(tmp_path: Path, capfd: Capture) -> No
     for file in base.glob("*.safetensors"):
         assert (tmp_path / "out" / file.name).samefile(file) == (file.name != touched)
     assert (report["num_tensors"], report["shards_rewritten"], report["shards_kept"]) == (1, 1, 7)
-    merge(base, tmp_path / "lora", tmp_path / "copy", "--copy")
-    assert tree(tmp_path / "copy") == tree(tmp_path / "out")
-    assert not any((tmp_path / "copy" / file.name).samefile(file) for file in base.iterdir())
 
 
 def test_the_head_is_kept_and_a_probe_proposed(tmp_path: Path, capfd: Capture) -> None:
     base = with_head(tmp_path)
-    (base / CARD_FILE).write_text("# Mine\n")
     write_adapter(base, tmp_path / "lora", target_modules=LINEAR)
     merge(base, tmp_path / "lora", tmp_path / "out")
-    assert (base / CARD_FILE).read_text() == "# Mine\n"
-    card = (tmp_path / "out" / CARD_FILE).read_text()
-    assert "# Mine" not in card
-    assert "with the adapter `lora` merged into them" in card
-    assert "It was not trained for these weights" in card
+    assert "with the adapter `lora` merged into them" in (tmp_path / "out" / CARD_FILE).read_text()
     printed = capfd.readouterr().out
     assert "bit for bit, and was not trained for the merged trunk" in printed
     probing = f"mtp-train probe {tmp_path / 'out'} --from {base}"
@@ -310,7 +302,7 @@ def test_a_stripped_checkpoint_is_merged_and_told_to_graft(tmp_path: Path, capfd
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another kind": ({"peft_type": "IA3"}, "peft_type 'IA3'; expected LORA"),
+    "another kind": ({"peft_type": "IA3"}, "peft_type 'IA3', which is not LORA"),
     "activated": ({"alora_invocation_tokens": [1]}, "acts only after its invocation tokens"),
     "wrong rank": ({"r": 3}, "expected matrices of rank 3"),
 }

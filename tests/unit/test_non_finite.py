@@ -34,7 +34,7 @@ def decode(trunk: Trunk, head: MtpHead | None, depth: int, sampling: Sampling | 
     requests = [
         Request(prompt_ids=PROMPT[: 3 + row], max_new_tokens=12, sampling=sampling or Sampling()) for row in range(2)
     ]
-    return decoder.decode(requests)
+    return decoder.generate(requests)
 
 
 class BadAfter(torch.nn.Module):
@@ -81,16 +81,16 @@ def test_a_head_is_told_from_the_trunk(trunk: Trunk, head: MtpHead, sampling: Sa
 def test_tokens_that_a_head_may_not_draft_are_no_fault(trunk: Trunk, head: MtpHead) -> None:
     """Their logits are minus infinity."""
     drafting = HeadDrafting(head, torch.arange(10))
-    (result,) = SpeculativeDecoder(trunk, drafting, 3, ()).decode([PROMPT], max_new_tokens=12)
+    (result,) = SpeculativeDecoder(trunk, drafting, 3, ()).generate([PROMPT], max_new_tokens=12)
     assert len(result.token_ids) == 12
 
 
 def test_a_decoder_goes_on_with_other_requests_afterwards(trunk: Trunk, head: MtpHead) -> None:
     decoder = SpeculativeDecoder(trunk, head, 3, ())
-    (expected,) = decoder.decode([PROMPT], max_new_tokens=12)
+    (expected,) = decoder.generate([PROMPT], max_new_tokens=12)
     up_proj = trunk.layers[2].mlp.up_proj
     trunk.layers[2].mlp.up_proj = BadAfter(up_proj, 2)
     with pytest.raises(CheckpointError):
-        decoder.decode([PROMPT], max_new_tokens=12)
+        decoder.generate([PROMPT], max_new_tokens=12)
     trunk.layers[2].mlp.up_proj = up_proj
-    assert decoder.decode([PROMPT], max_new_tokens=12)[0].token_ids == expected.token_ids
+    assert decoder.generate([PROMPT], max_new_tokens=12)[0].token_ids == expected.token_ids

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mtp_train.heads.alignment import PADDING_DOCUMENT, prefix_mask
+from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.train.packed_rows import Segment, group_by_length, isolated_hidden, segments
 from tiny import VOCAB_SIZE, tiny_trunk
-from tolerances import assert_differs, assert_same, num_terms
 
 P = PADDING_DOCUMENT
 # Two rows: three documents and padding; a document as long as the row.
@@ -38,21 +37,6 @@ def test_groups_are_of_similar_length_and_fit_when_padded() -> None:
     assert lengths(4, 4, 4, max_tokens=8) == [[4, 4], [4]]
     assert lengths(9, 2, max_tokens=4) == [[9], [2]]
     assert lengths(max_tokens=4) == []
-
-
-def test_masks_and_positions_would_not_keep_compressed_keys_apart() -> None:
-    """Groups are counted from the start of a row, regardless of the mask, so each document needs a row of its own."""
-    trunk = tiny_trunk("deepseek_v4")
-    tokens_BT, document_BT = packed_tokens()[:1], torch.tensor(DOCUMENT[:1])
-    isolated_BTD = isolated_hidden(trunk, tokens_BT, document_BT)
-    mask_B1TT = torch.zeros(1, 1, 12, 12).masked_fill(~prefix_mask(document_BT)[:, None], -torch.inf)
-    positions_BT = torch.tensor([[*range(5), *range(3), *range(2), 0, 0]])
-    trunk.decoder(tokens_BT, attention_mask={"any": mask_B1TT}, position_ids=positions_BT, use_cache=False)
-    masked_BTD = trunk.last_state(None)
-    assert_same(masked_BTD[0, :5], isolated_BTD[0, :5], num_terms(trunk))
-    for _, start, length in PLACES[1:3]:
-        for place in range(start + 1, start + length):
-            assert_differs(masked_BTD[0, place], isolated_BTD[0, place], num_terms(trunk))
 
 
 def test_no_forward_holds_more_tokens_than_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:

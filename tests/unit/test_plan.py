@@ -34,12 +34,6 @@ def test_a_step_is_the_same_sequences_however_it_is_shared_out(
     assert sorted(index for share in taken for index in share) == sequences
 
 
-def test_ranks_take_neighbouring_shares_of_a_micro_batch() -> None:
-    plan = plan_of(recipe(tokens_per_step=8 * 96, micro_batch_sequences=2), 2)
-    shares = [(plan.share(micro, rank).start, plan.share(micro, rank).stop) for micro in (0, 1) for rank in (0, 1)]
-    assert shares == [(0, 2), (2, 4), (4, 6), (6, 8)]
-
-
 @pytest.mark.parametrize(
     ("sequences", "world_size", "micro"), [(12, 5, 1), (12, 8, 1), (2, 4, 1), (12, 4, 2), (2, 3, 2)]
 )

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mtp_train import check
 from mtp_train.checkpoints.files import open_checkpoint
-from mtp_train.train.head_training import HeadTraining
+from mtp_train.data.pack import PackedBatch
+from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.precision import held_dtype, resolve_precision, slow_halves
 from products import Products
@@ -142,8 +143,9 @@ def one_step(name: str, held: torch.dtype, computed: torch.dtype) -> tuple[set[t
     ).train()
     zeros_BT = torch.zeros_like(TOKENS_BT)
     positions_BT = torch.arange(TOKENS_BT.shape[1])[None]
+    batch = PackedBatch(TOKENS_BT, positions_BT, zeros_BT, zeros_BT == 0)
     with Products() as products:
-        terms = module(TOKENS_BT, positions_BT, zeros_BT, zeros_BT == 0, torch.ones(NUM_DEPTHS))
+        terms = module(MicroBatch(batch, torch.ones(NUM_DEPTHS)))
         terms.total.backward()
     gradient = next(value.grad for value in module.head.parameters() if value.grad is not None)
     assert gradient.dtype is torch.float32

@@ -75,29 +75,6 @@ def test_a_model_that_the_trainer_makes_itself_is_taken_hold_of(base: Path, tmp_
     assert_keeps_the_head(tmp_path / "out" / "checkpoint-2", base)
 
 
-def test_training_resumes_from_such_a_checkpoint_to_the_same_weights(base: Path, tmp_path: Path) -> None:
-    make_trainer(load(base), tmp_path / "whole", KeepHead()).train()
-    shutil.copytree(tmp_path / "whole" / "checkpoint-1", tmp_path / "out" / "checkpoint-1")
-    resumed = make_trainer(load(base), tmp_path / "out", KeepHead())
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 2
-    ours, theirs = (all_tensors(tmp_path / run / "checkpoint-2") for run in ("out", "whole"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
-    assert_keeps_the_head(tmp_path / "out" / "checkpoint-2", base)
-
-
-def test_the_best_model_is_loaded_from_such_a_checkpoint(base: Path, tmp_path: Path) -> None:
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1}
-    trainer = make_trainer(load(base), tmp_path / "out", KeepHead(), **settings)
-    trainer.train()
-    best = Path(trainer.state.best_model_checkpoint or "")
-    assert_keeps_the_head(best, base)
-    trainer.save_model(str(tmp_path / "last"))
-    ours, theirs = all_tensors(tmp_path / "last"), all_tensors(best)
-    assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
-
-
 def test_saving_again_to_the_same_place_leaves_no_file_behind(base: Path, tmp_path: Path) -> None:
     model = load(base)
     keep_head(model)

@@ -120,7 +120,7 @@ def test_an_inspection_is_the_document_of_the_command_and_a_table(capfd: pytest.
 
 
 def test_one_export_has_one_form(tmp_path: Path) -> None:
-    with pytest.raises(mtp.MtpError, match="--head-only and --gguf: given together; expected one of them"):
+    with pytest.raises(mtp.MtpError, match="--head-only: given with --gguf, which writes the head alone"):
         mtp.export("demo:base", tmp_path / "out", head_only=True, gguf="f16")
 
 

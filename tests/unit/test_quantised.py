@@ -15,7 +15,6 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from checkpoints import all_tensors, base_and_finetune, set_count
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
-from mtp_train.checkpoints.quantised import leave_alone
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.build import build_head, graft_plan
@@ -161,26 +160,6 @@ def test_transformers_reads_the_list_the_same_way(tmp_path: Path) -> None:
     assert should_convert_module("model.layers.30.mlp.down_proj", listed)
 
 
-@pytest.mark.parametrize(
-    ("method", "field", "entry"),
-    [
-        ("fp8", "modules_to_not_convert", "mtp"),
-        ("awq", "modules_to_not_convert", "mtp"),
-        ("compressed-tensors", "ignore", "re:.*mtp.*"),
-        ("modelopt", "exclude_modules", "mtp*"),
-        ("modelopt", "ignore", "mtp.layers.0*"),
-    ],
-)
-def test_a_config_that_covers_the_head_is_left_alone(method: str, field: str, entry: str) -> None:
-    config = {"quantization_config": {"quant_method": method, field: ["lm_head", entry]}}
-    groups = {"mtp.": ["mtp.layers.0.mlp.up_proj", "mtp.layers.0.self_attn.q_proj"]}
-    assert leave_alone(config, groups, where="x") is None
-    other = {"quantization_config": {"quant_method": method, field: ["lm_head", entry.replace("mtp", "xyz")]}}
-    assert leave_alone(other, groups, where="x") is not None
-    assert leave_alone({"text_config": other}, groups, where="x") is not None
-    assert leave_alone({}, groups, where="x") is None
-
-
 def test_modelopt_s_own_file_says_it_too(tmp_path: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     pack(finetune, {"quant_method": "modelopt", "ignore": ["mtp*"]})
@@ -285,15 +264,17 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path, capfd: Capture) -> N
     assert "found F8_E4M3 without scales, expected scales beside it" in capfd.readouterr().err
 
 
-def test_a_new_head_does_not_take_the_place_of_one_in_fp8(tmp_path: Path, capfd: Capture) -> None:
+def test_a_new_head_takes_the_place_of_one_in_fp8_and_its_scales(tmp_path: Path) -> None:
     base, _ = base_and_finetune(tmp_path, "qwen3_5")
     (tmp_path / "other").mkdir()
     quantised, _ = base_and_finetune(tmp_path / "other", "qwen3_5")
     quantise(quantised, r"^mtp\..*_proj\.weight")
-    assert graft(quantised, base, tmp_path / "out") == 2
-    message = capfd.readouterr().err
-    assert "its own head is stored in F8_E4M3" in message
-    assert "Put the new head on the unquantised checkpoint." in message
+    assert graft(quantised, base, tmp_path / "out") == 0
+    written, expected = all_tensors(tmp_path / "out"), all_tensors(base)
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(value, expected[key]) for key, value in written.items())
+    listed = quantisation(tmp_path / "out")["modules_to_not_convert"]
+    assert {*head_layers(tmp_path / "out")} <= {*listed}
 
 
 def test_a_quantised_trunk_is_compared_with_its_base_by_what_it_stands_for(tmp_path: Path, capfd: Capture) -> None:

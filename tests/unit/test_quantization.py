@@ -16,14 +16,12 @@ from torch import nn
 from checkpoints import base_and_finetune, save_stripped, set_fields
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_train.checkpoints.files import open_checkpoint
-from mtp_train.data.pack import collate
 from mtp_train.errors import CheckpointError, RecipeError
 from mtp_train.train.head_training import HeadTraining
-from mtp_train.train.packed_rows import PackedBatch, aligned_rows
 from mtp_train.trunk.load import Trunk, load_trunk
-from mtp_train.trunk.quantise import Quantization, pack_head, require_bitsandbytes, require_quantizable, trunk_bytes
+from mtp_train.trunk.quantise import Quantization, require_bitsandbytes, require_quantizable, trunk_bytes
 from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
-from tolerances import assert_differs, assert_same, num_terms
+from tolerances import assert_same, num_terms
 
 BITS: tuple[Quantization, ...] = ("8bit", "4bit")
 needs_bitsandbytes = pytest.mark.skipif(
@@ -121,26 +119,6 @@ def test_a_trunk_of_which_nothing_can_be_packed_is_refused(tmp_path: Path) -> No
         load_trunk(base, open_checkpoint(base).family, dtype=torch.float32, quantization="4bit")
 
 
-@needs_bitsandbytes
-@pytest.mark.parametrize("family_name", [name for name in ("deepseek_v32", "glm5_next") if name in ALL_FAMILIES])
-@torch.no_grad()
-def test_a_packed_head_chooses_keys_as_its_weights_say(family_name: str) -> None:
-    """Its indexer casts hidden states to the dtype of a weight, which must not be an integer."""
-    trunk = tiny_trunk(family_name, width=WIDTH)
-    module = HeadTraining(trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, kind="kl", temperature=1.0).eval()
-    assert any(name.endswith("weights_proj") for name, _ in module.head.named_modules())
-    batch = PackedBatch(*collate(sequences_of(make_documents(16, 9), pack=False)).values())
-    plain = tiny_head(module.trunk)
-    pack_head(module.head, "4bit")
-    linear = {name: part for name, part in module.head.named_modules() if isinstance(part, nn.Linear)}
-    expected = aligned_rows(module.trunk, plain, batch, 1).student_KND
-    use_what_is_packed(plain, linear)
-    found = aligned_rows(module.trunk, module.head, batch, 1).student_KND
-    if products_in("4bit") == torch.float32:
-        assert_differs(found, expected, num_terms(plain))
-        assert_same(found, aligned_rows(module.trunk, plain, batch, 1).student_KND, num_terms(plain))
-
-
 def use_what_is_packed(plain: nn.Module, linear: dict[str, nn.Linear]) -> None:
     """Give a model the weights that 4 bits leave."""
     from bitsandbytes.functional import dequantize_4bit
@@ -160,8 +138,8 @@ def test_drafts_change_nothing_that_a_packed_trunk_says(
 ) -> None:
     trunk = packed(tmp_path, family_name, quantization)
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
-    plain = SpeculativeDecoder(trunk, None, 0, frozenset()).decode(prompts, 16)
-    drafted = SpeculativeDecoder(trunk, HeadDrafting(tiny_head(trunk)), NUM_DEPTHS, frozenset()).decode(prompts, 16)
+    plain = SpeculativeDecoder(trunk, None, 0, frozenset()).generate(prompts, 16)
+    drafted = SpeculativeDecoder(trunk, HeadDrafting(tiny_head(trunk)), NUM_DEPTHS, frozenset()).generate(prompts, 16)
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
 
 

@@ -15,11 +15,8 @@ import mtp_inference.decoder
 import mtp_inference.session
 from mtp_inference import GenerationResult, HeadDrafting, NgramDrafting, Request, Sampling, SpeculativeDecoder
 from mtp_inference.batch import Batch
-from mtp_inference.capture import RoundOutcome
-from mtp_inference.depth import DepthController, RoundCosts, batch_depth
 from mtp_inference.drafters.drafter import Drafting, RoundPlan
 from mtp_inference.drafters.other_drafters import ModelDrafting
-from mtp_inference.round import run_round
 from mtp_inference.sampling.chooser import DraftSampling
 from mtp_inference.session import Session, is_worth_dropping
 from mtp_train.trunk.load import Trunk
@@ -84,11 +81,11 @@ def never_drop(monkeypatch: pytest.MonkeyPatch) -> None:
 def assert_dropping_changes_no_text(
     decoder: SpeculativeDecoder, requests: Sequence[Request], forwards: Forwards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = [outcome(result) for result in decoder.decode(requests)]
+    found = [outcome(result) for result in decoder.generate(requests)]
     with_dropping = forwards.take()
     assert len(set(with_dropping)) >= 3
     never_drop(monkeypatch)
-    assert found == [outcome(result) for result in decoder.decode(requests)]
+    assert found == [outcome(result) for result in decoder.generate(requests)]
     without_dropping = forwards.take()
     assert len(without_dropping) == len(with_dropping)
     assert set(without_dropping) == {len(requests)}
@@ -124,84 +121,34 @@ def test_dropped_rows_change_no_draft_of_any_drafter(
 def test_a_state_left_in_its_old_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: where only the tokens move, and not the keys, texts change."""
     decoder = SpeculativeDecoder(trunk_of("qwen3_5"), None, 0, ())
-    right = decoder.decode(requests_of())
+    right = decoder.generate(requests_of())
     with monkeypatch.context() as patched:
         keep_rows = mtp_inference.batch.WindowCache.keep_rows
         patched.setattr(
             mtp_inference.batch.WindowCache, "keep_rows", lambda cache, rows_R: keep_rows(cache, rows_R.flip(0))
         )
-        wrong = decoder.decode(requests_of())
+        wrong = decoder.generate(requests_of())
     assert [result.token_ids for result in wrong] != [result.token_ids for result in right]
 
 
 def test_finished_rows_are_not_computed(forwards: Forwards, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits of 3, 34, 9, 24, 1 and 14 tokens: plain rounds, after the token that prefill gives."""
     decoder = SpeculativeDecoder(trunk_of("glm4_moe"), None, 0, ())
-    decoder.decode(requests_of())
+    decoder.generate(requests_of())
     # One text ends in prefill and one after 2 rounds, which are a third of the rows.
     assert forwards.take() == [6] * 2 + [4] * 6 + [3] * 5 + [2] * 10 + [1] * 10
     never_drop(monkeypatch)
-    decoder.decode(requests_of())
+    decoder.generate(requests_of())
     assert forwards.take() == [6] * 33
 
 
 def test_rows_are_kept_while_requests_wait_and_before_the_end(forwards: Forwards) -> None:
     decoder = SpeculativeDecoder(trunk_of("glm4_moe"), None, 0, (), max_batch=2)
-    decoder.decode([[1, 2, 3]] * 4, max_new_tokens=12)
+    decoder.generate([[1, 2, 3]] * 4, max_new_tokens=12)
     assert set(forwards.take()) == {2}
     assert is_worth_dropping(num_live=6, num_rows=8, tokens_left=8)
     assert not is_worth_dropping(num_live=7, num_rows=8, tokens_left=100)
     assert not is_worth_dropping(num_live=1, num_rows=8, tokens_left=7)
-
-
-def test_captured_rounds_keep_their_rows(forwards: Forwards, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rounds of a decoder that captures; here they run as they are."""
-    decoder = SpeculativeDecoder(trunk_of("glm4_moe"), None, 0, ())
-    make = mtp_inference.decoder.Rounds
-
-    def capturing(batch: Batch, **_unused: object) -> mtp_inference.decoder.Rounds:
-        rounds = make(batch, captures=False)
-        rounds.captures = True
-        monkeypatch.setattr(rounds, "run", lambda plan: RoundOutcome(run_round(batch, plan)))
-        return rounds
-
-    monkeypatch.setattr(mtp_inference.decoder, "Rounds", capturing)
-    decoder.decode(requests_of())
-    assert forwards.take() == [6] * 33
-
-
-def knowing(acceptance: float, max_depth: int = 3) -> DepthController:
-    """Return a controller after many rounds of one outcome."""
-    controller = DepthController(max_depth, None)
-    for _ in range(40):
-        controller.observe(max_depth, round(acceptance * max_depth))
-    return controller
-
-
-def measured(num_rows: int, *seconds: float) -> RoundCosts:
-    costs = RoundCosts()
-    for _ in range(4):
-        for depth, figure in enumerate(seconds):
-            costs.observe(num_rows, depth, figure)
-    return costs
-
-
-def test_a_row_that_accepts_nothing_decides_if_it_ends_last() -> None:
-    """Three rows accept 3 drafts of 3 and one none, and a round with drafts takes twice as long."""
-    costs = measured(4, 1.0, 1.4, 1.7, 2.0)
-    rows = [knowing(1.0), knowing(1.0), knowing(1.0), knowing(0.0)]
-    assert batch_depth(rows, costs, 4, 3, [100] * 4) == 0
-    # It ends after 20 rounds of 25: 50 seconds instead of 100.
-    assert batch_depth(rows, costs, 4, 3, [100, 100, 100, 20]) == 3
-    # While requests wait, tokens per second count: 13 in 2 seconds instead of 4 in 1.
-    assert batch_depth(rows, costs, 4, 3) == 3
-
-
-def test_a_smaller_batch_is_not_measured_again_and_a_larger_one_is() -> None:
-    costs = measured(4, 1.0, 1.4, 1.7, 2.0)
-    assert costs.depth_to_measure(3, 3) is None
-    assert costs.depth_to_measure(5, 3) == 0
-    assert costs.curve(2, 3) == [1.0, 1.4, 1.7, 2.0]
 
 
 def drafted(requests: Sequence[Request], monkeypatch: pytest.MonkeyPatch, chosen: int) -> list[GenerationResult]:
@@ -210,7 +157,7 @@ def drafted(requests: Sequence[Request], monkeypatch: pytest.MonkeyPatch, chosen
     trunk = trunk_of("glm4_moe")
     texts = plain_texts(trunk, [request.prompt_ids for request in requests], 40)
     decoder = SpeculativeDecoder(trunk, ScriptedDrafting(texts, [7]), 3, ())
-    results = decoder.decode(requests)
+    results = decoder.generate(requests)
     for request, result in zip(requests, results, strict=True):
         assert list(result.token_ids) == texts[tuple(request.prompt_ids)][: request.max_new_tokens]
     return results
@@ -277,7 +224,7 @@ def test_auto_costs_little_where_one_row_accepts_nothing(num_right: int, monkeyp
     for mtp in ("off", "auto", "auto", "on"):
         started = clock.now
         requests = [Request(prompt_ids=prompt, max_new_tokens=128, mtp=mtp) for prompt in prompts]
-        results = decoder.decode(requests)
+        results = decoder.generate(requests)
         assert [list(result.token_ids) for result in results] == [texts[tuple(prompt)][:128] for prompt in prompts]
         seconds.append(clock.now - started)
     plain, first, second, fixed = seconds

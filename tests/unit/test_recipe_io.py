@@ -100,7 +100,7 @@ def test_all_problems_are_reported_at_once(recipe_file: Path) -> None:
     [
         (
             "train.lr=fast",
-            "train.lr: 'fast'; expected a number above 0, or auto. Correct it; there is no default.",
+            "train.lr: 'fast'; expected a number above 0, or auto. Correct it.",
         ),
         (
             "train.max_steps=1e3",
@@ -156,7 +156,6 @@ def test_missing_fields_are_named_one_by_one(recipe_file: Path) -> None:
         ("model:\n\ttrunk: x\n", "line 2, column 1", "found character '\\t' that cannot start any token"),
         ("evaluate:\n  arms: [none, graft\n", "line 3, column 1", "expected ',' or ']'"),
         ("run_dir: 'x\n", "line 2, column 1", "unexpected end of stream"),
-        ("a: 1\nrun_dir: \x07\n", "line 2, column 10", "the control character U+0007"),
         ("run_dir: !!python/name:os.system x\n", "line 1, column 10", "could not determine a constructor"),
         ("a: 1\n---\na: 2\n", "line 2, column 1", "expected a single document"),
     ],
@@ -168,7 +167,7 @@ def test_syntax_errors_have_line_and_column(recipe_file: Path, text: str, place:
     assert "; expected well-formed YAML. " in problem
 
 
-@pytest.mark.parametrize("text", ["[" * 5000, "a: 1" + "0" * 5000])
+@pytest.mark.parametrize("text", ["[" * 5000, "a: 1" + "0" * 5000, "run_dir: \x07\n"])
 def test_absurd_yaml_is_refused_like_any_other(recipe_file: Path, text: str) -> None:
     (problem,) = problems_in(recipe_file, text)
     assert "; expected well-formed YAML. " in problem
@@ -176,10 +175,9 @@ def test_absurd_yaml_is_refused_like_any_other(recipe_file: Path, text: str) -> 
 
 def test_keys_given_twice_are_refused_with_their_lines(recipe_file: Path) -> None:
     problems = problems_in(recipe_file, TEXT.replace("  lr: 1e-4\n", "  lr: 1e-4\n  warmup_steps: 10\n  lr: 2e-4\n"))
-    assert problems[0] == (
+    assert problems == [
         f"{recipe_file}, line 14: 'lr' again (first in line 12); expected each field once. Remove one of them."
-    )
-    assert problems[1].startswith("train.warmup_steps: 10; ")
+    ]
 
 
 def test_aliases_without_end_end_in_a_message(recipe_file: Path) -> None:

@@ -62,20 +62,6 @@ def test_kernels_of_several_tokens_take_half_precision_only(model: ModuleType) -
     assert set(in_fp32.values()) == {"kernel"}
 
 
-@pytest.mark.parametrize(
-    ("shape", "takes"),
-    [((2, 5, 8), True), ((2, 5, 12), False), ((3, 7, 16), True)],
-    ids=["of 8 channels", "of 12 channels", "rows of any length"],
-)
-def test_a_convolution_over_channels_that_come_last_takes_multiples_of_8(
-    shape: tuple[int, int, int], takes: bool, model: ModuleType
-) -> None:
-    choose_kernels(model, NAMES)
-    last = torch.zeros(shape, device="meta").transpose(1, 2)
-    assert model.causal_conv1d_fn(last) == ("kernel" if takes else "torch")
-    assert model.causal_conv1d_fn(last.contiguous()) == "kernel"
-
-
 def test_a_model_without_a_recurrent_state_chooses_its_convolutions(model: ModuleType) -> None:
     choose_kernels(model, None)
     told = run(model, torch.zeros(2, 8, 4))

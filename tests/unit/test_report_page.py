@@ -49,7 +49,7 @@ def test_sections_without_content_are_left_out() -> None:
     assert found[""] == ["Is it lossless?", "How to read this"]
     assert "Differences" not in found["run"]
     study = re.findall(r"<h2[^>]*>(.*?)</h2>", PAGE)
-    for title in ("Differences", "By task", "By temperature", "By depth", "By context", "What it costs"):
+    for title in ("Differences", "By task", "By temperature", "By depth", "By context"):
         assert title in study
     assert "The gate" not in study
 
@@ -65,7 +65,6 @@ def test_hostile_names_are_shown_as_text() -> None:
         settings={HOSTILE: HOSTILE},
         cells=tuple(replace(c, arm=HOSTILE, task=HOSTILE) for c in STUDY.cells if c.arm == arm and c.task == "all"),
         comparisons=tuple(replace(c, first=HOSTILE, task=HOSTILE) for c in STUDY.comparisons),
-        costs=tuple(replace(c, arm=HOSTILE) for c in STUDY.costs),
         findings=tuple(replace(c, statement=HOSTILE + "!", evidence=HOSTILE) for c in STUDY.findings),
         endpoint={HOSTILE: [HOSTILE]},
         samples=(replace(SAMPLE.samples[0], pieces=((HOSTILE, True),)),),
@@ -133,5 +132,4 @@ def test_tables_of_a_study_are_slices_at_the_headline() -> None:
     assert "temperature 0.6, sampled drafts" in section(PAGE, "By temperature")
     assert re.findall(r"\d drafts?\b", section(PAGE, "By depth")) == ["1 draft", "2 drafts", "3 drafts", "5 drafts"]
     assert "2,048" in section(PAGE, "By context")
-    assert "0.97x at 2,048 tokens" in section(PAGE, "What it costs")
     assert "All 756 cells are in acceptance.csv" in PAGE

@@ -68,10 +68,6 @@ def wilson_hilferty(counts: Tensor) -> float:
     return ((chi_square / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
 
 
-def evenness(u: Tensor, bins: int = 64) -> float:
-    return wilson_hilferty(torch.bincount((u.flatten() * bins).long(), minlength=bins))
-
-
 def joint_evenness(u: Tensor, other: Tensor, bins: int = 16) -> float:
     cells = (u.flatten() * bins).long() * bins + (other.flatten() * bins).long()
     return wilson_hilferty(torch.bincount(cells, minlength=bins * bins))
@@ -168,29 +164,6 @@ def test_noise_is_splitmix64_of_seed_stream_and_position() -> None:
         u_BT = uniform(torch.tensor(seeds), torch.tensor([positions] * len(seeds)), stream)
         assert u_BT.dtype == torch.float32
         assert u_BT.tolist() == [[splitmix64(seed, position, stream) for position in positions] for seed in seeds]
-
-
-MANY = 2**18
-NOISE = {
-    "positions": lambda: uniform(torch.tensor([3]), torch.arange(MANY)[None], TOKEN),
-    "seeds": lambda: uniform(torch.arange(MANY), torch.full((MANY, 1), 17), DRAFT),
-    "seeds and positions": lambda: uniform(torch.arange(512), torch.arange(512).expand(512, -1), ACCEPT),
-}
-
-
-@pytest.mark.parametrize("name", NOISE)
-def test_noise_is_even(name: str) -> None:
-    u = NOISE[name]().double()
-    assert 0.0 <= float(u.min()) <= float(u.max()) < 1.0
-    assert abs(float(u.mean()) - 1 / 2) < FAR_OUT * math.sqrt(1 / 12 / MANY)
-    assert abs(float((u - 0.5).square().mean()) - 1 / 12) < FAR_OUT * math.sqrt(1 / 180 / MANY)
-    assert abs(evenness(u)) < FAR_OUT
-
-
-def test_the_check_of_evenness_finds_numbers_too_even_and_too_uneven() -> None:
-    weyl = torch.arange(MANY).double() * 0.6180339887 % 1.0
-    assert evenness(weyl) < -FAR_OUT
-    assert evenness(torch.rand(MANY) ** 1.05) > FAR_OUT
 
 
 @pytest.mark.parametrize("streams", [(TOKEN, DRAFT), (TOKEN, ACCEPT), (DRAFT, ACCEPT)])

@@ -15,9 +15,10 @@ from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
 from mtp_inference import AssistantDrafting, HeadDrafting, SpeculativeDecoder, plain_greedy
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.other_drafters import ModelDrafting
+from mtp_train.data.pack import PackedBatch
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads.attention import without_cudnn_attention
-from mtp_train.train.head_training import HeadTraining
+from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.trunk.load import Trunk
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 
@@ -47,7 +48,8 @@ def train_a_step(family_name: str) -> None:
     module = HeadTraining(trunk, tiny_head(trunk), num_depths=2, kind="kl", temperature=1.0, recompute=True).train()
     tokens_BT = torch.randint(VOCAB_SIZE, (2, 9))
     zeros_BT = torch.zeros_like(tokens_BT)
-    terms = module(tokens_BT, torch.arange(9).expand(2, -1), zeros_BT, zeros_BT == 0, torch.ones(2))
+    batch = PackedBatch(tokens_BT, torch.arange(9).expand(2, -1), zeros_BT, zeros_BT == 0)
+    terms = module(MicroBatch(batch, torch.ones(2)))
     terms.total.backward()
 
 
@@ -87,7 +89,7 @@ def test_decoding_runs_without_cudnn_and_streams_leave_the_setting_alone(name: s
         pytest.skip("this transformers has no external drafters")
     trunk, drafting = MODELS[name]()
     decoder = SpeculativeDecoder(trunk, drafting, 2, ())
-    decoder.decode([PROMPT], 6)
+    decoder.generate([PROMPT], 6)
     plain_greedy(trunk, PROMPT, 3, ())
     assert set(seen) == {False}
     assert len(seen) > 10

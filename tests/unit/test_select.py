@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from mtp_train.errors import DataError, StoppedError, TrainingError
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.settings import plan_of, train_options
-from mtp_train.runs.training import part_documents, renumbered
+from mtp_train.runs.training import part_documents
 from mtp_train.train import loop
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.log import RunLog, read_metrics
@@ -218,15 +217,6 @@ def test_text_to_choose_by_is_kept_from_training_by_its_groups() -> None:
         part_documents(recipe({}), text[:1])
 
 
-def test_documents_keep_their_names_among_all() -> None:
-    text = documents(9)
-    places = [1, 4, 8]
-    packed = pack_documents([text[index] for index in places], SEQ_LEN, pack=True, seed=0, epoch=0)
-    for sequence in renumbered(packed, places):
-        (index,) = sequence.members
-        assert tuple(sequence.input_ids_T) == tuple(text[index].input_ids)
-
-
 # Failures
 
 
@@ -270,9 +260,8 @@ def test_the_batch_of_a_loss_that_is_not_finite_is_kept(tmp_path: Path, monkeypa
 
     batch = load_file(tmp_path / "bad_batch-00000006.safetensors")
     step = global_batches(documents(12), seq_len_tokens=SEQ_LEN, pack=True, sequences_per_step=4, seed=0)(5)
-    assert torch.equal(batch["input_ids_BT"], torch.stack([torch.from_numpy(one.input_ids_T) for one in step]))
+    assert torch.equal(batch["tokens_BT"], torch.stack([torch.from_numpy(one.input_ids_T) for one in step]))
     assert [path.name for path in (tmp_path / "state").glob("step-*")] == ["step-00000004"]
-    assert json.loads((tmp_path / "state" / "step-00000004" / "state.json").read_text())["step"] == 4
 
 
 def test_a_text_without_targets_cannot_choose(tmp_path: Path) -> None:

@@ -125,6 +125,6 @@ def test_a_value_a_list_or_auto(written: str, temperature: object) -> None:
 
 @pytest.mark.parametrize("field", ["top_p=0.9", "top_k=20", "rule=sampled"])
 def test_filters_need_a_temperature_to_filter(field: str) -> None:
-    with pytest.raises(Exception, match=r"with evaluate\.temperature: 0, which takes the most probable token"):
+    with pytest.raises(Exception, match=r"with evaluate\.temperature: 0; expected auto"):
         load_recipe(RAW, ["evaluate.temperature=0", f"evaluate.{field}"])
     assert load_recipe(RAW, ["evaluate.temperature=[0, 0.6]", f"evaluate.{field}"])

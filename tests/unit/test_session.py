@@ -19,7 +19,7 @@ import torch
 import mtp_inference.decoder
 import mtp_inference.session
 from byte_tokenizer import byte_tokenizer
-from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
+from mtp_inference import GenerationResult, HeadDrafting, Request, SpeculativeDecoder, plain_greedy
 from mtp_inference.depth import RoundCosts
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.other_drafters import ModelDrafting
@@ -71,9 +71,6 @@ def cut(plain: Sequence[int], request: Request) -> tuple[tuple[int, ...], str, s
     """Return the expected result of a request, given plain decoding: tokens, text and why it ended."""
     for end in range(1, request.max_new_tokens + 1):
         tokens, text = tuple(plain[:end]), letters(plain[:end])
-        starts = [text.index(stop) for stop in request.stop if stop in text]
-        if starts:
-            return tokens, text[: min(starts)], "stop"
         if tokens[-1] in request.stop_token_ids:
             return tokens, text, "stop"
     return tokens, text, "length"
@@ -105,8 +102,6 @@ def mixed_requests(name: str) -> list[Request]:
         plain = plain_text(name, requests[index].prompt_ids)
         fresh = (token for start in range(place, 0, -1) for token in plain[start:] if token not in plain[:start])
         requests[index] = dataclasses.replace(requests[index], stop_token_ids=frozenset([next(fresh)]))
-    plain = plain_text(name, requests[7].prompt_ids)
-    requests[7] = dataclasses.replace(requests[7], stop=("no such text", letters(plain[14:17])))
     return requests
 
 
@@ -114,7 +109,7 @@ def mixed_requests(name: str) -> list[Request]:
 def alone(name: str) -> list[GenerationResult]:
     """Return the texts of the mixed requests one by one, and check that it is plain decoding's."""
     decoder = decoder_of(name, ModelDrafting(nearly(name)))
-    results = [decoder.decode([request])[0] for request in mixed_requests(name)]
+    results = [decoder.generate([request])[0] for request in mixed_requests(name)]
     for request, result in zip(mixed_requests(name), results, strict=True):
         assert said(result) == cut(plain_text(name, request.prompt_ids), request), request
     return results
@@ -144,84 +139,22 @@ def run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_row_says_what_it_says_alone(name: str, is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_ahead:
         run_ahead(monkeypatch)
-    together = decoder_of(name, ModelDrafting(nearly(name))).decode(mixed_requests(name))
+    together = decoder_of(name, ModelDrafting(nearly(name))).generate(mixed_requests(name))
     assert_same(together, alone(name))
     accepted = [result.num_accepted_tokens for result in together]
     assert sum(accepted) > 20
     assert (accepted[2], accepted[6]) == (0, 0)
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_rows_of_a_head_do_not_notice_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = decoder_of(name, HeadDrafting(tiny_head(trunk_of(name), seed=1)), depth=2)
-    requests = [dataclasses.replace(request, depth=None, mtp="on") for request in mixed_requests(name)]
-    one_by_one = [decoder.decode([request])[0] for request in requests]
-    run_ahead(monkeypatch)
-    assert_same(decoder.decode(requests), one_by_one)
-    assert [said(result) for result in one_by_one] == [said(result) for result in alone(name)]
-    assert sum(result.num_accepted_tokens for result in one_by_one) > 0
-
-
 def test_a_bound_on_pending_tokens_that_is_too_low_costs_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of("glm4_moe", ModelDrafting(nearly("glm4_moe")))
     requests = [dataclasses.replace(request, mtp="on") for request in mixed_requests("glm4_moe")]
-    good = decoder.decode(requests)
+    good = decoder.generate(requests)
     plan = Session._plan
     monkeypatch.setattr(Session, "_plan", lambda self, depth: dataclasses.replace(plan(self, depth), pending=1))
-    low = decoder.decode(requests)
+    low = decoder.generate(requests)
     assert [said(result) for result in low] == [said(result) for result in good]
     assert sum(result.num_drafts for result in low) > sum(result.num_drafts for result in good) + 5
-
-
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["in_step", "one_ahead"])
-def test_counts_of_right_drafts_follow_from_depth_and_limit(is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if is_ahead:
-        run_ahead(monkeypatch)
-    depths, limits = [3, 1, 0, 7, 2, 5], [13, 10, 8, 25, 12, 2]
-    requests = [
-        Request(prompt_ids=prompt(3 + index), max_new_tokens=limit, depth=depth)
-        for index, (depth, limit) in enumerate(zip(depths, limits, strict=True))
-    ]
-    for result, depth, limit in zip(right("glm4_moe", rows=2).decode(requests), depths, limits, strict=True):
-        rounds = -(-(limit - 1) // (depth + 1))
-        assert counts(result) == (rounds, rounds * depth, rounds * depth, (rounds,) * depth)
-        assert len(result.token_ids) == limit
-        assert result.finish_reason == "length"
-
-
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["in_step", "one_ahead"])
-def test_a_stop_string_may_end_inside_an_accepted_draft(is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if is_ahead:
-        run_ahead(monkeypatch)
-    plain = plain_text("qwen3_5", prompt(6))
-    neighbour = plain_text("qwen3_5", prompt(7))
-    # Tokens 5 to 8 come out of one round, with all drafts right; the stop string ends with token 6.
-    stop = letters(plain[4:7])
-    requests = [
-        Request(prompt_ids=prompt(6), max_new_tokens=99, stop=(stop,)),
-        Request(prompt_ids=prompt(7), max_new_tokens=28),
-        Request(prompt_ids=prompt(4), max_new_tokens=9),
-    ]
-    first, second, third = right("qwen3_5", rows=2).decode(requests)
-    assert said(first) == (tuple(plain[:7]), letters(plain[:4]), "stop")
-    assert counts(first) == (2, 6, 6, (2, 2, 2))
-    assert said(second) == (tuple(neighbour), letters(neighbour), "length")
-    assert said(third) == (tuple(plain_text("qwen3_5", prompt(4), 9)), letters(third.token_ids), "length")
-
-
-def test_a_text_may_end_at_prefill_and_leaves_its_row_to_the_next() -> None:
-    plain = plain_text("glm4_moe", prompt(5), 3)
-    requests = [
-        Request(prompt_ids=prompt(5), max_new_tokens=9, stop_token_ids=frozenset(plain[:1])),
-        Request(prompt_ids=prompt(5), max_new_tokens=9, stop=(letters(plain[:1]),)),
-        Request(prompt_ids=prompt(5), max_new_tokens=1),
-        Request(prompt_ids=prompt(5), max_new_tokens=3),
-    ]
-    results = right("glm4_moe", rows=1).decode(requests)
-    assert [result.token_ids for result in results] == [tuple(plain[:1])] * 3 + [tuple(plain)]
-    assert [result.finish_reason for result in results] == ["stop", "stop", "length", "length"]
-    assert [result.num_drafts for result in results] == [0, 0, 0, 1]
-    assert results[1].text == ""
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in_step", "one_ahead"])
@@ -229,7 +162,7 @@ def test_streamed_pieces_add_up(is_ahead: bool, monkeypatch: pytest.MonkeyPatch)
     if is_ahead:
         run_ahead(monkeypatch)
     requests = mixed_requests("glm4_moe")
-    chunks = list(decoder_of("glm4_moe", ModelDrafting(nearly("glm4_moe"))).decode_chunks(requests))
+    chunks = list(decoder_of("glm4_moe", ModelDrafting(nearly("glm4_moe"))).stream(requests))
     for index, expected in enumerate(alone("glm4_moe")):
         own = [chunk for chunk in chunks if chunk.index == index]
         assert [chunk.result is None for chunk in own] == [True] * (len(own) - 1) + [False]
@@ -245,7 +178,7 @@ def test_streamed_pieces_add_up(is_ahead: bool, monkeypatch: pytest.MonkeyPatch)
 
 def test_requests_are_streamed_in_turn_and_refilled_rows_start_later() -> None:
     requests = [Request(prompt_ids=prompt(4, seed), max_new_tokens=20 + seed) for seed in range(3)]
-    chunks = list(right("glm4_moe", rows=2).decode_chunks(requests))
+    chunks = list(right("glm4_moe", rows=2).stream(requests))
     order = [chunk.index for chunk in chunks]
     assert order[:6] == [0, 1, 0, 1, 0, 1]
     assert order.index(2) > order.index(0) + 2
@@ -255,7 +188,7 @@ def test_requests_are_streamed_in_turn_and_refilled_rows_start_later() -> None:
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
     decoder = SpeculativeDecoder(trunk_of("glm4_moe"), None, 0, ())
-    chunks = list(decoder.decode_chunks([Request(prompt_ids=[1, 2], max_new_tokens=4)]))
+    chunks = list(decoder.stream([Request(prompt_ids=[1, 2], max_new_tokens=4)]))
     assert {chunk.text for chunk in chunks} == {""}
     assert [chunk.result.text for chunk in chunks if chunk.result is not None] == [""]
 
@@ -263,17 +196,17 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
 @pytest.mark.parametrize("num_chunks", [1, 4, 11])
 def test_a_stream_may_be_left_and_the_decoder_used_again(num_chunks: int) -> None:
     decoder = decoder_of("qwen3_5", ModelDrafting(nearly("qwen3_5")))
-    left = decoder.decode_chunks(mixed_requests("qwen3_5")[:5])
+    left = decoder.stream(mixed_requests("qwen3_5")[:5])
     assert len(list(itertools.islice(left, num_chunks))) == num_chunks
-    assert_same(decoder.decode(mixed_requests("qwen3_5")[:5]), alone("qwen3_5")[:5])
-    assert_same(decoder.decode(mixed_requests("qwen3_5")[:2]), alone("qwen3_5")[:2])
+    assert_same(decoder.generate(mixed_requests("qwen3_5")[:5]), alone("qwen3_5")[:5])
+    assert_same(decoder.generate(mixed_requests("qwen3_5")[:2]), alone("qwen3_5")[:2])
 
 
 def test_a_batch_that_covers_later_requests_is_kept_and_freed_with_its_decoder() -> None:
     decoder = right("glm4_moe", rows=2)
 
     def decode(*lengths: int, max_new_tokens: int = 5) -> None:
-        decoder.decode([Request(prompt_ids=prompt(length), max_new_tokens=max_new_tokens) for length in lengths])
+        decoder.generate([Request(prompt_ids=prompt(length), max_new_tokens=max_new_tokens) for length in lengths])
 
     decode(2, 11)
     rounds = decoder._rounds
@@ -295,10 +228,10 @@ def test_a_batch_that_covers_later_requests_is_kept_and_freed_with_its_decoder()
 def test_plain_requests_run_without_the_drafter_of_the_requests_before() -> None:
     """Otherwise its prefill would slow down the baseline of every speedup."""
     decoder = right("glm4_moe", rows=1)
-    decoder.decode([Request(prompt_ids=prompt(7), max_new_tokens=9, mtp="on")])
+    decoder.generate([Request(prompt_ids=prompt(7), max_new_tokens=9, mtp="on")])
     assert decoder._rounds is not None
     assert decoder._rounds.batch.drafter is not None
-    decoder.decode([Request(prompt_ids=prompt(5), max_new_tokens=5, mtp="off")])
+    decoder.generate([Request(prompt_ids=prompt(5), max_new_tokens=5, mtp="off")])
     assert decoder._rounds.batch.drafter is None
 
 
@@ -334,7 +267,7 @@ def timed(decoder: SpeculativeDecoder, clock: Clock, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Session, "_launch", launch_and_wait)
     request = Request(prompt_ids=prompt(4), max_new_tokens=60, mtp="auto", depth=4)
-    (result,) = decoder.decode([request])
+    (result,) = decoder.generate([request])
     assert said(result) == cut(plain_text("qwen3_5", prompt(4), 60), request)
     assert result.num_draft_tokens == sum(depths)
     assert len(result.accepted_per_pos) == 4
@@ -364,16 +297,6 @@ def test_what_cannot_be_served_is_refused_before_anything_is_decoded() -> None:
     trunk = trunk_of("glm4_moe")
     decoder = SpeculativeDecoder(trunk, None, 0, ())
     good = Request(prompt_ids=[1], max_new_tokens=2)
-    with pytest.raises(MtpError, match=r"stop: \['a'\], and no tokenizer; expected one"):
-        decoder.decode_chunks([good, dataclasses.replace(good, stop=("a",))])
-    with pytest.raises(MtpError, match="decode: requests and settings beside them"):
-        decoder.decode([good], 5)
-    with pytest.raises(MtpError, match="decode: requests and settings beside them"):
-        decoder.decode([good], sampling=Sampling(temperature=1.0))
-    with pytest.raises(MtpError, match="max_new_tokens: none; expected a limit"):
-        decoder.decode([[1, 2]])
-    with pytest.raises(MtpError, match="stop: an empty string at place 1"):
-        decoder_of("glm4_moe", None).decode_chunks([dataclasses.replace(good, stop=("a", ""))])
     for wrong, complaint in (
         ({"prompt_ids": []}, "prompt: no token"),
         ({"max_new_tokens": 0}, "max_new_tokens: 0; expected 1 or more"),
@@ -382,4 +305,4 @@ def test_what_cannot_be_served_is_refused_before_anything_is_decoded() -> None:
     ):
         with pytest.raises(MtpError, match=complaint):
             dataclasses.replace(good, **wrong)
-    assert decoder.decode([good])[0].token_ids == tuple(plain_greedy(trunk, [1], 2, ()))
+    assert decoder.generate([good])[0].token_ids == tuple(plain_greedy(trunk, [1], 2, ()))

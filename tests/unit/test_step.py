@@ -238,16 +238,6 @@ def test_packed_documents_unroll_as_they_do_alone(name: str) -> None:
     assert all(torch.isfinite(state).all() for state in packed)
 
 
-@torch.inference_mode()
-def test_each_module_of_a_chain_is_its_own() -> None:
-    trunk, head = models("chained")
-    before = one_document(trunk, head, random_tokens(), num_depths=2)
-    head.blocks[1].proj.weight.mul_(2)
-    after = one_document(trunk, head, random_tokens(), num_depths=2)
-    assert torch.equal(before[0], after[0])
-    assert not torch.equal(before[1], after[1])
-
-
 def single_step(trunk: Trunk, head: MtpHead, token: int, position: int) -> Tensor:
     hidden_11D = torch.linspace(-1, 1, 32)[None, None]
     return torch.cat(step_alone(trunk, head, hidden_11D, torch.tensor([[token]]), depth=1, first=position))
@@ -285,17 +275,6 @@ def test_a_zero_first_embedding_is_the_embedding_of_a_zero_and_is_zero_in_every_
     for depth in range(2):
         torch.testing.assert_close(zeroed[depth], by_hand[depth], **TOLERANCE)
         assert (zeroed[depth] - plain[depth]).abs().amax(-1)[0, [0, 3]].min() > 1e-3
-
-
-@torch.inference_mode()
-def test_what_is_recycled_changes_depth_2_and_later_only() -> None:
-    trunk, head = models("glm4_moe")
-    after_norm = one_document(trunk, head, random_tokens())
-    head.convention = BEFORE_NORM
-    before_norm = one_document(trunk, head, random_tokens())
-    assert torch.equal(after_norm[0], before_norm[0])
-    for depth in (1, 2):
-        assert (after_norm[depth] - before_norm[depth]).abs().max() > 1e-3
 
 
 @torch.inference_mode()

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
 from mtp_train.errors import CheckpointError, DataError
-from mtp_train.evaluation.arms import ArmSpec, open_arm, parse_arm, require_distinct
+from mtp_train.evaluation.arms import ArmSpec, parse_arm, require_distinct
 from mtp_train.evaluation.run import plain_names
 from mtp_train.recipe.loading import dump_recipe
 from mtp_train.runs.decode import server_of, subject_arm
@@ -26,7 +25,7 @@ from runs import tiny_recipe
         ("Qwen/27B+model:Qwen/1B", ArmSpec("27B+1B", "Qwen/27B", "model:Qwen/1B")),
         ("runs/a/export", ArmSpec("a/export", "runs/a/export", "own")),
         ("m@8bit", ArmSpec("m@8bit", "m", "own", None, "8bit")),
-        ("m@4bit+h@8bit", ArmSpec("m@4bit+h@8bit", "m", "h", None, "4bit", "8bit")),
+        ("m@4bit+h", ArmSpec("m@4bit+h", "m", "h", None, "4bit")),
     ],
 )  # fmt: skip
 def test_an_arm_is_a_trunk_and_what_drafts(text: str, arm: ArmSpec) -> None:
@@ -96,22 +95,6 @@ def test_arms_need_names_of_their_own() -> None:
         require_distinct([one, one])
     with pytest.raises(DataError, match="plain decoding"):
         require_distinct([ArmSpec("none", "t", "own")])
-
-
-def test_only_heads_are_packed() -> None:
-    with pytest.raises(DataError, match="expected a head"):
-        open_arm(ArmSpec("x", "demo:base", "ngram", head_quantization="8bit"))
-
-
-@pytest.mark.skipif(not HAS_ASSISTANTS, reason="this transformers has no external drafters")
-def test_an_external_drafter_is_not_packed(tmp_path: Path) -> None:
-    trunk, assistant = str(tmp_path / "trunk"), str(tmp_path / "assistant")
-    tiny_gemma_trunk().causal_lm.save_pretrained(trunk)
-    tiny_assistant().save_pretrained(assistant)
-    arm = open_arm(ArmSpec("x", trunk, assistant))
-    assert str(getattr(arm.model.drafter, "path", None)) == assistant
-    with pytest.raises(DataError, match="expected a head"):
-        open_arm(ArmSpec("x", trunk, assistant, head_quantization="8bit"))
 
 
 def test_plain_decoding_is_named_after_its_trunk_and_after_an_arm_where_two_are_called_alike() -> None:

@@ -17,10 +17,9 @@ from mtp_train.acceptance.intervals import (
     tau_difference,
     two_sided_p,
 )
-from mtp_train.evaluation.assemble import compare_arms
 from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.results import ALL_TASKS, ArmComparison
-from mtp_train.evaluation.statistics import MeasuredArm
+from mtp_train.evaluation.statistics import MeasuredArm, compare_arms
 from simulated_drafters import DEPTH, Floats, Ints, counts_of, decoded, decoded_of, dense_of, rounds_by_accepted
 
 GREEDY = Setting(0.0, None, DEPTH, "greedy")
@@ -29,7 +28,7 @@ PLACE = (GREEDY.temperature, GREEDY.context_tokens)
 
 
 def arm(name: str, records: Sequence[PromptRecord], trunk: str = "trunk") -> MeasuredArm:
-    return MeasuredArm(name, trunk, f"heads/{name}", {GREEDY.plain: records, GREEDY: records})
+    return MeasuredArm(name, trunk, f"heads/{name}", {GREEDY: records})
 
 
 def paired_rounds(

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from mtp_inference import HeadDrafting
+from mtp_train.answers.store import answer_document
 from mtp_train.data.pack import collate, pack_documents
-from mtp_train.errors import DataError
-from mtp_train.evaluation.dense import DenseRows, dense_rows, own_text
+from mtp_train.evaluation.dense import DenseRows, dense_rows
 from mtp_train.evaluation.prompt_records import PromptRecord, TaskPrompt
 from mtp_train.heads.module import MtpHead
-from mtp_train.train.packed_rows import PackedBatch
-from mtp_train.train.teacher_forced import DenseMetrics
 from mtp_train.trunk.load import Trunk
 from simulated_drafters import decoded
-from summed_metrics import dense_metrics
+from summed_metrics import DenseMetrics, dense_metrics
 from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 
 DEPTHS = 3
@@ -51,10 +48,11 @@ def rows_of(family: str = "glm4_moe", temperature: float = 1.0, seq_len_tokens: 
 
 def metrics_of(trunk: Trunk, head: MtpHead, seq_len_tokens: int = 32) -> DenseMetrics:
     prompts, outputs = texts()
-    documents = own_text(prompts, [one.token_ids for one in outputs], seq_len_tokens)
+    pairs = zip(prompts, outputs, strict=True)
+    documents = [answer_document(prompt, one.token_ids, seq_len_tokens) for prompt, one in pairs]
     sequences = pack_documents(documents, seq_len_tokens, pack=True, seed=0, epoch=0)
     assert len(sequences) < len(documents)
-    return dense_metrics(trunk, head, [PackedBatch(*collate(sequences).values())], DEPTHS)
+    return dense_metrics(trunk, head, [collate(sequences)], DEPTHS)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -120,21 +118,3 @@ def test_texts_are_cut_and_others_left_out() -> None:
     assert few.prompt_ids.tolist() == ["p0", "p1"]
     whole = rows_of()
     assert cut.overlap_KN[:, :5] == pytest.approx(whole.overlap_KN[:, :5], rel=1e-4)
-
-
-def test_saved_and_read_back(tmp_path: Path) -> None:
-    rows, path = rows_of(), tmp_path / "dense.npz"
-    path.write_bytes(b"an earlier one")
-    rows.save(path)
-    again = DenseRows.load(path)
-    for field in fields(DenseRows):
-        first, second = (np.asarray(vars(one)[field.name]) for one in (rows, again))
-        assert first.dtype == second.dtype
-        assert (first == second).all()
-    assert [one.name for one in tmp_path.iterdir()] == ["dense.npz"]
-    for damaged in (path.read_bytes()[:200], b"PK", b""):
-        path.write_bytes(damaged)
-        with pytest.raises(DataError, match=r"dense\.npz: .*Remove the file"):
-            DenseRows.load(path)
-    with pytest.raises(DataError, match="No such file"):
-        DenseRows.load(tmp_path / "missing.npz")

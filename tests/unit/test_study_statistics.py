@@ -21,8 +21,8 @@ GREEDY = Setting(0.0, None, DEPTH, "greedy")
 
 
 def arm(records: Sequence[PromptRecord], plain: Sequence[PromptRecord] = (), setting: Setting = GREEDY) -> MeasuredArm:
-    both = {setting.plain: plain, setting: records}
-    return MeasuredArm("head", "trunk", "heads/head", both, both)
+    without = MeasuredArm("none", "trunk", None, {setting.plain: plain}, {setting.plain: plain})
+    return MeasuredArm("head", "trunk", "heads/head", {setting: records}, {setting: records}, plain=without)
 
 
 def cell_of(records: Sequence[PromptRecord], plain: Sequence[PromptRecord] = ()) -> Cell:

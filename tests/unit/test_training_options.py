@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtp_train.data.pack import collate, pack_documents
+from mtp_train.data.pack import PackedBatch, collate, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.heads.step import mtp_step
 from mtp_train.losses.chunked import LossTerms
-from mtp_train.train.head_training import HeadTraining
-from mtp_train.train.packed_rows import PackedBatch, aligned_rows
+from mtp_train.train.head_training import HeadTraining, MicroBatch
+from mtp_train.train.packed_rows import aligned_rows
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 
 NUM_DEPTHS, SEQ_LEN = 3, 16
@@ -42,11 +42,11 @@ def batch_of(*lengths: int, tokens: Tensor | None = None) -> PackedBatch:
         )
         for number, length in enumerate(lengths)
     ]
-    return PackedBatch(*collate(pack_documents(documents, SEQ_LEN, pack=True, seed=0, epoch=0)).values())
+    return collate(pack_documents(documents, SEQ_LEN, pack=True, seed=0, epoch=0))
 
 
 def loss_and_gradient(module: HeadTraining, batch: PackedBatch) -> tuple[LossTerms, dict[str, Tensor]]:
-    terms = module.train()(*batch, torch.tensor([0.5, 0.3, 0.2]))
+    terms = module.train()(MicroBatch(batch, torch.tensor([0.5, 0.3, 0.2])))
     terms.total.backward()
     return terms, {name: value.grad for name, value in module.head.named_parameters() if value.grad is not None}
 
@@ -63,7 +63,7 @@ def kept_bytes(module: HeadTraining, batch: PackedBatch) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        terms = module(*batch, torch.ones(NUM_DEPTHS))
+        terms = module(MicroBatch(batch, torch.ones(NUM_DEPTHS)))
     assert terms.total.requires_grad
     return sum(kept.values())
 
@@ -122,3 +122,16 @@ def test_a_draft_vocabulary_is_all_there_is(kind: str) -> None:
     torch.testing.assert_close(terms.sum_K, (loss_KN * rows.valid_KN).sum(1).detach())
     whole, _ = loss_and_gradient(training_module(kind=kind), batch)
     assert (whole.sum_K - terms.sum_K).abs().min() > 0.1
+
+
+def test_acceptance_is_measured_within_the_draft_vocabulary() -> None:
+    batch = batch_of(SEQ_LEN, 9, tokens=FEW)
+    module = training_module(draft_vocab=FEW)
+    ones_K = torch.ones(NUM_DEPTHS)
+    found, whole = (one(MicroBatch(batch, ones_K), measures=True) for one in (module, training_module()))
+    rows = aligned_rows(module.trunk, module.head, batch, NUM_DEPTHS)
+    best_N = module.trunk.project(rows.teacher_ND).argmax(-1)
+    drafts_KN = FEW[(rows.student_KND @ module.trunk.lm_head_VD[FEW].T).argmax(-1)]
+    assert found.agreed_K.tolist() == ((drafts_KN == best_N) & rows.valid_KN).sum(1).tolist()
+    # Another distribution than that over all tokens.
+    assert (found.overlapped_K - whole.overlapped_K).abs().min() > 1e-3

@@ -102,20 +102,6 @@ def test_time_steps_have_no_bound_that_engines_do_not_know() -> None:
     assert torch.equal(trunk.logits(trunk.hidden(TOKENS_1T)), expected)
 
 
-@pytest.mark.parametrize("family_name", ["mimo", "mimo_v2_flash", "step3p7"])
-@torch.inference_mode()
-def test_a_head_may_read_the_state_before_the_final_norm(family_name: str) -> None:
-    trunk = tiny_trunk(family_name)
-    expected = trunk.causal_lm(TOKENS_1T).logits
-    hidden = trunk.hidden(TOKENS_1T)
-    torch.testing.assert_close(trunk.logits(hidden), expected, atol=1e-5, rtol=0)
-    before = trunk.head_input(hidden, Convention(hidden="before_final_norm"))
-    after = trunk.head_input(hidden, Convention(hidden="after_final_norm"))
-    assert torch.equal(after, trunk.decoder(TOKENS_1T).last_hidden_state)
-    torch.testing.assert_close(trunk.decoder.norm(before), after)
-    assert (before - after).abs().max() > 1e-2
-
-
 @pytest.mark.skipif("inkling" not in ALL_FAMILIES, reason="this transformers has no Inkling")
 @pytest.mark.parametrize("real_vocab", [None, 50])
 @torch.inference_mode()
@@ -128,7 +114,7 @@ def test_states_are_scaled_for_the_lm_head_alone_and_rows_that_pad_it_are_left_o
     torch.testing.assert_close(trunk.logits(hidden), expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(trunk.normed(hidden) @ trunk.lm_head_VD.T, expected, atol=1e-5, rtol=0)
     assert torch.equal(trunk.head_input(hidden, Convention()), trunk.decoder(TOKENS_1T).last_hidden_state)
-    (result,) = SpeculativeDecoder(trunk, tiny_head(trunk), 3, ()).decode([[1, 2, 3]], 12)
+    (result,) = SpeculativeDecoder(trunk, tiny_head(trunk), 3, ()).generate([[1, 2, 3]], 12)
     assert list(result.token_ids) == plain_greedy(trunk, [1, 2, 3], 12, ())
 
 

@@ -11,15 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints import all_tensors, base_and_finetune, same, save_stripped, shard
+from checkpoints import all_tensors, base_and_finetune, same, shard
 from left_over import OLD_SHARDS, changed, head_of, keys_outside_of_the_index, old_shards
 from mtp_train import export, graft, inspect
-from mtp_train.checkpoints.export import HEAD_FILE, place_file
+from mtp_train.checkpoints.export import place_file
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
-from mtp_train.hooks.keep_head import put_head
-from tiny import tiny_trunk
 
 
 @pytest.fixture(scope="module")
@@ -43,46 +41,24 @@ def without_head(path: Path, file: str) -> dict[str, torch.Tensor]:
     return head
 
 
-# A head outside of the index
-
-
 @pytest.mark.parametrize("file", ["mtp.safetensors", "model_extra_tensors.safetensors"])
-def test_export_indexes_a_head_that_the_index_does_not_name(file: str, base: Path, tmp_path: Path) -> None:
-    expected = all_tensors(base)
-    without_head(base, file)
+def test_a_head_that_the_index_does_not_name_is_named_and_replaced(
+    file: str, base: Path, saved: Path, tmp_path: Path
+) -> None:
+    head = without_head(base, file)
     found = inspect(base)
     assert found.status == "declared_but_missing"
-    assert [(one.file, one.num_tensors, one.num_head_tensors) for one in found.weights.unnamed_files] == [
-        (file, 15, 15)
-    ]
+    assert [(one.file, one.num_tensors, one.num_head_tensors) for one in found.unnamed_weights] == [(file, 15, 15)]
     assert f"no part of the checkpoint: {file} (15 tensors, 15 of a head)" in str(found)
-    assert found.cure == f"mtp-train export {base} --out {base}-mtp"
-    assert found.other_cure is not None
-    assert found.other_cure.startswith(f"mtp-train graft {base} --from BASE")
-    written = export(base, tmp_path / "out")
-    assert f"Its head is that of {file} (15 tensors, 15 of a head), which {base} does not name." in written.notes
-    assert same(all_tensors(tmp_path / "out"), expected)
-    assert not (tmp_path / "out" / file).exists()
-    assert inspect(tmp_path / "out").status == "healthy"
-
-
-def test_graft_replaces_such_a_head_and_names_both_ways(base: Path, saved: Path, tmp_path: Path) -> None:
-    head = without_head(base, "mtp.safetensors")
-    save_file(changed(head), base / "mtp.safetensors", {"format": "pt"})
+    assert (found.cure or "").startswith(f"mtp-train graft {base} --from BASE")
+    with pytest.raises(CheckpointError, match=rf"{file} has some and is no part of the checkpoint"):
+        export(base, tmp_path / "out")
+    save_file(changed(head), base / file, {"format": "pt"})
     notes = "\n".join(graft(base, saved / "base", tmp_path / "out").notes)
-    assert "Left out, as no part of the checkpoint: mtp.safetensors (15 tensors, 15 of a head)." in notes
-    assert f"To keep it instead: mtp-train export {base} --out" in notes
+    assert f"Left out, as no part of the checkpoint: {file} (15 tensors, 15 of a head)." in notes
     written = all_tensors(tmp_path / "out")
     assert same({key: written[key] for key in head}, head)
-    assert not (tmp_path / "out" / "mtp.safetensors").exists()
-
-
-def test_of_two_heads_outside_of_the_index_none_is_chosen(base: Path, tmp_path: Path) -> None:
-    head = without_head(base, "mtp.safetensors")
-    save_file(head, base / "model_extra_tensors.safetensors", {"format": "pt"})
-    assert (inspect(base).cure or "").startswith("mtp-train graft")
-    with pytest.raises(CheckpointError, match=r"model_extra_tensors\.safetensors, mtp\.safetensors has some"):
-        export(base, tmp_path / "out")
+    assert not (tmp_path / "out" / file).exists()
 
 
 def test_a_stray_file_beside_a_healthy_head_does_not_travel(base: Path, tmp_path: Path) -> None:
@@ -103,7 +79,7 @@ def test_keys_outside_of_the_index_are_named_and_listed_by_copies(base: Path, sa
     head = head_of(base)
     keys_outside_of_the_index(base, head)
     found = inspect(base)
-    assert (found.status, sorted(found.weights.unlisted_keys)) == ("healthy", sorted(head))
+    assert (found.status, sorted(found.unlisted_keys)) == ("healthy", sorted(head))
     assert found.serves["llama.cpp"].startswith("no: its converter refuses tensors that the index does not list")
     export(base, tmp_path / "out")
     graft(base, saved / "base", tmp_path / "grafted")
@@ -170,27 +146,3 @@ def test_a_target_that_exists_is_never_written(link: str, suffix: str, tmp_path:
         with pytest.raises(FileExistsError):
             place_file(source, tmp_path / f"{name}{suffix}", link)  # type: ignore[arg-type]
     assert mine.read_bytes() == b"mine"
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_save_with_its_head_keeps_another_head_under_another_name(
-    sharded: bool, saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path, base = save_stripped(tiny_trunk("qwen3_5"), tmp_path / "tuned"), open_checkpoint(saved / "base")
-    if sharded:
-        shard(path)
-    save_file(changed(head_of(saved / "base")), path / HEAD_FILE, {"format": "pt"})
-    mine = (path / HEAD_FILE).read_bytes()
-    put_head(path, base)
-    assert (path / f"{HEAD_FILE}.old-1").read_bytes() == mine
-    assert f"renamed to {HEAD_FILE}.old-1" in caplog.text
-    head = {key: value for key, value in all_tensors(path).items() if key.startswith("mtp.")}
-    assert same(head, head_of(saved / "base"))
-    # The head of the save before, with the same bytes, is replaced.
-    if sharded:
-        index = json.loads((path / INDEX_FILE).read_text())
-        index["weight_map"] = {key: file for key, file in index["weight_map"].items() if file != HEAD_FILE}
-        (path / INDEX_FILE).write_text(json.dumps(index))
-        put_head(path, base)
-        assert not (path / f"{HEAD_FILE}.old-2").exists()
-        assert not inspect(path).weights.unlisted_keys

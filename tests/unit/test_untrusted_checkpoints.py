@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from byte_tokenizer import byte_tokenizer
-from checkpoints import save_with_head, set_fields, shard
+from checkpoints import save_with_head, set_fields
 from mtp_train.checkpoints.files import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
     INDEX_FILE,
     SINGLE_FILE,
-    Checkpoint,
     open_checkpoint,
     read_config,
     scan_safetensors,
@@ -109,7 +107,7 @@ def test_a_file_that_is_not_safetensors_is_named(content: bytes, tmp_path: Path)
         ({"x": ""}, "names ''; expected the path"),
         ({"x": "a\0b"}, r"names 'a\\x00b'; expected the path"),
         ({"x": "a" * 5000}, "expected the path"),
-        ({"x": "gone.safetensors"}, "names gone.safetensors, which is not there"),
+        ({"x": "gone.safetensors"}, "gone.safetensors: no such file; expected a shard"),
         ({"x": CONFIG_FILE}, "truncated or damaged"),
         ({}, "the trunk's embedding is missing"),
     ],
@@ -146,9 +144,9 @@ def test_a_file_that_is_no_json_object_is_named(name: str, content: bytes, messa
 # Config
 
 FIELDS: list[tuple[str, object, str]] = [
-    *(("hidden_size", value, "transformers rejects it") for value in ("64", -1, None, [32])),
-    ("hidden_size", 0, "hidden_size is 0; expected a number above 0"),
-    ("num_hidden_layers", 10**400, "num_hidden_layers is 1000.*; expected a number up to 1000"),
+    ("hidden_size", None, "transformers rejects it"),
+    *(("hidden_size", value, "hidden_size is .*; expected int . None from 1") for value in ("64", -1, [32], 0)),
+    ("num_hidden_layers", 10**400, "num_hidden_layers is 1000.*; expected int . None up to 1000"),
     ("mtp_num_hidden_layers", "1", "mtp_num_hidden_layers is '1'; expected an integer"),
     ("mtp_num_hidden_layers", 10**9, "mtp_num_hidden_layers is 1000000000; expected an integer up to 1000"),
     *((name, None, "transformers rejects it") for name in ("num_attention_heads", "num_hidden_layers")),
@@ -160,13 +158,17 @@ FIELDS: list[tuple[str, object, str]] = [
         for value in ("nonsense", 5, "nobody/kernel")
     ),
     ("text_config", [1], r"text_config is \[1\]; expected an object"),
-    ("vision_config", {"depth": 10**9}, "vision_config.depth is 1000000000; expected a number up to 1000"),
+    (
+        "vision_config",
+        {"depth": 10**9},
+        "vision_config.depth is 1000000000; expected int",
+    ),
     ("quantization_config", [1], r"quantization_config is \[1\]; expected an object"),
-    ("rope_parameters", 3, "rope_parameters is 3; expected an object"),
-    ("model_type", ["qwen3_5_text"], "model_type is .*; expected the name of an architecture"),
-    ("architectures", [3], r"architectures is \[3\]; expected a list of names"),
-    ("eos_token_id", {"a": 1}, "eos_token_id is .*; expected a token id"),
-    ("eos_token_id", 10**400, "eos_token_id is 1000.*; expected a token id"),
+    ("rope_parameters", 3, "rope_parameters is 3; expected dict"),
+    ("model_type", ["qwen3_5_text"], "model_type is .*; expected str"),
+    ("architectures", [3], r"architectures is \[3\]; expected list.str"),
+    ("eos_token_id", {"a": 1}, "eos_token_id is .*; expected int . list.int. . None from -1"),
+    ("eos_token_id", 10**400, "eos_token_id is 1000.*; expected int"),
 ]
 
 
@@ -196,11 +198,11 @@ def test_a_nested_config_is_checked_too(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"temperature": "hot"}, "temperature is 'hot'; expected a number"),
-        ({"temperature": 10**400}, "temperature is 1000.*; expected a number"),
-        ({"top_k": 0.5}, "top_k is 0.5; expected an integer"),
-        ({"do_sample": "yes"}, "do_sample is 'yes'; expected true or false"),
-        ({"eos_token_id": [1, None]}, r"eos_token_id is \[1, None\]; expected a token id"),
+        ({"temperature": "hot"}, "temperature is 'hot'; expected int . float"),
+        ({"temperature": 10**400}, "temperature is 1000.*; expected int . float"),
+        ({"top_k": 0.5}, "top_k is 0.5; expected int"),
+        ({"do_sample": "yes"}, "do_sample is 'yes'; expected bool"),
+        ({"eos_token_id": [1, None]}, r"eos_token_id is \[1, None\]; expected int"),
         ({"suppress_tokens": 3}, "transformers rejects it"),
     ],
 )
@@ -268,43 +270,3 @@ def test_a_tokenizer_with_ids_beyond_the_embedding_is_refused(checkpoint: Path) 
 
 
 # Large files
-
-
-def test_a_shard_larger_than_the_memory_is_neither_mapped_nor_read_whole(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The shard declares 40 GiB and is sparse on disk; its blocks are replaced by empty ones, which are counted."""
-    rows, width = 5 << 20, 4 << 10
-    key = "model.visual.table.weight"
-    header = json.dumps({key: entry("BF16", [rows, width], [0, 2 * rows * width])}).encode()
-    shard(checkpoint)
-    file = checkpoint / "model-00004-of-00003.safetensors"
-    write_header(file, header)
-    with file.open("r+b") as handle:
-        handle.truncate(8 + len(header) + 2 * rows * width)
-    index = json.loads((checkpoint / INDEX_FILE).read_text())
-    index["weight_map"][key] = file.name
-    (checkpoint / INDEX_FILE).write_text(json.dumps(index))
-    assert file.stat().st_blocks * 512 < 1 << 20
-
-    read_rows, blocks = Checkpoint.read_rows, []
-
-    def counted(self: Checkpoint, name: str, first: int, stop: int) -> torch.Tensor:
-        if name != key:
-            return read_rows(self, name, first, stop)
-        blocks.append(2 * width * (stop - first))
-        return torch.empty(0)
-
-    monkeypatch.setattr(Checkpoint, "read_rows", counted)
-    assert inspect(checkpoint).head.complete
-    assert sum(blocks) == 40 << 30
-    assert max(blocks) <= 8 << 20
-    assert not _is_mapped(file)
-    opened = open_checkpoint(checkpoint)
-    monkeypatch.undo()
-    assert not opened.read_rows(key, rows - 1, rows).any()
-
-
-def _is_mapped(file: Path) -> bool:
-    maps = Path("/proc/self/maps")
-    return maps.exists() and str(file) in maps.read_text()

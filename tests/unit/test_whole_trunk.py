@@ -159,7 +159,7 @@ def test_a_trunk_s_damage_does_not_hide_that_its_head_is_gone(base: Path, capfd:
     ("damage", "message"),
     [
         (misshapen, rf"trunk weight {LAYER} is \[47, 32\], by config\.json it is \[48, 32\]"),
-        (without(LAYER), rf"trunk weights {LAYER} are missing"),
+        (without(LAYER), rf"trunk weight {LAYER} is missing"),
     ],
 )
 def test_loading_refuses_a_trunk_that_is_not_whole(damage: Callable[[Path], None], message: str, base: Path) -> None:

@@ -15,8 +15,9 @@ from test_probe_verdict import found as probed
 from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_inference.opening import OWN, open_model
 from mtp_train import demo_path
+from mtp_train.answers.store import answer_document
 from mtp_train.data.tokenize import Document, Prompt
-from mtp_train.evaluation.dense import better_wiring, own_text, wirings
+from mtp_train.evaluation.dense import better_wiring, wirings
 from mtp_train.heads.module import MtpHead
 from mtp_train.runs.rescue import ProbeResult, judge
 from mtp_train.trunk.load import Trunk
@@ -35,8 +36,8 @@ def demo() -> tuple[Trunk, Callable[[], HeadDrafting], list[Document]]:
         Prompt(str(number), str(number), tuple(tokenizer(json.loads(line)["text"])["input_ids"][:48]))
         for number, line in enumerate(lines)
     ]
-    plain = SpeculativeDecoder(trunk, None, 0, frozenset()).decode([one.prompt_ids for one in prompts], 24)
-    texts = own_text(prompts, [tuple(one.token_ids) for one in plain], 1 << 12)
+    plain = SpeculativeDecoder(trunk, None, 0, frozenset()).generate([one.prompt_ids for one in prompts], 24)
+    texts = [answer_document(prompt, one.token_ids, 1 << 12) for prompt, one in zip(prompts, plain, strict=True)]
 
     def head() -> HeadDrafting:
         drafting = model.load_drafting(trunk)

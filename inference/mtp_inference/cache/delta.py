@@ -76,7 +76,7 @@ class DeltaWindow(NamedTuple):
         out_NKV.baddbmm_((self.key_NTK * weight_NTX).mT, self.correction_NTV)
 
 
-def gated_delta_window(
+def delta_window(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -87,16 +87,16 @@ def gated_delta_window(
     use_qk_l2norm_in_kernel: bool,
     **_unused: object,
 ) -> tuple[Tensor, DeltaWindow]:
-    """Run a window of the gated delta rule; the module's docstring has the formulas.
+    """Run a window of either rule; the module's docstring has the formulas.
 
-    The function replaces transformers' ``torch_chunk_gated_delta_rule``, hence the names and the unused arguments. It
-    returns an undecided window in place of the state.
+    The function replaces transformers' ``torch_chunk_gated_delta_rule`` and ``chunk_kimi_delta_attention``, hence the
+    names and the unused arguments. It returns an undecided window in place of the state.
 
     Args:
         query: Shape (B, T, key heads, Kd); key heads divide H.
         key: Shape of ``query``.
         value: Shape (B, T, H, Vd).
-        g: Log decay, shape (B, T, H), at most 0.
+        g: Log decay, at most 0, shape (B, T, H), or (B, T, H, Kd) where every key channel decays at its own rate.
         beta: Write strength, shape (B, T, H).
         initial_state: fp32, shape (B, H, Kd, Vd).
         use_qk_l2norm_in_kernel: Whether to normalise queries and keys.
@@ -105,18 +105,24 @@ def gated_delta_window(
         The output (B, T, H, Vd) in the dtype of ``query``, and the window for the commit.
     """
     num_tokens, num_heads = value.shape[1:3]
-    require_short(num_tokens)
+    if num_tokens > MAX_WINDOW:
+        raise ValueError(f"window: {num_tokens} tokens; expected at most {MAX_WINDOW}. Split it into shorter windows.")
     readers_NRK = _readers(query, key, num_heads, use_qk_l2norm_in_kernel)
-    log_decay_NT = heads_first(g.float()[..., None], num_heads)[..., 0].cumsum(-1)
-    decay_NTT = (log_decay_NT[:, :, None] - log_decay_NT[:, None]).exp().tril()
     key_NTK = readers_NRK[:, num_tokens:]
-    read_NRV = (readers_NRK @ initial_state.flatten(0, 1)) * log_decay_NT.exp().repeat(1, 2)[..., None]
-    score_NRT = (readers_NRK @ key_NTK.mT) * decay_NTT.repeat(1, 2, 1)
+    log_decay_NTX = heads_first((g[..., None] if g.ndim == 3 else g).float(), num_heads).cumsum(1)
+    later_TT1 = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=g.device).triu(1)[..., None]
+    decay_NTTX = (log_decay_NTX[:, :, None] - log_decay_NTX[:, None]).masked_fill(later_TT1, -math.inf).exp()
+    decay_NRTX = decay_NTTX.repeat(1, 2, 1, 1)
+    if g.ndim == 3:
+        score_NRT = (readers_NRK @ key_NTK.mT) * decay_NRTX[..., 0]
+    else:
+        score_NRT = (readers_NRK[:, :, None] * decay_NRTX * key_NTK[:, None]).sum(-1)
+    read_NRV = (readers_NRK * log_decay_NTX.exp().repeat(1, 2, 1)) @ initial_state.flatten(0, 1)
     output, correction_NTV = _correct(read_NRV, score_NRT, value, beta, key.shape[-1])
-    return output.to(query.dtype), DeltaWindow(key_NTK, correction_NTV, log_decay_NT[..., None], initial_state)
+    return output.to(query.dtype), DeltaWindow(key_NTK, correction_NTV, log_decay_NTX, initial_state)
 
 
-def gated_delta_token(
+def delta_token(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -127,7 +133,7 @@ def gated_delta_token(
     use_qk_l2norm_in_kernel: bool,
     **_unused: object,
 ) -> tuple[Tensor, Tensor]:
-    """Run one token of either rule, with the arguments of :func:`gated_delta_window` and T = 1.
+    """Run one token of either rule, with the arguments of :func:`delta_window` and T = 1.
 
     A single token is never rejected, so the state is updated in place. This avoids most of its memory traffic.
 
@@ -158,34 +164,6 @@ def _decayed_read(readers_N2K: Tensor, state_NKV: Tensor, decay_NX1: Tensor) -> 
     return torch.bmm(readers_N2K * decay_NX1.mT, state_NKV)
 
 
-def kimi_delta_window(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor,
-    use_qk_l2norm_in_kernel: bool,
-    **_unused: object,
-) -> tuple[Tensor, DeltaWindow]:
-    """Run a window of Kimi Delta Attention: :func:`gated_delta_window` with ``g`` of shape (B, T, H, Kd).
-
-    The function replaces transformers' ``chunk_kimi_delta_attention``.
-    """
-    num_tokens, num_heads = value.shape[1:3]
-    require_short(num_tokens)
-    readers_NRK = _readers(query, key, num_heads, use_qk_l2norm_in_kernel)
-    log_decay_NTK = heads_first(g.float(), num_heads).cumsum(1)
-    later_TT1 = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=g.device).triu(1)[..., None]
-    left_NTTK = (log_decay_NTK[:, :, None] - log_decay_NTK[:, None]).masked_fill(later_TT1, -math.inf).exp()
-    key_NTK = readers_NRK[:, num_tokens:]
-    read_NRV = (readers_NRK * log_decay_NTK.exp().repeat(1, 2, 1)) @ initial_state.flatten(0, 1)
-    score_NRT = (readers_NRK[:, :, None] * left_NTTK.repeat(1, 2, 1, 1) * key_NTK[:, None]).sum(-1)
-    output, correction_NTV = _correct(read_NRV, score_NRT, value, beta, key.shape[-1])
-    return output.to(query.dtype), DeltaWindow(key_NTK, correction_NTV, log_decay_NTK, initial_state)
-
-
 def _correct(read_NRV: Tensor, score_NRT: Tensor, value: Tensor, beta: Tensor, key_width: int) -> tuple[Tensor, Tensor]:
     """Solve for the corrections; return the output (B, T, H, Vd) and the corrections (N, T, Vd), in fp32.
 
@@ -200,12 +178,6 @@ def _correct(read_NRV: Tensor, score_NRT: Tensor, value: Tensor, beta: Tensor, k
     correction_NTV = _solve(lower_NTT, right_NTV)
     output_NTV = torch.baddbmm(read_NRV[:, :num_tokens], score_NRT[:, :num_tokens], correction_NTV) * key_width**-0.5
     return output_NTV.view(num_rows, num_heads, num_tokens, value_width).transpose(1, 2), correction_NTV
-
-
-def require_short(num_tokens: int) -> None:
-    """Raise a ValueError for a window longer than ``MAX_WINDOW``."""
-    if num_tokens > MAX_WINDOW:
-        raise ValueError(f"window: {num_tokens} tokens; expected at most {MAX_WINDOW}. Split it into shorter windows.")
 
 
 def _readers(query: Tensor, key: Tensor, num_heads: int, normalise: bool) -> Tensor:

@@ -1,16 +1,18 @@
 """The cache of a batch: fixed buffers that are written a window at a time and can be rolled back within it.
 
 Every forward is a window (see ``cache/window.py``): announce it with :meth:`WindowCache.begin`, run the model, then
-call :meth:`WindowCache.commit` with the number of tokens that each row keeps. Attention layers need no rollback: the
+call :meth:`WindowCache.commit` with the number of tokens that each row keeps. :func:`prefill_chunks` and
+:func:`window_states` do so. Attention layers need no rollback: the
 next window overwrites rejected tokens. Recurrent layers are rolled back in ``cache/recurrent.py``. Rows are
 independent: they may be at different positions and keep different numbers of tokens.
 
-Shapes: B rows, T tokens of the window, S slots, H heads, X width, G groups, N positions of a group or
-keys of a pool, P pools, E entries.
+Shapes: B rows, R rows that are prefilled together, T tokens of the window, D hidden, S slots, H heads, X width, G
+groups, N positions of a group or keys of a pool, P pools, E entries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,21 +20,24 @@ from torch import Tensor
 from transformers import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, PretrainedConfig
 
 from mtp_inference.cache.convolved import NGRAM_STATES, ConvolutionInputs, NgramStore
-from mtp_inference.cache.recurrent import RecurrentLayers, RecurrentStore
+from mtp_inference.cache.recurrent import RecurrentLayers, RecurrentStore, undecided_states
 from mtp_inference.cache.rows import RowState, select_rows
-from mtp_inference.cache.window import Window
+from mtp_inference.cache.window import Window, attending_in_windows
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.mechanisms.compressed_keys import COMPRESSED_CACHE_LAYERS
 from mtp_train.families.mechanisms.key_blocks import BLOCK_CACHE_LAYER
 from mtp_train.families.mechanisms.key_pools import Pools
 from mtp_train.families.mechanisms.relative_positions import CONVOLVED_CACHE_LAYERS
 from mtp_train.heads.step import KeysWritten
+from mtp_train.trunk.load import Trunk
 from mtp_train.upstream.transformers_private import DynamicIndexedLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 _STATELESS = "DummyLayer"
 """transformers' cache class for layers without state, such as an MLP alone, by name: 5.17 and older lack it."""
 BEFORE_ANY_TEXT = -(1 << 40)
 """A position lower than any real one."""
+PREFILL_CHUNK = 2048
+"""Prompt tokens per forward."""
 
 
 class AttentionStore(CacheLayerMixin, RowState):
@@ -396,3 +401,23 @@ class WindowCache(RowState, Cache):
             f"trunk layer {index}: keeps its state in a {type(layer).__name__}, which cannot undo a rejected draft; "
             "expected full or sliding attention, or a recurrent layer with one state. Decode this model elsewhere."
         )
+
+
+def prefill_chunks(model: Trunk, cache: WindowCache, rows: slice, prompt_RT: Tensor, chunk: int) -> Iterator[Tensor]:
+    """Run prompts of one length from position 0; yield the hidden states of each chunk, (R, T, D)."""
+    for start in range(0, prompt_RT.shape[1], chunk):
+        tokens_RT = prompt_RT[:, start : start + chunk]
+        end = start + tokens_RT.shape[1]
+        positions_RT = torch.arange(start, end, device=prompt_RT.device).expand(len(prompt_RT), -1)
+        masks = cache.begin(Window(rows, positions_RT, end, start))
+        with attending_in_windows(model.config):
+            hidden_RTD = model.window_hidden(tokens_RT, positions_BT=positions_RT, masks=masks, cache=cache)
+        cache.commit(None)
+        yield hidden_RTD
+
+
+def window_states(model: Trunk, cache: WindowCache, tokens_BT: Tensor, window: Window) -> Tensor:
+    """Run a window after earlier ones without committing it; return its hidden states, (B, T, D)."""
+    masks = cache.begin(window)
+    with attending_in_windows(model.config), undecided_states(model.family):
+        return model.window_hidden(tokens_BT, positions_BT=window.positions_BT, masks=masks, cache=cache)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from mtp_inference.cache.delta import DeltaWindow, gated_delta_token, gated_delta_window, heads_first, kimi_delta_window
+from mtp_inference.cache.delta import DeltaWindow, delta_token, delta_window, heads_first
 from mtp_inference.cache.rows import RowState
 from mtp_inference.cache.window import Window
 from mtp_train.families import Family
@@ -68,44 +68,6 @@ def mamba2_window(
     return y_BTHP, DeltaWindow(added_NTP, written_NTS, log_decay_NT1, initial_states)
 
 
-def mamba2_token(
-    state: Tensor,
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    *,
-    dt_bias: Tensor,
-    **_unused: object,
-) -> Tensor:
-    """Run one token of Mamba-2 and update ``state`` in place, as ``mamba2_selective_state_update`` does.
-
-    Args:
-        state: Shape (B, H, P, Ns), updated in place.
-        hidden_states: x, shape (B, H, P).
-        dt: Shape (B, H, P), constant along P, like ``D`` and ``dt_bias`` of shape (H, P).
-        A: Shape (H, P, Ns), constant along P and Ns.
-        dt_bias: See ``dt``.
-
-    Returns:
-        y of shape (B, H, P), in the dtype of ``hidden_states``.
-    """
-    y_B1HP, window = mamba2_window(
-        hidden_states[:, None],
-        dt[:, None, :, 0],
-        A[:, 0, 0],
-        B[:, None],
-        C[:, None],
-        D=D[:, 0],
-        dt_bias=dt_bias[:, 0],
-        initial_states=state,
-    )
-    window.commit(torch.ones(len(state), dtype=torch.long, device=state.device), state)
-    return y_B1HP[:, 0].to(hidden_states.dtype)
-
-
 def window_conv(
     hidden_states: Tensor,
     weight: Tensor,
@@ -142,12 +104,13 @@ def window_conv(
     return (output_BTC if activation is None else ACT2FN[activation](output_BTC)).transpose(1, 2)
 
 
-_RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "gated_delta": (gated_delta_window, gated_delta_token),
-    "kimi_delta": (kimi_delta_window, gated_delta_token),
-    "mamba2": (mamba2_window, mamba2_token),
+_RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
+    "gated_delta": (delta_window, delta_token),
+    "kimi_delta": (delta_window, delta_token),
+    "mamba2": (mamba2_window, None),
 }
-"""Name of a rule in a family record to the functions that run a window and a single token."""
+"""Name of a rule in a family record to the functions that run a window and a single token; None for transformers' own,
+which updates the state in place."""
 
 
 @contextmanager
@@ -163,11 +126,9 @@ def undecided_states(family: Family) -> Iterator[None]:
         return
     module = importlib.import_module(family.classes.python_module)
     window_rule, token_rule = _RULES[kernels.rule]
-    ours: dict[str, Callable[..., Any]] = {
-        kernels.chunked: window_rule,
-        kernels.single: token_rule,
-        kernels.conv: window_conv,
-    }
+    ours: dict[str, Callable[..., Any]] = {kernels.chunked: window_rule, kernels.conv: window_conv}
+    if token_rule is not None:
+        ours[kernels.single] = token_rule
     stock = {name: getattr(module, name) for name in ours}
     for name, function in ours.items():
         setattr(module, name, function)
@@ -275,7 +236,7 @@ class RecurrentLayers(RowState):
         if undecided:
             self._commit_undecided(torch.stack(conv), undecided, num_kept_B)
         else:
-            self._commit_decided(conv, decided, num_kept_B)
+            self._commit_decided(conv, decided)
 
     def snapshot(self) -> tuple[Tensor, ...]:
         return tuple(buffer.clone() for buffer in (self.conv_LBWC, self.state_LBHKV) if buffer is not None)
@@ -289,13 +250,8 @@ class RecurrentLayers(RowState):
         super().keep_rows(rows_R)
         self._show()
 
-    def _commit_decided(self, conv: list[Tensor], state: list[Tensor], num_kept_B: Tensor | None) -> None:
+    def _commit_decided(self, conv: list[Tensor], state: list[Tensor]) -> None:
         window = self._window
-        if num_kept_B is not None and window.num_tokens > 1:
-            raise RuntimeError(
-                f"recurrent cache: a window of {window.num_tokens} tokens, already decided; expected it undecided. Run "
-                "it under undecided_states()."
-            )
         # Slice before stacking: the inputs of a long prompt are large.
         new_LBWC = torch.stack([inputs_BNC[:, window.num_tokens :] for inputs_BNC in conv])
         conv_LBWC, state_LBHKV = self._buffers(new_LBWC, state[0])

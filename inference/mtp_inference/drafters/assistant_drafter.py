@@ -10,21 +10,23 @@ each (N = C * M), D the trunk's hidden size, E = 2 D, A the drafter's hidden siz
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mtp_inference.cache.model_cache import AttentionStore, WindowCache
 from mtp_inference.cache.window import Window, attending_in_windows
-from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
-from mtp_inference.drafters.pending import state_at
+from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan, state_at
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.errors import MtpError
 from mtp_train.families import Assistant
-from mtp_train.families.assistants import AssistantConvention
 from mtp_train.trunk.load import Trunk
+
+# As in transformers, whose code the models' authors wrote. All drafts of a round have the same position: that of the
+# last token that the trunk has read, and this offset. A sliding layer's window, counted with that token, has so many
+# keys more than the trunk's. vLLM has 0 and 0, llama.cpp 1 and -1: there fewer drafts may be accepted.
+POSITION_OFFSET, MORE_SLIDING_KEYS = 1, 1
 
 
 class AssistantDrafting(Drafting):
@@ -34,22 +36,11 @@ class AssistantDrafting(Drafting):
         model: transformers' model of the assistant, on the trunk's device and in its dtype. ``load_assistant`` in
             ``mtp_train.heads.draft_model`` loads it; ``from_pretrained(..., head=ASSISTANT)`` does both.
         assistant: The record of the assistant.
-        convention: ``auto``, or the engine whose positions to follow: ``transformers``, ``vllm`` or ``llama.cpp``.
-
-    Raises:
-        UnsupportedModelError: The convention is unknown.
-
-    Example:
-        >>> from mtp_inference import SpeculativeDecoder
-        >>> decoder = SpeculativeDecoder.from_pretrained(
-        ...     "google/gemma-4-E2B-it", head="google/gemma-4-E2B-it-assistant"
-        ... )  # doctest: +SKIP
     """
 
-    def __init__(self, model: Any, assistant: Assistant, convention: str = "auto") -> None:
+    def __init__(self, model: Any, assistant: Assistant) -> None:
         self.model = model
         self.assistant = assistant
-        self.convention = assistant.convention(convention)
 
     def check(self, trunk: Trunk, depth: int) -> None:
         hidden, vocab = self.model.post_projection.out_features, self.model.lm_head.out_features
@@ -59,56 +50,18 @@ class AssistantDrafting(Drafting):
                 f"{trunk.lm_head_VD.shape[1]} and {trunk.lm_head_VD.shape[0]}. Use the trunk that it was made for."
             )
 
-        theirs = self.model.lm_head.weight.dtype
-        if theirs != trunk.lm_head_VD.dtype:
-            raise MtpError(
-                f"{self.assistant.title}: in {theirs}; expected the trunk's {trunk.lm_head_VD.dtype}, whose keys it "
-                "reads. Load both in one dtype."
-            )
-
     def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
-        return AssistantDrafter(trunk, cache, self.model, self.convention, size.num_rows)
-
-
-class SharedKeys(NamedTuple):
-    """Keys and values of the trunk that the assistant attends to, by layer type."""
-
-    states: dict[str, tuple[Tensor, Tensor]]
-    masks: dict[str, Tensor | None]
-    """bool, (B, 1, 1, S)."""
-
-
-def shared_keys(cache: WindowCache, seen_B1: Tensor, used: int, more_sliding_keys: int) -> SharedKeys:
-    """Return the keys of the trunk's last attention layer of each type, up to position ``seen_B1``.
-
-    ``more_sliding_keys`` are keys of a sliding-window layer to attend to beyond its window.
-    """
-    window = Window(slice(0, len(seen_B1)), seen_B1, used)
-    shared = SharedKeys({}, {})
-    # The last layer of each type wins.
-    for layer in cache.layers:
-        if isinstance(layer, AttentionStore):
-            wide = None if layer.sliding_window is None else layer.sliding_window + more_sliding_keys
-            in_use = min(used, layer.size)
-            shared.states[layer.kind] = (layer.keys[:, :, :in_use], layer.values[:, :, :in_use])
-            shared.masks[layer.kind] = window.mask(layer.size, wide, always=True)
-    return shared
+        return AssistantDrafter(trunk, cache, self.model, size.num_rows)
 
 
 class AssistantDrafter(Drafter):
-    """Store the trunk's last hidden state of every row, and draft from it.
+    """Store the trunk's last hidden state of every row, and draft from it."""
 
-    ``convention`` declares the position of a draft, and the keys it attends to.
-    """
-
-    def __init__(
-        self, trunk: Trunk, cache: WindowCache, model: Any, convention: AssistantConvention, num_rows: int
-    ) -> None:
+    def __init__(self, trunk: Trunk, cache: WindowCache, model: Any, num_rows: int) -> None:
         self.trunk = trunk
         # Not the cache as an attribute: the batch itself drops its rows.
-        self.shared_keys = partial(shared_keys, cache, more_sliding_keys=convention.more_sliding_keys)
+        self.trunk_layers = cache.layers
         self.model = model
-        self.convention = convention
         weight_AE = model.pre_projection.weight
         self.hidden_B1D = weight_AE.new_zeros(num_rows, 1, model.post_projection.out_features)
 
@@ -123,24 +76,42 @@ class AssistantDrafter(Drafter):
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
         # An inactive row has length 0 and attends to its first slot. Its drafts are discarded.
         seen_B1 = (choice.length_B - 1).clamp(min=0)[:, None]
-        shared = self.shared_keys(seen_B1, plan.used)
-        positions_B1 = seen_B1 + self.convention.position_offset
+        keys, masks = self._shared_keys(Window(slice(0, len(seen_B1)), seen_B1, plan.used))
         hidden_B1D = self.hidden_B1D
         for _ in range(plan.depth):
             inputs_B1E = torch.cat([self.trunk.embed(choice.last_B1), hidden_B1D], dim=-1)
-            state_B1A = self._run(inputs_B1E, positions_B1, shared)
+            state_B1A = self._run(inputs_B1E, seen_B1 + POSITION_OFFSET, keys, masks)
             choice.add(self._logits(state_B1A))
             hidden_B1D = self.model.post_projection(state_B1A)
         return choice.result()
 
-    def _run(self, inputs_B1E: Tensor, positions_B1: Tensor, shared: SharedKeys) -> Tensor:
+    def _shared_keys(self, window: Window) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor | None]]:
+        """Return keys and values of the trunk's last attention layer of each type, and their masks, (B, 1, 1, S)."""
+        keys: dict[str, tuple[Tensor, Tensor]] = {}
+        masks: dict[str, Tensor | None] = {}
+        # The last layer of each type wins.
+        for layer in self.trunk_layers:
+            if isinstance(layer, AttentionStore):
+                wide = layer.sliding_window and layer.sliding_window + MORE_SLIDING_KEYS
+                used = min(window.used, layer.size)
+                keys[layer.kind] = (layer.keys[:, :, :used], layer.values[:, :, :used])
+                masks[layer.kind] = window.mask(layer.size, wide, always=True)
+        return keys, masks
+
+    def _run(
+        self,
+        inputs_B1E: Tensor,
+        positions_B1: Tensor,
+        keys: dict[str, tuple[Tensor, Tensor]],
+        masks: dict[str, Tensor | None],
+    ) -> Tensor:
         decoder = self.model.model
         with attending_in_windows(decoder.config):
             output = decoder(
                 inputs_embeds=self.model.pre_projection(inputs_B1E),
                 position_ids=positions_B1,
-                attention_mask=shared.masks,
-                shared_kv_states=dict(shared.states),
+                attention_mask=masks,
+                shared_kv_states=dict(keys),
                 use_cache=False,
             )
         state_B1A: Tensor = output.last_hidden_state

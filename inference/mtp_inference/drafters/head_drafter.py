@@ -20,8 +20,7 @@ from torch.nn.functional import pad
 
 from mtp_inference.cache.model_cache import AttentionStore, WindowCache
 from mtp_inference.cache.window import Window, attending_in_windows
-from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
-from mtp_inference.drafters.pending import Pending, state_at
+from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, Pending, RoundPlan, state_at
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.heads.module import MtpHead, OutputRows
@@ -134,14 +133,24 @@ class _CachedDrafter(_HeadDrafter):
                 cache=self.cache,
             )
 
-    def _write_keys(self, depth: int, hidden_RTD: Tensor, tokens_RT: Tensor, window: Window) -> None:
-        """Run rows that no draft starts from; stop after keys and values if later rows read nothing else."""
-        keys_only = self._store(depth).keys_suffice
+    def _run_text(
+        self, depth: int, hidden_RTD: Tensor, tokens_RT: Tensor, window: Window, *, recycles: bool = False
+    ) -> Tensor:
+        """Run rows that no draft starts from; return the output states if the next module ``recycles`` them.
+
+        Else stop after keys and values, if later rows read nothing else, and return no states. The start of a window
+        is 0, or not known.
+        """
+        keys_only, recycled = self._store(depth).keys_suffice and not recycles, [hidden_RTD[:, :0]]
         for start in range(0, window.num_tokens, KEYS_CHUNK):
             part = slice(start, start + KEYS_CHUNK)
-            chunk = Window(window.rows, window.positions_BT[:, part], window.used, keys_only=keys_only)
+            positions_RT = window.positions_BT[:, part]
+            # Of prompts, each chunk attends to no more than it has to.
+            used = window.used if window.start is None else start + positions_RT.shape[1]
+            chunk = Window(window.rows, positions_RT, used, None if window.start is None else start, keys_only)
             with suppress(KeysWritten):
-                self._run(depth, hidden_RTD[:, part], tokens_RT[:, part], chunk)
+                recycled.append(self._run(depth, hidden_RTD[:, part], tokens_RT[:, part], chunk).recycled_BTD)
+        return torch.cat(recycled, dim=1)
 
     def _store(self, depth: int) -> AttentionStore:
         stores = [layer for layer in self.cache.layers if isinstance(layer, AttentionStore)]
@@ -159,7 +168,7 @@ class _TextDrafter(_CachedDrafter):
         settled = prompt_RT.shape[1] - 1
         hidden_RTD = self._head_input(hidden_RTD)
         slots_RT = torch.arange(settled, device=prompt_RT.device).expand(len(prompt_RT), -1)
-        self._write_text(1, hidden_RTD[:, :-1], prompt_RT[:, 1:], Window(rows, slots_RT, settled))
+        self._write_text(1, hidden_RTD[:, :-1], prompt_RT[:, 1:], Window(rows, slots_RT, settled, 0))
         self.pending.begin(rows, first_R, settled, hidden_RTD[:, -1])
 
     def _write_pending(self, first: int, plan: RoundPlan) -> None:
@@ -172,7 +181,7 @@ class _TextDrafter(_CachedDrafter):
     def _write_text(self, first: int, hidden_RTD: Tensor, tokens_RT: Tensor, window: Window) -> None:
         last = 1 if self.head.unroll == "recursive" else self.depth
         for depth in range(first, last + 1):
-            self._write_keys(depth, hidden_RTD, tokens_RT, window)
+            self._run_text(depth, hidden_RTD, tokens_RT, window)
 
 
 class RecursiveDrafter(_TextDrafter):
@@ -256,10 +265,8 @@ class ChainedDrafter(_CachedDrafter):
                 self.carried_KB1D[depth - 1, rows] = inputs_RTD[:, settled:]
             slots_RT = torch.arange(settled, device=prompt_RT.device).expand(len(prompt_RT), -1)
             tokens_RT, inputs_RTD = prompt_RT[:, depth:], inputs_RTD[:, :settled]
-            if depth == self.depth:
-                self._write_keys(depth, inputs_RTD, tokens_RT, Window(rows, slots_RT, settled))
-            else:
-                inputs_RTD = self._recycled(depth, inputs_RTD, tokens_RT, Window(rows, slots_RT, settled))
+            window = Window(rows, slots_RT, settled, 0)
+            inputs_RTD = self._run_text(depth, inputs_RTD, tokens_RT, window, recycles=depth < self.depth)
         self.pending.begin(rows, first_R, num_tokens - 1, hidden_RTD[:, -1])
 
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
@@ -287,16 +294,6 @@ class ChainedDrafter(_CachedDrafter):
         self.pending.clear()
         return choice.result()
 
-    def _recycled(self, depth: int, hidden_RTD: Tensor, tokens_RT: Tensor, window: Window) -> Tensor:
-        """Run prompts from position 0; return the output states that the next module reads."""
-        recycled = [hidden_RTD[:, :0]]
-        for start in range(0, window.num_tokens, KEYS_CHUNK):
-            part = slice(start, start + KEYS_CHUNK)
-            slots_RT = window.positions_BT[:, part]
-            chunk = Window(window.rows, slots_RT, start + slots_RT.shape[1], start)
-            recycled.append(self._run(depth, hidden_RTD[:, part], tokens_RT[:, part], chunk).recycled_BTD)
-        return torch.cat(recycled, dim=1)
-
 
 class HeadDrafting(Drafting):
     """Draft with an MTP head.
@@ -311,7 +308,7 @@ class HeadDrafting(Drafting):
         >>> loaded = SpeculativeDecoder.from_pretrained("demo:base", device="cpu")
         >>> drafting = HeadDrafting(loaded.drafting.head, draft_vocab_R=torch.arange(100))
         >>> decoder = SpeculativeDecoder(loaded.trunk, drafting, depth=2, eos_ids=())
-        >>> decoder.decode([[4, 5, 6]], max_new_tokens=8)[0].num_drafts > 0
+        >>> decoder.generate([[4, 5, 6]], max_new_tokens=8)[0].num_drafts > 0
         True
     """
 

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from mtp_inference.cache.delta import MAX_WINDOW
-from mtp_inference.cache.model_cache import WindowCache
+from mtp_inference.cache.model_cache import PREFILL_CHUNK, WindowCache, prefill_chunks, window_states
 from mtp_inference.cache.window import Window
-from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
-from mtp_inference.drafters.pending import Pending, state_at
-from mtp_inference.forward import PREFILL_CHUNK, prefill_chunks, window_states
+from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, Pending, RoundPlan, state_at
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.errors import MtpError
 from mtp_train.trunk.load import Trunk
@@ -34,7 +32,7 @@ class ModelDrafting(Drafting):
         >>> model = SpeculativeDecoder.from_pretrained("demo:base", depth=0, device="cpu").trunk
         >>> target = SpeculativeDecoder.from_pretrained("demo:finetune", depth=0, device="cpu").trunk
         >>> decoder = SpeculativeDecoder(target, ModelDrafting(model), depth=2, eos_ids=())
-        >>> decoder.decode([[4, 5, 6]], max_new_tokens=8)[0].num_drafts > 0
+        >>> decoder.generate([[4, 5, 6]], max_new_tokens=8)[0].num_drafts > 0
         True
     """
 
@@ -121,7 +119,7 @@ class NgramDrafting(Drafting):
         >>> from mtp_inference import NgramDrafting, SpeculativeDecoder
         >>> target = SpeculativeDecoder.from_pretrained("demo:base", depth=0, device="cpu").trunk
         >>> decoder = SpeculativeDecoder(target, NgramDrafting(), depth=3, eos_ids=())
-        >>> decoder.decode([[4, 5, 4]], max_new_tokens=8)[0].num_drafts > 0
+        >>> decoder.generate([[4, 5, 4]], max_new_tokens=8)[0].num_drafts > 0
         True
     """
 

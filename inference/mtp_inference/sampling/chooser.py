@@ -138,7 +138,6 @@ class Chooser(RowState):
         self.rows = self.rows.replaced(SamplingRows.stack(self.settings, self.rows.seed_B.device))
 
     def keep_rows(self, rows_R: Tensor) -> None:
-        super().keep_rows(rows_R)
         self.settings = [self.settings[row] for row in rows_R.tolist()]
         self.rows = SamplingRows.stack(self.settings, self.rows.seed_B.device)
 

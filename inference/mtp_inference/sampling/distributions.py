@@ -9,18 +9,9 @@ and a position that is decided again, after a rejected draft, gets the same numb
 
 All functions run on the tensors' device in fixed shapes and do not synchronise, so a CUDA graph can capture them. The
 Python values of :class:`SamplingRows` select the steps that run, so they are part of the key of a
-captured graph. On a CPU, where reading a value costs nothing, one filter reads values.
+captured graph. On a CPU, where reading a value costs nothing, :func:`keep_top` reads values.
 
-Top-k and top-p keep the tokens from an edge on: all tokens with a larger score than the edge, and some of the tokens
-with the edge's own score. The result is that of transformers' processors, which sort the scores in ascending order.
-Top-k keeps every token that ties with the k-th. Top-p drops tokens one by one while the probabilities dropped so far
-sum to at most ``1 - top_p``: of equal scores the first in the vocabulary first, and never the last token of the order.
-Where a whole number of equal tokens makes up this sum, rounding decides about one of them, as it does in a sort. An
-accelerator sorts. On a CPU, where a sort takes longer than a layer, the edge of top-p is found among the largest
-scores: for a row whose top-k is at most ``LISTED`` in those that ``topk`` lists, for another one in a list that grows
-until all other tokens may be dropped. A row's way depends on its own settings and scores, never on other rows.
-
-Shapes: B rows of the batch, T positions, V vocabulary, N blocks of S tokens, M listed scores (M1 = M + 1), R = B x T.
+Shapes: B rows of the batch, T positions, V vocabulary, N blocks of S tokens, M listed scores, R = B x T.
 """
 
 from __future__ import annotations
@@ -28,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +29,8 @@ TOKEN, DRAFT, ACCEPT = 0, 1, 2
 """Streams of :func:`uniform`: the trunk's own token, the drafted token, whether the draft is accepted."""
 
 MIN_TEMPERATURE = 1e-3
-LISTED = 1024
-"""Number of largest scores in a list. On a CPU, ``topk`` takes as long for 64 of 250,000 scores as for 1024."""
+LISTED = 256
+"""Number of largest scores in the first list. Sorting so few takes a CPU less time than finding them."""
 GROWTH = 16
 """Factor between the lengths of lists."""
 BLOCKS = (512, 256, 128)
@@ -51,6 +41,11 @@ divides the vocabulary is taken; sizes of released models are multiples of 128, 
 _GOLDEN = 0x9E37_79B9_7F4A_7C15 - 2**64
 _MIX_1 = 0xBF58_476D_1CE4_E5B9 - 2**64
 _MIX_2 = 0x94D0_49BB_1331_11EB - 2**64
+
+
+def _require(is_right: bool, complaint: str) -> None:
+    if not is_right:
+        raise MtpError(f"sampling.{complaint}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,65 +90,51 @@ class Sampling:
         )
 
 
+GREEDY = Sampling()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingRows:
-    """The settings of a batch: one entry per row, and flags for the steps that at least one row needs."""
+    """The settings of a batch: one entry per row, and flags for the steps that at least one row needs.
+
+    Filters are off in greedy rows, on which they have no effect.
+    """
 
     temperature_B: Tensor
     """fp32; 1 in greedy rows."""
     is_greedy_B: Tensor
-    kth_B: Tensor
-    """int64, ``top_k - 1``: the place of the last score that top-k keeps; 0 if top-k is off."""
-    keeps_any_k_B: Tensor
-    """bool: top-k is off."""
-    is_listed_B: Tensor
-    """bool: top-k keeps at most ``LISTED`` scores."""
+    top_k_B: Tensor
+    """int64; 0 if top-k is off."""
     top_p_tail_B: Tensor
     """fp32, ``1 - top_p``: subtracted in double like in transformers, as rounding decides ties at the edge."""
     min_p_B: Tensor
     seed_B: Tensor
     any_sampled: bool
-    any_top_k: bool
-    any_top_p: bool
+    any_top: bool
+    """Whether a row has a top-k or a top-p."""
     any_min_p: bool
-    any_listed: bool
-    """Whether a row with top-p is listed."""
-    any_searched: bool
-    """Whether a row with top-p is not listed."""
-    top_k_width: int
-    """Number of scores that top-k lists; 0 if no row has a top-k."""
 
     @property
     def steps(self) -> tuple[bool, ...]:
-        """Return which steps run: equal for batches that run the same operations on a GPU, where lists are not used."""
-        return self.any_sampled, self.any_top_k, self.any_top_p, self.any_min_p
+        """Return which steps run: equal for batches that run the same operations."""
+        return self.any_sampled, self.any_top, self.any_min_p
 
     @classmethod
     def stack(cls, settings: Sequence[Sampling], device: torch.device | str) -> SamplingRows:
         def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
-        # Filters have no effect on greedy rows.
-        sampled = [one for one in settings if one.temperature > 0.0]
-        most_k = max((one.top_k for one in sampled), default=0)
-        # Of the sampled rows with top-p.
-        lists = {_is_listed(one) for one in sampled if one.top_p < 1.0}
+        settings = [one if one.temperature > 0.0 else Sampling(seed=one.seed) for one in settings]
         return cls(
             temperature_B=column([one.temperature or 1.0 for one in settings], torch.float32),
             is_greedy_B=column([one.temperature == 0.0 for one in settings], torch.bool),
-            kth_B=column([max(one.top_k - 1, 0) for one in settings], torch.int64),
-            keeps_any_k_B=column([one.top_k == 0 for one in settings], torch.bool),
-            is_listed_B=column([_is_listed(one) for one in settings], torch.bool),
+            top_k_B=column([one.top_k for one in settings], torch.int64),
             top_p_tail_B=column([1.0 - one.top_p for one in settings], torch.float32),
             min_p_B=column([one.min_p for one in settings], torch.float32),
             seed_B=column([one.seed for one in settings], torch.int64),
-            any_sampled=bool(sampled),
-            any_top_k=most_k > 0,
-            any_top_p=bool(lists),
-            any_min_p=any(one.min_p > 0.0 for one in sampled),
-            any_listed=True in lists,
-            any_searched=False in lists,
-            top_k_width=listed_width(most_k) if most_k else 0,
+            any_sampled=any(one.temperature > 0.0 for one in settings),
+            any_top=any(one.top_k > 0 or one.top_p < 1.0 for one in settings),
+            any_min_p=any(one.min_p > 0.0 for one in settings),
         )
 
     def replaced(self, new: SamplingRows) -> SamplingRows:
@@ -214,15 +195,6 @@ def draw(p_BTV: Tensor, u_BT: Tensor) -> Tensor:
     return first_over(p_BTNS, sums_BTN, u_BT[..., None] * sums_BTN.sum(-1, keepdim=True))[..., 0]
 
 
-def _is_listed(sampling: Sampling) -> bool:
-    return 1 <= sampling.top_k <= LISTED
-
-
-def _require(is_right: bool, complaint: str) -> None:
-    if not is_right:
-        raise MtpError(f"sampling.{complaint}")
-
-
 def _one_hot(token_BT1: Tensor, like_BTV: Tensor) -> Tensor:
     return torch.zeros_like(like_BTV).scatter_(-1, token_BT1, 1.0)
 
@@ -230,7 +202,7 @@ def _one_hot(token_BT1: Tensor, like_BTV: Tensor) -> Tensor:
 def _filtered(scores_BTV: Tensor, rows: SamplingRows) -> Tensor:
     """Apply temperature, top-k, top-p and min-p; ignore the result for greedy rows."""
     scores_BTV = scores_BTV / rows.temperature_B[:, None, None]
-    if rows.any_top_k or rows.any_top_p:
+    if rows.any_top:
         scores_BTV = keep_top(scores_BTV, rows)
     if rows.any_min_p:
         p_BTV = scores_BTV.softmax(-1)
@@ -251,61 +223,26 @@ def _shift_right(bits: Tensor, count: int) -> Tensor:
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
-class Edge(NamedTuple):
-    """The score of the edge, and the number of tokens with this score that are dropped, fp32 (B, T, 1) each."""
-
-    score_BT1: Tensor
-    dropped_BT1: Tensor
-
-
-def listed_width(top_k: int) -> int:
-    """Return the number of scores to list for the largest top-k of a batch."""
-    width = LISTED
-    while width < top_k:
-        width *= GROWTH
-    return width
-
-
 def keep_top(scores_BTV: Tensor, rows: SamplingRows) -> Tensor:
-    """Apply top-k, then top-p, in place: set the scores of dropped tokens to minus infinity."""
+    """Apply top-k, then top-p: set the scores of dropped tokens to minus infinity.
+
+    The result is that of transformers' processors, which sort the scores. So does an accelerator, in fixed shapes and
+    without reading a value. On a CPU a sort takes longer than a layer, and ``topk`` does not: there the largest scores
+    are filtered, and a row whose list is too short gets a longer one. A row's list depends on its own settings and
+    scores, never on other rows.
+    """
+    scores_RV, vocab = scores_BTV.flatten(0, 1), scores_BTV.shape[-1]
+    top_k_R1, tail_R1 = (
+        one_B.repeat_interleave(scores_BTV.shape[1])[:, None] for one_B in (rows.top_k_B, rows.top_p_tail_B)
+    )
     if not reads_values(scores_BTV.device):
-        return keep_top_by_sort(scores_BTV, rows)
-    if rows.any_top_k:
-        top_BTM = scores_BTV.topk(min(rows.top_k_width, scores_BTV.shape[-1])).values
-        kth_B11 = rows.kth_B.clamp(max=top_BTM.shape[-1] - 1)[:, None, None]
-        least_BT1 = top_BTM.gather(-1, kth_B11.expand(-1, top_BTM.shape[1], -1))
-        least_BT1.masked_fill_(rows.keeps_any_k_B[:, None, None], -math.inf)
-        if not rows.any_top_p or rows.any_searched:
-            scores_BTV.masked_fill_(scores_BTV < least_BT1, -math.inf)
-        if not rows.any_top_p:
-            return scores_BTV
-    else:
-        least_BT1 = torch.full_like(scores_BTV[..., :1], -math.inf)
-    edge, is_listed_B11 = Edge(least_BT1, torch.zeros_like(least_BT1)), rows.is_listed_B[:, None, None]
-    tail_B11 = _rounding_to(rows.top_p_tail_B[:, None, None])
-    if rows.any_searched:
-        edge = _chosen(is_listed_B11, edge, edge_of_growing_lists(scores_BTV, tail_B11))
-    if rows.any_listed:
-        num_kept_BT1 = (scores_BTV >= least_BT1).sum(-1, keepdim=True)
-        edge = _chosen(is_listed_B11, listed_edge(top_BTM[..., :LISTED], least_BT1, num_kept_BT1, tail_B11), edge)
-    return _keep_from(edge, scores_BTV)
-
-
-def keep_top_by_sort(scores_BTV: Tensor, rows: SamplingRows) -> Tensor:
-    """Apply top-k, then top-p, in place and in fixed shapes, without reading a value: a CUDA graph can capture it."""
-    vocab = scores_BTV.shape[-1]
-    # Ascending as in transformers, but stable: of equal scores at the edge of top-p the first are dropped.
-    sorted_BTV, order_BTV = scores_BTV.sort(dim=-1, stable=True)
-    if rows.any_top_k:
-        place_B11 = (vocab - 1 - rows.kth_B).clamp(min=0)[:, None, None]
-        least_BT1 = sorted_BTV.gather(-1, place_B11.expand(-1, scores_BTV.shape[1], 1))
-        least_BT1.masked_fill_(rows.keeps_any_k_B[:, None, None], -math.inf)
-        sorted_BTV.masked_fill_(sorted_BTV < least_BT1, -math.inf)
-    if rows.any_top_p:
-        is_dropped_BTV = sorted_BTV.softmax(-1).cumsum_(-1) <= rows.top_p_tail_B[:, None, None]
-        is_dropped_BTV[..., -1] = False
-        sorted_BTV.masked_fill_(is_dropped_BTV, -math.inf)
-    return scores_BTV.scatter_(-1, order_BTV, sorted_BTV)
+        return keep_top_of(scores_RV, top_k_R1, tail_R1, vocab)[0].view_as(scores_BTV)
+    open_R, width = ((top_k_R1 > 0) | (tail_R1 > 0.0)).flatten().nonzero()[:, 0], LISTED
+    while len(open_R):
+        found_RV, suffices_R = keep_top_of(scores_RV[open_R], top_k_R1[open_R], tail_R1[open_R], min(width, vocab))
+        scores_RV[open_R[suffices_R]] = found_RV[suffices_R]
+        open_R, width = open_R[~suffices_R], GROWTH * width
+    return scores_RV.view_as(scores_BTV)
 
 
 def reads_values(device: torch.device) -> bool:
@@ -313,110 +250,37 @@ def reads_values(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _rounding_to(tail_B11: Tensor) -> Tensor:
-    """Return the largest number that rounds to the tail in fp32, in fp64.
+def keep_top_of(scores_RV: Tensor, top_k_R1: Tensor, tail_R1: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Apply top-k, then top-p, to the ``width`` largest scores of each row; drop all others.
 
-    Compared with it, sums in fp64 are rounded to fp32, like transformers' sums on a CPU.
+    Top-k keeps every token that ties with the k-th. Top-p drops tokens one by one while the probabilities dropped so
+    far sum to at most ``tail_R1``: of equal scores the first in the vocabulary first, and never the last token.
+
+    Returns:
+        The scores, minus infinity for dropped tokens, and bool (R,): whether no other token would have been kept.
     """
-    next_B11 = tail_B11.nextafter(torch.full_like(tail_B11, math.inf))
-    return (tail_B11.double() + next_B11.double()) / 2
-
-
-def _chosen(is_first_B11: Tensor, first: Edge, second: Edge) -> Edge:
-    return Edge(*(torch.where(is_first_B11, one, other) for one, other in zip(first, second, strict=True)))
-
-
-def _keep_from(edge: Edge, scores_BTV: Tensor) -> Tensor:
-    is_edge_BTV = scores_BTV == edge.score_BT1
-    is_edge_BTNS = in_blocks(is_edge_BTV)
-    first_BT1 = first_over(is_edge_BTNS, is_edge_BTNS.sum(-1).float(), edge.dropped_BT1)
-    is_early_BTV = torch.arange(scores_BTV.shape[-1], device=scores_BTV.device) < first_BT1
-    return scores_BTV.masked_fill_((scores_BTV < edge.score_BT1) | (is_edge_BTV & is_early_BTV), -math.inf)
-
-
-def _edge(score_BT1: Tensor, one_BT1: Tensor, below_BT1: Tensor, tail_B11: Tensor) -> Edge:
-    """Return the edge at a score, from the probability of one token with it, and the sum of those below."""
-    return Edge(score_BT1, ((tail_B11 - below_BT1) / one_BT1).floor().float())
-
-
-def listed_edge(top_BTM: Tensor, least_BT1: Tensor, num_kept_BT1: Tensor, tail_B11: Tensor) -> Edge:
-    """Find the edge of top-p among the tokens that top-k keeps.
-
-    Args:
-        top_BTM: The largest scores, in descending order.
-        least_BT1: The least score that top-k keeps, which the list contains.
-        num_kept_BT1: Number of tokens that top-k keeps. Those that are not listed tie with the least.
-    """
-    is_below_BTM = top_BTM < least_BT1
-    num_below_BT1 = is_below_BTM.sum(-1, keepdim=True)
-    # Add the tokens that are not listed as one entry, after the others.
-    outside_BT1 = least_BT1 + (num_kept_BT1 + num_below_BT1 - top_BTM.shape[-1]).log()
-    p_BTM1 = torch.cat([top_BTM.masked_fill(is_below_BTM, -math.inf), outside_BT1], dim=-1).softmax(-1)
-    p_BTM1 = p_BTM1.to(tail_B11.dtype)
-    # Entries below the least have no probability. Where the entry of the other tokens exceeds the tail, the edge is the
-    # least, not this entry.
-    return _edge_in(torch.cat([top_BTM, least_BT1], dim=-1), p_BTM1, num_below_BT1 + 1, tail_B11)
-
-
-def _edge_in(scores_BTM1: Tensor, p_BTM1: Tensor, num_passed_BT1: Tensor, tail_B11: Tensor) -> Edge:
-    """Find the edge in a list.
-
-    Args:
-        scores_BTM1: Scores in descending order, but that of the last entry, which is at most the edge's.
-        p_BTM1: Their probabilities. The last entry is the sum of tokens that are not listed.
-        num_passed_BT1: Number of entries at the end of the list that are not the edge.
-    """
-    num_dropped_BT1 = (p_BTM1.flip(-1).cumsum(-1) <= tail_B11).sum(-1, keepdim=True).maximum(num_passed_BT1)
-    place_BT1 = (p_BTM1.shape[-1] - 1 - num_dropped_BT1).clamp(min=0)
-    score_BT1 = scores_BTM1.gather(-1, place_BT1)
-    below_BT1 = (p_BTM1 * (scores_BTM1 < score_BT1)).sum(-1, keepdim=True)
-    return _edge(score_BT1, p_BTM1.gather(-1, place_BT1), below_BT1, tail_B11)
-
-
-def edge_of_growing_lists(scores_BTV: Tensor, tail_B11: Tensor) -> Edge:
-    """Find the edge of top-p in a list of the largest scores. A row whose list is too short gets a longer one.
-
-    Reads values on the host.
-
-    Args:
-        tail_B11: ``1 - top_p``, fp64. Rows whose tail rounds to 0 in fp32 keep all tokens.
-    """
-    scores_RV = scores_BTV.flatten(0, 1)
-    tail_R1 = tail_B11.expand(-1, scores_BTV.shape[1], -1).flatten(0, 1)
-    edges = Edge(torch.full_like(scores_RV[:, :1], -math.inf), torch.zeros_like(scores_RV[:, :1]))
-    waiting = [((tail_R1[:, 0].float() > 0.0).nonzero()[:, 0], LISTED)]
-    while waiting:
-        open_R, width = waiting.pop()
-        # Most often all rows are open.
-        top_RM1, p_RM1 = _list_of(scores_RV if len(open_R) == len(scores_RV) else scores_RV[open_R], width)
-        found = _edge_in(top_RM1, p_RM1, torch.ones_like(open_R)[:, None], tail_R1[open_R])
-        # All other tokens may be dropped, and none of them ties with the edge.
-        is_found_R = ((p_RM1[:, -1:] <= tail_R1[open_R]) & (found.score_BT1 > top_RM1[:, -2:-1]))[:, 0]
-        is_found_R |= width >= scores_RV.shape[-1]
-        for values, new in zip(edges, found, strict=True):
-            values[open_R[is_found_R]] = new[is_found_R]
-        # One row at a time: long lists of several rows do not fit into the cache.
-        waiting += [(row_1, GROWTH * width) for row_1 in open_R[~is_found_R][:, None]]
-    return Edge(*(values.view_as(scores_BTV[..., :1]) for values in edges))
-
-
-def _list_of(scores_RV: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the largest scores in descending order and their probabilities, as :func:`_edge_in` takes them.
-
-    Probabilities are fp64, as that of the other tokens is the difference of two sums near 1.
-    """
-    if width >= scores_RV.shape[-1]:
-        top_RM = scores_RV.sort(descending=True).values
-        p_RM = top_RM.softmax(-1).double()
-        outside_R1 = torch.zeros_like(p_RM[:, :1])
+    outside_R1 = torch.full_like(scores_RV[:, :1], -math.inf)
+    if width == scores_RV.shape[-1]:
+        # Ascending as in transformers, but stable.
+        listed_RM, token_RM = scores_RV.sort(dim=-1, stable=True)
     else:
-        top_RM, token_RM = scores_RV.topk(width)
-        p_RV = scores_RV.softmax(-1)
-        p_RM = p_RV.gather(-1, token_RM).double()
-        sum_R1 = p_RV.sum(-1, keepdim=True, dtype=torch.float64)
-        outside_R1 = (sum_R1 - p_RM.sum(-1, keepdim=True)).clamp_(min=0.0)
-    least_R1 = torch.full_like(top_RM[:, :1], -math.inf)
-    return torch.cat([top_RM, least_R1], dim=-1), torch.cat([p_RM, outside_R1], dim=-1)
+        by_token_RM = scores_RV.topk(width, sorted=False).indices.sort(dim=-1).values
+        listed_RM, order_RM = scores_RV.gather(-1, by_token_RM).sort(dim=-1, stable=True)
+        token_RM = by_token_RM.gather(-1, order_RM)
+        if not bool(top_k_R1.all()):
+            rest_R1 = scores_RV.scatter(-1, token_RM, -math.inf).logsumexp(-1, keepdim=True)
+            outside_R1 = torch.where(top_k_R1 > 0, outside_R1, rest_R1)
+    least_R1 = listed_RM.gather(-1, (width - top_k_R1).clamp(0, width - 1))
+    kept_RM = listed_RM.masked_fill((listed_RM < least_R1) & (top_k_R1 > 0), -math.inf)
+    sums_RM = torch.cat([outside_R1, kept_RM], dim=-1).softmax(-1).cumsum(-1)[:, 1:]
+    is_dropped_RM = sums_RM <= tail_R1
+    is_dropped_RM[:, -1] = False
+    kept_RM.masked_fill_(is_dropped_RM, -math.inf)
+    # If the smallest score of the list is dropped, with all scores that tie with it, so are the scores outside.
+    least_kept_R1 = kept_RM.masked_fill(kept_RM == -math.inf, math.inf).amin(-1, keepdim=True)
+    suffices_R1 = torch.where(top_k_R1 > 0, least_R1, least_kept_R1) > listed_RM[:, :1]
+    found_RV = torch.full_like(scores_RV, -math.inf).scatter_(-1, token_RM, kept_RM)
+    return found_RV, suffices_R1[:, 0] if width < scores_RV.shape[-1] else torch.ones_like(suffices_R1[:, 0])
 
 
 def in_blocks(values_BTV: Tensor) -> Tensor:
@@ -436,7 +300,7 @@ def first_over(weights_BTNS: Tensor, sums_BTN: Tensor, threshold_BT1: Tensor) ->
     row, while all processors sum blocks.
 
     Args:
-        weights_BTNS: Weights of 0 or more in blocks, fp32, or bool to count.
+        weights_BTNS: Weights of 0 or more in blocks, fp32.
         threshold_BT1: fp32. A threshold from the total on counts as a little less than the total.
 
     Returns:
@@ -450,7 +314,7 @@ def first_over(weights_BTNS: Tensor, sums_BTN: Tensor, threshold_BT1: Tensor) ->
         # Sums may fall in a parallel scan, so the sum before the block is not the entry before.
         threshold_BT1 = threshold_BT1 - (sums_so_far_BTN - sums_BTN).gather(-1, block_BT1)
         inside_BTS = weights_BTNS.gather(-2, block_BT1[..., None].expand(-1, -1, -1, size))[..., 0, :]
-    token_BT1 = _first_over(inside_BTS.float(), threshold_BT1)[0]
+    token_BT1 = _first_over(inside_BTS, threshold_BT1)[0]
     return token_BT1 if block_BT1 is None else token_BT1.add(block_BT1, alpha=size)
 
 

@@ -12,19 +12,13 @@ import math
 from collections.abc import Mapping
 
 from mtp_train.checkpoints.gguf.record import (
-    ATTENTION,
     BEFORE_FFN,
-    DECODER,
-    DENSE,
-    EACH_EXPERT,
-    EXPERTS,
-    INDEXER,
-    LATENT_ATTENTION,
-    NEXTN,
+    FIELDS,
+    LATENT_FIELDS,
+    NAMES,
     NUM_MODULES,
     PARTS,
     POST_ATTENTION,
-    ROUTER,
     SIGMOID_ROUTER,
     Cut,
     Field,
@@ -36,7 +30,6 @@ from mtp_train.checkpoints.gguf.record import (
     flag,
     limits,
     of_kind,
-    only_if_true,
     product,
     real,
     rope_of,
@@ -44,11 +37,8 @@ from mtp_train.checkpoints.gguf.record import (
     rope_value,
     rotated,
     router,
-    sections_always,
-    total,
     weights,
     whole,
-    yarn_log_multiplier,
 )
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.spec import Family, RawConfig
@@ -62,7 +52,7 @@ def _kinds(config: RawConfig) -> list[str]:
 
 
 # Releases have rope_theta outside of the rotary parameters, where transformers may ignore it.
-_THETA = either(real("rope_theta"), DECODER["rope.freq_base"])
+_THETA = either(real("rope_theta"), FIELDS["rope.freq_base"])
 
 # MiMo-V2
 
@@ -80,24 +70,20 @@ def _mimo_key_heads(config: RawConfig) -> Value:
     return [sliding if window else full for window in _mimo_windows(config)]
 
 
-_QKV = tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
 _MIMO_V2 = GgufHead(
     arch="mimo2",
     pre_tokenizer="qwen2",
     roots=("model.mtp.layers.{module}.",),
     names={
-        **NEXTN,
+        **NAMES,
         "final_layernorm.weight": "layer_output_norm.weight",
-        **{native: ours for native, ours in ATTENTION.items() if native not in _QKV},
         "self_attn.attention_sink_bias": "attn_sinks.weight",
         "pre_mlp_layernorm.weight": "ffn_norm.weight",
-        **DENSE,
     },
     # llama.cpp's graph aborts on separate query, key and value matrices, and its converter does not join them.
-    joined={"attn_qkv.weight": Join(0, _QKV)},
+    joined={"attn_qkv.weight": Join(0, tuple(f"self_attn.{part}_proj.weight" for part in "qkv"))},
     fields={
-        **DECODER,
-        **EXPERTS,
+        **FIELDS,
         "attention.head_count_kv": _mimo_key_heads,
         "attention.value_length": whole("v_head_dim"),
         "attention.value_scale": real("attention_value_scale"),
@@ -141,13 +127,11 @@ _STEP = GgufHead(
     arch="step35",
     pre_tokenizer="deepseek-v3",
     names={
-        **NEXTN,
+        **NAMES,
+        **BEFORE_FFN,
         "transformer.shared_head.norm.weight": "nextn.shared_head_norm.weight",
         "transformer.shared_head.output.weight": "nextn.shared_head_head.weight",
-        **ATTENTION,
         "self_attn.g_proj.weight": "attn_gate.weight",
-        **BEFORE_FFN,
-        **DENSE,
         "moe.gate.weight": "ffn_gate_inp.weight",
         "moe.router_bias": "exp_probs_b.bias",
         **{f"moe.{part}_proj.weight": f"ffn_{part}_exps.weight" for part in PARTS},
@@ -156,14 +140,12 @@ _STEP = GgufHead(
     norm_offset=1.0,
     generated={"rope_freqs.weight": _llama3_factors},
     fields={
-        **DECODER,
-        **EXPERTS,
+        **FIELDS,
         "attention.head_count": lambda config: [
             config["num_sliding_attention_heads" if kind == _SLIDING else "num_attention_heads"]
             for kind in _kinds(config)
         ],
         "attention.head_count_kv": lambda config: [config["num_key_value_heads"]] * len(_kinds(config)),
-        "attention.sliding_window": whole("sliding_window"),
         "attention.sliding_window_pattern": lambda config: [kind == _SLIDING for kind in _kinds(config)],
         "expert_shared_feed_forward_length": whole("share_expert_dim"),
         "expert_weights_scale": real("moe_router_scaling_factor"),
@@ -173,7 +155,7 @@ _STEP = GgufHead(
         ),
         "moe_every_n_layers": whole("moe_every_n_layer", default=1),
         "rope.freq_base_swa": rope_value("rope_theta", of=_SLIDING),
-        "rope.scaling.type": lambda config: None if _is_llama3(config) else DECODER["rope.scaling.type"](config),
+        "rope.scaling.type": lambda config: None if _is_llama3(config) else FIELDS["rope.scaling.type"](config),
         "swiglu_clamp_exp": limits("swiglu_limits"),
         "swiglu_clamp_shexp": limits("swiglu_limits_shared"),
     },
@@ -226,26 +208,19 @@ _NEMOTRON = GgufHead(
         f"{_ATTENTION}mixer.k_proj.weight": Cut("key_pairs", ("attn_k.weight",)),
     },
     fields={
-        **DECODER,
-        **EXPERTS,
+        **FIELDS,
         "vocab_size": whole("vocab_size"),
         "context_length": always(1 << 20),
         "feed_forward_length": _nemotron_blocks("moe", "moe_intermediate_size"),
         "attention.head_count_kv": _nemotron_blocks("full_attention", "num_key_value_heads"),
-        "attention.layer_norm_epsilon": real("layer_norm_epsilon"),
         "attention.layer_norm_rms_epsilon": real("norm_eps"),
         "rope.freq_base": _THETA,
         "rope.dimension_count": whole("head_dim"),
         "rope.scaling.finetuned": always(False),
-        "ssm.conv_kernel": whole("conv_kernel"),
-        "ssm.state_size": whole("ssm_state_size"),
-        "ssm.group_count": whole("n_groups"),
         "ssm.inner_size": product("mamba_num_heads", "mamba_head_dim"),
         "ssm.time_step_rank": whole("mamba_num_heads"),
-        "expert_shared_count": whole("n_shared_experts"),
         "expert_shared_feed_forward_length": whole("moe_shared_expert_intermediate_size"),
         "expert_weights_norm": flag("norm_topk_prob"),
-        "expert_weights_scale": real("routed_scaling_factor"),
         "moe_latent_size": whole("moe_latent_size"),
     },
 )
@@ -253,40 +228,29 @@ _NEMOTRON = GgufHead(
 # Ling 3
 
 
-_LING_NAMES = {native.replace("self_attn.", "attention."): ours for native, ours in LATENT_ATTENTION.items()}
 _LING = GgufHead(
     arch="bailingmoe3",
     pre_tokenizer="bailingmoe2",
     names={
-        **NEXTN,
+        **{native.replace("self_attn.", "attention."): ours for native, ours in NAMES.items()},
+        **BEFORE_FFN,
         "final_layernorm.weight": "layer_output_norm.weight",
-        **_LING_NAMES,
         "attention.dense.weight": "attn_output.weight",
         "attention.g_proj.weight": "attn_gate.weight",
-        **BEFORE_FFN,
-        **ROUTER,
         "mlp.gate.expert_bias": "exp_probs_b.bias",
     },
     cuts={"attention.kv_b_proj.weight": Cut("latent_kv", ("attn_k_b.weight", "attn_v_b.weight"))},
     fields={
-        **DECODER,
-        **EXPERTS,
-        "vocab_size": whole("vocab_size"),
+        **FIELDS,
+        **LATENT_FIELDS,
         "context_length": whole("max_position_embeddings", "model_max_length"),
         # 1 for latent attention, where all heads share one latent, and 0 for layers with a recurrent state.
         "attention.head_count_kv": lambda config: [
             *(int(kind == "full_attention") for kind in config["layer_types"]),
             *[1] * config[NUM_MODULES],
         ],
-        "attention.q_lora_rank": whole("q_lora_rank"),
-        "attention.kv_lora_rank": whole("kv_lora_rank"),
-        "attention.key_length": total("kv_lora_rank", "qk_rope_head_dim"),
         # In transformers head_dim is the number of the latent attention's rotary dimensions.
         "attention.value_length": whole("linear_head_dim"),
-        "attention.key_length_mla": total("qk_nope_head_dim", "qk_rope_head_dim"),
-        "attention.value_length_mla": whole("v_head_dim"),
-        "rope.dimension_count": whole("qk_rope_head_dim"),
-        "ssm.conv_kernel": whole("short_conv_kernel_size"),
         "kda.head_dim": whole("linear_head_dim"),
         "kda.safe_gate": flag("kda_safe_gate"),
         "kda.gate_lower_bound": real("kda_lower_bound"),
@@ -297,9 +261,7 @@ _LING = GgufHead(
             whole("moe_shared_expert_intermediate_size"), product("moe_intermediate_size", "num_shared_experts")
         ),
         "expert_gating_func": router(default="sigmoid"),
-        "expert_weights_scale": real("routed_scaling_factor"),
         "expert_weights_norm": flag("norm_topk_prob", "moe_renormalize"),
-        "leading_dense_block_count": whole("first_k_dense_replace"),
         "swiglu_clamp_exp": limits("expert_swiglu_limit_list"),
         "swiglu_clamp_shexp": limits("share_expert_swiglu_limit_list"),
     },
@@ -315,15 +277,12 @@ def _if_shared(field: Field) -> Field:
 _COMMAND = GgufHead(
     arch="cohere2moe",
     pre_tokenizer="cohere2moe",
-    names={**NEXTN, **ATTENTION, **ROUTER},
+    names=NAMES,
     fields={
-        **DECODER,
-        **EXPERTS,
+        **FIELDS,
         "vocab_size": whole("vocab_size"),
         "logit_scale": real("logit_scale"),
         "feed_forward_length": either(whole("prefix_dense_intermediate_size"), whole("intermediate_size")),
-        "attention.layer_norm_epsilon": real("layer_norm_eps"),
-        "attention.sliding_window": whole("sliding_window"),
         # Like the converter, list the trunk's layers only: a head module attends to all keys.
         "attention.sliding_window_pattern": of_kind(_SLIDING),
         "rope.dimension_count": whole("head_dim"),
@@ -395,14 +354,8 @@ _DEEPSEEK_V4 = GgufHead(
     outside={f"hc_head_{one}": f"output_hc_{one}.weight" for one in _MIXING},
     joined={"nextn.eh_proj.weight": Join(1, ("e_proj.weight", "h_proj.weight"))},
     fields={
-        **DECODER,
-        **EXPERTS,
+        **FIELDS,
         "embedding_length_out": product("hidden_size", "hc_mult"),
-        "attention.q_lora_rank": whole("q_lora_rank"),
-        "attention.sliding_window": whole("sliding_window"),
-        "attention.indexer.head_count": whole("index_n_heads"),
-        "attention.indexer.key_length": whole("index_head_dim"),
-        "attention.indexer.top_k": whole("index_topk"),
         "attention.output_group_count": whole("o_groups"),
         "attention.output_lora_rank": whole("o_lora_rank"),
         "attention.compress_ratios": _ratios,
@@ -410,8 +363,6 @@ _DEEPSEEK_V4 = GgufHead(
         **_STRETCHED,
         "rope.freq_base": real("rope_theta"),
         "rope.dimension_count": whole("qk_rope_head_dim"),
-        "expert_shared_count": whole("n_shared_experts"),
-        "expert_weights_scale": real("routed_scaling_factor"),
         "expert_weights_norm": flag("norm_topk_prob"),
         "swiglu_clamp_exp": _bounds,
         "swiglu_clamp_shexp": _bounds,
@@ -427,26 +378,19 @@ _QWEN = GgufHead(
     pre_tokenizer="qwen35",
     roots=("mtp.layers.{module}.", "mtp."),
     names={
-        **weights(
-            {
-                "fc": "nextn.eh_proj",
-                "pre_fc_norm_embedding": "nextn.enorm",
-                "pre_fc_norm_hidden": "nextn.hnorm",
-                "norm": "nextn.shared_head_norm",
-            }
-        ),
-        **ATTENTION,
+        **NAMES,
         **POST_ATTENTION,
-        **DENSE,
+        "fc.weight": "nextn.eh_proj.weight",
+        "pre_fc_norm_embedding.weight": "nextn.enorm.weight",
+        "pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
+        "norm.weight": "nextn.shared_head_norm.weight",
     },
     norm_offset=1.0,
     fields={
-        **DECODER,
+        **FIELDS,
         "rope.dimension_count": rotated("head_dim", 0.25),
-        "rope.dimension_sections": sections_always,
-        "ssm.conv_kernel": whole("linear_conv_kernel_dim"),
-        "ssm.state_size": whole("linear_key_head_dim"),
-        "ssm.group_count": whole("linear_num_key_heads"),
+        # Its loader requires the field.
+        "rope.dimension_sections": either(FIELDS["rope.dimension_sections"], always([11, 11, 10, 0])),
         "ssm.time_step_rank": whole("linear_num_value_heads"),
         "ssm.inner_size": product("linear_value_head_dim", "linear_num_value_heads"),
         "attention.recurrent_layers": of_kind("linear_attention", modules=False),
@@ -457,69 +401,50 @@ _QWEN_MOE = dataclasses.replace(
     _QWEN,
     arch="qwen35moe",
     names={
-        **{native: ours for native, ours in _QWEN.names.items() if native not in DENSE},
-        "mlp.gate.weight": "ffn_gate_inp.weight",
-        **EACH_EXPERT,
+        **_QWEN.names,
         "mlp.experts.down_proj": "ffn_down_exps.weight",
         "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
         **{f"mlp.shared_expert.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in PARTS},
     },
     cuts={"mlp.experts.gate_up_proj": Cut("halves", ("ffn_gate_exps.weight", "ffn_up_exps.weight"))},
-    fields={
-        **_QWEN.fields,
-        **EXPERTS,
-        "expert_shared_feed_forward_length": whole("shared_expert_intermediate_size"),
-    },
+    fields={**_QWEN.fields, "expert_shared_feed_forward_length": whole("shared_expert_intermediate_size")},
 )
 _QWEN3_NEXT = dataclasses.replace(
     _QWEN_MOE,
     arch="qwen3next",
     pre_tokenizer="qwen2",
-    fields={**_QWEN_MOE.fields, "rope.dimension_sections": DECODER["rope.dimension_sections"]},
+    fields={**_QWEN_MOE.fields, "rope.dimension_sections": FIELDS["rope.dimension_sections"]},
 )
 
 _GLM_TOKENS = {"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom": "<|observation|>"}
 _GLM4_MOE = GgufHead(
     arch="glm4moe",
     pre_tokenizer="glm4",
-    names={**NEXTN, **ATTENTION, **POST_ATTENTION, **ROUTER},
+    names={**NAMES, **POST_ATTENTION},
     special_tokens=_GLM_TOKENS,
     fields={
-        **DECODER,
-        **EXPERTS,
+        **FIELDS,
         "rope.dimension_count": rotated("head_dim", 0.5),
-        "expert_shared_count": whole("n_shared_experts"),
-        "leading_dense_block_count": whole("first_k_dense_replace"),
         "expert_gating_func": SIGMOID_ROUTER,
-        "expert_weights_scale": real("routed_scaling_factor"),
         "expert_weights_norm": flag("norm_topk_prob"),
     },
 )
 
-# GGUF describes latent attention as attention with one key-value head over the latent.
 _LATENT = GgufHead(
     arch="deepseek2",
     pre_tokenizer="glm4",
-    names={**NEXTN, **LATENT_ATTENTION, **BEFORE_FFN, **ROUTER},
+    names={**NAMES, **BEFORE_FFN},
     cuts={"self_attn.kv_b_proj.weight": Cut("latent_kv", ("attn_k_b.weight", "attn_v_b.weight"))},
     special_tokens=_GLM_TOKENS,
     fields={
-        **DECODER,
-        **EXPERTS,
-        "vocab_size": whole("vocab_size"),
+        **FIELDS,
+        **LATENT_FIELDS,
         "attention.head_count_kv": always(1),
-        "attention.q_lora_rank": whole("q_lora_rank"),
-        "attention.kv_lora_rank": whole("kv_lora_rank"),
-        "attention.key_length": total("kv_lora_rank", "qk_rope_head_dim"),
         "attention.value_length": whole("kv_lora_rank"),
-        "attention.key_length_mla": total("qk_nope_head_dim", "qk_rope_head_dim"),
-        "attention.value_length_mla": whole("v_head_dim"),
-        "rope.dimension_count": whole("qk_rope_head_dim"),
-        "rope.scaling.yarn_log_multiplier": yarn_log_multiplier,
+        "rope.scaling.yarn_log_multiplier": rope_value("mscale_all_dim", kind=lambda scale: 0.1 * float(scale)),
         "expert_shared_count": whole("n_shared_experts", default=0),
         "leading_dense_block_count": whole("first_k_dense_replace", default=0),
-        "expert_weights_scale": real("routed_scaling_factor"),
-        "expert_weights_norm": only_if_true("norm_topk_prob"),
+        "expert_weights_norm": lambda config: True if config.get("norm_topk_prob") else None,
     },
 )
 _DEEPSEEK_V3 = dataclasses.replace(
@@ -529,18 +454,11 @@ _DEEPSEEK_V3 = dataclasses.replace(
     # Without the field the loader assumes DeepSeek V2's router.
     fields={**_LATENT.fields, "expert_gating_func": router(default="sigmoid")},
 )
-_SPARSE_FIELDS: Mapping[str, Field] = {
-    **_LATENT.fields,
-    "attention.indexer.head_count": whole("index_n_heads"),
-    "attention.indexer.key_length": whole("index_head_dim"),
-    "attention.indexer.top_k": whole("index_topk"),
-}
 _GLM_DSA = dataclasses.replace(
     _LATENT,
     arch="glm-dsa",
-    names={**_LATENT.names, **INDEXER},
     fields={
-        **_SPARSE_FIELDS,
+        **_LATENT.fields,
         "rope.dimension_count": rotated("qk_rope_head_dim", 1.0),
         "attention.indexer.types": of_kind("full", "indexer_types"),
     },
@@ -549,28 +467,24 @@ _DEEPSEEK_V32 = dataclasses.replace(
     _LATENT,
     arch="deepseek32",
     pre_tokenizer="deepseek-v3",
-    names={**_LATENT.names, **INDEXER},
     special_tokens={},
     # The loader has no default router function.
-    fields={**_SPARSE_FIELDS, "expert_gating_func": router(default="sigmoid")},
+    fields={**_LATENT.fields, "expert_gating_func": router(default="sigmoid")},
 )
 
 _HY_V3 = GgufHead(
     arch="hy_v3",
     pre_tokenizer="hunyuan-dense",
     names={
-        **NEXTN,
-        "final_layernorm.weight": "nextn.shared_head_norm.weight",
-        **ATTENTION,
+        **NAMES,
         **BEFORE_FFN,
+        "final_layernorm.weight": "nextn.shared_head_norm.weight",
         "mlp.router.gate.weight": "ffn_gate_inp.weight",
         "mlp.expert_bias": "exp_probs_b",
-        **EACH_EXPERT,
         **{f"mlp.shared_mlp.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in PARTS},
     },
     fields={
-        **DECODER,
-        **EXPERTS,
+        **FIELDS,
         "expert_shared_feed_forward_length": product("moe_intermediate_size", "num_shared_experts"),
         "expert_gating_func": SIGMOID_ROUTER,
         "expert_weights_scale": real("router_scaling_factor", default=1.0),

@@ -7,7 +7,6 @@ llama.cpp stores the modules of a head as blocks behind the trunk's: ``block_cou
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import re
 import tempfile
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Stored
 from gguf import GGUFReader, GGUFValueType, ReaderField, ReaderTensor
@@ -31,12 +29,11 @@ from mtp_train.checkpoints.draft_checkpoint import CHOSEN_KEY, OFFSETS_KEY, OUTP
 from mtp_train.checkpoints.export import LinkMode, add_in_place, place_file
 from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, Checkpoint, open_checkpoint
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
-from mtp_train.checkpoints.gguf.record import ATTENTION, BEFORE_FFN, DECODER, DENSE, Value, flag, whole
-from mtp_train.checkpoints.gguf.sidecar import GgufKind, add_info, add_value, encoded, write_values
-from mtp_train.checkpoints.gguf.tensors import paired
+from mtp_train.checkpoints.gguf.record import BEFORE_FFN, FIELDS, NAMES, Value, flag, whole
+from mtp_train.checkpoints.gguf.sidecar import GgufKind, add_value, paired, write_tensors
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead, stored_tensor
-from mtp_train.checkpoints.writing import PendingTensor, full_disk_is_named, new_directory
+from mtp_train.checkpoints.writing import PendingTensor, full_disk_is_named, held_tensor, new_directory
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 
 SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
@@ -215,13 +212,7 @@ def _write(
     writer = gguf.GGUFWriter(path, model.arch)
     writer.data_alignment = model.readers[0].alignment
     _copy_fields(writer, model, changed, len(tensors))
-    for one in tensors:
-        if isinstance(one, ReaderTensor):
-            writer.add_tensor_info(one.name, one.data.shape, one.data.dtype, one.data.nbytes, raw_dtype=one.tensor_type)
-        else:
-            add_info(writer, one, kind)
-    tracked = progress.track(tensors, description=f"writing {path.name}")
-    write_values(writer, ([one.data] if isinstance(one, ReaderTensor) else encoded(one, kind) for one in tracked))
+    write_tensors(writer, tensors, kind, progress)
 
 
 def _copy_fields(writer: gguf.GGUFWriter, model: GgufModel, changed: Mapping[str, Value], num_tensors: int) -> None:
@@ -344,12 +335,12 @@ _DRAFT_NAMES = {
     "fc.weight": "fc.weight",
     "norm.weight": "output_norm.weight",
     OUTPUT_KEY: "output.weight",
-    **{_LAYER + key: f"blk.0.{name}" for key, name in {**ATTENTION, **BEFORE_FFN, **DENSE}.items()},
+    **{_LAYER + key: f"blk.0.{name}" for key, name in {**NAMES, **BEFORE_FFN}.items()},
     f"{_LAYER}hidden_norm.weight": "blk.0.attn_norm_2.weight",
 }
 """Keys of the format of EAGLE-3's authors, to names by llama.cpp's converter for its architecture ``eagle3``."""
 _DRAFT_FIELDS = {
-    **{name: field for name, field in DECODER.items() if not name.startswith("rope.dimension_sections")},
+    **{name: field for name, field in FIELDS.items() if not name.startswith("rope.dimension_sections")},
     "vocab_size": whole("vocab_size"),
     "rope.dimension_count": whole("head_dim"),
     "target_hidden_size": whole("target_hidden_size"),
@@ -366,7 +357,10 @@ def write_draft_gguf(draft: Checkpoint, trunk: GgufModel, path: Path, kind: Gguf
     """
     config = draft.config
     tensors = [_draft_tensor(draft, key, config) for key in draft.tensors if key not in (OFFSETS_KEY, CHOSEN_KEY)]
-    offsets = draft.read(OFFSETS_KEY).numpy() if OFFSETS_KEY in draft.tensors else None
+    if OFFSETS_KEY in draft.tensors:
+        offsets_R = draft.read(OFFSETS_KEY)
+        # Its readers want the tokens themselves.
+        tensors.append(held_tensor("d2t", "I64", offsets_R + torch.arange(len(offsets_R))))
     writer = gguf.GGUFWriter(path, DRAFT_ARCH)
     writer.add_type(gguf.GGUFType.MODEL)
     for name, value in _draft_fields(config, trunk.num_layers).items():
@@ -374,14 +368,7 @@ def write_draft_gguf(draft: Checkpoint, trunk: GgufModel, path: Path, kind: Gguf
     for name, field in trunk.readers[0].fields.items():
         if name.startswith("tokenizer."):
             copy_field(writer, field)
-    for tensor in tensors:
-        add_info(writer, tensor, kind)
-    if offsets is not None:
-        writer.add_tensor_info("d2t", offsets.shape, offsets.dtype, offsets.nbytes, raw_dtype=Stored.I64)
-    values = (encoded(one, kind) for one in progress.track(tensors, description=f"writing {path.name}"))
-    # Its readers want the tokens themselves.
-    tokens = [] if offsets is None else [offsets + np.arange(offsets.size)]
-    write_values(writer, itertools.chain(values, [tokens]))
+    write_tensors(writer, tensors, kind, progress)
 
 
 def _draft_fields(config: Mapping[str, Any], num_layers: int) -> dict[str, Value]:

@@ -20,7 +20,6 @@ Field = Callable[[RawConfig], Value | None]
 """Text config (defaults filled in) to a value; None writes no field. The Python type determines the GGUF type."""
 NUM_MODULES = "num_head_modules"
 """Key under which the writer adds the number of head modules to the config that the readers get."""
-DEFAULT_SECTIONS = [11, 11, 10, 0]
 _FULL = "full_attention"
 _ROUTERS = {"softmax": 1, "sigmoid": 2, "sqrtsoftplus": 4}
 _ROUTER_FIELDS = ("score_function", "scoring_func", "score_func", "moe_router_activation", "expert_selection_fn")
@@ -118,11 +117,6 @@ def sections(config: RawConfig) -> Value | None:
     return None if found is None else ([int(size) for size in found] + [0] * 4)[:4]
 
 
-def sections_always(config: RawConfig) -> Value:
-    """Read the same for loaders that require the field."""
-    return sections(config) or DEFAULT_SECTIONS
-
-
 def of_kind(kind: str, field: str = "layer_types", *, modules: bool | None = None) -> Field:
     """List for each layer whether it is of a kind; ``modules`` is the value of head modules, None for none."""
 
@@ -131,12 +125,6 @@ def of_kind(kind: str, field: str = "layer_types", *, modules: bool | None = Non
         return None if kinds is None else [found == kind for found in kinds] + heads
 
     return read
-
-
-def yarn_log_multiplier(config: RawConfig) -> Value | None:
-    """Read YaRN's attention multiplier in the form that llama.cpp stores for this architecture."""
-    scale = rope_of(config).get("mscale_all_dim")
-    return None if scale is None else 0.1 * float(scale)
 
 
 def router(default: str | None = None) -> Field:
@@ -152,11 +140,6 @@ def router(default: str | None = None) -> Field:
         return None if name is None else _ROUTERS[name]
 
     return read
-
-
-def only_if_true(name: str) -> Field:
-    """Read a boolean that is written only if it is true."""
-    return lambda config: True if config.get(name) else None
 
 
 def either(*fields: Field) -> Field:
@@ -227,7 +210,8 @@ def rope_scaling(of: str) -> Mapping[str, Field]:
     }
 
 
-DECODER: Mapping[str, Field] = {
+SIGMOID_ROUTER = always(_ROUTERS["sigmoid"])
+FIELDS: Mapping[str, Field] = {
     "context_length": whole("max_position_embeddings"),
     "embedding_length": whole("hidden_size"),
     "feed_forward_length": whole("intermediate_size"),
@@ -236,38 +220,51 @@ DECODER: Mapping[str, Field] = {
     "attention.key_length": whole("head_dim"),
     "attention.value_length": whole("head_dim"),
     "attention.layer_norm_rms_epsilon": real("rms_norm_eps"),
+    "attention.layer_norm_epsilon": real("layer_norm_epsilon", "layer_norm_eps"),
+    "attention.sliding_window": whole("sliding_window"),
+    "attention.q_lora_rank": whole("q_lora_rank"),
+    "attention.indexer.head_count": whole("index_n_heads"),
+    "attention.indexer.key_length": whole("index_head_dim"),
+    "attention.indexer.top_k": whole("index_topk"),
     "rope.freq_base": rope_value("rope_theta"),
     "rope.dimension_sections": sections,
     **rope_scaling(_FULL),
-}
-SIGMOID_ROUTER = always(_ROUTERS["sigmoid"])
-EXPERTS: Mapping[str, Field] = {
+    "ssm.conv_kernel": whole("linear_conv_kernel_dim", "conv_kernel", "short_conv_kernel_size"),
+    "ssm.state_size": whole("linear_key_head_dim", "ssm_state_size"),
+    "ssm.group_count": whole("linear_num_key_heads", "n_groups"),
     "expert_count": whole("num_local_experts", "num_experts", "n_routed_experts"),
     "expert_used_count": whole("num_experts_per_tok"),
     "expert_group_count": whole("n_group"),
     "expert_group_used_count": whole("topk_group"),
+    "expert_shared_count": whole("n_shared_experts"),
     "expert_feed_forward_length": whole("moe_intermediate_size"),
     "expert_gating_func": router(),
+    "expert_weights_scale": real("routed_scaling_factor"),
+    "leading_dense_block_count": whole("first_k_dense_replace"),
 }
+"""Fields of every architecture whose config has them."""
+LATENT_FIELDS: Mapping[str, Field] = {
+    "vocab_size": whole("vocab_size"),
+    "attention.kv_lora_rank": whole("kv_lora_rank"),
+    "attention.key_length": total("kv_lora_rank", "qk_rope_head_dim"),
+    "attention.key_length_mla": total("qk_nope_head_dim", "qk_rope_head_dim"),
+    "attention.value_length_mla": whole("v_head_dim"),
+    "rope.dimension_count": whole("qk_rope_head_dim"),
+}
+"""Fields of latent attention, which GGUF describes as attention over one key-value head, the latent."""
 
 
 def weights(names: Mapping[str, str]) -> dict[str, str]:
     return {f"{native}.weight": f"{ours}.weight" for native, ours in names.items()}
 
 
-NEXTN = weights(
-    {
-        "eh_proj": "nextn.eh_proj",
-        "enorm": "nextn.enorm",
-        "hnorm": "nextn.hnorm",
-        "embed_tokens": "nextn.embed_tokens",
-        "shared_head.norm": "nextn.shared_head_norm",
-        "shared_head.head": "nextn.shared_head_head",
-    }
-)
-ATTENTION = {
+PARTS = ("gate", "up", "down")
+NAMES: Mapping[str, str] = {
     **weights(
         {
+            **{name: f"nextn.{name}" for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
+            "shared_head.norm": "nextn.shared_head_norm",
+            "shared_head.head": "nextn.shared_head_head",
             "input_layernorm": "attn_norm",
             "self_attn.q_proj": "attn_q",
             "self_attn.k_proj": "attn_k",
@@ -275,44 +272,26 @@ ATTENTION = {
             "self_attn.o_proj": "attn_output",
             "self_attn.q_norm": "attn_q_norm",
             "self_attn.k_norm": "attn_k_norm",
-        }
-    ),
-    "self_attn.q_proj.bias": "attn_q.bias",
-    "self_attn.k_proj.bias": "attn_k.bias",
-    "self_attn.v_proj.bias": "attn_v.bias",
-}
-LATENT_ATTENTION = weights(
-    {
-        "input_layernorm": "attn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.q_a_proj": "attn_q_a",
-        "self_attn.q_a_layernorm": "attn_q_a_norm",
-        "self_attn.q_b_proj": "attn_q_b",
-        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-        "self_attn.o_proj": "attn_output",
-    }
-)
-INDEXER = {
-    **weights(
-        {
+            "self_attn.q_a_proj": "attn_q_a",
+            "self_attn.q_a_layernorm": "attn_q_a_norm",
+            "self_attn.q_b_proj": "attn_q_b",
+            "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+            "self_attn.kv_a_layernorm": "attn_kv_a_norm",
             "self_attn.indexer.wq_b": "indexer.attn_q_b",
             "self_attn.indexer.wk": "indexer.attn_k",
             "self_attn.indexer.k_norm": "indexer.k_norm",
             "self_attn.indexer.weights_proj": "indexer.proj",
+            "mlp.gate": "ffn_gate_inp",
+            **{f"mlp.{part}_proj": f"ffn_{part}" for part in PARTS},
+            **{f"mlp.experts.{{expert}}.{part}_proj": f"ffn_{part}_exps" for part in PARTS},
+            **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in PARTS},
         }
     ),
+    **{f"self_attn.{part}_proj.bias": f"attn_{part}.bias" for part in "qkv"},
     "self_attn.indexer.k_norm.bias": "indexer.k_norm.bias",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
 }
+"""Names of tensors that releases name alike."""
 # llama.cpp has two names for the norm in front of the MLP, depending on the architecture.
 POST_ATTENTION = {"post_attention_layernorm.weight": "post_attention_norm.weight"}
 BEFORE_FFN = {"post_attention_layernorm.weight": "ffn_norm.weight"}
-PARTS = ("gate", "up", "down")
-DENSE = {f"mlp.{part}_proj.weight": f"ffn_{part}.weight" for part in PARTS}
-EACH_EXPERT = {f"mlp.experts.{{expert}}.{part}_proj.weight": f"ffn_{part}_exps.weight" for part in PARTS}
-ROUTER = {
-    "mlp.gate.weight": "ffn_gate_inp.weight",
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-    **EACH_EXPERT,
-    **{f"mlp.shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in PARTS},
-}

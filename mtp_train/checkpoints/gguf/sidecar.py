@@ -1,11 +1,16 @@
-"""Write a head as a separate GGUF file, which llama.cpp loads beside the GGUF file of the trunk."""
+"""Write a head as a separate GGUF file, which llama.cpp loads beside the GGUF file of the trunk.
+
+Tensors are computed from the checkpoint's, one block at a time.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,17 +18,24 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Stored
+from gguf import ReaderTensor
 from rich.progress import Progress
 from torch import Tensor
 
-from mtp_train.checkpoints.files import read_json, require_finite
-from mtp_train.checkpoints.gguf.record import NUM_MODULES, GgufHead, Value
-from mtp_train.checkpoints.writing import PendingTensor
+from mtp_train.checkpoints.files import Checkpoint, read_json, require_finite
+from mtp_train.checkpoints.gguf.record import NUM_MODULES, Cut, GgufHead, Value
+from mtp_train.checkpoints.keymap import HeadLayout
+from mtp_train.checkpoints.native import NativeHead, exact_tensor, shared_tensors
+from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.errors import CheckpointError
 
 GgufKind = Literal["f32", "f16", "bf16", "q8_0"]
-_CONTAINERS = {Stored.F32: "float32", Stored.F16: "float16", Stored.BF16: "uint8", Stored.Q8_0: "uint8"}
+_CONTAINERS = {
+    **{Stored.F32: "float32", Stored.F16: "float16", Stored.BF16: "uint8", Stored.Q8_0: "uint8"},
+    Stored.I64: "int64",
+}
 _Q8_BLOCK = 32
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _MAX_ELEMENTS = 1 << 24
 # llama.cpp reads routers, the indexer's weights and the mixers of streams in fp32, like norms and vectors.
 _FULL_PRECISION = (
@@ -49,17 +61,41 @@ def write_gguf(
     defaults filled in.
     """
     writer = gguf.GGUFWriter(path, record.arch)
-    for tensor in tensors:
-        add_info(writer, tensor, kind)
-    _add_description(writer, trunk)
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(path.stem)
     _add_fields(writer, record, tensors, config)
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_vocabulary(writer, trunk, tokenizer, record, int(config["vocab_size"]))
-    write_values(writer, (encoded(one, kind) for one in progress.track(tensors, description=f"writing {path.name}")))
+    write_tensors(writer, tensors, kind, progress)
 
 
-def add_info(writer: gguf.GGUFWriter, tensor: PendingTensor, kind: GgufKind) -> None:
+def write_tensors(
+    writer: gguf.GGUFWriter, tensors: Sequence[PendingTensor | ReaderTensor], kind: GgufKind, progress: Progress
+) -> None:
+    """Write the metadata and these tensors, and close the file. Tensors of another GGUF file keep their bytes.
+
+    ``GGUFWriter`` writes whole tensors only, and an embedding has gigabytes: blocks go into its open file instead.
+    """
+    for one in tensors:
+        if isinstance(one, ReaderTensor):
+            writer.add_tensor_info(one.name, one.data.shape, one.data.dtype, one.data.nbytes, raw_dtype=one.tensor_type)
+        else:
+            _add_info(writer, one, kind)
+    with closing(writer):
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for handle in writer.fout or ():
+            writer.write_padding(handle, handle.tell())
+            for one in progress.track(tensors, description=f"writing {writer.path}"):
+                blocks = [one.data] if isinstance(one, ReaderTensor) else encoded(one, kind)
+                writer.write_padding(handle, sum(handle.write(block.data) for block in blocks))
+            handle.flush()
+            os.fsync(handle.fileno())
+
+
+def _add_info(writer: gguf.GGUFWriter, tensor: PendingTensor, kind: GgufKind) -> None:
     stored = stored_type(tensor, kind)
     dtype = np.dtype(_CONTAINERS[stored])
     shape = gguf.quant_shape_to_byte_shape(tensor.shape, stored) if dtype == np.uint8 else tensor.shape
@@ -68,28 +104,12 @@ def add_info(writer: gguf.GGUFWriter, tensor: PendingTensor, kind: GgufKind) -> 
 
 def stored_type(tensor: PendingTensor, kind: GgufKind) -> Stored:
     """Return a tensor's storage type: fp32 for vectors, norms and routers, f16 if rows do not fill Q8_0 blocks."""
+    if tensor.dtype == "I64":
+        return Stored.I64
     vector_or_router = len(tensor.shape) < 2 or tensor.key.endswith(_FULL_PRECISION)
     if kind == "f32" or vector_or_router or not tensor.key.endswith(".weight"):
         return Stored.F32
     return Stored.F16 if kind == "q8_0" and tensor.shape[-1] % _Q8_BLOCK else Stored[kind.upper()]
-
-
-def _add_description(writer: gguf.GGUFWriter, trunk: Path) -> None:
-    """Add the description from the model card and the directory's name, and the size."""
-    counts = writer.get_total_parameter_count()
-    try:
-        metadata = gguf.Metadata.load(None, trunk, None, counts[0])
-    # gguf does not check the card's fields, which may come from any source. None of our code runs in it.
-    except Exception as error:
-        raise CheckpointError(
-            f"{trunk / 'README.md'}: cannot be read as a model card ({type(error).__name__}: "
-            f"{' '.join(str(error).split()):.200}); expected UTF-8 text that may begin with YAML fields. Correct or "
-            "remove it."
-        ) from error
-    metadata.name = metadata.name or trunk.name
-    metadata.size_label = metadata.size_label or gguf.size_label(*counts)
-    writer.add_type(gguf.GGUFType.MODEL)
-    metadata.set_gguf_meta_model(writer)
 
 
 def _add_fields(
@@ -106,36 +126,8 @@ def _add_fields(
 
 
 def add_value(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
-
-
-def write_values(writer: gguf.GGUFWriter, tensors: Iterable[Iterable[np.ndarray[Any, Any]]]) -> None:
-    """Write the metadata and the values of the declared tensors, and close the file.
-
-    ``GGUFWriter`` writes whole tensors only, and an embedding has gigabytes: blocks go into its open file instead.
-
-    Args:
-        tensors: The blocks of each tensor's stored values, in the order of their declarations.
-    """
-    with closing(writer):
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for handle in writer.fout or ():
-            writer.write_padding(handle, handle.tell())
-            for blocks in tensors:
-                writer.write_padding(handle, sum(handle.write(block.data) for block in blocks))
-            handle.flush()
-            os.fsync(handle.fileno())
+    kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
+    writer.add_key_value(key, value, kind)
 
 
 def encoded(tensor: PendingTensor, kind: GgufKind) -> Iterator[np.ndarray[Any, Any]]:
@@ -147,6 +139,8 @@ def encoded(tensor: PendingTensor, kind: GgufKind) -> Iterator[np.ndarray[Any, A
 
 
 def _encode(name: str, block: Tensor, stored: Stored) -> np.ndarray[Any, Any]:
+    if stored is Stored.I64:
+        return block.numpy()
     block = block.detach().float().contiguous()
     require_finite(name, block)
     values = block.numpy()
@@ -214,3 +208,159 @@ def _looks_special(text: str) -> bool:
     marks = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
     marked = any(text.startswith(left) and text.endswith(right) for left, right in marks)
     return marked or text in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
+
+
+def gguf_tensors(
+    trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: Mapping[str, Any]
+) -> list[PendingTensor]:
+    """Return the head's tensors and the trunk's tensors that llama.cpp's loader requires, without loading them."""
+    of_trunk = (exact_tensor(trunk, key, name) for key, name in trunk_names(layout).items() if key in trunk.tensors)
+    generated = [
+        held_tensor(name, "F32", torch.tensor(values))
+        for name, make in record.generated.items()
+        if (values := make(config)) is not None
+    ]
+    return [
+        *(_with_offset(one, record.norm_offset) for one in of_trunk),
+        *head_tensors(trunk, layout, head, record, config),
+        *generated,
+    ]
+
+
+def head_tensors(
+    trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: Mapping[str, Any]
+) -> list[PendingTensor]:
+    """Return the head's tensors alone."""
+    return [_with_offset(one, record.norm_offset) for one in _of_head(trunk, layout, head, record, config)]
+
+
+def trunk_names(layout: HeadLayout) -> Mapping[str, str]:
+    """Return the keys of the trunk's tensors that llama.cpp's loader requires, with their GGUF names.
+
+    Checkpoints with tied embeddings lack the lm_head, which the loader accepts.
+    """
+    family = layout.family
+    norm = f"{layout.trunk_prefix}{family.trunk.final_norm}.weight"
+    return {layout.embed_key: "token_embd.weight", norm: "output_norm.weight", layout.lm_head_key: "output.weight"}
+
+
+def _of_head(
+    trunk: Checkpoint, layout: HeadLayout, head: NativeHead, record: GgufHead, config: Mapping[str, Any]
+) -> Iterator[PendingTensor]:
+    """Yield the head's tensors; experts stored as one tensor each are stacked in the order of their indices."""
+    stacks: dict[str, dict[int, PendingTensor]] = {}
+    parts: dict[str, dict[str, PendingTensor]] = {}
+    part_of = {tail: name for name, join in record.joined.items() for tail in join.parts}
+    num_layers = int(config["num_hidden_layers"])
+    for native in (*head.tensors, *shared_tensors(trunk, layout, head, exact_tensor)):
+        block, tail = _place(native.key, layout, record, num_layers)
+        if tail in record.outside:
+            if block != num_layers:
+                raise CheckpointError(
+                    f"{native.key}: llama.cpp's {record.arch} has one tensor for all modules; expected a head of one "
+                    "module. Export without --gguf."
+                )
+            yield replace(native, key=record.outside[tail])
+            continue
+        if tail in part_of:
+            parts.setdefault(f"blk.{block}.{part_of[tail]}", {})[tail] = native
+            continue
+        expert = _EXPERT.search(tail)
+        for piece in _named(native, _EXPERT.sub("{expert}", tail), record, config):
+            name = f"blk.{block}.{piece.key}"
+            if expert is None:
+                yield replace(piece, key=name)
+            else:
+                stacks.setdefault(name, {})[int(expert[0])] = piece
+    for name, experts in stacks.items():
+        pieces = [experts[number] for number in sorted(experts)]
+        yield _stacked(name, pieces)
+    for name, found in parts.items():
+        join = record.joined[name.split(".", 2)[2]]
+        yield _joined(name, [found[tail] for tail in join.parts], join.axis)
+
+
+def _stacked(name: str, pieces: Sequence[PendingTensor]) -> PendingTensor:
+    shape = (len(pieces), *pieces[0].shape)
+    return replace(pieces[0], key=name, shape=shape, blocks=lambda: (piece.load()[None] for piece in pieces))
+
+
+def _joined(name: str, pieces: Sequence[PendingTensor], axis: int) -> PendingTensor:
+    shape = list(pieces[0].shape)
+    shape[axis] = sum(piece.shape[axis] for piece in pieces)
+
+    def blocks() -> Iterator[Tensor]:
+        parts = (piece.load() for piece in pieces)
+        return parts if axis == 0 else iter((torch.cat(list(parts), dim=axis),))
+
+    return replace(pieces[0], key=name, shape=tuple(shape), blocks=blocks)
+
+
+def _place(key: str, layout: HeadLayout, record: GgufHead, num_layers: int) -> tuple[int, str]:
+    """Return the index of the GGUF block of a native head key, and the key without its root."""
+    for root in record.roots:
+        pattern = re.escape(root.replace("{trunk}", layout.trunk_prefix))
+        for number in ("layer", "module"):
+            pattern = pattern.replace(rf"\{{{number}\}}", rf"(?P<{number}>\d+)")
+        match = re.match(pattern, key)
+        if match is not None:
+            numbers = match.groupdict()
+            block = int(numbers.get("layer") or num_layers + int(numbers.get("module") or 0))
+            return block, key[match.end() :]
+    raise _no_name(key, record)
+
+
+def _named(native: PendingTensor, tail: str, record: GgufHead, config: Mapping[str, Any]) -> Iterator[PendingTensor]:
+    """Yield a native tensor, or the parts that it is cut into, under names within the block."""
+    if tail in record.cuts:
+        cut = record.cuts[tail]
+        for name, (shape, change) in zip(cut.names, _cut(cut, native.shape, config), strict=True):
+            yield replace(native, key=name, shape=shape, blocks=_whole_changed(native, change))
+    elif tail in record.names:
+        yield replace(native, key=record.names[tail])
+    else:
+        raise _no_name(native.key, record)
+
+
+def _no_name(key: str, record: GgufHead) -> CheckpointError:
+    return CheckpointError(
+        f"{key}: llama.cpp's {record.arch} has no tensor for it; expected the head's keys alone. Export without --gguf."
+    )
+
+
+def _whole_changed(tensor: PendingTensor, change: Callable[[Tensor], Tensor]) -> Callable[[], list[Tensor]]:
+    return lambda: [change(tensor.load())]
+
+
+def _cut(
+    cut: Cut, shape: tuple[int, ...], config: Mapping[str, Any]
+) -> tuple[tuple[tuple[int, ...], Callable[[Tensor], Tensor]], ...]:
+    """Return, per part of a tensor, its shape and the function of a block that returns the part."""
+    if cut.how in ("query_pairs", "key_pairs"):
+        count = int(config["num_attention_heads" if cut.how == "query_pairs" else "num_key_value_heads"])
+        return ((shape, lambda block: paired(block, count)),)
+    if cut.how == "halves":
+        *outer, rows, columns = shape
+        half = (*outer, rows // 2, columns)
+        return (half, lambda block: block[..., : rows // 2, :]), (half, lambda block: block[..., rows // 2 :, :])
+    key_dims, value_dims = int(config["qk_nope_head_dim"]), int(config["v_head_dim"])
+    heads, latent = shape[0] // (key_dims + value_dims), shape[1]
+
+    def by_head(block: Tensor) -> Tensor:
+        return block.view(heads, key_dims + value_dims, latent)
+
+    return (
+        ((heads, latent, key_dims), lambda block: by_head(block)[:, :key_dims].transpose(1, 2)),
+        ((heads, value_dims, latent), lambda block: by_head(block)[:, key_dims:]),
+    )
+
+
+def paired(block: Tensor, num_heads: int) -> Tensor:
+    return block.view(num_heads, 2, -1, block.shape[1]).transpose(1, 2).reshape(block.shape)
+
+
+def _with_offset(tensor: PendingTensor, offset: float) -> PendingTensor:
+    """Add the offset to a norm's weight, in fp32 like the converter."""
+    if not offset or not tensor.key.endswith("norm.weight"):
+        return tensor
+    return replace(tensor, blocks=lambda: (block.float() + offset for block in tensor.parts()))

@@ -1,30 +1,24 @@
 """EAGLE heads (arXiv:2401.15077): one Llama layer without its first norm, whose output the trunk's lm_head reads.
 
+EAGLE-3 heads (arXiv:2503.01840): one Llama layer that reads the states of three layers of the trunk.
+
 Shapes: B rows, T tokens, D hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from mtp_train.families.drafts.llama import (
-    LAST_STATES_IN_SGLANG,
-    LAST_STATES_IN_VLLM,
-    NO_EAGLE,
-    PLAIN_SETTINGS,
-    UNVERIFIED,
-    in_sglang,
-    in_vllm,
-    llama_draft_config,
-    llama_layer,
-)
+from mtp_train.errors import UnsupportedModelError
+from mtp_train.families.drafts import llama
 from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
-from mtp_train.families.engines import EngineSupport, engine_table
-from mtp_train.families.spec import Borrowed, Family, KeyRule
+from mtp_train.families.engines import Convention, EngineSupport, no
+from mtp_train.families.spec import Family, HeadLayer, KeyRule, RawConfig
 
 
 class EagleModule(Block):
@@ -41,37 +35,181 @@ class EagleModule(Block):
         return fused_BTD
 
 
-def _without_input_norm(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: nn.Module = borrowed.stock_layer(config, layer_idx)
+def _without_input_norm(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    layer: nn.Module = classes.stock_layer(config, layer_idx)
     layer.set_submodule("input_layernorm", nn.Identity())
     return layer
 
 
-def _serving(trunk: str) -> Mapping[str, EngineSupport]:
-    return engine_table(
-        vllm=in_vllm("eagle") if trunk in LAST_STATES_IN_VLLM else UNVERIFIED,
-        sglang=in_sglang("EAGLE") if trunk in LAST_STATES_IN_SGLANG else UNVERIFIED,
-        llama_cpp=NO_EAGLE,
-        transformers=NO_EAGLE,
-    )
+def _serving_eagle(trunk: str) -> Mapping[str, EngineSupport]:
+    return {
+        "vllm": llama.in_vllm("eagle") if trunk in llama.LAST_STATES_IN_VLLM else llama.UNVERIFIED,
+        "sglang": llama.in_sglang("EAGLE") if trunk in llama.LAST_STATES_IN_SGLANG else llama.UNVERIFIED,
+        "llama.cpp": llama.NO_EAGLE,
+        "transformers": llama.NO_EAGLE,
+    }
 
 
-PARTS = DraftParts(
+EAGLE = DraftParts(
     prefixes=("fc.", "layers."),
     rules=(
         KeyRule(native="fc.weight", ours="proj.weight"),
         KeyRule(native="layers.{module}.{rest}", ours="layer.{rest}"),
     ),
     module=EagleModule,
-    layer=llama_layer(_without_input_norm),
-    serving=_serving,
+    layer=llama.draft_layer(_without_input_norm),
+    serving=_serving_eagle,
     format=DraftFormat(
         # SGLang has its own name for EAGLE heads.
         written_as=("EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
-        config=lambda layer_config, num_modules, trunk, num_drafted: llama_draft_config(layer_config, trunk),
+        config=lambda layer_config, num_modules, trunk, num_drafted: llama.draft_config(layer_config, trunk),
         has_output=False,
-        plain_settings=PLAIN_SETTINGS,
+        plain_settings=llama.PLAIN_SETTINGS,
         # SGLang's projection has a bias. vLLM's has none, and ignores a stored one.
         zeros=("fc.bias",),
+    ),
+)
+
+
+_NUM_STATES = 3
+_LEAST_TRUNK_LAYERS = 7
+"""Least number of layers with which the three states that an engine passes to the head differ: the states after 2
+layers, after half of the layers, and after all but 3."""
+_NO_STATES = no("does not pass the states between this model's layers to a head")
+_IN_LLAMA_CPP = EngineSupport(
+    True,
+    "python convert_hf_to_gguf.py {path} --target-model-dir TRUNK --outfile draft.gguf && "
+    "llama-server -m TRUNK.gguf -md draft.gguf --spec-type draft-eagle3 --spec-draft-n-max {depth}",
+)
+
+
+class Eagle3Layer(nn.Module):
+    """The layer, whose attention reads the embedding and the hidden state, concatenated.
+
+    Args:
+        layer: A pre-norm decoder layer like Llama's. The input of its attention is widened to twice its width.
+        hidden_norm: Norm of the hidden state. The layer's own first norm becomes the norm of the embedding.
+        adds_normed: Whether the attention's output is added to the normed hidden state (``norm_before_residual``, which
+            speculators sets in many checkpoints) or, as in the paper, to the hidden state itself.
+    """
+
+    def __init__(self, layer: Any, hidden_norm: nn.Module, *, adds_normed: bool) -> None:
+        super().__init__()
+        self.adds_normed = adds_normed
+        self.input_layernorm, self.hidden_norm = layer.input_layernorm, hidden_norm
+        self.self_attn = layer.self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = self.self_attn.get_submodule(name)
+            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
+            self.self_attn.set_submodule(name, wide)
+        self.post_attention_layernorm, self.mlp = layer.post_attention_layernorm, layer.mlp
+
+    def forward(self, embedding_and_state: Tensor, **of_attention: Any) -> Tensor:
+        """Run the layer: (B, T, 2 D), embedding first, to (B, T, D); other arguments as in transformers' layers."""
+        embed_BTD, hidden_BTD = embedding_and_state.chunk(2, dim=-1)
+        normed_BTD = self.hidden_norm(hidden_BTD)
+        read_BTD = torch.cat([self.input_layernorm(embed_BTD), normed_BTD], dim=-1)
+        attended, _ = self.self_attn(hidden_states=read_BTD, **of_attention)
+        hidden_BTD = (normed_BTD if self.adds_normed else hidden_BTD) + attended
+        mlp_output: Tensor = self.mlp(self.post_attention_layernorm(hidden_BTD))
+        return hidden_BTD + mlp_output
+
+
+class Eagle3Module(Block):
+    """``z = layer([e, h])``, ``o = norm(z)``. At depth 1, ``h = fc [h_1, h_2, h_3]``, states of three trunk layers."""
+
+    def __init__(self, family: Family, layer_config: PretrainedConfig, module_idx: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(_NUM_STATES * layer_config.hidden_size, layer_config.hidden_size, bias=False)
+        self.layer = family.classes.make_layer(layer_config, module_idx)
+        self.final_norm = family.classes.make_norm(layer_config)
+
+    def read(self, trunk_BTD: Tensor) -> Tensor:
+        """Return ``h`` from the concatenated states of the trunk's layers: (B, T, layers * D) to (B, T, D)."""
+        hidden_BTD: Tensor = self.fc(trunk_BTD)
+        return hidden_BTD
+
+    def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
+        """Return embedding and state concatenated, (B, T, 2 D): the layer has a norm for each."""
+        return torch.cat([embed_BTD, hidden_BTD], dim=-1)
+
+
+def _reading_two(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    layer = classes.stock_layer(config, layer_idx)
+    # Only third-party checkpoints set it; ours omit it.
+    adds_normed = bool(config.to_dict().get("norm_before_residual"))
+    return Eagle3Layer(layer, classes.make_norm(config), adds_normed=adds_normed)
+
+
+def _trunk_layers(text_config: PretrainedConfig) -> tuple[int, ...]:
+    """Return the layers whose input the head reads: an early, the middle and a late layer, the same as in engines.
+
+    The input of layer k is the state after k layers: transformers' ``hidden_states[k]``.
+    """
+    count = text_config.num_hidden_layers
+    if count < _NUM_STATES:
+        raise UnsupportedModelError(
+            f"head.kind: eagle3 for a trunk of {count} layers; expected at least {_NUM_STATES}, because the head "
+            "reads an early, a middle and a late layer. Write head.kind: mtp."
+        )
+    return (2, count // 2, count - 3)
+
+
+def _unserved_trunk(text_config: RawConfig) -> str | None:
+    num_layers = int(text_config["num_hidden_layers"])
+    if num_layers >= _LEAST_TRUNK_LAYERS:
+        return None
+    return (
+        f"{num_layers} layers; expected {_LEAST_TRUNK_LAYERS} or more: with fewer, two of the three states that "
+        "engines pass to an EAGLE-3 head are the same"
+    )
+
+
+def _config(
+    layer_config: PretrainedConfig, num_modules: int, trunk: RawConfig, num_drafted: int | None
+) -> dict[str, Any]:
+    # It does not name the layers whose states the head reads: engines agree on the default, but count named layers from
+    # different ends.
+    layer = layer_config.to_dict()
+    return {
+        **llama.draft_config(layer_config, trunk),
+        "draft_vocab_size": num_drafted or layer_config.vocab_size,
+        "target_hidden_size": layer["hidden_size"],
+        # Always written: vLLM's default for a missing field is true.
+        "norm_before_residual": bool(layer.get("norm_before_residual")),
+    }
+
+
+def _serving(trunk: str) -> Mapping[str, EngineSupport]:
+    return {
+        "vllm": llama.in_vllm("eagle3") if trunk in llama.STATES_IN_VLLM else _NO_STATES,
+        "sglang": llama.in_sglang("EAGLE3") if trunk in llama.STATES_IN_SGLANG else _NO_STATES,
+        "llama.cpp": _IN_LLAMA_CPP if trunk in llama.STATES_IN_LLAMA_CPP else _NO_STATES,
+        "transformers": llama.NO_EAGLE,
+    }
+
+
+EAGLE3 = DraftParts(
+    prefixes=("fc.", "midlayer.", "norm."),
+    rules=(
+        KeyRule(native="fc.weight", ours="fc.weight"),
+        KeyRule(native="norm.weight", ours="final_norm.weight"),
+        KeyRule(native="midlayer.{rest}", ours="layer.{rest}"),
+    ),
+    module=Eagle3Module,
+    layer=llama.draft_layer(_reading_two),
+    convention=Convention(hidden="of_layers", recycle="before_final_norm"),
+    final_norm=True,
+    trunk_layers=_trunk_layers,
+    unserved_trunk=_unserved_trunk,
+    serving=_serving,
+    format=DraftFormat(
+        written_as=("LlamaForCausalLMEagle3",),
+        read_as=("Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"),
+        config=_config,
+        drafted_field="draft_vocab_size",
+        draft_vocab=True,
+        plain_settings=llama.PLAIN_SETTINGS,
+        renames={"layers.0.": "midlayer."},
     ),
 )

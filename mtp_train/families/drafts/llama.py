@@ -12,7 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, PretrainedConfig
 
 from mtp_train.families.engines import SGLANG_DRAFTS, EngineSupport, no
-from mtp_train.families.spec import Borrowed, HeadLayer, RawConfig
+from mtp_train.families.spec import HeadLayer, RawConfig
 
 # Settings that change the forward, and the values with which it equals the forward of the paper.
 PLAIN_SETTINGS: Mapping[str, tuple[Any, ...]] = {
@@ -37,18 +37,15 @@ _LAYER_FIELDS = (
 _TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def llama_layer(
-    build_layer: Callable[[Borrowed, PretrainedConfig, int], nn.Module], *, rotary: str | None = "RotaryEmbedding"
+def draft_layer(
+    build_layer: Callable[[HeadLayer, PretrainedConfig, int], nn.Module], *, rotary: str | None = "RotaryEmbedding"
 ) -> HeadLayer:
     """Return a head's layer with the sizes and the rotary base of its trunk.
 
     Args:
         rotary: The rotary embedding's name without ``Llama``; None for a layer without attention.
     """
-    return HeadLayer(
-        config=llama_config,
-        borrowed=Borrowed("llama", "Llama", rotary=rotary, build_layer=build_layer),
-    )
+    return HeadLayer("llama", "Llama", config=llama_config, rotary=rotary, build_layer=build_layer)
 
 
 def llama_config(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
@@ -83,7 +80,7 @@ def _rope_theta(fields: Mapping[str, Any]) -> float:
     return float(rope.get("rope_theta") or 10000.0)
 
 
-def llama_draft_config(layer_config: PretrainedConfig, trunk: RawConfig) -> dict[str, Any]:
+def draft_config(layer_config: PretrainedConfig, trunk: RawConfig) -> dict[str, Any]:
     """Return the fields of a draft model's ``config.json`` that describe one Llama layer and the trunk's tokens."""
     layer = layer_config.to_dict()
     return {

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import Cache, PretrainedConfig
+from transformers import PretrainedConfig
 
-from mtp_train.families.drafts.llama import LAST_STATES_IN_VLLM, UNVERIFIED, in_vllm, llama_layer
+from mtp_train.families.drafts.llama import LAST_STATES_IN_VLLM, UNVERIFIED, draft_layer, in_vllm
 from mtp_train.families.drafts.record import Block, DraftFormat, DraftParts
-from mtp_train.families.engines import Convention, EngineSupport, engine_table, no
-from mtp_train.families.spec import Borrowed, Family, KeyRule, RawConfig
+from mtp_train.families.engines import Convention, EngineSupport, no
+from mtp_train.families.spec import Family, HeadLayer, KeyRule, RawConfig
 
 _NO_MEDUSA = no("has no Medusa")
 
@@ -26,14 +26,7 @@ class ResidualBlock(nn.Module):
         super().__init__()
         self.linear = nn.Linear(hidden_size, hidden_size)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor,
-        past_key_values: Cache | None,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, **_unused: Any) -> Tensor:
         """Run the block, (B, T, D) to (B, T, D); every token is processed on its own."""
         return hidden_states + nn.functional.silu(self.linear(hidden_states))
 
@@ -50,7 +43,7 @@ class MedusaModule(Block):
         return hidden_BTD
 
 
-def _residual(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+def _residual(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
     return ResidualBlock(config.hidden_size)
 
 
@@ -70,14 +63,14 @@ def _config(
 
 def _serving(trunk: str) -> Mapping[str, EngineSupport]:
     vllm = in_vllm("medusa", remark="  # vLLM 0.32; 0.33 has no Medusa") if trunk in LAST_STATES_IN_VLLM else UNVERIFIED
-    return engine_table(vllm=vllm, sglang=_NO_MEDUSA, llama_cpp=_NO_MEDUSA, transformers=_NO_MEDUSA)
+    return {"vllm": vllm, "sglang": _NO_MEDUSA, "llama.cpp": _NO_MEDUSA, "transformers": _NO_MEDUSA}
 
 
-PARTS = DraftParts(
+MEDUSA = DraftParts(
     prefixes=("blocks.",),
     rules=(KeyRule(native="blocks.{module}.layers.0.{rest}", ours="layer.linear.{rest}"),),
     module=MedusaModule,
-    layer=llama_layer(_residual, rotary=None),
+    layer=draft_layer(_residual, rotary=None),
     convention=Convention(recycle="trunk"),
     serving=_serving,
     format=DraftFormat(

@@ -77,9 +77,6 @@ class DraftFormat:
     """Keys of vectors (D) of zeros that are written because an engine has random values where the file has none."""
     renames: Mapping[str, str] = field(default_factory=dict)
     """Prefixes of tensor keys as the speculators package writes them, to the same prefixes in ``DraftParts.rules``."""
-    speculators: str | None = None
-    """``architectures`` in the speculators package, whose name of the algorithm is the kind's; None where the package
-    does not support the kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,35 +106,18 @@ class DraftParts:
     format: DraftFormat
 
 
-def described_by(family: Family, kind: HeadKind, config: Mapping[str, Any]) -> Family:
+def described_by(family: Family, config: Mapping[str, Any]) -> Family:
     """Return the family record of a head with the layer that the config of a draft model describes."""
-
-    def layer_config(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-        return LlamaConfig.from_dict(
-            {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
-        )
-
-    if not parts_of(kind).format.describes_layer:
+    fields = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
+    if not parts_of(find_head_kind(family.kind)).format.describes_layer:
         return family
-    return replace(family, layer=replace(family.layer, config=layer_config))
+    layer = replace(family.classes, config=lambda text_config, num_modules: LlamaConfig.from_dict(fields))
+    return replace(family, layer=layer)
 
 
 def parts_of(kind: HeadKind) -> DraftParts:
-    """Return the parts of a kind that is a draft model.
-
-    Raises:
-        ValueError: The kind is stored in its trunk's checkpoint.
-        UnsupportedModelError: The parts cannot be imported.
-    """
-    if kind.draft_parts is None:
-        raise ValueError(f"{kind.name}: stored in its trunk's checkpoint; expected a kind that is a draft model.")
-    try:
-        parts: DraftParts = pkgutil.resolve_name(kind.draft_parts)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UnsupportedModelError(
-            f"head.kind: {kind.name}: {kind.draft_parts} cannot be imported ({error}); expected the parts of a draft "
-            "model. Update the package that registers this kind."
-        ) from error
+    """Return the parts of a kind that is a draft model."""
+    parts: DraftParts = pkgutil.resolve_name(str(kind.draft_parts))
     return parts
 
 

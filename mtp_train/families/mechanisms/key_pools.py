@@ -137,22 +137,9 @@ def _best(pools: Pools, scores_BTP: Tensor, seen_BTS: Tensor, num_chosen: int) -
 class GatedPools(PoolIndexer):
     """GLM-5-Next's indexer: a pool's key is the sum of its keys, gated per channel; weighted heads score it."""
 
-    wq_b: Any
-    wk: Any
-    k_norm: Any
-    weights_proj: Any
-    index_kpool_compress_ape: Tensor
-    index_kpool_compress_gate: Tensor
-    index_kpool: int
-    index_topk: int
-    index_kpool_always_select_tail: bool
-    n_heads: int
-    head_dim: int
-    softmax_scale: float
-
     @torch.no_grad()
     def forward(
-        self, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, past_key_values: Cache | None
+        self: Any, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, past_key_values: Cache | None
     ) -> Tensor:
         """Return the slots of selected keys, int (B, T, K), -1 for none, like transformers' indexer.
 
@@ -177,13 +164,13 @@ class GatedPools(PoolIndexer):
         )
         return torch.cat([best_BTK, rest_BTN], dim=-1) if self.index_kpool_always_select_tail else best_BTK
 
-    def pooled(self, inputs_BTNX: Tensor) -> Tensor:
+    def pooled(self: Any, inputs_BTNX: Tensor) -> Tensor:
         """Return the weighted sum of the keys."""
         keys_BTNX, gates_BTNX = inputs_BTNX.chunk(2, dim=-1)
         weights_BTNX = (gates_BTNX.float() + self.index_kpool_compress_ape.float()).softmax(dim=2)
         return (weights_BTNX.to(keys_BTNX.dtype) * keys_BTNX).sum(2)
 
-    def scores(self, query: tuple[Tensor, Tensor], keys_BPX: Tensor) -> Tensor:
+    def scores(self: Any, query: tuple[Tensor, Tensor], keys_BPX: Tensor) -> Tensor:
         """Return the weighted sum of the heads' positive scores."""
         query_BTHX, weights_BTH = query
         products_BTHP = query_BTHX.float() @ keys_BPX.transpose(1, 2).float().unsqueeze(1)
@@ -193,17 +180,9 @@ class GatedPools(PoolIndexer):
 class AveragedPools(PoolIndexer):
     """Qwen4-Exp's indexer: a pool's key is the mean of its keys, normed, and rotated to the first key's position."""
 
-    index_qk_proj: Any
-    q_layernorm: Any
-    k_layernorm: Any
-    index_n_heads: int
-    index_head_dim: int
-    token_budget: int
-    compress_ratio: int
-
     @torch.no_grad()
     def forward(
-        self,
+        self: Any,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor,
@@ -241,13 +220,13 @@ class AveragedPools(PoolIndexer):
         shown_BTS.scatter_(-1, torch.where(slots_BTK < 0, num_keys, slots_BTK).clamp(max=num_keys), True)
         return shown_BTS[:, None, :, :num_keys]
 
-    def pooled(self, inputs_BTNX: Tensor) -> Tensor:
+    def pooled(self: Any, inputs_BTNX: Tensor) -> Tensor:
         """Return the mean of the keys, normed and rotated."""
         keys_BTNX, angles_BTNX = inputs_BTNX.tensor_split([self.index_head_dim], dim=-1)
         key_BTX = self.k_layernorm(keys_BTNX.float().mean(2).to(keys_BTNX.dtype))
         return rotated(key_BTX, *angles_BTNX[:, :, 0].chunk(2, dim=-1))
 
-    def scores(self, query: Tensor, keys_BPX: Tensor) -> Tensor:
+    def scores(self: Any, query: Tensor, keys_BPX: Tensor) -> Tensor:
         """Return the sum of the heads' positive scores."""
         products_BTHP = query.float() @ keys_BPX.transpose(1, 2).float().unsqueeze(1)
         return functional.relu(products_BTHP).sum(2) / math.sqrt(self.index_head_dim)

@@ -6,24 +6,13 @@ three chained modules with an lm_head each, dots3-note a head with a window and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from mtp_train.families.engines import (
-    BEFORE_NORM,
-    LLAMA_CPP_BESIDE,
-    LLAMA_CPP_KEEPS,
-    LLAMA_CPP_POSITIONS,
-    USE_MTP,
-    ZERO_FIRST,
-    Convention,
-    EngineSupport,
-    engine_table,
-    no,
-)
+from mtp_train.families import engines, layouts
+from mtp_train.families.engines import Convention, EngineSupport, no
 from mtp_train.families.layouts import (
     AFTER_THE_TRUNK,
     EXPERTS_AFTER_THE_TRUNK,
@@ -31,23 +20,10 @@ from mtp_train.families.layouts import (
     KIMI_DELTA,
     REPEATED_AFTER_THE_TRUNK,
     WRAPPED,
-    after_the_trunk,
-    attention_then_mlp,
-    dense_sliding,
-    end_rules,
-    expert_rules,
-    layers_of,
-    sparse,
-    sparse_from_the_first,
-    sparse_full,
-    sparse_indexed,
-    weight_rules,
-    with_layers,
 )
 from mtp_train.families.mechanisms.compressed_keys import compressing_in_windows
 from mtp_train.families.mechanisms.key_pools import GatedPools, choose_pools
 from mtp_train.families.spec import (
-    Borrowed,
     Declaration,
     Family,
     HeadLayer,
@@ -59,19 +35,21 @@ from mtp_train.families.spec import (
     Wiring,
 )
 
+_WIRING = Wiring(conventions={**engines.ALIKE, "vllm": engines.ZERO_FIRST})
+
 HY_V3 = Family(
     name="hy_v3",
     title="Hunyuan 3",
     model_types=("hy_v3",),
-    keys=after_the_trunk(
-        *expert_rules(AFTER_THE_TRUNK),
+    keys=layouts.after_the_trunk(
+        *layouts.expert_rules(AFTER_THE_TRUNK),
         KeyRule(native=f"{AFTER_THE_TRUNK}mlp.router.gate.weight", ours="layer.mlp.gate.weight"),
         KeyRule(native=f"{AFTER_THE_TRUNK}mlp.expert_bias", ours="layer.mlp.e_score_correction_bias"),
         KeyRule(native=f"{AFTER_THE_TRUNK}mlp.shared_mlp.{{rest}}", ours="layer.mlp.shared_experts.{rest}"),
         final_norm="final_layernorm",
     ),
-    wiring=Wiring(conventions={"vllm": ZERO_FIRST, "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS}),
-    layer=HeadLayer(config=sparse, borrowed=Borrowed("hy_v3", "HYV3")),
+    wiring=_WIRING,
+    layer=HeadLayer("hy_v3", "HYV3", config=layouts.sparse),
 )
 
 _V4_LAYER = "model.mtp_layers.{module}."
@@ -89,21 +67,24 @@ HY_V4 = Family(
     keys=Keys(
         head_prefixes=("model.mtp_layers.",),
         rules=(
-            *end_rules(_V4_LAYER),
+            *layouts.end_rules(_V4_LAYER),
             KeyRule(native=f"{_V4_LAYER}self_attn.learnable_sink_param", ours="layer.self_attn.sinks"),
             _gate(_V4_LAYER),
-            *expert_rules(_V4_LAYER),
+            *layouts.expert_rules(_V4_LAYER),
             KeyRule(native=f"{_V4_LAYER}{{rest}}", ours="layer.{rest}"),
         ),
         trunk_rules=(_gate(AFTER_THE_TRUNK),),
     ),
-    wiring=Wiring(conventions={"vllm": ZERO_FIRST, "sglang": Convention()}),
+    wiring=Wiring(conventions={"vllm": engines.ZERO_FIRST, "sglang": Convention()}),
     layer=HeadLayer(
-        config=sparse_indexed,
-        borrowed=Borrowed("hy_v4", "HYV4", build_layer=attention_then_mlp("HYV4Attention", "HYV4MoE"), frozen=INDEXER),
+        "hy_v4",
+        "HYV4",
+        config=layouts.sparse_indexed,
+        build_layer=layouts.attention_then_mlp("HYV4Attention", "HYV4MoE"),
+        frozen=INDEXER,
     ),
-    trunk=TrunkTraits(masks_by_layer_type=True, needs_transformers="5.23"),
-    engines=engine_table(llama_cpp=no("its converter drops this head")),
+    trunk=TrunkTraits(needs_transformers="5.23"),
+    engines={"llama.cpp": no("its converter drops this head")},
 )
 
 _LING_ATTENTION = f"{AFTER_THE_TRUNK}attention."
@@ -111,8 +92,8 @@ BAILING_HYBRID = Family(
     name="bailing_hybrid",
     title="Ling 3 (Bailing hybrid)",
     model_types=("bailing_hybrid",),
-    keys=after_the_trunk(
-        *expert_rules(AFTER_THE_TRUNK),
+    keys=layouts.after_the_trunk(
+        *layouts.expert_rules(AFTER_THE_TRUNK),
         KeyRule(native=f"{AFTER_THE_TRUNK}mlp.gate.expert_bias", ours="layer.mlp.gate.e_score_correction_bias"),
         KeyRule(native=f"{_LING_ATTENTION}dense.{{rest}}", ours="layer.self_attn.o_proj.{rest}"),
         KeyRule(native=f"{_LING_ATTENTION}{{rest}}", ours="layer.self_attn.{rest}"),
@@ -120,10 +101,10 @@ BAILING_HYBRID = Family(
         embed="{trunk}word_embeddings.weight",
         trunk_rules=(KeyRule(native=f"{_LING_ATTENTION}{{rest}}", ours="layer.self_attn.forget_gate.{rest}"),),
     ),
-    wiring=Wiring(conventions={"vllm": Convention(), "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS}),
-    layer=HeadLayer(config=sparse_full, borrowed=Borrowed("bailing_hybrid", "BailingHybrid")),
-    trunk=TrunkTraits(masks_by_layer_type=True, recurrent=KIMI_DELTA, needs_transformers="5.23"),
-    engines=engine_table(transformers=USE_MTP),
+    wiring=Wiring(conventions=engines.ALIKE),
+    layer=HeadLayer("bailing_hybrid", "BailingHybrid", config=layouts.sparse_full),
+    trunk=TrunkTraits(recurrent=KIMI_DELTA, needs_transformers="5.23"),
+    engines={"transformers": engines.USE_MTP},
 )
 
 _STEP_MOE = f"{AFTER_THE_TRUNK}moe."
@@ -132,7 +113,7 @@ _STEP_MOE = f"{AFTER_THE_TRUNK}moe."
 def _step_layers(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
     layer_types = list(text_config.mtp_layer_types or ["full_attention"] * num_modules)[:num_modules]
     sliding = {"num_attention_heads": text_config.num_sliding_attention_heads}
-    return with_layers(
+    return layouts.with_layers(
         text_config,
         num_modules,
         layer_types=layer_types,
@@ -148,7 +129,7 @@ STEP3P7 = Family(
     name="step3p7",
     title="Step-3.5 / 3.7",
     model_types=("step3p5",),
-    keys=after_the_trunk(
+    keys=layouts.after_the_trunk(
         KeyRule(native=f"{AFTER_THE_TRUNK}transformer.shared_head.output.weight", ours="lm_head.weight"),
         KeyRule(native=f"{_STEP_MOE}gate.weight", ours="layer.mlp.gate.weight"),
         KeyRule(native=f"{_STEP_MOE}router_bias", ours="layer.mlp.gate.e_score_correction_bias"),
@@ -160,21 +141,19 @@ STEP3P7 = Family(
     ),
     wiring=Wiring(
         own_lm_head=True,
-        default=BEFORE_NORM,
+        default=engines.BEFORE_NORM,
         conventions={
-            "vllm": BEFORE_NORM,
-            "sglang": BEFORE_NORM,
-            "llama.cpp": replace(BEFORE_NORM, prefix="trunk", position_offset=1),
+            "vllm": engines.BEFORE_NORM,
+            "sglang": engines.BEFORE_NORM,
+            "llama.cpp": replace(engines.BEFORE_NORM, prefix="trunk"),
         },
     ),
-    layer=HeadLayer(config=_step_layers, borrowed=Borrowed("step3p7", "Step3p7")),
-    trunk=TrunkTraits(only_with_vision=True, masks_by_layer_type=True),
-    engines=engine_table(
-        transformers=no("generate(use_mtp=True) reads and recycles other states and the trunk's lm_head")
-    ),
+    layer=HeadLayer("step3p7", "Step3p7", config=_step_layers),
+    trunk=TrunkTraits(only_with_vision=True),
+    engines={"transformers": no("generate(use_mtp=True) reads and recycles other states and the trunk's lm_head")},
 )
 
-_DOTS_KEYS = after_the_trunk(trunk_prefixes=WRAPPED, shared=REPEATED_AFTER_THE_TRUNK[1:])
+_DOTS_KEYS = layouts.after_the_trunk(trunk_prefixes=WRAPPED, shared=REPEATED_AFTER_THE_TRUNK[1:])
 DOTS3_NOTE = Family(
     name="dots3_note",
     title="dots3-note",
@@ -190,18 +169,19 @@ DOTS3_NOTE = Family(
         head_prefixes=(*_DOTS_KEYS.head_prefixes, "{trunk}mtp."),
         rules=(KeyRule(native="{trunk}mtp.embed_tokens.weight", ours="embedding.weight"), *_DOTS_KEYS.rules),
     ),
-    wiring=Wiring(own_embedding=True, conventions={"vllm": ZERO_FIRST, "sglang": Convention()}),
+    wiring=Wiring(own_embedding=True, conventions={"vllm": engines.ZERO_FIRST, "sglang": Convention()}),
     layer=HeadLayer(
-        config=lambda config, num_modules: dense_sliding(config.per_layer_config["sliding_attention"], num_modules),
-        borrowed=Borrowed("dots3_note", "Dots3Note", layer="TextDecoderLayer", rotary="TextRotaryEmbedding"),
+        "dots3_note",
+        "Dots3Note",
+        config=lambda config, num_modules: layouts.dense_sliding(
+            config.per_layer_config["sliding_attention"], num_modules
+        ),
+        layer="TextDecoderLayer",
+        rotary="TextRotaryEmbedding",
     ),
-    trunk=TrunkTraits(masks_by_layer_type=True, needs_transformers="5.23"),
-    engines=engine_table(llama_cpp=LLAMA_CPP_KEEPS),
+    trunk=TrunkTraits(needs_transformers="5.23"),
+    engines={"llama.cpp": engines.LLAMA_CPP_KEEPS},
 )
-
-
-_WIRING = Wiring(conventions={"vllm": ZERO_FIRST, "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS})
-
 
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
@@ -209,9 +189,9 @@ DEEPSEEK_V3 = Family(
     model_types=("deepseek_v3",),
     keys=EXPERTS_AFTER_THE_TRUNK,
     wiring=_WIRING,
-    layer=HeadLayer(config=sparse_from_the_first, borrowed=Borrowed("deepseek_v3", "DeepseekV3")),
+    layer=HeadLayer("deepseek_v3", "DeepseekV3", config=layouts.sparse_from_the_first),
     # llama.cpp's converter drops the head, but its graph, which also serves GLM-4.7-Flash, loads it.
-    engines=engine_table(transformers=USE_MTP, llama_cpp=LLAMA_CPP_BESIDE),
+    engines={"transformers": engines.USE_MTP, "llama.cpp": engines.LLAMA_CPP_BESIDE},
 )
 
 DEEPSEEK_V32 = Family(
@@ -221,8 +201,8 @@ DEEPSEEK_V32 = Family(
     keys=EXPERTS_AFTER_THE_TRUNK,
     # llama.cpp's head has no indexer: it attends to every key in texts longer than index_topk too.
     wiring=_WIRING,
-    layer=HeadLayer(config=sparse_indexed, borrowed=Borrowed("deepseek_v32", "DeepseekV32", frozen=INDEXER)),
-    trunk=TrunkTraits(masks_by_layer_type=True, needs_transformers="5.23"),
+    layer=HeadLayer("deepseek_v32", "DeepseekV32", config=layouts.sparse_indexed, frozen=INDEXER),
+    trunk=TrunkTraits(needs_transformers="5.23"),
 )
 
 _MODULE = "mtp.{module}."
@@ -265,43 +245,14 @@ _EXPERT_NAMES = {
 }
 _SAVED_NAMES = {"embed_tokens.": "embed.", "hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."}
 # In all engines the head reads the streams before they are mixed, and recycles the streams of its layer.
-_VLLM_V4 = replace(BEFORE_NORM, zero_first_embedding=True)
-_LLAMA_CPP = replace(BEFORE_NORM, position_offset=1)
+_VLLM_V4 = replace(engines.BEFORE_NORM, zero_first_embedding=True)
 
-_ENGINES = engine_table(
-    llama_cpp=EngineSupport(
-        True,
-        "python convert_hf_to_gguf.py {path} --outfile model.gguf && "
-        "python convert_hf_to_gguf.py {path} --mtp --outfile mtp.gguf && "
-        "llama-server -m model.gguf -md mtp.gguf --spec-type draft-mtp --spec-draft-n-max {depth}",
-    ),
-)
-_OTHER_NAMES = (
-    "transformers saved it under names such as model.hc_head.hc_fn and attn.norm, for hc_head_fn and attn.kv_norm"
-)
-_TO_RELEASE = "Rename to a release's, and take its config.json"
-_SAVED_BY_TRANSFORMERS = engine_table(
-    vllm=no(f"{_OTHER_NAMES}; its loader stops with a KeyError. {_TO_RELEASE}"),
-    sglang=no(f"{_OTHER_NAMES}; its loader warns and leaves these weights as they began. {_TO_RELEASE}"),
-    llama_cpp=no(f"{_OTHER_NAMES}; its converter stops. {_TO_RELEASE}"),
-)
-_TRUNK_NOT_IN_FP4 = engine_table(
-    llama_cpp=no(
-        "its converter takes routed experts in FP4 alone, as releases have them; these are not. Beside a GGUF of this "
-        "trunk from elsewhere it drafts with what mtp-train export --gguf writes"
-    ),
-)
-_HEAD_NOT_IN_FP4 = engine_table(llama_cpp=LLAMA_CPP_BESIDE)
+_RELEASES_NAMES = "  # with a release's tensor names, which transformers' save_pretrained changes"
+_RELEASES_EXPERTS = "  # the converter takes routed experts in FP4 alone, as releases have them"
 
 
-def _engines_of(dtypes: Mapping[str, str]) -> Mapping[str, EngineSupport]:
-    """Return the engines' entries for one checkpoint, since loaders depend on its key names and its experts' dtype."""
-    if any(name in key for key in dtypes for name in _SAVED_NAMES):
-        return _SAVED_BY_TRANSFORMERS
-    experts = {key: dtype for key, dtype in dtypes.items() if ".experts." in key and key.endswith(".weight")}
-    if {dtype for key, dtype in experts.items() if not key.startswith("mtp.")} != {"I8"}:
-        return _TRUNK_NOT_IN_FP4
-    return _ENGINES if set(experts.values()) == {"I8"} else _HEAD_NOT_IN_FP4
+def _remarked(support: EngineSupport, remark: str) -> EngineSupport:
+    return replace(support, text=support.text + remark)
 
 
 DEEPSEEK_V4 = Family(
@@ -316,7 +267,7 @@ DEEPSEEK_V4 = Family(
         saved_names=_SAVED_NAMES,
         head_prefixes=("mtp.",),
         rules=(
-            *weight_rules(_MODULE, _ENDS),
+            *layouts.weight_rules(_MODULE, _ENDS),
             *(KeyRule(native=f"{_MODULE}hc_head_{one}", ours=f"mixer.hc_{one}") for one in ("fn", "base", "scale")),
             *(
                 KeyRule(native=f"{_MODULE}hc_{part}_{one}", ours=f"layer.{part}_hc.{one}")
@@ -325,42 +276,46 @@ DEEPSEEK_V4 = Family(
             ),
             KeyRule(native=f"{_MODULE}attn.attn_sink", ours="layer.self_attn.sinks"),
             KeyRule(native=f"{_MODULE}ffn.gate.bias", ours="layer.mlp.gate.e_score_correction_bias"),
-            *expert_rules(_MODULE, "ffn.experts", ("w1", "w3", "w2")),
+            *layouts.expert_rules(_MODULE, "ffn.experts", ("w1", "w3", "w2")),
             KeyRule(native=f"{_MODULE}ffn.experts.{{rest}}", ours="layer.mlp.experts.{rest}"),
-            *weight_rules(_MODULE, _LAYER_NAMES, "layer."),
+            *layouts.weight_rules(_MODULE, _LAYER_NAMES, "layer."),
         ),
         shared=(
             SharedKey(native=f"{_MODULE}emb.tok_emb.weight", trunk="embed.weight"),
             SharedKey(native=f"{_MODULE}head.weight", trunk="head.weight"),
         ),
         trunk_rules=(
-            *weight_rules(AFTER_THE_TRUNK, _LAYER_NAMES | _COMPRESSOR_NAMES, "layer."),
-            *weight_rules(f"{AFTER_THE_TRUNK}ffn.experts.{{expert}}.", _EXPERT_NAMES, "layer."),
+            *layouts.weight_rules(AFTER_THE_TRUNK, _LAYER_NAMES | _COMPRESSOR_NAMES, "layer."),
+            *layouts.weight_rules(f"{AFTER_THE_TRUNK}ffn.experts.{{expert}}.", _EXPERT_NAMES, "layer."),
         ),
     ),
     wiring=Wiring(
         concat="sum",
         default=_VLLM_V4,
-        conventions={"vllm": _VLLM_V4, "sglang": BEFORE_NORM, "llama.cpp": _LLAMA_CPP},
+        conventions={"vllm": _VLLM_V4, "sglang": engines.BEFORE_NORM, "llama.cpp": engines.BEFORE_NORM},
     ),
+    # vLLM's head layers have neither compressed keys nor routing by token id.
     layer=HeadLayer(
-        # vLLM's head layers have neither compressed keys nor routing by token id.
-        config=layers_of(layer_types="sliding_attention", mlp_layer_types="moe"),
-        borrowed=Borrowed("deepseek_v4", "DeepseekV4"),
+        "deepseek_v4",
+        "DeepseekV4",
+        config=layouts.layers_of(layer_types="sliding_attention", mlp_layer_types="moe"),
         rotary_kind="main",
     ),
     trunk=TrunkTraits(
         streams=Streams(count="hc_mult", mixer="DeepseekV4HyperHead", trunk_mixer="hc_head"),
         running_windows=compressing_in_windows,
     ),
-    engines=_ENGINES,
-    engines_of=_engines_of,
+    engines={
+        "vllm": _remarked(engines.VLLM, _RELEASES_NAMES),
+        "sglang": _remarked(engines.SGLANG, _RELEASES_NAMES),
+        "llama.cpp": _remarked(engines.LLAMA_CPP_BESIDE, _RELEASES_EXPERTS),
+    },
 )
 
 
 # vLLM recycles the state before shared_head.norm, SGLang and llama.cpp the state after it.
 _GLM_IN_VLLM = Convention(recycle="before_final_norm", zero_first_embedding=True)
-_GLM_WIRING = Wiring(conventions={"vllm": _GLM_IN_VLLM, "sglang": Convention(), "llama.cpp": LLAMA_CPP_POSITIONS})
+_GLM_WIRING = Wiring(conventions={**engines.ALIKE, "vllm": _GLM_IN_VLLM})
 
 
 GLM4_MOE = Family(
@@ -369,8 +324,8 @@ GLM4_MOE = Family(
     model_types=("glm4_moe",),
     keys=EXPERTS_AFTER_THE_TRUNK,
     wiring=_GLM_WIRING,
-    layer=HeadLayer(config=sparse_from_the_first, borrowed=Borrowed("glm4_moe", "Glm4Moe")),
-    engines=engine_table(transformers=USE_MTP),
+    layer=HeadLayer("glm4_moe", "Glm4Moe", config=layouts.sparse_from_the_first),
+    engines={"transformers": engines.USE_MTP},
 )
 
 GLM4_MOE_LITE = Family(
@@ -379,7 +334,7 @@ GLM4_MOE_LITE = Family(
     model_types=("glm4_moe_lite",),
     keys=EXPERTS_AFTER_THE_TRUNK,
     wiring=_GLM_WIRING,
-    layer=HeadLayer(config=sparse, borrowed=Borrowed("glm4_moe_lite", "Glm4MoeLite")),
+    layer=HeadLayer("glm4_moe_lite", "Glm4MoeLite", config=layouts.sparse),
 )
 
 GLM_MOE_DSA = Family(
@@ -390,11 +345,8 @@ GLM_MOE_DSA = Family(
     # vLLM runs DeepSeek V3.2's head for this model, with the wiring of DeepSeek V3.2. llama.cpp's head has no
     # indexer: it attends to every key in texts longer than index_topk too.
     wiring=_WIRING,
-    layer=HeadLayer(
-        config=sparse_indexed,
-        borrowed=Borrowed("glm_moe_dsa", "GlmMoeDsa", frozen=INDEXER),
-    ),
-    trunk=TrunkTraits(masks_by_layer_type=True, needs_transformers="5.23"),
+    layer=HeadLayer("glm_moe_dsa", "GlmMoeDsa", config=layouts.sparse_indexed, frozen=INDEXER),
+    trunk=TrunkTraits(needs_transformers="5.23"),
 )
 
 
@@ -421,42 +373,43 @@ GLM5_NEXT = Family(
     ),
     # With index_share_for_mtp_iteration in the config, engines select keys at depth 1 and reuse them at all depths. The
     # result differs only in texts longer than index_topk.
-    wiring=Wiring(conventions={"vllm": ZERO_FIRST, "sglang": Convention()}),
+    wiring=Wiring(conventions={"vllm": engines.ZERO_FIRST, "sglang": Convention()}),
     layer=HeadLayer(
-        config=sparse_indexed,
-        borrowed=Borrowed(
-            "glm5_next",
-            "Glm5NextText",
-            rotary=None,
-            build_layer=attention_then_mlp(
-                "Glm5NextTextAttention",
-                "Glm5NextTextMoE",
-                lambda attention: choose_pools(attention.indexer, GatedPools),
-            ),
-            frozen=INDEXER,
+        "glm5_next",
+        "Glm5NextText",
+        config=layouts.sparse_indexed,
+        rotary=None,
+        build_layer=layouts.attention_then_mlp(
+            "Glm5NextTextAttention",
+            "Glm5NextTextMoE",
+            lambda attention: choose_pools(attention.indexer, GatedPools),
         ),
+        frozen=INDEXER,
     ),
-    trunk=TrunkTraits(
-        masks_by_layer_type=True,
-        only_with_vision=True,
-        prepare=_choose_pools,
-        recurrent=KIMI_DELTA,
-        needs_transformers="5.23",
-    ),
-    engines=engine_table(llama_cpp=LLAMA_CPP_KEEPS),
+    trunk=TrunkTraits(only_with_vision=True, prepare=_choose_pools, recurrent=KIMI_DELTA, needs_transformers="5.23"),
+    engines={"llama.cpp": engines.LLAMA_CPP_KEEPS},
 )
 
 GLM_OCR = Family(
     name="glm_ocr",
     title="GLM-OCR",
     model_types=("glm_ocr_text",),
-    keys=after_the_trunk(trunk_prefixes=("model.language_model.",), shared=REPEATED_AFTER_THE_TRUNK),
+    keys=layouts.after_the_trunk(trunk_prefixes=("model.language_model.",), shared=REPEATED_AFTER_THE_TRUNK),
     wiring=Wiring(conventions={"vllm": _GLM_IN_VLLM, "sglang": Convention()}),
     layer=HeadLayer(
-        config=with_layers,
-        borrowed=Borrowed("glm_ocr", "GlmOcr", layer="TextDecoderLayer", rotary="TextRotaryEmbedding"),
+        "glm_ocr",
+        "GlmOcr",
+        config=layouts.with_layers,
+        layer="TextDecoderLayer",
+        rotary="TextRotaryEmbedding",
         rotary_axes=3,
     ),
     trunk=TrunkTraits(only_with_vision=True),
-    engines=engine_table(llama_cpp=LLAMA_CPP_KEEPS),
+    engines={"llama.cpp": engines.LLAMA_CPP_KEEPS},
+)
+
+FAMILIES = (
+    *(DEEPSEEK_V3, DEEPSEEK_V32, DEEPSEEK_V4),
+    *(GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA, GLM5_NEXT, GLM_OCR),
+    *(HY_V3, HY_V4, BAILING_HYBRID, STEP3P7, DOTS3_NOTE),
 )

@@ -10,36 +10,20 @@ trunk's layers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.engines import (
-    LLAMA_CPP_POSITIONS,
-    Convention,
-    EngineSupport,
-    engine_table,
-    no,
-    use_mtp_named,
-)
-from mtp_train.families.layouts import (
-    AFTER_THE_TRUNK,
-    BESIDE_THE_TRUNK,
-    EXPERTS_AFTER_THE_TRUNK,
-    beside_the_trunk,
-    every_layer_sparse,
-    expert_rules,
-    full,
-    layers_of,
-    sparse_full,
-    with_layers,
-)
+from mtp_train.families import layouts
+from mtp_train.families.engines import Convention, EngineSupport, no, use_mtp_named
+from mtp_train.families.layouts import AFTER_THE_TRUNK, BESIDE_THE_TRUNK, EXPERTS_AFTER_THE_TRUNK
 from mtp_train.families.models.beside_the_trunk import MIMO
-from mtp_train.families.spec import Borrowed, Declaration, Family, HeadLayer, KeyRule, TrunkTraits, Wiring
+from mtp_train.families.spec import Declaration, Family, HeadLayer, KeyRule, TrunkTraits, Wiring, has_layer_types
 from mtp_train.upstream.transformers_private import attention_of, set_attention
 
 # transformers' causal language models of these types declare no head keys.
@@ -59,7 +43,7 @@ _NO_LLAMA_CPP = no("has no graph for this head")
 
 def transformers_only(transformers: EngineSupport) -> Mapping[str, EngineSupport]:
     """Return the engines' table of a head that vLLM, SGLang and llama.cpp do not load."""
-    return engine_table(transformers=transformers, vllm=_NO_VLLM, sglang=_NO_SGLANG, llama_cpp=_NO_LLAMA_CPP)
+    return {"transformers": transformers, "vllm": _NO_VLLM, "sglang": _NO_SGLANG, "llama.cpp": _NO_LLAMA_CPP}
 
 
 _TRANSFORMERS_ONLY = transformers_only(_USE_MTP_TOLD)
@@ -71,44 +55,38 @@ _DECLARATION = Declaration(
     beside={"mtp_layer_types": ["full_attention"]},
     others=("mtp_layer_types",),
 )
-_PLAIN_WIRING = Wiring()
-_PLAIN_TRUNK = TrunkTraits()
-_SEVERAL_LAYER_TYPES = TrunkTraits(masks_by_layer_type=True)
 
 
-# transformers builds the head's KV cache from the trunk's config: in a trunk with a sliding window it drops keys beyond
-# the window.
-_without_window = layers_of(sliding_window=None)
+def _full_attention(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
+    # Without kinds of layers, transformers builds the head's KV cache from the trunk's sliding window, and drops keys
+    # beyond it.
+    config = layouts.full if has_layer_types(text_config) else layouts.layers_of(sliding_window=None)
+    return config(text_config, num_modules)
 
 
 def _rotated(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
     # transformers builds the head from the first layer's fields. The trunk's last layer may have no positions.
-    return full(with_layers(text_config, num_modules, no_rope_layers=[1] * num_modules), num_modules)
+    return layouts.full(layouts.with_layers(text_config, num_modules, no_rope_layers=[1] * num_modules), num_modules)
+
+
+_layer = partial(HeadLayer, config=_full_attention)
 
 
 def attached(
     model_type: str,
     title: str,
+    layer: HeadLayer,
     *,
-    classes: tuple[str, str],
-    head_layer_config: Callable[[PretrainedConfig, int], PretrainedConfig] = _without_window,
-    norm: str = "RMSNorm",
-    norm_eps: str = "rms_norm_eps",
     layer_rules: tuple[KeyRule, ...] = (),
     trunk_rules: tuple[KeyRule, ...] = (),
-    wiring: Wiring = _PLAIN_WIRING,
-    trunk: TrunkTraits = _PLAIN_TRUNK,
-    engines: Mapping[str, EngineSupport] = _TRANSFORMERS_ONLY,
+    **parts: Any,
 ) -> Family:
     """Return the record of a trunk whose attached head is stored in the layout of transformers' ``MtpModel``.
 
-    Arguments without a description are fields of :class:`Family` or of its parts.
-
     Args:
         model_type: The config's ``model_type``; also the family's name.
-        classes: Directory of the model under ``transformers.models``, and the prefix of its class names.
-        norm: Class name of the norm, without the prefix.
         layer_rules: Rules for keys of the head's layer that a release and transformers name differently.
+        **parts: Further fields of :class:`Family`. Without ``engines``, transformers alone loads the head.
     """
     return Family(
         name=model_type,
@@ -116,14 +94,9 @@ def attached(
         model_types=(model_type,),
         attached=True,
         declaration=_DECLARATION,
-        keys=beside_the_trunk(*layer_rules, trunk_rules=trunk_rules),
-        wiring=wiring,
-        layer=HeadLayer(
-            config=head_layer_config,
-            borrowed=Borrowed(*classes, norm=norm, norm_eps=norm_eps),
-        ),
-        trunk=trunk,
-        engines=engines,
+        keys=layouts.beside_the_trunk(*layer_rules, trunk_rules=trunk_rules),
+        layer=layer,
+        **{"engines": _TRANSFORMERS_ONLY, **parts},
     )
 
 
@@ -137,32 +110,28 @@ QWEN2 = Family(
     declaration=replace(MIMO.declaration, beside={"architectures": ["MiMoForCausalLM"]}, others=("architectures",)),
     keys=MIMO.keys,
     wiring=replace(MIMO.wiring, default=MIMO.wiring.conventions["vllm"]),
-    layer=HeadLayer(config=full, borrowed=MIMO.layer.borrowed),
-    trunk=_SEVERAL_LAYER_TYPES,
-    engines=engine_table(
-        llama_cpp=no("has no graph for this head; to convert the trunk, put Qwen2ForCausalLM back into config.json"),
-    ),
+    layer=MIMO.layer,
+    engines={
+        "llama.cpp": no("has no graph for this head; to convert the trunk, put Qwen2ForCausalLM back into config.json")
+    },
 )
-LLAMA = attached("llama", "Llama 2 / 3", classes=("llama", "Llama"))
-MISTRAL = attached("mistral", "Mistral", classes=("mistral", "Mistral"))
-QWEN3 = attached("qwen3", "Qwen3 dense", classes=("qwen3", "Qwen3"), head_layer_config=full, trunk=_SEVERAL_LAYER_TYPES)
+LLAMA = attached("llama", "Llama 2 / 3", _layer("llama", "Llama"))
+MISTRAL = attached("mistral", "Mistral", _layer("mistral", "Mistral"))
+QWEN3 = attached("qwen3", "Qwen3 dense", _layer("qwen3", "Qwen3"))
 QWEN3_MOE = attached(
     "qwen3_moe",
     "Qwen3 MoE",
-    classes=("qwen3_moe", "Qwen3Moe"),
-    head_layer_config=layers_of(sliding_window=None, mlp_only_layers=[], decoder_sparse_step=1),
-    layer_rules=expert_rules(BESIDE_THE_TRUNK),
+    _layer(
+        "qwen3_moe",
+        "Qwen3Moe",
+        config=layouts.layers_of(sliding_window=None, mlp_only_layers=[], decoder_sparse_step=1),
+    ),
+    layer_rules=layouts.expert_rules(BESIDE_THE_TRUNK),
     wiring=Wiring(conventions={"sglang": Convention()}),
-    engines=engine_table(transformers=_USE_MTP_TOLD, vllm=_NO_VLLM, llama_cpp=_NO_LLAMA_CPP),
+    engines={"transformers": _USE_MTP_TOLD, "vllm": _NO_VLLM, "llama.cpp": _NO_LLAMA_CPP},
 )
-OLMO2 = attached("olmo2", "OLMo 2", classes=("olmo2", "Olmo2"))
-GEMMA3 = attached(
-    "gemma3_text",
-    "Gemma 3 (text)",
-    classes=("gemma3", "Gemma3"),
-    head_layer_config=full,
-    trunk=_SEVERAL_LAYER_TYPES,
-)
+OLMO2 = attached("olmo2", "OLMo 2", _layer("olmo2", "Olmo2"))
+GEMMA3 = attached("gemma3_text", "Gemma 3 (text)", _layer("gemma3", "Gemma3"))
 
 
 def _keep_score_bounds(decoder: nn.Module) -> None:
@@ -175,9 +144,8 @@ def _keep_score_bounds(decoder: nn.Module) -> None:
 GEMMA2 = attached(
     "gemma2",
     "Gemma 2",
-    classes=("gemma2", "Gemma2"),
-    head_layer_config=full,
-    trunk=TrunkTraits(masks_by_layer_type=True, prepare=_keep_score_bounds),
+    _layer("gemma2", "Gemma2"),
+    trunk=TrunkTraits(prepare=_keep_score_bounds),
     engines=_UNSCALED,
 )
 
@@ -229,67 +197,58 @@ def keep_short_factors(decoder: nn.Module) -> None:
 PHI3 = attached(
     "phi3",
     "Phi-3 / Phi-4",
-    classes=("phi3", "Phi3"),
-    head_layer_config=lambda config, num_modules: short_factors(_without_window(config, num_modules)),
+    _layer("phi3", "Phi3", config=lambda config, num_modules: short_factors(_full_attention(config, num_modules))),
     trunk=TrunkTraits(prepare=keep_short_factors),
 )
-GPT_OSS = attached(
-    "gpt_oss", "gpt-oss", classes=("gpt_oss", "GptOss"), head_layer_config=full, trunk=_SEVERAL_LAYER_TYPES
-)
-OLMO3 = attached(
-    "olmo3",
-    "OLMo 3",
-    classes=("olmo3", "Olmo3"),
-    head_layer_config=full,
-    trunk=_SEVERAL_LAYER_TYPES,
-)
+GPT_OSS = attached("gpt_oss", "gpt-oss", _layer("gpt_oss", "GptOss"))
+OLMO3 = attached("olmo3", "OLMo 3", _layer("olmo3", "Olmo3"))
 # The head reads embeddings without the trunk's multiplier. Its norm of the embedding cancels any multiplier.
 GRANITE = attached(
     "granite",
     "Granite 3",
-    classes=("granite", "Granite"),
+    _layer("granite", "Granite"),
     trunk=TrunkTraits(logit_divisor=lambda config: config["logits_scaling"]),
     engines=_UNSCALED,
 )
 SMOLLM3 = attached(
     "smollm3",
     "SmolLM3",
-    classes=("smollm3", "SmolLM3"),
-    head_layer_config=_rotated,
-    trunk=TrunkTraits(masks_by_layer_type=True, layer_kinds="no_rope_layers"),
+    _layer("smollm3", "SmolLM3", config=_rotated),
+    trunk=TrunkTraits(layer_kinds="no_rope_layers"),
 )
 
 
 def _mixtral_layer(layer: str) -> tuple[KeyRule, ...]:
     """Return the rules of a layer with the native prefix ``layer``."""
     rest = KeyRule(native=f"{layer}block_sparse_moe.{{rest}}", ours="layer.mlp.{rest}")
-    return (*expert_rules(layer, "block_sparse_moe.experts", ("w1", "w3", "w2")), rest)
+    return (*layouts.expert_rules(layer, "block_sparse_moe.experts", ("w1", "w3", "w2")), rest)
 
 
 MIXTRAL = attached(
     "mixtral",
     "Mixtral",
-    classes=("mixtral", "Mixtral"),
+    _layer("mixtral", "Mixtral"),
     layer_rules=_mixtral_layer(BESIDE_THE_TRUNK),
     trunk_rules=_mixtral_layer(AFTER_THE_TRUNK),
 )
 QWEN2_MOE = attached(
     "qwen2_moe",
     "Qwen2 MoE",
-    classes=("qwen2_moe", "Qwen2Moe"),
-    head_layer_config=every_layer_sparse,
-    layer_rules=expert_rules(BESIDE_THE_TRUNK),
-    trunk=_SEVERAL_LAYER_TYPES,
+    _layer("qwen2_moe", "Qwen2Moe", config=layouts.every_layer_sparse),
+    layer_rules=layouts.expert_rules(BESIDE_THE_TRUNK),
 )
 # Queries are scaled by their position in steps of thousands, and transformers runs the head's rows one position later
 # than this package: one row in each step has another scale.
-MINISTRAL3 = attached("ministral3", "Ministral 3 (text)", classes=("ministral3", "Ministral3"))
-GLM4 = attached("glm4", "GLM-4 dense", classes=("glm4", "Glm4"))
+MINISTRAL3 = attached("ministral3", "Ministral 3 (text)", _layer("ministral3", "Ministral3"))
+GLM4 = attached("glm4", "GLM-4 dense", _layer("glm4", "Glm4"))
 SEED_OSS = attached(
     "seed_oss",
     "Seed-OSS",
-    classes=("seed_oss", "SeedOss"),
-    head_layer_config=layers_of(sliding_window=None, attention_dropout=0.0, residual_dropout=0.0),
+    _layer(
+        "seed_oss",
+        "SeedOss",
+        config=layouts.layers_of(sliding_window=None, attention_dropout=0.0, residual_dropout=0.0),
+    ),
     engines=transformers_only(
         EngineSupport(
             True,
@@ -297,38 +256,31 @@ SEED_OSS = attached(
         )
     ),
 )
-EXAONE4 = attached(
-    "exaone4", "EXAONE 4", classes=("exaone4", "Exaone4"), head_layer_config=full, trunk=_SEVERAL_LAYER_TYPES
-)
+EXAONE4 = attached("exaone4", "EXAONE 4", _layer("exaone4", "Exaone4"))
 # Queries and keys are normed after the rotation, so absolute positions matter: they have to equal transformers'.
 HUNYUAN_DENSE = attached(
     "hunyuan_v1_dense",
     "Hunyuan dense",
-    classes=("hunyuan_v1_dense", "HunYuanDenseV1"),
+    _layer("hunyuan_v1_dense", "HunYuanDenseV1"),
     wiring=Wiring(default=Convention(position_offset=1)),
 )
 COHERE = attached(
     "cohere",
     "Command R",
-    classes=("cohere", "Cohere"),
-    norm="LayerNorm",
-    norm_eps="layer_norm_eps",
+    _layer("cohere", "Cohere", norm="LayerNorm", norm_eps="layer_norm_eps"),
     trunk=TrunkTraits(logit_divisor=lambda config: 1.0 / config["logit_scale"]),
     engines=_OURS_ONLY,
 )
 COHERE2 = attached(
     "cohere2",
     "Command R7B / A",
-    classes=("cohere2", "Cohere2"),
-    head_layer_config=full,
-    norm="LayerNorm",
-    norm_eps="layer_norm_eps",
-    trunk=TrunkTraits(masks_by_layer_type=True, logit_divisor=lambda config: 1.0 / config["logit_scale"]),
+    _layer("cohere2", "Cohere2", norm="LayerNorm", norm_eps="layer_norm_eps"),
+    trunk=TrunkTraits(logit_divisor=lambda config: 1.0 / config["logit_scale"]),
     engines=_OURS_ONLY,
 )
 
 
-class _EitherNorm(Borrowed):
+class _EitherNorm(HeadLayer):
     """Cohere's LayerNorm, or an RMSNorm if the config has ``rms_norm_eps``."""
 
     def make_norm(self, config: PretrainedConfig, width: int | None = None) -> nn.Module:
@@ -338,8 +290,8 @@ class _EitherNorm(Borrowed):
         return norm
 
 
-def _always_rotated(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: Any = borrowed.stock_layer(config, layer_idx)
+def _always_rotated(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    layer: Any = classes.stock_layer(config, layer_idx)
     # In the trunk, layers with full attention use rotary embeddings only if they are dense. llama.cpp's head always
     # does.
     layer.self_attn.force_rope = True
@@ -353,18 +305,20 @@ COHERE2_MOE = Family(
     model_types=("cohere2_moe",),
     attached=True,
     keys=EXPERTS_AFTER_THE_TRUNK,
-    wiring=Wiring(conventions={"llama.cpp": LLAMA_CPP_POSITIONS}),
-    layer=HeadLayer(
-        config=sparse_full,
-        borrowed=_EitherNorm(
-            "cohere2_moe", "Cohere2Moe", norm="LayerNorm", norm_eps="layer_norm_eps", build_layer=_always_rotated
-        ),
+    wiring=Wiring(conventions={"llama.cpp": Convention()}),
+    layer=_EitherNorm(
+        "cohere2_moe",
+        "Cohere2Moe",
+        config=layouts.sparse_full,
+        norm="LayerNorm",
+        norm_eps="layer_norm_eps",
+        build_layer=_always_rotated,
     ),
-    trunk=TrunkTraits(masks_by_layer_type=True, logit_divisor=lambda config: 1.0 / config["logit_scale"]),
-    engines=engine_table(
-        vllm=no("has no head for this model, and refuses a checkpoint with a layer after the trunk's last"),
-        sglang=no("has no head for this model; it loads the trunk and leaves the head's layer out"),
-    ),
+    trunk=TrunkTraits(logit_divisor=lambda config: 1.0 / config["logit_scale"]),
+    engines={
+        "vllm": no("has no head for this model, and refuses a checkpoint with a layer after the trunk's last"),
+        "sglang": no("has no head for this model; it loads the trunk and leaves the head's layer out"),
+    },
 )
 
 ATTACHED: tuple[Family, ...] = (

@@ -17,39 +17,14 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import Cache, PretrainedConfig
+from transformers import PretrainedConfig
 
-from mtp_train.families.engines import (
-    BEFORE_NORM,
-    LLAMA_CPP_KEEPS,
-    LLAMA_CPP_POSITIONS,
-    LLAMA_CPP_SIDECAR,
-    NO_RECURRENT_ROLLBACK,
-    USE_MTP,
-    ZERO_FIRST,
-    Convention,
-    EngineSupport,
-    engine_table,
-    no,
-)
-from mtp_train.families.layouts import (
-    AFTER_THE_TRUNK,
-    BESIDE_THE_TRUNK,
-    INDEXER,
-    attention_then_mlp,
-    beside_the_trunk,
-    dense_sliding,
-    end_rules,
-    expert_rules,
-    full,
-    layers_of,
-    weight_rules,
-    with_layers,
-)
+from mtp_train.families import engines, layouts
+from mtp_train.families.engines import Convention, EngineSupport, no
+from mtp_train.families.layouts import AFTER_THE_TRUNK, BESIDE_THE_TRUNK, INDEXER
 from mtp_train.families.mechanisms.key_blocks import BlockIndexer
 from mtp_train.families.mechanisms.relative_positions import LogScaling, RelativeProfiles, ShortConvolution
 from mtp_train.families.spec import (
-    Borrowed,
     Declaration,
     Family,
     HeadLayer,
@@ -73,13 +48,13 @@ def _dense_with_rotary(text_config: PretrainedConfig, num_modules: int) -> Pretr
     window = (fields.get("mtp_sliding_windows") or [None])[0] or fields["sliding_window"]
     if kind == "full_attention":
         window = fields["max_position_embeddings"]
-    return dense_sliding(with_layers(text_config, num_modules, sliding_window=window), num_modules)
+    return layouts.dense_sliding(layouts.with_layers(text_config, num_modules, sliding_window=window), num_modules)
 
 
 def _as_the_first(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
     # As in vLLM: the types of the trunk's first layers. In releases these are sliding, and only sliding layers use
     # rotary embeddings.
-    return with_layers(text_config, num_modules, layer_types=text_config.layer_types[:num_modules])
+    return layouts.with_layers(text_config, num_modules, layer_types=text_config.layer_types[:num_modules])
 
 
 EXAONE_MOE = Family(
@@ -87,11 +62,10 @@ EXAONE_MOE = Family(
     title="K-EXAONE",
     model_types=("exaone_moe",),
     declaration=Declaration(others=("mtp_layer_types", "mtp_sliding_windows")),
-    keys=beside_the_trunk(),
+    keys=layouts.beside_the_trunk(),
     wiring=Wiring(conventions={"vllm": Convention(), "sglang": Convention()}),
-    layer=HeadLayer(config=_dense_with_rotary, borrowed=Borrowed("exaone_moe", "ExaoneMoe")),
-    trunk=TrunkTraits(masks_by_layer_type=True),
-    engines=engine_table(llama_cpp=LLAMA_CPP_KEEPS),
+    layer=HeadLayer("exaone_moe", "ExaoneMoe", config=_dense_with_rotary),
+    engines={"llama.cpp": engines.LLAMA_CPP_KEEPS},
 )
 
 EXAONE4_5 = Family(
@@ -103,18 +77,18 @@ EXAONE4_5 = Family(
         implied=1,
         others=("mtp_share_layers",),
     ),
-    keys=beside_the_trunk(trunk_prefixes=("model.language_model.",)),
+    keys=layouts.beside_the_trunk(trunk_prefixes=("model.language_model.",)),
     wiring=Wiring(conventions={"vllm": Convention()}),
-    layer=HeadLayer(config=_as_the_first, borrowed=Borrowed("exaone4", "Exaone4")),
-    trunk=TrunkTraits(only_with_vision=True, masks_by_layer_type=True),
-    engines=engine_table(sglang=no("has no class for this model"), llama_cpp=LLAMA_CPP_KEEPS),
+    layer=HeadLayer("exaone4", "Exaone4", config=_as_the_first),
+    trunk=TrunkTraits(only_with_vision=True),
+    engines={"sglang": no("has no class for this model"), "llama.cpp": engines.LLAMA_CPP_KEEPS},
 )
 
 
 def _as_declared(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
     # The defaults are transformers'.
     fields = text_config.to_dict()
-    return with_layers(
+    return layouts.with_layers(
         text_config,
         num_modules,
         layer_types=list(fields.get("mtp_layer_types") or ["sliding_attention"] * num_modules),
@@ -127,21 +101,20 @@ MELLUM = Family(
     title="Mellum 2",
     model_types=("mellum",),
     declaration=Declaration(others=("mtp_layer_types", "mtp_mlp_layer_types")),
-    keys=beside_the_trunk(*expert_rules(BESIDE_THE_TRUNK)),
+    keys=layouts.beside_the_trunk(*layouts.expert_rules(BESIDE_THE_TRUNK)),
     # vLLM runs transformers' own head.
     wiring=Wiring(conventions={"vllm": Convention()}),
-    layer=HeadLayer(config=_as_declared, borrowed=Borrowed("mellum", "Mellum")),
-    trunk=TrunkTraits(masks_by_layer_type=True),
-    engines=engine_table(
-        transformers=USE_MTP,
-        sglang=no("loads the trunk and has no MTP for this model"),
-        llama_cpp=no("has no graph for this head, and its converter refuses the head's keys"),
-    ),
+    layer=HeadLayer("mellum", "Mellum", config=_as_declared),
+    engines={
+        "transformers": engines.USE_MTP,
+        "sglang": no("loads the trunk and has no MTP for this model"),
+        "llama.cpp": no("has no graph for this head, and its converter refuses the head's keys"),
+    },
 )
 
 
 def _never_sparse(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    return with_layers(text_config, num_modules, moe_layer_start_index=num_modules)
+    return layouts.with_layers(text_config, num_modules, moe_layer_start_index=num_modules)
 
 
 ERNIE4_5_MOE = Family(
@@ -161,11 +134,11 @@ ERNIE4_5_MOE = Family(
         final_norm=False,
         # vLLM's head rotates halves like Llama, vLLM's trunk rotates neighbouring channels, as both do here. vLLM's
         # drafts differ from ours for this reason alone.
-        default=ZERO_FIRST,
-        conventions={"vllm": ZERO_FIRST, "sglang": ZERO_FIRST},
+        default=engines.ZERO_FIRST,
+        conventions={"vllm": engines.ZERO_FIRST, "sglang": engines.ZERO_FIRST},
     ),
-    layer=HeadLayer(config=_never_sparse, borrowed=Borrowed("ernie4_5_moe", "Ernie4_5_Moe")),
-    engines=engine_table(llama_cpp=no("its converter drops this head")),
+    layer=HeadLayer("ernie4_5_moe", "Ernie4_5_Moe", config=_never_sparse),
+    engines={"llama.cpp": no("its converter drops this head")},
 )
 
 
@@ -174,7 +147,7 @@ _LONGCAT = "model.mtp.layers.{module}."
 
 def _two_for_one(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
     # One layer of the trunk counts as two.
-    return with_layers(text_config, 2 * num_modules)
+    return layouts.with_layers(text_config, 2 * num_modules)
 
 
 @contextmanager
@@ -214,7 +187,7 @@ LONGCAT_FLASH = Family(
     keys=Keys(
         head_prefixes=("model.mtp.",),
         rules=(
-            *end_rules(_LONGCAT, embed_norm="enorm.m", hidden_norm="hnorm.m", final_norm=None),
+            *layouts.end_rules(_LONGCAT, embed_norm="enorm.m", hidden_norm="hnorm.m", final_norm=None),
             KeyRule(native="model.mtp.norm.weight", ours="final_norm.weight"),
             KeyRule(native=f"{_LONGCAT}transformer_layer.mlp.{{rest}}", ours="layer.mlp.{rest}"),
             KeyRule(native=f"{_LONGCAT}{{rest}}", ours="layer.{rest}"),
@@ -223,15 +196,13 @@ LONGCAT_FLASH = Family(
     ),
     wiring=Wiring(conventions={"vllm": Convention(), "sglang": Convention()}),
     layer=HeadLayer(
+        "longcat_flash",
+        "LongcatFlash",
         config=_two_for_one,
-        borrowed=Borrowed(
-            "longcat_flash",
-            "LongcatFlash",
-            build_layer=attention_then_mlp("LongcatFlashMLA", "LongcatFlashMLP"),
-        ),
+        build_layer=layouts.attention_then_mlp("LongcatFlashMLA", "LongcatFlashMLP"),
     ),
     trunk=TrunkTraits(loading=_without_idle_gates),
-    engines=engine_table(llama_cpp=no("has no graph for this model")),
+    engines={"llama.cpp": no("has no graph for this model")},
 )
 
 
@@ -252,7 +223,7 @@ def _gate_up_rules(native: str, ours: str) -> tuple[KeyRule, ...]:
 def _minimax_rules(layer: str) -> tuple[KeyRule, ...]:
     moe = f"{layer}block_sparse_moe."
     return (
-        *expert_rules(layer, "block_sparse_moe.experts", ("w1", "w3", "w2")),
+        *layouts.expert_rules(layer, "block_sparse_moe.experts", ("w1", "w3", "w2")),
         *_gate_up_rules(f"{moe}shared_experts.", "layer.mlp.shared_experts."),
         KeyRule(native=f"{moe}e_score_correction_bias", ours="layer.mlp.gate.e_score_correction_bias"),
         KeyRule(native=f"{moe}{{rest}}", ours="layer.mlp.{rest}"),
@@ -264,9 +235,9 @@ def _minimax_rules(layer: str) -> tuple[KeyRule, ...]:
     )
 
 
-def _with_block_indexer(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: Any = borrowed.stock_layer(config, layer_idx)
-    layer.self_attn.indexer = BlockIndexer(layer.self_attn.indexer, config, borrowed.cls("apply_rotary_pos_emb"))
+def _with_block_indexer(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    layer: Any = classes.stock_layer(config, layer_idx)
+    layer.self_attn.indexer = BlockIndexer(layer.self_attn.indexer, config, classes.cls("apply_rotary_pos_emb"))
     built: nn.Module = layer
     return built
 
@@ -280,7 +251,7 @@ MINIMAX_M3 = Family(
         trunk_prefixes=("language_model.model.", "model.language_model.", "model."),
         head_prefixes=("{trunk}mtp.",),
         rules=(
-            *end_rules(_MINIMAX),
+            *layouts.end_rules(_MINIMAX),
             *_minimax_rules(f"{_MINIMAX}transformer_layer."),
         ),
         # Only the trunk has layers without experts.
@@ -292,14 +263,14 @@ MINIMAX_M3 = Family(
     ),
     wiring=Wiring(default=_RAW_STATE, conventions={"vllm": _RAW_STATE}),
     layer=HeadLayer(
-        config=layers_of(layer_types="minimax_m3_sparse", mlp_layer_types="sparse"),
-        borrowed=Borrowed("minimax_m3_vl", "MiniMaxM3VL", build_layer=_with_block_indexer, frozen=INDEXER),
+        "minimax_m3_vl",
+        "MiniMaxM3VL",
+        config=layouts.layers_of(layer_types="minimax_m3_sparse", mlp_layer_types="sparse"),
+        build_layer=_with_block_indexer,
+        frozen=INDEXER,
     ),
     trunk=TrunkTraits(only_with_vision=True, needs_transformers="5.23"),
-    engines=engine_table(
-        sglang=no("has no MTP for this model"),
-        llama_cpp=no("has no graph for this head"),
-    ),
+    engines={"sglang": no("has no MTP for this model"), "llama.cpp": no("has no graph for this head")},
 )
 
 
@@ -311,7 +282,7 @@ MIMO = Family(
     keys=Keys(
         head_prefixes=("model.mtp_layers.",),
         rules=(
-            *end_rules(_MIMO, proj="input_proj", embed_norm="token_layernorm", hidden_norm="hidden_layernorm"),
+            *layouts.end_rules(_MIMO, proj="input_proj", embed_norm="token_layernorm", hidden_norm="hidden_layernorm"),
             KeyRule(native=f"{_MIMO}{{rest}}", ours="layer.{rest}"),
         ),
     ),
@@ -322,15 +293,15 @@ MIMO = Family(
         default=Convention(hidden="before_final_norm"),
         conventions={
             "vllm": Convention(hidden="before_final_norm", zero_first_embedding=True),
-            "sglang": ZERO_FIRST,
+            "sglang": engines.ZERO_FIRST,
         },
     ),
-    layer=HeadLayer(config=full, borrowed=Borrowed("qwen2", "Qwen2")),
-    trunk=TrunkTraits(masks_by_layer_type=True, stand_in=TrunkClass(model_type="qwen2")),
-    engines=engine_table(
-        transformers=no("has no class for MiMo-7B; its own code, with trust_remote_code, ignores the head"),
-        llama_cpp=no("has no graph for this head"),
-    ),
+    layer=HeadLayer("qwen2", "Qwen2", config=layouts.full),
+    trunk=TrunkTraits(stand_in=TrunkClass(model_type="qwen2")),
+    engines={
+        "transformers": no("has no class for MiMo-7B; its own code, with trust_remote_code, ignores the head"),
+        "llama.cpp": no("has no graph for this head"),
+    },
 )
 
 _V2 = "model.mtp.layers.{module}."
@@ -346,7 +317,7 @@ MIMO_V2 = Family(
     keys=Keys(
         head_prefixes=("model.mtp.",),
         rules=(
-            *end_rules(_V2),
+            *layouts.end_rules(_V2),
             KeyRule(native=f"{_V2}pre_mlp_layernorm.weight", ours="layer.post_attention_layernorm.weight"),
             KeyRule(native=f"{_V2}self_attn.attention_sink_bias", ours="layer.self_attn.sinks"),
             KeyRule(native=f"{_V2}{{rest}}", ours="layer.{rest}"),
@@ -355,20 +326,16 @@ MIMO_V2 = Family(
     wiring=Wiring(
         # The three engines differ in every field; two of them read the state before the norm. Measure acceptance in
         # the engine that serves. vLLM's window, in trunk and head, is one key narrower: it includes the row itself.
-        default=BEFORE_NORM,
+        default=engines.BEFORE_NORM,
         conventions={
             "vllm": Convention(modules="first"),
             "sglang": Convention(hidden="before_final_norm", recycle="trunk"),
-            "llama.cpp": replace(BEFORE_NORM, prefix="trunk", position_offset=1),
+            "llama.cpp": replace(engines.BEFORE_NORM, prefix="trunk"),
         },
     ),
-    layer=HeadLayer(
-        config=dense_sliding,
-        borrowed=Borrowed("mimo_v2_flash", "MiMoV2Flash"),
-    ),
-    trunk=TrunkTraits(masks_by_layer_type=True),
+    layer=HeadLayer("mimo_v2_flash", "MiMoV2Flash", config=layouts.dense_sliding),
     # llama.cpp's converter writes separate query, key and value matrices; its graph of the head aborts on these.
-    engines=engine_table(llama_cpp=LLAMA_CPP_SIDECAR),
+    engines={"llama.cpp": engines.LLAMA_CPP_SIDECAR},
 )
 
 
@@ -381,37 +348,25 @@ def _num_sublayers(text_config: RawConfig) -> int:
 
 
 def _head_layer_config(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
-    return with_layers(text_config, num_modules, layers_block_type=list(text_config.mtp_layers_block_type))
+    return layouts.with_layers(text_config, num_modules, layers_block_type=list(text_config.mtp_layers_block_type))
 
 
 class _LayersInTurn(nn.Module):
-    """Several borrowed layers that run one after the other as one layer; none of them takes position embeddings."""
+    """Several layers that run one after the other as one layer; none of them takes position embeddings."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor,
-        past_key_values: Cache | None,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, position_embeddings: None, **of_layers: Any) -> Tensor:
         """Run the layers, (B, T, D) to (B, T, D); arguments as in transformers' decoder layers."""
         for layer in self.layers:
-            hidden_states = layer(
-                hidden_states,
-                past_key_values=past_key_values,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-            )
+            hidden_states = layer(hidden_states, **of_layers)
         return hidden_states
 
 
-def _build_layer(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    return _LayersInTurn([borrowed.stock_layer(config, number) for number in range(len(config.layers_block_type))])
+def _build_layer(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    return _LayersInTurn([classes.stock_layer(config, number) for number in range(len(config.layers_block_type))])
 
 
 def _unlimited_time_steps(decoder: Any) -> None:
@@ -435,7 +390,7 @@ NEMOTRON_H = Family(
         embed="{trunk}embeddings.weight",
         head_prefixes=("mtp.",),
         rules=(
-            *end_rules("mtp.layers.0.", final_norm=None),
+            *layouts.end_rules("mtp.layers.0.", final_norm=None),
             KeyRule(native="mtp.layers.{last}.final_layernorm.weight", ours="final_norm.weight"),
             *(
                 KeyRule(native=f"{_SUB}{_EXPERTS}.{{expert}}.{one}.weight", ours=f"{_OURS}{_EXPERTS}.{one}")
@@ -450,24 +405,21 @@ NEMOTRON_H = Family(
         conventions={
             "vllm": Convention(),
             "sglang": Convention(),
-            "llama.cpp": replace(LLAMA_CPP_POSITIONS, centred=True),
+            "llama.cpp": Convention(centred=True),
         },
     ),
     layer=HeadLayer(
+        "nemotron_h",
+        "NemotronH",
         config=_head_layer_config,
-        borrowed=Borrowed(
-            "nemotron_h",
-            "NemotronH",
-            layer="Block",
-            rotary=None,
-            norm_eps="layer_norm_epsilon",
-            build_layer=_build_layer,
-        ),
+        layer="Block",
+        rotary=None,
+        norm_eps="layer_norm_epsilon",
+        build_layer=_build_layer,
     ),
     trunk=TrunkTraits(
         final_norm="norm_f",
         prepare=_unlimited_time_steps,
-        masks_by_layer_type=True,
         recurrent=RecurrentKernels(
             chunked="mamba2_chunk_scan",
             single="mamba2_selective_state_update",
@@ -476,7 +428,7 @@ NEMOTRON_H = Family(
         ),
         needs_transformers="5.23",
     ),
-    engines=engine_table(transformers=NO_RECURRENT_ROLLBACK),
+    engines={"transformers": engines.NO_RECURRENT_ROLLBACK},
 )
 
 
@@ -501,7 +453,7 @@ _LAYER_NAMES = {
 
 def _layer_rules(layer: str) -> tuple[KeyRule, ...]:
     rest = KeyRule(native=f"{layer}attn.{{rest}}", ours="layer.self_attn.{rest}")
-    return (*weight_rules(layer, _LAYER_NAMES, "layer."), rest)
+    return (*layouts.weight_rules(layer, _LAYER_NAMES, "layer."), rest)
 
 
 class _InterleavedMlp(nn.Module):
@@ -522,7 +474,7 @@ class _InterleavedMlp(nn.Module):
 
 def _inkling_head_layer_config(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
     local = text_config.mtp_local_layer_ids or ()
-    return with_layers(
+    return layouts.with_layers(
         text_config,
         num_modules,
         layer_types=["hybrid_sliding" if module in local else "hybrid" for module in range(num_modules)],
@@ -533,8 +485,8 @@ def _inkling_head_layer_config(text_config: PretrainedConfig, num_modules: int) 
     )
 
 
-def _inkling_build_layer(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: Any = borrowed.stock_layer(config, layer_idx)
+def _inkling_build_layer(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    layer: Any = classes.stock_layer(config, layer_idx)
     attention = layer.self_attn
     attention.rel_logits_proj = RelativeProfiles(attention.rel_logits_proj, None)
     attention.k_sconv, attention.v_sconv = ShortConvolution(attention.k_sconv), ShortConvolution(attention.v_sconv)
@@ -574,7 +526,9 @@ INKLING = Family(
         embed_norm="{trunk}embed_norm.weight",
         head_prefixes=("model.mtp.",),
         rules=(
-            *end_rules(_HEAD, proj="input_proj", embed_norm="embed_norm", hidden_norm="hidden_norm", final_norm=None),
+            *layouts.end_rules(
+                _HEAD, proj="input_proj", embed_norm="embed_norm", hidden_norm="hidden_norm", final_norm=None
+            ),
             KeyRule(native="model.mtp.chain_norm.weight", ours="final_norm.weight"),
             *_layer_rules(f"{_HEAD}transformer_block."),
             KeyRule(native=f"{_HEAD}transformer_block.mlp.{{rest}}", ours="layer.mlp.{rest}"),
@@ -588,23 +542,30 @@ INKLING = Family(
         conventions={"vllm": Convention(), "sglang": Convention()},
     ),
     layer=HeadLayer(
+        "inkling",
+        "Inkling",
         config=_inkling_head_layer_config,
-        borrowed=Borrowed("inkling", "Inkling", rotary=None, build_layer=_inkling_build_layer),
+        rotary=None,
+        build_layer=_inkling_build_layer,
         masks_of_distances=True,
     ),
     trunk=TrunkTraits(
-        masks_by_layer_type=True,
         stand_in=TrunkClass(model_type="inkling_text", wrapper="inkling_mm_model"),
         prepare=_prepare_trunk,
         logit_divisor=lambda config: config["logits_mup_width_multiplier"],
         real_vocab="unpadded_vocab_size",
         needs_transformers="5.23",
     ),
-    engines=engine_table(
-        transformers=EngineSupport(
+    engines={
+        "transformers": EngineSupport(
             True,
-            f"{USE_MTP.text}; 5.23 leaves out the trunk's norm of the embedding, which costs accepted drafts",
+            f"{engines.USE_MTP.text}; 5.23 leaves out the trunk's norm of the embedding, which costs accepted drafts",
         ),
-        llama_cpp=no("has no graph for this model"),
-    ),
+        "llama.cpp": no("has no graph for this model"),
+    },
+)
+
+FAMILIES = (
+    *(MIMO, MIMO_V2, NEMOTRON_H, EXAONE_MOE, EXAONE4_5),
+    *(ERNIE4_5_MOE, LONGCAT_FLASH, MINIMAX_M3, INKLING, MELLUM),
 )

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig
 
-from mtp_train.families.engines import (
-    BEFORE_NORM,
-    LLAMA_CPP_POSITIONS,
-    NO_RECURRENT_ROLLBACK,
-    Convention,
-    engine_table,
-    no,
-)
-from mtp_train.families.layouts import (
-    BESIDE_THE_TRUNK,
-    INDEXER,
-    WRAPPED,
-    beside_the_trunk,
-    every_layer_sparse,
-    expert_rules,
-    full,
-    layers_of,
-    weight_rules,
-)
+from mtp_train.families import layouts
+from mtp_train.families.engines import ALIKE, BEFORE_NORM, NO_RECURRENT_ROLLBACK, no
+from mtp_train.families.layouts import BESIDE_THE_TRUNK, INDEXER, WRAPPED
 from mtp_train.families.mechanisms.key_pools import AveragedPools, choose_pools
 from mtp_train.families.spec import (
-    Borrowed,
     Declaration,
     Family,
     HeadLayer,
@@ -41,12 +23,6 @@ from mtp_train.families.spec import (
     Wiring,
 )
 
-# All three engines: the head reads the state after the trunk's final norm and recycles the state after its own.
-_CONVENTIONS: Mapping[str, Convention] = {
-    "vllm": Convention(),
-    "sglang": Convention(),
-    "llama.cpp": LLAMA_CPP_POSITIONS,
-}
 # A field of the trunk and the head, without which SGLang does not start. transformers' save_pretrained replaces it by
 # layer_types, so a graft restores it from the base.
 _INTERVAL = "full_attention_interval"
@@ -57,22 +33,20 @@ _KERNELS = RecurrentKernels(
     conv="causal_conv1d_fn",
     rule="gated_delta",
 )
-_TRUNK = TrunkTraits(masks_by_layer_type=True, recurrent=_KERNELS)
+# All three engines: the head reads the state after the trunk's final norm and recycles the state after its own.
+_WIRING = Wiring(conventions=ALIKE)
+_TRUNK = TrunkTraits(recurrent=_KERNELS)
 
 QWEN3_5 = Family(
     name="qwen3_5",
     title="Qwen3.5 / 3.6 / 3.8 dense",
     model_types=("qwen3_5_text",),
     declaration=_DECLARATION,
-    keys=beside_the_trunk(trunk_prefixes=WRAPPED),
-    wiring=Wiring(conventions=_CONVENTIONS),
-    layer=HeadLayer(
-        config=full,
-        borrowed=Borrowed("qwen3_5", "Qwen3_5", rotary="TextRotaryEmbedding"),
-        rotary_axes=3,
-    ),
+    keys=layouts.beside_the_trunk(trunk_prefixes=WRAPPED),
+    wiring=_WIRING,
+    layer=HeadLayer("qwen3_5", "Qwen3_5", config=layouts.full, rotary="TextRotaryEmbedding", rotary_axes=3),
     trunk=_TRUNK,
-    engines=engine_table(transformers=NO_RECURRENT_ROLLBACK),
+    engines={"transformers": NO_RECURRENT_ROLLBACK},
 )
 
 QWEN3_5_MOE = Family(
@@ -80,15 +54,11 @@ QWEN3_5_MOE = Family(
     title="Qwen3.5 / 3.6 / 3.8 MoE",
     model_types=("qwen3_5_moe_text",),
     declaration=_DECLARATION,
-    keys=beside_the_trunk(*expert_rules(BESIDE_THE_TRUNK), trunk_prefixes=WRAPPED),
-    wiring=Wiring(conventions=_CONVENTIONS),
-    layer=HeadLayer(
-        config=full,
-        borrowed=Borrowed("qwen3_5_moe", "Qwen3_5Moe", rotary="TextRotaryEmbedding"),
-        rotary_axes=3,
-    ),
+    keys=layouts.beside_the_trunk(*layouts.expert_rules(BESIDE_THE_TRUNK), trunk_prefixes=WRAPPED),
+    wiring=_WIRING,
+    layer=HeadLayer("qwen3_5_moe", "Qwen3_5Moe", config=layouts.full, rotary="TextRotaryEmbedding", rotary_axes=3),
     trunk=_TRUNK,
-    engines=engine_table(transformers=NO_RECURRENT_ROLLBACK),
+    engines={"transformers": NO_RECURRENT_ROLLBACK},
 )
 
 QWEN3_NEXT = Family(
@@ -100,15 +70,12 @@ QWEN3_NEXT = Family(
         implied=1,
         others=(_INTERVAL,),
     ),
-    keys=beside_the_trunk(*expert_rules(BESIDE_THE_TRUNK)),
-    wiring=Wiring(conventions=_CONVENTIONS),
-    layer=HeadLayer(
-        # A mixture of experts even if the trunk's first layers are dense.
-        config=every_layer_sparse,
-        borrowed=Borrowed("qwen3_next", "Qwen3Next"),
-    ),
+    keys=layouts.beside_the_trunk(*layouts.expert_rules(BESIDE_THE_TRUNK)),
+    wiring=_WIRING,
+    # A mixture of experts even if the trunk's first layers are dense.
+    layer=HeadLayer("qwen3_next", "Qwen3Next", config=layouts.every_layer_sparse),
     trunk=_TRUNK,
-    engines=engine_table(transformers=NO_RECURRENT_ROLLBACK),
+    engines={"transformers": NO_RECURRENT_ROLLBACK},
 )
 
 # In all engines the head reads the streams before they are mixed, and recycles the streams of its layer. With
@@ -119,8 +86,8 @@ _STREAMS = Wiring(
 )
 
 
-def _build_layer(borrowed: Borrowed, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: nn.Module = borrowed.stock_layer(config, layer_idx)
+def _build_layer(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
+    layer: nn.Module = classes.stock_layer(config, layer_idx)
     choose_pools(layer.get_submodule(INDEXER), AveragedPools)
     return layer
 
@@ -147,20 +114,22 @@ QWEN4_EXP = Family(
         trunk_prefixes=WRAPPED,
         head_prefixes=("mtp.",),
         rules=(
-            *weight_rules("mtp.", _ENDS),
+            *layouts.weight_rules("mtp.", _ENDS),
             KeyRule(native="mtp.hyper_connection_mixer.{rest}", ours="mixer.{rest}"),
-            *expert_rules(BESIDE_THE_TRUNK),
+            *layouts.expert_rules(BESIDE_THE_TRUNK),
             KeyRule(native=f"{BESIDE_THE_TRUNK}{{rest}}", ours="layer.{rest}"),
         ),
     ),
     wiring=_STREAMS,
     layer=HeadLayer(
-        config=layers_of(layer_types="indexed_attention", ple_layer_ids=[]),
-        borrowed=Borrowed("qwen4_exp", "Qwen4ExpText", build_layer=_build_layer, frozen=INDEXER),
+        "qwen4_exp",
+        "Qwen4ExpText",
+        config=layouts.layers_of(layer_types="indexed_attention", ple_layer_ids=[]),
+        build_layer=_build_layer,
+        frozen=INDEXER,
         rotary_axes=3,
     ),
     trunk=TrunkTraits(
-        masks_by_layer_type=True,
         final_norm=None,
         streams=Streams(
             count="hc_count",
@@ -173,5 +142,7 @@ QWEN4_EXP = Family(
         recurrent=_KERNELS,
         needs_transformers="5.23",
     ),
-    engines=engine_table(transformers=NO_RECURRENT_ROLLBACK, llama_cpp=no("its converter drops this head")),
+    engines={"transformers": NO_RECURRENT_ROLLBACK, "llama.cpp": no("its converter drops this head")},
 )
+
+FAMILIES = (QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN4_EXP)

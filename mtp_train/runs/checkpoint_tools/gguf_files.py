@@ -28,8 +28,7 @@ from mtp_train.checkpoints.gguf.model_file import (
     write_head_alone,
 )
 from mtp_train.checkpoints.gguf.record import NUM_MODULES
-from mtp_train.checkpoints.gguf.sidecar import GgufKind
-from mtp_train.checkpoints.gguf.tensors import head_tensors
+from mtp_train.checkpoints.gguf.sidecar import GgufKind, head_tensors
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import exact_tensor, native_head_of

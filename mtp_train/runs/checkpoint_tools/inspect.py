@@ -13,8 +13,7 @@ from rich.progress import Progress
 
 from mtp_train.checkpoints import suggestions
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, merge_command
-from mtp_train.checkpoints.contents import UnnamedFile, unnamed_files, unnamed_weights
-from mtp_train.checkpoints.files import Checkpoint, is_gguf
+from mtp_train.checkpoints.files import Checkpoint, UnnamedFile, is_gguf, unnamed_files, unnamed_weights
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT, HeadLayout
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
@@ -30,7 +29,7 @@ from mtp_train.checkpoints.values import (
 from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.families import Assistant, assistant_for, draft_engines, of_kind
 from mtp_train.families.engines import DSPARK, MLX_ALONE, complete, engine_commands
-from mtp_train.heads.diagnose import DSPARK_BLOCK, HeadDiagnosis, diagnose_head, layout_of, with_head_beside
+from mtp_train.heads.diagnose import DSPARK_BLOCK, HeadDiagnosis, diagnose_head, layout_of
 from mtp_train.heads.draft_model import (
     DraftModel,
     diagnose_assistant,
@@ -73,27 +72,17 @@ class TrunkChange:
         return f"{share:.0%} of tensors differ from the base, by {largest:.2g} at most (relative)"
 
 
-@dataclass(frozen=True)
-class WeightsDiagnosis:
-    """What is wrong with the weight files of a checkpoint, whatever they are the weights of."""
-
-    non_finite_keys: tuple[str, ...]
-    """Tensors that contain NaN or infinities."""
-    unlisted_keys: tuple[str, ...]
-    """Tensors in the index's shards that the index does not list: transformers, vLLM and SGLang read them, llama.cpp's
-    converter refuses them."""
-    unnamed_files: tuple[UnnamedFile, ...]
-    """Weight files in the directory that are no part of the checkpoint, and the number of their tensors."""
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """The phrase that names tensors with NaN or infinities; empty without such tensors."""
-        return (f"NaN or infinite values: {first_of(self.non_finite_keys)}",) if self.non_finite_keys else ()
+def _weights_of(checkpoint: Checkpoint, layout: HeadLayout | None, progress: Progress) -> dict[str, Any]:
+    """Return the fields of an inspection about weight files, whatever they are the weights of."""
+    return {
+        "non_finite_keys": tuple(find_non_finite(checkpoint, progress)),
+        "unlisted_keys": checkpoint.unlisted_keys,
+        "unnamed_weights": unnamed_files(checkpoint, layout),
+    }
 
 
-def _diagnose_weights(checkpoint: Checkpoint, layout: HeadLayout | None, progress: Progress) -> WeightsDiagnosis:
-    non_finite = tuple(find_non_finite(checkpoint, progress))
-    return WeightsDiagnosis(non_finite, checkpoint.unlisted_keys, unnamed_files(checkpoint, layout))
+def _not_finite(keys: Sequence[str]) -> tuple[str, ...]:
+    return (f"NaN or infinite values: {first_of(keys)}",) if keys else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +110,13 @@ class Inspection(Shown):
     """None without a base."""
     head_difference: HeadDifference | None = None
     """How the head differs from the base's; None without a base or a complete head, except for a head of zeros."""
-    weights: WeightsDiagnosis
-    """Tensors with NaN, and tensors and files that the checkpoint does not name."""
+    non_finite_keys: tuple[str, ...]
+    """Tensors that contain NaN or infinities."""
+    unlisted_keys: tuple[str, ...]
+    """Tensors in the index's shards that the index does not list: transformers, vLLM and SGLang read them, llama.cpp's
+    converter refuses them."""
+    unnamed_weights: tuple[UnnamedFile, ...]
+    """Weight files in the directory that are no part of the checkpoint, and the number of their tensors."""
     problems: tuple[str, ...] = ()
     """Why ``generate`` and ``export`` refuse the checkpoint, a phrase each, whatever its head's status."""
     serves: Mapping[str, str]
@@ -133,27 +127,22 @@ class Inspection(Shown):
     """``yes``, or why the head can be inspected, grafted and exported, but not trained or decoded with."""
     note: str | None = None
     """A sentence about a drafter, or about tensors beside the head; None without one."""
-    other_cure: str | None = None
-    """The command that puts the base's head in place, where ``cure`` takes one from an unnamed weight file."""
 
     def to_json(self) -> dict[str, Any]:
         found = super().to_json()
-        head, trunk, weights = (found.pop(part) for part in ("head", "trunk", "weights"))
+        head, trunk = found.pop("head"), found.pop("trunk")
         of_head = ("declared_modules", "present_modules", "unexpected_keys", *_KEYS)
         return {
             **found,
             **{name: head[name] for name in of_head},
             **{f"trunk_{name}": trunk[name] for name in _KEYS},
-            "non_finite_keys": weights["non_finite_keys"],
-            "unlisted_keys": weights["unlisted_keys"],
-            "unnamed_weights": weights["unnamed_files"],
         }
 
     def _title(self) -> str:
         return f"{self.checkpoint}: {self.status}" + (" (stale)" if self.stale else "")
 
     def _rows(self) -> list[tuple[str, str]]:
-        head, trunk, weights, change = self.head, self.trunk, self.weights, self.trunk_changed
+        head, trunk, change = self.head, self.trunk, self.trunk_changed
         found = {
             "missing": head.missing_keys,
             "unexpected": head.unexpected_keys,
@@ -163,9 +152,9 @@ class Inspection(Shown):
             "trunk missing": trunk.missing_keys,
             "trunk shape": trunk.shape_errors,
             "trunk dtype": trunk.dtype_errors,
-            "NaN or infinite": weights.non_finite_keys,
-            "not in the index": weights.unlisted_keys,
-            "no part of the checkpoint": tuple(map(str, weights.unnamed_files)),
+            "NaN or infinite": self.non_finite_keys,
+            "not in the index": self.unlisted_keys,
+            "no part of the checkpoint": tuple(map(str, self.unnamed_weights)),
         }
         rows = [
             ("family", f"{self.family}; modules declared {head.declared_modules}, present {head.present_modules}"),
@@ -176,7 +165,6 @@ class Inspection(Shown):
             ("train, decode", None if self.runs_here == "yes" else self.runs_here),
             *serving_lines(self.serves),
             ("cure", self.cure or "nothing to cure"),
-            ("or, with the base's head", self.other_cure),
         ]
         return [(label, text) for label, text in rows if text is not None]
 
@@ -230,8 +218,8 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
     diagnosis = diagnose_head(checkpoint)
     base_head = base is not None and bool(diagnose_head(base).found_keys)
     change = stale = None
-    weights = _diagnose_weights(checkpoint, layout, progress)
-    comparable = diagnosis.comparable and not weights.non_finite_keys
+    weights = _weights_of(checkpoint, layout, progress)
+    comparable = diagnosis.comparable and not weights["non_finite_keys"]
     difference = zero_head(checkpoint, layout) if comparable else None
     if base is not None:
         require_same_trunk_shape(checkpoint, layout, base, layout_of(base))
@@ -241,13 +229,12 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         if diagnosis.found_keys and diagnosis.foreign is None:
             stale = change.share_of_tensors > 0 and difference is not None and difference.kind == "equal"
     trunk = diagnose_trunk(checkpoint) if holds_trunk(checkpoint, layout) else TrunkDiagnosis()
-    problems = (*trunk.problems, *weights.problems, *_adapter_problems(checkpoint))
+    problems = (*trunk.problems, *_not_finite(weights["non_finite_keys"]), *_adapter_problems(checkpoint))
     status = _head_status(diagnosis, base_head, difference)
     # A missing or incomplete head comes before problems of the checkpoint.
     if problems and status in ("healthy", "undeclared", "quantised", "miswired"):
         status = "damaged"
     unread = problems[0] if problems else diagnosis.describe() if diagnosis.quantised or diagnosis.foreign else None
-    chooses = not problems and _has_unnamed_head(checkpoint)
     return Inspection(
         checkpoint=str(checkpoint.path),
         family=layout.family.name,
@@ -258,7 +245,7 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         trunk=trunk,
         trunk_changed=change,
         head_difference=difference,
-        weights=weights,
+        **weights,
         problems=problems,
         serves=serving_commands(
             checkpoint, diagnosis, status, problems or ((str(difference),) if status == "miswired" else ())
@@ -266,7 +253,6 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         cure=_find_cure(checkpoint, base, status, change, stale, trunk, problems),
         runs_here="yes" if unread is None else f"no: {unread}",
         note=_note(checkpoint),
-        other_cure=suggestions.graft_command(*_with_donor(checkpoint, base)) if chooses else None,
     )
 
 
@@ -393,8 +379,6 @@ def _find_cure(
         return merge_command(path, path)
     if problems:
         return f"hf download CHECKPOINT --local-dir {shlex.quote(path)}"
-    if status not in ("partial", "quantised", "foreign") and _has_unnamed_head(checkpoint):
-        return suggestions.export_command(path)
     if status in ("declared_but_missing", "stripped", "partial", "quantised"):
         return suggestions.graft_command(path, donor)
     if status == "undeclared" or (not stale and status == "healthy" and _misread(checkpoint)):
@@ -413,12 +397,6 @@ def _with_donor(checkpoint: Checkpoint, base: Checkpoint | None) -> tuple[str, s
     return str(checkpoint.path), named or "BASE"
 
 
-def _has_unnamed_head(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint without a head has a complete one in files that it does not name, or renamed."""
-    holder = with_head_beside(checkpoint)
-    return holder is not checkpoint and diagnose_head(holder).complete
-
-
 def _inspect_mlx(checkpoint: Checkpoint, progress: Progress) -> Inspection:
     """Inspect a checkpoint that MLX alone reads: neither its trunk nor its head is compared."""
     path = str(checkpoint.path)
@@ -428,7 +406,7 @@ def _inspect_mlx(checkpoint: Checkpoint, progress: Progress) -> Inspection:
         family=checkpoint.family.name,
         status="foreign",
         head=HeadDiagnosis(0, 0, (), (), (), ()),
-        weights=_diagnose_weights(checkpoint, None, progress),
+        **_weights_of(checkpoint, None, progress),
         serves=engine_commands(complete(MLX_ALONE), path, SUGGESTED_DEPTH),
         cure=f"hf download {shlex.quote(original or 'ORIGINAL')} --local-dir {shlex.quote(path)}-original",
         runs_here="no: in MLX's layout",
@@ -449,7 +427,7 @@ def _inspect_assistant(
     size = checkpoint.config.get(assistant.trunk_hidden_size)
     return _inspect_drafter(
         checkpoint,
-        diagnose_assistant(checkpoint, assistant),
+        diagnose_assistant(checkpoint),
         progress,
         family=assistant.name,
         serves=assistant.commands(checkpoint.config, str(checkpoint.path), SUGGESTED_DEPTH),
@@ -502,8 +480,8 @@ def _inspect_drafter(
     cannot be decoded with here.
     """
     path = shlex.quote(str(checkpoint.path))
-    weights = _diagnose_weights(checkpoint, None, progress)
-    problems = (*problems, *weights.problems)
+    weights = _weights_of(checkpoint, None, progress)
+    problems = (*problems, *_not_finite(weights["non_finite_keys"]))
     whole = diagnosis.complete and not problems
     reason = problems[0] if diagnosis.complete and problems else diagnosis.describe()
     refusal = problems[0] if problems else unsupported
@@ -512,7 +490,7 @@ def _inspect_drafter(
         family=family,
         status="partial" if not diagnosis.complete else "damaged" if problems else "healthy",
         head=diagnosis,
-        weights=weights,
+        **weights,
         problems=problems,
         serves=serves if whole else dict.fromkeys(serves, f"no: {reason}"),
         cure=None if whole else f"hf download {what} --local-dir {path}",

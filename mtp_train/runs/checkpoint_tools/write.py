@@ -10,22 +10,18 @@ import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rich.progress import Progress
 
-from mtp_train.checkpoints.adapter import read_adapter, tokenizer_files
-from mtp_train.checkpoints.artifact import Artifact, HeadPlan, load_artifact
-from mtp_train.checkpoints.contents import left_out, unnamed_files
-from mtp_train.checkpoints.draft_checkpoint import DraftForm
-from mtp_train.checkpoints.export import LinkMode, write_checkpoint, write_head_only
-from mtp_train.checkpoints.files import Checkpoint, is_gguf, open_checkpoint, read_json
+from mtp_train.checkpoints.adapter import plan_merge, read_adapter
+from mtp_train.checkpoints.artifact import Artifact, load_artifact
+from mtp_train.checkpoints.export import LinkMode, with_fields, write_checkpoint, write_head_only
+from mtp_train.checkpoints.files import Checkpoint, is_gguf, left_out, open_checkpoint, read_json, unnamed_files
 from mtp_train.checkpoints.gguf.architectures import gguf_head_for
 from mtp_train.checkpoints.gguf.model_file import open_gguf, write_draft_gguf
-from mtp_train.checkpoints.gguf.sidecar import GgufKind, write_gguf
-from mtp_train.checkpoints.gguf.tensors import gguf_tensors
+from mtp_train.checkpoints.gguf.sidecar import GgufKind, gguf_tensors, write_gguf
 from mtp_train.checkpoints.identity import checkpoint_files, directory_files, require_same
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT
 from mtp_train.checkpoints.locations import (
@@ -37,11 +33,9 @@ from mtp_train.checkpoints.locations import (
     open_location,
     refuse_adapter,
 )
-from mtp_train.checkpoints.lora_merge import Merged, plan_changes, resized, write_merged
-from mtp_train.checkpoints.native import exact_tensor, native_head_of, stored_tensor
+from mtp_train.checkpoints.native import Take, exact_tensor, native_head_of, stored_tensor
 from mtp_train.checkpoints.suggestions import (
     draft_model_flag,
-    export_command,
     graft_command,
     probe_command,
     train_command,
@@ -51,13 +45,13 @@ from mtp_train.checkpoints.writing import new_directory, refuse_existing, remove
 from mtp_train.errors import CheckpointError, GateRefusedError, MtpError
 from mtp_train.evaluation.results import REPORT_FILE, load_report
 from mtp_train.heads.build import graft_plan
-from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of, with_head_beside
+from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs.checkpoint_tools.gguf_files import config_of, export_gguf_head, graft_gguf, inspect_gguf
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH, serving_commands
 from mtp_train.runs.display import Shown, quiet_progress, serving_lines
 from mtp_train.runs.export import write_card, write_export, write_untrained_card
-from mtp_train.runs.run_directory import ADAPTER, PROVENANCE_FILE, TRUNK, checkpoint_identity, claimed_by_run
+from mtp_train.runs.run_directory import ADAPTER, PROVENANCE_FILE, TRUNK, checkpoint_identity
 from mtp_train.trunk.tokenizer import load_tokenizer
 from mtp_train.trunk.whole import first_of, require_whole_trunk
 
@@ -129,16 +123,13 @@ def graft(
     require_whole_trunk(trunk)
     require_finite_checkpoint(trunk, progress)
     require_finite_checkpoint(donor, progress)
-    write_checkpoint(trunk, plan.layout, plan.head, out, link=link)
+    write_checkpoint(trunk, plan.layout, plan.head, out, link=link, progress=progress)
     with removed_on_failure(out):
         identities = checkpoint_identity(str(fine_tune), trunk), checkpoint_identity(str(base), donor)
         write_untrained_card(out, *identities, None, SUGGESTED_DEPTH)
         written = open_checkpoint(out)
         serves = serving_commands(written, diagnose_head(written), "healthy")
     notes = left_out(unnamed_files(trunk, plan.layout))
-    if diagnose_head(trunk).unnamed_in:
-        command = export_command(str(trunk.path))
-        notes += (f"The head among them was replaced by the base's. To keep it instead: {command}",)
     reduced = [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]
     if reduced:
         notes += (f"Left out, as it is of {donor.path}'s own tokens: {first_of(reduced)}.",)
@@ -163,8 +154,14 @@ class MergeResult(Shown):
     """The checkpoint that the adapter was merged into, as the caller named it."""
     adapter: str
     """The adapter, as the caller named it."""
-    merged: Merged
-    """Numbers of changed tensors, of shards, and of the head's tensors, and the files of the adapter's tokenizer."""
+    num_tensors: int
+    """Stored tensors that changed."""
+    shards_rewritten: int
+    shards_kept: int
+    head_keys: int
+    """Tensors of the head in the checkpoint, which are unchanged."""
+    tokenizer_files: tuple[str, ...]
+    """Files of the tokenizer and chat template that are the adapter's; empty where it has none of its own."""
     attached: bool
     """Whether the family's releases have no MTP head, so that one has to be trained from scratch."""
     notes: tuple[str, ...] = ()
@@ -176,21 +173,17 @@ class MergeResult(Shown):
 
         ``BASE`` in it stands for the base model, which is not known here.
         """
-        if self.merged.head_keys:
+        if self.head_keys:
             return probe_command(self.out, self.checkpoint)
         return train_command(self.out) if self.attached else graft_command(self.out, "BASE")
 
     def to_json(self) -> dict[str, Any]:
-        values = super().to_json() | {"cure": self.cure}
-        return values | values.pop("merged")
+        return super().to_json() | {"cure": self.cure}
 
     def __str__(self) -> str:
-        merged = self.merged
-        shards = merged.shards_rewritten + merged.shards_kept
-        lines = [
-            f"Wrote {self.out}: {merged.num_tensors} tensors changed, in {merged.shards_rewritten} of {shards} files."
-        ]
-        if merged.head_keys:
+        shards = self.shards_rewritten + self.shards_kept
+        lines = [f"Wrote {self.out}: {self.num_tensors} tensors changed, in {self.shards_rewritten} of {shards} files."]
+        if self.head_keys:
             lines.append(
                 f"Its head is the head of {self.checkpoint}, bit for bit, and was not trained for the merged trunk. "
                 f"Measure whether it drafts worse: {self.cure}"
@@ -198,8 +191,8 @@ class MergeResult(Shown):
         else:
             what = "Attach one" if self.attached else "Put the base's back"
             lines.append(f"It has no head, like {self.checkpoint}. {what}: {self.cure}")
-        if merged.tokenizer_files:
-            lines.append(f"Its tokenizer is the adapter's: {', '.join(merged.tokenizer_files)}.")
+        if self.tokenizer_files:
+            lines.append(f"Its tokenizer is the adapter's: {', '.join(self.tokenizer_files)}.")
         return "\n".join([*lines, *self.notes])
 
 
@@ -226,7 +219,7 @@ def merge(
 
     Example:
         >>> import mtp_train as mtp
-        >>> mtp.merge("Qwen/Qwen3.6-27B", "my-lora", "my-27b").merged.num_tensors
+        >>> mtp.merge("Qwen/Qwen3.6-27B", "my-lora", "my-27b").num_tensors
         448
     """
     result_dir, checkpoint, adapter = Path(out), str(checkpoint), str(adapter)
@@ -235,20 +228,34 @@ def merge(
     lora = read_adapter(locate_checkpoint(adapter))
     source = open_location(checkpoint)
     layout = layout_of(source)
-    changes = plan_changes(source, layout, lora)
+    plan = plan_merge(source, layout, lora)
     require_whole_trunk(source, adapter_beside=True)
-    if tokenizer_files(source.path, lora.path):
+    if tokenizer := [name for name, file in plan.files.items() if file is not None]:
         # Refuses a token without an embedding.
-        load_tokenizer(resized(source, layout, changes), trust_remote_code=False, adapter=lora.path)
+        resized = replace(source, config=with_fields(source, plan.config_fields))
+        load_tokenizer(resized, trust_remote_code=False, adapter=lora.path)
     require_finite_checkpoint(source, progress)
     link: LinkMode = "copy" if copy else "hard"
-    merged = write_merged(source, layout, lora.path, changes, result_dir, link=link, progress=progress)
+    write_checkpoint(source, layout, None, result_dir, link=link, progress=progress, merge=plan)
+    shards, rewritten = ({source.tensors[key].file for key in keys} for keys in (source.tensors, plan.tensors))
+    own_head = [key for key in source.tensors if layout.is_head_key(key) and layout.shared_key(key) is None]
     with removed_on_failure(result_dir):
         identity = checkpoint_identity(checkpoint, source)
-        head_from = identity if merged.head_keys else None
+        head_from = identity if own_head else None
         write_untrained_card(result_dir, identity, head_from, adapter, SUGGESTED_DEPTH)
     notes = left_out(unnamed_files(source, layout))
-    return MergeResult(str(result_dir), checkpoint, adapter, merged, source.family.attached, notes)
+    return MergeResult(
+        out=str(result_dir),
+        checkpoint=checkpoint,
+        adapter=adapter,
+        num_tensors=len(plan.tensors),
+        shards_rewritten=len(rewritten),
+        shards_kept=len(shards - rewritten),
+        head_keys=len(own_head),
+        tokenizer_files=tuple(sorted(tokenizer)),
+        attached=source.family.attached,
+        notes=notes,
+    )
 
 
 # Programs that pass both draft nothing, or crash (unsloth#10169, LM Studio's bug tracker #2244).
@@ -270,8 +277,7 @@ class ExportResult(Shown):
     flag: str | None = None
     """vLLM's flag that drafts with a head-only export; None for other forms."""
     notes: tuple[str, ...] = ()
-    """Sentences about weight files that were left out, the trunk's layers that a draft model for speculators reads, and
-    the trunk that a GGUF file is passed with."""
+    """Sentences about weight files that were left out, and about the trunk that a GGUF file is passed with."""
 
     def __str__(self) -> str:
         if self.file is not None:
@@ -289,28 +295,25 @@ def export(
     *,
     head_only: bool = False,
     gguf: GgufKind | None = None,
-    speculators: bool = False,
     copy: bool = False,
     progress: Progress | None = None,
 ) -> ExportResult:
     """Write a servable checkpoint from a run that passed the gate, or from a checkpoint that holds a head.
 
-    The default form is the trunk's checkpoint with the head in it, and an index that lists all tensors. A head in a
-    weight file that the checkpoint does not name becomes its head; other such files are left out. A run's EAGLE,
-    EAGLE-3 or Medusa head becomes a draft model. ``head_only``, ``gguf`` and ``speculators`` choose another form; give
-    at most one of them.
+    The default form is the trunk's checkpoint with the head in it, and an index that lists all tensors. Weight files
+    that the checkpoint does not name are left out. A run's EAGLE, EAGLE-3 or Medusa head becomes a draft model.
+    ``head_only`` and ``gguf`` choose another form; give at most one of them.
 
     Args:
         source: A run directory, a checkpoint with a complete head, declared or not, or a GGUF file with ``head_only``.
         out: The new directory.
         head_only: Write an MTP head alone, as a directory that vLLM loads as a draft model.
         gguf: Write the head alone as a GGUF file for llama.cpp: ``"f32"``, ``"f16"``, ``"bf16"`` or ``"q8_0"``.
-        speculators: Write an EAGLE-3 head in the format of the speculators package.
         copy: Copy the trunk's unchanged files; False hard-links them where the file system allows.
         progress: A started rich progress bar; None shows nothing.
 
     Raises:
-        MtpError: Several forms are given, or ``copy`` with ``gguf``.
+        MtpError: Both forms are given, or ``copy`` with ``gguf``.
         OutputExistsError: ``out`` exists.
         CheckpointError: No head that this form holds, an unmeasured run, or a weight that is missing or not finite.
         ChangedInputError: The run's trunk changed since the head was trained on it.
@@ -322,82 +325,40 @@ def export(
         Wrote my-27b-head/mtp-my-27b.gguf. Serve it: llama-server ...
     """
     source, out, progress = Path(source), Path(out), progress or quiet_progress()
-    forms = ("--head-only", head_only), ("--gguf", gguf), ("--speculators", speculators)
-    given = [name for name, is_on in forms if is_on]
-    if len(given) > 1:
-        raise MtpError(f"{' and '.join(given)}: given together; expected one of them. Leave the others out.")
-    if gguf is not None and copy:
-        raise MtpError("--copy: given with --gguf, which links no files; expected one of them. Leave --copy out.")
+    if gguf is not None and (head_only or copy):
+        other = "--head-only" if head_only else "--copy"
+        raise MtpError(f"{other}: given with --gguf, which writes the head alone; expected one of them. Leave it out.")
     if is_gguf(source):
         if not head_only:
             raise MtpError(f"{source}: a GGUF file; expected --head-only, which takes its head out. Add it.")
         written = export_gguf_head(source, out, progress)
         return ExportResult(out, source, file=written, spec_type="draft-mtp", notes=(_ONE_HEAD,))
     refuse_existing(out, what="the checkpoint" if gguf is None else "the GGUF file")
-    found = _head_to_export(source, progress)
+    # llama.cpp's converter reads FP8 and FP4 without rounding.
+    found = _head_to_export(source, progress, stored_tensor if gguf is None else exact_tensor)
+    trunk, head = found.trunk, found.head
     _require_sound(source, found, progress, head_only=head_only, alone=head_only or gguf is not None)
     if gguf is not None:
         return _write_gguf_file(source, found, out, gguf, progress)
     if head_only:
-        write_head_only(found.trunk, layout_of(found.holder), found.plan.head, out)
-        return ExportResult(out, found.trunk.path, flag=draft_model_flag(str(out), found.num_depths))
-    notes = _write_with_trunk(source, found, out, "copy" if copy else "hard", progress, speculators=speculators)
-    return ExportResult(out, found.trunk.path, notes=notes)
-
-
-def _write_with_trunk(
-    source: Path, found: _HeadToExport, out: Path, link: LinkMode, progress: Progress, *, speculators: bool
-) -> tuple[str, ...]:
-    """Write the trunk's checkpoint with the head in it, or a run's draft model; return what to tell about it."""
-    trunk, layout = found.trunk, layout_of(found.holder)
-    form: DraftForm = "speculators" if speculators else "engines"
-    if speculators and found.plan.family.kind == "mtp":
-        raise CheckpointError(
-            f"{trunk.path}: its head is an MTP head, which is part of the trunk's checkpoint; expected a head of kind "
-            "eagle3. Leave --speculators out."
-        )
-    if not isinstance(found.plan, Artifact):
-        write_checkpoint(trunk, layout, found.plan.head, out, link=link)
-        return _notes(found)
-    adapter, hub_id = found.adapter, found.hub_id
-    write_export(trunk, found.plan, out, adapter=adapter, link=link, progress=progress, form=form, hub_id=hub_id)
-    with removed_on_failure(out):
-        write_card(source, out)
-    notes = left_out(unnamed_files(trunk, layout)) if found.plan.family.kind == "mtp" else ()
-    if speculators:
-        layers = found.plan.family.wiring.trunk_layers(text_config_of(trunk))
-        notes += (f"It reads the hidden states after the layers {', '.join(map(str, layers))} of its trunk.",)
-    return notes
-
-
-def _notes(found: _HeadToExport) -> tuple[str, ...]:
-    """Return the sentences about weight files that are no part of the checkpoint: the head's, and those left out."""
-    trunk, holder = found.trunk, found.holder
-    head = {key: info for key, info in holder.tensors.items() if key not in trunk.tensors}
-    files = unnamed_files(trunk, layout_of(trunk))
-    taken = [one for one in files if one.file in {info.file for info in head.values()}]
-    others = [
-        one
-        for one in files
-        if one not in taken or one.num_tensors > sum(info.file == one.file for info in head.values())
-    ]
-    names = [info.name for info in head.values() if info.name is not None]
-    notes = [f"Its head is that of {', '.join(map(str, taken))}, which {trunk.path} does not name."] if taken else []
-    notes += [f"Its head was under other names: {first_of(names)}."] if names else []
-    return (*notes, *left_out(others))
+        write_head_only(trunk, layout_of(trunk), head.head, out)
+        return ExportResult(out, trunk.path, flag=draft_model_flag(str(out), head.num_depths))
+    write_export(trunk, head, out, adapter=found.adapter, link="copy" if copy else "hard", progress=progress)
+    if found.is_of_run:
+        with removed_on_failure(out):
+            write_card(source, out)
+    notes = left_out(unnamed_files(trunk, layout_of(trunk))) if head.family.kind == "mtp" else ()
+    return ExportResult(out, trunk.path, notes=notes)
 
 
 def _write_gguf_file(source: Path, found: _HeadToExport, out: Path, kind: GgufKind, progress: Progress) -> ExportResult:
     """Write ``mtp-NAME.gguf`` or ``eagle3-NAME.gguf``, named after the trunk, into a new directory."""
-    if found.plan.family.kind != "mtp":
+    if found.head.family.kind != "mtp":
         file = _write_draft_gguf(source, found, out, kind, progress)
         return ExportResult(out, found.trunk.path, file=file, spec_type="draft-eagle3")
-    trunk, layout, config = found.trunk, layout_of(found.holder), config_of(found.trunk)
-    head = found.plan.head
-    if not isinstance(found.plan, Artifact):
-        head = native_head_of(found.holder, layout, layout, take=exact_tensor)
+    trunk, layout, config = found.trunk, layout_of(found.trunk), config_of(found.trunk)
     record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))
-    tensors = gguf_tensors(trunk, layout, head, record, config)
+    tensors = gguf_tensors(trunk, layout, found.head.head, record, config)
     tokenizer = load_tokenizer(trunk, trust_remote_code=False)
     name = f"mtp-{checkpoint_name(trunk.path)}.gguf"
     with new_directory(out, what="the GGUF file") as directory:
@@ -415,8 +376,8 @@ def _write_gguf_file(source: Path, found: _HeadToExport, out: Path, kind: GgufKi
 
 
 def _write_draft_gguf(source: Path, found: _HeadToExport, out: Path, kind: GgufKind, progress: Progress) -> Path:
-    trunk, head = load_recipe(source / RECIPE_FILE).model.trunk, found.plan
-    if not isinstance(head, Artifact) or head.family.kind != "eagle3" or not is_gguf(trunk):
+    trunk, head = load_recipe(source / RECIPE_FILE).model.trunk, found.head
+    if head.family.kind != "eagle3" or not is_gguf(trunk):
         raise CheckpointError(
             f"{source}: a head of kind {head.family.kind} for {trunk}; expected an MTP head, or an EAGLE-3 head for "
             "a trunk that is a GGUF file. Export it without --gguf: it becomes a draft model, which llama.cpp's "
@@ -442,31 +403,21 @@ class _HeadToExport(NamedTuple):
     """A head and the checkpoint of its trunk."""
 
     trunk: Checkpoint
-    holder: Checkpoint
-    """The checkpoint with the head: the trunk's, with the tensors of an unnamed weight file where it has no head."""
-    plan: HeadPlan
-    """The head; an artifact for the head of a run, whose adapter and hub id follow."""
+    head: Artifact
+    is_of_run: bool
     adapter: Path | None = None
     """The LoRA adapter that the run's trunk was trained with; None without one."""
-    hub_id: str | None = None
-    """Hub id of a run's trunk; None for a local one."""
-
-    @property
-    def num_depths(self) -> int:
-        """Drafts per round that the head was trained for, or that a command suggests."""
-        return self.plan.num_depths if isinstance(self.plan, Artifact) else SUGGESTED_DEPTH
 
 
-def _head_to_export(source: Path, progress: Progress) -> _HeadToExport:
-    """Return the head of a run that passed its gate, or of a checkpoint.
+def _head_to_export(source: Path, progress: Progress, take: Take) -> _HeadToExport:
+    """Return the head of a run that passed its gate, or of a checkpoint, whose tensors are read by ``take``.
 
     A run that fine-tuned its trunk has already exported it with the head that its gate chose: that checkpoint is read.
     """
     if not is_head_directory(source / HEAD):
         refuse_adapter(source, str(source))
         trunk = open_checkpoint(source)
-        holder = with_head_beside(trunk)
-        return _HeadToExport(trunk, holder, _own_head(holder))
+        return _HeadToExport(trunk, _own_head(trunk, take), is_of_run=False)
     if not (source / REPORT_FILE).is_file():
         raise CheckpointError(
             f"{source}: its head has not been measured; expected a run that reached the gate. Run its recipe again: "
@@ -480,21 +431,19 @@ def _head_to_export(source: Path, progress: Progress) -> _HeadToExport:
     # The recipe may name the trunk by a link or a hub id that leads elsewhere by now: the recorded path comes first.
     trunk = open_location(identity["path"] if Path(identity["path"]).exists() else model.trunk)
     adapter = locate_adapter(model.adapter, model.trunk) if model.adapter else None
-    loaders = {TRUNK: partial(checkpoint_files, trunk)}
+    inputs = {TRUNK: checkpoint_files(trunk)}
     if adapter is not None:
-        loaders[ADAPTER] = partial(directory_files, adapter)
+        inputs[ADAPTER] = directory_files(adapter)
     # keeps=False: an export writes nothing to the run directory, which may belong to another user.
-    require_same(claimed_by_run(source), loaders, progress, finished=True, keeps=False)
-    # A revision is recorded for trunks of the hub only.
-    hub_id = identity["name"] if identity["revision"] else None
-    return _HeadToExport(trunk, trunk, load_artifact(source / HEAD), adapter, hub_id)
+    require_same(source, inputs, progress, finished=True, keeps=False)
+    return _HeadToExport(trunk, load_artifact(source / HEAD), True, adapter)
 
 
 def _require_sound(source: Path, found: _HeadToExport, progress: Progress, *, head_only: bool, alone: bool) -> None:
     """Check the weights, and for a head ``alone`` that it can be written without its trunk's checkpoint."""
-    if head_only and found.plan.family.kind != "mtp":
+    if head_only and found.head.family.kind != "mtp":
         raise CheckpointError(
-            f"{found.trunk.path}: its head is {found.plan.family.title}; expected an MTP head. Export it without "
+            f"{found.trunk.path}: its head is {found.head.family.title}; expected an MTP head. Export it without "
             "--head-only: it becomes a draft model, a directory of its own."
         )
     if alone and found.adapter is not None:
@@ -504,10 +453,10 @@ def _require_sound(source: Path, found: _HeadToExport, progress: Progress, *, he
         )
     require_whole_trunk(found.trunk)
     # A head on its own repeats only a few of the trunk's tensors, but is loaded beside all of them.
-    require_finite_checkpoint(found.holder, progress)
+    require_finite_checkpoint(found.trunk, progress)
 
 
-def _own_head(checkpoint: Checkpoint) -> HeadPlan:
+def _own_head(checkpoint: Checkpoint, take: Take) -> Artifact:
     diagnosis = diagnose_head(checkpoint)
     if not diagnosis.complete:
         raise CheckpointError(
@@ -515,7 +464,13 @@ def _own_head(checkpoint: Checkpoint) -> HeadPlan:
             "head. Use mtp-train graft to put the base's head back."
         )
     layout = layout_of(checkpoint)
-    template = native_head_of(checkpoint, layout, layout, take=stored_tensor)
+    head = native_head_of(checkpoint, layout, layout, take=take)
     declared = checkpoint.family.declaring(diagnosis.present_modules, checkpoint.config)
-    head = replace(template, config_fields={**template.config_fields, **declared})
-    return HeadPlan(layout, diagnosis.present_modules, "auto", head)
+    return Artifact(
+        layout=layout,
+        num_modules=diagnosis.present_modules,
+        num_depths=SUGGESTED_DEPTH,
+        convention="auto",
+        head=replace(head, config_fields={**head.config_fields, **declared}),
+        notes={},
+    )

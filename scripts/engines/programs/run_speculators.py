@@ -4,8 +4,7 @@ Run it with the interpreter of speculators' own environment; it needs nothing of
 to ``OUT.safetensors``.
 
 speculators unrolls an MTP head as in its training: teacher-forced, each depth attends to its own rows only, and
-positions do not advance. An EAGLE-3 head (the draft model of the job) attends as in decoding. Its class returns no
-logits, so they are read from the output of its lm_head.
+positions do not advance.
 """
 
 import json
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.models.mtp.core import MTPDraftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -39,36 +37,11 @@ def head_logits(job):
     return found
 
 
-@torch.inference_mode()
-def eagle3_logits(job):
-    """Return the logits (rows, draft vocabulary) of every text and depth of an EAGLE-3 head."""
-    dtype = getattr(torch, job["dtype"])
-    trunk = AutoModelForCausalLM.from_pretrained(job["checkpoint"], dtype=dtype).eval()
-    config = Eagle3SpeculatorConfig.from_pretrained(job["draft"]["path"])
-    config.transformer_layer_config._attn_implementation = "eager"
-    head = Eagle3DraftModel.from_pretrained(job["draft"]["path"], config=config).to(dtype).eval()
-    seen = []
-    head.lm_head.register_forward_hook(lambda _module, _inputs, logits: seen.append(logits[0]))
-    found = {}
-    for number, text in enumerate(job["texts"]):
-        tokens = torch.tensor([text])
-        states = trunk(tokens, output_hidden_states=True).hidden_states
-        read = torch.cat([states[layer] for layer in head.target_layer_ids], dim=-1)
-        seen.clear()
-        # A row reads a hidden state and the token after it.
-        head(read[:, :-1], tokens[:, 1:], torch.zeros_like(tokens[:, 1:]), ttt_steps=job["depth"])
-        for depth, logits in enumerate(seen, start=1):
-            # The last rows read tokens past the text.
-            found[f"{number}.{depth}"] = logits[: len(text) - depth].float().contiguous()
-    return found
-
-
 def main():
     """Run the job and write its document."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     out = Path(sys.argv[2])
-    logits = head_logits(job) if job["draft"] is None else eagle3_logits(job)
-    save_file(logits, out.with_suffix(".safetensors"))
+    save_file(head_logits(job), out.with_suffix(".safetensors"))
     document = {
         "engine": "speculators",
         "versions": {name: version(name) for name in ("speculators", "torch", "transformers")},
