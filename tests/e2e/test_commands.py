@@ -80,13 +80,13 @@ def test_regenerated_responses_are_the_runs_and_a_lost_one_is_generated_again(
     assert counts["responses"] == len(written.splitlines())
     assert not (tmp_path / "run" / "head").exists()
     batches: list[int] = []
-    decode = SpeculativeDecoder.decode
+    generate = SpeculativeDecoder.generate
 
     def counted(decoder: SpeculativeDecoder, requests: Any, *settings: Any) -> Any:
         batches.append(len(requests))
-        return decode(decoder, requests, *settings)
+        return generate(decoder, requests, *settings)
 
-    monkeypatch.setattr(SpeculativeDecoder, "decode", counted)
+    monkeypatch.setattr(SpeculativeDecoder, "generate", counted)
     assert document(["regenerate", recipe], capfd) == counts
     assert batches == []
     # A response that got lost is the only one that is generated again.

@@ -93,7 +93,7 @@ def test_only_missing_responses_are_generated_and_the_copy_outlives_the_run(
 
     shutil.rmtree(donor)
     kept = tree(run / "data")
-    monkeypatch.setattr(regeneration.SpeculativeDecoder, "decode", None)
+    monkeypatch.setattr(regeneration.SpeculativeDecoder, "generate", None)
     assert main(["regenerate", str(recipe)]) == 0
     assert tree(run / "data") == kept
 
