@@ -1,6 +1,6 @@
 """Define the sections of a recipe: fields with types, limits, defaults and descriptions, and the rules between them.
 
-This is the only place where a field is defined: ``schema.json`` and the reference in ``recipes/README.md`` are
+This is the only place where a field is defined: ``schema.json`` and the reference in ``recipes/fields.md`` are
 generated from it. This module does not import torch.
 """
 

@@ -33,9 +33,9 @@ from mtp_train.data.pack import PackedSequence
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
 from mtp_train.heads.alignment import PADDING_DOCUMENT
+from mtp_train.train.plan import GIB
 
 SHARD_BYTES = 1 << 28
-_GIB = 1 << 30
 
 HiddenFn = Callable[[Tensor, Tensor, int], Tensor]
 """From tokens (1, S), their document numbers (1, S) and the most tokens of one forward pass to the trunk's hidden
@@ -92,11 +92,11 @@ class HiddenCache:
         Raises:
             TrainingError: The cache is larger than the recipe allows, or than the disk has room for.
         """
-        gib = self.num_bytes / _GIB
+        gib = self.num_bytes / GIB
         what = f"{gib:.2f} GiB for {self.num_tokens} tokens of {self.token_bytes} bytes"
         if self.num_bytes > max_bytes:
             raise TrainingError(
-                f"train.hidden_cache.max_gib: {what}; expected at most {max_bytes / _GIB:g} GiB. Raise it, take fewer "
+                f"train.hidden_cache.max_gib: {what}; expected at most {max_bytes / GIB:g} GiB. Raise it, take fewer "
                 "documents, or write train.hidden_cache: null."
             )
         found = next(parent for parent in (self.directory, *self.directory.parents) if parent.exists())
@@ -104,8 +104,8 @@ class HiddenCache:
         missing = self.num_bytes - sum(path.stat().st_size for path in self.directory.glob("*.safetensors"))
         if missing > free:
             raise TrainingError(
-                f"{self.directory}: {what}, {missing / _GIB:.2f} GiB yet to be written; expected room for them, and "
-                f"{free / _GIB:.2f} GiB are free. Name another directory in train.hidden_cache.directory."
+                f"{self.directory}: {what}, {missing / GIB:.2f} GiB yet to be written; expected room for them, and "
+                f"{free / GIB:.2f} GiB are free. Name another directory in train.hidden_cache.directory."
             )
 
     def build(

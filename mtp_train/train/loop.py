@@ -239,7 +239,7 @@ def optimise(
     max_grad_norm: float,
     micro_batches: Iterable[MicroBatch],
 ) -> tuple[Tensor, Tensor]:
-    """Do one optimiser step over this rank's micro-batches of it, on the host, without waiting for the device.
+    """Do one optimiser step over this rank's micro-batches, copied to the device here, without waiting for it.
 
     Returns:
         Each depth's loss sum and number of targets on this rank, shape (2, K), and the gradient norm, (1,).
