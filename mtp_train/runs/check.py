@@ -23,6 +23,7 @@ from mtp_train.checkpoints.identity import TOKENIZER_PATTERNS
 from mtp_train.checkpoints.locations import locate_checkpoint, open_location
 from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.errors import CheckpointError, MtpError
+from mtp_train.evaluation.decoding import MAX_BATCH
 from mtp_train.families import family_for, kinds_served, of_kind, raw_text_config
 from mtp_train.families.engines import engine_commands
 from mtp_train.families.spec import RawConfig
@@ -34,7 +35,6 @@ from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.display import Shown, serving_lines, wiring_note
 from mtp_train.runs.inputs import RunText, gather_text, recipe_tokenizer, require_source_model
 from mtp_train.runs.refusals import HeadOnTrunk, raise_together, refusals
-from mtp_train.runs.regeneration import BATCH_SIZE
 from mtp_train.runs.resolve import (
     Choice,
     Overrides,
@@ -161,9 +161,9 @@ class Shapes:
         if on_gpu and recipe.model.quantization is None and not self._is_packed:
             shards = in_shards(memory, self.trunk, plan, is_adapted=recipe.model.adapter is not None)
         answered = recipe.data.regenerate
-        texts = BATCH_SIZE if answered is None or answered.endpoint else answered.batch_size or BATCH_SIZE
+        own = None if answered is None or answered.endpoint else answered.batch_size
         each = keys_and_values(model.text_config, device) * plan.seq_len_tokens
-        return Room(plan, memory, shards, device, recipe.decodes and recipe.study is None, texts, each)
+        return Room(plan, memory, shards, device, recipe.decodes and recipe.study is None, own or MAX_BATCH, each)
 
     def alternatives(self, recipe: Recipe, world_size: int, device: Device) -> Iterator[tuple[str, str]]:
         """Yield arguments to add with which a run that does not fit does, and what it then needs; one of each sort."""
@@ -333,7 +333,9 @@ class CheckResult(Shown):
             yield "  in shards (fsdp2.yaml, zero3.yaml)", shards.to_text()
         if self.room.decodes:
             texts, kept = self.room.decoded_texts, self.room.decoded_texts * self.room.text_bytes
-            needed = f"{(memory.decoding_bytes + kept) / GIB:.2f} GiB, of which keys and values {kept / GIB:.2f}"
+            needed = (
+                f"{(memory.decoding_bytes + kept) / GIB:.2f} GiB, of which keys and values at most {kept / GIB:.2f}"
+            )
             yield "  to answer and to measure", f"{needed}: {texts} texts of {self.plan.seq_len_tokens} tokens"
         if memory.loading_bytes:
             others = "" if shards is None else f"; {shards.loading_bytes / GIB:.2f} GiB with fsdp2.yaml"

@@ -214,11 +214,13 @@ def model_facts(recipe: Recipe, world_size: int, device: Device) -> ModelFacts:
 
 
 def keys_and_values(text_config: PretrainedConfig, device: Device) -> int:
-    """Return the bytes that a token takes in the cache of the trunk, if every layer has full attention."""
+    """Return the most bytes that a token takes in the cache of the trunk: less with sliding windows or latents."""
     fields = text_config.to_dict()
+    kinds = fields.get("layer_types") or ["attention"] * text_config.num_hidden_layers
+    layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
     heads = fields.get("num_key_value_heads") or text_config.num_attention_heads
     head_dim = fields.get("head_dim") or text_config.hidden_size // text_config.num_attention_heads
-    return int(text_config.num_hidden_layers * 2 * heads * head_dim) * (2 if device.kind == "cuda" else 4)
+    return int(layers * 2 * heads * head_dim) * (2 if device.kind == "cuda" else 4)
 
 
 def text_facts(recipe: Recipe) -> TextFacts:
