@@ -23,6 +23,7 @@ from mtp_train.checkpoints.identity import TOKENIZER_PATTERNS
 from mtp_train.checkpoints.locations import locate_checkpoint, open_location
 from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.errors import CheckpointError, MtpError
+from mtp_train.evaluation.decoding import MAX_BATCH
 from mtp_train.families import family_for, kinds_served, of_kind, raw_text_config
 from mtp_train.families.engines import engine_commands
 from mtp_train.families.spec import RawConfig
@@ -37,6 +38,7 @@ from mtp_train.runs.refusals import HeadOnTrunk, raise_together, refusals
 from mtp_train.runs.resolve import (
     Choice,
     Overrides,
+    keys_and_values,
     launched_processes,
     override_texts,
     resolved_recipe,
@@ -73,6 +75,10 @@ class Room:
     device: Device
     decodes: bool
     """Whether each process decodes with the whole trunk."""
+    decoded_texts: int
+    """The most texts that are decoded together."""
+    text_bytes: int
+    """Bytes of the keys and values of each of them."""
 
     @property
     def needs_shards(self) -> bool:
@@ -154,7 +160,10 @@ class Shapes:
         # accelerate shards on GPUs only, and packed trunks are refused under FSDP2 and ZeRO-3.
         if on_gpu and recipe.model.quantization is None and not self._is_packed:
             shards = in_shards(memory, self.trunk, plan, is_adapted=recipe.model.adapter is not None)
-        return Room(plan, memory, shards, device, recipe.decodes and recipe.study is None)
+        answered = recipe.data.regenerate
+        own = None if answered is None or answered.endpoint else answered.batch_size
+        each = keys_and_values(model.text_config, device) * plan.seq_len_tokens
+        return Room(plan, memory, shards, device, recipe.decodes and recipe.study is None, own or MAX_BATCH, each)
 
     def alternatives(self, recipe: Recipe, world_size: int, device: Device) -> Iterator[tuple[str, str]]:
         """Yield arguments to add with which a run that does not fit does, and what it then needs; one of each sort."""
@@ -322,6 +331,12 @@ class CheckResult(Shown):
         yield "memory of a process", f"{memory.to_text()}; on {self.room.device}"
         if shards is not None:
             yield "  in shards (fsdp2.yaml, zero3.yaml)", shards.to_text()
+        if self.room.decodes:
+            texts, kept = self.room.decoded_texts, self.room.decoded_texts * self.room.text_bytes
+            needed = (
+                f"{(memory.decoding_bytes + kept) / GIB:.2f} GiB, of which keys and values at most {kept / GIB:.2f}"
+            )
+            yield "  to answer and to measure", f"{needed}: {texts} texts of {self.plan.seq_len_tokens} tokens"
         if memory.loading_bytes:
             others = "" if shards is None else f"; {shards.loading_bytes / GIB:.2f} GiB with fsdp2.yaml"
             yield "main memory of each, to load", f"{memory.loading_bytes / GIB:.2f} GiB{others}"

@@ -29,6 +29,7 @@ from mtp_train.answers.store import (
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import DataError, MtpError, RecipeError
+from mtp_train.evaluation.decoding import MAX_BATCH
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import RegenerateSpec
 from mtp_train.runs.refusals import DATA, SETTINGS_FILE, TrunkContents, answers_of
@@ -41,8 +42,8 @@ from mtp_train.train.shard import shard_decoder
 from mtp_train.trunk.load import Trunk
 
 COUNTS_FILE, COPIED_FROM_FILE = "counts.json", "copied.json"
-BATCH_SIZE, CONCURRENCY = 16, 32
-"""Defaults of ``data.regenerate.batch_size`` and ``data.regenerate.concurrency``."""
+CONCURRENCY = 32
+"""Default of ``data.regenerate.concurrency``; that of ``batch_size`` is the batch of an evaluation."""
 
 
 def data_stage(run: Run, trunk: Trunk, *, in_shards: bool = False) -> list[Document]:
@@ -87,7 +88,7 @@ def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tu
         progress.update(task, completed=done, total=total)
 
     if settings.endpoint is None:
-        rows = settings.batch_size or BATCH_SIZE
+        rows = settings.batch_size or MAX_BATCH
         set_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
         answer_by_decoder(run, settings, trunk, store, on_progress)
     else:
@@ -166,7 +167,7 @@ def answer_by_decoder(
     prompts = [prompt for prompt in inputs.prompts if prompt.id not in copied]
     if not prompts:
         return
-    batch_size = settings.batch_size or BATCH_SIZE
+    batch_size = settings.batch_size or MAX_BATCH
     decoder = SpeculativeDecoder(trunk, None, 0, inputs.eos_ids, max_batch=batch_size)
     regenerate(
         prompts,

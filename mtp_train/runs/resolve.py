@@ -20,6 +20,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from transformers import PretrainedConfig
+
 from mtp_train.acceptance.gate import min_gate_groups
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.data.records import PlainText, has_response
@@ -143,7 +145,7 @@ class ModelFacts(NamedTuple):
     hidden_size: int
     max_positions: int
     cache_bytes: int
-    """Bytes of keys and values of a token in all layers, if every layer has full attention."""
+    """See :func:`keys_and_values`."""
     device: str
     spare_bytes: int
     """Memory of the device beside a whole trunk; 0 or less if the trunk does not fit."""
@@ -193,9 +195,7 @@ def resolve_training(
 def model_facts(recipe: Recipe, world_size: int, device: Device) -> ModelFacts:
     checkpoint = open_location(recipe.model.trunk)
     text_config = text_config_of(checkpoint, trust_remote_code=recipe.model.trust_remote_code)
-    fields = text_config.to_dict()
-    heads = fields.get("num_key_value_heads") or text_config.num_attention_heads
-    head_dim = fields.get("head_dim") or text_config.hidden_size // text_config.num_attention_heads
+    positions = text_config.to_dict().get("max_position_embeddings")
     on_gpu, layers = device.kind == "cuda", text_config.num_hidden_layers
     # On a CPU the weights are in fp32. Offloaded layers are on the device one at a time, beside embedding and lm_head.
     weights = checkpoint.num_bytes * (1 if on_gpu else 2) // {None: 1, "8bit": 2, "4bit": 3}[recipe.model.quantization]
@@ -204,13 +204,23 @@ def model_facts(recipe: Recipe, world_size: int, device: Device) -> ModelFacts:
     spare = device.memory_bytes - weights
     return ModelFacts(
         hidden_size=text_config.hidden_size,
-        max_positions=int(fields.get("max_position_embeddings") or MOST_SEQ_LEN),
-        cache_bytes=layers * 2 * heads * head_dim * (2 if on_gpu else 4),
+        max_positions=int(positions or MOST_SEQ_LEN),
+        cache_bytes=keys_and_values(text_config, device),
         device=device.kind,
         spare_bytes=spare,
         sharded_bytes=spare if spare > 0 else device.memory_bytes - weights // world_size,
         world_size=world_size,
     )
+
+
+def keys_and_values(text_config: PretrainedConfig, device: Device) -> int:
+    """Return the most bytes that a token takes in the cache of the trunk: less with sliding windows or latents."""
+    fields = text_config.to_dict()
+    kinds = fields.get("layer_types") or ["attention"] * text_config.num_hidden_layers
+    layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
+    heads = fields.get("num_key_value_heads") or text_config.num_attention_heads
+    head_dim = fields.get("head_dim") or text_config.hidden_size // text_config.num_attention_heads
+    return int(layers * 2 * heads * head_dim) * (2 if device.kind == "cuda" else 4)
 
 
 def text_facts(recipe: Recipe) -> TextFacts:

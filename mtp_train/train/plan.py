@@ -122,7 +122,8 @@ class Footprint:
     loss_bytes: int
     activation_bytes: int
     decoding_bytes: int = 0
-    """Bytes of the trunk and of two heads, all that decoding holds besides keys, values and activations."""
+    """Bytes of the trunk and of two heads, all that decoding holds besides keys, values and activations. On a CPU the
+    trunk counts twice: its matrices are held again in the layout of their products."""
     loss_rows: int = CHUNK_ROWS
     converted_bytes: int = 0
     """Bytes of weights that are held a second time in the dtype of the products: the output matrix and one layer of
@@ -227,7 +228,7 @@ def estimate_footprint(
         head_and_optimizer_bytes=(head_parameters + (lora_parameters or 0)) * 4 + trained * 12,
         loss_bytes=loss_rows * vocab * LOGIT_BYTES,
         activation_bytes=activation_bytes(options, width, plan.micro_batch_tokens, plan.seq_len_tokens),
-        decoding_bytes=on_device + NUM_HEADS * held * head_parameters,
+        decoding_bytes=on_device * (2 if device.type == "cpu" else 1) + NUM_HEADS * held * head_parameters,
         loss_rows=loss_rows,
         converted_bytes=_converted_bytes(options, trunk, held, vocab)
         + converted_head_bytes(options, head)

@@ -68,6 +68,10 @@ def test_memory_of_nine_billion_parameters_on_one_gpu(recipe: dict[str, Any]) ->
     # Five fp32 tensors of as many rows, in units of 128, as take 2 GB.
     assert memory.loss_rows == 384
     assert memory.loss_bytes == 5 * 384 * VOCAB * 4 < 2e9 < 5 * 512 * VOCAB * 4
+    # To decode: the trunk and two heads, and the keys and values of 64 texts in layers with full attention.
+    kept = 64 * 2048 * FULL * 2 * 4 * 256 * 2
+    told = f"{(2 * TRUNK + 2 * 2 * HEAD + kept) / 2**30:.2f} GiB, of which keys and values at most {kept / 2**30:.2f}"
+    assert f"to answer and to measure: {told}: 64 texts" in str(planned(recipe, 1))
     # A thirty-second part of 24 GB has no room for 256 rows.
     small = planned(recipe, 1, "RTX4090")
     assert small.memory.loss_rows == 256

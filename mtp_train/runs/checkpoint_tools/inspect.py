@@ -100,8 +100,6 @@ class Inspection(Shown):
     without a declaration; ``partial``: keys missing; ``quantised``: packed in a form that is not read here;
     ``stripped``: no head, but the base has one; ``none``: no head; ``damaged``: see :attr:`problems`; ``miswired``: a
     known wrong form of the base's head, or zeros; ``foreign``: another kind of drafter, or MLX's layout."""
-    stale: bool | None = None
-    """Whether the trunk changed and the head still equals the base's; None without a base or a head."""
     head: HeadDiagnosis
     """Declared and present modules, missing and unexpected keys, shape and dtype errors of the head."""
     trunk: TrunkDiagnosis = field(default_factory=TrunkDiagnosis)
@@ -128,8 +126,13 @@ class Inspection(Shown):
     note: str | None = None
     """A sentence about a drafter, or about tensors beside the head; None without one."""
 
+    @property
+    def stale(self) -> bool | None:
+        """Whether the trunk changed and the head still equals the base's; None without a base or a head."""
+        return _is_stale(self.head, self.trunk_changed, self.head_difference)
+
     def to_json(self) -> dict[str, Any]:
-        found = super().to_json()
+        found = super().to_json() | {"stale": self.stale}
         head, trunk = found.pop("head"), found.pop("trunk")
         of_head = ("declared_modules", "present_modules", "unexpected_keys", *_KEYS)
         return {
@@ -217,7 +220,7 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
     layout = layout_of(checkpoint)
     diagnosis = diagnose_head(checkpoint)
     base_head = base is not None and bool(diagnose_head(base).found_keys)
-    change = stale = None
+    change = None
     weights = _weights_of(checkpoint, layout, progress)
     comparable = diagnosis.comparable and not weights["non_finite_keys"]
     difference = zero_head(checkpoint, layout) if comparable else None
@@ -226,8 +229,6 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         change = compare_trunks(checkpoint, layout, base, progress)
         if comparable and base_head:
             difference = difference or compare_heads(checkpoint, layout, base, layout_of(base))
-        if diagnosis.found_keys and diagnosis.foreign is None:
-            stale = change.share_of_tensors > 0 and difference is not None and difference.kind == "equal"
     trunk = diagnose_trunk(checkpoint) if holds_trunk(checkpoint, layout) else TrunkDiagnosis()
     problems = (*trunk.problems, *_not_finite(weights["non_finite_keys"]), *_adapter_problems(checkpoint))
     status = _head_status(diagnosis, base_head, difference)
@@ -239,7 +240,6 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         checkpoint=str(checkpoint.path),
         family=layout.family.name,
         status=status,
-        stale=stale,
         # Without any trace of a head, every key of one is not "missing"; another drafter's keys are not "unexpected".
         head=replace(diagnosis, missing_keys=(), unexpected_keys=()) if status in ("none", "foreign") else diagnosis,
         trunk=trunk,
@@ -250,10 +250,16 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         serves=serving_commands(
             checkpoint, diagnosis, status, problems or ((str(difference),) if status == "miswired" else ())
         ),
-        cure=_find_cure(checkpoint, base, status, change, stale, trunk, problems),
+        cure=_find_cure(checkpoint, base, status, change, _is_stale(diagnosis, change, difference), trunk, problems),
         runs_here="yes" if unread is None else f"no: {unread}",
         note=_note(checkpoint),
     )
+
+
+def _is_stale(head: HeadDiagnosis, change: TrunkChange | None, difference: HeadDifference | None) -> bool | None:
+    if change is None or not head.found_keys or head.foreign is not None:
+        return None
+    return change.share_of_tensors > 0 and difference is not None and difference.kind == "equal"
 
 
 def _adapter_problems(checkpoint: Checkpoint) -> tuple[str, ...]:
