@@ -120,7 +120,7 @@ def test_what_is_no_run_with_responses_is_refused(first: Path, pristine: Path, t
         recipe = second(tmp_path, pristine, first, data__responses=str(location))
         assert f"data.responses: {location} {found}" in refusal(["check", recipe], capfd)
     recipe = second(tmp_path, pristine, first, data__regenerate=None)
-    assert "while data.regenerate is off; expected it on" in refusal(["check", recipe], capfd)
+    assert "while data.regenerate is null; expected null" in refusal(["check", recipe], capfd)
     inside = write_recipe(tmp_path / "inside.yaml", pristine, first / "more", **LEARNS, data__responses=str(first))
     assert f"lies within data.responses ({first})" in refusal(["run", inside], capfd)
 

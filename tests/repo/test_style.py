@@ -18,9 +18,9 @@ TEXT = {".py", ".md", ".yaml", ".toml", ".sh", ".html", ".ipynb", ""}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 700, 60
 # Lines without blanks. A change that needs more first removes a concept; one that removes some lowers its number.
 CEILINGS = {
-    ("mtp_train", "inference/mtp_inference"): 34_700,
-    ("tests",): 30_900,
-    ("scripts", "inference/benchmarks"): 5_000,
+    ("mtp_train", "inference/mtp_inference"): 31_700,
+    ("tests",): 28_800,
+    ("scripts", "inference/benchmarks"): 4_900,
 }
 
 # Joined here, so that this file does not hold what it looks for.

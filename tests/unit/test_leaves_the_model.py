@@ -109,7 +109,7 @@ def test_training_and_saving_leave_the_model_as_it_was(family_name: str, tmp_pat
     alone, theirs = users_model(family_name), users_model(family_name)
     assert difference(model_state(alone), model_state(theirs)) == set()
     keep_head(theirs, base)
-    head = HeadBeside(theirs, lr=1e-3, num_depths=2, depth_decay=0.6)
+    head = HeadBeside(theirs, Accelerator(), lr=1e-3, num_depths=2, depth_decay=0.6)
     assert difference(model_state(alone), model_state(theirs)) == THE_SAVE
     arguments = SimpleNamespace(output_dir=str(tmp_path), world_size=1, load_best_model_at_end=False, learning_rate=1.0)
     control: Any = SimpleNamespace()
