@@ -359,6 +359,7 @@ def _add_decoding(commands: Any) -> None:
     compare.add_argument("arms", nargs="+", metavar="[NAME=]TRUNK[+HEAD]", help=arms)
     written = "writes the prompts for servers (default: the first server's files)"
     compare.add_argument("--tokenizer", metavar="CKPT", help=written)
+    _add_server(compare.add_argument)
     _add_grid(compare.add_argument)
 
 
@@ -388,11 +389,15 @@ def _add_evaluate(add: Callable[..., Any]) -> None:
     add("--adapter", metavar="DIR", help="a peft adapter for the trunk, applied without merging")
     add("--endpoint", metavar="URL", help="measure a server too, as http://host:port/v1")
     add("--served-model", metavar="NAME", help="its name for the model (default: the only one)")
-    add("--api-key-env", metavar="VAR", help="the environment variable with the server's key")
-    add("--concurrency", type=int, default=1, metavar="N", help="requests to the server at a time")
+    _add_server(add)
     waits = {"type": float, "default": 3600.0, "metavar": "SECONDS", "dest": "request_timeout_seconds"}
     add("--request-timeout", **waits, help="longest wait for it to send a part of a response (default: 3600)")
     add("--served-only", action="store_true", help="measure the server alone; load no weights here")
+
+
+def _add_server(add: Callable[..., Any]) -> None:
+    add("--api-key-env", metavar="VAR", help="the environment variable with the server's key")
+    add("--concurrency", type=int, default=1, metavar="N", help="requests to a server at a time")
 
 
 def _add_grid(add: Callable[..., Any]) -> None:

@@ -7,6 +7,7 @@ together, so that they need one request at a time.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -58,6 +59,11 @@ class Server:
     concurrency: int = 1
     request_timeout_seconds: float
     """Longest wait for the server to send a part of a response."""
+
+    def __post_init__(self) -> None:
+        for flag, number in (("concurrency", self.concurrency), ("request-timeout", self.request_timeout_seconds)):
+            if not 0 < number < math.inf:
+                raise DataError(f"--{flag}: {number:g}; expected a number above 0. Correct it.")
 
     def identity(self) -> dict[str, Any]:
         """Return the server's settings for the identity of a study: the name of the key's variable, never the key."""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -271,6 +270,8 @@ def compare(
     *,
     grid: EvaluationGrid | None = None,
     tokenizer: str | Path | None = None,
+    api_key_env: str | None = None,
+    concurrency: int = 1,
     wandb: WandbMode = "off",
     progress: Progress | None = None,
 ) -> EvaluationResult:
@@ -285,6 +286,8 @@ def compare(
         grid: The settings to measure; None for the defaults of :class:`EvaluationGrid`.
         tokenizer: The trunk of servers, whose tokenizer writes the prompts; None for the files of the first one, where
             they are on this machine.
+        api_key_env: Environment variable with the key of the servers.
+        concurrency: Requests to each server at a time.
         wandb: Log the report to Weights & Biases: ``"off"``, ``"offline"`` or ``"online"``.
         progress: A started rich progress bar; None shows nothing.
 
@@ -296,7 +299,8 @@ def compare(
         >>> found = mtp.compare(["graft=demo:finetune+demo:base", "new=runs/a"], "eval/both")
         >>> [(row.first, row.second, row.delta_tau, row.differs) for row in found.report.comparisons]
     """
-    servers = served_arms(list(map(str, arms)), None if tokenizer is None else str(tokenizer))
+    place = None if tokenizer is None else str(tokenizer)
+    servers = served_arms(list(map(str, arms)), place, api_key_env, concurrency)
     specs = [] if servers else [parse_arm(str(arm)) for arm in arms]
     settled = (grid or EvaluationGrid()).settled(
         specs, [one.checkpoint for one in servers] or [one.trunk for one in specs]
@@ -304,9 +308,10 @@ def compare(
     return _measure(specs, specs, settled, Path(out), progress, wandb, servers)
 
 
-def served_arms(arms: Sequence[str], tokenizer: str | None) -> list[Server]:
+def served_arms(arms: Sequence[str], tokenizer: str | None, api_key_env: str | None, concurrency: int) -> list[Server]:
     """Return the servers that arms name; none where the arms are checkpoints."""
-    if tokenizer is None and not any("://" in arm for arm in arms):
+    is_default = (tokenizer, api_key_env, concurrency) == (None, None, 1)
+    if is_default and not any("://" in arm for arm in arms):
         return []
     urls = dict(arm.split("=", 1) for arm in arms if "://" in arm.partition("=")[2])
     if len(urls) != len(arms):
@@ -314,7 +319,12 @@ def served_arms(arms: Sequence[str], tokenizer: str | None) -> list[Server]:
             f"arms: {', '.join(arms)}; expected NAME=http://host:port for each where one is a server, under different "
             "names. To compare a checkpoint with its server, use mtp-train evaluate CKPT --endpoint URL."
         )
-    make = partial(Server, request_timeout_seconds=RESPONSE_TIMEOUT_SECONDS)
+    make = partial(
+        Server,
+        api_key_env=api_key_env,
+        concurrency=concurrency,
+        request_timeout_seconds=RESPONSE_TIMEOUT_SECONDS,
+    )
     servers = [make(name=name, url=url, checkpoint=tokenizer or "") for name, url in urls.items()]
     place = tokenizer or served_checkpoint(servers[0])
     return [replace(one, checkpoint=place) for one in servers]
@@ -424,9 +434,6 @@ def server_of(
             if value:
                 raise DataError(f"--{flag}: given without --endpoint; expected a server. Add --endpoint URL.")
         return None
-    for flag, number in (("concurrency", concurrency), ("request-timeout", request_timeout_seconds)):
-        if not 0 < number < math.inf:
-            raise DataError(f"--{flag}: {number:g}; expected a number above 0. Correct it.")
     return Server(
         url=endpoint,
         checkpoint=subject.trunk,

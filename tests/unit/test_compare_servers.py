@@ -134,6 +134,20 @@ def test_what_the_gate_cannot_judge_is_an_error(
     assert not (tmp_path / "out").exists()
 
 
+def test_servers_are_asked_with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVERS_KEY", "word")
+    shows = {"/props": lambda: json.dumps({"model_path": str(demo_path("finetune"))})}
+    with (
+        openai_server(llama(0), owner="llamacpp", shows=shows) as first,
+        openai_server(llama(2), owner="llamacpp", shows=shows) as second,
+    ):
+        arms = [f"stale={first.url}", f"retrained={second.url}", "--suite", "demo", "--temperatures", "0"]
+        main(["compare", *arms, "--api-key-env", "SERVERS_KEY", "--concurrency", "2", "--out", str(tmp_path / "out")])
+        for one in (first, second):
+            assert one.headers
+            assert all(sent["Authorization"] == "Bearer word" for sent in one.headers)
+
+
 def test_a_server_elsewhere_needs_the_name_of_its_trunk(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with openai_server(llama(0), owner="llamacpp", shows={"/props": lambda: '{"model_path": "/far/away.gguf"}'}) as one:
         assert main(["compare", f"a={one.url}", f"b={one.url}", "--out", str(tmp_path / "out")]) == 2
