@@ -23,7 +23,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"train__select": {"every_steps": 1, "share": 0.3}},
     {"train__hidden_cache": {"max_gib": 0.01}},
     {"head__lora": {"r": 4, "alpha": 8}},
-    {"head__draft_vocab": 40, "objective__vocab": "draft", "objective__loss": "tv"},
+    {"head__draft_vocab": 40, "objective__loss": "tv"},
     {"objective__unroll": "fastmtp", "objective__loss": "ce"},
     {"objective__loss": "e2e_tv"},
     {"objective__loss": "lk"},
