@@ -90,8 +90,7 @@ def target_figures(
     entropy_N = torch.zeros(valid_KN.shape[1], device=valid_KN.device)
     logits: Callable[[Tensor], Tensor] = trunk.project
     if draft_vocab_R is not None:
-        weight_VD = trunk.lm_head_VD
-        logits = OutputRows(weight_VD[draft_vocab_R.to(weight_VD.device)], draft_vocab_R, len(weight_VD))
+        logits = OutputRows.chosen(trunk.lm_head_VD, draft_vocab_R, rows.teacher_ND.dtype)
     # As many fp32 tensors of a chunk as in a loss: p, q and what they are computed from.
     num_rows = chunk_rows(len(trunk.lm_head_VD), gpu_bytes_of(valid_KN.device))
     for chunk in valid_KN.any(dim=0).nonzero().squeeze(1).split(num_rows):

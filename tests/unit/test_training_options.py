@@ -135,3 +135,13 @@ def test_acceptance_is_measured_within_the_draft_vocabulary() -> None:
     assert found.agreed_K.tolist() == ((drafts_KN == best_N) & rows.valid_KN).sum(1).tolist()
     # Another distribution than that over all tokens.
     assert (found.overlapped_K - whole.overlapped_K).abs().min() > 1e-3
+
+
+def test_a_trunk_held_in_bf16_is_measured_in_fp32() -> None:
+    batch, ones_K = batch_of(SEQ_LEN, 9, tokens=FEW), torch.ones(NUM_DEPTHS)
+    module = training_module(draft_vocab=FEW)
+    module.trunk.causal_lm.bfloat16()
+    found = module(MicroBatch(batch, ones_K), measures=True)
+    module.trunk.causal_lm.float()
+    expected = module(MicroBatch(batch, ones_K), measures=True)
+    torch.testing.assert_close(found.overlapped_K, expected.overlapped_K, atol=1e-4, rtol=0)

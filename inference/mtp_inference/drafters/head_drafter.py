@@ -329,8 +329,7 @@ class HeadDrafting(Drafting):
         logits: LogitsFn = trunk.project
         if self.draft_vocab_R is not None:
             weight_VD = trunk.lm_head_VD
-            token_ids_R = self.draft_vocab_R.to(weight_VD.device)
-            logits = OutputRows(weight_VD[token_ids_R], token_ids_R, len(weight_VD))
+            logits = OutputRows.chosen(weight_VD, self.draft_vocab_R, weight_VD.dtype)
         return _DRAFTERS[self.head.unroll](trunk, self.head, logits, size)
 
 
