@@ -172,8 +172,8 @@ def compare(options: argparse.Namespace) -> None:
 def record(options: argparse.Namespace) -> None:
     """Print the figures of the page as JSON, and draw acceptance over training tokens."""
     reports = {path.parent.name: json.loads(path.read_text()) for path in sorted(options.out.glob("*/report.json"))}
-    sizes = {kind: reports[kind]["settings"]["tokens_per_step"] for kind in STARTS if kind in reports}
-    curves = {kind: curve(options.out / kind, size) for kind, size in sizes.items()}
+    sizes = {name: report["settings"].get("tokens_per_step") for name, report in reports.items()}
+    curves = {name: curve(options.out / name, size) for name, size in sizes.items() if size}
     draw(curves, options.out / "curve.svg")
     found = {
         "settings": {name: report["settings"] for name, report in reports.items()},
@@ -203,9 +203,9 @@ def draw(curves: Mapping[str, Sequence[Mapping[str, float]]], path: Path) -> Non
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4))
-    for kind, points in curves.items():
-        axes.plot([one["tokens"] for one in points], [one["tau"] for one in points], marker="o", label=kind)
-    axes.set(xlabel="training tokens", ylabel="tau on text kept from training, teacher-forced")
+    for name, (_, *points) in curves.items():
+        axes.plot([one["tokens"] for one in points], [one["tau"] for one in points], marker="o", label=name)
+    axes.set(xscale="log", xlabel="training tokens", ylabel="tau on text kept from training, teacher-forced")
     axes.legend()
     figure.savefig(path)
 
