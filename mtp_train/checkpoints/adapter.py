@@ -47,7 +47,7 @@ _NUM_KEPT = 4
 _ROOT = "base_model.model."
 _PART = re.compile(
     r"(?P<module>.+?)(?P<wraps>(?:\.base_layer)*)\."
-    r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.(?P<field>weight|bias))?\Z"
+    r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?\Z"
 )
 # peft wraps the parameters of one module in the order of their declaration, the first one innermost.
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
@@ -57,6 +57,7 @@ _UNMERGEABLE = {
     "arrow_config": "routes each token to other adapters",
     "kasa_config": "rescales singular values of the base",
     "layer_replication": "repeats layers of the base",
+    "lora_bias": "adds to biases as well",
     "monteclora_config": "samples its weights",
     "trainable_token_indices": "replaces single rows of the embedding",
     "use_bdlora": "is block-diagonal",
@@ -70,7 +71,6 @@ _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _OF_A_LAYER = re.compile(r"layers\.(?P<layer>\d+)\.(?P<tail>.+)\Z")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
 _WRAPPERS = re.compile(r"(?:(?:model|language_model)\.)+")
-_ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\Z")
 # The parts of a fused parameter, in the order of their rows.
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 LM_HEAD = "lm_head.weight"
@@ -128,8 +128,6 @@ class LowRank:
     scale: float
     magnitude: Tensor | None = None
     """DoRA's magnitude: the norm of each row of the merged weight."""
-    bias: Tensor | None = None
-    """What ``lora_bias`` adds to the module's bias."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +238,7 @@ def _group(stored: Checkpoint) -> tuple[dict[_Wrapped, _Parts], dict[str, str]]:
             replacements[name.replace(".base_layer", "")] = key
             continue
         parts = groups.setdefault((match["module"], match["wraps"].count(".base_layer")), {})
-        parts[match["part"] + ("_bias" if match["field"] == "bias" else "")] = key
+        parts[match["part"]] = key
     return groups, replacements
 
 
@@ -323,7 +321,6 @@ def _pairs(
             matrices=lambda: (load(parts[a]).T, load(parts[b]).T) if embedding else (load(parts[b]), load(parts[a])),
             scale=config.scale(name),
             magnitude=None if magnitude is None else load(magnitude),
-            bias=config.scale(name) * load(parts["lora_B_bias"]) if "lora_B_bias" in parts else None,
         )
         return
 
@@ -464,30 +461,14 @@ class _Plan:
         if pair.expert is not None:
             self._add_expert(name, pair, pair.expert)
             return
-        if pair.bias is not None:
-            self.step(f"{pair.module}.bias", tuple(pair.bias.shape), partial(_add_rows, pair.bias))
-        single = _ONE_EXPERT.match(pair.module)
-        if single is not None and self.home(name) is None:
-            self._add_to_stack(single["experts"], int(single["expert"]), single["part"], pair)
-            return
         for home, rows in self._rows_of(name, num_rows):
             self.step(home, (rows.stop - rows.start, num_columns), partial(_add_product, pair, rows))
-
-    def _add_to_stack(self, experts: str, expert: int, part: str, pair: LowRank) -> None:
-        """Add the adapter of one expert's own layer, as engines and older peft store it, to stacked experts."""
-        parameter, parts = next((name, parts) for name, parts in _FUSED.items() if part in parts)
-        size, columns = pair.shape
-        home = self.home(f"{experts}.{parameter}")
-        count = 0 if home is None else self.source.tensors[home].shape[0]
-        rows = slice(parts.index(part) * size, (parts.index(part) + 1) * size)
-        shape = (max(count, expert + 1), size * len(parts), columns)
-        self.step(f"{experts}.{parameter}", shape, partial(_add_to_expert, pair, expert, rows))
 
     def _add_expert(self, name: str, pair: LowRank, expert: int) -> None:
         """Add the matrices of one expert of a fused parameter, whose experts are stored stacked or one by one."""
         num_rows, num_columns = pair.shape
         if self.home(name) is not None:
-            self.step(name, (pair.num_experts, *pair.shape), partial(_add_to_expert, pair, expert, slice(0, num_rows)))
+            self.step(name, (pair.num_experts, *pair.shape), partial(_add_to_expert, pair, expert))
             return
         parts = self._of_rules(name) or [f"{pair.module}.{{expert}}.{part}.weight" for part in _FUSED[pair.parameter]]
         if self.home(parts[0].format(expert=pair.num_experts)) is not None:
@@ -599,12 +580,8 @@ def _add_product(pair: LowRank, rows: slice, first: int, block: Tensor) -> Tenso
     return merged * (pair.magnitude[rows][of_block] / torch.linalg.vector_norm(merged, dim=1))[:, None]
 
 
-def _add_rows(value: Tensor, first: int, block: Tensor) -> Tensor:
-    return block + value[first : first + len(block)]
-
-
-def _add_to_expert(pair: LowRank, expert: int, rows: slice, first: int, block: Tensor) -> Tensor:
+def _add_to_expert(pair: LowRank, expert: int, first: int, block: Tensor) -> Tensor:
     """Add one expert's product to its matrix in a block of stacked experts, in place."""
     if first <= expert < first + len(block):
-        block[expert - first, rows] = _add_product(pair, slice(0, pair.shape[0]), 0, block[expert - first, rows])
+        block[expert - first] = _add_product(pair, slice(None), 0, block[expert - first])
     return block

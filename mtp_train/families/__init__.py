@@ -15,7 +15,6 @@ from mtp_train.families.registry import FAMILIES as FAMILIES
 from mtp_train.families.registry import WRAPPERS as WRAPPERS
 from mtp_train.families.registry import family_for as family_for
 from mtp_train.families.registry import family_named as family_named
-from mtp_train.families.registry import refuse_unserved_heads as refuse_unserved_heads
 from mtp_train.families.spec import Family as Family
 from mtp_train.families.spec import KeyRule as KeyRule
 from mtp_train.families.spec import RawConfig as RawConfig

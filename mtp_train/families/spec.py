@@ -66,6 +66,10 @@ class SharedKey:
     """The repeated trunk key, ``{trunk}`` allowed. If the checkpoint lacks it (tied weights), the embedding's key."""
 
 
+_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+"""Names that configs give the norms' epsilon."""
+
+
 @dataclass(frozen=True)
 class HeadLayer:
     """The decoder layer inside each head module, and the norms and rotary embedding around it.
@@ -81,8 +85,6 @@ class HeadLayer:
     norm: str = "RMSNorm"
     rotary: str | None = "RotaryEmbedding"
     """None if the layers take no position embeddings."""
-    norm_eps: str = "rms_norm_eps"
-    """Field of the config with the norms' epsilon."""
     config: Callable[[PretrainedConfig, int], PretrainedConfig] = lambda config, num_modules: config
     """Text config and number of modules to the config that the layers are built from."""
     build_layer: Callable[[HeadLayer, PretrainedConfig, int], nn.Module] | None = None
@@ -119,7 +121,8 @@ class HeadLayer:
 
     def make_norm(self, config: PretrainedConfig, width: int | None = None) -> nn.Module:
         """Build a norm over ``width`` (default: the hidden size), initialised to the identity scale."""
-        eps = config.to_dict()[self.norm_eps]
+        fields = config.to_dict()
+        eps = next(fields[name] for name in _EPSILONS if fields.get(name) is not None)
         norm: nn.Module = self.cls(self.prefix + self.norm)(width or config.hidden_size, eps=eps)
         return norm
 

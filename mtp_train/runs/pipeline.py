@@ -17,7 +17,7 @@ from rich.text import Text
 
 from mtp_train.answers.store import ResponseCounts
 from mtp_train.checkpoints.artifact import load_artifact
-from mtp_train.checkpoints.files import left_out, open_checkpoint, unnamed_files
+from mtp_train.checkpoints.files import left_out, open_checkpoint
 from mtp_train.checkpoints.locations import EXPORT, HEAD
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.data.tokenize import Document
@@ -226,8 +226,7 @@ def _export(run: Run) -> str:
         artifact = load_artifact(run_dir / HEAD)
         write_export(inputs.finetune, artifact, out, adapter=inputs.adapter, link=link, progress=run.progress)
     write_card(run_dir, out)
-    unnamed = unnamed_files(inputs.finetune, layout_of(inputs.finetune))
-    return " ".join([f" Exported to {out}.", *left_out(unnamed)])
+    return " ".join([f" Exported to {out}.", *left_out(inputs.finetune, layout_of(inputs.finetune))])
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,6 @@ class DraftFormat:
     """Whether the draft model contains an output matrix. If not, engines use the trunk's lm_head."""
     draft_vocab: bool = False
     """Whether engines read a list of the tokens that may be drafted."""
-    describes_layer: bool = True
-    """Whether ``config.json`` describes a Llama layer, with shapes of its own."""
     plain_settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Settings that change the forward, and the values with which it is the one implemented here, the usual first."""
     zeros: tuple[str, ...] = ()
@@ -108,9 +106,9 @@ class DraftParts:
 
 def described_by(family: Family, config: Mapping[str, Any]) -> Family:
     """Return the family record of a head with the layer that the config of a draft model describes."""
-    fields = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
-    if not parts_of(find_head_kind(family.kind)).format.describes_layer:
+    if find_head_kind(family.kind).parallel:
         return family
+    fields = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
     layer = replace(family.classes, config=lambda text_config, num_modules: LlamaConfig.from_dict(fields))
     return replace(family, layer=layer)
 

@@ -267,14 +267,14 @@ HUNYUAN_DENSE = attached(
 COHERE = attached(
     "cohere",
     "Command R",
-    _layer("cohere", "Cohere", norm="LayerNorm", norm_eps="layer_norm_eps"),
+    _layer("cohere", "Cohere", norm="LayerNorm"),
     trunk=TrunkTraits(logit_divisor=lambda config: 1.0 / config["logit_scale"]),
     engines=_OURS_ONLY,
 )
 COHERE2 = attached(
     "cohere2",
     "Command R7B / A",
-    _layer("cohere2", "Cohere2", norm="LayerNorm", norm_eps="layer_norm_eps"),
+    _layer("cohere2", "Cohere2", norm="LayerNorm"),
     trunk=TrunkTraits(logit_divisor=lambda config: 1.0 / config["logit_scale"]),
     engines=_OURS_ONLY,
 )
@@ -311,7 +311,6 @@ COHERE2_MOE = Family(
         "Cohere2Moe",
         config=layouts.sparse_full,
         norm="LayerNorm",
-        norm_eps="layer_norm_eps",
         build_layer=_always_rotated,
     ),
     trunk=TrunkTraits(logit_divisor=lambda config: 1.0 / config["logit_scale"]),

@@ -414,7 +414,6 @@ NEMOTRON_H = Family(
         config=_head_layer_config,
         layer="Block",
         rotary=None,
-        norm_eps="layer_norm_epsilon",
         build_layer=_build_layer,
     ),
     trunk=TrunkTraits(

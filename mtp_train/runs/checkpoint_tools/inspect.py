@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from mtp_train.checkpoints import suggestions
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, merge_command
-from mtp_train.checkpoints.files import Checkpoint, UnnamedFile, is_gguf, unnamed_files, unnamed_weights
+from mtp_train.checkpoints.files import Checkpoint, is_gguf, unnamed_files, unnamed_weights
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT, HeadLayout
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
@@ -113,7 +113,7 @@ class Inspection(Shown):
     unlisted_keys: tuple[str, ...]
     """Tensors in the index's shards that the index does not list: transformers, vLLM and SGLang read them, llama.cpp's
     converter refuses them."""
-    unnamed_weights: tuple[UnnamedFile, ...]
+    unnamed_weights: tuple[str, ...]
     """Weight files in the directory that are no part of the checkpoint, and the number of their tensors."""
     problems: tuple[str, ...] = ()
     """Why ``generate`` and ``export`` refuse the checkpoint, a phrase each, whatever its head's status."""
@@ -151,13 +151,12 @@ class Inspection(Shown):
             "unexpected": head.unexpected_keys,
             "shape": head.shape_errors,
             "dtype": head.dtype_errors,
-            "under other names": head.other_names,
             "trunk missing": trunk.missing_keys,
             "trunk shape": trunk.shape_errors,
             "trunk dtype": trunk.dtype_errors,
             "NaN or infinite": self.non_finite_keys,
             "not in the index": self.unlisted_keys,
-            "no part of the checkpoint": tuple(map(str, self.unnamed_weights)),
+            "no part of the checkpoint": self.unnamed_weights,
         }
         rows = [
             ("family", f"{self.family}; modules declared {head.declared_modules}, present {head.present_modules}"),

@@ -18,7 +18,7 @@ from rich.progress import Progress
 from mtp_train.checkpoints.adapter import plan_merge, read_adapter
 from mtp_train.checkpoints.artifact import Artifact, load_artifact
 from mtp_train.checkpoints.export import LinkMode, with_fields, write_checkpoint, write_head_only
-from mtp_train.checkpoints.files import Checkpoint, is_gguf, left_out, open_checkpoint, read_json, unnamed_files
+from mtp_train.checkpoints.files import Checkpoint, is_gguf, left_out, open_checkpoint, read_json
 from mtp_train.checkpoints.gguf.architectures import gguf_head_for
 from mtp_train.checkpoints.gguf.model_file import open_gguf, write_draft_gguf
 from mtp_train.checkpoints.gguf.sidecar import GgufKind, gguf_tensors, write_gguf
@@ -129,7 +129,7 @@ def graft(
         write_untrained_card(out, *identities, None, SUGGESTED_DEPTH)
         written = open_checkpoint(out)
         serves = serving_commands(written, diagnose_head(written), "healthy")
-    notes = left_out(unnamed_files(trunk, plan.layout))
+    notes = left_out(trunk, plan.layout)
     reduced = [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]
     if reduced:
         notes += (f"Left out, as it is of {donor.path}'s own tokens: {first_of(reduced)}.",)
@@ -243,7 +243,7 @@ def merge(
         identity = checkpoint_identity(checkpoint, source)
         head_from = identity if own_head else None
         write_untrained_card(result_dir, identity, head_from, adapter, SUGGESTED_DEPTH)
-    notes = left_out(unnamed_files(source, layout))
+    notes = left_out(source, layout)
     return MergeResult(
         out=str(result_dir),
         checkpoint=checkpoint,
@@ -347,7 +347,7 @@ def export(
     if found.is_of_run:
         with removed_on_failure(out):
             write_card(source, out)
-    notes = left_out(unnamed_files(trunk, layout_of(trunk))) if head.family.kind == "mtp" else ()
+    notes = left_out(trunk, layout_of(trunk)) if head.family.kind == "mtp" else ()
     return ExportResult(out, trunk.path, notes=notes)
 
 
