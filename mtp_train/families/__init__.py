@@ -9,7 +9,6 @@ from mtp_train.families.drafts.record import draft_kind as draft_kind
 from mtp_train.families.drafts.record import kinds_served as kinds_served
 from mtp_train.families.drafts.record import most_served_kind as most_served_kind
 from mtp_train.families.drafts.record import of_kind as of_kind
-from mtp_train.families.drafts.record import require_served_trunk as require_served_trunk
 from mtp_train.families.engines import Convention as Convention
 from mtp_train.families.registry import FAMILIES as FAMILIES
 from mtp_train.families.registry import WRAPPERS as WRAPPERS

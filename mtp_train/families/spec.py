@@ -188,8 +188,6 @@ class RecurrentKernels:
     """The state update over several tokens."""
     single: str
     """The state update over one token that continues a state."""
-    conv: str
-    """The causal convolution with its activation, over several tokens."""
     rule: Literal["gated_delta", "kimi_delta", "mamba2"]
 
 

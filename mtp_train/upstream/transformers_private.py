@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import masking_utils
 from transformers.activations import ACT2FN as ACT2FN
 from transformers.cache_utils import DynamicIndexedLayer as DynamicIndexedLayer
@@ -48,8 +48,6 @@ SYMBOLS = (
     "transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS",
     # It chooses a kernel by the packages that are installed, and no argument of a model asks for torch.
     "transformers.integrations.hub_kernels.use_kernel_func_from_hub_with_fallback",
-    # MXFP4 is unpacked only while a whole model is loaded; we need the experts of one layer.
-    "transformers.integrations.mxfp4.convert_moe_packed_tensors",
     # The config can be set and unset, but not read back: deepspeed_config() returns a dict that cannot be set.
     "transformers.integrations.deepspeed._hf_deepspeed_config_weak_ref",
     "transformers.integrations.deepspeed.set_hf_deepspeed_config",
@@ -199,19 +197,6 @@ def torch_function_of(function: Any) -> Any:
         # The package `kernels` makes a module of the function.
         function = inspect.getclosurevars(type(function).forward).nonlocals["func"]
     return function.__wrapped__
-
-
-def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return stacked experts in bf16, shape (experts, in, out).
-
-    Args:
-        blocks: uint8, shape (experts, out, blocks, 16); two values in each byte.
-        scales: uint8, shape (experts, out, blocks); the exponent of each block.
-    """
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    values: Tensor = convert_moe_packed_tensors(blocks, scales)
-    return values.contiguous()
 
 
 def load_from_wrapper(language_model: Any, wrapper: str) -> None:

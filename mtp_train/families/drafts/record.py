@@ -96,8 +96,6 @@ class DraftParts:
     """Whether a norm stands in front of the lm_head."""
     trunk_layers: Callable[[PretrainedConfig], tuple[int, ...]] = lambda text_config: ()
     """Text config to the trunk's layers whose input the head reads. Empty: the head reads the last hidden state."""
-    unserved_trunk: Callable[[RawConfig], str | None] = lambda text_config: None
-    """Raw text config to why engines would give the head other inputs than it was trained with; None if they do not."""
     serving: Callable[[str], Mapping[str, EngineSupport]]
     """The engines' entries for a trunk, by the name of its family, or by the model type of a wrapper around it. In the
     commands ``{path}`` is the draft model and TRUNK its trunk."""
@@ -188,30 +186,21 @@ def of_kind(family: Family, kind: str) -> Family:
     )
 
 
-def require_served_trunk(kind: str, text_config: RawConfig, *, where: str) -> None:
-    """Check that engines give a head of this kind the inputs that it was trained with on this trunk."""
-    found = find_head_kind(kind)
-    reason = None if found.draft_parts is None else parts_of(found).unserved_trunk(text_config)
-    if reason is not None:
-        raise UnsupportedModelError(f"{where}: {reason}. Attach a head of another kind.")
-
-
-def kinds_served(family: Family, text_config: RawConfig) -> dict[str, tuple[str, ...]]:
+def kinds_served(family: Family) -> dict[str, tuple[str, ...]]:
     """Return the kinds of heads that a trunk can be given, each with the engines that draft with it."""
     found = {}
     for kind in head_kind_names():
         with contextlib.suppress(UnsupportedModelError):
             support = of_kind(family, kind).serving
-            require_served_trunk(kind, text_config, where=family.title)
             found[kind] = tuple(engine for engine, one in support.items() if one.supported)
     return found
 
 
-def most_served_kind(family: Family, text_config: RawConfig) -> str:
+def most_served_kind(family: Family) -> str:
     """Return ``eagle3`` if more servers draft with it on this trunk than with an MTP head, else ``mtp``.
 
     The other kinds accept less (Medusa), or are served by a part of the servers that EAGLE-3 is.
     """
-    served = kinds_served(family, text_config)
+    served = kinds_served(family)
     # The first of equals.
     return max(("mtp", "eagle3"), key=lambda kind: len({*served.get(kind, ())} & {*_SERVERS}))

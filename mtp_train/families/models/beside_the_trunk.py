@@ -422,7 +422,6 @@ NEMOTRON_H = Family(
         recurrent=RecurrentKernels(
             chunked="mamba2_chunk_scan",
             single="mamba2_selective_state_update",
-            conv="causal_conv1d_fn",
             rule="mamba2",
         ),
         needs_transformers="5.23",
