@@ -180,11 +180,6 @@ def tokenizer_files(checkpoint: Path, adapter: Path) -> dict[str, Path]:
     return theirs if is_whole else own | theirs
 
 
-def replaced_tokenizer_files(checkpoint: Path) -> set[str]:
-    """Return the paths of a checkpoint's own tokenizer and chat template in its directory."""
-    return {*_of_tokenizer(checkpoint)}
-
-
 def _of_tokenizer(directory: Path) -> dict[str, Path]:
     found = (file for pattern in (*TOKENIZER_PATTERNS, *TEMPLATE_PATTERNS) for file in directory.glob(pattern))
     return {file.relative_to(directory).as_posix(): file for file in found if file.is_file()}
@@ -378,7 +373,7 @@ def plan_merge(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Merg
     plan.require_one_vocabulary()
     tokenizer = tokenizer_files(source.path, adapter.path)
     # Beside a model, transformers would apply the adapter a second time.
-    left_out = {ADAPTER_CONFIG_FILE, *(replaced_tokenizer_files(source.path) if tokenizer else ())}
+    left_out = {ADAPTER_CONFIG_FILE, *(_of_tokenizer(source.path) if tokenizer else ())}
     rows = plan.rows.get(layout.embed_key)
     return Merge(
         {key: plan.changed(key) for key in plan.steps},

@@ -30,7 +30,6 @@ from torch import Tensor
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.errors import CheckpointError
 from mtp_train.families import FAMILIES, Family, RawConfig, family_for, raw_text_config
-from mtp_train.families.engines import EngineSupport
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -116,11 +115,6 @@ class Checkpoint:
     def num_bytes(self) -> int:
         return sum(info.num_bytes for info in self.tensors.values())
 
-    @property
-    def engines(self) -> Mapping[str, EngineSupport]:
-        """The support of each engine for this checkpoint, given the stored dtypes of its tensors."""
-        return self.family.serving_of(self.config)
-
     def read(self, key: str) -> Tensor:
         """Load one tensor on the CPU, in its stored dtype.
 
@@ -160,12 +154,7 @@ class Checkpoint:
         for file in {info.file for info in self.tensors.values()}:
             if read_metadata(self.path / file).get("format") == "mlx":
                 return f"the header of {file} has format: mlx"
-        # Convolutions of transformers are stored as (channels, 1, kernel).
-        conv = (key for key in self.tensors if key.endswith("conv1d.weight"))
-        turned = next(
-            (key for key in conv if self.tensors[key].shape[2:] == (1,) != self.tensors[key].shape[1:2]), None
-        )
-        return turned and f"{turned} is {list(self.tensors[turned].shape)}, with its last two axes swapped"
+        return None
 
     @property
     def unlisted_keys(self) -> tuple[str, ...]:
