@@ -88,12 +88,6 @@ LLAMA_CPP_BESIDE = _sidecar("")
 USE_MTP = EngineSupport(True, "model.generate(..., use_mtp=True): batch 1, one draft a round for each module")
 
 
-def use_mtp_named(pattern: str) -> EngineSupport:
-    """Return the entry of a head whose keys transformers' class does not list, so that the caller has to name them."""
-    named = f"once loaded, model._keys_to_ignore_on_load_unexpected = [r'{pattern}']; {USE_MTP.text}"
-    return EngineSupport(True, named.replace("{", "{{").replace("}", "}}"))
-
-
 _GGUF_FRONT_END = EngineSupport(
     None, "not verified: loads the GGUF that llama.cpp's converter writes; drafting depends on the llama.cpp inside"
 )

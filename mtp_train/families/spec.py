@@ -65,8 +65,8 @@ class SharedKey:
     """The repeated trunk key, ``{trunk}`` allowed. If the checkpoint lacks it (tied weights), the embedding's key."""
 
 
-_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")
-"""Names that configs give the norms' epsilon."""
+_NORMS = {"rms_norm_eps": "RMSNorm", "layer_norm_epsilon": "RMSNorm", "layer_norm_eps": "LayerNorm"}
+"""Name that a config gives the norms' epsilon, to the norms' class."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,8 @@ class HeadLayer:
     model: str
     """Directory of the model under ``transformers.models``."""
     prefix: str
-    """The beginning of the names of its classes; the rest of three of them follows."""
+    """The beginning of the names of its classes; the rest of two of them follows."""
     layer: str = "DecoderLayer"
-    norm: str = "RMSNorm"
     rotary: str | None = "RotaryEmbedding"
     """None if the layers take no position embeddings."""
     config: Callable[[PretrainedConfig, int], PretrainedConfig] = lambda config, num_modules: config
@@ -121,8 +120,8 @@ class HeadLayer:
     def make_norm(self, config: PretrainedConfig, width: int | None = None) -> nn.Module:
         """Build a norm over ``width`` (default: the hidden size), initialised to the identity scale."""
         fields = config.to_dict()
-        eps = next(fields[name] for name in _EPSILONS if fields.get(name) is not None)
-        norm: nn.Module = self.cls(self.prefix + self.norm)(width or config.hidden_size, eps=eps)
+        epsilon = next(name for name in _NORMS if fields.get(name) is not None)
+        norm: nn.Module = self.cls(self.prefix + _NORMS[epsilon])(width or config.hidden_size, eps=fields[epsilon])
         return norm
 
     def make_rotary(self, config: PretrainedConfig) -> nn.Module | None:
