@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
+import io
 import json
-from collections.abc import Iterable, Mapping
+import logging
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleRenderable, RenderableType, RenderHook
+from rich.control import Control
+from rich.live_render import LiveRender
 from rich.progress import Progress
 
+from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.families import Family
+from mtp_train.trunk.progress import is_main_process
+
+LOG_FILE = "run.log"
 
 _WIDTH = 100
 
@@ -19,6 +32,59 @@ _WIDTH = 100
 def quiet_progress() -> Progress:
     """Return a progress bar that shows nothing and whose console prints nothing."""
     return Progress(console=Console(quiet=True), disable=True)
+
+
+@contextlib.contextmanager
+def logged(run_dir: Path, console: Console) -> Iterator[None]:
+    """Append what a console prints within the block to the run's log, also where the console is quiet.
+
+    Warnings, of Python and of loggers, are printed on the console. Nothing is written before the run has claimed the
+    directory.
+    """
+    if not is_main_process():
+        yield
+        return
+    log = _Log(run_dir / LOG_FILE)
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: console.print(record.getMessage(), highlight=False, markup=False)  # type: ignore[method-assign]
+    console.push_render_hook(log)
+    logging.getLogger().addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, category, *_: console.print(
+                f"{category.__name__}: {message}", highlight=False, markup=False
+            )
+            yield
+    except BaseException as error:
+        log.write(f"{type(error).__name__}: {error}\n")
+        raise
+    finally:
+        logging.getLogger().removeHandler(handler)
+        console.pop_render_hook()
+
+
+class _Log(RenderHook):
+    """A file that gets what a console prints, without the bars of a terminal."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._kept = f"\n{datetime.now():%Y-%m-%d %H:%M:%S} {' '.join(sys.argv)}\n"
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        """Write what is about to be printed, and leave it as it is."""
+        shown = [one for one in renderables if not isinstance(one, Control | LiveRender)]
+        if shown:
+            text = Console(file=io.StringIO(), width=_WIDTH, force_terminal=False, force_jupyter=False)
+            text.print(*shown, sep="\n", soft_wrap=True)
+            self.write(text.file.getvalue())  # type: ignore[attr-defined]
+        return renderables
+
+    def write(self, text: str) -> None:
+        self._kept += text
+        if (self._file.parent / RECIPE_FILE).exists():
+            with self._file.open("a", encoding="utf-8") as handle:
+                handle.write(self._kept)
+            self._kept = ""
 
 
 class Shown:

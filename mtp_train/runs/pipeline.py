@@ -30,7 +30,7 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.report.summary import summary
 from mtp_train.report.wording import capitalised, serving_depth
 from mtp_train.report.write import PAGE_FILE, log_report, write_report
-from mtp_train.runs.display import RichlyShown, Shown, quiet_progress, serving_lines, wiring_note
+from mtp_train.runs.display import RichlyShown, Shown, logged, quiet_progress, serving_lines, wiring_note
 from mtp_train.runs.evaluate_run import evaluate_run, served_commands, unjudged, without_gain
 from mtp_train.runs.export import write_card, write_export
 from mtp_train.runs.refusals import check_decoder
@@ -93,6 +93,7 @@ def run_recipe(recipe: Recipe, console: Console, choices: Sequence[Choice] = ())
             return _finished_before(recipe, directory, earlier, console)
         with (
             directory.held(console),
+            logged(directory.path, console),
             directory.recording() as attempt,
             full_disk_is_named(directory.path, what="the run"),
             lost_process_is_named(),
@@ -277,7 +278,7 @@ def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progr
     settings, directory = regeneration_of(checked), RunDirectory(Path(checked.run_dir))
     progress = progress or quiet_progress()
     directory.require_ours(checked)
-    with directory.held(progress.console, "the responses"):
+    with directory.held(progress.console, "the responses"), logged(directory.path, progress.console):
         accelerator, checked = join_processes(checked, directory)
         # Answers need no gate, and no groups for its interval.
         run = Run.begin(checked.replaced({"gate.enabled": False}), directory, accelerator, progress)

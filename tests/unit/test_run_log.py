@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +13,12 @@ from typing import Any
 
 import pytest
 import torch.utils
+from rich.console import Console
 
+from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.errors import RecipeError
 from mtp_train.report.write import log_report
+from mtp_train.runs.display import LOG_FILE, logged
 from mtp_train.train.log import METRICS_FILE, RunLog, Tracking, read_metrics, read_tracked
 from report_samples import SAMPLE
 from study_samples import BARE, STUDY
@@ -47,6 +52,27 @@ def test_resuming_drops_the_steps_that_will_be_done_again(tmp_path: Path) -> Non
     assert steps(tmp_path) == [1, 2, 3]
     log.log(4, {"loss": 9.0})
     assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)[-2:]] == [(3, 1 / 3), (4, 9.0)]
+
+
+def test_what_a_run_prints_is_in_its_log_once_it_owns_the_directory(tmp_path: Path) -> None:
+    console = Console(quiet=True)
+
+    def refused() -> None:
+        with logged(tmp_path, console):
+            warnings.simplefilter("always")
+            console.print("1 process")
+            assert not (tmp_path / LOG_FILE).exists()
+            (tmp_path / RECIPE_FILE).touch()
+            warnings.warn("odd", stacklevel=1)
+            logging.getLogger("mtp_train.trunk").warning("slow")
+            raise RecipeError("seed: odd.")
+
+    with pytest.raises(RecipeError):
+        refused()
+    console.print("after")
+    _, started, *lines = (tmp_path / LOG_FILE).read_text().splitlines()
+    assert started[:2] == "20"
+    assert lines == ["1 process", "UserWarning: odd", "slow", "RecipeError: seed: odd."]
 
 
 # Trackers
