@@ -95,10 +95,6 @@ class Cell(ArmResult, Setting):
     arm: str
     task: str = ALL_TASKS
     """:data:`ALL_TASKS` for all tasks together."""
-    tau_macro: float | None = None
-    """Mean over prompts of each prompt's tau. ``tau`` pools rounds, so that long texts have more weight."""
-    accepted_histogram: tuple[int, ...] | None = None
-    """Rounds that accepted exactly 0, 1, ... ``depth`` drafts."""
     draft_tokens: int
     accepted_tokens: int
     new_tokens: int

@@ -45,7 +45,6 @@ _CELL_COLUMNS: dict[str, Callable[[Cell], str]] = {
     "prompts": lambda cell: format_number(cell.prompts, 0),
     "tau [95 %]": format_tau,
     "groups": format_groups,
-    "macro": lambda cell: format_number(cell.tau_macro, 2),
     "by position": lambda cell: format_shares(cell.marginal),
     "overlap": lambda cell: format_shares((cell.overlap or ())[:1]),
     "entropy": lambda cell: format_number(cell.target_entropy, 2),
@@ -56,7 +55,7 @@ _CELL_COLUMNS: dict[str, Callable[[Cell], str]] = {
     "speedup [95 %]": lambda cell: format_estimate(cell.speedup, cell.speedup_ci95),
     "pays": lambda cell: PAYS[cell.pays],
 }
-_TASK_COLUMNS = ("tau [95 %]", "groups", "macro", "by position", "overlap", "entropy")
+_TASK_COLUMNS = ("tau [95 %]", "groups", "by position", "overlap", "entropy")
 _AXES = {
     "task": _TASK_COLUMNS,
     "setting": (*_TASK_COLUMNS, "speedup [95 %]"),

@@ -215,11 +215,10 @@ def flat_table(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Ta
     """Return records as a table with scalar columns.
 
     A figure per position becomes a column per position (``marginal_1``, ``marginal_2``, ...), an interval (``*_ci95``)
-    a column per bound, a histogram a column per count from 0.
+    a column per bound.
     """
     depth = max((len(record[name] or ()) for record in records for name in PER_POSITION if name in record), default=0)
     parts = {name: [f"{name}_{k}" for k in range(1, depth + 1)] for name in names if name in PER_POSITION}
-    parts |= {name: [f"{name}_{k}" for k in range(depth + 1)] for name in names if name.endswith("_histogram")}
     parts |= {name: [f"{name}_low", f"{name}_high"] for name in names if name.endswith("_ci95")}
     if MARGINAL_CI95 in names:
         parts[MARGINAL_CI95] = [f"marginal_{k}_ci95_{end}" for k in range(1, depth + 1) for end in ("low", "high")]
