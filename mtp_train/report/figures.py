@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.names import CEILING, CONTROL, GRAFT, NATIVE, PLAIN, RANDOM, RETRAINED, TABLE, VANILLA
 from mtp_train.evaluation.prompt_records import Setting
-from mtp_train.evaluation.results import ALL_TASKS, ArmResult, Report
-from mtp_train.report.slices import Slices, slice_report
+from mtp_train.evaluation.results import ArmResult, Report
 from mtp_train.report.tables import context_words
 from mtp_train.report.wording import group_arms
 
@@ -104,7 +103,7 @@ ARM_FIGURES, CURVES = ("tau", "marginal_acceptance", "speedup"), ("loss", "held_
 
 def render_figures(report: Report, metrics: Sequence[Mapping[str, Any]] = ()) -> list[FigureFile]:
     """Draw every figure of a report that has data, and of the lines of a run's ``metrics.jsonl``."""
-    figures, slices = list[FigureFile](), slice_report(report)
+    figures = list[FigureFile]()
     rows = (
         ("tau", _tau, "Tokens committed per round (tau)", TAU_LABEL, 0.9),
         ("speedup", _speedup, "Tokens per second over those of the same trunk without drafts", SPEEDUP_LABEL, 0.0),
@@ -118,7 +117,7 @@ def render_figures(report: Report, metrics: Sequence[Mapping[str, Any]] = ()) ->
         ticks = [str(position + 1) for position in range(max(len(one.points) for one in series))]
         drawn = _lines(series, "position in the draft", "share of rounds", ticks, y_limits=(-0.03, 1.03))
         figures.append(FigureFile("marginal_acceptance", caption, drawn))
-    depths, contexts = slices.depths(), slices.contexts()
+    depths, contexts = report.along("depth"), report.along("context_tokens")
     by_depth, by_context = ([str(one.depth) for one in depths], [context_words(one.context_tokens) for one in contexts])
     lines = (
         ("depth", depths, _tau, "Tau by drafts per round", "drafts per round", TAU_LABEL, by_depth),
@@ -126,7 +125,7 @@ def render_figures(report: Report, metrics: Sequence[Mapping[str, Any]] = ()) ->
         ("context", contexts, _tau, "Tau by tokens of context", "tokens of context", TAU_LABEL, by_context),
     )
     for stem, settings, points_of, what, x_label, y_label, ticks in lines:
-        if len(settings) > 1 and (series := _setting_series(slices, settings, points_of)):
+        if len(settings) > 1 and (series := _setting_series(report, settings, points_of)):
             plain_at = 1.0 if points_of is _speedup else None
             drawn = _lines(series, x_label, y_label, ticks, plain_at=plain_at)
             figures.append(FigureFile(stem, f"{what}, {INTERVALS}.", drawn))
@@ -164,11 +163,11 @@ def _arm_series(report: Report, points_of: PointsOf) -> list[Series]:
     ]
 
 
-def _setting_series(slices: Slices, settings: Sequence[Setting], points_of: PointsOf) -> list[Series]:
+def _setting_series(report: Report, settings: Sequence[Setting], points_of: PointsOf) -> list[Series]:
     """Return one line per arm through its cells of all tasks at these settings, at x = 0, 1, ..."""
     series = []
-    for arm, look in assign_looks(slices.arms).items():
-        cells = [(x, slices.cells.get((arm, ALL_TASKS, setting))) for x, setting in enumerate(settings)]
+    for arm, look in assign_looks(report.drafting).items():
+        cells = [(x, report.at(setting).get(arm)) for x, setting in enumerate(settings)]
         points = [(float(x), y, known) for x, cell in cells if cell is not None for _, y, known in points_of(cell)]
         if points:
             series.append(Series(arm, look, points))
