@@ -33,9 +33,8 @@ from mtp_train.evaluation.decoding import MAX_BATCH
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import RegenerateSpec
 from mtp_train.runs.refusals import DATA, SETTINGS_FILE, TrunkContents, answers_of
-from mtp_train.runs.run import Run, require_shared
+from mtp_train.runs.run import Run, RunTrunk, require_shared
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
-from mtp_train.runs.training import part_documents
 from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.machine import set_threads
 from mtp_train.train.shard import shard_decoder
@@ -46,40 +45,30 @@ CONCURRENCY = 32
 """Default of ``data.regenerate.concurrency``; that of ``batch_size`` is the batch of an evaluation."""
 
 
-def data_stage(run: Run, trunk: Trunk, *, in_shards: bool = False) -> list[Document]:
+def data_stage(run: Run, trunk: RunTrunk) -> list[Document]:
     """Return the documents to train on: the trunk's own responses, or the sources' text."""
     if not run.recipe.regenerates:
-        return list(run.inputs.documents)
-    return generate_responses(run, trunk, in_shards=in_shards)[0]
+        return list(run.inputs.text.documents)
+    return generate_responses(run, trunk)[0]
 
 
-def trained_documents(run: Run) -> list[Document]:
-    """Return the documents that a head was trained on, without the text held out for ``train.select``."""
-    settings, documents = run.recipe.data.regenerate, list(run.inputs.documents)
-    if settings is not None:
-        directory, _ = responses_directory(run, settings)
-        documents = documents_of(run, settings, RegeneratedStore(directory))[0]
-    training, _ = part_documents(run.recipe, documents)
-    return [documents[index] for index in training]
-
-
-def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tuple[list[Document], ResponseCounts]:
+def generate_responses(run: Run, trunk: RunTrunk) -> tuple[list[Document], ResponseCounts]:
     """Generate responses to the training prompts, and return the documents made from them.
 
-    Prompts with a stored response at the same settings are skipped. A trunk ``in_shards`` only checks a server's
-    responses: the first process asks the server, and the trunk cannot train afterwards.
+    Prompts with a stored response at the same settings are skipped. A trunk in shards only checks a server's
+    responses: the first process asks the server, and the trunk is spent afterwards.
     """
     recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
     settings = regeneration_of(recipe)
     directory, deciding = responses_directory(run, settings)
-    rank, world = (0, 1) if in_shards else (accelerator.process_index, accelerator.num_processes)
+    rank, world = (accelerator.process_index, accelerator.num_processes) if trunk.is_whole else (0, 1)
     store = RegeneratedStore(directory, rank=rank, world=world)
     if accelerator.is_main_process and not (directory / SETTINGS_FILE).is_file():
         write_json(directory / SETTINGS_FILE, deciding)
     if recipe.data.responses is not None:
         if accelerator.is_main_process:
             by = inputs.contents[TRUNK], inputs.contents.get(ADAPTER)
-            for said in copy_answers(recipe.data.responses, directory, inputs.prompts, by):
+            for said in copy_answers(recipe.data.responses, directory, inputs.text.prompts, by):
                 progress.console.print(said, highlight=False)
         require_shared(directory, [COPIED_FILE], accelerator)
     task = progress.add_task("regenerating responses", total=None)
@@ -90,14 +79,20 @@ def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tu
     if settings.endpoint is None:
         rows = settings.batch_size or MAX_BATCH
         set_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
-        answer_by_decoder(run, settings, trunk, store, on_progress)
+        answer_by_decoder(run, settings, trunk.trunk, store, on_progress)
     else:
-        answer = partial(answer_by_server, run, settings, trunk, store, on_progress)
-        said = with_followers(trunk, accelerator, answer) if in_shards else answer()
+        answer = partial(answer_by_server, run, settings, trunk.trunk, store, on_progress)
+        said = answer() if trunk.is_whole else with_followers(trunk.trunk, accelerator, answer)
+        trunk.is_spent = not trunk.is_whole
         if said and accelerator.is_main_process:
             progress.console.print(said)
     require_shared(directory, ["."], accelerator)
-    documents, counts = documents_of(run, settings, store)
+    documents, counts = store.to_documents(
+        recipe.data.seq_len_tokens,
+        groups={prompt.id: prompt.group for prompt in inputs.text.prompts},
+        max_repeated=settings.max_repeated,
+        special_ids=frozenset(inputs.tokenizer.all_special_ids),
+    )
     if accelerator.is_main_process:
         write_json(directory / COUNTS_FILE, asdict(counts))
         found = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in asdict(counts).items() if value)
@@ -110,15 +105,6 @@ def regeneration_of(recipe: Recipe) -> RegenerateSpec:
     if recipe.data.regenerate is None:
         raise RecipeError("data.regenerate: null; expected a section. Write data.regenerate: {}.")
     return recipe.data.regenerate
-
-
-def documents_of(run: Run, settings: RegenerateSpec, store: RegeneratedStore) -> tuple[list[Document], ResponseCounts]:
-    return store.to_documents(
-        run.recipe.data.seq_len_tokens,
-        groups={prompt.id: prompt.group for prompt in run.inputs.prompts},
-        max_repeated=settings.max_repeated,
-        special_ids=frozenset(run.inputs.tokenizer.all_special_ids),
-    )
 
 
 def responses_directory(run: Run, settings: RegenerateSpec) -> tuple[Path, dict[str, object]]:
@@ -164,7 +150,7 @@ def answer_by_decoder(
     inputs = run.inputs
     # Without copied responses: a batch with one missing response is decoded whole.
     copied = {row.id for row in file_rows(store.directory / COPIED_FILE)}
-    prompts = [prompt for prompt in inputs.prompts if prompt.id not in copied]
+    prompts = [prompt for prompt in inputs.text.prompts if prompt.id not in copied]
     if not prompts:
         return
     batch_size = settings.batch_size or MAX_BATCH
@@ -231,7 +217,7 @@ def answer_by_server(
     Returns a sentence about the result for the log; empty if no prompt was left.
     """
     inputs, rank, world = run.inputs, store.rank, store.world
-    missing = missing_prompts(inputs.prompts, store, run.recipe.data.seq_len_tokens)
+    missing = missing_prompts(inputs.text.prompts, store, run.recipe.data.seq_len_tokens)
     if not missing:
         return ""
     endpoint = Endpoint(

@@ -31,8 +31,10 @@ from mtp_train.runs.check import Shapes
 from mtp_train.runs.inputs import Inputs, gather_inputs
 from mtp_train.runs.refusals import HeadOnTrunk, require_answers
 from mtp_train.runs.run_directory import ADAPTER, TRUNK, Attempt, RunDirectory, checkpoint_identity, environment_facts
+from mtp_train.runs.settings import plan_of
 from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_accelerator, require_processes
 from mtp_train.train.machine import device_named
+from mtp_train.train.plan import Plan
 from mtp_train.train.shard import give_up_shards, layer_sharder, shards_trunk
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
@@ -94,6 +96,10 @@ class Run:
         return self.accelerator.is_main_process
 
     @property
+    def plan(self) -> Plan:
+        return plan_of(self.recipe, self.accelerator.num_processes)
+
+    @property
     def processes(self) -> Processes:
         return Processes(self.accelerator.process_index, self.accelerator.num_processes, self.accelerator.gather_items)
 
@@ -103,8 +109,8 @@ class Run:
         if accelerator.num_processes > 1:
             models = [one for one in (inputs.finetune, inputs.donor) if one is not None]
             configs = [checkpoint_identity("", one)["sha256"] for one in models]
-            text = text_checksum(inputs.documents, [*inputs.prompts, *inputs.held_out])
-            require_alike({"model": configs, "data": text}, accelerator)
+            checksum = text_checksum(inputs.text.documents, [*inputs.text.prompts, *inputs.text.held_out])
+            require_alike({"model": configs, "data": checksum}, accelerator)
         if self.is_main:
             self.directory.claim(self.recipe, self._provenance(), self.records)
             self.directory.require_same_inputs(self.recipe, self.progress)
@@ -117,7 +123,7 @@ class Run:
             "trunk": checkpoint_identity(model.trunk, inputs.finetune),
             "head_from": checkpoint_identity(model.head_from or "", inputs.donor) if inputs.donor else None,
             "seed": self.recipe.seed,
-            "plan": asdict(inputs.plan),
+            "plan": asdict(self.plan),
             **environment_facts(),
         }
 
@@ -189,6 +195,8 @@ class RunTrunk:
         self._trunk: Trunk | None = None
         self.is_whole = False
         """Whether the trunk in memory can decode."""
+        self.is_spent = False
+        """Whether a stage has put it in shards or dropped its layers, so that no other head can be trained on it."""
 
     @property
     def trunk(self) -> Trunk:
@@ -201,7 +209,7 @@ class RunTrunk:
         require_room(self._run)
         to_shard = not decodes and shards_trunk(self._run.accelerator)
         self._trunk = load_run_trunk(self._run, to_shard=to_shard)
-        self.is_whole = not to_shard
+        self.is_whole, self.is_spent = not to_shard, False
 
     def offload(self) -> None:
         """Offload the layers of the trunk in memory, into the claimed directory, if the recipe asks for it."""
@@ -210,13 +218,13 @@ class RunTrunk:
             offload_layers(self._trunk, offload, self._run.accelerator.device, self._run.directory.path)
 
     def prepare_training(self) -> None:
-        """Load the trunk again if its shards have checked a server's responses, as they cannot train after that."""
-        recipe, accelerator = self._run.recipe, self._run.accelerator
-        if recipe.regenerates and not self.is_whole:
+        """Load the trunk again if it is spent: by the check of a server's responses, or by the training of a head."""
+        if self.is_spent:
             self.drop()
             self.load(decodes=False)
         # Sharding changes the trunk in place, and a hidden-state cache replaces its layers.
-        self.is_whole &= not shards_trunk(accelerator) and recipe.train.hidden_cache is None
+        self.is_spent = shards_trunk(self._run.accelerator) or self._run.recipe.train.hidden_cache is not None
+        self.is_whole &= not self.is_spent
 
     def prepare_decoding(self) -> None:
         """Load the trunk again if it is not in the form that evaluation needs."""
