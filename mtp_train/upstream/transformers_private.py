@@ -1,8 +1,8 @@
 """Every use of an undocumented part of transformers, except the model classes that families borrow.
 
-``SYMBOLS`` lists each name, under the reason why the documented API does not do. tests/unit/test_upstream.py looks them
-up in the installed version and reports the one that moved. The classes of decoder layers, norms and rotary embeddings
-in ``transformers.models`` are named in the family records and tested with them.
+The imports, and ``SYMBOLS`` for other names, state why the documented API does not do. tests/unit/test_upstream.py looks
+``SYMBOLS`` up in the installed version and reports the one that moved. The classes of decoder layers, norms and rotary
+embeddings in ``transformers.models`` are named in the family records and tested with them.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from typing import Any
 
 from torch import nn
 from transformers import masking_utils
+
+# A replaced convolution gets its activation as a name, which only this table resolves.
 from transformers.activations import ACT2FN as ACT2FN
+
+# Layers with an indexer write their indexer keys to a cache layer of this class.
 from transformers.cache_utils import DynamicIndexedLayer as DynamicIndexedLayer
+
+# DynamicCache builds it from a config; only its class states which layers slide, and by how much.
 from transformers.cache_utils import DynamicSlidingWindowLayer as DynamicSlidingWindowLayer
+
+# Recurrent layers read their state from a cache layer of this class.
 from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLayer
+
+# The registry of functions for a mixture's experts has no public name.
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as ALL_EXPERTS_FUNCTIONS
+
+# The registry of attention functions returns it by name only to models; we call it with masks of our own.
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa_attention_forward
+
+# An attention function of our own has to be registered with a mask function, and no other one is public.
 from transformers.masking_utils import sdpa_mask as sdpa_mask
 from transformers.utils import logging as transformers_logging
 
 SYMBOLS = (
-    # The registry of attention functions returns it by name only to models; we call it with masks of our own.
-    "transformers.integrations.sdpa_attention.sdpa_attention_forward",
-    # An attention function of our own has to be registered with a mask function, and no other one is public.
-    "transformers.masking_utils.sdpa_mask",
     # It reads a value from the device in every forward, and no argument tells that rows are not packed.
     "transformers.masking_utils.find_packed_sequence_indices",
-    # DynamicCache builds it from a config; only its class states which layers slide, and by how much.
-    "transformers.cache_utils.DynamicSlidingWindowLayer",
-    # Layers with an indexer write their indexer keys to a cache layer of this class.
-    "transformers.cache_utils.DynamicIndexedLayer",
-    # Recurrent layers read their state from a cache layer of this class.
-    "transformers.cache_utils.LinearAttentionLayer",
-    # A replaced convolution gets its activation as a name, which only this table resolves.
-    "transformers.activations.ACT2FN",
     # A head has a config and layers, but no model with the method set_attn_implementation.
     "transformers:PretrainedConfig._attn_implementation",
     "transformers:PretrainedConfig._experts_implementation",
-    # The registry of functions for a mixture's experts has no public name.
-    "transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS",
     # It chooses a kernel by the packages that are installed, and no argument of a model asks for torch.
     "transformers.integrations.hub_kernels.use_kernel_func_from_hub_with_fallback",
     # The config can be set and unset, but not read back: deepspeed_config() returns a dict that cannot be set.
