@@ -175,7 +175,7 @@ def regenerate_served(
         keep()
     if refusals and next(iter(store), None) is None:
         raise DataError(
-            f"data.regenerate.endpoint: {endpoint.url} refuses all of {len(prompts)} prompts ({refusals[-1]}); "
+            f"{endpoint.url}: refuses all of {len(prompts)} prompts ({refusals[-1]}); "
             "expected responses. Check the server's log, and that its context holds data.seq_len_tokens."
         )
     return ServedCounts(generated=stored, refused=len(refusals), refusal=refusals[-1] if refusals else None)
@@ -188,7 +188,7 @@ def _require_trunks(rows: Sequence[RegeneratedRow], trunk: Trunk, answering: Ans
     fit = fit_of(trunk, spread(readable, f"{rows[0].id} {len(rows)}"), answering.sampling, answering.eos_ids)
     if not fit.is_trunks:
         raise DataError(
-            f"data.regenerate.endpoint: {url} gives answers that are not the trunk's: over {fit.answers} of its last "
+            f"{url}: gives answers that are not the trunk's: over {fit.answers} of its last "
             f"{len(rows)} the trunk gives the tokens a mean probability of {fit.found:.3f}; expected "
             f"{fit.expected:.3f} within {fit.allowed:.3f}. These {len(rows)} are dropped. Serve model.trunk (with "
             "model.adapter, where there is one), with the sampling of data.regenerate; then the same command resumes "

@@ -281,8 +281,6 @@ class RegenerateSpec(RecipeSection):
     """Sample from the k most probable tokens; 0 samples from all."""
     min_p: BelowOne = 0.0
     """Sample from tokens with at least this probability, relative to the most probable token."""
-    max_repeated: UpToOne | None = None
-    """Leave out responses in which more than this share of the 8-grams are repetitions; null keeps all responses."""
     endpoint: Text | None = None
     """Address of the server, up to and including the API version: `http://localhost:8000/v1`. The server must serve the
     trunk: a sample of its responses is compared with those of the trunk, before they are stored. A run can be resumed

@@ -58,7 +58,7 @@ def trained_documents(run: Run) -> list[Document]:
     settings, documents = run.recipe.data.regenerate, list(run.inputs.documents)
     if settings is not None:
         directory, _ = responses_directory(run, settings)
-        documents = documents_of(run, settings, RegeneratedStore(directory))[0]
+        documents = documents_of(run, RegeneratedStore(directory))[0]
     training, _ = part_documents(run.recipe, documents)
     return [documents[index] for index in training]
 
@@ -97,7 +97,7 @@ def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tu
         if said and accelerator.is_main_process:
             progress.console.print(said)
     require_shared(directory, ["."], accelerator)
-    documents, counts = documents_of(run, settings, store)
+    documents, counts = documents_of(run, store)
     if accelerator.is_main_process:
         write_json(directory / COUNTS_FILE, asdict(counts))
         found = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in asdict(counts).items() if value)
@@ -112,13 +112,9 @@ def regeneration_of(recipe: Recipe) -> RegenerateSpec:
     return recipe.data.regenerate
 
 
-def documents_of(run: Run, settings: RegenerateSpec, store: RegeneratedStore) -> tuple[list[Document], ResponseCounts]:
-    return store.to_documents(
-        run.recipe.data.seq_len_tokens,
-        groups={prompt.id: prompt.group for prompt in run.inputs.prompts},
-        max_repeated=settings.max_repeated,
-        special_ids=frozenset(run.inputs.tokenizer.all_special_ids),
-    )
+def documents_of(run: Run, store: RegeneratedStore) -> tuple[list[Document], ResponseCounts]:
+    groups = {prompt.id: prompt.group for prompt in run.inputs.prompts}
+    return store.to_documents(run.recipe.data.seq_len_tokens, groups)
 
 
 def responses_directory(run: Run, settings: RegenerateSpec) -> tuple[Path, dict[str, object]]:
@@ -246,7 +242,7 @@ def answer_by_server(
     with contextlib.closing(endpoint):
         endpoint.choose_model(settings.model)
         counts = regenerate_served(missing, store, endpoint, answering_of(run, settings), trunk, on_progress)
-    facts = {"url": endpoint.url, "model": endpoint.model, "prompts_as": endpoint.prompts_as}
+    facts = {"url": endpoint.url, "model": endpoint.model}
     write_json(store.directory / f"server-{rank:05d}-of-{world:05d}.json", {**facts, **asdict(counts)})
     refused = f", {counts.refused} refused ({counts.refusal})" if counts.refused else ""
     return f"{endpoint.url}: {counts.generated} prompts answered{refused}."

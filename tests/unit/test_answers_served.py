@@ -213,19 +213,6 @@ def test_every_prompt_is_answered_and_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("believed")
-def test_a_server_that_takes_text_alone_gets_text(tmp_path: Path) -> None:
-    def reply(payload: dict[str, Any]) -> Reply:
-        if not isinstance(payload["prompt"], str):
-            return Reply(400, b"prompt: expected a string")
-        return completion(payload["prompt"], prompt_tokens=3)
-
-    counts, served = answer(RegeneratedStore(tmp_path), reply)
-    assert counts.generated == 18
-    assert [isinstance(payload["prompt"], str) for payload in served.payloads] == [False, *[True] * 18]
-    assert "add_special_tokens" in served.payloads[1]
-
-
-@pytest.mark.usefixtures("believed")
 def test_processes_part_the_prompts_whatever_is_done_already(tmp_path: Path) -> None:
     parts = [missing_prompts(PROMPTS, RegeneratedStore(tmp_path, rank=rank, world=2), 64) for rank in (0, 1)]
     assert sorted((prompt for part in parts for prompt in part), key=lambda prompt: prompt.id) == PROMPTS
@@ -237,8 +224,7 @@ def test_processes_part_the_prompts_whatever_is_done_already(tmp_path: Path) -> 
 @pytest.mark.usefixtures("believed")
 def test_refused_prompts_are_counted_and_asked_again_later(tmp_path: Path) -> None:
     def reply(payload: dict[str, Any]) -> Reply:
-        prompt = payload["prompt"]
-        return Reply(400, b"too long") if isinstance(prompt, str) or prompt[0] % 2 else echo(payload)
+        return Reply(400, b"too long") if payload["prompt"][0] % 2 else echo(payload)
 
     store = RegeneratedStore(tmp_path)
     assert answer(store, reply)[0] == ServedCounts(generated=9, refused=9, refusal="answers 400 (too long)")
