@@ -1,4 +1,12 @@
-"""The training loop of the head, to be read from top to bottom."""
+"""The training loop of the head, to be read from top to bottom.
+
+The host plans each micro-batch (:func:`micro_batches`): the first one of a step while the device still computes the
+step before, and each of the others while it computes the one before it. Where the device copies from page-locked
+memory, the host waits for it once in a step, for the losses. A step's batches depend on the number of the step alone,
+so a resumed run gets those of an unbroken one.
+
+Shapes: B rows, T tokens, K depths, N = B * T target rows.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +20,26 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mtp_train.data.pack import PackedSequence, collate
+from mtp_train.data.pack import PackedSequence, collate, count_targets
 from mtp_train.errors import TrainingError
+from mtp_train.heads.alignment import valid_targets
 from mtp_train.heads.module import MtpHead
-from mtp_train.losses.chunked import depth_weights
-from mtp_train.train.feed import Preparation
+from mtp_train.losses.chunked import align_to_targets, depth_weights
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.train.hidden_cache import HiddenCache
 from mtp_train.train.launch import clip_gradient, prepare, run_facts, takes_fused
 from mtp_train.train.log import RunLog
+from mtp_train.train.packed_rows import Forwards, Segment, group_by_length, segments
 from mtp_train.train.plan import Plan, TrainOptions
 from mtp_train.train.select import Selection, score_of
+from mtp_train.train.shard import shards_trunk
 from mtp_train.train.state import (
     head_state,
     load_best,
@@ -41,6 +52,8 @@ from mtp_train.train.state import (
 from mtp_train.train.stopping import noted_signal, stopped_after
 
 _LOG = logging.getLogger(__name__)
+_PINNING = ("cuda", "xpu")
+"""Types of devices that copy from page-locked memory while they compute."""
 
 BatchFn = Callable[[int], Sequence[PackedSequence]]
 """From a step (0-based) to its packed sequences, the same on every rank."""
@@ -76,8 +89,11 @@ class Training:
     """The objects that a training step uses."""
 
     options: TrainOptions
+    plan: Plan
+    weight_K: Sequence[float]
+    """The weight of each depth, which sum to 1."""
     batch_fn: BatchFn
-    preparation: Preparation
+    cache: HiddenCache | None
     accelerator: Accelerator
     head: MtpHead
     wrapped: nn.Module
@@ -91,8 +107,50 @@ class Training:
 
     def batches(self, step: int) -> StepBatches:
         sequences = self.batch_fn(step)
-        made = self.preparation.step(sequences)
+        made = micro_batches(sequences, self.plan, self.weight_K, self.accelerator, self.cache)
         return sequences, chain([next(made)], made)
+
+
+def micro_batches(
+    sequences: Sequence[PackedSequence],
+    plan: Plan,
+    weight_K: Sequence[float],
+    accelerator: Accelerator,
+    cache: HiddenCache | None = None,
+) -> Iterator[MicroBatch]:
+    """Yield this process's micro-batches of a step, given the step's sequences over all processes.
+
+    Losses are divided by the number of targets of the whole step, over all processes and micro-batches, so the gradient
+    is the same for every world size and accumulation. The factors undo the wrapper's averaging over processes and
+    accelerate's averaging over micro-batches.
+
+    Args:
+        cache: The trunk's hidden states; None if the trunk computes them.
+    """
+    depths, rank = range(1, len(weight_K) + 1), accelerator.process_index
+    totals = [sum(column) for column in zip(*(count_targets(one, len(depths)) for one in sequences), strict=True)]
+    rounds = plan.world_size * plan.accumulation
+    pairs = zip(weight_K, totals, strict=True)
+    scale_K = torch.tensor([rounds * weight / max(1, total) for weight, total in pairs])
+    for micro in range(plan.accumulation):
+        own = list(sequences[plan.share(micro, rank)])
+        batch = collate(own)
+        valid = [valid_targets(batch.document_BT, batch.loss_mask_BT, depth) for depth in depths]
+        used_N = align_to_targets(valid).flatten(1, 2).any(dim=0).nonzero().squeeze(1)
+        if cache is not None:
+            made = MicroBatch(batch, scale_K, hidden_BTD=cache.rows(own), used_N=used_N)
+        else:
+            # Where the trunk is in shards, all processes run its passes together.
+            ranks = range(plan.world_size) if shards_trunk(accelerator) else [rank]
+            groups = {one: _groups(sequences[plan.share(micro, one)]) for one in ranks}
+            forwards = Forwards(groups[rank], max(map(len, groups.values())))
+            made = MicroBatch(batch, scale_K, forwards=forwards, used_N=used_N)
+        yield made.mapped(Tensor.pin_memory) if accelerator.device.type in _PINNING else made
+
+
+def _groups(sequences: Sequence[PackedSequence]) -> list[list[Segment]]:
+    document_BT = np.stack([one.document_T for one in sequences])
+    return group_by_length(segments(document_BT), document_BT.size)
 
 
 def make_optimizer(head: nn.Module, options: TrainOptions, *, fused: bool = False) -> torch.optim.AdamW:
@@ -145,11 +203,12 @@ def train_head(
     wrapped, optimizer = prepare(module, optimizer, accelerator, plan, options.max_grad_norm)
     if done:
         load_moments(state_dir, done, head, optimizer)
-    weight_K = depth_weights(module.num_depths, options.depth_decay)
     run = Training(
         options=options,
+        plan=plan,
+        weight_K=depth_weights(module.num_depths, options.depth_decay),
         batch_fn=batch_fn,
-        preparation=Preparation.of(plan, weight_K, accelerator, cache),
+        cache=cache,
         accelerator=accelerator,
         head=head,
         wrapped=wrapped,
@@ -172,7 +231,7 @@ def measure_start(run: Training, selection: Selection) -> None:
     if selection.lr_for is not None:
         run.options = replace(run.options, lr=selection.lr_for(figures["held_out_overlap_depth_1"]))
     # The clock of the log begins with the first step.
-    run.sums = LogSums.zero(len(run.preparation.weight_K))
+    run.sums = LogSums.zero(len(run.weight_K))
 
 
 def resume(state_dir: Path, head: MtpHead, selection: Selection | None, accelerator: Accelerator) -> int:
@@ -237,7 +296,7 @@ def optimise(
     optimizer: Any,
     accelerator: Accelerator,
     max_grad_norm: float,
-    micro_batches: Iterable[MicroBatch],
+    given: Iterable[MicroBatch],
 ) -> tuple[Tensor, Tensor]:
     """Do one optimiser step over this rank's micro-batches, copied to the device here, without waiting for it.
 
@@ -246,7 +305,7 @@ def optimise(
     """
     sums_2K = torch.zeros(2, 1, device=accelerator.device)
     norm_1 = torch.zeros(1, device=accelerator.device)
-    for micro in micro_batches:
+    for micro in given:
         with accelerator.accumulate(wrapped):
             terms = wrapped(micro=micro.to(accelerator.device))
             accelerator.backward(terms.total)
@@ -280,7 +339,7 @@ def gather(
 def finish_step(run: Training, done: int, norm: float, sequences: Sequence[PackedSequence], *, saves: bool) -> None:
     """Check, log, measure and save after ``done`` steps, as far as each is due."""
     options, accelerator, selection = run.options, run.accelerator, run.selection
-    weight_K = run.preparation.weight_K
+    weight_K = run.weight_K
     require_finite(run, done, norm, sequences)
     if done % options.log_steps == 0 or done == options.max_steps:
         if run.log is not None:
@@ -296,7 +355,7 @@ def finish_step(run: Training, done: int, norm: float, sequences: Sequence[Packe
 
 def measure(run: Training, selection: Selection, done: int) -> dict[str, Any]:
     """Measure, judge and log the head after ``done`` steps, and return the figures; every process must call it."""
-    figures = selection.measure(run.wrapped, len(run.preparation.weight_K), run.accelerator)
+    figures = selection.measure(run.wrapped, len(run.weight_K), run.accelerator)
     selection.judge(done, score_of(figures), run.head, writes=run.accelerator.is_main_process)
     if run.log is not None:
         run.log.log(done, figures)
