@@ -103,7 +103,7 @@ def make_selection(
     kept = renumbered(sequences[: max(1, spec.tokens // data.seq_len_tokens)], measured)
     every = spec.every_steps or math.ceil(run.recipe.train.max_steps / MEASURES)
     lr_for = partial(record_lr, run) if chooses_lr else None
-    return Selection(every, spec.patience, kept, cache, run.directory.path / STATE, lr_for)
+    return Selection(every, spec.patience, kept, cache, lr_for)
 
 
 STATE, HIDDEN = "state", "hidden"

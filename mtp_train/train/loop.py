@@ -41,6 +41,7 @@ from mtp_train.train.plan import Plan, TrainOptions
 from mtp_train.train.select import Selection, score_of
 from mtp_train.train.shard import shards_trunk
 from mtp_train.train.state import (
+    best_weights,
     head_state,
     load_best,
     load_moments,
@@ -198,7 +199,7 @@ def train_head(
     head = module.head
     done = resume(state_dir, head, selection, accelerator)
     if is_over(done, options, selection):
-        return chosen_weights(head, selection)
+        return chosen_weights(head, state_dir, selection)
     optimizer = make_optimizer(head, options, fused=takes_fused(accelerator))
     wrapped, optimizer = prepare(module, optimizer, accelerator, plan, options.max_grad_norm)
     if done:
@@ -222,7 +223,7 @@ def train_head(
     if selection is not None and not done:
         measure_start(run, selection)
     take_steps(run, done, on_step)
-    return chosen_weights(head, selection)
+    return chosen_weights(head, state_dir, selection)
 
 
 def measure_start(run: Training, selection: Selection) -> None:
@@ -232,6 +233,7 @@ def measure_start(run: Training, selection: Selection) -> None:
         run.options = replace(run.options, lr=selection.lr_for(figures["held_out_overlap_depth_1"]))
     # The clock of the log begins with the first step.
     run.sums = LogSums.zero(len(run.weight_K))
+    save(run, 0)
 
 
 def resume(state_dir: Path, head: MtpHead, selection: Selection | None, accelerator: Accelerator) -> int:
@@ -287,8 +289,8 @@ def is_over(done: int, options: TrainOptions, selection: Selection | None) -> bo
     return done >= options.max_steps or (selection is not None and selection.is_exhausted)
 
 
-def chosen_weights(head: MtpHead, selection: Selection | None) -> dict[str, Tensor]:
-    return head_state(head) if selection is None else selection.best_weights()
+def chosen_weights(head: MtpHead, state_dir: Path, selection: Selection | None) -> dict[str, Tensor]:
+    return head_state(head) if selection is None else best_weights(state_dir)
 
 
 def optimise(
@@ -338,8 +340,7 @@ def gather(
 
 def finish_step(run: Training, done: int, norm: float, sequences: Sequence[PackedSequence], *, saves: bool) -> None:
     """Check, log, measure and save after ``done`` steps, as far as each is due."""
-    options, accelerator, selection = run.options, run.accelerator, run.selection
-    weight_K = run.weight_K
+    options, selection, weight_K = run.options, run.selection, run.weight_K
     require_finite(run, done, norm, sequences)
     if done % options.log_steps == 0 or done == options.max_steps:
         if run.log is not None:
@@ -347,16 +348,22 @@ def finish_step(run: Training, done: int, norm: float, sequences: Sequence[Packe
         run.sums = LogSums.zero(len(weight_K))
     if selection is not None and selection.is_due(done, options.max_steps):
         measure(run, selection, done)
-    if saves or done % options.save_steps == 0 or is_over(done, run.options, run.selection):
-        best = None if selection is None else selection.best
-        sums = run.sums.saved()
-        save_state(run.state_dir, done, run.head, run.optimizer, best, sums, writes=accelerator.is_main_process)
+        saves = True
+    if saves or done % options.save_steps == 0 or done == options.max_steps:
+        save(run, done)
+
+
+def save(run: Training, done: int) -> None:
+    """Save the state after ``done`` steps; every process must call it."""
+    best = None if run.selection is None else run.selection.best
+    writes = run.accelerator.is_main_process
+    save_state(run.state_dir, done, run.head, run.optimizer, best, run.sums.saved(), writes=writes)
 
 
 def measure(run: Training, selection: Selection, done: int) -> dict[str, Any]:
     """Measure, judge and log the head after ``done`` steps, and return the figures; every process must call it."""
     figures = selection.measure(run.wrapped, len(run.weight_K), run.accelerator)
-    selection.judge(done, score_of(figures), run.head, writes=run.accelerator.is_main_process)
+    selection.judge(done, score_of(figures))
     if run.log is not None:
         run.log.log(done, figures)
     return figures

@@ -27,8 +27,8 @@ from mtp_train.trunk.quantise import Quantization, trunk_bytes
 GIB = 1 << 30
 _MASTER_BYTES = 4
 """Bytes of each of the head's weights, which are in fp32."""
-_STATE_BYTES = 12
-"""Bytes per weight in a resume state: the weight and AdamW's two moments, in fp32."""
+_STATE_BYTES = 16
+"""Bytes per weight in a resume state: the weight, AdamW's two moments and the best head, in fp32."""
 NUM_HEADS = 2
 """Heads in memory while a run decodes: the retrained head and its baseline."""
 _STATES_AT_ONCE = 3
