@@ -45,6 +45,7 @@ UNREADABLE = (
     OSError,
     ValueError,
     EOFError,
+    RuntimeError,
     zlib.error,
     lzma.LZMAError,
     zipfile.BadZipFile,
@@ -369,7 +370,6 @@ def local_files(path: str, name: str) -> list[Path] | None:
     if is_saved(where):
         return sorted(file for file in where.rglob("*") if file.is_file() and not file.name.startswith("cache-"))
     if where.is_dir():
-        _refuse_script(where, name)
         inside = sorted(file.relative_to(where) for file in where.rglob("*") if _suffix(file) in BUILDERS)
         files = [where / file for file in inside if not any(part.startswith(".") for part in file.parts)]
     elif where.exists():
@@ -414,13 +414,6 @@ def _place(path: str, name: str) -> Path:
         found = error.strerror if isinstance(error, OSError) else str(error)
         raise DataError(f"{name[:60]!a}: cannot be opened ({found}); expected {KNOWN_FILES}. Check the path.") from None
     return where
-
-
-def _refuse_script(directory: Path, name: str) -> None:
-    """Refuse a directory with a dataset script: some versions of ``datasets`` run it, others refuse all its files."""
-    script = directory / f"{directory.resolve().name}.py"
-    if script.exists():
-        raise DataError(f"{name}: has the dataset script {script.name}, which is never run; expected none. Remove it.")
 
 
 def _suffix(file: Path) -> str:

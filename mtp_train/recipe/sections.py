@@ -371,8 +371,6 @@ class HiddenCacheSpec(RecipeSection):
     The trunk's layers are removed from memory before the head is trained, whether the trunk is sharded or whole.
     """
 
-    max_gib: Positive = 64.0
-    """Maximum size of the cache, in GiB. A run that needs more is refused before it starts."""
     directory: Text | None = None
     """The directory of the caches. Each cache has a name derived from trunk, text and precision. Null is `hidden` in
     the run directory."""

@@ -226,11 +226,11 @@ def answer_by_server(
     )
     with contextlib.closing(endpoint):
         endpoint.choose_model(settings.model)
-        counts = regenerate_served(missing, store, endpoint, answering_of(run, settings), trunk, on_progress)
-    facts = {"url": endpoint.url, "model": endpoint.model}
-    write_json(store.directory / f"server-{rank:05d}-of-{world:05d}.json", {**facts, **asdict(counts)})
-    refused = f", {counts.refused} refused ({counts.refusal})" if counts.refused else ""
-    return f"{endpoint.url}: {counts.generated} prompts answered{refused}."
+        stored, refusals = regenerate_served(missing, store, endpoint, answering_of(run, settings), trunk, on_progress)
+    facts = {"url": endpoint.url, "model": endpoint.model, "generated": stored, "refused": len(refusals)}
+    write_json(store.directory / f"server-{rank:05d}-of-{world:05d}.json", facts)
+    refused = f", {len(refusals)} refused ({refusals[-1]})" if refusals else ""
+    return f"{endpoint.url}: {stored} prompts answered{refused}."
 
 
 def copy_answers(location: str, directory: Path, prompts: Sequence[Prompt], trunk: TrunkContents) -> list[str]:

@@ -210,7 +210,7 @@ def hidden_cache(run: Run, module: HeadTraining, documents: Sequence[Document]) 
         adapter = inputs.contents[ADAPTER] if inputs.adapter else None
         digest = cache_digest(inputs.contents[TRUNK], adapter, documents, state, *settings)
         cache = HiddenCache(Path(spec.directory or run.directory.path / HIDDEN) / digest, documents, state)
-        cache.require_room(int(spec.max_gib * (1 << 30)))
+        cache.require_room()
         task = progress.add_task("keeping hidden states", total=None)
         if accelerator.is_main_process:
             progress.console.print(f"{cache.directory}: {cache.num_bytes / (1 << 30):.2f} GiB of hidden states")
