@@ -36,25 +36,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class _UnusableError(Exception):
-    """Report a server that cannot be used: what was found, what was expected, and what to do."""
-
-
-def _parts(response: httpx.Response) -> Iterator[bytes]:
-    """Yield a response as it arrives, unpacked.
-
-    Raises:
-        _UnusableError: It is too large: a server that sends without end must not fill the memory.
-    """
-    size = 0
-    for part in response.iter_bytes():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            found = f"answers more than {MAX_BODY_BYTES >> 20} MiB"
-            raise _UnusableError(found, "a response to one prompt", "Check the address")
-        yield part
-
-
 MAX_ATTEMPTS = 8
 LONGEST_WAIT_SECONDS = 60.0
 CONNECT_TIMEOUT_SECONDS = 10.0
@@ -63,9 +44,6 @@ STALL_SECONDS = 600.0
 """A server that finishes no request for so long is given up."""
 LIST_TIMEOUT = httpx.Timeout(10.0, connect=CONNECT_TIMEOUT_SECONDS)
 """Of the list of models and the counters, which a server has at hand."""
-MAX_BODY_BYTES = 2**26
-"""The largest response, unpacked: 64 MiB, above any response of text."""
-_DETAIL_BYTES = 2**12
 REDIRECTS = range(300, 400)
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """HTTP statuses after which the same request may succeed."""
@@ -273,11 +251,10 @@ class Endpoint:
     def look(self, path: str) -> str | None:
         """Return the text under a path from the server's root; None if there is none."""
         try:
-            with self._client.stream("GET", self.url.removesuffix("/v1") + path, timeout=LIST_TIMEOUT) as response:
-                body = b"".join(_parts(response))
-                return body.decode("utf-8", errors="replace") if response.status_code == 200 else None
-        except (httpx.HTTPError, _UnusableError):
+            response = self._client.get(self.url.removesuffix("/v1") + path, timeout=LIST_TIMEOUT)
+        except httpx.HTTPError:
             return None
+        return response.text if response.status_code == 200 else None
 
     def response_of(self, request: Request, document: Mapping[str, Any]) -> Response | Refusal:
         """Return the tokens of a completion, or that the server did not finish it.
@@ -326,12 +303,9 @@ class Endpoint:
             if self._closed.is_set():
                 break
             try:
-                with self._client.stream(method, url, json=payload, timeout=timeout or self._timeout) as response:
-                    if response.status_code == 200:
-                        return _read_json(response)
-                    detail = self._shown(_detail(response))
-            except _UnusableError as error:
-                raise self._unusable(*error.args) from None
+                response = self._client.request(method, url, json=payload, timeout=timeout or self._timeout)
+                if response.status_code == 200:
+                    return _read_json(response)
             except (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL) as error:
                 raise self._unusable(f"cannot be asked ({error})", "an address", "Correct it") from None
             except httpx.TransportError as error:
@@ -342,7 +316,8 @@ class Endpoint:
                 continue
             except httpx.HTTPError as error:
                 raise self._unusable(f"cannot be asked ({error})", "an address", "Correct it") from None
-            cause = f"answers {response.status_code} ({detail})"
+            detail = " ".join(response.text.split())[:200] or response.reason_phrase
+            cause = f"answers {response.status_code} ({self._shown(detail)})"
             if response.status_code not in PASSING:
                 return self._refusal(response.status_code, cause)
             wanted_seconds = _retry_after(response)
@@ -376,7 +351,7 @@ def _read_json(response: httpx.Response) -> dict[str, Any]:
     Raises:
         ValueError: It is something else.
     """
-    document = json.loads(b"".join(_parts(response)))
+    document = response.json()
     if not isinstance(document, dict):
         raise ValueError("no JSON object")
     return document
@@ -384,12 +359,6 @@ def _read_json(response: httpx.Response) -> dict[str, Any]:
 
 def _object(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _detail(response: httpx.Response) -> str:
-    """Return the start of a server's error text as one short line."""
-    body = next(response.iter_bytes(_DETAIL_BYTES), b"")
-    return " ".join(body.decode("utf-8", errors="replace").split())[:200] or response.reason_phrase
 
 
 def _retry_after(response: httpx.Response) -> float:

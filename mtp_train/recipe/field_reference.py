@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from mtp_train.recipe.json_schema import Node, describe, dotted, held_section, schema_tree, shown_whole
+from mtp_train.recipe.json_schema import Node, describe, dotted, held_section, schema_tree, shown
 
 _HEADING = """# Fields of a recipe
 
@@ -25,7 +25,7 @@ def _section_lines(section: Node, path: str) -> Iterator[str]:
     for name, node in section["properties"].items():
         # A section has its own table. If it may be null or is in a list, its field has a row as well.
         if "properties" not in node:
-            default = f"`{shown_whole(node['default']).strip(chr(39))}`" if "default" in node else "required"
+            default = f"`{shown(node['default']).strip(chr(39))}`" if "default" in node else "required"
             yield f"| `{name}` | {describe(node)} | {default} | {' '.join(node['description'].split())} |"
     for name, node in section["properties"].items():
         held, suffix = held_section(node)

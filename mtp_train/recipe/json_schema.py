@@ -120,21 +120,15 @@ def _limits(node: Node) -> str:
     return f" {' and '.join(words)}" if words else ""
 
 
-def shown_whole(value: object) -> str:
-    """Return a value in short, a list of values with its items."""
-    has_sections = isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
-    return shown(tuple(value) if isinstance(value, list) and not has_sections else value)
-
-
 def shown(value: object) -> str:
+    """Return a value in short, a list of values with its items."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
         return "a section" if value else "{}"
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    if isinstance(value, tuple):
-        return f"[{', '.join(str(item) for item in value)}]"
+    if isinstance(value, list | tuple):
+        has_sections = any(isinstance(item, Mapping) for item in value)
+        return f"a list of {len(value)}" if has_sections else f"[{', '.join(map(str, value))}]"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

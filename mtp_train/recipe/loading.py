@@ -24,7 +24,6 @@ from mtp_train.recipe.json_schema import (
     not_null,
     schema_tree,
     shown,
-    shown_whole,
     walk_fields,
 )
 from mtp_train.recipe.schema import Recipe
@@ -253,7 +252,7 @@ def _hint(path: str, value: object, node: Node) -> str:
         return f"Write {path}: [{value}]."
     if inner.get("type") == "string" and isinstance(value, bool | int | float):
         return f"Put it in quotes: {str(value)!r}."
-    return f"Correct it, or leave it out for {shown_whole(node['default'])}." if "default" in node else "Correct it."
+    return f"Correct it, or leave it out for {shown(node['default'])}." if "default" in node else "Correct it."
 
 
 def _missing(path: str, node: Node) -> Iterator[str]:

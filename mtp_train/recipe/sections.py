@@ -291,16 +291,13 @@ class RegenerateSpec(RecipeSection):
     """Maximum number of concurrent requests to the server, over all processes; null is 32."""
     api_key_env: Text | None = None
     """Name of the environment variable with the API key of the server. The key itself is not written to any file."""
-    request_timeout_seconds: Positive | None = None
-    """Longest wait for the server to send a response, or a part of one; null is 3600. A run also ends when no request
-    finishes for ten minutes."""
 
     def contradictions(self) -> Iterator[str]:
         if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
             yield f"endpoint: {self.endpoint!r}; expected an address such as http://localhost:8000/v1. Correct it."
         if self.endpoint is not None and re.search(r"://[^/]*@|[?#]", self.endpoint):
             yield "endpoint: a password or parameters in the address; expected none. Use data.regenerate.api_key_env."
-        for name in ("model", "concurrency", "api_key_env", "request_timeout_seconds"):
+        for name in ("model", "concurrency", "api_key_env"):
             if self.endpoint is None and getattr(self, name) is not None:
                 yield f"{name}: {getattr(self, name)!r} without data.regenerate.endpoint; expected null. Leave it out."
         for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):

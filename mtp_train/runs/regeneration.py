@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mtp_inference import Sampling, SpeculativeDecoder
-from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS, Endpoint, read_api_key
+from mtp_train.answers.endpoint import Endpoint, read_api_key
 from mtp_train.answers.generate import Answering, missing_prompts, regenerate
 from mtp_train.answers.served import regenerate_served
 from mtp_train.answers.store import (
@@ -222,7 +222,6 @@ def answer_by_server(
         len(trunk.lm_head_VD),
         api_key=read_api_key(settings.api_key_env),
         concurrency=max(1, (settings.concurrency or CONCURRENCY) // world),
-        timeout_seconds=settings.request_timeout_seconds or RESPONSE_TIMEOUT_SECONDS,
     )
     with contextlib.closing(endpoint):
         endpoint.choose_model(settings.model)

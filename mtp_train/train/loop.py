@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mtp_train.data.pack import PackedSequence, collate, count_targets
@@ -276,7 +275,7 @@ def take_steps(run: Training, done: int, on_step: Callable[[int], None]) -> None
             following = run.batches(done + 1) if done + 1 < run.options.max_steps else None
             norm, told_to_stop = gather(run, sums_2K, norm_1, sequences, signals.number is not None)
             done += 1
-            finish_step(run, done, norm, sequences, saves=told_to_stop)
+            finish_step(run, done, norm, saves=told_to_stop)
             on_step(done)
     run.accelerator.wait_for_everyone()
     if run.log is not None:
@@ -338,10 +337,10 @@ def gather(
     return norm, told > 0
 
 
-def finish_step(run: Training, done: int, norm: float, sequences: Sequence[PackedSequence], *, saves: bool) -> None:
+def finish_step(run: Training, done: int, norm: float, *, saves: bool) -> None:
     """Check, log, measure and save after ``done`` steps, as far as each is due."""
     options, selection, weight_K = run.options, run.selection, run.weight_K
-    require_finite(run, done, norm, sequences)
+    require_finite(run, done, norm)
     if done % options.log_steps == 0 or done == options.max_steps:
         if run.log is not None:
             run.log.log(done, log_line(run.sums, weight_K, norm, options.lr_at(done - 1)) | run.facts)
@@ -369,21 +368,17 @@ def measure(run: Training, selection: Selection, done: int) -> dict[str, Any]:
     return figures
 
 
-def require_finite(run: Training, done: int, norm: float, sequences: Sequence[PackedSequence]) -> None:
-    """Check that the step's loss and gradient are finite. If not, the batch is written to a file for inspection.
+def require_finite(run: Training, done: int, norm: float) -> None:
+    """Check that the step's loss and gradient are finite.
 
     Raises:
-        TrainingError: The loss or the gradient is not finite.
+        TrainingError: They are not.
     """
-    if math.isfinite(norm) and all(math.isfinite(value) for value in run.sums.loss_sum_K):
-        return
-    kept = run.state_dir.parent / f"bad_batch-{done:08d}.safetensors"
-    if run.accelerator.is_main_process:
-        save_file(collate(sequences)._asdict(), kept)
-    raise TrainingError(
-        f"step {done}: loss {run.sums.loss_sum_K}, gradient norm {norm}; expected finite numbers. Lower train.lr, or "
-        f"look at the step's tokens in {kept}; the last saved state is untouched."
-    )
+    if not all(map(math.isfinite, (norm, *run.sums.loss_sum_K))):
+        raise TrainingError(
+            f"step {done}: loss {run.sums.loss_sum_K}, gradient norm {norm}; expected finite numbers. Lower train.lr; "
+            "the last saved state is untouched."
+        )
 
 
 def log_line(sums: LogSums, weight_K: Sequence[float], norm: float, lr: float) -> dict[str, Any]:

@@ -244,7 +244,7 @@ def test_sigterm_ends_the_step_saves_and_says_how_to_go_on(tmp_path: Path, monke
     assert equal(found, expected)
 
 
-def test_the_batch_of_a_loss_that_is_not_finite_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_is_not_finite_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used = recipe({"every_steps": 12})
     stock, calls = loop.optimise, iter(range(1, 100))
 
@@ -253,14 +253,8 @@ def test_the_batch_of_a_loss_that_is_not_finite_is_kept(tmp_path: Path, monkeypa
         return (sums_2K * float("nan") if next(calls) == 6 else sums_2K), norm
 
     monkeypatch.setattr(loop, "optimise", spoilt)
-    with pytest.raises(TrainingError, match=r"bad_batch-00000006\.safetensors") as error:
+    with pytest.raises(TrainingError, match=r"step 6: loss \[nan, nan\], .*; expected finite numbers"):
         run_training(tmp_path, used)
-    assert "expected finite numbers" in str(error.value)
-    from safetensors.torch import load_file
-
-    batch = load_file(tmp_path / "bad_batch-00000006.safetensors")
-    step = global_batches(documents(12), seq_len_tokens=SEQ_LEN, pack=True, sequences_per_step=4, seed=0)(5)
-    assert torch.equal(batch["tokens_BT"], torch.stack([torch.from_numpy(one.input_ids_T) for one in step]))
     assert sorted(path.name for path in (tmp_path / "state").glob("step-*")) == ["step-00000000", "step-00000004"]
 
 
