@@ -44,7 +44,9 @@ STALL_SECONDS = 600.0
 """A server that finishes no request for so long is given up."""
 LIST_TIMEOUT = httpx.Timeout(10.0, connect=CONNECT_TIMEOUT_SECONDS)
 """Of the list of models and the counters, which a server has at hand."""
-REDIRECTS = range(300, 400)
+FINAL = frozenset({401, 403, 404, 405, *range(300, 400)})
+"""HTTP statuses with which a server refuses every prompt. Redirects are not followed: prompts and key are for the
+address that the user named."""
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """HTTP statuses after which the same request may succeed."""
 
@@ -318,22 +320,13 @@ class Endpoint:
                 raise self._unusable(f"cannot be asked ({error})", "an address", "Correct it") from None
             detail = " ".join(response.text.split())[:200] or response.reason_phrase
             cause = f"answers {response.status_code} ({self._shown(detail)})"
+            if response.status_code in FINAL:
+                cure = "Check the address, with its version, and the key (data.regenerate.api_key_env, --api-key-env)"
+                raise self._unusable(cause, "OpenAI's completions there", cure)
             if response.status_code not in PASSING:
-                return self._refusal(response.status_code, cause)
+                return Refusal(cause)
             wanted_seconds = _retry_after(response)
         raise self._unusable(f"{cause}, {MAX_ATTEMPTS} times", "an answer", "Start it again, then run the same command")
-
-    def _refusal(self, status: int, cause: str) -> Refusal:
-        if status in REDIRECTS:
-            # Prompts and key are for the address that the user named.
-            raise self._unusable(cause, "no redirect", "Write the address that it leads to")
-        if status in (401, 403):
-            raise self._unusable(
-                cause, "access", "Name the variable with its key (data.regenerate.api_key_env, --api-key-env)"
-            )
-        if status in (404, 405):
-            raise self._unusable(cause, "OpenAI's completions there", "Check the address, with its version")
-        return Refusal(cause)
 
     def _unusable(self, found: str, expected: str, cure: str) -> DataError:
         return DataError(f"{self.url}: {found}; expected {expected}. {cure}.")

@@ -53,8 +53,6 @@ UNREADABLE = (
     datasets.exceptions.DatasetsError,
 )
 """The errors of damaged files: of the file system, the decoders, the decompressors and ``datasets``."""
-MAX_LISTED = 30
-"""Most columns that a message lists."""
 COMPRESSIONS = (".gz", ".xz", ".bz2", ".zst")
 KNOWN_FILES = "a .json, .jsonl, .parquet or .txt file (.gz, .xz, .bz2 or .zst too)"
 TEXT_BLOCK_CHARS = 1 << 20
@@ -89,7 +87,6 @@ def load_records(
     group_field: str | None = None,
     name: str | None = None,
     max_records: int | None = None,
-    streaming: bool = False,
 ) -> list[Record]:
     """Read one source.
 
@@ -104,14 +101,13 @@ def load_records(
         group_field: The column whose value groups records. None groups by content (:func:`content_group`), and the
             paragraphs of a .txt file by their file.
         name: Name of the source in record ids and messages; None uses the path.
-        streaming: Whether to read only the requested records, without a copy in the cache.
 
     Raises:
         DataError: There is no such file or dataset, it is empty, its columns fit no format or several, or a record is
             malformed.
     """
     name = name or path
-    source = _Source(path, name, local_files(path, name), config, split, max_records, streaming)
+    source = _Source(path, name, local_files(path, name), config, split, max_records)
     if source.files is not None and config is not None and not source.place.is_dir():
         raise DataError(f"{name}: config {config!r} of local files; expected null, as they have none. Leave it out.")
     names, rows = source.read()
@@ -188,7 +184,6 @@ class _Source:
     config: str | None
     split: str
     max_records: int | None = None
-    streaming: bool = False
 
     @property
     def place(self) -> Path:
@@ -220,17 +215,16 @@ class _Source:
 
     def _read_table(self) -> tuple[list[str], Iterable[OwnedRow]]:
         """Read a dataset of the hub or a directory by its own builder, and other files by the builder of their kind."""
-        given: dict[str, Any] = {"split": self.split, "streaming": self.streaming}
         if self.files is None:
-            table = datasets.load_dataset(self.path, self.config, **given)
+            table = datasets.load_dataset(self.path, self.config, split=self.split)
         elif is_saved(self.place):
             table = _saved(self.place, self.split)
         elif self.place.is_dir():
-            table = datasets.load_dataset(str(self.place), self.config, **given)
+            table = datasets.load_dataset(str(self.place), self.config, split=self.split)
         else:
             kind = BUILDERS[_suffix(self.files[0])]
-            table = datasets.load_dataset(kind, data_files=[str(file) for file in self.files], **given)
-        stream = table.to_iterable_dataset() if isinstance(table, datasets.Dataset) else table
+            table = datasets.load_dataset(kind, data_files=[str(file) for file in self.files], split=self.split)
+        stream = table.to_iterable_dataset()
         # Images are not decoded: it takes long, and their records are skipped.
         rows = islice(stream.decode(False) if stream.features else stream, self.max_records)
         first: Row = next(rows, {})
@@ -255,8 +249,6 @@ class _Source:
             # By the names that the user gave, without those that were left out.
             ours = {file.resolve(): str(file) for file in files}
             return {split: [ours[one] for one in map(_resolved, some) if one in ours] for split, some in found.items()}
-        if self.streaming:
-            return found
         return {split: datasets.DownloadManager().download_and_extract(some) for split, some in found.items()}
 
     def _read_files(self, by_split: Mapping[str, Sequence[str]]) -> tuple[list[str], Iterable[OwnedRow]]:
@@ -400,19 +392,12 @@ def local_files(path: str, name: str) -> list[Path] | None:
 
 
 def _place(path: str, name: str) -> Path:
-    """Return the path of a source with ``~`` expanded.
-
-    Raises:
-        DataError: No file system can have such a path.
-    """
+    """Return the path of a source with ``~`` expanded; refuse one that no file can have."""
     try:
         where = Path(path).expanduser()
-        where.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return where
+        where.exists()
     except (OSError, ValueError, RuntimeError) as error:
-        found = error.strerror if isinstance(error, OSError) else str(error)
-        raise DataError(f"{name[:60]!a}: cannot be opened ({found}); expected {KNOWN_FILES}. Check the path.") from None
+        raise DataError(f"{name[:60]!a}: cannot be opened ({error}); expected {KNOWN_FILES}. Check the path.") from None
     return where
 
 
@@ -505,5 +490,5 @@ def _parse_group(value: object, group_field: str, where: str) -> str:
 
 
 def _listed(columns: Sequence[str]) -> str:
-    names = [repr(column) if len(column) <= 60 else f"{column[:57]!r}..." for column in columns[:MAX_LISTED]]
-    return ", ".join([*names, f"and {len(columns) - MAX_LISTED} more"] if len(columns) > MAX_LISTED else names)
+    names = ", ".join(map(repr, columns))
+    return names if len(names) <= 400 else f"{names[:397]}..."

@@ -187,10 +187,7 @@ def dump_recipe(recipe: Recipe) -> str:
 def _read(path: Path) -> str:
     expected, hint = "a recipe in YAML", "Check the path and its permissions."
     try:
-        # Opening a FIFO waits for a writer, and reading a device may never end.
-        if path.is_file() or path.is_dir() or not path.exists():
-            return path.read_text(encoding="utf-8")
-        found = "not a regular file"
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         found, siblings = "no such file", [str(file) for file in path.parent.glob("*.yaml")]
         near = difflib.get_close_matches(str(path), siblings, n=1)
@@ -267,13 +264,7 @@ def _unknown(path: str, section: Node) -> str:
     within, _, key = path.rpartition(".")
     names, paths = list(not_null(section)["properties"]), [path for path, _ in walk_fields(schema_tree())]
     near = [dotted(within, name) for name in difflib.get_close_matches(key, names, n=1)]
-    meant = [path for path in paths if path.endswith(f".{key}")] or near or _elsewhere(key, paths)
+    meant = [path for path in paths if path.endswith(f".{key}")] or near
     expected = f"a field of {within or 'the recipe'}" if meant else f"one of {', '.join(names)}"
     hint = f"Did you mean {' or '.join(meant)}?" if meant else "Remove it."
     return f"{path}: unknown; expected {expected}. {hint}"
-
-
-def _elsewhere(key: str, paths: list[str]) -> list[str]:
-    """Return the path of the field, in any section, whose name is most similar to ``key``."""
-    names = {path.rsplit(".", 1)[-1]: path for path in reversed(paths)}
-    return [names[name] for name in difflib.get_close_matches(key, names, n=1, cutoff=0.75)]

@@ -251,9 +251,6 @@ class SourceSpec(RecipeSection):
     and `output` (turns of a chat), `text`, and beside a chat `system`, `tools` and `chat_template_kwargs`. For prompts
     that the chat template shall be applied to, write `{instruction: prompt}`. Of a source with columns of several of
     these layouts, name those of one: `{text: text}`."""
-    streaming: bool = False
-    """Whether to read only the first `data.max_documents` records, without a copy in the cache: for a source that is
-    too large to download."""
 
 
 class RegenerateSpec(RecipeSection):
@@ -336,9 +333,6 @@ class DataSection(RecipeSection):
     def contradictions(self) -> Iterator[str]:
         if self.responses is not None and self.regenerate is None:
             yield f"responses: {self.responses!r} while data.regenerate is null; expected null. Leave it out."
-        for number, source in enumerate(self.sources):
-            if source.streaming and self.max_documents is None:
-                yield f"sources.{number}.streaming: true without data.max_documents; expected both. Set it."
 
 
 class ObjectiveSection(RecipeSection):

@@ -9,7 +9,7 @@ gain returns the head that it was given.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ def score_of(figures: Mapping[str, float]) -> float:
     return (figures["held_out_tau"] + figures["held_out_tau_sampled"]) / 2
 
 
+@dataclass
 class Selection:
     """Measures the head, and ends training when measures stop improving.
 
@@ -43,20 +44,12 @@ class Selection:
             depth 1; returns the peak learning rate. None takes the options'.
     """
 
-    def __init__(
-        self,
-        every_steps: int,
-        patience: int | None,
-        sequences: Sequence[PackedSequence],
-        cache: HiddenCache | None,
-        lr_for: Callable[[float], float] | None = None,
-    ) -> None:
-        self.every_steps = every_steps
-        self.patience = patience
-        self.sequences = sequences
-        self.cache = cache
-        self.lr_for = lr_for
-        self.best = Best()
+    every_steps: int
+    patience: int | None
+    sequences: Sequence[PackedSequence]
+    cache: HiddenCache | None
+    lr_for: Callable[[float], float] | None = None
+    best: Best = field(default_factory=Best)
 
     @property
     def is_exhausted(self) -> bool:

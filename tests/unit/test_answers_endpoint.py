@@ -138,12 +138,12 @@ def test_an_address_that_cannot_be_asked_is_refused_at_once() -> None:
     endpoint.close()
 
 
-@pytest.mark.parametrize(
-    ("status", "expected"), [(401, "api_key_env"), (403, "api_key_env"), (404, "Check the address"), (405, "address")]
-)
-def test_a_server_that_cannot_be_used_is_refused_at_once(connect: Connect, status: int, expected: str) -> None:
+@pytest.mark.parametrize("status", [401, 403, 404, 405])
+def test_a_server_that_cannot_be_used_is_refused_at_once(connect: Connect, status: int) -> None:
     endpoint, served, waits = connect(lambda payload: Reply(status, b"no"), api_key="secret")
-    with pytest.raises(DataError, match=rf"answers {status} \(no\); expected .*{expected}") as caught:
+    with pytest.raises(
+        DataError, match=rf"answers {status} \(no\); expected .*Check the address, .* and the key"
+    ) as caught:
         endpoint.ask(REQUEST)
     assert "secret" not in str(caught.value)
     assert (len(served.payloads), waits) == (1, [])

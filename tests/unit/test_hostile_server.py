@@ -30,9 +30,7 @@ def asked(reply: Reply, **settings: Any) -> Response | Refusal:
 
 
 def test_a_redirect_is_not_followed_as_prompts_and_key_are_for_the_address_that_was_named() -> None:
-    with pytest.raises(
-        DataError, match=r"answers 307 \(.*\); expected no redirect\. Write the address that it leads to"
-    ):
+    with pytest.raises(DataError, match=r"answers 307 \(.*\); expected OpenAI's completions there\. Check the address"):
         asked(Reply(status=307, headers={"Location": "http://other.example/v1/completions"}), api_key=KEY)
 
 

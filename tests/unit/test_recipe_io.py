@@ -127,7 +127,6 @@ def test_wrong_types_are_named(recipe_file: Path, override: str, problem: str) -
         ("lr", "train.lr"),
         ("temperature", "data.regenerate.temperature or objective.temperature or evaluate.temperature"),
         ("data.max_prompts", "data.regenerate.max_prompts"),
-        ("model.num_dephts", "head.num_depths"),
         ("data.sources.0.pth", "data.sources.0.path"),
     ],
 )
