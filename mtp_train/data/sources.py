@@ -13,10 +13,10 @@ import lzma
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO, TypeVar
@@ -86,7 +86,6 @@ def load_records(
     columns: Mapping[str, str] = MappingProxyType({}),
     group_field: str | None = None,
     name: str | None = None,
-    max_records: int | None = None,
 ) -> list[Record]:
     """Read one source.
 
@@ -107,7 +106,7 @@ def load_records(
             malformed.
     """
     name = name or path
-    source = _Source(path, name, local_files(path, name), config, split, max_records)
+    source = _Source(path, name, local_files(path, name), config, split)
     if source.files is not None and config is not None and not source.place.is_dir():
         raise DataError(f"{name}: config {config!r} of local files; expected null, as they have none. Leave it out.")
     names, rows = source.read()
@@ -183,7 +182,6 @@ class _Source:
     """Its local files; None for a dataset of the hub."""
     config: str | None
     split: str
-    max_records: int | None = None
 
     @property
     def place(self) -> Path:
@@ -226,7 +224,7 @@ class _Source:
             table = datasets.load_dataset(kind, data_files=[str(file) for file in self.files], split=self.split)
         stream = table.to_iterable_dataset()
         # Images are not decoded: it takes long, and their records are skipped.
-        rows = islice(stream.decode(False) if stream.features else stream, self.max_records)
+        rows = iter(stream.decode(False) if stream.features else stream)
         first: Row = next(rows, {})
         return list(first), ((row, None) for row in chain([first], rows))
 
@@ -254,19 +252,15 @@ class _Source:
     def _read_files(self, by_split: Mapping[str, Sequence[str]]) -> tuple[list[str], Iterable[OwnedRow]]:
         """Return the column names and the rows of JSON or text files, every row with all columns."""
 
-        def every(name: str) -> Iterator[OwnedRow]:
-            return (pair for file in by_split[name] for pair in _rows_of(file))
+        def every(name: str) -> list[OwnedRow]:
+            return [pair for file in by_split[name] for pair in _rows_of(file)]
 
-        def wanted() -> Iterator[OwnedRow]:
-            return chain.from_iterable(islice(every(name), start, end) for name, start, end in parts)
-
-        parts: list[tuple[str, int | None, int | None]] = [(self.split, None, None)]
-        if self.split not in by_split:
+        if self.split in by_split:
+            rows = every(self.split)
+        else:
             # A slice, or a split that does not exist.
-            counts = {name: sum(1 for _ in every(name)) for name in by_split}
-            absolute = datasets.ReadInstruction.from_spec(self.split).to_absolute(counts)
-            parts = [(part.splitname, part.from_, part.to) for part in absolute]
-        rows = list(islice(wanted(), self.max_records))
+            whole = {name: every(name) for name in by_split}
+            rows = [pair for name, part in _parts(self.split, whole) for pair in whole[name][part.start : part.stop]]
         names = dict.fromkeys(name for row, _ in rows for name in row)
         return list(names), ((dict.fromkeys(names) | row, file) for row, file in rows)
 
@@ -280,9 +274,14 @@ def is_saved(directory: Path) -> bool:
 def _saved(directory: Path, split: str) -> datasets.Dataset:
     whole = datasets.load_from_disk(str(directory))
     splits = whole if isinstance(whole, datasets.DatasetDict) else {"train": whole}
-    counts = {name: len(table) for name, table in splits.items()}
-    parts = datasets.ReadInstruction.from_spec(split).to_absolute(counts)
-    return datasets.concatenate_datasets([splits[part.splitname].select(range(part.from_, part.to)) for part in parts])
+    return datasets.concatenate_datasets([splits[name].select(part) for name, part in _parts(split, splits)])
+
+
+def _parts(split: str, whole: Mapping[str, Sized]) -> list[tuple[str, range]]:
+    """Return the splits, and the rows of each, that ``train[1:3]+test`` and the like name."""
+    counts = {name: len(rows) for name, rows in whole.items()}
+    absolute = datasets.ReadInstruction.from_spec(split).to_absolute(counts)
+    return [(part.splitname, range(part.from_, part.to)) for part in absolute]
 
 
 def _resolved(file: str) -> Path:

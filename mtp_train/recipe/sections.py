@@ -327,8 +327,6 @@ class DataSection(RecipeSection):
     """Name of a record field. Records with the same value are one group, and groups are not joined. Null groups chats
     by their first user turn, pairs by their prompt and the paragraphs of a .txt by their file, and joins groups with
     near-duplicate prompts (about 2 minutes and 0.5 GB for a million prompts of 500 characters)."""
-    max_documents: Count | None = None
-    """Maximum number of records read from each source; null reads all."""
 
     def contradictions(self) -> Iterator[str]:
         if self.responses is not None and self.regenerate is None:

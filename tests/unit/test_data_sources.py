@@ -93,7 +93,7 @@ def test_a_dataset_saved_to_disk_is_read(tmp_path: Path) -> None:
         return "".join(record.content.text for record in records if isinstance(record.content, PlainText))
 
     assert found("one") == found("both") == "abcd"
-    assert found("one", max_records=2) == "ab"
+    assert found("one", split="train[:2]") == "ab"
     assert found("both", split="test") == "c"
     assert found("both", split="train[1:3]+test") == "bcc"
     with pytest.raises(DataError, match=r"one: cannot be read \(Unknown split"):
@@ -270,16 +270,6 @@ def test_a_configuration_is_that_of_a_dataset(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(header)
     write_lines(tmp_path / "b.jsonl", [{"text": "b"}])
     assert [record.content for record in load_records(str(tmp_path), config="de")] == [PlainText("b")]
-
-
-def test_no_more_is_read_than_is_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 3)
-    (tmp_path / "b.jsonl").write_text("broken")
-    path = str(tmp_path / "*.jsonl")
-    records = load_records(path, max_records=2)
-    assert [record.id for record in records] == [f"{path}#1", f"{path}#2"]
-    with pytest.raises(DataError, match=r"b\.jsonl, line 1: cannot be read"):
-        load_records(path)
 
 
 def test_the_group_field_groups(tmp_path: Path) -> None:
