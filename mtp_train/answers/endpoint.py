@@ -298,10 +298,10 @@ class Endpoint:
         timeout: httpx.Timeout | None = None,
     ) -> dict[str, Any] | Refusal:
         """Send one request, up to ``MAX_ATTEMPTS`` times while failures may pass, and return the JSON object."""
-        cause, wanted_seconds = "", 0.0
+        cause = ""
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
-                self.wait(min(max(2.0 ** (attempt - 1), wanted_seconds), LONGEST_WAIT_SECONDS))
+                self.wait(min(2.0 ** (attempt - 1), LONGEST_WAIT_SECONDS))
             if self._closed.is_set():
                 break
             try:
@@ -325,7 +325,6 @@ class Endpoint:
                 raise self._unusable(cause, "OpenAI's completions there", cure)
             if response.status_code not in PASSING:
                 return Refusal(cause)
-            wanted_seconds = _retry_after(response)
         raise self._unusable(f"{cause}, {MAX_ATTEMPTS} times", "an answer", "Start it again, then run the same command")
 
     def _unusable(self, found: str, expected: str, cure: str) -> DataError:
@@ -352,9 +351,3 @@ def _read_json(response: httpx.Response) -> dict[str, Any]:
 
 def _object(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _retry_after(response: httpx.Response) -> float:
-    """Return the seconds of a ``Retry-After`` header; 0 if it is missing or a date."""
-    value = response.headers.get("Retry-After", "")
-    return float(value) if value.isdecimal() else 0.0

@@ -373,12 +373,6 @@ def local_files(path: str, name: str) -> list[Path] | None:
         return None
     if not files:
         raise DataError(f"{name}: no such file; expected {KNOWN_FILES}. Check the path.")
-    for file in files:
-        # Opening a FIFO waits for a writer, and reading a device may never end.
-        if not file.is_file():
-            raise DataError(
-                f"{file}: not a regular file; expected {KNOWN_FILES}. Remove it, or write the records to a file."
-            )
     kinds = {BUILDERS.get(_suffix(file)): file for file in files}
     if None in kinds:
         raise DataError(f"{kinds[None]}: a file of an unknown kind; expected {KNOWN_FILES}. Convert or rename it.")

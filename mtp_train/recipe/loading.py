@@ -217,7 +217,7 @@ def _worded(error: ErrorDetails) -> Iterator[str]:
     elif kind == "extra_forbidden":
         yield _unknown(path, _node_at(loc[:-1]))
     elif kind == "missing":
-        yield from _missing(path, _node_at(loc))
+        yield f"{path}: missing; expected {_expected(_node_at(loc))}. Add it."
     # pydantic counts only valid items: it also calls a list with wrong items too short.
     elif kind != "too_short" or len(value) < context["min_length"]:
         node = _node_at(loc)
@@ -250,14 +250,6 @@ def _hint(path: str, value: object, node: Node) -> str:
     if inner.get("type") == "string" and isinstance(value, bool | int | float):
         return f"Put it in quotes: {str(value)!r}."
     return f"Correct it, or leave it out for {shown(node['default'])}." if "default" in node else "Correct it."
-
-
-def _missing(path: str, node: Node) -> Iterator[str]:
-    """Yield the problem of a missing field, or of each required field of a missing section."""
-    if "properties" not in node:
-        yield f"{path}: missing; expected {describe(node)}. Add it."
-    for name in node.get("required", ()):
-        yield from _missing(dotted(path, name), node["properties"][name])
 
 
 def _unknown(path: str, section: Node) -> str:

@@ -252,7 +252,7 @@ class RunDirectory:
             raise
         except Stopped as stopped:
             told = StoppedError(
-                f"{self.path}: stopped by {stopped.name} in the stage {attempt.stage!r}.\n"
+                f"{self.path}: stopped by {stopped} in the stage {attempt.stage!r}.\n"
                 "Start the same command again: it goes on from what that stage has saved.",
                 stopped.exit_code,
             )

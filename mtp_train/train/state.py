@@ -12,7 +12,6 @@ parameters (:class:`ZeroMoments`).
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, read_json
+from mtp_train.checkpoints.identity import hash_file
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 from mtp_train.errors import CheckpointError, TrainingError
 from mtp_train.heads.lora import is_lora
@@ -37,7 +37,6 @@ _WEIGHTS, _OPTIMIZER, _META = "head.safetensors", "optimizer.safetensors", "stat
 _BEST = "best.safetensors"
 _CHECKSUMS = "sha256.json"
 _KEPT_STATES = 2
-_BLOCK_BYTES = 2**22
 
 
 @dataclass(frozen=True)
@@ -92,17 +91,9 @@ def _why_broken(path: Path) -> str | None:
         file = path / name
         if not file.is_file():
             return f"{file}: missing"
-        if _sha256(file) != checksums.get(name):
+        if hash_file(file).sha256 != checksums.get(name):
             return f"{file}: damaged since it was written"
     return None
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def head_state(head: nn.Module) -> dict[str, Tensor]:
@@ -146,7 +137,7 @@ def save_state(
         if best is not None and best.step != step:
             shutil.copyfile(_best_file(state_dir), directory / _BEST)
             files.append(_BEST)
-        write_json(directory / _CHECKSUMS, {name: _sha256(directory / name) for name in files})
+        write_json(directory / _CHECKSUMS, {name: hash_file(directory / name).sha256 for name in files})
     for _, path in _step_directories(state_dir)[:-_KEPT_STATES]:
         shutil.rmtree(path)
 

@@ -75,18 +75,6 @@ def test_a_damaged_file_is_refused_with_one_message(name: str, tmp_path: Path) -
             read(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.parquet"])
-@pytest.mark.parametrize("whole_directory", [True, False])
-def test_fifos_and_devices_are_refused_and_not_opened(name: str, whole_directory: bool, tmp_path: Path) -> None:
-    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
-        make(tmp_path / name)
-        with pytest.raises(DataError, match=rf"{name}: not a regular file; expected .*\. Remove it"):
-            load_records(str(tmp_path if whole_directory else tmp_path / name))
-        (tmp_path / name).unlink()
-    (tmp_path / "a.jsonl").write_bytes(LINE)
-    assert len(load_records(str(tmp_path))) == 1
-
-
 @pytest.mark.parametrize("path", ["a\0b.jsonl", "/" + "a" * 5000 + ".jsonl", "~no-such-user/a.jsonl", "\ud800.jsonl"])
 def test_a_path_that_no_file_can_have_is_refused(path: str) -> None:
     with pytest.raises(DataError, match=r"(cannot be opened \(.*\)|no such file); expected .* Check the path\."):
