@@ -1,8 +1,8 @@
 """Every use of an undocumented part of transformers, except the model classes that families borrow.
 
-The imports, and ``SYMBOLS`` for other names, state why the documented API does not do. tests/unit/test_upstream.py looks
-``SYMBOLS`` up in the installed version and reports the one that moved. The classes of decoder layers, norms and rotary
-embeddings in ``transformers.models`` are named in the family records and tested with them.
+The imports, and ``SYMBOLS`` for other names, state why the documented API does not do. tests/unit/test_upstream.py
+looks ``SYMBOLS`` up in the installed version and reports the one that moved. The classes of decoder layers, norms and
+rotary embeddings in ``transformers.models`` are named in the family records and tested with them.
 """
 
 from __future__ import annotations
