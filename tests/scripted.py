@@ -240,14 +240,14 @@ def state_errors(cache: WindowCache, trunk: Trunk, tokens: Sequence[int], row: i
             note("values", ours.values[row, :, slots], expected.values[0])
             if isinstance(ours, CompressedStore):
                 for name, entries_1EX in expected.compressed_kv.items():
-                    note("entries", ours.entries_BEX[name][row, : entries_1EX.shape[1]], entries_1EX[0])
+                    note("entries", ours.buffers_BZ[f"{name} entries"][row, : entries_1EX.shape[1]], entries_1EX[0])
                     # What has not filled a group yet.
                     inputs_1NX = torch.cat([expected.buffer_kv[name], expected.buffer_gate[name]], dim=-1)
                     places = torch.arange(len(tokens) - inputs_1NX.shape[1], len(tokens)) % ours.num_inputs
-                    note("inputs", ours.inputs_BSX[name][row, places], inputs_1NX[0])
+                    note("inputs", ours.buffers_BZ[f"{name} inputs"][row, places], inputs_1NX[0])
         if isinstance(ours, ConvolvedStore):
             for number, expected_1CW in expected.conv_states.items():
-                inputs_ZC = ours.rings_BZC[number][row]
+                inputs_ZC = ours.buffers_BZ[number][row]
                 places = torch.arange(len(tokens) - min(len(tokens), expected_1CW.shape[2]), len(tokens))
                 note("conv", inputs_ZC[places % len(inputs_ZC)].T, expected_1CW[0, :, -len(places) :])
     assert errors, "some layer keeps a state"
