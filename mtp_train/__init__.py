@@ -42,9 +42,7 @@ if TYPE_CHECKING:
     from mtp_train.runs.check import check as check
     from mtp_train.runs.checkpoint_tools.inspect import Inspection as Inspection
     from mtp_train.runs.checkpoint_tools.inspect import inspect as inspect
-    from mtp_train.runs.checkpoint_tools.write import ExportResult as ExportResult
-    from mtp_train.runs.checkpoint_tools.write import GraftResult as GraftResult
-    from mtp_train.runs.checkpoint_tools.write import MergeResult as MergeResult
+    from mtp_train.runs.checkpoint_tools.write import WriteResult as WriteResult
     from mtp_train.runs.checkpoint_tools.write import export as export
     from mtp_train.runs.checkpoint_tools.write import graft as graft
     from mtp_train.runs.checkpoint_tools.write import merge as merge
@@ -79,7 +77,7 @@ _NAMES_BY_MODULE = {
     "hooks.train_beside": ("train_head_beside",),
     "runs.check": ("CheckResult", "check"),
     "runs.checkpoint_tools.inspect": ("Inspection", "inspect"),
-    "runs.checkpoint_tools.write": ("ExportResult", "GraftResult", "MergeResult", "export", "graft", "merge"),
+    "runs.checkpoint_tools.write": ("WriteResult", "export", "graft", "merge"),
     "runs.decode": ("EvaluationResult", "GenerateResult", "compare", "evaluate", "generate"),
     "runs.rescue": ("ProbeResult", "RescueResult", "probe", "rescue"),
     "runs.pipeline": ("RegenerateResult", "RunResult", "open_report", "regenerate", "run"),

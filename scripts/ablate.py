@@ -121,10 +121,10 @@ class Bench:
                 max_new_tokens=self.run.recipe.evaluate.max_new_tokens,
                 sampling=Sampling(temperature=temperature, seed=number),
             )
-            for number, prompt in enumerate(self.run.inputs.held_out)
+            for number, prompt in enumerate(self.run.inputs.text.held_out)
         ]
         results = decoder.generate(requests)
-        pairs = zip(self.run.inputs.held_out, results, strict=True)
+        pairs = zip(self.run.inputs.text.held_out, results, strict=True)
         records = [record_of(TaskPrompt.of(prompt, HELD_OUT_TASK), result) for prompt, result in pairs]
         return [one.counts(self.run.recipe.head.num_depths) for one in records]
 
@@ -140,7 +140,7 @@ def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:
     run.claim()
     own = data_stage(run, trunk)
     records, _ = split_records(recipe)
-    answered = {prompt.id for prompt in run.inputs.prompts}
+    answered = {prompt.id for prompt in run.inputs.text.prompts}
     corpus, _ = tokenize_records(_of(records, answered), run.inputs.tokenizer, recipe.data.seq_len_tokens)
     return Bench(run, trunk, {"self": own, "corpus": corpus})
 
@@ -222,8 +222,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     result: dict[str, Any] = {
         "reference": cells[0].name,
         "seeds": arguments.seeds,
-        "prompts": len(bench.run.inputs.held_out),
-        "groups": {prompt.id: prompt.group for prompt in bench.run.inputs.held_out},
+        "prompts": len(bench.run.inputs.text.held_out),
+        "groups": {prompt.id: prompt.group for prompt in bench.run.inputs.text.held_out},
         # Rounds and accepted drafts by cell, temperature, seed and prompt: raw data for other statistics.
         "counts": {
             cell.name: {

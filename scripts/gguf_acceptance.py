@@ -49,7 +49,7 @@ from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
 from mtp_train.evaluation.served import Server, ask
 from mtp_train.evaluation.statistics import Served, same_texts
-from mtp_train.runs.checkpoint_tools.gguf_files import inspect_gguf
+from mtp_train.runs.checkpoint_tools.gguf_files import stored_types
 
 PORT, SECONDS_TO_LOAD = 18_080, 600
 URL = f"http://127.0.0.1:{PORT}"
@@ -89,12 +89,12 @@ def quantised_heads(trunk: Path, head: str, server: str, work: Path) -> tuple[di
     quantiser = str(beside) if beside.is_file() else shutil.which("llama-quantize")
     if quantiser is None:
         return arms, [f"head-{kind}: needs llama-quantize" for kind in QUANTISED]
-    (alone,) = Path(mtp.export(arms[EXACT], work / "alone", head_only=True).out).glob("*.gguf")
+    alone = mtp.export(arms[EXACT], work / "alone", head_only=True).out
     missing = []
     for kind in QUANTISED:
         new = work / f"alone-{kind}.gguf"
         subprocess.run([quantiser, "--allow-requantize", "--pure", alone, new, kind], capture_output=True, check=True)
-        found = inspect_gguf(new).head_quantisation or ""
+        found = stored_types(open_gguf(new).head.values())
         if found.startswith(kind):
             arms[f"head-{kind}"] = work / f"{kind}.gguf"
             mtp.graft(trunk, new, arms[f"head-{kind}"])
@@ -131,11 +131,11 @@ def logit_distance(trunk: Path, prompts: list[tuple[int, ...]]) -> dict[str, Any
 
 def arm_of(file: Path, trunk: Path, served: Served, plain: Served) -> dict[str, Any]:
     """Return the record of an arm."""
-    state, own, given = inspect_gguf(file), open_gguf(file).tensors, open_gguf(trunk).tensors
+    model, given = open_gguf(file), open_gguf(trunk).tensors
     cell = served.cells[0]
     return {
-        "head": state.head_quantisation if cell.draft_tokens else None,
-        "trunk_bytes_equal": all(np.array_equal(own[name].data, one.data) for name, one in given.items()),
+        "head": stored_types(model.head.values()) if cell.draft_tokens else None,
+        "trunk_bytes_equal": all(np.array_equal(model.tensors[name].data, one.data) for name, one in given.items()),
         "tokens": cell.new_tokens,
         "rounds": cell.rounds,
         "drafted": cell.draft_tokens,
@@ -191,7 +191,9 @@ def main() -> None:
     settings: dict[str, Any] = {"command": shlex.join(["python", "scripts/gguf_acceptance.py", *given])}
     settings |= {key: vars(options)[key] for key in ("depth", "threads", "new_tokens")}
     settings |= {"llama.cpp": version.splitlines()[0], "date": str(datetime.date.today()), "prompts": len(prompts)}
-    settings |= {"trunk": inspect_gguf(trunk).quantisation, "groups": served[PLAIN].cells[0].groups}
+    blocks = open_gguf(trunk)
+    kept = stored_types(one for name, one in blocks.tensors.items() if name not in blocks.head)
+    settings |= {"trunk": kept, "groups": served[PLAIN].cells[0].groups}
     record = {"settings": settings, "arms": found, "differences": differences, "unavailable": missing}
     record["log_probabilities_dequantised_less_served"] = distance
     out = Path(options.out)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
+from typing import Any
 
 from mtp_inference import HeadDrafting
 from mtp_inference.drafters.drafter import Drafting
@@ -22,7 +18,7 @@ from mtp_train.checkpoints.demo import PREFIX, RECORDED_FILE, home_source, recor
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.locations import EXPORT, HEAD, head_directory
 from mtp_train.checkpoints.suggestions import evaluate_command, graft_command, grafted_name
-from mtp_train.data.tokenize import Document
+from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_SETTINGS, Lane, Prompts, TrunkArms
 from mtp_train.evaluation.grid import left_out
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, PromptRecord, Setting, TaskPrompt
@@ -35,30 +31,19 @@ from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.slices import slice_report
 from mtp_train.runs.inputs import Inputs, source_plan
-from mtp_train.runs.run import Run
+from mtp_train.runs.run import Run, RunTrunk
 from mtp_train.runs.settings import run_settings
 from mtp_train.runs.training import SELECTED
 from mtp_train.train.machine import device_name, set_threads
-from mtp_train.trunk.load import Trunk, load_trunk
-from mtp_train.trunk.offload import offload_layers
-from mtp_train.trunk.progress import shown_loading
+from mtp_train.trunk.load import Trunk
 
 NUM_SAMPLES, SAMPLE_PROMPT_CHARS = 3, 400
 """Texts that the report shows, and the most characters of each prompt."""
 GRAFT_INSTEAD = "The head as it was is not shown to be worse:"
 """Text of a refusal before the graft command, or before the location of a head without a trunk."""
-NGRAM_TOKENS = 8
-TEMPLATE_SHARE, TEMPLATE_AT_LEAST = 0.2, 5
-"""An n-gram in at least this share of the training texts, and in at least so many of them, is part of a template (chat
-markers, a system prompt, the keys of a record). It is no sign that a text was trained on, as every text has it."""
-SEEN_SHARE = 0.7
-"""A text counts as seen if at least this share of its 8-grams occurs in training (PaLM, arXiv:2204.02311, section
-8)."""
-
-Text = Sequence[int] | NDArray[np.int32]
 
 
-def evaluate_run(run: Run, trunk: Trunk, training: Sequence[Document]) -> Report:
+def evaluate_run(run: Run, trunk: Trunk) -> Report:
     """Measure the arms and apply the gate. The trunk's weights may be freed to make room for the vanilla model's.
 
     Every process must call it; the main process returns the report.
@@ -67,8 +52,6 @@ def evaluate_run(run: Run, trunk: Trunk, training: Sequence[Document]) -> Report
     settings = run_settings(recipe, inputs.finetune)
     found = measure_arms(run, trunk, settings)
     report = assemble(found, settings[0], evaluation_settings(recipe, inputs, settings))
-    outputs = [one.token_ids for one in found.arms[0].decoded[settings[0].plain]]
-    held_out = held_out_figures(inputs, outputs, training)
     # The recorded arms are heads of the trunk's own kind.
     others = recorded_arms(recipe.model.trunk) if recipe.head.kind == "mtp" else {}
     depths, no_gain = slice_report(report).by_depth(RETRAINED), without_gain(run.directory.path)
@@ -76,17 +59,14 @@ def evaluate_run(run: Run, trunk: Trunk, training: Sequence[Document]) -> Report
         report,
         arms={**report.arms, **others},
         gate=judge(recipe, found.arms, settings, depths, no_gain),
-        settings={**report.settings, "held_out": held_out},
-        samples=sample_texts(found.arms, settings[0], inputs, recipe.gate_baseline),
+        samples=sample_texts(found.arms, settings[0], inputs.text.held_out, inputs.tokenizer, recipe.gate_baseline),
     )
 
 
 def unjudged(recipe: Recipe, inputs: Inputs) -> Report:
     """Return the report of a run whose recipe turns the gate off: it measures nothing."""
     settings = run_settings(recipe, inputs.finetune)
-    found = evaluation_settings(recipe, inputs, settings)
-    of_training = {name: found[name] for name in _OF_TRAINING}
-    return assemble(Measurements(), settings[0], {"gate": UNJUDGED, **of_training})
+    return assemble(Measurements(), settings[0], {"gate": UNJUDGED, **training_settings(recipe)})
 
 
 def served_commands(recipe: Recipe, run_dir: Path) -> str:
@@ -110,19 +90,12 @@ def measure_arms(run: Run, trunk: Trunk, settings: Sequence[Setting]) -> Measure
     recipe, inputs = run.recipe, run.inputs
     set_threads("decoding", 1, inputs.finetune, trunk.lm_head_VD.device, run.progress.console)
     plans = head_plans(recipe, run.directory.path, inputs)
-    # Without a gain from training, the retrained head is the head that training started from.
-    same = recipe.head.init if recipe.head.init in plans and without_gain(run.directory.path) else None
-    if same is not None:
-        del plans[RETRAINED]
     heads = {arm: _drafting(plan, inputs.finetune, trunk) for arm, plan in plans.items()}
     first = settings[0]
     lanes = [(arm, setting) for setting in settings for arm in heads]
     depths = range(1, first.depth if first.rule == "greedy" else 0)
-    shallow = [(same or RETRAINED, replace(first, depth=depth)) for depth in depths]
+    shallow = [(RETRAINED, replace(first, depth=depth)) for depth in depths]
     arms = measure(run, trunk, heads, lanes, shallow=shallow)
-    if same is not None:
-        start = next(arm for arm in arms if arm.name == same)
-        arms.append(replace(start, name=RETRAINED, head=str(run.directory.path / HEAD)))
     facts = {
         "dtype": trunk.dtype_name,
         "offload": recipe.model.offload,
@@ -130,10 +103,9 @@ def measure_arms(run: Run, trunk: Trunk, settings: Sequence[Setting]) -> Measure
         "processes": run.accelerator.num_processes,
     }
     if VANILLA in recipe.evaluate.arms and inputs.base is not None:
-        dtype = trunk.lm_head_VD.dtype
         trunk.drop_layers()
         trunk.to("meta")
-        arms.append(measure_vanilla(run, inputs.base, first, dtype))
+        arms.append(measure_vanilla(run, inputs.base, first, trunk.dtype_name))
     return Measurements(arms, facts=facts)
 
 
@@ -142,16 +114,14 @@ def measure(
     trunk: Trunk,
     drafting: Mapping[str, Drafting],
     lanes: Sequence[Lane],
-    trunk_name: str | None = None,
     *,
     shallow: Sequence[Lane] = (),
 ) -> list[MeasuredArm]:
     """Measure drafters of a trunk on the held-out prompts, after plain decoding (:func:`measure_trunk`)."""
     recipe, inputs = run.recipe, run.inputs
-    name = trunk_name or recipe.model.trunk
-    trained = str(run.directory.path / HEAD)
+    name, trained = recipe.model.trunk, str(run.directory.path / HEAD)
     names = dict.fromkeys(drafting, name) | {GRAFT: recipe.model.head_from or name, RETRAINED: trained}
-    prompts: Prompts = {None: [TaskPrompt.of(one, HELD_OUT_TASK) for one in inputs.held_out]}
+    prompts: Prompts = {None: [TaskPrompt.of(one, HELD_OUT_TASK) for one in inputs.text.held_out]}
     arms = TrunkArms(
         trunk=trunk,
         name=name,
@@ -184,27 +154,24 @@ def _drafting(plan: HeadPlan, checkpoint: Checkpoint, trunk: Trunk) -> HeadDraft
     return HeadDrafting(head, plan.draft_vocab)
 
 
-def measure_vanilla(run: Run, base: Checkpoint, setting: Setting, dtype: torch.dtype) -> MeasuredArm:
-    """Measure the base with its own head: on prompts of the base's own domain where it has any, else on the run's.
+def measure_vanilla(run: Run, base: Checkpoint, setting: Setting, dtype: str) -> MeasuredArm:
+    """Measure the base with its own head, as this run would with the base for its trunk.
 
-    Its speedup is relative to its own trunk without drafts.
+    It decodes prompts of its own kind where there are any, else those of the run. Its speedup is relative to its own
+    plain decoding.
     """
-    recipe, inputs, device = run.recipe, run.inputs, run.accelerator.device
-    name = recipe.model.head_from or str(base.path)
-    with shown_loading(run.progress, name, base.num_bytes):
-        trunk = load_trunk(
-            base.path,
-            base.family,
-            dtype=dtype,
-            device=device if recipe.model.offload is None else "cpu",
-            quantization=recipe.model.quantization,
-            trust_remote_code=recipe.model.trust_remote_code,
-        )
-    if recipe.model.offload is not None:
-        offload_layers(trunk, recipe.model.offload, device, run.directory.path)
-    heads = {VANILLA: _drafting(graft_plan(base, base, recipe.head.convention), base, trunk)}
-    at_home = replace(run, inputs=replace(inputs, held_out=inputs.home or inputs.held_out))
-    return measure(at_home, trunk, heads, [(VANILLA, setting)], name)[1]
+    inputs, model = run.inputs, {"trunk": run.recipe.model.head_from, "adapter": None, "dtype": dtype}
+    text = inputs.text._replace(held_out=inputs.home or inputs.text.held_out)
+    vanilla = replace(
+        run,
+        recipe=run.recipe.replaced({f"model.{name}": value for name, value in model.items()}),
+        inputs=replace(inputs, finetune=base, adapter=None, text=text),
+    )
+    loaded = RunTrunk(vanilla)
+    loaded.load(decodes=True)
+    loaded.offload()
+    heads = {VANILLA: _drafting(graft_plan(base, base, run.recipe.head.convention), base, loaded.trunk)}
+    return measure(vanilla, loaded.trunk, heads, [(VANILLA, setting)])[1]
 
 
 def without_gain(run_dir: Path) -> str | None:
@@ -269,12 +236,12 @@ def _next_step(recipe: Recipe, verdict: GateVerdict, depths: Mapping[int, Cell])
 
 
 def sample_texts(
-    arms: Sequence[MeasuredArm], setting: Setting, inputs: Inputs, baseline: str
+    arms: Sequence[MeasuredArm], setting: Setting, held_out: Sequence[Prompt], tokenizer: Any, baseline: str
 ) -> tuple[SampleText, ...]:
     """Return texts of the retrained head and of its baseline at a setting, accepted drafts apart."""
     decoded = {arm.name: arm.decoded[setting] for arm in arms if setting in arm.decoded}
     before = {one.prompt_id: one for one in decoded.get(baseline, ())}
-    prompts, tokenizer = {prompt.id: prompt for prompt in inputs.held_out}, inputs.tokenizer
+    prompts = {prompt.id: prompt for prompt in held_out}
 
     def pieces(one: PromptRecord) -> tuple[tuple[str, bool], ...]:
         return marked_pieces(tokenizer, prompts[one.prompt_id].prompt_ids, one.token_ids, one.from_drafts)
@@ -294,8 +261,7 @@ def evaluation_settings(recipe: Recipe, inputs: Inputs, settings: Sequence[Setti
     """Return how everything was measured, sampling parameters as of the first setting, which the report's arms have."""
     first, ignored = settings[0], left_out(inputs.finetune)
     return {
-        "trunk": recipe.model.trunk,
-        "head_from": recipe.model.head_from,
+        **training_settings(recipe),
         "temperature": first.temperature,
         "top_p": first.top_p,
         "top_k": first.top_k,
@@ -303,14 +269,21 @@ def evaluation_settings(recipe: Recipe, inputs: Inputs, settings: Sequence[Setti
         "verify_rule": "greedy" if first.rule == "greedy" else "rejection",
         "judged": [setting.name for setting in settings],
         **({"not_measured": ignored} if ignored else {}),
-        "depth": recipe.draft_depth,
         "batch_size": MAX_BATCH,
         **SPEED_SETTINGS,
         "speed_batch_size": 1,
         "max_new_tokens": recipe.evaluate.max_new_tokens,
-        "prompts": len(inputs.held_out),
+        "prompts": len(inputs.text.held_out),
         "vanilla_prompts": home_source(recipe.model.head_from) if inputs.home else None,
-        "groups": len({prompt.group for prompt in inputs.held_out}),
+        "groups": len({prompt.group for prompt in inputs.text.held_out}),
+    }
+
+
+def training_settings(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "trunk": recipe.model.trunk,
+        "head_from": recipe.model.head_from,
+        "depth": recipe.draft_depth,
         "train_precision": recipe.train.precision,
         "loss": find_loss(recipe.objective.loss).name,
         "train_steps": recipe.train.max_steps,
@@ -319,67 +292,9 @@ def evaluation_settings(recipe: Recipe, inputs: Inputs, settings: Sequence[Setti
     }
 
 
-_OF_TRAINING = ("trunk", "head_from", "depth", "train_precision", "loss", "train_steps", "tokens_per_step", "seed")
-
-
 def recorded_arms(trunk: str) -> dict[str, ArmResult]:
     """Return the demo's recorded arms (``report.wording.RECORDED``), on its held-out prompts; none on other trunks."""
     if trunk != f"{PREFIX}finetune":
         return {}
     arms = recorded()["arms"]
     return {name: read_record(ArmResult, arm, f"{RECORDED_FILE}: arms.{name}") for name, arm in arms.items()}
-
-
-def held_out_figures(
-    inputs: Inputs, outputs: Sequence[Sequence[int]], training: Sequence[Document]
-) -> dict[str, int | float | None]:
-    """Return the numbers of held-out prompts and groups, and the overlap of prompts and outputs with training text."""
-    texts = [(*prompt.prompt_ids, *output) for prompt, output in zip(inputs.held_out, outputs, strict=True)]
-    found = measure_overlap(texts, (document.input_ids for document in training), inputs.tokenizer.all_special_ids)
-    groups = len({prompt.group for prompt in inputs.held_out})
-    return {"prompts": len(inputs.held_out), "groups": groups, **found._asdict()}
-
-
-class Overlap(NamedTuple):
-    """The overlap of held-out texts with training texts. Where it is high, they or near copies were trained on."""
-
-    overlap_8gram: float | None
-    """Share of their 8-grams without templates that occur in training; None if there are no such 8-grams."""
-    template_8gram: float | None
-    """Share of all their 8-grams that are part of templates."""
-    prompts_seen: int
-    """Number of texts with a share of ``SEEN_SHARE`` or more."""
-
-
-def measure_overlap(held_out: Sequence[Text], training: Iterable[Text], special_ids: Collection[int] = ()) -> Overlap:
-    """Measure the overlap of held-out texts with training texts; no n-gram contains one of ``special_ids``.
-
-    It takes about 0.3 ms for a training text of 500 tokens, and memory for the held-out text only.
-    """
-    special = frozenset(special_ids)
-    texts = [list(ngrams(text, special)) for text in held_out]
-    counts = dict.fromkeys((gram for grams in texts for gram in grams), 0)
-    num_texts = 0
-    for text in training:
-        num_texts += 1
-        for gram in counts.keys() & set(ngrams(text, special)):
-            counts[gram] += 1
-    of_template = max(TEMPLATE_AT_LEAST, TEMPLATE_SHARE * num_texts)
-    own = overlapping = seen = 0
-    for grams in texts:
-        kept = [gram for gram in grams if counts[gram] < of_template]
-        hits = sum(counts[gram] > 0 for gram in kept)
-        own, overlapping = own + len(kept), overlapping + hits
-        seen += bool(kept) and hits >= SEEN_SHARE * len(kept)
-    every = sum(map(len, texts))
-    return Overlap(overlapping / own if own else None, 1 - own / every if every else None, seen)
-
-
-def ngrams(text: Text, special: Collection[int]) -> Iterator[tuple[int, ...]]:
-    """Yield every run of ``NGRAM_TOKENS`` tokens without a special one."""
-    tokens, last_special = [int(token) for token in text], -1
-    for at, token in enumerate(tokens):
-        if token in special:
-            last_special = at
-        if at - last_special >= NGRAM_TOKENS:
-            yield tuple(tokens[at + 1 - NGRAM_TOKENS : at + 1])

@@ -7,7 +7,7 @@ from the stage that it had reached. ``train`` and ``data`` do not import the dec
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accelerate.utils import broadcast_object_list
@@ -34,11 +34,11 @@ from mtp_train.runs.display import RichlyShown, Shown, logged, quiet_progress, s
 from mtp_train.runs.evaluate_run import evaluate_run, served_commands, unjudged, without_gain
 from mtp_train.runs.export import write_card, write_export
 from mtp_train.runs.refusals import check_decoder
-from mtp_train.runs.regeneration import data_stage, generate_responses, regeneration_of, trained_documents
+from mtp_train.runs.regeneration import data_stage, generate_responses, regeneration_of
 from mtp_train.runs.resolve import FROM_TEXT, Choice, Overrides, recipe_of, resolve_training, resolved_recipe
 from mtp_train.runs.run import Run, RunTrunk, join_processes, memory_is_named, require_shared
 from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
-from mtp_train.runs.settings import plan_of, tracking_of
+from mtp_train.runs.settings import tracking_of
 from mtp_train.runs.training import STATE, part_documents, train_stage
 from mtp_train.train.launch import describe_processes, lost_process_is_named
 from mtp_train.train.log import read_metrics
@@ -158,7 +158,7 @@ def _train_and_measure(run: Run, auto: Collection[str]) -> Report | None:
     trunk.offload()
     if not is_trained:
         if recipe.gate.enabled and trunk.is_whole:
-            prompts = [prompt.prompt_ids for prompt in run.inputs.held_out]
+            prompts = [prompt.prompt_ids for prompt in run.inputs.text.held_out]
             check_decoder(trunk.trunk, prompts, run.inputs.eos_ids, recipe.draft_depth, run.progress.console)
         run.attempt.stage = "data"
         documents = data_stage(run, trunk.trunk, in_shards=not trunk.is_whole)
@@ -171,9 +171,8 @@ def _train_and_measure(run: Run, auto: Collection[str]) -> Report | None:
     if is_measured:
         report = load_report(run.directory.path / REPORT_FILE)
     elif recipe.gate.enabled:
-        documents = trained_documents(run)
         trunk.prepare_decoding()
-        report = evaluate_run(run, trunk.trunk, documents)
+        report = evaluate_run(run, trunk.trunk)
     else:
         trunk.drop()
         report = unjudged(run.recipe, run.inputs)
@@ -189,7 +188,6 @@ def _resolve_length(run: Run, documents: Sequence[Document], auto: Collection[st
     training, _ = part_documents(run.recipe, documents)
     resolved = resolve_training(run.recipe, fields, [documents[index] for index in training], processes)
     run.recipe, choices = broadcast_object_list([resolved])[0]
-    run.inputs = replace(run.inputs, plan=plan_of(run.recipe, processes))
     if run.is_main:
         run.directory.record_recipe(run.recipe)
         for choice in choices:

@@ -35,7 +35,6 @@ from mtp_train.recipe.sections import RegenerateSpec
 from mtp_train.runs.refusals import DATA, SETTINGS_FILE, TrunkContents, answers_of
 from mtp_train.runs.run import Run, require_shared
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
-from mtp_train.runs.training import part_documents
 from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.machine import set_threads
 from mtp_train.train.shard import shard_decoder
@@ -49,18 +48,8 @@ CONCURRENCY = 32
 def data_stage(run: Run, trunk: Trunk, *, in_shards: bool = False) -> list[Document]:
     """Return the documents to train on: the trunk's own responses, or the sources' text."""
     if not run.recipe.regenerates:
-        return list(run.inputs.documents)
+        return list(run.inputs.text.documents)
     return generate_responses(run, trunk, in_shards=in_shards)[0]
-
-
-def trained_documents(run: Run) -> list[Document]:
-    """Return the documents that a head was trained on, without the text held out for ``train.select``."""
-    settings, documents = run.recipe.data.regenerate, list(run.inputs.documents)
-    if settings is not None:
-        directory, _ = responses_directory(run, settings)
-        documents = documents_of(run, settings, RegeneratedStore(directory))[0]
-    training, _ = part_documents(run.recipe, documents)
-    return [documents[index] for index in training]
 
 
 def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tuple[list[Document], ResponseCounts]:
@@ -79,7 +68,7 @@ def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tu
     if recipe.data.responses is not None:
         if accelerator.is_main_process:
             by = inputs.contents[TRUNK], inputs.contents.get(ADAPTER)
-            for said in copy_answers(recipe.data.responses, directory, inputs.prompts, by):
+            for said in copy_answers(recipe.data.responses, directory, inputs.text.prompts, by):
                 progress.console.print(said, highlight=False)
         require_shared(directory, [COPIED_FILE], accelerator)
     task = progress.add_task("regenerating responses", total=None)
@@ -97,7 +86,12 @@ def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tu
         if said and accelerator.is_main_process:
             progress.console.print(said)
     require_shared(directory, ["."], accelerator)
-    documents, counts = documents_of(run, settings, store)
+    documents, counts = store.to_documents(
+        recipe.data.seq_len_tokens,
+        groups={prompt.id: prompt.group for prompt in inputs.text.prompts},
+        max_repeated=settings.max_repeated,
+        special_ids=frozenset(inputs.tokenizer.all_special_ids),
+    )
     if accelerator.is_main_process:
         write_json(directory / COUNTS_FILE, asdict(counts))
         found = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in asdict(counts).items() if value)
@@ -110,15 +104,6 @@ def regeneration_of(recipe: Recipe) -> RegenerateSpec:
     if recipe.data.regenerate is None:
         raise RecipeError("data.regenerate: null; expected a section. Write data.regenerate: {}.")
     return recipe.data.regenerate
-
-
-def documents_of(run: Run, settings: RegenerateSpec, store: RegeneratedStore) -> tuple[list[Document], ResponseCounts]:
-    return store.to_documents(
-        run.recipe.data.seq_len_tokens,
-        groups={prompt.id: prompt.group for prompt in run.inputs.prompts},
-        max_repeated=settings.max_repeated,
-        special_ids=frozenset(run.inputs.tokenizer.all_special_ids),
-    )
 
 
 def responses_directory(run: Run, settings: RegenerateSpec) -> tuple[Path, dict[str, object]]:
@@ -164,7 +149,7 @@ def answer_by_decoder(
     inputs = run.inputs
     # Without copied responses: a batch with one missing response is decoded whole.
     copied = {row.id for row in file_rows(store.directory / COPIED_FILE)}
-    prompts = [prompt for prompt in inputs.prompts if prompt.id not in copied]
+    prompts = [prompt for prompt in inputs.text.prompts if prompt.id not in copied]
     if not prompts:
         return
     batch_size = settings.batch_size or MAX_BATCH
@@ -231,7 +216,7 @@ def answer_by_server(
     Returns a sentence about the result for the log; empty if no prompt was left.
     """
     inputs, rank, world = run.inputs, store.rank, store.world
-    missing = missing_prompts(inputs.prompts, store, run.recipe.data.seq_len_tokens)
+    missing = missing_prompts(inputs.text.prompts, store, run.recipe.data.seq_len_tokens)
     if not missing:
         return ""
     endpoint = Endpoint(

@@ -35,7 +35,7 @@ from mtp_train.acceptance.names import GRAFT, RETRAINED
 from mtp_train.answers.store import answer_document
 from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.artifact import Artifact
-from mtp_train.checkpoints.files import is_gguf, left_out, open_checkpoint, read_json, unnamed_files
+from mtp_train.checkpoints.files import is_gguf, left_out, read_json, unnamed_files
 from mtp_train.checkpoints.gguf.model_file import SPLIT, open_gguf, split_path
 from mtp_train.checkpoints.locations import EXPORT, RECIPE_FILE, is_run, locate_adapter, open_location
 from mtp_train.checkpoints.suggestions import graft_command, inspect_command, last_name, retrain_command
@@ -49,14 +49,14 @@ from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS, REPORT_FILE, Report, load_report
 from mtp_train.evaluation.run import Study, study_report
 from mtp_train.families import of_kind
-from mtp_train.families.engines import engine_commands
-from mtp_train.heads.diagnose import diagnose_head, layout_of
+from mtp_train.heads.diagnose import layout_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.wording import format_number
-from mtp_train.runs.checkpoint_tools.gguf_files import graft_gguf, inspect_gguf
-from mtp_train.runs.checkpoint_tools.inspect import serving_commands
-from mtp_train.runs.display import Shown, serving_lines, wiring_note
+from mtp_train.runs.checkpoint_tools.gguf_files import graft_gguf
+from mtp_train.runs.checkpoint_tools.inspect import inspect
+from mtp_train.runs.checkpoint_tools.write import WriteResult, serves_of
+from mtp_train.runs.display import Shown, wiring_note
 from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
 from mtp_train.runs.export import write_export, write_untrained_card
 from mtp_train.runs.inputs import (
@@ -359,30 +359,23 @@ def _level_text(level: HeadLevel) -> str:
     return f"tau {level.tau:.2f} {_interval(level.tau_ci95)}, overlap {format_number(level.overlap, 2)}"
 
 
-@dataclass(frozen=True)
-class RescueResult(Shown):
+@dataclass(frozen=True, kw_only=True)
+class RescueResult(WriteResult):
     """The checkpoint that :func:`rescue` wrote, and the head it has."""
 
-    out: str
-    """The exported checkpoint."""
     head: str
     """``retrained``, or ``graft`` if the retrained head is not measurably better, or the probe found that none is
     needed."""
     reason: str
     """The verdict of the gate, or of the probe."""
-    serves: dict[str, str]
-    """Engine to the command that serves ``out``."""
     page: str | None
     """URI of the report; None where nothing was trained."""
-    notes: tuple[str, ...] = ()
-    """Which engines wire the head otherwise than it was measured; weight files of the fine-tune that no copy has."""
 
     def _title(self) -> str:
-        return f"{self.reason}.\nWrote {self.out}, with the {self.head} head."
+        return f"{self.reason}.\n{super()._title()}"
 
     def _rows(self) -> list[tuple[str, str]]:
-        page = [] if self.page is None else [("report", self.page)]
-        return [*page, *serving_lines(self.serves), *(("note", one) for one in self.notes)]
+        return [*([] if self.page is None else [("report", self.page)]), *super()._rows()]
 
 
 def rescue(
@@ -465,36 +458,35 @@ def _probed(
 
 def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueResult:
     """Export the head as it was if nothing better was exported, and return what serves the export."""
-    run_dir = Path(recipe.run_dir)
-    export = run_dir / EXPORT
+    run_dir, trunk = Path(recipe.run_dir), recipe.model.trunk
+    out = run_dir / EXPORT
     with RunDirectory(run_dir).held(console, "the rescue"), progress_on(console) as progress:
-        if head == GRAFT and not export.exists():
-            write_graft(recipe, export, progress)
-        if is_gguf(recipe.model.trunk):
-            return _in_gguf(Path(recipe.model.trunk), export, head, reason, progress)
-    checkpoint, tuned = open_checkpoint(export), open_location(recipe.model.trunk)
-    family = of_kind(tuned.family, recipe.head.kind)
-    if recipe.head.kind == "mtp":
-        serves = serving_commands(checkpoint, diagnose_head(checkpoint), "healthy")
+        if head == GRAFT and not out.exists():
+            write_graft(recipe, out, progress)
+        if is_gguf(trunk):
+            out = _in_gguf(Path(trunk), out, progress)
+    if is_gguf(trunk):
+        serves, notes = inspect(out).serves, []
     else:
-        serves = dict(engine_commands(family.serving, str(export), recipe.head.num_depths))
-    rewired = wiring_note(family, recipe.head.convention, serves)
-    notes = [
-        *([] if rewired is None else [f"The head is {rewired}."]),
-        *left_out(unnamed_files(tuned, layout_of(tuned))),
-    ]
-    return RescueResult(str(checkpoint.path), head, reason, serves, page_of(run_dir), tuple(notes))
+        tuned = open_location(trunk)
+        family = of_kind(tuned.family, recipe.head.kind)
+        serves = serves_of(out, family, recipe.head.num_depths, run_dir if head == RETRAINED else None)
+        rewired = wiring_note(family, recipe.head.convention, serves)
+        notes = [] if rewired is None else [f"The head is {rewired}."]
+        notes += left_out(unnamed_files(tuned, layout_of(tuned)))
+    content, page = f"the {head} head for {trunk}", page_of(run_dir)
+    return RescueResult(
+        out=out, content=content, serves=serves, notes=tuple(notes), head=head, reason=reason, page=page
+    )
 
 
-def _in_gguf(trunk: Path, export: Path, head: str, reason: str, progress: Progress) -> RescueResult:
-    """Write the trunk's GGUF file with the exported head in it, ``NAME-mtp.gguf`` beside the export."""
-    model = open_gguf(trunk)
-    stem = SPLIT.sub("", trunk.name).removesuffix(".gguf")
-    out = split_path(export.with_name(f"{stem}-mtp.gguf"), 0, len(model.files))
+def _in_gguf(trunk: Path, export: Path, progress: Progress) -> Path:
+    """Write the trunk's GGUF file with the exported head in it, beside the export, and return its path."""
+    whole = export.with_name(f"{SPLIT.sub('', trunk.name).removesuffix('.gguf')}-mtp.gguf")
+    out = split_path(whole, 0, len(open_gguf(trunk).files))
     if not out.exists():
-        graft_gguf(trunk, str(export), export.with_name(f"{stem}-mtp.gguf"), None, "hard", progress)
-    found = inspect_gguf(out)
-    return RescueResult(str(out), head, reason, dict(found.serves), page_of(export.parent))
+        graft_gguf(trunk, str(export), whole, None, "hard", progress)
+    return out
 
 
 def write_graft(recipe: Recipe, out: Path, progress: Progress) -> None:

@@ -31,8 +31,10 @@ from mtp_train.runs.check import Shapes
 from mtp_train.runs.inputs import Inputs, gather_inputs
 from mtp_train.runs.refusals import HeadOnTrunk, require_answers
 from mtp_train.runs.run_directory import ADAPTER, TRUNK, Attempt, RunDirectory, checkpoint_identity, environment_facts
+from mtp_train.runs.settings import plan_of
 from mtp_train.train.launch import RunAccelerator, lost_process_is_named, make_accelerator, require_processes
 from mtp_train.train.machine import device_named
+from mtp_train.train.plan import Plan
 from mtp_train.train.shard import give_up_shards, layer_sharder, shards_trunk
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.offload import offload_layers
@@ -94,6 +96,10 @@ class Run:
         return self.accelerator.is_main_process
 
     @property
+    def plan(self) -> Plan:
+        return plan_of(self.recipe, self.accelerator.num_processes)
+
+    @property
     def processes(self) -> Processes:
         return Processes(self.accelerator.process_index, self.accelerator.num_processes, self.accelerator.gather_items)
 
@@ -103,8 +109,8 @@ class Run:
         if accelerator.num_processes > 1:
             models = [one for one in (inputs.finetune, inputs.donor) if one is not None]
             configs = [checkpoint_identity("", one)["sha256"] for one in models]
-            text = text_checksum(inputs.documents, [*inputs.prompts, *inputs.held_out])
-            require_alike({"model": configs, "data": text}, accelerator)
+            checksum = text_checksum(inputs.text.documents, [*inputs.text.prompts, *inputs.text.held_out])
+            require_alike({"model": configs, "data": checksum}, accelerator)
         if self.is_main:
             self.directory.claim(self.recipe, self._provenance(), self.records)
             self.directory.require_same_inputs(self.recipe, self.progress)
@@ -117,7 +123,7 @@ class Run:
             "trunk": checkpoint_identity(model.trunk, inputs.finetune),
             "head_from": checkpoint_identity(model.head_from or "", inputs.donor) if inputs.donor else None,
             "seed": self.recipe.seed,
-            "plan": asdict(inputs.plan),
+            "plan": asdict(self.plan),
             **environment_facts(),
         }
 

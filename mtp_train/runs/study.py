@@ -51,7 +51,7 @@ def measure_study_heads(run: Run, study: StudySection) -> Report | None:
     recipe, run_dir, inputs = run.recipe, run.directory.path, run.inputs
     if inputs.base is None:
         raise DataError("model.head_from: null; expected the vanilla model of the study. Name it.")
-    prompts = [TaskPrompt.of(prompt, HELD_OUT_TASK) for prompt in inputs.held_out]
+    prompts = [TaskPrompt.of(prompt, HELD_OUT_TASK) for prompt in inputs.text.held_out]
     if run.is_main:
         for directory in (run_dir, *(head_dir(run_dir, objective) for objective in study.objectives)):
             RunDirectory(directory).clear_leftovers()

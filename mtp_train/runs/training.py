@@ -116,8 +116,8 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document], *, choose
     """
     recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
     run_dir = run.directory.path
-    set_threads("training", inputs.plan.micro_batch_tokens, inputs.finetune, accelerator.device, progress.console)
-    accelerator.gradient_accumulation_steps = inputs.plan.accumulation
+    set_threads("training", run.plan.micro_batch_tokens, inputs.finetune, accelerator.device, progress.console)
+    accelerator.gradient_accumulation_steps = run.plan.accumulation
     head = build_head(inputs.head_plan, text_config_of(inputs.finetune), dtype=torch.float32)
     if recipe.head.lora is not None:
         put_on_lora(head, recipe.head.lora, seed=recipe.seed)
@@ -133,11 +133,11 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document], *, choose
         [documents[index] for index in training],
         seq_len_tokens=recipe.data.seq_len_tokens,
         pack=recipe.data.pack,
-        sequences_per_step=inputs.plan.sequences_per_step,
+        sequences_per_step=run.plan.sequences_per_step,
         seed=recipe.seed,
     )
     selection = make_selection(run, documents, measured, cache, chooses_lr=chooses_lr)
-    task = progress.add_task("training the head", total=inputs.plan.max_steps)
+    task = progress.add_task("training the head", total=run.plan.max_steps)
 
     def make_log(resume_step: int) -> RunLog | None:
         if not accelerator.is_main_process:
@@ -153,7 +153,7 @@ def train_stage(run: Run, trunk: Trunk, documents: Sequence[Document], *, choose
     weights = train_head(
         module,
         options=train_options(recipe),
-        plan=inputs.plan,
+        plan=run.plan,
         batch_fn=lambda step: renumbered(batches(step), training),
         accelerator=accelerator,
         cache=cache,
@@ -217,7 +217,7 @@ def hidden_cache(run: Run, module: HeadTraining, documents: Sequence[Document]) 
         cache.build(
             hidden_fn,
             device=device,
-            max_tokens=inputs.plan.micro_batch_tokens,
+            max_tokens=run.plan.micro_batch_tokens,
             rank=accelerator.process_index,
             world=accelerator.num_processes,
             on_shard=lambda done, total: progress.update(task, completed=done, total=total),

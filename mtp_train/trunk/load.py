@@ -325,9 +325,11 @@ class Trunk(nn.Module):
 
     def project(self, state: Tensor) -> Tensor:
         """Return the logits of states after the norm: a head's states, or the result of :meth:`normed`."""
-        # torch multiplies a part of longer rows, such as the last token of prompts, by one copy of the matrix per row.
-        state = (state.float() if self._fp32_lm_head else state).contiguous()
-        logits: Tensor = self.causal_lm.lm_head(state)[..., : self._real_vocab]
+        # As a matrix of rows: of a part of longer rows, such as the last token of a prompt, torch makes one product per
+        # row, each with a copy of the whole matrix.
+        rows = (state.float() if self._fp32_lm_head else state).reshape(-1, state.shape[-1])
+        logits: Tensor = self.causal_lm.lm_head(rows)[:, : self._real_vocab]
+        logits = logits.reshape(*state.shape[:-1], logits.shape[-1])
         bound = self._logit_bound
         return logits if bound is None else bound * torch.tanh(logits / bound)
 

@@ -12,7 +12,6 @@ import pytest
 
 from checkpoints import all_tensors, same, set_fields
 from launching import head, metrics, without_speed
-from mtp_train.runs import evaluate_run as evaluation
 from mtp_train.runs import run
 from mtp_train.trunk import offload
 from mtp_train.trunk.load import Trunk
@@ -59,8 +58,7 @@ def test_an_offloaded_run_ends_as_any_other(
         offload.offload_layers(trunk, *args)
         offloaded.append({parameter.device.type for parameter in trunk.layers.parameters()})
 
-    for module in (run, evaluation):
-        monkeypatch.setattr(module, "offload_layers", noted)
+    monkeypatch.setattr(run, "offload_layers", noted)
     assert run_quietly(recipe).reason == "done"
     # Both trunks; the fine-tune's twice where training lets go of its layers.
     assert offloaded == [{"meta"}] * (3 if more else 2)

@@ -172,35 +172,30 @@ class Letters:
         return chr(96 + token)
 
 
-class HeldOut:
-    """The fields of inputs that :func:`sample_texts` reads."""
-
-    tokenizer = Letters()
-    # Another order than the records', and one prompt longer than the report shows.
-    held_out = (Prompt("p3", "p3", (6,)), Prompt("p1", "p1", (1,) * 500 + (2,)), Prompt("p0", "p0", (5, 6)))
+# Another order than the records', and one prompt longer than the report shows.
+HELD_OUT = (Prompt("p3", "p3", (6,)), Prompt("p1", "p1", (1,) * 500 + (2,)), Prompt("p0", "p0", (5, 6)))
 
 
 def test_sample_texts_are_the_retrained_heads_first_at_the_first_setting() -> None:
-    held_out: Any = HeldOut()
     records = [record("p0", (1,), tokens=(1, 2, 3)), record("p1", (0,), tokens=(4,))]
     other = replace(GREEDY, temperature=0.5)
     arm = MeasuredArm(
         "retrained", "in/finetune", "run/head", {other: [record("p3", (0,), tokens=(9,))], GREEDY: records}
     )
-    first, second = sample_texts([planted("graft", WEAK), arm], GREEDY, held_out, "native")
+    first, second = sample_texts([planted("graft", WEAK), arm], GREEDY, HELD_OUT, Letters(), "native")
     assert (first.prompt_id, first.prompt) == ("p0", "ef")
     assert first.pieces == (("a", False), ("b", True), ("c", False))
     assert first.before == second.before == ()
     # The same text, drafted for by the head that the gate compares with.
     graft = MeasuredArm("graft", "in/finetune", "in/base", {GREEDY: [record("p0", (0, 0), tokens=(1, 2, 3))]})
-    before = sample_texts([graft, arm], GREEDY, held_out, "graft")
+    before = sample_texts([graft, arm], GREEDY, HELD_OUT, Letters(), "graft")
     assert [one.before for one in before] == [(("abc", False),), ()]
     assert [one.pieces for one in before] == [first.pieces, second.pieces]
     # The end of a long prompt is shown.
     assert (second.prompt_id, second.prompt) == ("p1", "a" * (SAMPLE_PROMPT_CHARS - 1) + "b")
     many = replace(arm, decoded={GREEDY: records * NUM_SAMPLES})
-    assert len(sample_texts([many], GREEDY, held_out, "native")) == NUM_SAMPLES
-    assert sample_texts([planted("graft", WEAK)], GREEDY, held_out, "graft") == ()
+    assert len(sample_texts([many], GREEDY, HELD_OUT, Letters(), "native")) == NUM_SAMPLES
+    assert sample_texts([planted("graft", WEAK)], GREEDY, HELD_OUT, Letters(), "graft") == ()
 
 
 # The figures

@@ -16,7 +16,6 @@ from mtp_inference import SpeculativeDecoder
 from mtp_train import inspect
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.cli.main import main
-from mtp_train.runs.checkpoint_tools.gguf_files import GgufInspection
 from tiny import IS_OLD
 
 LAYERS = 4
@@ -72,12 +71,6 @@ def raw(path: Path) -> dict[str, tuple[Any, bytes]]:
     return {one.name: (one.tensor_type, one.data.tobytes()) for one in gguf.GGUFReader(path).tensors}
 
 
-def looked_at(path: Path) -> GgufInspection:
-    found = inspect(path)
-    assert isinstance(found, GgufInspection)
-    return found
-
-
 def refusal(words: list[object], capsys: pytest.CaptureFixture[str]) -> str:
     assert main([str(word) for word in words]) == 2
     return capsys.readouterr().err
@@ -87,7 +80,7 @@ def test_a_head_of_a_checkpoint_joins_its_trunk(
     base: Path, head: gguf.GGUFReader, trunk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, out = trunk.read_bytes(), tmp_path / "whole.gguf"
-    assert looked_at(trunk).status == "none"
+    assert inspect(trunk).status == "none"
     assert main(["graft", str(trunk), "--from", str(base), "--out", str(out), "--head", "f32"]) == 0
     assert f"llama-server -m {out} --spec-type draft-mtp" in capsys.readouterr().out
     assert trunk.read_bytes() == before
@@ -98,8 +91,8 @@ def test_a_head_of_a_checkpoint_joins_its_trunk(
     assert told["qwen35.block_count"] == LAYERS + 1
     assert told["qwen35.nextn_predict_layers"] == 1
     assert told == {**metadata(head), **{key: told[key] for key in told if key.startswith("GGUF.")}}
-    found = looked_at(out)
-    assert (found.status, found.declared_modules, found.present_modules) == ("healthy", 1, 1)
+    found = inspect(out)
+    assert (found.status, found.head.declared_modules, found.head.present_modules) == ("healthy", 1, 1)
     assert found.cure is None
 
 
@@ -130,7 +123,7 @@ def test_a_head_leaves_its_file_as_it_came(head: gguf.GGUFReader, base: Path, tr
     taken = gguf.GGUFReader(tmp_path / "taken" / "mtp-whole.gguf")
     blocks = {name: one for name, one in raw_of(head).items() if name.startswith("blk.")}
     assert raw_of(taken) == blocks
-    assert looked_at(tmp_path / "taken" / "mtp-whole.gguf").status == "healthy"
+    assert inspect(tmp_path / "taken" / "mtp-whole.gguf").status == "healthy"
 
 
 def test_splits_are_kept(base: Path, head: gguf.GGUFReader, tmp_path: Path) -> None:
@@ -143,7 +136,7 @@ def test_splits_are_kept(base: Path, head: gguf.GGUFReader, tmp_path: Path) -> N
     assert raw(written[0]).items() >= raw(first).items()
     told = metadata(gguf.GGUFReader(written[0]))
     assert told["split.tensors.count"] == len(raw(written[0])) + len(raw(second))
-    assert looked_at(written[1]).status == "healthy"
+    assert inspect(written[1]).status == "healthy"
     second.unlink()
     assert not out.exists()
 
@@ -177,13 +170,13 @@ def test_a_head_that_cannot_work_is_no_healthy_one(
     for value, problem in ((0.0, f"all zeros: {name}"), (np.nan, f"NaN or infinite values: {name}")):
         matrix[:] = value
         matrix.flush()
-        found = looked_at(out)
+        found = inspect(out)
         assert (found.status, found.problems) == ("damaged", (problem,))
         assert found.serves["llama.cpp"] == f"no: {problem}"
     assert problem in refusal(["graft", trunk, "--from", out, "--out", tmp_path / "again.gguf"], capsys)
     matrix[:] = kept
     matrix.flush()
-    assert looked_at(out).status == "healthy"
+    assert inspect(out).status == "healthy"
 
 
 def test_a_head_with_a_reduced_vocabulary_is_refused(
@@ -211,12 +204,13 @@ def test_a_head_beside_the_file_is_named(base: Path, trunk: Path, capsys: pytest
     foreign = gguf.GGUFWriter(trunk.parent / "foreign.gguf", "qwen35")
     foreign.add_tensor("blk.first.weight", np.ones(4, dtype=np.float32))
     finish(foreign)
-    assert f"-m {trunk} -md {trunk.parent / 'mtp-base.gguf'} " in looked_at(trunk).serves["llama.cpp"]
+    assert f"-m {trunk} -md {trunk.parent / 'mtp-base.gguf'} " in inspect(trunk).serves["llama.cpp"]
     out = trunk.parent / "whole.gguf"
     capsys.readouterr()
     assert main(["graft", str(trunk), "--from", str(base), "--out", str(out)]) == 0
-    assert "Do not pass mtp-base.gguf with -md beside it" in capsys.readouterr().out
-    assert "pass one of them" in str(looked_at(out))
+    warning = "mtp-base.gguf beside a head in the file: pass one of them"
+    assert warning in capsys.readouterr().out
+    assert warning in str(inspect(out))
 
 
 def test_a_file_that_is_no_gguf_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,8 +275,8 @@ def test_a_rescue_of_a_gguf_file_ends_in_one(
     fields += ["data.regenerate.max_new_tokens=16", "data.seq_len_tokens=64", "train.tokens_per_step=64"]
     command = ["rescue", str(whole), "--from", str(base), "--data", str(prompts), "--out", str(out), "--set", *fields]
     assert main(command) == 0
-    found = looked_at(out / "tuned-mtp.gguf")
+    found = inspect(out / "tuned-mtp.gguf")
     # Rows of 48 numbers fill no block of Q8_0.
-    assert (found.status, found.head_quantisation) == ("healthy", "Q8_0 (7), F32 (7), F16 (1)")
+    assert (found.status, str(found.note).partition("; ")[2]) == ("healthy", "the head is Q8_0 (7), F32 (7), F16 (1)")
     trunk = {name: one for name, one in raw(whole).items() if not name.startswith(f"blk.{LAYERS}.")}
     assert raw(out / "tuned-mtp.gguf").items() >= trunk.items()

@@ -16,8 +16,6 @@ from rich.progress import Progress
 from mtp_train import check
 from mtp_train.errors import DataError
 from mtp_train.recipe.schema import Recipe
-from mtp_train.report.wording import held_out_sentence
-from mtp_train.runs.evaluate_run import held_out_figures
 from mtp_train.runs.inputs import Inputs, gather_inputs
 from mtp_train.runs.pipeline import run_recipe
 from mtp_train.runs.training import part_documents
@@ -62,18 +60,18 @@ def test_no_held_out_conversation_is_in_training(own_inputs: Path, tmp_path: Pat
     select = {"every_steps": 2, "share": 0.3}
     recipe = by_content(own_inputs, tmp_path, evaluate__prompts=40, train__select=select)
     inputs = gathered(recipe)
-    text = [inputs.tokenizer.decode(list(document.input_ids)) for document in inputs.documents]
+    text = [inputs.tokenizer.decode(list(document.input_ids)) for document in inputs.text.documents]
     first_turns = {number: sentence(f"user {number} 0") for number in range(40)}
     held_out = {
         number
         for number, turn in first_turns.items()
-        for prompt in inputs.held_out
+        for prompt in inputs.text.held_out
         if turn in inputs.tokenizer.decode(list(prompt.prompt_ids))
     }
     assert len(held_out) > 5
     assert not [number for number in held_out if any(first_turns[number] in one for one in text)]
     # The text that heads are chosen by is split in the same way.
-    training, measured = part_documents(recipe, inputs.documents)
+    training, measured = part_documents(recipe, inputs.text.documents)
     assert measured
     for turn in first_turns.values():
         in_training, in_measured = (any(turn in text[place] for place in places) for places in (training, measured))
@@ -118,27 +116,3 @@ def test_check_plans_for_a_config_alone_and_says_that_it_read_no_data(pristine: 
     found = check(recipe, processes=1)
     assert found.data is None
     assert "\ntext: not read, as the trunk has no tokenizer; a run refuses such a trunk\n" in str(found)
-
-
-@pytest.mark.parametrize("leak", [False, True])
-def test_the_report_says_how_much_of_the_held_out_text_was_trained_on(
-    own_inputs: Path, tmp_path: Path, leak: bool
-) -> None:
-    rows = conversations(24)
-    # A user's groups may part every conversation: its first exchange is in one, the whole of it in another.
-    rows = [{**row, "group": f"g{number if leak else number // 2}"} for number, row in enumerate(rows)]
-    write_chats(own_inputs, rows)
-    recipe = by_content(own_inputs, tmp_path / "run", evaluate__prompts=16).replaced({"data.group_field": "group"})
-    inputs = gathered(recipe)
-    found: Any = held_out_figures(inputs, [()] * len(inputs.held_out), inputs.documents)
-    assert 2 <= found["groups"] <= found["prompts"] <= 16
-    assert found["template_8gram"] > 0.2  # the system prompt
-    said = held_out_sentence({"held_out": found})
-    assert said.startswith(f"{found['prompts']} held-out prompts of {found['groups']} groups.")
-    assert ("Warning: above 40%" in said) is leak
-    if leak:
-        assert found["overlap_8gram"] > 0.15
-        assert found["prompts_seen"] >= 4
-    else:
-        assert found["overlap_8gram"] < 0.05
-        assert found["prompts_seen"] == 0

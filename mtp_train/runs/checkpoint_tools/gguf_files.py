@@ -1,13 +1,12 @@
-"""``inspect``, ``graft`` and ``export`` on GGUF files: a head for the trunk as it is served, in the trunk's file."""
+"""Heads in GGUF files: what is wrong with one; put one into the file of a trunk as it is served; take one out."""
 
 from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import gguf
 import numpy as np
@@ -18,8 +17,8 @@ from mtp_train.checkpoints.export import LinkMode
 from mtp_train.checkpoints.files import Checkpoint, is_gguf
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS, gguf_head_for
 from mtp_train.checkpoints.gguf.model_file import (
-    DRAFT_ARCH,
     GgufModel,
+    block_of,
     dequantised_tensor,
     open_gguf,
     torch_shape,
@@ -32,98 +31,17 @@ from mtp_train.checkpoints.gguf.sidecar import GgufKind, head_tensors
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import exact_tensor, native_head_of
-from mtp_train.checkpoints.suggestions import train_command
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import PendingTensor, refuse_existing
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.diagnose import diagnose_head, layout_of, text_config_of
-from mtp_train.runs.display import Shown
 from mtp_train.trunk.whole import first_of
 
-GgufStatus = Literal["healthy", "declared_but_missing", "undeclared", "partial", "damaged", "none"]
 _ALWAYS = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
 """What a module has in every architecture that names it so."""
 _BY_TOKEN = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")
 """Matrices of a module with a row for every token."""
-_RECORDS = {record.arch: record for record in GGUF_HEADS.values()}
-
-
-@dataclass(frozen=True)
-class GgufInspection(Shown):
-    """State of the head in a GGUF file, as :func:`mtp_train.inspect` returns it."""
-
-    file: str
-    architecture: str
-    quantisation: str
-    """Types of the trunk's tensors, the most frequent first."""
-    head_quantisation: str | None
-    """The same of the head's; None without one."""
-    declared_modules: int
-    present_modules: int
-    status: GgufStatus
-    """As of a checkpoint; ``damaged`` is a head with NaN, or all zeros."""
-    problems: tuple[str, ...]
-    holds_trunk: bool
-    """False for a head in a file of its own."""
-    heads_beside: tuple[str, ...]
-    """Other files in the directory that hold a head of this architecture without a trunk."""
-    serves: Mapping[str, str]
-    cure: str | None
-
-    def _title(self) -> str:
-        return f"{self.file}: {self.status}" + ("" if self.holds_trunk else ", a head in a file of its own")
-
-    def _rows(self) -> list[tuple[str, str]]:
-        modules = f"modules declared {self.declared_modules}, present {self.present_modules}"
-        beside = ", ".join(self.heads_beside)
-        both = f"{beside} beside a head in the file: pass one of them, -md for the other file, never both"
-        return [
-            ("architecture", f"{self.architecture}; {modules}"),
-            ("trunk", self.quantisation),
-            *([("head", self.head_quantisation)] if self.head_quantisation else []),
-            *(("problem", one) for one in self.problems),
-            *([("warning", both)] if self.heads_beside and self.present_modules and self.holds_trunk else []),
-            *self.serves.items(),
-            ("cure", self.cure or "nothing to cure"),
-        ]
-
-
-def inspect_gguf(file: Path) -> GgufInspection:
-    model = open_gguf(file)
-    beside = heads_beside(model)
-    problems = tuple(_head_problems(model))
-    status = _status(model, problems)
-    cure = graft_gguf_command(file) if model.arch in _RECORDS else train_command(str(file))
-    return GgufInspection(
-        file=str(file),
-        architecture=model.arch,
-        quantisation=_types(one for name, one in model.tensors.items() if name not in model.head),
-        head_quantisation=_types(model.head.values()) if model.head else None,
-        declared_modules=model.declared_modules,
-        present_modules=model.present_modules,
-        status=status,
-        problems=problems,
-        holds_trunk=model.holds_trunk,
-        heads_beside=beside,
-        serves={"llama.cpp": _served(model, file, status, problems, beside)},
-        cure=None if status == "healthy" else cure,
-    )
-
-
-def _served(model: GgufModel, file: Path, status: GgufStatus, problems: Sequence[str], beside: Sequence[str]) -> str:
-    """Return the command that drafts with the head, or why llama.cpp does not."""
-    name, spec = shlex.quote(str(file)), "--spec-type draft-mtp --spec-draft-n-max 3"
-    if model.arch == DRAFT_ARCH:
-        return f"llama-server -m TRUNK.gguf -md {name} --spec-type draft-eagle3 --spec-draft-n-max 3"
-    if model.arch not in _RECORDS:
-        return f"no: llama.cpp has no graph for a head of {model.arch}"
-    if status == "healthy":
-        return (
-            f"llama-server -m {name} {spec}" if model.holds_trunk else f"llama-server -m TRUNK.gguf -md {name} {spec}"
-        )
-    if status == "none" and beside:
-        return f"llama-server -m {name} -md {shlex.quote(str(file.with_name(beside[0])))} {spec}"
-    return f"no: {problems[0] if problems else 'no head'}"
+RECORDS = {record.arch: record for record in GGUF_HEADS.values()}
 
 
 def graft_gguf_command(file: Path) -> str:
@@ -132,7 +50,8 @@ def graft_gguf_command(file: Path) -> str:
     return f"mtp-train graft {shlex.quote(str(file))} --from BASE --out {out}"
 
 
-def _types(tensors: Any) -> str:
+def stored_types(tensors: Iterable[ReaderTensor]) -> str:
+    """Return the types of tensors, the most frequent first."""
     counts = Counter(one.tensor_type.name for one in tensors)
     return ", ".join(f"{name} ({count})" for name, count in counts.most_common())
 
@@ -152,12 +71,18 @@ def _is_head_for(model: GgufModel, file: Path) -> bool:
         return False
 
 
-def _head_problems(model: GgufModel) -> list[str]:
-    """Return what is wrong with a head: names that every module has, its vocabulary, NaN, and matrices of zeros."""
-    record, missing, embedding = _RECORDS.get(model.arch), [], model.tensors.get("token_embd.weight")
+def missing_of_head(model: GgufModel) -> tuple[str, ...]:
+    """Return the names that every module of the architecture has and a module of this head lacks."""
+    record = RECORDS.get(model.arch)
     wanted = {name for name in _ALWAYS if record is not None and name in record.names.values()}
-    for block in sorted({int(name.split(".")[1]) for name in model.head}):
-        missing += [f"blk.{block}.{name}" for name in sorted(wanted) if f"blk.{block}.{name}" not in model.head]
+    blocks = sorted({block_of(name) for name in model.head})
+    named = (f"blk.{block}.{name}" for block in blocks for name in sorted(wanted))
+    return tuple(name for name in named if name not in model.head)
+
+
+def problems_of_head(model: GgufModel) -> tuple[str, ...]:
+    """Return what is wrong with a head, a phrase each: missing names, NaN, matrices of zeros, its vocabulary."""
+    missing, embedding = missing_of_head(model), model.tensors.get("token_embd.weight")
     problems = [f"missing: {', '.join(missing)}"] if missing else []
     for name, one in model.head.items():
         values = gguf.quants.dequantize(one.data, one.tensor_type)
@@ -168,17 +93,7 @@ def _head_problems(model: GgufModel) -> list[str]:
         elif name.endswith(_BY_TOKEN) and embedding is not None and len(values) != len(embedding.data):
             of_all = f"{len(values)} of {len(embedding.data)} tokens"
             problems.append(f"reduced draft vocabulary, which llama.cpp reads of EAGLE-3 only: {name}, {of_all}")
-    return problems
-
-
-def _status(model: GgufModel, problems: Sequence[str]) -> GgufStatus:
-    if model.arch == DRAFT_ARCH:
-        return "healthy"
-    if not model.head:
-        return "declared_but_missing" if model.declared_modules else "none"
-    if problems:
-        return "partial" if problems[0].startswith("missing") else "damaged"
-    return "healthy" if model.declared_modules == model.present_modules else "undeclared"
+    return tuple(problems)
 
 
 def graft_gguf(
@@ -240,7 +155,7 @@ def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _of_gguf(trunk: GgufModel, base: str, kind: GgufKind | None, progress: Progress) -> _Head:
     donor = open_gguf(Path(base))
-    problems = _head_problems(donor)
+    problems = problems_of_head(donor)
     if not donor.head or problems:
         found = problems[0] if problems else "no head"
         raise CheckpointError(f"{base}: {found}; expected a GGUF file with a complete head.")

@@ -14,6 +14,7 @@ from rich.progress import Progress
 from mtp_train.checkpoints import suggestions
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, merge_command
 from mtp_train.checkpoints.files import Checkpoint, UnnamedFile, is_gguf, unnamed_files, unnamed_weights
+from mtp_train.checkpoints.gguf.model_file import DRAFT_ARCH, GgufModel, open_gguf
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT, HeadLayout
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.checkpoints.native import require_same_trunk_shape, trunk_tensors
@@ -38,7 +39,14 @@ from mtp_train.heads.draft_model import (
     draft_plan,
     vocabulary_problem,
 )
-from mtp_train.runs.checkpoint_tools.gguf_files import GgufInspection, inspect_gguf
+from mtp_train.runs.checkpoint_tools.gguf_files import (
+    RECORDS,
+    graft_gguf_command,
+    heads_beside,
+    missing_of_head,
+    problems_of_head,
+    stored_types,
+)
 from mtp_train.runs.display import Shown, quiet_progress, serving_lines
 from mtp_train.trunk.whole import TrunkDiagnosis, diagnose_trunk, first_of, holds_trunk, untie_command
 
@@ -87,7 +95,7 @@ def _not_finite(keys: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection(Shown):
-    """State of a checkpoint's MTP head and trunk, as :func:`inspect` returns it.
+    """State of the MTP head and the trunk of a checkpoint, or of a GGUF file, as :func:`inspect` returns it.
 
     ``print(inspection)`` shows what ``mtp-train inspect`` prints; :meth:`to_json` returns the document of its
     ``--json``.
@@ -108,12 +116,12 @@ class Inspection(Shown):
     """None without a base."""
     head_difference: HeadDifference | None = None
     """How the head differs from the base's; None without a base or a complete head, except for a head of zeros."""
-    non_finite_keys: tuple[str, ...]
+    non_finite_keys: tuple[str, ...] = ()
     """Tensors that contain NaN or infinities."""
-    unlisted_keys: tuple[str, ...]
+    unlisted_keys: tuple[str, ...] = ()
     """Tensors in the index's shards that the index does not list: transformers, vLLM and SGLang read them, llama.cpp's
     converter refuses them."""
-    unnamed_weights: tuple[UnnamedFile, ...]
+    unnamed_weights: tuple[UnnamedFile, ...] = ()
     """Weight files in the directory that are no part of the checkpoint, and the number of their tensors."""
     problems: tuple[str, ...] = ()
     """Why ``generate`` and ``export`` refuse the checkpoint, a phrase each, whatever its head's status."""
@@ -124,7 +132,7 @@ class Inspection(Shown):
     runs_here: str
     """``yes``, or why the head can be inspected, grafted and exported, but not trained or decoded with."""
     note: str | None = None
-    """A sentence about a drafter, or about tensors beside the head; None without one."""
+    """A sentence about a drafter, about tensors beside the head, or about the storage in a GGUF file."""
 
     @property
     def stale(self) -> bool | None:
@@ -176,9 +184,7 @@ def _first_three(keys: Sequence[str]) -> str:
     return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
 
 
-def inspect(
-    checkpoint: str | Path, base: str | Path | None = None, *, progress: Progress | None = None
-) -> Inspection | GgufInspection:
+def inspect(checkpoint: str | Path, base: str | Path | None = None, *, progress: Progress | None = None) -> Inspection:
     """Report the state of a checkpoint's MTP head and trunk. Reads every weight once, a block at a time.
 
     Args:
@@ -202,7 +208,7 @@ def inspect(
     if is_gguf(checkpoint):
         if base is not None:
             raise MtpError(f"--base: given with the GGUF file {checkpoint}; expected the file alone. Leave it out.")
-        return inspect_gguf(Path(checkpoint))
+        return _inspect_gguf(Path(checkpoint))
     opened, trunk = open_location(str(checkpoint)), None if base is None else open_location(str(base))
     progress = progress or quiet_progress()
     if opened.mlx_sign is not None:
@@ -309,7 +315,11 @@ def _note(checkpoint: Checkpoint) -> str | None:
 
 
 def serving_commands(
-    checkpoint: Checkpoint, diagnosis: HeadDiagnosis, status: Status, problems: Sequence[str] = ()
+    checkpoint: Checkpoint,
+    diagnosis: HeadDiagnosis,
+    status: Status,
+    problems: Sequence[str] = (),
+    depth: int = SUGGESTED_DEPTH,
 ) -> dict[str, str]:
     """Return, per engine, the command that serves the checkpoint with its head, or ``no: REASON``."""
     if problems:
@@ -334,7 +344,7 @@ def serving_commands(
         flag = suggestions.draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
         reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
         return dict.fromkeys(checkpoint.family.serving, reason)
-    return engine_commands(checkpoint.engines, str(checkpoint.path), SUGGESTED_DEPTH) | _misread(checkpoint)
+    return engine_commands(checkpoint.engines, str(checkpoint.path), depth) | _misread(checkpoint)
 
 
 def _misread(checkpoint: Checkpoint) -> dict[str, str]:
@@ -503,3 +513,50 @@ def _inspect_drafter(
         runs_here=f"{runs_here} mtp-train generate TRUNK --head {path}" if refusal is None else f"no: {refusal}",
         note=f"{note}, not a checkpoint with a head; TRUNK is a placeholder for its trunk",
     )
+
+
+def _inspect_gguf(file: Path) -> Inspection:
+    """Inspect the head in a GGUF file, or a draft model; of the trunk nothing is read."""
+    model = open_gguf(file)
+    missing, problems = missing_of_head(model), problems_of_head(model)
+    beside = heads_beside(model)
+    status: Status = "healthy"
+    if model.arch != DRAFT_ARCH:
+        if not model.head:
+            status = "declared_but_missing" if model.declared_modules else "none"
+        elif problems:
+            status = "partial" if missing else "damaged"
+        elif model.declared_modules != model.present_modules:
+            status = "undeclared"
+    cure = graft_gguf_command(file) if model.arch in RECORDS else suggestions.train_command(str(file))
+    holds_trunk = model.holds_trunk and model.arch != DRAFT_ARCH
+    others = stored_types(one for name, one in model.tensors.items() if name not in model.head)
+    note = f"the trunk is {others}" if holds_trunk else f"a head in a file of its own, with {others} of its trunk"
+    note += f"; the head is {stored_types(model.head.values())}" if model.head else ""
+    if beside and model.head and holds_trunk:
+        note += f"; {', '.join(beside)} beside a head in the file: pass one of them, -md for the other file, never both"
+    return Inspection(
+        checkpoint=str(file),
+        family=model.arch,
+        status=status,
+        head=HeadDiagnosis(model.declared_modules, model.present_modules, tuple(model.head), missing, (), ()),
+        problems=problems,
+        serves={"llama.cpp": _served_gguf(model, file, status, problems, beside)},
+        cure=None if status == "healthy" else cure,
+        runs_here="dequantised, where transformers reads the architecture from GGUF",
+        note=note,
+    )
+
+
+def _served_gguf(model: GgufModel, file: Path, status: Status, problems: Sequence[str], beside: Sequence[str]) -> str:
+    """Return the command with which llama.cpp drafts with the head, or why it does not."""
+    name, kind = shlex.quote(str(file)), "draft-eagle3" if model.arch == DRAFT_ARCH else "draft-mtp"
+    spec = f"--spec-type {kind} --spec-draft-n-max {SUGGESTED_DEPTH}"
+    if model.arch not in (DRAFT_ARCH, *RECORDS):
+        return f"no: llama.cpp has no graph for a head of {model.arch}"
+    if status == "healthy":
+        alone = model.arch == DRAFT_ARCH or not model.holds_trunk
+        return f"llama-server -m {f'TRUNK.gguf -md {name}' if alone else name} {spec}"
+    if status == "none" and beside:
+        return f"llama-server -m {name} -md {shlex.quote(str(file.with_name(beside[0])))} {spec}"
+    return f"no: {problems[0] if problems else 'no head'}"

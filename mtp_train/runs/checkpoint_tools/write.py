@@ -9,9 +9,8 @@ from __future__ import annotations
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
 
 from rich.progress import Progress
 
@@ -44,11 +43,14 @@ from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import new_directory, refuse_existing, removed_on_failure
 from mtp_train.errors import CheckpointError, GateRefusedError, MtpError
 from mtp_train.evaluation.results import REPORT_FILE, load_report
+from mtp_train.families import Family
+from mtp_train.families.engines import engine_commands
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.runs.checkpoint_tools.gguf_files import config_of, export_gguf_head, graft_gguf, inspect_gguf
-from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH, serving_commands
+from mtp_train.report.wording import serving_depth
+from mtp_train.runs.checkpoint_tools.gguf_files import config_of, export_gguf_head, graft_gguf
+from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH, inspect, serving_commands
 from mtp_train.runs.display import Shown, quiet_progress, serving_lines
 from mtp_train.runs.export import write_card, write_export, write_untrained_card
 from mtp_train.runs.run_directory import ADAPTER, PROVENANCE_FILE, TRUNK, checkpoint_identity
@@ -56,26 +58,40 @@ from mtp_train.trunk.tokenizer import load_tokenizer
 from mtp_train.trunk.whole import first_of, require_whole_trunk
 
 
-@dataclass(frozen=True)
-class GraftResult(Shown):
-    """The checkpoint that :func:`graft` wrote."""
+@dataclass(frozen=True, kw_only=True)
+class WriteResult(Shown):
+    """What :func:`graft`, :func:`merge` or :func:`export` wrote."""
 
     out: Path
-    """The new directory, or the first split of the GGUF file."""
-    fine_tune: str
-    """The trunk's checkpoint, as the caller named it."""
-    base: str
-    """The head's checkpoint, as the caller named it."""
-    serves: Mapping[str, str]
-    """Engine to the command that serves ``out``, or ``no: REASON``."""
+    """The new directory, or the new GGUF file: of several splits the first one."""
+    content: str
+    """What it holds, in a phrase."""
+    serves: Mapping[str, str] = field(default_factory=dict)
+    """Engine to the command that drafts with the head, or ``no: REASON``; empty without a head."""
     notes: tuple[str, ...] = ()
-    """Sentences about weight files that were left out, or about the storage in a GGUF file."""
+    """Sentences about the head, about weight files that were left out, and about the storage in a GGUF file."""
+    cure: str | None = None
+    """The command to run next; None if nothing is left to do."""
 
-    def __str__(self) -> str:
-        served = (f"{engines}: {text}" for engines, text in serving_lines(self.serves))
-        wrote = f"Wrote {self.out}: the trunk of {self.fine_tune}, the head of {self.base}."
-        next_step = f"Would training it pay? {probe_command(self.fine_tune, self.base)}"
-        return "\n".join([wrote, *self.notes, *served, next_step])
+    def _title(self) -> str:
+        return f"Wrote {self.out}: {self.content}."
+
+    def _rows(self) -> list[tuple[str, str]]:
+        rows = [*(("note", one) for one in self.notes), *serving_lines(self.serves)]
+        return [*rows, *([] if self.cure is None else [("next", self.cure)])]
+
+
+def serves_of(export: Path, family: Family, depth: int, run_dir: Path | None = None) -> dict[str, str]:
+    """Return, per engine, the command that serves a new export: a checkpoint with an MTP head, or a draft model.
+
+    The report of a run recommends the depth, as the export's card does; else it is ``depth``.
+    """
+    if run_dir is not None and (run_dir / REPORT_FILE).is_file():
+        depth = serving_depth(load_report(run_dir / REPORT_FILE)) or depth
+    if family.kind != "mtp":
+        return engine_commands(family.serving, str(export), depth)
+    checkpoint = open_checkpoint(export)
+    return serving_commands(checkpoint, diagnose_head(checkpoint), "healthy", depth=depth)
 
 
 def graft(
@@ -86,7 +102,7 @@ def graft(
     head: GgufKind | None = None,
     copy: bool = False,
     progress: Progress | None = None,
-) -> GraftResult:
+) -> WriteResult:
     """Write a fine-tune together with the MTP head of its base. Every tensor keeps its bytes.
 
     Args:
@@ -127,73 +143,31 @@ def graft(
     with removed_on_failure(out):
         identities = checkpoint_identity(str(fine_tune), trunk), checkpoint_identity(str(base), donor)
         write_untrained_card(out, *identities, None, SUGGESTED_DEPTH)
-        written = open_checkpoint(out)
-        serves = serving_commands(written, diagnose_head(written), "healthy")
+        serves = serves_of(out, trunk.family, SUGGESTED_DEPTH)
     notes = left_out(unnamed_files(trunk, plan.layout))
     reduced = [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]
     if reduced:
         notes += (f"Left out, as it is of {donor.path}'s own tokens: {first_of(reduced)}.",)
-    return GraftResult(out, str(fine_tune), str(base), serves, notes)
+    return WriteResult(
+        out=out,
+        content=f"the trunk of {fine_tune}, the head of {base}",
+        serves=serves,
+        notes=notes,
+        cure=probe_command(str(fine_tune), str(base)),
+    )
 
 
-def _in_gguf(files: Sequence[Path], fine_tune: str, base: str) -> GraftResult:
-    found = inspect_gguf(files[0])
-    told = [f"Its trunk is that of {fine_tune} byte for byte; the head's tensors are {found.head_quantisation}."]
-    told += [f"Its splits are {', '.join(path.name for path in files)}."] if len(files) > 1 else []
-    told += [f"Do not pass {one} with -md beside it: the head is in the file." for one in found.heads_beside]
-    return GraftResult(files[0], fine_tune, base, found.serves, tuple(told))
-
-
-@dataclass(frozen=True)
-class MergeResult(Shown):
-    """The checkpoint that :func:`merge` wrote, and the next command for its head."""
-
-    out: str
-    """The new directory."""
-    checkpoint: str
-    """The checkpoint that the adapter was merged into, as the caller named it."""
-    adapter: str
-    """The adapter, as the caller named it."""
-    num_tensors: int
-    """Stored tensors that changed."""
-    shards_rewritten: int
-    shards_kept: int
-    head_keys: int
-    """Tensors of the head in the checkpoint, which are unchanged."""
-    tokenizer_files: tuple[str, ...]
-    """Files of the tokenizer and chat template that are the adapter's; empty where it has none of its own."""
-    attached: bool
-    """Whether the family's releases have no MTP head, so that one has to be trained from scratch."""
-    notes: tuple[str, ...] = ()
-    """Sentences about weight files that were left out."""
-
-    @property
-    def cure(self) -> str:
-        """The command to run next: measure what the head lost, put the base's head back, or train a new one.
-
-        ``BASE`` in it stands for the base model, which is not known here.
-        """
-        if self.head_keys:
-            return probe_command(self.out, self.checkpoint)
-        return train_command(self.out) if self.attached else graft_command(self.out, "BASE")
-
-    def to_json(self) -> dict[str, Any]:
-        return super().to_json() | {"cure": self.cure}
-
-    def __str__(self) -> str:
-        shards = self.shards_rewritten + self.shards_kept
-        lines = [f"Wrote {self.out}: {self.num_tensors} tensors changed, in {self.shards_rewritten} of {shards} files."]
-        if self.head_keys:
-            lines.append(
-                f"Its head is the head of {self.checkpoint}, bit for bit, and was not trained for the merged trunk. "
-                f"Measure whether it drafts worse: {self.cure}"
-            )
-        else:
-            what = "Attach one" if self.attached else "Put the base's back"
-            lines.append(f"It has no head, like {self.checkpoint}. {what}: {self.cure}")
-        if self.tokenizer_files:
-            lines.append(f"Its tokenizer is the adapter's: {', '.join(self.tokenizer_files)}.")
-        return "\n".join([*lines, *self.notes])
+def _in_gguf(files: Sequence[Path], fine_tune: str, base: str) -> WriteResult:
+    found = inspect(files[0])
+    notes = [f"{found.note}."]
+    notes += [f"Its splits are {', '.join(path.name for path in files)}."] if len(files) > 1 else []
+    return WriteResult(
+        out=files[0],
+        content=f"the trunk of {fine_tune} byte for byte, the head of {base}",
+        serves=found.serves,
+        notes=tuple(notes),
+        cure=probe_command(fine_tune, base),
+    )
 
 
 def merge(
@@ -203,7 +177,7 @@ def merge(
     *,
     copy: bool = False,
     progress: Progress | None = None,
-) -> MergeResult:
+) -> WriteResult:
     """Write a checkpoint with a LoRA adapter merged into its trunk. The model is not loaded; its head stays as it is.
 
     Args:
@@ -222,9 +196,9 @@ def merge(
         >>> mtp.merge("Qwen/Qwen3.6-27B", "my-lora", "my-27b").num_tensors
         448
     """
-    result_dir, checkpoint, adapter = Path(out), str(checkpoint), str(adapter)
+    out, checkpoint, adapter = Path(out), str(checkpoint), str(adapter)
     progress = progress or quiet_progress()
-    refuse_existing(result_dir, what="the checkpoint")
+    refuse_existing(out, what="the checkpoint")
     lora = read_adapter(locate_checkpoint(adapter))
     source = open_location(checkpoint)
     layout = layout_of(source)
@@ -236,57 +210,30 @@ def merge(
         load_tokenizer(resized, trust_remote_code=False, adapter=lora.path)
     require_finite_checkpoint(source, progress)
     link: LinkMode = "copy" if copy else "hard"
-    write_checkpoint(source, layout, None, result_dir, link=link, progress=progress, merge=plan)
+    write_checkpoint(source, layout, None, out, link=link, progress=progress, merge=plan)
     shards, rewritten = ({source.tensors[key].file for key in keys} for keys in (source.tensors, plan.tensors))
     own_head = [key for key in source.tensors if layout.is_head_key(key) and layout.shared_key(key) is None]
-    with removed_on_failure(result_dir):
+    with removed_on_failure(out):
         identity = checkpoint_identity(checkpoint, source)
         head_from = identity if own_head else None
-        write_untrained_card(result_dir, identity, head_from, adapter, SUGGESTED_DEPTH)
-    notes = left_out(unnamed_files(source, layout))
-    return MergeResult(
-        out=str(result_dir),
-        checkpoint=checkpoint,
-        adapter=adapter,
-        num_tensors=len(plan.tensors),
-        shards_rewritten=len(rewritten),
-        shards_kept=len(shards - rewritten),
-        head_keys=len(own_head),
-        tokenizer_files=tuple(sorted(tokenizer)),
-        attached=source.family.attached,
-        notes=notes,
+        write_untrained_card(out, identity, head_from, adapter, SUGGESTED_DEPTH)
+    head, cure = f"It has no head, like {checkpoint}.", graft_command(str(out), "BASE")
+    if own_head:
+        head = f"Its head is the head of {checkpoint}, bit for bit, and was not trained for the merged trunk."
+        cure = probe_command(str(out), checkpoint)
+    elif source.family.attached:
+        cure = train_command(str(out))
+    used = [f"Its tokenizer is the adapter's: {', '.join(sorted(tokenizer))}."] if tokenizer else []
+    return WriteResult(
+        out=out,
+        content=f"{len(plan.tensors)} tensors of {checkpoint} changed, in {len(rewritten)} of {len(shards)} files",
+        notes=(head, *used, *left_out(unnamed_files(source, layout))),
+        cure=cure,
     )
 
 
 # Programs that pass both draft nothing, or crash (unsloth#10169, LM Studio's bug tracker #2244).
 _ONE_HEAD = "TRUNK.gguf must have no head of its own (convert_hf_to_gguf.py --no-mtp); if it has one, leave -md out."
-
-
-@dataclass(frozen=True)
-class ExportResult(Shown):
-    """The files that :func:`export` wrote."""
-
-    out: Path
-    """The new directory."""
-    trunk: Path
-    """The checkpoint of the trunk that the head drafts for."""
-    file: Path | None = None
-    """The GGUF file in ``out``; None for other forms."""
-    spec_type: Literal["draft-mtp", "draft-eagle3"] | None = None
-    """llama.cpp's kind of the drafter in ``file``."""
-    flag: str | None = None
-    """vLLM's flag that drafts with a head-only export; None for other forms."""
-    notes: tuple[str, ...] = ()
-    """Sentences about weight files that were left out, and about the trunk that a GGUF file is passed with."""
-
-    def __str__(self) -> str:
-        if self.file is not None:
-            drafter = f"-md {self.file} --spec-type {self.spec_type} --spec-draft-n-max 3"
-            return "\n".join([f"Wrote {self.file}. Serve it: llama-server -m TRUNK.gguf {drafter}", *self.notes])
-        if self.flag is not None:
-            serve = f"vllm serve {shlex.quote(str(self.trunk))} {self.flag}"
-            return f"Wrote {self.out}: the head alone. Draft with it: {serve}"
-        return "\n".join([f"Wrote {self.out}.", *self.notes])
 
 
 def export(
@@ -297,7 +244,7 @@ def export(
     gguf: GgufKind | None = None,
     copy: bool = False,
     progress: Progress | None = None,
-) -> ExportResult:
+) -> WriteResult:
     """Write a servable checkpoint from a run that passed the gate, or from a checkpoint that holds a head.
 
     The default form is the trunk's checkpoint with the head in it, and an index that lists all tensors. Weight files
@@ -322,7 +269,7 @@ def export(
 
     Example:
         >>> print(mtp_train.export("runs/my-27b", "my-27b-head", gguf="q8_0"))
-        Wrote my-27b-head/mtp-my-27b.gguf. Serve it: llama-server ...
+        Wrote my-27b-head/mtp-my-27b.gguf: the head alone. ...
     """
     source, out, progress = Path(source), Path(out), progress or quiet_progress()
     if gguf is not None and (head_only or copy):
@@ -331,34 +278,55 @@ def export(
     if is_gguf(source):
         if not head_only:
             raise MtpError(f"{source}: a GGUF file; expected --head-only, which takes its head out. Add it.")
-        written = export_gguf_head(source, out, progress)
-        return ExportResult(out, source, file=written, spec_type="draft-mtp", notes=(_ONE_HEAD,))
+        return _head_in_gguf(export_gguf_head(source, out, progress))
     refuse_existing(out, what="the checkpoint" if gguf is None else "the GGUF file")
     # llama.cpp's converter reads FP8 and FP4 without rounding.
-    found = _head_to_export(source, progress, stored_tensor if gguf is None else exact_tensor)
-    trunk, head = found.trunk, found.head
-    _require_sound(source, found, progress, head_only=head_only, alone=head_only or gguf is not None)
+    trunk, head, adapter = _head_to_export(source, progress, stored_tensor if gguf is None else exact_tensor)
+    if head_only and head.family.kind != "mtp":
+        raise CheckpointError(
+            f"{trunk.path}: its head is {head.family.title}; expected an MTP head. Export it without --head-only: it "
+            "becomes a draft model, a directory of its own."
+        )
+    if adapter is not None and (head_only or gguf is not None):
+        raise CheckpointError(
+            f"{source}: its trunk has the unmerged adapter {adapter}; expected a trunk in one checkpoint, as the "
+            "head's file repeats some of its weights. Export the run, then take the head alone from the export."
+        )
+    require_whole_trunk(trunk)
+    # A head on its own repeats only a few of the trunk's tensors, but is loaded beside all of them.
+    require_finite_checkpoint(trunk, progress)
     if gguf is not None:
-        return _write_gguf_file(source, found, out, gguf, progress)
+        write = _write_gguf if head.family.kind == "mtp" else _write_draft_gguf
+        return _head_in_gguf(write(source, trunk, head, out, gguf, progress))
     if head_only:
         write_head_only(trunk, layout_of(trunk), head.head, out)
-        return ExportResult(out, trunk.path, flag=draft_model_flag(str(out), head.num_depths))
-    write_export(trunk, head, out, adapter=found.adapter, link="copy" if copy else "hard", progress=progress)
-    if found.is_of_run:
-        with removed_on_failure(out):
+        serve = f"vllm serve {shlex.quote(str(trunk.path))} {draft_model_flag(str(out), head.num_depths)}"
+        return WriteResult(out=out, content=_ALONE, serves={"vllm": serve})
+    write_export(trunk, head, out, adapter=adapter, link="copy" if copy else "hard", progress=progress)
+    with removed_on_failure(out):
+        if is_head_directory(source / HEAD):
             write_card(source, out)
-    notes = left_out(unnamed_files(trunk, layout_of(trunk))) if head.family.kind == "mtp" else ()
-    return ExportResult(out, trunk.path, notes=notes)
+        serves = serves_of(out, head.family, head.num_depths, source)
+    if head.family.kind != "mtp":
+        return WriteResult(out=out, content=f"a draft model for {trunk.path}", serves=serves)
+    notes = left_out(unnamed_files(trunk, layout_of(trunk)))
+    return WriteResult(out=out, content=f"the trunk of {trunk.path} with its head", serves=serves, notes=notes)
 
 
-def _write_gguf_file(source: Path, found: _HeadToExport, out: Path, kind: GgufKind, progress: Progress) -> ExportResult:
-    """Write ``mtp-NAME.gguf`` or ``eagle3-NAME.gguf``, named after the trunk, into a new directory."""
-    if found.head.family.kind != "mtp":
-        file = _write_draft_gguf(source, found, out, kind, progress)
-        return ExportResult(out, found.trunk.path, file=file, spec_type="draft-eagle3")
-    trunk, layout, config = found.trunk, layout_of(found.trunk), config_of(found.trunk)
+_ALONE = "the head alone"
+# Programs that pass both draft nothing, or crash (unsloth#10169, LM Studio's bug tracker #2244).
+_ONE_HEAD = "TRUNK.gguf must have no head of its own (convert_hf_to_gguf.py --no-mtp); if it has one, leave -md out."
+
+
+def _head_in_gguf(file: Path) -> WriteResult:
+    return WriteResult(out=file, content=_ALONE, serves=inspect(file).serves, notes=(_ONE_HEAD,))
+
+
+def _write_gguf(source: Path, trunk: Checkpoint, head: Artifact, out: Path, kind: GgufKind, progress: Progress) -> Path:
+    """Write ``mtp-NAME.gguf``, named after the trunk, into a new directory."""
+    layout, config = layout_of(trunk), config_of(trunk)
     record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))
-    tensors = gguf_tensors(trunk, layout, found.head.head, record, config)
+    tensors = gguf_tensors(trunk, layout, head.head, record, config)
     tokenizer = load_tokenizer(trunk, trust_remote_code=False)
     name = f"mtp-{checkpoint_name(trunk.path)}.gguf"
     with new_directory(out, what="the GGUF file") as directory:
@@ -372,22 +340,25 @@ def _write_gguf_file(source: Path, found: _HeadToExport, out: Path, kind: GgufKi
             tokenizer=tokenizer,
             progress=progress,
         )
-    return ExportResult(out, trunk.path, file=out / name, spec_type="draft-mtp", notes=(_ONE_HEAD,))
+    return out / name
 
 
-def _write_draft_gguf(source: Path, found: _HeadToExport, out: Path, kind: GgufKind, progress: Progress) -> Path:
-    trunk, head = load_recipe(source / RECIPE_FILE).model.trunk, found.head
-    if head.family.kind != "eagle3" or not is_gguf(trunk):
+def _write_draft_gguf(
+    source: Path, trunk: Checkpoint, head: Artifact, out: Path, kind: GgufKind, progress: Progress
+) -> Path:
+    """Write ``eagle3-NAME.gguf`` into a new directory, for a trunk that is a GGUF file."""
+    file = load_recipe(source / RECIPE_FILE).model.trunk
+    if head.family.kind != "eagle3" or not is_gguf(file):
         raise CheckpointError(
-            f"{source}: a head of kind {head.family.kind} for {trunk}; expected an MTP head, or an EAGLE-3 head for "
+            f"{source}: a head of kind {head.family.kind} for {file}; expected an MTP head, or an EAGLE-3 head for "
             "a trunk that is a GGUF file. Export it without --gguf: it becomes a draft model, which llama.cpp's "
             "converter reads."
         )
-    name = f"eagle3-{Path(trunk).name}"
+    name = f"eagle3-{Path(file).name}"
     with new_directory(out, what="the GGUF file") as directory, tempfile.TemporaryDirectory(dir=directory) as work:
         draft = Path(work) / "draft"
-        write_export(found.trunk, head, draft, adapter=None, link="hard", progress=progress)
-        write_draft_gguf(open_checkpoint(draft), open_gguf(Path(trunk)), directory / name, kind, progress)
+        write_export(trunk, head, draft, adapter=None, link="hard", progress=progress)
+        write_draft_gguf(open_checkpoint(draft), open_gguf(Path(file)), directory / name, kind, progress)
     return out / name
 
 
@@ -399,25 +370,16 @@ def checkpoint_name(path: Path) -> str:
     return path.name
 
 
-class _HeadToExport(NamedTuple):
-    """A head and the checkpoint of its trunk."""
+def _head_to_export(source: Path, progress: Progress, take: Take) -> tuple[Checkpoint, Artifact, Path | None]:
+    """Return the head of a run that passed its gate, or of a checkpoint, with its trunk and the trunk's adapter.
 
-    trunk: Checkpoint
-    head: Artifact
-    is_of_run: bool
-    adapter: Path | None = None
-    """The LoRA adapter that the run's trunk was trained with; None without one."""
-
-
-def _head_to_export(source: Path, progress: Progress, take: Take) -> _HeadToExport:
-    """Return the head of a run that passed its gate, or of a checkpoint, whose tensors are read by ``take``.
-
-    A run that fine-tuned its trunk has already exported it with the head that its gate chose: that checkpoint is read.
+    Args:
+        take: Reads the head's tensors of a checkpoint.
     """
     if not is_head_directory(source / HEAD):
         refuse_adapter(source, str(source))
         trunk = open_checkpoint(source)
-        return _HeadToExport(trunk, _own_head(trunk, take), is_of_run=False)
+        return trunk, _own_head(trunk, take), None
     if not (source / REPORT_FILE).is_file():
         raise CheckpointError(
             f"{source}: its head has not been measured; expected a run that reached the gate. Run its recipe again: "
@@ -436,24 +398,7 @@ def _head_to_export(source: Path, progress: Progress, take: Take) -> _HeadToExpo
         inputs[ADAPTER] = directory_files(adapter)
     # keeps=False: an export writes nothing to the run directory, which may belong to another user.
     require_same(source, inputs, progress, finished=True, keeps=False)
-    return _HeadToExport(trunk, load_artifact(source / HEAD), True, adapter)
-
-
-def _require_sound(source: Path, found: _HeadToExport, progress: Progress, *, head_only: bool, alone: bool) -> None:
-    """Check the weights, and for a head ``alone`` that it can be written without its trunk's checkpoint."""
-    if head_only and found.head.family.kind != "mtp":
-        raise CheckpointError(
-            f"{found.trunk.path}: its head is {found.head.family.title}; expected an MTP head. Export it without "
-            "--head-only: it becomes a draft model, a directory of its own."
-        )
-    if alone and found.adapter is not None:
-        raise CheckpointError(
-            f"{source}: its trunk has the unmerged adapter {found.adapter}; expected a trunk in one checkpoint, as the "
-            "head's file repeats some of its weights. Export the run, then take the head alone from the export."
-        )
-    require_whole_trunk(found.trunk)
-    # A head on its own repeats only a few of the trunk's tensors, but is loaded beside all of them.
-    require_finite_checkpoint(found.trunk, progress)
+    return trunk, load_artifact(source / HEAD), adapter
 
 
 def _own_head(checkpoint: Checkpoint, take: Take) -> Artifact:
