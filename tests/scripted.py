@@ -13,7 +13,8 @@ from mtp_inference import HeadDrafting, Sampling, plain_greedy
 from mtp_inference.batch import Batch
 from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, ConvolvedStore, WindowCache
 from mtp_inference.cache.recurrent import RecurrentStore
-from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
+from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan, state_at
+from mtp_inference.drafters.ngram_drafter import NgramDrafter
 from mtp_inference.round import prefill, run_round
 from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts
 from mtp_train.heads.module import MtpHead
@@ -137,6 +138,34 @@ class PassingDrafter(Drafter):
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
         newest_B1 = choice.last_B1
         return self.change(plan, newest_B1, self.inner.draft(plan, choice))
+
+
+class RereadingDrafting(Drafting):
+    """Draft as a model does that reads the whole text again for every draft, without a cache."""
+
+    def __init__(self, model: Trunk) -> None:
+        self.model = model
+
+    def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
+        return RereadingDrafter(self.model, size)
+
+
+class RereadingDrafter(NgramDrafter):
+    """Stores the texts like prompt lookup."""
+
+    def __init__(self, model: Trunk, size: BatchSize) -> None:
+        super().__init__(size, model.lm_head_VD.device)
+        self.model = model
+
+    def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
+        end_B = self.length_B.clamp(min=1)
+        for _ in range(plan.depth):
+            # What is behind the end of a text changes nothing before it.
+            hidden_BSD = self.model.hidden(self.text_BS)
+            choice.add(self.model.logits(state_at(hidden_BSD, end_B - 1)))
+            self.text_BS.scatter_(1, end_B[:, None], choice.last_B1)
+            end_B = end_B + 1
+        return choice.result()
 
 
 class RandomDrafting(Drafting):

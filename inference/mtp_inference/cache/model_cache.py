@@ -51,7 +51,8 @@ class AttentionStore(CacheLayerMixin, PlacedState):
 
     last_to_write = True
     """Whether the layer writes nothing after keys and values, so that :meth:`update` may end a keys-only window
-    (:attr:`Window.keys_only`) by raising ``KeysWritten``. Subclasses that write more raise it later, or never."""
+    (:attr:`Window.keys_only`) by raising ``KeysWritten``. Subclasses that write more raise it later, or never: pools
+    are written before the keys or after them."""
     needs_mask = False
     """Whether the layer's forward reads the mask itself (for an indexer's scores, or compressed keys), so that it needs
     one even if plain causal attention is equivalent."""
@@ -131,9 +132,6 @@ class IndexedStore(AttentionStore):
     def __init__(self, num_rows: int, size: int) -> None:
         super().__init__(num_rows, size, None)
         self.kind = "indexed_attention"
-        self._keys_of: Window | None = None
-        """The window whose keys are written. An indexer may choose before its window's keys are written, or after."""
-        self._pools_of: Window | None = None
 
     @property
     def indexer_position_ids(self) -> None:
@@ -143,16 +141,6 @@ class IndexedStore(AttentionStore):
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor) -> None:
         """Discard the positions."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_unused: object, **_also_unused: object
-    ) -> tuple[Tensor, Tensor]:
-        found = super().update(key_states, value_states)
-        self._keys_of = self.window
-        # Pools are written before the keys or after them: whichever comes second ends a keys-only window.
-        if self._keys_of.keys_only and self._pools_of is self._keys_of:
-            raise KeysWritten
-        return found
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write the window's indexer keys (B, T, X); return the indexer keys in use, (B, used, X)."""
@@ -176,9 +164,6 @@ class IndexedStore(AttentionStore):
         places_BT = torch.where(number_BT < 0, num_pools, number_BT)
         keys_BPX = self.place("pool keys", new.keys_BPX, places_BT, num_pools + 1)
         slots_BPN = self.place("pool slots", new.slots_BPN, places_BT, num_pools + 1, fill=-1)
-        self._pools_of = window
-        if window.keys_only and self._keys_of is window:
-            raise KeysWritten
         used = min(window.used // num_keys, num_pools)
         return Pools(keys_BPX[window.rows, :used], slots_BPN[window.rows, :used])
 

@@ -238,14 +238,6 @@ class RecurrentLayers(RowState):
         else:
             self._commit_decided(conv, decided)
 
-    def snapshot(self) -> tuple[Tensor, ...]:
-        return tuple(buffer.clone() for buffer in (self.conv_LBWC, self.state_LBHKV) if buffer is not None)
-
-    def restore(self, states: tuple[Tensor, ...]) -> None:
-        if self.conv_LBWC is not None and self.state_LBHKV is not None:
-            for buffer, saved in zip((self.conv_LBWC, self.state_LBHKV), states, strict=True):
-                buffer.copy_(saved)
-
     def keep_rows(self, rows_R: Tensor) -> None:
         super().keep_rows(rows_R)
         self._show()
