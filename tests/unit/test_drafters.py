@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
@@ -138,16 +139,28 @@ def test_drafts_do_not_hang_on_when_pending_tokens_are_taken_in(
     assert drafted[32] == drafted[5] == drafted[2]
 
 
-def test_a_drafter_that_misses_a_stretch_drafts_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def plan_too_low(session: mtp_inference.session.Session, depth: int) -> RoundPlan:
+    return dataclasses.replace(PLAN(session, depth), pending=1)
+
+
+PLAN = mtp_inference.session.Session._plan
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "pending tokens are lost": lambda patch: patch.setattr(
+        mtp_inference.session, "settle_drafter", lambda batch, _: batch.drafter.inner.pending.clear()
+    ),
+    "a bound is too low": lambda patch: patch.setattr(mtp_inference.session.Session, "_plan", plan_too_low),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_drafter_that_misses_a_stretch_drafts_otherwise(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = []
-    for settles in (True, False):
+    for is_sound in (True, False):
         monkeypatch.setattr(mtp_inference.session, "PENDING_PLACES", 2)
         scheduled([0, 0, 0, 0, 3], monkeypatch)
         record = Recorded(MAKERS["recursive"]())
-        if not settles:
-            monkeypatch.setattr(
-                mtp_inference.session, "settle_drafter", lambda batch, _: batch.drafter.inner.pending.clear()
-            )
+        if not is_sound:
+            FAULTS[fault](monkeypatch)
         decoder = SpeculativeDecoder(trunk_of("qwen3_5"), record, 3, ())
         assert_plain("qwen3_5", decoder, adaptive([9], [40], depth=3))
         drafted.append([draft.tokens_BK.tolist() for draft in record.drafts])

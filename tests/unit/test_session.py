@@ -146,17 +146,6 @@ def test_every_row_says_what_it_says_alone(name: str, is_ahead: bool, monkeypatc
     assert (accepted[2], accepted[6]) == (0, 0)
 
 
-def test_a_bound_on_pending_tokens_that_is_too_low_costs_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = decoder_of("glm4_moe", RereadingDrafting(nearly("glm4_moe")))
-    requests = [dataclasses.replace(request, mtp="on") for request in mixed_requests("glm4_moe")]
-    good = decoder.generate(requests)
-    plan = Session._plan
-    monkeypatch.setattr(Session, "_plan", lambda self, depth: dataclasses.replace(plan(self, depth), pending=1))
-    low = decoder.generate(requests)
-    assert [said(result) for result in low] == [said(result) for result in good]
-    assert sum(result.num_drafts for result in low) > sum(result.num_drafts for result in good) + 5
-
-
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in_step", "one_ahead"])
 def test_streamed_pieces_add_up(is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_ahead:
