@@ -90,38 +90,34 @@ def test_a_changed_weight_is_packed_again(packs: list[Tensor], how: str) -> None
     assert len(packs) == 2
 
 
+BF16 = pytest.param(
+    torch.bfloat16, marks=pytest.mark.skipif(not bf16_support(torch.device("cpu"))[0], reason="multiplies bf16 slowly")
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 1, 8), (1, 2, 8), (8,), (1, 5, 8), (3, 1, 8)])
+@pytest.mark.parametrize("shape", [(1, 1, 64), (2, 1, 64), (1, 2, 64), (64,), (1, 5, 64), (3, 1, 64)])
 @pytest.mark.parametrize("is_amd", [False, True])
 def test_any_number_of_rows_is_multiplied(
-    is_amd: bool, shape: tuple[int, ...], bias: bool, packs: list[Tensor], monkeypatch: pytest.MonkeyPatch
+    is_amd: bool,
+    shape: tuple[int, ...],
+    bias: bool,
+    dtype: torch.dtype,
+    packs: list[Tensor],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_on_amd(monkeypatch, is_amd)
-    layer = nn.Linear(8, 6, bias=bias)
+    layer = nn.Linear(64, 48, bias=bias).to(dtype)
     # Not contiguous, as the last rows of a longer input are.
-    input_BTD = torch.randn(*shape[:-1], 16)[..., 8:]
+    input_BTD = torch.randn(*shape[:-1], 128).to(dtype)[..., 64:]
     with torch.inference_mode(), CpuLayers([layer]).used():
         found_BTD = layer(input_BTD)
     expected_BTD = layer(input_BTD).detach()
-    torch.testing.assert_close(found_BTD, expected_BTD, atol=rounding(expected_BTD, 8), rtol=0)
+    torch.testing.assert_close(found_BTD, expected_BTD, atol=rounding(expected_BTD, 64), rtol=0)
     assert found_BTD.is_contiguous()
-    assert len(packs) == (1 if is_amd or input_BTD[..., 0].numel() > 2 else 0)
-
-
-@pytest.mark.skipif(not bf16_support(torch.device("cpu"))[0], reason="the CPU multiplies bf16 slowly")
-@pytest.mark.parametrize("is_amd", [False, True])
-def test_bf16_is_packed_for_any_number_of_rows(
-    is_amd: bool, packs: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_on_amd(monkeypatch, is_amd)
-    layer = nn.Linear(64, 48).bfloat16()
-    for num_rows in (1, 2, 5):
-        input_BTD = torch.randn(1, num_rows, 64).bfloat16()
-        with torch.inference_mode(), CpuLayers([layer]).used():
-            found_BTD = layer(input_BTD)
-        expected_BTD = layer(input_BTD).detach()
-        torch.testing.assert_close(found_BTD, expected_BTD, atol=rounding(expected_BTD, 64), rtol=0)
-    assert len(packs) == 1
+    is_packed = is_amd or dtype is torch.bfloat16 or input_BTD[..., 0].numel() > 2
+    assert len(packs) == int(is_packed)
 
 
 def test_an_interrupted_round_restores_the_layers() -> None:

@@ -136,18 +136,6 @@ def test_the_sort_reads_no_value_and_a_growing_list_does() -> None:
         keep_top(scores_BTV.clone(), rows)
 
 
-def test_batches_of_usual_settings_share_graphs() -> None:
-    def steps(*settings: Sampling) -> tuple[bool, ...]:
-        return SamplingRows.stack(settings, "cpu").steps
-
-    usual = steps(Sampling(temperature=0.6, top_k=20, top_p=0.95))
-    assert usual == steps(Sampling(temperature=1.0, top_k=64, top_p=0.8, seed=3), Sampling())
-    assert usual == steps(Sampling(temperature=1.0, top_p=0.95)) == steps(Sampling(temperature=1.0, top_k=20))
-    others = [steps(Sampling(temperature=1.0)), steps(Sampling(temperature=1.0, top_k=20, min_p=0.1))]
-    assert len({usual, *others}) == 3
-    assert steps(Sampling(top_k=20, top_p=0.5)) == steps(Sampling())
-
-
 @pytest.mark.parametrize("vocab", [2560, 1500])
 def test_a_draw_finds_the_token_that_a_scan_in_double_finds(vocab: int) -> None:
     p_BTV = (3.0 * torch.randn(1, 1, vocab)).softmax(-1)
