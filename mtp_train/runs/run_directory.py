@@ -56,7 +56,7 @@ from mtp_train.errors import (
     redacted,
 )
 from mtp_train.evaluation.results import read_record
-from mtp_train.recipe.json_schema import dotted, shown_whole
+from mtp_train.recipe.json_schema import dotted, shown
 from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.inputs import LoneHead, open_head_source
@@ -252,7 +252,7 @@ class RunDirectory:
             raise
         except Stopped as stopped:
             told = StoppedError(
-                f"{self.path}: stopped by {stopped.name} in the stage {attempt.stage!r}.\n"
+                f"{self.path}: stopped by {stopped} in the stage {attempt.stage!r}.\n"
                 "Start the same command again: it goes on from what that stage has saved.",
                 stopped.exit_code,
             )
@@ -388,7 +388,7 @@ def _differences(there: Any, here: Any, path: str) -> Iterator[str]:
             for number, (one, other) in enumerate(zip(there, here, strict=True)):
                 yield from _differences(one, other, dotted(path, number))
         case _ if there != here:
-            yield f"{path}: {shown_whole(there)} there, {shown_whole(here)} here"
+            yield f"{path}: {shown(there)} there, {shown(here)} here"
 
 
 def _on_machines_of(before: Recipe, now: Recipe) -> Recipe:
@@ -399,7 +399,7 @@ def _on_machines_of(before: Recipe, now: Recipe) -> Recipe:
         values["train.precision"] = before.train.precision
     regenerate, earlier = now.data.regenerate, before.data.regenerate
     if regenerate is not None and earlier is not None and None not in (regenerate.endpoint, earlier.endpoint):
-        names = ("endpoint", "api_key_env", "concurrency", "request_timeout_seconds")
+        names = ("endpoint", "api_key_env", "concurrency")
         values |= {f"data.regenerate.{name}": getattr(earlier, name) for name in names}
     return now.replaced(values)
 
