@@ -203,8 +203,6 @@ def load_sources(recipe: Recipe) -> list[list[Record]]:
             columns=source.columns,
             group_field=recipe.data.group_field,
             name=f"data.sources.{number} ({source.path})",
-            max_records=recipe.data.max_documents,
-            streaming=source.streaming,
         )
         for number, source in enumerate(recipe.data.sources)
     )

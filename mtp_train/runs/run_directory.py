@@ -56,7 +56,7 @@ from mtp_train.errors import (
     redacted,
 )
 from mtp_train.evaluation.results import read_record
-from mtp_train.recipe.json_schema import dotted, shown_whole
+from mtp_train.recipe.json_schema import dotted, shown
 from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.inputs import LoneHead, open_head_source
@@ -248,7 +248,7 @@ class RunDirectory:
             raise
         except Stopped as stopped:
             told = StoppedError(
-                f"{self.path}: stopped by {stopped.name} in the stage {attempt.stage!r}.\n"
+                f"{self.path}: stopped by {stopped} in the stage {attempt.stage!r}.\n"
                 "Start the same command again: it goes on from what that stage has saved.",
                 stopped.exit_code,
             )
@@ -373,7 +373,7 @@ def _differing_fields(recorded: str, recipe: Recipe) -> list[str]:
         return [f"it is not valid here ({error.problems[0]})"]
     found = _differences(before.model_dump(mode="json"), recipe.model_dump(mode="json"), "")
     return [
-        f"{path}: {shown_whole(there)} there, {shown_whole(here)} here"
+        f"{path}: {shown(there)} there, {shown(here)} here"
         for path, there, here in found
         if not (
             path.startswith(_OF_THE_MACHINES)
@@ -386,7 +386,8 @@ def _differing_fields(recorded: str, recipe: Recipe) -> list[str]:
 _OF_THE_MACHINES = (
     "train.processes",
     "track.",
-    *(f"data.regenerate.{name}" for name in ("api_key_env", "concurrency", "request_timeout_seconds")),
+    "data.regenerate.api_key_env",
+    "data.regenerate.concurrency",
 )
 
 

@@ -11,7 +11,7 @@ from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.families.drafts.record import serves_draft_vocab
 from mtp_train.recipe.schema import Recipe
 from mtp_train.train.log import Tracking
-from mtp_train.train.plan import GIB, MemoryOptions, Plan, TrainOptions, make_plan
+from mtp_train.train.plan import MemoryOptions, Plan, TrainOptions, make_plan
 from mtp_train.trunk.precision import COMPUTE_DTYPES
 
 _CACHED_BYTES = 4
@@ -66,10 +66,7 @@ def memory_options(recipe: Recipe) -> MemoryOptions:
 
 def cache_bytes(recipe: Recipe, num_tokens: int, state_width: int) -> int:
     """Return the most bytes of the hidden-state cache of a text of so many tokens; 0 without a cache."""
-    spec = recipe.train.hidden_cache
-    if spec is None:
-        return 0
-    return min(num_tokens * state_width * _CACHED_BYTES, int(spec.max_gib * GIB))
+    return 0 if recipe.train.hidden_cache is None else num_tokens * state_width * _CACHED_BYTES
 
 
 def run_settings(recipe: Recipe, trunk: Checkpoint) -> list[Setting]:

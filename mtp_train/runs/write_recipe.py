@@ -204,7 +204,7 @@ def _group_field(paths: Sequence[str]) -> str | None:
     """Return the column that groups records if every file has it, as files of prompts for ``evaluate`` may."""
     try:
         for path in paths:
-            load_records(resolve(path), group_field=GROUP_FIELD, name=path, max_records=1)
+            load_records(resolve(path), split="train[:1]", group_field=GROUP_FIELD, name=path)
     except DataError:
         # No such column; what else is wrong is reported when the run reads the file.
         return None
