@@ -280,10 +280,6 @@ class LoneHead:
     def kind(self) -> str:
         return self.stored.kind.name if isinstance(self.stored, DraftModel) else self.stored.family.kind
 
-    @property
-    def num_modules(self) -> int:
-        return self.stored.num_modules
-
 
 def open_head_source(location: str) -> Checkpoint | LoneHead:
     directory = head_directory(location)

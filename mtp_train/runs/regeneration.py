@@ -40,7 +40,7 @@ from mtp_train.train.machine import set_threads
 from mtp_train.train.shard import shard_decoder
 from mtp_train.trunk.load import Trunk
 
-COUNTS_FILE, COPIED_FROM_FILE = "counts.json", "copied.json"
+COPIED_FROM_FILE = "copied.json"
 CONCURRENCY = 32
 """Default of ``data.regenerate.concurrency``; that of ``batch_size`` is the batch of an evaluation."""
 
@@ -90,7 +90,6 @@ def generate_responses(run: Run, trunk: RunTrunk) -> tuple[list[Document], Respo
     groups = {prompt.id: prompt.group for prompt in inputs.text.prompts}
     documents, counts = store.to_documents(recipe.data.seq_len_tokens, groups)
     if accelerator.is_main_process:
-        write_json(directory / COUNTS_FILE, asdict(counts))
         found = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in asdict(counts).items() if value)
         progress.console.print(f"{directory}: {found}.")
     return documents, counts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.evaluation.grid import served_settings
@@ -32,20 +33,9 @@ def plan_of(recipe: Recipe, world_size: int) -> Plan:
 
 
 def train_options(recipe: Recipe) -> TrainOptions:
-    train = recipe.train
-    beta1, beta2 = train.betas
-    return TrainOptions(
-        lr=train.lr,
-        betas=(beta1, beta2),
-        weight_decay=train.weight_decay,
-        max_grad_norm=train.max_grad_norm,
-        schedule=train.schedule,
-        warmup_steps=train.warmup_steps,
-        max_steps=train.max_steps,
-        log_steps=train.log_steps,
-        save_steps=train.save_steps,
-        depth_decay=recipe.objective.depth_decay,
-    )
+    """Return the fields of the sections ``train`` and ``objective`` that the training loop reads."""
+    of_sections = {**dict(recipe.train), **dict(recipe.objective)}
+    return TrainOptions(**{one.name: of_sections[one.name] for one in fields(TrainOptions)})
 
 
 def tracking_of(recipe: Recipe) -> Tracking:

@@ -191,7 +191,7 @@ def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: 
     if isinstance(source, LoneHead) and source.kind != "mtp":
         settings["head"]["kind"] = source.kind
         if find_head_kind(source.kind).parallel:
-            settings["head"]["num_depths"] = min(source.num_modules, MAX_DEPTH)
+            settings["head"]["num_depths"] = min(source.stored.num_modules, MAX_DEPTH)
     if start == "graft":
         settings["model"] |= {"head_from": base, **({} if adapter is None else {"adapter": adapter})}
     if start == "attach":
