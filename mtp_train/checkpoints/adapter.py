@@ -71,6 +71,7 @@ _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _OF_A_LAYER = re.compile(r"layers\.(?P<layer>\d+)\.(?P<tail>.+)\Z")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
 _WRAPPERS = re.compile(r"(?:(?:model|language_model)\.)+")
+_ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\Z")
 # The parts of a fused parameter, in the order of their rows.
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 LM_HEAD = "lm_head.weight"
@@ -177,6 +178,11 @@ def tokenizer_files(checkpoint: Path, adapter: Path) -> dict[str, Path]:
         return {}
     is_whole = any(fnmatch(name, pattern) for name in theirs for pattern in _VOCABULARIES)
     return theirs if is_whole else own | theirs
+
+
+def replaced_tokenizer_files(checkpoint: Path) -> set[str]:
+    """Return the paths of a checkpoint's own tokenizer and chat template in its directory."""
+    return {*_of_tokenizer(checkpoint)}
 
 
 def _of_tokenizer(directory: Path) -> dict[str, Path]:
@@ -365,7 +371,7 @@ def plan_merge(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Merg
     plan.require_one_vocabulary()
     tokenizer = tokenizer_files(source.path, adapter.path)
     # Beside a model, transformers would apply the adapter a second time.
-    left_out = {ADAPTER_CONFIG_FILE, *(_of_tokenizer(source.path) if tokenizer else ())}
+    left_out = {ADAPTER_CONFIG_FILE, *(replaced_tokenizer_files(source.path) if tokenizer else ())}
     rows = plan.rows.get(layout.embed_key)
     return Merge(
         {key: plan.changed(key) for key in plan.steps},
@@ -448,8 +454,22 @@ class _Plan:
         if pair.num_experts:
             self._add_experts(name, pair)
             return
+        single = _ONE_EXPERT.match(pair.module)
+        if single is not None and self.home(name) is None:
+            self._add_to_stack(single["experts"], int(single["expert"]), single["part"], pair)
+            return
         for home, rows in self._rows_of(name, num_rows):
             self.step(home, (rows.stop - rows.start, num_columns), partial(_add_product, pair, 0, rows))
+
+    def _add_to_stack(self, experts: str, expert: int, part: str, pair: LowRank) -> None:
+        """Add the adapter of one expert's own layer, as engines and older peft store it, to stacked experts."""
+        parameter, parts = next((name, parts) for name, parts in _FUSED.items() if part in parts)
+        size, columns = pair.shape
+        home = self.home(f"{experts}.{parameter}")
+        count = 0 if home is None else self.source.tensors[home].shape[0]
+        rows = slice(parts.index(part) * size, (parts.index(part) + 1) * size)
+        shape = (max(count, expert + 1), size * len(parts), columns)
+        self.step(f"{experts}.{parameter}", shape, partial(_add_to_expert, pair, expert, rows))
 
     def _add_experts(self, name: str, pair: LowRank) -> None:
         """Add the matrices of a parameter that stacks experts, which are stored stacked or one by one."""
@@ -565,6 +585,13 @@ def _add_product(pair: LowRank, expert: int, rows: slice, first: int, block: Ten
     if pair.magnitude is None:
         return merged
     return merged * (pair.magnitude[rows][of_block] / torch.linalg.vector_norm(merged, dim=1))[:, None]
+
+
+def _add_to_expert(pair: LowRank, expert: int, rows: slice, first: int, block: Tensor) -> Tensor:
+    """Add the only product of a pair to one expert's rows in a block of stacked experts, in place."""
+    if first <= expert < first + len(block):
+        block[expert - first, rows] = _add_product(pair, 0, slice(None), 0, block[expert - first, rows])
+    return block
 
 
 def _add_to_experts(pair: LowRank, first: int, block: Tensor) -> Tensor:

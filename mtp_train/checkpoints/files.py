@@ -11,6 +11,7 @@ no index, SGLang an ``mtp.safetensors`` beside GLM-4.5's index, llama.cpp's conv
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -30,6 +31,7 @@ from torch import Tensor
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.errors import CheckpointError
 from mtp_train.families import FAMILIES, Family, RawConfig, family_for, raw_text_config
+from mtp_train.families.engines import EngineSupport
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -115,6 +117,11 @@ class Checkpoint:
     def num_bytes(self) -> int:
         return sum(info.num_bytes for info in self.tensors.values())
 
+    @property
+    def engines(self) -> Mapping[str, EngineSupport]:
+        """The support of each engine for this checkpoint, given the stored dtypes of its tensors."""
+        return self.family.serving_of(self.config)
+
     def read(self, key: str) -> Tensor:
         """Load one tensor on the CPU, in its stored dtype.
 
@@ -154,7 +161,12 @@ class Checkpoint:
         for file in {info.file for info in self.tensors.values()}:
             if read_metadata(self.path / file).get("format") == "mlx":
                 return f"the header of {file} has format: mlx"
-        return None
+        # Convolutions of transformers are stored as (channels, 1, kernel).
+        conv = (key for key in self.tensors if key.endswith("conv1d.weight"))
+        turned = next(
+            (key for key in conv if self.tensors[key].shape[2:] == (1,) != self.tensors[key].shape[1:2]), None
+        )
+        return turned and f"{turned} is {list(self.tensors[turned].shape)}, with its last two axes swapped"
 
     @property
     def unlisted_keys(self) -> tuple[str, ...]:
@@ -544,6 +556,24 @@ def unnamed_files(checkpoint: Checkpoint, layout: HeadLayout | None) -> tuple[st
         content = f"{len(tensors)} tensors{of_head}" if tensors else "not readable as safetensors"
         found.append(f"{file} ({content})")
     return tuple(found)
+
+
+def head_under_other_names(checkpoint: Checkpoint, needed: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """Return the stored keys of a head with a prefix more (``language_model.``), or without their own; else nothing.
+
+    Args:
+        needed: The keys of a complete head with their shapes.
+    """
+    first = min(needed)
+    parts = zip(*(key.split(".") for key in needed), strict=False)
+    own = "".join(f"{same[0]}." for same in itertools.takewhile(lambda same: len({*same}) == 1, parts))
+    for stored in (checkpoint.tensors, *unnamed_weights(checkpoint).values()):
+        prefixes = sorted({key.removesuffix(first) for key in stored if key.endswith(f".{first}")})
+        bare = {key.removeprefix(own): shape for key, shape in needed.items()}
+        for names in (bare, *({one + key: shape for key, shape in needed.items()} for one in prefixes)):
+            if all(name in stored and stored[name].shape == shape for name, shape in names.items()):
+                return tuple(names)
+    return ()
 
 
 def left_out(checkpoint: Checkpoint, layout: HeadLayout | None) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ No module outside ``families/`` and ``gguf/`` names a model. ``README.md`` here 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -18,8 +19,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.engines import Convention, EngineSupport, complete
-from mtp_train.upstream.transformers_private import load_from_wrapper
+from mtp_train.families.engines import Convention, EngineSupport, complete, use_mtp_named
+from mtp_train.upstream.transformers_private import listed_head_keys, load_from_wrapper
 
 RawConfig = Mapping[str, Any]
 
@@ -371,6 +372,21 @@ class Family:
     def divisor(self, text_config: PretrainedConfig) -> float | None:
         """Return the divisor of hidden states in front of the lm_head, None if they are not divided."""
         return None if self.trunk.logit_divisor is None else float(self.trunk.logit_divisor(text_config.to_dict()))
+
+    def serving_of(self, config: RawConfig) -> dict[str, EngineSupport]:
+        """Return every engine with its support for the head of a checkpoint with this config."""
+        table = self.serving
+        text_config = raw_text_config(config)
+        first, model_type = text_config.get("num_hidden_layers"), text_config.get("model_type")
+        if not table["transformers"].supported or not self.follows_the_trunk or model_type not in CONFIG_MAPPING:
+            return table
+        # transformers lists the keys of a head for the numbers of layers that releases have.
+        listed = listed_head_keys(MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]])
+        if isinstance(first, int) and not any(re.match(pattern, f"model.layers.{first}.") for pattern in listed):
+            numbers = [str(first + module) for module in range(max(1, self.declared_modules(config)))]
+            layers = numbers[0] if len(numbers) == 1 else f"({'|'.join(numbers)})"
+            table["transformers"] = use_mtp_named(rf"^model\.layers\.{layers}\.")
+        return table
 
     def convention(self, name: str) -> Convention:
         """Return the wiring for ``auto`` (this family's default) or for an engine."""

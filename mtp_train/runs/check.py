@@ -422,7 +422,7 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     raise_together(refusals(recipe, model, world_size))
     shapes = Shapes(recipe, model, _checkpoint(recipe))
     room = shapes.room(recipe, world_size, machine)
-    serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
+    serves = engine_commands(head_family.serving_of(raw), f"{recipe.run_dir}/export", recipe.head.num_depths)
     kinds = kinds_served(family) if recipe.head.is_new else {}
     text = _text(recipe, path, raw, text_config.vocab_size)
     num_tokens = room.plan.total_tokens if text is None else text.most_tokens(recipe)

@@ -225,7 +225,7 @@ def _report(run: Run, report: Report, console: Console) -> None:
 def _serving(run_dir: Path, trunk: Path, report: Report) -> dict[str, str]:
     """Return engine to the command that serves a run's export at the depth that its report recommends."""
     head = load_artifact(run_dir / HEAD)
-    engines = open_checkpoint(trunk).family.serving if head.family.kind == "mtp" else head.family.serving
+    engines = open_checkpoint(trunk).engines if head.family.kind == "mtp" else head.family.serving
     return engine_commands(engines, str(run_dir / EXPORT), serving_depth(report) or head.num_depths)
 
 

@@ -63,6 +63,8 @@ SYMBOLS = (
     "transformers:PreTrainedModel._keep_in_fp32_modules_strict",
     # Its notices of kernels that are not installed come with every model, and no setting leaves them out alone.
     "transformers.integrations.hub_kernels.logger",
+    # No argument of from_pretrained accepts the tensors of a head that the model class does not have.
+    "transformers:PreTrainedModel._keys_to_ignore_on_load_unexpected",
 )
 
 
@@ -232,3 +234,8 @@ def quiet_loading() -> Iterator[None]:
 
 def _is_wanted(_: logging.LogRecord) -> bool:
     return transformers_logging.get_verbosity() <= logging.INFO
+
+
+def listed_head_keys(model_class: Any) -> list[str]:
+    """Return the patterns of tensor keys that ``generate(use_mtp=True)`` takes for a head of the model class."""
+    return list(model_class._keys_to_ignore_on_load_unexpected or ())

@@ -229,17 +229,27 @@ def test_tied_embedding_and_lm_head_move_together_or_not_at_all(tmp_path: Path, 
     assert "adapts lm_head.weight" in refusal(base, tmp_path / "head", tmp_path / "out3", capfd)
 
 
-def test_an_adapter_of_one_expert_s_own_layer_finds_it(tmp_path: Path) -> None:
-    """As engines and older peft store them."""
+@pytest.mark.parametrize("stacked", [False, True])
+def test_an_adapter_of_one_expert_s_own_layer_finds_it(stacked: bool, tmp_path: Path, capfd: Capture) -> None:
+    """As engines and older peft store them; releases store experts apart, or stacked."""
     base = with_head(tmp_path, "glm4_moe")
     write_adapter(base, tmp_path / "lora", target_modules=["q_proj"])
     adapter = tmp_path / "lora" / "adapter_model.safetensors"
     down, up = torch.randn(4, 32), torch.randn(16, 4)
     name, own = "base_model.model.model.layers.1.mlp.experts.2.up_proj", "model.layers.1.mlp.experts.2.up_proj.weight"
     save_file({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, adapter, {"format": "pt"})
+    expected = all_tensors(base)[own] + 3 * up @ down
+    if stacked:
+        fuse_experts(base)
     merge(base, tmp_path / "lora", tmp_path / "out")
-    torch.testing.assert_close(all_tensors(tmp_path / "out")[own], all_tensors(base)[own] + 3 * up @ down)
-    assert_only_trunk_moved(tmp_path / "out", base, re.escape(own))
+    written, whole = all_tensors(tmp_path / "out"), "model.layers.1.mlp.experts.gate_up_proj"
+    torch.testing.assert_close(written[whole][2, 16:] if stacked else written[own], expected)
+    assert_only_trunk_moved(tmp_path / "out", base, r"layers\.1\.mlp\.experts\.(gate_up_proj|2\.up_proj\.weight)$")
+    if stacked:
+        before = all_tensors(base)[whole]
+        assert [index for index in range(4) if not torch.equal(written[whole][index], before[index])] == [2]
+        rename_keys(tmp_path / "lora", "experts.2.", "experts.9.")
+        assert f"adapts {whole} as [10, " in refusal(base, tmp_path / "lora", tmp_path / "out2", capfd)
 
 
 def test_trained_biases_are_merged(tmp_path: Path) -> None:

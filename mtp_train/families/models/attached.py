@@ -20,16 +20,14 @@ from transformers import PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import layouts
-from mtp_train.families.engines import USE_MTP, Convention, EngineSupport, no
+from mtp_train.families.engines import Convention, EngineSupport, no, use_mtp_named
 from mtp_train.families.layouts import AFTER_THE_TRUNK, BESIDE_THE_TRUNK, EXPERTS_AFTER_THE_TRUNK
 from mtp_train.families.models.beside_the_trunk import MIMO
 from mtp_train.families.spec import Declaration, Family, HeadLayer, KeyRule, TrunkTraits, Wiring, has_layer_types
 from mtp_train.upstream.transformers_private import attention_of, set_attention
 
 # transformers' causal language models of these types declare no head keys.
-_USE_MTP_TOLD = EngineSupport(
-    True, rf"once loaded, model._keys_to_ignore_on_load_unexpected = [r'^mtp\.']; {USE_MTP.text}"
-)
+_USE_MTP_TOLD = use_mtp_named(r"^mtp\.")
 # transformers samples drafts from the lm_head's output, before the model's own scale or bound of logits.
 _USE_MTP_UNSCALED = EngineSupport(
     True,

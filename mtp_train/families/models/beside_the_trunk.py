@@ -400,8 +400,14 @@ NEMOTRON_H = Family(
         ),
         num_sublayers=_num_sublayers,
     ),
-    # llama.cpp computes the final norm as a LayerNorm, which costs accepted drafts there.
-    wiring=Wiring(conventions=engines.ALIKE),
+    wiring=Wiring(
+        # llama.cpp computes the final norm as a LayerNorm, the other engines like the layers' RMSNorm.
+        conventions={
+            "vllm": Convention(),
+            "sglang": Convention(),
+            "llama.cpp": Convention(centred=True),
+        },
+    ),
     layer=HeadLayer(
         "nemotron_h",
         "NemotronH",
