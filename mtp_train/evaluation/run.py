@@ -21,6 +21,7 @@ from mtp_train.acceptance.speed import measured_speedup
 from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.identity import InputFiles, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import open_location
+from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import (
     ArmSpec,
@@ -47,7 +48,7 @@ from mtp_train.evaluation.decoding import (
 )
 from mtp_train.evaluation.dense import DenseRows, dense_rows, replayed
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
-from mtp_train.evaluation.prompt_records import PromptRecord, Setting, TaskPrompt
+from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.results import REPORT_FILE, Report, load_report
 from mtp_train.evaluation.served import Server, ask, judged
 from mtp_train.evaluation.statistics import MeasuredArm, Measurements, Records, assemble
@@ -196,7 +197,7 @@ class Study:
         out: Path,
         progress: Progress,
         *,
-        prompts: Sequence[TaskPrompt] | None = None,
+        prompts: Sequence[Prompt] | None = None,
         servers: Sequence[Server] = (),
         processes: Processes = ALONE,
     ) -> None:

@@ -13,7 +13,7 @@ Acceptance is of prompts that were decoded in batches, the time of a round of a 
 time; ``acceptance.speed`` computes speeds of both. ``speedup`` includes prefill, as for a user, and ``break_even_tau``
 is the cost of rounds alone.
 
-Shapes: K depths, N target positions, P prompts.
+Shapes: K depths, N target positions, P prompts, G groups of prompts, B bins of entropy, X sets of prompts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ import torch
 import transformers
 
 from mtp_train.acceptance.counts import (
+    FloatArray,
     PromptCounts,
     acceptance_rate,
     conditional,
@@ -38,12 +39,18 @@ from mtp_train.acceptance.counts import (
     tau,
 )
 from mtp_train.acceptance.gate import GateVerdict, decide_gate
-from mtp_train.acceptance.intervals import holm, marginal_intervals, tau_difference, tau_interval
+from mtp_train.acceptance.intervals import (
+    Difference,
+    holm,
+    judge_difference,
+    marginal_intervals,
+    tau_difference,
+    tau_interval,
+)
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.acceptance.speed import Pair, break_even_tau, measured_speedup, round_seconds, tokens_per_second
 from mtp_train.errors import DataError
 from mtp_train.evaluation.dense import DenseRows
-from mtp_train.evaluation.entropy import overlap_difference
 from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.results import ALL_TASKS, ArmComparison, Cell, Lossless, Report
 
@@ -124,13 +131,18 @@ def lossless(checked: Sequence[PromptRecord]) -> Lossless:
     )
 
 
-def make_cells(arm: MeasuredArm, *, tasks_apart: bool = True) -> tuple[Cell, ...]:
-    """Return a cell per own setting, of all tasks together, and after it one per task if they are shown apart."""
+def make_cells(arm: MeasuredArm) -> tuple[Cell, ...]:
+    """Return a cell per own setting, of all tasks together, and after it one per task if there are several."""
     return tuple(
         make_cell(arm, setting, task)
         for setting in arm.settings
-        for task in (ALL_TASKS, *(dict.fromkeys(one.task for one in arm.decoded[setting]) if tasks_apart else ()))
+        for task in _tasks(one.task for one in arm.decoded[setting])
     )
+
+
+def _tasks(found: Iterable[str]) -> tuple[str, ...]:
+    single = dict.fromkeys(found)
+    return (ALL_TASKS, *single) if len(single) > 1 else (ALL_TASKS,)
 
 
 def make_cell(arm: MeasuredArm, setting: Setting, task: str = ALL_TASKS) -> Cell:
@@ -256,7 +268,7 @@ def assemble(
             **{one.arm.name: one.cells[0].result for one in served},
         },
         cells=(
-            *(cell for arm in found.arms for cell in make_cells(arm, tasks_apart=title is not None)),
+            *(cell for arm in found.arms for cell in make_cells(arm)),
             *(cell for one in served for cell in one.cells),
         ),
         comparisons=() if title is None else compare_arms(drafted, [one.arm for one in served]),
@@ -320,8 +332,8 @@ def _compare(first: MeasuredArm, second: MeasuredArm, same_trunk: bool) -> list[
         others, place = theirs[setting], (setting.temperature, setting.context_tokens)
         pairs = [(task, one, others[prompt][1]) for prompt, (task, one) in mine[setting].items() if prompt in others]
         dense = first.dense.get(place), second.dense.get(place)
-        for task in [None, *dict.fromkeys(task for task, _, _ in pairs)] if pairs else []:
-            chosen = [(one, other) for its_task, one, other in pairs if task in (None, its_task)]
+        for task in _tasks(task for task, _, _ in pairs) if pairs else ():
+            chosen = [(one, other) for its_task, one, other in pairs if task in (ALL_TASKS, its_task)]
             delta = tau_difference([one for one, _ in chosen], [other for _, other in chosen])
             at_equal = None if dense[0] is None or dense[1] is None else overlap_difference(dense[0], dense[1], task)
             compared.append(
@@ -329,7 +341,7 @@ def _compare(first: MeasuredArm, second: MeasuredArm, same_trunk: bool) -> list[
                     **vars(setting),
                     first=first.name,
                     second=second.name,
-                    task=ALL_TASKS if task is None else task,
+                    task=task,
                     delta_tau=delta.value,
                     delta_tau_ci95=delta.ci95,
                     groups=delta.groups,
@@ -351,3 +363,82 @@ def _corrected(found: Sequence[ArmComparison]) -> tuple[ArmComparison, ...]:
         for index, fell in zip(family, falls, strict=True):
             differs[index] = fell
     return tuple(replace(one, differs=differs[index]) for index, one in enumerate(found))
+
+
+ENTROPY_EDGES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0)
+"""Lower ends of the bins in nats; the last has no upper end."""
+FINER = 4
+"""Parts of each bin in the comparison. Within a wide bin, easier text still has the lower entropy."""
+FINE_EDGES = (
+    *(low + (high - low) * part / FINER for low, high in pairwise(ENTROPY_EDGES) for part in range(FINER)),
+    ENTROPY_EDGES[-1],
+)
+"""Lower ends of the comparison's bins."""
+MIN_COMMON_SHARE = 0.25
+"""Minimum overlap of the arms' distributions over bins; arms with less in common are not compared."""
+
+
+def overlap_difference(first: DenseRows, second: DenseRows, task: str = ALL_TASKS) -> Difference | None:
+    """Return the difference of mean overlap at depth 1 at equal target entropy, on the prompts that both arms decoded.
+
+    Fine-tuning changes the entropy of the trunk's text, and that moves acceptance more than the head does (Bebop,
+    arXiv:2606.12370). Two arms are therefore compared within bins of the target's entropy, whose differences are
+    averaged with weights ``a b / (a + b)``, as Mantel and Haenszel do (J. National Cancer Institute 22, 1959): a and b
+    are the shares of the arms' positions that lie in the bin. For arms with the same distribution of entropies, the
+    result is the ordinary difference of means.
+
+    Returns:
+        None where the distributions of the arms over bins overlap by less than ``MIN_COMMON_SHARE``.
+    """
+    mine, theirs = (_groups(rows, task) for rows in (first, second))
+    group_of = {prompt: group for prompt, group in mine.items() if prompt in theirs}
+    names = {group: number for number, group in enumerate(dict.fromkeys(group_of.values()))}
+    pair_G4B = np.concatenate([_sums(rows, group_of, names) for rows in (first, second)], axis=1)
+    total_4B = pair_G4B.sum(axis=0)
+    if not total_4B[0].any() or not total_4B[2].any() or _common_share(total_4B) < MIN_COMMON_SHARE:
+        return None
+    count_G2 = pair_G4B[:, ::2].sum(axis=-1)
+    weight_G = (count_G2 / count_G2.sum(axis=0)).mean(axis=1)
+    return judge_difference(float(_standardised(total_4B[None])[0]), _standardised(total_4B - pair_G4B), weight_G)
+
+
+def _groups(rows: DenseRows, task: str) -> dict[str, str]:
+    """Return the group of each prompt of a task."""
+    prompts = zip(rows.prompt_ids.tolist(), rows.groups.tolist(), rows.tasks.tolist(), strict=True)
+    return {prompt: group for prompt, group, its_task in prompts if task in (ALL_TASKS, its_task)}
+
+
+def _sums(rows: DenseRows, group_of: Mapping[str, str], names: Mapping[str, int]) -> FloatArray:
+    """Return counts and summed overlaps of the positions at depth 1, shape (G, 2, B), by the bins of ``FINE_EDGES``.
+
+    Args:
+        group_of: The groups of the prompts that count.
+        names: The index of each group.
+    """
+    prompts = rows.prompt_ids.tolist()
+    group_P = np.array([names[group_of[one]] if one in group_of else -1 for one in prompts], dtype=np.int64)
+    counted_N = rows.valid_KN[0] & (group_P[rows.prompt_N] >= 0)
+    bin_N = np.searchsorted(np.array(FINE_EDGES), rows.entropy_N[counted_N], side="right") - 1
+    place_N = group_P[rows.prompt_N[counted_N]] * len(FINE_EDGES) + np.maximum(bin_N, 0)
+    flat = [
+        np.bincount(place_N, weight_N, minlength=len(names) * len(FINE_EDGES))
+        for weight_N in (None, rows.overlap_KN[0, counted_N])
+    ]
+    return np.stack([one.reshape(len(names), len(FINE_EDGES)).astype(np.float64) for one in flat], axis=1)
+
+
+def _common_share(total_4B: FloatArray) -> float:
+    """Return the overlap of the arms' distributions over the bins of ``ENTROPY_EDGES``, 0 to 1."""
+    coarse_4B = np.add.reduceat(total_4B[::2], np.arange(0, total_4B.shape[1], FINER), axis=1)
+    return float((coarse_4B / coarse_4B.sum(axis=1, keepdims=True)).min(axis=0).sum())
+
+
+def _standardised(sums_X4B: FloatArray) -> FloatArray:
+    """Return the weighted mean of the bins' differences for each X; NaN if no bin has positions of both arms."""
+    counts_X2B, overlaps_X2B = sums_X4B[:, ::2], sums_X4B[:, 1::2]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share_X2B = counts_X2B / counts_X2B.sum(axis=-1, keepdims=True)
+        weight_XB = np.nan_to_num(share_X2B.prod(axis=1) / share_X2B.sum(axis=1))
+        mean_X2B = np.nan_to_num(overlaps_X2B / counts_X2B)
+        difference_X: FloatArray = (weight_XB * (mean_X2B[:, 0] - mean_X2B[:, 1])).sum(axis=-1) / weight_XB.sum(axis=-1)
+    return difference_X

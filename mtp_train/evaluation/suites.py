@@ -31,9 +31,8 @@ from mtp_train.data.records import (
     with_variables,
 )
 from mtp_train.data.sources import FORMATS, columns_of, known_columns, load_records, load_rows, read_content, read_each
-from mtp_train.data.tokenize import build_prompts
+from mtp_train.data.tokenize import Prompt, build_prompts
 from mtp_train.errors import DataError
-from mtp_train.evaluation.prompt_records import TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS
 from mtp_train.trunk.tokenizer import NO_VARIABLES, raw_tokens
 
@@ -307,7 +306,7 @@ def suite_prompts(
     prompts_per_task: int | None = None,
     seed: int = 0,
     tasks: Sequence[str] | None = None,
-) -> list[TaskPrompt]:
+) -> list[Prompt]:
     """Return the tokens of a suite's prompts, extended to ``context_tokens`` where given.
 
     Chats are rendered by the chat template. If the template rejects a system message, its text is prepended to the
@@ -345,7 +344,7 @@ def suite_prompts(
             place = _place(record, tokenizer, prompt_ids)
             before = text_before(one, context_tokens - len(prompt_ids), every, seed, tokens_of)
             prompt_ids = (*prompt_ids[:place], *before, *prompt_ids[place:])
-        prompts.append(TaskPrompt(id=record.id, group=record.group, prompt_ids=prompt_ids, task=one.task))
+        prompts.append(Prompt(id=record.id, group=record.group, prompt_ids=prompt_ids, task=one.task))
     if not prompts:
         limit = "of two tokens or more" if context_tokens is None else f"of {context_tokens} tokens or fewer"
         raise DataError(

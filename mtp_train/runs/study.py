@@ -24,7 +24,7 @@ from mtp_train.data.tokenize import Document
 from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import ArmSpec
 from mtp_train.evaluation.grid import EvaluationGrid
-from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Setting, TaskPrompt
+from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import ALL_TASKS, VERDICTS, ArmComparison, Cell, Finding, Report, Tone
 from mtp_train.evaluation.run import Study, study_report
 from mtp_train.evaluation.statistics import Measurements
@@ -51,7 +51,6 @@ def measure_study_heads(run: Run, study: StudySection) -> Report | None:
     recipe, run_dir, inputs = run.recipe, run.directory.path, run.inputs
     if inputs.base is None:
         raise DataError("model.head_from: null; expected the vanilla model of the study. Name it.")
-    prompts = [TaskPrompt.of(prompt, HELD_OUT_TASK) for prompt in inputs.text.held_out]
     if run.is_main:
         for directory in (run_dir, *(head_dir(run_dir, objective) for objective in study.objectives)):
             RunDirectory(directory).clear_leftovers()
@@ -60,7 +59,7 @@ def measure_study_heads(run: Run, study: StudySection) -> Report | None:
     run.accelerator.wait_for_everyone()
     run.attempt.stage = "evaluate"
     grid, specs = grid_of(recipe, study), arm_specs(recipe, study, run_dir)
-    arms = Study(specs, grid, run_dir / GRID_DIR, run.progress, prompts=prompts, processes=run.processes)
+    arms = Study(specs, grid, run_dir / GRID_DIR, run.progress, prompts=inputs.text.held_out, processes=run.processes)
     measured = arms.measure()
     return report_of(recipe, study, grid, measured) if run.is_main else None
 

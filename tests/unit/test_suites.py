@@ -9,8 +9,8 @@ import pytest
 
 from byte_tokenizer import byte_tokenizer
 from mtp_train.data.records import Chat, Content, PlainText, PromptResponse, Record, content_group
+from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
-from mtp_train.evaluation.prompt_records import TaskPrompt
 from mtp_train.evaluation.suites import (
     DEMO_HOLDOUT,
     DEMO_SEED,
@@ -45,7 +45,7 @@ def suite_of(*contents: Content, task: str = "t") -> Suite:
     return Suite(name, tuple(SuiteRecord(task, record) for record in records))
 
 
-def text(prompt: TaskPrompt, template: str | None = None) -> str:
+def text(prompt: Prompt, template: str | None = None) -> str:
     return str(byte_tokenizer(template).decode(list(prompt.prompt_ids)))
 
 
