@@ -51,7 +51,7 @@ _ARM_COLUMNS: dict[str, Callable[[ArmResult], str]] = {
     "repeats": lambda arm: format_percent(arm.repeated_8gram_share),
     "entropy": lambda arm: format_number(arm.target_entropy, 2),
 }
-NARROW = ("tau [95 %]", "groups", "by position", "tokens/s", "speedup [95 %]")
+NARROW = ("tau [95 %]", "by position", "tokens/s", "speedup [95 %]")
 """Columns of the arms that fit in 80 characters."""
 _CELL_COLUMNS: dict[str, Callable[[Cell], str]] = {
     **_ARM_COLUMNS,

@@ -220,7 +220,7 @@ def test_a_study_killed_in_any_stage_ends_the_same(
 ) -> None:
     recipe = tiny_recipe(inputs, tmp_path / "run", **STUDY)
     calls = iter(range(1, call))
-    module = pipeline if name == "write_report" else stages
+    module = stages if name == "Study" else pipeline
     whole: Callable[..., Any] = getattr(module, name)
 
     def killed(*args: Any, **kwargs: Any) -> Any:
