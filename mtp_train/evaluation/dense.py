@@ -190,7 +190,8 @@ def wirings(head: MtpHead) -> Mapping[str, Callable[[MtpHead], MtpHead]]:
     for field, words in (("hidden", "reading the hidden state {} the"), ("recycle", "recycling its state {} its")):
         if norm := other.get(getattr(ours, field)):
             name = f"{words.format(norm.removesuffix('_final_norm'))} final norm"
-            conventions[name] = replace(ours, **{field: norm})
+            changed: Any = {field: norm}
+            conventions[name] = replace(ours, **changed)
     forms: dict[str, Callable[[MtpHead], MtpHead]] = {
         "with the halves of its projection swapped": _with_halves_swapped,
         "with its square matrices transposed": _transposed,

@@ -22,7 +22,6 @@ from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.identity import InputFiles, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.data.tokenize import Prompt
-from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import (
     ArmSpec,
     head_files,
@@ -235,7 +234,9 @@ class Study:
         first, grid, progress = group[0], self.grid, self.progress
         model = self.arms[first]
         tokenizer = load_tokenizer(model.checkpoint, trust_remote_code=False, adapter=model.adapter)
-        prompts: Prompts = {None: self.prompts} if self.prompts is not None else _enough_prompts(grid, tokenizer)
+        prompts: Prompts = (
+            {None: self.prompts} if self.prompts is not None else grid_prompts(grid, tokenizer, grid.contexts)
+        )
         with shown_loading(progress, first.trunk_name, model.checkpoint.num_bytes):
             trunk = load_arm_trunk(model, local_device())
         drafting = {one.name: maker for one in group if (maker := self.arms[one].load_drafting(trunk)) is not None}
@@ -342,17 +343,3 @@ def _inputs(arms: Mapping[ArmSpec, OpenModel], servers: Sequence[Server]) -> dic
         of_gguf = InputFiles(Path(place), {Path(place).name: Path(place)})
         inputs["the served checkpoint"] = of_gguf if is_gguf(place) else checkpoint_files(open_location(place))
     return inputs
-
-
-def _enough_prompts(grid: EvaluationGrid, tokenizer: Any) -> Prompts:
-    prompts = grid_prompts(grid, tokenizer, grid.contexts)
-    for context, some in prompts.items():
-        if len(some) < 2:
-            told, cure = f"--prompts-per-task {grid.prompts_per_task}", "Ask for more prompts, or add some"
-            if context is not None:
-                told, cure = f"--contexts {context}", "Ask for a longer context, or for more prompts"
-            raise DataError(
-                f"{told}: {len(some)} prompt(s) of {grid.suite} fit; expected at least 2, as intervals are over groups "
-                f"of prompts. {cure}."
-            )
-    return prompts

@@ -61,8 +61,6 @@ LEAST_SAME_TEXTS = 0.5
 """Share of equal greedy texts below which two servers may not serve one trunk. Rounding alone changes fewer."""
 Records = Mapping[Setting, Sequence[PromptRecord]]
 """Records of an arm by setting, in the order of the prompts."""
-ByPrompt = Mapping[Setting, Mapping[str, tuple[str, PromptCounts]]]
-"""Task and counts of each prompt id, by setting."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,14 +86,6 @@ class MeasuredArm:
     def settings(self) -> list[Setting]:
         return [one for one, records in self.decoded.items() if records]
 
-    @property
-    def by_prompt(self) -> ByPrompt:
-        """Task and counts of every prompt at every setting."""
-        return {
-            setting: {one.prompt_id: (one.task, one.counts(setting.depth)) for one in records}
-            for setting, records in self.decoded.items()
-        }
-
     def own(self, setting: Setting) -> Setting:
         """Return the arm's setting beside drafting arms at ``setting``: plain decoding is the same for all of them."""
         return setting if self.head is not None else setting.plain
@@ -105,14 +95,19 @@ class MeasuredArm:
         own = self.own(setting)
         return [one.counts(own.depth) for one in (self.timed if timed else self.decoded).get(own, ())]
 
-    def against(self, other: MeasuredArm | None, setting: Setting) -> Pair:
-        """Return the counts of this arm and of another one at a setting, on the prompts of this arm, in their order."""
-        pairs = []
-        for timed in (False, True):
-            own, theirs = self.counts(setting, timed=timed), other.counts(setting, timed=timed) if other else []
-            by_id = {one.prompt_id: one for one in theirs}
-            pairs += [own, [by_id[one.prompt_id] for one in own if one.prompt_id in by_id]]
-        return Pair(*pairs)
+    def against(self, other: MeasuredArm, setting: Setting) -> Pair:
+        """Return the counts of this arm and of another one at a setting, on the prompts of both."""
+        timed = paired(self.counts(setting, timed=True), other.counts(setting, timed=True))
+        return Pair(*paired(self.counts(setting), other.counts(setting)), *timed)
+
+
+def paired(
+    first: Sequence[PromptCounts], second: Sequence[PromptCounts]
+) -> tuple[list[PromptCounts], list[PromptCounts]]:
+    """Return the counts of the prompts that both have, in the order of the first."""
+    others = {one.prompt_id: one for one in second}
+    common = [one for one in first if one.prompt_id in others]
+    return common, [others[one.prompt_id] for one in common]
 
 
 def checked_records(arms: Iterable[MeasuredArm]) -> list[PromptRecord]:
@@ -184,8 +179,8 @@ def _draft_figures(counts: Sequence[PromptCounts]) -> dict[str, Any]:
 
 def _speed_figures(arm: MeasuredArm, setting: Setting) -> dict[str, Any]:
     """Return the figures of the timed prompts, and those beside plain decoding of the same prompts."""
-    pair = arm.against(arm.plain, setting)
-    speed, timed = tokens_per_second(pair.head, pair.timed_head), pair.timed_head
+    timed = arm.counts(setting, timed=True)
+    speed = tokens_per_second(arm.counts(setting), timed)
     if speed is None:
         return {}
     prefills = [(one.seconds or 0.0) - (one.seconds_decode or 0.0) for one in timed]
@@ -195,11 +190,11 @@ def _speed_figures(arm: MeasuredArm, setting: Setting) -> dict[str, Any]:
         "round_seconds": round_seconds(timed),
         "speedup": None if setting.depth else 1.0,
     }
-    gain = measured_speedup(pair) if setting.depth else None
-    if gain is None:
-        return found
-    needed = break_even_tau(timed, pair.timed_baseline)
-    return {**found, "speedup": gain.value, "speedup_ci95": gain.interval(0.05), "break_even_tau": needed}
+    pair = arm.against(arm.plain, setting) if setting.depth and arm.plain is not None else Pair((), ())
+    if gain := measured_speedup(pair):
+        found |= {"speedup": gain.value, "speedup_ci95": gain.interval(0.05)}
+        found["break_even_tau"] = break_even_tau(pair.timed_head, pair.timed_baseline)
+    return found
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -286,16 +281,16 @@ def _gate(baseline: Served, judged: Served) -> GateVerdict:
         DataError: The judged server has no drafts, or those of single prompts are not known of both alike.
     """
     pairs, sources, first = {}, [one.document["counts"] for one in (baseline, judged)], baseline.arm
-    for before, (setting, after) in zip(first.by_prompt.values(), judged.arm.by_prompt.items(), strict=True):
-        both = [prompt for prompt in after if prompt in before]
-        if not both or not setting.depth or sources[0] != sources[1]:
-            found = " and ".join(sources) if both and setting.depth else "no drafts, or none that it counts by prompt"
+    for before, after in zip(first.decoded, judged.arm.decoded, strict=True):
+        counts = paired(judged.arm.counts(after), first.counts(before))
+        is_known = bool(counts[0]) and after.depth > 0
+        if not is_known or sources[0] != sources[1]:
+            found = " and ".join(sources) if is_known else "no drafts, or none that it counts by prompt"
             raise DataError(
                 f"arm {judged.arm.name}: {found}; expected counts of one kind on prompts that both servers answer. "
                 "Start llama-server with --spec-type draft-mtp (draft-eagle3 with -md), both with --metrics or neither."
             )
-        counts = [after[prompt][1] for prompt in both], [before[prompt][1] for prompt in both]
-        pairs[setting.name] = Pair(*counts, *counts)
+        pairs[after.name] = Pair(*counts, *counts)
     name = first.name if any(setting.depth for setting in first.decoded) else PLAIN
     verdict, same = decide_gate(pairs, name), same_texts(first, judged.arm)
     if same < LEAST_SAME_TEXTS:
@@ -327,13 +322,14 @@ def compare_arms(arms: Sequence[MeasuredArm], servers: Sequence[MeasuredArm] = (
 
 
 def _compare(first: MeasuredArm, second: MeasuredArm, same_trunk: bool) -> list[ArmComparison]:
-    compared, mine, theirs = [], first.by_prompt, second.by_prompt
-    for setting in (one for one in mine if one.depth and one in theirs):
-        others, place = theirs[setting], (setting.temperature, setting.context_tokens)
-        pairs = [(task, one, others[prompt][1]) for prompt, (task, one) in mine[setting].items() if prompt in others]
+    compared = []
+    for setting in (one for one in first.decoded if one.depth and one in second.decoded):
+        place = setting.temperature, setting.context_tokens
+        task_of = {one.prompt_id: one.task for one in first.decoded[setting]}
+        both = paired(first.counts(setting), second.counts(setting))
         dense = first.dense.get(place), second.dense.get(place)
-        for task in _tasks(task for task, _, _ in pairs) if pairs else ():
-            chosen = [(one, other) for its_task, one, other in pairs if task in (ALL_TASKS, its_task)]
+        for task in _tasks(task_of[one.prompt_id] for one in both[0]) if both[0] else ():
+            chosen = [pair for pair in zip(*both, strict=True) if task in (ALL_TASKS, task_of[pair[0].prompt_id])]
             delta = tau_difference([one for one, _ in chosen], [other for _, other in chosen])
             at_equal = None if dense[0] is None or dense[1] is None else overlap_difference(dense[0], dense[1], task)
             compared.append(

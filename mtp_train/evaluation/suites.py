@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -260,7 +259,7 @@ def _records_of(name: str) -> list[SuiteRecord]:
     if kind in BENCHMARKS:
         cure = f"Write {kind}: and its file, or the id of its dataset on the hub."
     else:
-        cure = f"{_near(kind, [BUILTIN, DEMO, *BENCHMARKS])}Use one of them, or a path."
+        cure = "Use one of them, or a path."
     raise DataError(f"suite {name!r}: no such suite or file; expected {known}, or a file of your own. {cure}")
 
 
@@ -290,7 +289,7 @@ def choose_records(
         if task not in known:
             raise DataError(
                 f"suite {suite.name!r}: no task {task!r}; expected some of {', '.join(known)}. "
-                f"{_near(task, known)}Correct the name, or leave tasks out for all."
+                "Correct the name, or leave tasks out for all."
             )
     chosen: list[SuiteRecord] = []
     for task in known if tasks is None else dict.fromkeys(tasks):
@@ -424,8 +423,3 @@ def _demo_records() -> list[SuiteRecord]:
     code = load_records(str(demo_path("code")), group_field="group", name="demo:code")
     held_out = [record for record in functions if is_held_out(record.group, DEMO_HOLDOUT, DEMO_SEED)]
     return [SuiteRecord(task, record) for task, part in (("functions", held_out), ("code", code)) for record in part]
-
-
-def _near(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"Did you mean {near[0]}? " if near else ""

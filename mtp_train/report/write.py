@@ -224,14 +224,14 @@ def log_report(report: Report, out: Path, tracking: Tracking, config: Mapping[st
     """Log a report that was written to ``out`` to each tracker, once: :data:`TRACKED_FILE` names those that have it.
 
     A rerun of the command logs a report whose logging failed or was off. All trackers get the numbers; Weights & Biases
-    gets tables, figures and the page too. A run's go to the tracked run of its training; ``config`` is shown with it.
+    gets the page too. A run's go to the tracked run of its training; ``config`` is shown with it.
     """
     done = read_tracked(out).get("report", [])
     with tracking.opened(out, config or report.settings, only=lambda name: name not in done) as trackers:
         numbers = report_numbers(report)
         for name, tracker in trackers.items():
             # Of a run, the numbers belong to its last step, which wandb and trackio know.
-            tracker.log(numbers | _wandb_media(report, out) if name == "wandb" else numbers)
+            tracker.log(numbers | _wandb_page(out) if name == "wandb" else numbers)
     if trackers:
         write_json(out / TRACKED_FILE, {**read_tracked(out), "report": [*done, *trackers]})
 
@@ -250,14 +250,8 @@ def report_numbers(report: Report) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _wandb_media(report: Report, out: Path) -> dict[str, Any]:
+def _wandb_page(out: Path) -> dict[str, Any]:
     import wandb
 
-    found: dict[str, Any] = {
-        f"tables/{name}": wandb.Table(columns=columns, data=rows)
-        for name, (columns, *rows) in csv_tables(report).items()
-    }
-    found |= {f"figures/{path.stem}": wandb.Image(str(path)) for path in sorted((out / "figures").glob("*.png"))}
-    if (out / PAGE_FILE).is_file():
-        found["report"] = wandb.Html((out / PAGE_FILE).read_text(encoding="utf-8"))
-    return found
+    page = out / PAGE_FILE
+    return {"report": wandb.Html(page.read_text(encoding="utf-8"))} if page.is_file() else {}

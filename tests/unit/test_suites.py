@@ -97,7 +97,7 @@ def test_a_larger_choice_keeps_the_smaller_one_of_every_task() -> None:
 def test_tasks_are_chosen_by_name() -> None:
     suite = load_suite("builtin")
     assert {one.task for one in choose_records(suite, tasks=["rag", "qa"])} == {"rag", "qa"}
-    with pytest.raises(DataError, match=r"no task 'codin'; expected some of coding, math.*Did you mean coding\?"):
+    with pytest.raises(DataError, match=r"no task 'codin'; expected some of coding, math"):
         choose_records(suite, tasks=["qa", "codin"])
 
 
