@@ -35,7 +35,7 @@ from mtp_train.acceptance.names import GRAFT, RETRAINED
 from mtp_train.answers.store import answer_document
 from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.artifact import Artifact
-from mtp_train.checkpoints.files import is_gguf, left_out, read_json, unnamed_files
+from mtp_train.checkpoints.files import is_gguf, left_out, read_json
 from mtp_train.checkpoints.gguf.model_file import SPLIT, open_gguf, split_path
 from mtp_train.checkpoints.locations import EXPORT, RECIPE_FILE, is_run, locate_adapter, open_location
 from mtp_train.checkpoints.suggestions import graft_command, inspect_command, last_name, retrain_command
@@ -471,7 +471,7 @@ def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueR
         serves = serves_of(out, family, recipe.head.num_depths, run_dir if head == RETRAINED else None)
         rewired = wiring_note(family, recipe.head.convention, serves)
         notes = [] if rewired is None else [f"The head is {rewired}."]
-        notes += left_out(unnamed_files(tuned, layout_of(tuned)))
+        notes += left_out(tuned, layout_of(tuned))
     content, page = f"the {head} head for {trunk}", page_of(run_dir)
     return RescueResult(
         out=out, content=content, serves=serves, notes=tuple(notes), head=head, reason=reason, page=page
