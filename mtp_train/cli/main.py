@@ -114,7 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
 def quieten_libraries(*, verbose: bool = False) -> None:
     """Keep progress bars and notices of the libraries off the terminal; their errors still show.
 
-    Libraries read the variables when they are imported, which most commands do late or not at all.
+    Libraries read the variables when they are imported, which is later than this.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if verbose:
@@ -124,15 +124,6 @@ def quieten_libraries(*, verbose: bool = False) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    if "datasets" in sys.modules:
-        import datasets
-
-        datasets.disable_progress_bars()
-    if "transformers" in sys.modules:
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
     for library in ("torch.distributed.elastic", "bitsandbytes"):
         logging.getLogger(library).setLevel(logging.ERROR)
 
@@ -245,10 +236,8 @@ def _add_pair(command: argparse.ArgumentParser) -> None:
 
 
 def _add_device(command: argparse.ArgumentParser) -> None:
-    device = command.add_mutually_exclusive_group()
-    planned = "plan for h100, h200, a100, l40s, rtx4090 or mi300x (default: this machine's)"
-    device.add_argument("--device", metavar="NAME", help=planned)
-    device.add_argument("--memory", dest="device", metavar="24GiB", help="plan for a GPU of this memory")
+    planned = "plan for h100, h200, a100, l40s, rtx4090 or mi300x, or a GPU of 24GiB (default: this machine's)"
+    command.add_argument("--device", metavar="NAME", help=planned)
 
 
 def _add_data(command: argparse.ArgumentParser) -> None:

@@ -35,11 +35,11 @@ from mtp_train.acceptance.names import GRAFT, RETRAINED
 from mtp_train.answers.store import answer_document
 from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.artifact import Artifact
-from mtp_train.checkpoints.files import is_gguf, left_out, read_json, unnamed_files
+from mtp_train.checkpoints.files import is_gguf, left_out, unnamed_files
 from mtp_train.checkpoints.gguf.model_file import SPLIT, open_gguf, split_path
 from mtp_train.checkpoints.locations import EXPORT, RECIPE_FILE, is_run, locate_adapter, open_location
 from mtp_train.checkpoints.suggestions import graft_command, inspect_command, last_name, retrain_command
-from mtp_train.checkpoints.writing import full_disk_is_named, removed_on_failure, write_json
+from mtp_train.checkpoints.writing import removed_on_failure
 from mtp_train.data.tokenize import build_prompts, choose_evenly
 from mtp_train.errors import ChangedInputError, CheckpointError, MtpError, OutputExistsError
 from mtp_train.evaluation.arms import ArmSpec, local_device
@@ -81,7 +81,7 @@ Verdict = Literal["graft", "retrain", "fault", "undecided"]
 OWN_BASE = "base"
 TRAINING, COMPARISON = "training", "comparison"
 PROMPTS_PER_MODEL = 32
-WIRING, WIRING_PROMPTS, WIRING_TOKENS = "wiring.json", 16, 32
+WIRING_PROMPTS, WIRING_TOKENS = 16, 32
 MARGIN = 0.03
 """A head that lost at most this share of its level is good enough: retraining it would not be noticed."""
 LEAST_TAU = 1.3
@@ -204,7 +204,9 @@ def probe_with(
     report = _compare(recipe, donor, out, console)
     own = _level(report, OWN_BASE) if OWN_BASE in report.arms else None
     found = ProbeResult("undecided", "", "", _level(report, GRAFT), own, *_lost_overlap(report))
-    found = replace(found, wiring=None if is_lone(donor) else _better_wiring(recipe, donor, out, console))
+    # A training that began found no fault before.
+    if not is_lone(donor) and not is_run(out / TRAINING):
+        found = replace(found, wiring=_better_wiring(recipe, donor, console))
     if not is_at_fault(found.base) and found.wiring is None:
         # Two models were loaded before this one.
         gc.collect()
@@ -291,15 +293,8 @@ def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> Report:
         return study_report(study.measure(), grid, f"probe of {model.trunk}")
 
 
-def _better_wiring(recipe: Recipe, donor: str, out: Path, console: Console) -> str | None:
-    """Draft for the base with its head in every known wrong form; return the one that fits better, in a sentence.
-
-    The answer is kept in the probe's directory.
-    """
-    file = out / WIRING
-    if file.is_file():
-        kept: str | None = read_json(file)["wiring"]
-        return kept
+def _better_wiring(recipe: Recipe, donor: str, console: Console) -> str | None:
+    """Draft for the base with its head in every known wrong form; return the one that fits better, in a sentence."""
     model, device = open_model(donor, OWN), local_device()
     tokenizer = load_tokenizer(model.checkpoint, recipe.model.trust_remote_code)
     prompts = choose_evenly(build_prompts(split_records(recipe)[1], tokenizer), WIRING_PROMPTS, recipe.seed)
@@ -313,10 +308,7 @@ def _better_wiring(recipe: Recipe, donor: str, out: Path, console: Console) -> s
         found = plain.generate([prompt.prompt_ids for prompt in prompts], WIRING_TOKENS)
         pairs = zip(prompts, found, strict=True)
         texts = [answer_document(prompt, one.token_ids, recipe.data.seq_len_tokens) for prompt, one in pairs]
-        wiring = better_wiring(trunk, drafting, texts, min(2, model.deepest), progress)
-    with full_disk_is_named(out, what="the probe"):
-        write_json(file, {"wiring": wiring})
-    return wiring
+        return better_wiring(trunk, drafting, texts, min(2, model.deepest), progress)
 
 
 def _level(report: Report, name: str) -> HeadLevel:

@@ -10,7 +10,6 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,8 +30,8 @@ from mtp_train.recipe.json_schema import dotted, schema_tree, walk_fields
 from mtp_train.recipe.loading import apply_override, dump_yaml, load_recipe
 from mtp_train.recipe.sections import AUTO, AUTOMATIC
 from mtp_train.recipe.shipped import SCHEMA_FILE
-from mtp_train.runs.check import CheckResult, check, launch_command
-from mtp_train.runs.display import Shown
+from mtp_train.runs.check import CheckResult, check
+from mtp_train.runs.checkpoint_tools.write import WriteResult
 from mtp_train.runs.inputs import LoneHead, open_head_source, plan_head
 
 Plain = dict[str, Any]
@@ -42,9 +41,9 @@ Start = Literal["graft", "native", "attach"]
 _ANSWERS: Plain = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 _TRAINS: Mapping[Start, str] = {
-    "graft": "the MTP head of model.head_from, grafted onto model.trunk, on the responses of model.trunk.",
-    "native": "the MTP head of model.trunk, on the responses of model.trunk.",
-    "attach": "a new head for model.trunk, which has none, on the responses of model.trunk.",
+    "graft": "the MTP head of model.head_from, grafted onto model.trunk, on the responses of model.trunk",
+    "native": "the MTP head of model.trunk, on the responses of model.trunk",
+    "attach": "a new head for model.trunk, which has none, on the responses of model.trunk",
 }
 _NOTES: Mapping[str, str] = {
     "run_dir": "The directory of all outputs. The same command resumes an interrupted run.",
@@ -64,26 +63,6 @@ _DRAFT_VOCAB = 32_000
 (arXiv:2503.01840)."""
 
 
-@dataclass(frozen=True)
-class WriteRecipeResult(Shown):
-    """The recipe that :func:`write_recipe` wrote."""
-
-    out: Path
-    """The file."""
-    start: Start
-    """Where the head comes from: ``graft`` (the base), ``native`` (the model itself) or ``attach`` (a new head)."""
-    family: str
-    """The model's family."""
-    commands: tuple[str, ...]
-    """The commands to run next: check the recipe, and run it, if it fits."""
-    notes: tuple[str, ...] = ()
-    """That the run does not fit; for a new head, that the base may have one, as releases of this family do."""
-
-    def __str__(self) -> str:
-        said = f"Wrote {self.out} ({self.family}). It trains {_TRAINS[self.start]}"
-        return "\n".join([said, *self.notes, *self.commands])
-
-
 def write_recipe(
     out: str | Path,
     trunk: str | Path,
@@ -92,7 +71,7 @@ def write_recipe(
     data: Sequence[str | Path] = (),
     processes: int | None = None,
     device: str | None = None,
-) -> WriteRecipeResult:
+) -> WriteResult:
     """Write a commented recipe that retrains a model's head, or trains a new one for a model without a head.
 
     Args:
@@ -111,8 +90,8 @@ def write_recipe(
 
     Example:
         >>> import mtp_train as mtp
-        >>> mtp.write_recipe("my-27b.yaml", "my-27b", "Qwen/Qwen3.6-27B", data=["chats.jsonl"]).start
-        'graft'
+        >>> mtp.write_recipe("my-27b.yaml", "my-27b", "Qwen/Qwen3.6-27B", data=["chats.jsonl"]).cure
+        'mtp-train check my-27b.yaml'
     """
     out = Path(out)
     refuse_existing(out, what="the recipe")
@@ -129,15 +108,16 @@ def write_recipe(
         plan_head(found.recipe, open_location(found.recipe.model.trunk), open_head_source(donor))
     with full_disk_is_named(out, what="the recipe"):
         write_text(out, _commented(settings, start, found))
-    may_be_lost = start == "attach" and not open_location(str(trunk)).family.attached
-    problem, planned = found.room.problem, []
-    if device is not None:
-        planned = ["--memory" if device.lower().endswith("gib") else "--device", device]
-    commands = [shlex.join(["mtp-train", "check", str(out), *planned])]
-    if problem is None:
-        commands.append(launch_command(str(out), (), found.room))
-    notes = [*([] if problem is None else [f"Does not fit: {problem}."]), *([_MAY_BE_LOST] if may_be_lost else [])]
-    return WriteRecipeResult(out, start, found.family, tuple(commands), tuple(notes))
+    notes = [] if found.room.problem is None else [f"Does not fit: {found.room.problem}."]
+    if start == "attach" and not open_location(str(trunk)).family.attached:
+        notes.append(_MAY_BE_LOST)
+    planned = [] if device is None else ["--device", device]
+    return WriteResult(
+        out=out,
+        content=f"it trains {_TRAINS[start]}",
+        notes=tuple(notes),
+        cure=shlex.join(["mtp-train", "check", str(out), *planned]),
+    )
 
 
 def start_of(trunk: str, base: str | None) -> Start:
@@ -234,7 +214,7 @@ def _commented(settings: Plain, start: Start, found: CheckResult) -> str:
     """Return a recipe as YAML, with a header and a comment above every field; fields that are ``auto`` with a value."""
     header = (
         f"# yaml-language-server: $schema={SCHEMA_FILE}",
-        f"# Trains: {_TRAINS[start]}",
+        f"# Trains: {_TRAINS[start]}.",
         "# Check: mtp-train check THIS_FILE --processes N prints plan, memory, the engines that serve the result,",
         "# and the command that launches it. Override a field by adding section.field=value to either.",
     )

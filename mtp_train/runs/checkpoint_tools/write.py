@@ -60,16 +60,16 @@ from mtp_train.trunk.whole import first_of, require_whole_trunk
 
 @dataclass(frozen=True, kw_only=True)
 class WriteResult(Shown):
-    """What :func:`graft`, :func:`merge` or :func:`export` wrote."""
+    """What :func:`graft`, :func:`merge`, :func:`export` or :func:`write_recipe` wrote."""
 
     out: Path
-    """The new directory, or the new GGUF file: of several splits the first one."""
+    """The new directory or file; of the splits of a GGUF file the first one."""
     content: str
     """What it holds, in a phrase."""
     serves: Mapping[str, str] = field(default_factory=dict)
     """Engine to the command that drafts with the head, or ``no: REASON``; empty without a head."""
     notes: tuple[str, ...] = ()
-    """Sentences about the head, about weight files that were left out, and about the storage in a GGUF file."""
+    """Sentences about the head, weight files that were left out, the storage in a GGUF file, or a recipe's needs."""
     cure: str | None = None
     """The command to run next; None if nothing is left to do."""
 
