@@ -207,7 +207,7 @@ def _add_runs(commands: Any) -> None:
 
     add_command(commands, "recipes", "list the recipes and accelerate files of the package", calling("recipes"))
 
-    init = add_command(commands, "init", "write a commented recipe for a model", calling("write_recipe"))
+    init = add_command(commands, "init", "write a recipe for a model", calling("write_recipe"))
     init.add_argument("out", type=Path, metavar="FILE", help="the new recipe, as my-model.yaml")
     init.add_argument("--trunk", required=True, metavar="CKPT", help="the model, or a peft adapter of the base")
     init.add_argument("--base", metavar="BASE", help="the checkpoint it was fine-tuned from, with the head")

@@ -46,13 +46,13 @@ from mtp_train.evaluation.arms import ArmSpec, local_device
 from mtp_train.evaluation.dense import better_wiring
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, TaskPrompt
-from mtp_train.evaluation.results import ALL_TASKS, REPORT_FILE, Report, load_report
+from mtp_train.evaluation.results import ALL_TASKS, REPORT_FILE, ArmResult, Report, load_report
 from mtp_train.evaluation.run import Study, study_report
 from mtp_train.families import of_kind
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.report.wording import format_number
+from mtp_train.report.wording import format_estimate, format_number, format_shares
 from mtp_train.runs.checkpoint_tools.gguf_files import graft_gguf
 from mtp_train.runs.checkpoint_tools.inspect import inspect
 from mtp_train.runs.checkpoint_tools.write import WriteResult, serves_of
@@ -100,16 +100,6 @@ SHORT = {
 
 
 @dataclass(frozen=True)
-class HeadLevel:
-    """How well the base's head drafts for a model, greedily."""
-
-    tau: float
-    tau_ci95: Interval | None
-    overlap: float | None
-    """Overlap of p and q at depth 1."""
-
-
-@dataclass(frozen=True)
 class ProbeResult(Shown):
     """Result of :func:`probe`: a verdict and its figures."""
 
@@ -120,9 +110,9 @@ class ProbeResult(Shown):
     """The figures that decided, in a sentence."""
     command: str
     """What to run next."""
-    graft: HeadLevel
-    """The base's head on the fine-tune."""
-    base: HeadLevel | None
+    graft: ArmResult
+    """The base's head on the fine-tune, greedily."""
+    base: ArmResult | None
     """The base's head on the base; None for a draft model, whose own trunk is not known."""
     lost_overlap: float | None
     """What the head lost at depth 1 at equal target entropy; None if the texts share too few entropies."""
@@ -202,8 +192,7 @@ def probe_with(
     short = [*override_texts(overrides), *override_texts(SHORT)]
     recipe, choices = resolved_recipe(settings_of("graft", tuned, donor, str(out / TRAINING), paths), short)
     report = _compare(recipe, donor, out, console)
-    own = _level(report, OWN_BASE) if OWN_BASE in report.arms else None
-    found = ProbeResult("undecided", "", "", _level(report, GRAFT), own, *_lost_overlap(report))
+    found = ProbeResult("undecided", "", "", report.arms[GRAFT], report.arms.get(OWN_BASE), *_lost_overlap(report))
     # A training that began found no fault before.
     if not is_lone(donor) and not is_run(out / TRAINING):
         found = replace(found, wiring=_better_wiring(recipe, donor, console))
@@ -211,7 +200,13 @@ def probe_with(
         # Two models were loaded before this one.
         gc.collect()
         run_recipe(recipe, console, choices)
-        found = _with_training(found, out / TRAINING)
+        trained = load_report(out / TRAINING / REPORT_FILE)
+        found = replace(
+            found,
+            trained_tau=trained.arms[RETRAINED].tau,
+            gain_ci95=None if trained.gate is None else trained.gate.delta_tau_ci95,
+            trained_steps=load_recipe(out / TRAINING / RECIPE_FILE).train.max_steps,
+        )
     verdict, reason = judge(found)
     command = retrain_command(tuned, donor, paths)
     if verdict == "fault":
@@ -226,42 +221,36 @@ def judge(found: ProbeResult) -> tuple[Verdict, str]:
 
     A loss or a gain counts if its whole 95 % interval does.
     """
-    own, graft, gain, lost = found.base, found.graft, found.gain_ci95, found.lost_overlap_ci95
+    own, gain, lost = found.base, found.gain_ci95, found.lost_overlap_ci95
     if found.wiring is not None:
         return "fault", f"{found.wiring}. It is in a wrong form, or was trained with that wiring"
     if own is not None and is_at_fault(own):
         return "fault", (
-            f"The base's head drafts for the base itself with tau {own.tau:.2f} {_interval(own.tau_ci95)}; "
-            f"expected more than {LEAST_TAU:g}. The head is damaged or of another model, or the tokenizer is not the "
-            "base's"
+            f"The base's head drafts for the base itself with tau {format_estimate(own.tau, own.tau_ci95)}; expected "
+            f"more than {LEAST_TAU:g}. The head is damaged or of another model, or the tokenizer is not the base's"
         )
-    helps = gain is not None and gain[0] > 0.0
-    helps_much = gain is not None and gain[0] > MARGIN * graft.tau
-    intact = lost is not None and own is not None and own.overlap is not None and lost[1] < MARGIN * own.overlap
+    tau, level = found.graft.tau or 1.0, None if own is None or own.overlap is None else own.overlap[0]
     lost_text = f"Overlap lost at equal target entropy: {_lost_text(found)}"
-    trained = (
-        f"{found.trained_steps} steps raised tau from {graft.tau:.2f} by {_interval(gain)} to "
-        f"{format_number(found.trained_tau, 2)}, and a rescue trains for longer"
-    )
-    if intact and not helps_much:
-        level = own.overlap if own is not None else None
-        return "graft", f"{lost_text}, less than {100 * MARGIN:g} % of the base's {format_number(level, 2)}"
-    if helps:
-        return "retrain", f"{trained}. {lost_text}"
+    changed = f"{found.trained_steps} steps changed tau by {_interval(gain)}"
+    helps_much = gain is not None and gain[0] > MARGIN * tau
+    if lost is not None and level is not None and lost[1] < MARGIN * level and not helps_much:
+        return "graft", f"{lost_text}, less than {100 * MARGIN:g} % of the base's {level:.2f}"
+    if gain is not None and gain[0] > 0.0:
+        return "retrain", (
+            f"{found.trained_steps} steps raised tau from {tau:.2f} by {_interval(gain)} to "
+            f"{format_number(found.trained_tau, 2)}, and a rescue trains for longer. {lost_text}"
+        )
     if lost is not None and lost[0] > 0.0:
         return "retrain", f"{lost_text}. {found.trained_steps} steps were too few to win it back"
-    if gain is not None and gain[1] < MARGIN * graft.tau:
-        return "graft", f"{found.trained_steps} steps changed tau by {_interval(gain)}, less than {100 * MARGIN:g} %"
-    return "undecided", (
-        f"{lost_text}. {found.trained_steps} steps changed tau by {_interval(gain)}. More prompts in --data would tell"
-    )
+    if gain is not None and gain[1] < MARGIN * tau:
+        return "graft", f"{changed}, less than {100 * MARGIN:g} %"
+    return "undecided", f"{lost_text}. {changed}. More prompts in --data would tell"
 
 
-def is_at_fault(own: HeadLevel | None) -> bool:
+def is_at_fault(own: ArmResult | None) -> bool:
     if own is None:
         return False
-    high = own.tau if own.tau_ci95 is None else own.tau_ci95[1]
-    return high < LEAST_TAU
+    return ((own.tau or 1.0) if own.tau_ci95 is None else own.tau_ci95[1]) < LEAST_TAU
 
 
 def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> Report:
@@ -311,12 +300,6 @@ def _better_wiring(recipe: Recipe, donor: str, console: Console) -> str | None:
         return better_wiring(trunk, drafting, texts, min(2, model.deepest), progress)
 
 
-def _level(report: Report, name: str) -> HeadLevel:
-    arm = report.arms[name]
-    overlap = None if not arm.overlap else arm.overlap[0]
-    return HeadLevel(arm.tau or 1.0, arm.tau_ci95, overlap)
-
-
 def _lost_overlap(report: Report) -> tuple[float | None, Interval | None]:
     row = next((one for one in report.comparisons if one.task == ALL_TASKS), None)
     if row is None:
@@ -325,30 +308,20 @@ def _lost_overlap(report: Report) -> tuple[float | None, Interval | None]:
     return row.delta_overlap_at_equal_entropy, row.delta_overlap_at_equal_entropy_ci95
 
 
-def _with_training(found: ProbeResult, run_dir: Path) -> ProbeResult:
-    report = load_report(run_dir / REPORT_FILE)
-    return replace(
-        found,
-        trained_tau=report.arms[RETRAINED].tau,
-        gain_ci95=None if report.gate is None else report.gate.delta_tau_ci95,
-        trained_steps=load_recipe(run_dir / RECIPE_FILE).train.max_steps,
-    )
-
-
 def _lost_text(found: ProbeResult) -> str:
     if found.lost_overlap is None:
         if found.base is None:
             return "unknown, as the trunk that the head was made for is not known"
         return "unknown, as the texts of the two models share too few entropies"
-    return f"{format_number(found.lost_overlap, 2)} {_interval(found.lost_overlap_ci95)}"
+    return format_estimate(found.lost_overlap, found.lost_overlap_ci95)
 
 
 def _interval(interval: Interval | None) -> str:
     return "(no interval)" if interval is None else f"[{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
-def _level_text(level: HeadLevel) -> str:
-    return f"tau {level.tau:.2f} {_interval(level.tau_ci95)}, overlap {format_number(level.overlap, 2)}"
+def _level_text(level: ArmResult) -> str:
+    return f"tau {format_estimate(level.tau, level.tau_ci95)}, overlap by depth {format_shares(level.overlap)}"
 
 
 @dataclass(frozen=True, kw_only=True)

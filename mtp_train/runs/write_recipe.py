@@ -1,4 +1,4 @@
-"""``mtp-train init``: write a commented recipe for a model. ``rescue`` runs the same recipe without a file.
+"""``mtp-train init``: write a recipe for a model. ``rescue`` runs the same recipe without a file.
 
 The recipe depends on where the head comes from: the base of the model (``graft``), the model itself (``native``), or
 neither, for a model that never had a head (``attach``).
@@ -6,10 +6,8 @@ neither, for a model that never had a head (``attach``).
 
 from __future__ import annotations
 
-import re
 import shlex
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +24,10 @@ from mtp_train.evaluation.suites import BUILTIN_FILE
 from mtp_train.families import most_served_kind, raw_text_config
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.diagnose import diagnose_head
-from mtp_train.recipe.json_schema import dotted, schema_tree, walk_fields
 from mtp_train.recipe.loading import apply_override, dump_yaml, load_recipe
 from mtp_train.recipe.sections import AUTO, AUTOMATIC
 from mtp_train.recipe.shipped import SCHEMA_FILE
-from mtp_train.runs.check import CheckResult, check
+from mtp_train.runs.check import check
 from mtp_train.runs.checkpoint_tools.write import WriteResult
 from mtp_train.runs.inputs import LoneHead, open_head_source, plan_head
 
@@ -45,17 +42,8 @@ _TRAINS: Mapping[Start, str] = {
     "native": "the MTP head of model.trunk, on the responses of model.trunk",
     "attach": "a new head for model.trunk, which has none, on the responses of model.trunk",
 }
-_NOTES: Mapping[str, str] = {
-    "run_dir": "The directory of all outputs. The same command resumes an interrupted run.",
-    "head.kind": "The kind that most servers draft with on this model. mtp-train check lists the others.",
-    "data.sources": "Chats or prompts like those that the model will serve.",
-    "data.regenerate": "The model answers the prompts itself: a head learns best from the text that it will draft.",
-    "evaluate.arms": "Decoders to compare on held-out prompts. The head is exported if it drafts better than before.",
-}
-"""Comments that replace the first sentence of a field's description."""
-_BUILTIN_NOTE = "The hundred built-in prompts, which is little. Name a file of your own chats or prompts here."
+_BUILTIN_NOTE = "Trains on the hundred built-in prompts, which is little: name chats or prompts of your own by --data."
 _MAY_BE_LOST = "Releases of this family have a head. If this model's base has one, write the recipe with --base BASE."
-_LINE_WIDTH = 120
 MAX_DEPTH = 7
 """Largest number of draft depths of a recipe."""
 _DRAFT_VOCAB = 32_000
@@ -72,7 +60,7 @@ def write_recipe(
     processes: int | None = None,
     device: str | None = None,
 ) -> WriteResult:
-    """Write a commented recipe that retrains a model's head, or trains a new one for a model without a head.
+    """Write a recipe that retrains a model's head, or trains a new one for a model without a head.
 
     Args:
         out: The new file.
@@ -107,10 +95,12 @@ def write_recipe(
         # ``check`` reads configs only. Planning the head compares keys and shapes of both checkpoints.
         plan_head(found.recipe, open_location(found.recipe.model.trunk), open_head_source(donor))
     with full_disk_is_named(out, what="the recipe"):
-        write_text(out, _commented(settings, start, found))
+        write_text(out, _file_of(settings, start))
     notes = [] if found.room.problem is None else [f"Does not fit: {found.room.problem}."]
     if start == "attach" and not open_location(str(trunk)).family.attached:
         notes.append(_MAY_BE_LOST)
+    if settings["data"]["sources"] == [{"path": str(BUILTIN_FILE)}]:
+        notes.append(_BUILTIN_NOTE)
     planned = [] if device is None else ["--device", device]
     return WriteResult(
         out=out,
@@ -210,41 +200,14 @@ def _new_head(settings: Plain, trunk: Checkpoint) -> Plain:
     return {"kind": kind, "init": "copy_last_layer"}
 
 
-def _commented(settings: Plain, start: Start, found: CheckResult) -> str:
-    """Return a recipe as YAML, with a header and a comment above every field; fields that are ``auto`` with a value."""
+def _file_of(settings: Plain, start: Start) -> str:
+    """Return a recipe as YAML, with a header like those of the package's recipes."""
     header = (
         f"# yaml-language-server: $schema={SCHEMA_FILE}",
         f"# Trains: {_TRAINS[start]}.",
-        "# Check: mtp-train check THIS_FILE --processes N prints plan, memory, the engines that serve the result,",
-        "# and the command that launches it. Override a field by adding section.field=value to either.",
+        "# Check: mtp-train check THIS_FILE --processes N prints plan, memory, the engines that serve the result, the",
+        "# values of fields that are auto (with --show recipe the reasons too), and the command that launches it.",
+        "# Override a field by adding section.field=value to either. Every field: recipes/fields.md.",
     )
-    notes = {
-        path: _first_sentence(node["description"]) for path, node in walk_fields(schema_tree()) if "description" in node
-    }
-    notes |= _NOTES
-    where = f"For {found.plan.world_size} process(es) on {found.room.device}"
-    notes |= {one.field: f"{notes[one.field]} {where}, {one.shown}: {one.reason}." for one in found.choices}
-    if settings["data"]["sources"] == [{"path": str(BUILTIN_FILE)}]:
-        notes["data.sources"] = _BUILTIN_NOTE
-    return "\n".join([*header, *_lines(settings, notes)]) + "\n"
-
-
-def _lines(section: Plain, notes: Mapping[str, str], prefix: str = "") -> Iterator[str]:
-    indent = "  " * prefix.count(".") + ("  " if prefix else "")
-    for name, value in section.items():
-        path = dotted(prefix, name)
-        if not prefix:
-            yield ""
-        if path in notes:
-            yield from textwrap.wrap(
-                notes[path], _LINE_WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
-            )
-        if isinstance(value, dict):
-            yield f"{indent}{name}:"
-            yield from _lines(value, notes, path)
-        else:
-            yield textwrap.indent(dump_yaml({name: value}), indent).rstrip()
-
-
-def _first_sentence(text: str) -> str:
-    return re.split(r"(?<=\.)\s", text, maxsplit=1)[0]
+    sections = (dump_yaml({name: value}) for name, value in settings.items())
+    return "\n".join(["\n".join(header), "", *sections])

@@ -16,9 +16,10 @@ import mtp_train as mtp
 from adapters import write_adapter
 from checkpoints import all_tensors
 from mtp_train.cli.main import main
+from mtp_train.evaluation.results import ArmResult
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import rescue as rescue_module
-from mtp_train.runs.rescue import HeadLevel, ProbeResult
+from mtp_train.runs.rescue import ProbeResult
 from mtp_train.runs.resolve import resolved_recipe
 from mtp_train.runs.write_recipe import settings_of
 from runs import GETS_NO_BETTER, LEARNS, TINY_RESCUE, document, overrides_of, refusal, shorten_probes, tree
@@ -184,7 +185,7 @@ def probed(monkeypatch: Monkey, verdict: Any) -> list[Path]:
     def found(tuned: str, donor: str, out: Path, *_: Any) -> ProbeResult:
         asked.append(out)
         out.mkdir(parents=True, exist_ok=True)
-        level = HeadLevel(2.0, (1.9, 2.1), 0.5)
+        level = ArmResult(trunk="trunk", head="head", tau=2.0, tau_ci95=(1.9, 2.1), overlap=(0.5,))
         return ProbeResult(verdict, "tau is what it is", "mtp-train inspect x", level, level, None, None)
 
     monkeypatch.setattr(rescue_module, "probe_with", found)

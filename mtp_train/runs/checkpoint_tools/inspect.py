@@ -333,12 +333,7 @@ def serving_commands(
             "undeclared": "no: the head is there but config.json does not declare it",
             "quantised": f"not verified: head quantised with {diagnosis.method}; the cure gives one in plain floats",
         }.get(status, f"no: {diagnosis.describe()}")
-        # Without a head: an engine that never serves this family gives its own reason, before the user attaches one.
-        never = engine_commands(checkpoint.family.serving, "", SUGGESTED_DEPTH) if status == "none" else {}
-        return {
-            engine: never[engine] if status == "none" and support.supported is False else reason
-            for engine, support in checkpoint.family.serving.items()
-        }
+        return dict.fromkeys(checkpoint.family.serving, reason)
     # ``export --head-only`` writes none of the trunk's layers.
     if not any(name.startswith("layers.") for name in trunk_tensors(checkpoint, layout_of(checkpoint))):
         flag = suggestions.draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
