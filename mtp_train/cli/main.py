@@ -144,10 +144,7 @@ Handler = Callable[[argparse.Namespace], Any]
 
 
 class WithDefaults(argparse.HelpFormatter):
-    """Print the default of every option, unless its help already contains one; do not break examples."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if text.startswith("example: ") else super()._fill_text(text, width, indent)
+    """Print the default of every option, unless its help already contains one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help, action.default
@@ -158,30 +155,9 @@ class WithDefaults(argparse.HelpFormatter):
         return f"{text} (default: {shown})"
 
 
-EXAMPLES = {
-    "run": "retrain_head run_dir=runs/first train.max_steps=50",
-    "check": "my-27b.yaml --processes 8 --device h100",
-    "recipes": "",
-    "init": "my-27b.yaml --trunk ./my-27b --base BASE --data chats.jsonl",
-    "regenerate": "my-27b.yaml",
-    "probe": "./my-27b --from BASE --data chats.jsonl",
-    "rescue": "./my-27b --from BASE --data chats.jsonl --out runs/my-27b",
-    "inspect": "./my-27b --base BASE",
-    "graft": "./my-27b --from BASE --out ./my-27b-mtp",
-    "merge": "BASE --adapter ./my-lora --out ./my-27b",
-    "export": "runs/my-27b --out ./my-27b-head --gguf q8_0",
-    "demo": "./demo",
-    "generate": "./my-27b-mtp --depth 3 --prompt 'def add(a, b):'",
-    "evaluate": "runs/my-27b --temperatures 0 1 --depths 1 3 --out eval/my-27b",
-    "compare": "old=./my-27b+BASE new=runs/my-27b --out eval/old-new",
-}
-"""Arguments of every command, for its help."""
-
-
 def add_command(commands: Any, name: str, text: str, handler: Handler, **settings: Any) -> argparse.ArgumentParser:
     """Add a subcommand with the options of all commands to the parser's commands and return its parser."""
     about = {"help": text, "description": f"{text[0].upper()}{text[1:]}."}
-    about["epilog"] = f"example: mtp-train {name} {EXAMPLES[name]}".rstrip()
     command: argparse.ArgumentParser = commands.add_parser(name, formatter_class=WithDefaults, **about, **settings)
     command.add_argument("--json", action="store_true", help="print one JSON document and nothing else on stdout")
     command.add_argument("-q", "--quiet", action="store_true", help="print the result and errors only")
@@ -220,7 +196,7 @@ def _add_runs(commands: Any) -> None:
 
     probe = add_command(commands, "probe", "find out in minutes whether a rescue will help", calling("probe"))
     _add_pair(probe)
-    probe.add_argument("--out", type=Path, metavar="DIR", help="the measurements (default: FINETUNE-probe)")
+    probe.add_argument("--out", type=Path, metavar="DIR", help="the measurements (default: FINETUNE-rescued/probe)")
     _add_data(probe)
 
     rescue = add_command(commands, "rescue", "put the base's head back, retrained if that helps", calling("rescue"))

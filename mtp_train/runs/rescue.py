@@ -18,7 +18,6 @@ head good enough nothing is trained, and where it finds a fault nothing is writt
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +40,7 @@ from mtp_train.checkpoints.locations import EXPORT, RECIPE_FILE, is_run, locate_
 from mtp_train.checkpoints.suggestions import graft_command, inspect_command, last_name, retrain_command
 from mtp_train.checkpoints.writing import removed_on_failure
 from mtp_train.data.tokenize import build_prompts, choose_evenly
-from mtp_train.errors import ChangedInputError, CheckpointError, MtpError, OutputExistsError
+from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.evaluation.arms import ArmSpec, local_device
 from mtp_train.evaluation.dense import better_wiring
 from mtp_train.evaluation.grid import EvaluationGrid
@@ -52,7 +51,7 @@ from mtp_train.families import of_kind
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.report.wording import format_estimate, format_number, format_shares
+from mtp_train.report.wording import format_estimate, format_number
 from mtp_train.runs.checkpoint_tools.gguf_files import graft_gguf
 from mtp_train.runs.checkpoint_tools.inspect import inspect
 from mtp_train.runs.checkpoint_tools.write import WriteResult, serves_of
@@ -100,6 +99,16 @@ SHORT = {
 
 
 @dataclass(frozen=True)
+class HeadLevel:
+    """How well the base's head drafts for a model, greedily."""
+
+    tau: float
+    tau_ci95: Interval | None
+    overlap: float | None
+    """Overlap of p and q at depth 1."""
+
+
+@dataclass(frozen=True)
 class ProbeResult(Shown):
     """Result of :func:`probe`: a verdict and its figures."""
 
@@ -110,9 +119,9 @@ class ProbeResult(Shown):
     """The figures that decided, in a sentence."""
     command: str
     """What to run next."""
-    graft: ArmResult
-    """The base's head on the fine-tune, greedily."""
-    base: ArmResult | None
+    graft: HeadLevel
+    """The base's head on the fine-tune."""
+    base: HeadLevel | None
     """The base's head on the base; None for a draft model, whose own trunk is not known."""
     lost_overlap: float | None
     """What the head lost at depth 1 at equal target entropy; None if the texts share too few entropies."""
@@ -139,11 +148,8 @@ class ProbeResult(Shown):
             ("overlap lost at equal entropy", _lost_text(self)),
             *([("base's head, wired otherwise", self.wiring)] if self.wiring is not None else []),
             *([] if self.trained_tau is None else [("briefly retrained", trained)]),
+            ("next", self.command),
         ]
-
-    def __str__(self) -> str:
-        # The command on a line of its own, to be pasted.
-        return f"{super().__str__()}\n{self.command}"
 
 
 def probe(
@@ -161,7 +167,7 @@ def probe(
     Args:
         fine_tune: A checkpoint, or a peft adapter of ``base``: a directory, a hub id or ``demo:NAME``.
         base: The checkpoint that it came from, with its head.
-        out: The directory of the measurements; None for the fine-tune's name with ``-probe``.
+        out: The directory of the measurements; None for the one where the proposed rescue finds them.
         data: Files of prompts or chats like those that the model will serve; empty for 100 built-in prompts.
         console: Where progress bars and tables are printed; None prints nothing.
 
@@ -176,13 +182,8 @@ def probe(
     """
     require_one_process("probe")
     paths = [str(path) for path in data]
-    out = default_out(str(fine_tune)) if out is None else Path(out)
-    return probe_with(str(fine_tune), str(base), out, paths, (), console or Console(quiet=True))
-
-
-def default_out(tuned: str) -> Path:
-    """Return where the probe of a fine-tune is kept if its user names no directory."""
-    return Path(f"{last_name(tuned)}-probe")
+    place = Path(f"{last_name(str(fine_tune))}-rescued") / PROBE if out is None else Path(out)
+    return probe_with(str(fine_tune), str(base), place, paths, (), console or Console(quiet=True))
 
 
 def probe_with(
@@ -192,7 +193,8 @@ def probe_with(
     short = [*override_texts(overrides), *override_texts(SHORT)]
     recipe, choices = resolved_recipe(settings_of("graft", tuned, donor, str(out / TRAINING), paths), short)
     report = _compare(recipe, donor, out, console)
-    found = ProbeResult("undecided", "", "", report.arms[GRAFT], report.arms.get(OWN_BASE), *_lost_overlap(report))
+    own = _level(report.arms[OWN_BASE]) if OWN_BASE in report.arms else None
+    found = ProbeResult("undecided", "", "", _level(report.arms[GRAFT]), own, *_lost_overlap(report))
     # A training that began found no fault before.
     if not is_lone(donor) and not is_run(out / TRAINING):
         found = replace(found, wiring=_better_wiring(recipe, donor, console))
@@ -207,6 +209,8 @@ def probe_with(
             gain_ci95=None if trained.gate is None else trained.gate.delta_tau_ci95,
             trained_steps=load_recipe(out / TRAINING / RECIPE_FILE).train.max_steps,
         )
+    # These models must not lie beside those of a rescue.
+    gc.collect()
     verdict, reason = judge(found)
     command = retrain_command(tuned, donor, paths)
     if verdict == "fault":
@@ -229,7 +233,7 @@ def judge(found: ProbeResult) -> tuple[Verdict, str]:
             f"The base's head drafts for the base itself with tau {format_estimate(own.tau, own.tau_ci95)}; expected "
             f"more than {LEAST_TAU:g}. The head is damaged or of another model, or the tokenizer is not the base's"
         )
-    tau, level = found.graft.tau or 1.0, None if own is None or own.overlap is None else own.overlap[0]
+    tau, level = found.graft.tau, None if own is None else own.overlap
     lost_text = f"Overlap lost at equal target entropy: {_lost_text(found)}"
     changed = f"{found.trained_steps} steps changed tau by {_interval(gain)}"
     helps_much = gain is not None and gain[0] > MARGIN * tau
@@ -247,10 +251,10 @@ def judge(found: ProbeResult) -> tuple[Verdict, str]:
     return "undecided", f"{lost_text}. {changed}. More prompts in --data would tell"
 
 
-def is_at_fault(own: ArmResult | None) -> bool:
+def is_at_fault(own: HeadLevel | None) -> bool:
     if own is None:
         return False
-    return ((own.tau or 1.0) if own.tau_ci95 is None else own.tau_ci95[1]) < LEAST_TAU
+    return (own.tau if own.tau_ci95 is None else own.tau_ci95[1]) < LEAST_TAU
 
 
 def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> Report:
@@ -300,6 +304,10 @@ def _better_wiring(recipe: Recipe, donor: str, console: Console) -> str | None:
         return better_wiring(trunk, drafting, texts, min(2, model.deepest), progress)
 
 
+def _level(arm: ArmResult) -> HeadLevel:
+    return HeadLevel(arm.tau or 1.0, arm.tau_ci95, arm.overlap[0] if arm.overlap else None)
+
+
 def _lost_overlap(report: Report) -> tuple[float | None, Interval | None]:
     row = next((one for one in report.comparisons if one.task == ALL_TASKS), None)
     if row is None:
@@ -320,8 +328,8 @@ def _interval(interval: Interval | None) -> str:
     return "(no interval)" if interval is None else f"[{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
-def _level_text(level: ArmResult) -> str:
-    return f"tau {format_estimate(level.tau, level.tau_ci95)}, overlap by depth {format_shares(level.overlap)}"
+def _level_text(level: HeadLevel) -> str:
+    return f"tau {format_estimate(level.tau, level.tau_ci95)}, overlap {format_number(level.overlap, 2)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,7 +394,9 @@ def rescue(
     if any(choice.field == "train.max_steps" for choice in choices) and not is_run(out):
         if not (out / PROBE).exists():
             RunDirectory(out).require_ours(recipe)
-        found = _probed(tuned, donor, out, paths, overrides, console)
+        found = probe_with(tuned, donor, out / PROBE, paths, overrides, console)
+        # Without the command that the probe proposes: the rescue goes on by itself.
+        console.print(f"probe: {found.verdict}. {found.reason}.", highlight=False, markup=False)
         if found.verdict == "fault":
             raise CheckpointError(
                 f"{donor}: {found.reason}; nothing was trained. Look at it with {found.command}, or train all the same "
@@ -401,24 +411,6 @@ def rescue(
     # The refusal ends in the command for a graft, which is written here.
     reason = "" if gate is None else gate.reason.partition(f". {GRAFT_INSTEAD}")[0]
     return _result(recipe, GRAFT if refused else RETRAINED, reason, console)
-
-
-def _probed(
-    tuned: str, donor: str, out: Path, paths: Sequence[str], overrides: Overrides, console: Console
-) -> ProbeResult:
-    """Probe below the run directory, or return what ``mtp-train probe`` found before with these settings."""
-    earlier, found = default_out(tuned), None
-    if earlier.is_dir() and not (out / PROBE).exists():
-        # A probe of other settings, or of inputs that changed since, is refused before it writes anything.
-        with contextlib.suppress(ChangedInputError, OutputExistsError):
-            found = probe_with(tuned, donor, earlier, paths, overrides, console)
-    if found is None:
-        found = probe_with(tuned, donor, out / PROBE, paths, overrides, console)
-    # Without the command that the probe proposes: the rescue goes on by itself.
-    console.print(f"probe: {found.verdict}. {found.reason}.", highlight=False, markup=False)
-    # The probe's models must not lie beside the run's.
-    gc.collect()
-    return found
 
 
 def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueResult:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mtp_train.acceptance.names import PLAIN, RETRAINED
-from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter, merge_command
+from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter
 from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, resolve
 from mtp_train.checkpoints.files import Checkpoint, read_json
 from mtp_train.checkpoints.locations import locate_checkpoint, open_location
@@ -137,13 +137,6 @@ def _lacks_base(trunk: str, found: str, named: str | None) -> CheckpointError:
 def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: Sequence[str]) -> Plain:
     adapter, source = None, None if base is None else open_head_source(base)
     if base is not None and is_adapter(locate_checkpoint(resolve(trunk))):
-        if isinstance(source, LoneHead):
-            named = read_json(locate_checkpoint(resolve(trunk)) / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")
-            merged = merge_command(str(named or "BASE"), trunk)
-            raise CheckpointError(
-                f"{trunk}: a peft adapter, and {base} is a head without a trunk; expected a model. Merge the adapter "
-                f"first: {merged}"
-            )
         trunk, adapter = base, trunk
     paths = list(data) or ["demo:prompts" if trunk.startswith(PREFIX) else str(BUILTIN_FILE)]
     settings: Plain = {

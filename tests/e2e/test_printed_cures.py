@@ -87,7 +87,7 @@ def test_a_lost_head_is_grafted_measured_and_retrained_as_printed(
     probing = cure(Path(shlex.split(grafting)[-1]), inputs / "base")
     capsys.readouterr()
     assert paste(probing) == [0]
-    retraining = capsys.readouterr().out.splitlines()[-1]
+    retraining = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ")
     assert paste(retraining) == [0]
     assert mtp.inspect(Path(shlex.split(retraining)[-1]) / "export", inputs / "base").status == "healthy"
 

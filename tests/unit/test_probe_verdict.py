@@ -6,17 +6,10 @@ from typing import Any
 
 import pytest
 
-from mtp_train.acceptance.counts import Interval
-from mtp_train.evaluation.results import ArmResult
-from mtp_train.runs.rescue import ProbeResult, judge
+from mtp_train.runs.rescue import HeadLevel, ProbeResult, judge
 
-
-def level(tau: float, interval: Interval, overlap: float) -> ArmResult:
-    return ArmResult(trunk="trunk", head="head", tau=tau, tau_ci95=interval, overlap=(overlap,))
-
-
-OWN = level(3.0, (2.8, 3.2), 0.70)
-GRAFT = level(2.0, (1.9, 2.1), 0.50)
+OWN = HeadLevel(3.0, (2.8, 3.2), 0.70)
+GRAFT = HeadLevel(2.0, (1.9, 2.1), 0.50)
 
 
 def found(**figures: Any) -> ProbeResult:
@@ -47,9 +40,9 @@ def found(**figures: Any) -> ProbeResult:
         ({"lost_overlap_ci95": (-0.01, 0.02), "gain_ci95": (0.07, 0.2)}, "retrain", "20 steps raised tau"),
         ({"lost_overlap_ci95": (-0.01, 0.03), "gain_ci95": (-0.1, 0.2)}, "undecided", "More prompts in --data would"),
         ({"lost_overlap_ci95": None, "gain_ci95": None}, "undecided", "changed tau by (no interval)"),
-        ({"base": level(1.1, (1.0, 1.29), 0.1)}, "fault", "tau 1.10 [1.00, 1.29]; expected more than 1.3."),
+        ({"base": HeadLevel(1.1, (1.0, 1.29), 0.1)}, "fault", "tau 1.10 [1.00, 1.29]; expected more than 1.3."),
         # Not shown to be at fault.
-        ({"base": level(1.1, (1.0, 1.31), 0.1)}, "retrain", "20 steps raised tau"),
+        ({"base": HeadLevel(1.1, (1.0, 1.31), 0.1)}, "retrain", "20 steps raised tau"),
     ],
 )
 def test_the_verdict_follows_from_intervals(figures: dict[str, Any], verdict: str, told: str) -> None:
