@@ -43,7 +43,7 @@ from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.inputs import split_records
 from mtp_train.runs.regeneration import data_stage
-from mtp_train.runs.run import Run, join_processes, load_run_trunk
+from mtp_train.runs.run import Run, RunTrunk, join_processes
 from mtp_train.runs.run_directory import RunDirectory, environment_facts
 from mtp_train.runs.training import train_stage
 from mtp_train.trunk.load import Trunk
@@ -136,13 +136,14 @@ def open_bench(recipe: Recipe, directory: Path, progress: Progress) -> Bench:
     run_directory.require_ours(recipe)
     accelerator, recipe = join_processes(recipe, run_directory)
     run = Run.begin(recipe, run_directory, accelerator, progress)
-    trunk = load_run_trunk(run)
+    trunk = RunTrunk(run)
+    trunk.load(decodes=True)
     run.claim()
     own = data_stage(run, trunk)
     records, _ = split_records(recipe)
     answered = {prompt.id for prompt in run.inputs.text.prompts}
     corpus, _ = tokenize_records(_of(records, answered), run.inputs.tokenizer, recipe.data.seq_len_tokens)
-    return Bench(run, trunk, {"self": own, "corpus": corpus})
+    return Bench(run, trunk.trunk, {"self": own, "corpus": corpus})
 
 
 def _of(records: Sequence[Record], ids: set[str]) -> list[Record]:

@@ -66,8 +66,6 @@ PASSED = GateVerdict(
     baseline="graft",
     delta_tau_ci95=(2.04, 2.18),
     reason="tau 3.44 against 1.33: the gain lies above 0",
-    groups=12,
-    detectable_gain=0.11,
     settings=(GREEDY, WARM_GATE),
 )
 

@@ -13,16 +13,16 @@ shown neither to pay nor to cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from pydantic import ConfigDict, computed_field
 
 from mtp_train.acceptance.counts import Interval, num_groups, tau
-from mtp_train.acceptance.intervals import POWER, Difference, holm_levels, tau_difference, tau_interval, tested
+from mtp_train.acceptance.intervals import POWER, Difference, holm_levels, tau_difference, tau_interval
 from mtp_train.acceptance.names import PLAIN
-from mtp_train.acceptance.speed import Pair, Speedup, Verdict, break_even_tau, measured_speedup, side
+from mtp_train.acceptance.speed import Pair, Verdict, break_even_tau, measured_speedup, side
 
 GateOutcome = Literal["passed", "refused", "undecided"]
 
@@ -35,15 +35,15 @@ class GateSetting:
     baseline_tau: float
     delta_tau_ci95: Interval | None
     """Paired 95 % interval of the gain, before any correction; None for a single group."""
-    verdict: Verdict
-    """Where the deciding interval lies; ``above`` is by Holm's correction over the settings. Against plain decoding:
-    whether drafts pay."""
-    detectable_gain: float | None
-    """Power: the smallest true gain in :attr:`decides` that is detected with probability 0.8, at the strictest level of
-    the correction. None if the heads differ nowhere, or all prompts are in one group."""
     prompts: int
     groups: int
     """Number of groups that the interval is computed over."""
+    verdict: Verdict = "neither"
+    """Where the deciding interval lies; ``above`` is by Holm's correction over the settings. Against plain decoding:
+    whether drafts pay."""
+    detectable_gain: float | None = None
+    """Power: the smallest true gain in :attr:`decides` that is detected with probability 0.8, at the strictest level of
+    the correction. None if the heads differ nowhere, or all prompts are in one group."""
     decides: Literal["tau", "speedup"] = "tau"
     """The figure whose interval decides: the speedup against plain decoding, unless another engine's break-even tau is
     known."""
@@ -67,8 +67,6 @@ class GateVerdict:
         delta_tau_ci95: Paired 95 % interval of tau(retrained) - tau(baseline) at the first setting, whatever
             confidence the gate used; None if there is no interval.
         reason: The figures that decided, without a full stop, so that a caller can append a command.
-        groups: Groups of the first setting's prompts; None if nothing was judged.
-        detectable_gain: The power of the gate at the first setting (:attr:`GateSetting.detectable_gain`).
         settings: Every setting that was judged, the first included.
     """
 
@@ -76,8 +74,6 @@ class GateVerdict:
     baseline: str
     delta_tau_ci95: Interval | None
     reason: str
-    groups: int | None = None
-    detectable_gain: float | None = None
     settings: tuple[GateSetting, ...] = ()
 
     # A report that is read has the computed field too.
@@ -116,7 +112,7 @@ def decide_gate(
         return GateVerdict("refused", baseline, None, f"{reason}. Raise evaluate.max_new_tokens")
     tests = [_test_of(name, pair, baseline, target_break_even) for name, pair in measured.items()]
     levels = holm_levels([test.decides.p_value for test in tests], level)
-    judged = [_judge(test, baseline, own, level, len(measured)) for test, own in zip(tests, levels, strict=True)]
+    judged = [_judge(test, own, level, len(measured)) for test, own in zip(tests, levels, strict=True)]
     settings = tuple(setting for setting, _ in judged)
     verdicts = {one.verdict for one in settings}
     outcome: GateOutcome = "refused" if baseline != PLAIN or "below" in verdicts else "undecided"
@@ -126,40 +122,61 @@ def decide_gate(
     if min(one.groups for one in settings) < needed:
         outcome = "refused" if baseline != PLAIN else "undecided"
         told = (
-            f"{_figures(settings[0], baseline)}; {confidence:.4g} confidence needs prompts of at least {needed} "
-            "groups. Raise evaluate.prompts or data.holdout"
+            f"{tests[0].told}; {confidence:.4g} confidence needs prompts of at least {needed} groups. Raise "
+            "evaluate.prompts or data.holdout"
         )
-    first = settings[0]
-    return GateVerdict(outcome, baseline, first.delta_tau_ci95, told, first.groups, first.detectable_gain, settings)
+    return GateVerdict(outcome, baseline, settings[0].delta_tau_ci95, told, settings)
 
 
 class _Test(NamedTuple):
-    """The differences at one setting. The gain in tau, less the margin to a known break-even tau, or the logarithm of
-    the speedup decides, by its side of 0."""
+    """One setting without its verdict, and the difference that decides by its side of 0."""
 
-    name: str
-    pair: Pair
-    gain: Difference
+    found: GateSetting
     decides: Difference
-    speedup: Speedup | None = None
-    break_even_tau: float | None = None
-    by_speed: bool = False
+    figure: str
+    """The figure that the difference stands for, in words."""
+    figure_of: Callable[[float], float]
+    """Returns the figure of a difference; that of 0 is the limit."""
+    told: str
+    """The setting's figures in words."""
 
 
 def _test_of(name: str, pair: Pair, baseline: str, target: float | None) -> _Test:
     gain = tau_difference(pair.head, pair.baseline)
+    found = GateSetting(
+        setting=name,
+        tau=tau(pair.head),
+        baseline_tau=tau(pair.baseline),
+        delta_tau_ci95=gain.ci95,
+        prompts=len(pair.head),
+        groups=num_groups(pair.head),
+    )
+    prompts = f"on {found.prompts} prompts of {found.groups} groups"
     if baseline != PLAIN:
-        return _Test(name, pair, gain, gain)
-    speedup = measured_speedup(pair)
+        told = f"tau {found.tau:.2f} against {found.baseline_tau:.2f} ({baseline}) {prompts}"
+        return _Test(found, gain, "the gain", lambda gain: gain, told)
+    speedup, needed = measured_speedup(pair), break_even_tau(pair.timed_head, pair.timed_baseline)
+    found = replace(
+        found,
+        tau_ci95=tau_interval(pair.head),
+        break_even_tau=needed if target is None else target,
+        speedup=None if speedup is None else speedup.value,
+        speedup_ci95=None if speedup is None else speedup.interval(0.05),
+    )
+    measured = "no speed was measured"
+    if speedup is not None:
+        measured = f"measured speedup {speedup.value:.2f}, timed on prompts of {num_groups(pair.timed_head)} groups"
     if target is not None:
-        margin = tested(1.0 + gain.value - target, gain.spread, gain.groups)
-        return _Test(name, pair, gain, margin, speedup, target)
-    unknown = Difference(0.0, None, None, gain.groups)
-    needed = break_even_tau(pair.timed_head, pair.timed_baseline)
-    return _Test(name, pair, gain, unknown if speedup is None else speedup.log, speedup, needed, by_speed=True)
+        margin = Difference(1.0 + gain.value - target, gain.spread, gain.groups)
+        told = f"tau {found.tau:.2f} {prompts}, gate.break_even_tau {target:.2f}; here: {measured}"
+        return _Test(found, margin, "tau", lambda margin: target + margin, told)
+    known = "unknown" if needed is None else f"{needed:.2f}"
+    log_speedup = Difference(0.0, None, gain.groups) if speedup is None else speedup.log
+    told = f"tau {found.tau:.2f} {prompts}, break-even tau {known}; {measured}"
+    return _Test(replace(found, decides="speedup"), log_speedup, "the speedup", math.exp, told)
 
 
-def _judge(test: _Test, baseline: str, own_level: float, level: float, num_settings: int) -> tuple[GateSetting, str]:
+def _judge(test: _Test, own_level: float, level: float, num_settings: int) -> tuple[GateSetting, str]:
     """Return the result at one of ``num_settings`` settings, and in words what decided.
 
     Holm's procedure tests for a gain at ``own_level``; a loss is tested for at ``level``.
@@ -169,78 +186,18 @@ def _judge(test: _Test, baseline: str, own_level: float, level: float, num_setti
         verdict = "above"
     elif side(test.decides.interval(level), 0.0) == "below":
         verdict = "below"
-    decides_at = level if verdict == "below" else own_level or level
-    spread, detectable = test.decides.spread, None
+    spread, detectable, limit = test.decides.spread, None, test.figure_of(0.0)
     # Heads without a difference in any group have no spread, so the power is unknown.
     if spread is not None and spread.error:
-        detectable = spread.detectable(level / num_settings)
-        detectable = math.expm1(detectable) if test.by_speed else detectable
-    found = GateSetting(
-        setting=test.name,
-        tau=tau(test.pair.head),
-        baseline_tau=tau(test.pair.baseline),
-        delta_tau_ci95=test.gain.ci95,
-        verdict=verdict,
-        detectable_gain=detectable,
-        prompts=len(test.pair.head),
-        groups=num_groups(test.pair.head),
-    )
-    if baseline != PLAIN:
-        return found, _told(found, test.gain, decides_at, baseline)
-    found = replace(
-        found,
-        decides="speedup" if test.by_speed else "tau",
-        tau_ci95=tau_interval(test.pair.head),
-        break_even_tau=test.break_even_tau,
-        speedup=None if test.speedup is None else test.speedup.value,
-        speedup_ci95=None if test.speedup is None else test.speedup.interval(0.05),
-    )
-    return found, _told_speed(found, test, decides_at)
-
-
-def _told_speed(found: GateSetting, test: _Test, level: float) -> str:
-    """Return the result at one setting against plain decoding in words, with the interval that decides at ``level``."""
-    percent = f"{100 * (1 - level):.4g} %"
-    measured = "no speed was measured"
-    if test.speedup is not None:
-        measured = f"measured speedup {test.speedup.value:.2f}{_bounds(test.speedup.interval(level), percent)}"
-        measured += f", timed on prompts of {num_groups(test.pair.timed_head)} groups"
-    figures = f"on {found.prompts} prompts of {found.groups} groups against plain decoding"
-    if not test.by_speed:
-        lies = {"above": "lies above", "below": "lies below", "neither": "is not shown to lie on either side of"}
-        margin, needed = test.decides.interval(level), test.break_even_tau or 1.0
-        bounds = None if margin is None else (margin[0] + needed, margin[1] + needed)
-        return (
-            f"tau {found.tau:.2f}{_bounds(bounds, percent)} {lies[found.verdict]} gate.break_even_tau {needed:.2f}, "
-            f"the break-even of the engine that will serve the head, {figures}; here: {measured}"
-        )
-    shown = {
-        "above": "drafts are shown to pay",
-        "below": "drafts are shown to slow decoding down",
-        "neither": "undecided whether drafts pay",
-    }
-    known = "unknown" if found.break_even_tau is None else f"{found.break_even_tau:.2f}"
-    return f"{shown[found.verdict]}: {measured}; tau {found.tau:.2f}, break-even tau {known}, {figures}"
-
-
-def _bounds(interval: Interval | None, percent: str) -> str:
-    return "" if interval is None else f" ({percent} interval [{interval[0]:.2f}, {interval[1]:.2f}])"
-
-
-def _figures(found: GateSetting, baseline: str) -> str:
-    return (
-        f"tau {found.tau:.2f} against {found.baseline_tau:.2f} ({baseline}) on {found.prompts} prompts of "
-        f"{found.groups} groups"
-    )
-
-
-def _told(found: GateSetting, gain: Difference, level: float, baseline: str) -> str:
-    bounds = gain.interval(level)
-    interval = ""
+        detectable = test.figure_of(spread.detectable(level / num_settings)) - limit
+    decides_at = level if verdict == "below" else own_level or level
+    bounds = test.decides.interval(decides_at)
+    told = f"{test.told}: no interval of {test.figure}"
     if bounds is not None:
-        interval = f"the {100 * (1 - level):.4g} % interval of the gain, [{bounds[0]:+.3f}, {bounds[1]:+.3f}],"
-    lies = {"above": "lies above 0", "below": "lies below 0", "neither": "does not lie above 0"}[found.verdict]
-    power = ""
-    if found.verdict == "neither" and found.detectable_gain is not None:
-        power = f" (a gain of {found.detectable_gain:.2f} would have been seen with probability {POWER:g})"
-    return f"{_figures(found, baseline)}: {interval} {lies}{power}"
+        low, high = map(test.figure_of, bounds)
+        lies = {"above": "lies above", "below": "lies below", "neither": "does not lie above"}[verdict]
+        told = f"{test.told}: the {100 * (1 - decides_at):.4g} % interval of {test.figure}, [{low:.3f}, {high:.3f}], "
+        told += f"{lies} {limit:.4g}"
+    if verdict == "neither" and detectable is not None:
+        told += f" (a gain of {detectable:.2f} would have been seen with probability {POWER:g})"
+    return replace(test.found, verdict=verdict, detectable_gain=detectable), told

@@ -61,19 +61,30 @@ class Difference:
     """The difference of two arms, first minus second."""
 
     value: float
-    ci95: Interval | None
-    """95 % interval; None for a single group, which has no spread."""
-    p_value: float | None
-    """Two-sided p-value of no difference. Below 0.05 exactly if :attr:`ci95` excludes 0, unless all groups are
-    equal."""
+    spread: Spread | None
+    """None for a single group, which has no spread."""
     groups: int
-    """Number of groups that the interval is computed over."""
-    spread: Spread | None = None
-    """None for a single group, and for a difference read back from a report."""
+    """Number of groups that the spread is computed over."""
 
     def interval(self, level: float) -> Interval | None:
         """Return the interval at a two-sided level; None without a spread."""
         return None if self.spread is None else self.spread.interval(self.value, level)
+
+    @property
+    def ci95(self) -> Interval | None:
+        return self.interval(0.05)
+
+    @property
+    def p_value(self) -> float | None:
+        """Two-sided p-value of no difference. Below 0.05 exactly if :attr:`ci95` excludes 0, unless all groups are
+        equal."""
+        if self.spread is None:
+            return None
+        if self.spread.error > NO_SPREAD * abs(self.value):
+            return two_sided_p(self.value / self.spread.error, self.spread.freedom)
+        # Without any spread t is undefined. If the arms differ, every group favours the same arm, which happens by
+        # chance with this probability.
+        return 1.0 if self.value == 0 else 2.0 ** (1 - self.groups)
 
 
 def sum_by_group(values_PX: FloatArray, groups: Sequence[str]) -> FloatArray:
@@ -85,26 +96,13 @@ def sum_by_group(values_PX: FloatArray, groups: Sequence[str]) -> FloatArray:
 
 
 def judge_difference(value: float, without_G: FloatArray, weight_G: FloatArray) -> Difference:
-    """Return a difference with its interval and p-value.
+    """Return a difference with its spread over groups.
 
     Args:
         without_G: The difference over all groups but one, for each group.
         weight_G: Weight of each group in the difference, in any unit.
     """
-    return tested(value, jackknife(value, without_G, weight_G), int((weight_G > 0).sum()))
-
-
-def tested(value: float, spread: Spread | None, groups: int) -> Difference:
-    """Return a difference of known spread with its interval and p-value."""
-    if spread is None:
-        return Difference(value, None, None, groups)
-    if spread.error > NO_SPREAD * abs(value):
-        p_value = two_sided_p(value / spread.error, spread.freedom)
-    else:
-        # Without any spread t is undefined. If the arms differ, every group favours the same arm, which happens by
-        # chance with this probability.
-        p_value = 1.0 if value == 0 else 2.0 ** (1 - groups)
-    return Difference(value, spread.interval(value, 0.05), p_value, groups, spread)
+    return Difference(value, jackknife(value, without_G, weight_G), int((weight_G > 0).sum()))
 
 
 def tau_difference(first: Sequence[PromptCounts], second: Sequence[PromptCounts]) -> Difference:
@@ -128,17 +126,20 @@ def _difference(totals_X4: FloatArray) -> FloatArray:
     return accepted_X[..., 0] - accepted_X[..., 1]
 
 
-def ratio_interval(totals_G: FloatArray, counts_G: FloatArray, high: float) -> Interval | None:
-    """Return the 95 % interval of the pooled mean ``sum(totals) / sum(counts)``.
+def _ratio_interval(totals_P: FloatArray, counts_P: FloatArray, groups: Sequence[str], high: float) -> Interval | None:
+    """Return the 95 % interval of the pooled mean ``sum(totals) / sum(counts)``, cut at 0 and at its upper bound.
 
     Args:
-        totals_G: Sum of each group; terms are 0 or more.
-        counts_G: Number of terms of each sum, not all 0.
-        high: Upper bound of the mean. The interval is cut at 0 and there.
+        totals_P: Sum of each prompt; terms are 0 or more.
+        counts_P: Number of terms of each sum.
+        high: Upper bound of the mean.
 
     Returns:
-        The interval; None if only one group has a count above 0, as it has no spread.
+        The interval; None if fewer than two groups have a count above 0, as these have no spread.
     """
+    totals_G, counts_G = sum_by_group(totals_P, groups), sum_by_group(counts_P, groups)
+    if not counts_G.any():
+        return None
     value = float(totals_G.sum() / counts_G.sum())
     # The clamp avoids a division by 0 if only one group counts; `jackknife` then returns None.
     without_G = (totals_G.sum() - totals_G) / np.maximum(counts_G.sum() - counts_G, 1e-9)
@@ -149,26 +150,19 @@ def ratio_interval(totals_G: FloatArray, counts_G: FloatArray, high: float) -> I
     return max(0.0, below), min(high, above)
 
 
-def pooled_tau_interval(accepted_G: FloatArray, rounds_G: FloatArray, depth: int) -> Interval | None:
-    """Return the interval of tau, ``1 + sum(accepted) / sum(rounds)``; None without rounds, and for a single group."""
-    interval = ratio_interval(accepted_G, rounds_G, depth) if rounds_G.any() else None
-    return None if interval is None else (1.0 + interval[0], 1.0 + interval[1])
-
-
 def tau_interval(counts: Sequence[PromptCounts]) -> Interval | None:
     """Return the 95 % interval of tau over groups; None without rounds, and for a single group."""
     accepted_PK, rounds_P = accepted_by_position(counts)
     groups = [one.group for one in counts]
-    accepted_G = sum_by_group(accepted_PK.sum(axis=1), groups)
-    return pooled_tau_interval(accepted_G, sum_by_group(rounds_P, groups), accepted_PK.shape[1])
+    interval = _ratio_interval(accepted_PK.sum(axis=1), rounds_P, groups, accepted_PK.shape[1])
+    return None if interval is None else (1.0 + interval[0], 1.0 + interval[1])
 
 
 def marginal_intervals(counts: Sequence[PromptCounts]) -> list[Interval | None]:
     """Return the 95 % interval over groups of each entry of ``acceptance.marginal``."""
     accepted_PK, rounds_P = accepted_by_position(counts)
     groups = [one.group for one in counts]
-    accepted_GK, rounds_G = sum_by_group(accepted_PK, groups), sum_by_group(rounds_P, groups)
-    return [ratio_interval(accepted_G, rounds_G, 1.0) if rounds_G.any() else None for accepted_G in accepted_GK.T]
+    return [_ratio_interval(accepted_P, rounds_P, groups, 1.0) for accepted_P in accepted_PK.T]
 
 
 def jackknife(value: float, without_G: FloatArray, weight_G: FloatArray) -> Spread | None:

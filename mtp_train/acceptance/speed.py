@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from mtp_train.acceptance.counts import FloatArray, Interval, PromptCounts, num_groups
-from mtp_train.acceptance.intervals import Difference, Spread, jackknife, sum_by_group, tested
+from mtp_train.acceptance.intervals import Difference, Spread, jackknife, sum_by_group
 
 Verdict = Literal["above", "below", "neither"]
 """Where an interval lies: ``above`` or ``below`` the value that decides, or on both sides of it."""
@@ -115,7 +115,7 @@ def measured_speedup(pair: Pair) -> Speedup | None:
     of_texts = jackknife(value, _log_ratio(texts - texts_G, clock), _shares(texts_G[:, 1::3]))
     of_clock = jackknife(value, _log_ratio(texts, clock - clock_G), _shares(clock_G[:, 1::4]))
     spread = None if of_texts is None or of_clock is None else of_texts.plus(of_clock)
-    return Speedup(tested(value, spread, num_groups(pair.head)), of_texts, of_clock)
+    return Speedup(Difference(value, spread, num_groups(pair.head)), of_texts, of_clock)
 
 
 def _texts(counts: Sequence[PromptCounts]) -> FloatArray:

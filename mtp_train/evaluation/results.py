@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -31,6 +31,8 @@ ALL_TASKS = "all"
 """Task of a cell that pools all tasks."""
 VERDICTS = {"good": "confirmed", "bad": "refuted", "neutral": "undecided"}
 """Verdict on a statement by the tone of its finding."""
+RULE_ORDER = ("greedy", "sampled", "argmax")
+"""Verify rules in the order that tables show them; the rule of a server comes last."""
 Tone = Literal["good", "bad", "neutral"]
 T = TypeVar("T")
 
@@ -95,10 +97,6 @@ class Cell(ArmResult, Setting):
     arm: str
     task: str = ALL_TASKS
     """:data:`ALL_TASKS` for all tasks together."""
-    tau_macro: float | None = None
-    """Mean over prompts of each prompt's tau. ``tau`` pools rounds, so that long texts have more weight."""
-    accepted_histogram: tuple[int, ...] | None = None
-    """Rounds that accepted exactly 0, 1, ... ``depth`` drafts."""
     draft_tokens: int
     accepted_tokens: int
     new_tokens: int
@@ -206,7 +204,11 @@ class SampleText:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Measurements of a run, an evaluation or a study."""
+    """Measurements of a run, an evaluation or a study.
+
+    A grid may have thousands of cells. Pages and tables show the headline setting, and one line through it along each
+    axis (:meth:`along`).
+    """
 
     title: str | None = None
     """What was compared; None for a run, which judges one head."""
@@ -228,6 +230,59 @@ class Report:
     """Some texts of the retrained head of a run, for the page."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
+
+    @cached_property
+    def by_place(self) -> dict[tuple[str, str, Setting], Cell]:
+        """The cells of drafting arms by arm, task and setting."""
+        return {(cell.arm, cell.task, cell.setting): cell for cell in self.cells if cell.rule != "none"}
+
+    @cached_property
+    def headline(self) -> Setting | None:
+        """The setting of :attr:`arms`; None where no arm drafts."""
+        stated = self.settings.get("headline")
+        headline = None if stated is None else Setting(**stated)
+        measured = [setting for _, task, setting in self.by_place if task == ALL_TASKS]
+        # A server is measured with its own number of drafts.
+        return headline if headline in measured else next(iter(measured), None)
+
+    @property
+    def drafting(self) -> tuple[str, ...]:
+        """Arms that draft, in the order of :attr:`arms`."""
+        names = [arm for arm, _, _ in self.by_place]
+        return tuple(sorted(dict.fromkeys(names), key=[*self.arms, *names].index))
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(cell.task for cell in self.cells if cell.task != ALL_TASKS))
+
+    def at(self, setting: Setting | None, task: str = ALL_TASKS) -> dict[str, Cell]:
+        """Return the cells of drafting arms at a setting, by arm; arms without it are left out."""
+        found = {arm: None if setting is None else self.by_place.get((arm, task, setting)) for arm in self.drafting}
+        return {arm: cell for arm, cell in found.items() if cell is not None}
+
+    def along(self, *axes: str) -> list[Setting]:
+        """Return the settings with drafts that differ from the headline in these fields at most, in order."""
+        headline = self.headline
+        if headline is None:
+            return []
+        of_headline: dict[str, Any] = {name: getattr(headline, name) for name in axes}
+        every = {setting for _, task, setting in self.by_place if task == ALL_TASKS}
+        return sorted(
+            (setting for setting in every if replace(setting, **of_headline) == headline),
+            key=lambda one: (
+                *(one.context_tokens or 0, one.depth, one.temperature),
+                *((*RULE_ORDER, one.rule).index(one.rule), -one.top_p, one.top_k),
+            ),
+        )
+
+    def by_depth(self, arm: str) -> dict[int, Cell]:
+        """Return an arm's cells by number of drafts, at the headline's temperature, context and rule."""
+        return {one.depth: self.at(one)[arm] for one in self.along("depth") if arm in self.at(one)}
+
+    @property
+    def compared(self) -> list[ArmComparison]:
+        """The comparisons over all tasks at the headline setting."""
+        return [row for row in self.comparisons if row.setting == self.headline and row.task == ALL_TASKS]
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values; a number that is not finite becomes None."""

@@ -235,9 +235,9 @@ def _told(cell: Cell, asked: _Asked, drafts: bool | None, url: str) -> Cell:
     if cell.task == ALL_TASKS:
         cell = replace(cell, tokens_per_second=cell.new_tokens / asked.seconds)
     if drafts is None:
-        return replace(cell, head=url, tau=None, tau_macro=None, rounds=None)
+        return replace(cell, head=url, tau=None, rounds=None)
     if asked.drafts is not None and asked.drafts.accepted_per_pos is None:
-        return replace(cell, marginal=None, marginal_ci95=None, conditional=None, accepted_histogram=None)
+        return replace(cell, marginal=None, marginal_ci95=None, conditional=None)
     return cell
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -149,7 +149,6 @@ def make_cell(arm: MeasuredArm, setting: Setting, task: str = ALL_TASKS) -> Cell
         rounds=sum(one.rounds for one in counts),
         prompts=len(decoded),
         groups=num_groups(counts),
-        tau_macro=macro_tau(counts),
         draft_tokens=sum(one.num_draft_tokens for one in counts),
         accepted_tokens=sum(one.num_accepted_tokens for one in counts),
         new_tokens=sum(one.new_tokens for one in counts),
@@ -162,15 +161,12 @@ def make_cell(arm: MeasuredArm, setting: Setting, task: str = ALL_TASKS) -> Cell
 
 
 def _draft_figures(counts: Sequence[PromptCounts]) -> dict[str, Any]:
-    by_position = map(sum, zip(*(one.accepted_per_pos for one in counts), strict=True))
-    reached = (sum(one.rounds for one in counts), *by_position, 0)
     return {
         "tau_ci95": tau_interval(counts),
         "acceptance_rate": acceptance_rate(counts),
         "marginal": tuple(marginal(counts)),
         "marginal_ci95": tuple(marginal_intervals(counts)),
         "conditional": tuple(conditional(counts)),
-        "accepted_histogram": tuple(more - fewer for more, fewer in pairwise(reached)),
     }
 
 
@@ -196,12 +192,6 @@ def _speed_figures(arm: MeasuredArm, setting: Setting) -> dict[str, Any]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def macro_tau(counts: Sequence[PromptCounts]) -> float | None:
-    """Return the mean of each prompt's tau, without prompts that ended with their first token."""
-    own = [tau([count]) for count in counts if count.rounds]
-    return _mean(own) if own else None
 
 
 def _dense_means(rows: DenseRows, depth: int, task: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from mtp_train.upstream.transformers_private import sdpa_attention_forward, sdpa_mask
 
 HEAD_ATTENTION = "mtp_masked"
+BLOCK_QUERIES = 128
+"""Queries that attend together on a CPU."""
 _lock = threading.Lock()
 _inside = 0
 _enabled_before = True
@@ -106,6 +108,8 @@ def masked_attention(
         key, value = (torch.nn.functional.pad(one, (0, 0, 0, 1)) for one in (key, value))
     if attention_mask is not None and 1 < attention_mask.shape[1] < query.shape[1]:
         return _attend_in_groups(module, query, key, value, attention_mask, **options)
+    if query.device.type == "cpu" and query.shape[2] > BLOCK_QUERIES and _is_plain_mask(attention_mask, position_bias):
+        return _attend_in_blocks(module, query, key, value, attention_mask, **options), None
     attended: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return attended
 
@@ -133,6 +137,34 @@ def _attend_in_groups(
     query, key, value = (one.reshape(num_rows * groups, -1, *one.shape[2:]) for one in (query, key, value))
     grouped, _ = sdpa_attention_forward(module, query, key, value, attention_mask.flatten(0, 1)[:, None], **options)
     return grouped.unflatten(0, (num_rows, groups)).transpose(1, 2).flatten(2, 3), None
+
+
+def _is_plain_mask(attention_mask: Tensor | None, position_bias: Tensor | None) -> TypeGuard[Tensor]:
+    return attention_mask is not None and attention_mask.dtype == torch.bool and position_bias is None
+
+
+def _attend_in_blocks(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **options: Any
+) -> Tensor:
+    """Attend from some queries of a row at a time to the keys that one of them attends to. Shape (B, T, H, width).
+
+    torch's kernel for CPUs computes the scores that a mask removes, too: of packed documents and of an unroll (where a
+    query attends to one key of each later depth) these are most.
+    """
+    rows = []
+    mask_BTS = attention_mask[:, 0].expand(len(query), -1, -1)
+    # Parts of a split have their gradients joined once; those of slices are summed, each as large as the whole.
+    for query_1HTW, key_1JSW, value_1JSW, mask_TS in zip(
+        query.split(1), key.split(1), value.split(1), mask_BTS, strict=True
+    ):
+        blocks = []
+        for part_1HQW, mask_QS in zip(query_1HTW.split(BLOCK_QUERIES, 2), mask_TS.split(BLOCK_QUERIES), strict=True):
+            keys_K = mask_QS.any(0).nonzero()[:, 0]
+            chosen = (one.index_select(2, keys_K) for one in (key_1JSW, value_1JSW))
+            mask_11QK = mask_QS.index_select(1, keys_K)[None, None]
+            blocks.append(sdpa_attention_forward(module, part_1HQW, *chosen, mask_11QK, **options)[0])
+        rows.append(torch.cat(blocks, dim=1))
+    return torch.cat(rows)
 
 
 def _causal(num_queries: int, num_keys: int, device: torch.device) -> Tensor:

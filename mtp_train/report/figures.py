@@ -13,15 +13,14 @@ import base64
 import io
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.names import CEILING, CONTROL, GRAFT, NATIVE, PLAIN, RANDOM, RETRAINED, TABLE, VANILLA
 from mtp_train.evaluation.prompt_records import Setting
-from mtp_train.evaluation.results import ALL_TASKS, ArmResult, Cell, Report
-from mtp_train.report.slices import Slices, slice_report
+from mtp_train.evaluation.results import ArmResult, Report
 from mtp_train.report.tables import context_words
 from mtp_train.report.wording import group_arms
 
@@ -60,32 +59,29 @@ LOOKS = {
 }
 
 
+Point = tuple[float, float, Interval | None]
+"""x, y and the interval of y."""
+
+
 @dataclass(frozen=True)
-class Subject:
-    """A line or a row of a figure; a note marks arms that do not compare with the others, such as ``other trunk``."""
+class Series:
+    """A line of a figure, or a row, which has a single point."""
 
     name: str
-    note: str
     look: Look
+    points: Sequence[Point]
+    note: str = ""
+    """Marks an arm that does not compare with the others, such as ``other trunk``."""
 
     def label(self, separator: str) -> str:
         short = self.name if len(self.name) <= MAX_LABEL_CHARS else f"{self.name[: MAX_LABEL_CHARS - 3]}..."
         return f"{short}{separator}({self.note})" if self.note else short
 
-
-@dataclass(frozen=True)
-class Drawn(Subject):
-    """An arm with its figures."""
-
-    arm: ArmResult
-
-
-@dataclass(frozen=True)
-class Series:
-    """A line of a figure; each point is x, y and the interval of y."""
-
-    subject: Subject
-    points: Sequence[tuple[float, float, Interval | None]]
+    @property
+    def marker(self) -> dict[str, Any]:
+        """The style of its marker; hollow with a note."""
+        face = "white" if self.note else self.look.colour
+        return {"color": self.look.colour, "marker": self.look.marker, "markerfacecolor": face, "markeredgewidth": 1.6}
 
 
 @dataclass(frozen=True)
@@ -107,23 +103,75 @@ ARM_FIGURES, CURVES = ("tau", "marginal_acceptance", "speedup"), ("loss", "held_
 
 def render_figures(report: Report, metrics: Sequence[Mapping[str, Any]] = ()) -> list[FigureFile]:
     """Draw every figure of a report that has data, and of the lines of a run's ``metrics.jsonl``."""
-    slices, drawn = slice_report(report), _drawn_arms(report)
-    looks = assign_looks(slices.arms)
-    figures = []
-    if with_tau := [d for d in drawn if d.arm.tau is not None]:
-        caption = f"Tokens committed per round (tau), {INTERVALS}. 1 is plain decoding."
-        found = [(d, d.arm.tau or 0.0, d.arm.tau_ci95) for d in with_tau]
-        figures.append(FigureFile("tau", caption, _intervals(found, "tokens per round (tau)", 0.9)))
-    if with_shares := [d for d in drawn if d.arm.marginal]:
+    figures = list[FigureFile]()
+    rows = (
+        ("tau", _tau, "Tokens committed per round (tau)", TAU_LABEL, 0.9),
+        ("speedup", _speedup, "Tokens per second over those of the same trunk without drafts", SPEEDUP_LABEL, 0.0),
+    )
+    for stem, points_of, what, label, x_start in rows:
+        if series := _arm_series(report, points_of):
+            caption = f"{what}, {INTERVALS}. 1 is plain decoding."
+            figures.append(FigureFile(stem, caption, _rows(series, label, x_start)))
+    if series := _arm_series(report, _shares):
         caption = f"Share of rounds that accepted the draft at each position (marginal acceptance), {INTERVALS}."
-        figures.append(FigureFile("marginal_acceptance", caption, marginal_figure(with_shares)))
-    if with_speed := [d for d in drawn if d.arm.speedup is not None]:
-        caption = f"Tokens per second over those of the same trunk and decoder without drafts, {INTERVALS}."
-        found = [(d, d.arm.speedup or 0.0, d.arm.speedup_ci95) for d in with_speed]
-        figures.append(FigureFile("speedup", caption, _intervals(found, "times the speed without drafts", 0.0)))
-    for draw in (_depth, _context):
-        figures += draw(slices, looks)
+        ticks = [str(position + 1) for position in range(max(len(one.points) for one in series))]
+        drawn = _lines(series, "position in the draft", "share of rounds", ticks, y_limits=(-0.03, 1.03))
+        figures.append(FigureFile("marginal_acceptance", caption, drawn))
+    depths, contexts = report.along("depth"), report.along("context_tokens")
+    by_depth, by_context = ([str(one.depth) for one in depths], [context_words(one.context_tokens) for one in contexts])
+    lines = (
+        ("depth", depths, _tau, "Tau by drafts per round", "drafts per round", TAU_LABEL, by_depth),
+        ("depth_speedup", depths, _speedup, "Speed by drafts per round", "drafts per round", SPEEDUP_LABEL, by_depth),
+        ("context", contexts, _tau, "Tau by tokens of context", "tokens of context", TAU_LABEL, by_context),
+    )
+    for stem, settings, points_of, what, x_label, y_label, ticks in lines:
+        if len(settings) > 1 and (series := _setting_series(report, settings, points_of)):
+            plain_at = 1.0 if points_of is _speedup else None
+            drawn = _lines(series, x_label, y_label, ticks, plain_at=plain_at)
+            figures.append(FigureFile(stem, f"{what}, {INTERVALS}.", drawn))
     return figures + _training_figures(metrics)
+
+
+PointsOf = Callable[[ArmResult], list[Point]]
+TAU_LABEL, SPEEDUP_LABEL = "tokens per round (tau)", "times the speed without drafts"
+
+
+def _tau(arm: ArmResult) -> list[Point]:
+    return [] if arm.tau is None else [(0.0, arm.tau, arm.tau_ci95)]
+
+
+def _speedup(arm: ArmResult) -> list[Point]:
+    return [] if arm.speedup is None else [(0.0, arm.speedup, arm.speedup_ci95)]
+
+
+def _shares(arm: ArmResult) -> list[Point]:
+    shares = arm.marginal or ()
+    intervals = arm.marginal_ci95 or (None,) * len(shares)
+    return [(float(k), *figure) for k, figure in enumerate(zip(shares, intervals, strict=True))]
+
+
+def _arm_series(report: Report, points_of: PointsOf) -> list[Series]:
+    """Return the figures of the arms that draft, at the headline setting."""
+    groups = group_arms(report)
+    shown = ((groups.alike, ""), (groups.apart, "other trunk"), (groups.recorded, "recorded"))
+    looks = assign_looks([name for arms, _ in shown for name in arms])
+    return [
+        Series(name, looks[name], points, note)
+        for arms, note in shown
+        for name, arm in arms.items()
+        if arm.head and (points := points_of(arm))
+    ]
+
+
+def _setting_series(report: Report, settings: Sequence[Setting], points_of: PointsOf) -> list[Series]:
+    """Return one line per arm through its cells of all tasks at these settings, at x = 0, 1, ..."""
+    series = []
+    for arm, look in assign_looks(report.drafting).items():
+        cells = [(x, report.at(setting).get(arm)) for x, setting in enumerate(settings)]
+        points = [(float(x), y, known) for x, cell in cells if cell is not None for _, y, known in points_of(cell)]
+        if points:
+            series.append(Series(arm, look, points))
+    return series
 
 
 def _training_figures(metrics: Sequence[Mapping[str, Any]]) -> list[FigureFile]:
@@ -153,42 +201,34 @@ def curves(metrics: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> li
         found = [(float(line["step"]), line.get(key)) for line in metrics]
         points = [(step, float(y), None) for step, y in found if isinstance(y, int | float) and math.isfinite(y)]
         if len(points) > 1:
-            lines.append(Series(Subject(name, "", looks[key]), points))
+            lines.append(Series(name, looks[key], points))
     return lines
 
 
-def _intervals(found: Sequence[tuple[Subject, float, Interval | None]], label: str, x_start: float) -> bytes:
-    """Draw a row for each subject with its value and interval, beside 1, which is plain decoding."""
-    figure, axes = canvas(0.9 + 0.5 * len(found))
-    for row, (subject, value, known) in enumerate(found):
+def _rows(series: Sequence[Series], label: str, x_start: float) -> bytes:
+    """Draw a row for the point of each arm, with its interval, beside 1, which is plain decoding."""
+    figure, axes = canvas(0.9 + 0.5 * len(series))
+    most = 1.0
+    for row, one in enumerate(series):
+        ((_, value, known),) = one.points
         interval = known or (value, value)
-        axes.plot(interval, [row, row], color=subject.look.colour, linewidth=2, solid_capstyle="butt")
-        axes.plot([value], [row], **_marker(subject), linestyle="none", markersize=8)
+        most = max(most, interval[1])
+        axes.plot(interval, [row, row], color=one.look.colour, linewidth=2, solid_capstyle="butt")
+        axes.plot([value], [row], **one.marker, linestyle="none", markersize=8)
         place: dict[str, Any] = {"xytext": (9, 0), "textcoords": "offset points", "va": "center"}
         axes.annotate(f"{value:.2f}", (interval[1], row), **place, fontsize=11, color=INK)
-        if row and subject.note != found[row - 1][0].note:
+        if row and one.note != series[row - 1].note:
             axes.axhline(row - 0.5, color=FAINT, linewidth=1, zorder=0)
-    most = max(1.0, *((known or (value, value))[1] for _, value, known in found))
     axes.set_xlim(x_start, x_start + 1.2 * max(most - x_start, 0.1))
     axes.axvline(1.0, **PLAIN_LINE, zorder=0.5)
     # Names come from users: matplotlib must not parse a dollar sign in one as mathematics.
-    axes.set_yticks(range(len(found)), [subject.label("\n") for subject, _, _ in found], parse_math=False)
+    axes.set_yticks(range(len(series)), [one.label("\n") for one in series], parse_math=False)
     # The first row on top.
-    axes.set_ylim(len(found) - 0.4, -0.6)
+    axes.set_ylim(len(series) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(label)
     return png(figure)
-
-
-def marginal_figure(drawn: Sequence[Drawn]) -> bytes:
-    series, depth = [], max(len(d.arm.marginal or ()) for d in drawn)
-    for d in drawn:
-        shares = d.arm.marginal or ()
-        intervals = [*(d.arm.marginal_ci95 or ()), *[None] * len(shares)]
-        series.append(Series(d, [(k, share, intervals[k]) for k, share in enumerate(shares)]))
-    ticks = [str(position) for position in range(1, depth + 1)]
-    return _lines(series, "position in the draft", "share of rounds", ticks, y_limits=(-0.03, 1.03))
 
 
 def assign_looks(names: Sequence[str]) -> dict[str, Look]:
@@ -198,19 +238,6 @@ def assign_looks(names: Sequence[str]) -> dict[str, Look]:
     others = [name for name in names if name not in LOOKS]
     chosen = {name: spare[index % len(spare)] for index, name in enumerate(others)}
     return {name: LOOKS.get(name) or chosen[name] for name in names}
-
-
-def _drawn_arms(report: Report) -> list[Drawn]:
-    groups = group_arms(report)
-    shown = ((groups.alike, ""), (groups.apart, "other trunk"), (groups.recorded, "recorded"))
-    looks = assign_looks([name for arms, _ in shown for name in arms])
-    return [Drawn(name, note, looks[name], arm) for arms, note in shown for name, arm in arms.items() if arm.head]
-
-
-def _marker(d: Subject) -> dict[str, Any]:
-    """Return the marker style of an arm; hollow for an arm with a note, which does not compare with the others."""
-    face = "white" if d.note else d.look.colour
-    return {"color": d.look.colour, "marker": d.look.marker, "markerfacecolor": face, "markeredgewidth": 1.6}
 
 
 def canvas(height_inches: float) -> tuple[Figure, Axes]:
@@ -233,50 +260,6 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _depth(slices: Slices, looks: Mapping[str, Look]) -> Iterator[FigureFile]:
-    """Draw tau and speedup over the number of drafts."""
-    settings = slices.depths()
-    if len(settings) < 2:
-        return
-    ticks = [str(setting.depth) for setting in settings]
-    if tau := _series(slices, looks, settings, lambda cell: (cell.tau, cell.tau_ci95)):
-        drawn = _lines(tau, "drafts per round", "tokens per round (tau)", ticks)
-        yield FigureFile("depth", f"Tau by drafts per round, {INTERVALS}.", drawn)
-    if speedup := _series(slices, looks, settings, lambda cell: (cell.speedup, cell.speedup_ci95)):
-        drawn = _lines(speedup, "drafts per round", "times the speed without drafts", ticks, plain_at=1.0)
-        yield FigureFile("depth_speedup", "Measured speed by drafts per round. Dashed: without drafts.", drawn)
-
-
-def _context(slices: Slices, looks: Mapping[str, Look]) -> Iterator[FigureFile]:
-    settings = slices.contexts()
-    series = _series(slices, looks, settings, lambda cell: (cell.tau, cell.tau_ci95))
-    if len(settings) < 2 or not series:
-        return
-    ticks = [context_words(setting.context_tokens) for setting in settings]
-    caption = f"Tau by tokens of context, {INTERVALS}. Own: the unchanged prompts."
-    yield FigureFile("context", caption, _lines(series, "tokens of context", "tokens per round (tau)", ticks))
-
-
-def _series(
-    slices: Slices,
-    looks: Mapping[str, Look],
-    settings: Sequence[Setting],
-    figure_of: Callable[[Cell], tuple[float | None, Interval | None]],
-) -> list[Series]:
-    """Return one line per arm through its cells of all tasks at these settings, at x = 0, 1, ..."""
-    series = []
-    for arm, look in looks.items():
-        points = []
-        for x, setting in enumerate(settings):
-            cell = slices.cells.get((arm, ALL_TASKS, setting))
-            y, interval = figure_of(cell) if cell else (None, None)
-            if y is not None:
-                points.append((float(x), y, interval))
-        if points:
-            series.append(Series(Subject(arm, "", look), points))
-    return series
-
-
 def _lines(
     series: Sequence[Series],
     x_label: str,
@@ -296,19 +279,19 @@ def _lines(
         drawn += axes.plot(
             [x + aside for x, _, _ in one.points],
             [y for _, y, _ in one.points],
-            **_marker(one.subject),
-            linestyle=(0, (4, 2)) if one.subject.note else "-",
+            **one.marker,
+            linestyle=(0, (4, 2)) if one.note else "-",
             linewidth=1.8,
             markersize=7,
             markevery=every,
         )
         for x, _, interval in one.points:
             if interval is not None:
-                axes.plot([x + aside, x + aside], interval, color=one.subject.look.colour, linewidth=1.4)
+                axes.plot([x + aside, x + aside], interval, color=one.look.colour, linewidth=1.4)
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
     if len(series) > 1:
         # Below the plot, one arm per line: long names fit, and the legend covers no curve.
-        labels = [one.subject.label(" ") for one in series]
+        labels = [one.label(" ") for one in series]
         texts = figure.legend(drawn, labels, loc="outside lower left", frameon=False, fontsize=11).get_texts()
         for text in texts:
             text.set_parse_math(False)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from mtp_train.acceptance.gate import GateVerdict
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.evaluation.prompt_records import Setting
-from mtp_train.evaluation.results import ALL_TASKS, Cell, Report
-from mtp_train.report.slices import Slices
+from mtp_train.evaluation.results import ALL_TASKS, ArmResult, Cell, Report
 from mtp_train.report.wording import (
+    Arms,
     depth_words,
     difference_words,
     format_estimate,
-    format_groups,
     format_number,
+    format_percent,
     format_seconds,
     format_shares,
     format_tau,
@@ -26,13 +27,13 @@ from mtp_train.report.wording import (
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table of text; its first column is for the names of the rows."""
+    """A table of text; its first column is for the names of the rows, and further lines in it for details."""
 
     columns: tuple[str, ...]
     groups: Mapping[str, Sequence[tuple[str, ...]]]
     """Rows by the title of their group; an empty title is not shown."""
-    prose: bool = False
-    """Whether the last column holds sentences."""
+    kind: Literal["grid", "prose", "arms"] = "grid"
+    """The page's style; the last column of ``prose`` holds sentences."""
 
 
 MAX_INTERVALS = 3
@@ -41,22 +42,28 @@ _TAU_VERDICTS = {"above": "gain shown", "below": "loss shown", "neither": "not s
 _SPEED_VERDICTS = {"above": "drafts pay", "below": "drafts do not pay", "neither": "undecided"}
 PAYS = {"above": "yes", "below": "no", "neither": "undecided", None: "-"}
 
-_CELL_COLUMNS: dict[str, Callable[[Cell], str]] = {
-    "prompts": lambda cell: format_number(cell.prompts, 0),
+_ARM_COLUMNS: dict[str, Callable[[ArmResult], str]] = {
     "tau [95 %]": format_tau,
-    "groups": format_groups,
-    "macro": lambda cell: format_number(cell.tau_macro, 2),
-    "by position": lambda cell: format_shares(cell.marginal),
+    "groups": lambda arm: format_number(None if arm.tau_ci95 is None else arm.groups, 0),
+    "by position": lambda arm: format_shares(arm.marginal),
+    "tokens/s": lambda arm: format_number(arm.tokens_per_second, 1),
+    "speedup [95 %]": lambda arm: format_estimate(arm.speedup, arm.speedup_ci95),
+    "repeats": lambda arm: format_percent(arm.repeated_8gram_share),
+    "entropy": lambda arm: format_number(arm.target_entropy, 2),
+}
+NARROW = ("tau [95 %]", "by position", "tokens/s", "speedup [95 %]")
+"""Columns of the arms that fit in 80 characters."""
+_CELL_COLUMNS: dict[str, Callable[[Cell], str]] = {
+    **_ARM_COLUMNS,
+    "prompts": lambda cell: format_number(cell.prompts, 0),
     "overlap": lambda cell: format_shares((cell.overlap or ())[:1]),
-    "entropy": lambda cell: format_number(cell.target_entropy, 2),
     "prompt tokens": lambda cell: format_number(cell.mean_prompt_tokens, 0),
     "prefill": lambda cell: format_seconds(cell.seconds_prefill),
     "round": lambda cell: format_seconds(cell.round_seconds),
     "tau needed": lambda cell: format_number(cell.break_even_tau, 2),
-    "speedup [95 %]": lambda cell: format_estimate(cell.speedup, cell.speedup_ci95),
     "pays": lambda cell: PAYS[cell.pays],
 }
-_TASK_COLUMNS = ("tau [95 %]", "groups", "macro", "by position", "overlap", "entropy")
+_TASK_COLUMNS = ("tau [95 %]", "groups", "by position", "overlap", "entropy")
 _AXES = {
     "task": _TASK_COLUMNS,
     "setting": (*_TASK_COLUMNS, "speedup [95 %]"),
@@ -67,23 +74,37 @@ _AXES = {
 
 
 def make_table(
-    columns: Sequence[str], groups: Mapping[str, Sequence[tuple[str, ...]]], *, prose: bool = False
+    columns: Sequence[str],
+    groups: Mapping[str, Sequence[tuple[str, ...]]],
+    kind: Literal["grid", "prose", "arms"] = "grid",
 ) -> TextTable | None:
     kept = {title: rows for title, rows in groups.items() if rows}
-    return TextTable(tuple(columns), kept, prose) if kept else None
+    return TextTable(tuple(columns), kept, kind) if kept else None
 
 
-def axis_tables(slices: Slices) -> dict[str, TextTable | None]:
+def arms_table(groups: Mapping[str, Arms], columns: Sequence[str] = tuple(_ARM_COLUMNS)) -> TextTable | None:
+    """Return a row for each arm, with its trunk and head below its name; groups by their title."""
+
+    def row(name: str, arm: ArmResult) -> tuple[str, ...]:
+        head = f"\nhead: {arm.head}" if arm.head else ""
+        return (f"{name}\n{arm.trunk}{head}", *(_ARM_COLUMNS[column](arm) for column in columns))
+
+    rows = {title: [row(*named) for named in arms.items()] for title, arms in groups.items()}
+    return make_table(("arm", *columns), rows, "arms")
+
+
+def axis_tables(report: Report) -> dict[str, TextTable | None]:
     """Return a table of the arms along each axis through the headline setting; None for an axis with a single point."""
-    headline, everywhere = slices.headline, ALL_TASKS
+    headline, everywhere = report.headline, ALL_TASKS
+    temperatures = report.along("temperature", "top_p", "top_k", "rule")
     points: dict[str, list[tuple[str, str, Setting]]] = {
-        "task": [] if headline is None else [(task, task, headline) for task in slices.tasks],
-        "setting": [(setting.name, everywhere, setting) for setting in slices.temperatures()],
-        "drafts": [(depth_words(setting.depth), everywhere, setting) for setting in slices.depths()],
-        "context": [(context_words(setting.context_tokens), everywhere, setting) for setting in slices.contexts()],
+        "task": [] if headline is None else [(task, task, headline) for task in report.tasks],
+        "setting": [(setting.name, everywhere, setting) for setting in temperatures],
+        "drafts": [(depth_words(setting.depth), everywhere, setting) for setting in report.along("depth")],
+        "context": [(context_words(one.context_tokens), everywhere, one) for one in report.along("context_tokens")],
     }
     return {
-        axis: _point_table(slices, axis, points[axis], columns) if len(points[axis]) > 1 else None
+        axis: _point_table(report, axis, points[axis], columns) if len(points[axis]) > 1 else None
         for axis, columns in _AXES.items()
     }
 
@@ -93,33 +114,33 @@ def context_words(context_tokens: int | None) -> str:
 
 
 def _point_table(
-    slices: Slices, name: str, points: Sequence[tuple[str, str, Setting]], columns: Sequence[str]
+    report: Report, name: str, points: Sequence[tuple[str, str, Setting]], columns: Sequence[str]
 ) -> TextTable | None:
     """Return a group per point (label, task, setting) with a row per arm; with a single arm, one row per point."""
     groups: dict[str, list[tuple[str, ...]]] = {}
-    alone = len(slices.arms) == 1
+    alone = len(report.drafting) == 1
     for label, task, setting in points:
-        for arm, cell in slices.drafting(task, setting).items():
+        for arm, cell in report.at(setting, task).items():
             row = (label if alone else arm, *(_CELL_COLUMNS[column](cell) for column in columns))
             groups.setdefault("" if alone else label, []).append(row)
     return make_table((name if alone else "arm", *columns), groups)
 
 
-def tau_matrix(slices: Slices) -> TextTable | None:
+def tau_matrix(report: Report) -> TextTable | None:
     """Return tau by task and arm, at the headline setting; None for a single task."""
-    if slices.headline is None or len(slices.tasks) < 2:
+    if report.headline is None or len(report.tasks) < 2:
         return None
-    show = format_tau if len(slices.arms) <= MAX_INTERVALS else lambda cell: format_number(cell.tau, 2)
+    show = format_tau if len(report.drafting) <= MAX_INTERVALS else lambda cell: format_number(cell.tau, 2)
     rows = []
-    for task in slices.tasks:
-        cells = slices.drafting(task, slices.headline)
+    for task in report.tasks:
+        cells = report.at(report.headline, task)
         groups = sorted({cell.groups for cell in cells.values() if cell.tau_ci95 and cell.groups})
         counted = f" ({' to '.join(map(str, dict.fromkeys((groups[0], groups[-1]))))} groups)" if groups else ""
-        rows.append((f"{task}{counted}", *(show(cells[arm]) if arm in cells else "-" for arm in slices.arms)))
-    return make_table(("task", *slices.arms), {"": rows})
+        rows.append((f"{task}{counted}", *(show(cells[arm]) if arm in cells else "-" for arm in report.drafting)))
+    return make_table(("task", *report.drafting), {"": rows})
 
 
-def difference_table(slices: Slices) -> TextTable | None:
+def difference_table(report: Report) -> TextTable | None:
     """Return the comparisons over all tasks together, at the headline setting; None without comparisons."""
     rows = [
         (
@@ -131,11 +152,10 @@ def difference_table(slices: Slices) -> TextTable | None:
             signed(row.delta_overlap_at_equal_entropy, row.delta_overlap_at_equal_entropy_ci95, 3),
             difference_words(row),
         )
-        for row in slices.comparisons()
-        if row.task == ALL_TASKS
+        for row in report.compared
     ]
     columns = ("first - second", "tau [95 %]", "groups", "p", "real", "overlap at equal entropy", "in words")
-    return make_table(columns, {"": rows}, prose=True)
+    return make_table(columns, {"": rows}, "prose")
 
 
 def _p_value(value: float | None) -> str:

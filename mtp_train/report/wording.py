@@ -12,7 +12,6 @@ from mtp_train.acceptance.intervals import POWER
 from mtp_train.acceptance.names import CEILING, CONTROL, GRAFT, NATIVE, PLAIN, RANDOM, RETRAINED, TABLE, VANILLA
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import (
-    ALL_TASKS,
     UNJUDGED,
     UNJUDGED_SENTENCE,
     VERDICTS,
@@ -25,13 +24,8 @@ from mtp_train.evaluation.results import (
     Tone,
     recommended,
 )
-from mtp_train.report.slices import Slices, slice_report
 
 Arms = dict[str, ArmResult]
-
-GROUPS = "groups"
-REPEATS = "repeats"
-COLUMNS = ("tau [95 %]", GROUPS, "by position", "tokens/s", "speedup [95 %]", REPEATS, "entropy")
 
 RECORDED = {
     CONTROL: "the same training on the base's old text",
@@ -71,9 +65,8 @@ def _verdict(tone: Tone, title: str, detail: str) -> Finding:
     return Finding(tone=tone, statement=title, evidence=detail)
 
 
-def headline(slices: Slices) -> Finding:
+def headline(report: Report) -> Finding:
     """Return the verdict: a failed lossless check, else the gate's, else the first finding, else the best arm."""
-    report = slices.report
     if report.lossless and report.lossless.faults:
         # Acceptance has no meaning without it.
         return _verdict("bad", "Not lossless: do not trust these figures", lossless_sentence(report.lossless))
@@ -84,10 +77,16 @@ def headline(slices: Slices) -> Finding:
     if report.findings:
         first = report.findings[0]
         return _verdict(first.tone, verdict_title(first), first.evidence)
-    ranked = slices.ranked()
+    ranked = ranked_arms(report)
     if not ranked:
         return _verdict("neutral", "Acceptance measured", "No arm drafted at a common setting.")
-    return _one_arm(*ranked[0]) if len(ranked) == 1 else _best_arm(slices, ranked)
+    return _one_arm(*ranked[0]) if len(ranked) == 1 else _best_arm(report, ranked)
+
+
+def ranked_arms(report: Report) -> list[tuple[str, Cell, float]]:
+    """Return the drafting arms, their cells at the headline setting and tau, the highest tau first."""
+    known = [(name, cell, cell.tau) for name, cell in report.at(report.headline).items() if cell.tau is not None]
+    return sorted(known, key=lambda entry: -entry[2])
 
 
 def _gate_headline(report: Report, gate: GateVerdict) -> Finding:
@@ -122,10 +121,10 @@ def _one_arm(name: str, cell: Cell, tau: float) -> Finding:
     return _verdict(*payment(cell, title), f"{detail}{needed}.")
 
 
-def _best_arm(slices: Slices, ranked: Sequence[tuple[str, Cell, float]]) -> Finding:
+def _best_arm(report: Report, ranked: Sequence[tuple[str, Cell, float]]) -> Finding:
     (best, cell, tau), *rest = ranked
-    rows = [row for row in slices.comparisons() if row.task == ALL_TASKS]
-    against = {row.second: row for row in (*rows, *(row.swapped() for row in rows)) if row.first == best}
+    rows = (*report.compared, *(row.swapped() for row in report.compared))
+    against = {row.second: row for row in rows if row.first == best}
     others = ", ".join(f"{name} {its_tau:.2f}" for name, _, its_tau in rest)
     equals = [name for name, _, _ in rest if name not in against or not against[name].differs]
     if equals:
@@ -150,9 +149,9 @@ def payment(arm: ArmResult, title: str) -> tuple[Tone, str]:
     return "neutral", f"{title}; undecided whether it is faster: {measured}"
 
 
-def key_figures(slices: Slices) -> list[tuple[str, str]]:
+def key_figures(report: Report) -> list[tuple[str, str]]:
     """Return the (figure, meaning) pairs to show large; none without losslessness, or where no arm drafts."""
-    report, ranked = slices.report, slices.ranked()
+    ranked = ranked_arms(report)
     if (report.lossless and report.lossless.faults) or not ranked:
         return []
     retrained, found = report.arms.get(RETRAINED), list[tuple[str, str]]()
@@ -163,14 +162,12 @@ def key_figures(slices: Slices) -> list[tuple[str, str]]:
         found += [(f"{tau:.2f}", f"tokens per round, {name}") for name, tau in known.items()]
         return [*found, *_speed_figure(retrained)]
     found.append((f"{ranked[0][2]:.2f}", f"tokens per round, {ranked[0][0]}"))
-    fast = [(cell.speedup, arm) for arm, cell in slices.pooled().items() if cell.speedup is not None]
-    if fast:
-        name = max(fast)[1]
-        found += _speed_figure(slices.pooled()[name], f", {name}")
+    fastest = max(ranked, key=lambda entry: entry[1].speedup or 0.0)
+    found += _speed_figure(fastest[1], f", {fastest[0]}")
     if report.comparisons:
         found.append((count_real(report), "differences are real"))
     prompts = max((cell.prompts or 0) for _, cell, _ in ranked)
-    return [*found, (f"{prompts:,}", f"prompts of {len(slices.tasks)} tasks" if len(slices.tasks) > 1 else "prompts")]
+    return [*found, (f"{prompts:,}", f"prompts of {len(report.tasks)} tasks" if len(report.tasks) > 1 else "prompts")]
 
 
 def _speed_figure(arm: ArmResult, name: str = "") -> list[tuple[str, str]]:
@@ -186,18 +183,17 @@ def count_real(report: Report) -> str:
 
 def serving_depth(report: Report) -> int | None:
     """Return the drafts per round to serve the retrained head with; None where no depth is shown to pay."""
-    cells = slice_report(report).by_depth(RETRAINED)
-    best = recommended(cells.values())
+    best = recommended(report.by_depth(RETRAINED).values())
     return None if best is None else best.depth
 
 
-def serving_sentences(slices: Slices) -> list[str]:
+def serving_sentences(report: Report) -> list[str]:
     """Return for each arm the number of drafts to serve with, at the headline's temperature, context and rule.
 
     In a run, for the retrained head alone.
     """
-    arms = [arm for arm in slices.arms if slices.report.title is not None or arm == RETRAINED]
-    told = {arm: depth_sentence(slices.by_depth(arm)) for arm in arms}
+    arms = [arm for arm in report.drafting if report.title is not None or arm == RETRAINED]
+    told = {arm: depth_sentence(report.by_depth(arm)) for arm in arms}
     return [f"{arm}: {text}" if len(arms) > 1 else text for arm, text in told.items() if text]
 
 
@@ -266,19 +262,6 @@ def signed(value: float | None, interval: Interval | None, decimals: int = 2) ->
     return f"{value:+.{decimals}f}{bounds}"
 
 
-def group_sentence(arms: Mapping[str, ArmResult]) -> str:
-    """Return a sentence with the number of groups behind each arm's interval; empty where none is known."""
-    by_count: dict[int, list[str]] = {}
-    for name, arm in arms.items():
-        if arm.tau_ci95 is not None and arm.groups is not None:
-            by_count.setdefault(arm.groups, []).append(name)
-    if len(by_count) < 2:
-        told = "".join(f"{count} groups of prompts" for count in by_count)
-    else:
-        told = ", ".join(f"{count} groups ({' '.join(names)})" for count, names in by_count.items())
-    return f"Intervals are over {told}." if told else ""
-
-
 def power_sentence(gate: GateVerdict | None) -> str:
     """Return a sentence with the gain that the gate can detect at each setting; empty where no gain is known."""
     settings = [one for one in (gate.settings if gate is not None else ()) if one.detectable_gain is not None]
@@ -338,24 +321,8 @@ def apart_sentence(groups: ArmGroups, settings: Mapping[str, Any]) -> str:
     return f"{text}."
 
 
-def arm_cells(arm: ArmResult) -> tuple[str, ...]:
-    return (
-        format_tau(arm),
-        format_groups(arm),
-        format_shares(arm.marginal),
-        format_number(arm.tokens_per_second, 1),
-        format_estimate(arm.speedup, arm.speedup_ci95),
-        format_percent(arm.repeated_8gram_share),
-        format_number(arm.target_entropy, 2),
-    )
-
-
 def format_tau(arm: ArmResult) -> str:
     return format_estimate(arm.tau, arm.tau_ci95)
-
-
-def format_groups(arm: ArmResult) -> str:
-    return format_number(None if arm.tau_ci95 is None else arm.groups, 0)
 
 
 def format_estimate(value: float | None, interval: Interval | None) -> str:

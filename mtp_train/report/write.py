@@ -9,7 +9,7 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mtp_train.acceptance.names import RETRAINED
 from mtp_train.checkpoints.writing import write_bytes, write_json
-from mtp_train.evaluation.results import REPORT_FILE, ArmComparison, ArmResult, Cell, Report, SampleText
+from mtp_train.evaluation.results import REPORT_FILE, ArmComparison, Cell, Report, SampleText
 from mtp_train.report import wording
 from mtp_train.report.figures import ARM_FIGURES, CURVES, FigureFile, render_figures
-from mtp_train.report.slices import Slices, slice_report
 from mtp_train.report.tables import (
     TextTable,
+    arms_table,
     axis_tables,
     difference_table,
     gate_table,
@@ -50,9 +50,6 @@ class Section:
     notes: tuple[str, ...] = ()
     statements: tuple[str, ...] = ()
     """Sentences that are content of their own."""
-    arms: Mapping[str, ArmResult] = field(default_factory=dict)
-    mark: str = ""
-    """What stands behind the names of the arms."""
     figures: Sequence[FigureFile] = ()
     tables: Sequence[TextTable | None] = ()
     samples: Sequence[SampleText] = ()
@@ -65,21 +62,20 @@ class Section:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.statements or self.arms or self.figures or any(self.tables) or self.samples or self.rows)
+        return not (self.statements or self.figures or any(self.tables) or self.samples or self.rows)
 
 
 def render_page(
     report: Report, figures: Sequence[FigureFile], provenance: Mapping[str, Any], serving: Mapping[str, str]
 ) -> str:
     """Return the page of a report, with the commands that serve the export; markup in any text is escaped."""
-    slices = slice_report(report)
-    verdict = wording.headline(slices)
+    verdict = wording.headline(report)
     subject = report.title or next((arm.trunk for arm in wording.group_arms(report).alike.values()), "")
-    setting = "" if slices.headline is None else wording.setting_words(slices.headline)
+    setting = "" if report.headline is None else wording.setting_words(report.headline)
     if setting:
         cells = f"All {len(report.cells):,} cells are in acceptance.csv."
         setting = f"Unless a table states another setting: {setting}. {cells}"
-    sections = [*_sections(slices, figures, serving), Section("Provenance", rows=wording.flatten(provenance))]
+    sections = [*_sections(report, figures, serving), Section("Provenance", rows=wording.flatten(provenance))]
     environment = Environment(
         loader=PackageLoader("mtp_train.report"),
         autoescape=True,
@@ -90,28 +86,22 @@ def render_page(
     return environment.get_template("page.html.j2").render(
         subject=subject,
         verdict=verdict,
-        key_figures=wording.key_figures(slices),
+        key_figures=wording.key_figures(report),
         findings=[one for one in report.findings if one.evidence != verdict.evidence],
         setting_sentence=setting,
         sections=[section for section in sections if not section.is_empty],
-        columns=wording.COLUMNS,
-        arm_cells=wording.arm_cells,
-        focus=_focus(slices),
         before=report.gate.baseline if report.gate else "",
         after=RETRAINED,
     )
 
 
-def _sections(slices: Slices, drawn: Sequence[FigureFile], serving: Mapping[str, str]) -> list[Section]:
-    report, groups = slices.report, wording.group_arms(slices.report)
+def _sections(report: Report, drawn: Sequence[FigureFile], serving: Mapping[str, str]) -> list[Section]:
+    groups = wording.group_arms(report)
 
     def figures(*stems: str) -> list[FigureFile]:
         return [figure for figure in drawn if figure.stem in stems]
 
-    axes = axis_tables(slices)
-    gate, told = report.gate, tuple[str, ...]()
-    if gate is not None:
-        told = (f"{gate.outcome.capitalize()} against {gate.baseline}. {wording.capitalised(gate.reason)}",)
+    axes, gate = axis_tables(report), report.gate
     real = (
         "First arm minus second, paired by prompt, intervals over groups of prompts. "
         f"{wording.count_real(report)} of the report's comparisons are real, at 5 % over all of them together (Holm). "
@@ -119,17 +109,16 @@ def _sections(slices: Slices, drawn: Sequence[FigureFile], serving: Mapping[str,
     )
     held_out = wording.held_out_sentence(report.settings)
     return [
-        Section("Same trunk, same prompts", arms=groups.alike),
+        Section("Same trunk, same prompts", tables=(arms_table({"": groups.alike}),)),
         Section(
             "Another trunk, shown apart",
             (wording.apart_sentence(groups, report.settings),),
-            arms=groups.apart,
-            mark="other trunk",
+            tables=(arms_table({"": groups.apart}),),
         ),
-        Section("What to serve", statements=tuple(wording.serving_sentences(slices)), rows=tuple(serving.items())),
+        Section("What to serve", statements=tuple(wording.serving_sentences(report)), rows=tuple(serving.items())),
         Section("Figures", figures=figures(*ARM_FIGURES)),
         Section("Training", figures=figures(*CURVES)),
-        Section("Differences", (real,), tables=(difference_table(slices),)),
+        Section("Differences", (real,), tables=(difference_table(report),)),
         Section("By position in the draft", tables=(position_table(report),)),
         Section("By task", tables=(axes["task"],)),
         Section("By temperature", (_RULE_NOTE,), tables=(axes["setting"],)),
@@ -139,20 +128,14 @@ def _sections(slices: Slices, drawn: Sequence[FigureFile], serving: Mapping[str,
         Section("Sample texts", (_SAMPLE_NOTE,), samples=report.samples),
         Section("Is it lossless?", statements=(wording.lossless_sentence(report.lossless),)),
         Section("Is the text new to the head?", statements=(held_out,) if held_out else ()),
-        Section("The gate", (wording.power_sentence(gate), _GATE_NOTE), told, tables=(gate_table(gate),)),
+        Section("The gate", (wording.power_sentence(gate), _GATE_NOTE), tables=(gate_table(gate),)),
         Section(
-            "Recorded, not measured here", (wording.recorded_sentence(groups),), arms=groups.recorded, mark="recorded"
+            "Recorded, not measured here",
+            (wording.recorded_sentence(groups),),
+            tables=(arms_table({"": groups.recorded}),),
         ),
         Section("Settings", rows=wording.flatten(report.settings)),
     ]
-
-
-def _focus(slices: Slices) -> str | None:
-    """Return the name of the arm that is highlighted: the retrained head, or the best of several."""
-    ranked = slices.ranked()
-    if RETRAINED in wording.group_arms(slices.report).alike:
-        return RETRAINED
-    return ranked[0][0] if len(ranked) > 1 else None
 
 
 Table = list[list[Any]]
@@ -215,11 +198,10 @@ def flat_table(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Ta
     """Return records as a table with scalar columns.
 
     A figure per position becomes a column per position (``marginal_1``, ``marginal_2``, ...), an interval (``*_ci95``)
-    a column per bound, a histogram a column per count from 0.
+    a column per bound.
     """
     depth = max((len(record[name] or ()) for record in records for name in PER_POSITION if name in record), default=0)
     parts = {name: [f"{name}_{k}" for k in range(1, depth + 1)] for name in names if name in PER_POSITION}
-    parts |= {name: [f"{name}_{k}" for k in range(depth + 1)] for name in names if name.endswith("_histogram")}
     parts |= {name: [f"{name}_low", f"{name}_high"] for name in names if name.endswith("_ci95")}
     if MARGINAL_CI95 in names:
         parts[MARGINAL_CI95] = [f"marginal_{k}_ci95_{end}" for k in range(1, depth + 1) for end in ("low", "high")]

@@ -29,7 +29,6 @@ from mtp_train.heads.build import HeadPlan, build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
-from mtp_train.report.slices import slice_report
 from mtp_train.runs.inputs import Inputs, source_plan
 from mtp_train.runs.run import Run, RunTrunk
 from mtp_train.runs.settings import run_settings
@@ -54,7 +53,7 @@ def evaluate_run(run: Run, trunk: Trunk) -> Report:
     report = assemble(found, settings[0], evaluation_settings(recipe, inputs, settings))
     # The recorded arms are heads of the trunk's own kind.
     others = recorded_arms(recipe.model.trunk) if recipe.head.kind == "mtp" else {}
-    depths, no_gain = slice_report(report).by_depth(RETRAINED), without_gain(run.directory.path)
+    depths, no_gain = report.by_depth(RETRAINED), without_gain(run.directory.path)
     return replace(
         report,
         arms={**report.arms, **others},

@@ -39,6 +39,7 @@ from mtp_train.runs.resolve import FROM_TEXT, Choice, Overrides, recipe_of, reso
 from mtp_train.runs.run import Run, RunTrunk, join_processes, memory_is_named, require_shared
 from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
 from mtp_train.runs.settings import tracking_of
+from mtp_train.runs.study import head_runs, measure_study, study_outcome
 from mtp_train.runs.training import STATE, part_documents, train_stage
 from mtp_train.train.launch import describe_processes, lost_process_is_named
 from mtp_train.train.log import read_metrics
@@ -119,17 +120,11 @@ def _finished_before(recipe: Recipe, directory: RunDirectory, outcome: Outcome, 
 
 def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcome:
     """Run all stages. The processes share all but the report and the export, which are the main process's."""
-    study = run.recipe.study
-    if study is not None:
-        from mtp_train.runs.study import measure_study_heads, study_outcome
-
-        report = measure_study_heads(run, study)
-    else:
-        report = _train_and_measure(run, auto)
+    report = _train_and_measure(run, auto)
     if report is None:
         return Outcome(0, "done", "", DONE)
     _report(run, report, console)
-    if study is not None:
+    if run.recipe.study is not None:
         return study_outcome(report)
     if report.gate is not None and not report.gate.passed:
         refused = GateUndecidedError if report.gate.outcome == "undecided" else GateRefusedError
@@ -144,32 +139,31 @@ def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcom
 
 
 def _train_and_measure(run: Run, auto: Collection[str]) -> Report | None:
-    """Run the stages of one head up to its report, which the main process returns; those that are done are skipped."""
-    trunk, recipe = RunTrunk(run), run.recipe
+    """Run the stages up to the report, which the main process returns; those that are done are skipped."""
+    trunk, recipe, study = RunTrunk(run), run.recipe, run.recipe.study
+    directories = [one.directory for one in head_runs(run)]
     # As the main process finds them: a network file system may show new files to other machines later.
-    found = [(run.directory.path / name).exists() for name in (HEAD, REPORT_FILE)]
-    is_trained, is_measured = run.accelerator.gather_items([found])[0]
+    found = [(one.path / HEAD).exists() for one in directories], (run.directory.path / REPORT_FILE).exists()
+    are_trained, is_measured = run.accelerator.gather_items([found])[0]
+    is_trained = all(are_trained)
     # The trunk comes first, in the form that the first stage needs: a refused trunk leaves the directory free.
-    if not is_trained or (recipe.gate.enabled and not is_measured):
+    if not is_trained or (recipe.gate.enabled and study is None and not is_measured):
         trunk.load(decodes=is_trained or (recipe.regenerates and recipe.decodes))
     if run.is_main:
-        run.directory.clear_leftovers()
+        for directory in {run.directory, *directories}:
+            directory.clear_leftovers()
     run.claim()
     trunk.offload()
     if not is_trained:
-        if recipe.gate.enabled and trunk.is_whole:
-            prompts = [prompt.prompt_ids for prompt in run.inputs.text.held_out]
-            check_decoder(trunk.trunk, prompts, run.inputs.eos_ids, recipe.draft_depth, run.progress.console)
-        run.attempt.stage = "data"
-        documents = data_stage(run, trunk.trunk, in_shards=not trunk.is_whole)
-        _resolve_length(run, documents, auto)
-        run.attempt.stage = "train"
-        trunk.prepare_training()
-        train_stage(run, trunk.trunk, documents, chooses_lr="train.lr" in auto)
-    require_shared(run.directory.path, [HEAD], run.accelerator)
+        _train(run, trunk, are_trained, auto)
+    heads = [str((one.path / HEAD).relative_to(run.directory.path)) for one in directories]
+    require_shared(run.directory.path, heads, run.accelerator)
     run.attempt.stage = "evaluate"
     if is_measured:
-        report = load_report(run.directory.path / REPORT_FILE)
+        report: Report | None = load_report(run.directory.path / REPORT_FILE)
+    elif study is not None:
+        trunk.drop()
+        report = measure_study(run, study)
     elif recipe.gate.enabled:
         trunk.prepare_decoding()
         report = evaluate_run(run, trunk.trunk)
@@ -179,10 +173,29 @@ def _train_and_measure(run: Run, auto: Collection[str]) -> Report | None:
     return report if run.is_main else None
 
 
+def _train(run: Run, trunk: RunTrunk, are_trained: Sequence[bool], auto: Collection[str]) -> None:
+    """Train the missing heads, all on the same text."""
+    recipe = run.recipe
+    if recipe.gate.enabled and trunk.is_whole:
+        prompts = [prompt.prompt_ids for prompt in run.inputs.text.held_out]
+        check_decoder(trunk.trunk, prompts, run.inputs.eos_ids, recipe.draft_depth, run.progress.console)
+    run.attempt.stage = "data"
+    documents = data_stage(run, trunk)
+    _resolve_length(run, documents, auto)
+    run.attempt.stage = "train"
+    # The heads of a study share a learning rate.
+    chooses_lr = "train.lr" in auto and recipe.study is None
+    for of_head, is_trained in zip(head_runs(run), are_trained, strict=True):
+        if not is_trained:
+            trunk.prepare_training()
+            train_stage(of_head, trunk.trunk, documents, chooses_lr=chooses_lr)
+
+
 def _resolve_length(run: Run, documents: Sequence[Document], auto: Collection[str]) -> None:
     """Resolve the length of training for its text, if it is ``auto``, and record it, unless training had begun."""
     fields = [field for field in auto if field in FROM_TEXT]
-    if not fields or broadcast_object_list([(run.directory.path / STATE).exists()])[0]:
+    has_begun = any((one.directory.path / STATE).exists() for one in head_runs(run))
+    if not fields or broadcast_object_list([has_begun])[0]:
         return
     processes = run.accelerator.num_processes
     training, _ = part_documents(run.recipe, documents)
@@ -274,7 +287,7 @@ def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progr
         trunk.load(decodes=settings.endpoint is None)
         run.claim()
         trunk.offload()
-        _, counts = generate_responses(run, trunk.trunk, in_shards=not trunk.is_whole)
+        _, counts = generate_responses(run, trunk)
     return RegenerateResult(directory.path, counts)
 
 

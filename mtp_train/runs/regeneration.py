@@ -33,7 +33,7 @@ from mtp_train.evaluation.decoding import MAX_BATCH
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import RegenerateSpec
 from mtp_train.runs.refusals import DATA, SETTINGS_FILE, TrunkContents, answers_of
-from mtp_train.runs.run import Run, require_shared
+from mtp_train.runs.run import Run, RunTrunk, require_shared
 from mtp_train.runs.run_directory import ADAPTER, TRUNK
 from mtp_train.train.launch import RunAccelerator
 from mtp_train.train.machine import set_threads
@@ -45,23 +45,23 @@ CONCURRENCY = 32
 """Default of ``data.regenerate.concurrency``; that of ``batch_size`` is the batch of an evaluation."""
 
 
-def data_stage(run: Run, trunk: Trunk, *, in_shards: bool = False) -> list[Document]:
+def data_stage(run: Run, trunk: RunTrunk) -> list[Document]:
     """Return the documents to train on: the trunk's own responses, or the sources' text."""
     if not run.recipe.regenerates:
         return list(run.inputs.text.documents)
-    return generate_responses(run, trunk, in_shards=in_shards)[0]
+    return generate_responses(run, trunk)[0]
 
 
-def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tuple[list[Document], ResponseCounts]:
+def generate_responses(run: Run, trunk: RunTrunk) -> tuple[list[Document], ResponseCounts]:
     """Generate responses to the training prompts, and return the documents made from them.
 
-    Prompts with a stored response at the same settings are skipped. A trunk ``in_shards`` only checks a server's
-    responses: the first process asks the server, and the trunk cannot train afterwards.
+    Prompts with a stored response at the same settings are skipped. A trunk in shards only checks a server's
+    responses: the first process asks the server, and the trunk is spent afterwards.
     """
     recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
     settings = regeneration_of(recipe)
     directory, deciding = responses_directory(run, settings)
-    rank, world = (0, 1) if in_shards else (accelerator.process_index, accelerator.num_processes)
+    rank, world = (accelerator.process_index, accelerator.num_processes) if trunk.is_whole else (0, 1)
     store = RegeneratedStore(directory, rank=rank, world=world)
     if accelerator.is_main_process and not (directory / SETTINGS_FILE).is_file():
         write_json(directory / SETTINGS_FILE, deciding)
@@ -79,10 +79,11 @@ def generate_responses(run: Run, trunk: Trunk, *, in_shards: bool = False) -> tu
     if settings.endpoint is None:
         rows = settings.batch_size or MAX_BATCH
         set_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
-        answer_by_decoder(run, settings, trunk, store, on_progress)
+        answer_by_decoder(run, settings, trunk.trunk, store, on_progress)
     else:
-        answer = partial(answer_by_server, run, settings, trunk, store, on_progress)
-        said = with_followers(trunk, accelerator, answer) if in_shards else answer()
+        answer = partial(answer_by_server, run, settings, trunk.trunk, store, on_progress)
+        said = answer() if trunk.is_whole else with_followers(trunk.trunk, accelerator, answer)
+        trunk.is_spent = not trunk.is_whole
         if said and accelerator.is_main_process:
             progress.console.print(said)
     require_shared(directory, ["."], accelerator)

@@ -195,6 +195,8 @@ class RunTrunk:
         self._trunk: Trunk | None = None
         self.is_whole = False
         """Whether the trunk in memory can decode."""
+        self.is_spent = False
+        """Whether a stage has put it in shards or dropped its layers, so that no other head can be trained on it."""
 
     @property
     def trunk(self) -> Trunk:
@@ -207,7 +209,7 @@ class RunTrunk:
         require_room(self._run)
         to_shard = not decodes and shards_trunk(self._run.accelerator)
         self._trunk = load_run_trunk(self._run, to_shard=to_shard)
-        self.is_whole = not to_shard
+        self.is_whole, self.is_spent = not to_shard, False
 
     def offload(self) -> None:
         """Offload the layers of the trunk in memory, into the claimed directory, if the recipe asks for it."""
@@ -216,13 +218,13 @@ class RunTrunk:
             offload_layers(self._trunk, offload, self._run.accelerator.device, self._run.directory.path)
 
     def prepare_training(self) -> None:
-        """Load the trunk again if its shards have checked a server's responses, as they cannot train after that."""
-        recipe, accelerator = self._run.recipe, self._run.accelerator
-        if recipe.regenerates and not self.is_whole:
+        """Load the trunk again if it is spent: by the check of a server's responses, or by the training of a head."""
+        if self.is_spent:
             self.drop()
             self.load(decodes=False)
         # Sharding changes the trunk in place, and a hidden-state cache replaces its layers.
-        self.is_whole &= not shards_trunk(accelerator) and recipe.train.hidden_cache is None
+        self.is_spent = shards_trunk(self._run.accelerator) or self._run.recipe.train.hidden_cache is not None
+        self.is_whole &= not self.is_spent
 
     def prepare_decoding(self) -> None:
         """Load the trunk again if it is not in the form that evaluation needs."""

@@ -1,7 +1,7 @@
 """A recipe with a section ``study``: a vanilla and a distilled model, compared.
 
-The stages: regenerate once, retrain a head per objective, measure all arms, test the claim. Stages that are done are
-skipped, as in ``mtp_train.runs.pipeline``. A measurement resumes after its last prompt.
+It is a run that trains a head for each objective on the same responses, measures all arms over a grid and tests the
+claim. A measurement resumes after its last prompt.
 
 The published claim: retraining a head on the distilled trunk's own responses brings acceptance back to the vanilla
 level. Two models generate different text, and text of lower entropy is easier to draft. The level is therefore compared
@@ -20,8 +20,6 @@ from mtp_inference.opening import OWN
 from mtp_train.acceptance.counts import Interval
 from mtp_train.acceptance.names import GRAFT, NATIVE, RETRAINED, VANILLA
 from mtp_train.checkpoints.locations import HEAD
-from mtp_train.data.tokenize import Document
-from mtp_train.errors import DataError
 from mtp_train.evaluation.arms import ArmSpec
 from mtp_train.evaluation.grid import EvaluationGrid
 from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Setting, TaskPrompt
@@ -32,10 +30,9 @@ from mtp_train.losses.catalogue import find_loss
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import StudySection
 from mtp_train.report.wording import format_number, lossless_sentence, signed, verdict_title
-from mtp_train.runs.regeneration import data_stage
-from mtp_train.runs.run import Run, RunTrunk
+from mtp_train.runs.run import Run
 from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
-from mtp_train.runs.training import HIDDEN, train_stage
+from mtp_train.runs.training import HIDDEN
 
 HEADS, GRID_DIR = "heads", "grid"
 CLAIM = "Retraining on the distilled trunk's own responses brings acceptance back to the vanilla level"
@@ -46,19 +43,26 @@ WEAK = (
 )
 
 
-def measure_study_heads(run: Run, study: StudySection) -> Report | None:
-    """Train and measure the heads; the main process returns the report. The processes share training and decoding."""
-    recipe, run_dir, inputs = run.recipe, run.directory.path, run.inputs
-    if inputs.base is None:
-        raise DataError("model.head_from: null; expected the vanilla model of the study. Name it.")
-    prompts = [TaskPrompt.of(prompt, HELD_OUT_TASK) for prompt in inputs.text.held_out]
-    if run.is_main:
-        for directory in (run_dir, *(head_dir(run_dir, objective) for objective in study.objectives)):
-            RunDirectory(directory).clear_leftovers()
-    run.claim()
-    train_heads(run, study)
-    run.accelerator.wait_for_everyone()
-    run.attempt.stage = "evaluate"
+def head_runs(run: Run) -> list[Run]:
+    """Return a run for each head that is trained: the run itself, or one for each objective of a study, below it."""
+    study = run.recipe.study
+    return [run] if study is None else [_of_objective(run, one) for one in study.objectives]
+
+
+def _of_objective(run: Run, objective: str) -> Run:
+    recipe, run_dir = run.recipe, run.directory.path
+    temperature = recipe.objective.temperature if find_loss(objective).distils else 1.0
+    values: dict[str, object] = {"objective.loss": objective, "objective.temperature": temperature}
+    cache = recipe.train.hidden_cache
+    if cache is not None and cache.directory is None:
+        values["train.hidden_cache.directory"] = str(run_dir / HIDDEN)
+    return replace(run, recipe=recipe.replaced(values), directory=RunDirectory(run_dir / HEADS / objective))
+
+
+def measure_study(run: Run, study: StudySection) -> Report | None:
+    """Measure the heads; the main process returns the report. All processes decode."""
+    recipe, run_dir = run.recipe, run.directory.path
+    prompts = [TaskPrompt.of(prompt, HELD_OUT_TASK) for prompt in run.inputs.text.held_out]
     grid, specs = grid_of(recipe, study), arm_specs(recipe, study, run_dir)
     arms = Study(specs, grid, run_dir / GRID_DIR, run.progress, prompts=prompts, processes=run.processes)
     measured = arms.measure()
@@ -71,30 +75,6 @@ def study_outcome(report: Report) -> Outcome:
         return Outcome(1, "not_lossless", f"{lossless_sentence(report.lossless)} Please report it.", DONE)
     claim = report.findings[0]
     return Outcome(0, "done", f"{verdict_title(claim)} {claim.evidence}", DONE)
-
-
-def head_dir(run_dir: Path, objective: str) -> Path:
-    return run_dir / HEADS / objective
-
-
-def train_heads(run: Run, study: StudySection) -> None:
-    """Retrain a head for each objective without one; the responses are generated once for all heads."""
-    documents: list[Document] | None = None
-    trunk = RunTrunk(run)
-    for objective in study.objectives:
-        directory = head_dir(run.directory.path, objective)
-        if run.accelerator.gather_items([(directory / HEAD).is_dir()])[0]:
-            continue
-        # A trunk that was sharded, or whose layers were dropped for a hidden-state cache, is gone: load it again.
-        trunk.load(decodes=documents is None and run.recipe.regenerates)
-        if documents is None:
-            run.attempt.stage = "data"
-            documents = data_stage(run, trunk.trunk)
-        run.attempt.stage = "train"
-        of_head = replace(run, recipe=for_objective(run.recipe, objective), directory=RunDirectory(directory))
-        train_stage(of_head, trunk.trunk, documents)
-        run.accelerator.wait_for_everyone()
-        trunk.drop()
 
 
 def report_of(recipe: Recipe, study: StudySection, grid: EvaluationGrid, measured: Measurements) -> Report:
@@ -114,7 +94,7 @@ def arm_specs(recipe: Recipe, study: StudySection, run_dir: Path) -> list[ArmSpe
         return ArmSpec(name, model.trunk, head, model.adapter, model.quantization)
 
     native = [on_trunk(NATIVE, OWN)] if NATIVE in recipe.evaluate.arms else []
-    heads = [on_trunk(retrained(one), str(head_dir(run_dir, one) / HEAD)) for one in study.objectives]
+    heads = [on_trunk(retrained(one), str(run_dir / HEADS / one / HEAD)) for one in study.objectives]
     vanilla = ArmSpec(VANILLA, base, OWN, quantization=model.quantization)
     return [on_trunk(GRAFT, base), *native, *heads, vanilla]
 
@@ -130,15 +110,6 @@ def grid_of(recipe: Recipe, study: StudySection) -> EvaluationGrid:
         batch=study.batch,
         seed=recipe.seed,
     )
-
-
-def for_objective(recipe: Recipe, objective: str) -> Recipe:
-    temperature = recipe.objective.temperature if find_loss(objective).distils else 1.0
-    values: dict[str, object] = {"objective.loss": objective, "objective.temperature": temperature}
-    cache = recipe.train.hidden_cache
-    if cache is not None and cache.directory is None:
-        values["train.hidden_cache.directory"] = str(Path(recipe.run_dir) / HIDDEN)
-    return recipe.replaced(values)
 
 
 # The claim

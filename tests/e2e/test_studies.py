@@ -60,7 +60,6 @@ def test_evaluate_measures_a_grid_once(
     for cell in pooled:
         assert cell["tau"] == pytest.approx(1 + cell["accepted_tokens"] / cell["rounds"])
         assert (cell["prompts"], cell["draft_tokens"]) == (3, cell["rounds"] * cell["depth"])
-        assert sum(cell["accepted_histogram"]) == cell["rounds"]
         assert len(cell["overlap"]) == cell["depth"]
     # Greedy and argmax texts equal plain decoding; sampled ones need not.
     assert report["lossless"] == {"checked": 12, "identical": 12, "near_tie_divergences": 0, "noise": None}
@@ -221,7 +220,7 @@ def test_a_study_killed_in_any_stage_ends_the_same(
 ) -> None:
     recipe = tiny_recipe(inputs, tmp_path / "run", **STUDY)
     calls = iter(range(1, call))
-    module = pipeline if name == "write_report" else stages
+    module = stages if name == "Study" else pipeline
     whole: Callable[..., Any] = getattr(module, name)
 
     def killed(*args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,7 @@ def test_gate_passes_a_planted_gain() -> None:
     shares = difficulty(30)
     verdict = gate(decoded(shares + 0.1, seed=2), decoded(shares, seed=1))
     assert verdict.passed
-    assert (verdict.baseline, verdict.groups) == ("graft", 30)
+    assert (verdict.baseline, verdict.settings[0].groups) == ("graft", 30)
     assert verdict.delta_tau_ci95 is not None
     assert verdict.delta_tau_ci95[0] > 0
     assert "on 30 prompts of 30 groups: the 95 % interval of the gain, [" in verdict.reason
@@ -50,7 +50,10 @@ def test_gate_refuses_without_a_gain_and_says_what_it_would_have_seen(gain: floa
     verdict = gate(decoded(shares + gain, seed=2), decoded(shares, seed=1))
     assert not verdict.passed
     assert "does not lie above 0" in verdict.reason
-    assert f"(a gain of {verdict.detectable_gain:.2f} would have been seen with probability 0.8)" in verdict.reason
+    assert (
+        f"(a gain of {verdict.settings[0].detectable_gain:.2f} would have been seen with probability 0.8)"
+        in verdict.reason
+    )
 
 
 def test_gate_needs_enough_groups() -> None:
@@ -92,7 +95,7 @@ def test_the_stated_power_is_what_gains_of_that_size_get() -> None:
     rng = np.random.default_rng(3)
     truth = float(np.mean([_gain(*arms(rng, 200, gain=0.8)) for _ in range(20)]))
     found = [gate(*arms(rng, 12, gain=0.8)) for _ in range(300)]
-    stated = float(np.median([one.detectable_gain for one in found if one.detectable_gain is not None]))
+    stated = float(np.nanmedian([one.settings[0].detectable_gain or np.nan for one in found]))
     assert stated == pytest.approx(truth, rel=0.25)
     assert 0.65 <= np.mean([one.passed for one in found]) <= 0.92
     weak = [gate(*arms(rng, 12, gain=0.4)).passed for _ in range(300)]

@@ -13,7 +13,7 @@ from mtp_train.report.figures import FigureFile, curves, render_figures
 from report_samples import EMPTY, METRICS, PLAIN, RETRAINED, SAMPLE, run_cells
 from study_samples import BARE, STUDY
 
-OF_A_RUN = ["tau", "marginal_acceptance", "speedup"]
+OF_A_RUN = ["tau", "speedup", "marginal_acceptance"]
 OF_A_STUDY = [*OF_A_RUN, "depth", "depth_speedup", "context"]
 
 
@@ -71,11 +71,11 @@ def test_names_of_any_kind_are_drawn() -> None:
 
 def test_curves_of_training_skip_what_was_not_measured() -> None:
     found = curves(METRICS, {"loss": "loss", "loss_depth_2": "depth 2", "held_out_tau": "greedy", "absent": "-"})
-    assert {one.subject.name: [(x, y) for x, y, _ in one.points] for one in found} == {
+    assert {one.name: [(x, y) for x, y, _ in one.points] for one in found} == {
         "loss": [(10, 2.5), (20, 1.5), (30, 1.2)],
         "depth 2": [(10, 3.0), (30, 1.9)],
         "greedy": [(10, 1.5), (20, 1.8)],
     }
-    assert len({one.subject.look.colour for one in found}) == 3
+    assert len({one.look.colour for one in found}) == 3
     # A single logged step has no curve.
     assert stems(render_figures(SAMPLE, METRICS[:2])) == OF_A_RUN

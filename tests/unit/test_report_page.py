@@ -74,7 +74,7 @@ def test_hostile_names_are_shown_as_text() -> None:
     assert {tag for tag, _ in reader.tags} <= known
     assert not any("onerror" in attrs for _, attrs in reader.tags)
     assert reader.open == []
-    assert reader.text.count(HOSTILE) > 15
+    assert reader.text.count(HOSTILE) > 12
 
 
 def test_vanilla_and_recorded_arms_stand_apart() -> None:
@@ -82,8 +82,8 @@ def test_vanilla_and_recorded_arms_stand_apart() -> None:
     alike, apart = section(page, "Same trunk, same prompts"), section(page, "Another trunk, shown apart")
     assert "vanilla" not in alike
     assert "1.21 for vanilla, against 0.38" in apart
-    assert "vanilla (other trunk)" in apart
-    assert "ceiling (recorded)" in section(page, "Recorded, not measured here")
+    assert "models/base\nhead: models/base" in apart
+    assert "ceiling" in section(page, "Recorded, not measured here")
 
 
 def test_page_of_a_run_says_verdict_gate_settings_and_provenance() -> None:
@@ -106,7 +106,7 @@ def test_page_of_a_run_says_verdict_gate_settings_and_provenance() -> None:
 def test_command_in_the_reason_can_be_copied() -> None:
     command = "mtp-train graft one --from two --out three"
     gate = GateVerdict(outcome="refused", baseline="graft", delta_tau_ci95=None, reason=f"no gain. Use: {command}")
-    assert page_of(replace(SAMPLE, gate=gate)).count(f"No gain. Use: {command}</") == 2
+    assert page_of(replace(SAMPLE, gate=gate)).count(f"No gain. Use: {command}</") == 1
 
 
 def test_page_of_a_run_ends_with_recorded_arms_and_has_the_commands_that_serve() -> None:

@@ -7,23 +7,14 @@ from dataclasses import replace
 import pytest
 
 from mtp_train.acceptance.counts import Interval
-from mtp_train.evaluation.results import ALL_TASKS, Finding, Report
-from mtp_train.report.slices import slice_report
-from mtp_train.report.wording import difference_words, serving_sentences, setting_words
-from mtp_train.report.wording import headline as headline_of
+from mtp_train.evaluation.results import ALL_TASKS, Report
+from mtp_train.report.wording import difference_words, headline, setting_words
+from mtp_train.report.wording import serving_sentences as serving
 from report_samples import EMPTY, PASSED, SAMPLE, at_depths
 from study_samples import BARE, HEADLINE, STUDY
 
 UNTESTED = replace(STUDY, findings=())
 BEST = "distilled+retrained"
-
-
-def headline(report: Report) -> Finding:
-    return headline_of(slice_report(report))
-
-
-def serving(report: Report) -> list[str]:
-    return serving_sentences(slice_report(report))
 
 
 def test_headline_follows_the_gate() -> None:
@@ -98,21 +89,21 @@ def pooled_differ(report: Report, differs: bool) -> Report:
 
 
 def test_headline_setting_is_the_one_that_the_arms_state() -> None:
-    assert slice_report(STUDY).headline == HEADLINE
+    assert STUDY.headline == HEADLINE
     # A server drafts at a depth of its own.
     served = tuple(cell for cell in STUDY.cells if cell.depth in (0, 2))
-    assert slice_report(replace(STUDY, cells=served)).headline == replace(HEADLINE, depth=2)
-    assert slice_report(BARE).headline is None
+    assert replace(STUDY, cells=served).headline == replace(HEADLINE, depth=2)
+    assert BARE.headline is None
 
 
 def test_cells_of_a_server_are_told_as_far_as_it_tells() -> None:
     cell = replace(STUDY.cells[-1], arm="served", task=ALL_TASKS, temperature=0.6, context_tokens=None, depth=0)
     served = replace(cell, rule="served", tau=None, speedup=None)
-    slices = slice_report(replace(BARE, cells=(served,), arms={"served": served.result}))
-    assert [s.rule for s in slices.temperatures()] == ["served"]
-    assert slices.headline is not None
-    assert setting_words(slices.headline) == "temperature 0.6, served drafts, own context"
-    assert headline_of(slices).statement == "Acceptance measured"
+    report = replace(BARE, cells=(served,), arms={"served": served.result})
+    assert [one.rule for one in report.along("temperature", "rule")] == ["served"]
+    assert report.headline is not None
+    assert setting_words(report.headline) == "temperature 0.6, served drafts, own context"
+    assert headline(report).statement == "Acceptance measured"
 
 
 def test_headline_names_the_best_arm_only_where_every_difference_is_real() -> None:

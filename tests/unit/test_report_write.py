@@ -61,11 +61,9 @@ def test_acceptance_csv_has_one_row_a_cell(tmp_path: Path) -> None:
     ]
     assert cell.marginal is not None
     assert cell.marginal_ci95 is not None
-    assert cell.accepted_histogram is not None
     assert row["marginal_2"] == str(cell.marginal[1])
     assert row["marginal_2_ci95_high"] == str((cell.marginal_ci95[1] or (0, 0))[1])
-    assert row["marginal_3"] == row["marginal_3_ci95_low"] == row["accepted_histogram_3"] == ""
-    assert row["accepted_histogram_0"] == str(cell.accepted_histogram[0])
+    assert row["marginal_3"] == row["marginal_3_ci95_low"] == ""
     plain = rows[0]
     assert plain["rule"] == "none"
     assert plain["context_tokens"] == plain["marginal_1"] == plain["tau_ci95_low"] == plain["break_even_tau"] == ""

@@ -1,4 +1,4 @@
-"""Our forwards run without cuDNN's attention, and leave the process's setting as they found it."""
+"""Our forwards run without cuDNN's attention, leave the process's setting as they found it, and use blocks on a CPU."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.other_drafters import ModelDrafting
 from mtp_train.data.pack import PackedBatch
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
+from mtp_train.heads import attention
+from mtp_train.heads.alignment import prefix_mask, unroll_mask
 from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.trunk.load import Trunk
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
+from tolerances import rounding
 
 enabled = torch.backends.cuda.cudnn_sdp_enabled
 PROMPT = list(range(1, 12))
@@ -129,3 +132,32 @@ def test_threads_whose_forwards_overlap_leave_the_setting_as_the_first_found_it(
     other.join()
     assert found == [False]
     assert enabled()
+
+
+@pytest.mark.parametrize("num_key_heads", [4, 2])
+def test_blocks_of_queries_on_a_cpu_attend_to_all_their_keys_and_read_no_others(
+    num_key_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    documents_BT = torch.tensor([[0] * 7 + [1] * 3, [0] * 2 + [1] * 8])
+    mask = unroll_mask(prefix_mask(documents_BT), 3)[:, None]
+    shapes = ((2, 4, 10, 8), (2, num_key_heads, 30, 8), (2, num_key_heads, 30, 8))
+    inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    module = torch.nn.Module()
+    module.num_key_value_groups = 4 // num_key_heads
+
+    def attended(block_queries: int, mask: Tensor) -> list[Tensor]:
+        monkeypatch.setattr(attention, "BLOCK_QUERIES", block_queries)
+        result, _ = attention.masked_attention(module, *inputs, mask, scaling=0.3, dropout=0.0)
+        return [result.detach(), *torch.autograd.grad(result.sin().sum(), inputs)]
+
+    whole, blocks = attended(10, mask), attended(4, mask)
+    for found, expected in zip(blocks, whole, strict=True):
+        torch.testing.assert_close(found, expected, atol=rounding(expected, 30), rtol=0)
+    # The last block has rows 8 and 9. A NaN in keys that it does not attend to spoils what its kernel sums over them.
+    with torch.no_grad():
+        unread_S = ~mask[0, 0, 8:].any(0)
+        for one in inputs[1:]:
+            one[0, :, unread_S] = torch.nan
+    assert torch.equal(attended(4, mask)[0][0, 8:], blocks[0][0, 8:])
+    assert attended(10, mask)[0][0, 8:].isnan().any()

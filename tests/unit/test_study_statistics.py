@@ -44,16 +44,14 @@ def test_published_figures_come_out(
     histogram: tuple[int, ...], marginal: tuple[float, ...], conditional: tuple[float, ...], tau: float
 ) -> None:
     cell = cell_of(decoded_of(np.array([histogram, histogram])))
-    assert cell.accepted_histogram == tuple(2 * rounds for rounds in histogram)
     assert cell.marginal == pytest.approx(marginal, abs=5e-4)
     assert cell.conditional == pytest.approx(conditional, abs=1e-3)
     assert cell.tau == pytest.approx(tau, abs=5e-3)
 
 
-def test_pooled_tau_weighs_rounds_and_macro_prompts() -> None:
+def test_pooled_tau_weighs_rounds() -> None:
     cell = cell_of([decoded([3] * 9), decoded([0], "p1"), decoded([], "p2")])
     assert cell.tau == pytest.approx(1 + 27 / 10)
-    assert cell.tau_macro == pytest.approx((4 + 1) / 2)
     assert cell.prompts == 3
 
 
@@ -64,7 +62,6 @@ def test_a_drafter_with_nothing_to_say() -> None:
     assert silent.acceptance_rate == 1.0
     assert silent.marginal == pytest.approx((0.4, 0.2, 0.0))
     assert silent.conditional == pytest.approx((0.4, 0.5, 0.0))
-    assert silent.accepted_histogram == (3, 1, 1, 0)
     never = cell_of([decoded([0, 0], drafted=[0, 0]), decoded([0], "p1", drafted=[0])])
     assert (never.tau, never.acceptance_rate, never.marginal) == (1.0, None, (0.0, 0.0, 0.0))
     assert never.conditional == (0.0, None, None)
@@ -100,12 +97,10 @@ def test_plain_decoding_has_cells_of_its_own() -> None:
         MeasuredArm("none", "trunk", None, {GREEDY.plain: records}, {GREEDY.plain: records}, dense)
     )
     assert of_task.task == "one"
-    assert (cell.head, cell.rule, cell.depth, cell.tau, cell.tau_macro) == (None, "none", 0, 1.0, 1.0)
+    assert (cell.head, cell.rule, cell.depth, cell.tau) == (None, "none", 0, 1.0)
     assert (cell.speedup, cell.round_seconds) == (1.0, pytest.approx(0.2))
     assert cell.target_entropy == pytest.approx(0.5)
-    meaningless = (
-        "tau_ci95 acceptance_rate marginal marginal_ci95 conditional dense overlap accepted_histogram break_even_tau"
-    )
+    meaningless = "tau_ci95 acceptance_rate marginal marginal_ci95 conditional dense overlap break_even_tau"
     assert {name: getattr(cell, name) for name in meaningless.split()} == dict.fromkeys(meaningless.split())
 
 

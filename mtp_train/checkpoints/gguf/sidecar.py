@@ -29,12 +29,12 @@ from mtp_train.checkpoints.native import NativeHead, exact_tensor, shared_tensor
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.errors import CheckpointError
 
-GgufKind = Literal["f32", "f16", "bf16", "q8_0"]
+GgufKind = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 _CONTAINERS = {
-    **{Stored.F32: "float32", Stored.F16: "float16", Stored.BF16: "uint8", Stored.Q8_0: "uint8"},
-    Stored.I64: "int64",
+    **{Stored.F32: "float32", Stored.F16: "float16", Stored.I64: "int64"},
+    **dict.fromkeys((Stored.BF16, Stored.Q8_0, Stored.Q4_0), "uint8"),
 }
-_Q8_BLOCK = 32
+_QUANTISED, _BLOCK = ("q8_0", "q4_0"), 32
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _MAX_ELEMENTS = 1 << 24
 # llama.cpp reads routers, the indexer's weights and the mixers of streams in fp32, like norms and vectors.
@@ -103,13 +103,13 @@ def _add_info(writer: gguf.GGUFWriter, tensor: PendingTensor, kind: GgufKind) ->
 
 
 def stored_type(tensor: PendingTensor, kind: GgufKind) -> Stored:
-    """Return a tensor's storage type: fp32 for vectors, norms and routers, f16 if rows do not fill Q8_0 blocks."""
+    """Return a tensor's storage type: fp32 for vectors, norms and routers, f16 if rows do not fill blocks."""
     if tensor.dtype == "I64":
         return Stored.I64
     vector_or_router = len(tensor.shape) < 2 or tensor.key.endswith(_FULL_PRECISION)
     if kind == "f32" or vector_or_router or not tensor.key.endswith(".weight"):
         return Stored.F32
-    return Stored.F16 if kind == "q8_0" and tensor.shape[-1] % _Q8_BLOCK else Stored[kind.upper()]
+    return Stored.F16 if kind in _QUANTISED and tensor.shape[-1] % _BLOCK else Stored[kind.upper()]
 
 
 def _add_fields(

@@ -109,8 +109,7 @@ def graft(
         fine_tune: The checkpoint without its head: a directory, a hub id, ``demo:NAME``, or a GGUF file.
         base: The checkpoint to take the head from, of the same trunk shape; for a GGUF file also one with a head.
         out: The new directory, or the new GGUF file.
-        head: Storage of the head in a GGUF file: ``"q8_0"``, ``"f16"``, ``"bf16"`` or ``"f32"``; None for Q8_0, or as
-            the base's GGUF file has it.
+        head: Its storage in a GGUF file (K-quants: only by ``llama-quantize``); None: Q8_0, or as BASE's file has it.
         copy: Copy unchanged files; False hard-links them where the file system allows.
         progress: A started rich progress bar; None shows nothing.
 
@@ -250,7 +249,7 @@ def export(
         source: A run directory, a checkpoint with a complete head, declared or not, or a GGUF file with ``head_only``.
         out: The new directory.
         head_only: Write an MTP head alone, as a directory that vLLM loads as a draft model.
-        gguf: Write the head alone as a GGUF file for llama.cpp: ``"f32"``, ``"f16"``, ``"bf16"`` or ``"q8_0"``.
+        gguf: Write the head alone as a GGUF file for llama.cpp, see ``head`` of :func:`graft`.
         copy: Copy the trunk's unchanged files; False hard-links them where the file system allows.
         progress: A started rich progress bar; None shows nothing.
 
