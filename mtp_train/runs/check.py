@@ -58,7 +58,6 @@ SERVERS = (
     "gate.enabled=false",
 )
 """Leave answers and measurements to servers: no process then decodes with the whole trunk."""
-Change = tuple[list[str], int]
 
 
 @dataclass(frozen=True)
@@ -182,8 +181,8 @@ class Shapes:
                     break
 
 
-def _changes(recipe: Recipe, world_size: int, device: Device) -> Iterator[list[Change]]:
-    """Yield changes of a recipe in sorts, in each the smallest change first."""
+def _changes(recipe: Recipe, world_size: int, device: Device) -> Iterator[list[tuple[list[str], int]]]:
+    """Yield overrides and processes of a changed recipe, in sorts, in each the smallest change first."""
     one, recompute = ["train.micro_batch_sequences=1"], ["train.gradient_checkpointing=true"]
     same = [[], one, recompute, [*one, *recompute]]
     # LoRA changes the result.

@@ -79,7 +79,6 @@ Verdict = Literal["graft", "retrain", "fault", "undecided"]
 
 OWN_BASE = "base"
 TRAINING, COMPARISON = "training", "comparison"
-PROMPTS_PER_MODEL = 32
 WIRING_PROMPTS, WIRING_TOKENS = 16, 32
 MARGIN = 0.03
 """A head that lost at most this share of its level is good enough: retraining it would not be noticed."""
@@ -89,7 +88,7 @@ their first drafts."""
 SHORT = {
     "data.regenerate.max_prompts": 48,
     "data.regenerate.max_new_tokens": 96,
-    "evaluate.prompts": PROMPTS_PER_MODEL,
+    "evaluate.prompts": 32,
     "evaluate.max_new_tokens": 64,
     "evaluate.temperature": 0.0,
     "export.enabled": False,
@@ -252,9 +251,7 @@ def judge(found: ProbeResult) -> tuple[Verdict, str]:
 
 
 def is_at_fault(own: HeadLevel | None) -> bool:
-    if own is None:
-        return False
-    return (own.tau if own.tau_ci95 is None else own.tau_ci95[1]) < LEAST_TAU
+    return own is not None and (own.tau if own.tau_ci95 is None else own.tau_ci95[1]) < LEAST_TAU
 
 
 def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> Report:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from mtp_inference import MAX_DEPTH
 from mtp_train.acceptance.names import PLAIN, RETRAINED
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter
 from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, resolve
@@ -44,8 +45,6 @@ _TRAINS: Mapping[Start, str] = {
 }
 _BUILTIN_NOTE = "Trains on the hundred built-in prompts, which is little: name chats or prompts of your own by --data."
 _MAY_BE_LOST = "Releases of this family have a head. If this model's base has one, write the recipe with --base BASE."
-MAX_DEPTH = 7
-"""Largest number of draft depths of a recipe."""
 _DRAFT_VOCAB = 32_000
 """Tokens that an EAGLE-3 head drafts from if the model has many more, as in the heads released with the paper
 (arXiv:2503.01840)."""

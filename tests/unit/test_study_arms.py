@@ -11,7 +11,7 @@ from mtp_train.errors import CheckpointError, DataError
 from mtp_train.evaluation.arms import ArmSpec, parse_arm, require_distinct
 from mtp_train.evaluation.run import plain_names
 from mtp_train.recipe.loading import dump_recipe
-from mtp_train.runs.decode import server_of, subject_arm
+from mtp_train.runs.decode import subject_arm
 from runs import tiny_recipe
 
 
@@ -64,11 +64,7 @@ def test_evaluate_takes_a_run_as_compare_does(tmp_path: Path) -> None:
 
     subject = subject_arm(str(run_dir), None, None)
     assert subject == parse_arm(str(run_dir))
-    server = server_of(
-        subject, "http://localhost:1", True, model=None, api_key_env=None, concurrency=1, request_timeout_seconds=60.0
-    )
-    assert server is not None
-    assert server.checkpoint == recipe.model.trunk
+    assert subject.trunk == recipe.model.trunk
     with pytest.raises(DataError, match=r"--head: given with .*run7, a run, which has its own"):
         subject_arm(str(run_dir), "ngram", None)
 

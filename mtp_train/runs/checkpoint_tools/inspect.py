@@ -129,7 +129,7 @@ class Inspection(Shown):
     cure: str | None = None
     """The command to run next; None for a checkpoint that needs no repair."""
     runs_here: str
-    """``yes``, or why the head can be inspected, grafted and exported, but not trained or decoded with."""
+    """``yes``, or the command that decodes with a drafter, or why the head cannot be trained or decoded with here."""
     note: str | None = None
     """A sentence about a drafter, about tensors beside the head, or about the storage in a GGUF file."""
 
@@ -172,7 +172,7 @@ class Inspection(Shown):
         rows = [
             ("family", f"{self.family}; modules declared {head.declared_modules}, present {head.present_modules}"),
             ("note", self.note),
-            *((title, _first_three(keys)) for title, keys in found.items() if keys),
+            *((title, first_of(keys)) for title, keys in found.items() if keys),
             ("trunk", None if change is None else str(change)),
             ("head", None if self.head_difference is None else str(self.head_difference)),
             ("train, decode", None if self.runs_here == "yes" else self.runs_here),
@@ -180,10 +180,6 @@ class Inspection(Shown):
             ("cure", self.cure or "nothing to cure"),
         ]
         return [(label, text) for label, text in rows if text is not None]
-
-
-def _first_three(keys: Sequence[str]) -> str:
-    return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
 
 
 def inspect(checkpoint: str | Path, base: str | Path | None = None, *, progress: Progress | None = None) -> Inspection:
@@ -431,8 +427,6 @@ def _inspect_assistant(
         progress,
         family=assistant.name,
         serves=assistant.commands(checkpoint.config, str(checkpoint.path), SUGGESTED_DEPTH),
-        what="ASSISTANT",
-        runs_here="no: as a head; decode with",
         note=f"a {assistant.title}: an external drafter for {assistant.trunk.title} trunks of hidden size {size}",
     )
 
@@ -453,8 +447,6 @@ def _inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progre
         progress,
         family=name,
         serves=serves,
-        what="DRAFT",
-        runs_here="beside its trunk:",
         problems=() if problem is None else (problem,),
         unsupported=draft.unsupported,
         note=f"{draft.title} for a trunk of hidden size {draft.config.get('hidden_size')}",
@@ -468,8 +460,6 @@ def _inspect_drafter(
     *,
     family: str,
     serves: Mapping[str, str],
-    what: str,
-    runs_here: str,
     note: str,
     problems: tuple[str, ...] = (),
     unsupported: str | None = None,
@@ -493,8 +483,8 @@ def _inspect_drafter(
         **weights,
         problems=problems,
         serves=serves if whole else dict.fromkeys(serves, f"no: {reason}"),
-        cure=None if whole else f"hf download {what} --local-dir {path}",
-        runs_here=f"{runs_here} mtp-train generate TRUNK --head {path}" if refusal is None else f"no: {refusal}",
+        cure=None if whole else f"hf download DRAFTER --local-dir {path}",
+        runs_here=f"mtp-train generate TRUNK --head {path}" if refusal is None else f"no: {refusal}",
         note=f"{note}, not a checkpoint with a head; TRUNK is a placeholder for its trunk",
     )
 

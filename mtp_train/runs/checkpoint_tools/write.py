@@ -33,12 +33,7 @@ from mtp_train.checkpoints.locations import (
     refuse_adapter,
 )
 from mtp_train.checkpoints.native import Take, exact_tensor, native_head_of, stored_tensor
-from mtp_train.checkpoints.suggestions import (
-    draft_model_flag,
-    graft_command,
-    probe_command,
-    train_command,
-)
+from mtp_train.checkpoints.suggestions import draft_model_flag, graft_command, probe_command, train_command
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import new_directory, refuse_existing, removed_on_failure
 from mtp_train.errors import CheckpointError, GateRefusedError, MtpError
@@ -285,8 +280,7 @@ def export(
     # A head on its own repeats only a few of the trunk's tensors, but is loaded beside all of them.
     require_finite_checkpoint(trunk, progress)
     if gguf is not None:
-        write = _write_gguf if head.family.kind == "mtp" else _write_draft_gguf
-        return _head_in_gguf(write(source, trunk, head, out, gguf, progress))
+        return _head_in_gguf(_write_gguf(source, trunk, head, out, gguf, progress))
     if head_only:
         return _write_head_only(trunk, head, out)
     return _write_whole(source, trunk, head, adapter, out, "copy" if copy else "hard", progress)
@@ -346,7 +340,9 @@ def _head_in_gguf(file: Path) -> WriteResult:
 
 
 def _write_gguf(source: Path, trunk: Checkpoint, head: Artifact, out: Path, kind: GgufKind, progress: Progress) -> Path:
-    """Write ``mtp-NAME.gguf``, named after the trunk, into a new directory."""
+    """Write ``mtp-NAME.gguf``, named after the trunk, into a new directory; a draft model in a file of its kind."""
+    if head.family.kind != "mtp":
+        return _write_draft_gguf(source, trunk, head, out, kind, progress)
     layout, config = layout_of(trunk), config_of(trunk)
     record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))
     tensors = gguf_tensors(trunk, layout, head.head, record, config)
