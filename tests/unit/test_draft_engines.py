@@ -8,7 +8,7 @@ import pytest
 
 from mtp_train.cli.main import main
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families import FAMILIES, draft_engines, kinds_served, of_kind
+from mtp_train.families import FAMILIES, draft_engines, of_kind
 from mtp_train.families.engines import engine_commands
 from tiny import tiny_trunk
 
@@ -36,12 +36,6 @@ def test_every_trunk_has_an_answer_for_every_engine(kind: str) -> None:
         commands = engine_commands(draft_engines(kind, family), OUT, DEPTH)
         assert all("{" not in text or engine == "vllm" for engine, text in commands.items())
         assert commands["transformers"].startswith("no: ")
-
-
-def test_a_trunk_of_few_layers_has_no_eagle3_head() -> None:
-    (llama,) = (family for family in FAMILIES if family.name == "llama")
-    assert kinds_served(llama, {"num_hidden_layers": 32})["eagle3"] == ("vllm", "sglang", "llama.cpp")
-    assert "eagle3" not in kinds_served(llama, {"num_hidden_layers": 4})
 
 
 def test_a_trunk_of_few_layers_is_refused_before_training_but_for_our_own_decoder(

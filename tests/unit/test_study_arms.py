@@ -56,19 +56,6 @@ def test_a_run_is_its_trunk_with_its_retrained_head(tmp_path: Path) -> None:
     assert parse_arm(f"new={run_dir}").name == "new"
 
 
-def test_evaluate_takes_a_run_as_compare_does(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run7"
-    (run_dir / "head").mkdir(parents=True)
-    recipe = tiny_recipe(tmp_path / "in", run_dir)
-    (run_dir / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-
-    subject = subject_arm(str(run_dir), None, None)
-    assert subject == parse_arm(str(run_dir))
-    assert subject.trunk == recipe.model.trunk
-    with pytest.raises(DataError, match=r"--head: given with .*run7, a run, which has its own"):
-        subject_arm(str(run_dir), "ngram", None)
-
-
 def test_a_run_is_packed_as_it_was_trained_unless_it_is_told_otherwise(tmp_path: Path) -> None:
     run_dir = tmp_path / "run7"
     (run_dir / "head").mkdir(parents=True)
@@ -78,6 +65,8 @@ def test_a_run_is_packed_as_it_was_trained_unless_it_is_told_otherwise(tmp_path:
     own = parse_arm(str(run_dir))
     assert (own.name, own.quantization, own.trunk_name) == ("run7", "8bit", f"{recipe.model.trunk}@8bit")
     assert subject_arm(str(run_dir), None, None) == own
+    with pytest.raises(DataError, match=r"--head: given with .*run7, a run, which has its own"):
+        subject_arm(str(run_dir), "ngram", None)
     plain, packed = parse_arm(f"{run_dir}@none"), parse_arm(f"{run_dir}@4bit")
     assert (plain.name, plain.quantization) == ("run7@none", None)
     assert (packed.name, packed.quantization) == ("run7@4bit", "4bit")
