@@ -17,7 +17,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.tensor import DTensor
 
-from micro_batches import micro_batches
 from mtp_inference import SpeculativeDecoder
 from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.drafters.drafter import BatchSize, Drafter, RoundPlan
@@ -28,7 +27,7 @@ from mtp_train.data.tokenize import Document
 from mtp_train.losses.chunked import depth_weights
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import make_accelerator, prepare, run_facts, takes_fused
-from mtp_train.train.loop import make_optimizer, optimise
+from mtp_train.train.loop import make_optimizer, micro_batches, optimise
 from mtp_train.train.plan import TrainOptions, make_plan
 from mtp_train.trunk.load import Trunk
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
@@ -93,7 +92,7 @@ def two_steps(
         group["lr"] = OPTIONS.lr
     found = []
     for step, context in enumerate((nullcontext(), second or nullcontext())):
-        given = micro_batches(sequences(step), depth_weights(NUM_DEPTHS, OPTIONS.depth_decay), plan, accelerator)
+        given = micro_batches(sequences(step), plan, depth_weights(NUM_DEPTHS, OPTIONS.depth_decay), accelerator)
         with context:
             found.append(optimise(wrapped, optimizer, accelerator, MAX_GRAD_NORM, given))
     joined = torch.distributed.is_initialized()

@@ -35,7 +35,7 @@ from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation import run as study_run
 from mtp_train.runs import decode
 from mtp_train.runs.settings import plan_of, train_options
-from mtp_train.train import feed
+from mtp_train.train import loop
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.loop import train_head
 from mtp_train.trunk.load import Trunk
@@ -213,7 +213,7 @@ def steps_waits(
     forward, marks = HeadTraining.forward, list[int]()
     with pytest.MonkeyPatch.context() as patch, Waits() as waits:
         pinned = list[Tensor]()
-        patch.setattr(feed, "_PINNING", (DEVICE,) if pins else ())
+        patch.setattr(loop, "_PINNING", (DEVICE,) if pins else ())
         patch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
         patch.setattr(Tensor, "is_pinned", lambda tensor: any(tensor is one for one in pinned))
         if not knows:

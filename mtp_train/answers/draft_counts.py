@@ -115,8 +115,7 @@ def native_payload(payload: Mapping[str, Any]) -> dict[str, Any]:
     same = ("temperature", "top_p", "top_k", "min_p", "stop_token_ids", "skip_special_tokens")
     sampling = {name: payload[name] for name in same}
     sampling |= {"max_new_tokens": payload["max_tokens"], "sampling_seed": payload["seed"]}
-    text = isinstance(payload["prompt"], str)
-    return {"text" if text else "input_ids": payload["prompt"], "sampling_params": sampling}
+    return {"input_ids": payload["prompt"], "sampling_params": sampling}
 
 
 def as_completion(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 yields the tokens of the responses as they arrive. :meth:`Endpoint.counters` reads the server's counts of drafts.
 
 - A prompt is sent as token ids, which vLLM, SGLang and llama.cpp accept, so that no template or tokenizer of the server
-  can change it. A server that accepts only text gets the decoded text.
+  can change it.
 - SGLang is asked by its own API, whose responses have its counts of drafts.
 - vLLM and SGLang return responses as token ids (``return_token_ids``). Text from other servers is tokenised here.
 - Every sampling setting is sent, because servers have other defaults: vLLM and SGLang read the checkpoint's
@@ -18,12 +18,12 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 
@@ -36,25 +36,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class _UnusableError(Exception):
-    """Report a server that cannot be used: what was found, what was expected, and what to do."""
-
-
-def _parts(response: httpx.Response) -> Iterator[bytes]:
-    """Yield a response as it arrives, unpacked.
-
-    Raises:
-        _UnusableError: It is too large: a server that sends without end must not fill the memory.
-    """
-    size = 0
-    for part in response.iter_bytes():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            found = f"answers more than {MAX_BODY_BYTES >> 20} MiB"
-            raise _UnusableError(found, "a response to one prompt", "Check the address")
-        yield part
-
-
 MAX_ATTEMPTS = 8
 LONGEST_WAIT_SECONDS = 60.0
 CONNECT_TIMEOUT_SECONDS = 10.0
@@ -63,26 +44,11 @@ STALL_SECONDS = 600.0
 """A server that finishes no request for so long is given up."""
 LIST_TIMEOUT = httpx.Timeout(10.0, connect=CONNECT_TIMEOUT_SECONDS)
 """Of the list of models and the counters, which a server has at hand."""
-MAX_BODY_BYTES = 2**26
-"""The largest response, unpacked: 64 MiB, above any response of text."""
-_DETAIL_BYTES = 2**12
-REDIRECTS = range(300, 400)
+FINAL = frozenset({401, 403, 404, 405, *range(300, 400)})
+"""HTTP statuses with which a server refuses every prompt. Redirects are not followed: prompts and key are for the
+address that the user named."""
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """HTTP statuses after which the same request may succeed."""
-
-
-class SettingNames(NamedTuple):
-    """Names of the user's settings of a server, for messages."""
-
-    url: str
-    model: str
-    api_key_env: str
-    restart: str
-    """What the user can do once a lost server is back."""
-
-
-_OF_RECIPE = ("data.regenerate.endpoint", "data.regenerate.model", "data.regenerate.api_key_env")
-RECIPE_NAMES = SettingNames(*_OF_RECIPE, "then the same command resumes from here")
 
 
 class Refusal(NamedTuple):
@@ -114,7 +80,7 @@ def _in_thread(work: Callable[[], Response | Refusal]) -> Future[Response | Refu
     return future
 
 
-def read_api_key(variable: str | None, names: SettingNames = RECIPE_NAMES) -> str | None:
+def read_api_key(variable: str | None) -> str | None:
     """Return the server's API key from an environment variable; None if no variable is named.
 
     Raises:
@@ -126,8 +92,8 @@ def read_api_key(variable: str | None, names: SettingNames = RECIPE_NAMES) -> st
     key = os.environ.get(variable, "").strip()
     if not key:
         raise DataError(
-            f"{names.api_key_env}: the variable {variable} is not set; expected the server's key in it. Set it, or "
-            f"leave {names.api_key_env.rpartition('.')[2]} out."
+            f"environment: {variable} is not set; expected the server's key (data.regenerate.api_key_env, "
+            "--api-key-env). Set it, or name no variable."
         )
     return key
 
@@ -157,7 +123,6 @@ class Endpoint:
         timeout_seconds: float = RESPONSE_TIMEOUT_SECONDS,
         from_cache: bool = True,
         wait: Callable[[float], object] | None = None,
-        names: SettingNames = RECIPE_NAMES,
     ) -> None:
         self.url = url.rstrip("/")
         self.concurrency = concurrency
@@ -166,13 +131,10 @@ class Endpoint:
         self.served_with = ""
         # The files that the server says it loaded, on its machine.
         self.checkpoint: str | None = None
-        self.prompts_as: Literal["token ids", "text"] = "token ids"
-        self._takes_ids = False
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(eos_ids)
         self._vocab_size = vocab_size
         self._from_cache = from_cache
-        self.names = names
         self._api_key = api_key
         self._timeout = httpx.Timeout(timeout_seconds, connect=CONNECT_TIMEOUT_SECONDS)
         self._closed = threading.Event()
@@ -207,8 +169,8 @@ class Endpoint:
             done, _ = wait(waiting, timeout=STALL_SECONDS, return_when=FIRST_COMPLETED)
             if not done:
                 raise DataError(
-                    f"{self.names.url}: {self.url} finished none of its requests in {STALL_SECONDS / 60:g} minutes; "
-                    f"expected responses. Check the server's log, {self.names.restart}."
+                    f"{self.url}: finished none of its requests in {STALL_SECONDS / 60:g} minutes; expected responses. "
+                    "Check the server's log, then run the same command again."
                 )
             for future in done:
                 number = waiting.pop(future)
@@ -224,22 +186,10 @@ class Endpoint:
     def ask(self, request: Request) -> Response | Refusal:
         """Send a request, again until it is answered or refused. Thread-safe.
 
-        A server that accepted no token ids so far gets a refused prompt as text too.
-
         Raises:
             DataError: The server cannot be used, or its response is not the trunk's.
         """
-        found = self._ask(request, as_text=self.prompts_as == "text")
-        if isinstance(found, Response):
-            self._takes_ids = self.prompts_as == "token ids"
-        elif self.prompts_as == "token ids" and not self._takes_ids:
-            found = self._ask(request, as_text=True)
-            if isinstance(found, Response):
-                self.prompts_as = "text"
-        return found
-
-    def _ask(self, request: Request, *, as_text: bool) -> Response | Refusal:
-        payload = self._payload(request, as_text)
+        payload = self._payload(request)
         if self.served_with == "sglang":
             found = self._request("POST", self.url.removesuffix("/v1") + "/generate", native_payload(payload))
             found = found if isinstance(found, Refusal) else as_completion(found)
@@ -262,10 +212,10 @@ class Endpoint:
         served = [str(entry.get("id")) for entry in entries]
         if wanted is None and len(served) != 1:
             found = f"serves {', '.join(served) or 'no model'}"
-            raise self._unusable(found, "one model, or its name", f"Name it in {self.names.model}")
+            raise self._unusable(found, "one model, or its name", "Name it (data.regenerate.model, --served-model)")
         if wanted is not None and wanted not in served:
             found = f"serves {', '.join(served) or 'no model'}, not {wanted}"
-            raise self._unusable(found, f"{self.names.model} among them", "Correct the name")
+            raise self._unusable(found, "that model", "Correct the name")
         self.model = wanted if wanted is not None else served[0]
         chosen = entries[served.index(self.model)]
         self.served_with, place = str(chosen.get("owned_by") or ""), chosen.get("root")
@@ -274,12 +224,12 @@ class Endpoint:
                 place = _object(json.loads(self.look("/props") or "{}")).get("model_path")
         self.checkpoint = place if isinstance(place, str) else None
 
-    def _payload(self, request: Request, as_text: bool) -> dict[str, Any]:
+    def _payload(self, request: Request) -> dict[str, Any]:
         """Return the JSON body of a completion request."""
         sampling = request.sampling
         return {
             "model": self.model,
-            "prompt": self._text(request.prompt_ids) if as_text else list(request.prompt_ids),
+            "prompt": list(request.prompt_ids),
             "max_tokens": request.max_new_tokens,
             **asdict(sampling),
             # vLLM, SGLang and llama.cpp all read -1 as "all tokens".
@@ -292,8 +242,6 @@ class Endpoint:
             "stop_token_ids": sorted(self._eos_ids),
             "return_token_ids": True,
             "skip_special_tokens": False,
-            # The decoded text contains the special tokens already.
-            **({"add_special_tokens": False} if as_text else {}),
             **({} if self._from_cache else {"cache_salt": secrets.token_hex(8), "cache_prompt": False}),
         }
 
@@ -305,11 +253,10 @@ class Endpoint:
     def look(self, path: str) -> str | None:
         """Return the text under a path from the server's root; None if there is none."""
         try:
-            with self._client.stream("GET", self.url.removesuffix("/v1") + path, timeout=LIST_TIMEOUT) as response:
-                body = b"".join(_parts(response))
-                return body.decode("utf-8", errors="replace") if response.status_code == 200 else None
-        except (httpx.HTTPError, _UnusableError):
+            response = self._client.get(self.url.removesuffix("/v1") + path, timeout=LIST_TIMEOUT)
+        except httpx.HTTPError:
             return None
+        return response.text if response.status_code == 200 else None
 
     def response_of(self, request: Request, document: Mapping[str, Any]) -> Response | Refusal:
         """Return the tokens of a completion, or that the server did not finish it.
@@ -343,9 +290,6 @@ class Endpoint:
         told = (choice.get("stop_reason"), choice.get("matched_stop"), self._tokenizer.eos_token_id)
         return next((token for token in told if type(token) is int and token in self._eos_ids), min(self._eos_ids))
 
-    def _text(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
-
     def _request(
         self,
         method: str,
@@ -354,19 +298,16 @@ class Endpoint:
         timeout: httpx.Timeout | None = None,
     ) -> dict[str, Any] | Refusal:
         """Send one request, up to ``MAX_ATTEMPTS`` times while failures may pass, and return the JSON object."""
-        cause, wanted_seconds = "", 0.0
+        cause = ""
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
-                self.wait(min(max(2.0 ** (attempt - 1), wanted_seconds), LONGEST_WAIT_SECONDS))
+                self.wait(min(2.0 ** (attempt - 1), LONGEST_WAIT_SECONDS))
             if self._closed.is_set():
                 break
             try:
-                with self._client.stream(method, url, json=payload, timeout=timeout or self._timeout) as response:
-                    if response.status_code == 200:
-                        return _read_json(response)
-                    detail = self._shown(_detail(response))
-            except _UnusableError as error:
-                raise self._unusable(*error.args) from None
+                response = self._client.request(method, url, json=payload, timeout=timeout or self._timeout)
+                if response.status_code == 200:
+                    return _read_json(response)
             except (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL) as error:
                 raise self._unusable(f"cannot be asked ({error})", "an address", "Correct it") from None
             except httpx.TransportError as error:
@@ -377,24 +318,17 @@ class Endpoint:
                 continue
             except httpx.HTTPError as error:
                 raise self._unusable(f"cannot be asked ({error})", "an address", "Correct it") from None
-            cause = f"answers {response.status_code} ({detail})"
+            detail = " ".join(response.text.split())[:200] or response.reason_phrase
+            cause = f"answers {response.status_code} ({self._shown(detail)})"
+            if response.status_code in FINAL:
+                cure = "Check the address, with its version, and the key (data.regenerate.api_key_env, --api-key-env)"
+                raise self._unusable(cause, "OpenAI's completions there", cure)
             if response.status_code not in PASSING:
-                return self._refusal(response.status_code, cause)
-            wanted_seconds = _retry_after(response)
-        raise self._unusable(f"{cause}, {MAX_ATTEMPTS} times", "an answer", f"Start it again; {self.names.restart}")
-
-    def _refusal(self, status: int, cause: str) -> Refusal:
-        if status in REDIRECTS:
-            # Prompts and key are for the address that the user named.
-            raise self._unusable(cause, "no redirect", "Write the address that it leads to")
-        if status in (401, 403):
-            raise self._unusable(cause, "access", f"Name the variable with its key in {self.names.api_key_env}")
-        if status in (404, 405):
-            raise self._unusable(cause, "OpenAI's completions there", "Check the address, with its version")
-        return Refusal(cause)
+                return Refusal(cause)
+        raise self._unusable(f"{cause}, {MAX_ATTEMPTS} times", "an answer", "Start it again, then run the same command")
 
     def _unusable(self, found: str, expected: str, cure: str) -> DataError:
-        return DataError(f"{self.names.url}: {self.url} {found}; expected {expected}. {cure}.")
+        return DataError(f"{self.url}: {found}; expected {expected}. {cure}.")
 
 
 def _entries(document: object, name: str) -> list[dict[str, Any]]:
@@ -409,7 +343,7 @@ def _read_json(response: httpx.Response) -> dict[str, Any]:
     Raises:
         ValueError: It is something else.
     """
-    document = json.loads(b"".join(_parts(response)))
+    document = response.json()
     if not isinstance(document, dict):
         raise ValueError("no JSON object")
     return document
@@ -417,15 +351,3 @@ def _read_json(response: httpx.Response) -> dict[str, Any]:
 
 def _object(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _detail(response: httpx.Response) -> str:
-    """Return the start of a server's error text as one short line."""
-    body = next(response.iter_bytes(_DETAIL_BYTES), b"")
-    return " ".join(body.decode("utf-8", errors="replace").split())[:200] or response.reason_phrase
-
-
-def _retry_after(response: httpx.Response) -> float:
-    """Return the seconds of a ``Retry-After`` header; 0 if it is missing or a date."""
-    value = response.headers.get("Retry-After", "")
-    return float(value) if value.isdecimal() else 0.0

@@ -80,7 +80,7 @@ def regenerate(
         The number of prompts that this process answered now.
     """
     fitting = fitting_prompts(prompts, answering.seq_len_tokens)
-    stored = answered(fitting, store)
+    stored = {row.id for row in store}
     own_batches = batches_by_length(fitting, PROMPTS_PER_ROW * batch_size)[store.rank :: store.world]
     generated = 0
     for number, batch in enumerate(own_batches, start=1):
@@ -110,30 +110,10 @@ def fitting_prompts(prompts: Sequence[Prompt], seq_len_tokens: int) -> list[Prom
     return fitting
 
 
-def answered(prompts: Sequence[Prompt], store: RegeneratedStore) -> set[str]:
-    """Return the ids of the prompts that have a response in the store.
-
-    Raises:
-        DataError: A stored response answers another prompt of that id.
-    """
-    asked = {prompt.id: prompt.prompt_ids for prompt in prompts}
-    stored = set()
-    for row in store:
-        if row.id in asked:
-            stored.add(row.id)
-            if asked[row.id] != row.prompt_ids:
-                raise DataError(
-                    f"{store.directory}: the stored response of {row.id} answers another prompt; expected the prompt "
-                    "of the current data. The data or the tokenizer changed: remove that directory, or use a new "
-                    "run_dir."
-                )
-    return stored
-
-
 def missing_prompts(prompts: Sequence[Prompt], store: RegeneratedStore, seq_len_tokens: int) -> list[Prompt]:
     """Return the prompts of a process that have no response yet: every ``store.world``-th, from ``store.rank``."""
     fitting = sorted(fitting_prompts(prompts, seq_len_tokens), key=lambda prompt: prompt.id)
-    stored = answered(fitting, store)
+    stored = {row.id for row in store}
     return [prompt for prompt in fitting[store.rank :: store.world] if prompt.id not in stored]
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -121,17 +120,6 @@ of them are run through the trunk."""
 Row = TypeVar("Row")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServedCounts:
-    """Prompts of one process, counted by outcome."""
-
-    generated: int
-    refused: int
-    """Prompts that the server refused. The next call sends them again."""
-    refusal: str | None
-    """The server's error for the last refused prompt."""
-
-
 def regenerate_served(
     prompts: Sequence[Prompt],
     store: RegeneratedStore,
@@ -139,13 +127,17 @@ def regenerate_served(
     answering: Answering,
     trunk: Trunk,
     on_prompt: Callable[[int, int], None],
-) -> ServedCounts:
+) -> tuple[int, list[str]]:
     """Send prompts to a server, and store its responses once a sample of them is found to be the trunk's.
 
     A kill loses the responses since the last check, of which there are fewer than :data:`CHECK_EVERY`.
 
     Args:
         on_prompt: Called with the number of prompts done and the number in all.
+
+    Returns:
+        The number of stored responses, and the server's error for each prompt that it refused. The next call sends
+        these prompts again.
 
     Raises:
         DataError: The server fails for good, refuses every prompt, or returns responses that are not the trunk's.
@@ -175,10 +167,10 @@ def regenerate_served(
         keep()
     if refusals and next(iter(store), None) is None:
         raise DataError(
-            f"data.regenerate.endpoint: {endpoint.url} refuses all of {len(prompts)} prompts ({refusals[-1]}); "
+            f"{endpoint.url}: refuses all of {len(prompts)} prompts ({refusals[-1]}); "
             "expected responses. Check the server's log, and that its context holds data.seq_len_tokens."
         )
-    return ServedCounts(generated=stored, refused=len(refusals), refusal=refusals[-1] if refusals else None)
+    return stored, refusals
 
 
 def _require_trunks(rows: Sequence[RegeneratedRow], trunk: Trunk, answering: Answering, url: str) -> None:
@@ -188,7 +180,7 @@ def _require_trunks(rows: Sequence[RegeneratedRow], trunk: Trunk, answering: Ans
     fit = fit_of(trunk, spread(readable, f"{rows[0].id} {len(rows)}"), answering.sampling, answering.eos_ids)
     if not fit.is_trunks:
         raise DataError(
-            f"data.regenerate.endpoint: {url} gives answers that are not the trunk's: over {fit.answers} of its last "
+            f"{url}: gives answers that are not the trunk's: over {fit.answers} of its last "
             f"{len(rows)} the trunk gives the tokens a mean probability of {fit.found:.3f}; expected "
             f"{fit.expected:.3f} within {fit.allowed:.3f}. These {len(rows)} are dropped. Serve model.trunk (with "
             "model.adapter, where there is one), with the sampling of data.regenerate; then the same command resumes "

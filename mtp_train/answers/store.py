@@ -12,13 +12,12 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from mtp_train.acceptance.counts import repeated_ngram_share
 from mtp_train.checkpoints.writing import replaced
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import DataError
@@ -28,7 +27,6 @@ MIN_RESPONSE_TOKENS = 2
 FILE_PATTERN = "regenerated-*-of-*.jsonl"
 COPIED_FILE = "copied.jsonl"
 """Responses of another run; written at once, so that the file is complete if it exists."""
-BLOCK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class ResponseCounts:
     responses: int
     """Responses to the prompts that are trained on."""
     documents: int
-    """Responses that are trained on: neither too short nor repetitive, and not cut before their first target."""
+    """Responses that are trained on: not too short, and not cut before their first target."""
     response_tokens: int
     """Tokens that the documents are trained on."""
     too_short: int
@@ -69,11 +67,6 @@ class ResponseCounts:
     """Documents cut at ``seq_len_tokens``."""
     unfinished: int
     """Responses that reached the limit of new tokens."""
-    repetitive: int
-    """Responses whose share of repeated 8-grams is above ``max_repeated``, which are left out."""
-    past_the_turn: int
-    """Responses that contain a special token of their prompt before their last token, such as the start of a turn: the
-    trunk continued past the end of its answer."""
 
 
 class RegeneratedStore:
@@ -92,37 +85,24 @@ class RegeneratedStore:
     def append(self, rows: Sequence[RegeneratedRow]) -> None:
         append_lines(self.path, map(_line, rows))
 
-    def to_documents(
-        self,
-        seq_len_tokens: int,
-        *,
-        groups: Mapping[str, str] | None = None,
-        max_repeated: float | None = None,
-        special_ids: Collection[int] = (),
-    ) -> tuple[list[Document], ResponseCounts]:
+    def to_documents(self, seq_len_tokens: int, groups: Mapping[str, str]) -> tuple[list[Document], ResponseCounts]:
         """Return the stored responses as documents whose targets are the response tokens.
 
         Args:
             seq_len_tokens: Longer texts, prompt and response together, are cut.
             groups: The group of each prompt by its id. Responses to other prompts are left out: prompts of an earlier
-                split may be held out now. None takes all responses, with their stored groups.
-            max_repeated: Responses with a larger share of repeated 8-grams are left out; None takes all.
+                split may be held out now.
 
         Raises:
             DataError: No response can be trained on.
         """
         tally = Counter(responses=0)
         documents = []
-        for row in self:
-            if groups is not None:
-                if row.id not in groups:
-                    continue
-                row = replace(row, group=groups[row.id])
+        for row in (replace(row, group=groups[row.id]) for row in self if row.id in groups):
             num_tokens = len(row.response_ids)
             too_short = num_tokens < MIN_RESPONSE_TOKENS
-            repetitive = max_repeated is not None and (repeated_ngram_share([row.response_ids]) or 0.0) > max_repeated
             document = answer_document(row, row.response_ids, seq_len_tokens)
-            is_kept = not too_short and not repetitive and document.has_target()
+            is_kept = not too_short and document.has_target()
             if is_kept:
                 documents.append(document)
             tally.update(
@@ -132,14 +112,12 @@ class RegeneratedStore:
                 too_short=too_short,
                 truncated=is_kept and len(row.prompt_ids) + num_tokens > seq_len_tokens,
                 unfinished=not row.finished,
-                repetitive=repetitive,
-                past_the_turn=not set(row.prompt_ids).intersection(special_ids).isdisjoint(row.response_ids[:-1]),
             )
         if not documents:
             raise DataError(
                 f"{self.directory}: {tally['responses']} responses, {tally['too_short']} of them under "
-                f"{MIN_RESPONSE_TOKENS} tokens and {tally['repetitive']} repetitive; expected at least one to learn "
-                "from. Check the trunk's chat template and its end-of-text token, or switch data.regenerate off."
+                f"{MIN_RESPONSE_TOKENS} tokens; expected at least one to learn from. Check the trunk's chat template "
+                "and its end-of-text token, or switch data.regenerate off."
             )
         return sorted(documents, key=lambda document: document.id), ResponseCounts(**tally)
 
@@ -196,23 +174,10 @@ def whole_lines(path: Path) -> Iterator[bytes]:
 def append_lines(path: Path, lines: Iterable[bytes]) -> None:
     """Append lines to a file, in place of a last line that a kill cut off, and wait until they are on disk."""
     with path.open("ab") as file:
-        file.truncate(_whole_bytes(path))
+        file.truncate(sum(map(len, whole_lines(path))))
         file.write(b"".join(lines))
         file.flush()
         os.fsync(file.fileno())
-
-
-def _whole_bytes(path: Path) -> int:
-    """Return the length of a file up to and including its last line end. Reads backwards, as the file may be large."""
-    start = path.stat().st_size
-    with path.open("rb") as file:
-        while start:
-            start = max(start - BLOCK_BYTES, 0)
-            file.seek(start)
-            line_end = file.read(BLOCK_BYTES).rfind(b"\n")
-            if line_end >= 0:
-                return start + line_end + 1
-    return 0
 
 
 def _parse_row(line: bytes, where: str) -> RegeneratedRow:

@@ -171,7 +171,7 @@ def hash_inputs(inputs: Mapping[str, InputFiles], known: Records, progress: Prog
         ordered = sorted(unknown, key=lambda status: -status[0])
         task = progress.add_task("hashing inputs", visible=sum(size for size, *_ in ordered) > _SHOWN_BYTES)
         with ThreadPoolExecutor(_MAX_THREADS) as pool:
-            hashed = pool.map(lambda status: _hash(unknown[status]), ordered)
+            hashed = pool.map(lambda status: hash_file(unknown[status]), ordered)
             records = list(progress.track(hashed, total=len(ordered), task_id=task))
     except OSError as error:
         raise CheckpointError(
@@ -187,7 +187,8 @@ def hash_inputs(inputs: Mapping[str, InputFiles], known: Records, progress: Prog
     }
 
 
-def _hash(path: Path) -> FileRecord:
+def hash_file(path: Path) -> FileRecord:
+    """Return the record of a file that no process writes to meanwhile."""
     with path.open("rb") as handle:
         before = file_status(os.fstat(handle.fileno()))
         read_ns = time.time_ns()

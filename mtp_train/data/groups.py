@@ -175,21 +175,16 @@ def split_by_group(records: Sequence[Record], holdout: float, seed: int) -> tupl
         holdout: Expected share of the groups that is held out, between 0 and 1.
 
     Raises:
-        DataError: All records are in one group, or one of the sides is empty.
+        DataError: One of the sides is empty.
     """
-    if len({one.group for one in records}) == 1:
-        raise DataError(
-            f"data.holdout: {len(records)} records in one group ({records[0].group}), which cannot be on both sides; "
-            "expected at least two groups. Add data. A .txt file is one group: cut it into several files. So are chats "
-            "with the same first user turn: name the column to group by in data.group_field."
-        )
     train = [one for one in records if not is_held_out(one.group, holdout, seed)]
     held_out = [one for one in records if is_held_out(one.group, holdout, seed)]
     if not train or not held_out:
         num_groups = len({one.group for one in records})
         side = "train" if not train else "held-out"
         raise DataError(
-            f"data.holdout: {holdout} leaves the {side} side empty ({len(records)} records in {num_groups} groups); "
-            f"expected records on both sides. Add data, or change data.holdout or data.group_field."
+            f"data.holdout: {holdout} leaves the {side} side empty ({len(records)} records in {num_groups} group(s)); "
+            "expected records on both sides. Add data, or change data.holdout or data.group_field. One group are the "
+            "paragraphs of a .txt file, and chats with the same first user turn."
         )
     return train, held_out

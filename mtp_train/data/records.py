@@ -227,14 +227,6 @@ def parse_messages(value: object, where: str) -> Chat:
     return Chat(tuple(_parse_message(message, f"{where}, message {i}") for i, message in enumerate(value, start=1)))
 
 
-def has_calls_as_text(content: Content) -> bool:
-    """Return whether the template gets the arguments of a tool call as text, because they are not JSON."""
-    if not isinstance(content, Chat):
-        return False
-    calls = (call for message in content.messages for call in message.get("tool_calls", ()))
-    return any(isinstance(_function(call).get("arguments"), str) for call in calls)
-
-
 def parse_text(value: object, field: str, where: str) -> str:
     """Check that a field holds text.
 

@@ -13,10 +13,10 @@ import lzma
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO, TypeVar
@@ -45,6 +45,7 @@ UNREADABLE = (
     OSError,
     ValueError,
     EOFError,
+    RuntimeError,
     zlib.error,
     lzma.LZMAError,
     zipfile.BadZipFile,
@@ -52,8 +53,6 @@ UNREADABLE = (
     datasets.exceptions.DatasetsError,
 )
 """The errors of damaged files: of the file system, the decoders, the decompressors and ``datasets``."""
-MAX_LISTED = 30
-"""Most columns that a message lists."""
 COMPRESSIONS = (".gz", ".xz", ".bz2", ".zst")
 KNOWN_FILES = "a .json, .jsonl, .parquet or .txt file (.gz, .xz, .bz2 or .zst too)"
 TEXT_BLOCK_CHARS = 1 << 20
@@ -87,8 +86,6 @@ def load_records(
     columns: Mapping[str, str] = MappingProxyType({}),
     group_field: str | None = None,
     name: str | None = None,
-    max_records: int | None = None,
-    streaming: bool = False,
 ) -> list[Record]:
     """Read one source.
 
@@ -103,14 +100,13 @@ def load_records(
         group_field: The column whose value groups records. None groups by content (:func:`content_group`), and the
             paragraphs of a .txt file by their file.
         name: Name of the source in record ids and messages; None uses the path.
-        streaming: Whether to read only the requested records, without a copy in the cache.
 
     Raises:
         DataError: There is no such file or dataset, it is empty, its columns fit no format or several, or a record is
             malformed.
     """
     name = name or path
-    source = _Source(path, name, local_files(path, name), config, split, max_records, streaming)
+    source = _Source(path, name, local_files(path, name), config, split)
     if source.files is not None and config is not None and not source.place.is_dir():
         raise DataError(f"{name}: config {config!r} of local files; expected null, as they have none. Leave it out.")
     names, rows = source.read()
@@ -186,8 +182,6 @@ class _Source:
     """Its local files; None for a dataset of the hub."""
     config: str | None
     split: str
-    max_records: int | None = None
-    streaming: bool = False
 
     @property
     def place(self) -> Path:
@@ -219,19 +213,18 @@ class _Source:
 
     def _read_table(self) -> tuple[list[str], Iterable[OwnedRow]]:
         """Read a dataset of the hub or a directory by its own builder, and other files by the builder of their kind."""
-        given: dict[str, Any] = {"split": self.split, "streaming": self.streaming}
         if self.files is None:
-            table = datasets.load_dataset(self.path, self.config, **given)
+            table = datasets.load_dataset(self.path, self.config, split=self.split)
         elif is_saved(self.place):
             table = _saved(self.place, self.split)
         elif self.place.is_dir():
-            table = datasets.load_dataset(str(self.place), self.config, **given)
+            table = datasets.load_dataset(str(self.place), self.config, split=self.split)
         else:
             kind = BUILDERS[_suffix(self.files[0])]
-            table = datasets.load_dataset(kind, data_files=[str(file) for file in self.files], **given)
-        stream = table.to_iterable_dataset() if isinstance(table, datasets.Dataset) else table
+            table = datasets.load_dataset(kind, data_files=[str(file) for file in self.files], split=self.split)
+        stream = table.to_iterable_dataset()
         # Images are not decoded: it takes long, and their records are skipped.
-        rows = islice(stream.decode(False) if stream.features else stream, self.max_records)
+        rows = iter(stream.decode(False) if stream.features else stream)
         first: Row = next(rows, {})
         return list(first), ((row, None) for row in chain([first], rows))
 
@@ -254,26 +247,20 @@ class _Source:
             # By the names that the user gave, without those that were left out.
             ours = {file.resolve(): str(file) for file in files}
             return {split: [ours[one] for one in map(_resolved, some) if one in ours] for split, some in found.items()}
-        if self.streaming:
-            return found
         return {split: datasets.DownloadManager().download_and_extract(some) for split, some in found.items()}
 
     def _read_files(self, by_split: Mapping[str, Sequence[str]]) -> tuple[list[str], Iterable[OwnedRow]]:
         """Return the column names and the rows of JSON or text files, every row with all columns."""
 
-        def every(name: str) -> Iterator[OwnedRow]:
-            return (pair for file in by_split[name] for pair in _rows_of(file))
+        def every(name: str) -> list[OwnedRow]:
+            return [pair for file in by_split[name] for pair in _rows_of(file)]
 
-        def wanted() -> Iterator[OwnedRow]:
-            return chain.from_iterable(islice(every(name), start, end) for name, start, end in parts)
-
-        parts: list[tuple[str, int | None, int | None]] = [(self.split, None, None)]
-        if self.split not in by_split:
+        if self.split in by_split:
+            rows = every(self.split)
+        else:
             # A slice, or a split that does not exist.
-            counts = {name: sum(1 for _ in every(name)) for name in by_split}
-            absolute = datasets.ReadInstruction.from_spec(self.split).to_absolute(counts)
-            parts = [(part.splitname, part.from_, part.to) for part in absolute]
-        rows = list(islice(wanted(), self.max_records))
+            whole = {name: every(name) for name in by_split}
+            rows = [pair for name, part in _parts(self.split, whole) for pair in whole[name][part.start : part.stop]]
         names = dict.fromkeys(name for row, _ in rows for name in row)
         return list(names), ((dict.fromkeys(names) | row, file) for row, file in rows)
 
@@ -287,9 +274,14 @@ def is_saved(directory: Path) -> bool:
 def _saved(directory: Path, split: str) -> datasets.Dataset:
     whole = datasets.load_from_disk(str(directory))
     splits = whole if isinstance(whole, datasets.DatasetDict) else {"train": whole}
-    counts = {name: len(table) for name, table in splits.items()}
-    parts = datasets.ReadInstruction.from_spec(split).to_absolute(counts)
-    return datasets.concatenate_datasets([splits[part.splitname].select(range(part.from_, part.to)) for part in parts])
+    return datasets.concatenate_datasets([splits[name].select(part) for name, part in _parts(split, splits)])
+
+
+def _parts(split: str, whole: Mapping[str, Sized]) -> list[tuple[str, range]]:
+    """Return the splits, and the rows of each, that ``train[1:3]+test`` and the like name."""
+    counts = {name: len(rows) for name, rows in whole.items()}
+    absolute = datasets.ReadInstruction.from_spec(split).to_absolute(counts)
+    return [(part.splitname, range(part.from_, part.to)) for part in absolute]
 
 
 def _resolved(file: str) -> Path:
@@ -369,7 +361,6 @@ def local_files(path: str, name: str) -> list[Path] | None:
     if is_saved(where):
         return sorted(file for file in where.rglob("*") if file.is_file() and not file.name.startswith("cache-"))
     if where.is_dir():
-        _refuse_script(where, name)
         inside = sorted(file.relative_to(where) for file in where.rglob("*") if _suffix(file) in BUILDERS)
         files = [where / file for file in inside if not any(part.startswith(".") for part in file.parts)]
     elif where.exists():
@@ -382,12 +373,6 @@ def local_files(path: str, name: str) -> list[Path] | None:
         return None
     if not files:
         raise DataError(f"{name}: no such file; expected {KNOWN_FILES}. Check the path.")
-    for file in files:
-        # Opening a FIFO waits for a writer, and reading a device may never end.
-        if not file.is_file():
-            raise DataError(
-                f"{file}: not a regular file; expected {KNOWN_FILES}. Remove it, or write the records to a file."
-            )
     kinds = {BUILDERS.get(_suffix(file)): file for file in files}
     if None in kinds:
         raise DataError(f"{kinds[None]}: a file of an unknown kind; expected {KNOWN_FILES}. Convert or rename it.")
@@ -400,27 +385,13 @@ def local_files(path: str, name: str) -> list[Path] | None:
 
 
 def _place(path: str, name: str) -> Path:
-    """Return the path of a source with ``~`` expanded.
-
-    Raises:
-        DataError: No file system can have such a path.
-    """
+    """Return the path of a source with ``~`` expanded; refuse one that no file can have."""
     try:
         where = Path(path).expanduser()
-        where.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return where
+        where.exists()
     except (OSError, ValueError, RuntimeError) as error:
-        found = error.strerror if isinstance(error, OSError) else str(error)
-        raise DataError(f"{name[:60]!a}: cannot be opened ({found}); expected {KNOWN_FILES}. Check the path.") from None
+        raise DataError(f"{name[:60]!a}: cannot be opened ({error}); expected {KNOWN_FILES}. Check the path.") from None
     return where
-
-
-def _refuse_script(directory: Path, name: str) -> None:
-    """Refuse a directory with a dataset script: some versions of ``datasets`` run it, others refuse all its files."""
-    script = directory / f"{directory.resolve().name}.py"
-    if script.exists():
-        raise DataError(f"{name}: has the dataset script {script.name}, which is never run; expected none. Remove it.")
 
 
 def _suffix(file: Path) -> str:
@@ -512,5 +483,5 @@ def _parse_group(value: object, group_field: str, where: str) -> str:
 
 
 def _listed(columns: Sequence[str]) -> str:
-    names = [repr(column) if len(column) <= 60 else f"{column[:57]!r}..." for column in columns[:MAX_LISTED]]
-    return ", ".join([*names, f"and {len(columns) - MAX_LISTED} more"] if len(columns) > MAX_LISTED else names)
+    names = ", ".join(map(repr, columns))
+    return names if len(names) <= 400 else f"{names[:397]}..."

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtp_train.data.groups import stable_share
-from mtp_train.data.records import Chat, Message, PlainText, PromptResponse, Record, has_calls_as_text, has_response
+from mtp_train.data.records import Chat, Message, PlainText, PromptResponse, Record, has_response
 from mtp_train.data.sources import CHAT_COLUMNS
 from mtp_train.errors import DataError
 from mtp_train.trunk.tokenizer import (
@@ -181,7 +181,7 @@ def build_prompts(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase)
 
 
 def template_notes(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return a sentence for each column and variable of the records that their text is without, and for odd calls."""
+    """Return a sentence for each column and variable of the records that their text is without."""
     known = template_variables(tokenizer)
     writes_calls = "tool_calls" in str(tokenizer.chat_template)
     unread, ignored = Counter[str](), Counter[str]()
@@ -193,10 +193,7 @@ def template_notes(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase
             ignored.update(["tool_calls"] if has_calls and not writes_calls else [])
         elif isinstance(record.content, PromptResponse):
             unread.update(column for column in record.unread if column in CHAT_COLUMNS)
-    as_text = sum(has_calls_as_text(record.content) for record in records)
-    odd = "have a tool call whose arguments are not JSON, which the chat template gets as text"
     return [
-        *([f"{as_text} of {len(records)} records {odd}"] if as_text else []),
         *(
             f"{count} of {len(records)} records have {name}, which is not put into their text; a chat template gets "
             "what chat_template_kwargs has"

@@ -162,7 +162,7 @@ def negated(interval: Interval | None) -> Interval | None:
     return None if interval is None else (-interval[1], -interval[0])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """A statement and the result of its test."""
 

@@ -23,7 +23,7 @@ from mtp_inference.sampling.distributions import Sampling
 from mtp_train.acceptance.counts import PromptCounts
 from mtp_train.acceptance.names import SERVED
 from mtp_train.answers.draft_counts import Counters, SpecCounts, increase, response_counts
-from mtp_train.answers.endpoint import Endpoint, Refusal, Response, SettingNames, read_api_key
+from mtp_train.answers.endpoint import Endpoint, Refusal, Response, read_api_key
 from mtp_train.answers.generate import noise_seed
 from mtp_train.answers.served import fit_of, spread
 from mtp_train.checkpoints.files import is_gguf
@@ -163,18 +163,16 @@ def connect(
         raise DataError(
             f"{server.setting}: {server.url!r}; expected an address such as http://localhost:8000/v1. Correct it."
         )
-    names = SettingNames(server.setting, "--served-model", "--api-key-env", "then run the command again")
     endpoint = Endpoint(
         server.url if url.path.strip("/") else f"{server.url.rstrip('/')}/v1",
         tokenizer,
         eos_ids,
         vocab_size,
-        api_key=read_api_key(server.api_key_env, names),
+        api_key=read_api_key(server.api_key_env),
         concurrency=server.concurrency,
         timeout_seconds=server.request_timeout_seconds,
         from_cache=False,
         wait=wait,
-        names=names,
     )
     endpoint.choose_model(server.model)
     return endpoint
@@ -209,7 +207,7 @@ def measure_endpoint(
 
     Args:
         endpoint: The server. Where it has counters, they are read at a concurrency of 1.
-        prompts: The prompts, sent as token ids, or as text to a server that accepts only text.
+        prompts: The prompts, sent as token ids.
         grid: Its temperatures, without top-p and top-k; the first one is the headline. Its seed gives, combined with a
             prompt's id, the sampling seed of its request.
         progress: The progress display.
@@ -280,7 +278,7 @@ def _ask_all(
     failed = [(prompt, one.reason) for prompt, _, one in found if isinstance(one, Refusal)]
     if not records:
         raise DataError(
-            f"{endpoint.names.url}: {endpoint.url} refuses all of {len(prompts)} prompts at temperature "
+            f"{endpoint.url}: refuses all of {len(prompts)} prompts at temperature "
             f"{temperature:g} ({failed[0][0].id}: {failed[0][1]}); expected responses. Check the server's log, and "
             "that its context length fits the prompts."
         )
@@ -300,7 +298,7 @@ def _require_own(endpoint: Endpoint, records: Sequence[ServedRecord], generated:
     own = sum(one.num_tokens for one in records)
     if generated > (1.0 + MAX_FOREIGN_SHARE) * own:
         raise DataError(
-            f"{endpoint.names.url}: {endpoint.url} generated {generated} tokens, {own} of them for us "
+            f"{endpoint.url}: generated {generated} tokens, {own} of them for us "
             f"({len(records)} prompts); expected no other client, as its counters do not separate requests. Measure "
             "while it is idle."
         )
@@ -360,7 +358,6 @@ def _document(
         "url": endpoint.url,
         "server": endpoint.served_with or None,
         "model": endpoint.model,
-        "prompts_as": endpoint.prompts_as,
         "drafts": drafts,
         "counts": "responses" if _counters(endpoint) is None else "counters",
         "concurrency": endpoint.concurrency,

@@ -24,7 +24,6 @@ from mtp_train.recipe.json_schema import (
     not_null,
     schema_tree,
     shown,
-    shown_whole,
     walk_fields,
 )
 from mtp_train.recipe.schema import Recipe
@@ -188,10 +187,7 @@ def dump_recipe(recipe: Recipe) -> str:
 def _read(path: Path) -> str:
     expected, hint = "a recipe in YAML", "Check the path and its permissions."
     try:
-        # Opening a FIFO waits for a writer, and reading a device may never end.
-        if path.is_file() or path.is_dir() or not path.exists():
-            return path.read_text(encoding="utf-8")
-        found = "not a regular file"
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         found, siblings = "no such file", [str(file) for file in path.parent.glob("*.yaml")]
         near = difflib.get_close_matches(str(path), siblings, n=1)
@@ -221,7 +217,7 @@ def _worded(error: ErrorDetails) -> Iterator[str]:
     elif kind == "extra_forbidden":
         yield _unknown(path, _node_at(loc[:-1]))
     elif kind == "missing":
-        yield from _missing(path, _node_at(loc))
+        yield f"{path}: missing; expected {_expected(_node_at(loc))}. Add it."
     # pydantic counts only valid items: it also calls a list with wrong items too short.
     elif kind != "too_short" or len(value) < context["min_length"]:
         node = _node_at(loc)
@@ -253,28 +249,14 @@ def _hint(path: str, value: object, node: Node) -> str:
         return f"Write {path}: [{value}]."
     if inner.get("type") == "string" and isinstance(value, bool | int | float):
         return f"Put it in quotes: {str(value)!r}."
-    return f"Correct it, or leave it out for {shown_whole(node['default'])}." if "default" in node else "Correct it."
-
-
-def _missing(path: str, node: Node) -> Iterator[str]:
-    """Yield the problem of a missing field, or of each required field of a missing section."""
-    if "properties" not in node:
-        yield f"{path}: missing; expected {describe(node)}. Add it."
-    for name in node.get("required", ()):
-        yield from _missing(dotted(path, name), node["properties"][name])
+    return f"Correct it, or leave it out for {shown(node['default'])}." if "default" in node else "Correct it."
 
 
 def _unknown(path: str, section: Node) -> str:
     within, _, key = path.rpartition(".")
     names, paths = list(not_null(section)["properties"]), [path for path, _ in walk_fields(schema_tree())]
     near = [dotted(within, name) for name in difflib.get_close_matches(key, names, n=1)]
-    meant = [path for path in paths if path.endswith(f".{key}")] or near or _elsewhere(key, paths)
+    meant = [path for path in paths if path.endswith(f".{key}")] or near
     expected = f"a field of {within or 'the recipe'}" if meant else f"one of {', '.join(names)}"
     hint = f"Did you mean {' or '.join(meant)}?" if meant else "Remove it."
     return f"{path}: unknown; expected {expected}. {hint}"
-
-
-def _elsewhere(key: str, paths: list[str]) -> list[str]:
-    """Return the path of the field, in any section, whose name is most similar to ``key``."""
-    names = {path.rsplit(".", 1)[-1]: path for path in reversed(paths)}
-    return [names[name] for name in difflib.get_close_matches(key, names, n=1, cutoff=0.75)]

@@ -91,7 +91,6 @@ class Recipe(RecipeSection):
     def contradictions(self) -> Iterator[str]:
         yield from self._of_arms()
         yield from self._of_the_head()
-        yield from self._of_training()
         yield from self._of_the_study()
 
     def _of_arms(self) -> Iterator[str]:
@@ -122,18 +121,9 @@ class Recipe(RecipeSection):
         if find_head_kind(head.kind).parallel and (depth or 0) > head.num_depths:
             yield f"evaluate.depth: {depth} with head.kind: {head.kind}; expected head.num_depths or less. Lower it."
 
-    def _of_training(self) -> Iterator[str]:
-        tokens, seq_len = self.train.tokens_per_step, self.data.seq_len_tokens
-        sequences = self.train.micro_batch_sequences
-        if not is_auto(tokens, seq_len, sequences) and tokens % (unit := seq_len * sequences):
-            below = tokens // unit * unit
-            values = f"{below} or {below + unit}" if below else str(unit)
-            yield (
-                f"train.tokens_per_step: {tokens}; expected a multiple of {unit} (data.seq_len_tokens {seq_len} x "
-                f"train.micro_batch_sequences {sequences}). Write {values}."
-            )
+        seq_len = self.data.seq_len_tokens
         # Depth k at row t predicts token t + k + 1, so row 0 needs num_depths + 2 tokens.
-        least = self.head.num_depths + 2
+        least = head.num_depths + 2
         if not is_auto(seq_len) and seq_len < least:
             yield f"data.seq_len_tokens: {seq_len}; expected {least} or more. Raise it, or lower head.num_depths."
 

@@ -251,9 +251,6 @@ class SourceSpec(RecipeSection):
     and `output` (turns of a chat), `text`, and beside a chat `system`, `tools` and `chat_template_kwargs`. For prompts
     that the chat template shall be applied to, write `{instruction: prompt}`. Of a source with columns of several of
     these layouts, name those of one: `{text: text}`."""
-    streaming: bool = False
-    """Whether to read only the first `data.max_documents` records, without a copy in the cache: for a source that is
-    too large to download."""
 
 
 class RegenerateSpec(RecipeSection):
@@ -281,8 +278,6 @@ class RegenerateSpec(RecipeSection):
     """Sample from the k most probable tokens; 0 samples from all."""
     min_p: BelowOne = 0.0
     """Sample from tokens with at least this probability, relative to the most probable token."""
-    max_repeated: UpToOne | None = None
-    """Leave out responses in which more than this share of the 8-grams are repetitions; null keeps all responses."""
     endpoint: Text | None = None
     """Address of the server, up to and including the API version: `http://localhost:8000/v1`. The server must serve the
     trunk: a sample of its responses is compared with those of the trunk, before they are stored. A run can be resumed
@@ -293,16 +288,13 @@ class RegenerateSpec(RecipeSection):
     """Maximum number of concurrent requests to the server, over all processes; null is 32."""
     api_key_env: Text | None = None
     """Name of the environment variable with the API key of the server. The key itself is not written to any file."""
-    request_timeout_seconds: Positive | None = None
-    """Longest wait for the server to send a response, or a part of one; null is 3600. A run also ends when no request
-    finishes for ten minutes."""
 
     def contradictions(self) -> Iterator[str]:
         if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
             yield f"endpoint: {self.endpoint!r}; expected an address such as http://localhost:8000/v1. Correct it."
         if self.endpoint is not None and re.search(r"://[^/]*@|[?#]", self.endpoint):
             yield "endpoint: a password or parameters in the address; expected none. Use data.regenerate.api_key_env."
-        for name in ("model", "concurrency", "api_key_env", "request_timeout_seconds"):
+        for name in ("model", "concurrency", "api_key_env"):
             if self.endpoint is None and getattr(self, name) is not None:
                 yield f"{name}: {getattr(self, name)!r} without data.regenerate.endpoint; expected null. Leave it out."
         for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
@@ -335,15 +327,10 @@ class DataSection(RecipeSection):
     """Name of a record field. Records with the same value are one group, and groups are not joined. Null groups chats
     by their first user turn, pairs by their prompt and the paragraphs of a .txt by their file, and joins groups with
     near-duplicate prompts (about 2 minutes and 0.5 GB for a million prompts of 500 characters)."""
-    max_documents: Count | None = None
-    """Maximum number of records read from each source; null reads all."""
 
     def contradictions(self) -> Iterator[str]:
         if self.responses is not None and self.regenerate is None:
             yield f"responses: {self.responses!r} while data.regenerate is null; expected null. Leave it out."
-        for number, source in enumerate(self.sources):
-            if source.streaming and self.max_documents is None:
-                yield f"sources.{number}.streaming: true without data.max_documents; expected both. Set it."
 
 
 class ObjectiveSection(RecipeSection):
@@ -373,8 +360,6 @@ class HiddenCacheSpec(RecipeSection):
     The trunk's layers are removed from memory before the head is trained, whether the trunk is sharded or whole.
     """
 
-    max_gib: Positive = 64.0
-    """Maximum size of the cache, in GiB. A run that needs more is refused before it starts."""
     directory: Text | None = None
     """The directory of the caches. Each cache has a name derived from trunk, text and precision. Null is `hidden` in
     the run directory."""

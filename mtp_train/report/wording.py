@@ -61,25 +61,21 @@ def group_arms(report: Report) -> ArmGroups:
     )
 
 
-def _verdict(tone: Tone, title: str, detail: str) -> Finding:
-    return Finding(tone=tone, statement=title, evidence=detail)
-
-
 def headline(report: Report) -> Finding:
     """Return the verdict: a failed lossless check, else the gate's, else the first finding, else the best arm."""
     if report.lossless and report.lossless.faults:
         # Acceptance has no meaning without it.
-        return _verdict("bad", "Not lossless: do not trust these figures", lossless_sentence(report.lossless))
+        return Finding("bad", "Not lossless: do not trust these figures", lossless_sentence(report.lossless))
     if report.settings.get("gate") == UNJUDGED:
-        return _verdict("neutral", "Unjudged head", UNJUDGED_SENTENCE)
+        return Finding("neutral", "Unjudged head", UNJUDGED_SENTENCE)
     if report.gate is not None:
         return _gate_headline(report, report.gate)
     if report.findings:
         first = report.findings[0]
-        return _verdict(first.tone, verdict_title(first), first.evidence)
+        return Finding(first.tone, verdict_title(first), first.evidence)
     ranked = ranked_arms(report)
     if not ranked:
-        return _verdict("neutral", "Acceptance measured", "No arm drafted at a common setting.")
+        return Finding("neutral", "Acceptance measured", "No arm drafted at a common setting.")
     return _one_arm(*ranked[0]) if len(ranked) == 1 else _best_arm(report, ranked)
 
 
@@ -94,17 +90,17 @@ def _gate_headline(report: Report, gate: GateVerdict) -> Finding:
     baseline, detail = BASELINES.get(gate.baseline, gate.baseline), capitalised(gate.reason)
     if gate.outcome == "undecided":
         unwritten = ": nothing is exported" if report.title is None else ""
-        return _verdict("neutral", f"Undecided whether drafts pay{unwritten}", detail)
+        return Finding("neutral", f"Undecided whether drafts pay{unwritten}", detail)
     if gate.outcome == "refused":
         shown = "drafts do not pay" if gate.baseline == PLAIN else f"no gain shown over {baseline}"
-        return _verdict("bad", f"Refused: {shown}", detail)
+        return Finding("bad", f"Refused: {shown}", detail)
     # Of two servers the second is judged.
     title = f"{'The retrained head' if report.title is None else list(report.arms)[-1]} beats {baseline}"
     if retrained is None:
-        return _verdict("good", title, detail)
+        return Finding("good", title, detail)
     if gate.baseline == PLAIN and gate.settings[0].decides == "tau":
         title = "Passed by the break-even tau of another engine"
-    return _verdict(*payment(retrained, title), detail)
+    return Finding(*payment(retrained, title), detail)
 
 
 def verdict_title(finding: Finding) -> str:
@@ -115,10 +111,10 @@ def verdict_title(finding: Finding) -> str:
 def _one_arm(name: str, cell: Cell, tau: float) -> Finding:
     detail = f"Tau {format_tau(cell)} over {cell.prompts or 0} prompts of {cell.groups or 0} groups"
     if cell.speedup is None:
-        return _verdict("neutral", f"{name} commits {tau:.2f} tokens a round", f"{detail}.")
+        return Finding("neutral", f"{name} commits {tau:.2f} tokens a round", f"{detail}.")
     title = f"{name} drafts at {format_speedup(cell.speedup)} the speed without drafts"
     needed = f"; {cell.break_even_tau:.2f} would break even" if cell.break_even_tau is not None else ""
-    return _verdict(*payment(cell, title), f"{detail}{needed}.")
+    return Finding(*payment(cell, title), f"{detail}{needed}.")
 
 
 def _best_arm(report: Report, ranked: Sequence[tuple[str, Cell, float]]) -> Finding:
@@ -129,11 +125,11 @@ def _best_arm(report: Report, ranked: Sequence[tuple[str, Cell, float]]) -> Find
     equals = [name for name, _, _ in rest if name not in against or not against[name].differs]
     if equals:
         title = f"No arm is shown to be ahead; {best} has the highest tau"
-        return _verdict(
+        return Finding(
             "neutral", title, f"Tau {tau:.2f} against {others}. No real difference from {' and '.join(equals)}."
         )
     detail = f"Against {others}; each difference is real. From {rest[0][0]}: {difference_words(against[rest[0][0]])}."
-    return _verdict(*payment(cell, f"{best} has the highest tau: {tau:.2f}"), detail)
+    return Finding(*payment(cell, f"{best} has the highest tau: {tau:.2f}"), detail)
 
 
 def payment(arm: ArmResult, title: str) -> tuple[Tone, str]:

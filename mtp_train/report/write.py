@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mtp_train.acceptance.names import RETRAINED
-from mtp_train.checkpoints.writing import write_bytes, write_json
+from mtp_train.checkpoints.writing import write_bytes
 from mtp_train.evaluation.results import REPORT_FILE, ArmComparison, Cell, Report, SampleText
 from mtp_train.report import wording
 from mtp_train.report.figures import ARM_FIGURES, CURVES, FigureFile, render_figures
@@ -28,7 +28,7 @@ from mtp_train.report.tables import (
     gate_table,
     position_table,
 )
-from mtp_train.train.log import TRACKED_FILE, Tracking, read_tracked
+from mtp_train.train.log import Tracking
 
 _RULE_NOTE = "Compare arms within one temperature and rule only: which head is better can depend on both."
 _SAMPLE_NOTE = (
@@ -221,19 +221,16 @@ def flat_table(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Ta
 
 
 def log_report(report: Report, out: Path, tracking: Tracking, config: Mapping[str, Any] | None = None) -> None:
-    """Log a report that was written to ``out`` to each tracker, once: :data:`TRACKED_FILE` names those that have it.
+    """Log a report that was written to ``out`` to each tracker.
 
-    A rerun of the command logs a report whose logging failed or was off. All trackers get the numbers; Weights & Biases
-    gets tables, figures and the page too. A run's go to the tracked run of its training; ``config`` is shown with it.
+    All trackers get the numbers; Weights & Biases gets tables, figures and the page too. A run's go to the tracked run
+    of its training; ``config`` is shown with it.
     """
-    done = read_tracked(out).get("report", [])
-    with tracking.opened(out, config or report.settings, only=lambda name: name not in done) as trackers:
+    with tracking.opened(out, config or report.settings) as trackers:
         numbers = report_numbers(report)
         for name, tracker in trackers.items():
             # Of a run, the numbers belong to its last step, which wandb and trackio know.
             tracker.log(numbers | _wandb_media(report, out) if name == "wandb" else numbers)
-    if trackers:
-        write_json(out / TRACKED_FILE, {**read_tracked(out), "report": [*done, *trackers]})
 
 
 def report_numbers(report: Report) -> dict[str, float]:

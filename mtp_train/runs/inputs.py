@@ -203,8 +203,6 @@ def load_sources(recipe: Recipe) -> list[list[Record]]:
             columns=source.columns,
             group_field=recipe.data.group_field,
             name=f"data.sources.{number} ({source.path})",
-            max_records=recipe.data.max_documents,
-            streaming=source.streaming,
         )
         for number, source in enumerate(recipe.data.sources)
     )
@@ -281,10 +279,6 @@ class LoneHead:
     @property
     def kind(self) -> str:
         return self.stored.kind.name if isinstance(self.stored, DraftModel) else self.stored.family.kind
-
-    @property
-    def num_modules(self) -> int:
-        return self.stored.num_modules
 
 
 def open_head_source(location: str) -> Checkpoint | LoneHead:

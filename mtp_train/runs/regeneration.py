@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mtp_inference import Sampling, SpeculativeDecoder
-from mtp_train.answers.endpoint import RESPONSE_TIMEOUT_SECONDS, Endpoint, read_api_key
+from mtp_train.answers.endpoint import Endpoint, read_api_key
 from mtp_train.answers.generate import Answering, missing_prompts, regenerate
 from mtp_train.answers.served import regenerate_served
 from mtp_train.answers.store import (
@@ -40,7 +40,7 @@ from mtp_train.train.machine import set_threads
 from mtp_train.train.shard import shard_decoder
 from mtp_train.trunk.load import Trunk
 
-COUNTS_FILE, COPIED_FROM_FILE = "counts.json", "copied.json"
+COPIED_FROM_FILE = "copied.json"
 CONCURRENCY = 32
 """Default of ``data.regenerate.concurrency``; that of ``batch_size`` is the batch of an evaluation."""
 
@@ -87,14 +87,9 @@ def generate_responses(run: Run, trunk: RunTrunk) -> tuple[list[Document], Respo
         if said and accelerator.is_main_process:
             progress.console.print(said)
     require_shared(directory, ["."], accelerator)
-    documents, counts = store.to_documents(
-        recipe.data.seq_len_tokens,
-        groups={prompt.id: prompt.group for prompt in inputs.text.prompts},
-        max_repeated=settings.max_repeated,
-        special_ids=frozenset(inputs.tokenizer.all_special_ids),
-    )
+    groups = {prompt.id: prompt.group for prompt in inputs.text.prompts}
+    documents, counts = store.to_documents(recipe.data.seq_len_tokens, groups)
     if accelerator.is_main_process:
-        write_json(directory / COUNTS_FILE, asdict(counts))
         found = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in asdict(counts).items() if value)
         progress.console.print(f"{directory}: {found}.")
     return documents, counts
@@ -227,15 +222,14 @@ def answer_by_server(
         len(trunk.lm_head_VD),
         api_key=read_api_key(settings.api_key_env),
         concurrency=max(1, (settings.concurrency or CONCURRENCY) // world),
-        timeout_seconds=settings.request_timeout_seconds or RESPONSE_TIMEOUT_SECONDS,
     )
     with contextlib.closing(endpoint):
         endpoint.choose_model(settings.model)
-        counts = regenerate_served(missing, store, endpoint, answering_of(run, settings), trunk, on_progress)
-    facts = {"url": endpoint.url, "model": endpoint.model, "prompts_as": endpoint.prompts_as}
-    write_json(store.directory / f"server-{rank:05d}-of-{world:05d}.json", {**facts, **asdict(counts)})
-    refused = f", {counts.refused} refused ({counts.refusal})" if counts.refused else ""
-    return f"{endpoint.url}: {counts.generated} prompts answered{refused}."
+        stored, refusals = regenerate_served(missing, store, endpoint, answering_of(run, settings), trunk, on_progress)
+    facts = {"url": endpoint.url, "model": endpoint.model, "generated": stored, "refused": len(refusals)}
+    write_json(store.directory / f"server-{rank:05d}-of-{world:05d}.json", facts)
+    refused = f", {len(refusals)} refused ({refusals[-1]})" if refusals else ""
+    return f"{endpoint.url}: {stored} prompts answered{refused}."
 
 
 def copy_answers(location: str, directory: Path, prompts: Sequence[Prompt], trunk: TrunkContents) -> list[str]:

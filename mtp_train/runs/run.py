@@ -320,9 +320,5 @@ def cure(recipe: Recipe, stage: str) -> str:
     if stage == "train" and not train.gradient_checkpointing:
         return "Write train.gradient_checkpointing: true; it changes no result."
     shards = f"launch with {accelerate_file('fsdp2')} on several GPUs, which puts the trunk in shards"
-    if stage == "train" and train.hidden_cache is None:
-        return f"Write train.hidden_cache: {{}}, which trains without the trunk, or {shards}."
-    if stage == "train":
-        return f"Lower data.seq_len_tokens ({recipe.data.seq_len_tokens}), or {shards}."
     offload = "" if recipe.model.offload or recipe.model.quantization else " or model.offload: cpu"
     return f"Write model.dtype: bfloat16{offload}, or {shards}."

@@ -56,7 +56,7 @@ from mtp_train.errors import (
     redacted,
 )
 from mtp_train.evaluation.results import read_record
-from mtp_train.recipe.json_schema import dotted, shown_whole
+from mtp_train.recipe.json_schema import dotted, shown
 from mtp_train.recipe.loading import dump_recipe, load_recipe, parse_yaml
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.inputs import LoneHead, open_head_source
@@ -160,18 +160,14 @@ class RunDirectory:
             raise self._refused(other, "the same resolved recipe to resume", ", or remove this one")
 
     def require_outside_inputs(self, recipe: Recipe) -> None:
-        """Refuse the root, a path below a file, and directories within an input: a run would change that input.
+        """Refuse a path on or below a file, and directories within an input: a run would change that input.
 
         ``check`` calls this alone: it accepts the directory of another recipe, to compare its overrides.
         """
         place = self.path.resolve()
-        if place == Path(place.anchor):
-            raise self._refused("is the root", "a new directory")
-        if self.path.exists() and not self.path.is_dir():
-            raise self._refused("is a file", "a directory")
-        above = next(one for one in place.parents if one.exists())
+        above = next(one for one in (place, *place.parents) if one.exists())
         if not above.is_dir():
-            raise self._refused(f"lies below the file {above}", "a new directory")
+            raise self._refused(f"is or lies below the file {above}", "a directory")
         model = recipe.model
         inputs = {TRUNK: model.trunk, HEAD_FROM: model.head_from, ADAPTER: model.adapter}
         inputs["data.responses"] = recipe.data.responses
@@ -252,7 +248,7 @@ class RunDirectory:
             raise
         except Stopped as stopped:
             told = StoppedError(
-                f"{self.path}: stopped by {stopped.name} in the stage {attempt.stage!r}.\n"
+                f"{self.path}: stopped by {stopped} in the stage {attempt.stage!r}.\n"
                 "Start the same command again: it goes on from what that stage has saved.",
                 stopped.exit_code,
             )
@@ -375,11 +371,27 @@ def _differing_fields(recorded: str, recipe: Recipe) -> list[str]:
         before = load_recipe(parse_yaml(recorded, "recipe"))
     except RecipeError as error:
         return [f"it is not valid here ({error.problems[0]})"]
-    now = _on_machines_of(before, recipe)
-    return list(_differences(before.model_dump(mode="json"), now.model_dump(mode="json"), ""))
+    found = _differences(before.model_dump(mode="json"), recipe.model_dump(mode="json"), "")
+    return [
+        f"{path}: {shown(there)} there, {shown(here)} here"
+        for path, there, here in found
+        if not (
+            path.startswith(_OF_THE_MACHINES)
+            or (path == "train.precision" and here == "auto")
+            or (path == "data.regenerate.endpoint" and None not in (there, here))
+        )
+    ]
 
 
-def _differences(there: Any, here: Any, path: str) -> Iterator[str]:
+_OF_THE_MACHINES = (
+    "train.processes",
+    "track.",
+    "data.regenerate.api_key_env",
+    "data.regenerate.concurrency",
+)
+
+
+def _differences(there: Any, here: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
     match there, here:
         case dict(), dict():
             for name in there | here:
@@ -388,20 +400,7 @@ def _differences(there: Any, here: Any, path: str) -> Iterator[str]:
             for number, (one, other) in enumerate(zip(there, here, strict=True)):
                 yield from _differences(one, other, dotted(path, number))
         case _ if there != here:
-            yield f"{path}: {shown_whole(there)} there, {shown_whole(here)} here"
-
-
-def _on_machines_of(before: Recipe, now: Recipe) -> Recipe:
-    """Return a recipe with the processes, the ``auto`` precision, the server and the trackers of another one."""
-    values: dict[str, Any] = {"train.processes": before.train.processes}
-    values |= {f"track.{name}": value for name, value in before.track}
-    if now.train.precision == "auto":
-        values["train.precision"] = before.train.precision
-    regenerate, earlier = now.data.regenerate, before.data.regenerate
-    if regenerate is not None and earlier is not None and None not in (regenerate.endpoint, earlier.endpoint):
-        names = ("endpoint", "api_key_env", "concurrency", "request_timeout_seconds")
-        values |= {f"data.regenerate.{name}": getattr(earlier, name) for name in names}
-    return now.replaced(values)
+            yield path, there, here
 
 
 def _inputs(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> dict[str, InputFiles]:

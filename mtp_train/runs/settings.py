@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.evaluation.grid import served_settings
 from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.families.drafts.record import serves_draft_vocab
 from mtp_train.recipe.schema import Recipe
 from mtp_train.train.log import Tracking
-from mtp_train.train.plan import GIB, MemoryOptions, Plan, TrainOptions, make_plan
+from mtp_train.train.plan import MemoryOptions, Plan, TrainOptions, make_plan
 from mtp_train.trunk.precision import COMPUTE_DTYPES
 
 _CACHED_BYTES = 4
@@ -30,20 +32,9 @@ def plan_of(recipe: Recipe, world_size: int) -> Plan:
 
 
 def train_options(recipe: Recipe) -> TrainOptions:
-    train = recipe.train
-    beta1, beta2 = train.betas
-    return TrainOptions(
-        lr=train.lr,
-        betas=(beta1, beta2),
-        weight_decay=train.weight_decay,
-        max_grad_norm=train.max_grad_norm,
-        schedule=train.schedule,
-        warmup_steps=train.warmup_steps,
-        max_steps=train.max_steps,
-        log_steps=train.log_steps,
-        save_steps=train.save_steps,
-        depth_decay=recipe.objective.depth_decay,
-    )
+    """Return the fields of the sections ``train`` and ``objective`` that the training loop reads."""
+    of_sections = {**dict(recipe.train), **dict(recipe.objective)}
+    return TrainOptions(**{one.name: of_sections[one.name] for one in fields(TrainOptions)})
 
 
 def tracking_of(recipe: Recipe) -> Tracking:
@@ -66,10 +57,7 @@ def memory_options(recipe: Recipe) -> MemoryOptions:
 
 def cache_bytes(recipe: Recipe, num_tokens: int, state_width: int) -> int:
     """Return the most bytes of the hidden-state cache of a text of so many tokens; 0 without a cache."""
-    spec = recipe.train.hidden_cache
-    if spec is None:
-        return 0
-    return min(num_tokens * state_width * _CACHED_BYTES, int(spec.max_gib * GIB))
+    return 0 if recipe.train.hidden_cache is None else num_tokens * state_width * _CACHED_BYTES
 
 
 def run_settings(recipe: Recipe, trunk: Checkpoint) -> list[Setting]:

@@ -37,10 +37,6 @@ from mtp_train.runs.training import HIDDEN
 HEADS, GRID_DIR = "heads", "grid"
 CLAIM = "Retraining on the distilled trunk's own responses brings acceptance back to the vanilla level"
 BACK = "Back at the vanilla level by "
-WEAK = (
-    " The retrained head is above that level by more than the margin: vanilla's own head is not trained out, or for "
-    "other text, so the level is a low bar."
-)
 
 
 def head_runs(run: Run) -> list[Run]:
@@ -119,7 +115,7 @@ def retrained(objective: str) -> str:
     return f"{RETRAINED}-{objective}"
 
 
-def tone_of(interval: Interval | None, limit: float = 0.0) -> Tone:
+def tone_of(interval: Interval | None, limit: float) -> Tone:
     """Return the verdict on the claim that a difference lies above ``limit``, by its interval."""
     if interval is None:
         return "neutral"
@@ -143,9 +139,7 @@ def prediction(measures: Sequence[Finding]) -> Finding:
     tone: Tone = "good" if tones == {"good"} else "bad" if tones == {"bad"} else "neutral"
     found = {word: [one.statement for one in measures if one.tone == of] for of, word in VERDICTS.items()}
     told = [f"{word} by {', '.join(map(_measure, some))}" for word, some in found.items() if some]
-    weak = WEAK if any(one.evidence.endswith(WEAK) for one in measures) else ""
-    evidence = f"{'; '.join(told).capitalize() or 'Not measured'}.{weak}"
-    return Finding(tone=tone, statement=f"{CLAIM}.", evidence=evidence)
+    return Finding(tone, f"{CLAIM}.", f"{'; '.join(told).capitalize() or 'Not measured'}.")
 
 
 def _measure(statement: str) -> str:
@@ -153,7 +147,7 @@ def _measure(statement: str) -> str:
 
 
 def _finding(tone: Tone, statement: str, evidence: str) -> Finding:
-    return Finding(tone=tone, statement=f"{statement}.", evidence=f"{VERDICTS[tone].capitalize()}: {evidence}")
+    return Finding(tone, f"{statement}.", f"{VERDICTS[tone].capitalize()}: {evidence}")
 
 
 def back_at_vanilla(report: Report, setting: Setting, study: StudySection) -> list[Finding]:
@@ -179,14 +173,13 @@ def back_at_vanilla(report: Report, setting: Setting, study: StudySection) -> li
     delta, interval = one.delta_overlap_at_equal_entropy, one.delta_overlap_at_equal_entropy_ci95
     if delta is not None and theirs.overlap and theirs.overlap[0] is not None:
         limit = -study.margin * theirs.overlap[0]
-        weak = WEAK if tone_of(interval, -limit) == "good" else ""
         text = "greedy text" if setting.rule == "greedy" else f"text of temperature {setting.temperature:g}"
         findings.append(
             _finding(
                 tone_of(interval, limit),
                 f"{BACK}overlap at equal target entropy ({text})",
                 f"{head} less {VANILLA}: {signed(delta, interval, 3)} over {one.groups} groups; back means above "
-                f"{limit:+.3f} ({100 * study.margin:g} % of {theirs.overlap[0]:.3f}).{weak}",
+                f"{limit:+.3f} ({100 * study.margin:g} % of {theirs.overlap[0]:.3f}).",
             )
         )
     return findings

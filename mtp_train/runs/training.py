@@ -103,7 +103,7 @@ def make_selection(
     kept = renumbered(sequences[: max(1, spec.tokens // data.seq_len_tokens)], measured)
     every = spec.every_steps or math.ceil(run.recipe.train.max_steps / MEASURES)
     lr_for = partial(record_lr, run) if chooses_lr else None
-    return Selection(every, spec.patience, kept, cache, run.directory.path / STATE, lr_for)
+    return Selection(every, spec.patience, kept, cache, lr_for)
 
 
 STATE, HIDDEN = "state", "hidden"
@@ -210,7 +210,7 @@ def hidden_cache(run: Run, module: HeadTraining, documents: Sequence[Document]) 
         adapter = inputs.contents[ADAPTER] if inputs.adapter else None
         digest = cache_digest(inputs.contents[TRUNK], adapter, documents, state, *settings)
         cache = HiddenCache(Path(spec.directory or run.directory.path / HIDDEN) / digest, documents, state)
-        cache.require_room(int(spec.max_gib * (1 << 30)))
+        cache.require_room()
         task = progress.add_task("keeping hidden states", total=None)
         if accelerator.is_main_process:
             progress.console.print(f"{cache.directory}: {cache.num_bytes / (1 << 30):.2f} GiB of hidden states")

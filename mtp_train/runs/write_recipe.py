@@ -153,7 +153,7 @@ def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: 
     if isinstance(source, LoneHead) and source.kind != "mtp":
         settings["head"]["kind"] = source.kind
         if find_head_kind(source.kind).parallel:
-            settings["head"]["num_depths"] = min(source.num_modules, MAX_DEPTH)
+            settings["head"]["num_depths"] = min(source.stored.num_modules, MAX_DEPTH)
     if start == "graft":
         settings["model"] |= {"head_from": base, **({} if adapter is None else {"adapter": adapter})}
     if start == "attach":
@@ -166,7 +166,7 @@ def _group_field(paths: Sequence[str]) -> str | None:
     """Return the column that groups records if every file has it, as files of prompts for ``evaluate`` may."""
     try:
         for path in paths:
-            load_records(resolve(path), group_field=GROUP_FIELD, name=path, max_records=1)
+            load_records(resolve(path), split="train[:1]", group_field=GROUP_FIELD, name=path)
     except DataError:
         # No such column; what else is wrong is reported when the run reads the file.
         return None

@@ -86,26 +86,20 @@ class HiddenCache:
         # Memory-mapped: the operating system caches as much as fits.
         self._file = cache(lambda shard: safe_open(self._path(shard), framework="pt"))
 
-    def require_room(self, max_bytes: int) -> None:
-        """Check the size against the recipe's limit and the free disk space.
+    def require_room(self) -> None:
+        """Check that the disk has room for what is not written yet.
 
         Raises:
-            TrainingError: The cache is larger than the recipe allows, or than the disk has room for.
+            TrainingError: It has not.
         """
-        gib = self.num_bytes / GIB
-        what = f"{gib:.2f} GiB for {self.num_tokens} tokens of {self.token_bytes} bytes"
-        if self.num_bytes > max_bytes:
-            raise TrainingError(
-                f"train.hidden_cache.max_gib: {what}; expected at most {max_bytes / GIB:g} GiB. Raise it, take fewer "
-                "documents, or write train.hidden_cache: null."
-            )
         found = next(parent for parent in (self.directory, *self.directory.parents) if parent.exists())
         free = shutil.disk_usage(found).free
         missing = self.num_bytes - sum(path.stat().st_size for path in self.directory.glob("*.safetensors"))
         if missing > free:
             raise TrainingError(
-                f"{self.directory}: {what}, {missing / GIB:.2f} GiB yet to be written; expected room for them, and "
-                f"{free / GIB:.2f} GiB are free. Name another directory in train.hidden_cache.directory."
+                f"{self.directory}: {missing / GIB:.2f} GiB of hidden states for {self.num_tokens} tokens are to be "
+                f"written; expected room for them, and {free / GIB:.2f} GiB are free. Name another directory in "
+                "train.hidden_cache.directory, take fewer documents, or write train.hidden_cache: null."
             )
 
     def build(

@@ -17,8 +17,7 @@ from mtp_train.errors import RecipeError
 
 METRICS_FILE = "metrics.jsonl"
 TRACKED_FILE = "tracked.json"
-"""The id of a directory's Weights & Biases run, under which a resumed run goes on, and the trackers that have its
-report."""
+"""The id of a directory's Weights & Biases run, under which a resumed run and its report go on."""
 WandbMode = Literal["off", "offline", "online"]
 
 
@@ -51,12 +50,7 @@ class Tracking:
 
     @contextlib.contextmanager
     def opened(
-        self,
-        directory: Path,
-        config: Mapping[str, Any],
-        *,
-        resume_step: int | None = None,
-        only: Callable[[str], bool] = bool,
+        self, directory: Path, config: Mapping[str, Any], *, resume_step: int | None = None
     ) -> Iterator[dict[str, Any]]:
         """Open the trackers, and end their runs at the end of the block.
 
@@ -69,7 +63,7 @@ class Tracking:
         """
         trackers: dict[str, Any] = {}
         with contextlib.ExitStack() as stack:
-            for name in filter(only, self.names):
+            for name in self.names:
                 trackers[name] = self._open(name, directory, dict(config), resume_step)
                 stack.callback(trackers[name].finish)
             yield trackers
@@ -85,17 +79,16 @@ class Tracking:
         elif name == "trackio":
             tracker = tracking.TrackioTracker(self.project, name=directory.name, config=config, resume="allow")
         else:
-            tracked = read_tracked(directory)
-            if "wandb" not in tracked:
-                tracked["wandb"] = secrets.token_hex(4)
-                write_json(directory / TRACKED_FILE, tracked)
+            path = directory / TRACKED_FILE
+            if not path.is_file():
+                write_json(path, {"wandb": secrets.token_hex(4)})
             tracker = tracking.WandBTracker(
                 self.project,
                 name=directory.name,
                 dir=directory,
                 mode=self.wandb,
                 config=config,
-                id=tracked["wandb"],
+                id=read_json(path)["wandb"],
                 resume="allow",
                 reinit="create_new",
                 settings={"silent": True},
@@ -104,12 +97,6 @@ class Tracking:
         if hasattr(tracker, "start"):
             tracker.start()
         return tracker
-
-
-def read_tracked(directory: Path) -> dict[str, Any]:
-    """Return the content of :data:`TRACKED_FILE`; empty where nothing was tracked."""
-    path = directory / TRACKED_FILE
-    return dict(read_json(path)) if path.is_file() else {}
 
 
 class RunLog:

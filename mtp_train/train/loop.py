@@ -1,4 +1,12 @@
-"""The training loop of the head, to be read from top to bottom."""
+"""The training loop of the head, to be read from top to bottom.
+
+The host plans each micro-batch (:func:`micro_batches`): the first one of a step while the device still computes the
+step before, and each of the others while it computes the one before it. Where the device copies from page-locked
+memory, the host waits for it once in a step, for the losses. A step's batches depend on the number of the step alone,
+so a resumed run gets those of an unbroken one.
+
+Shapes: B rows, T tokens, K depths, N = B * T target rows.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +20,27 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mtp_train.data.pack import PackedSequence, collate
+from mtp_train.data.pack import PackedSequence, collate, count_targets
 from mtp_train.errors import TrainingError
+from mtp_train.heads.alignment import valid_targets
 from mtp_train.heads.module import MtpHead
-from mtp_train.losses.chunked import depth_weights
-from mtp_train.train.feed import Preparation
+from mtp_train.losses.chunked import align_to_targets, depth_weights
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.train.hidden_cache import HiddenCache
 from mtp_train.train.launch import clip_gradient, prepare, run_facts, takes_fused
 from mtp_train.train.log import RunLog
+from mtp_train.train.packed_rows import Forwards, Segment, group_by_length, segments
 from mtp_train.train.plan import Plan, TrainOptions
 from mtp_train.train.select import Selection, score_of
+from mtp_train.train.shard import shards_trunk
 from mtp_train.train.state import (
+    best_weights,
     head_state,
     load_best,
     load_moments,
@@ -41,6 +52,8 @@ from mtp_train.train.state import (
 from mtp_train.train.stopping import noted_signal, stopped_after
 
 _LOG = logging.getLogger(__name__)
+_PINNING = ("cuda", "xpu")
+"""Types of devices that copy from page-locked memory while they compute."""
 
 BatchFn = Callable[[int], Sequence[PackedSequence]]
 """From a step (0-based) to its packed sequences, the same on every rank."""
@@ -76,8 +89,11 @@ class Training:
     """The objects that a training step uses."""
 
     options: TrainOptions
+    plan: Plan
+    weight_K: Sequence[float]
+    """The weight of each depth, which sum to 1."""
     batch_fn: BatchFn
-    preparation: Preparation
+    cache: HiddenCache | None
     accelerator: Accelerator
     head: MtpHead
     wrapped: nn.Module
@@ -91,8 +107,50 @@ class Training:
 
     def batches(self, step: int) -> StepBatches:
         sequences = self.batch_fn(step)
-        made = self.preparation.step(sequences)
+        made = micro_batches(sequences, self.plan, self.weight_K, self.accelerator, self.cache)
         return sequences, chain([next(made)], made)
+
+
+def micro_batches(
+    sequences: Sequence[PackedSequence],
+    plan: Plan,
+    weight_K: Sequence[float],
+    accelerator: Accelerator,
+    cache: HiddenCache | None = None,
+) -> Iterator[MicroBatch]:
+    """Yield this process's micro-batches of a step, given the step's sequences over all processes.
+
+    Losses are divided by the number of targets of the whole step, over all processes and micro-batches, so the gradient
+    is the same for every world size and accumulation. The factors undo the wrapper's averaging over processes and
+    accelerate's averaging over micro-batches.
+
+    Args:
+        cache: The trunk's hidden states; None if the trunk computes them.
+    """
+    depths, rank = range(1, len(weight_K) + 1), accelerator.process_index
+    totals = [sum(column) for column in zip(*(count_targets(one, len(depths)) for one in sequences), strict=True)]
+    rounds = plan.world_size * plan.accumulation
+    pairs = zip(weight_K, totals, strict=True)
+    scale_K = torch.tensor([rounds * weight / max(1, total) for weight, total in pairs])
+    for micro in range(plan.accumulation):
+        own = list(sequences[plan.share(micro, rank)])
+        batch = collate(own)
+        valid = [valid_targets(batch.document_BT, batch.loss_mask_BT, depth) for depth in depths]
+        used_N = align_to_targets(valid).flatten(1, 2).any(dim=0).nonzero().squeeze(1)
+        if cache is not None:
+            made = MicroBatch(batch, scale_K, hidden_BTD=cache.rows(own), used_N=used_N)
+        else:
+            # Where the trunk is in shards, all processes run its passes together.
+            ranks = range(plan.world_size) if shards_trunk(accelerator) else [rank]
+            groups = {one: _groups(sequences[plan.share(micro, one)]) for one in ranks}
+            forwards = Forwards(groups[rank], max(map(len, groups.values())))
+            made = MicroBatch(batch, scale_K, forwards=forwards, used_N=used_N)
+        yield made.mapped(Tensor.pin_memory) if accelerator.device.type in _PINNING else made
+
+
+def _groups(sequences: Sequence[PackedSequence]) -> list[list[Segment]]:
+    document_BT = np.stack([one.document_T for one in sequences])
+    return group_by_length(segments(document_BT), document_BT.size)
 
 
 def make_optimizer(head: nn.Module, options: TrainOptions, *, fused: bool = False) -> torch.optim.AdamW:
@@ -140,16 +198,17 @@ def train_head(
     head = module.head
     done = resume(state_dir, head, selection, accelerator)
     if is_over(done, options, selection):
-        return chosen_weights(head, selection)
+        return chosen_weights(head, state_dir, selection)
     optimizer = make_optimizer(head, options, fused=takes_fused(accelerator))
     wrapped, optimizer = prepare(module, optimizer, accelerator, plan, options.max_grad_norm)
     if done:
         load_moments(state_dir, done, head, optimizer)
-    weight_K = depth_weights(module.num_depths, options.depth_decay)
     run = Training(
         options=options,
+        plan=plan,
+        weight_K=depth_weights(module.num_depths, options.depth_decay),
         batch_fn=batch_fn,
-        preparation=Preparation.of(plan, weight_K, accelerator, cache),
+        cache=cache,
         accelerator=accelerator,
         head=head,
         wrapped=wrapped,
@@ -163,7 +222,7 @@ def train_head(
     if selection is not None and not done:
         measure_start(run, selection)
     take_steps(run, done, on_step)
-    return chosen_weights(head, selection)
+    return chosen_weights(head, state_dir, selection)
 
 
 def measure_start(run: Training, selection: Selection) -> None:
@@ -172,7 +231,8 @@ def measure_start(run: Training, selection: Selection) -> None:
     if selection.lr_for is not None:
         run.options = replace(run.options, lr=selection.lr_for(figures["held_out_overlap_depth_1"]))
     # The clock of the log begins with the first step.
-    run.sums = LogSums.zero(len(run.preparation.weight_K))
+    run.sums = LogSums.zero(len(run.weight_K))
+    save(run, 0)
 
 
 def resume(state_dir: Path, head: MtpHead, selection: Selection | None, accelerator: Accelerator) -> int:
@@ -215,7 +275,7 @@ def take_steps(run: Training, done: int, on_step: Callable[[int], None]) -> None
             following = run.batches(done + 1) if done + 1 < run.options.max_steps else None
             norm, told_to_stop = gather(run, sums_2K, norm_1, sequences, signals.number is not None)
             done += 1
-            finish_step(run, done, norm, sequences, saves=told_to_stop)
+            finish_step(run, done, norm, saves=told_to_stop)
             on_step(done)
     run.accelerator.wait_for_everyone()
     if run.log is not None:
@@ -228,8 +288,8 @@ def is_over(done: int, options: TrainOptions, selection: Selection | None) -> bo
     return done >= options.max_steps or (selection is not None and selection.is_exhausted)
 
 
-def chosen_weights(head: MtpHead, selection: Selection | None) -> dict[str, Tensor]:
-    return head_state(head) if selection is None else selection.best_weights()
+def chosen_weights(head: MtpHead, state_dir: Path, selection: Selection | None) -> dict[str, Tensor]:
+    return head_state(head) if selection is None else best_weights(state_dir)
 
 
 def optimise(
@@ -237,7 +297,7 @@ def optimise(
     optimizer: Any,
     accelerator: Accelerator,
     max_grad_norm: float,
-    micro_batches: Iterable[MicroBatch],
+    given: Iterable[MicroBatch],
 ) -> tuple[Tensor, Tensor]:
     """Do one optimiser step over this rank's micro-batches, copied to the device here, without waiting for it.
 
@@ -246,7 +306,7 @@ def optimise(
     """
     sums_2K = torch.zeros(2, 1, device=accelerator.device)
     norm_1 = torch.zeros(1, device=accelerator.device)
-    for micro in micro_batches:
+    for micro in given:
         with accelerator.accumulate(wrapped):
             terms = wrapped(micro=micro.to(accelerator.device))
             accelerator.backward(terms.total)
@@ -277,47 +337,48 @@ def gather(
     return norm, told > 0
 
 
-def finish_step(run: Training, done: int, norm: float, sequences: Sequence[PackedSequence], *, saves: bool) -> None:
+def finish_step(run: Training, done: int, norm: float, *, saves: bool) -> None:
     """Check, log, measure and save after ``done`` steps, as far as each is due."""
-    options, accelerator, selection = run.options, run.accelerator, run.selection
-    weight_K = run.preparation.weight_K
-    require_finite(run, done, norm, sequences)
+    options, selection, weight_K = run.options, run.selection, run.weight_K
+    require_finite(run, done, norm)
     if done % options.log_steps == 0 or done == options.max_steps:
         if run.log is not None:
             run.log.log(done, log_line(run.sums, weight_K, norm, options.lr_at(done - 1)) | run.facts)
         run.sums = LogSums.zero(len(weight_K))
     if selection is not None and selection.is_due(done, options.max_steps):
         measure(run, selection, done)
-    if saves or done % options.save_steps == 0 or is_over(done, run.options, run.selection):
-        best = None if selection is None else selection.best
-        sums = run.sums.saved()
-        save_state(run.state_dir, done, run.head, run.optimizer, best, sums, writes=accelerator.is_main_process)
+        saves = True
+    if saves or done % options.save_steps == 0 or done == options.max_steps:
+        save(run, done)
+
+
+def save(run: Training, done: int) -> None:
+    """Save the state after ``done`` steps; every process must call it."""
+    best = None if run.selection is None else run.selection.best
+    writes = run.accelerator.is_main_process
+    save_state(run.state_dir, done, run.head, run.optimizer, best, run.sums.saved(), writes=writes)
 
 
 def measure(run: Training, selection: Selection, done: int) -> dict[str, Any]:
     """Measure, judge and log the head after ``done`` steps, and return the figures; every process must call it."""
-    figures = selection.measure(run.wrapped, len(run.preparation.weight_K), run.accelerator)
-    selection.judge(done, score_of(figures), run.head, writes=run.accelerator.is_main_process)
+    figures = selection.measure(run.wrapped, len(run.weight_K), run.accelerator)
+    selection.judge(done, score_of(figures))
     if run.log is not None:
         run.log.log(done, figures)
     return figures
 
 
-def require_finite(run: Training, done: int, norm: float, sequences: Sequence[PackedSequence]) -> None:
-    """Check that the step's loss and gradient are finite. If not, the batch is written to a file for inspection.
+def require_finite(run: Training, done: int, norm: float) -> None:
+    """Check that the step's loss and gradient are finite.
 
     Raises:
-        TrainingError: The loss or the gradient is not finite.
+        TrainingError: They are not.
     """
-    if math.isfinite(norm) and all(math.isfinite(value) for value in run.sums.loss_sum_K):
-        return
-    kept = run.state_dir.parent / f"bad_batch-{done:08d}.safetensors"
-    if run.accelerator.is_main_process:
-        save_file(collate(sequences)._asdict(), kept)
-    raise TrainingError(
-        f"step {done}: loss {run.sums.loss_sum_K}, gradient norm {norm}; expected finite numbers. Lower train.lr, or "
-        f"look at the step's tokens in {kept}; the last saved state is untouched."
-    )
+    if not all(map(math.isfinite, (norm, *run.sums.loss_sum_K))):
+        raise TrainingError(
+            f"step {done}: loss {run.sums.loss_sum_K}, gradient norm {norm}; expected finite numbers. Lower train.lr; "
+            "the last saved state is untouched."
+        )
 
 
 def log_line(sums: LogSums, weight_K: Sequence[float], norm: float, lr: float) -> dict[str, Any]:

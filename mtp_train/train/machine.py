@@ -102,16 +102,12 @@ def use_threads(text_config: Mapping[str, Any], rows: int = 1) -> str:
     found = torch.get_num_threads()
     if threads_are_set():
         return f"{found} thread(s), as set"
-    cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     width = text_config.get("hidden_size")
-    threads = threads_for(rows * width**2 if isinstance(width, int) else 0, cores)
+    is_shared = isinstance(width, int) and rows * width**2 >= SHARED_WORK
+    threads = min(cores, MOST_THREADS) if is_shared else 1
     torch.set_num_threads(threads)
-    return f"{threads} thread(s) of {max(1, cores)} core(s)"
-
-
-def threads_for(multiplications: int, cores: int) -> int:
-    """Return the fastest number of threads for a product of that size on that many cores."""
-    return max(1, min(cores, MOST_THREADS)) if multiplications >= SHARED_WORK else 1
+    return f"{threads} thread(s) of {cores} core(s)"
 
 
 def usable_cores() -> int:

@@ -27,8 +27,8 @@ from mtp_train.trunk.quantise import Quantization, trunk_bytes
 GIB = 1 << 30
 _MASTER_BYTES = 4
 """Bytes of each of the head's weights, which are in fp32."""
-_STATE_BYTES = 12
-"""Bytes per weight in a resume state: the weight and AdamW's two moments, in fp32."""
+_STATE_BYTES = 16
+"""Bytes per weight in a resume state: the weight, AdamW's two moments and the best head, in fp32."""
 NUM_HEADS = 2
 """Heads in memory while a run decodes: the retrained head and its baseline."""
 _STATES_AT_ONCE = 3
@@ -69,18 +69,18 @@ def make_plan(
     """Derive the accumulation from the tokens of a step.
 
     Raises:
-        RecipeError: A step's sequences are not divisible by the processes; the message names the nearest values.
+        RecipeError: A step is not a whole number of micro-batches; the message names the nearest values.
     """
-    sequences = tokens_per_step // seq_len_tokens
-    per_micro_step = micro_batch_sequences * world_size
-    if sequences % per_micro_step:
-        unit = per_micro_step * seq_len_tokens
-        below = max(1, tokens_per_step // unit) * unit
+    unit = seq_len_tokens * micro_batch_sequences * world_size
+    accumulation, rest = divmod(tokens_per_step, unit)
+    if rest:
+        below = max(1, accumulation) * unit
         raise RecipeError(
-            f"train.tokens_per_step: {tokens_per_step} is {sequences} sequences; expected a multiple of "
-            f"{per_micro_step} (micro_batch_sequences x {world_size} processes). Write {below} or {below + unit}."
+            f"train.tokens_per_step: {tokens_per_step}; expected a multiple of {unit} (data.seq_len_tokens "
+            f"{seq_len_tokens} x train.micro_batch_sequences {micro_batch_sequences} x {world_size} process(es)). "
+            f"Write {below} or {below + unit}."
         )
-    accumulation = sequences // per_micro_step
+    sequences = accumulation * micro_batch_sequences * world_size
     return Plan(max_steps, seq_len_tokens, sequences, micro_batch_sequences, world_size, accumulation)
 
 

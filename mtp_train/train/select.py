@@ -1,29 +1,27 @@
 """Select the head with the best acceptance on text that it is not trained on.
 
 The loss is a weak guide to acceptance: training can make acceptance worse while the loss still falls. Before the first
-step and every ``train.select.every_steps`` steps all processes measure the head together, teacher-forced. The weights
-of the best measure are stored beside the resume states, and returned at the end: a training without a gain returns the
-head that it was given.
+step and every ``train.select.every_steps`` steps all processes measure the head together, teacher-forced, and save a
+resume state. Each state has the weights of the best measure so far, which are returned at the end: a training without a
+gain returns the head that it was given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from torch import Tensor, nn
+from torch import nn
 
 from mtp_train.data.pack import PackedSequence, collate, full_batches
 from mtp_train.errors import TrainingError
-from mtp_train.heads.module import MtpHead
 from mtp_train.train.head_training import MicroBatch
 from mtp_train.train.hidden_cache import HiddenCache
-from mtp_train.train.state import Best, best_weights, head_state, save_best
+from mtp_train.train.state import Best
 from mtp_train.train.teacher_forced import DenseSums
 
 
@@ -35,8 +33,9 @@ def score_of(figures: Mapping[str, float]) -> float:
     return (figures["held_out_tau"] + figures["held_out_tau_sampled"]) / 2
 
 
+@dataclass
 class Selection:
-    """Measures the head, stores the best weights, and ends training when measures stop improving.
+    """Measures the head, and ends training when measures stop improving.
 
     Args:
         patience: Training ends after so many measures without a better one; None for no limit.
@@ -45,22 +44,12 @@ class Selection:
             depth 1; returns the peak learning rate. None takes the options'.
     """
 
-    def __init__(
-        self,
-        every_steps: int,
-        patience: int | None,
-        sequences: Sequence[PackedSequence],
-        cache: HiddenCache | None,
-        directory: Path,
-        lr_for: Callable[[float], float] | None = None,
-    ) -> None:
-        self.every_steps = every_steps
-        self.patience = patience
-        self.sequences = sequences
-        self.cache = cache
-        self.directory = directory
-        self.lr_for = lr_for
-        self.best = Best()
+    every_steps: int
+    patience: int | None
+    sequences: Sequence[PackedSequence]
+    cache: HiddenCache | None
+    lr_for: Callable[[float], float] | None = None
+    best: Best = field(default_factory=Best)
 
     @property
     def is_exhausted(self) -> bool:
@@ -101,15 +90,9 @@ class Selection:
             total_FK += torch.stack(wrapped(micro=micro.to(device), measures=True))
         return DenseSums(*accelerator.reduce(total_FK, reduction="sum"))
 
-    def judge(self, step: int, score: float, head: MtpHead, *, writes: bool) -> None:
-        """Record a measure, and store the head's weights if it is the best so far. Every process must call it."""
+    def judge(self, step: int, score: float) -> None:
+        """Record a measure: the best so far, or one without a gain."""
         if step and score <= self.best.score:
             self.best = replace(self.best, since=self.best.since + 1)
-            return
-        self.best = replace(self.best, step=step, score=score, since=0) if step else Best(0, score, start=score)
-        weights = head_state(head)
-        if writes:
-            save_best(self.directory, step, weights)
-
-    def best_weights(self) -> dict[str, Tensor]:
-        return best_weights(self.directory, self.best)
+        else:
+            self.best = replace(self.best, step=step, score=score, since=0) if step else Best(0, score, start=score)

@@ -3,7 +3,7 @@
 Each saved step has a directory, written under another name and renamed. The two newest are kept, with checksums: a run
 resumes from the newest one that is whole. Data order, learning rate and random numbers are functions of the step, so a
 state holds weights, optimiser moments and the step. It also holds the sums since the last log line, so that the log
-equals an unbroken run's.
+equals an unbroken run's, and the best head so far, unless that is the state's own.
 
 AdamW's moments are stored as whole tensors. torch has them by parameter, in shards under FSDP2 (:class:`TorchMoments`).
 DeepSpeed flattens the parameters of a group, partitions the result over the processes, and maps partitions to
@@ -12,7 +12,6 @@ parameters (:class:`ZeroMoments`).
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mtp_train.checkpoints.files import SAFETENSORS_DTYPES, read_json
+from mtp_train.checkpoints.identity import hash_file
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 from mtp_train.errors import CheckpointError, TrainingError
 from mtp_train.heads.lora import is_lora
@@ -34,9 +34,9 @@ from mtp_train.train.shard import whole, whole_state
 from mtp_train.upstream.deepspeed_private import flat_groups, is_zero_3, link_moments, partition_of
 
 _WEIGHTS, _OPTIMIZER, _META = "head.safetensors", "optimizer.safetensors", "state.json"
+_BEST = "best.safetensors"
 _CHECKSUMS = "sha256.json"
 _KEPT_STATES = 2
-_BLOCK_BYTES = 2**22
 
 
 @dataclass(frozen=True)
@@ -91,17 +91,9 @@ def _why_broken(path: Path) -> str | None:
         file = path / name
         if not file.is_file():
             return f"{file}: missing"
-        if _sha256(file) != checksums.get(name):
+        if hash_file(file).sha256 != checksums.get(name):
             return f"{file}: damaged since it was written"
     return None
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def head_state(head: nn.Module) -> dict[str, Tensor]:
@@ -127,29 +119,27 @@ def save_state(
     processes.
 
     Args:
-        best: The best head so far; None without a selection. Earlier best heads are removed.
+        best: The best head so far: the one of this step, or the best one of the state before. None without a selection.
     """
     weights = head_state(head)
-    moments, numbers = _flatten_optimizer(head, optimizer)
+    moments, numbers = _flatten_optimizer(head, optimizer) if step else ({}, {})
     if not writes:
         return
-    with new_directory(_step_directory(state_dir, step), what="the resume state") as directory:
+    target = _step_directory(state_dir, step)
+    if target.exists():
+        # The start of a run that was killed before its next state.
+        shutil.rmtree(target)
+    with new_directory(target, what="the resume state") as directory:
         write_safetensors(directory / _WEIGHTS, _pending(weights))
         write_safetensors(directory / _OPTIMIZER, _pending(moments))
         write_json(directory / _META, {"optimizer": numbers, "best": asdict(best or Best()), "sums": sums})
         files = [_WEIGHTS, _OPTIMIZER, _META]
-        if best is not None:
-            files.append(f"../{_best_directory(state_dir, best.step).name}/{_WEIGHTS}")
-        write_json(directory / _CHECKSUMS, {name: _sha256(directory / name) for name in files})
-    *older, _ = _step_directories(state_dir)
-    for _, path in older[: 1 - _KEPT_STATES]:
+        if best is not None and best.step != step:
+            shutil.copyfile(_best_file(state_dir), directory / _BEST)
+            files.append(_BEST)
+        write_json(directory / _CHECKSUMS, {name: hash_file(directory / name).sha256 for name in files})
+    for _, path in _step_directories(state_dir)[:-_KEPT_STATES]:
         shutil.rmtree(path)
-    # Only now: a state from before the measure needs the earlier best head.
-    kept = [best or Best(), *(load_best(state_dir, old) for old, path in older[1 - _KEPT_STATES :])]
-    needed = {_best_directory(state_dir, one.step) for one in kept}
-    for path in state_dir.glob("best-*"):
-        if best is not None and path not in needed:
-            shutil.rmtree(path)
 
 
 def load_weights(state_dir: Path, step: int, head: nn.Module) -> None:
@@ -188,21 +178,14 @@ def load_sums(state_dir: Path, step: int) -> dict[str, Any]:
     return sums
 
 
-def save_best(state_dir: Path, step: int, weights: dict[str, Tensor]) -> None:
-    path = _best_directory(state_dir, step)
-    if path.exists():
-        # Left by a run that was killed before its next state: the weights are the same.
-        shutil.rmtree(path)
-    with new_directory(path, what="the best head") as directory:
-        write_safetensors(directory / _WEIGHTS, _pending(weights))
+def best_weights(state_dir: Path) -> dict[str, Tensor]:
+    """Return the weights of the best head, as the newest state has them."""
+    return load_file(_best_file(state_dir))
 
 
-def best_weights(state_dir: Path, best: Best) -> dict[str, Tensor]:
-    return load_file(_best_directory(state_dir, best.step) / _WEIGHTS)
-
-
-def _best_directory(state_dir: Path, step: int) -> Path:
-    return state_dir / f"best-{step:08d}"
+def _best_file(state_dir: Path) -> Path:
+    newest = _step_directories(state_dir)[-1][1]
+    return newest / (_BEST if (newest / _BEST).is_file() else _WEIGHTS)
 
 
 def _step_directory(state_dir: Path, step: int) -> Path:

@@ -29,10 +29,6 @@ class Stopped(BaseException):
         super().__init__(signal.Signals(number).name)
 
     @property
-    def name(self) -> str:
-        return signal.Signals(self.number).name
-
-    @property
     def exit_code(self) -> int:
         """The exit code that shells expect: 143 or 130."""
         return 128 + self.number
@@ -100,7 +96,7 @@ def stopped_after(run_dir: Path, done: int, max_steps: int, signals: Signals) ->
     """Return the error for a training that a signal stopped; another process may have received the signal."""
     stopped = Stopped(signals.number or signal.SIGTERM)
     return StoppedError(
-        f"{run_dir}: stopped by {stopped.name} after step {done} of {max_steps}.\n"
+        f"{run_dir}: stopped by {stopped} after step {done} of {max_steps}.\n"
         "The state is saved: start the same command again to resume.",
         stopped.exit_code,
     )

@@ -240,7 +240,7 @@ def test_one_process_goes_on_where_two_with_shards_were_lost(inputs: Path, one_p
     ],
 )
 def test_a_process_that_is_lost_in_any_stage_is_named(place: str, stage: str, inputs: Path, tmp_path: Path) -> None:
-    settings = {**SHORT, "data__regenerate": {"max_new_tokens": 4}, "train__hidden_cache": {"max_gib": 0.01}}
+    settings = {**SHORT, "data__regenerate": {"max_new_tokens": 4}, "train__hidden_cache": {}}
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **settings)
     lose_the_second_process(recipe, DIES_IN=f"1:{place}")
     assert ended(tmp_path / "run") == (1, "lost_process", stage)

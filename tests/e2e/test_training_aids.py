@@ -42,7 +42,7 @@ UNJUDGED = {"gate__enabled": False, "export__enabled": False}
 def test_states_on_disk_give_the_same_head_and_serve_other_runs(
     inputs: Path, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared = {**LEARNS, **UNJUDGED, "train__hidden_cache": {"directory": str(tmp_path / "shared"), "max_gib": 0.01}}
+    shared = {**LEARNS, **UNJUDGED, "train__hidden_cache": {"directory": str(tmp_path / "shared")}}
     found, expected = head_of(run(inputs, tmp_path / "kept", **shared)), head_of(run_dir)
     assert found.keys() == expected.keys()
     for name, value in expected.items():

@@ -21,7 +21,7 @@ ANSWERED = {"data__regenerate": {"max_new_tokens": 8}}
 # Not bf16: the simulated device has no casts of autocast for the head's products.
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"train__select": {"every_steps": 1, "share": 0.3}},
-    {"train__hidden_cache": {"max_gib": 0.01}},
+    {"train__hidden_cache": {}},
     {"head__lora": {"r": 4, "alpha": 8}},
     {"head__draft_vocab": 40, "objective__loss": "tv"},
     {"objective__unroll": "fastmtp", "objective__loss": "ce"},

@@ -60,7 +60,7 @@ def test_override_example_of_the_header_loads(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("command", "path"),
-    [("field_reference", FIELDS), ("json_schema", SCHEMA)],
+    [("json_schema fields", FIELDS), ("json_schema", SCHEMA)],
     ids=["fields", "schema"],
 )
 def test_files_generated_from_the_fields_are_up_to_date(command: str, path: Path) -> None:

@@ -65,30 +65,19 @@ def test_a_prompt_goes_as_token_ids_with_every_setting_that_a_server_has_a_defau
 CUT_OFF = Reply(body=GOOD.body, headers={"Content-Length": str(len(GOOD.body) + 1)})
 
 
-@pytest.mark.parametrize(
-    ("failure", "waited"),
-    [
-        (Reply(500), 1.0),
-        (Reply(503), 1.0),
-        (Reply(429, headers={"Retry-After": "7"}), 7.0),
-        (Reply(429, headers={"Retry-After": "3600"}), 60.0),
-        (Reply(429, headers={"Retry-After": "Sun, 01 Nov 2026 00:00:00 GMT"}), 1.0),
-        (CUT_OFF, 1.0),
-        (Reply(body=b"<html>"), 1.0),
-    ],
-)
-def test_failures_that_may_pass_are_tried_again(connect: Connect, failure: Reply, waited: float) -> None:
+@pytest.mark.parametrize("failure", [Reply(500), Reply(503), Reply(429), CUT_OFF, Reply(body=b"<html>")])
+def test_failures_that_may_pass_are_tried_again(connect: Connect, failure: Reply) -> None:
     endpoint, served, waits = connect(in_turn(failure, GOOD))
     answer = endpoint.ask(REQUEST)
     assert isinstance(answer, Response)
     assert answer.token_ids == [*ids("yes"), EOS]
-    assert waits == [waited]
+    assert waits == [1.0]
     assert served.payloads[0] == served.payloads[1]
 
 
 def test_waits_grow_until_it_gives_up(connect: Connect) -> None:
     endpoint, served, waits = connect(lambda payload: Reply(500, b"out  of\nmemory"))
-    with pytest.raises(DataError, match=r"answers 500 \(out of memory\), 8 times; expected an answer\. .*resumes from"):
+    with pytest.raises(DataError, match=r"answers 500 \(out of memory\), 8 times; expected an answer\. .*same command"):
         endpoint.ask(REQUEST)
     assert waits == [1, 2, 4, 8, 16, 32, 60]
     assert len(served.payloads) == MAX_ATTEMPTS
@@ -99,7 +88,7 @@ def test_a_server_that_is_not_there_is_named() -> None:
         pass
     waits: list[float] = []
     endpoint = Endpoint(gone.url, TOKENIZER, {EOS}, 259, wait=waits.append)
-    with pytest.raises(DataError, match=rf"endpoint: {gone.url} does not answer \(ConnectError\), 8 times"):
+    with pytest.raises(DataError, match=rf"{gone.url}: does not answer \(ConnectError\), 8 times"):
         endpoint.choose_model(None)
     assert len(waits) == 7
     endpoint.close()
@@ -132,18 +121,18 @@ def test_a_request_that_fails_for_good_lets_those_in_flight_end_and_sends_nothin
 def test_an_address_that_cannot_be_asked_is_refused_at_once() -> None:
     waits: list[float] = []
     endpoint = Endpoint("gopher://localhost/v1", TOKENIZER, {EOS}, 259, wait=waits.append)
-    with pytest.raises(DataError, match=r"gopher://localhost/v1 cannot be asked \(.*\); expected an address\."):
+    with pytest.raises(DataError, match=r"gopher://localhost/v1: cannot be asked \(.*\); expected an address\."):
         endpoint.choose_model(None)
     assert waits == []
     endpoint.close()
 
 
-@pytest.mark.parametrize(
-    ("status", "expected"), [(401, "api_key_env"), (403, "api_key_env"), (404, "Check the address"), (405, "address")]
-)
-def test_a_server_that_cannot_be_used_is_refused_at_once(connect: Connect, status: int, expected: str) -> None:
+@pytest.mark.parametrize("status", [401, 403, 404, 405])
+def test_a_server_that_cannot_be_used_is_refused_at_once(connect: Connect, status: int) -> None:
     endpoint, served, waits = connect(lambda payload: Reply(status, b"no"), api_key="secret")
-    with pytest.raises(DataError, match=rf"answers {status} \(no\); expected .*{expected}") as caught:
+    with pytest.raises(
+        DataError, match=rf"answers {status} \(no\); expected .*Check the address, .* and the key"
+    ) as caught:
         endpoint.ask(REQUEST)
     assert "secret" not in str(caught.value)
     assert (len(served.payloads), waits) == (1, [])
@@ -152,9 +141,7 @@ def test_a_server_that_cannot_be_used_is_refused_at_once(connect: Connect, statu
 def test_a_prompt_that_is_not_taken_is_a_refusal(connect: Connect) -> None:
     endpoint, served, waits = connect(lambda payload: Reply(400, b'{"message": "context of 4 tokens"}'))
     assert endpoint.ask(REQUEST) == Refusal('answers 400 ({"message": "context of 4 tokens"})')
-    # Once as text too, as this server took no token ids so far.
-    assert ([type(payload["prompt"]) for payload in served.payloads], waits) == ([list, str], [])
-    assert endpoint.prompts_as == "token ids"
+    assert (len(served.payloads), waits) == (1, [])
 
 
 def test_the_model_is_the_one_that_is_wanted_or_the_only_one(connect: Connect) -> None:
@@ -164,9 +151,9 @@ def test_the_model_is_the_one_that_is_wanted_or_the_only_one(connect: Connect) -
     two, _, _ = connect(lambda payload: GOOD, ("base", "lora"))
     two.choose_model("lora")
     assert two.model == "lora"
-    with pytest.raises(DataError, match=r"serves base, lora; expected one model, or its name\. Name it in"):
+    with pytest.raises(DataError, match=r"serves base, lora; expected one model, or its name\. Name it"):
         two.choose_model(None)
-    with pytest.raises(DataError, match=r"serves base, lora, not trunk; expected data\.regenerate\.model among them"):
+    with pytest.raises(DataError, match=r"serves base, lora, not trunk; expected that model"):
         two.choose_model("trunk")
 
 

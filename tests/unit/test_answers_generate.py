@@ -138,11 +138,3 @@ def test_prompts_without_room_for_a_response_are_counted_or_refused(tmp_path: Pa
     assert counts == 14
     with pytest.raises(DataError, match=r"20 prompts, none of at most 0 tokens; expected prompts that leave room"):
         answer(RegeneratedStore(tmp_path / "none"), Speaker(), seq_len_tokens=16)
-
-
-def test_responses_to_other_prompts_are_not_reused(tmp_path: Path) -> None:
-    store = RegeneratedStore(tmp_path)
-    answer(store, Speaker())
-    changed = [Prompt(PROMPTS[0].id, PROMPTS[0].group, (9, 9)), *PROMPTS[1:]]
-    with pytest.raises(DataError, match="the stored response of f#00 answers another prompt; expected"):
-        answer(store, Speaker(), changed)

@@ -15,7 +15,7 @@ from mtp_inference import Sampling
 from mtp_train.answers import served as checked
 from mtp_train.answers.endpoint import Endpoint
 from mtp_train.answers.generate import Answering, missing_prompts
-from mtp_train.answers.served import AnswerFit, ServedCounts, allowance, fit_of, regenerate_served
+from mtp_train.answers.served import AnswerFit, allowance, fit_of, regenerate_served
 from mtp_train.answers.store import RegeneratedStore
 from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import CheckpointError, DataError
@@ -71,7 +71,7 @@ def answer(
     sampling: Sampling = GREEDY,
     concurrency: int = 1,
     told: list[tuple[int, int]] | None = None,
-) -> tuple[ServedCounts, Served]:
+) -> tuple[tuple[int, list[str]], Served]:
     told = [] if told is None else told
     answering = Answering(max_new_tokens=32, seq_len_tokens=64, eos_ids={EOS}, sampling=sampling)
     with openai_server(reply) as served:
@@ -80,7 +80,7 @@ def answer(
         )
         with closing(endpoint):
             endpoint.choose_model(None)
-            counts = regenerate_served(
+            found = regenerate_served(
                 missing_prompts(PROMPTS, store, 64),
                 store,
                 endpoint,
@@ -88,7 +88,7 @@ def answer(
                 trunk,
                 lambda done, total: told.append((done, total)),
             )
-    return counts, served
+    return found, served
 
 
 def echo(payload: dict[str, Any]) -> Reply:
@@ -122,7 +122,7 @@ def test_a_server_that_switches_its_model_is_noticed(
     ):
         answer(store, switching(own, others, 2 * EVERY), trunk, sampling=sampling)
     assert len(list(store)) == 2 * EVERY
-    assert answer(store, own, trunk, sampling=sampling)[0].generated == EVERY, "the same command goes on from there"
+    assert answer(store, own, trunk, sampling=sampling)[0][0] == EVERY, "the same command goes on from there"
     assert len(list(store)) == 3 * EVERY
 
 
@@ -201,8 +201,8 @@ def test_every_prompt_is_answered_and_stored(tmp_path: Path) -> None:
         together.wait(timeout=60)
         return echo(payload)
 
-    counts, served = answer(store, reply, concurrency=3, told=told)
-    assert counts == ServedCounts(generated=18, refused=0, refusal=None)
+    found, served = answer(store, reply, concurrency=3, told=told)
+    assert found == (18, [])
     rows = sorted(store, key=lambda row: row.id)
     assert [(row.id, row.prompt_ids, row.response_ids, row.finished) for row in rows] == [
         (prompt.id, prompt.prompt_ids, (*prompt.prompt_ids, EOS), True) for prompt in PROMPTS
@@ -210,19 +210,6 @@ def test_every_prompt_is_answered_and_stored(tmp_path: Path) -> None:
     assert {row.seed for row in rows} == {payload["seed"] for payload in served.payloads}
     assert len({row.seed for row in rows}) == len(served.payloads) == 18
     assert told[-1] == (18, 18)
-
-
-@pytest.mark.usefixtures("believed")
-def test_a_server_that_takes_text_alone_gets_text(tmp_path: Path) -> None:
-    def reply(payload: dict[str, Any]) -> Reply:
-        if not isinstance(payload["prompt"], str):
-            return Reply(400, b"prompt: expected a string")
-        return completion(payload["prompt"], prompt_tokens=3)
-
-    counts, served = answer(RegeneratedStore(tmp_path), reply)
-    assert counts.generated == 18
-    assert [isinstance(payload["prompt"], str) for payload in served.payloads] == [False, *[True] * 18]
-    assert "add_special_tokens" in served.payloads[1]
 
 
 @pytest.mark.usefixtures("believed")
@@ -237,14 +224,13 @@ def test_processes_part_the_prompts_whatever_is_done_already(tmp_path: Path) -> 
 @pytest.mark.usefixtures("believed")
 def test_refused_prompts_are_counted_and_asked_again_later(tmp_path: Path) -> None:
     def reply(payload: dict[str, Any]) -> Reply:
-        prompt = payload["prompt"]
-        return Reply(400, b"too long") if isinstance(prompt, str) or prompt[0] % 2 else echo(payload)
+        return Reply(400, b"too long") if payload["prompt"][0] % 2 else echo(payload)
 
     store = RegeneratedStore(tmp_path)
-    assert answer(store, reply)[0] == ServedCounts(generated=9, refused=9, refusal="answers 400 (too long)")
+    assert answer(store, reply)[0] == (9, ["answers 400 (too long)"] * 9)
     assert len(missing_prompts(PROMPTS, store, 64)) == 9
     # Prompts that are always refused do not prevent training on the other responses.
-    assert answer(store, reply)[0] == ServedCounts(generated=0, refused=9, refusal="answers 400 (too long)")
+    assert answer(store, reply)[0] == (0, ["answers 400 (too long)"] * 9)
     with pytest.raises(DataError, match=r"refuses all of 18 prompts \(answers 400 \(no\)\); expected responses"):
         answer(RegeneratedStore(tmp_path / "none"), lambda payload: Reply(400, b"no"))
 

@@ -137,13 +137,6 @@ def test_arguments_as_text_are_not_encoded_twice(name: str) -> None:
     assert '\\"city' in texts[2] or '{"city": }' in texts[2]
 
 
-def test_arguments_that_are_no_json_are_counted() -> None:
-    records = [record_of(messages=conversation(call_with(text))) for text in ("{", '{"city": 1}', "")]
-    assert template_notes(records, byte_tokenizer(THINKS)) == [
-        "1 of 3 records have a tool call whose arguments are not JSON, which the chat template gets as text"
-    ]
-
-
 @pytest.mark.parametrize("form", ["record", "record as text", "defaults"])
 def test_thinking_can_be_switched_off(form: str) -> None:
     tokenizer = byte_tokenizer(THINKS)

@@ -51,11 +51,6 @@ def test_text_with_such_a_token_is_refused_before_anything_runs(
         gather_inputs(recipe, 1, progress)
 
 
-def test_text_without_it_is_used(inputs: Path) -> None:
-    with Progress(disable=True) as progress:
-        assert gather_inputs(tiny_recipe(inputs, inputs / "run"), 1, progress).text.documents
-
-
 def test_the_decoder_names_the_prompt() -> None:
     trunk = tiny_trunk("qwen3_5")
     decoder = SpeculativeDecoder(trunk, None, 0, ())

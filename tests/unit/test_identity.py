@@ -37,13 +37,13 @@ SILENT = Progress(disable=True)
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that are read from now on; every file counts as written long ago."""
     names: list[str] = []
-    hash_one = identity._hash
+    hash_one = identity.hash_file
 
     def noted(path: Path) -> Any:
         names.append(path.name)
         return hash_one(path)
 
-    monkeypatch.setattr(identity, "_hash", noted)
+    monkeypatch.setattr(identity, "hash_file", noted)
     monkeypatch.setattr(identity, "TICK_NS", 0)
     return names
 

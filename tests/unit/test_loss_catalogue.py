@@ -9,7 +9,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from micro_batches import micro_batches
 from mtp_train.data.pack import pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import RecipeError
@@ -20,7 +19,7 @@ from mtp_train.losses.rows import log_probabilities
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.settings import plan_of
 from mtp_train.runs.training import head_training
-from mtp_train.train.loop import optimise
+from mtp_train.train.loop import micro_batches, optimise
 from runs import tiny_recipe
 from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 
@@ -64,7 +63,7 @@ def test_a_head_learns_by_it(brier: str) -> None:
     totals = []
     for _ in range(12):
         given = micro_batches(
-            sequences, depth_weights(used.head.num_depths, used.objective.depth_decay), plan, accelerator
+            sequences, plan, depth_weights(used.head.num_depths, used.objective.depth_decay), accelerator
         )
         (sums_K, *_), _ = optimise(wrapped, optimizer, accelerator, used.train.max_grad_norm, given)
         totals.append(float(sums_K.sum()))

@@ -37,11 +37,7 @@ CPU = (
     "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
     "4096 bytes."
 )
-MICRO, CHECKPOINTING, CACHE = (
-    "train.micro_batch_sequences=4",
-    "train.gradient_checkpointing=true",
-    "train.hidden_cache={}",
-)
+MICRO, CHECKPOINTING = "train.micro_batch_sequences=4", "train.gradient_checkpointing=true"
 STUDY = ["study={batch: 4}", "export.enabled=false", "evaluate.arms=[graft, retrained, vanilla]"]
 
 
@@ -57,8 +53,7 @@ def recipe(*overrides: str) -> Recipe:
         ("data", [], "Lower data.regenerate.batch_size, or data.regenerate.max_new_tokens (256)."),
         ("train", [MICRO], "Write train.micro_batch_sequences: 1; it is 4"),
         ("train", [], "Write train.gradient_checkpointing: true"),
-        ("train", [CHECKPOINTING], "Write train.hidden_cache: {}"),
-        ("train", [CHECKPOINTING, CACHE], "Lower data.seq_len_tokens (512), or launch with recipes/acc"),
+        ("train", [CHECKPOINTING], "Write model.dtype: bfloat16 or model.offload: cpu, or launch with recipes/acc"),
         ("evaluate", [], "Lower evaluate.dense_tokens"),
         ("evaluate", STUDY, "Lower study.batch (4), or evaluate.max_new_tokens"),
     ],

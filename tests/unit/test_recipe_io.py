@@ -127,7 +127,6 @@ def test_wrong_types_are_named(recipe_file: Path, override: str, problem: str) -
         ("lr", "train.lr"),
         ("temperature", "data.regenerate.temperature or objective.temperature or evaluate.temperature"),
         ("data.max_prompts", "data.regenerate.max_prompts"),
-        ("model.num_dephts", "head.num_depths"),
         ("data.sources.0.pth", "data.sources.0.path"),
     ],
 )
@@ -136,17 +135,12 @@ def test_unknown_fields_come_with_the_one_that_was_meant(recipe_file: Path, path
     assert problem.endswith(f"Did you mean {meant}?")
 
 
-def test_missing_fields_are_named_one_by_one(recipe_file: Path) -> None:
-    problems = problems_in(recipe_file, "# nothing yet\n")
-    assert [problem.partition("; ")[0] for problem in problems[:7]] == [
-        "run_dir: missing",
-        "model.trunk: missing",
-        "data.sources: missing",
-        "train.max_steps: missing",
-        "train.tokens_per_step: missing",
-        "train.lr: missing",
-        "evaluate.arms: missing",
+def test_missing_fields_are_named_with_what_they_take(recipe_file: Path) -> None:
+    problems = problems_in(recipe_file, "model: {head_from: base}\n")
+    assert [problem.partition("; ")[0] for problem in problems] == [
+        f"{name}: missing" for name in ("run_dir", "model.trunk", "data", "train", "evaluate")
     ]
+    assert problems[2].startswith("data: missing; expected a section with the fields sources, regenerate, ")
 
 
 @pytest.mark.parametrize(

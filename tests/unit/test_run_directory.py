@@ -43,7 +43,10 @@ def test_a_new_an_empty_and_a_refused_run_dir_are_ours(tmp_path: Path, recipe: R
 
 
 def test_a_claimed_run_dir_is_its_recipes_and_no_others(tmp_path: Path, recipe: Recipe) -> None:
-    RunDirectory(tmp_path / "run").claim(recipe, {"seed": 0}, {})
+    for argv in ("first", "second"):
+        RunDirectory(tmp_path / "run").claim(recipe, {"seed": 0, "argv": [argv]}, {})
+    assert load_recipe(tmp_path / "run" / "recipe.yaml") == recipe
+    assert json.loads((tmp_path / "run" / "provenance.json").read_text())["argv"] == ["first"]
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     RunDirectory(tmp_path / "run").require_ours(recipe)
     # Trackers change no figure: a run goes on with others.
@@ -68,13 +71,6 @@ def test_files_that_are_not_ours_are_refused(beside: list[str], tmp_path: Path, 
     with pytest.raises(OutputExistsError, match=r"run holds files that are not a run's \(.*thesis\.txt\); expected"):
         RunDirectory(tmp_path / "run").require_ours(recipe)
     assert tree(tmp_path) == before
-
-
-def test_a_claim_records_the_resolved_recipe_and_keeps_the_first_provenance(tmp_path: Path, recipe: Recipe) -> None:
-    RunDirectory(tmp_path / "run").claim(recipe, {"seed": 0, "argv": ["first"]}, {})
-    RunDirectory(tmp_path / "run").claim(recipe, {"seed": 0, "argv": ["second"]}, {})
-    assert load_recipe(tmp_path / "run" / "recipe.yaml") == recipe
-    assert json.loads((tmp_path / "run" / "provenance.json").read_text())["argv"] == ["first"]
 
 
 class KilledError(Exception):

@@ -46,13 +46,6 @@ def directories(tmp_path: Path) -> tuple[Path, Path]:
 NAMES = ["recipe.yaml", "head", "missing"]
 
 
-def test_equal_files_pass_at_once(directories: tuple[Path, Path], pauses: list[float]) -> None:
-    mine, theirs = directories
-    launch: Any = Launch(theirs, NAMES)
-    require_shared(mine, NAMES, launch)
-    assert (launch.calls, pauses) == (1, [])
-
-
 @pytest.mark.parametrize("how", ["missing", "longer", "other_content"])
 def test_different_files_are_named(how: str, directories: tuple[Path, Path]) -> None:
     mine, theirs = directories

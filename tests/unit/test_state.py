@@ -10,7 +10,7 @@ from torch import nn
 
 from mtp_train.errors import TrainingError
 from mtp_train.train import state as state_module
-from mtp_train.train.state import Best, head_state, load_moments, load_weights, newest_whole_step, save_best, save_state
+from mtp_train.train.state import Best, best_weights, load_moments, load_weights, newest_whole_step, save_state
 
 
 class Net(nn.Module):
@@ -200,15 +200,20 @@ def test_entries_that_are_not_states_are_left_alone(tmp_path: Path) -> None:
     assert saved(tmp_path) == ["step-00000002", "step-00000003", "step-00000009", "step-copy", "step-notes.txt"]
 
 
-def test_the_best_heads_of_both_states_are_kept(tmp_path: Path) -> None:
+def test_every_state_has_the_best_head(tmp_path: Path) -> None:
     net, optimizer = net_and_optimizer(1)
+    save_state(tmp_path, 0, net, optimizer, Best(0))
     train(net, optimizer, 0, 1)
-    for step in (1, 2, 3, 4):
-        best = Best(step if step < 4 else 3, 1.0)
-        save_best(tmp_path, best.step, head_state(net))
-        save_state(tmp_path, step, net, optimizer, best)
-    # Both states refer to the head of step 3; the heads of steps 1 and 2 are gone.
-    assert saved(tmp_path) == ["best-00000003", "step-00000003", "step-00000004"]
-    flip(tmp_path / "best-00000003" / "head.safetensors")
-    with pytest.raises(TrainingError, match=r"best-00000003/head\.safetensors: damaged"):
-        newest_whole_step(tmp_path)
+    for step, best in ((1, 1), (2, 2), (3, 2), (4, 2)):
+        with torch.no_grad():
+            net.vector.fill_(step)
+        save_state(tmp_path, step, net, optimizer, Best(best))
+        assert best_weights(tmp_path)["vector"].tolist() == [best] * 3
+    flip(tmp_path / "step-00000004" / "best.safetensors")
+    step, broken = newest_whole_step(tmp_path)
+    assert (step, list(broken.values())) == (
+        3,
+        [f"{tmp_path}/step-00000004/best.safetensors: damaged since it was written"],
+    )
+    shutil.rmtree(tmp_path / "step-00000004")
+    assert best_weights(tmp_path)["vector"].tolist() == [2.0] * 3

@@ -156,7 +156,7 @@ def test_counters_of_requests_side_by_side_tell_no_acceptance(
         found = measure(url, eos_ids, concurrency=2)
     document, cell = found.document, found.cells[0]
     assert (document["server"], document["drafts"], document["counts"]) == ("vllm", None, "responses")
-    assert (document["model"], document["prompts_as"]) == ("trunk", "token ids")
+    assert document["model"] == "trunk"
     assert ["need --concurrency 1" in one for one in document["warnings"]] == [True]
     (speed,) = document["speeds"]
     assert (speed["requests"], speed["failed"]) == (len(PROMPTS), 0)
@@ -245,7 +245,7 @@ def test_a_failing_server_is_an_error(trunk: Trunk, drafting: ScriptedDrafting, 
         serving(server, reply) as url,
         pytest.raises(
             DataError,
-            match=r"^--endpoint: .*500 \(dead\), 8 times.*run the command again",
+            match=r"^http://.*500 \(dead\), 8 times.*run the same command",
         ),
     ):
         measure(url, eos_ids)
@@ -261,7 +261,7 @@ def test_a_server_that_refuses_everything_is_an_error() -> None:
 
 def test_a_key_that_is_not_there_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KEY_OF_THE_TEST", raising=False)
-    with pytest.raises(DataError, match=r"--api-key-env: the variable KEY_OF_THE_TEST is not set"):
+    with pytest.raises(DataError, match=r"KEY_OF_THE_TEST is not set; expected .*--api-key-env"):
         measure("http://localhost/v1", [0], api_key_env="KEY_OF_THE_TEST")
 
 
@@ -276,11 +276,9 @@ def test_a_server_that_finishes_nothing_is_given_up(monkeypatch: pytest.MonkeyPa
 
     with openai_server(reply) as served:
         try:
-            with pytest.raises(
-                DataError, match=r"^--endpoint: .* finished none of its requests in .*; expected respon"
-            ):
+            with pytest.raises(DataError, match=r"finished none of its requests in .*; expected responses"):
                 measure(served.url, [0], concurrency=2)
-            with pytest.raises(DataError, match=r"^--endpoint: .* finished none of its requests"):
+            with pytest.raises(DataError, match=r"finished none of its requests"):
                 measure(served.url, [0])
         finally:
             ended.set()

@@ -78,7 +78,7 @@ def test_a_file_of_ones_own_holds_chats_prompts_or_texts_and_names_tasks(tmp_pat
 def test_a_dataset_of_the_hub_is_asked_for_its_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def hub(path: str, config: str | None, *, split: str, streaming: bool) -> datasets.Dataset:
+    def hub(path: str, config: str | None, *, split: str) -> datasets.Dataset:
         asked.append((path, config, split))
         return datasets.Dataset.from_list([{**TURNS, "prompt": "x", "question": "y"}])
 

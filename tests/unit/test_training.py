@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from micro_batches import micro_batches
 from mtp_train.data.pack import PackedSequence, collate, count_targets, global_batches, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
@@ -25,7 +24,7 @@ from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train import loop
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.train.log import RunLog, read_metrics
-from mtp_train.train.loop import make_optimizer, optimise, train_head
+from mtp_train.train.loop import make_optimizer, micro_batches, optimise, train_head
 from mtp_train.train.packed_rows import aligned_rows
 from mtp_train.train.state import newest_whole_step
 from runs import tiny_recipe
@@ -93,7 +92,7 @@ def one_step(
     wrapped, optimizer = accelerator.prepare(module, torch.optim.SGD(module.head.parameters(), lr=0.0))
     optimizer.optimizer.register_step_pre_hook(keep_gradient)
     wrapped.train()
-    given = micro_batches(sequences, weights_of(used), plan, accelerator)
+    given = micro_batches(sequences, plan, weights_of(used), accelerator)
     (sums_K, count_K), norm = optimise(wrapped, optimizer, accelerator, used.train.max_grad_norm, given)
     targets = zip(*(count_targets(one, NUM_DEPTHS) for one in sequences), strict=True)
     assert count_K.tolist() == [sum(column) for column in targets]
@@ -194,7 +193,7 @@ def test_only_the_head_learns(family_name: str) -> None:
     used = recipe(train__micro_batch_sequences=4)
     wrapped, optimizer = accelerator.prepare(module, make_optimizer(module.head, train_options(used)))
     wrapped.train()
-    given = micro_batches(four_sequences(), weights_of(used), plan_of(used, 1), accelerator)
+    given = micro_batches(four_sequences(), plan_of(used, 1), weights_of(used), accelerator)
     optimise(wrapped, optimizer, accelerator, used.train.max_grad_norm, given)
     assert all(torch.equal(value, trunk_before[name]) for name, value in module.trunk.state_dict().items())
     assert all(value.grad is None and not value.requires_grad for value in module.trunk.parameters())

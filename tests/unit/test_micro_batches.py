@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from test_training import NUM_DEPTHS, SEQ_LEN, make_documents, recipe, sequences_of, training_module, weights_of
 
 from mtp_train.data.pack import PackedSequence, count_targets, global_batches
 from mtp_train.losses.chunked import depth_weights
 from mtp_train.runs.settings import plan_of
-from mtp_train.train.feed import Preparation
 from mtp_train.train.head_training import MicroBatch
+from mtp_train.train.loop import micro_batches
 from mtp_train.train.packed_rows import Forwards, aligned_rows, isolated_hidden
 from mtp_train.train.plan import Plan
 
@@ -32,8 +34,9 @@ def batches(plan: Plan) -> Any:
 def prepared_by(rank: int, world: int, sequences: list[PackedSequence], *, in_shards: bool = False) -> list[MicroBatch]:
     """Return a process's micro-batches of one sequence each."""
     used = recipe(train__micro_batch_sequences=1)
-    preparation = Preparation(plan_of(used, world), weights_of(used), rank, None, in_shards, pins=False)
-    return list(preparation.step(sequences))
+    kind = DistributedType.FSDP if in_shards else DistributedType.MULTI_CPU
+    accelerator: Any = SimpleNamespace(process_index=rank, distributed_type=kind, device=torch.device("cpu"))
+    return list(micro_batches(sequences, plan_of(used, world), weights_of(used), accelerator))
 
 
 def four_sequences() -> list[PackedSequence]:
