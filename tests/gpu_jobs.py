@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from mtp_inference import SpeculativeDecoder
 from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.drafters.drafter import BatchSize, Drafter, RoundPlan
-from mtp_inference.drafters.other_drafters import NgramDrafter, NgramDrafting
+from mtp_inference.drafters.ngram_drafter import NgramDrafter, NgramDrafting
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.data.pack import PackedSequence, pack_documents
 from mtp_train.data.tokenize import Document

@@ -13,7 +13,8 @@ from mtp_inference import HeadDrafting, Sampling, plain_greedy
 from mtp_inference.batch import Batch
 from mtp_inference.cache.model_cache import AttentionStore, CompressedStore, ConvolvedStore, WindowCache
 from mtp_inference.cache.recurrent import RecurrentStore
-from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
+from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan, state_at
+from mtp_inference.drafters.ngram_drafter import NgramDrafter
 from mtp_inference.round import prefill, run_round
 from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts
 from mtp_train.heads.module import MtpHead
@@ -139,6 +140,34 @@ class PassingDrafter(Drafter):
         return self.change(plan, newest_B1, self.inner.draft(plan, choice))
 
 
+class RereadingDrafting(Drafting):
+    """Draft as a model does that reads the whole text again for every draft, without a cache."""
+
+    def __init__(self, model: Trunk) -> None:
+        self.model = model
+
+    def make(self, trunk: Trunk, size: BatchSize, cache: WindowCache) -> Drafter:
+        return RereadingDrafter(self.model, size)
+
+
+class RereadingDrafter(NgramDrafter):
+    """Stores the texts like prompt lookup."""
+
+    def __init__(self, model: Trunk, size: BatchSize) -> None:
+        super().__init__(size, model.lm_head_VD.device)
+        self.model = model
+
+    def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
+        end_B = self.length_B.clamp(min=1)
+        for _ in range(plan.depth):
+            # What is behind the end of a text changes nothing before it.
+            hidden_BSD = self.model.hidden(self.text_BS)
+            choice.add(self.model.logits(state_at(hidden_BSD, end_B - 1)))
+            self.text_BS.scatter_(1, end_B[:, None], choice.last_B1)
+            end_B = end_B + 1
+        return choice.result()
+
+
 class RandomDrafting(Drafting):
     """Draft any tokens, whatever the text."""
 
@@ -240,14 +269,14 @@ def state_errors(cache: WindowCache, trunk: Trunk, tokens: Sequence[int], row: i
             note("values", ours.values[row, :, slots], expected.values[0])
             if isinstance(ours, CompressedStore):
                 for name, entries_1EX in expected.compressed_kv.items():
-                    note("entries", ours.entries_BEX[name][row, : entries_1EX.shape[1]], entries_1EX[0])
+                    note("entries", ours.buffers_BZ[f"{name} entries"][row, : entries_1EX.shape[1]], entries_1EX[0])
                     # What has not filled a group yet.
                     inputs_1NX = torch.cat([expected.buffer_kv[name], expected.buffer_gate[name]], dim=-1)
                     places = torch.arange(len(tokens) - inputs_1NX.shape[1], len(tokens)) % ours.num_inputs
-                    note("inputs", ours.inputs_BSX[name][row, places], inputs_1NX[0])
+                    note("inputs", ours.buffers_BZ[f"{name} inputs"][row, places], inputs_1NX[0])
         if isinstance(ours, ConvolvedStore):
             for number, expected_1CW in expected.conv_states.items():
-                inputs_ZC = ours.rings_BZC[number][row]
+                inputs_ZC = ours.buffers_BZ[number][row]
                 places = torch.arange(len(tokens) - min(len(tokens), expected_1CW.shape[2]), len(tokens))
                 note("conv", inputs_ZC[places % len(inputs_ZC)].T, expected_1CW[0, :, -len(places) :])
     assert errors, "some layer keeps a state"

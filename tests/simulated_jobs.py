@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder
-from mtp_inference.drafters.other_drafters import NgramDrafting
+from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_train.cli.main import main as command_line
 from mtp_train.data.pack import PackedSequence, global_batches
 from mtp_train.data.tokenize import Document

@@ -9,7 +9,7 @@ from __future__ import annotations
 from mtp_inference.decoder import SpeculativeDecoder
 from mtp_inference.drafters.assistant_drafter import AssistantDrafting
 from mtp_inference.drafters.head_drafter import HeadDrafting
-from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
+from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_inference.lossless import Comparison, compare, plain_greedy
 from mtp_inference.requests import MAX_DEPTH, Chunk, GenerationResult, Request
 from mtp_inference.sampling.distributions import Sampling
@@ -21,7 +21,6 @@ __all__ = [
     "Comparison",
     "GenerationResult",
     "HeadDrafting",
-    "ModelDrafting",
     "NgramDrafting",
     "Request",
     "Sampling",

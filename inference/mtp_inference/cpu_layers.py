@@ -28,45 +28,41 @@ ROWS_ON_INTEL = 3
 _PROBES = 64
 
 
-class Pack:
-    """A layer's weight in oneDNN's layout, and what tells that the weight has changed since."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
-        self._state, self._probe = _state(layer.weight), _probe(layer.weight)
-
-    def is_of(self, layer: nn.Linear) -> bool:
-        """Return whether the layer still has the weight that was packed.
-
-        torch counts changes in place, except those through ``weight.data``. Those are seen at 64 numbers of the matrix.
-        """
-        return _state(layer.weight) == self._state and torch.equal(_probe(layer.weight), self._probe)
-
-
-_packs: WeakKeyDictionary[nn.Linear, Pack] = WeakKeyDictionary()
-"""For the life of a layer, so that decoders of one model share the copies."""
-
-
 class FastLinear:
     """The forward of a linear layer for few rows: a packed copy of the weight is made when it is first needed."""
 
     def __init__(self, layer: nn.Linear) -> None:
-        self._layer = layer
         # Past nn.Module's slow lookup of attributes: a round calls hundreds of layers.
         self._parameters: Mapping[str, Any] = layer._parameters
         is_fp32_on_intel = layer.weight.dtype is torch.float32 and not runs_on_amd()
         self._least_numbers = layer.in_features * (ROWS_ON_INTEL if is_fp32_on_intel else 1)
+        self._packed: Tensor | None = None
+        self._packed_from: tuple[Any, Tensor] | None = None
 
     def __call__(self, input: Tensor) -> Tensor:
         """Return the layer's output (..., O), contiguous, for an input (..., I)."""
         bias_O = self._parameters["bias"]
         if input.numel() < self._least_numbers:
             return linear(input, self._parameters["weight"], bias_O)
-        pack = _packs.get(self._layer)
-        if pack is None:
-            pack = _packs[self._layer] = Pack(self._layer)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(input, pack.packed, bias_O, "none", [], "")
+        if self._packed is None:
+            weight = self._parameters["weight"]
+            self._packed, self._packed_from = pack(weight), (_state(weight), _probe(weight))
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(input, self._packed, bias_O, "none", [], "")
         return product
+
+    def refresh(self) -> None:
+        """Drop the copy if the weight has changed.
+
+        torch counts changes in place, except those through ``weight.data``. Those are seen at 64 numbers of the matrix.
+        """
+        if self._packed_from is not None:
+            (state, probe), weight = self._packed_from, self._parameters["weight"]
+            if _state(weight) != state or not torch.equal(_probe(weight), probe):
+                self._packed = self._packed_from = None
+
+
+_forwards: WeakKeyDictionary[nn.Linear, FastLinear] = WeakKeyDictionary()
+"""For the life of a layer, so that decoders of one model share the copies."""
 
 
 class CpuLayers:
@@ -83,13 +79,11 @@ class CpuLayers:
         held = {parameter for model in models for parameter in model.parameters()}
         num_bytes = sum(one.nbytes for one in held) + sum(layer.weight.nbytes for layer in large)
         fits = num_bytes <= MEMORY_SHARE * main_memory_bytes()
-        self.products = {layer: FastLinear(layer) for layer in large if fits}
+        self.products = {layer: _forwards.setdefault(layer, FastLinear(layer)) for layer in large if fits}
 
     def refresh(self) -> None:
-        for layer in self.products:
-            pack = _packs.get(layer)
-            if pack is not None and not pack.is_of(layer):
-                del _packs[layer]
+        for forward in self.products.values():
+            forward.refresh()
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -127,6 +121,12 @@ def _is_fast(dtype: torch.dtype) -> bool:
 
 def runs_on_amd() -> bool:
     return "AMD" in torch.cpu.get_capabilities().get("cpu_name", "")
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Return a copy of a matrix in oneDNN's layout."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    return packed
 
 
 def _state(weight: Tensor) -> tuple[int, int, torch.Size]:

@@ -130,8 +130,8 @@ class SpeculativeDecoder:
         Args:
             checkpoint: A checkpoint directory, a run directory (for its export), a hub id or ``demo:base``.
             head: The drafter: a head directory, a run directory (for its head), a checkpoint with a head, an EAGLE,
-                EAGLE-3 or Medusa draft model, an assistant model, ``model:CKPT`` (a smaller model with the same
-                tokenizer) or ``ngram`` (prompt lookup). None for the checkpoint's own MTP head.
+                EAGLE-3 or Medusa draft model, an assistant model, or ``ngram`` (prompt lookup). None for the
+                checkpoint's own MTP head.
             adapter: A peft adapter directory or hub id to apply to the trunk, unmerged.
             depth: Drafts per round, 0 to 7. At 0 no head is loaded, and decoding is plain.
             device: A torch device; None for the accelerator that torch finds, else the CPU.

@@ -1,8 +1,7 @@
 """Open a checkpoint and a drafter for it: check the files first, then load the weights.
 
 A drafter is named by a string: ``own`` (the checkpoint's own MTP head), a head directory, a checkpoint that contains a
-head, a draft model with an EAGLE or Medusa head, an assistant model, ``ngram`` (prompt lookup), or ``model:CKPT`` (a
-smaller language model with the same tokenizer).
+head, a draft model with an EAGLE or Medusa head, an assistant model, or ``ngram`` (prompt lookup).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from mtp_inference.drafters.assistant_drafter import AssistantDrafting
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.head_drafter import HeadDrafting
-from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
+from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_inference.requests import MAX_DEPTH
 from mtp_train.checkpoints.artifact import load_artifact
 from mtp_train.checkpoints.files import Checkpoint
@@ -33,8 +32,8 @@ from mtp_train.trunk.precision import trunk_dtype
 from mtp_train.trunk.quantise import Quantization, require_bitsandbytes, require_quantizable
 from mtp_train.trunk.tokenizer import NO_VARIABLES, chat_prompt_tokens, raw_tokens
 
-OWN, NGRAM, MODEL = "own", "ngram", "model:"
-"""Drafters that are not named by location: the own head, prompt lookup, and the prefix of a draft model."""
+OWN, NGRAM = "own", "ngram"
+"""Drafters that are not named by location: the own head, and prompt lookup."""
 IMAGE_FIELDS = ("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id")
 """Config fields of vision-language models that declare a placeholder token for an image or a video."""
 
@@ -75,10 +74,10 @@ class OpenModel:
     """Name of the drafter; None for plain decoding."""
     plan: HeadPlan | None
     """Set if the drafter is a head."""
-    drafter: Checkpoint | None
-    """Set if the drafter is a model of its own: a smaller language model, or an assistant."""
-    assistant: Assistant | None
-    """The record of an assistant, which reads the trunk's KV cache."""
+    assistant: Assistant | None = None
+    """The record of an assistant, which reads the trunk's KV cache; None for another drafter."""
+    drafter: Checkpoint | None = None
+    """The checkpoint of the assistant."""
 
     @property
     def deepest(self) -> int:
@@ -111,12 +110,10 @@ class OpenModel:
             return HeadDrafting(head, self.plan.draft_vocab)
         if self.head == NGRAM:
             return NgramDrafting()
-        if self.drafter is None:
+        if self.drafter is None or self.assistant is None:
             return None
-        if self.assistant is not None:
-            model = load_assistant(self.drafter, self.assistant, dtype=dtype, device=device)
-            return AssistantDrafting(model, self.assistant)
-        return ModelDrafting(load_trunk(self.drafter.path, self.drafter.family, dtype=dtype, device=device))
+        model = load_assistant(self.drafter, self.assistant, dtype=dtype, device=device)
+        return AssistantDrafting(model, self.assistant)
 
 
 def open_model(
@@ -141,17 +138,14 @@ def open_model(
     adapter_path = locate_adapter(adapter, location) if adapter else None
     stored = head_directory(head) if head is not None else None
     head = head if stored is None else str(stored)
-    drafter = open_location(head.removeprefix(MODEL)) if head is not None and head.startswith(MODEL) else None
-    name = None if head == NGRAM or drafter is not None else head
-    family, assistant = None, None
-    if name is not None and name != OWN and stored is None:
-        found = open_location(name)
-        assistant = assistant_for(found.config)
+    if head not in (None, OWN, NGRAM) and stored is None:
+        drafter = open_location(str(head))
+        assistant = assistant_for(drafter.config)
         if assistant is not None:
-            family, drafter, name = _trunk_family(assistant, found, checkpoint), found, None
-    plan = None if name is None else head_plan(checkpoint, name)
-    family = family or checkpoint.family
-    return OpenModel(checkpoint, family, adapter_path, quantization, head, plan, drafter, assistant)
+            family = _trunk_family(assistant, drafter, checkpoint)
+            return OpenModel(checkpoint, family, adapter_path, quantization, head, None, assistant, drafter)
+    plan = None if head in (None, NGRAM) else head_plan(checkpoint, str(head))
+    return OpenModel(checkpoint, checkpoint.family, adapter_path, quantization, head, plan)
 
 
 def prompt_tokens(

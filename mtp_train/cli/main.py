@@ -168,7 +168,7 @@ def add_command(commands: Any, name: str, text: str, handler: Handler, **setting
 
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 RULES = ("greedy", "argmax", "sampled")
-_DRAFTER = "a head directory, a draft model, a checkpoint to take one from, an assistant, ngram, or model:CKPT"
+_DRAFTER = "a head directory, a draft model, a checkpoint to take one from, an assistant, or ngram"
 
 
 def _add_runs(commands: Any) -> None:

@@ -13,7 +13,7 @@ import yaml
 from accelerate import PartialState
 from rich.progress import Progress
 
-from mtp_inference.opening import MODEL, NGRAM, OWN, OpenModel, open_model
+from mtp_inference.opening import NGRAM, OWN, OpenModel, open_model
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.checkpoints.identity import InputFiles, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import RECIPE_FILE, is_head_directory, is_run, open_location
@@ -36,8 +36,8 @@ class ArmSpec:
     name: str
     trunk: str
     head: str | None
-    """A head directory, a checkpoint to take the head from, ``own`` for the trunk's, an external drafter, ``ngram``, or
-    ``model:CKPT`` for a draft model; None for plain decoding."""
+    """A head directory, a checkpoint to take the head from, ``own`` for the trunk's, an external drafter, or ``ngram``;
+    None for plain decoding."""
     adapter: str | None = None
     """A peft adapter that the trunk wears, unmerged."""
     quantization: Quantization | None = None
@@ -54,8 +54,7 @@ class ArmSpec:
 
     def identity(self) -> dict[str, Any]:
         """Return what makes it another arm as plain JSON, without paths: their content is compared instead."""
-        is_named = self.head in (None, OWN, NGRAM)
-        kind = self.head if is_named else MODEL if str(self.head).startswith(MODEL) else "files"
+        kind = self.head if self.head in (None, OWN, NGRAM) else "files"
         return {**asdict(self), "trunk": None, "head": kind, "adapter": self.adapter is not None}
 
     @property
@@ -176,9 +175,6 @@ def require_sound(models: Collection[OpenModel], progress: Progress) -> None:
         CheckpointError: A tensor is missing, or has a NaN or an infinite value.
     """
     trunks = {one.checkpoint.path: (one.checkpoint, one.family) for one in models}
-    trunks |= {
-        one.drafter.path: (one.drafter, one.drafter.family) for one in models if one.drafter and not one.assistant
-    }
     for checkpoint, family in trunks.values():
         require_whole_trunk(checkpoint, family)
     every = {one.path: one for model in models for one in (model.checkpoint, model.drafter) if one is not None}

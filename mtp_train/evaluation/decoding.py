@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from mtp_inference import GenerationResult, Request, SpeculativeDecoder, compare
 from mtp_inference.drafters.drafter import Drafting
-from mtp_inference.drafters.other_drafters import NgramDrafting
+from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_inference.requests import Round
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.answers.generate import noise_seed

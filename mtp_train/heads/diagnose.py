@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint, head_under_other_names, unnamed_files
 from mtp_train.checkpoints.keymap import HeadLayout, Mapped
@@ -20,7 +20,7 @@ from mtp_train.checkpoints.suggestions import original_of
 from mtp_train.errors import CheckpointError
 from mtp_train.families import Family
 from mtp_train.heads.module import MtpHead
-from mtp_train.upstream.transformers_private import attention_of, quiet_loading, set_attention
+from mtp_train.upstream.transformers_private import quiet_loading, set_attention
 
 DSPARK_BLOCK = "dspark_block_size"
 _DSPARK = re.compile(r"\.(?:markov_head|main_norm|main_proj|confidence_head)\.")
@@ -247,24 +247,17 @@ def trunk_config(path: Path, family: Family, *, trust_remote_code: bool = False)
             if stand_in is None
             else stand_in.read_config(path)
         )
-        choose_attention(config, path)
+        reset_attention(config)
     return config
 
 
-def choose_attention(config: PretrainedConfig, path: Path) -> None:
-    """Reset a stored choice of FlashAttention, which needs a package and a GPU, to the default of the model's class.
+def reset_attention(config: PretrainedConfig) -> None:
+    """Reset a stored choice of attention to the default of the model's class, which computes the same function.
 
-    The config is changed in place. FlashAttention and the default compute the same function.
+    FlashAttention would need a package and a GPU. The config is changed in place.
     """
     for part in (config, config.get_text_config()):
-        name = attention_of(part)
-        if isinstance(name, str) and name.removeprefix("paged|").startswith("flash_attention_"):
-            set_attention(part, None)
-        elif name not in (None, "eager", *AttentionInterface().valid_keys()):
-            raise CheckpointError(
-                f"{path}/config.json: _attn_implementation is {name!r}, which transformers does not know; expected "
-                "'eager' or 'sdpa', or no such field. Remove the field, and transformers chooses."
-            )
+        set_attention(part, None)
 
 
 @contextmanager

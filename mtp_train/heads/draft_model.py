@@ -31,11 +31,11 @@ from mtp_train.families.models.attached import LLAMA
 from mtp_train.head_kinds import HeadKind
 from mtp_train.heads.diagnose import (
     HeadDiagnosis,
-    choose_attention,
     compare_shapes,
     empty_head,
     layout_of,
     named_rejections,
+    reset_attention,
     text_config_of,
 )
 from mtp_train.upstream.transformers_private import quiet_loading
@@ -256,7 +256,7 @@ def _require_same_embedding(draft: DraftModel, trunk: Checkpoint) -> None:
 def _config_of(checkpoint: Checkpoint) -> PretrainedConfig:
     with named_rejections(checkpoint.path):
         config: PretrainedConfig = AutoConfig.from_pretrained(checkpoint.path)
-        choose_attention(config, checkpoint.path)
+        reset_attention(config)
     return config
 
 

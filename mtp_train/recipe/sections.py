@@ -171,10 +171,9 @@ class ModelSection(RecipeSection):
     quantization: Literal["8bit", "4bit"] | None = None
     """Quantise the trunk's linear layers with bitsandbytes while they are loaded, to train and measure on a small GPU.
     Experts are not quantised. The export contains the original bytes of the checkpoint."""
-    offload: Literal["cpu", "disk"] | None = None
-    """Keep the trunk's layers in main memory (`cpu`) or in a folder of the run directory (`disk`), and copy them to the
-    device one at a time. Slow, but needs little device memory; the results are the same. For one process. With either
-    choice the trunk is loaded through main memory."""
+    offload: Literal["cpu"] | None = None
+    """Keep the trunk's layers in main memory, and copy them to the device one at a time. Slow, but needs little device
+    memory; the results are the same. For one process."""
     trust_remote_code: bool = False
     """Whether transformers may run Python code that a checkpoint contains."""
 

@@ -455,5 +455,4 @@ def whole_disk(recipe: Recipe, cached: int, memory: Footprint) -> int:
     """Estimate the disk bytes of all that a recipe trains; ``cached``: of the hidden states, which all heads share."""
     if recipe.study is not None:
         return len(recipe.study.objectives) * estimate_disk(memory, 0) + cached
-    offloaded = memory.offloaded_bytes if recipe.model.offload == "disk" else 0
-    return estimate_disk(memory, cached) + offloaded
+    return estimate_disk(memory, cached)

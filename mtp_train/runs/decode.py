@@ -221,8 +221,8 @@ def evaluate(
     Args:
         checkpoint: A checkpoint, or a run directory: its trunk with its trained head.
         out: A new directory, or the directory of the same evaluation, which is then resumed.
-        head: What drafts: a head directory, a checkpoint to take the head from, a draft model, ``"ngram"`` or
-            ``"model:CKPT"``. None for the checkpoint's own head.
+        head: What drafts: a head directory, a checkpoint to take the head from, a draft model or ``"ngram"``.
+            None for the checkpoint's own head.
         adapter: A peft adapter to apply to the trunk without merging.
         grid: The settings to measure; None for the defaults of :class:`EvaluationGrid`.
         endpoint: URL of a server of the same model, which is measured as one more arm: ``http://host:port/v1``.

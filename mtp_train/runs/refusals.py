@@ -31,7 +31,6 @@ from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.settings import plan_of, run_settings, tracking_of
 from mtp_train.trunk.load import Trunk
-from mtp_train.trunk.offload import Offload
 from mtp_train.trunk.quantise import require_bitsandbytes, require_quantizable
 from mtp_train.trunk.whole import require_whole_trunk
 
@@ -107,11 +106,11 @@ def _errors_of(checks: Sequence[Callable[[], object]]) -> list[MtpError]:
 
 
 def _packing(recipe: Recipe, path: Path, config: RawConfig, world_size: int) -> list[Callable[[], object]]:
-    quantization, offload = recipe.model.quantization, recipe.model.offload
+    quantization = recipe.model.quantization
     quantizable = [] if quantization is None else [partial(require_quantizable, quantization, config, where=path)]
-    if offload is None:
+    if recipe.model.offload is None:
         return [*quantizable]
-    return [*quantizable, partial(require_offload, offload, world_size, config, where=path)]
+    return [*quantizable, partial(require_offload, world_size, config, where=path)]
 
 
 def _of_the_head(recipe: Recipe, model: HeadOnTrunk, convention: Convention) -> Iterator[RecipeError]:
@@ -149,17 +148,17 @@ def _vocabulary(checkpoint: Path) -> object:
     return model.get("vocab") if isinstance(model, dict) else None
 
 
-def require_offload(offload: Offload, world_size: int, config: RawConfig, *, where: Path) -> None:
+def require_offload(world_size: int, config: RawConfig, *, where: Path) -> None:
     """Check that a run has one process, and a checkpoint whose layers accelerate can load one at a time."""
     if world_size > 1:
         raise RecipeError(
-            f"model.offload: {offload}, with {world_size} processes; expected one process. Launch with "
+            f"model.offload: cpu, with {world_size} processes; expected one process. Launch with "
             f"{accelerate_file('single')}; or write model.offload: null and use {accelerate_file('fsdp2')}."
         )
     method = quant_method(config)
     if method is not None:
         raise CheckpointError(
-            f"{where}: quantised with {method}, while model.offload is {offload}; expected plain weights. Write "
+            f"{where}: quantised with {method}, while model.offload is cpu; expected plain weights. Write "
             "model.offload: null, or point model.trunk at the unquantised checkpoint."
         )
 

@@ -37,7 +37,6 @@ from mtp_train.train.machine import device_named
 from mtp_train.train.plan import Plan
 from mtp_train.train.shard import give_up_shards, layer_sharder, shards_trunk
 from mtp_train.trunk.load import Trunk, load_trunk
-from mtp_train.trunk.offload import offload_layers
 from mtp_train.trunk.precision import resolve_precision, trunk_dtype
 from mtp_train.trunk.progress import shown_loading
 
@@ -212,10 +211,9 @@ class RunTrunk:
         self.is_whole, self.is_spent = not to_shard, False
 
     def offload(self) -> None:
-        """Offload the layers of the trunk in memory, into the claimed directory, if the recipe asks for it."""
-        offload = self._run.recipe.model.offload
-        if self._trunk is not None and offload is not None:
-            offload_layers(self._trunk, offload, self._run.accelerator.device, self._run.directory.path)
+        """Keep the layers of the trunk in main memory, if the recipe asks for it."""
+        if self._trunk is not None and self._run.recipe.model.offload is not None:
+            self._trunk.offload_layers(self._run.accelerator.device)
 
     def prepare_training(self) -> None:
         """Load the trunk again if it is spent: by the check of a server's responses, or by the training of a head."""

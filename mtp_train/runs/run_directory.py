@@ -75,7 +75,7 @@ LEASE_SECONDS = 30.0
 TRUNK, HEAD_FROM, ADAPTER = "model.trunk", "model.head_from", "model.adapter"
 _PACKAGES = ("mtp-train", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy")
 _LEFTOVERS = (
-    *(".offload-*", ".head.*", ".tuned.*", ".adapter.*", ".export.*", ".*.tmp"),
+    *(".head.*", ".tuned.*", ".adapter.*", ".export.*", ".*.tmp"),
     *("figures/.*.tmp", "state/.step-*"),
 )
 

@@ -108,9 +108,7 @@ class Trunk(nn.Module):
         self.in_shards = False
         """Whether each process holds a part of the layers' weights."""
         self.offloaded = False
-        """Whether the layers' weights are in main memory or on disk between forwards, see
-        :mod:`mtp_train.trunk.offload`.
-        """
+        """Whether the layers' weights are in main memory between forwards, see :meth:`offload_layers`."""
 
         # The c of "c tanh(logits / c)"; Gemma has one.
         self._logit_bound = self.config.to_dict().get("final_logit_softcapping")
@@ -148,6 +146,22 @@ class Trunk(nn.Module):
         """Release the decoder's layers and their memory; embedding, final norm and output matrix stay."""
         self.decoder.layers = nn.ModuleList()
         self.offloaded = False
+
+    def offload_layers(self, device: torch.device) -> None:
+        """Move the trunk to a device that cannot hold it: its layers stay in main memory, and each is loaded to run.
+
+        Embedding, output matrix and norms move, because they are also read outside of their modules' forward.
+        """
+        from accelerate import cpu_offload
+
+        layers = self.layers
+        self.drop_layers()
+        self.to(device)
+        self.decoder.layers = layers
+        for layer in layers:
+            # Load each layer as a whole: some layers read the weights of a submodule without calling it.
+            cpu_offload(layer, execution_device=device, preload_module_classes=[type(layer).__name__])
+        self.offloaded = True
 
     def computing_in(self, dtype: torch.dtype, scratch: Scratch | None = None) -> AbstractContextManager[None]:
         """Make the trunk multiply in a dtype and return it inside this context, whatever dtype it is held in.

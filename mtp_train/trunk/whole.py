@@ -27,9 +27,6 @@ from mtp_train.heads.diagnose import layout_of, named_rejections, trunk_config
 from mtp_train.trunk.load import empty_trunk
 from mtp_train.upstream.transformers_private import quiet_loading, without_deepspeed
 
-# The shape that replaces the unknown shape of a packed weight.
-_UNKNOWN = (1, 1)
-
 
 @dataclass(frozen=True)
 class TrunkDiagnosis:
@@ -119,8 +116,8 @@ def diagnose_trunk(
 ) -> TrunkDiagnosis:
     """Compare the stored tensors of a trunk with the parameters that transformers would load for its config.
 
-    A trunk that the installed transformers cannot build is not compared. Packed weights count as present, whatever
-    their shape.
+    A trunk that the installed transformers cannot build is not compared, and neither is one with packed weights: their
+    shapes do not show what they unpack to.
     """
     family = family or checkpoint.family
     layout = layout_of(checkpoint, family)
@@ -130,16 +127,17 @@ def diagnose_trunk(
         for key in sorted(tensors)
         if quantised.lacks_scales(key, tensors)
     )
+    plain = _plain_weights(tensors)
     # The model has no weights to partition, but under ZeRO-3 transformers would partition it all the same.
     with without_deepspeed():
-        model = _model_without_weights(checkpoint, family, trust_remote_code)
-        if model is None:
+        model = None if plain is None else _model_without_weights(checkpoint, family, trust_remote_code)
+        if plain is None or model is None:
             return TrunkDiagnosis(dtype_errors=dtype_errors)
-        missing, misshapen = _match(checkpoint, family, model, tensors)
+        missing, misshapen = _match(checkpoint, family, model, plain)
     if quantised.quant_method(checkpoint.config) is None:
         dtype_errors += tuple(
             f"{key}: found {tensors[key].dtype}, expected a floating-point dtype"
-            for key in _whole_numbers(tensors, model)
+            for key in _whole_numbers(tensors, plain, model)
         )
     return TrunkDiagnosis(missing, misshapen, dtype_errors, _untied(checkpoint, layout))
 
@@ -162,7 +160,7 @@ def _untied(checkpoint: Checkpoint, layout: HeadLayout) -> str | None:
     return None if alike else key
 
 
-def _whole_numbers(tensors: Mapping[str, TensorInfo], model: Any) -> list[str]:
+def _whole_numbers(tensors: Mapping[str, TensorInfo], plain: Iterable[str], model: Any) -> list[str]:
     """Return the keys of integer and boolean tensors where the model has floating-point parameters.
 
     Only the last part of a name is compared. Tables of experts by token are integers in the model too, and positions of
@@ -173,7 +171,7 @@ def _whole_numbers(tensors: Mapping[str, TensorInfo], model: Any) -> list[str]:
     floats -= {name.rpartition(".")[2] for name, value in state if not value.is_floating_point()}
     return [
         key
-        for key in sorted(_plain_keys(tensors))
+        for key in sorted(plain)
         if not TORCH_DTYPES[tensors[key].dtype].is_floating_point
         and not quantised.is_packed(key, tensors)
         and key.rpartition(".")[2] in floats
@@ -191,36 +189,28 @@ def _model_without_weights(checkpoint: Checkpoint, family: Family, trust_remote_
         return None
 
 
-def _plain_keys(tensors: Mapping[str, TensorInfo]) -> set[str]:
-    """Return the keys of tensors stored in plain floats or in FP8: neither packed weights nor scales."""
+def _plain_weights(tensors: Mapping[str, TensorInfo]) -> list[str] | None:
+    """Return the keys without the scales of FP8 and FP4 weights; None for a trunk with weights in another format."""
     parts = {key: quantised.packed_weight(key) for key in tensors}
-    of_packed = set(parts.values())
-    return {
-        key
-        for key, weight in parts.items()
-        if weight is None
-        and not quantised.is_scale(key, tensors)
-        and (key not in of_packed or tensors[key].dtype in quantised.FP8_DTYPES)
-    }
+    if any(
+        weight is not None and (weight not in tensors or tensors[weight].dtype not in quantised.FP8_DTYPES)
+        for weight in parts.values()
+    ):
+        return None
+    return [key for key, weight in parts.items() if weight is None and not quantised.is_scale(key, tensors)]
 
 
 def _match(
-    checkpoint: Checkpoint, family: Family, model: Any, tensors: Mapping[str, TensorInfo]
+    checkpoint: Checkpoint, family: Family, model: Any, plain: Iterable[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the parameters that transformers would miss, and those with another shape."""
-    plain = _plain_keys(tensors)
-    shapes: dict[str, tuple[int, ...]] = {
-        weight: _UNKNOWN for key in tensors if (weight := quantised.packed_weight(key)) is not None
-    }
-    shapes |= {key: quantised.plain_shape(key, tensors) for key in plain}
+    shapes = {key: quantised.plain_shape(key, checkpoint.tensors) for key in plain}
     state = {key: torch.empty(shape, device="meta").as_subclass(_Shape) for key, shape in shapes.items()}
     config = model.config
     for part in (config, config.get_text_config()):
-        # The tensors show which weights are packed. The quantisation method may need a package or a device that is
-        # absent.
+        # FP8's method may need a package or a device that is absent.
         if hasattr(part, quantised.QUANTISATION):
             delattr(part, quantised.QUANTISATION)
-    is_quantised = len(plain) < len(shapes) or quantised.quant_method(checkpoint.config) is not None
     try:
         loading = nullcontext() if family.trunk.loading is None else family.trunk.loading(checkpoint.tensors)
         with quiet_loading(), loading:
@@ -234,23 +224,10 @@ def _match(
                 ignore_mismatched_sizes=True,
             )
     except RuntimeError as error:
-        # Tensors that transformers joins do not fit together. This is expected with packed weights, whose shapes are
-        # unknown.
+        # Tensors that transformers joins do not fit together.
         reason = " ".join(str(error).split())
-        return (), () if is_quantised else (f"tensors that transformers joins or splits: {reason:.200}",)
-    missing = set(info["missing_keys"])
-    if is_quantised:
-        names = {part for key in tensors for part in _modules(key)}
-        missing = {name for name in missing if not names.intersection(_modules(name)[-1:])}
-    return tuple(sorted(missing)), tuple(
+        return (), (f"tensors that transformers joins or splits: {reason:.200}",)
+    return tuple(sorted(info["missing_keys"])), tuple(
         f"{name}: found {list(found)}, expected {list(expected)}"
         for name, found, expected in sorted(info["mismatched_keys"])
-        if not is_quantised or tuple(found[-2:]) != _UNKNOWN
     )
-
-
-def _modules(name: str) -> list[str]:
-    """Return the modules that contain a tensor, outermost first, without the prefix before the layers."""
-    parts = name.rpartition(".")[0].split(".")
-    first = parts.index("layers") if "layers" in parts else len(parts) - 1
-    return [".".join(parts[first:stop]) for stop in range(first + 1, len(parts) + 1)]

@@ -12,7 +12,7 @@ import torch
 
 from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
-from mtp_inference.drafters.other_drafters import NgramDrafter
+from mtp_inference.drafters.ngram_drafter import NgramDrafter
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.data.tokenize import Document
 from mtp_train.trunk.load import Trunk

@@ -1,4 +1,4 @@
-"""Runs on trunks whose layers come from main memory or disk, bit for bit as on the device, and on packed trunks."""
+"""Runs on trunks whose layers come from main memory, bit for bit as on the device, and on packed trunks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from checkpoints import all_tensors, same, set_fields
 from launching import head, metrics, without_speed
-from mtp_train.runs import run
-from mtp_train.trunk import offload
 from mtp_train.trunk.load import Trunk
 from runs import LEARNS, document, refusal, run_quietly, tiny_recipe, write_inputs, write_recipe
 
@@ -44,21 +43,21 @@ def measured(run_dir: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("where", "more"), [("disk", {}), ("cpu", {"train__hidden_cache": {}})], ids=["disk", "cpu, hidden_cache"]
-)
+@pytest.mark.parametrize("more", [{}, {"train__hidden_cache": {}}], ids=["alone", "hidden_cache"])
 def test_an_offloaded_run_ends_as_any_other(
-    where: str, more: dict[str, Any], inputs: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    more: dict[str, Any], inputs: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = tmp_path / "run"
-    recipe = tiny_recipe(inputs, run_dir, **RUN, **more, model__offload=where)
+    recipe = tiny_recipe(inputs, run_dir, **RUN, **more, model__offload="cpu")
     offloaded: list[set[str]] = []
 
-    def noted(trunk: Trunk, *args: Any) -> None:
-        offload.offload_layers(trunk, *args)
+    offload_layers = Trunk.offload_layers
+
+    def noted(trunk: Trunk, device: torch.device) -> None:
+        offload_layers(trunk, device)
         offloaded.append({parameter.device.type for parameter in trunk.layers.parameters()})
 
-    monkeypatch.setattr(run, "offload_layers", noted)
+    monkeypatch.setattr(Trunk, "offload_layers", noted)
     assert run_quietly(recipe).reason == "done"
     # Both trunks; the fine-tune's twice where training lets go of its layers.
     assert offloaded == [{"meta"}] * (3 if more else 2)
@@ -68,7 +67,6 @@ def test_an_offloaded_run_ends_as_any_other(
     assert measured(run_dir) == measured(whole)
     assert same(head(run_dir), head(whole))
     assert same(all_tensors(run_dir / "export"), all_tensors(whole / "export"))
-    assert list(run_dir.glob(f"{offload.FOLDER_PREFIX}*")) == []
 
 
 @pytest.fixture(scope="module")

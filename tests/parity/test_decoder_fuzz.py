@@ -23,10 +23,10 @@ from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.capture import Rounds
 from mtp_inference.depth import RoundCosts
 from mtp_inference.drafters.drafter import Drafting
-from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
+from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_inference.session import Lane, Session
 from mtp_train.trunk.load import Trunk
-from scripted import RandomDrafting
+from scripted import RandomDrafting, RereadingDrafting
 from tiny import ALL_FAMILIES, CACHE_KINDS, VOCAB_SIZE, chained_head, nearly_tiny, tiny_head, tiny_trunk
 
 LONGEST_PROMPT, MOST_TOKENS = 40, 30
@@ -50,8 +50,8 @@ def plain_text(name: str, length: int) -> list[int]:
 
 MAKERS: dict[str, Callable[[str], Drafting]] = {
     "random": lambda name: RandomDrafting(),
-    "right": lambda name: ModelDrafting(trunk_of(name)),
-    "nearly right": lambda name: ModelDrafting(nearly_tiny(name, seed=3)),
+    "right": lambda name: RereadingDrafting(trunk_of(name)),
+    "nearly right": lambda name: RereadingDrafting(nearly_tiny(name, seed=3)),
     "ngram": lambda name: NgramDrafting(),
     "head": lambda name: HeadDrafting(tiny_head(trunk_of(name), num_modules=1)),
     "chained": lambda name: HeadDrafting(chained_head(trunk_of(name), 7)),

@@ -44,7 +44,6 @@ from mtp_train.runs.display import quiet_progress
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.train.packed_rows import Segment, aligned_rows, isolated_hidden, segments
 from mtp_train.trunk.load import Trunk, load_trunk
-from mtp_train.trunk.offload import offload_layers
 from mtp_train.trunk.whole import diagnose_trunk
 from mtp_train.upstream.transformers_private import kept_in_fp32
 from products import EXPERT_TOKENS, computed
@@ -384,22 +383,21 @@ def test_a_trunk_held_in_fp32_computes_in_bf16_what_it_does_loaded_in_bf16(built
 
 
 @torch.inference_mode()
-def test_an_offloaded_trunk_says_the_same_and_holds_one_layer_at_a_time(built: Built, tmp_path: Path) -> None:
+def test_an_offloaded_trunk_says_the_same_and_holds_one_layer_at_a_time(built: Built) -> None:
     tokens_BT = random_tokens(2, 19)
-    for where in ("cpu", "disk"):
-        trunk = copy.deepcopy(built.trunk)
-        # Of the same tensors: where a copy lies in memory may change the last bit.
-        expected = trunk.logits(trunk.hidden(tokens_BT))
-        offload_layers(trunk, where, CPU, tmp_path)
-        seen: list[list[str]] = []
-        for layer in trunk.layers:
-            inner = next(child for child in layer.modules() if child is not layer and not list(child.children()))
-            inner.register_forward_pre_hook(lambda *_, trunk=trunk, seen=seen: seen.append(places_of(trunk)))
-        assert torch.equal(trunk.logits(trunk.hidden(tokens_BT)), expected)
-        assert seen
-        assert all(places.count("cpu") == 1 for places in seen)
-        assert set(places_of(trunk)) == {"meta"}
-        assert trunk.lm_head_VD.device == trunk.causal_lm.get_input_embeddings().weight.device == CPU
+    trunk = copy.deepcopy(built.trunk)
+    # Of the same tensors: where a copy lies in memory may change the last bit.
+    expected = trunk.logits(trunk.hidden(tokens_BT))
+    trunk.offload_layers(CPU)
+    seen: list[list[str]] = []
+    for layer in trunk.layers:
+        inner = next(child for child in layer.modules() if child is not layer and not list(child.children()))
+        inner.register_forward_pre_hook(lambda *_: seen.append(places_of(trunk)))
+    assert torch.equal(trunk.logits(trunk.hidden(tokens_BT)), expected)
+    assert seen
+    assert all(places.count("cpu") == 1 for places in seen)
+    assert set(places_of(trunk)) == {"meta"}
+    assert trunk.lm_head_VD.device == trunk.causal_lm.get_input_embeddings().weight.device == CPU
 
 
 def places_of(trunk: Trunk) -> list[str]:

@@ -168,10 +168,11 @@ def test_a_compressed_key_of_a_rejected_draft_is_found(monkeypatch: pytest.Monke
     write = CompressedStore.write_entries
 
     def keep_the_first(store: CompressedStore, name: str, groups_BG: Tensor, entries_BGX: Tensor) -> Tensor:
-        before_BEX = store.entries_BEX[name].clone() if name in store.entries_BEX else None
+        written = store.buffers_BZ.get(f"{name} entries")
+        before_BEX = None if written is None else written.clone()
         found_BEX = write(store, name, groups_BG, entries_BGX)
-        if before_BEX is not None:
-            store.entries_BEX[name].copy_(torch.where(before_BEX == 0, store.entries_BEX[name], before_BEX))
+        if written is not None:
+            written.copy_(torch.where(before_BEX == 0, written, before_BEX))
         return found_BEX
 
     monkeypatch.setattr(CompressedStore, "write_entries", keep_the_first)
@@ -182,13 +183,11 @@ def test_a_compressed_key_of_a_rejected_draft_is_found(monkeypatch: pytest.Monke
 
 def forget_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the drafts of a window write over the inputs before it."""
-    ring = ConvolutionInputs._ring
+    ring = ConvolutionInputs.ring
     monkeypatch.setattr(
         ConvolutionInputs,
-        "_ring",
-        lambda layer, inputs_BTC, number, num_before: ring(
-            layer, inputs_BTC, number, num_before - layer.max_undecided + 1
-        ),
+        "ring",
+        lambda layer, number, like_BT, num_before: ring(layer, number, like_BT, num_before - layer.max_undecided + 1),
     )
 
 

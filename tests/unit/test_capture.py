@@ -24,11 +24,12 @@ from mtp_inference.batch import Batch
 from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.capture import Rounds, round_up
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
-from mtp_inference.drafters.other_drafters import ModelDrafter, ModelDrafting, NgramDrafting
+from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_inference.sampling import distributions
 from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts
 from mtp_train.trunk.load import Trunk
 from recorded_graph import DEFAULT_STREAM, RecordedDevice, RecordedGraph, stand_in
+from scripted import RereadingDrafter, RereadingDrafting
 from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, chained_head, nearly_tiny, tiny_head, tiny_trunk
 
 
@@ -118,7 +119,7 @@ DRAFTING: dict[str, Callable[[str], Drafting | None]] = {
     "chained_drafts": lambda name: HeadDrafting(chained_head(trunk_of(name), 3, drafts_only=True)),
     "reduced": lambda name: HeadDrafting(tiny_head(trunk_of(name)), torch.arange(0, VOCAB_SIZE, 2)),
     "ngram": lambda name: NgramDrafting(),
-    "model": lambda name: ModelDrafting(nearly_tiny(name)),
+    "model": lambda name: RereadingDrafting(nearly_tiny(name)),
 }
 
 
@@ -145,7 +146,9 @@ def test_a_replayed_round_draws_what_python_drew(name: str, drafting: str, as_on
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "deepseek_v4"])
 def test_sliding_windows_and_compressed_keys_replay(name: str, as_on_a_gpu: list[RecordedGraph]) -> None:
     assert name in CACHE_KINDS.values()
-    assert_replays_as_it_runs(trunk_of(name), ModelDrafting(nearly_tiny(name)), requests_of(3, Sampling()), as_on_a_gpu)
+    assert_replays_as_it_runs(
+        trunk_of(name), RereadingDrafting(nearly_tiny(name)), requests_of(3, Sampling()), as_on_a_gpu
+    )
 
 
 def test_rounds_of_changing_depth_replay(as_on_a_gpu: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,12 +160,14 @@ def test_rounds_of_changing_depth_replay(as_on_a_gpu: list[RecordedGraph], monke
     for captures in (False, True):
         schedule = iter(depths * 10)
         monkeypatch.setattr(mtp_inference.session, "batch_depth", lambda *_unused: next(schedule))  # noqa: B023
-        results.append(decoded(trunk_of("qwen3_5"), ModelDrafting(nearly_tiny("qwen3_5")), requests, captures=captures))
+        results.append(
+            decoded(trunk_of("qwen3_5"), RereadingDrafting(nearly_tiny("qwen3_5")), requests, captures=captures)
+        )
     assert counts(results[0]) == counts(results[1])
     assert sum(graph.num_replays for graph in as_on_a_gpu) > 15
 
 
-class FaultyDrafting(ModelDrafting):
+class FaultyDrafting(RereadingDrafting):
     """Draft with a model, and do something that a captured round must not do."""
 
     def __init__(self, model: Trunk, fault: str) -> None:
@@ -173,7 +178,7 @@ class FaultyDrafting(ModelDrafting):
         return FaultyDrafter(self.model, size, self.fault)
 
 
-class FaultyDrafter(ModelDrafter):
+class FaultyDrafter(RereadingDrafter):
     def __init__(self, model: Trunk, size: BatchSize, fault: str) -> None:
         super().__init__(model, size)
         self.fault = fault
@@ -218,7 +223,7 @@ def test_a_capture_that_fails_leaves_a_process_that_goes_on_without_capturing(
         torch.cuda.empty_cache()
     # Another decoder would capture, as its drafter has no fault. It warns no second time.
     plain = decoded(trunk, None, requests, captures=False)
-    found = decoded(trunk, ModelDrafting(nearly_tiny("qwen3_5")), requests, captures=True)
+    found = decoded(trunk, RereadingDrafting(nearly_tiny("qwen3_5")), requests, captures=True)
     assert [result.token_ids for result in found] == [result.token_ids for result in plain]
     assert len(as_on_a_gpu) == 1
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mtp_inference import SpeculativeDecoder, cpu_layers
 from mtp_inference.cpu_layers import CpuLayers, is_plain
@@ -19,22 +17,21 @@ DEPTH = 3
 
 
 @pytest.fixture(autouse=True)
-def packs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[nn.Linear]]:
-    """The layers in the order in which they were packed; tiny ones are packed too."""
+def packs(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The matrices in the order in which they were packed; tiny ones are packed too."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("packs on x86 CPUs")
     monkeypatch.setattr(cpu_layers, "MIN_NUMBERS", 1)
     run_on_amd(monkeypatch, False)
-    packed: list[nn.Linear] = []
+    packed: list[Tensor] = []
+    pack = cpu_layers.pack
 
-    class Noted(cpu_layers.Pack):
-        def __init__(self, layer: nn.Linear) -> None:
-            packed.append(layer)
-            super().__init__(layer)
+    def noted(weight: Tensor) -> Tensor:
+        packed.append(weight)
+        return pack(weight)
 
-    monkeypatch.setattr(cpu_layers, "Pack", Noted)
-    yield packed
-    cpu_layers._packs.clear()
+    monkeypatch.setattr(cpu_layers, "pack", noted)
+    return packed
 
 
 def run_on_amd(monkeypatch: pytest.MonkeyPatch, is_amd: bool) -> None:
@@ -49,14 +46,14 @@ def decode(decoder: SpeculativeDecoder) -> list[list[int]]:
 
 @pytest.mark.parametrize("is_amd", [False, True])
 def test_a_round_packs_what_it_multiplies_once_and_leaves_the_model_as_it_was(
-    is_amd: bool, packs: list[nn.Linear], monkeypatch: pytest.MonkeyPatch
+    is_amd: bool, packs: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_on_amd(monkeypatch, is_amd)
     trunk = tiny_trunk("qwen3_5")
     before = {name: dict(module.__dict__) for name, module in trunk.causal_lm.named_modules()}
     decoder = SpeculativeDecoder(trunk, tiny_head(trunk), DEPTH, eos_ids=())
     texts = decode(decoder)
-    assert len(packs) == len(set(packs)) > 8
+    assert len(packs) == len({id(weight) for weight in packs}) > 8
     assert {name: dict(module.__dict__) for name, module in trunk.causal_lm.named_modules()} == before
     again = SpeculativeDecoder(trunk, decoder.drafting, DEPTH, eos_ids=())
     count = len(packs)
@@ -67,7 +64,7 @@ def test_a_round_packs_what_it_multiplies_once_and_leaves_the_model_as_it_was(
 
 
 @pytest.mark.parametrize("how", ["in place", "through data", "another tensor"])
-def test_a_changed_weight_is_packed_again(packs: list[nn.Linear], how: str) -> None:
+def test_a_changed_weight_is_packed_again(packs: list[Tensor], how: str) -> None:
     layer = nn.Linear(8, 6)
     layers = CpuLayers([layer])
     input_BTD = torch.randn(1, 4, 8)
@@ -93,38 +90,34 @@ def test_a_changed_weight_is_packed_again(packs: list[nn.Linear], how: str) -> N
     assert len(packs) == 2
 
 
+BF16 = pytest.param(
+    torch.bfloat16, marks=pytest.mark.skipif(not bf16_support(torch.device("cpu"))[0], reason="multiplies bf16 slowly")
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 1, 8), (1, 2, 8), (8,), (1, 5, 8), (3, 1, 8)])
+@pytest.mark.parametrize("shape", [(1, 1, 64), (2, 1, 64), (1, 2, 64), (64,), (1, 5, 64), (3, 1, 64)])
 @pytest.mark.parametrize("is_amd", [False, True])
 def test_any_number_of_rows_is_multiplied(
-    is_amd: bool, shape: tuple[int, ...], bias: bool, packs: list[nn.Linear], monkeypatch: pytest.MonkeyPatch
+    is_amd: bool,
+    shape: tuple[int, ...],
+    bias: bool,
+    dtype: torch.dtype,
+    packs: list[Tensor],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_on_amd(monkeypatch, is_amd)
-    layer = nn.Linear(8, 6, bias=bias)
+    layer = nn.Linear(64, 48, bias=bias).to(dtype)
     # Not contiguous, as the last rows of a longer input are.
-    input_BTD = torch.randn(*shape[:-1], 16)[..., 8:]
+    input_BTD = torch.randn(*shape[:-1], 128).to(dtype)[..., 64:]
     with torch.inference_mode(), CpuLayers([layer]).used():
         found_BTD = layer(input_BTD)
     expected_BTD = layer(input_BTD).detach()
-    torch.testing.assert_close(found_BTD, expected_BTD, atol=rounding(expected_BTD, 8), rtol=0)
+    torch.testing.assert_close(found_BTD, expected_BTD, atol=rounding(expected_BTD, 64), rtol=0)
     assert found_BTD.is_contiguous()
-    assert packs == ([layer] if is_amd or input_BTD[..., 0].numel() > 2 else [])
-
-
-@pytest.mark.skipif(not bf16_support(torch.device("cpu"))[0], reason="the CPU multiplies bf16 slowly")
-@pytest.mark.parametrize("is_amd", [False, True])
-def test_bf16_is_packed_for_any_number_of_rows(
-    is_amd: bool, packs: list[nn.Linear], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_on_amd(monkeypatch, is_amd)
-    layer = nn.Linear(64, 48).bfloat16()
-    for num_rows in (1, 2, 5):
-        input_BTD = torch.randn(1, num_rows, 64).bfloat16()
-        with torch.inference_mode(), CpuLayers([layer]).used():
-            found_BTD = layer(input_BTD)
-        expected_BTD = layer(input_BTD).detach()
-        torch.testing.assert_close(found_BTD, expected_BTD, atol=rounding(expected_BTD, 64), rtol=0)
-    assert packs == [layer]
+    is_packed = is_amd or dtype is torch.bfloat16 or input_BTD[..., 0].numel() > 2
+    assert len(packs) == int(is_packed)
 
 
 def test_an_interrupted_round_restores_the_layers() -> None:

@@ -13,7 +13,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from mtp_inference.cache.delta import MAX_WINDOW, delta_token, delta_window
 from mtp_inference.cache.model_cache import AttentionStore, WindowCache
 from mtp_inference.cache.recurrent import undecided_states, window_conv
-from mtp_inference.cache.window import Window, attending_in_windows
+from mtp_inference.cache.window import Window
 from mtp_train.errors import UnsupportedModelError
 from scripted import BatchRun, random_prompt, state_bound, state_errors
 from tiny import CACHE_KINDS, SLIDING_WINDOW, tiny_trunk
@@ -102,17 +102,6 @@ def test_a_count_that_is_one_off_is_found() -> None:
         check_window(drawn(4), one_off=1)
 
 
-@pytest.mark.parametrize("key_heads", [4, 2, 1])
-@pytest.mark.parametrize("normalise", [True, False])
-def test_a_single_token_gives_the_stock_kernels_output_and_state(normalise: bool, key_heads: int) -> None:
-    inputs = drawn(1, key_heads)
-    expected, expected_state = stock(inputs, 1, normalise)
-    output, state = delta_token(**inputs, use_qk_l2norm_in_kernel=normalise)
-    torch.testing.assert_close(output, expected, **CLOSE)
-    torch.testing.assert_close(state, expected_state, **CLOSE)
-    assert state is inputs["initial_state"], "the buffer itself is updated"
-
-
 def test_states_stay_fp32_under_bf16_inputs() -> None:
     inputs = {name: part if name == "initial_state" else part.bfloat16() for name, part in drawn(4).items()}
     output, window = delta_window(**inputs, use_qk_l2norm_in_kernel=True)
@@ -132,20 +121,6 @@ def test_states_stay_fp32_under_bf16_inputs() -> None:
 def test_a_window_too_long_for_the_solve_is_refused() -> None:
     with pytest.raises(ValueError, match="9 tokens; expected at most 8"):
         delta_window(**drawn(MAX_WINDOW + 1), use_qk_l2norm_in_kernel=True)
-
-
-@pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 3, 8])
-def test_the_windows_convolution_gives_what_the_stock_one_gives(
-    num_tokens: int, with_bias: bool, activation: str | None
-) -> None:
-    inputs_BCN, weight_CW = torch.randn(2, 6, 4 + num_tokens), torch.randn(6, 4)
-    bias_C = torch.randn(6) if with_bias else None
-    ours = window_conv(inputs_BCN, weight_CW, bias_C, activation)
-    expected = modeling_qwen3_5.causal_conv1d_fn(inputs_BCN, weight_CW, bias_C, activation)
-    assert ours.shape[-1] >= num_tokens
-    torch.testing.assert_close(ours[..., -num_tokens:], expected[..., -num_tokens:], **CLOSE)
 
 
 def test_the_stock_kernels_are_back_after_an_error() -> None:
@@ -229,15 +204,6 @@ def test_a_prompt_prefilled_in_chunks_leaves_what_one_forward_leaves(kind: str, 
         with torch.inference_mode():
             first = trunk.logits(trunk.hidden(torch.tensor([prompt]))[:, -1]).argmax()
         assert run.tokens[row] == [*prompt, int(first)]
-
-
-def test_attention_in_windows_ends_with_its_block() -> None:
-    trunk = tiny_trunk("glm4_moe")
-    tokens_BT = torch.tensor([random_prompt(2)])
-    before = trunk.hidden(tokens_BT)
-    with pytest.raises(ZeroDivisionError), attending_in_windows(trunk.config):
-        raise ZeroDivisionError
-    assert torch.equal(trunk.hidden(tokens_BT), before)
 
 
 def test_a_window_beyond_the_buffers_is_refused() -> None:

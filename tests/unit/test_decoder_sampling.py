@@ -20,10 +20,10 @@ from torch import Tensor
 
 from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder
 from mtp_inference.drafters.drafter import Drafting, RoundPlan
-from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafting
+from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_inference.sampling.chooser import Drafts
 from mtp_train.trunk.load import Trunk
-from scripted import PassingDrafting, RandomDrafting
+from scripted import PassingDrafting, RandomDrafting, RereadingDrafting
 from tiny import FAMILY_NAMES, VOCAB_SIZE, chained_head, nearly_tiny, tiny_head, tiny_trunk
 
 SETTINGS = [
@@ -47,7 +47,7 @@ DRAFTING: dict[str, Callable[[str], Drafting]] = {
     "chained": lambda name: HeadDrafting(chained_head(trunk_of(name), 4)),
     "random": lambda name: RandomDrafting(),
     "ngram": lambda name: NgramDrafting(),
-    "model": lambda name: ModelDrafting(nearly_tiny(name)),
+    "model": lambda name: RereadingDrafting(nearly_tiny(name)),
 }
 HEADS = [(name, drafting) for name in FAMILY_NAMES for drafting in ("head", "chained", "random")]
 OTHERS = [("glm4_moe", "ngram"), ("qwen3_5", "model"), ("mistral", "model")]
@@ -130,7 +130,7 @@ PLAIN = Sampling(temperature=1.0)
 def small(name: str, drafting: str) -> tuple[Trunk, Drafting]:
     trunk = trunk_of(name, vocab_size=VOCAB)
     if drafting == "model":
-        return trunk, ModelDrafting(nearly_tiny(name, vocab_size=VOCAB, noise=0.3))
+        return trunk, RereadingDrafting(nearly_tiny(name, vocab_size=VOCAB, noise=0.3))
     return trunk, HeadDrafting(tiny_head(trunk) if drafting == "head" else chained_head(trunk, 3))
 
 

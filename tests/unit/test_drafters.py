@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,12 +15,12 @@ import mtp_inference.drafters.head_drafter
 import mtp_inference.session
 from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
-from mtp_inference.drafters.other_drafters import ModelDrafting, NgramDrafter, NgramDrafting
+from mtp_inference.drafters.ngram_drafter import NgramDrafter, NgramDrafting
 from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts, DraftSampling
 from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.heads.module import Unroll
 from mtp_train.trunk.load import Trunk
-from scripted import PassingDrafting, made
+from scripted import PassingDrafting, RereadingDrafting, made
 from tiny import CACHE_KINDS, UNROLLS, VOCAB_SIZE, chained_head, head_of, tiny_head, tiny_trunk
 
 SOME_IDS = torch.tensor([3, 60, 14, 15, 9, 2, 6, 53, 58, 40, 7, 33])
@@ -75,8 +76,6 @@ MAKERS: dict[str, Callable[[], Drafting]] = {
     "recursive": lambda: HeadDrafting(tiny_head(trunk_of("qwen3_5"))),
     "chained": lambda: HeadDrafting(chained_head(trunk_of("qwen3_5"), 3)),
     "chained_drafts": lambda: HeadDrafting(chained_head(trunk_of("qwen3_5"), 3, drafts_only=True)),
-    "recurrent_model": lambda: ModelDrafting(trunk_of("qwen3_5")),
-    "attention_model": lambda: ModelDrafting(trunk_of("glm4_moe", 1)),
     "ngram": NgramDrafting,
 }
 
@@ -114,7 +113,7 @@ def adaptive(lengths: Sequence[int], limits: Sequence[int], depth: int) -> list[
 def test_after_a_long_plain_stretch_the_trunk_itself_is_still_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Two rows, the second of them filled again in the stretch: it has 24 tokens less to take in than its neighbour.
     scheduled([3, *[0] * 40, 3, 0, 1, 0, 0, 3, 3], monkeypatch)
-    record = Recorded(ModelDrafting(trunk_of(name)))
+    record = Recorded(RereadingDrafting(trunk_of(name)))
     decoder = SpeculativeDecoder(trunk_of(name), record, 3, (), max_batch=2)
     requests = adaptive([9, 6, 4], [70, 12, 50], depth=3)
     for drafted, accepted in assert_plain(name, decoder, requests):
@@ -140,24 +139,35 @@ def test_drafts_do_not_hang_on_when_pending_tokens_are_taken_in(
     assert drafted[32] == drafted[5] == drafted[2]
 
 
-@pytest.mark.parametrize("maker", ["recursive", "recurrent_model"])
-def test_a_drafter_that_misses_a_stretch_drafts_otherwise(maker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def plan_too_low(session: mtp_inference.session.Session, depth: int) -> RoundPlan:
+    return dataclasses.replace(PLAN(session, depth), pending=1)
+
+
+PLAN = mtp_inference.session.Session._plan
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "pending tokens are lost": lambda patch: patch.setattr(
+        mtp_inference.session, "settle_drafter", lambda batch, _: batch.drafter.inner.pending.clear()
+    ),
+    "a bound is too low": lambda patch: patch.setattr(mtp_inference.session.Session, "_plan", plan_too_low),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_drafter_that_misses_a_stretch_drafts_otherwise(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = []
-    for settles in (True, False):
+    for is_sound in (True, False):
         monkeypatch.setattr(mtp_inference.session, "PENDING_PLACES", 2)
         scheduled([0, 0, 0, 0, 3], monkeypatch)
-        record = Recorded(MAKERS[maker]())
-        if not settles:
-            monkeypatch.setattr(
-                mtp_inference.session, "settle_drafter", lambda batch, _: batch.drafter.inner.pending.clear()
-            )
+        record = Recorded(MAKERS["recursive"]())
+        if not is_sound:
+            FAULTS[fault](monkeypatch)
         decoder = SpeculativeDecoder(trunk_of("qwen3_5"), record, 3, ())
         assert_plain("qwen3_5", decoder, adaptive([9], [40], depth=3))
         drafted.append([draft.tokens_BK.tolist() for draft in record.drafts])
     assert drafted[0] != drafted[1]
 
 
-@pytest.mark.parametrize("maker", ["recursive", "chained", "chained_drafts", "recurrent_model", "attention_model"])
+@pytest.mark.parametrize("maker", ["recursive", "chained", "chained_drafts"])
 def test_a_wide_plan_at_the_end_of_the_buffers_drafts_the_same(maker: str) -> None:
     trunk, prompt_1T, first_1 = trunk_of("qwen3_5"), torch.tensor([prompt(12)]), torch.tensor([5])
     chooser = Chooser([Sampling()], "argmax", torch.device("cpu"))
@@ -286,14 +296,8 @@ def test_a_reduced_vocabulary_bounds_the_drafts_and_not_the_text(
 
 def refusals() -> Iterator[tuple[type[MtpError], str, Callable[[], object]]]:
     trunk = trunk_of("glm4_moe")
-    other = tiny_trunk("glm4_moe", vocab_size=50)
     chained = chained_head(trunk, 2)
     deeper = [Request(prompt_ids=[1], max_new_tokens=4, depth=3)]
-    yield (
-        MtpError,
-        "draft model: a vocabulary of 50 tokens; expected the trunk's 67",
-        lambda: SpeculativeDecoder(trunk, ModelDrafting(other), 2, ()),
-    )
     yield (
         UnsupportedModelError,
         "depth: 3; expected at most 2, as this .* head has one module",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,7 +16,6 @@ from mtp_train.errors import CheckpointError, RecipeError, TrainingError
 from mtp_train.runs.refusals import require_offload
 from mtp_train.runs.run import load_run_trunk
 from mtp_train.trunk.load import Trunk, load_trunk
-from mtp_train.trunk.offload import Offload, offload_layers
 from runs import tiny_recipe
 from scripted import random_prompt
 from tiny import tiny_trunk
@@ -29,39 +27,22 @@ def devices(module: torch.nn.Module) -> set[str]:
     return {parameter.device.type for parameter in module.parameters()}
 
 
-def offloaded(trunk: Trunk, where: Offload, directory: Path) -> Trunk:
-    offload_layers(trunk.requires_grad_(False), where, CPU, directory)
+def offloaded(trunk: Trunk) -> Trunk:
+    trunk.requires_grad_(False).offload_layers(CPU)
     return trunk
 
 
-def folders(directory: Path) -> list[Path]:
-    return list(directory.glob(".offload-*"))
-
-
-@torch.inference_mode()
-def test_layers_on_disk_are_read_from_there_and_go_with_the_trunk(tmp_path: Path) -> None:
-    trunk = offloaded(tiny_trunk("qwen3_5"), "disk", tmp_path)
-    tokens_BT = torch.tensor([random_prompt(9)])
-    (folder,) = folders(tmp_path)
-    kept = shutil.move(folder / "00001", tmp_path / "kept")
-    with pytest.raises(FileNotFoundError):
-        trunk.hidden(tokens_BT)
-    shutil.move(kept, folder / "00001")
-    trunk.hidden(tokens_BT)
+def test_the_rest_can_be_moved_like_any_other_trunk() -> None:
+    trunk = offloaded(tiny_trunk("qwen3_5"))
     trunk.drop_layers()
-    assert folders(tmp_path) == []
-    # The rest can be moved like any other trunk.
     assert devices(trunk.to("meta")) == {"meta"}
 
 
-@pytest.mark.parametrize("where", ["cpu", "disk"])
 @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_offloaded_layers_compute_in_another_dtype_than_they_are_held_in(
-    where: Offload, held: torch.dtype, tmp_path: Path
-) -> None:
+def test_offloaded_layers_compute_in_another_dtype_than_they_are_held_in(held: torch.dtype) -> None:
     other = torch.bfloat16 if held is torch.float32 else torch.float32
-    whole, parted = tiny_trunk("qwen3_5").to(held), offloaded(tiny_trunk("qwen3_5").to(held), where, tmp_path)
+    whole, parted = tiny_trunk("qwen3_5").to(held), offloaded(tiny_trunk("qwen3_5").to(held))
     tokens_BT = torch.tensor([random_prompt(9)])
     with whole.computing_in(other), parted.computing_in(other):
         assert torch.equal(parted.hidden(tokens_BT), whole.hidden(tokens_BT))
@@ -69,8 +50,8 @@ def test_offloaded_layers_compute_in_another_dtype_than_they_are_held_in(
     assert devices(parted.layers) == {"meta"}
 
 
-def test_what_moves_a_model_leaves_offloaded_layers_alone(tmp_path: Path) -> None:
-    trunk = offloaded(tiny_trunk("qwen3_5"), "cpu", tmp_path)
+def test_what_moves_a_model_leaves_offloaded_layers_alone() -> None:
+    trunk = offloaded(tiny_trunk("qwen3_5"))
     holder = torch.nn.ModuleList([trunk, torch.nn.Linear(2, 2)])
     holder.to(torch.float64)
     assert (trunk.lm_head_VD.dtype, holder[1].weight.dtype) == (torch.float32, torch.float64)
@@ -88,7 +69,7 @@ def test_an_adapter_is_offloaded_with_the_layers_that_wear_it(tmp_path: Path) ->
     plain = load_trunk(path, family, dtype=torch.float32).hidden(tokens_BT)
     expected = trunk.hidden(tokens_BT)
     assert not torch.equal(plain, expected)
-    assert torch.equal(offloaded(trunk, "disk", tmp_path).hidden(tokens_BT), expected)
+    assert torch.equal(offloaded(trunk).hidden(tokens_BT), expected)
 
 
 def test_a_wrapper_around_one_process_is_refused_too(tmp_path: Path) -> None:
@@ -99,8 +80,8 @@ def test_a_wrapper_around_one_process_is_refused_too(tmp_path: Path) -> None:
 
 
 def test_several_processes_and_quantised_weights_are_refused(tmp_path: Path) -> None:
-    require_offload("cpu", 1, {}, where=tmp_path)
+    require_offload(1, {}, where=tmp_path)
     with pytest.raises(RecipeError, match=r"model\.offload: cpu, with 2 processes; expected one process\. Launch with"):
-        require_offload("cpu", 2, {}, where=tmp_path)
-    with pytest.raises(CheckpointError, match=r"quantised with fp8, while model\.offload is disk; expected plain"):
-        require_offload("disk", 1, {"quantization_config": {"quant_method": "fp8"}}, where=tmp_path)
+        require_offload(2, {}, where=tmp_path)
+    with pytest.raises(CheckpointError, match=r"quantised with fp8, while model\.offload is cpu; expected plain"):
+        require_offload(1, {"quantization_config": {"quant_method": "fp8"}}, where=tmp_path)

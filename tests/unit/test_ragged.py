@@ -16,11 +16,10 @@ import mtp_inference.session
 from mtp_inference import GenerationResult, HeadDrafting, NgramDrafting, Request, Sampling, SpeculativeDecoder
 from mtp_inference.batch import Batch
 from mtp_inference.drafters.drafter import Drafting, RoundPlan
-from mtp_inference.drafters.other_drafters import ModelDrafting
 from mtp_inference.sampling.chooser import DraftSampling
-from mtp_inference.session import Session, is_worth_dropping
+from mtp_inference.session import Session
 from mtp_train.trunk.load import Trunk
-from scripted import ScriptedDrafting, plain_texts, random_prompt
+from scripted import RereadingDrafting, ScriptedDrafting, plain_texts, random_prompt
 from tiny import CACHE_KINDS, chained_head, nearly_tiny, tiny_head, tiny_trunk
 
 LIMITS = (3, 34, 9, 24, 1, 14)
@@ -95,7 +94,7 @@ def assert_dropping_changes_no_text(
 def test_dropped_rows_change_no_text_of_any_cache(
     name: str, forwards: Forwards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder = SpeculativeDecoder(trunk_of(name), ModelDrafting(nearly(name)), 3, (), prefill_chunk=8)
+    decoder = SpeculativeDecoder(trunk_of(name), RereadingDrafting(nearly(name)), 3, (), prefill_chunk=8)
     assert_dropping_changes_no_text(decoder, requests_of(heat=1.0), forwards, monkeypatch)
 
 
@@ -146,9 +145,6 @@ def test_rows_are_kept_while_requests_wait_and_before_the_end(forwards: Forwards
     decoder = SpeculativeDecoder(trunk_of("glm4_moe"), None, 0, (), max_batch=2)
     decoder.generate([[1, 2, 3]] * 4, max_new_tokens=12)
     assert set(forwards.take()) == {2}
-    assert is_worth_dropping(num_live=6, num_rows=8, tokens_left=8)
-    assert not is_worth_dropping(num_live=7, num_rows=8, tokens_left=100)
-    assert not is_worth_dropping(num_live=1, num_rows=8, tokens_left=7)
 
 
 def drafted(requests: Sequence[Request], monkeypatch: pytest.MonkeyPatch, chosen: int) -> list[GenerationResult]:

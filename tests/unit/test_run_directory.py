@@ -102,7 +102,6 @@ def test_leftovers_of_a_kill_go_and_everything_else_stays(tmp_path: Path) -> Non
     kept += ["figures/tau.png", "data/regenerated-00000-of-00001.jsonl", "wandb/.keep"]
     leftovers = [".head.x1/head.safetensors", ".export.y2/model.safetensors", ".report.json.7.tmp", ".recipe.yaml.tmp"]
     leftovers += [
-        ".offload-w0/00000/index.json",
         "figures/.tau.png.7.tmp",
         "state/.step-00000004.z3/head.safetensors",
     ]

@@ -123,20 +123,6 @@ def test_top_p_drops_as_many_equal_tokens_as_transformers_and_the_first_of_them(
     assert bool((p_V[-num_kept:] > 0.0).all())
 
 
-def test_top_p_and_min_p_keep_the_most_probable_token() -> None:
-    logits_BTV = torch.tensor([[[0.0, 0.1, 0.0]]])
-    tight = stack(Sampling(temperature=1.0, top_p=1e-9, min_p=0.999))
-    assert probabilities(logits_BTV, tight).tolist() == [[[0.0, 1.0, 0.0]]]
-
-
-def test_bf16_logits_become_fp32_before_anything_is_computed() -> None:
-    logits_BTV = torch.randn(len(MIXED), 2, 30).bfloat16()
-    rows = stack(*MIXED)
-    p_BTV = probabilities(logits_BTV, rows)
-    assert p_BTV.dtype == torch.float32
-    assert torch.equal(p_BTV, probabilities(logits_BTV.float(), rows))
-
-
 def test_a_greedy_row_takes_the_first_largest_logit() -> None:
     logits_BTV = torch.tensor([[[1.0, 3.0, 3.0]], [[1.0, 3.0, 2.0]]])
     p_BTV = probabilities(logits_BTV, stack(Sampling(), Sampling(temperature=1.0, top_k=2)))

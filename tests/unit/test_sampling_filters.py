@@ -14,7 +14,6 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from mtp_inference.sampling import distributions
 from mtp_inference.sampling.distributions import (
-    GROWTH,
     LISTED,
     Sampling,
     SamplingRows,
@@ -129,50 +128,12 @@ def test_more_tokens_than_are_listed_may_tie_with_the_last_of_top_k() -> None:
     assert half_BTV[0, -2000:].all()
 
 
-def test_a_row_keeps_the_same_tokens_alone_and_in_a_window_of_one() -> None:
-    logits_BTV = logits_of("bf16", 2560, window=4)
-    together_BTV = kept(keep_top, logits_BTV, SETTINGS)
-    for row, setting in enumerate(SETTINGS):
-        for t in range(4):
-            alone_BTV = kept(keep_top, logits_BTV[row : row + 1, t : t + 1], [setting])
-            assert torch.equal(alone_BTV[0, 0], together_BTV[row, t])
-
-
-def test_lists_grow_for_the_rows_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    vocab, widths = 20 * LISTED, []
-    stock = distributions.keep_top_of
-
-    def watched(scores_RV: Tensor, top_k_R1: Tensor, tail_R1: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        widths.append((len(scores_RV), width))
-        return stock(scores_RV, top_k_R1, tail_R1, width)
-
-    logits_BTV = torch.randn(4, 1, vocab) * torch.tensor([8.0, 0.3, 2.5, 8.0])[:, None, None]
-    settings = [Sampling(temperature=1.0, top_p=0.95)] * 3 + [Sampling(temperature=1.0)]
-    expected = kept(keep_top_by_sort, logits_BTV, settings)
-    monkeypatch.setattr(distributions, "keep_top_of", watched)
-    assert torch.equal(kept(keep_top, logits_BTV, settings), expected)
-    # The last row has no top-p. The second one keeps more tokens than the second list has.
-    assert widths == [(3, LISTED), (2, GROWTH * LISTED), (1, vocab)]
-
-
 def test_the_sort_reads_no_value_and_a_growing_list_does() -> None:
     scores_BTV, rows = torch.randn(1, 2, 1500), SamplingRows.stack([Sampling(temperature=1.0, top_p=0.95)], "cpu")
     with Recorder():
         keep_top_by_sort(scores_BTV.clone(), rows)
     with Recorder(), pytest.raises(RuntimeError, match="not permitted while a stream is capturing"):
         keep_top(scores_BTV.clone(), rows)
-
-
-def test_batches_of_usual_settings_share_graphs() -> None:
-    def steps(*settings: Sampling) -> tuple[bool, ...]:
-        return SamplingRows.stack(settings, "cpu").steps
-
-    usual = steps(Sampling(temperature=0.6, top_k=20, top_p=0.95))
-    assert usual == steps(Sampling(temperature=1.0, top_k=64, top_p=0.8, seed=3), Sampling())
-    assert usual == steps(Sampling(temperature=1.0, top_p=0.95)) == steps(Sampling(temperature=1.0, top_k=20))
-    others = [steps(Sampling(temperature=1.0)), steps(Sampling(temperature=1.0, top_k=20, min_p=0.1))]
-    assert len({usual, *others}) == 3
-    assert steps(Sampling(top_k=20, top_p=0.5)) == steps(Sampling())
 
 
 @pytest.mark.parametrize("vocab", [2560, 1500])

@@ -22,10 +22,10 @@ from byte_tokenizer import byte_tokenizer
 from mtp_inference import GenerationResult, HeadDrafting, Request, SpeculativeDecoder, plain_greedy
 from mtp_inference.depth import RoundCosts
 from mtp_inference.drafters.drafter import Drafting
-from mtp_inference.drafters.other_drafters import ModelDrafting
 from mtp_inference.session import Lane, Session
 from mtp_train.errors import MtpError
 from mtp_train.trunk.load import Trunk
+from scripted import RereadingDrafting
 from tiny import FAMILY_NAMES, VOCAB_SIZE, nearly_tiny, tiny_head, tiny_trunk
 
 TOKENIZER = byte_tokenizer()
@@ -50,7 +50,7 @@ def decoder_of(name: str, drafting: Drafting | None, *, depth: int = 3, rows: in
 
 def right(name: str, rows: int = 3, depth: int = 3) -> SpeculativeDecoder:
     """Return a decoder whose every draft is accepted."""
-    return decoder_of(name, ModelDrafting(trunk_of(name)), rows=rows, depth=depth)
+    return decoder_of(name, RereadingDrafting(trunk_of(name)), rows=rows, depth=depth)
 
 
 def letters(tokens: Sequence[int]) -> str:
@@ -108,7 +108,7 @@ def mixed_requests(name: str) -> list[Request]:
 @functools.cache
 def alone(name: str) -> list[GenerationResult]:
     """Return the texts of the mixed requests one by one, and check that it is plain decoding's."""
-    decoder = decoder_of(name, ModelDrafting(nearly(name)))
+    decoder = decoder_of(name, RereadingDrafting(nearly(name)))
     results = [decoder.generate([request])[0] for request in mixed_requests(name)]
     for request, result in zip(mixed_requests(name), results, strict=True):
         assert said(result) == cut(plain_text(name, request.prompt_ids), request), request
@@ -139,22 +139,11 @@ def run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_row_says_what_it_says_alone(name: str, is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_ahead:
         run_ahead(monkeypatch)
-    together = decoder_of(name, ModelDrafting(nearly(name))).generate(mixed_requests(name))
+    together = decoder_of(name, RereadingDrafting(nearly(name))).generate(mixed_requests(name))
     assert_same(together, alone(name))
     accepted = [result.num_accepted_tokens for result in together]
     assert sum(accepted) > 20
     assert (accepted[2], accepted[6]) == (0, 0)
-
-
-def test_a_bound_on_pending_tokens_that_is_too_low_costs_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = decoder_of("glm4_moe", ModelDrafting(nearly("glm4_moe")))
-    requests = [dataclasses.replace(request, mtp="on") for request in mixed_requests("glm4_moe")]
-    good = decoder.generate(requests)
-    plan = Session._plan
-    monkeypatch.setattr(Session, "_plan", lambda self, depth: dataclasses.replace(plan(self, depth), pending=1))
-    low = decoder.generate(requests)
-    assert [said(result) for result in low] == [said(result) for result in good]
-    assert sum(result.num_drafts for result in low) > sum(result.num_drafts for result in good) + 5
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["in_step", "one_ahead"])
@@ -162,7 +151,7 @@ def test_streamed_pieces_add_up(is_ahead: bool, monkeypatch: pytest.MonkeyPatch)
     if is_ahead:
         run_ahead(monkeypatch)
     requests = mixed_requests("glm4_moe")
-    chunks = list(decoder_of("glm4_moe", ModelDrafting(nearly("glm4_moe"))).stream(requests))
+    chunks = list(decoder_of("glm4_moe", RereadingDrafting(nearly("glm4_moe"))).stream(requests))
     for index, expected in enumerate(alone("glm4_moe")):
         own = [chunk for chunk in chunks if chunk.index == index]
         assert [chunk.result is None for chunk in own] == [True] * (len(own) - 1) + [False]
@@ -195,7 +184,7 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
 
 @pytest.mark.parametrize("num_chunks", [1, 4, 11])
 def test_a_stream_may_be_left_and_the_decoder_used_again(num_chunks: int) -> None:
-    decoder = decoder_of("qwen3_5", ModelDrafting(nearly("qwen3_5")))
+    decoder = decoder_of("qwen3_5", RereadingDrafting(nearly("qwen3_5")))
     left = decoder.stream(mixed_requests("qwen3_5")[:5])
     assert len(list(itertools.islice(left, num_chunks))) == num_chunks
     assert_same(decoder.generate(mixed_requests("qwen3_5")[:5]), alone("qwen3_5")[:5])

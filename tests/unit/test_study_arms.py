@@ -22,7 +22,6 @@ from runs import tiny_recipe
         ("demo:finetune+demo:base", ArmSpec("finetune+base", "demo:finetune", "demo:base")),
         ("old=demo:finetune+demo:base", ArmSpec("old", "demo:finetune", "demo:base")),
         ("./my-27b+ngram", ArmSpec("my-27b+ngram", "./my-27b", "ngram")),
-        ("Qwen/27B+model:Qwen/1B", ArmSpec("27B+1B", "Qwen/27B", "model:Qwen/1B")),
         ("runs/a/export", ArmSpec("a/export", "runs/a/export", "own")),
         ("m@8bit", ArmSpec("m@8bit", "m", "own", None, "8bit")),
         ("m@4bit+h", ArmSpec("m@4bit+h", "m", "h", None, "4bit")),

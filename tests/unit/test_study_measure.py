@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from mtp_inference import HeadDrafting, Sampling, SpeculativeDecoder
 from mtp_inference.drafters.drafter import Drafting
-from mtp_inference.drafters.other_drafters import NgramDrafting
+from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_inference.lossless import gap_of_draws
 from mtp_inference.opening import OWN
 from mtp_inference.sampling.distributions import TOKEN, SamplingRows, probabilities, uniform

@@ -152,11 +152,6 @@ FIELDS: list[tuple[str, object, str]] = [
     *((name, None, "transformers rejects it") for name in ("num_attention_heads", "num_hidden_layers")),
     ("rms_norm_eps", "small", "transformers rejects it"),
     ("hidden_act", "nope", "transformers rejects it .KeyError"),
-    *(
-        (field, value, r"_attn_implementation is .*; expected 'eager' or 'sdpa', or no such field\. Remove the field")
-        for field in ("_attn_implementation", "attn_implementation")
-        for value in ("nonsense", 5, "nobody/kernel")
-    ),
     ("text_config", [1], r"text_config is \[1\]; expected an object"),
     (
         "vision_config",

@@ -211,7 +211,7 @@ def in_fp8_by_row(path: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize(("store", "method"), [(packed, "awq"), (in_fp8, "fp8"), (in_fp8_by_row, "compressed-tensors")])
-def test_a_quantised_trunk_is_whole_and_its_other_damage_is_seen(
+def test_a_quantised_trunk_is_whole_and_damage_of_one_in_fp8_is_seen(
     store: Callable[[Path, str], None], method: str, base: Path, capfd: Capture
 ) -> None:
     store(base, LAYER)
@@ -221,7 +221,9 @@ def test_a_quantised_trunk_is_whole_and_its_other_damage_is_seen(
     assert (found["status"], found["problems"]) == ("healthy", [])
     without("model.layers.2.mlp.down_proj.weight", "model.norm.weight")(base)
     found = document(["inspect", base], capfd)
-    assert found["trunk_missing_keys"] == ["model.layers.2.mlp.down_proj.weight", "model.norm.weight"]
+    gone = ["model.layers.2.mlp.down_proj.weight", "model.norm.weight"]
+    # What packed weights unpack to is not known: such a trunk is compared when it is loaded.
+    assert found["trunk_missing_keys"] == ([] if store is packed else gone)
 
 
 # Headers

@@ -1,7 +1,4 @@
-"""Cache the inputs of short convolutions, and the last tokens, by position like keys.
-
-The inputs of a rejected draft stay at positions that the next window overwrites before they are read, so rollback is
-not needed.
+"""Cache the inputs of short convolutions, and the last tokens, in rings by position.
 
 Shapes: B rows, T tokens of the window, C channels, W kernel width, N = W - 1 + T, M tokens before a window, Z places of
 a ring.
@@ -9,32 +6,26 @@ a ring.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
 from mtp_inference.cache.recurrent import RecurrentStore
-from mtp_inference.cache.rows import RowState
+from mtp_inference.cache.rows import PlacedState, RowState
 from mtp_inference.cache.window import Window
 from mtp_train.upstream.transformers_private import LinearAttentionLayer
 
 
-class ConvolutionInputs(LinearAttentionLayer, RowState):
+class ConvolutionInputs(LinearAttentionLayer, PlacedState):
     """Inputs of a layer's convolutions, with the cache interface of transformers' models and of the head's.
 
     Args:
         max_undecided: Longest window whose tokens may be rejected.
     """
 
-    window: Window
-
     def __init__(self, num_rows: int, max_undecided: int, num_convolutions: int) -> None:
-        super().__init__(number_of_states=num_convolutions)
-        self.num_rows = num_rows
+        LinearAttentionLayer.__init__(self, number_of_states=num_convolutions)
+        PlacedState.__init__(self, num_rows)
         self.max_undecided = max_undecided
-        self.rings_BZC: dict[int, Tensor] = {}
-        """Index of the convolution to a ring buffer (B, Z, C): its input at position p is at place ``p % Z``."""
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int = 0, **_unused: object
@@ -42,7 +33,7 @@ class ConvolutionInputs(LinearAttentionLayer, RowState):
         """Write the window's inputs (B, C, T); return the W - 1 earlier inputs followed by them, (B, C, N)."""
         inputs_BTC = conv_states.transpose(1, 2)
         window, num_before = self.window, conv_kernel_size - 1
-        ring_BZC = self._ring(inputs_BTC, state_idx, num_before)
+        ring_BZC = self.ring(state_idx, inputs_BTC, num_before)
         before_W = torch.arange(-num_before, 0, device=inputs_BTC.device)
         positions_BN = torch.cat([window.positions_BT[:, :1] + before_W, window.positions_BT], dim=1)
         places_BN = positions_BN % ring_BZC.shape[1]
@@ -58,11 +49,9 @@ class ConvolutionInputs(LinearAttentionLayer, RowState):
         num_tokens = inputs_BTC.shape[1]
         return [known_BNC[:, first : first + num_tokens] for first in range(width - 1, -1, -1)]
 
-    def _ring(self, inputs_BTC: Tensor, state_idx: int, num_before: int) -> Tensor:
-        if state_idx not in self.rings_BZC:
-            shape = (self.num_rows, num_before + self.max_undecided, inputs_BTC.shape[-1])
-            self.rings_BZC[state_idx] = inputs_BTC.new_zeros(shape)
-        return self.rings_BZC[state_idx]
+    def ring(self, state_idx: int, like_BT: Tensor, num_before: int) -> Tensor:
+        """Return the ring buffer (B, Z, ...) of a state: what belongs to position p is at place ``p % Z``."""
+        return self.buffer(state_idx, like_BT, num_before + self.max_undecided)
 
 
 _CONVOLUTION, _TOKENS = 1, 2
@@ -75,11 +64,8 @@ class NgramStore(RowState, RecurrentStore):
 
     def __init__(self, num_rows: int, max_undecided: int) -> None:
         super().__init__()
-        self.num_rows, self.max_undecided = num_rows, max_undecided
         self.number_of_states = NGRAM_STATES
         self._inputs = ConvolutionInputs(num_rows, max_undecided, NGRAM_STATES)
-        self._tokens_BZ: Tensor | None = None
-        self._num_before = 0
         for state in (_CONVOLUTION, _TOKENS):
             self.conv_states[state] = None
             self.is_conv_states_initialized[state] = self.has_previous_state[state] = False
@@ -88,40 +74,33 @@ class NgramStore(RowState, RecurrentStore):
         """Expose the states of the window's rows, and the tokens before the window, to the model."""
         super().begin(window)
         self._inputs.window = window
-        earlier = not window.is_fresh and self._tokens_BZ is not None
+        # Not every such layer reads tokens.
+        earlier = not window.is_fresh and _TOKENS in self._inputs.buffers_BZ
         self.is_conv_states_initialized[_TOKENS] = self.has_previous_state[_TOKENS] = earlier
-        self.conv_states[_TOKENS] = self._before(window) if earlier else None
+        self.conv_states[_TOKENS] = self._tokens_before(window) if earlier else None
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int = 0, **unused: object
     ) -> Tensor:
         """Store the window's inputs; return them after the earlier inputs, (B, C, W + T), and tokens unchanged."""
         if state_idx == _TOKENS:
-            self._write(conv_states, conv_kernel_size)
+            self._write_tokens(conv_states, conv_kernel_size)
             return conv_states
         if state_idx == _CONVOLUTION:
             # This convolution reads ``conv_kernel_size`` earlier inputs, not one less as others do.
             return self._inputs.update_conv_state(conv_states, state_idx, conv_kernel_size + 1)
         return super().update_conv_state(conv_states, state_idx, conv_kernel_size, **unused)
 
-    def placed(self) -> Iterable[Tensor]:
-        """Return the ring buffers: inputs of the second convolution, and tokens. Each (B, Z, ...)."""
-        return [*self._inputs.rings_BZC.values(), *([] if self._tokens_BZ is None else [self._tokens_BZ])]
+    def _tokens_before(self, window: Window) -> Tensor:
+        ring_BZ = self._inputs.buffers_BZ[_TOKENS]
+        num_before = ring_BZ.shape[1] - self._inputs.max_undecided
+        positions_BM = window.positions_BT[:, :1] + torch.arange(-num_before, 0, device=ring_BZ.device)
+        return ring_BZ[window.row_index_B1, positions_BM % ring_BZ.shape[1]]
 
-    def _before(self, window: Window) -> Tensor | None:
-        if self._tokens_BZ is None:
-            return None
-        before_M = torch.arange(-self._num_before, 0, device=self._tokens_BZ.device)
-        places_BM = (window.positions_BT[:, :1] + before_M) % self._tokens_BZ.shape[1]
-        return self._tokens_BZ[window.row_index_B1, places_BM]
-
-    def _write(self, tokens_BT: Tensor, num_before: int) -> None:
+    def _write_tokens(self, tokens_BT: Tensor, num_before: int) -> None:
         """Store the last tokens of a window, padding included if the text is shorter."""
-        window = self._inputs.window
-        if self._tokens_BZ is None:
-            self._num_before = num_before
-            self._tokens_BZ = tokens_BT.new_zeros(self.num_rows, num_before + self.max_undecided)
-        num_places = self._tokens_BZ.shape[1]
+        window, ring_BZ = self._inputs.window, self._inputs.ring(_TOKENS, tokens_BT, num_before)
+        num_places = ring_BZ.shape[1]
         kept_BT = tokens_BT[:, -num_places:]
-        back_T = torch.arange(1 - kept_BT.shape[1], 1, device=tokens_BT.device)
-        self._tokens_BZ[window.row_index_B1, (window.positions_BT[:, -1:] + back_T) % num_places] = kept_BT
+        positions_BT = window.positions_BT[:, -1:] + torch.arange(1 - kept_BT.shape[1], 1, device=tokens_BT.device)
+        ring_BZ[window.row_index_B1, positions_BT % num_places] = kept_BT

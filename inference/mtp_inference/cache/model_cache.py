@@ -21,7 +21,7 @@ from transformers import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, Pre
 
 from mtp_inference.cache.convolved import NGRAM_STATES, ConvolutionInputs, NgramStore
 from mtp_inference.cache.recurrent import RecurrentLayers, RecurrentStore, undecided_states
-from mtp_inference.cache.rows import RowState, select_rows
+from mtp_inference.cache.rows import PlacedState, RowState, select_rows
 from mtp_inference.cache.window import Window, attending_in_windows
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.mechanisms.compressed_keys import COMPRESSED_CACHE_LAYERS
@@ -40,7 +40,7 @@ PREFILL_CHUNK = 2048
 """Prompt tokens per forward."""
 
 
-class AttentionStore(CacheLayerMixin, RowState):
+class AttentionStore(CacheLayerMixin, PlacedState):
     """Keys and values of one attention layer, (B, H, S, width), allocated at the first update.
 
     Args:
@@ -49,11 +49,10 @@ class AttentionStore(CacheLayerMixin, RowState):
             converted when written, and back when read.
     """
 
-    window: Window
-    """The announced window; :meth:`WindowCache.begin` sets it before every forward."""
     last_to_write = True
     """Whether the layer writes nothing after keys and values, so that :meth:`update` may end a keys-only window
-    (:attr:`Window.keys_only`) by raising ``KeysWritten``. Subclasses that write more raise it later, or never."""
+    (:attr:`Window.keys_only`) by raising ``KeysWritten``. Subclasses that write more raise it later, or never: pools
+    are written before the keys or after them."""
     needs_mask = False
     """Whether the layer's forward reads the mask itself (for an indexer's scores, or compressed keys), so that it needs
     one even if plain causal attention is equivalent."""
@@ -62,8 +61,8 @@ class AttentionStore(CacheLayerMixin, RowState):
     runs tokens that no draft starts from as keys-only windows; else it runs the whole layer for them."""
 
     def __init__(self, num_rows: int, size: int, sliding_window: int | None, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.num_rows = num_rows
+        CacheLayerMixin.__init__(self)
+        PlacedState.__init__(self, num_rows)
         self.size = size
         self.sliding_window = sliding_window
         self.buffer_dtype = dtype
@@ -124,8 +123,7 @@ class IndexedStore(AttentionStore):
     """Cache of a sparse attention layer: its keys and values, and the indexer's keys, by which it chooses among them.
 
     The indexer stores one key per token (:meth:`update_indexer`), or one per pool of N tokens, as a ``PoolStore``
-    (``mtp_train.families.mechanisms.key_pools``) with a slot for every position. Pools of a rejected draft stay at
-    places that the next window overwrites before they are read.
+    (``mtp_train.families.mechanisms.key_pools``) with a slot for every position.
     """
 
     last_to_write = False
@@ -134,12 +132,6 @@ class IndexedStore(AttentionStore):
     def __init__(self, num_rows: int, size: int) -> None:
         super().__init__(num_rows, size, None)
         self.kind = "indexed_attention"
-        self.indexer_keys_BSX: Tensor | None = None
-        self.inputs_BSX: Tensor | None = None
-        self.pools_BP: Pools | None = None
-        self._keys_of: Window | None = None
-        """The window whose keys are written. An indexer may choose before its window's keys are written, or after."""
-        self._pools_of: Window | None = None
 
     @property
     def indexer_position_ids(self) -> None:
@@ -150,53 +142,36 @@ class IndexedStore(AttentionStore):
     def indexer_position_ids(self, positions: Tensor) -> None:
         """Discard the positions."""
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_unused: object, **_also_unused: object
-    ) -> tuple[Tensor, Tensor]:
-        found = super().update(key_states, value_states)
-        self._keys_of = self.window
-        # Pools are written before the keys or after them: whichever comes second ends a keys-only window.
-        if self._keys_of.keys_only and self._pools_of is self._keys_of:
-            raise KeysWritten
-        return found
-
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write the window's indexer keys (B, T, X); return the indexer keys in use, (B, used, X)."""
-        if self.indexer_keys_BSX is None:
-            width = indexer_key_states.shape[-1]
-            self.indexer_keys_BSX = indexer_key_states.new_zeros(self.num_rows, self.size, width)
-        window = self.window
-        self.indexer_keys_BSX[window.row_index_B1, window.slots_BT(self.size)] = indexer_key_states
-        if window.keys_only:
+        found_BSX = self._placed_in_use("indexer keys", indexer_key_states)
+        if self.window.keys_only:
             raise KeysWritten
-        return self.indexer_keys_BSX[window.rows, : min(window.used, self.size)]
+        return found_BSX
 
     def ending_with(self, inputs_BTX: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        window = self.window
-        if self.inputs_BSX is None:
-            self.inputs_BSX = inputs_BTX.new_zeros(self.num_rows, self.size, inputs_BTX.shape[-1])
-        slots_BT = window.slots_BT(self.size)
-        self.inputs_BSX[window.row_index_B1, slots_BT] = inputs_BTX
+        window, slots_BT = self.window, self.window.slots_BT(self.size)
+        inputs_BSX = self.place("inputs", inputs_BTX, slots_BT, self.size)
         back_N = torch.arange(size - 1, -1, -1, device=inputs_BTX.device)
         slots_BTN = (slots_BT[..., None] - back_N).clamp(min=0)
-        return self.inputs_BSX[window.row_index_B1[..., None], slots_BTN], slots_BTN
+        return inputs_BSX[window.row_index_B1[..., None], slots_BTN], slots_BTN
 
     def write_pools(self, new: Pools, number_BT: Tensor) -> Pools:
         window = self.window
         num_keys = new.slots_BPN.shape[-1]
         num_pools = self.size // num_keys
-        if self.pools_BP is None:
-            # The last place takes tokens that complete no pool.
-            keys_BPX = new.keys_BPX.new_zeros(self.num_rows, num_pools + 1, new.keys_BPX.shape[-1])
-            self.pools_BP = Pools(keys_BPX, new.slots_BPN.new_full((self.num_rows, num_pools + 1, num_keys), -1))
+        # The last place takes tokens that complete no pool.
         places_BT = torch.where(number_BT < 0, num_pools, number_BT)
-        for buffer, made in zip(self.pools_BP, new, strict=True):
-            buffer[window.row_index_B1, places_BT] = made
-        self._pools_of = window
-        if window.keys_only and self._keys_of is window:
-            raise KeysWritten
+        keys_BPX = self.place("pool keys", new.keys_BPX, places_BT, num_pools + 1)
+        slots_BPN = self.place("pool slots", new.slots_BPN, places_BT, num_pools + 1, fill=-1)
         used = min(window.used // num_keys, num_pools)
-        return Pools(*(buffer[window.rows, :used] for buffer in self.pools_BP))
+        return Pools(keys_BPX[window.rows, :used], slots_BPN[window.rows, :used])
+
+    def _placed_in_use(self, name: str, new_BTX: Tensor) -> Tensor:
+        """Write an entry for each token of the window, in the slot of its keys; return the entries in use."""
+        window = self.window
+        buffer_BSX = self.place(name, new_BTX, window.slots_BT(self.size), self.size)
+        return buffer_BSX[window.rows, : min(window.used, self.size)]
 
 
 class BlockStore(IndexedStore):
@@ -212,7 +187,6 @@ class BlockStore(IndexedStore):
     def __init__(self, num_rows: int, size: int) -> None:
         super().__init__(num_rows, size)
         self.kind = "full_attention"
-        self.positions_BS: Tensor | None = None
 
     def update_index(self, idx_k: Tensor) -> Tensor:
         """Write the window's indexer keys (B, 1, T, width); return the indexer keys in use, (B, 1, used, width)."""
@@ -220,11 +194,7 @@ class BlockStore(IndexedStore):
 
     def update_positions(self, positions_BT: Tensor) -> Tensor:
         """Write the positions of the window's keys; return the positions in use, (B, used)."""
-        if self.positions_BS is None:
-            self.positions_BS = positions_BT.new_zeros(self.num_rows, self.size)
-        window = self.window
-        self.positions_BS[window.row_index_B1, window.slots_BT(self.size)] = positions_BT
-        return self.positions_BS[window.rows, : min(window.used, self.size)]
+        return self._placed_in_use("positions", positions_BT)
 
 
 class CompressedStore(AttentionStore):
@@ -244,8 +214,6 @@ class CompressedStore(AttentionStore):
         self.num_inputs = max_window + 2 * group_size
         # Numbers of entries reach capacity // group_size: the last group may be begun and not completed. One spare.
         self.num_entries = capacity // group_size + 2
-        self.inputs_BSX: dict[str, Tensor] = {}
-        self.entries_BEX: dict[str, Tensor] = {}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate one buffer: keys are the values too."""
@@ -254,10 +222,7 @@ class CompressedStore(AttentionStore):
 
     def groups(self, name: str, inputs_BTX: Tensor) -> tuple[Tensor, Tensor]:
         window = self.window
-        if name not in self.inputs_BSX:
-            self.inputs_BSX[name] = inputs_BTX.new_zeros(self.num_rows, self.num_inputs, inputs_BTX.shape[-1])
-        buffer_BSX = self.inputs_BSX[name]
-        buffer_BSX[window.row_index_B1, window.slots_BT(self.num_inputs)] = inputs_BTX
+        buffer_BSX = self.place(f"{name} inputs", inputs_BTX, window.slots_BT(self.num_inputs), self.num_inputs)
         device = inputs_BTX.device
         # The group before the window's first one, then as many as a window of this length can complete, wherever it
         # begins. Group -1, before position 0, gets meaningless inputs, which the compressor ignores.
@@ -268,10 +233,7 @@ class CompressedStore(AttentionStore):
 
     def write_entries(self, name: str, groups_BG: Tensor, entries_BGX: Tensor) -> Tensor:
         window = self.window
-        if name not in self.entries_BEX:
-            self.entries_BEX[name] = entries_BGX.new_zeros(self.num_rows, self.num_entries, entries_BGX.shape[-1])
-        buffer_BEX = self.entries_BEX[name]
-        buffer_BEX[window.row_index_B1, groups_BG % self.num_entries] = entries_BGX
+        buffer_BEX = self.place(f"{name} entries", entries_BGX, groups_BG % self.num_entries, self.num_entries)
         return buffer_BEX[window.rows, : window.used // self.group_size]
 
 

@@ -190,17 +190,12 @@ class RecurrentStore(LinearAttentionLayer):
         self._window_conv = self._window_state = None
         # For a single token, some models do not call the update methods: they change the tensors of begin() in place.
         if conv is None and self._in_place:
-            conv = torch.nn.functional.pad(self._shown(self.conv_states), (1, 0))
+            conv = torch.nn.functional.pad(self.conv_states[0], (1, 0))
         if state is None and self._in_place:
-            state = self._shown(self.recurrent_states)
+            state = self.recurrent_states[0]
         if conv is None or state is None:
             raise RuntimeError("recurrent cache: no window ran; expected one forward before every commit.")
         return conv, state
-
-    @staticmethod
-    def _shown(states: Any) -> Tensor:
-        shown: Tensor = states[0]
-        return shown
 
 
 class RecurrentLayers(RowState):
@@ -237,14 +232,6 @@ class RecurrentLayers(RowState):
             self._commit_undecided(torch.stack(conv), undecided, num_kept_B)
         else:
             self._commit_decided(conv, decided)
-
-    def snapshot(self) -> tuple[Tensor, ...]:
-        return tuple(buffer.clone() for buffer in (self.conv_LBWC, self.state_LBHKV) if buffer is not None)
-
-    def restore(self, states: tuple[Tensor, ...]) -> None:
-        if self.conv_LBWC is not None and self.state_LBHKV is not None:
-            for buffer, saved in zip((self.conv_LBWC, self.state_LBHKV), states, strict=True):
-                buffer.copy_(saved)
 
     def keep_rows(self, rows_R: Tensor) -> None:
         super().keep_rows(rows_R)

@@ -1,4 +1,7 @@
-"""State with a row for each row of a batch, so that the rows of finished texts can be dropped."""
+"""State with a row for each row of a batch, so that the rows of finished texts can be dropped.
+
+Shapes: B rows, T tokens of the window, Z places of a buffer.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from mtp_inference.cache.window import Window
 
 _SHAPE = re.compile(r"_([A-Z][A-Za-z0-9]*)$")
 
@@ -41,3 +46,30 @@ def select_rows(buffers: Any, rows_R: Tensor, dim: int = 0) -> Any:
     if isinstance(buffers, dict):
         return {name: select_rows(buffer, rows_R, dim) for name, buffer in buffers.items()}
     return type(buffers)(*(select_rows(buffer, rows_R, dim) for buffer in buffers))
+
+
+class PlacedState(RowState):
+    """State of a layer at places that follow from positions, in buffers that are allocated when first written.
+
+    What a rejected draft wrote stays at places that the next window overwrites before they are read, so rollback is not
+    needed.
+    """
+
+    window: Window
+    """The announced window."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.buffers_BZ: dict[str | int, Tensor] = {}
+
+    def buffer(self, name: str | int, like_BT: Tensor, num_places: int, fill: int = 0) -> Tensor:
+        """Return the buffer (B, Z, ...) for entries of a window (B, T, ...)."""
+        if name not in self.buffers_BZ:
+            self.buffers_BZ[name] = like_BT.new_full((self.num_rows, num_places, *like_BT.shape[2:]), fill)
+        return self.buffers_BZ[name]
+
+    def place(self, name: str, new_BT: Tensor, places_BT: Tensor, num_places: int, fill: int = 0) -> Tensor:
+        """Write the window's entries (B, T, ...) at their places; return the buffer (B, Z, ...) of all rows."""
+        buffer_BZ = self.buffer(name, new_BT, num_places, fill)
+        buffer_BZ[self.window.row_index_B1, places_BT] = new_BT
+        return buffer_BZ

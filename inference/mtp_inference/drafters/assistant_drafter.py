@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mtp_inference.cache.model_cache import AttentionStore, WindowCache
 from mtp_inference.cache.window import Window, attending_in_windows
-from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan, state_at
+from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan, StateDrafter
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.errors import MtpError
 from mtp_train.families import Assistant
@@ -54,8 +54,8 @@ class AssistantDrafting(Drafting):
         return AssistantDrafter(trunk, cache, self.model, size.num_rows)
 
 
-class AssistantDrafter(Drafter):
-    """Store the trunk's last hidden state of every row, and draft from it."""
+class AssistantDrafter(StateDrafter):
+    """Draft from the trunk's last hidden state of every row."""
 
     def __init__(self, trunk: Trunk, cache: WindowCache, model: Any, num_rows: int) -> None:
         self.trunk = trunk
@@ -63,21 +63,16 @@ class AssistantDrafter(Drafter):
         self.trunk_layers = cache.layers
         self.model = model
         weight_AE = model.pre_projection.weight
-        self.hidden_B1D = weight_AE.new_zeros(num_rows, 1, model.post_projection.out_features)
+        self.state_B1D = weight_AE.new_zeros(num_rows, 1, model.post_projection.out_features)
 
-    def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
-        self.hidden_B1D[rows] = self.trunk.normed(hidden_RTD[:, -1:])
-
-    def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
-        """A row that keeps no token keeps its state."""
-        new_B1D = self.trunk.normed(state_at(hidden_BTD, (num_kept_B - 1).clamp(min=0)))
-        self.hidden_B1D.copy_(torch.where((num_kept_B > 0)[:, None, None], new_B1D, self.hidden_B1D))
+    def read(self, hidden: Tensor) -> Tensor:
+        return self.trunk.normed(hidden)
 
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
         # An inactive row has length 0 and attends to its first slot. Its drafts are discarded.
         seen_B1 = (choice.length_B - 1).clamp(min=0)[:, None]
         keys, masks = self._shared_keys(Window(slice(0, len(seen_B1)), seen_B1, plan.used))
-        hidden_B1D = self.hidden_B1D
+        hidden_B1D = self.state_B1D
         for _ in range(plan.depth):
             inputs_B1E = torch.cat([self.trunk.embed(choice.last_B1), hidden_B1D], dim=-1)
             state_B1A = self._run(inputs_B1E, seen_B1 + POSITION_OFFSET, keys, masks)

@@ -96,34 +96,46 @@ class Drafter(RowState, ABC):
         """Process the pending tokens, and return ``plan.depth`` drafted tokens for every row; may be 0."""
 
 
+class StateDrafter(Drafter):
+    """Base of drafters that read only the trunk's hidden state before the last committed token. No token is pending."""
+
+    state_B1D: Tensor
+    """The input of the drafter in every row."""
+
+    @abstractmethod
+    def read(self, hidden: Tensor) -> Tensor:
+        """Return the drafter's input for hidden states of the trunk."""
+
+    def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
+        self.state_B1D[rows] = self.read(hidden_RTD[:, -1:])
+
+    def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
+        """A row that keeps no token keeps its state."""
+        last_B1D = self.read(state_at(hidden_BTD, (num_kept_B - 1).clamp(min=0)))
+        self.state_B1D.copy_(torch.where(num_kept_B[:, None, None] > 0, last_B1D, self.state_B1D))
+
+
 class Pending(RowState):
-    """The pending tokens of every row, at consecutive positions.
+    """The pending tokens of every row, at consecutive positions, and the head's inputs (..., D) beside them."""
 
-    Args:
-        width: D, the width of the hidden states; 0 to store tokens only.
-    """
-
-    def __init__(self, size: BatchSize, device: torch.device, width: int = 0, dtype: torch.dtype = torch.float32):
-        self.tokens_BP = torch.zeros(size.num_rows, size.num_pending, dtype=torch.long, device=device)
+    def __init__(self, size: BatchSize, width: int, weight: Tensor) -> None:
+        self.tokens_BP = torch.zeros(size.num_rows, size.num_pending, dtype=torch.long, device=weight.device)
         self.num_B = self.tokens_BP.new_zeros(size.num_rows)
         self.first_B = self.tokens_BP.new_zeros(size.num_rows)
         """Position of the head row of the first pending token."""
-        self.hidden_BPD = torch.zeros(size.num_rows, size.num_pending, width, dtype=dtype, device=device)
+        self.hidden_BPD = weight.new_zeros(size.num_rows, size.num_pending, width)
 
-    def begin(self, rows: slice, token_R: Tensor, first: int, hidden_RD: Tensor | None = None) -> None:
+    def begin(self, rows: slice, token_R: Tensor, first: int, hidden_RD: Tensor) -> None:
         self.tokens_BP[rows, 0] = token_R
         self.num_B[rows] = 1
         self.first_B[rows] = first
-        if hidden_RD is not None:
-            self.hidden_BPD[rows, 0] = hidden_RD.to(self.hidden_BPD.dtype)
+        self.hidden_BPD[rows, 0] = hidden_RD
 
-    def add(self, tokens_BT: Tensor, num_kept_B: Tensor, hidden_BTD: Tensor | None = None) -> None:
+    def add(self, tokens_BT: Tensor, num_kept_B: Tensor, hidden_BTD: Tensor) -> None:
         """Add the first ``num_kept_B`` tokens of a window; the rest is written too, and overwritten later."""
         places_BT = self.num_B[:, None] + torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         self.tokens_BP.scatter_(1, places_BT, tokens_BT)
-        if hidden_BTD is not None:
-            places_BTD = places_BT[..., None].expand_as(hidden_BTD)
-            self.hidden_BPD.scatter_(1, places_BTD, hidden_BTD.to(self.hidden_BPD.dtype))
+        self.hidden_BPD.scatter_(1, places_BT[..., None].expand_as(hidden_BTD), hidden_BTD)
         self.num_B += num_kept_B
 
     def positions(self, num_places: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from mtp_inference.cache.model_cache import AttentionStore, WindowCache
 from mtp_inference.cache.window import Window, attending_in_windows
-from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, Pending, RoundPlan, state_at
+from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, Pending, RoundPlan, StateDrafter, state_at
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.heads.module import MtpHead, OutputRows
@@ -49,7 +49,8 @@ class _HeadDrafter(Drafter):
         self.depth = size.depth
         self.weight = next(head.parameters())
 
-    def _head_input(self, hidden: Tensor) -> Tensor:
+    def read(self, hidden: Tensor) -> Tensor:
+        """Return the head's input for hidden states of the trunk."""
         return self.head.read(self.trunk.head_input(hidden, self.head.convention).to(self.weight.dtype))
 
     def _logits(self, depth: int, hidden_B1D: Tensor) -> Tensor:
@@ -57,21 +58,13 @@ class _HeadDrafter(Drafter):
         return self.head.module_for(depth).project(hidden_B1D, self.logits)
 
 
-class ParallelDrafter(_HeadDrafter):
+class ParallelDrafter(_HeadDrafter, StateDrafter):
     """Draft depth k with module k, all from the trunk's hidden state before the last committed token (Medusa)."""
 
     def __init__(self, trunk: Trunk, head: MtpHead, logits: LogitsFn, size: BatchSize) -> None:
         super().__init__(trunk, head, logits, size)
         self.state_B1D = self.weight.new_zeros(size.num_rows, 1, head.state_width)
         self.position_B1 = torch.zeros(size.num_rows, 1, dtype=torch.long, device=self.weight.device)
-
-    def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
-        self.state_B1D[rows] = self._head_input(hidden_RTD[:, -1:])
-
-    def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
-        last_B1D = self._head_input(state_at(hidden_BTD, (num_kept_B - 1).clamp(min=0)))
-        # An inactive row keeps no token.
-        self.state_B1D.copy_(torch.where(num_kept_B[:, None, None] > 0, last_B1D, self.state_B1D))
 
     def draft(self, plan: RoundPlan, choice: DraftChoice) -> Drafts:
         for depth in range(1, plan.depth + 1):
@@ -103,10 +96,10 @@ class _CachedDrafter(_HeadDrafter):
             max_window=max(KEYS_CHUNK, size.num_pending + size.depth),
             max_undecided=size.num_pending + size.depth,
         )
-        self.pending = Pending(size, self.weight.device, head.state_width, self.weight.dtype)
+        self.pending = Pending(size, head.state_width, self.weight)
 
     def observe(self, hidden_BTD: Tensor, tokens_BT: Tensor, num_kept_B: Tensor) -> None:
-        self.pending.add(tokens_BT, num_kept_B, self._head_input(hidden_BTD))
+        self.pending.add(tokens_BT, num_kept_B, self.read(hidden_BTD))
 
     def _window(self, slots_BT: Tensor, plan: RoundPlan) -> Window:
         used = plan.used + SPARE_SLOTS
@@ -166,7 +159,7 @@ class _TextDrafter(_CachedDrafter):
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
         """All rows of the prompt but the last only write keys and values."""
         settled = prompt_RT.shape[1] - 1
-        hidden_RTD = self._head_input(hidden_RTD)
+        hidden_RTD = self.read(hidden_RTD)
         slots_RT = torch.arange(settled, device=prompt_RT.device).expand(len(prompt_RT), -1)
         self._write_text(1, hidden_RTD[:, :-1], prompt_RT[:, 1:], Window(rows, slots_RT, settled, 0))
         self.pending.begin(rows, first_R, settled, hidden_RTD[:, -1])
@@ -256,7 +249,7 @@ class ChainedDrafter(_CachedDrafter):
     def start(self, rows: slice, hidden_RTD: Tensor, prompt_RT: Tensor, first_R: Tensor) -> None:
         """All modules but the last run in full, as the next module reads their output states."""
         num_tokens = prompt_RT.shape[1]
-        hidden_RTD = inputs_RTD = self._head_input(hidden_RTD)
+        hidden_RTD = inputs_RTD = self.read(hidden_RTD)
         self.carried_KB1D[:, rows] = 0
         for depth in range(1, min(self.depth, num_tokens) + 1):
             # Rows that only read prompt tokens. The row after them is pending, or carried over for a later module.
