@@ -35,7 +35,6 @@ from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.records import Record
 from mtp_train.data.tokenize import Document, tokenize_records
 from mtp_train.evaluation.decoding import record_of
-from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, TaskPrompt
 from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.losses.catalogue import DEFAULT_LOSS, loss_names
@@ -125,7 +124,7 @@ class Bench:
         ]
         results = decoder.generate(requests)
         pairs = zip(self.run.inputs.text.held_out, results, strict=True)
-        records = [record_of(TaskPrompt.of(prompt, HELD_OUT_TASK), result) for prompt, result in pairs]
+        records = [record_of(prompt, result) for prompt, result in pairs]
         return [one.counts(self.run.recipe.head.num_depths) for one in records]
 
 

@@ -148,8 +148,9 @@ def arm_of(file: Path, trunk: Path, served: Served, plain: Served) -> dict[str, 
 
 def difference(first: Served, second: Served) -> dict[str, Any]:
     """Return tau of the first arm less that of the second, with its interval over groups."""
-    (mine,), (theirs,) = first.arm.by_prompt.values(), second.arm.by_prompt.values()
-    found = tau_difference([one for _, one in mine.values()], [theirs[prompt][1] for prompt in mine])
+    (setting,) = first.arm.decoded
+    pair = first.arm.against(second.arm, setting)
+    found = tau_difference(pair.head, pair.baseline)
     interval = [round(one, 3) for one in found.ci95 or ()]
     arms = {"first": first.arm.name, "second": second.arm.name}
     return {**arms, "delta_tau": round(found.value, 3), "ci95": interval, "groups": found.groups}

@@ -126,6 +126,6 @@ STUDY = Report(
         Finding(tone="bad", statement="The graft keeps the vanilla level", evidence="Tau 1.58 against 2.61."),
         Finding(tone="neutral", statement="Longer contexts lower tau", evidence="-0.02 [-0.10, 0.06]."),
     ),
-    endpoint={"url": "(given)", "engine": "vllm", "speeds": [{"temperature": 0.0, "requests": 48}], "depths": [1, 3]},
+    endpoint={"url": "(given)", "engine": "vllm", "failures": [{"temperature": 0.0, "prompt": "p1"}], "depths": [1, 3]},
 )
 BARE = Report(title="one", arms={}, settings={})

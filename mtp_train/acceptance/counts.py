@@ -100,18 +100,8 @@ def conditional(counts: Sequence[PromptCounts]) -> list[float | None]:
 
 
 def accepted_by_position(counts: Sequence[PromptCounts]) -> tuple[FloatArray, FloatArray]:
-    """Return each prompt's accepted drafts by position, shape (P, K), and its rounds, shape (P,).
-
-    Raises:
-        ValueError: Prompts were decoded at several depths.
-    """
-    depths = sorted({len(c.accepted_per_pos) for c in counts if c.rounds})
-    if len(depths) > 1:
-        raise ValueError(
-            f"acceptance: prompts decoded at depths {depths}; expected one depth, as per-position figures of different "
-            "depths do not compare. Evaluate each depth on its own."
-        )
-    width = depths[0] if depths else 0
+    """Return each prompt's accepted drafts by position, shape (P, K), and its rounds, shape (P,), at one depth K."""
+    width = max((len(c.accepted_per_pos) for c in counts if c.rounds), default=0)
     # A prompt that ended at prefill has no round, and may have no positions either.
     accepted = [c.accepted_per_pos if c.rounds else (0,) * width for c in counts]
     rounds = [c.rounds for c in counts]

@@ -47,7 +47,7 @@ _NUM_KEPT = 4
 _ROOT = "base_model.model."
 _PART = re.compile(
     r"(?P<module>.+?)(?P<wraps>(?:\.base_layer)*)\."
-    r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.(?P<field>weight|bias))?\Z"
+    r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?\Z"
 )
 # peft wraps the parameters of one module in the order of their declaration, the first one innermost.
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
@@ -57,6 +57,7 @@ _UNMERGEABLE = {
     "arrow_config": "routes each token to other adapters",
     "kasa_config": "rescales singular values of the base",
     "layer_replication": "repeats layers of the base",
+    "lora_bias": "adds to biases as well",
     "monteclora_config": "samples its weights",
     "trainable_token_indices": "replaces single rows of the embedding",
     "use_bdlora": "is block-diagonal",
@@ -70,7 +71,6 @@ _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _OF_A_LAYER = re.compile(r"layers\.(?P<layer>\d+)\.(?P<tail>.+)\Z")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
 _WRAPPERS = re.compile(r"(?:(?:model|language_model)\.)+")
-_ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\Z")
 # The parts of a fused parameter, in the order of their rows.
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 LM_HEAD = "lm_head.weight"
@@ -112,7 +112,7 @@ def _of_pattern(patterns: Mapping[str, Any] | None, name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank:
-    """One pair of matrices that adapts one parameter by ``scale * left @ right``."""
+    """The matrices that adapt one parameter by ``scale * left @ right``, a pair for each expert that it stacks."""
 
     module: str
     """The module's name in transformers' tree, without peft's prefix."""
@@ -120,16 +120,13 @@ class LowRank:
     """``weight``, or the name of a parameter that peft targets directly."""
     shape: tuple[int, int]
     """Rows and columns of the product; of each expert's where the parameter stacks experts."""
-    matrices: Callable[[], tuple[Tensor, Tensor]]
-    """Loads left (rows, rank) and right (rank, columns) in fp32."""
-    expert: int | None = None
-    """Number of an expert, whose matrix is one of those that the parameter stacks; None for a parameter of one."""
-    num_experts: int = 0
+    num_experts: int
+    """How many matrices the parameter stacks; 0 for a parameter that is a matrix."""
+    matrices: Callable[[int], tuple[Tensor, Tensor]]
+    """Loads left (rows, rank) and right (rank, columns) of an expert in fp32; of the only matrix for 0."""
     scale: float
     magnitude: Tensor | None = None
     """DoRA's magnitude: the norm of each row of the merged weight."""
-    bias: Tensor | None = None
-    """What ``lora_bias`` adds to the module's bias."""
 
 
 @dataclass(frozen=True)
@@ -182,11 +179,6 @@ def tokenizer_files(checkpoint: Path, adapter: Path) -> dict[str, Path]:
     return theirs if is_whole else own | theirs
 
 
-def replaced_tokenizer_files(checkpoint: Path) -> set[str]:
-    """Return the paths of a checkpoint's own tokenizer and chat template in its directory."""
-    return {*_of_tokenizer(checkpoint)}
-
-
 def _of_tokenizer(directory: Path) -> dict[str, Path]:
     found = (file for pattern in (*TOKENIZER_PATTERNS, *TEMPLATE_PATTERNS) for file in directory.glob(pattern))
     return {file.relative_to(directory).as_posix(): file for file in found if file.is_file()}
@@ -206,8 +198,8 @@ def read_adapter(path: Path) -> Adapter:
     load = lru_cache(maxsize=_NUM_KEPT)(lambda key: stored.read(key).float())
     groups, replacements = _group(stored)
     names = _parameter_names(stored, config, groups)
-    pairs = (_pairs(stored, load, config, group[0], names[group], parts) for group, parts in groups.items())
-    return Adapter(stored, tuple(itertools.chain(*pairs)), replacements, bool(config.ensure_weight_tying))
+    pairs = (_pair(stored, load, config, group[0], names[group], parts) for group, parts in groups.items())
+    return Adapter(stored, tuple(pairs), replacements, bool(config.ensure_weight_tying))
 
 
 def open_weights(path: Path) -> Checkpoint:
@@ -240,7 +232,7 @@ def _group(stored: Checkpoint) -> tuple[dict[_Wrapped, _Parts], dict[str, str]]:
             replacements[name.replace(".base_layer", "")] = key
             continue
         parts = groups.setdefault((match["module"], match["wraps"].count(".base_layer")), {})
-        parts[match["part"] + ("_bias" if match["field"] == "bias" else "")] = key
+        parts[match["part"]] = key
     return groups, replacements
 
 
@@ -285,15 +277,15 @@ def _parameter_names(stored: Checkpoint, config: LoraConfigFile, groups: Iterabl
     return named
 
 
-def _pairs(
+def _pair(
     stored: Checkpoint,
     load: Callable[[str], Tensor],
     config: LoraConfigFile,
     module: str,
     parameter: str,
     parts: _Parts,
-) -> Iterator[LowRank]:
-    """Yield the pair of matrices of a parameter, or of each expert of a parameter that stacks them."""
+) -> LowRank:
+    """Return the matrices of a parameter; each pair is loaded when it is used."""
     file, magnitude = stored.path / ADAPTER_FILE, parts.get("lora_magnitude_vector")
     embedding = any(part.startswith("lora_embedding") for part in parts)
     a, b = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B")
@@ -315,33 +307,25 @@ def _pairs(
             f"{ADAPTER_CONFIG_FILE} declares. Save the adapter again."
         )
 
-    if not stacked:
-        yield LowRank(
-            module=module,
-            parameter=parameter,
-            shape=(down[1], up[0]) if embedding else (up[0], down[1]),
-            matrices=lambda: (load(parts[a]).T, load(parts[b]).T) if embedding else (load(parts[b]), load(parts[a])),
-            scale=config.scale(name),
-            magnitude=None if magnitude is None else load(magnitude),
-            bias=config.scale(name) * load(parts["lora_B_bias"]) if "lora_B_bias" in parts else None,
-        )
-        return
+    count = down[0] // rank if stacked else 0
 
-    # The rank axis stacks the experts: rank by rank in B, expert by expert in A.
-    def of_expert(expert: int, count: int) -> tuple[Tensor, Tensor]:
-        return load(parts[b])[:, expert::count], load(parts[a])[expert * rank : (expert + 1) * rank]
+    def matrices(expert: int) -> tuple[Tensor, Tensor]:
+        if embedding:
+            return load(parts[a]).T, load(parts[b]).T
+        if stacked:
+            # The rank axis stacks the experts: rank by rank in B, expert by expert in A.
+            return load(parts[b])[:, expert::count], load(parts[a])[expert * rank : (expert + 1) * rank]
+        return load(parts[b]), load(parts[a])
 
-    count = down[0] // rank
-    for expert in range(count):
-        yield LowRank(
-            module=module,
-            parameter=parameter,
-            shape=(up[0], down[1]),
-            matrices=partial(of_expert, expert, count),
-            scale=config.scale(name),
-            expert=expert,
-            num_experts=count,
-        )
+    return LowRank(
+        module=module,
+        parameter=parameter,
+        shape=(down[1], up[0]) if embedding else (up[0], down[1]),
+        num_experts=count,
+        matrices=matrices,
+        scale=config.scale(name),
+        magnitude=None if magnitude is None else load(magnitude),
+    )
 
 
 @dataclass(frozen=True)
@@ -381,7 +365,7 @@ def plan_merge(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Merg
     plan.require_one_vocabulary()
     tokenizer = tokenizer_files(source.path, adapter.path)
     # Beside a model, transformers would apply the adapter a second time.
-    left_out = {ADAPTER_CONFIG_FILE, *(replaced_tokenizer_files(source.path) if tokenizer else ())}
+    left_out = {ADAPTER_CONFIG_FILE, *(_of_tokenizer(source.path) if tokenizer else ())}
     rows = plan.rows.get(layout.embed_key)
     return Merge(
         {key: plan.changed(key) for key in plan.steps},
@@ -461,33 +445,17 @@ class _Plan:
     def add(self, pair: LowRank) -> None:
         name = f"{pair.module}.{pair.parameter}"
         num_rows, num_columns = pair.shape
-        if pair.expert is not None:
-            self._add_expert(name, pair, pair.expert)
-            return
-        if pair.bias is not None:
-            self.step(f"{pair.module}.bias", tuple(pair.bias.shape), partial(_add_rows, pair.bias))
-        single = _ONE_EXPERT.match(pair.module)
-        if single is not None and self.home(name) is None:
-            self._add_to_stack(single["experts"], int(single["expert"]), single["part"], pair)
+        if pair.num_experts:
+            self._add_experts(name, pair)
             return
         for home, rows in self._rows_of(name, num_rows):
-            self.step(home, (rows.stop - rows.start, num_columns), partial(_add_product, pair, rows))
+            self.step(home, (rows.stop - rows.start, num_columns), partial(_add_product, pair, 0, rows))
 
-    def _add_to_stack(self, experts: str, expert: int, part: str, pair: LowRank) -> None:
-        """Add the adapter of one expert's own layer, as engines and older peft store it, to stacked experts."""
-        parameter, parts = next((name, parts) for name, parts in _FUSED.items() if part in parts)
-        size, columns = pair.shape
-        home = self.home(f"{experts}.{parameter}")
-        count = 0 if home is None else self.source.tensors[home].shape[0]
-        rows = slice(parts.index(part) * size, (parts.index(part) + 1) * size)
-        shape = (max(count, expert + 1), size * len(parts), columns)
-        self.step(f"{experts}.{parameter}", shape, partial(_add_to_expert, pair, expert, rows))
-
-    def _add_expert(self, name: str, pair: LowRank, expert: int) -> None:
-        """Add the matrices of one expert of a fused parameter, whose experts are stored stacked or one by one."""
+    def _add_experts(self, name: str, pair: LowRank) -> None:
+        """Add the matrices of a parameter that stacks experts, which are stored stacked or one by one."""
         num_rows, num_columns = pair.shape
         if self.home(name) is not None:
-            self.step(name, (pair.num_experts, *pair.shape), partial(_add_to_expert, pair, expert, slice(0, num_rows)))
+            self.step(name, (pair.num_experts, *pair.shape), partial(_add_to_experts, pair))
             return
         parts = self._of_rules(name) or [f"{pair.module}.{{expert}}.{part}.weight" for part in _FUSED[pair.parameter]]
         if self.home(parts[0].format(expert=pair.num_experts)) is not None:
@@ -496,9 +464,9 @@ class _Plan:
                 "more; expected the same number. Merge into the base that the adapter was trained on."
             )
         size = num_rows // len(parts)
-        for place, part in enumerate(parts):
+        for expert, (place, part) in itertools.product(range(pair.num_experts), enumerate(parts)):
             rows = slice(place * size, (place + 1) * size)
-            self.step(part.format(expert=expert), (size, num_columns), partial(_add_product, pair, rows))
+            self.step(part.format(expert=expert), (size, num_columns), partial(_add_product, pair, expert, rows))
 
     def step(self, name: str, shape: tuple[int, ...], step: Step) -> None:
         key = self.home(name)
@@ -589,9 +557,9 @@ def _read_rows(stored: Checkpoint, key: str, start: int, first: int, block: Tens
     return stored.read_rows(key, start + first, start + first + len(block)).float()
 
 
-def _add_product(pair: LowRank, rows: slice, first: int, block: Tensor) -> Tensor:
+def _add_product(pair: LowRank, expert: int, rows: slice, first: int, block: Tensor) -> Tensor:
     """Return ``W + scale * left @ right``, where DoRA's magnitude then sets the norm of each row."""
-    left, right = pair.matrices()
+    left, right = pair.matrices(expert)
     of_block = slice(first, first + len(block))
     merged = block + pair.scale * (left[rows][of_block] @ right)
     if pair.magnitude is None:
@@ -599,12 +567,7 @@ def _add_product(pair: LowRank, rows: slice, first: int, block: Tensor) -> Tenso
     return merged * (pair.magnitude[rows][of_block] / torch.linalg.vector_norm(merged, dim=1))[:, None]
 
 
-def _add_rows(value: Tensor, first: int, block: Tensor) -> Tensor:
-    return block + value[first : first + len(block)]
-
-
-def _add_to_expert(pair: LowRank, expert: int, rows: slice, first: int, block: Tensor) -> Tensor:
-    """Add one expert's product to its matrix in a block of stacked experts, in place."""
-    if first <= expert < first + len(block):
-        block[expert - first, rows] = _add_product(pair, slice(0, pair.shape[0]), 0, block[expert - first, rows])
-    return block
+def _add_to_experts(pair: LowRank, first: int, block: Tensor) -> Tensor:
+    """Add the product of each expert to its matrix in a block of stacked experts."""
+    experts = enumerate(block, first)
+    return torch.stack([_add_product(pair, expert, slice(None), 0, matrix) for expert, matrix in experts])

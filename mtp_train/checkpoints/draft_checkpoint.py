@@ -20,7 +20,6 @@ from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import plain_tensor
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor, new_directory, write_json, write_safetensors
 from mtp_train.errors import CheckpointError
-from mtp_train.families import require_served_trunk
 from mtp_train.families.drafts.record import parts_of
 from mtp_train.head_kinds import find_head_kind
 
@@ -35,7 +34,6 @@ def write_draft_checkpoint(source: Checkpoint, artifact: Artifact, layer_config:
     ``layer_config`` is ``layer.config`` of the head's family.
     """
     kind = find_head_kind(artifact.family.kind)
-    require_served_trunk(kind.name, source.text_config, where=str(source.path))
     stored = parts_of(kind).format
     own = artifact.output
     vocab = own.token_ids_R if own is not None else artifact.draft_vocab if stored.draft_vocab else None

@@ -11,13 +11,12 @@ no index, SGLang an ``mtp.safetensors`` beside GLM-4.5's index, llama.cpp's conv
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -30,16 +29,13 @@ from torch import Tensor
 
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.errors import CheckpointError
-from mtp_train.families import FAMILIES, Family, RawConfig, family_for, raw_text_config, refuse_unserved_heads
-from mtp_train.families.engines import EngineSupport
+from mtp_train.families import FAMILIES, Family, RawConfig, family_for, raw_text_config
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# Shards of transformers' distributed save, which it prefers to any other weights.
-_DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 # The files beside the weights from which a model, its tokenizer or its processor is loaded.
@@ -82,12 +78,14 @@ def is_gguf(location: str | Path) -> bool:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The file, dtype (in safetensors' spelling) and shape of a stored tensor."""
+    """The file, dtype (in safetensors' spelling), shape and place of a stored tensor."""
 
     file: str
     """Path of the file inside the checkpoint, as a POSIX path."""
     dtype: str
     shape: tuple[int, ...]
+    start: int = 0
+    """The first byte in the file."""
 
     @property
     def num_bytes(self) -> int:
@@ -117,11 +115,6 @@ class Checkpoint:
     def num_bytes(self) -> int:
         return sum(info.num_bytes for info in self.tensors.values())
 
-    @property
-    def engines(self) -> Mapping[str, EngineSupport]:
-        """The support of each engine for this checkpoint, given the stored dtypes of its tensors."""
-        return self.family.serving_of(self.config)
-
     def read(self, key: str) -> Tensor:
         """Load one tensor on the CPU, in its stored dtype.
 
@@ -129,12 +122,6 @@ class Checkpoint:
         """
         info = self.tensors[key]
         return self._read_bytes(key, 0, info.num_bytes).view(TORCH_DTYPES[info.dtype]).view(info.shape)
-
-    @cached_property
-    def _starts(self) -> Mapping[tuple[str, str], int]:
-        """File and key to the tensor's first byte in that file."""
-        files = {info.file for info in self.tensors.values()}
-        return {(file, key): start for file in files for key, (_, start) in read_header(self.path / file, file).items()}
 
     def read_in_blocks(self, key: str, row_size: int | None = None) -> Iterator[Tensor]:
         """Yield a tensor in slices along its first axis, each of at most ``BLOCK_ELEMENTS`` elements or of one row.
@@ -167,12 +154,7 @@ class Checkpoint:
         for file in {info.file for info in self.tensors.values()}:
             if read_metadata(self.path / file).get("format") == "mlx":
                 return f"the header of {file} has format: mlx"
-        # Convolutions of transformers are stored as (channels, 1, kernel).
-        conv = (key for key in self.tensors if key.endswith("conv1d.weight"))
-        turned = next(
-            (key for key in conv if self.tensors[key].shape[2:] == (1,) != self.tensors[key].shape[1:2]), None
-        )
-        return turned and f"{turned} is {list(self.tensors[turned].shape)}, with its last two axes swapped"
+        return None
 
     @property
     def unlisted_keys(self) -> tuple[str, ...]:
@@ -182,10 +164,10 @@ class Checkpoint:
 
     def _read_bytes(self, key: str, offset: int, count: int) -> Tensor:
         """Return ``count`` bytes of a tensor, from its byte ``offset`` on, as a uint8 tensor."""
-        file = self.tensors[key].file
+        file, start = self.tensors[key].file, self.tensors[key].start
         data = torch.empty(count, dtype=torch.uint8)
         with (self.path / file).open("rb") as handle:
-            handle.seek(self._starts[file, key] + offset)
+            handle.seek(start + offset)
             if handle.readinto(data.numpy().data) < count:
                 raise CheckpointError(
                     f"{self.path / file}: became shorter while it was read; expected files that no process writes to. "
@@ -279,12 +261,7 @@ def named_file(directory: Path, name: object, *, named_by: Path) -> str:
 
 
 def scan_safetensors(path: Path, name: str | None = None) -> dict[str, TensorInfo]:
-    """List the tensors of one safetensors file, see :func:`read_header`."""
-    return {key: info for key, (info, _) in read_header(path, name or path.name).items()}
-
-
-def read_header(path: Path, name: str) -> dict[str, tuple[TensorInfo, int]]:
-    """Return the tensors of a safetensors file, and the first byte of each in the file. Reads the header alone.
+    """List the tensors of one safetensors file from its header; ``name`` is its path in the checkpoint.
 
     Raises:
         CheckpointError: The file is missing or damaged, or a tensor has a dtype that is not read here.
@@ -308,7 +285,7 @@ def read_header(path: Path, name: str) -> dict[str, tuple[TensorInfo, int]]:
             f"{', '.join(TORCH_DTYPES)}. Use a checkpoint in one of these dtypes."
         )
     return {
-        key: (TensorInfo(name, entry["dtype"], tuple(entry["shape"])), start + entry["data_offsets"][0])
+        key: TensorInfo(name or path.name, entry["dtype"], tuple(entry["shape"]), start + entry["data_offsets"][0])
         for key, entry in header.items()
     }
 
@@ -325,7 +302,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises:
         CheckpointError: The directory, config, index or a shard is missing or damaged, or the weights are pickles.
-        UnsupportedModelError: Its heads are of a kind that no engine loads.
     """
     if not path.is_dir():
         raise CheckpointError(
@@ -333,10 +309,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     named_file(path, CONFIG_FILE, named_by=path)
     config = read_config(path / CONFIG_FILE)
-    # Before the check of the weights: converting pickles would not help.
-    refuse_unserved_heads(config, where=str(path))
     _require_generation_config(path)
-    _refuse_other_weights(path, config)
     for name in (SINGLE_FILE, INDEX_FILE):
         named_file(path, name, named_by=path)
     has_single = (path / SINGLE_FILE).is_file()
@@ -453,19 +426,6 @@ def _require_generation_config(path: Path) -> None:
         ) from error
 
 
-def _refuse_other_weights(path: Path, config: RawConfig) -> None:
-    """Raise a CheckpointError where transformers would load other files than the index or the single file."""
-    explicit = config.get("transformers_weights")
-    sharded = next((file.name for file in sorted(path.iterdir()) if _DISTRIBUTED.fullmatch(file.name)), None)
-    found = f"config.json sets transformers_weights = {explicit!r}" if explicit is not None else None
-    found = f"contains {sharded}, a shard of a distributed save" if sharded is not None else found
-    if found is not None:
-        raise CheckpointError(
-            f"{path}: {found}, which transformers loads instead of the other weights and engines ignore; expected "
-            f"{SINGLE_FILE} or {INDEX_FILE} alone. Keep one set of weights, under these names."
-        )
-
-
 def _scan_indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
@@ -571,59 +531,25 @@ def _require_known_link(root: Path, file: Path) -> None:
     )
 
 
-@dataclass(frozen=True)
-class UnnamedFile:
-    """A weight file in a checkpoint's directory that the checkpoint does not name: no copy contains it."""
-
-    file: str
-    """POSIX path in the directory."""
-    num_tensors: int
-    """0 for a file that is not safetensors or is damaged."""
-    num_head_tensors: int
-
-    def __str__(self) -> str:
-        if not self.num_tensors:
-            return f"{self.file} (not readable as safetensors)"
-        of_head = f", {self.num_head_tensors} of a head" if self.num_head_tensors else ""
-        return f"{self.file} ({self.num_tensors} tensors{of_head})"
-
-
-def unnamed_files(checkpoint: Checkpoint, layout: HeadLayout | None) -> tuple[UnnamedFile, ...]:
-    """Return the weight files that are no part of a checkpoint, sorted by path. Reads their headers.
+def unnamed_files(checkpoint: Checkpoint, layout: HeadLayout | None) -> tuple[str, ...]:
+    """Describe the weight files that are no part of a checkpoint, sorted by path. Reads their headers.
 
     Args:
         layout: Its head layout; None for a drafter, whose files have no trunk's layout.
     """
-    is_head_key = layout.is_head_key if layout is not None else lambda key: False
-    return tuple(
-        UnnamedFile(file, len(tensors), sum(map(is_head_key, tensors)))
-        for file, tensors in unnamed_weights(checkpoint).items()
-    )
+    found = []
+    for file, tensors in unnamed_weights(checkpoint).items():
+        num_of_head = 0 if layout is None else sum(map(layout.is_head_key, tensors))
+        of_head = f", {num_of_head} of a head" if num_of_head else ""
+        content = f"{len(tensors)} tensors{of_head}" if tensors else "not readable as safetensors"
+        found.append(f"{file} ({content})")
+    return tuple(found)
 
 
-def head_under_other_names(checkpoint: Checkpoint, needed: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """Return the stored keys of a head with a prefix more (``language_model.``), or without their own; else nothing.
-
-    Args:
-        needed: The keys of a complete head with their shapes.
-    """
-    first = min(needed)
-    parts = zip(*(key.split(".") for key in needed), strict=False)
-    own = "".join(f"{same[0]}." for same in itertools.takewhile(lambda same: len({*same}) == 1, parts))
-    for stored in (checkpoint.tensors, *unnamed_weights(checkpoint).values()):
-        prefixes = sorted({key.removesuffix(first) for key in stored if key.endswith(f".{first}")})
-        bare = {key.removeprefix(own): shape for key, shape in needed.items()}
-        for names in (bare, *({one + key: shape for key, shape in needed.items()} for one in prefixes)):
-            if all(name in stored and stored[name].shape == shape for name, shape in names.items()):
-                return tuple(names)
-    return ()
-
-
-def left_out(files: Sequence[UnnamedFile]) -> tuple[str, ...]:
+def left_out(checkpoint: Checkpoint, layout: HeadLayout | None) -> tuple[str, ...]:
     """Return the sentence of a result that names the weight files that were not copied; empty without such files."""
-    if not files:
-        return ()
-    return (f"Left out, as no part of the checkpoint: {', '.join(map(str, files))}.",)
+    files = ", ".join(unnamed_files(checkpoint, layout))
+    return (f"Left out, as no part of the checkpoint: {files}.",) if files else ()
 
 
 def all_finite(block: Tensor) -> bool:

@@ -12,11 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.quantised import (
     FP8_DTYPES,
     PLAIN_DTYPES,
+    fp4_values,
     is_packed,
     is_scale,
     plain_shape,
@@ -24,7 +28,9 @@ from mtp_train.checkpoints.quantised import (
 )
 from mtp_train.checkpoints.writing import PendingTensor
 from mtp_train.errors import CheckpointError
-from mtp_train.upstream.transformers_private import unpack_mxfp4
+
+_EXPONENT_BIAS = 127
+"""Of the scales of MXFP4."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +132,14 @@ def plain_experts(source: Checkpoint, key: str, new_key: str) -> PendingTensor |
     if not {packed, scales} <= source.tensors.keys():
         return None
     num_experts, num_out, *inward = source.tensors[packed].shape
-    shape = (num_experts, 2 * math.prod(inward), num_out)
-    return PendingTensor(new_key, "BF16", shape, lambda: [unpack_mxfp4(source.read(packed), source.read(scales))])
+
+    def experts() -> Iterator[Tensor]:
+        for expert in range(num_experts):
+            values = fp4_values(source.read_rows(packed, expert, expert + 1))
+            exponents = source.read_rows(scales, expert, expert + 1).int() - _EXPONENT_BIAS
+            yield torch.ldexp(values, exponents[..., None]).flatten(2).transpose(1, 2).bfloat16()
+
+    return PendingTensor(new_key, "BF16", (num_experts, 2 * math.prod(inward), num_out), experts)
 
 
 def trunk_tensors(checkpoint: Checkpoint, layout: HeadLayout) -> dict[str, str]:

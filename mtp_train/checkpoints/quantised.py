@@ -1,8 +1,7 @@
 """Read quantised checkpoints, and declare a head in plain floats as an exception in their quantisation config.
 
 The trunk's bytes are kept. A head in plain floats must be named in the quantisation config, or an engine looks for
-scales that do not exist. Each method has a field for exceptions, and its own way to match names in it
-(``leave_alone``).
+scales that do not exist. Each method has a field for exceptions, and its own form of names in it (``leave_alone``).
 
 Weights in FP8 with a scale for each block can be read, and DeepSeek V4's experts in FP4. A head that is packed in
 another way is recognised, so that a new head can replace it.
@@ -11,7 +10,6 @@ another way is recognised, so that a new head can replace it.
 from __future__ import annotations
 
 import copy
-import fnmatch
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -61,11 +59,7 @@ class _Method:
     fields: tuple[str, ...]
     """The config fields for the names: the first one that is set, or else the first."""
     entries: Callable[[str, Sequence[str]], list[str]]
-    """From the head's prefix (``mtp.``) and its modules to the entries to add."""
-    matches: Callable[[str, str], bool]
-    """Whether an entry covers a module."""
-    by_fused_names: bool = False
-    """Whether an entry has to cover the fused modules that SGLang builds (``qkv_proj``) too."""
+    """From the head's prefix (``mtp.``) and its modules to the entries that cover them."""
 
 
 def _names(prefix: str, modules: Sequence[str]) -> list[str]:
@@ -73,48 +67,30 @@ def _names(prefix: str, modules: Sequence[str]) -> list[str]:
     return [prefix.rstrip("."), *modules]
 
 
-def _names_match(entry: str, module: str) -> bool:
-    # An entry names a module, or a module that contains it: transformers and vLLM agree on this.
-    return module == entry or module.startswith(entry.rstrip(".*") + ".")
-
-
 def _pattern(prefix: str) -> str:
     return f".*{re.escape(prefix)}.*"
 
 
-_BY_NAME = _Method(("modules_to_not_convert", "ignored_layers"), _names, _names_match)
+_BY_NAME = _Method(("modules_to_not_convert", "ignored_layers"), _names)
 # SGLang looks the fused modules of an MTP head up in the list, and loads none of their weights where it has only single
 # names (sglang#35797). vLLM looks up their parts. A pattern covers both.
-_COMPRESSED = _Method(
-    ("ignore",),
-    lambda prefix, _: [f"re:{_pattern(prefix)}"],
-    lambda entry, module: re.match(entry[3:], module) is not None if entry.startswith("re:") else entry == module,
-    by_fused_names=True,
-)
+_COMPRESSED = _Method(("ignore",), lambda prefix, _: [f"re:{_pattern(prefix)}"])
 _FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-_GLOB = _Method(
-    ("ignore", "exclude_modules"),
-    lambda prefix, _: [prefix.rstrip(".") + "*"],
-    lambda entry, module: fnmatch.fnmatchcase(module, entry) or _names_match(entry, module),
-)
+_GLOB = _Method(("ignore", "exclude_modules"), lambda prefix, _: [prefix.rstrip(".") + "*"])
 _METHODS: Mapping[str, _Method] = {
     "fp8": _BY_NAME,
     "fbgemm_fp8": _BY_NAME,
     "mxfp4": _BY_NAME,
     "mxfp8": _BY_NAME,
-    "awq": _Method(("modules_to_not_convert",), _names, lambda entry, module: entry in module),
-    "gptq": _Method(
-        ("dynamic",),
-        lambda prefix, _: [f"-:{_pattern(prefix)}"],
-        lambda entry, module: entry.startswith("-:") and re.match(entry[2:], module) is not None,
-    ),
-    "bitsandbytes": _Method(("llm_int8_skip_modules",), _names, _names_match),
+    "awq": _Method(("modules_to_not_convert",), _names),
+    "gptq": _Method(("dynamic",), lambda prefix, _: [f"-:{_pattern(prefix)}"]),
+    "bitsandbytes": _Method(("llm_int8_skip_modules",), _names),
     "compressed-tensors": _COMPRESSED,
-    "quark": _Method(("exclude",), _COMPRESSED.entries, _COMPRESSED.matches),
+    "quark": _Method(("exclude",), _COMPRESSED.entries),
     "modelopt": _GLOB,
     "modelopt_fp4": _GLOB,
     "modelopt_mixed": _GLOB,
@@ -149,7 +125,7 @@ def _settings(config: RawConfig) -> dict[str, Any]:
 
 
 def leave_alone(config: RawConfig, groups: Groups, *, where: str) -> dict[str, Any] | None:
-    """Return a config whose quantisation leaves the head's modules in plain floats, None where it does so already.
+    """Return a config whose quantisation leaves the head's modules in plain floats, None where it lists them already.
 
     ``groups`` maps the key prefix of each head module to the layers under it that are in plain floats.
     """
@@ -170,7 +146,7 @@ def leave_alone(config: RawConfig, groups: Groups, *, where: str) -> dict[str, A
 def leave_alone_in_modelopt(document: Mapping[str, Any], groups: Groups) -> dict[str, Any] | None:
     """Do the same for modelopt's own file beside the config, whose list is under ``quantization``."""
     changed = copy.deepcopy(dict(document))
-    method = _Method(("exclude_modules",), _GLOB.entries, _GLOB.matches)
+    method = _Method(("exclude_modules",), _GLOB.entries)
     return changed if _extend(changed.setdefault("quantization", {}), method, groups) else None
 
 
@@ -179,27 +155,19 @@ def unmatched_by_sglang(checkpoint: Checkpoint, layout: HeadLayout) -> str | Non
 
     vLLM reads such a head as it is: the exceptions of compressed-tensors name the parts of the module.
     """
-    head = {key: info for key, info in checkpoint.tensors.items() if layout.is_head_key(key)}
     # Under other prefixes SGLang finds the layers that it has fused.
-    beside = "mtp." in layout.family.keys.head_prefixes
-    if quant_method(checkpoint.config) != "compressed-tensors" or not beside or any(map(packed_weight, head)):
+    if quant_method(checkpoint.config) != "compressed-tensors" or "mtp." not in layout.family.keys.head_prefixes:
         return None
     listed = list(_settings(checkpoint.config).get("ignore") or [])
-    # SGLang looks single experts up as they are stored.
-    plain = (module for some in plain_modules(head, layout).values() for module in some)
-    modules = [module for module in plain if ".experts." not in module]
-    fused = _uncovered(map(_fused, modules), listed, _COMPRESSED)
-    return fused[0] if fused and not _uncovered(modules, listed, _COMPRESSED) else None
-
-
-def _uncovered(modules: Iterable[str], listed: Sequence[str], method: _Method) -> list[str]:
-    """Return the modules that no entry of a list of exceptions covers."""
-    return [one for one in modules if not any(method.matches(entry, one) for entry in listed)]
-
-
-def _fused(module: str) -> str:
-    stem, _, name = module.rpartition(".")
-    return f"{stem}.{_FUSED.get(name, name)}"
+    patterns = [entry.removeprefix("re:") for entry in listed if entry.startswith("re:")]
+    for module in listed:
+        stem, _, name = module.rpartition(".")
+        fused = f"{stem}.{_FUSED.get(name)}"
+        # SGLang looks single experts up as they are stored.
+        is_part = name in _FUSED and ".experts." not in module and layout.is_head_key(module)
+        if is_part and fused not in listed and not any(re.match(pattern, fused) for pattern in patterns):
+            return fused
+    return None
 
 
 def plain_modules(tensors: Mapping[str, TensorInfo], layout: HeadLayout) -> Groups:
@@ -218,14 +186,11 @@ def plain_modules(tensors: Mapping[str, TensorInfo], layout: HeadLayout) -> Grou
 
 
 def _extend(settings: dict[str, Any], method: _Method, groups: Groups) -> bool:
-    """Add the missing entries to a list of exceptions; return whether there were any."""
+    """Add the entries that a list of exceptions lacks; return whether there were any."""
     field = next((name for name in method.fields if settings.get(name)), method.fields[0])
     listed = list(settings.get(field) or [])
-    added: list[str] = []
-    for prefix, modules in groups.items():
-        needed = {*modules, *map(_fused, modules)} if method.by_fused_names else {*modules}
-        if _uncovered(needed, listed, method):
-            added += [entry for entry in method.entries(prefix, modules) if entry not in listed]
+    entries = (entry for prefix, modules in groups.items() for entry in method.entries(prefix, modules))
+    added = [entry for entry in entries if entry not in listed]
     if not added:
         return False
     # GPTQ stores exceptions as the keys of a mapping, all other methods as a list.
@@ -278,14 +243,15 @@ def read_plain_in_blocks(checkpoint: Checkpoint, key: str) -> Iterator[Tensor]:
     block_rows, block_columns = _block_size(checkpoint, key, scales)
     first = 0
     for block in checkpoint.read_in_blocks(key, math.prod(plain_shape(key, checkpoint.tensors)[1:])):
-        values = _unpacked(block) if packed else block.float()
+        values = fp4_values(block) if packed else block.float()
         rows = torch.arange(first, first + len(values)) // block_rows
         columns = torch.arange(values.shape[1]) // block_columns
         yield values * scales[rows][:, columns]
         first += len(values)
 
 
-def _unpacked(block: Tensor) -> Tensor:
+def fp4_values(block: Tensor) -> Tensor:
+    """Return the values of a tensor in FP4, two for each byte of its last axis."""
     halves = torch.stack([block.view(torch.uint8) & 15, block.view(torch.uint8) >> 4], dim=-1).flatten(-2)
     values = torch.tensor(_FP4_VALUES)
     return torch.cat([values, -values])[halves.long()]

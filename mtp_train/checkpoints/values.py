@@ -75,13 +75,12 @@ def squared_change(ours: Iterator[Tensor], theirs: Iterator[Tensor]) -> tuple[fl
     return change, size
 
 
-WrongForm = Literal["zero", "halves swapped", "norms shifted", "transposed", "rescaled"]
+WrongForm = Literal["zero", "halves swapped", "norms shifted", "transposed"]
 _WORDS: Mapping[WrongForm, str] = {
     "zero": "zero everywhere",
     "halves swapped": "the base's with the halves of its input swapped",
     "norms shifted": "the base's shifted by one, as converters store norms that multiply by 1 + w",
     "transposed": "the base's transposed",
-    "rescaled": "the base's times a constant",
 }
 _FAR = 0.3
 """A relative change that a matrix has to exceed before a swapped or transposed form of it is tried."""
@@ -90,9 +89,6 @@ _NEARER = 0.5
 before or after it got the form."""
 _SHIFT_RMS = 0.1
 """How far a norm's weights may be from the base's weights plus or minus one."""
-_SCALE, _SCALE_REST = 0.02, 0.01
-"""How far a constant has to be from 1, and how much of the tensor it may leave over: more than rounding to bf16 does,
-less than training."""
 
 
 @dataclass(frozen=True)
@@ -179,9 +175,7 @@ def _wrong_form(
         rest_D = difference_D - difference_D.mean().round().clamp(-1, 1)
         shifted = abs(float(difference_D.mean())) > 0.5 and float(rest_D.square().mean().sqrt()) < _SHIFT_RMS
         return "norms shifted" if shifted else None
-    relative, inner = math.sqrt(change / size), (own + size - change) / 2
-    if abs(inner / size - 1) > _SCALE and own - inner**2 / size < _SCALE_REST**2 * own:
-        return "rescaled"
+    relative = math.sqrt(change / size)
     if len(old.shape) != 2 or relative < _FAR:
         return None
     rows, columns = old.shape

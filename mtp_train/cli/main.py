@@ -144,7 +144,10 @@ Handler = Callable[[argparse.Namespace], Any]
 
 
 class WithDefaults(argparse.HelpFormatter):
-    """Print the default of every option, unless its help already contains one."""
+    """Print the default of every option, unless its help already contains one; do not break examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith("example: ") else super()._fill_text(text, width, indent)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help, action.default
@@ -155,9 +158,30 @@ class WithDefaults(argparse.HelpFormatter):
         return f"{text} (default: {shown})"
 
 
+EXAMPLES = {
+    "run": "retrain_head run_dir=runs/first train.max_steps=50",
+    "check": "my-27b.yaml --processes 8 --device h100",
+    "recipes": "",
+    "init": "my-27b.yaml --trunk ./my-27b --base BASE --data chats.jsonl",
+    "regenerate": "my-27b.yaml",
+    "probe": "./my-27b --from BASE --data chats.jsonl",
+    "rescue": "./my-27b --from BASE --data chats.jsonl --out runs/my-27b",
+    "inspect": "./my-27b --base BASE",
+    "graft": "./my-27b --from BASE --out ./my-27b-mtp",
+    "merge": "BASE --adapter ./my-lora --out ./my-27b",
+    "export": "runs/my-27b --out ./my-27b-head --gguf q8_0",
+    "demo": "./demo",
+    "generate": "./my-27b-mtp --depth 3 --prompt 'def add(a, b):'",
+    "evaluate": "runs/my-27b --temperatures 0 1 --depths 1 3 --out eval/my-27b",
+    "compare": "old=./my-27b+BASE new=runs/my-27b --out eval/old-new",
+}
+"""Arguments of every command, for its help."""
+
+
 def add_command(commands: Any, name: str, text: str, handler: Handler, **settings: Any) -> argparse.ArgumentParser:
     """Add a subcommand with the options of all commands to the parser's commands and return its parser."""
     about = {"help": text, "description": f"{text[0].upper()}{text[1:]}."}
+    about["epilog"] = f"example: mtp-train {name} {EXAMPLES[name]}".rstrip()
     command: argparse.ArgumentParser = commands.add_parser(name, formatter_class=WithDefaults, **about, **settings)
     command.add_argument("--json", action="store_true", help="print one JSON document and nothing else on stdout")
     command.add_argument("-q", "--quiet", action="store_true", help="print the result and errors only")
@@ -212,8 +236,10 @@ def _add_pair(command: argparse.ArgumentParser) -> None:
 
 
 def _add_device(command: argparse.ArgumentParser) -> None:
+    device = command.add_mutually_exclusive_group()
     planned = "plan for h100, h200, a100, l40s, rtx4090 or mi300x, or a GPU of 24GiB (default: this machine's)"
-    command.add_argument("--device", metavar="NAME", help=planned)
+    device.add_argument("--device", metavar="NAME", help=planned)
+    device.add_argument("--memory", dest="device", metavar="24GiB", help="plan for a GPU of this memory")
 
 
 def _add_data(command: argparse.ArgumentParser) -> None:

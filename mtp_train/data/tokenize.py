@@ -169,6 +169,8 @@ class Prompt:
     id: str
     group: str
     prompt_ids: tuple[int, ...]
+    task: str = ""
+    """The task of a suite's prompt; empty for a prompt of a run."""
 
 
 def build_prompts(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

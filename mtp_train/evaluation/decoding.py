@@ -21,12 +21,12 @@ from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_inference.requests import Round
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.answers.generate import noise_seed
-from mtp_train.data.tokenize import choose_evenly
-from mtp_train.evaluation.prompt_records import PromptRecord, Setting, TaskPrompt
+from mtp_train.data.tokenize import Prompt, choose_evenly
+from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.store import Store
 from mtp_train.trunk.load import Trunk
 
-Prompts = Mapping[int | None, Sequence[TaskPrompt]]
+Prompts = Mapping[int | None, Sequence[Prompt]]
 """Prompts by the context length that they were extended to; None: as they are."""
 Lane = tuple[str, Setting]
 """An arm at a setting; plain decoding is at :attr:`Setting.plain`."""
@@ -70,7 +70,7 @@ class TrunkArms:
     dense_tokens: int | None = None
     """Most tokens of these texts; None for no limit."""
 
-    def rows(self, prompts: Sequence[TaskPrompt]) -> int:
+    def rows(self, prompts: Sequence[Prompt]) -> int:
         """Return how many of these prompts to decode together."""
         longest = max(len(one.prompt_ids) for one in prompts) + self.max_new_tokens
         return max(1, min(self.batch, len(prompts), MAX_BATCH_TOKENS // longest))
@@ -99,7 +99,7 @@ class TrunkArms:
             max_batch=rows,
         )
 
-    def request(self, prompt: TaskPrompt, setting: Setting, max_new_tokens: int) -> Request:
+    def request(self, prompt: Prompt, setting: Setting, max_new_tokens: int) -> Request:
         sampling = setting.sampling(noise_seed(prompt.id, self.seed))
         return Request(prompt_ids=prompt.prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling)
 
@@ -143,8 +143,8 @@ def decode_prompts(
 
 
 def _decode(
-    arms: TrunkArms, arm: str, setting: Setting, prompts: Sequence[TaskPrompt], on_prompt: Callable[..., object]
-) -> Iterator[tuple[Sequence[TaskPrompt], list[GenerationResult]]]:
+    arms: TrunkArms, arm: str, setting: Setting, prompts: Sequence[Prompt], on_prompt: Callable[..., object]
+) -> Iterator[tuple[Sequence[Prompt], list[GenerationResult]]]:
     if not prompts:
         return
     rows, limit = arms.rows(prompts), arms.max_new_tokens
@@ -161,7 +161,7 @@ def _decode(
 
 def _compared(
     arms: TrunkArms,
-    prompt: TaskPrompt,
+    prompt: Prompt,
     setting: Setting,
     drafted: PromptRecord,
     plain: PromptRecord,
@@ -184,7 +184,7 @@ class Stopwatch:
         lanes: Plain decoding and the drafters at settings with its temperature and context.
     """
 
-    def __init__(self, arms: TrunkArms, prompts: Sequence[TaskPrompt], lanes: Sequence[Lane]) -> None:
+    def __init__(self, arms: TrunkArms, prompts: Sequence[Prompt], lanes: Sequence[Lane]) -> None:
         self.arms, self.prompts, self.lanes = arms, prompts, lanes
         self._decoders = {lane: arms.decoder(*lane, 1) for lane in lanes if prompts}
         self._found: dict[Lane, dict[str, PromptRecord]] = {lane: {} for lane in lanes}
@@ -211,7 +211,7 @@ class Stopwatch:
                     )
                     on_prompt()
 
-    def _decode(self, prompt: TaskPrompt, lane: Lane) -> tuple[PromptRecord, list[float]]:
+    def _decode(self, prompt: Prompt, lane: Lane) -> tuple[PromptRecord, list[float]]:
         """Return the record of a prompt, and the seconds of its prefill and of each round, or of all together."""
         # A lookup drafts in some rounds only, and rarely in the first ones: it is timed over the whole text.
         is_lookup = isinstance(self.arms.drafting.get(lane[0]), NgramDrafting)
@@ -228,7 +228,7 @@ class Stopwatch:
         return record_of(prompt, result), seconds
 
 
-def speed_prompts(prompts: Sequence[TaskPrompt], seed: int) -> list[TaskPrompt]:
+def speed_prompts(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
     """Return the prompts to time, as evenly over their groups as possible, in the order of the prompts."""
     chosen = {prompt.id for prompt in choose_evenly(prompts, SPEED_PROMPTS, seed)}
     return [one for one in prompts if one.id in chosen]
@@ -243,7 +243,7 @@ def joined(parts: Sequence[LaneRecords], prompts: Prompts) -> LaneRecords:
     return whole
 
 
-def record_of(prompt: TaskPrompt, result: GenerationResult) -> PromptRecord:
+def record_of(prompt: Prompt, result: GenerationResult) -> PromptRecord:
     """Return the record of a decoded prompt, without times."""
     return PromptRecord(
         prompt_id=prompt.id,

@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +24,8 @@ from torch import Tensor
 from mtp_inference import HeadDrafting
 from mtp_train.answers.store import answer_document
 from mtp_train.data.pack import PackedBatch, collate, pack_documents
-from mtp_train.data.tokenize import Document
-from mtp_train.evaluation.prompt_records import PromptRecord, TaskPrompt
+from mtp_train.data.tokenize import Document, Prompt
+from mtp_train.evaluation.prompt_records import PromptRecord
 from mtp_train.families import Convention
 from mtp_train.heads.module import MtpHead
 from mtp_train.train.packed_rows import aligned_rows, isolated_hidden
@@ -56,7 +57,7 @@ class DenseRows:
 def dense_rows(
     trunk: Trunk,
     drafting: HeadDrafting,
-    prompts: Sequence[TaskPrompt],
+    prompts: Sequence[Prompt],
     plain: Sequence[PromptRecord],
     num_depths: int,
     temperature: float,
@@ -141,12 +142,6 @@ def _batch_of(text: Document, device: torch.device) -> PackedBatch:
 
 _GAIN = 0.05
 """The gain in overlap from which a wiring is better: some wiring is better by a hundredth by chance."""
-_Norm = Literal["after_final_norm", "before_final_norm"]
-_NORMS: tuple[tuple[_Norm, _Norm, str], ...] = (
-    ("after_final_norm", "before_final_norm", "before"),
-    ("before_final_norm", "after_final_norm", "after"),
-)
-"""Each side of a final norm, the other one, and its word."""
 _SURE, _LIKELY = 4.0, 2.0
 """The mean gain over the texts, in standard errors, that overlap and the share of right drafts need. With a flat q the
 overlap alone may rise, where q was wrong."""
@@ -163,33 +158,26 @@ def better_wiring(
     """
     with torch.inference_mode(), many_rows(trunk, drafting.head) as head:
         heads = {"": head, **{name: change(deepcopy(head)) for name, change in wirings(head).items()}}
-        overlaps: dict[str, list[float]] = {name: [] for name in heads}
-        right: dict[str, list[float]] = {name: [] for name in heads}
+        # Overlap and the share of right drafts of each text.
+        figures = {name: torch.zeros(2, len(texts)) for name in heads}
         num_drafts = 0
-        for text in progress.track(texts, description="trying other wirings of the head"):
+        for number, text in enumerate(progress.track(texts, description="trying other wirings of the head")):
             batch = _batch_of(text, trunk.lm_head_VD.device)
             trunk.show_layers(head.trunk_layers)
             hidden_BTD = isolated_hidden(trunk, batch.tokens_BT, batch.document_BT)
             for name, one in heads.items():
                 rows = aligned_rows(trunk, one, batch, num_depths, hidden_BTD=hidden_BTD)
                 found = target_figures(rows, trunk, one, draft_vocab_R=drafting.draft_vocab_R)
-                overlaps[name].append(float(found.overlap_KN[rows.valid_KN].mean()))
-                right[name].append(float(found.agreed_KN[rows.valid_KN].float().mean()))
+                figures[name][0, number] = found.overlap_KN[rows.valid_KN].mean()
+                figures[name][1, number] = found.agreed_KN[rows.valid_KN].float().mean()
             num_drafts += int(rows.valid_KN.sum())
-    best = max(heads, key=lambda name: sum(overlaps[name]))
-    gains = _in_errors(overlaps[best], overlaps[""]), _in_errors(right[best], right[""])
-    gain = (sum(overlaps[best]) - sum(overlaps[""])) / len(texts)
-    if gain < _GAIN or gains[0] < _SURE or gains[1] < _LIKELY:
+    best = max(heads, key=lambda name: float(figures[name][0].sum()))
+    gains = figures[best] - figures[""]
+    in_errors = (gains.mean(dim=1) / (gains.std(dim=1) / math.sqrt(len(texts)))).nan_to_num(posinf=0.0)
+    if len(texts) < 3 or gains[0].mean() < _GAIN or in_errors[0] < _SURE or in_errors[1] < _LIKELY:
         return None
-    shares = [sum(right[name]) / len(texts) for name in (best, "")]
+    shares = [float(figures[name][1].mean()) for name in (best, "")]
     return f"The head drafts better {best}: {shares[0]:.0%} of {num_drafts} drafts are right instead of {shares[1]:.0%}"
-
-
-def _in_errors(mine: Sequence[float], own: Sequence[float]) -> float:
-    """Return the mean gain over texts in standard errors; 0 for too few texts."""
-    gains = torch.tensor(mine) - torch.tensor(own)
-    error = float(gains.std()) / math.sqrt(len(own)) if len(own) > 2 else 0.0
-    return float(gains.mean()) / error if error else 0.0
 
 
 def wirings(head: MtpHead) -> Mapping[str, Callable[[MtpHead], MtpHead]]:
@@ -198,27 +186,26 @@ def wirings(head: MtpHead) -> Mapping[str, Callable[[MtpHead], MtpHead]]:
     conventions = {
         f"wired as {engine} does": one for engine, one in head.family.wiring.conventions.items() if one != ours
     }
-    for norm, other, side in _NORMS:
-        if ours.hidden == norm:
-            conventions[f"reading the hidden state {side} the final norm"] = replace(ours, hidden=other)
-        if ours.recycle == norm:
-            conventions[f"recycling its state {side} its final norm"] = replace(ours, recycle=other)
+    other = {"after_final_norm": "before_final_norm", "before_final_norm": "after_final_norm"}
+    for field, words in (("hidden", "reading the hidden state {} the"), ("recycle", "recycling its state {} its")):
+        if norm := other.get(getattr(ours, field)):
+            name = f"{words.format(norm.removesuffix('_final_norm'))} final norm"
+            changed: Any = {field: norm}
+            conventions[name] = replace(ours, **changed)
     forms: dict[str, Callable[[MtpHead], MtpHead]] = {
         "with the halves of its projection swapped": _with_halves_swapped,
         "with its square matrices transposed": _transposed,
     }
     for sign, word in ((-1.0, "minus"), (1.0, "plus")):
-        forms[f"with the norms before its projection {word} one"] = _shifted(sign, ("embed_norm", "hidden_norm"))
-        forms[f"with all its norms {word} one"] = _shifted(sign, ("norm",))
-    return {name: _wired(one) for name, one in conventions.items()} | forms
+        before = partial(_shifted, sign, ("embed_norm.weight", "hidden_norm.weight"))
+        forms[f"with the norms before its projection {word} one"] = before
+        forms[f"with all its norms {word} one"] = partial(_shifted, sign, ("norm.weight",))
+    return {name: partial(_wired, one) for name, one in conventions.items()} | forms
 
 
-def _wired(convention: Convention) -> Callable[[MtpHead], MtpHead]:
-    def change(head: MtpHead) -> MtpHead:
-        head.convention = convention
-        return head
-
-    return change
+def _wired(convention: Convention, head: MtpHead) -> MtpHead:
+    head.convention = convention
+    return head
 
 
 def _with_halves_swapped(head: MtpHead) -> MtpHead:
@@ -236,11 +223,8 @@ def _transposed(head: MtpHead) -> MtpHead:
     return head
 
 
-def _shifted(sign: float, norms: tuple[str, ...]) -> Callable[[MtpHead], MtpHead]:
-    def change(head: MtpHead) -> MtpHead:
-        for name, parameter in head.named_parameters():
-            if parameter.ndim == 1 and name.endswith(tuple(f"{norm}.weight" for norm in norms)):
-                parameter.data = parameter.data + sign
-        return head
-
-    return change
+def _shifted(sign: float, norms: tuple[str, ...], head: MtpHead) -> MtpHead:
+    for name, parameter in head.named_parameters():
+        if parameter.ndim == 1 and name.endswith(norms):
+            parameter.data = parameter.data + sign
+    return head

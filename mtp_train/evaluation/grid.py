@@ -12,11 +12,11 @@ from typing import Any
 from mtp_inference import MAX_DEPTH
 from mtp_train.checkpoints.demo import PREFIX
 from mtp_train.checkpoints.files import GENERATION_CONFIG_FILE, Checkpoint, read_json
-from mtp_train.data.tokenize import template_notes
+from mtp_train.data.tokenize import Prompt, template_notes
 from mtp_train.errors import CheckpointError, DataError, MtpError
 from mtp_train.evaluation.arms import ArmSpec, open_arm
 from mtp_train.evaluation.decoding import MAX_BATCH
-from mtp_train.evaluation.prompt_records import Rule, Setting, TaskPrompt
+from mtp_train.evaluation.prompt_records import Rule, Setting
 from mtp_train.evaluation.suites import load_suite, suite_prompts
 from mtp_train.trunk.tokenizer import require_variables
 
@@ -128,7 +128,7 @@ def require_grid(grid: EvaluationGrid) -> None:
 
 def grid_prompts(
     grid: EvaluationGrid, tokenizer: Any, contexts: Sequence[int | None]
-) -> dict[int | None, list[TaskPrompt]]:
+) -> dict[int | None, list[Prompt]]:
     """Return the prompts of the grid's suite, by the length that they are extended to."""
     variables = grid.chat_template_kwargs or {}
     require_variables(tokenizer, variables, "--chat-template-kwargs")

@@ -13,10 +13,7 @@ from pydantic import ConfigDict
 
 from mtp_inference.sampling.distributions import Sampling
 from mtp_train.acceptance.counts import PromptCounts
-from mtp_train.data.tokenize import Prompt
 
-HELD_OUT_TASK = "held-out"
-"""Task of the prompts that a run holds out."""
 Rule = Literal["none", "greedy", "argmax", "sampled", "served"]
 """How drafts are made and verified.
 
@@ -68,17 +65,6 @@ class Setting:
         context = "own" if self.context_tokens is None else str(self.context_tokens)
         filters = (f"-p{self.top_p:g}" if self.top_p < 1.0 else "") + (f"-n{self.top_k}" if self.top_k else "")
         return f"t{self.temperature:g}-c{context}-k{self.depth}-{self.rule}{filters}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskPrompt(Prompt):
-    """A prompt and the task it belongs to."""
-
-    task: str
-
-    @classmethod
-    def of(cls, prompt: Prompt, task: str) -> TaskPrompt:
-        return cls(id=prompt.id, group=prompt.group, prompt_ids=prompt.prompt_ids, task=task)
 
 
 @dataclass(frozen=True, kw_only=True)

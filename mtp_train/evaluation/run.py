@@ -21,7 +21,7 @@ from mtp_train.acceptance.speed import measured_speedup
 from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.identity import InputFiles, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import open_location
-from mtp_train.errors import DataError
+from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.arms import (
     ArmSpec,
     head_files,
@@ -47,7 +47,7 @@ from mtp_train.evaluation.decoding import (
 )
 from mtp_train.evaluation.dense import DenseRows, dense_rows, replayed
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
-from mtp_train.evaluation.prompt_records import PromptRecord, Setting, TaskPrompt
+from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.results import REPORT_FILE, Report, load_report
 from mtp_train.evaluation.served import Server, ask, judged
 from mtp_train.evaluation.statistics import MeasuredArm, Measurements, Records, assemble
@@ -196,7 +196,7 @@ class Study:
         out: Path,
         progress: Progress,
         *,
-        prompts: Sequence[TaskPrompt] | None = None,
+        prompts: Sequence[Prompt] | None = None,
         servers: Sequence[Server] = (),
         processes: Processes = ALONE,
     ) -> None:
@@ -234,7 +234,9 @@ class Study:
         first, grid, progress = group[0], self.grid, self.progress
         model = self.arms[first]
         tokenizer = load_tokenizer(model.checkpoint, trust_remote_code=False, adapter=model.adapter)
-        prompts: Prompts = {None: self.prompts} if self.prompts is not None else _enough_prompts(grid, tokenizer)
+        prompts: Prompts = (
+            {None: self.prompts} if self.prompts is not None else grid_prompts(grid, tokenizer, grid.contexts)
+        )
         with shown_loading(progress, first.trunk_name, model.checkpoint.num_bytes):
             trunk = load_arm_trunk(model, local_device())
         drafting = {one.name: maker for one in group if (maker := self.arms[one].load_drafting(trunk)) is not None}
@@ -341,17 +343,3 @@ def _inputs(arms: Mapping[ArmSpec, OpenModel], servers: Sequence[Server]) -> dic
         of_gguf = InputFiles(Path(place), {Path(place).name: Path(place)})
         inputs["the served checkpoint"] = of_gguf if is_gguf(place) else checkpoint_files(open_location(place))
     return inputs
-
-
-def _enough_prompts(grid: EvaluationGrid, tokenizer: Any) -> Prompts:
-    prompts = grid_prompts(grid, tokenizer, grid.contexts)
-    for context, some in prompts.items():
-        if len(some) < 2:
-            told, cure = f"--prompts-per-task {grid.prompts_per_task}", "Ask for more prompts, or add some"
-            if context is not None:
-                told, cure = f"--contexts {context}", "Ask for a longer context, or for more prompts"
-            raise DataError(
-                f"{told}: {len(some)} prompt(s) of {grid.suite} fit; expected at least 2, as intervals are over groups "
-                f"of prompts. {cure}."
-            )
-    return prompts

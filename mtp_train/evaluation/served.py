@@ -28,9 +28,10 @@ from mtp_train.answers.generate import noise_seed
 from mtp_train.answers.served import fit_of, spread
 from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.locations import open_location
+from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
-from mtp_train.evaluation.prompt_records import PromptRecord, Rule, Setting, TaskPrompt
+from mtp_train.evaluation.prompt_records import PromptRecord, Rule, Setting
 from mtp_train.evaluation.results import ALL_TASKS, Cell
 from mtp_train.evaluation.statistics import MeasuredArm, Served, make_cells
 from mtp_train.heads.diagnose import text_config_of
@@ -112,7 +113,7 @@ class _Asked:
     """The answers at one temperature."""
 
     records: Sequence[ServedRecord]
-    failed: Sequence[tuple[TaskPrompt, str]]
+    failed: Sequence[tuple[Prompt, str]]
     """Prompts without a response, and why."""
     seconds: float
     """Wall time of all requests."""
@@ -196,7 +197,7 @@ def served_checkpoint(server: Server) -> str:
 
 def measure_endpoint(
     endpoint: Endpoint,
-    prompts: Sequence[TaskPrompt],
+    prompts: Sequence[Prompt],
     grid: EvaluationGrid,
     progress: Progress,
     *,
@@ -225,7 +226,7 @@ def measure_endpoint(
     decoded = {_setting(one, found, drafts): found.records for one, found in asked.items()}
     measured = MeasuredArm(arm, trunk, endpoint.url if drafts else None, decoded)
     cells = tuple(_told(cell, asked[cell.temperature], drafts, endpoint.url) for cell in make_cells(measured))
-    return Served(arm=measured, cells=cells, document=_document(endpoint, asked, drafts, grid))
+    return Served(arm=measured, cells=cells, document=_document(endpoint, asked, drafts))
 
 
 def _told(cell: Cell, asked: _Asked, drafts: bool | None, url: str) -> Cell:
@@ -239,7 +240,7 @@ def _told(cell: Cell, asked: _Asked, drafts: bool | None, url: str) -> Cell:
     return cell
 
 
-def _request(prompt: TaskPrompt, temperature: float, grid: EvaluationGrid) -> Request:
+def _request(prompt: Prompt, temperature: float, grid: EvaluationGrid) -> Request:
     sampling = Sampling(temperature=temperature, seed=noise_seed(prompt.id, grid.seed))
     return Request(prompt_ids=prompt.prompt_ids, max_new_tokens=grid.max_new_tokens, sampling=sampling)
 
@@ -252,7 +253,7 @@ def _setting(temperature: float, asked: _Asked, drafts: bool | None) -> Setting:
 
 def _ask_all(
     endpoint: Endpoint,
-    prompts: Sequence[TaskPrompt],
+    prompts: Sequence[Prompt],
     temperature: float,
     grid: EvaluationGrid,
     tick: Callable[[], None],
@@ -282,9 +283,14 @@ def _ask_all(
             f"{temperature:g} ({failed[0][0].id}: {failed[0][1]}); expected responses. Check the server's log, and "
             "that its context length fits the prompts."
         )
+    own = sum(one.num_tokens for one in records)
     # The number of tokens generated for a failed request is unknown.
-    if not failed:
-        _require_own(endpoint, records, generated)
+    if not failed and generated > (1.0 + MAX_FOREIGN_SHARE) * own:
+        raise DataError(
+            f"{endpoint.url}: generated {generated} tokens, {own} of them for us "
+            f"({len(records)} prompts); expected no other client, as its counters do not separate requests. Measure "
+            "while it is idle."
+        )
     return _Asked(records=records, failed=failed, seconds=seconds)
 
 
@@ -293,22 +299,11 @@ def _counters(endpoint: Endpoint) -> Counters | None:
     return endpoint.counters() if endpoint.concurrency == 1 else None
 
 
-def _require_own(endpoint: Endpoint, records: Sequence[ServedRecord], generated: int) -> None:
-    """Check that the counters include no drafts for other clients."""
-    own = sum(one.num_tokens for one in records)
-    if generated > (1.0 + MAX_FOREIGN_SHARE) * own:
-        raise DataError(
-            f"{endpoint.url}: generated {generated} tokens, {own} of them for us "
-            f"({len(records)} prompts); expected no other client, as its counters do not separate requests. Measure "
-            "while it is idle."
-        )
-
-
 def _num_tokens(response: Response) -> int:
     return (response.document.get("usage") or {}).get("completion_tokens") or len(response.token_ids)
 
 
-def _record(prompt: TaskPrompt, response: Response, gained: SpecCounts | None) -> ServedRecord:
+def _record(prompt: Prompt, response: Response, gained: SpecCounts | None) -> ServedRecord:
     # Of llama-server.
     timings = response.document.get("timings") or {}
     return ServedRecord(
@@ -344,9 +339,7 @@ def _gained(endpoint: Endpoint, before: Counters, own_tokens: int) -> tuple[Coun
     return now, generated, counts
 
 
-def _document(
-    endpoint: Endpoint, asked: Mapping[float, _Asked], drafts: bool | None, grid: EvaluationGrid
-) -> dict[str, Any]:
+def _document(endpoint: Endpoint, asked: Mapping[float, _Asked], drafts: bool | None) -> dict[str, Any]:
     failed = [(temperature, *pair) for temperature, one in asked.items() for pair in one.failed]
     warnings = [f"{len(failed)} requests failed, {failed[0][1].id} first: {failed[0][2]}."] if failed else []
     if drafts is None:
@@ -361,28 +354,12 @@ def _document(
         "drafts": drafts,
         "counts": "responses" if _counters(endpoint) is None else "counters",
         "concurrency": endpoint.concurrency,
-        "max_new_tokens": grid.max_new_tokens,
-        "seed": grid.seed,
-        "speeds": [_speed(temperature, one) for temperature, one in asked.items()],
         "failures": [
             {"prompt": prompt.id, "task": prompt.task, "temperature": temperature, "reason": reason}
             for temperature, prompt, reason in failed
         ],
         "answers": None,
         "warnings": warnings,
-    }
-
-
-def _speed(temperature: float, asked: _Asked) -> dict[str, Any]:
-    """Return the throughput at one temperature, prefill included."""
-    tokens = sum(one.num_tokens for one in asked.records)
-    return {
-        "temperature": temperature,
-        "requests": len(asked.records),
-        "failed": len(asked.failed),
-        "tokens": tokens,
-        "seconds": asked.seconds,
-        "tokens_per_second": tokens / asked.seconds,
     }
 
 

@@ -13,7 +13,7 @@ Acceptance is of prompts that were decoded in batches, the time of a round of a 
 time; ``acceptance.speed`` computes speeds of both. ``speedup`` includes prefill, as for a user, and ``break_even_tau``
 is the cost of rounds alone.
 
-Shapes: K depths, N target positions, P prompts.
+Shapes: K depths, N target positions, P prompts, G groups of prompts, B bins of entropy, X sets of prompts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ import torch
 import transformers
 
 from mtp_train.acceptance.counts import (
+    FloatArray,
     PromptCounts,
     acceptance_rate,
     conditional,
@@ -38,12 +39,18 @@ from mtp_train.acceptance.counts import (
     tau,
 )
 from mtp_train.acceptance.gate import GateVerdict, decide_gate
-from mtp_train.acceptance.intervals import holm, marginal_intervals, tau_difference, tau_interval
+from mtp_train.acceptance.intervals import (
+    Difference,
+    holm,
+    judge_difference,
+    marginal_intervals,
+    tau_difference,
+    tau_interval,
+)
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.acceptance.speed import Pair, break_even_tau, measured_speedup, round_seconds, tokens_per_second
 from mtp_train.errors import DataError
 from mtp_train.evaluation.dense import DenseRows
-from mtp_train.evaluation.entropy import overlap_difference
 from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.results import ALL_TASKS, ArmComparison, Cell, Lossless, Report
 
@@ -54,8 +61,6 @@ LEAST_SAME_TEXTS = 0.5
 """Share of equal greedy texts below which two servers may not serve one trunk. Rounding alone changes fewer."""
 Records = Mapping[Setting, Sequence[PromptRecord]]
 """Records of an arm by setting, in the order of the prompts."""
-ByPrompt = Mapping[Setting, Mapping[str, tuple[str, PromptCounts]]]
-"""Task and counts of each prompt id, by setting."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,14 +86,6 @@ class MeasuredArm:
     def settings(self) -> list[Setting]:
         return [one for one, records in self.decoded.items() if records]
 
-    @property
-    def by_prompt(self) -> ByPrompt:
-        """Task and counts of every prompt at every setting."""
-        return {
-            setting: {one.prompt_id: (one.task, one.counts(setting.depth)) for one in records}
-            for setting, records in self.decoded.items()
-        }
-
     def own(self, setting: Setting) -> Setting:
         """Return the arm's setting beside drafting arms at ``setting``: plain decoding is the same for all of them."""
         return setting if self.head is not None else setting.plain
@@ -98,14 +95,19 @@ class MeasuredArm:
         own = self.own(setting)
         return [one.counts(own.depth) for one in (self.timed if timed else self.decoded).get(own, ())]
 
-    def against(self, other: MeasuredArm | None, setting: Setting) -> Pair:
-        """Return the counts of this arm and of another one at a setting, on the prompts of this arm, in their order."""
-        pairs = []
-        for timed in (False, True):
-            own, theirs = self.counts(setting, timed=timed), other.counts(setting, timed=timed) if other else []
-            by_id = {one.prompt_id: one for one in theirs}
-            pairs += [own, [by_id[one.prompt_id] for one in own if one.prompt_id in by_id]]
-        return Pair(*pairs)
+    def against(self, other: MeasuredArm, setting: Setting) -> Pair:
+        """Return the counts of this arm and of another one at a setting, on the prompts of both."""
+        timed = paired(self.counts(setting, timed=True), other.counts(setting, timed=True))
+        return Pair(*paired(self.counts(setting), other.counts(setting)), *timed)
+
+
+def paired(
+    first: Sequence[PromptCounts], second: Sequence[PromptCounts]
+) -> tuple[list[PromptCounts], list[PromptCounts]]:
+    """Return the counts of the prompts that both have, in the order of the first."""
+    others = {one.prompt_id: one for one in second}
+    common = [one for one in first if one.prompt_id in others]
+    return common, [others[one.prompt_id] for one in common]
 
 
 def checked_records(arms: Iterable[MeasuredArm]) -> list[PromptRecord]:
@@ -124,13 +126,18 @@ def lossless(checked: Sequence[PromptRecord]) -> Lossless:
     )
 
 
-def make_cells(arm: MeasuredArm, *, tasks_apart: bool = True) -> tuple[Cell, ...]:
-    """Return a cell per own setting, of all tasks together, and after it one per task if they are shown apart."""
+def make_cells(arm: MeasuredArm) -> tuple[Cell, ...]:
+    """Return a cell per own setting, of all tasks together, and after it one per task if there are several."""
     return tuple(
         make_cell(arm, setting, task)
         for setting in arm.settings
-        for task in (ALL_TASKS, *(dict.fromkeys(one.task for one in arm.decoded[setting]) if tasks_apart else ()))
+        for task in _tasks(one.task for one in arm.decoded[setting])
     )
+
+
+def _tasks(found: Iterable[str]) -> tuple[str, ...]:
+    single = dict.fromkeys(found)
+    return (ALL_TASKS, *single) if len(single) > 1 else (ALL_TASKS,)
 
 
 def make_cell(arm: MeasuredArm, setting: Setting, task: str = ALL_TASKS) -> Cell:
@@ -172,8 +179,8 @@ def _draft_figures(counts: Sequence[PromptCounts]) -> dict[str, Any]:
 
 def _speed_figures(arm: MeasuredArm, setting: Setting) -> dict[str, Any]:
     """Return the figures of the timed prompts, and those beside plain decoding of the same prompts."""
-    pair = arm.against(arm.plain, setting)
-    speed, timed = tokens_per_second(pair.head, pair.timed_head), pair.timed_head
+    timed = arm.counts(setting, timed=True)
+    speed = tokens_per_second(arm.counts(setting), timed)
     if speed is None:
         return {}
     prefills = [(one.seconds or 0.0) - (one.seconds_decode or 0.0) for one in timed]
@@ -183,11 +190,11 @@ def _speed_figures(arm: MeasuredArm, setting: Setting) -> dict[str, Any]:
         "round_seconds": round_seconds(timed),
         "speedup": None if setting.depth else 1.0,
     }
-    gain = measured_speedup(pair) if setting.depth else None
-    if gain is None:
-        return found
-    needed = break_even_tau(timed, pair.timed_baseline)
-    return {**found, "speedup": gain.value, "speedup_ci95": gain.interval(0.05), "break_even_tau": needed}
+    pair = arm.against(arm.plain, setting) if setting.depth and arm.plain is not None else Pair((), ())
+    if gain := measured_speedup(pair):
+        found |= {"speedup": gain.value, "speedup_ci95": gain.interval(0.05)}
+        found["break_even_tau"] = break_even_tau(pair.timed_head, pair.timed_baseline)
+    return found
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -256,7 +263,7 @@ def assemble(
             **{one.arm.name: one.cells[0].result for one in served},
         },
         cells=(
-            *(cell for arm in found.arms for cell in make_cells(arm, tasks_apart=title is not None)),
+            *(cell for arm in found.arms for cell in make_cells(arm)),
             *(cell for one in served for cell in one.cells),
         ),
         comparisons=() if title is None else compare_arms(drafted, [one.arm for one in served]),
@@ -274,16 +281,16 @@ def _gate(baseline: Served, judged: Served) -> GateVerdict:
         DataError: The judged server has no drafts, or those of single prompts are not known of both alike.
     """
     pairs, sources, first = {}, [one.document["counts"] for one in (baseline, judged)], baseline.arm
-    for before, (setting, after) in zip(first.by_prompt.values(), judged.arm.by_prompt.items(), strict=True):
-        both = [prompt for prompt in after if prompt in before]
-        if not both or not setting.depth or sources[0] != sources[1]:
-            found = " and ".join(sources) if both and setting.depth else "no drafts, or none that it counts by prompt"
+    for before, after in zip(first.decoded, judged.arm.decoded, strict=True):
+        counts = paired(judged.arm.counts(after), first.counts(before))
+        is_known = bool(counts[0]) and after.depth > 0
+        if not is_known or sources[0] != sources[1]:
+            found = " and ".join(sources) if is_known else "no drafts, or none that it counts by prompt"
             raise DataError(
                 f"arm {judged.arm.name}: {found}; expected counts of one kind on prompts that both servers answer. "
                 "Start llama-server with --spec-type draft-mtp (draft-eagle3 with -md), both with --metrics or neither."
             )
-        counts = [after[prompt][1] for prompt in both], [before[prompt][1] for prompt in both]
-        pairs[setting.name] = Pair(*counts, *counts)
+        pairs[after.name] = Pair(*counts, *counts)
     name = first.name if any(setting.depth for setting in first.decoded) else PLAIN
     verdict, same = decide_gate(pairs, name), same_texts(first, judged.arm)
     if same < LEAST_SAME_TEXTS:
@@ -315,13 +322,14 @@ def compare_arms(arms: Sequence[MeasuredArm], servers: Sequence[MeasuredArm] = (
 
 
 def _compare(first: MeasuredArm, second: MeasuredArm, same_trunk: bool) -> list[ArmComparison]:
-    compared, mine, theirs = [], first.by_prompt, second.by_prompt
-    for setting in (one for one in mine if one.depth and one in theirs):
-        others, place = theirs[setting], (setting.temperature, setting.context_tokens)
-        pairs = [(task, one, others[prompt][1]) for prompt, (task, one) in mine[setting].items() if prompt in others]
+    compared = []
+    for setting in (one for one in first.decoded if one.depth and one in second.decoded):
+        place = setting.temperature, setting.context_tokens
+        task_of = {one.prompt_id: one.task for one in first.decoded[setting]}
+        both = paired(first.counts(setting), second.counts(setting))
         dense = first.dense.get(place), second.dense.get(place)
-        for task in [None, *dict.fromkeys(task for task, _, _ in pairs)] if pairs else []:
-            chosen = [(one, other) for its_task, one, other in pairs if task in (None, its_task)]
+        for task in _tasks(task_of[one.prompt_id] for one in both[0]) if both[0] else ():
+            chosen = [pair for pair in zip(*both, strict=True) if task in (ALL_TASKS, task_of[pair[0].prompt_id])]
             delta = tau_difference([one for one, _ in chosen], [other for _, other in chosen])
             at_equal = None if dense[0] is None or dense[1] is None else overlap_difference(dense[0], dense[1], task)
             compared.append(
@@ -329,7 +337,7 @@ def _compare(first: MeasuredArm, second: MeasuredArm, same_trunk: bool) -> list[
                     **vars(setting),
                     first=first.name,
                     second=second.name,
-                    task=ALL_TASKS if task is None else task,
+                    task=task,
                     delta_tau=delta.value,
                     delta_tau_ci95=delta.ci95,
                     groups=delta.groups,
@@ -351,3 +359,82 @@ def _corrected(found: Sequence[ArmComparison]) -> tuple[ArmComparison, ...]:
         for index, fell in zip(family, falls, strict=True):
             differs[index] = fell
     return tuple(replace(one, differs=differs[index]) for index, one in enumerate(found))
+
+
+ENTROPY_EDGES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0)
+"""Lower ends of the bins in nats; the last has no upper end."""
+FINER = 4
+"""Parts of each bin in the comparison. Within a wide bin, easier text still has the lower entropy."""
+FINE_EDGES = (
+    *(low + (high - low) * part / FINER for low, high in pairwise(ENTROPY_EDGES) for part in range(FINER)),
+    ENTROPY_EDGES[-1],
+)
+"""Lower ends of the comparison's bins."""
+MIN_COMMON_SHARE = 0.25
+"""Minimum overlap of the arms' distributions over bins; arms with less in common are not compared."""
+
+
+def overlap_difference(first: DenseRows, second: DenseRows, task: str = ALL_TASKS) -> Difference | None:
+    """Return the difference of mean overlap at depth 1 at equal target entropy, on the prompts that both arms decoded.
+
+    Fine-tuning changes the entropy of the trunk's text, and that moves acceptance more than the head does (Bebop,
+    arXiv:2606.12370). Two arms are therefore compared within bins of the target's entropy, whose differences are
+    averaged with weights ``a b / (a + b)``, as Mantel and Haenszel do (J. National Cancer Institute 22, 1959): a and b
+    are the shares of the arms' positions that lie in the bin. For arms with the same distribution of entropies, the
+    result is the ordinary difference of means.
+
+    Returns:
+        None where the distributions of the arms over bins overlap by less than ``MIN_COMMON_SHARE``.
+    """
+    mine, theirs = (_groups(rows, task) for rows in (first, second))
+    group_of = {prompt: group for prompt, group in mine.items() if prompt in theirs}
+    names = {group: number for number, group in enumerate(dict.fromkeys(group_of.values()))}
+    pair_G4B = np.concatenate([_sums(rows, group_of, names) for rows in (first, second)], axis=1)
+    total_4B = pair_G4B.sum(axis=0)
+    if not total_4B[0].any() or not total_4B[2].any() or _common_share(total_4B) < MIN_COMMON_SHARE:
+        return None
+    count_G2 = pair_G4B[:, ::2].sum(axis=-1)
+    weight_G = (count_G2 / count_G2.sum(axis=0)).mean(axis=1)
+    return judge_difference(float(_standardised(total_4B[None])[0]), _standardised(total_4B - pair_G4B), weight_G)
+
+
+def _groups(rows: DenseRows, task: str) -> dict[str, str]:
+    """Return the group of each prompt of a task."""
+    prompts = zip(rows.prompt_ids.tolist(), rows.groups.tolist(), rows.tasks.tolist(), strict=True)
+    return {prompt: group for prompt, group, its_task in prompts if task in (ALL_TASKS, its_task)}
+
+
+def _sums(rows: DenseRows, group_of: Mapping[str, str], names: Mapping[str, int]) -> FloatArray:
+    """Return counts and summed overlaps of the positions at depth 1, shape (G, 2, B), by the bins of ``FINE_EDGES``.
+
+    Args:
+        group_of: The groups of the prompts that count.
+        names: The index of each group.
+    """
+    prompts = rows.prompt_ids.tolist()
+    group_P = np.array([names[group_of[one]] if one in group_of else -1 for one in prompts], dtype=np.int64)
+    counted_N = rows.valid_KN[0] & (group_P[rows.prompt_N] >= 0)
+    bin_N = np.searchsorted(np.array(FINE_EDGES), rows.entropy_N[counted_N], side="right") - 1
+    place_N = group_P[rows.prompt_N[counted_N]] * len(FINE_EDGES) + np.maximum(bin_N, 0)
+    flat = [
+        np.bincount(place_N, weight_N, minlength=len(names) * len(FINE_EDGES))
+        for weight_N in (None, rows.overlap_KN[0, counted_N])
+    ]
+    return np.stack([one.reshape(len(names), len(FINE_EDGES)).astype(np.float64) for one in flat], axis=1)
+
+
+def _common_share(total_4B: FloatArray) -> float:
+    """Return the overlap of the arms' distributions over the bins of ``ENTROPY_EDGES``, 0 to 1."""
+    coarse_4B = np.add.reduceat(total_4B[::2], np.arange(0, total_4B.shape[1], FINER), axis=1)
+    return float((coarse_4B / coarse_4B.sum(axis=1, keepdims=True)).min(axis=0).sum())
+
+
+def _standardised(sums_X4B: FloatArray) -> FloatArray:
+    """Return the weighted mean of the bins' differences for each X; NaN if no bin has positions of both arms."""
+    counts_X2B, overlaps_X2B = sums_X4B[:, ::2], sums_X4B[:, 1::2]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share_X2B = counts_X2B / counts_X2B.sum(axis=-1, keepdims=True)
+        weight_XB = np.nan_to_num(share_X2B.prod(axis=1) / share_X2B.sum(axis=1))
+        mean_X2B = np.nan_to_num(overlaps_X2B / counts_X2B)
+        difference_X: FloatArray = (weight_XB * (mean_X2B[:, 0] - mean_X2B[:, 1])).sum(axis=-1) / weight_XB.sum(axis=-1)
+    return difference_X

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,9 +30,8 @@ from mtp_train.data.records import (
     with_variables,
 )
 from mtp_train.data.sources import FORMATS, columns_of, known_columns, load_records, load_rows, read_content, read_each
-from mtp_train.data.tokenize import build_prompts
+from mtp_train.data.tokenize import Prompt, build_prompts
 from mtp_train.errors import DataError
-from mtp_train.evaluation.prompt_records import TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS
 from mtp_train.trunk.tokenizer import NO_VARIABLES, raw_tokens
 
@@ -261,7 +259,7 @@ def _records_of(name: str) -> list[SuiteRecord]:
     if kind in BENCHMARKS:
         cure = f"Write {kind}: and its file, or the id of its dataset on the hub."
     else:
-        cure = f"{_near(kind, [BUILTIN, DEMO, *BENCHMARKS])}Use one of them, or a path."
+        cure = "Use one of them, or a path."
     raise DataError(f"suite {name!r}: no such suite or file; expected {known}, or a file of your own. {cure}")
 
 
@@ -291,7 +289,7 @@ def choose_records(
         if task not in known:
             raise DataError(
                 f"suite {suite.name!r}: no task {task!r}; expected some of {', '.join(known)}. "
-                f"{_near(task, known)}Correct the name, or leave tasks out for all."
+                "Correct the name, or leave tasks out for all."
             )
     chosen: list[SuiteRecord] = []
     for task in known if tasks is None else dict.fromkeys(tasks):
@@ -307,7 +305,7 @@ def suite_prompts(
     prompts_per_task: int | None = None,
     seed: int = 0,
     tasks: Sequence[str] | None = None,
-) -> list[TaskPrompt]:
+) -> list[Prompt]:
     """Return the tokens of a suite's prompts, extended to ``context_tokens`` where given.
 
     Chats are rendered by the chat template. If the template rejects a system message, its text is prepended to the
@@ -345,7 +343,7 @@ def suite_prompts(
             place = _place(record, tokenizer, prompt_ids)
             before = text_before(one, context_tokens - len(prompt_ids), every, seed, tokens_of)
             prompt_ids = (*prompt_ids[:place], *before, *prompt_ids[place:])
-        prompts.append(TaskPrompt(id=record.id, group=record.group, prompt_ids=prompt_ids, task=one.task))
+        prompts.append(Prompt(id=record.id, group=record.group, prompt_ids=prompt_ids, task=one.task))
     if not prompts:
         limit = "of two tokens or more" if context_tokens is None else f"of {context_tokens} tokens or fewer"
         raise DataError(
@@ -425,8 +423,3 @@ def _demo_records() -> list[SuiteRecord]:
     code = load_records(str(demo_path("code")), group_field="group", name="demo:code")
     held_out = [record for record in functions if is_held_out(record.group, DEMO_HOLDOUT, DEMO_SEED)]
     return [SuiteRecord(task, record) for task, part in (("functions", held_out), ("code", code)) for record in part]
-
-
-def _near(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"Did you mean {near[0]}? " if near else ""

@@ -9,13 +9,11 @@ from mtp_train.families.drafts.record import draft_kind as draft_kind
 from mtp_train.families.drafts.record import kinds_served as kinds_served
 from mtp_train.families.drafts.record import most_served_kind as most_served_kind
 from mtp_train.families.drafts.record import of_kind as of_kind
-from mtp_train.families.drafts.record import require_served_trunk as require_served_trunk
 from mtp_train.families.engines import Convention as Convention
 from mtp_train.families.registry import FAMILIES as FAMILIES
 from mtp_train.families.registry import WRAPPERS as WRAPPERS
 from mtp_train.families.registry import family_for as family_for
 from mtp_train.families.registry import family_named as family_named
-from mtp_train.families.registry import refuse_unserved_heads as refuse_unserved_heads
 from mtp_train.families.spec import Family as Family
 from mtp_train.families.spec import KeyRule as KeyRule
 from mtp_train.families.spec import RawConfig as RawConfig

@@ -34,8 +34,6 @@ class Convention:
     position_offset: int = 0
     """Added to every position in the head's rotary embedding. Rotary attention itself depends on differences of
     positions only: llama.cpp's positions, which are one higher in every row, need no offset here."""
-    centred: bool = False
-    """Whether the head's final norm is a LayerNorm, which first subtracts the mean of the state."""
 
 
 ZERO_FIRST = Convention(zero_first_embedding=True)
@@ -90,12 +88,6 @@ LLAMA_CPP_BESIDE = _sidecar("")
 USE_MTP = EngineSupport(True, "model.generate(..., use_mtp=True): batch 1, one draft a round for each module")
 
 
-def use_mtp_named(pattern: str) -> EngineSupport:
-    """Return the entry of a head whose keys transformers' class does not list, so that the caller has to name them."""
-    named = f"once loaded, model._keys_to_ignore_on_load_unexpected = [r'{pattern}']; {USE_MTP.text}"
-    return EngineSupport(True, named.replace("{", "{{").replace("}", "}}"))
-
-
 _GGUF_FRONT_END = EngineSupport(
     None, "not verified: loads the GGUF that llama.cpp's converter writes; drafting depends on the llama.cpp inside"
 )
@@ -111,18 +103,6 @@ def no(reason: str) -> EngineSupport:
     return EngineSupport(False, reason)
 
 
-DSPARK = {
-    "vllm": EngineSupport(
-        None,
-        "not verified: vllm serve {path} "
-        '--speculative-config \'{{"method":"dspark","num_speculative_tokens":{depth}}}\'',
-    ),
-    "sglang": EngineSupport(
-        None, "not verified: python -m sglang.launch_server --model-path {path} --speculative-algorithm DSPARK"
-    ),
-    "llama.cpp": no("its converter reads a DSpark drafter from a directory of its own"),
-}
-"""Engines that draft with a DSpark drafter inside of its trunk's checkpoint; ``{depth}`` is the size of its block."""
 MLX_ALONE = {
     "mlx": EngineSupport(None, "not verified: mlx_lm.server --model {path}"),
     **dict.fromkeys(("vllm", "sglang", "llama.cpp", "exllamav3", "transformers"), no("does not read MLX's layout")),

@@ -120,7 +120,6 @@ sparse_indexed = layers_of(mlp_layer_types="sparse", layer_types="indexed_attent
 KIMI_DELTA = RecurrentKernels(
     chunked="chunk_kimi_delta_attention",
     single="recurrent_kimi_delta_attention",
-    conv="causal_conv1d_fn",
     rule="kimi_delta",
 )
 """The functions of transformers' layers of Kimi Delta Attention, the same in every family."""

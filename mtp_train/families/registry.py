@@ -27,7 +27,6 @@ HEADLESS: Mapping[str, str] = {
 }
 """Value of ``model_type`` to the reason why no head is handled."""
 
-NOT_ATTACHED = f"A head can be attached to {', '.join(family.title for family in ATTACHED)}."
 WRAPPERS: Mapping[str, str] = {
     "gemma3": "Gemma 3",
     "mistral3": "Mistral 3",
@@ -85,7 +84,7 @@ def family_for(config: RawConfig, *, where: str) -> Family:
     if model_type in HEADLESS:
         raise UnsupportedModelError(
             f"{where}: model_type '{model_type}': {HEADLESS[model_type]}; expected a model that has a head to put back "
-            f"or retrain. {NOT_ATTACHED}"
+            f"or retrain. A head can be attached to {', '.join(family.title for family in ATTACHED)}."
         )
     known = ", ".join(f"{family.title} ({', '.join(family.model_types)})" for family in FAMILIES)
     raise UnsupportedModelError(
@@ -119,22 +118,3 @@ def in_wrapper(family: Family, config: RawConfig, *, where: str) -> Family:
         wiring=replace(family.wiring, conventions={}),
         engines=transformers_only(family.engines["transformers"]),
     )
-
-
-def refuse_unserved_heads(config: RawConfig, *, where: str) -> None:
-    text_config = raw_text_config(config)
-    # Gloeckle et al. 2024 (arXiv:2404.19737): the heads run in parallel to the last layer and read no drafted token.
-    future = text_config.get("n_future_tokens")
-    found = None
-    if isinstance(future, int) and future > 1:
-        found = f"{future - 1} extra heads of Meta's multi-token prediction (n_future_tokens {future})"
-    # Medusa's own layout. The layout that vLLM reads is a separate draft model (drafts/medusa.py).
-    elif text_config.get("medusa_num_heads"):
-        found = "Medusa heads"
-    elif text_config.get("model_type") == "mlp_speculator":
-        found = "an MLP speculator"
-    if found is not None:
-        raise UnsupportedModelError(
-            f"{where}: has {found}, which vLLM, SGLang, llama.cpp and transformers do not load; expected a head that "
-            f"one of them serves. {NOT_ATTACHED}"
-        )

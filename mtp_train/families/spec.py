@@ -6,7 +6,6 @@ No module outside ``families/`` and ``gguf/`` names a model. ``README.md`` here 
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,8 +18,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families.engines import Convention, EngineSupport, complete, use_mtp_named
-from mtp_train.upstream.transformers_private import listed_head_keys, load_from_wrapper
+from mtp_train.families.engines import Convention, EngineSupport, complete
+from mtp_train.upstream.transformers_private import load_from_wrapper
 
 RawConfig = Mapping[str, Any]
 
@@ -66,6 +65,10 @@ class SharedKey:
     """The repeated trunk key, ``{trunk}`` allowed. If the checkpoint lacks it (tied weights), the embedding's key."""
 
 
+_NORMS = {"rms_norm_eps": "RMSNorm", "layer_norm_epsilon": "RMSNorm", "layer_norm_eps": "LayerNorm"}
+"""Name that a config gives the norms' epsilon, to the norms' class."""
+
+
 @dataclass(frozen=True)
 class HeadLayer:
     """The decoder layer inside each head module, and the norms and rotary embedding around it.
@@ -76,13 +79,10 @@ class HeadLayer:
     model: str
     """Directory of the model under ``transformers.models``."""
     prefix: str
-    """The beginning of the names of its classes; the rest of three of them follows."""
+    """The beginning of the names of its classes; the rest of two of them follows."""
     layer: str = "DecoderLayer"
-    norm: str = "RMSNorm"
     rotary: str | None = "RotaryEmbedding"
     """None if the layers take no position embeddings."""
-    norm_eps: str = "rms_norm_eps"
-    """Field of the config with the norms' epsilon."""
     config: Callable[[PretrainedConfig, int], PretrainedConfig] = lambda config, num_modules: config
     """Text config and number of modules to the config that the layers are built from."""
     build_layer: Callable[[HeadLayer, PretrainedConfig, int], nn.Module] | None = None
@@ -119,8 +119,9 @@ class HeadLayer:
 
     def make_norm(self, config: PretrainedConfig, width: int | None = None) -> nn.Module:
         """Build a norm over ``width`` (default: the hidden size), initialised to the identity scale."""
-        eps = config.to_dict()[self.norm_eps]
-        norm: nn.Module = self.cls(self.prefix + self.norm)(width or config.hidden_size, eps=eps)
+        fields = config.to_dict()
+        epsilon = next(name for name in _NORMS if fields.get(name) is not None)
+        norm: nn.Module = self.cls(self.prefix + _NORMS[epsilon])(width or config.hidden_size, eps=fields[epsilon])
         return norm
 
     def make_rotary(self, config: PretrainedConfig) -> nn.Module | None:
@@ -185,8 +186,6 @@ class RecurrentKernels:
     """The state update over several tokens."""
     single: str
     """The state update over one token that continues a state."""
-    conv: str
-    """The causal convolution with its activation, over several tokens."""
     rule: Literal["gated_delta", "kimi_delta", "mamba2"]
 
 
@@ -372,21 +371,6 @@ class Family:
     def divisor(self, text_config: PretrainedConfig) -> float | None:
         """Return the divisor of hidden states in front of the lm_head, None if they are not divided."""
         return None if self.trunk.logit_divisor is None else float(self.trunk.logit_divisor(text_config.to_dict()))
-
-    def serving_of(self, config: RawConfig) -> dict[str, EngineSupport]:
-        """Return every engine with its support for the head of a checkpoint with this config."""
-        table = self.serving
-        text_config = raw_text_config(config)
-        first, model_type = text_config.get("num_hidden_layers"), text_config.get("model_type")
-        if not table["transformers"].supported or not self.follows_the_trunk or model_type not in CONFIG_MAPPING:
-            return table
-        # transformers lists the keys of a head for the numbers of layers that releases have.
-        listed = listed_head_keys(MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]])
-        if isinstance(first, int) and not any(re.match(pattern, f"model.layers.{first}.") for pattern in listed):
-            numbers = [str(first + module) for module in range(max(1, self.declared_modules(config)))]
-            layers = numbers[0] if len(numbers) == 1 else f"({'|'.join(numbers)})"
-            table["transformers"] = use_mtp_named(rf"^model\.layers\.{layers}\.")
-        return table
 
     def convention(self, name: str) -> Convention:
         """Return the wiring for ``auto`` (this family's default) or for an engine."""

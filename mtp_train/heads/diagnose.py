@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint, head_under_other_names, unnamed_files
+from mtp_train.checkpoints.files import TORCH_DTYPES, Checkpoint, unnamed_weights
 from mtp_train.checkpoints.keymap import HeadLayout, Mapped
 from mtp_train.checkpoints.quantised import is_packed, is_scale, lacks_scales, method_of, packed_weight, plain_shape
 from mtp_train.checkpoints.suggestions import original_of
@@ -50,8 +50,6 @@ class HeadDiagnosis:
     """The quantisation method of ``packed_keys``."""
     unnamed_in: tuple[str, ...] = ()
     """Files with head tensors that a checkpoint without a head has in its directory and does not name."""
-    other_names: tuple[str, ...] = ()
-    """Stored keys of a complete head under other names than its family's, in a checkpoint without a head."""
     foreign: str | None = None
     """What shows that the blocks under the head's prefixes are those of another kind of drafter; None for a head."""
 
@@ -80,8 +78,6 @@ class HeadDiagnosis:
         """Return one phrase that describes the first problem of the head, for an error message."""
         if not self.found_keys:
             missing = f"holds no head tensors (config declares {self.declared_modules} module(s))"
-            if self.other_names:
-                return f"{missing}; the {len(self.other_names)} tensors of one have other names ({self.other_names[0]})"
             named = ", ".join(self.unnamed_in[:3])
             return f"{missing}; {named} has some and is no part of the checkpoint" if named else missing
         if self.foreign is not None:
@@ -223,7 +219,7 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
     packed = {key: weight for key in mapped if (weight := packed_weight(key)) in needed}
     weights = set(packed.values())
     shapes = {key: plain_shape(key, checkpoint.tensors) for key in mapped if key not in packed}
-    unnamed = [] if found else [one.file for one in unnamed_files(checkpoint, layout) if one.num_head_tensors]
+    beside = {} if found else unnamed_weights(checkpoint)
     return HeadDiagnosis(
         declared,
         len(present),
@@ -232,8 +228,7 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
         dtype_errors=_dtype_errors(checkpoint, mapped, head, packed.keys() | weights),
         packed_keys=tuple(sorted(packed)),
         method=method_of(checkpoint) if packed else None,
-        unnamed_in=tuple(unnamed),
-        other_names=() if found or unnamed else head_under_other_names(checkpoint, needed),
+        unnamed_in=tuple(file for file, tensors in beside.items() if any(map(layout.is_head_key, tensors))),
         foreign=foreign_drafter(checkpoint, found),
     )
 

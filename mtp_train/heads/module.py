@@ -121,12 +121,6 @@ class HeadModule(Block):
         return norm(self.mixer(block)), block if self.joined else block.flatten(-2)
 
 
-def _centred(state_BTD: Tensor) -> Tensor:
-    """Subtract the mean over the last axis, in fp32 as norms do."""
-    exact_BTD = state_BTD.float()
-    return (exact_BTD - exact_BTD.mean(-1, keepdim=True)).to(state_BTD.dtype)
-
-
 Unroll = Literal["recursive", "chained", "chained_drafts", "parallel"]
 
 
@@ -195,8 +189,7 @@ class MtpHead(nn.Module):
 
     def norm_for(self, depth: int) -> Callable[[Tensor], Tensor]:
         first = self.family.has_chain_norm(self.config)
-        norm = (cast(Block, self.blocks[0]) if first else self.module_for(depth)).final_norm
-        return (lambda state_BTD: norm(_centred(state_BTD))) if self.convention.centred else norm
+        return (cast(Block, self.blocks[0]) if first else self.module_for(depth)).final_norm
 
     def own_lm_heads(self, num_depths: int) -> list[Tensor] | None:
         """Return the output matrix (V or R, D) of each depth, None where all depths use the trunk's."""

@@ -192,7 +192,6 @@ def frozen_head_loss(
     temperature: float = 1.0,
     own_heads: Sequence[Tensor] | None = None,
     compute_dtype: torch.dtype | None = None,
-    num_rows: int | None = None,
     used_N: Tensor | None = None,
 ) -> LossTerms:
     """Return the weighted loss of all depths, rows chunked by target position.
@@ -206,13 +205,12 @@ def frozen_head_loss(
         own_heads: Frozen output matrix of each depth; None if the head shares the trunk's.
         compute_dtype: The dtype of the products with the output matrix; softmax and losses are in fp32. A matrix held
             in another dtype is converted once for all rows. None uses the matrix's own dtype.
-        num_rows: Target rows of one chunk; None for :func:`chunk_rows`. Another number sums in another order.
         used_N: int64, the rows of a weight other than 0, where the host knows them; None looks at the weights, for
             which the host waits for the device.
     """
     loss, compute_dtype = find_loss(kind), compute_dtype or lm_head_VD.dtype
     used_N = (row_weight_KN != 0).any(dim=0).nonzero().squeeze(1) if used_N is None else used_N
-    num_rows = num_rows or chunk_rows(len(lm_head_VD), gpu_bytes_of(lm_head_VD.device))
+    num_rows = chunk_rows(len(lm_head_VD), gpu_bytes_of(lm_head_VD.device))
     with torch.no_grad(), torch.autocast(student_KND.device.type, enabled=False):
         # Convert once for all chunks.
         lm_head_VD = lm_head_VD.to(compute_dtype)

@@ -152,23 +152,21 @@ def key_figures(report: Report) -> list[tuple[str, str]]:
         return []
     retrained, found = report.arms.get(RETRAINED), list[tuple[str, str]]()
     if report.gate is not None and retrained is not None:
-        baseline = report.gate.baseline
-        shown = {BASELINES.get(baseline, baseline): report.arms.get(baseline), RETRAINED: retrained}
-        known = {name: arm.tau for name, arm in shown.items() if arm is not None and arm.tau is not None}
-        found += [(f"{tau:.2f}", f"tokens per round, {name}") for name, tau in known.items()]
-        return [*found, *_speed_figure(retrained)]
-    found.append((f"{ranked[0][2]:.2f}", f"tokens per round, {ranked[0][0]}"))
-    fastest = max(ranked, key=lambda entry: entry[1].speedup or 0.0)
-    found += _speed_figure(fastest[1], f", {fastest[0]}")
+        shown = {report.gate.baseline: report.arms.get(report.gate.baseline), RETRAINED: retrained}
+        fastest = RETRAINED, retrained
+    else:
+        shown = {ranked[0][0]: ranked[0][1]}
+        fastest = max((entry[:2] for entry in ranked), key=lambda entry: entry[1].speedup or 0.0)
+    for name, arm in shown.items():
+        if arm is not None and arm.tau is not None:
+            found.append((f"{arm.tau:.2f}", f"tokens per round, {BASELINES.get(name, name)}"))
+    name, arm = fastest
+    if arm.speedup is not None:
+        bounds = "" if arm.speedup_ci95 is None else " [{:.2f}, {:.2f}]".format(*arm.speedup_ci95)
+        found.append((format_speedup(arm.speedup), f"the speed without drafts, {name}{bounds}"))
     if report.comparisons:
         found.append((count_real(report), "differences are real"))
-    prompts = max((cell.prompts or 0) for _, cell, _ in ranked)
-    return [*found, (f"{prompts:,}", f"prompts of {len(report.tasks)} tasks" if len(report.tasks) > 1 else "prompts")]
-
-
-def _speed_figure(arm: ArmResult, name: str = "") -> list[tuple[str, str]]:
-    bounds = "" if arm.speedup_ci95 is None else " [{:.2f}, {:.2f}]".format(*arm.speedup_ci95)
-    return [] if arm.speedup is None else [(format_speedup(arm.speedup), f"the speed without drafts{name}{bounds}")]
+    return found
 
 
 def count_real(report: Report) -> str:

@@ -140,7 +140,6 @@ def _sections(report: Report, drawn: Sequence[FigureFile], serving: Mapping[str,
 
 Table = list[list[Any]]
 """The columns, then rows with one value per column, None where a figure has no meaning."""
-MARGINAL_CI95 = "marginal_ci95"
 PAGE_FILE = "report.html"
 PER_POSITION = ("marginal", "conditional", "dense", "overlap")
 FIRST_COLUMNS = ("arm", "task", "temperature", "top_p", "top_k", "context_tokens", "depth", "rule")
@@ -195,42 +194,39 @@ def _plain_text(value: Any) -> Any:
 
 
 def flat_table(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Table:
-    """Return records as a table with scalar columns.
+    """Return records as a table of scalars: a figure per position has a column per position, an interval two."""
+    rows = [{column: value for name in names for column, value in _columns(name, record[name])} for record in records]
+    # By field: a record may lack the last positions of a figure.
+    columns = dict.fromkeys(
+        column for name in names for record in records for column, _ in _columns(name, record[name])
+    )
+    return [list(columns or names), *([row.get(column) for column in columns] for row in rows)]
 
-    A figure per position becomes a column per position (``marginal_1``, ``marginal_2``, ...), an interval (``*_ci95``)
-    a column per bound.
-    """
-    depth = max((len(record[name] or ()) for record in records for name in PER_POSITION if name in record), default=0)
-    parts = {name: [f"{name}_{k}" for k in range(1, depth + 1)] for name in names if name in PER_POSITION}
-    parts |= {name: [f"{name}_low", f"{name}_high"] for name in names if name.endswith("_ci95")}
-    if MARGINAL_CI95 in names:
-        parts[MARGINAL_CI95] = [f"marginal_{k}_ci95_{end}" for k in range(1, depth + 1) for end in ("low", "high")]
-    table: Table = [[column for name in names for column in parts.get(name, [name])]]
-    for record in records:
-        values: list[Any] = []
-        for name in names:
-            if name not in parts:
-                values.append(record[name])
-                continue
-            found = record[name] or ()
-            if name == MARGINAL_CI95:
-                found = [bound for interval in found for bound in interval or (None, None)]
-            values += [*found, *[None] * len(parts[name])][: len(parts[name])]
-        table.append(values)
-    return table
+
+def _columns(name: str, value: Any) -> list[tuple[str, Any]]:
+    """Return the columns of a field, and the scalar in each."""
+    if name == "marginal_ci95":
+        bounds = [(k, interval or (None, None)) for k, interval in enumerate(value or (), start=1)]
+        return [pair for k, interval in bounds for pair in _columns(f"marginal_{k}_ci95", interval)]
+    if name.endswith("_ci95"):
+        low, high = value or (None, None)
+        return [(f"{name}_low", low), (f"{name}_high", high)]
+    if name in PER_POSITION:
+        return [(f"{name}_{k}", share) for k, share in enumerate(value or (), start=1)]
+    return [(name, value)]
 
 
 def log_report(report: Report, out: Path, tracking: Tracking, config: Mapping[str, Any] | None = None) -> None:
     """Log a report that was written to ``out`` to each tracker.
 
-    All trackers get the numbers; Weights & Biases gets tables, figures and the page too. A run's go to the tracked run
-    of its training; ``config`` is shown with it.
+    All trackers get the numbers; Weights & Biases gets the page too. A run's go to the tracked run of its training;
+    ``config`` is shown with it.
     """
     with tracking.opened(out, config or report.settings) as trackers:
         numbers = report_numbers(report)
         for name, tracker in trackers.items():
             # Of a run, the numbers belong to its last step, which wandb and trackio know.
-            tracker.log(numbers | _wandb_media(report, out) if name == "wandb" else numbers)
+            tracker.log(numbers | _wandb_page(out) if name == "wandb" else numbers)
 
 
 def report_numbers(report: Report) -> dict[str, float]:
@@ -247,14 +243,8 @@ def report_numbers(report: Report) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _wandb_media(report: Report, out: Path) -> dict[str, Any]:
+def _wandb_page(out: Path) -> dict[str, Any]:
     import wandb
 
-    found: dict[str, Any] = {
-        f"tables/{name}": wandb.Table(columns=columns, data=rows)
-        for name, (columns, *rows) in csv_tables(report).items()
-    }
-    found |= {f"figures/{path.stem}": wandb.Image(str(path)) for path in sorted((out / "figures").glob("*.png"))}
-    if (out / PAGE_FILE).is_file():
-        found["report"] = wandb.Html((out / PAGE_FILE).read_text(encoding="utf-8"))
-    return found
+    page = out / PAGE_FILE
+    return {"report": wandb.Html(page.read_text(encoding="utf-8"))} if page.is_file() else {}

@@ -23,7 +23,7 @@ from mtp_train.checkpoints.locations import locate_checkpoint, open_location
 from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.evaluation.decoding import MAX_BATCH
-from mtp_train.families import family_for, kinds_served, of_kind, raw_text_config
+from mtp_train.families import family_for, kinds_served, of_kind
 from mtp_train.families.engines import engine_commands
 from mtp_train.families.spec import RawConfig
 from mtp_train.heads.diagnose import empty_head, named_rejections, stored_dtype, trunk_config
@@ -408,8 +408,8 @@ def _checked(
     raise_together(refusals(recipe, model, world_size))
     shapes = Shapes(recipe, model, _checkpoint(recipe))
     room = shapes.room(recipe, world_size, machine)
-    serves = engine_commands(head_family.serving_of(raw), f"{recipe.run_dir}/export", recipe.head.num_depths)
-    kinds = kinds_served(family, raw_text_config(raw)) if recipe.head.is_new else {}
+    serves = engine_commands(head_family.serving, f"{recipe.run_dir}/export", recipe.head.num_depths)
+    kinds = kinds_served(family) if recipe.head.is_new else {}
     text = _text(recipe, path, raw, text_config.vocab_size)
     num_tokens = room.plan.total_tokens if text is None else text.most_tokens(recipe)
     return CheckResult(

@@ -21,7 +21,7 @@ from mtp_train.checkpoints.suggestions import evaluate_command, graft_command, g
 from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_SETTINGS, Lane, Prompts, TrunkArms
 from mtp_train.evaluation.grid import left_out
-from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, PromptRecord, Setting, TaskPrompt
+from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.results import UNJUDGED, ArmResult, Cell, Report, SampleText, read_record, recommended
 from mtp_train.evaluation.run import measure_trunk
 from mtp_train.evaluation.statistics import MeasuredArm, Measurements, assemble, checked_records
@@ -120,7 +120,7 @@ def measure(
     recipe, inputs = run.recipe, run.inputs
     name, trained = recipe.model.trunk, str(run.directory.path / HEAD)
     names = dict.fromkeys(drafting, name) | {GRAFT: recipe.model.head_from or name, RETRAINED: trained}
-    prompts: Prompts = {None: [TaskPrompt.of(one, HELD_OUT_TASK) for one in inputs.text.held_out]}
+    prompts: Prompts = {None: inputs.text.held_out}
     arms = TrunkArms(
         trunk=trunk,
         name=name,

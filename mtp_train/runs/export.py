@@ -75,7 +75,7 @@ def write_card(run_dir: Path, out: Path) -> None:
     report, trunk, base = load_report(run_dir / REPORT_FILE), provenance["trunk"], provenance["head_from"]
     tool = f"mtp-train {provenance['versions']['mtp-train']}"
     if recipe.head.kind == "mtp":
-        engines, title = open_checkpoint(out).engines, f"{_name(trunk)}, with its MTP head"
+        engines, title = open_checkpoint(out).family.serving, f"{_name(trunk)}, with its MTP head"
         start = f"the head of `{_name(base)}`" if recipe.head.init == "graft" else f"`head.init: {recipe.head.init}`"
         origin = f"The weights of `{_name(trunk)}`{_state(recipe.model.adapter)}, and a multi-token-prediction head "
         origin += f"that was retrained for them with {tool}, started from {start}."
@@ -98,7 +98,7 @@ def write_untrained_card(
     if head_from is not None:
         title, tags = f"{_name(trunk)}, with an MTP head", ["mtp", _TAG]
         origin += f", and the multi-token-prediction head of `{_name(head_from)}` as it is"
-        parts = [f"{_PURPOSE} {_UNTRAINED}", *_serving(open_checkpoint(out).engines, num_depths)]
+        parts = [f"{_PURPOSE} {_UNTRAINED}", *_serving(open_checkpoint(out).family.serving, num_depths)]
     _write(out, title, tags, [trunk, head_from], [f"{origin}.", *parts])
 
 

@@ -45,7 +45,7 @@ from mtp_train.data.tokenize import (
     tokenize_records,
 )
 from mtp_train.errors import CheckpointError, DataError, RecipeError, UnsupportedModelError
-from mtp_train.families import draft_kind, of_kind, require_served_trunk
+from mtp_train.families import draft_kind, of_kind
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.build import HeadPlan, deepest, fresh_plan, graft_artifact_plan, graft_plan
 from mtp_train.heads.diagnose import layout_of, text_config_of
@@ -382,7 +382,6 @@ def require_exportable(trunk: Checkpoint, kind: str, adapter: Path | None) -> No
     changed = {} if adapter is None else plan_merge(trunk, layout, read_adapter(adapter)).tensors
     if kind == "mtp":
         return
-    require_served_trunk(kind, trunk.text_config, where=str(trunk.path))
     # A draft model contains copies of these tensors of its trunk.
     repeated = sorted({layout.embed_key, layout.lm_head_key} & changed.keys())
     if repeated:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from mtp_train.answers.store import ResponseCounts
 from mtp_train.checkpoints.artifact import load_artifact
-from mtp_train.checkpoints.files import left_out, open_checkpoint, unnamed_files
+from mtp_train.checkpoints.files import left_out, open_checkpoint
 from mtp_train.checkpoints.locations import EXPORT, HEAD
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.data.tokenize import Document
@@ -225,7 +225,7 @@ def _report(run: Run, report: Report, console: Console) -> None:
 def _serving(run_dir: Path, trunk: Path, report: Report) -> dict[str, str]:
     """Return engine to the command that serves a run's export at the depth that its report recommends."""
     head = load_artifact(run_dir / HEAD)
-    engines = open_checkpoint(trunk).engines if head.family.kind == "mtp" else head.family.serving
+    engines = open_checkpoint(trunk).family.serving if head.family.kind == "mtp" else head.family.serving
     return engine_commands(engines, str(run_dir / EXPORT), serving_depth(report) or head.num_depths)
 
 
@@ -237,8 +237,7 @@ def _export(run: Run) -> str:
         artifact = load_artifact(run_dir / HEAD)
         write_export(inputs.finetune, artifact, out, adapter=inputs.adapter, link=link, progress=run.progress)
     write_card(run_dir, out)
-    unnamed = unnamed_files(inputs.finetune, layout_of(inputs.finetune))
-    return " ".join([f" Exported to {out}.", *left_out(unnamed)])
+    return " ".join([f" Exported to {out}.", *left_out(inputs.finetune, layout_of(inputs.finetune))])
 
 
 @dataclass(frozen=True)

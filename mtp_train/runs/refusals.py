@@ -24,7 +24,7 @@ from mtp_train.checkpoints.locations import RECIPE_FILE, is_run
 from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import CheckpointError, DataError, MtpError, NotLosslessError, RecipeError
-from mtp_train.families import Convention, Family, RawConfig, raw_text_config, require_served_trunk
+from mtp_train.families import Convention, Family, RawConfig
 from mtp_train.heads.diagnose import diagnose_head, named_rejections
 from mtp_train.heads.lora import require_lora_targets
 from mtp_train.recipe.schema import Recipe
@@ -63,9 +63,6 @@ def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpErr
     if recipe.head.lora is not None:
         shape = model.family, model.text_config, model.num_modules, convention
         checks.append(partial(require_lora_targets, recipe.head.lora, *shape))
-    if recipe.export.enabled:
-        served = recipe.head.kind, raw_text_config(model.config)
-        checks.append(partial(require_served_trunk, *served, where=str(model.path)))
     with named_rejections(model.path):
         found = _errors_of(checks)
     return [*_of_the_head(recipe, model, convention), *_of_the_demo(recipe, model.path), *found]

@@ -8,8 +8,8 @@ head good enough nothing is trained, and where it finds a fault nothing is writt
 ``mtp-train probe`` makes three measurements, on text that the fine-tune writes itself:
 
 1. The base's head on the fine-tune, and the same head on the base, on the same held-out prompts. The two models write
-   different text, so the level is compared by overlap of p and q at depth 1 at equal target entropy (``evaluation/
-   entropy.py``). What is missing there is what fine-tuning cost the head.
+   different text, so the level is compared by overlap of p and q at depth 1 at equal target entropy
+   (``statistics.overlap_difference``). What is missing there is what fine-tuning cost the head.
 2. A short training on a few dozen answers, and the paired gain in tau on the held-out prompts.
 3. Whether the base's head drafts for the base at all, and whether it drafts better in a known wrong form or under
    another convention (``better_wiring``). If so, the head or the tokenizer is at fault, and training on the
@@ -34,7 +34,7 @@ from mtp_train.acceptance.names import GRAFT, RETRAINED
 from mtp_train.answers.store import answer_document
 from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.artifact import Artifact
-from mtp_train.checkpoints.files import is_gguf, left_out, unnamed_files
+from mtp_train.checkpoints.files import is_gguf, left_out
 from mtp_train.checkpoints.gguf.model_file import SPLIT, open_gguf, split_path
 from mtp_train.checkpoints.locations import EXPORT, RECIPE_FILE, is_run, locate_adapter, open_location
 from mtp_train.checkpoints.suggestions import graft_command, inspect_command, last_name, retrain_command
@@ -44,7 +44,6 @@ from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.evaluation.arms import ArmSpec, local_device
 from mtp_train.evaluation.dense import better_wiring
 from mtp_train.evaluation.grid import EvaluationGrid
-from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, TaskPrompt
 from mtp_train.evaluation.results import ALL_TASKS, REPORT_FILE, ArmResult, Report, load_report
 from mtp_train.evaluation.run import Study, study_report
 from mtp_train.families import of_kind
@@ -276,10 +275,9 @@ def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> Report:
         max_new_tokens=recipe.evaluate.max_new_tokens,
         seed=recipe.seed,
     )
-    prompts = [TaskPrompt.of(prompt, HELD_OUT_TASK) for prompt in held_out]
     held = out / COMPARISON
     with progress_on(console) as progress, RunDirectory(held).held(console, "the probe"):
-        study = Study(arms, grid, held, progress, prompts=prompts)
+        study = Study(arms, grid, held, progress, prompts=held_out)
         return study_report(study.measure(), grid, f"probe of {model.trunk}")
 
 
@@ -427,7 +425,7 @@ def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueR
         serves = serves_of(out, family, recipe.head.num_depths, run_dir if head == RETRAINED else None)
         rewired = wiring_note(family, recipe.head.convention, serves)
         notes = [] if rewired is None else [f"The head is {rewired}."]
-        notes += left_out(unnamed_files(tuned, layout_of(tuned)))
+        notes += left_out(tuned, layout_of(tuned))
     content, page = f"the {head} head for {trunk}", page_of(run_dir)
     return RescueResult(
         out=out, content=content, serves=serves, notes=tuple(notes), head=head, reason=reason, page=page

@@ -22,7 +22,7 @@ from mtp_train.acceptance.names import GRAFT, NATIVE, RETRAINED, VANILLA
 from mtp_train.checkpoints.locations import HEAD
 from mtp_train.evaluation.arms import ArmSpec
 from mtp_train.evaluation.grid import EvaluationGrid
-from mtp_train.evaluation.prompt_records import HELD_OUT_TASK, Setting, TaskPrompt
+from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import ALL_TASKS, VERDICTS, ArmComparison, Cell, Finding, Report, Tone
 from mtp_train.evaluation.run import Study, study_report
 from mtp_train.evaluation.statistics import Measurements
@@ -58,9 +58,10 @@ def _of_objective(run: Run, objective: str) -> Run:
 def measure_study(run: Run, study: StudySection) -> Report | None:
     """Measure the heads; the main process returns the report. All processes decode."""
     recipe, run_dir = run.recipe, run.directory.path
-    prompts = [TaskPrompt.of(prompt, HELD_OUT_TASK) for prompt in run.inputs.text.held_out]
     grid, specs = grid_of(recipe, study), arm_specs(recipe, study, run_dir)
-    arms = Study(specs, grid, run_dir / GRID_DIR, run.progress, prompts=prompts, processes=run.processes)
+    arms = Study(
+        specs, grid, run_dir / GRID_DIR, run.progress, prompts=run.inputs.text.held_out, processes=run.processes
+    )
     measured = arms.measure()
     return report_of(recipe, study, grid, measured) if run.is_main else None
 

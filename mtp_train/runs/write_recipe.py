@@ -178,7 +178,7 @@ def _new_head(settings: Plain, trunk: Checkpoint) -> Plain:
 
     An MTP head starts from a copy of the trunk's last layer if one fits, else from random weights.
     """
-    kind = most_served_kind(trunk.family, raw_text_config(trunk.config))
+    kind = most_served_kind(trunk.family)
     if kind != "mtp":
         vocab_size = int(raw_text_config(trunk.config)["vocab_size"])
         return {"kind": kind, "init": "random"} | (

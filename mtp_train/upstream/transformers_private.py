@@ -1,8 +1,8 @@
 """Every use of an undocumented part of transformers, except the model classes that families borrow.
 
-``SYMBOLS`` lists each name, under the reason why the documented API does not do. tests/unit/test_upstream.py looks them
-up in the installed version and reports the one that moved. The classes of decoder layers, norms and rotary embeddings
-in ``transformers.models`` are named in the family records and tested with them.
+The imports, and ``SYMBOLS`` for other names, state why the documented API does not do. tests/unit/test_upstream.py
+looks ``SYMBOLS`` up in the installed version and reports the one that moved. The classes of decoder layers, norms and
+rotary embeddings in ``transformers.models`` are named in the family records and tested with them.
 """
 
 from __future__ import annotations
@@ -15,41 +15,39 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import masking_utils
+
+# A replaced convolution gets its activation as a name, which only this table resolves.
 from transformers.activations import ACT2FN as ACT2FN
+
+# Layers with an indexer write their indexer keys to a cache layer of this class.
 from transformers.cache_utils import DynamicIndexedLayer as DynamicIndexedLayer
+
+# DynamicCache builds it from a config; only its class states which layers slide, and by how much.
 from transformers.cache_utils import DynamicSlidingWindowLayer as DynamicSlidingWindowLayer
+
+# Recurrent layers read their state from a cache layer of this class.
 from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLayer
+
+# The registry of functions for a mixture's experts has no public name.
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as ALL_EXPERTS_FUNCTIONS
+
+# The registry of attention functions returns it by name only to models; we call it with masks of our own.
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa_attention_forward
+
+# An attention function of our own has to be registered with a mask function, and no other one is public.
 from transformers.masking_utils import sdpa_mask as sdpa_mask
 from transformers.utils import logging as transformers_logging
 
 SYMBOLS = (
-    # The registry of attention functions returns it by name only to models; we call it with masks of our own.
-    "transformers.integrations.sdpa_attention.sdpa_attention_forward",
-    # An attention function of our own has to be registered with a mask function, and no other one is public.
-    "transformers.masking_utils.sdpa_mask",
     # It reads a value from the device in every forward, and no argument tells that rows are not packed.
     "transformers.masking_utils.find_packed_sequence_indices",
-    # DynamicCache builds it from a config; only its class states which layers slide, and by how much.
-    "transformers.cache_utils.DynamicSlidingWindowLayer",
-    # Layers with an indexer write their indexer keys to a cache layer of this class.
-    "transformers.cache_utils.DynamicIndexedLayer",
-    # Recurrent layers read their state from a cache layer of this class.
-    "transformers.cache_utils.LinearAttentionLayer",
-    # A replaced convolution gets its activation as a name, which only this table resolves.
-    "transformers.activations.ACT2FN",
     # A head has a config and layers, but no model with the method set_attn_implementation.
     "transformers:PretrainedConfig._attn_implementation",
     "transformers:PretrainedConfig._experts_implementation",
-    # The registry of functions for a mixture's experts has no public name.
-    "transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS",
     # It chooses a kernel by the packages that are installed, and no argument of a model asks for torch.
     "transformers.integrations.hub_kernels.use_kernel_func_from_hub_with_fallback",
-    # MXFP4 is unpacked only while a whole model is loaded; we need the experts of one layer.
-    "transformers.integrations.mxfp4.convert_moe_packed_tensors",
     # The config can be set and unset, but not read back: deepspeed_config() returns a dict that cannot be set.
     "transformers.integrations.deepspeed._hf_deepspeed_config_weak_ref",
     "transformers.integrations.deepspeed.set_hf_deepspeed_config",
@@ -65,8 +63,6 @@ SYMBOLS = (
     "transformers:PreTrainedModel._keep_in_fp32_modules_strict",
     # Its notices of kernels that are not installed come with every model, and no setting leaves them out alone.
     "transformers.integrations.hub_kernels.logger",
-    # No argument of from_pretrained accepts the tensors of a head that the model class does not have.
-    "transformers:PreTrainedModel._keys_to_ignore_on_load_unexpected",
 )
 
 
@@ -201,19 +197,6 @@ def torch_function_of(function: Any) -> Any:
     return function.__wrapped__
 
 
-def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return stacked experts in bf16, shape (experts, in, out).
-
-    Args:
-        blocks: uint8, shape (experts, out, blocks, 16); two values in each byte.
-        scales: uint8, shape (experts, out, blocks); the exponent of each block.
-    """
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    values: Tensor = convert_moe_packed_tensors(blocks, scales)
-    return values.contiguous()
-
-
 def load_from_wrapper(language_model: Any, wrapper: str) -> None:
     """Make a language model's class load its weights from a wrapper's checkpoint, which has other tensor keys.
 
@@ -249,8 +232,3 @@ def quiet_loading() -> Iterator[None]:
 
 def _is_wanted(_: logging.LogRecord) -> bool:
     return transformers_logging.get_verbosity() <= logging.INFO
-
-
-def listed_head_keys(model_class: Any) -> list[str]:
-    """Return the patterns of tensor keys that ``generate(use_mtp=True)`` takes for a head of the model class."""
-    return list(model_class._keys_to_ignore_on_load_unexpected or ())

@@ -181,7 +181,7 @@ def unbroken(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_study_leaves_what_a_run_leaves_and_its_findings(unbroken: Path) -> None:
     report = load_report(unbroken / "report.json")
     assert list(report.arms) == ARMS
-    assert {cell.task for cell in report.cells if cell.arm == "graft"} == {"all", "held-out"}
+    assert {cell.task for cell in report.cells if cell.arm == "graft"} == {"all"}
     # All arms meet the same prompts.
     assert {cell.prompts for cell in report.cells if cell.arm in ARMS} == {4}
     pairs = {(one.first, one.second) for one in report.comparisons}

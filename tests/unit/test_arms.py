@@ -10,13 +10,14 @@ from rich.progress import Progress
 
 from mtp_inference import HeadDrafting, compare
 from mtp_train.acceptance.names import PLAIN
+from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.decoding import (
     SPEED_PROMPTS,
     TrunkArms,
     speed_prompts,
 )
 from mtp_train.evaluation.grid import greedy
-from mtp_train.evaluation.prompt_records import Setting, TaskPrompt
+from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.run import measure_trunk
 from mtp_train.evaluation.statistics import MeasuredArm, Measurements, assemble, checked_records, lossless
 from mtp_train.trunk.load import Trunk
@@ -36,14 +37,13 @@ def trunk() -> Trunk:
     return tiny_trunk("qwen3_5")
 
 
-def prompts() -> list[TaskPrompt]:
+def prompts() -> list[Prompt]:
     generator = torch.Generator().manual_seed(3)
     return [
-        TaskPrompt(
+        Prompt(
             id=f"p{number}",
             group=f"g{number // 2}",
             prompt_ids=tuple(torch.randint(0, 60, (5 + number,), generator=generator).tolist()),
-            task="held-out",
         )
         for number in range(SPEED_PROMPTS + 2)
     ]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,31 +30,6 @@ def test_an_index_that_lists_a_tensor_its_shard_lacks_is_refused(checkpoint: Pat
 def test_pickled_weights_are_refused(checkpoint: Path) -> None:
     (checkpoint / SINGLE_FILE).rename(checkpoint / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"weights are pickles \(pytorch_model\.bin\), which can run code"):
-        open_checkpoint(checkpoint)
-
-
-HEADS_OF_META = r"extra heads of Meta's multi-token prediction \(n_future_tokens 4\), which vLLM, .* attached to Llama"
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"n_future_tokens": 4}, "has 3 " + HEADS_OF_META),
-        ({"medusa_num_heads": 5}, "has Medusa heads, which vLLM"),
-        ({"model_type": "mlp_speculator"}, "has an MLP speculator, which vLLM"),
-    ],
-)
-def test_heads_that_no_engine_loads_are_recognised_whatever_holds_the_weights(
-    fields: dict[str, Any], named: str, checkpoint: Path
-) -> None:
-    config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps(config | {"n_future_tokens": 1}))
-    open_checkpoint(checkpoint)
-    (checkpoint / "config.json").write_text(json.dumps(config | fields))
-    with pytest.raises(UnsupportedModelError, match=named):
-        open_checkpoint(checkpoint)
-    (checkpoint / SINGLE_FILE).rename(checkpoint / "pytorch_model.bin")
-    with pytest.raises(UnsupportedModelError, match=named):
         open_checkpoint(checkpoint)
 
 

@@ -1,8 +1,9 @@
-"""The command line itself: misspelt options, a closed pipe."""
+"""The command line itself: misspelt options, examples in help, a closed pipe."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launching import environment
-from mtp_train.cli.main import build_parser, main, parse
+from mtp_train.cli.main import EXAMPLES, build_parser, main, parse
 
 Capture = pytest.CaptureFixture[str]
 
@@ -32,6 +33,14 @@ def test_changes_to_a_recipe_may_follow_options() -> None:
 def test_no_command_prints_help(capfd: Capture) -> None:
     assert main([]) == 0
     assert "rescue" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_help_of_a_command_ends_with_an_example_that_it_takes(name: str, capfd: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    shown = " ".join(capfd.readouterr().out.split()).rpartition("example: mtp-train ")[2]
+    assert parse(build_parser(), shlex.split(shown)).command == name
 
 
 def test_verbose_shows_where_an_error_came_from_and_quiet_no_progress(

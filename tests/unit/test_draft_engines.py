@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mtp_train.cli.main import main
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families import FAMILIES, draft_engines, of_kind
+from mtp_train.families import FAMILIES, draft_engines, kinds_served, of_kind
 from mtp_train.families.engines import engine_commands
-from tiny import tiny_trunk
 
 KINDS: tuple[str, ...] = ("eagle", "eagle3", "medusa")
 RECIPE = Path(__file__).parents[2] / "recipes" / "attach_head.yaml"
@@ -38,13 +36,6 @@ def test_every_trunk_has_an_answer_for_every_engine(kind: str) -> None:
         assert commands["transformers"].startswith("no: ")
 
 
-def test_a_trunk_of_few_layers_is_refused_before_training_but_for_our_own_decoder(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    tiny_trunk("llama", num_layers=6).causal_lm.save_pretrained(tmp_path / "model")
-    settings = [f"model.trunk={tmp_path / 'model'}", "head.kind=eagle3", "head.init=random"]
-    settings.append("data.sources.0.path=chats.jsonl")
-    check = ["check", str(RECIPE), *settings]
-    assert main(check) == 2
-    assert "model: 6 layers; expected 7 or more" in capfd.readouterr().err
-    assert main([*check, "export.enabled=false"]) == 0
+def test_a_dense_llama_gets_an_eagle3_head_from_three_engines() -> None:
+    (llama,) = (family for family in FAMILIES if family.name == "llama")
+    assert kinds_served(llama)["eagle3"] == ("vllm", "sglang", "llama.cpp")

@@ -68,7 +68,6 @@ WRONG: dict[str, tuple[Callable[[str, Tensor], Tensor], list[str]]] = {
     "halves swapped": (swapped, [FC]),
     "norms shifted": (lambda key, value: value + 1 if "pre_fc_norm" in key else value, [NORM]),
     "transposed": (lambda key, value: value.T if key in (FC, "mtp.layers.0.self_attn.o_proj.weight") else value, [FC]),
-    "rescaled": (lambda key, value: value * 2 if key == FC else value, [FC]),
 }
 
 
@@ -81,8 +80,8 @@ def test_a_known_wrong_form_of_the_base_s_head_is_named_and_cured(
     torch.manual_seed(0)
 
     def damage(key: str, value: Tensor) -> Tensor:
-        # A head that was trained before its form became wrong: 5 % of every matrix. An exact multiple is not trained.
-        moved = trained and value.ndim == 2 and kind != "rescaled"
+        # A head that was trained before its form became wrong: 5 % of every matrix.
+        moved = trained and value.ndim == 2
         return change(key, value + 0.05 * value.std() * torch.randn_like(value) if moved else value)
 
     broken = with_tensors(base, tmp_path / "broken", of_head(damage))
@@ -159,7 +158,7 @@ def test_another_drafter_under_the_head_s_prefix_is_served_as_it_is_and_never_re
     set_fields(other, {"dspark_block_size": 4})
     found, before = inspect(other, saved / "base"), tree(other)
     assert (found.status, found.cure) == ("foreign", None)
-    assert '{"method":"dspark","num_speculative_tokens":4}' in found.serves["vllm"]
+    assert found.serves["vllm"].startswith("not verified: the blocks of a DSpark drafter (")
     assert "DSpark drafter (mtp.2.m" in found.runs_here
     assert not found.head.unexpected_keys
     with pytest.raises(CheckpointError, match=r"has the blocks of a DSpark drafter .* expected no drafter, or an MTP"):
@@ -167,27 +166,6 @@ def test_another_drafter_under_the_head_s_prefix_is_served_as_it_is_and_never_re
     with pytest.raises(CheckpointError, match="another kind of drafter than an MTP head; expected a complete head"):
         graft(saved / "finetune", other, tmp_path / "out")
     assert tree(other) == before
-
-
-@pytest.mark.parametrize("prefix", ["language_model.", "model.", "bare"])
-def test_a_head_under_other_names_is_named_where_all_of_it_is_there(prefix: str, base: Path, tmp_path: Path) -> None:
-    """With a longer prefix, or in a file of its own without any."""
-    head = {key: value for key, value in load_file(base / SINGLE_FILE).items() if key.startswith("mtp.")}
-    renamed = {key.removeprefix("mtp.") if prefix == "bare" else prefix + key: value for key, value in head.items()}
-    other = with_tensors(
-        base, tmp_path / "other", lambda tensors: {key: value for key, value in tensors.items() if key not in head}
-    )
-    file = other / ("mtp.safetensors" if prefix == "bare" else SINGLE_FILE)
-    trunk = {} if prefix == "bare" else load_file(file)
-    save_file(trunk | renamed, file, {"format": "pt"})
-    found = inspect(other, base)
-    assert found.status == "declared_but_missing"
-    assert {*found.head.other_names} == {*renamed}
-    assert "the 15 tensors of one have other names" in found.serves["vllm"]
-    assert inspect(paste(found)).status == "healthy"
-    del renamed[next(iter(renamed))]
-    save_file(trunk | renamed, file, {"format": "pt"})
-    assert not inspect(other, base).head.other_names
 
 
 def test_a_reduced_output_matrix_is_named_and_the_head_beside_it_is_whole(saved: Path, tmp_path: Path) -> None:
@@ -203,15 +181,10 @@ def test_a_reduced_output_matrix_is_named_and_the_head_beside_it_is_whole(saved:
     )
 
 
-def in_mlx_layout(tensors: Tensors) -> Tensors:
-    return {key: value.movedim(2, 1) if "conv1d" in key else value for key, value in tensors.items()}
-
-
-@pytest.mark.parametrize("sign", ["convolutions", "format", "quantization"])
+@pytest.mark.parametrize("sign", ["format", "quantization"])
 def test_mlx_s_layout_is_named_in_one_sentence_by_every_command(sign: str, saved: Path, tmp_path: Path) -> None:
-    change: Callable[[Tensors], Tensors] = in_mlx_layout if sign == "convolutions" else dict
     metadata = {"format": "mlx"} if sign == "format" else {}
-    other = with_tensors(saved / "base", tmp_path / "other", change, **metadata)
+    other = with_tensors(saved / "base", tmp_path / "other", dict, **metadata)
     if sign == "quantization":
         set_fields(other, {"quantization": {"group_size": 64, "bits": 4}})
     found = inspect(other, saved / "base")

@@ -54,14 +54,13 @@ def test_a_model_with_a_head_retrains_its_own(inputs: Path) -> None:
     assert recipe.evaluate.arms == ("none", "native", "retrained")
 
 
-# Llama's MTP head is drafted with by transformers only, EAGLE-3 by three servers, but not on a trunk of few layers.
+# Llama's MTP head is drafted with by transformers only, EAGLE-3 by three servers.
 @pytest.mark.parametrize(
     ("family_name", "num_layers", "kind", "init"),
     [
         ("qwen3_5", None, "mtp", "copy_last_layer"),
         # As many servers draft with the one as with the other.
         ("qwen2", 8, "mtp", "copy_last_layer"),
-        ("llama", None, "mtp", "copy_last_layer"),
         ("llama", 8, "eagle3", "random"),
         ("qwen3_moe", 8, "eagle3", "random"),
     ],
@@ -91,9 +90,9 @@ def test_check_lists_the_kinds_of_a_new_head(inputs: Path, tmp_path: Path, capfd
     trunk = write_headless(tmp_path / "plain", "olmo2")
     mtp.write_recipe("new.yaml", trunk, data=[inputs / "chats.jsonl"])
     found = mtp.check("new.yaml")
-    assert found.kinds == {"mtp": ("transformers",), "eagle": ("vllm",), "medusa": ("vllm",)}
+    assert found.kinds == dict.fromkeys(("eagle", "eagle3", "medusa"), ("vllm",)) | {"mtp": ("transformers",)}
     assert "\n  or with head.kind=eagle head.init=random: vllm\n" in str(found)
-    assert "head.kind=mtp" not in str(found)
+    assert "head.kind=eagle3" not in str(found)
     # A head that is grafted has the kind that it has.
     assert mtp.check("retrain_head").kinds == {}
 

@@ -229,42 +229,29 @@ def test_tied_embedding_and_lm_head_move_together_or_not_at_all(tmp_path: Path, 
     assert "adapts lm_head.weight" in refusal(base, tmp_path / "head", tmp_path / "out3", capfd)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_an_adapter_of_one_expert_s_own_layer_finds_it(stacked: bool, tmp_path: Path, capfd: Capture) -> None:
-    """As engines and older peft store them; releases store experts apart, or stacked."""
+def test_an_adapter_of_one_expert_s_own_layer_finds_it(tmp_path: Path) -> None:
+    """As engines and older peft store them."""
     base = with_head(tmp_path, "glm4_moe")
     write_adapter(base, tmp_path / "lora", target_modules=["q_proj"])
     adapter = tmp_path / "lora" / "adapter_model.safetensors"
     down, up = torch.randn(4, 32), torch.randn(16, 4)
     name, own = "base_model.model.model.layers.1.mlp.experts.2.up_proj", "model.layers.1.mlp.experts.2.up_proj.weight"
     save_file({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, adapter, {"format": "pt"})
-    expected = all_tensors(base)[own] + 3 * up @ down
-    if stacked:
-        fuse_experts(base)
     merge(base, tmp_path / "lora", tmp_path / "out")
-    written, whole = all_tensors(tmp_path / "out"), "model.layers.1.mlp.experts.gate_up_proj"
-    torch.testing.assert_close(written[whole][2, 16:] if stacked else written[own], expected)
-    assert_only_trunk_moved(tmp_path / "out", base, r"layers\.1\.mlp\.experts\.(gate_up_proj|2\.up_proj\.weight)$")
-    if stacked:
-        before = all_tensors(base)[whole]
-        assert [index for index in range(4) if not torch.equal(written[whole][index], before[index])] == [2]
-        rename_keys(tmp_path / "lora", "experts.2.", "experts.9.")
-        assert f"adapts {whole} as [10, " in refusal(base, tmp_path / "lora", tmp_path / "out2", capfd)
+    torch.testing.assert_close(all_tensors(tmp_path / "out")[own], all_tensors(base)[own] + 3 * up @ down)
+    assert_only_trunk_moved(tmp_path / "out", base, re.escape(own))
 
 
-@pytest.mark.parametrize(
-    ("settings", "moved"), [({"bias": "all"}, "[qkv]_proj.bias"), ({"lora_bias": True}, "q_proj.bias")]
-)
-def test_trained_biases_are_merged(settings: dict[str, Any], moved: str, tmp_path: Path) -> None:
+def test_trained_biases_are_merged(tmp_path: Path) -> None:
     trunk = tiny_trunk("glm4_moe")
     trunk.causal_lm.config.attention_bias = True
     biased = type(trunk.causal_lm)(trunk.causal_lm.config)
     biased.load_state_dict(trunk.causal_lm.state_dict(), strict=False)
     biased.save_pretrained(tmp_path / "base")
-    model = write_adapter(tmp_path / "base", tmp_path / "lora", target_modules=["q_proj"], **settings)
+    model = write_adapter(tmp_path / "base", tmp_path / "lora", target_modules=["q_proj"], bias="all")
     merge(tmp_path / "base", tmp_path / "lora", tmp_path / "out")
     assert_like_peft(tmp_path / "out", model)
-    assert_only_trunk_moved(tmp_path / "out", tmp_path / "base", rf"q_proj\.weight|{moved}$")
+    assert_only_trunk_moved(tmp_path / "out", tmp_path / "base", r"q_proj\.weight|[qkv]_proj\.bias$")
 
 
 def test_shards_without_a_change_are_links(tmp_path: Path, capfd: Capture) -> None:

@@ -17,7 +17,7 @@ from mtp_train.trunk import recurrent_kernels
 from mtp_train.trunk.recurrent_kernels import choose_kernels
 from mtp_train.upstream.transformers_private import torch_function_of
 
-NAMES = RecurrentKernels(chunked="chunked", single="single", conv="causal_conv1d_fn", rule="gated_delta")
+NAMES = RecurrentKernels(chunked="chunked", single="single", rule="gated_delta")
 FP32_ON_META = torch.zeros(2, 8, 4, device="meta")
 
 

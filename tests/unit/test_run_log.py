@@ -97,14 +97,6 @@ class Recorder:
         self.finished += 1
 
     @staticmethod
-    def Table(columns: list[str], data: list[list[Any]]) -> SimpleNamespace:
-        return SimpleNamespace(columns=columns, data=data)
-
-    @staticmethod
-    def Image(path: str) -> str:
-        return path
-
-    @staticmethod
     def Html(text: str) -> str:
         return text
 
@@ -140,19 +132,11 @@ def test_a_resumed_run_and_its_report_go_on_in_the_same_wandb_run(tmp_path: Path
     assert recorder.opened[-1]["id"] != recorder.opened[0]["id"]
 
 
-def test_wandb_gets_tables_figures_and_the_page_of_a_report(tmp_path: Path, recorder: Recorder) -> None:
-    (tmp_path / "figures").mkdir()
-    (tmp_path / "figures" / "tau.png").write_bytes(b"png")
+def test_wandb_gets_the_page_of_a_report(tmp_path: Path, recorder: Recorder) -> None:
     (tmp_path / "report.html").write_text("<p>", encoding="utf-8")
     log_report(STUDY, tmp_path, replace(ONLINE, wandb="offline"))
     assert (recorder.opened[0]["mode"], recorder.opened[0]["config"]) == ("offline", dict(STUDY.settings))
-    logged = recorder.logged[0][0]
-    cells = logged["tables/acceptance"]
-    assert len(cells.data) == len(STUDY.cells)
-    assert {len(row) for row in cells.data} == {len(cells.columns)}
-    assert cells.data[0][cells.columns.index("tau")] == STUDY.cells[0].tau
-    assert len(logged["tables/comparisons"].data) == len(STUDY.comparisons)
-    assert (logged["figures/tau"], logged["report"]) == (str(tmp_path / "figures" / "tau.png"), "<p>")
+    assert recorder.logged[0][0]["report"] == "<p>"
 
 
 def test_other_trackers_get_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

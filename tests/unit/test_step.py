@@ -6,12 +6,9 @@ Shapes: B rows, T tokens, K depths, D hidden.
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm
 
 from mtp_train.families import Convention
 from mtp_train.families.mechanisms.key_blocks import UnrolledBlocks
@@ -303,21 +300,3 @@ def test_modules_may_each_read_the_trunk_or_leave_all_to_the_first() -> None:
     alone.blocks[0].load_state_dict(head.blocks[0].state_dict())
     for ours, expected in zip(one_document(trunk, head, tokens_1T), one_document(trunk, alone, tokens_1T), strict=True):
         assert torch.equal(ours, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@torch.inference_mode()
-def test_a_centred_final_norm_is_a_layer_norm(dtype: torch.dtype) -> None:
-    trunk = tiny_trunk("glm4_moe")
-    head = tiny_head(trunk).to(dtype)
-    hidden_BTD = torch.randn(1, NUM_TOKENS, trunk.config.hidden_size).to(dtype) + 1
-    positions_BT = torch.arange(NUM_TOKENS)[None]
-    inputs = {"depth": 1, "positions_BT": positions_BT, "mask_BTS": None, "cache": None}
-    for centred in (False, True):
-        head.convention = dataclasses.replace(BEFORE_NORM, centred=centred)
-        found = mtp_step(head, hidden_BTD, trunk.embed(random_tokens()).to(dtype), **inputs)
-        norm = head.blocks[0].final_norm
-        block_BTD = found.recycled_BTD.float()
-        expected_BTD = layer_norm(block_BTD, block_BTD.shape[-1:], norm.weight.float(), eps=norm.variance_epsilon)
-        tolerance = 1e-5 if dtype is torch.float32 else 5e-2
-        assert torch.allclose(found.logit_hidden_BTD.float(), expected_BTD, atol=tolerance) == centred

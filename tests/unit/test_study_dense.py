@@ -11,8 +11,9 @@ import torch
 from mtp_inference import HeadDrafting
 from mtp_train.answers.store import answer_document
 from mtp_train.data.pack import collate, pack_documents
+from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.dense import DenseRows, dense_rows
-from mtp_train.evaluation.prompt_records import PromptRecord, TaskPrompt
+from mtp_train.evaluation.prompt_records import PromptRecord
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
 from simulated_drafters import decoded
@@ -24,13 +25,13 @@ LENGTHS = ((7, 9), (2, 5), (12, 1), (4, 6))
 """Tokens of each prompt and of its output."""
 
 
-def texts() -> tuple[list[TaskPrompt], list[PromptRecord]]:
+def texts() -> tuple[list[Prompt], list[PromptRecord]]:
     rng = np.random.default_rng(0)
     prompts, outputs = [], []
     for number, (length, new) in enumerate(LENGTHS):
         ids = tuple(rng.integers(0, VOCAB_SIZE, length).tolist())
         task = ("code", "prose")[number % 2]
-        prompts.append(TaskPrompt(id=f"p{number}", group="g", prompt_ids=ids, task=task))
+        prompts.append(Prompt(id=f"p{number}", group="g", prompt_ids=ids, task=task))
         output = tuple(rng.integers(0, VOCAB_SIZE, new).tolist())
         outputs.append(replace(decoded([], f"p{number}", task), token_ids=output, prompt_tokens=length))
     return prompts, outputs

@@ -12,18 +12,17 @@ from rich.progress import Progress
 
 from byte_tokenizer import byte_tokenizer
 from drafting_server import Dialect, DraftingServer
-from mtp_inference import Request, Sampling, SpeculativeDecoder
-from mtp_train.acceptance.counts import PromptCounts, acceptance_rate, conditional, marginal, repeated_ngram_share, tau
-from mtp_train.acceptance.intervals import tau_interval
+from mtp_inference import Request, SpeculativeDecoder
 from mtp_train.answers import endpoint as endpoint_module
 from mtp_train.answers.generate import noise_seed
+from mtp_train.data.tokenize import Prompt
 from mtp_train.errors import DataError
 from mtp_train.evaluation.decoding import record_of
 from mtp_train.evaluation.grid import EvaluationGrid
-from mtp_train.evaluation.prompt_records import TaskPrompt
+from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.results import ALL_TASKS, Cell
 from mtp_train.evaluation.served import Server, connect, measure_endpoint
-from mtp_train.evaluation.statistics import Served
+from mtp_train.evaluation.statistics import MeasuredArm, Served, make_cells
 from mtp_train.trunk.load import Trunk
 from openai_server import Reply, ReplyFn, completion, openai_server
 from scripted import ScriptedDrafting, plain_texts, random_prompt
@@ -34,7 +33,7 @@ VOCAB_SIZE = 259
 DEPTH, NEW_TOKENS, SEED = 3, 10, 7
 NUM_RIGHT = (3, 0, 2, 1, 3)
 PROMPTS = [
-    TaskPrompt(
+    Prompt(
         id=f"p{number}",
         group=f"g{number}",
         prompt_ids=tuple(random_prompt(4 + number, number)),
@@ -90,25 +89,23 @@ def serving(server: DraftingServer, reply: ReplyFn | None = None) -> Iterator[st
         yield served.url
 
 
-def in_process(
-    trunk: Trunk, drafting: ScriptedDrafting, eos_ids: Sequence[int], temperature: float, task: str
-) -> tuple[list[PromptCounts], list[tuple[int, ...]]]:
-    decoder = SpeculativeDecoder(trunk, drafting, DEPTH, eos_ids)
-    counts, texts = [], []
-    for prompt in PROMPTS:
-        if task not in (ALL_TASKS, prompt.task):
-            continue
-        sampling = Sampling(temperature=temperature, seed=noise_seed(prompt.id, SEED))
-        (result,) = decoder.generate(
-            [Request(prompt_ids=prompt.prompt_ids, max_new_tokens=NEW_TOKENS, sampling=sampling)]
-        )
-        counts.append(record_of(prompt, result).counts(DEPTH))
-        texts.append(tuple(result.token_ids))
-    return counts, texts
+def in_process(trunk: Trunk, drafting: ScriptedDrafting, eos_ids: Sequence[int]) -> list[Cell]:
+    """Return the cells of the same prompts, decoded here."""
+    decoder, decoded = SpeculativeDecoder(trunk, drafting, DEPTH, eos_ids), {}
+    for setting in (Setting(0.0, None, DEPTH, "greedy"), Setting(0.8, None, DEPTH, "argmax")):
+        records = []
+        for prompt in PROMPTS:
+            sampling = setting.sampling(noise_seed(prompt.id, SEED))
+            request = Request(prompt_ids=prompt.prompt_ids, max_new_tokens=NEW_TOKENS, sampling=sampling)
+            records += [record_of(prompt, result) for result in decoder.generate([request])]
+        decoded[setting] = records
+    return list(make_cells(MeasuredArm("served", "trunk", "head", decoded)))
 
 
-def counted(cell: Cell) -> tuple[object, ...]:
-    return cell.tau, cell.acceptance_rate, cell.marginal, cell.conditional, cell.rounds, cell.new_tokens, cell.depth
+COUNTED = (
+    *("arm", "task", "temperature", "depth", "tau", "tau_ci95", "acceptance_rate", "marginal", "conditional"),
+    *("rounds", "new_tokens", "prompts"),
+)
 
 
 @pytest.mark.parametrize(("dialect", "concurrency"), [("vllm", 1), ("llamacpp", 1), ("sglang", 4)])
@@ -123,29 +120,16 @@ def test_figures_are_those_of_the_same_decoder_in_this_process(
     with serving(server) as url:
         found = measure(url, eos_ids, temperatures=[0.0, 0.8], concurrency=concurrency)
     assert (found.document["warnings"], found.document["failures"]) == ([], [])
-    assert [(cell.task, cell.temperature) for cell in found.cells] == [
+    expected = in_process(trunk, drafting, eos_ids)
+    assert [(cell.task, cell.temperature) for cell in expected] == [
         (task, temperature) for temperature in (0.0, 0.8) for task in (ALL_TASKS, "code", "math")
     ]
-    for cell in found.cells:
-        counts, texts = in_process(trunk, drafting, eos_ids, cell.temperature, cell.task)
-        new_tokens = sum(map(len, texts))
-        rounds = sum(one.rounds for one in counts)
-        assert counted(cell) == (
-            tau(counts),
-            acceptance_rate(counts),
-            tuple(marginal(counts)),
-            tuple(conditional(counts)),
-            rounds,
-            new_tokens,
-            DEPTH,
-        )
-        assert cell.tau_ci95 == tau_interval(counts)
-        if dialect != "llamacpp":  # which sends text only
-            assert cell.repeated_8gram_share == repeated_ngram_share(texts)
-        assert (cell.arm, cell.rule) == ("served", "served" if cell.temperature else "greedy")
-    assert found.cells[0].tau is not None
-    assert found.cells[0].tau > 1.5
-    assert found.cells[0].prompts == len(PROMPTS)
+    # llama-server sends text only.
+    compared = COUNTED if dialect == "llamacpp" else (*COUNTED, "repeated_8gram_share")
+    for cell, own in zip(found.cells, expected, strict=True):
+        assert {name: getattr(cell, name) for name in compared} == {name: getattr(own, name) for name in compared}
+        assert cell.rule == ("served" if cell.temperature else "greedy")
+    assert (found.cells[0].tau or 0.0) > 1.5
 
 
 def test_counters_of_requests_side_by_side_tell_no_acceptance(
@@ -158,10 +142,8 @@ def test_counters_of_requests_side_by_side_tell_no_acceptance(
     assert (document["server"], document["drafts"], document["counts"]) == ("vllm", None, "responses")
     assert document["model"] == "trunk"
     assert ["need --concurrency 1" in one for one in document["warnings"]] == [True]
-    (speed,) = document["speeds"]
-    assert (speed["requests"], speed["failed"]) == (len(PROMPTS), 0)
-    assert speed["tokens"] == sum(len(result.token_ids) for result in server.results[1:])
-    assert cell.tokens_per_second == speed["tokens_per_second"] == speed["tokens"] / speed["seconds"]
+    assert cell.new_tokens == sum(len(result.token_ids) for result in server.results[1:])
+    assert (cell.prompts, (cell.tokens_per_second or 0.0) > 0.0) == (len(PROMPTS), True)
     assert (cell.tau, cell.rounds) == (None, None)
 
 
@@ -231,7 +213,7 @@ def test_failed_requests_are_counted_and_told(trunk: Trunk, drafting: ScriptedDr
         found = measure(url, eos_ids)
     reasons = {failure["prompt"]: failure["reason"] for failure in found.document["failures"]}
     assert reasons == {"p1": "answers 400 (no)"}
-    assert (found.document["speeds"][0]["failed"], found.cells[0].prompts) == (1, 4)
+    assert found.cells[0].prompts == 4
     assert found.document["warnings"] == ["1 requests failed, p1 first: answers 400 (no)."]
 
 

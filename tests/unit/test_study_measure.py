@@ -19,12 +19,12 @@ from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_inference.lossless import gap_of_draws
 from mtp_inference.opening import OWN
 from mtp_inference.sampling.distributions import TOKEN, SamplingRows, probabilities, uniform
-from mtp_train.errors import OutputExistsError
+from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
 from mtp_train.evaluation.decoding import LaneRecords, Stopwatch, TrunkArms, decode_prompts
 from mtp_train.evaluation.dense import dense_rows, replayed
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
-from mtp_train.evaluation.prompt_records import Setting, TaskPrompt
+from mtp_train.evaluation.prompt_records import Setting
 from mtp_train.evaluation.run import measure_trunk
 from mtp_train.evaluation.store import Store
 from mtp_train.trunk.load import Trunk
@@ -43,11 +43,11 @@ GRID = EvaluationGrid(
 )
 
 
-def prompts() -> list[TaskPrompt]:
+def prompts() -> list[Prompt]:
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(0, 60, (length,), generator=generator).tolist() for length in (5, 9, 7)]
     return [
-        TaskPrompt(id=f"p{number}", group="", prompt_ids=tuple(one), task="ab"[number % 2])
+        Prompt(id=f"p{number}", group="", prompt_ids=tuple(one), task="ab"[number % 2])
         for number, one in enumerate(tokens)
     ]
 
@@ -162,21 +162,6 @@ def test_times_are_the_best_of_several_passes(
         prefill, *rounds = map(min, zip(*times, strict=True))
         assert (record.seconds_prefill, record.seconds_decode) == (prefill, sum(rounds))
         assert len(rounds) == len(record.accepted)
-
-
-def test_a_directory_belongs_to_one_study(tmp_path: Path) -> None:
-    assert not (tmp_path / "a").exists()
-    Store(tmp_path / "a", {"grid": 1}).claim()
-    Store(tmp_path / "a", {"grid": 1})
-    with pytest.raises(OutputExistsError, match=r"another study \(its grid differ"):
-        Store(tmp_path / "a", {"grid": 2})
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "notes.txt").write_text("mine", encoding="utf-8")
-    with pytest.raises(OutputExistsError, match=r"not a study's \(notes.txt\)"):
-        Store(tmp_path / "b", {"grid": 1})
-    (tmp_path / "c").write_text("", encoding="utf-8")
-    with pytest.raises(OutputExistsError, match="is a file"):
-        Store(tmp_path / "c", {"grid": 1})
 
 
 # Sampled texts that part

@@ -12,7 +12,6 @@ from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.results import ALL_TASKS, Cell
 from mtp_train.evaluation.statistics import (
     MeasuredArm,
-    make_cell,
     make_cells,
 )
 from simulated_drafters import DEPTH, decoded, decoded_of, dense_of, rounds_by_accepted
@@ -93,27 +92,13 @@ def test_speed_is_that_of_the_same_prompts() -> None:
 def test_plain_decoding_has_cells_of_its_own() -> None:
     records = [decoded([0] * 9, name, drafted=[0] * 9, num_tokens=10, seconds=(1.0, 1.8)) for name in ("p0", "p1")]
     dense = {(0.0, None): dense_of([np.full(4, 0.5)] * 2, [np.full(4, 0.9)] * 2)}
-    cell, of_task = make_cells(
-        MeasuredArm("none", "trunk", None, {GREEDY.plain: records}, {GREEDY.plain: records}, dense)
-    )
-    assert of_task.task == "one"
+    (cell,) = make_cells(MeasuredArm("none", "trunk", None, {GREEDY.plain: records}, {GREEDY.plain: records}, dense))
+    assert cell.task == ALL_TASKS
     assert (cell.head, cell.rule, cell.depth, cell.tau) == (None, "none", 0, 1.0)
     assert (cell.speedup, cell.round_seconds) == (1.0, pytest.approx(0.2))
     assert cell.target_entropy == pytest.approx(0.5)
     meaningless = "tau_ci95 acceptance_rate marginal marginal_ci95 conditional dense overlap break_even_tau"
     assert {name: getattr(cell, name) for name in meaningless.split()} == dict.fromkeys(meaningless.split())
-
-
-def test_the_headline_is_the_cell_of_all_tasks() -> None:
-    records = decoded_of(rounds_by_accepted(np.random.default_rng(2), np.zeros((1, 4)))[0], ("code", "prose"))
-    cell = make_cells(arm(records))[0]
-    assert cell == make_cell(arm(records), GREEDY)
-    assert cell.marginal is not None
-    assert cell.marginal_ci95 is not None
-    for share, interval in zip(cell.marginal, cell.marginal_ci95, strict=True):
-        assert interval is not None
-        assert 0.0 <= interval[0] < share < interval[1] <= 1.0
-    assert vars(cell.result).items() <= vars(cell).items()
 
 
 def test_dense_figures_are_of_the_cells_task_and_depth() -> None:

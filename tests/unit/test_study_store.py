@@ -47,6 +47,14 @@ def test_other_arms_are_refused_and_moved_ones_are_not(other: dict[str, Any], tm
         Store(tmp_path, arm(**other))
 
 
+def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(OutputExistsError, match=r"not a study's \(notes.txt\)"):
+        Store(tmp_path, arm())
+    with pytest.raises(OutputExistsError, match="is a file"):
+        Store(tmp_path / "notes.txt", arm())
+
+
 def test_an_input_that_was_none_is_refused(tmp_path: Path) -> None:
     trunk, head = directory(tmp_path / "trunk", "1"), directory(tmp_path / "head", "1")
     opened(tmp_path / "out", arm(), trunk).claim()

@@ -99,8 +99,8 @@ def test_a_dataset_of_the_hub_is_asked_for_its_configuration_and_split(monkeypat
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("bultin", r"suite 'bultin': no such suite or file; expected builtin, demo, mt-bench:LOCATION.*mean builtin\?"),
-        ("mt_bench:q.jsonl", r"suite 'mt_bench:q\.jsonl': no such suite.*Did you mean mt-bench\?"),
+        ("bultin", r"suite 'bultin': no such suite or file; expected builtin, demo, mt-bench:LOCATION"),
+        ("mt_bench:q.jsonl", r"suite 'mt_bench:q\.jsonl': no such suite"),
         ("gsm8k", r"suite 'gsm8k': no such suite or file.*Write gsm8k: and its file, or the id"),
         ("none/mine.jsonl", r"none/mine\.jsonl: no such file; expected a \.json"),
         ("mt-bench:none.jsonl", r"mt-bench:none\.jsonl: no such file; expected a \.json"),

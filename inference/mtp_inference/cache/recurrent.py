@@ -112,6 +112,9 @@ _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
 """Name of a rule in a family record to the functions that run a window and a single token; None for transformers' own,
 which updates the state in place."""
 
+_CONV = "causal_conv1d_fn"
+"""The causal convolution with its activation, over several tokens, in every model's Python module."""
+
 
 @contextmanager
 def undecided_states(family: Family) -> Iterator[None]:
@@ -126,7 +129,7 @@ def undecided_states(family: Family) -> Iterator[None]:
         return
     module = importlib.import_module(family.classes.python_module)
     window_rule, token_rule = _RULES[kernels.rule]
-    ours: dict[str, Callable[..., Any]] = {kernels.chunked: window_rule, kernels.conv: window_conv}
+    ours: dict[str, Callable[..., Any]] = {kernels.chunked: window_rule, _CONV: window_conv}
     if token_rule is not None:
         ours[kernels.single] = token_rule
     stock = {name: getattr(module, name) for name in ours}

@@ -72,9 +72,6 @@ EAGLE = DraftParts(
 
 
 _NUM_STATES = 3
-_LEAST_TRUNK_LAYERS = 7
-"""Least number of layers with which the three states that an engine passes to the head differ: the states after 2
-layers, after half of the layers, and after all but 3."""
 _NO_STATES = no("does not pass the states between this model's layers to a head")
 _IN_LLAMA_CPP = EngineSupport(
     True,
@@ -155,16 +152,6 @@ def _trunk_layers(text_config: PretrainedConfig) -> tuple[int, ...]:
     return (2, count // 2, count - 3)
 
 
-def _unserved_trunk(text_config: RawConfig) -> str | None:
-    num_layers = int(text_config["num_hidden_layers"])
-    if num_layers >= _LEAST_TRUNK_LAYERS:
-        return None
-    return (
-        f"{num_layers} layers; expected {_LEAST_TRUNK_LAYERS} or more: with fewer, two of the three states that "
-        "engines pass to an EAGLE-3 head are the same"
-    )
-
-
 def _config(
     layer_config: PretrainedConfig, num_modules: int, trunk: RawConfig, num_drafted: int | None
 ) -> dict[str, Any]:
@@ -201,7 +188,6 @@ EAGLE3 = DraftParts(
     convention=Convention(hidden="of_layers", recycle="before_final_norm"),
     final_norm=True,
     trunk_layers=_trunk_layers,
-    unserved_trunk=_unserved_trunk,
     serving=_serving,
     format=DraftFormat(
         written_as=("LlamaForCausalLMEagle3",),

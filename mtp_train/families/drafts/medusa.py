@@ -79,6 +79,5 @@ MEDUSA = DraftParts(
         modules_field="num_heads",
         # vLLM 0.32 has code for a list of tokens, and then reports the list as missing: none is written.
         drafted_field="truncated_vocab_size",
-        describes_layer=False,
     ),
 )

@@ -69,8 +69,6 @@ class DraftFormat:
     """Whether the draft model contains an output matrix. If not, engines use the trunk's lm_head."""
     draft_vocab: bool = False
     """Whether engines read a list of the tokens that may be drafted."""
-    describes_layer: bool = True
-    """Whether ``config.json`` describes a Llama layer, with shapes of its own."""
     plain_settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Settings that change the forward, and the values with which it is the one implemented here, the usual first."""
     zeros: tuple[str, ...] = ()
@@ -98,8 +96,6 @@ class DraftParts:
     """Whether a norm stands in front of the lm_head."""
     trunk_layers: Callable[[PretrainedConfig], tuple[int, ...]] = lambda text_config: ()
     """Text config to the trunk's layers whose input the head reads. Empty: the head reads the last hidden state."""
-    unserved_trunk: Callable[[RawConfig], str | None] = lambda text_config: None
-    """Raw text config to why engines would give the head other inputs than it was trained with; None if they do not."""
     serving: Callable[[str], Mapping[str, EngineSupport]]
     """The engines' entries for a trunk, by the name of its family, or by the model type of a wrapper around it. In the
     commands ``{path}`` is the draft model and TRUNK its trunk."""
@@ -108,9 +104,9 @@ class DraftParts:
 
 def described_by(family: Family, config: Mapping[str, Any]) -> Family:
     """Return the family record of a head with the layer that the config of a draft model describes."""
-    fields = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
-    if not parts_of(find_head_kind(family.kind)).format.describes_layer:
+    if find_head_kind(family.kind).parallel:
         return family
+    fields = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
     layer = replace(family.classes, config=lambda text_config, num_modules: LlamaConfig.from_dict(fields))
     return replace(family, layer=layer)
 
@@ -190,30 +186,21 @@ def of_kind(family: Family, kind: str) -> Family:
     )
 
 
-def require_served_trunk(kind: str, text_config: RawConfig, *, where: str) -> None:
-    """Check that engines give a head of this kind the inputs that it was trained with on this trunk."""
-    found = find_head_kind(kind)
-    reason = None if found.draft_parts is None else parts_of(found).unserved_trunk(text_config)
-    if reason is not None:
-        raise UnsupportedModelError(f"{where}: {reason}. Attach a head of another kind.")
-
-
-def kinds_served(family: Family, text_config: RawConfig) -> dict[str, tuple[str, ...]]:
+def kinds_served(family: Family) -> dict[str, tuple[str, ...]]:
     """Return the kinds of heads that a trunk can be given, each with the engines that draft with it."""
     found = {}
     for kind in head_kind_names():
         with contextlib.suppress(UnsupportedModelError):
             support = of_kind(family, kind).serving
-            require_served_trunk(kind, text_config, where=family.title)
             found[kind] = tuple(engine for engine, one in support.items() if one.supported)
     return found
 
 
-def most_served_kind(family: Family, text_config: RawConfig) -> str:
+def most_served_kind(family: Family) -> str:
     """Return ``eagle3`` if more servers draft with it on this trunk than with an MTP head, else ``mtp``.
 
     The other kinds accept less (Medusa), or are served by a part of the servers that EAGLE-3 is.
     """
-    served = kinds_served(family, text_config)
+    served = kinds_served(family)
     # The first of equals.
     return max(("mtp", "eagle3"), key=lambda kind: len({*served.get(kind, ())} & {*_SERVERS}))

@@ -20,14 +20,16 @@ from transformers import PretrainedConfig
 
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import layouts
-from mtp_train.families.engines import Convention, EngineSupport, no, use_mtp_named
+from mtp_train.families.engines import USE_MTP, Convention, EngineSupport, no
 from mtp_train.families.layouts import AFTER_THE_TRUNK, BESIDE_THE_TRUNK, EXPERTS_AFTER_THE_TRUNK
 from mtp_train.families.models.beside_the_trunk import MIMO
 from mtp_train.families.spec import Declaration, Family, HeadLayer, KeyRule, TrunkTraits, Wiring, has_layer_types
 from mtp_train.upstream.transformers_private import attention_of, set_attention
 
 # transformers' causal language models of these types declare no head keys.
-_USE_MTP_TOLD = use_mtp_named(r"^mtp\.")
+_USE_MTP_TOLD = EngineSupport(
+    True, rf"once loaded, model._keys_to_ignore_on_load_unexpected = [r'^mtp\.']; {USE_MTP.text}"
+)
 # transformers samples drafts from the lm_head's output, before the model's own scale or bound of logits.
 _USE_MTP_UNSCALED = EngineSupport(
     True,
@@ -267,27 +269,17 @@ HUNYUAN_DENSE = attached(
 COHERE = attached(
     "cohere",
     "Command R",
-    _layer("cohere", "Cohere", norm="LayerNorm", norm_eps="layer_norm_eps"),
+    _layer("cohere", "Cohere"),
     trunk=TrunkTraits(logit_divisor=lambda config: 1.0 / config["logit_scale"]),
     engines=_OURS_ONLY,
 )
 COHERE2 = attached(
     "cohere2",
     "Command R7B / A",
-    _layer("cohere2", "Cohere2", norm="LayerNorm", norm_eps="layer_norm_eps"),
+    _layer("cohere2", "Cohere2"),
     trunk=TrunkTraits(logit_divisor=lambda config: 1.0 / config["logit_scale"]),
     engines=_OURS_ONLY,
 )
-
-
-class _EitherNorm(HeadLayer):
-    """Cohere's LayerNorm, or an RMSNorm if the config has ``rms_norm_eps``."""
-
-    def make_norm(self, config: PretrainedConfig, width: int | None = None) -> nn.Module:
-        if config.rms_norm_eps is None:
-            return super().make_norm(config, width)
-        norm: nn.Module = self.cls("Cohere2MoeRMSNorm")(width or config.hidden_size, eps=config.rms_norm_eps)
-        return norm
 
 
 def _always_rotated(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
@@ -306,14 +298,7 @@ COHERE2_MOE = Family(
     attached=True,
     keys=EXPERTS_AFTER_THE_TRUNK,
     wiring=Wiring(conventions={"llama.cpp": Convention()}),
-    layer=_EitherNorm(
-        "cohere2_moe",
-        "Cohere2Moe",
-        config=layouts.sparse_full,
-        norm="LayerNorm",
-        norm_eps="layer_norm_eps",
-        build_layer=_always_rotated,
-    ),
+    layer=HeadLayer("cohere2_moe", "Cohere2Moe", config=layouts.sparse_full, build_layer=_always_rotated),
     trunk=TrunkTraits(logit_divisor=lambda config: 1.0 / config["logit_scale"]),
     engines={
         "vllm": no("has no head for this model, and refuses a checkpoint with a layer after the trunk's last"),

@@ -400,21 +400,14 @@ NEMOTRON_H = Family(
         ),
         num_sublayers=_num_sublayers,
     ),
-    wiring=Wiring(
-        # llama.cpp computes the final norm as a LayerNorm, the other engines like the layers' RMSNorm.
-        conventions={
-            "vllm": Convention(),
-            "sglang": Convention(),
-            "llama.cpp": Convention(centred=True),
-        },
-    ),
+    # llama.cpp computes the final norm as a LayerNorm, which costs accepted drafts there.
+    wiring=Wiring(conventions=engines.ALIKE),
     layer=HeadLayer(
         "nemotron_h",
         "NemotronH",
         config=_head_layer_config,
         layer="Block",
         rotary=None,
-        norm_eps="layer_norm_epsilon",
         build_layer=_build_layer,
     ),
     trunk=TrunkTraits(
@@ -423,7 +416,6 @@ NEMOTRON_H = Family(
         recurrent=RecurrentKernels(
             chunked="mamba2_chunk_scan",
             single="mamba2_selective_state_update",
-            conv="causal_conv1d_fn",
             rule="mamba2",
         ),
         needs_transformers="5.23",

@@ -30,7 +30,6 @@ _DECLARATION = Declaration(count="mtp_num_hidden_layers", others=("mtp_use_dedic
 _KERNELS = RecurrentKernels(
     chunked="torch_chunk_gated_delta_rule",
     single="torch_recurrent_gated_delta_rule",
-    conv="causal_conv1d_fn",
     rule="gated_delta",
 )
 # All three engines: the head reads the state after the trunk's final norm and recycles the state after its own.

@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from mtp_train.checkpoints import suggestions
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, merge_command
-from mtp_train.checkpoints.files import Checkpoint, UnnamedFile, is_gguf, unnamed_files, unnamed_weights
+from mtp_train.checkpoints.files import Checkpoint, is_gguf, unnamed_files, unnamed_weights
 from mtp_train.checkpoints.gguf.model_file import DRAFT_ARCH, GgufModel, open_gguf
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT, HeadLayout
 from mtp_train.checkpoints.locations import open_location
@@ -29,8 +29,8 @@ from mtp_train.checkpoints.values import (
 )
 from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.families import Assistant, assistant_for, draft_engines, of_kind
-from mtp_train.families.engines import DSPARK, MLX_ALONE, complete, engine_commands
-from mtp_train.heads.diagnose import DSPARK_BLOCK, HeadDiagnosis, diagnose_head, layout_of
+from mtp_train.families.engines import MLX_ALONE, complete, engine_commands
+from mtp_train.heads.diagnose import HeadDiagnosis, diagnose_head, layout_of
 from mtp_train.heads.draft_model import (
     DraftModel,
     diagnose_assistant,
@@ -120,7 +120,7 @@ class Inspection(Shown):
     unlisted_keys: tuple[str, ...] = ()
     """Tensors in the index's shards that the index does not list: transformers, vLLM and SGLang read them, llama.cpp's
     converter refuses them."""
-    unnamed_weights: tuple[UnnamedFile, ...] = ()
+    unnamed_weights: tuple[str, ...] = ()
     """Weight files in the directory that are no part of the checkpoint, and the number of their tensors."""
     problems: tuple[str, ...] = ()
     """Why ``generate`` and ``export`` refuse the checkpoint, a phrase each, whatever its head's status."""
@@ -161,13 +161,12 @@ class Inspection(Shown):
             "unexpected": head.unexpected_keys,
             "shape": head.shape_errors,
             "dtype": head.dtype_errors,
-            "under other names": head.other_names,
             "trunk missing": trunk.missing_keys,
             "trunk shape": trunk.shape_errors,
             "trunk dtype": trunk.dtype_errors,
             "NaN or infinite": self.non_finite_keys,
             "not in the index": self.unlisted_keys,
-            "no part of the checkpoint": tuple(map(str, self.unnamed_weights)),
+            "no part of the checkpoint": self.unnamed_weights,
         }
         rows = [
             ("family", f"{self.family}; modules declared {head.declared_modules}, present {head.present_modules}"),
@@ -323,9 +322,7 @@ def serving_commands(
     if problems:
         return dict.fromkeys(checkpoint.family.serving, f"no: {problems[0]}")
     if status == "foreign":
-        block = checkpoint.text_config.get(DSPARK_BLOCK)
-        depth = block if isinstance(block, int) else SUGGESTED_DEPTH
-        return engine_commands(complete(DSPARK), str(checkpoint.path), depth)
+        return dict.fromkeys(checkpoint.family.serving, f"not verified: {diagnosis.describe()}")
     if status != "healthy":
         reason = {
             "undeclared": "no: the head is there but config.json does not declare it",
@@ -337,7 +334,7 @@ def serving_commands(
         flag = suggestions.draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
         reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
         return dict.fromkeys(checkpoint.family.serving, reason)
-    return engine_commands(checkpoint.engines, str(checkpoint.path), depth) | _misread(checkpoint)
+    return engine_commands(checkpoint.family.serving, str(checkpoint.path), depth) | _misread(checkpoint)
 
 
 def _misread(checkpoint: Checkpoint) -> dict[str, str]:
@@ -364,8 +361,8 @@ def _misread(checkpoint: Checkpoint) -> dict[str, str]:
         )
     if "llama.cpp" in found:
         found["ollama / lm studio"] = "no: needs llama.cpp's support"
-    unserved = {engine for engine, support in checkpoint.engines.items() if support.supported is False}
-    return {engine: reason for engine, reason in found.items() if engine in checkpoint.engines.keys() - unserved}
+    unserved = {engine for engine, support in checkpoint.family.serving.items() if support.supported is False}
+    return {engine: reason for engine, reason in found.items() if engine in checkpoint.family.serving.keys() - unserved}
 
 
 def _find_cure(found: Inspection, checkpoint: Checkpoint, base: Checkpoint | None) -> str | None:

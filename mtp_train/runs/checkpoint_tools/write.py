@@ -17,7 +17,7 @@ from rich.progress import Progress
 from mtp_train.checkpoints.adapter import plan_merge, read_adapter
 from mtp_train.checkpoints.artifact import Artifact, load_artifact
 from mtp_train.checkpoints.export import LinkMode, with_fields, write_checkpoint, write_head_only
-from mtp_train.checkpoints.files import Checkpoint, is_gguf, left_out, open_checkpoint, read_json, unnamed_files
+from mtp_train.checkpoints.files import Checkpoint, is_gguf, left_out, open_checkpoint, read_json
 from mtp_train.checkpoints.gguf.architectures import gguf_head_for
 from mtp_train.checkpoints.gguf.model_file import open_gguf, write_draft_gguf, write_head_alone
 from mtp_train.checkpoints.gguf.sidecar import GgufKind, gguf_tensors, write_gguf
@@ -138,7 +138,7 @@ def graft(
         identities = checkpoint_identity(fine_tune, trunk), checkpoint_identity(base, donor)
         write_untrained_card(out, *identities, None, SUGGESTED_DEPTH)
         serves = serves_of(out, trunk.family, SUGGESTED_DEPTH)
-    notes = left_out(unnamed_files(trunk, plan.layout))
+    notes = left_out(trunk, plan.layout)
     reduced = [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]
     if reduced:
         notes += (f"Left out, as it is of {donor.path}'s own tokens: {first_of(reduced)}.",)
@@ -216,7 +216,7 @@ def merge(
     return WriteResult(
         out=out,
         content=f"{len(plan.tensors)} tensors of {checkpoint} changed, in {len(rewritten)} of {len(shards)} files",
-        notes=(head, *used, *left_out(unnamed_files(source, layout))),
+        notes=(head, *used, *left_out(source, layout)),
         cure=cure,
     )
 
@@ -303,7 +303,7 @@ def _write_whole(
         serves = serves_of(out, head.family, head.num_depths, source)
     if head.family.kind != "mtp":
         return WriteResult(out=out, content=f"a draft model for {trunk.path}", serves=serves)
-    notes = left_out(unnamed_files(trunk, layout_of(trunk)))
+    notes = left_out(trunk, layout_of(trunk))
     return WriteResult(out=out, content=f"the trunk of {trunk.path} with its head", serves=serves, notes=notes)
 
 
