@@ -6,6 +6,8 @@
     python scripts/real_model.py train --kind eagle3   # the model answers; a head is trained, measured, exported
     python scripts/real_model.py train --kind mtp
     python scripts/real_model.py compare               # heads and prompt lookup: task, temperature, context, depth
+    python scripts/real_model.py finetune              # all weights, on torch's documentation
+    python scripts/real_model.py study                 # the head before and after it, and retrained in four ways
     python scripts/real_model.py record                # the figures of the page as JSON, and its picture
 
 ``--model`` takes any checkpoint or hub id in place of the first stage. An interrupted stage goes on with the same
@@ -20,6 +22,7 @@ import importlib
 import inspect
 import json
 import os
+import random
 import shlex
 import subprocess
 import sys
@@ -48,6 +51,9 @@ ASKED = (
     "Write a short Python example that uses {name}, and say what it prints. Documentation: {text}",
     "Return a JSON object with the keys name, purpose and example for {name}. Documentation: {text}",
 )
+TUNED, CORPUS = "tuned", "corpus.jsonl"
+TUNED_ON = "torch torch.nn torch.nn.functional torch.linalg torch.optim torch.distributions torch.utils.data numpy"
+PAGES, PAGE_TOKENS, STUDY_STEPS = 400, 512, 150
 COMMANDS = "commands.jsonl"
 FIGURES = (
     *("arm", "task", "temperature", "rule", "context_tokens", "depth", "prompts", "groups"),
@@ -115,7 +121,7 @@ def own_questions(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def documentation(count: int) -> Iterator[dict[str, Any]]:
     """Yield requests about passages of the standard library's documentation; a module is a group."""
     found, seen = 0, set()
-    for name, owner in sorted(members(), key=itemgetter(0)):
+    for name, owner in sorted(members(MODULES), key=itemgetter(0)):
         passage = (inspect.getdoc(owner) or "").split("\n\n")[0].replace("\n", " ")
         if 60 <= len(passage) <= 500 and passage not in seen and found < count:
             seen.add(passage)
@@ -125,9 +131,9 @@ def documentation(count: int) -> Iterator[dict[str, Any]]:
             found += 1
 
 
-def members() -> Iterator[tuple[str, Any]]:
+def members(modules: str) -> Iterator[tuple[str, Any]]:
     """Yield the public members of modules and of their classes, by their dotted names."""
-    for name in MODULES.split():
+    for name in modules.split():
         for key, owner in vars(importlib.import_module(name)).items():
             if key[0] != "_" and callable(owner):
                 yield f"{name}.{key}", owner
@@ -167,6 +173,73 @@ def compare(options: argparse.Namespace) -> None:
         where = ["--suite", suite, "--contexts", *contexts, "--out", options.out / f"compare-{name}"]
         grid = ["--temperatures", "0", "0.7", "--rules", "greedy", "sampled", "--depths", "1", "3"]
         mtp_train(options.out, "compare", *arms, *where, *grid, "--prompts-per-task", prompts, "--max-new-tokens", "64")
+
+
+def finetune(options: argparse.Namespace) -> None:
+    """Train all weights on pages of torch's and numpy's documentation, about which no prompt asks."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+    pages = {inspect.getdoc(owner) or "": name for name, owner in members(TUNED_ON)}
+    long = sorted((name, page) for page, name in pages.items() if len(page) > 400)
+    chosen = random.Random(0).sample(long, min(PAGES, len(long)))
+    chats = [
+        [{"role": "user", "content": f"Document {name}."}, {"role": "assistant", "content": page}]
+        for name, page in chosen
+    ]
+    rows = [{"messages": chat, "group": name} for chat, (name, _) in zip(chats, chosen, strict=True)]
+    (options.out / CORPUS).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    ids = [tokenizer.apply_chat_template(chat, return_dict=False)[:PAGE_TOKENS] for chat in chats]
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    settings = TrainingArguments(
+        str(options.out / "finetune"),
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=8,
+        num_train_epochs=1,
+        learning_rate=1e-4,
+        lr_scheduler_type="cosine",
+        use_cpu=not torch.cuda.is_available(),
+        bf16=True,
+        logging_steps=5,
+        save_strategy="no",
+        report_to="none",
+        seed=0,
+    )
+    Trainer(model, settings, train_dataset=[{"input_ids": one, "labels": one} for one in ids]).train()
+    model.to(torch.bfloat16).save_pretrained(options.out / TUNED)
+    tokenizer.save_pretrained(options.out / TUNED)
+
+
+def study(options: argparse.Namespace) -> None:
+    """Retrain the EAGLE-3 head for the fine-tune, and measure all heads on the same held-out prompts.
+
+    By KL and by CE on the fine-tune's own answers, by CE on the text that it was trained on, and, as a control, as many
+    steps more on the old model's answers.
+    """
+    tuned, old, recipe = options.out / TUNED, options.out / "eagle3", options.out / "study.yaml"
+    if not recipe.exists():
+        mtp_train(options.out, "init", recipe, "--trunk", tuned, "--data", options.out / PROMPTS)
+    own = f"data.responses={options.out / 'kl'}"
+    runs = {
+        "kl": ["data.regenerate.max_prompts=800"],
+        "ce": ["data.regenerate.max_prompts=800", own, "objective.loss=ce"],
+        "corpus": [f"data.sources=[{{path: {options.out / CORPUS}}}]", "data.regenerate=null", "objective.loss=ce"],
+        "control": [f"model.trunk={options.model}", f"data.responses={old}"],
+    }
+    start = ["head.kind=eagle3", "head.init=graft", f"model.head_from={old}", "gate.enabled=false", *WAYS]
+    start += ["evaluate.arms=[graft, retrained]"]
+    sizes = ["train.tokens_per_step=4096", f"train.max_steps={STUDY_STEPS}"]
+    for name, fields in runs.items():
+        answers = [] if name == "corpus" else ["data.regenerate.max_new_tokens=160"]
+        run = [f"run_dir={options.out / name}", *start, *sizes, *answers, *fields, *options.fields]
+        mtp_train(options.out, "run", recipe, *run)
+    heads = {"stale": old, **{name: options.out / name for name in runs}}
+    arms = [f"vanilla={options.model}+{old / 'head'}", f"vanilla_longer={options.model}+{options.out / 'control/head'}"]
+    arms += [f"{name}={tuned}+{run / 'head'}" for name, run in heads.items()]
+    where = ["--suite", options.out / HELD_OUT_PROMPTS, "--out", options.out / "compare-study"]
+    grid = ["--depths", "3", "--prompts-per-task", "16", "--max-new-tokens", "64"]
+    mtp_train(options.out, "compare", *arms, *where, *grid)
 
 
 def record(options: argparse.Namespace) -> None:
@@ -231,9 +304,12 @@ def mtp_train(out: Path, *words: object) -> None:
         sys.exit(code)
 
 
-WRITES = {"trunk": TRUNK, "prompts": HELD_OUT_PROMPTS}
+WRITES = {"trunk": TRUNK, "prompts": HELD_OUT_PROMPTS, "finetune": f"{TUNED}/tokenizer_config.json"}
 """The last file of stages that are no commands of ours, which know by themselves what is done."""
-STAGES = {"trunk": trunk, "prompts": prompts, "train": train, "compare": compare, "record": record}
+STAGES = {
+    **{"trunk": trunk, "prompts": prompts, "train": train, "compare": compare},
+    **{"finetune": finetune, "study": study, "record": record},
+}
 
 
 def main() -> None:

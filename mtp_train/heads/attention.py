@@ -9,6 +9,7 @@ Shapes: B rows, T queries, S keys, H heads, K chosen keys.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeGuard, cast
@@ -22,6 +23,9 @@ from mtp_train.upstream.transformers_private import sdpa_attention_forward, sdpa
 HEAD_ATTENTION = "mtp_masked"
 BLOCK_QUERIES = 128
 """Queries that attend together on a CPU."""
+_lock = threading.Lock()
+_inside = 0
+_enabled_before = True
 
 
 @contextmanager
@@ -29,15 +33,23 @@ def without_cudnn_attention() -> Iterator[None]:
     """Disable cuDNN's kernels for ``scaled_dot_product_attention`` inside this context or decorated function.
 
     torch has one setting for the whole process. Importing this package leaves it unchanged, and so does a finished
-    forward. The backward pass uses the kernels of its forward pass; a recomputed forward chooses again.
+    forward: the last thread to leave restores the value that the first one found. Until then, other threads run without
+    cuDNN too. The backward pass uses the kernels of its forward pass; a recomputed forward chooses again.
     """
+    global _inside, _enabled_before
     backends = torch.backends.cuda
-    enabled = backends.cudnn_sdp_enabled()
-    backends.enable_cudnn_sdp(False)
+    with _lock:
+        if _inside == 0:
+            _enabled_before = backends.cudnn_sdp_enabled()
+            backends.enable_cudnn_sdp(False)
+        _inside += 1
     try:
         yield
     finally:
-        backends.enable_cudnn_sdp(enabled)
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                backends.enable_cudnn_sdp(_enabled_before)
 
 
 def masked_attention(

@@ -37,6 +37,10 @@ from mtp_train.runs.training import HIDDEN
 HEADS, GRID_DIR = "heads", "grid"
 CLAIM = "Retraining on the distilled trunk's own responses brings acceptance back to the vanilla level"
 BACK = "Back at the vanilla level by "
+WEAK = (
+    " The retrained head is above that level by more than the margin: vanilla's own head is not trained out, or for "
+    "other text, so the level is a low bar."
+)
 
 
 def head_runs(run: Run) -> list[Run]:
@@ -131,16 +135,25 @@ def find(report: Report, study: StudySection, settings: Sequence[Setting]) -> tu
     """
     # Rules of one temperature share its text, and give the same findings about it: drop duplicates.
     measures = dict.fromkeys(one for setting in settings for one in back_at_vanilla(report, setting, study))
-    return (prediction(list(measures)), *measures)
+    is_low = any(is_low_bar(report, setting, study) for setting in settings)
+    return (prediction(list(measures), is_low=is_low), *measures)
 
 
-def prediction(measures: Sequence[Finding]) -> Finding:
+def is_low_bar(report: Report, setting: Setting, study: StudySection) -> bool:
+    """Return whether the head is above vanilla at equal target entropy by more than the margin."""
+    level = (cell_of(report, VANILLA, setting).overlap or (None,))[0]
+    one = comparison_of(report, retrained(study.objectives[0]), VANILLA, setting)
+    return level is not None and tone_of(one.delta_overlap_at_equal_entropy_ci95, study.margin * level) == "good"
+
+
+def prediction(measures: Sequence[Finding], *, is_low: bool) -> Finding:
     """Return the finding about the prediction: confirmed if all measures confirm it, refuted if all refute it."""
     tones = {one.tone for one in measures}
     tone: Tone = "good" if tones == {"good"} else "bad" if tones == {"bad"} else "neutral"
     found = {word: [one.statement for one in measures if one.tone == of] for of, word in VERDICTS.items()}
     told = [f"{word} by {', '.join(map(_measure, some))}" for word, some in found.items() if some]
-    return Finding(tone, f"{CLAIM}.", f"{'; '.join(told).capitalize() or 'Not measured'}.")
+    weak = WEAK if is_low else ""
+    return Finding(tone, f"{CLAIM}.", f"{'; '.join(told).capitalize() or 'Not measured'}.{weak}")
 
 
 def _measure(statement: str) -> str:

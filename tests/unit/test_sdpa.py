@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -105,6 +106,30 @@ def test_a_users_own_choice_comes_back() -> None:
             raise ZeroDivisionError
         assert enabled() == choice
     torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def test_threads_whose_forwards_overlap_leave_the_setting_as_the_first_found_it() -> None:
+    first_is_in, second_is_in = threading.Event(), threading.Event()
+    found = []
+
+    def second() -> None:
+        first_is_in.wait()
+        with without_cudnn_attention():
+            second_is_in.set()
+            first.join()
+            found.append(enabled())
+
+    def enter_and_leave() -> None:
+        with without_cudnn_attention():
+            first_is_in.set()
+            second_is_in.wait()
+
+    first, other = threading.Thread(target=enter_and_leave), threading.Thread(target=second)
+    first.start()
+    other.start()
+    other.join()
+    assert found == [False]
+    assert enabled()
 
 
 @pytest.mark.parametrize("num_key_heads", [4, 2])

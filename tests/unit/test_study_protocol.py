@@ -15,6 +15,7 @@ from mtp_train.runs.study import (
     CLAIM,
     GRAFT,
     VANILLA,
+    WEAK,
     back_at_vanilla,
     comparison_of,
     find,
@@ -125,6 +126,12 @@ def test_the_prediction_is_judged_raw_and_at_equal_entropy(
             (-0.1, (-0.12, -0.08)),
             "neutral",
             "Confirmed by tau (greedy); refuted by overlap at equal target entropy (greedy text).",
+        ),
+        # A head above the level, by more than the margin of .03, shows that vanilla's own is weak.
+        (
+            (0.05, (0.031, 0.07)),
+            "good",
+            f"Confirmed by tau (greedy), overlap at equal target entropy (greedy text).{WEAK}",
         ),
     ],
 )
