@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from mtp_train.runs.rescue import RescueResult as RescueResult
     from mtp_train.runs.rescue import probe as probe
     from mtp_train.runs.rescue import rescue as rescue
-    from mtp_train.runs.write_recipe import WriteRecipeResult as WriteRecipeResult
     from mtp_train.runs.write_recipe import write_recipe as write_recipe
 
 __version__ = "0.1.0"
@@ -81,7 +80,7 @@ _NAMES_BY_MODULE = {
     "runs.decode": ("EvaluationResult", "GenerateResult", "compare", "evaluate", "generate"),
     "runs.rescue": ("ProbeResult", "RescueResult", "probe", "rescue"),
     "runs.pipeline": ("RegenerateResult", "RunResult", "open_report", "regenerate", "run"),
-    "runs.write_recipe": ("WriteRecipeResult", "write_recipe"),
+    "runs.write_recipe": ("write_recipe",),
     "recipe.shipped": ("RecipesResult", "recipes"),
     "checkpoints.demo": ("DemoResult", "demo", "demo_path"),
 }

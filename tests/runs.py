@@ -172,7 +172,6 @@ def few_timed_prompts() -> Iterator[None]:
 
 def shorten_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a probe take a few seconds on tiny models."""
-    monkeypatch.setattr(rescue, "PROMPTS_PER_MODEL", 8)
     short = {"data.regenerate.max_prompts": 4, "data.regenerate.max_new_tokens": 8, "evaluate.max_new_tokens": 8}
     monkeypatch.setattr(rescue, "SHORT", rescue.SHORT | short | {"evaluate.prompts": 8, "train.max_steps": 1})
 

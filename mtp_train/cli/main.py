@@ -114,7 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
 def quieten_libraries(*, verbose: bool = False) -> None:
     """Keep progress bars and notices of the libraries off the terminal; their errors still show.
 
-    Libraries read the variables when they are imported, which most commands do late or not at all.
+    Libraries read the variables when they are imported, which is later than this.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if verbose:
@@ -124,15 +124,6 @@ def quieten_libraries(*, verbose: bool = False) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    if "datasets" in sys.modules:
-        import datasets
-
-        datasets.disable_progress_bars()
-    if "transformers" in sys.modules:
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
     for library in ("torch.distributed.elastic", "bitsandbytes"):
         logging.getLogger(library).setLevel(logging.ERROR)
 
@@ -216,7 +207,7 @@ def _add_runs(commands: Any) -> None:
 
     add_command(commands, "recipes", "list the recipes and accelerate files of the package", calling("recipes"))
 
-    init = add_command(commands, "init", "write a commented recipe for a model", calling("write_recipe"))
+    init = add_command(commands, "init", "write a recipe for a model", calling("write_recipe"))
     init.add_argument("out", type=Path, metavar="FILE", help="the new recipe, as my-model.yaml")
     init.add_argument("--trunk", required=True, metavar="CKPT", help="the model, or a peft adapter of the base")
     init.add_argument("--base", metavar="BASE", help="the checkpoint it was fine-tuned from, with the head")
@@ -229,7 +220,7 @@ def _add_runs(commands: Any) -> None:
 
     probe = add_command(commands, "probe", "find out in minutes whether a rescue will help", calling("probe"))
     _add_pair(probe)
-    probe.add_argument("--out", type=Path, metavar="DIR", help="the measurements (default: FINETUNE-probe)")
+    probe.add_argument("--out", type=Path, metavar="DIR", help="the measurements (default: FINETUNE-rescued/probe)")
     _add_data(probe)
 
     rescue = add_command(commands, "rescue", "put the base's head back, retrained if that helps", calling("rescue"))
@@ -246,7 +237,7 @@ def _add_pair(command: argparse.ArgumentParser) -> None:
 
 def _add_device(command: argparse.ArgumentParser) -> None:
     device = command.add_mutually_exclusive_group()
-    planned = "plan for h100, h200, a100, l40s, rtx4090 or mi300x (default: this machine's)"
+    planned = "plan for h100, h200, a100, l40s, rtx4090 or mi300x, or a GPU of 24GiB (default: this machine's)"
     device.add_argument("--device", metavar="NAME", help=planned)
     device.add_argument("--memory", dest="device", metavar="24GiB", help="plan for a GPU of this memory")
 

@@ -268,11 +268,10 @@ class HeadBeside(TrainerCallback):
         temporary.replace(directory / STATE_FILE)
         if is_adapter(directory):
             shutil.rmtree(directory / HEAD_DIRECTORY, ignore_errors=True)
-            save_artifact(self.artifact(), directory / HEAD_DIRECTORY)
-
-    def artifact(self) -> Artifact:
-        trained = replace(self.plan, head=trained_head(self.plan, self.head.state_dict()))
-        return Artifact(**vars(trained), num_depths=len(self.weight_K), notes={"trained": "beside the model"})
+            trained = replace(self.plan, head=trained_head(self.plan, self.head.state_dict()))
+            notes = {"trained": "beside the model"}
+            head = Artifact(**vars(trained), num_depths=len(self.weight_K), notes=notes)
+            save_artifact(head, directory / HEAD_DIRECTORY)
 
     def state(self) -> dict[str, Tensor]:
         found = {f"weight.{name}": value.detach() for name, value in self.named.items()}

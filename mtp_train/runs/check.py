@@ -6,10 +6,9 @@ Reads no weights. :class:`Shapes` plans for any device; a run refuses with it a 
 from __future__ import annotations
 
 import itertools
-import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ from mtp_train.runs.resolve import (
     resolved_recipe,
 )
 from mtp_train.runs.run_directory import RunDirectory
-from mtp_train.runs.settings import cache_bytes, measured_tokens, memory_options, plan_of
+from mtp_train.runs.settings import cache_bytes, memory_options, plan_of
 from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk, estimate_footprint, in_shards
 from mtp_train.trunk.load import Trunk, empty_trunk
@@ -59,7 +58,6 @@ SERVERS = (
     "gate.enabled=false",
 )
 """Leave answers and measurements to servers: no process then decodes with the whole trunk."""
-Change = tuple[list[str], int]
 
 
 @dataclass(frozen=True)
@@ -183,8 +181,8 @@ class Shapes:
                     break
 
 
-def _changes(recipe: Recipe, world_size: int, device: Device) -> Iterator[list[Change]]:
-    """Yield changes of a recipe in sorts, in each the smallest change first."""
+def _changes(recipe: Recipe, world_size: int, device: Device) -> Iterator[list[tuple[list[str], int]]]:
+    """Yield overrides and processes of a changed recipe, in sorts, in each the smallest change first."""
     one, recompute = ["train.micro_batch_sequences=1"], ["train.gradient_checkpointing=true"]
     same = [[], one, recompute, [*one, *recompute]]
     # LoRA changes the result.
@@ -224,12 +222,12 @@ class CheckResult(Shown):
     data: str | None
     """What is trained on, held out and evaluated on, in words; None if the data was not read, for want of a tokenizer
     beside the trunk's config."""
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[Choice, ...]
     """Settings that were ``auto``, with the reasons for their values."""
-    fitting: Mapping[str, str] = field(default_factory=dict)
+    fitting: Mapping[str, str]
     """If the run does not fit: arguments to add to ``mtp-train check`` with which it does, and the memory that they
     leave to need."""
-    launch: str | None = None
+    launch: str | None
     """The command that starts the run that is planned here; None for a recipe that is no file."""
 
     @property
@@ -254,11 +252,7 @@ class CheckResult(Shown):
             "precision_reason": self.precision_reason,
             "family": self.family,
             "data": self.data,
-            "plan": {
-                **asdict(self.plan),
-                "total_tokens": self.plan.total_tokens,
-                "measured_tokens": math.prod(measured_tokens(self.recipe)),
-            },
+            "plan": {**asdict(self.plan), "total_tokens": self.plan.total_tokens},
             "memory": self.memory.to_json(),
             "memory_in_shards": None if shards is None else shards.to_json(),
             "device_bytes": self.room.device.memory_bytes,
@@ -286,16 +280,6 @@ class CheckResult(Shown):
             f"({plan.total_tokens / 1e6:.2f} M in all) on {plan.world_size} process(es), {plan.accumulation} "
             f"micro-batch(es) each; {recipe.train.precision}: {self.precision_reason}",
         )
-        measures, tokens = measured_tokens(recipe)
-        if measures:
-            share = measures * tokens / plan.total_tokens
-            yield (
-                "selects",
-                (
-                    f"the best of {measures} measurements on at most {tokens} tokens kept out of training, by forward "
-                    f"passes: at most {share:.0%} of the tokens above"
-                ),
-            )
         yield from self._sizes()
         if not recipe.gate.enabled:
             yield "gate", "off; the head is not measured, and is exported unjudged"
@@ -376,22 +360,15 @@ def check(
     machine = device_named(device)
     resolved, choices = resolved_recipe(recipe, overrides, world_size=processes, device=machine)
     world_size = processes or resolved.train.processes or launched_processes()
-    found, shapes = _checked(resolved, world_size, machine, is_here=device is None)
-    fitting: dict[str, str] = {}
-    if found.room.problem is not None:
-        fitting = dict(shapes.alternatives(found.recipe, world_size, machine))
-    launch = None
-    if isinstance(recipe, str | Path):
-        texts = override_texts(overrides)
-        if resolved.train.processes not in (None, world_size):
-            texts.append(f"train.processes={world_size}")
-        launch = launch_command(str(recipe), texts, found.room)
-    return replace(found, choices=choices, fitting=fitting, launch=launch)
+    words = [] if isinstance(recipe, Mapping | Recipe) else [str(recipe), *override_texts(overrides)]
+    if words and resolved.train.processes not in (None, world_size):
+        words.append(f"train.processes={world_size}")
+    return _checked(resolved, choices, world_size, machine, words, is_here=device is None)
 
 
-def launch_command(recipe: str, overrides: Sequence[str], room: Room) -> str:
+def _launch_command(words: Sequence[str], room: Room) -> str:
     """Return the command that starts the run of a plan: its number of processes, in shards if only these fit."""
-    arguments, count = shlex.join([recipe, *overrides]), room.plan.world_size
+    arguments, count = shlex.join(words), room.plan.world_size
     if count == 1:
         return f"mtp-train run {arguments}"
     on_cpu = room.device.kind == "cpu"
@@ -400,7 +377,16 @@ def launch_command(recipe: str, overrides: Sequence[str], room: Room) -> str:
     return f"{'ACCELERATE_USE_CPU=true ' if on_cpu else ''}{launcher} -m mtp_train {arguments}"
 
 
-def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool) -> tuple[CheckResult, Shapes]:
+def _checked(
+    recipe: Recipe,
+    choices: tuple[Choice, ...],
+    world_size: int,
+    machine: Device,
+    words: Sequence[str],
+    *,
+    is_here: bool,
+) -> CheckResult:
+    """Check a resolved recipe; ``words``: the recipe and its overrides as a user writes them, none for a mapping."""
     directory = RunDirectory(Path(recipe.run_dir))
     directory.require_outside_inputs(recipe)
     require_source_model(recipe)
@@ -426,7 +412,7 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
     kinds = kinds_served(family) if recipe.head.is_new else {}
     text = _text(recipe, path, raw, text_config.vocab_size)
     num_tokens = room.plan.total_tokens if text is None else text.most_tokens(recipe)
-    found = CheckResult(
+    return CheckResult(
         recipe=recipe,
         precision_reason=reason,
         family=head_family.title,
@@ -436,8 +422,10 @@ def _checked(recipe: Recipe, world_size: int, machine: Device, *, is_here: bool)
         rewired=wiring_note(head_family, recipe.head.convention, serves),
         kinds=kinds,
         data=None if text is None else _described(recipe, text),
+        choices=choices,
+        fitting={} if room.problem is None else dict(shapes.alternatives(recipe, world_size, machine)),
+        launch=_launch_command(words, room) if words else None,
     )
-    return found, shapes
 
 
 def _checkpoint(recipe: Recipe) -> Checkpoint | None:

@@ -61,17 +61,12 @@ class GenerateResult(Shown):
         return {"requests": requests, "settings": self.settings}
 
     @property
-    def tau(self) -> float:
-        """Mean tokens per round of all prompts, 1 for plain decoding."""
-        rounds = sum(one.rounds for one in self.requests)
-        return 1.0 + sum(one.num_accepted_tokens for one in self.requests) / max(1, rounds)
-
-    @property
     def summary(self) -> str:
         """Tau and speed in a line. The prompts are decoded together, so the longest one's time counts."""
         tokens, rounds = (sum(len(one.token_ids) for one in self.requests), sum(one.rounds for one in self.requests))
+        tau = 1.0 + sum(one.num_accepted_tokens for one in self.requests) / max(1, rounds)
         seconds = max(one.seconds_prefill + one.seconds_decode for one in self.requests)
-        return f"{tokens} tokens in {rounds} rounds: tau {self.tau:.2f}, {tokens / max(seconds, 1e-9):.1f} tokens/s"
+        return f"{tokens} tokens in {rounds} rounds: tau {tau:.2f}, {tokens / max(seconds, 1e-9):.1f} tokens/s"
 
     def __str__(self) -> str:
         if len(self.requests) == 1:
@@ -249,18 +244,21 @@ def evaluate(
         >>> tau = mtp.evaluate("runs/a", "eval/a", grid=grid).arms["a"].tau
     """
     subject = subject_arm(str(checkpoint), head, adapter)
-    server = server_of(
-        subject,
-        endpoint,
-        served_only,
-        model=served_model,
-        api_key_env=api_key_env,
-        concurrency=concurrency,
-        request_timeout_seconds=request_timeout_seconds,
-    )
+    servers = []
+    if endpoint is None:
+        _refuse_server_flags(served_model=served_model, api_key_env=api_key_env, served_only=served_only)
+    else:
+        server = Server(
+            url=endpoint,
+            checkpoint=subject.trunk,
+            model=served_model,
+            api_key_env=api_key_env,
+            concurrency=concurrency,
+            request_timeout_seconds=request_timeout_seconds,
+        )
+        servers.append(server)
     arms = [] if served_only else [named(subject)]
     settled = (grid or EvaluationGrid()).settled(arms, [subject.trunk])
-    servers = [] if server is None else [server]
     return _measure(arms, [named(subject)], settled, Path(out), progress, wandb, servers)
 
 
@@ -417,28 +415,8 @@ def subject_arm(checkpoint: str, head: str | Path | None, adapter: str | Path | 
     return arm_of_run(Path(checkpoint))
 
 
-def server_of(
-    subject: ArmSpec,
-    endpoint: str | None,
-    served_only: bool,
-    *,
-    model: str | None,
-    api_key_env: str | None,
-    concurrency: int,
-    request_timeout_seconds: float,
-) -> Server | None:
-    """Return the server to measure; None without an endpoint."""
-    if endpoint is None:
-        given = {"served-model": model, "api-key-env": api_key_env, "served-only": served_only}
-        for flag, value in given.items():
-            if value:
-                raise DataError(f"--{flag}: given without --endpoint; expected a server. Add --endpoint URL.")
-        return None
-    return Server(
-        url=endpoint,
-        checkpoint=subject.trunk,
-        model=model,
-        api_key_env=api_key_env,
-        concurrency=concurrency,
-        request_timeout_seconds=request_timeout_seconds,
-    )
+def _refuse_server_flags(**given: Any) -> None:
+    for name, value in given.items():
+        if value:
+            flag = name.replace("_", "-")
+            raise DataError(f"--{flag}: given without --endpoint; expected a server. Add --endpoint URL.")

@@ -18,7 +18,6 @@ head good enough nothing is trained, and where it finds a fault nothing is writt
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,23 +34,23 @@ from mtp_train.acceptance.names import GRAFT, RETRAINED
 from mtp_train.answers.store import answer_document
 from mtp_train.checkpoints.adapter import merge_command
 from mtp_train.checkpoints.artifact import Artifact
-from mtp_train.checkpoints.files import is_gguf, left_out, read_json
+from mtp_train.checkpoints.files import is_gguf, left_out
 from mtp_train.checkpoints.gguf.model_file import SPLIT, open_gguf, split_path
 from mtp_train.checkpoints.locations import EXPORT, RECIPE_FILE, is_run, locate_adapter, open_location
 from mtp_train.checkpoints.suggestions import graft_command, inspect_command, last_name, retrain_command
-from mtp_train.checkpoints.writing import full_disk_is_named, removed_on_failure, write_json
+from mtp_train.checkpoints.writing import removed_on_failure
 from mtp_train.data.tokenize import build_prompts, choose_evenly
-from mtp_train.errors import ChangedInputError, CheckpointError, MtpError, OutputExistsError
+from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.evaluation.arms import ArmSpec, local_device
 from mtp_train.evaluation.dense import better_wiring
 from mtp_train.evaluation.grid import EvaluationGrid
-from mtp_train.evaluation.results import ALL_TASKS, REPORT_FILE, Report, load_report
+from mtp_train.evaluation.results import ALL_TASKS, REPORT_FILE, ArmResult, Report, load_report
 from mtp_train.evaluation.run import Study, study_report
 from mtp_train.families import of_kind
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.report.wording import format_number
+from mtp_train.report.wording import format_estimate, format_number
 from mtp_train.runs.checkpoint_tools.gguf_files import graft_gguf
 from mtp_train.runs.checkpoint_tools.inspect import inspect
 from mtp_train.runs.checkpoint_tools.write import WriteResult, serves_of
@@ -79,8 +78,7 @@ Verdict = Literal["graft", "retrain", "fault", "undecided"]
 
 OWN_BASE = "base"
 TRAINING, COMPARISON = "training", "comparison"
-PROMPTS_PER_MODEL = 32
-WIRING, WIRING_PROMPTS, WIRING_TOKENS = "wiring.json", 16, 32
+WIRING_PROMPTS, WIRING_TOKENS = 16, 32
 MARGIN = 0.03
 """A head that lost at most this share of its level is good enough: retraining it would not be noticed."""
 LEAST_TAU = 1.3
@@ -89,7 +87,7 @@ their first drafts."""
 SHORT = {
     "data.regenerate.max_prompts": 48,
     "data.regenerate.max_new_tokens": 96,
-    "evaluate.prompts": PROMPTS_PER_MODEL,
+    "evaluate.prompts": 32,
     "evaluate.max_new_tokens": 64,
     "evaluate.temperature": 0.0,
     "export.enabled": False,
@@ -148,11 +146,8 @@ class ProbeResult(Shown):
             ("overlap lost at equal entropy", _lost_text(self)),
             *([("base's head, wired otherwise", self.wiring)] if self.wiring is not None else []),
             *([] if self.trained_tau is None else [("briefly retrained", trained)]),
+            ("next", self.command),
         ]
-
-    def __str__(self) -> str:
-        # The command on a line of its own, to be pasted.
-        return f"{super().__str__()}\n{self.command}"
 
 
 def probe(
@@ -170,7 +165,7 @@ def probe(
     Args:
         fine_tune: A checkpoint, or a peft adapter of ``base``: a directory, a hub id or ``demo:NAME``.
         base: The checkpoint that it came from, with its head.
-        out: The directory of the measurements; None for the fine-tune's name with ``-probe``.
+        out: The directory of the measurements; None for the one where the proposed rescue finds them.
         data: Files of prompts or chats like those that the model will serve; empty for 100 built-in prompts.
         console: Where progress bars and tables are printed; None prints nothing.
 
@@ -185,13 +180,8 @@ def probe(
     """
     require_one_process("probe")
     paths = [str(path) for path in data]
-    out = default_out(str(fine_tune)) if out is None else Path(out)
-    return probe_with(str(fine_tune), str(base), out, paths, (), console or Console(quiet=True))
-
-
-def default_out(tuned: str) -> Path:
-    """Return where the probe of a fine-tune is kept if its user names no directory."""
-    return Path(f"{last_name(tuned)}-probe")
+    place = Path(f"{last_name(str(fine_tune))}-rescued") / PROBE if out is None else Path(out)
+    return probe_with(str(fine_tune), str(base), place, paths, (), console or Console(quiet=True))
 
 
 def probe_with(
@@ -201,14 +191,24 @@ def probe_with(
     short = [*override_texts(overrides), *override_texts(SHORT)]
     recipe, choices = resolved_recipe(settings_of("graft", tuned, donor, str(out / TRAINING), paths), short)
     report = _compare(recipe, donor, out, console)
-    own = _level(report, OWN_BASE) if OWN_BASE in report.arms else None
-    found = ProbeResult("undecided", "", "", _level(report, GRAFT), own, *_lost_overlap(report))
-    found = replace(found, wiring=None if is_lone(donor) else _better_wiring(recipe, donor, out, console))
+    own = _level(report.arms[OWN_BASE]) if OWN_BASE in report.arms else None
+    found = ProbeResult("undecided", "", "", _level(report.arms[GRAFT]), own, *_lost_overlap(report))
+    # A training that began found no fault before.
+    if not is_lone(donor) and not is_run(out / TRAINING):
+        found = replace(found, wiring=_better_wiring(recipe, donor, console))
     if not is_at_fault(found.base) and found.wiring is None:
         # Two models were loaded before this one.
         gc.collect()
         run_recipe(recipe, console, choices)
-        found = _with_training(found, out / TRAINING)
+        trained = load_report(out / TRAINING / REPORT_FILE)
+        found = replace(
+            found,
+            trained_tau=trained.arms[RETRAINED].tau,
+            gain_ci95=None if trained.gate is None else trained.gate.delta_tau_ci95,
+            trained_steps=load_recipe(out / TRAINING / RECIPE_FILE).train.max_steps,
+        )
+    # These models must not lie beside those of a rescue.
+    gc.collect()
     verdict, reason = judge(found)
     command = retrain_command(tuned, donor, paths)
     if verdict == "fault":
@@ -223,42 +223,34 @@ def judge(found: ProbeResult) -> tuple[Verdict, str]:
 
     A loss or a gain counts if its whole 95 % interval does.
     """
-    own, graft, gain, lost = found.base, found.graft, found.gain_ci95, found.lost_overlap_ci95
+    own, gain, lost = found.base, found.gain_ci95, found.lost_overlap_ci95
     if found.wiring is not None:
         return "fault", f"{found.wiring}. It is in a wrong form, or was trained with that wiring"
     if own is not None and is_at_fault(own):
         return "fault", (
-            f"The base's head drafts for the base itself with tau {own.tau:.2f} {_interval(own.tau_ci95)}; "
-            f"expected more than {LEAST_TAU:g}. The head is damaged or of another model, or the tokenizer is not the "
-            "base's"
+            f"The base's head drafts for the base itself with tau {format_estimate(own.tau, own.tau_ci95)}; expected "
+            f"more than {LEAST_TAU:g}. The head is damaged or of another model, or the tokenizer is not the base's"
         )
-    helps = gain is not None and gain[0] > 0.0
-    helps_much = gain is not None and gain[0] > MARGIN * graft.tau
-    intact = lost is not None and own is not None and own.overlap is not None and lost[1] < MARGIN * own.overlap
+    tau, level = found.graft.tau, None if own is None else own.overlap
     lost_text = f"Overlap lost at equal target entropy: {_lost_text(found)}"
-    trained = (
-        f"{found.trained_steps} steps raised tau from {graft.tau:.2f} by {_interval(gain)} to "
-        f"{format_number(found.trained_tau, 2)}, and a rescue trains for longer"
-    )
-    if intact and not helps_much:
-        level = own.overlap if own is not None else None
-        return "graft", f"{lost_text}, less than {100 * MARGIN:g} % of the base's {format_number(level, 2)}"
-    if helps:
-        return "retrain", f"{trained}. {lost_text}"
+    changed = f"{found.trained_steps} steps changed tau by {_interval(gain)}"
+    helps_much = gain is not None and gain[0] > MARGIN * tau
+    if lost is not None and level is not None and lost[1] < MARGIN * level and not helps_much:
+        return "graft", f"{lost_text}, less than {100 * MARGIN:g} % of the base's {level:.2f}"
+    if gain is not None and gain[0] > 0.0:
+        return "retrain", (
+            f"{found.trained_steps} steps raised tau from {tau:.2f} by {_interval(gain)} to "
+            f"{format_number(found.trained_tau, 2)}, and a rescue trains for longer. {lost_text}"
+        )
     if lost is not None and lost[0] > 0.0:
         return "retrain", f"{lost_text}. {found.trained_steps} steps were too few to win it back"
-    if gain is not None and gain[1] < MARGIN * graft.tau:
-        return "graft", f"{found.trained_steps} steps changed tau by {_interval(gain)}, less than {100 * MARGIN:g} %"
-    return "undecided", (
-        f"{lost_text}. {found.trained_steps} steps changed tau by {_interval(gain)}. More prompts in --data would tell"
-    )
+    if gain is not None and gain[1] < MARGIN * tau:
+        return "graft", f"{changed}, less than {100 * MARGIN:g} %"
+    return "undecided", f"{lost_text}. {changed}. More prompts in --data would tell"
 
 
 def is_at_fault(own: HeadLevel | None) -> bool:
-    if own is None:
-        return False
-    high = own.tau if own.tau_ci95 is None else own.tau_ci95[1]
-    return high < LEAST_TAU
+    return own is not None and (own.tau if own.tau_ci95 is None else own.tau_ci95[1]) < LEAST_TAU
 
 
 def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> Report:
@@ -289,15 +281,8 @@ def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> Report:
         return study_report(study.measure(), grid, f"probe of {model.trunk}")
 
 
-def _better_wiring(recipe: Recipe, donor: str, out: Path, console: Console) -> str | None:
-    """Draft for the base with its head in every known wrong form; return the one that fits better, in a sentence.
-
-    The answer is kept in the probe's directory.
-    """
-    file = out / WIRING
-    if file.is_file():
-        kept: str | None = read_json(file)["wiring"]
-        return kept
+def _better_wiring(recipe: Recipe, donor: str, console: Console) -> str | None:
+    """Draft for the base with its head in every known wrong form; return the one that fits better, in a sentence."""
     model, device = open_model(donor, OWN), local_device()
     tokenizer = load_tokenizer(model.checkpoint, recipe.model.trust_remote_code)
     prompts = choose_evenly(build_prompts(split_records(recipe)[1], tokenizer), WIRING_PROMPTS, recipe.seed)
@@ -311,16 +296,11 @@ def _better_wiring(recipe: Recipe, donor: str, out: Path, console: Console) -> s
         found = plain.generate([prompt.prompt_ids for prompt in prompts], WIRING_TOKENS)
         pairs = zip(prompts, found, strict=True)
         texts = [answer_document(prompt, one.token_ids, recipe.data.seq_len_tokens) for prompt, one in pairs]
-        wiring = better_wiring(trunk, drafting, texts, min(2, model.deepest), progress)
-    with full_disk_is_named(out, what="the probe"):
-        write_json(file, {"wiring": wiring})
-    return wiring
+        return better_wiring(trunk, drafting, texts, min(2, model.deepest), progress)
 
 
-def _level(report: Report, name: str) -> HeadLevel:
-    arm = report.arms[name]
-    overlap = None if not arm.overlap else arm.overlap[0]
-    return HeadLevel(arm.tau or 1.0, arm.tau_ci95, overlap)
+def _level(arm: ArmResult) -> HeadLevel:
+    return HeadLevel(arm.tau or 1.0, arm.tau_ci95, arm.overlap[0] if arm.overlap else None)
 
 
 def _lost_overlap(report: Report) -> tuple[float | None, Interval | None]:
@@ -331,22 +311,12 @@ def _lost_overlap(report: Report) -> tuple[float | None, Interval | None]:
     return row.delta_overlap_at_equal_entropy, row.delta_overlap_at_equal_entropy_ci95
 
 
-def _with_training(found: ProbeResult, run_dir: Path) -> ProbeResult:
-    report = load_report(run_dir / REPORT_FILE)
-    return replace(
-        found,
-        trained_tau=report.arms[RETRAINED].tau,
-        gain_ci95=None if report.gate is None else report.gate.delta_tau_ci95,
-        trained_steps=load_recipe(run_dir / RECIPE_FILE).train.max_steps,
-    )
-
-
 def _lost_text(found: ProbeResult) -> str:
     if found.lost_overlap is None:
         if found.base is None:
             return "unknown, as the trunk that the head was made for is not known"
         return "unknown, as the texts of the two models share too few entropies"
-    return f"{format_number(found.lost_overlap, 2)} {_interval(found.lost_overlap_ci95)}"
+    return format_estimate(found.lost_overlap, found.lost_overlap_ci95)
 
 
 def _interval(interval: Interval | None) -> str:
@@ -354,7 +324,7 @@ def _interval(interval: Interval | None) -> str:
 
 
 def _level_text(level: HeadLevel) -> str:
-    return f"tau {level.tau:.2f} {_interval(level.tau_ci95)}, overlap {format_number(level.overlap, 2)}"
+    return f"tau {format_estimate(level.tau, level.tau_ci95)}, overlap {format_number(level.overlap, 2)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,7 +389,9 @@ def rescue(
     if any(choice.field == "train.max_steps" for choice in choices) and not is_run(out):
         if not (out / PROBE).exists():
             RunDirectory(out).require_ours(recipe)
-        found = _probed(tuned, donor, out, paths, overrides, console)
+        found = probe_with(tuned, donor, out / PROBE, paths, overrides, console)
+        # Without the command that the probe proposes: the rescue goes on by itself.
+        console.print(f"probe: {found.verdict}. {found.reason}.", highlight=False, markup=False)
         if found.verdict == "fault":
             raise CheckpointError(
                 f"{donor}: {found.reason}; nothing was trained. Look at it with {found.command}, or train all the same "
@@ -434,24 +406,6 @@ def rescue(
     # The refusal ends in the command for a graft, which is written here.
     reason = "" if gate is None else gate.reason.partition(f". {GRAFT_INSTEAD}")[0]
     return _result(recipe, GRAFT if refused else RETRAINED, reason, console)
-
-
-def _probed(
-    tuned: str, donor: str, out: Path, paths: Sequence[str], overrides: Overrides, console: Console
-) -> ProbeResult:
-    """Probe below the run directory, or return what ``mtp-train probe`` found before with these settings."""
-    earlier, found = default_out(tuned), None
-    if earlier.is_dir() and not (out / PROBE).exists():
-        # A probe of other settings, or of inputs that changed since, is refused before it writes anything.
-        with contextlib.suppress(ChangedInputError, OutputExistsError):
-            found = probe_with(tuned, donor, earlier, paths, overrides, console)
-    if found is None:
-        found = probe_with(tuned, donor, out / PROBE, paths, overrides, console)
-    # Without the command that the probe proposes: the rescue goes on by itself.
-    console.print(f"probe: {found.verdict}. {found.reason}.", highlight=False, markup=False)
-    # The probe's models must not lie beside the run's.
-    gc.collect()
-    return found
 
 
 def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueResult:

@@ -1,4 +1,4 @@
-"""``mtp-train init``: write a commented recipe for a model. ``rescue`` runs the same recipe without a file.
+"""``mtp-train init``: write a recipe for a model. ``rescue`` runs the same recipe without a file.
 
 The recipe depends on where the head comes from: the base of the model (``graft``), the model itself (``native``), or
 neither, for a model that never had a head (``attach``).
@@ -6,16 +6,14 @@ neither, for a model that never had a head (``attach``).
 
 from __future__ import annotations
 
-import re
 import shlex
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from mtp_inference import MAX_DEPTH
 from mtp_train.acceptance.names import PLAIN, RETRAINED
-from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter, merge_command
+from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, is_adapter
 from mtp_train.checkpoints.demo import GROUP_FIELD, PREFIX, resolve
 from mtp_train.checkpoints.files import Checkpoint, read_json
 from mtp_train.checkpoints.locations import locate_checkpoint, open_location
@@ -27,12 +25,11 @@ from mtp_train.evaluation.suites import BUILTIN_FILE
 from mtp_train.families import most_served_kind, raw_text_config
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.diagnose import diagnose_head
-from mtp_train.recipe.json_schema import dotted, schema_tree, walk_fields
 from mtp_train.recipe.loading import apply_override, dump_yaml, load_recipe
 from mtp_train.recipe.sections import AUTO, AUTOMATIC
 from mtp_train.recipe.shipped import SCHEMA_FILE
-from mtp_train.runs.check import CheckResult, check, launch_command
-from mtp_train.runs.display import Shown
+from mtp_train.runs.check import check
+from mtp_train.runs.checkpoint_tools.write import WriteResult
 from mtp_train.runs.inputs import LoneHead, open_head_source, plan_head
 
 Plain = dict[str, Any]
@@ -42,46 +39,15 @@ Start = Literal["graft", "native", "attach"]
 _ANSWERS: Plain = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 _TRAINS: Mapping[Start, str] = {
-    "graft": "the MTP head of model.head_from, grafted onto model.trunk, on the responses of model.trunk.",
-    "native": "the MTP head of model.trunk, on the responses of model.trunk.",
-    "attach": "a new head for model.trunk, which has none, on the responses of model.trunk.",
+    "graft": "the MTP head of model.head_from, grafted onto model.trunk, on the responses of model.trunk",
+    "native": "the MTP head of model.trunk, on the responses of model.trunk",
+    "attach": "a new head for model.trunk, which has none, on the responses of model.trunk",
 }
-_NOTES: Mapping[str, str] = {
-    "run_dir": "The directory of all outputs. The same command resumes an interrupted run.",
-    "head.kind": "The kind that most servers draft with on this model. mtp-train check lists the others.",
-    "data.sources": "Chats or prompts like those that the model will serve.",
-    "data.regenerate": "The model answers the prompts itself: a head learns best from the text that it will draft.",
-    "evaluate.arms": "Decoders to compare on held-out prompts. The head is exported if it drafts better than before.",
-}
-"""Comments that replace the first sentence of a field's description."""
-_BUILTIN_NOTE = "The hundred built-in prompts, which is little. Name a file of your own chats or prompts here."
+_BUILTIN_NOTE = "Trains on the hundred built-in prompts, which is little: name chats or prompts of your own by --data."
 _MAY_BE_LOST = "Releases of this family have a head. If this model's base has one, write the recipe with --base BASE."
-_LINE_WIDTH = 120
-MAX_DEPTH = 7
-"""Largest number of draft depths of a recipe."""
 _DRAFT_VOCAB = 32_000
 """Tokens that an EAGLE-3 head drafts from if the model has many more, as in the heads released with the paper
 (arXiv:2503.01840)."""
-
-
-@dataclass(frozen=True)
-class WriteRecipeResult(Shown):
-    """The recipe that :func:`write_recipe` wrote."""
-
-    out: Path
-    """The file."""
-    start: Start
-    """Where the head comes from: ``graft`` (the base), ``native`` (the model itself) or ``attach`` (a new head)."""
-    family: str
-    """The model's family."""
-    commands: tuple[str, ...]
-    """The commands to run next: check the recipe, and run it, if it fits."""
-    notes: tuple[str, ...] = ()
-    """That the run does not fit; for a new head, that the base may have one, as releases of this family do."""
-
-    def __str__(self) -> str:
-        said = f"Wrote {self.out} ({self.family}). It trains {_TRAINS[self.start]}"
-        return "\n".join([said, *self.notes, *self.commands])
 
 
 def write_recipe(
@@ -92,8 +58,8 @@ def write_recipe(
     data: Sequence[str | Path] = (),
     processes: int | None = None,
     device: str | None = None,
-) -> WriteRecipeResult:
-    """Write a commented recipe that retrains a model's head, or trains a new one for a model without a head.
+) -> WriteResult:
+    """Write a recipe that retrains a model's head, or trains a new one for a model without a head.
 
     Args:
         out: The new file.
@@ -111,8 +77,8 @@ def write_recipe(
 
     Example:
         >>> import mtp_train as mtp
-        >>> mtp.write_recipe("my-27b.yaml", "my-27b", "Qwen/Qwen3.6-27B", data=["chats.jsonl"]).start
-        'graft'
+        >>> mtp.write_recipe("my-27b.yaml", "my-27b", "Qwen/Qwen3.6-27B", data=["chats.jsonl"]).cure
+        'mtp-train check my-27b.yaml'
     """
     out = Path(out)
     refuse_existing(out, what="the recipe")
@@ -128,16 +94,19 @@ def write_recipe(
         # ``check`` reads configs only. Planning the head compares keys and shapes of both checkpoints.
         plan_head(found.recipe, open_location(found.recipe.model.trunk), open_head_source(donor))
     with full_disk_is_named(out, what="the recipe"):
-        write_text(out, _commented(settings, start, found))
-    may_be_lost = start == "attach" and not open_location(str(trunk)).family.attached
-    problem, planned = found.room.problem, []
-    if device is not None:
-        planned = ["--memory" if device.lower().endswith("gib") else "--device", device]
-    commands = [shlex.join(["mtp-train", "check", str(out), *planned])]
-    if problem is None:
-        commands.append(launch_command(str(out), (), found.room))
-    notes = [*([] if problem is None else [f"Does not fit: {problem}."]), *([_MAY_BE_LOST] if may_be_lost else [])]
-    return WriteRecipeResult(out, start, found.family, tuple(commands), tuple(notes))
+        write_text(out, _file_of(settings, start))
+    notes = [] if found.room.problem is None else [f"Does not fit: {found.room.problem}."]
+    if start == "attach" and not open_location(str(trunk)).family.attached:
+        notes.append(_MAY_BE_LOST)
+    if settings["data"]["sources"] == [{"path": str(BUILTIN_FILE)}]:
+        notes.append(_BUILTIN_NOTE)
+    planned = [] if device is None else ["--device", device]
+    return WriteResult(
+        out=out,
+        content=f"it trains {_TRAINS[start]}",
+        notes=tuple(notes),
+        cure=shlex.join(["mtp-train", "check", str(out), *planned]),
+    )
 
 
 def start_of(trunk: str, base: str | None) -> Start:
@@ -167,13 +136,6 @@ def _lacks_base(trunk: str, found: str, named: str | None) -> CheckpointError:
 def settings_of(start: Start, trunk: str, base: str | None, run_dir: str, data: Sequence[str]) -> Plain:
     adapter, source = None, None if base is None else open_head_source(base)
     if base is not None and is_adapter(locate_checkpoint(resolve(trunk))):
-        if isinstance(source, LoneHead):
-            named = read_json(locate_checkpoint(resolve(trunk)) / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")
-            merged = merge_command(str(named or "BASE"), trunk)
-            raise CheckpointError(
-                f"{trunk}: a peft adapter, and {base} is a head without a trunk; expected a model. Merge the adapter "
-                f"first: {merged}"
-            )
         trunk, adapter = base, trunk
     paths = list(data) or ["demo:prompts" if trunk.startswith(PREFIX) else str(BUILTIN_FILE)]
     settings: Plain = {
@@ -230,41 +192,14 @@ def _new_head(settings: Plain, trunk: Checkpoint) -> Plain:
     return {"kind": kind, "init": "copy_last_layer"}
 
 
-def _commented(settings: Plain, start: Start, found: CheckResult) -> str:
-    """Return a recipe as YAML, with a header and a comment above every field; fields that are ``auto`` with a value."""
+def _file_of(settings: Plain, start: Start) -> str:
+    """Return a recipe as YAML, with a header like those of the package's recipes."""
     header = (
         f"# yaml-language-server: $schema={SCHEMA_FILE}",
-        f"# Trains: {_TRAINS[start]}",
-        "# Check: mtp-train check THIS_FILE --processes N prints plan, memory, the engines that serve the result,",
-        "# and the command that launches it. Override a field by adding section.field=value to either.",
+        f"# Trains: {_TRAINS[start]}.",
+        "# Check: mtp-train check THIS_FILE --processes N prints plan, memory, the engines that serve the result, the",
+        "# values of fields that are auto (with --show recipe the reasons too), and the command that launches it.",
+        "# Override a field by adding section.field=value to either. Every field: recipes/fields.md.",
     )
-    notes = {
-        path: _first_sentence(node["description"]) for path, node in walk_fields(schema_tree()) if "description" in node
-    }
-    notes |= _NOTES
-    where = f"For {found.plan.world_size} process(es) on {found.room.device}"
-    notes |= {one.field: f"{notes[one.field]} {where}, {one.shown}: {one.reason}." for one in found.choices}
-    if settings["data"]["sources"] == [{"path": str(BUILTIN_FILE)}]:
-        notes["data.sources"] = _BUILTIN_NOTE
-    return "\n".join([*header, *_lines(settings, notes)]) + "\n"
-
-
-def _lines(section: Plain, notes: Mapping[str, str], prefix: str = "") -> Iterator[str]:
-    indent = "  " * prefix.count(".") + ("  " if prefix else "")
-    for name, value in section.items():
-        path = dotted(prefix, name)
-        if not prefix:
-            yield ""
-        if path in notes:
-            yield from textwrap.wrap(
-                notes[path], _LINE_WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
-            )
-        if isinstance(value, dict):
-            yield f"{indent}{name}:"
-            yield from _lines(value, notes, path)
-        else:
-            yield textwrap.indent(dump_yaml({name: value}), indent).rstrip()
-
-
-def _first_sentence(text: str) -> str:
-    return re.split(r"(?<=\.)\s", text, maxsplit=1)[0]
+    sections = (dump_yaml({name: value}) for name, value in settings.items())
+    return "\n".join(["\n".join(header), "", *sections])

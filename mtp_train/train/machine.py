@@ -45,8 +45,8 @@ def device_named(name: str | None) -> Device:
         gib = MEMORY_GIB.get(name.lower()) if size is None else float(size[1])
         if not gib:
             raise DataError(
-                f"--device: {name!r}; expected one of {', '.join(MEMORY_GIB)}, or the memory of a GPU. Correct it, or "
-                "write --memory 24GiB."
+                f"--device: {name!r}; expected one of {', '.join(MEMORY_GIB)}, or the memory of a GPU, as "
+                "--device 24GiB. Correct it."
             )
         return Device(name.lower() if size is None else f"{gib:g} GiB", "cuda", int(gib * GIB))
     kind = _device_type()

@@ -29,12 +29,13 @@ from mtp_train.evaluation.statistics import make_cell
 from mtp_train.heads.build import build_head
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.runs.evaluate_run import evaluation_settings, measure, trunk_facts
+from mtp_train.runs.evaluate_run import evaluation_settings, measure
 from mtp_train.runs.regeneration import data_stage
 from mtp_train.runs.run import Run, RunTrunk
 from mtp_train.runs.run_directory import RunDirectory
 from mtp_train.runs.training import train_stage
 from mtp_train.train.launch import RunAccelerator, make_accelerator
+from mtp_train.train.machine import device_name
 from mtp_train.trunk.precision import resolve_precision
 
 CEILING_FACTOR = 10
@@ -115,7 +116,8 @@ def _record(arm: str, run: Run, recording: Recording) -> tuple[dict[str, Any], d
     no_speed = dict.fromkeys(("tokens_per_second", "speedup", "speedup_ci95", "break_even_tau"))
     own = {"head": f"recorded:{arm}", "measured_here": False, "target_entropy": recording.target_entropy}
     facts = {"documents": len(documents), "tokens": sum(len(document.input_ids) for document in documents)}
-    told = evaluation_settings(run.recipe, run.inputs, [setting]) | trunk_facts(run.recipe, trunk)
+    told = evaluation_settings(run.recipe, run.inputs, [setting])
+    told |= {"dtype": trunk.dtype_name, "device": device_name(trunk.lm_head_VD.device)}
     return {**asdict(result), **no_speed, **own}, {**told, "data": DATA[arm], **facts}
 
 

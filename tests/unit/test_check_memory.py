@@ -110,9 +110,6 @@ def test_a_run_that_does_not_fit_names_settings_that_do_and_nothing_else(recipe:
         overrides = [word for word in words if "=" in word]
         assert check(recipe, overrides, processes=processes, device="24GiB").room.problem is None, arguments
     assert planned(recipe, 1, "32GiB").fitting == {}
-
-
-def test_a_trunk_that_does_not_fit_is_the_first_line(recipe: dict[str, Any]) -> None:
     found = planned(recipe, 2, "12GiB")
     assert str(found).startswith("does not fit: 17.6 GiB of trunk and two heads")
     assert "model.offload=cpu train.gradient_checkpointing=true --processes 1" in found.fitting

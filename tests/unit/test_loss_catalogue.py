@@ -13,7 +13,7 @@ from mtp_train.data.pack import pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import RecipeError
 from mtp_train.losses import catalogue
-from mtp_train.losses.catalogue import Loss, RowLoss, find_loss, loss_names, register_loss
+from mtp_train.losses.catalogue import Loss, RowLoss, loss_names, register_loss
 from mtp_train.losses.chunked import depth_weights
 from mtp_train.losses.rows import log_probabilities
 from mtp_train.recipe.schema import Recipe
@@ -83,11 +83,3 @@ def test_a_name_belongs_to_one_loss(brier: str) -> None:
         with pytest.raises(ValueError, match=f"'{name}': the name of another loss"):
             register_loss(Loss(name, "elsewhere:rows"))
     assert loss_names() == before
-
-
-def test_auto_is_a_loss() -> None:
-    assert find_loss("auto").name == "kl"
-    for name in loss_names():
-        loss = find_loss(name)
-        assert callable(loss.rows_fn())
-        assert (loss.combine_fn() is not None) == (name == "e2e_tv")

@@ -41,6 +41,7 @@ def found(**figures: Any) -> ProbeResult:
         ({"lost_overlap_ci95": (-0.01, 0.03), "gain_ci95": (-0.1, 0.2)}, "undecided", "More prompts in --data would"),
         ({"lost_overlap_ci95": None, "gain_ci95": None}, "undecided", "changed tau by (no interval)"),
         ({"base": HeadLevel(1.1, (1.0, 1.29), 0.1)}, "fault", "tau 1.10 [1.00, 1.29]; expected more than 1.3."),
+        ({"wiring": "The head drafts better with X"}, "fault", "The head drafts better with X. It is in a wrong form"),
         # Not shown to be at fault.
         ({"base": HeadLevel(1.1, (1.0, 1.31), 0.1)}, "retrain", "20 steps raised tau"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,8 @@ from mtp_train.errors import CheckpointError, DataError
 from mtp_train.evaluation.arms import ArmSpec, parse_arm, require_distinct
 from mtp_train.evaluation.run import plain_names
 from mtp_train.recipe.loading import dump_recipe
-from mtp_train.runs.decode import server_of, subject_arm
+from mtp_train.recipe.schema import Recipe
+from mtp_train.runs.decode import subject_arm
 from runs import tiny_recipe
 
 
@@ -43,41 +45,31 @@ def test_a_path_may_hold_the_signs_of_the_syntax(tmp_path: Path) -> None:
     assert parse_arm(str(odd)).trunk == str(odd)
 
 
-def test_a_run_is_its_trunk_with_its_retrained_head(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run7"
-    run_dir.mkdir()
-    recipe = tiny_recipe(tmp_path / "in", run_dir)
-    (run_dir / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="without a head so far"):
-        parse_arm(str(run_dir))
-    (run_dir / "head").mkdir()
-    assert parse_arm(str(run_dir)) == ArmSpec("run7", recipe.model.trunk, str(run_dir / "head"))
-    assert parse_arm(f"new={run_dir}").name == "new"
-
-
-def test_evaluate_takes_a_run_as_compare_does(tmp_path: Path) -> None:
+def run_of(tmp_path: Path, **overrides: Any) -> tuple[Path, Recipe]:
+    """Return the directory of a run that has trained, and its recipe."""
     run_dir = tmp_path / "run7"
     (run_dir / "head").mkdir(parents=True)
-    recipe = tiny_recipe(tmp_path / "in", run_dir)
+    recipe = tiny_recipe(tmp_path / "in", run_dir, **overrides)
     (run_dir / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    return run_dir, recipe
 
+
+def test_a_run_is_its_trunk_with_its_retrained_head(tmp_path: Path) -> None:
+    run_dir, recipe = run_of(tmp_path)
+    assert parse_arm(str(run_dir)) == ArmSpec("run7", recipe.model.trunk, str(run_dir / "head"))
+    assert parse_arm(f"new={run_dir}").name == "new"
     subject = subject_arm(str(run_dir), None, None)
     assert subject == parse_arm(str(run_dir))
-    server = server_of(
-        subject, "http://localhost:1", True, model=None, api_key_env=None, concurrency=1, request_timeout_seconds=60.0
-    )
-    assert server is not None
-    assert server.checkpoint == recipe.model.trunk
+    assert subject.trunk == recipe.model.trunk
     with pytest.raises(DataError, match=r"--head: given with .*run7, a run, which has its own"):
         subject_arm(str(run_dir), "ngram", None)
+    (run_dir / "head").rmdir()
+    with pytest.raises(CheckpointError, match="without a head so far"):
+        parse_arm(str(run_dir))
 
 
 def test_a_run_is_packed_as_it_was_trained_unless_it_is_told_otherwise(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run7"
-    (run_dir / "head").mkdir(parents=True)
-    recipe = tiny_recipe(tmp_path / "in", run_dir, model__quantization="8bit")
-    (run_dir / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-
+    run_dir, recipe = run_of(tmp_path, model__quantization="8bit")
     own = parse_arm(str(run_dir))
     assert (own.name, own.quantization, own.trunk_name) == ("run7", "8bit", f"{recipe.model.trunk}@8bit")
     assert subject_arm(str(run_dir), None, None) == own

@@ -62,21 +62,21 @@ def drafting(trunk: Trunk) -> dict[str, Drafting]:
     return {"head": HeadDrafting(tiny_head(trunk)), "lookup": NgramDrafting()}
 
 
+def arms_of(trunk: Trunk, drafting: dict[str, Drafting], max_new_tokens: int, **settings: Any) -> TrunkArms:
+    names = dict.fromkeys(drafting, "head")
+    return TrunkArms(
+        **{"trunk": trunk, "name": "trunk", "drafting": drafting, "head_names": names, "eos_ids": (), "seed": 0},
+        max_new_tokens=max_new_tokens,
+        **settings,
+    )
+
+
 def block(
     trunk: Trunk, drafting: dict[str, Drafting], out: Path, temperature: float, grid: EvaluationGrid = GRID
 ) -> tuple[LaneRecords, int]:
     done: list[None] = []
-    arms = TrunkArms(
-        trunk=trunk,
-        name="trunk",
-        drafting=drafting,
-        head_names={},
-        max_new_tokens=grid.max_new_tokens,
-        eos_ids=(),
-        seed=grid.seed,
-        batch=grid.batch,
-        store=Store(out, {"grid": repr(grid)}),
-    )
+    store = Store(out, {"grid": repr(grid)})
+    arms = arms_of(trunk, drafting, grid.max_new_tokens, batch=grid.batch, store=store)
     lanes = arms.lanes(grid.drafted(temperature, None))
     found = decode_prompts(arms, {None: prompts()}, lanes, lambda number=1: done.extend([None] * number))
     assert len(done) == arms.num_decodings(lanes, {None: prompts()})
@@ -130,15 +130,7 @@ def texts_of(measured: LaneRecords) -> dict[str, Any]:
 def test_times_are_the_best_of_several_passes(
     trunk: Trunk, drafting: dict[str, Drafting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arms = TrunkArms(
-        trunk=trunk,
-        name="trunk",
-        drafting=drafting,
-        head_names=dict.fromkeys(drafting, "head"),
-        max_new_tokens=20,
-        eos_ids=(),
-        seed=0,
-    )
+    arms = arms_of(trunk, drafting, 20)
     lanes = arms.lanes([Setting(0.0, None, 2, "greedy")])
     stock, taken = Stopwatch._decode, list[tuple[int, list[float]]]()
 
@@ -214,10 +206,7 @@ def test_replayed_rounds_are_those_of_decoding() -> None:
     assert isinstance(head, HeadDrafting)
     suite = EvaluationGrid(suite="demo", prompts_per_task=2)
     given = grid_prompts(suite, load_tokenizer(opened.checkpoint, trust_remote_code=False), [None])[None]
-    names = {"own": "own"}
-    arms = TrunkArms(
-        trunk=trunk, name="base", drafting={"own": head}, head_names=names, max_new_tokens=40, eos_ids=(), seed=0
-    )
+    arms = arms_of(trunk, {"own": head}, 40)
     settings = [Setting(0.0, None, depth, "greedy") for depth in (3, 1)]
     decoded = decode_prompts(arms, {None: given}, arms.lanes(settings))
     plain = decoded["none", settings[0].plain]

@@ -1,4 +1,4 @@
-"""Heads in GGUF files: what is wrong with one; put one into the file of a trunk as it is served; take one out."""
+"""Heads in GGUF files: what is wrong with one, and put one into the file of a trunk as it is served."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from mtp_train.checkpoints.gguf.model_file import (
     torch_shape,
     with_modules,
     write_embedded,
-    write_head_alone,
 )
 from mtp_train.checkpoints.gguf.record import NUM_MODULES
 from mtp_train.checkpoints.gguf.sidecar import GgufKind, head_tensors
@@ -54,21 +53,6 @@ def stored_types(tensors: Iterable[ReaderTensor]) -> str:
     """Return the types of tensors, the most frequent first."""
     counts = Counter(one.tensor_type.name for one in tensors)
     return ", ".join(f"{name} ({count})" for name, count in counts.most_common())
-
-
-def heads_beside(model: GgufModel) -> tuple[str, ...]:
-    """Return the other GGUF files of a model's directory that hold a head of its architecture alone."""
-    others = (path for path in sorted(model.files[0].parent.glob("*.gguf")) if path not in model.files)
-    return tuple(path.name for path in others if "-of-" not in path.name and _is_head_for(model, path))
-
-
-def _is_head_for(model: GgufModel, file: Path) -> bool:
-    try:
-        other = open_gguf(file)
-        return other.arch == model.arch and other.present_modules > 0 and not other.holds_trunk
-    # A neighbour that is broken, or of another kind, is nobody's head; names of its blocks may have no number.
-    except (CheckpointError, ValueError, TypeError):
-        return False
 
 
 def missing_of_head(model: GgufModel) -> tuple[str, ...]:
@@ -185,16 +169,3 @@ def _require_fit(trunk: GgufModel, base: str, arch: str, shape: Mapping[str, int
             f"channels; expected {trunk.arch} with {mine['block_count']} of {mine['embedding_length']}, as "
             f"{trunk.files[0]} has. Name the base that it was fine-tuned from."
         )
-
-
-def export_gguf_head(file: Path, out: Path, progress: Progress) -> Path:
-    """Write the head of a GGUF file as a file of its own, ``out/mtp-NAME.gguf``; return its path."""
-    model = open_gguf(file)
-    refuse_existing(out, what="the GGUF file")
-    if not model.head:
-        raise CheckpointError(
-            f"{file}: no head; expected a GGUF file with one. Put one in with '{graft_gguf_command(file)}'."
-        )
-    target = out / f"mtp-{file.name}"
-    write_head_alone(model, target, progress)
-    return target

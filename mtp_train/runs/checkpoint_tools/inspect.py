@@ -42,7 +42,6 @@ from mtp_train.heads.draft_model import (
 from mtp_train.runs.checkpoint_tools.gguf_files import (
     RECORDS,
     graft_gguf_command,
-    heads_beside,
     missing_of_head,
     problems_of_head,
     stored_types,
@@ -127,17 +126,20 @@ class Inspection(Shown):
     """Why ``generate`` and ``export`` refuse the checkpoint, a phrase each, whatever its head's status."""
     serves: Mapping[str, str]
     """Engine to the command that serves the checkpoint with its head, or ``no: REASON``."""
-    cure: str | None
+    cure: str | None = None
     """The command to run next; None for a checkpoint that needs no repair."""
     runs_here: str
-    """``yes``, or why the head can be inspected, grafted and exported, but not trained or decoded with."""
+    """``yes``, or the command that decodes with a drafter, or why the head cannot be trained or decoded with here."""
     note: str | None = None
     """A sentence about a drafter, about tensors beside the head, or about the storage in a GGUF file."""
 
     @property
     def stale(self) -> bool | None:
         """Whether the trunk changed and the head still equals the base's; None without a base or a head."""
-        return _is_stale(self.head, self.trunk_changed, self.head_difference)
+        if self.trunk_changed is None or not self.head.found_keys or self.head.foreign is not None:
+            return None
+        difference = self.head_difference
+        return self.trunk_changed.share_of_tensors > 0 and difference is not None and difference.kind == "equal"
 
     def to_json(self) -> dict[str, Any]:
         found = super().to_json() | {"stale": self.stale}
@@ -170,7 +172,7 @@ class Inspection(Shown):
         rows = [
             ("family", f"{self.family}; modules declared {head.declared_modules}, present {head.present_modules}"),
             ("note", self.note),
-            *((title, _first_three(keys)) for title, keys in found.items() if keys),
+            *((title, first_of(keys)) for title, keys in found.items() if keys),
             ("trunk", None if change is None else str(change)),
             ("head", None if self.head_difference is None else str(self.head_difference)),
             ("train, decode", None if self.runs_here == "yes" else self.runs_here),
@@ -178,10 +180,6 @@ class Inspection(Shown):
             ("cure", self.cure or "nothing to cure"),
         ]
         return [(label, text) for label, text in rows if text is not None]
-
-
-def _first_three(keys: Sequence[str]) -> str:
-    return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
 
 
 def inspect(checkpoint: str | Path, base: str | Path | None = None, *, progress: Progress | None = None) -> Inspection:
@@ -237,12 +235,9 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
             difference = difference or compare_heads(checkpoint, layout, base, layout_of(base))
     trunk = diagnose_trunk(checkpoint) if holds_trunk(checkpoint, layout) else TrunkDiagnosis()
     problems = (*trunk.problems, *_not_finite(weights["non_finite_keys"]), *_adapter_problems(checkpoint))
-    status = _head_status(diagnosis, base_head, difference)
-    # A missing or incomplete head comes before problems of the checkpoint.
-    if problems and status in ("healthy", "undeclared", "quantised", "miswired"):
-        status = "damaged"
+    status = _head_status(diagnosis, problems, base_head, difference)
     unread = problems[0] if problems else diagnosis.describe() if diagnosis.quantised or diagnosis.foreign else None
-    return Inspection(
+    found = Inspection(
         checkpoint=str(checkpoint.path),
         family=layout.family.name,
         status=status,
@@ -256,16 +251,10 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         serves=serving_commands(
             checkpoint, diagnosis, status, problems or ((str(difference),) if status == "miswired" else ())
         ),
-        cure=_find_cure(checkpoint, base, status, change, _is_stale(diagnosis, change, difference), trunk, problems),
         runs_here="yes" if unread is None else f"no: {unread}",
         note=_note(checkpoint),
     )
-
-
-def _is_stale(head: HeadDiagnosis, change: TrunkChange | None, difference: HeadDifference | None) -> bool | None:
-    if change is None or not head.found_keys or head.foreign is not None:
-        return None
-    return change.share_of_tensors > 0 and difference is not None and difference.kind == "equal"
+    return replace(found, cure=_find_cure(found, checkpoint, base))
 
 
 def _adapter_problems(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -273,19 +262,28 @@ def _adapter_problems(checkpoint: Checkpoint) -> tuple[str, ...]:
     return (f"{ADAPTER_CONFIG_FILE} beside the model, which transformers applies and engines do not",) if beside else ()
 
 
-def _head_status(diagnosis: HeadDiagnosis, base_has_head: bool, difference: HeadDifference | None) -> Status:
+def _head_status(
+    diagnosis: HeadDiagnosis,
+    problems: Sequence[str],
+    base_has_head: bool = False,
+    difference: HeadDifference | None = None,
+) -> Status:
+    """Return the status of a head. That it is missing or incomplete comes before the problems of its checkpoint."""
+    is_miswired = difference is not None and bool(difference.keys)
     if diagnosis.foreign is not None:
         return "foreign"
-    if difference is not None and difference.keys:
-        return "miswired"
     if not diagnosis.found_keys:
         if diagnosis.declared_modules:
             return "declared_but_missing"
         return "stripped" if base_has_head else "none"
+    if not (diagnosis.complete or diagnosis.quantised or is_miswired):
+        return "partial"
+    if problems:
+        return "damaged"
+    if is_miswired:
+        return "miswired"
     if diagnosis.quantised:
         return "quantised"
-    if not diagnosis.complete:
-        return "partial"
     return "healthy" if diagnosis.declared_modules == diagnosis.present_modules else "undeclared"
 
 
@@ -333,12 +331,7 @@ def serving_commands(
             "undeclared": "no: the head is there but config.json does not declare it",
             "quantised": f"not verified: head quantised with {diagnosis.method}; the cure gives one in plain floats",
         }.get(status, f"no: {diagnosis.describe()}")
-        # Without a head: an engine that never serves this family gives its own reason, before the user attaches one.
-        never = engine_commands(checkpoint.family.serving, "", SUGGESTED_DEPTH) if status == "none" else {}
-        return {
-            engine: never[engine] if status == "none" and support.supported is False else reason
-            for engine, support in checkpoint.family.serving.items()
-        }
+        return dict.fromkeys(checkpoint.family.serving, reason)
     # ``export --head-only`` writes none of the trunk's layers.
     if not any(name.startswith("layers.") for name in trunk_tensors(checkpoint, layout_of(checkpoint))):
         flag = suggestions.draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
@@ -375,21 +368,14 @@ def _misread(checkpoint: Checkpoint) -> dict[str, str]:
     return {engine: reason for engine, reason in found.items() if engine in checkpoint.engines.keys() - unserved}
 
 
-def _find_cure(
-    checkpoint: Checkpoint,
-    base: Checkpoint | None,
-    status: Status,
-    change: TrunkChange | None,
-    stale: bool | None,
-    trunk: TrunkDiagnosis,
-    problems: Sequence[str],
-) -> str | None:
-    path, donor = _with_donor(checkpoint, base)
-    if trunk.untied is not None and len(problems) == 1:
+def _find_cure(found: Inspection, checkpoint: Checkpoint, base: Checkpoint | None) -> str | None:
+    named = str(base.path) if base is not None else suggestions.named_base(checkpoint.path)
+    path, donor, status, problems = str(checkpoint.path), named or "BASE", found.status, found.problems
+    if found.trunk.untied is not None and len(problems) == 1:
         return untie_command(checkpoint.path)
     if status == "miswired":
         # The base's head fits the base's trunk; on another trunk it has to be retrained as well.
-        moved = change is not None and change.share_of_tensors > 0
+        moved = found.trunk_changed is not None and found.trunk_changed.share_of_tensors > 0
         return suggestions.retrain_command(path, donor) if moved else suggestions.graft_command(path, donor)
     if problems and problems == _adapter_problems(checkpoint):
         return merge_command(path, path)
@@ -397,20 +383,14 @@ def _find_cure(
         return f"hf download CHECKPOINT --local-dir {shlex.quote(path)}"
     if status in ("declared_but_missing", "stripped", "partial", "quantised"):
         return suggestions.graft_command(path, donor)
-    if status == "undeclared" or (not stale and status == "healthy" and _misread(checkpoint)):
+    if status == "undeclared" or (not found.stale and status == "healthy" and _misread(checkpoint)):
         return suggestions.export_command(path)
     if status == "none":
         # Releases of such a family have a head. It was probably dropped: Unsloth drops its count in the config too.
         lost = base is None and not checkpoint.family.attached
         return suggestions.inspect_command(path, donor) if lost else suggestions.train_command(path)
     # Bytes tell that the head was not trained for this trunk, not that it drafts worse.
-    return suggestions.probe_command(path, donor) if stale else None
-
-
-def _with_donor(checkpoint: Checkpoint, base: Checkpoint | None) -> tuple[str, str]:
-    """Return the paths of a checkpoint and of its base: the given one, or the name on its card."""
-    named = str(base.path) if base is not None else suggestions.named_base(checkpoint.path)
-    return str(checkpoint.path), named or "BASE"
+    return suggestions.probe_command(path, donor) if found.stale else None
 
 
 def _inspect_mlx(checkpoint: Checkpoint, progress: Progress) -> Inspection:
@@ -447,8 +427,6 @@ def _inspect_assistant(
         progress,
         family=assistant.name,
         serves=assistant.commands(checkpoint.config, str(checkpoint.path), SUGGESTED_DEPTH),
-        what="ASSISTANT",
-        runs_here="no: as a head; decode with",
         note=f"a {assistant.title}: an external drafter for {assistant.trunk.title} trunks of hidden size {size}",
     )
 
@@ -469,8 +447,6 @@ def _inspect_draft(draft: DraftModel, trunk: Checkpoint | None, progress: Progre
         progress,
         family=name,
         serves=serves,
-        what="DRAFT",
-        runs_here="beside its trunk:",
         problems=() if problem is None else (problem,),
         unsupported=draft.unsupported,
         note=f"{draft.title} for a trunk of hidden size {draft.config.get('hidden_size')}",
@@ -484,8 +460,6 @@ def _inspect_drafter(
     *,
     family: str,
     serves: Mapping[str, str],
-    what: str,
-    runs_here: str,
     note: str,
     problems: tuple[str, ...] = (),
     unsupported: str | None = None,
@@ -509,8 +483,8 @@ def _inspect_drafter(
         **weights,
         problems=problems,
         serves=serves if whole else dict.fromkeys(serves, f"no: {reason}"),
-        cure=None if whole else f"hf download {what} --local-dir {path}",
-        runs_here=f"{runs_here} mtp-train generate TRUNK --head {path}" if refusal is None else f"no: {refusal}",
+        cure=None if whole else f"hf download DRAFTER --local-dir {path}",
+        runs_here=f"mtp-train generate TRUNK --head {path}" if refusal is None else f"no: {refusal}",
         note=f"{note}, not a checkpoint with a head; TRUNK is a placeholder for its trunk",
     )
 
@@ -519,36 +493,27 @@ def _inspect_gguf(file: Path) -> Inspection:
     """Inspect the head in a GGUF file, or a draft model; of the trunk nothing is read."""
     model = open_gguf(file)
     missing, problems = missing_of_head(model), problems_of_head(model)
-    beside = heads_beside(model)
-    status: Status = "healthy"
-    if model.arch != DRAFT_ARCH:
-        if not model.head:
-            status = "declared_but_missing" if model.declared_modules else "none"
-        elif problems:
-            status = "partial" if missing else "damaged"
-        elif model.declared_modules != model.present_modules:
-            status = "undeclared"
+    head = HeadDiagnosis(model.declared_modules, model.present_modules, tuple(model.head), missing, (), ())
+    status: Status = "healthy" if model.arch == DRAFT_ARCH else _head_status(head, problems)
     cure = graft_gguf_command(file) if model.arch in RECORDS else suggestions.train_command(str(file))
     holds_trunk = model.holds_trunk and model.arch != DRAFT_ARCH
     others = stored_types(one for name, one in model.tensors.items() if name not in model.head)
     note = f"the trunk is {others}" if holds_trunk else f"a head in a file of its own, with {others} of its trunk"
     note += f"; the head is {stored_types(model.head.values())}" if model.head else ""
-    if beside and model.head and holds_trunk:
-        note += f"; {', '.join(beside)} beside a head in the file: pass one of them, -md for the other file, never both"
     return Inspection(
         checkpoint=str(file),
         family=model.arch,
         status=status,
-        head=HeadDiagnosis(model.declared_modules, model.present_modules, tuple(model.head), missing, (), ()),
+        head=head,
         problems=problems,
-        serves={"llama.cpp": _served_gguf(model, file, status, problems, beside)},
+        serves={"llama.cpp": _served_gguf(model, file, status, problems)},
         cure=None if status == "healthy" else cure,
         runs_here="dequantised, where transformers reads the architecture from GGUF",
         note=note,
     )
 
 
-def _served_gguf(model: GgufModel, file: Path, status: Status, problems: Sequence[str], beside: Sequence[str]) -> str:
+def _served_gguf(model: GgufModel, file: Path, status: Status, problems: Sequence[str]) -> str:
     """Return the command with which llama.cpp drafts with the head, or why it does not."""
     name, kind = shlex.quote(str(file)), "draft-eagle3" if model.arch == DRAFT_ARCH else "draft-mtp"
     spec = f"--spec-type {kind} --spec-draft-n-max {SUGGESTED_DEPTH}"
@@ -557,6 +522,4 @@ def _served_gguf(model: GgufModel, file: Path, status: Status, problems: Sequenc
     if status == "healthy":
         alone = model.arch == DRAFT_ARCH or not model.holds_trunk
         return f"llama-server -m {f'TRUNK.gguf -md {name}' if alone else name} {spec}"
-    if status == "none" and beside:
-        return f"llama-server -m {name} -md {shlex.quote(str(file.with_name(beside[0])))} {spec}"
     return f"no: {problems[0] if problems else 'no head'}"

@@ -19,7 +19,7 @@ from mtp_train.checkpoints.artifact import Artifact, load_artifact
 from mtp_train.checkpoints.export import LinkMode, with_fields, write_checkpoint, write_head_only
 from mtp_train.checkpoints.files import Checkpoint, is_gguf, left_out, open_checkpoint, read_json
 from mtp_train.checkpoints.gguf.architectures import gguf_head_for
-from mtp_train.checkpoints.gguf.model_file import open_gguf, write_draft_gguf
+from mtp_train.checkpoints.gguf.model_file import open_gguf, write_draft_gguf, write_head_alone
 from mtp_train.checkpoints.gguf.sidecar import GgufKind, gguf_tensors, write_gguf
 from mtp_train.checkpoints.identity import checkpoint_files, directory_files, require_same
 from mtp_train.checkpoints.keymap import REDUCED_OUTPUT
@@ -33,12 +33,7 @@ from mtp_train.checkpoints.locations import (
     refuse_adapter,
 )
 from mtp_train.checkpoints.native import Take, exact_tensor, native_head_of, stored_tensor
-from mtp_train.checkpoints.suggestions import (
-    draft_model_flag,
-    graft_command,
-    probe_command,
-    train_command,
-)
+from mtp_train.checkpoints.suggestions import draft_model_flag, graft_command, probe_command, train_command
 from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import new_directory, refuse_existing, removed_on_failure
 from mtp_train.errors import CheckpointError, GateRefusedError, MtpError
@@ -49,7 +44,7 @@ from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.report.wording import serving_depth
-from mtp_train.runs.checkpoint_tools.gguf_files import config_of, export_gguf_head, graft_gguf
+from mtp_train.runs.checkpoint_tools.gguf_files import config_of, graft_gguf, graft_gguf_command
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH, inspect, serving_commands
 from mtp_train.runs.display import Shown, quiet_progress, serving_lines
 from mtp_train.runs.export import write_card, write_export, write_untrained_card
@@ -60,16 +55,16 @@ from mtp_train.trunk.whole import first_of, require_whole_trunk
 
 @dataclass(frozen=True, kw_only=True)
 class WriteResult(Shown):
-    """What :func:`graft`, :func:`merge` or :func:`export` wrote."""
+    """What :func:`graft`, :func:`merge`, :func:`export` or :func:`write_recipe` wrote."""
 
     out: Path
-    """The new directory, or the new GGUF file: of several splits the first one."""
+    """The new directory or file; of the splits of a GGUF file the first one."""
     content: str
     """What it holds, in a phrase."""
     serves: Mapping[str, str] = field(default_factory=dict)
     """Engine to the command that drafts with the head, or ``no: REASON``; empty without a head."""
     notes: tuple[str, ...] = ()
-    """Sentences about the head, about weight files that were left out, and about the storage in a GGUF file."""
+    """Sentences about the head, weight files that were left out, the storage in a GGUF file, or a recipe's needs."""
     cure: str | None = None
     """The command to run next; None if nothing is left to do."""
 
@@ -123,16 +118,16 @@ def graft(
         >>> mtp.graft("demo:finetune", "demo:base", "grafted").serves["vllm"]
         'vllm serve grafted ...'
     """
-    out, progress = Path(out), progress or quiet_progress()
+    out, fine_tune, base, progress = Path(out), str(fine_tune), str(base), progress or quiet_progress()
     link: LinkMode = "copy" if copy else "hard"
     if is_gguf(fine_tune):
-        files = graft_gguf(Path(fine_tune), str(base), out, head, link, progress)
-        return _in_gguf(files, str(fine_tune), str(base))
+        files = graft_gguf(Path(fine_tune), base, out, head, link, progress)
+        return _in_gguf(files, fine_tune, base)
     if head is not None:
         raise MtpError(
             f"--head: given for {fine_tune}, whose head keeps its bytes; expected a GGUF file. Leave it out."
         )
-    trunk, donor = open_location(str(fine_tune)), open_location(str(base))
+    trunk, donor = open_location(fine_tune), open_location(base)
     refuse_existing(out, what="the checkpoint")
     plan = graft_plan(trunk, donor, "auto")
     require_whole_trunk(trunk)
@@ -140,20 +135,15 @@ def graft(
     require_finite_checkpoint(donor, progress)
     write_checkpoint(trunk, plan.layout, plan.head, out, link=link, progress=progress)
     with removed_on_failure(out):
-        identities = checkpoint_identity(str(fine_tune), trunk), checkpoint_identity(str(base), donor)
+        identities = checkpoint_identity(fine_tune, trunk), checkpoint_identity(base, donor)
         write_untrained_card(out, *identities, None, SUGGESTED_DEPTH)
         serves = serves_of(out, trunk.family, SUGGESTED_DEPTH)
     notes = left_out(trunk, plan.layout)
     reduced = [key for key in donor.tensors if REDUCED_OUTPUT.fullmatch(key)]
     if reduced:
         notes += (f"Left out, as it is of {donor.path}'s own tokens: {first_of(reduced)}.",)
-    return WriteResult(
-        out=out,
-        content=f"the trunk of {fine_tune}, the head of {base}",
-        serves=serves,
-        notes=notes,
-        cure=probe_command(str(fine_tune), str(base)),
-    )
+    content = f"the trunk of {fine_tune}, the head of {base}"
+    return WriteResult(out=out, content=content, serves=serves, notes=notes, cure=probe_command(fine_tune, base))
 
 
 def _in_gguf(files: Sequence[Path], fine_tune: str, base: str) -> WriteResult:
@@ -277,15 +267,10 @@ def export(
     if is_gguf(source):
         if not head_only:
             raise MtpError(f"{source}: a GGUF file; expected --head-only, which takes its head out. Add it.")
-        return _head_in_gguf(export_gguf_head(source, out, progress))
+        return _head_in_gguf(_head_of_gguf(source, out, progress))
     refuse_existing(out, what="the checkpoint" if gguf is None else "the GGUF file")
     # llama.cpp's converter reads FP8 and FP4 without rounding.
     trunk, head, adapter = _head_to_export(source, progress, stored_tensor if gguf is None else exact_tensor)
-    if head_only and head.family.kind != "mtp":
-        raise CheckpointError(
-            f"{trunk.path}: its head is {head.family.title}; expected an MTP head. Export it without --head-only: it "
-            "becomes a draft model, a directory of its own."
-        )
     if adapter is not None and (head_only or gguf is not None):
         raise CheckpointError(
             f"{source}: its trunk has the unmerged adapter {adapter}; expected a trunk in one checkpoint, as the "
@@ -295,13 +280,23 @@ def export(
     # A head on its own repeats only a few of the trunk's tensors, but is loaded beside all of them.
     require_finite_checkpoint(trunk, progress)
     if gguf is not None:
-        write = _write_gguf if head.family.kind == "mtp" else _write_draft_gguf
-        return _head_in_gguf(write(source, trunk, head, out, gguf, progress))
+        return _head_in_gguf(_write_gguf(source, trunk, head, out, gguf, progress))
     if head_only:
-        write_head_only(trunk, layout_of(trunk), head.head, out)
-        serve = f"vllm serve {shlex.quote(str(trunk.path))} {draft_model_flag(str(out), head.num_depths)}"
-        return WriteResult(out=out, content=_ALONE, serves={"vllm": serve})
-    write_export(trunk, head, out, adapter=adapter, link="copy" if copy else "hard", progress=progress)
+        return _write_head_only(trunk, head, out)
+    return _write_whole(source, trunk, head, adapter, out, "copy" if copy else "hard", progress)
+
+
+def _write_whole(
+    source: Path,
+    trunk: Checkpoint,
+    head: Artifact,
+    adapter: Path | None,
+    out: Path,
+    link: LinkMode,
+    progress: Progress,
+) -> WriteResult:
+    """Write the trunk's checkpoint with the head in it, or the head as a draft model; of a run, with its card."""
+    write_export(trunk, head, out, adapter=adapter, link=link, progress=progress)
     with removed_on_failure(out):
         if is_head_directory(source / HEAD):
             write_card(source, out)
@@ -312,9 +307,32 @@ def export(
     return WriteResult(out=out, content=f"the trunk of {trunk.path} with its head", serves=serves, notes=notes)
 
 
+def _write_head_only(trunk: Checkpoint, head: Artifact, out: Path) -> WriteResult:
+    if head.family.kind != "mtp":
+        raise CheckpointError(
+            f"{trunk.path}: its head is {head.family.title}; expected an MTP head. Export it without --head-only: it "
+            "becomes a draft model, a directory of its own."
+        )
+    write_head_only(trunk, layout_of(trunk), head.head, out)
+    serve = f"vllm serve {shlex.quote(str(trunk.path))} {draft_model_flag(str(out), head.num_depths)}"
+    return WriteResult(out=out, content=_ALONE, serves={"vllm": serve})
+
+
 _ALONE = "the head alone"
 # Programs that pass both draft nothing, or crash (unsloth#10169, LM Studio's bug tracker #2244).
 _ONE_HEAD = "TRUNK.gguf must have no head of its own (convert_hf_to_gguf.py --no-mtp); if it has one, leave -md out."
+
+
+def _head_of_gguf(file: Path, out: Path, progress: Progress) -> Path:
+    """Write ``mtp-NAME.gguf``, the head of a GGUF file as it is, into a new directory."""
+    model = open_gguf(file)
+    refuse_existing(out, what="the GGUF file")
+    if not model.head:
+        raise CheckpointError(
+            f"{file}: no head; expected a GGUF file with one. Put one in with '{graft_gguf_command(file)}'."
+        )
+    write_head_alone(model, out / f"mtp-{file.name}", progress)
+    return out / f"mtp-{file.name}"
 
 
 def _head_in_gguf(file: Path) -> WriteResult:
@@ -322,7 +340,9 @@ def _head_in_gguf(file: Path) -> WriteResult:
 
 
 def _write_gguf(source: Path, trunk: Checkpoint, head: Artifact, out: Path, kind: GgufKind, progress: Progress) -> Path:
-    """Write ``mtp-NAME.gguf``, named after the trunk, into a new directory."""
+    """Write ``mtp-NAME.gguf``, named after the trunk, into a new directory; a draft model in a file of its kind."""
+    if head.family.kind != "mtp":
+        return _write_draft_gguf(source, trunk, head, out, kind, progress)
     layout, config = layout_of(trunk), config_of(trunk)
     record = gguf_head_for(trunk.family, str(trunk.text_config.get("model_type")), where=str(trunk.path))
     tensors = gguf_tensors(trunk, layout, head.head, record, config)
