@@ -43,7 +43,7 @@ from mtp_train.runs.resolve import (
     resolved_recipe,
 )
 from mtp_train.runs.run_directory import RunDirectory
-from mtp_train.runs.settings import cache_bytes, memory_options, plan_of
+from mtp_train.runs.settings import cache_bytes, measured_tokens, memory_options, plan_of
 from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk, estimate_footprint, in_shards
 from mtp_train.trunk.load import Trunk, empty_trunk
@@ -280,6 +280,14 @@ class CheckResult(Shown):
             f"({plan.total_tokens / 1e6:.2f} M in all) on {plan.world_size} process(es), {plan.accumulation} "
             f"micro-batch(es) each; {recipe.train.precision}: {self.precision_reason}",
         )
+        measures, tokens = measured_tokens(recipe)
+        if measures:
+            share = measures * tokens / plan.total_tokens
+            yield (
+                "selects",
+                f"the best of {measures} measurements on at most {tokens} tokens kept out of training, by forward "
+                f"passes: at most {share:.0%} of the tokens above",
+            )
         yield from self._sizes()
         if not recipe.gate.enabled:
             yield "gate", "off; the head is not measured, and is exported unjudged"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 
 from mtp_train.checkpoints.files import Checkpoint
@@ -39,6 +40,14 @@ def train_options(recipe: Recipe) -> TrainOptions:
 
 def tracking_of(recipe: Recipe) -> Tracking:
     return Tracking(**dict(recipe.track))
+
+
+def measured_tokens(recipe: Recipe) -> tuple[int, int]:
+    """Return how often ``train.select`` measures the head, and the most tokens of a measurement."""
+    spec, steps = recipe.train.select, recipe.train.max_steps
+    if spec is None:
+        return 0, 0
+    return 1 + math.ceil(steps / (spec.every_steps or math.ceil(steps / MEASURES))), spec.tokens
 
 
 def memory_options(recipe: Recipe) -> MemoryOptions:

@@ -115,6 +115,13 @@ def test_a_run_that_does_not_fit_names_settings_that_do_and_nothing_else(recipe:
     assert "model.offload=cpu train.gradient_checkpointing=true --processes 1" in found.fitting
 
 
+def test_the_plan_has_the_cost_of_selecting_the_best_step(recipe: dict[str, Any]) -> None:
+    told = "selects: the best of 6 measurements on at most 8192 tokens kept out of training"
+    assert told not in str(planned(recipe, 1))
+    recipe = {**recipe, "train": {**recipe["train"], "select": {"every_steps": 100}}}
+    assert told in str(planned(recipe, 1))
+
+
 def test_a_gpu_of_the_table_gives_the_plan_that_the_gpu_itself_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_device_type", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
