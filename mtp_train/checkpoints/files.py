@@ -35,6 +35,7 @@ from mtp_train.families.engines import EngineSupport
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -322,6 +323,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     named_file(path, CONFIG_FILE, named_by=path)
     config = read_config(path / CONFIG_FILE)
     _require_generation_config(path)
+    _refuse_other_weights(path, config)
     for name in (SINGLE_FILE, INDEX_FILE):
         named_file(path, name, named_by=path)
     has_single = (path / SINGLE_FILE).is_file()
@@ -436,6 +438,19 @@ def _require_generation_config(path: Path) -> None:
             f"{file}: transformers rejects it ({' '.join(str(error).split()):.300}); expected settings that it can "
             "read. Correct the field, or remove the file."
         ) from error
+
+
+def _refuse_other_weights(path: Path, config: RawConfig) -> None:
+    """Raise a CheckpointError where transformers would load other files than the index or the single file."""
+    explicit = config.get("transformers_weights")
+    sharded = next((file.name for file in sorted(path.iterdir()) if _DISTRIBUTED.fullmatch(file.name)), None)
+    found = f"config.json sets transformers_weights = {explicit!r}" if explicit is not None else None
+    found = f"contains {sharded}, a shard of a distributed save" if sharded is not None else found
+    if found is not None:
+        raise CheckpointError(
+            f"{path}: {found}, which transformers loads instead of the other weights and engines ignore; expected "
+            f"{SINGLE_FILE} or {INDEX_FILE} alone. Keep one set of weights, under these names."
+        )
 
 
 def _scan_indexed(path: Path, index: Mapping[str, Any]) -> dict[str, TensorInfo]:

@@ -146,6 +146,17 @@ def test_a_tensor_that_two_shards_hold_is_refused_where_transformers_loads_the_o
         save_file(tensors, base / other, {"format": "pt"})
 
 
+@pytest.mark.parametrize("found", ["transformers_weights", "distributed save"])
+def test_weights_that_transformers_alone_would_load_are_refused(found: str, base: Path) -> None:
+    if found == "transformers_weights":
+        config = json.loads((base / "config.json").read_text()) | {found: SHARDS[0]}
+        (base / "config.json").write_text(json.dumps(config))
+    else:
+        shutil.copyfile(base / SHARDS[0], base / "shard-00000-model-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match=f"{found}.*, which transformers loads instead of the other weights"):
+        open_checkpoint(base)
+
+
 # Links
 
 
