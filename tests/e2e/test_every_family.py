@@ -102,7 +102,8 @@ def test_a_model_that_never_had_a_head_gets_one_as_the_how_to_says(
     before, written, planned, done, after = found
     assert (before["family"], before["status"]) == (family_name, "none")
     assert shlex.split(before["cure"])[:2] == ["mtp-train", "init"]
-    assert (written["start"], done["exit_code"]) == ("attach", 0)
+    assert written["content"].startswith("it trains a new head ")
+    assert done["exit_code"] == 0
     assert (after["status"], after["serves"]) == ("healthy", planned["serves"])
 
     run_dir = tmp_path / "runs" / "attached"

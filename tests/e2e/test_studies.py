@@ -78,18 +78,14 @@ def test_evaluate_measures_a_grid_once(
 
 def test_compare_pairs_every_arm(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
     finetune, base = inputs / "finetune", inputs / "base"
-    arms = [f"vanilla={base}", f"graft={finetune}+{base}", f"lookup={finetune}+ngram", f"small={finetune}+model:{base}"]
+    arms = [f"vanilla={base}", f"graft={finetune}+{base}", f"lookup={finetune}+ngram"]
     out = tmp_path / "out"
     report = document(["compare", *arms, *suite(inputs), "--temperatures", 0, "--out", out], capfd)
-    assert list(report["arms"]) == ["none@base", "vanilla", "none@finetune", "graft", "lookup", "small"]
+    assert list(report["arms"]) == ["none@base", "vanilla", "none@finetune", "graft", "lookup"]
     pooled = [one for one in report["comparisons"] if one["task"] == "all" and one["depth"] == 2]
     assert {frozenset((one["first"], one["second"])) for one in pooled} == {
-        frozenset(pair)
-        for pair in [
-            ("vanilla", "graft"), ("vanilla", "lookup"), ("vanilla", "small"),
-            ("graft", "lookup"), ("graft", "small"), ("lookup", "small"),
-        ]
-    }  # fmt: skip
+        frozenset(pair) for pair in [("vanilla", "graft"), ("vanilla", "lookup"), ("graft", "lookup")]
+    }
     assert {one["same_trunk"] for one in pooled if "vanilla" in (one["first"], one["second"])} == {False}
     assert report["arms"]["lookup"]["overlap"] is None
     assert load_report(out / "report.json").to_json() == report
