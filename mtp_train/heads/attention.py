@@ -108,7 +108,7 @@ def masked_attention(
         key, value = (torch.nn.functional.pad(one, (0, 0, 0, 1)) for one in (key, value))
     if attention_mask is not None and 1 < attention_mask.shape[1] < query.shape[1]:
         return _attend_in_groups(module, query, key, value, attention_mask, **options)
-    if query.device.type == "cpu" and query.shape[2] > BLOCK_QUERIES and _is_plain_mask(attention_mask, position_bias):
+    if _is_for_blocks(attention_mask, query) and position_bias is None:
         return _attend_in_blocks(module, query, key, value, attention_mask, **options), None
     attended: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return attended
@@ -139,8 +139,11 @@ def _attend_in_groups(
     return grouped.unflatten(0, (num_rows, groups)).transpose(1, 2).flatten(2, 3), None
 
 
-def _is_plain_mask(attention_mask: Tensor | None, position_bias: Tensor | None) -> TypeGuard[Tensor]:
-    return attention_mask is not None and attention_mask.dtype == torch.bool and position_bias is None
+def _is_for_blocks(attention_mask: Tensor | None, query: Tensor) -> TypeGuard[Tensor]:
+    """Return whether a mask that all heads share is for so many queries on a CPU that blocks of them are faster."""
+    if attention_mask is None or query.device.type != "cpu" or query.shape[2] <= BLOCK_QUERIES:
+        return False
+    return attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1
 
 
 def _attend_in_blocks(
@@ -152,7 +155,7 @@ def _attend_in_blocks(
     query attends to one key of each later depth) these are most.
     """
     rows = []
-    mask_BTS = attention_mask[:, 0].expand(len(query), -1, -1)
+    mask_BTS = attention_mask[:, 0].expand(len(query), query.shape[2], key.shape[2])
     # Parts of a split have their gradients joined once; those of slices are summed, each as large as the whole.
     for query_1HTW, key_1JSW, value_1JSW, mask_TS in zip(
         query.split(1), key.split(1), value.split(1), mask_BTS, strict=True

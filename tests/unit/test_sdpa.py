@@ -159,3 +159,14 @@ def test_blocks_of_queries_on_a_cpu_attend_to_all_their_keys_and_read_no_others(
             one[0, :, unread_S] = torch.nan
     assert torch.equal(attended(4, mask)[0][0, 8:], blocks[0][0, 8:])
     assert attended(10, mask)[0][0, 8:].isnan().any()
+
+
+def test_a_mask_of_each_head_is_kept_for_many_queries_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "BLOCK_QUERIES", 4)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 10, 8, generator=generator) for _ in range(3))
+    mask = torch.rand(2, 4, 10, 10, generator=generator) < 0.5
+    mask |= torch.eye(10, dtype=torch.bool)
+    found, _ = attention.masked_attention(torch.nn.Module(), query, key, value, mask, scaling=0.3, dropout=0.0)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=0.3).transpose(1, 2)
+    torch.testing.assert_close(found, expected, atol=rounding(expected, 10), rtol=0)
