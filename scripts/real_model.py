@@ -246,7 +246,7 @@ def record(options: argparse.Namespace) -> None:
     """Print the figures of the page as JSON, and draw acceptance over training tokens."""
     reports = {path.parent.name: json.loads(path.read_text()) for path in sorted(options.out.glob("*/report.json"))}
     sizes = {name: report["settings"].get("tokens_per_step") for name, report in reports.items()}
-    curves = {name: curve(options.out / name, size) for name, size in sizes.items() if size}
+    curves = {name: points for name, size in sizes.items() if size and (points := curve(options.out / name, size))}
     draw(curves, options.out / "curve.svg")
     found = {
         "settings": {name: report["settings"] for name, report in reports.items()},
