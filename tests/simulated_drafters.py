@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtp_train.acceptance.counts import PromptCounts
+from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.dense import DenseRows
 from mtp_train.evaluation.prompt_records import PromptRecord
 
@@ -86,9 +87,7 @@ def dense_of(entropies: Sequence[Floats], overlaps: Sequence[Floats], tasks: Seq
     """Return rows of depth 1 with these figures, an array for each prompt; tasks take turns."""
     overlap_1N = np.concatenate(overlaps)[None].astype(np.float32)
     return DenseRows(
-        prompt_ids=np.array([f"p{index}" for index in range(len(entropies))]),
-        groups=np.array([f"p{index}" for index in range(len(entropies))]),
-        tasks=np.array([tasks[index % len(tasks)] for index in range(len(entropies))]),
+        prompts=[Prompt(f"p{index}", f"p{index}", (), tasks[index % len(tasks)]) for index in range(len(entropies))],
         prompt_N=np.repeat(np.arange(len(entropies)), [len(one) for one in entropies]),
         entropy_N=np.concatenate(entropies).astype(np.float32),
         overlap_KN=overlap_1N,

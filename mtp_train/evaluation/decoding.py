@@ -13,7 +13,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
+
+from rich.progress import Progress
 
 from mtp_inference import GenerationResult, Request, SpeculativeDecoder, compare
 from mtp_inference.drafters.drafter import Drafting
@@ -85,9 +88,6 @@ class TrunkArms:
             found.setdefault(setting.plain, [(self.plain_arm, setting.plain)]).append((arm, setting))
         return found
 
-    def num_decodings(self, lanes: Iterable[Lane], prompts: Prompts) -> int:
-        return sum(len(prompts[plain.context_tokens]) * len(some) for plain, some in self.by_plain(lanes).items())
-
     def decoder(self, arm: str, setting: Setting, rows: int) -> SpeculativeDecoder:
         """Return the decoder of an arm at a setting, for so many prompts at a time."""
         return SpeculativeDecoder(
@@ -104,31 +104,23 @@ class TrunkArms:
         return Request(prompt_ids=prompt.prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling)
 
 
-def decode_prompts(
-    arms: TrunkArms,
-    prompts: Prompts,
-    lanes: Iterable[Lane],
-    on_prompt: Callable[..., object] = lambda number=1: None,
-) -> LaneRecords:
+def decode_prompts(arms: TrunkArms, prompts: Prompts, lanes: Iterable[Lane], progress: Progress) -> LaneRecords:
     """Decode every prompt with drafters and without, in ragged batches.
 
     Settings that differ only in depth and rule share one plain decoding.
-
-    Args:
-        on_prompt: Called for each prompt of each lane and of plain decoding (:meth:`TrunkArms.num_decodings`); with 0
-            between them, as a batch takes long.
     """
-    store = arms.store
+    store, by_plain = arms.store, arms.by_plain(lanes)
+    total = sum(len(prompts[plain.context_tokens]) * len(some) for plain, some in by_plain.items())
+    task = progress.add_task(f"decoding with {arms.name}", total=total)
     records: LaneRecords = {}
-    for plain, some in arms.by_plain(lanes).items():
+    for plain, some in by_plain.items():
         given = prompts[plain.context_tokens]
         for arm, setting in some:
             found = {} if store is None else store.read(arm, setting)
             missing = [prompt for prompt in given if prompt.id not in found]
-            for _ in range(len(given) - len(missing)):
-                on_prompt()
+            progress.advance(task, len(given) - len(missing))
             references = {one.prompt_id: one for one in records.get((arms.plain_arm, plain), ())}
-            for group, results in _decode(arms, arm, setting, missing, on_prompt):
+            for group, results in _decode(arms, arm, setting, missing, partial(progress.advance, task, 0)):
                 done = [record_of(*pair) for pair in zip(group, results, strict=True)]
                 if setting.rule in ("greedy", "argmax"):
                     pairs = zip(group, done, strict=True)
@@ -136,14 +128,13 @@ def decode_prompts(
                 found |= {one.prompt_id: one for one in done}
                 if store is not None:
                     store.add(arm, setting, done)
-                for _ in done:
-                    on_prompt()
+                progress.advance(task, len(done))
             records[arm, setting] = [found[prompt.id] for prompt in given]
     return records
 
 
 def _decode(
-    arms: TrunkArms, arm: str, setting: Setting, prompts: Sequence[Prompt], on_prompt: Callable[..., object]
+    arms: TrunkArms, arm: str, setting: Setting, prompts: Sequence[Prompt], on_round: Callable[[], object]
 ) -> Iterator[tuple[Sequence[Prompt], list[GenerationResult]]]:
     if not prompts:
         return
@@ -153,7 +144,7 @@ def _decode(
         group = prompts[start : start + BATCHES_AT_A_TIME * rows]
         results: dict[int, GenerationResult] = {}
         for chunk in decoder.stream([arms.request(prompt, setting, limit) for prompt in group]):
-            on_prompt(0)
+            on_round()
             if chunk.result is not None:
                 results[chunk.index] = chunk.result
         yield group, [results[number] for number in range(len(group))]

@@ -78,7 +78,7 @@ ALONE = Processes(0, 1, lambda own: own)
 def measure_trunk(
     arms: TrunkArms,
     prompts: Prompts,
-    lanes: Sequence[Lane],
+    settings: Sequence[Setting],
     progress: Progress,
     processes: Processes = ALONE,
     *,
@@ -87,21 +87,21 @@ def measure_trunk(
     """Measure the arms of a trunk in memory: acceptance on all prompts, times on a few, teacher-forced metrics.
 
     Args:
-        shallow: Heads with fewer drafts a round than in ``lanes``, greedily. They are timed, and their rounds are
-            replayed from teacher-forced drafts.
+        settings: Those at which every drafter decodes.
+        shallow: Heads with fewer drafts a round, greedily. They are timed, and their rounds are replayed from
+            teacher-forced drafts.
 
     Returns:
         Plain decoding, then the drafters; every process returns the same, but only the first has teacher-forced
         metrics and ``shallow``.
     """
+    lanes = arms.lanes(settings)
     own = {context: some[processes.index :: processes.count] for context, some in prompts.items()}
-    task = progress.add_task(f"decoding with {arms.name}", total=arms.num_decodings(lanes, own))
-    decoded = decode_prompts(arms, own, lanes, partial(progress.advance, task))
-    decoded = joined(processes.gather([decoded]), prompts)
+    decoded = joined(processes.gather([decode_prompts(arms, own, lanes, progress)]), prompts)
     timed: LaneRecords = {}
     for some in arms.by_plain([*lanes, *shallow]).values():
         timed |= _timed(arms, prompts, some, decoded, progress, processes)
-    depth, plain = max((setting.depth for _, setting in lanes), default=0), of_arm(decoded, arms.plain_arm)
+    depth, plain = max(one.depth for one in settings), of_arm(decoded, arms.plain_arm)
     dense = _dense(arms, prompts, plain, depth, progress) if processes.index == 0 else {}
     for name, setting in shallow if dense else ():
         rows = dense[name][setting.temperature, setting.context_tokens]
@@ -262,7 +262,7 @@ class Study:
             batch=grid.batch,
             store=self.store,
         )
-        found.arms += measure_trunk(arms, prompts, arms.lanes(grid.settings()), progress, self.processes)
+        found.arms += measure_trunk(arms, prompts, grid.settings(), progress, self.processes)
 
     def _identity(self) -> dict[str, Any]:
         """Return the identity of the study, written into its directory.
@@ -322,7 +322,7 @@ def plain_names(specs: Sequence[ArmSpec]) -> list[str]:
 
 def _suite_digest(name: str) -> str:
     """Return the SHA-256 of a suite's texts, before any template: some templates insert the date."""
-    texts = [(one.task, one.record.id, one.record.content) for one in load_suite(name).records]
+    texts = [(one.task, one.id, one.content) for one in load_suite(name).records]
     return _digest(texts)
 
 

@@ -203,7 +203,7 @@ def _mean(values: Sequence[float]) -> float:
 
 def _dense_means(rows: DenseRows, depth: int, task: str) -> dict[str, Any]:
     """Return the means of agreement, overlap and entropy over a task's positions."""
-    of_task_P = np.ones(len(rows.tasks), dtype=np.bool_) if task == ALL_TASKS else rows.tasks == task
+    of_task_P = np.array([task in (ALL_TASKS, prompt.task) for prompt in rows.prompts])
     valid_KN = rows.valid_KN & of_task_P[rows.prompt_N]
     entropy = float(rows.entropy_N[valid_KN[0]].mean(dtype=np.float64)) if valid_KN[0].any() else None
     if not depth:
@@ -400,8 +400,7 @@ def overlap_difference(first: DenseRows, second: DenseRows, task: str = ALL_TASK
 
 def _groups(rows: DenseRows, task: str) -> dict[str, str]:
     """Return the group of each prompt of a task."""
-    prompts = zip(rows.prompt_ids.tolist(), rows.groups.tolist(), rows.tasks.tolist(), strict=True)
-    return {prompt: group for prompt, group, its_task in prompts if task in (ALL_TASKS, its_task)}
+    return {prompt.id: prompt.group for prompt in rows.prompts if task in (ALL_TASKS, prompt.task)}
 
 
 def _sums(rows: DenseRows, group_of: Mapping[str, str], names: Mapping[str, int]) -> FloatArray:
@@ -411,8 +410,7 @@ def _sums(rows: DenseRows, group_of: Mapping[str, str], names: Mapping[str, int]
         group_of: The groups of the prompts that count.
         names: The index of each group.
     """
-    prompts = rows.prompt_ids.tolist()
-    group_P = np.array([names[group_of[one]] if one in group_of else -1 for one in prompts], dtype=np.int64)
+    group_P = np.array([names[group_of[one.id]] if one.id in group_of else -1 for one in rows.prompts], dtype=np.int64)
     counted_N = rows.valid_KN[0] & (group_P[rows.prompt_N] >= 0)
     bin_N = np.searchsorted(np.array(FINE_EDGES), rows.entropy_N[counted_N], side="right") - 1
     place_N = group_P[rows.prompt_N[counted_N]] * len(FINE_EDGES) + np.maximum(bin_N, 0)

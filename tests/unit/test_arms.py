@@ -59,9 +59,8 @@ def decode(trunk: Trunk, settings: tuple[Setting, ...], seed: int = 0) -> list[M
         eos_ids=(),
         seed=seed,
     )
-    lanes = arms.lanes(settings)
     shallow = [("retrained", SHALLOW)] if settings[0] == GREEDY else []
-    return measure_trunk(arms, {None: prompts()}, lanes, Progress(disable=True), shallow=shallow)
+    return measure_trunk(arms, {None: prompts()}, settings, Progress(disable=True), shallow=shallow)
 
 
 @pytest.fixture(scope="module")
