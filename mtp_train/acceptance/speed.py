@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from mtp_train.acceptance.counts import FloatArray, Interval, PromptCounts, num_groups
-from mtp_train.acceptance.intervals import Difference, Spread, jackknife, sum_by_group
+from mtp_train.acceptance.intervals import Difference, Spread, jackknife, mean_shares, sum_by_group
 
 Verdict = Literal["above", "below", "neither"]
 """Where an interval lies: ``above`` or ``below`` the value that decides, or on both sides of it."""
@@ -112,8 +112,8 @@ def measured_speedup(pair: Pair) -> Speedup | None:
     value = float(_log_ratio(texts, clock))
     if not math.isfinite(value):
         return None
-    of_texts = jackknife(value, _log_ratio(texts - texts_G, clock), _shares(texts_G[:, 1::3]))
-    of_clock = jackknife(value, _log_ratio(texts, clock - clock_G), _shares(clock_G[:, 1::4]))
+    of_texts = jackknife(value, _log_ratio(texts - texts_G, clock), mean_shares(texts_G[:, 1::3]))
+    of_clock = jackknife(value, _log_ratio(texts, clock - clock_G), mean_shares(clock_G[:, 1::4]))
     spread = None if of_texts is None or of_clock is None else of_texts.plus(of_clock)
     return Speedup(Difference(value, spread, num_groups(pair.head)), of_texts, of_clock)
 
@@ -149,8 +149,3 @@ def _log_ratio(texts_X6: FloatArray, clock_X8: FloatArray) -> FloatArray:
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio_X: FloatArray = np.log(plain_X / drafted_X)
     return ratio_X
-
-
-def _shares(rounds_GX: FloatArray) -> FloatArray:
-    shares_G: FloatArray = (rounds_GX / np.maximum(rounds_GX.sum(axis=0), 1.0)).mean(axis=1)
-    return shares_G

@@ -254,18 +254,13 @@ def assemble(
     """
     drafted = [arm for arm in found.arms if arm.head is not None]
     served, documents = found.served.values(), {name: one.document for name, one in found.served.items()}
-    at_headline = [arm for arm in found.arms if arm.decoded.get(arm.own(headline))]
+    cells = [cell for arm in found.arms for cell in make_cells(arm)]
+    at_headline = [one for one in cells if one.task == ALL_TASKS and one.setting in (headline, headline.plain)]
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "platform": platform.platform()}
     return Report(
         title=title,
-        arms={
-            **{arm.name: make_cell(arm, arm.own(headline)).result for arm in at_headline},
-            **{one.arm.name: one.cells[0].result for one in served},
-        },
-        cells=(
-            *(cell for arm in found.arms for cell in make_cells(arm)),
-            *(cell for one in served for cell in one.cells),
-        ),
+        arms={cell.arm: cell.result for cell in (*at_headline, *(one.cells[0] for one in served))},
+        cells=(*cells, *(cell for one in served for cell in one.cells)),
         comparisons=() if title is None else compare_arms(drafted, [one.arm for one in served]),
         gate=_gate(*served) if len(served) == 2 else None,
         lossless=lossless(checked_records(found.arms)),
@@ -394,8 +389,7 @@ def overlap_difference(first: DenseRows, second: DenseRows, task: str = ALL_TASK
     if not total_4B[0].any() or not total_4B[2].any() or _common_share(total_4B) < MIN_COMMON_SHARE:
         return None
     count_G2 = pair_G4B[:, ::2].sum(axis=-1)
-    weight_G = (count_G2 / count_G2.sum(axis=0)).mean(axis=1)
-    return judge_difference(float(_standardised(total_4B[None])[0]), _standardised(total_4B - pair_G4B), weight_G)
+    return judge_difference(float(_standardised(total_4B[None])[0]), _standardised(total_4B - pair_G4B), count_G2)
 
 
 def _groups(rows: DenseRows, task: str) -> dict[str, str]:
