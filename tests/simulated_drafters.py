@@ -41,7 +41,7 @@ def counts_of(rounds_PK1: Ints, groups: Sequence[str] = ()) -> list[PromptCounts
     """Return what acceptance is computed from, one for each prompt; without groups each is one of its own."""
     reached_PK1 = rounds_PK1[:, ::-1].cumsum(axis=1)[:, ::-1]
     return [
-        PromptCounts(f"p{number}", rounds, DEPTH * rounds, tuple(accepted), 0, None, group or f"p{number}")
+        PromptCounts(f"p{number}", rounds, DEPTH * rounds, tuple(accepted), 0, group or f"p{number}")
         for number, ((rounds, *accepted), group) in enumerate(
             zip(reached_PK1.tolist(), groups or [""] * len(reached_PK1), strict=True)
         )

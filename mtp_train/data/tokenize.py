@@ -197,16 +197,14 @@ def template_notes(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase
             ignored.update(["tool_calls"] if has_calls and not writes_calls else [])
         elif isinstance(record.content, PromptResponse):
             unread.update(column for column in record.unread if column in CHAT_COLUMNS)
+    kinds = (
+        (unread, "is not put into their text; a chat template gets what chat_template_kwargs has"),
+        (ignored, "the chat template does not read"),
+    )
     return [
-        *(
-            f"{count} of {len(records)} records have {name}, which is not put into their text; a chat template gets "
-            "what chat_template_kwargs has"
-            for name, count in sorted(unread.items())
-        ),
-        *(
-            f"{count} of {len(records)} records have {name}, which the chat template does not read"
-            for name, count in sorted(ignored.items())
-        ),
+        f"{count} of {len(records)} records have {name}, which {what}"
+        for names, what in kinds
+        for name, count in sorted(names.items())
     ]
 
 

@@ -95,15 +95,12 @@ class ServedRecord(PromptRecord):
         told = self.told or SpecCounts()
         # Where the positions are unknown, only the sum means something.
         reached = told.accepted_per_pos or (told.accepted_tokens,)
-        return PromptCounts(
-            prompt_id=self.prompt_id,
+        return replace(
+            super().counts(depth),
             rounds=told.rounds if depth else self.num_tokens - 1,
             num_draft_tokens=told.draft_tokens,
             accepted_per_pos=(*reached, *[0] * depth)[:depth],
             new_tokens=self.num_tokens,
-            seconds=self.seconds,
-            group=self.group,
-            seconds_decode=self.seconds_decode,
         )
 
 
@@ -195,11 +192,8 @@ def measure_endpoint(
     """Send every prompt at every temperature of a grid, and measure acceptance and throughput.
 
     Args:
-        endpoint: The server. Where it has counters, they are read at a concurrency of 1.
-        prompts: The prompts, sent as token ids.
         grid: Its temperatures, without top-p and top-k; the first one is the headline. Its seed gives, combined with a
             prompt's id, the sampling seed of its request.
-        progress: The progress display.
 
     Raises:
         DataError: The server fails permanently, was restarted, or serves other clients.

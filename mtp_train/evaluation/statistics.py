@@ -22,6 +22,7 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -159,7 +160,7 @@ def make_cell(arm: MeasuredArm, setting: Setting, task: str = ALL_TASKS) -> Cell
         draft_tokens=sum(one.num_draft_tokens for one in counts),
         accepted_tokens=sum(one.num_accepted_tokens for one in counts),
         new_tokens=sum(one.new_tokens for one in counts),
-        mean_prompt_tokens=_mean([float(one.prompt_tokens) for one in decoded]),
+        mean_prompt_tokens=fmean(one.prompt_tokens for one in decoded),
         **({} if dense is None else _dense_means(dense, setting.depth, task)),
         **(_draft_figures(counts) if setting.depth else {}),
         # Too few prompts are timed to tell tasks apart.
@@ -183,10 +184,9 @@ def _speed_figures(arm: MeasuredArm, setting: Setting) -> dict[str, Any]:
     speed = tokens_per_second(arm.counts(setting), timed)
     if speed is None:
         return {}
-    prefills = [(one.seconds or 0.0) - (one.seconds_decode or 0.0) for one in timed]
     found: dict[str, Any] = {
         "tokens_per_second": speed,
-        "seconds_prefill": _mean(prefills),
+        "seconds_prefill": fmean(one.seconds_prefill or 0.0 for one in timed),
         "round_seconds": round_seconds(timed),
         "speedup": None if setting.depth else 1.0,
     }
@@ -195,10 +195,6 @@ def _speed_figures(arm: MeasuredArm, setting: Setting) -> dict[str, Any]:
         found |= {"speedup": gain.value, "speedup_ci95": gain.interval(0.05)}
         found["break_even_tau"] = break_even_tau(pair.timed_head, pair.timed_baseline)
     return found
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _dense_means(rows: DenseRows, depth: int, task: str) -> dict[str, Any]:

@@ -21,11 +21,10 @@ from mtp_inference.opening import OWN
 from mtp_inference.sampling.distributions import TOKEN, SamplingRows, probabilities, uniform
 from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
-from mtp_train.evaluation.decoding import LaneRecords, Stopwatch, TrunkArms, decode_prompts
+from mtp_train.evaluation.decoding import LaneRecords, Stopwatch, TrunkArms, decode_prompts, measure_trunk
 from mtp_train.evaluation.dense import dense_rows, replayed
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
 from mtp_train.evaluation.prompt_records import Setting
-from mtp_train.evaluation.run import measure_trunk
 from mtp_train.evaluation.store import Store
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.tokenizer import load_tokenizer
