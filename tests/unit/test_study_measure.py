@@ -13,10 +13,10 @@ import pytest
 import torch
 from rich.progress import Progress
 
-from mtp_inference import HeadDrafting, Sampling, SpeculativeDecoder
+from mtp_inference import HeadDrafting, Sampling, SpeculativeDecoder, compare, lossless
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.ngram_drafter import NgramDrafting
-from mtp_inference.lossless import gap_of_draws
+from mtp_inference.lossless import Errors, gap_of_draws
 from mtp_inference.opening import OWN
 from mtp_inference.sampling.distributions import TOKEN, SamplingRows, probabilities, uniform
 from mtp_train.data.tokenize import Prompt
@@ -195,6 +195,21 @@ def test_a_filter_that_rounding_moves_is_a_near_tie(
                 gap = gap_of_draws(logits_V, sampling, 1, (there, here), NOISE)
                 verdicts.add("near_tie" if gap <= NOISE else "divergence")
     assert verdicts == {verdict}
+
+
+@pytest.mark.parametrize(("distance", "verdict"), [(2e-6, "near_tie"), (4e-6, "divergence")])
+def test_a_number_near_a_boundary_is_a_near_tie(distance: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows may move a boundary by three times plain decoding's 1e-6; the other text's token begins further on."""
+    sampling = Sampling(temperature=1.0, seed=3)
+    number = float(uniform(torch.tensor([3]), torch.tensor([[1]]), TOKEN))
+    reference_TV, plain_TV = (
+        torch.tensor([[first, 1 - first]], dtype=torch.float64).log()
+        for first in (number + distance, number + distance + 1e-6)
+    )
+    errors = Errors(1e-6, 1.0, True, reference_TV, plain_TV)
+    monkeypatch.setattr(lossless, "measure_errors", lambda *_: errors)
+    trunk = tiny_trunk("qwen2")
+    assert compare([0], [1], trunk, [4], sampling=sampling).verdict == verdict
 
 
 def test_replayed_rounds_are_those_of_decoding() -> None:
