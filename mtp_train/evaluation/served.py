@@ -354,7 +354,8 @@ def judged(served: Served, trunk: Trunk, eos_ids: Collection[int]) -> Served:
             setting.sampling(seed=0),
             eos_ids,
         )
-        verdict = fit.is_trunks if fit.can_tell or not fit.is_trunks else None
+        # Among few tokens, those of probability 0 would pass as well.
+        verdict = None if fit.is_trunks and fit.allowed >= fit.expected else fit.is_trunks
         found.append({"temperature": temperature, **fit._asdict(), "are_the_trunks": verdict})
         if verdict is None:
             warnings.append(
