@@ -306,8 +306,7 @@ def scan_safetensors(path: Path, name: str | None = None) -> dict[str, TensorInf
 def read_metadata(path: Path) -> Mapping[str, str]:
     with path.open("rb") as handle:
         header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
-    metadata: Mapping[str, str] = header.get("__metadata__", {})
-    return metadata
+    return header.get("__metadata__", {})
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -122,8 +122,7 @@ class HeadLayer:
         """Build a norm over ``width`` (default: the hidden size), initialised to the identity scale."""
         fields = config.to_dict()
         epsilon = next(name for name in _NORMS if fields.get(name) is not None)
-        norm: nn.Module = self.cls(self.prefix + _NORMS[epsilon])(width or config.hidden_size, eps=fields[epsilon])
-        return norm
+        return self.cls(self.prefix + _NORMS[epsilon])(width or config.hidden_size, eps=fields[epsilon])
 
     def make_rotary(self, config: PretrainedConfig) -> nn.Module | None:
         return None if self.rotary is None else self.cls(self.prefix + self.rotary)(config=config)
@@ -140,15 +139,13 @@ class TrunkClass:
     ``model_type`` inside of it is loaded."""
 
     def config_class(self) -> type[PretrainedConfig]:
-        found: type[PretrainedConfig] = CONFIG_MAPPING[self.model_type]
-        return found
+        return CONFIG_MAPPING[self.model_type]
 
     def read_config(self, path: Path) -> PretrainedConfig:
         """Read the checkpoint's config; for a wrapper, the language model's part of it."""
         if self.wrapper is None:
             return self.config_class().from_pretrained(path)
-        text_config: PretrainedConfig = CONFIG_MAPPING[self.wrapper].from_pretrained(path).get_text_config()
-        return text_config
+        return CONFIG_MAPPING[self.wrapper].from_pretrained(path).get_text_config()
 
     def model_class(self) -> Any:
         found = MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class()]

@@ -166,8 +166,7 @@ def _has_fused_experts(checkpoint: Checkpoint, layout: HeadLayout) -> bool:
 
 def text_config_of(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> PretrainedConfig:
     config = trunk_config(checkpoint.path, checkpoint.family, trust_remote_code=trust_remote_code)
-    text_config: PretrainedConfig = config.get_text_config()
-    return text_config
+    return config.get_text_config()
 
 
 def empty_head(family: Family, text_config: PretrainedConfig, num_modules: int) -> dict[str, Tensor]:

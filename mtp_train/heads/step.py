@@ -99,8 +99,7 @@ def _position_embeddings(
     if kind is not None:
         return {kind: head.rotary(fused_BTD, positions_BT, kind)}
     layer_type = (head.layer_type(depth),) if head.rotary_takes_layer_type else ()
-    embeddings: tuple[Tensor, Tensor] = head.rotary(fused_BTD, positions_BT, *layer_type)
-    return embeddings
+    return head.rotary(fused_BTD, positions_BT, *layer_type)
 
 
 def unroll(

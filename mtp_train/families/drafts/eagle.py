@@ -31,8 +31,7 @@ class EagleModule(Block):
 
     def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
         """Return ``fc [e, h]``, (B, T, D)."""
-        fused_BTD: Tensor = self.proj(torch.cat([embed_BTD, hidden_BTD], dim=-1))
-        return fused_BTD
+        return self.proj(torch.cat([embed_BTD, hidden_BTD], dim=-1))
 
 
 def _without_input_norm(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
@@ -123,8 +122,7 @@ class Eagle3Module(Block):
 
     def read(self, trunk_BTD: Tensor) -> Tensor:
         """Return ``h`` from the concatenated states of the trunk's layers: (B, T, layers * D) to (B, T, D)."""
-        hidden_BTD: Tensor = self.fc(trunk_BTD)
-        return hidden_BTD
+        return self.fc(trunk_BTD)
 
     def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
         """Return embedding and state concatenated, (B, T, 2 D): the layer has a norm for each."""

@@ -285,8 +285,7 @@ def _always_rotated(classes: HeadLayer, config: PretrainedConfig, layer_idx: int
     # In the trunk, layers with full attention use rotary embeddings only if they are dense. llama.cpp's head always
     # does.
     layer.self_attn.force_rope = True
-    built: nn.Module = layer
-    return built
+    return layer
 
 
 COHERE2_MOE = Family(

@@ -238,8 +238,7 @@ def _minimax_rules(layer: str) -> tuple[KeyRule, ...]:
 def _with_block_indexer(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
     layer: Any = classes.stock_layer(config, layer_idx)
     layer.self_attn.indexer = BlockIndexer(layer.self_attn.indexer, config, classes.cls("apply_rotary_pos_emb"))
-    built: nn.Module = layer
-    return built
+    return layer
 
 
 MINIMAX_M3 = Family(
@@ -466,8 +465,7 @@ class _InterleavedMlp(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(hidden_states)
-        output: Tensor = self.down_proj(self.act_fn(gate_up[..., ::2]) * gate_up[..., 1::2]) * self.global_scale
-        return output
+        return self.down_proj(self.act_fn(gate_up[..., ::2]) * gate_up[..., 1::2]) * self.global_scale
 
 
 def _inkling_head_layer_config(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
@@ -490,8 +488,7 @@ def _inkling_build_layer(classes: HeadLayer, config: PretrainedConfig, layer_idx
     attention.k_sconv, attention.v_sconv = ShortConvolution(attention.k_sconv), ShortConvolution(attention.v_sconv)
     layer.attn_sconv, layer.mlp_sconv = ShortConvolution(layer.attn_sconv), ShortConvolution(layer.mlp_sconv)
     layer.mlp = _InterleavedMlp(layer.mlp)
-    built: nn.Module = layer
-    return built
+    return layer
 
 
 def _prepare_trunk(decoder: Any) -> None:
