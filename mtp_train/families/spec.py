@@ -87,7 +87,9 @@ class HeadLayer:
     config: Callable[[PretrainedConfig, int], PretrainedConfig] = lambda config, num_modules: config
     """Text config and number of modules to the config that the layers are built from."""
     build_layer: Callable[[HeadLayer, PretrainedConfig, int], nn.Module] | None = None
-    """Builds the head's layer from this record, the config and the module index. None: ``layer`` is used unchanged."""
+    """Builds the head's layer from this record, the config and the module index. None: ``layer`` is built."""
+    prepare: Callable[[Any], object] = lambda layer: None
+    """Called once on a built layer, to replace modules that are wrong for a head, or for windows of several rows."""
     frozen: str | None = None
     """Submodule of the layer that only selects keys and so gets no gradient. It is frozen, because distributed training
     waits for a gradient of every trainable parameter."""
@@ -114,6 +116,7 @@ class HeadLayer:
             layer = self.build_layer(self, config, layer_idx)
         else:
             layer = self.stock_layer(config, layer_idx)
+        self.prepare(layer)
         if self.frozen is not None:
             layer.get_submodule(self.frozen).requires_grad_(False)
         return layer

@@ -35,7 +35,7 @@ class EagleModule(Block):
 
 
 def _without_input_norm(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: nn.Module = classes.stock_layer(config, layer_idx)
+    layer = classes.stock_layer(config, layer_idx)
     layer.set_submodule("input_layernorm", nn.Identity())
     return layer
 
@@ -107,8 +107,7 @@ class Eagle3Layer(nn.Module):
         read_BTD = torch.cat([self.input_layernorm(embed_BTD), normed_BTD], dim=-1)
         attended, _ = self.self_attn(hidden_states=read_BTD, **of_attention)
         hidden_BTD = (normed_BTD if self.adds_normed else hidden_BTD) + attended
-        mlp_output: Tensor = self.mlp(self.post_attention_layernorm(hidden_BTD))
-        return hidden_BTD + mlp_output
+        return hidden_BTD + self.mlp(self.post_attention_layernorm(hidden_BTD))
 
 
 class Eagle3Module(Block):

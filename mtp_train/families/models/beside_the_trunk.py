@@ -142,7 +142,7 @@ ERNIE4_5_MOE = Family(
 )
 
 
-_LONGCAT = "model.mtp.layers.{module}."
+_IN_MODEL = "model.mtp.layers.{module}."
 
 
 def _two_for_one(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
@@ -187,10 +187,10 @@ LONGCAT_FLASH = Family(
     keys=Keys(
         head_prefixes=("model.mtp.",),
         rules=(
-            *layouts.end_rules(_LONGCAT, embed_norm="enorm.m", hidden_norm="hnorm.m", final_norm=None),
+            *layouts.end_rules(_IN_MODEL, embed_norm="enorm.m", hidden_norm="hnorm.m", final_norm=None),
             KeyRule(native="model.mtp.norm.weight", ours="final_norm.weight"),
-            KeyRule(native=f"{_LONGCAT}transformer_layer.mlp.{{rest}}", ours="layer.mlp.{rest}"),
-            KeyRule(native=f"{_LONGCAT}{{rest}}", ours="layer.{rest}"),
+            KeyRule(native=f"{_IN_MODEL}transformer_layer.mlp.{{rest}}", ours="layer.mlp.{rest}"),
+            KeyRule(native=f"{_IN_MODEL}{{rest}}", ours="layer.{rest}"),
         ),
         shared=(SharedKey(native="model.mtp.embed_tokens.weight", trunk="{trunk}embed_tokens.weight"),),
     ),
@@ -236,7 +236,7 @@ def _minimax_rules(layer: str) -> tuple[KeyRule, ...]:
 
 
 def _with_block_indexer(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: Any = classes.stock_layer(config, layer_idx)
+    layer = classes.stock_layer(config, layer_idx)
     layer.self_attn.indexer = BlockIndexer(layer.self_attn.indexer, config, classes.cls("apply_rotary_pos_emb"))
     return layer
 
@@ -303,7 +303,6 @@ MIMO = Family(
     },
 )
 
-_V2 = "model.mtp.layers.{module}."
 MIMO_V2 = Family(
     name="mimo_v2_flash",
     title="MiMo-V2-Flash",
@@ -316,10 +315,10 @@ MIMO_V2 = Family(
     keys=Keys(
         head_prefixes=("model.mtp.",),
         rules=(
-            *layouts.end_rules(_V2),
-            KeyRule(native=f"{_V2}pre_mlp_layernorm.weight", ours="layer.post_attention_layernorm.weight"),
-            KeyRule(native=f"{_V2}self_attn.attention_sink_bias", ours="layer.self_attn.sinks"),
-            KeyRule(native=f"{_V2}{{rest}}", ours="layer.{rest}"),
+            *layouts.end_rules(_IN_MODEL),
+            KeyRule(native=f"{_IN_MODEL}pre_mlp_layernorm.weight", ours="layer.post_attention_layernorm.weight"),
+            KeyRule(native=f"{_IN_MODEL}self_attn.attention_sink_bias", ours="layer.self_attn.sinks"),
+            KeyRule(native=f"{_IN_MODEL}{{rest}}", ours="layer.{rest}"),
         ),
     ),
     wiring=Wiring(
@@ -429,7 +428,6 @@ NEMOTRON_H = Family(
 )
 
 
-_HEAD = "model.mtp.layers.{module}."
 _LAYER_NAMES = {
     "attn.wq_du": "self_attn.q_proj",
     "attn.wk_dv": "self_attn.k_proj",
@@ -481,14 +479,12 @@ def _inkling_head_layer_config(text_config: PretrainedConfig, num_modules: int) 
     )
 
 
-def _inkling_build_layer(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: Any = classes.stock_layer(config, layer_idx)
+def _prepare_layer(layer: Any) -> None:
     attention = layer.self_attn
     attention.rel_logits_proj = RelativeProfiles(attention.rel_logits_proj, None)
     attention.k_sconv, attention.v_sconv = ShortConvolution(attention.k_sconv), ShortConvolution(attention.v_sconv)
     layer.attn_sconv, layer.mlp_sconv = ShortConvolution(layer.attn_sconv), ShortConvolution(layer.mlp_sconv)
     layer.mlp = _InterleavedMlp(layer.mlp)
-    return layer
 
 
 def _prepare_trunk(decoder: Any) -> None:
@@ -522,11 +518,11 @@ INKLING = Family(
         head_prefixes=("model.mtp.",),
         rules=(
             *layouts.end_rules(
-                _HEAD, proj="input_proj", embed_norm="embed_norm", hidden_norm="hidden_norm", final_norm=None
+                _IN_MODEL, proj="input_proj", embed_norm="embed_norm", hidden_norm="hidden_norm", final_norm=None
             ),
             KeyRule(native="model.mtp.chain_norm.weight", ours="final_norm.weight"),
-            *_layer_rules(f"{_HEAD}transformer_block."),
-            KeyRule(native=f"{_HEAD}transformer_block.mlp.{{rest}}", ours="layer.mlp.{rest}"),
+            *_layer_rules(f"{_IN_MODEL}transformer_block."),
+            KeyRule(native=f"{_IN_MODEL}transformer_block.mlp.{{rest}}", ours="layer.mlp.{rest}"),
         ),
         trunk_rules=_layer_rules(AFTER_THE_TRUNK),
     ),
@@ -541,7 +537,7 @@ INKLING = Family(
         "Inkling",
         config=_inkling_head_layer_config,
         rotary=None,
-        build_layer=_inkling_build_layer,
+        prepare=_prepare_layer,
         masks_of_distances=True,
     ),
     trunk=TrunkTraits(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
-
-from torch import nn
-from transformers import PretrainedConfig
 
 from mtp_train.families import layouts
 from mtp_train.families.engines import ALIKE, BEFORE_NORM, NO_RECURRENT_ROLLBACK, no
@@ -48,16 +46,13 @@ QWEN3_5 = Family(
     engines={"transformers": NO_RECURRENT_ROLLBACK},
 )
 
-QWEN3_5_MOE = Family(
+QWEN3_5_MOE = replace(
+    QWEN3_5,
     name="qwen3_5_moe",
     title="Qwen3.5 / 3.6 / 3.8 MoE",
     model_types=("qwen3_5_moe_text",),
-    declaration=_DECLARATION,
     keys=layouts.beside_the_trunk(*layouts.expert_rules(BESIDE_THE_TRUNK), trunk_prefixes=WRAPPED),
-    wiring=_WIRING,
     layer=HeadLayer("qwen3_5_moe", "Qwen3_5Moe", config=layouts.full, rotary="TextRotaryEmbedding", rotary_axes=3),
-    trunk=_TRUNK,
-    engines={"transformers": NO_RECURRENT_ROLLBACK},
 )
 
 QWEN3_NEXT = Family(
@@ -83,12 +78,6 @@ QWEN3_NEXT = Family(
 _STREAMS = Wiring(
     concat="sum", final_norm=False, default=BEFORE_NORM, conventions={"vllm": BEFORE_NORM, "sglang": BEFORE_NORM}
 )
-
-
-def _build_layer(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: nn.Module = classes.stock_layer(config, layer_idx)
-    choose_pools(layer.get_submodule(INDEXER), AveragedPools)
-    return layer
 
 
 def _choose_pools(decoder: Any) -> None:
@@ -124,7 +113,7 @@ QWEN4_EXP = Family(
         "qwen4_exp",
         "Qwen4ExpText",
         config=layouts.layers_of(layer_types="indexed_attention", ple_layer_ids=[]),
-        build_layer=_build_layer,
+        prepare=lambda layer: choose_pools(layer.self_attn.indexer, AveragedPools),
         frozen=INDEXER,
         rotary_axes=3,
     ),
