@@ -19,8 +19,14 @@ import torch
 from torch import Tensor
 from transformers import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, PretrainedConfig
 
-from mtp_inference.cache.convolved import NGRAM_STATES, ConvolutionInputs, NgramStore
-from mtp_inference.cache.recurrent import RecurrentLayers, RecurrentStore, undecided_states
+from mtp_inference.cache.recurrent import (
+    NGRAM_STATES,
+    ConvolutionInputs,
+    NgramStore,
+    RecurrentLayers,
+    RecurrentStore,
+    undecided_states,
+)
 from mtp_inference.cache.rows import PlacedState, RowState, select_rows
 from mtp_inference.cache.window import Window, attending_in_windows
 from mtp_train.errors import UnsupportedModelError
