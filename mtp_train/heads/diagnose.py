@@ -165,8 +165,7 @@ def _has_fused_experts(checkpoint: Checkpoint, layout: HeadLayout) -> bool:
 
 
 def text_config_of(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    config = trunk_config(checkpoint.path, checkpoint.family, trust_remote_code=trust_remote_code)
-    return config.get_text_config()
+    return trunk_config(checkpoint.path, checkpoint.family, trust_remote_code=trust_remote_code).get_text_config()
 
 
 def empty_head(family: Family, text_config: PretrainedConfig, num_modules: int) -> dict[str, Tensor]:
