@@ -74,8 +74,7 @@ def graft(finetune: Path, base: Path, out: Path) -> int:
 
 
 def quantisation(path: Path) -> dict[str, Any]:
-    settings: dict[str, Any] = json.loads((path / "config.json").read_text())["quantization_config"]
-    return settings
+    return json.loads((path / "config.json").read_text())["quantization_config"]
 
 
 def head_layers(path: Path) -> list[str]:
@@ -169,23 +168,6 @@ def test_modelopt_s_own_file_says_it_too(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
     assert found["quantization"]["exclude_modules"] == ["lm_head", "mtp*"]
     assert (tmp_path / "out" / "config.json").read_bytes() == (finetune / "config.json").read_bytes()
-
-
-def test_single_names_that_sglang_does_not_match_are_named_and_exported_as_a_pattern(
-    tmp_path: Path, capfd: Capture
-) -> None:
-    base, _ = base_and_finetune(tmp_path, "qwen3_5")
-    names = ["lm_head", *head_layers(base)]
-    configure(base, {"quant_method": "compressed-tensors", "ignore": names})
-    found = document(["inspect", base], capfd)
-    assert re.search(
-        r"^no: reads mtp\.layers\.0\.\S+(qkv|gate_up)_proj of the head as quantised", found["serves"]["sglang"]
-    )
-    assert found["serves"]["vllm"].startswith("vllm serve")
-    assert main(["export", str(base), "--out", str(tmp_path / "out")]) == 0
-    assert quantisation(tmp_path / "out")["ignore"] == [*names, r"re:.*mtp\..*"]
-    capfd.readouterr()
-    assert document(["inspect", tmp_path / "out"], capfd)["serves"]["sglang"].startswith("python -m sglang")
 
 
 def test_an_unknown_method_is_refused(tmp_path: Path, capfd: Capture) -> None:
