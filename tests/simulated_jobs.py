@@ -33,13 +33,13 @@ from mtp_train.data.pack import PackedSequence, global_batches
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation import run as study_run
-from mtp_train.runs import decode
+from mtp_train.runs import decode, pipeline
 from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train import loop
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.loop import train_head
 from mtp_train.trunk.load import Trunk
-from runs import run_quietly, tiny_recipe, write_inputs
+from runs import tiny_recipe, write_inputs
 from simulated_device import DEVICE, SimulatedTensor, simulated_device
 from tiny import CACHE_KINDS, VOCAB_SIZE, tiny_head, tiny_trunk
 
@@ -248,7 +248,7 @@ def job(device: torch.device, directory: Path, settings: dict[str, Any]) -> dict
     """Run a job up to its report, then decode and evaluate with its head; the gate may refuse such a short one."""
     inputs, run_dir = write_inputs(directory / "in"), directory / "run"
     with contextlib.suppress(GateRefusedError):
-        run_quietly(tiny_recipe(inputs, run_dir, **{**SHORT, **settings}))
+        pipeline.run(tiny_recipe(inputs, run_dir, **{**SHORT, **settings}))
     given = [str(inputs / "finetune"), "--head", str(run_dir / "head"), "--max-new-tokens", "6"]
     grid = ["--suite", "demo", "--prompts-per-task", "2", "--temperatures", "1", "--depths", "2"]
     codes = [

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import save_with_head, shard
+from checkpoints import save_with_head, set_fields, shard
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.locations import locate_checkpoint
 from mtp_train.errors import CheckpointError, UnsupportedModelError
@@ -44,8 +44,7 @@ def test_a_directory_without_weights_or_config_is_refused(checkpoint: Path, tmp_
 
 
 def test_an_architecture_without_a_known_layout_is_refused(checkpoint: Path) -> None:
-    config = json.loads((checkpoint / "config.json").read_text()) | {"model_type": "gpt2"}
-    (checkpoint / "config.json").write_text(json.dumps(config))
+    set_fields(checkpoint, {"model_type": "gpt2"})
     opened = open_checkpoint(checkpoint)
     with pytest.raises(UnsupportedModelError, match=r"model_type 'gpt2', an architecture without a known head layout"):
         opened.family.name  # noqa: B018
