@@ -18,7 +18,6 @@ from documents import random_documents
 from mtp_train.data.pack import PackedSequence, collate, count_targets, global_batches, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
-from mtp_train.heads.step import unroll
 from mtp_train.losses.chunked import depth_weights
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.settings import plan_of, train_options
@@ -29,6 +28,7 @@ from mtp_train.train.loop import make_optimizer, micro_batches, optimise, train_
 from mtp_train.train.packed_rows import aligned_rows
 from mtp_train.train.select import Selection
 from mtp_train.train.state import newest_whole_step
+from redrafted import unrolled
 from runs import tiny_recipe
 from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 
@@ -141,8 +141,8 @@ def test_the_gradient_is_that_of_the_mean_over_the_steps_targets() -> None:
     losses: list[list[Tensor]] = [[], [], []]
     for document in documents:
         tokens_1T = torch.from_numpy(document.input_ids)[None].long()
-        batch = {"num_depths": NUM_DEPTHS, "positions_BT": torch.arange(tokens_1T.shape[1])[None]}
-        states = unroll_alone(module, tokens_1T, **batch)
+        hidden_1TD = module.trunk.hidden(tokens_1T).detach()
+        states = unrolled(module.head, hidden_1TD, tokens_1T, module.trunk.embed, NUM_DEPTHS)
         for depth in range(NUM_DEPTHS):
             for start in range(len(document.input_ids) - depth - 2):
                 target = start + depth + 2
@@ -156,13 +156,6 @@ def test_the_gradient_is_that_of_the_mean_over_the_steps_targets() -> None:
     names = dict(module.head.named_parameters())
     expected = torch.autograd.grad(torch.stack(weighted).sum(), list(names.values()))
     assert_same_gradient(found, dict(zip(names, expected, strict=True)))
-
-
-def unroll_alone(module: HeadTraining, tokens_1T: Tensor, **rest: Any) -> list[Tensor]:
-    hidden_1TD = module.trunk.hidden(tokens_1T).detach()
-    return unroll(
-        module.head, hidden_1TD, tokens_1T, module.trunk.embed, document_BT=torch.zeros_like(tokens_1T), **rest
-    )
 
 
 @torch.no_grad()
