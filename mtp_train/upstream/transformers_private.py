@@ -69,8 +69,7 @@ SYMBOLS = (
 
 
 def attention_of(config: Any) -> str | None:
-    name: str | None = config._attn_implementation
-    return name
+    return config._attn_implementation
 
 
 def set_attention(config: Any, name: str | None) -> None:

@@ -70,8 +70,7 @@ def graft(finetune: Path, base: Path, out: Path) -> int:
 
 
 def quantisation(path: Path) -> dict[str, Any]:
-    settings: dict[str, Any] = json.loads((path / "config.json").read_text())["quantization_config"]
-    return settings
+    return json.loads((path / "config.json").read_text())["quantization_config"]
 
 
 def head_layers(path: Path) -> list[str]:

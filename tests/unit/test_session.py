@@ -49,8 +49,7 @@ def right(name: str, rows: int = 3, depth: int = 3) -> SpeculativeDecoder:
 
 
 def letters(tokens: Sequence[int]) -> str:
-    text: str = TOKENIZER.decode(list(tokens))
-    return text
+    return TOKENIZER.decode(list(tokens))
 
 
 @functools.cache

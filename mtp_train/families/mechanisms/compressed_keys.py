@@ -118,5 +118,4 @@ def _compressed(compressor: Any, name: str, hidden_BTD: Tensor, store: EntryStor
 def _rotated(compressor: Any, states_BHTX: Tensor, positions_BT: Tensor) -> Tensor:
     cos, sin = compressor.rotary_emb(states_BHTX, position_ids=positions_BT, layer_type=compressor.rope_layer_type)
     rotate: Any = importlib.import_module(_MODULE).apply_rotary_pos_emb
-    rotated: Tensor = rotate(states_BHTX, cos, sin)
-    return rotated
+    return rotate(states_BHTX, cos, sin)
