@@ -114,10 +114,7 @@ def shingle_hashes(text: str) -> Hashes:
 
 def _without(shingles: Hashes, shared: Hashes) -> Hashes:
     """Return the shingles that are not shared, or all of them if all are shared."""
-    if not len(shared):
-        return shingles
-    places = np.searchsorted(shared, shingles).clip(max=len(shared) - 1)
-    own = shingles[shared[places] != shingles]
+    own = shingles[~np.isin(shingles, shared)]
     return own if len(own) else shingles
 
 

@@ -72,11 +72,6 @@ class Server:
         del settings["request_timeout_seconds"]
         return settings
 
-    @property
-    def setting(self) -> str:
-        """The user's setting with the address, for messages."""
-        return "--endpoint" if self.name == SERVED else f"arm {self.name}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServedRecord(PromptRecord):
@@ -174,7 +169,7 @@ def served_checkpoint(server: Server) -> str:
         place = endpoint.checkpoint
     if place is None or not Path(place).exists():
         raise DataError(
-            f"{server.setting}: {server.url} serves {place or 'files that it does not name'}; expected files on this "
+            f"arm {server.name}: {server.url} serves {place or 'files that it does not name'}; expected files on this "
             "machine, whose tokenizer writes the prompts. Name the trunk: --tokenizer CKPT."
         )
     return place
@@ -315,8 +310,12 @@ def _gained(endpoint: Endpoint, before: Counters, own_tokens: int) -> tuple[Coun
 
 
 def _document(endpoint: Endpoint, asked: Mapping[float, _Asked], drafts: bool | None) -> dict[str, Any]:
-    failed = [(temperature, *pair) for temperature, one in asked.items() for pair in one.failed]
-    warnings = [f"{len(failed)} requests failed, {failed[0][1].id} first: {failed[0][2]}."] if failed else []
+    failures = [
+        {"prompt": prompt.id, "task": prompt.task, "temperature": temperature, "reason": reason}
+        for temperature, one in asked.items()
+        for prompt, reason in one.failed
+    ]
+    warnings = [f"{len(failures)} requests failed, {one['prompt']} first: {one['reason']}." for one in failures[:1]]
     if drafts is None:
         warnings.append(
             "Acceptance is unknown: the server does not count its drafts, or all requests' together (vLLM), which need "
@@ -329,10 +328,7 @@ def _document(endpoint: Endpoint, asked: Mapping[float, _Asked], drafts: bool | 
         "drafts": drafts,
         "counts": "responses" if endpoint.counters() is None else "counters",
         "concurrency": endpoint.concurrency,
-        "failures": [
-            {"prompt": prompt.id, "task": prompt.task, "temperature": temperature, "reason": reason}
-            for temperature, prompt, reason in failed
-        ],
+        "failures": failures,
         "answers": None,
         "warnings": warnings,
     }
@@ -347,14 +343,12 @@ def judged(served: Served, trunk: Trunk, eos_ids: Collection[int]) -> Served:
     found, warnings = [], list(served.document["warnings"])
     for setting, records in served.arm.decoded.items():
         temperature = setting.temperature
-        answers = [(one.prompt_ids, one.token_ids) for one in records if isinstance(one, ServedRecord)]
-        fit = fit_of(
-            trunk,
-            spread([answer for answer in answers if answer[1]], f"{temperature}"),
-            setting.sampling(seed=0),
-            eos_ids,
-        )
-        verdict = fit.is_trunks if fit.can_tell or not fit.is_trunks else None
+        answers = [
+            (one.prompt_ids, one.token_ids) for one in records if isinstance(one, ServedRecord) and one.token_ids
+        ]
+        fit = fit_of(trunk, spread(answers, f"{temperature}"), setting.sampling(seed=0), eos_ids)
+        # Among few tokens, those of probability 0 would pass as well.
+        verdict = None if fit.is_trunks and fit.allowed >= fit.expected else fit.is_trunks
         found.append({"temperature": temperature, **fit._asdict(), "are_the_trunks": verdict})
         if verdict is None:
             warnings.append(

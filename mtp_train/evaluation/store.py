@@ -107,8 +107,6 @@ class Store:
 
 
 def _require_ours(out: Path, identity: dict[str, Any]) -> None:
-    if out.exists() and not out.is_dir():
-        raise OutputExistsError(f"--out: {out} is a file; expected a directory. Choose another --out.")
     entries = sorted(path.name for path in out.iterdir() if path.name != LOCK_FILE) if out.is_dir() else []
     # A kill during `claim` leaves only these.
     claims = {MEASURED, RECORD_FILE, f".{RECORD_FILE}.tmp", f".{STUDY_FILE}.tmp"}
