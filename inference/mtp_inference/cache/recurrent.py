@@ -23,7 +23,7 @@ from mtp_inference.cache.delta import DeltaWindow, delta_token, delta_window, he
 from mtp_inference.cache.rows import PlacedState, RowState
 from mtp_inference.cache.window import Window
 from mtp_train.families import Family
-from mtp_train.upstream.transformers_private import ACT2FN, LinearAttentionLayer
+from mtp_train.upstream.transformers_private import ACT2FN, LinearAttentionLayer, replacing
 
 
 def mamba2_window(
@@ -121,8 +121,7 @@ _CONV = "causal_conv1d_fn"
 def undecided_states(family: Family) -> Iterator[None]:
     """Make recurrent layers return undecided windows inside the block, for windows that continue an earlier state.
 
-    The functions are replaced as module attributes, so the replacement affects every thread. The block has no effect
-    for a family without recurrent layers.
+    The block has no effect for a family without recurrent layers.
     """
     kernels = family.trunk.recurrent
     if kernels is None:
@@ -133,14 +132,8 @@ def undecided_states(family: Family) -> Iterator[None]:
     ours: dict[str, Callable[..., Any]] = {kernels.chunked: window_rule, _CONV: window_conv}
     if token_rule is not None:
         ours[kernels.single] = token_rule
-    stock = {name: getattr(module, name) for name in ours}
-    for name, function in ours.items():
-        setattr(module, name, function)
-    try:
+    with replacing(module, **ours):
         yield
-    finally:
-        for name, function in stock.items():
-            setattr(module, name, function)
 
 
 class RecurrentStore(LinearAttentionLayer):

@@ -40,6 +40,7 @@ from mtp_train.families.spec import (
     TrunkTraits,
     Wiring,
 )
+from mtp_train.upstream.transformers_private import replacing
 
 # A field of the trunk and the head, without which SGLang does not start. transformers' save_pretrained replaces it by
 # layer_types, so a graft restores it from the base.
@@ -284,11 +285,8 @@ def _without_idle_gates(keys: Collection[str]) -> Iterator[None]:
         stock(self, config)
         self.gate_up_proj = nn.Parameter(self.gate_up_proj[: self.num_routed_experts].detach().clone())
 
-    experts.__init__ = smaller
-    try:
+    with replacing(experts, __init__=smaller):
         yield
-    finally:
-        experts.__init__ = stock
 
 
 def _last_expert(keys: Collection[str], part: str) -> int | None:
