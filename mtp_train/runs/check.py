@@ -43,7 +43,7 @@ from mtp_train.runs.resolve import (
     resolved_recipe,
 )
 from mtp_train.runs.run_directory import RunDirectory
-from mtp_train.runs.settings import cache_bytes, measured_tokens, memory_options, plan_of
+from mtp_train.runs.settings import measured_tokens, memory_options, plan_of
 from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk, estimate_footprint, in_shards
 from mtp_train.trunk.load import Trunk, empty_trunk
@@ -51,6 +51,8 @@ from mtp_train.trunk.precision import resolve_precision
 
 ROOM_SHARE = 0.85
 """The largest share of a GPU's memory for a trunk and two heads that decode: caches and activations need the rest."""
+STATE_BYTES = 4
+"""Most bytes of a number in a hidden-state cache: states are computed in fp32 at most."""
 DOUBLINGS = 5
 """Most times that the number of processes is doubled."""
 SERVERS = (
@@ -425,7 +427,7 @@ def _checked(
         precision_reason=reason,
         family=head_family.title,
         room=room,
-        disk_bytes=whole_disk(recipe, cache_bytes(recipe, num_tokens, shapes.trunk.state_width), room.memory),
+        disk_bytes=disk_bytes(recipe, room.memory, num_tokens, shapes.trunk.state_width),
         serves=serves,
         rewired=wiring_note(head_family, recipe.head.convention, serves),
         kinds=kinds,
@@ -459,8 +461,8 @@ def _described(recipe: Recipe, text: RunText) -> str:
     return "; ".join([answers, text.split, f"held out {groups}", *text.notes])
 
 
-def whole_disk(recipe: Recipe, cached: int, memory: Footprint) -> int:
-    """Estimate the disk bytes of all that a recipe trains; ``cached``: of the hidden states, which all heads share."""
-    if recipe.study is not None:
-        return len(recipe.study.objectives) * estimate_disk(memory, 0) + cached
-    return estimate_disk(memory, cached)
+def disk_bytes(recipe: Recipe, memory: Footprint, num_tokens: int, state_width: int) -> int:
+    """Estimate the most disk bytes of all that a recipe trains. The heads of a study share the hidden states."""
+    num_heads = 1 if recipe.study is None else len(recipe.study.objectives)
+    cached = 0 if recipe.train.hidden_cache is None else num_tokens * state_width * STATE_BYTES
+    return num_heads * estimate_disk(memory) + cached

@@ -52,6 +52,7 @@ from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.heads.draft_model import DraftModel, draft_model, draft_plan
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
+from mtp_train.runs.display import quiet_progress
 from mtp_train.runs.refusals import (
     HeadOnTrunk,
     raise_together,
@@ -182,8 +183,17 @@ def plan_head(recipe: Recipe, finetune: Checkpoint, donor: Checkpoint | LoneHead
 
 
 def split_records(recipe: Recipe, progress: Progress | None = None) -> tuple[list[Record], list[Record]]:
-    """Return the training records and the held-out records. No group is on both sides."""
-    return split_by_group(read_records(recipe, progress), recipe.data.holdout, recipe.seed)
+    """Return the training records and the held-out records. No group is on both sides.
+
+    Without a group field, records with near-duplicate prompts share a group.
+    """
+    records = load_sources(recipe)
+    if recipe.data.group_field is None:
+        progress = progress or quiet_progress()
+        task = progress.add_task("looking for near-duplicate prompts", total=len({record.group for record in records}))
+        records = join_near_duplicates(records, lambda count: progress.advance(task, count))
+        progress.remove_task(task)
+    return split_by_group(records, recipe.data.holdout, recipe.seed)
 
 
 def split_sentence(training: Sequence[Record], held_out: Sequence[Record], prompts: Sequence[Prompt]) -> str:
@@ -193,10 +203,11 @@ def split_sentence(training: Sequence[Record], held_out: Sequence[Record], promp
     return f"training on {sides[0]}, {sides[1]} held out; evaluating on {len(prompts)} prompts of {chosen} groups"
 
 
-def load_sources(recipe: Recipe) -> list[list[Record]]:
-    """Return the records of every source of the recipe, with the recipe's variables for the chat template."""
-    loaded = (
-        load_records(
+def load_sources(recipe: Recipe) -> list[Record]:
+    """Return the records of all sources of the recipe, in order, with its variables for the chat template."""
+    records: list[Record] = []
+    for number, source in enumerate(recipe.data.sources):
+        records += load_records(
             resolve(source.path),
             config=source.config,
             split=source.split,
@@ -204,25 +215,7 @@ def load_sources(recipe: Recipe) -> list[list[Record]]:
             group_field=recipe.data.group_field,
             name=f"data.sources.{number} ({source.path})",
         )
-        for number, source in enumerate(recipe.data.sources)
-    )
-    return [[with_variables(record, recipe.data.chat_template_kwargs) for record in records] for records in loaded]
-
-
-def read_records(recipe: Recipe, progress: Progress | None = None) -> list[Record]:
-    """Read every source of the recipe, in order.
-
-    Without a group field, records with near-duplicate prompts share a group.
-    """
-    records = [record for source in load_sources(recipe) for record in source]
-    if recipe.data.group_field is not None:
-        return records
-    if progress is None:
-        return join_near_duplicates(records)
-    task = progress.add_task("looking for near-duplicate prompts", total=len({record.group for record in records}))
-    joined = join_near_duplicates(records, lambda count: progress.advance(task, count))
-    progress.remove_task(task)
-    return joined
+    return [with_variables(record, recipe.data.chat_template_kwargs) for record in records]
 
 
 def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any) -> list[Prompt]:

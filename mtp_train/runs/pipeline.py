@@ -17,22 +17,21 @@ from rich.text import Text
 
 from mtp_train.answers.store import ResponseCounts
 from mtp_train.checkpoints.artifact import load_artifact
-from mtp_train.checkpoints.files import left_out, open_checkpoint
+from mtp_train.checkpoints.files import left_out
 from mtp_train.checkpoints.locations import EXPORT, HEAD
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError, GateUndecidedError
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, Report, load_report
-from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.recipe.loading import RecipeLike
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.summary import summary
-from mtp_train.report.wording import capitalised, serving_depth
+from mtp_train.report.wording import capitalised
 from mtp_train.report.write import PAGE_FILE, log_report, write_report
 from mtp_train.runs.display import RichlyShown, Shown, logged, quiet_progress, serving_lines, wiring_note
 from mtp_train.runs.evaluate_run import evaluate_run, served_commands, unjudged, without_gain
-from mtp_train.runs.export import write_card, write_export
+from mtp_train.runs.export import serves_of, write_card, write_export
 from mtp_train.runs.refusals import check_decoder
 from mtp_train.runs.regeneration import data_stage, generate_responses, regeneration_of
 from mtp_train.runs.resolve import FROM_TEXT, Choice, Overrides, recipe_of, resolve_training, resolved_recipe
@@ -212,7 +211,7 @@ def _report(run: Run, report: Report, console: Console) -> None:
     run.directory.require_same_inputs(run.recipe, run.progress)
     run_dir = run.directory.path
     is_served = run.recipe.export.enabled and (report.gate is None or report.gate.passed)
-    serving = _serving(run_dir, run.inputs.finetune.path, report) if is_served else {}
+    serving = _serving(run_dir, report, run.inputs.finetune.path) if is_served else {}
     write_report(report, run_dir, run.directory.provenance, read_metrics(run_dir), serving)
     try:
         log_report(report, run_dir, tracking_of(run.recipe), run.recipe.model_dump(mode="json"))
@@ -222,11 +221,9 @@ def _report(run: Run, report: Report, console: Console) -> None:
     console.print(summary(report))
 
 
-def _serving(run_dir: Path, trunk: Path, report: Report) -> dict[str, str]:
-    """Return engine to the command that serves a run's export at the depth that its report recommends."""
+def _serving(run_dir: Path, report: Report, trunk: Path | None = None) -> dict[str, str]:
     head = load_artifact(run_dir / HEAD)
-    engines = open_checkpoint(trunk).engines if head.family.kind == "mtp" else head.family.serving
-    return engine_commands(engines, str(run_dir / EXPORT), serving_depth(report) or head.num_depths)
+    return serves_of(run_dir / EXPORT, head.family, head.num_depths, report, trunk=trunk)
 
 
 def _export(run: Run) -> str:
@@ -345,7 +342,7 @@ class RunResult(Outcome, RichlyShown):
         """Engine to the command that serves the export, or ``no: REASON``; empty without an export."""
         if self.export is None or not (self.run_dir / HEAD).is_dir():
             return {}
-        return _serving(self.run_dir, self.export, self.report)
+        return _serving(self.run_dir, self.report)
 
     def __str__(self) -> str:
         lines = [self.message, *([] if self.page is None else [f"report: {self.page}"])]

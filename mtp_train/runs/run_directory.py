@@ -25,6 +25,7 @@ from filelock import SoftFileLease, Timeout
 from rich.console import Console
 from rich.progress import Progress
 
+from mtp_train import __version__
 from mtp_train.checkpoints.artifact import HEAD_CONFIG_FILE
 from mtp_train.checkpoints.demo import resolve
 from mtp_train.checkpoints.files import CONFIG_FILE, INDEX_FILE, Checkpoint, read_json
@@ -73,7 +74,7 @@ PROBE = "probe"
 LEASE_SECONDS = 30.0
 """A lock of another machine is taken over after this time without a sign of life from its process."""
 TRUNK, HEAD_FROM, ADAPTER = "model.trunk", "model.head_from", "model.adapter"
-_PACKAGES = ("mtp-train", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy")
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy")
 _LEFTOVERS = (
     *(".head.*", ".tuned.*", ".adapter.*", ".export.*", ".*.tmp"),
     *("figures/.*.tmp", "state/.step-*"),
@@ -192,12 +193,9 @@ class RunDirectory:
         process is gone is taken over: at once on this machine, after ``LEASE_SECONDS`` without a sign of life
         elsewhere.
         """
-        with full_disk_is_named(self.path, what=what):
-            if is_main_process():
-                with self._locked(console):
-                    yield
-            else:
-                yield
+        lock = self._locked(console) if is_main_process() else contextlib.nullcontext()
+        with full_disk_is_named(self.path, what=what), lock:
+            yield
 
     @contextlib.contextmanager
     def _locked(self, console: Console) -> Iterator[None]:
@@ -463,15 +461,9 @@ def checkpoint_identity(name: str, checkpoint: Checkpoint | LoneHead) -> dict[st
 
 
 def environment_facts() -> dict[str, Any]:
-    versions: dict[str, str | None] = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
     device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return {
-        "versions": versions,
+        "versions": {"mtp-train": __version__, **{package: metadata.version(package) for package in _PACKAGES}},
         "python": platform.python_version(),
         "argv": [redacted(word) for word in sys.argv],
         "git": _git_commit(),

@@ -317,8 +317,7 @@ def serving_commands(
     checkpoint: Checkpoint,
     diagnosis: HeadDiagnosis,
     status: Status,
-    problems: Sequence[str] = (),
-    depth: int = SUGGESTED_DEPTH,
+    problems: Sequence[str],
 ) -> dict[str, str]:
     """Return, per engine, the command that serves the checkpoint with its head, or ``no: REASON``."""
     if problems:
@@ -338,7 +337,7 @@ def serving_commands(
         flag = suggestions.draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
         reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
         return dict.fromkeys(checkpoint.family.serving, reason)
-    return engine_commands(checkpoint.engines, str(checkpoint.path), depth) | _misread(checkpoint)
+    return engine_commands(checkpoint.engines, str(checkpoint.path), SUGGESTED_DEPTH) | _misread(checkpoint)
 
 
 def _misread(checkpoint: Checkpoint) -> dict[str, str]:
