@@ -27,7 +27,6 @@ from mtp_train.families import family_for, kinds_served, of_kind
 from mtp_train.families.engines import engine_commands
 from mtp_train.families.spec import RawConfig
 from mtp_train.heads.diagnose import empty_head, named_rejections, stored_dtype, trunk_config
-from mtp_train.heads.lora import require_lora_targets
 from mtp_train.recipe.loading import RecipeLike, dump_recipe, load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
@@ -139,11 +138,6 @@ class Shapes:
 
     def room(self, recipe: Recipe, world_size: int, device: Device) -> Room:
         plan, model, on_gpu = plan_of(recipe, world_size), self.model, device.kind == "cuda"
-        trained = None
-        if recipe.head.lora is not None:
-            convention = model.family.convention(recipe.head.convention)
-            shape = model.family, model.text_config, model.num_modules, convention
-            trained = require_lora_targets(recipe.head.lora, *shape)
         stored = self._checkpoint if self._is_packed and on_gpu else None
         memory = estimate_footprint(
             memory_options(recipe),
@@ -152,7 +146,7 @@ class Shapes:
             plan,
             torch.device(device.kind),
             device.memory_bytes if on_gpu else None,
-            lora_parameters=trained,
+            lora_parameters=model.lora_parameters(recipe),
             stored=self._stored,
             packed_bytes=None if stored is None else stored.num_bytes,
         )
@@ -197,7 +191,7 @@ def _changes(recipe: Recipe, world_size: int, device: Device) -> Iterator[list[t
     for bits in ("8bit", "4bit"):
         yield [([f"model.quantization={bits}", *whole, *change], world_size) for change in lighter]
     yield [([*whole, *change], count) for count, change in itertools.product(doubled, same)]
-    if recipe.decodes and recipe.regenerates:
+    if recipe.decodes and recipe.data.regenerate is not None:
         servers = [*SERVERS, *whole]
         counts = itertools.product([world_size, *doubled], same)
         yield [([*servers, *change], count) for count, change in counts]

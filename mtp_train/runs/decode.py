@@ -32,7 +32,7 @@ from mtp_train.evaluation.served import Server, served_checkpoint
 from mtp_train.evaluation.suites import BUILTIN, BUILTIN_FILE, suite_location
 from mtp_train.report.summary import summary
 from mtp_train.report.write import log_report, write_report
-from mtp_train.runs.display import RichlyShown, Shown, quiet_progress
+from mtp_train.runs.display import Shown, as_text, quiet_progress
 from mtp_train.runs.run_directory import RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.train.log import Tracking, WandbMode
 from mtp_train.train.machine import use_threads
@@ -176,7 +176,7 @@ def _decode(
 
 
 @dataclass(frozen=True)
-class EvaluationResult(RichlyShown):
+class EvaluationResult(Shown):
     """Measurements of one or more arms, as :func:`evaluate` and :func:`compare` return them.
 
     Printed, and in a notebook, it shows the verdict, the arms, tau by task and the depths to serve.
@@ -198,6 +198,9 @@ class EvaluationResult(RichlyShown):
 
     def __rich__(self) -> RenderableType:
         return summary(self.report)
+
+    def __str__(self) -> str:
+        return as_text(self.__rich__())
 
 
 def evaluate(

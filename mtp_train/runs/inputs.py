@@ -158,7 +158,7 @@ def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progr
     held_out = evaluation_prompts(recipe, held_out_records, tokenizer)
     documents: Sequence[Document] = ()
     prompts: Sequence[Prompt] = ()
-    if recipe.regenerates:
+    if recipe.data.regenerate is not None:
         prompts = prompts_to_answer(recipe, training, tokenizer)
     else:
         documents, of_lengths = tokenize_records(training, tokenizer, recipe.data.seq_len_tokens)
@@ -338,15 +338,14 @@ def _of_draft(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
 def require_source_model(recipe: Recipe) -> None:
     """Check that ``model.head_from`` is a model where the recipe uses its trunk or its files, and not a head alone."""
     location, arms = recipe.model.head_from, recipe.evaluate.arms
-    if location is None or (VANILLA not in arms and recipe.study is None) or not is_lone(location):
+    if location is None or VANILLA not in arms or not is_lone(location):
         return
-    found = f"model.head_from: {location} has a head and no exported checkpoint with its trunk"
-    if recipe.study is not None:
-        raise RecipeError(f"{found}, with study; expected a checkpoint. Name the base in model.head_from.")
     kept = ", ".join(arm for arm in arms if arm != VANILLA)
+    # A study has to have the arm.
+    instead = f", or write evaluate.arms: [{kept}]" if recipe.study is None else ""
     raise RecipeError(
-        f"{found}, with the arm vanilla, the model of model.head_from; expected a checkpoint. Write "
-        f"evaluate.arms: [{kept}], or name the base in model.head_from."
+        f"model.head_from: {location} has a head and no exported checkpoint with its trunk, with the arm vanilla, the "
+        f"model of model.head_from; expected a checkpoint. Name the base in model.head_from{instead}."
     )
 
 

@@ -75,10 +75,8 @@ LEASE_SECONDS = 30.0
 """A lock of another machine is taken over after this time without a sign of life from its process."""
 TRUNK, HEAD_FROM, ADAPTER = "model.trunk", "model.head_from", "model.adapter"
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy")
-_LEFTOVERS = (
-    *(".head.*", ".tuned.*", ".adapter.*", ".export.*", ".*.tmp"),
-    *("figures/.*.tmp", "state/.step-*"),
-)
+_OF_THE_MACHINES = ("train.processes", "track.", "data.regenerate.api_key_env", "data.regenerate.concurrency")
+_LEFTOVERS = (".head.*", ".export.*", ".*.tmp", "figures/.*.tmp", "state/.step-*")
 
 
 @dataclass(frozen=True)
@@ -101,8 +99,6 @@ class Attempt:
     """How far one attempt to run a recipe has come."""
 
     stage: str = FIRST_STAGE
-    outcome: Outcome | None = None
-    """Set by the last stage; the main process records it."""
 
 
 @dataclass(frozen=True)
@@ -189,9 +185,8 @@ class RunDirectory:
     def held(self, console: Console, what: str = "the run") -> Iterator[None]:
         """Hold the directory for this launch within the block: two runs would delete each other's files.
 
-        The main process writes ``run.lock`` with its machine and process id, and removes it in the end. A lock whose
-        process is gone is taken over: at once on this machine, after ``LEASE_SECONDS`` without a sign of life
-        elsewhere.
+        The main process writes ``run.lock``, and removes it in the end. A lock of this machine whose process is gone is
+        taken over at once.
         """
         lock = self._locked(console) if is_main_process() else contextlib.nullcontext()
         with full_disk_is_named(self.path, what=what), lock:
@@ -227,7 +222,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Attempt]:
-        """Record how an attempt ends, in ``outcome.json``, on every way out of the block."""
+        """Record how an attempt fails, in ``outcome.json``, on every way out of the block but its end."""
         attempt = Attempt()
         # The main process holds the directory of all nodes.
         if is_main_process():
@@ -259,8 +254,6 @@ class RunDirectory:
             self._require_held()
             self.record_failure(Outcome(1, "bug", f"{type(error).__name__}: {error}", attempt.stage))
             raise
-        if is_main_process() and attempt.outcome is not None:
-            self.write_outcome(attempt.outcome)
 
     def write_outcome(self, outcome: Outcome) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -340,25 +333,17 @@ def _acquire(lock: SoftFileLease, path: Path, console: Console) -> None:
         lock.acquire()
         return
     except Timeout:
-        host, pid = _holder(path)
-    if host != socket.gethostname():
-        console.print(f"{path}: process {pid} on {host} held it last; waiting for a sign of life.", highlight=False)
+        owner = lock.owner
+    holder = "an unknown process" if owner is None else f"process {owner.pid} on {owner.hostname}"
+    if owner is None or owner.hostname != socket.gethostname():
+        console.print(f"{path}: {holder} held it last; waiting for a sign of life.", highlight=False)
         with contextlib.suppress(Timeout):
             lock.acquire(timeout=2 * LEASE_SECONDS)
             return
     raise OutputExistsError(
-        f"run_dir: {path.parent} is in use by process {pid} on {host}; expected one run in a directory. Wait for it or "
-        "stop it, or choose another run_dir."
+        f"run_dir: {path.parent} is in use by {holder}; expected one run in a directory. Wait for it or stop it, or "
+        "choose another run_dir."
     )
-
-
-def _holder(path: Path) -> tuple[str, str]:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    found = dict(line.split("=", 1) for line in lines if "=" in line)
-    return found.get("host", "an unknown machine"), found.get("pid", "of an unknown number")
 
 
 def _differing_fields(recorded: str, recipe: Recipe) -> list[str]:
@@ -381,14 +366,6 @@ def _differing_fields(recorded: str, recipe: Recipe) -> list[str]:
             or (path == "data.regenerate.endpoint" and None not in (there, here))
         )
     ]
-
-
-_OF_THE_MACHINES = (
-    "train.processes",
-    "track.",
-    "data.regenerate.api_key_env",
-    "data.regenerate.concurrency",
-)
 
 
 def _differences(there: Any, here: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
@@ -423,24 +400,22 @@ def _inputs(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> dict[st
         inputs[HEAD_FROM] = of_head
     if model.adapter:
         inputs[ADAPTER] = directory_files(locate_checkpoint(located(ADAPTER, model.adapter)))
-    data = {f"data.sources.{number}": source.path for number, source in enumerate(recipe.data.sources)}
-    local = {label: path for label, path in data.items() if label in places or _is_local(label, path)}
-    return inputs | {label: _data_files(label, path) for label, path in local.items()}
+    for number, data in enumerate(recipe.data.sources):
+        label = f"data.sources.{number}"
+        files = _data_files(label, data.path)
+        if files is not None:
+            inputs[label] = files
+        elif label in places:
+            # A directory that is gone reads like the id of a dataset.
+            raise DataError(f"{label}: no such file or directory ({data.path}); expected the data. Check the path.")
+    return inputs
 
 
-def _is_local(label: str, path: str) -> bool:
-    """Return whether a data source is local and no dataset of the hub, also if its files no longer exist."""
-    try:
-        return local_files(resolve(path), label) is not None
-    except MtpError:
-        return True
-
-
-def _data_files(label: str, path: str) -> InputFiles:
-    location = Path(resolve(path)).expanduser()
-    files = local_files(str(location), label)
+def _data_files(label: str, path: str) -> InputFiles | None:
+    """Return the files of a data source; None for a dataset of the hub."""
+    location, files = Path(resolve(path)).expanduser(), local_files(resolve(path), label)
     if files is None:
-        raise DataError(f"{label}: no such file or directory ({location}); expected the data. Check the path.")
+        return None
     if location.is_dir():
         return InputFiles(location, {str(file.relative_to(location)): file for file in files})
     if location.exists():
