@@ -150,8 +150,8 @@ def _of(records: Sequence[Record], ids: set[str]) -> list[Record]:
 
 
 def stored(path: Path, measure: Callable[[], Counts]) -> Counts:
-    """Return the counts in a file, or measure and write them. Older files, without groups, are replaced."""
-    if not path.exists() or '"group"' not in path.read_text(encoding="utf-8"):
+    """Return the counts in a file, or measure and write them. Older files, with other fields, are replaced."""
+    if not path.exists() or '"seconds_prefill"' not in path.read_text(encoding="utf-8"):
         found = {str(temperature): [asdict(count) for count in counts] for temperature, counts in measure().items()}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, found)

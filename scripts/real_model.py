@@ -214,18 +214,21 @@ def finetune(options: argparse.Namespace) -> None:
 def study(options: argparse.Namespace) -> None:
     """Retrain the EAGLE-3 head for the fine-tune, and measure all heads on the same held-out prompts.
 
-    By KL and by CE on the fine-tune's own answers, by CE on the text that it was trained on, and, as a control, as many
-    steps more on the old model's answers.
+    By KL and by CE on the fine-tune's own answers, with two seeds, by CE on the text that it was trained on, and, as a
+    control, as many steps more on the old model's answers.
     """
     tuned, old, recipe = options.out / TUNED, options.out / "eagle3", options.out / "study.yaml"
     if not recipe.exists():
         mtp_train(options.out, "init", recipe, "--trunk", tuned, "--data", options.out / PROMPTS)
-    own = f"data.responses={options.out / 'kl'}"
+    some = "data.regenerate.max_prompts=800"
+    own = [some, f"data.responses={options.out / 'kl'}"]
     runs = {
-        "kl": ["data.regenerate.max_prompts=800"],
-        "ce": ["data.regenerate.max_prompts=800", own, "objective.loss=ce"],
+        "kl": [some],
+        "ce": [*own, "objective.loss=ce"],
         "corpus": [f"data.sources=[{{path: {options.out / CORPUS}}}]", "data.regenerate=null", "objective.loss=ce"],
         "control": [f"model.trunk={options.model}", f"data.responses={old}"],
+        "kl_seed_1": [*own, "seed=1"],
+        "ce_seed_1": [*own, "seed=1", "objective.loss=ce"],
     }
     start = ["head.kind=eagle3", "head.init=graft", f"model.head_from={old}", "gate.enabled=false", *WAYS]
     start += ["evaluate.arms=[graft, retrained]"]
@@ -238,7 +241,7 @@ def study(options: argparse.Namespace) -> None:
     arms = [f"vanilla={options.model}+{old / 'head'}", f"vanilla_longer={options.model}+{options.out / 'control/head'}"]
     arms += [f"{name}={tuned}+{run / 'head'}" for name, run in heads.items()]
     where = ["--suite", options.out / HELD_OUT_PROMPTS, "--out", options.out / "compare-study"]
-    grid = ["--depths", "3", "--prompts-per-task", "16", "--max-new-tokens", "64"]
+    grid = ["--depths", "3", "--temperatures", "0", "--prompts-per-task", "50", "--max-new-tokens", "64"]
     mtp_train(options.out, "compare", *arms, *where, *grid)
 
 

@@ -77,7 +77,7 @@ def _prompts(seeds: Sequence[Sequence[Sequence[int]]], groups: Mapping[str, str]
     """Return the counts of each seed's prompts from pairs of rounds and accepted drafts."""
     return [
         [
-            PromptCounts(name, rounds, 0, (accepted,), 0, None, group)
+            PromptCounts(name, rounds, 0, (accepted,), 0, group)
             for (rounds, accepted), (name, group) in zip(prompts, groups.items(), strict=True)
         ]
         for prompts in seeds
@@ -93,7 +93,6 @@ def pooled(seeds: Sequence[Sequence[PromptCounts]]) -> list[PromptCounts]:
             num_draft_tokens=sum(one.num_draft_tokens for one in same),
             accepted_per_pos=tuple(map(sum, zip(*(one.accepted_per_pos for one in same), strict=True))),
             new_tokens=sum(one.new_tokens for one in same),
-            seconds=None,
             group=same[0].group,
         )
         for same in zip(*seeds, strict=True)

@@ -165,8 +165,8 @@ def few_timed_prompts() -> Iterator[None]:
     """Time three prompts of a run once: decoding one at a time is most of a tiny run's work, and no test reads it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mtp_train.evaluation.decoding.SPEED_PROMPTS", 3)
-        patch.setattr("mtp_train.evaluation.run.SPEED_PASSES", 1)
-        patch.setattr("mtp_train.evaluation.run.SPEED_SECONDS", 0.0)
+        patch.setattr("mtp_train.evaluation.decoding.SPEED_PASSES", 1)
+        patch.setattr("mtp_train.evaluation.decoding.SPEED_SECONDS", 0.0)
         yield
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtp_train.acceptance.counts import PromptCounts
+from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.dense import DenseRows
 from mtp_train.evaluation.prompt_records import PromptRecord
 
@@ -40,7 +41,7 @@ def counts_of(rounds_PK1: Ints, groups: Sequence[str] = ()) -> list[PromptCounts
     """Return what acceptance is computed from, one for each prompt; without groups each is one of its own."""
     reached_PK1 = rounds_PK1[:, ::-1].cumsum(axis=1)[:, ::-1]
     return [
-        PromptCounts(f"p{number}", rounds, DEPTH * rounds, tuple(accepted), 0, None, group or f"p{number}")
+        PromptCounts(f"p{number}", rounds, DEPTH * rounds, tuple(accepted), 0, group or f"p{number}")
         for number, ((rounds, *accepted), group) in enumerate(
             zip(reached_PK1.tolist(), groups or [""] * len(reached_PK1), strict=True)
         )
@@ -86,9 +87,7 @@ def dense_of(entropies: Sequence[Floats], overlaps: Sequence[Floats], tasks: Seq
     """Return rows of depth 1 with these figures, an array for each prompt; tasks take turns."""
     overlap_1N = np.concatenate(overlaps)[None].astype(np.float32)
     return DenseRows(
-        prompt_ids=np.array([f"p{index}" for index in range(len(entropies))]),
-        groups=np.array([f"p{index}" for index in range(len(entropies))]),
-        tasks=np.array([tasks[index % len(tasks)] for index in range(len(entropies))]),
+        prompts=[Prompt(f"p{index}", f"p{index}", (), tasks[index % len(tasks)]) for index in range(len(entropies))],
         prompt_N=np.repeat(np.arange(len(entropies)), [len(one) for one in entropies]),
         entropy_N=np.concatenate(entropies).astype(np.float32),
         overlap_KN=overlap_1N,

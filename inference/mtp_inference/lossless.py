@@ -118,8 +118,9 @@ def compare(
     decoding of the largest logit (each of two logits may be wrong by the noise), and the decoder's windows are no
     noisier than plain decoding (:data:`NOISE_RATIO`). A sampled text must have drafts verified by matching
     (``draft_sampling="argmax"``, see ``sampling/chooser.py``). One uniform number then selected both tokens: the
-    difference is a near tie if the number lies within the noise of the cumulative distribution of both tokens'
-    intervals. Rounding may also decide which token is the last that top-p or top-k keeps, so both outcomes are tried.
+    difference is a near tie if the number is as near to both tokens' intervals of the cumulative distribution as
+    windows that are :data:`NOISE_RATIO` times as noisy as plain decoding move these. Rounding may also decide which
+    token is the last that top-p or top-k keeps, so both outcomes are tried.
 
     Args:
         tokens: New token ids of the decoder under test.
@@ -247,13 +248,17 @@ def _windows(tokens: Sequence[int], rounds: Sequence[Round], vocab_size: int) ->
 
 
 def _noise_of_draws(errors: Errors, temperature: float) -> float:
-    """Return how far rounding moves the cumulative distribution of a position, at most."""
+    """Return how far the rounding of windows may move the cumulative distribution of a position.
+
+    Of 448 sampled texts of SmolLM2-135M in fp32, 87 parted where plain decoding's own rounding moves a boundary to the
+    number (49,152 tokens have many boundaries), and 3 at up to 1.6 times as far.
+    """
     plain_TV, reference_TV = (
         (logits_TV / temperature).double().softmax(-1).cumsum(-1)
         for logits_TV in (errors.plain_TV, errors.reference_TV)
     )
     step = errors.noise / temperature * torch.finfo(torch.float32).eps
-    return max(float((plain_TV - reference_TV).abs().amax()), step)
+    return NOISE_RATIO * max(float((plain_TV - reference_TV).abs().amax()), step)
 
 
 def gap_of_draws(logits_V: Tensor, sampling: Sampling, position: int, pair: tuple[int, int], noise: float) -> float:

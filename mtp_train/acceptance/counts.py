@@ -37,9 +37,9 @@ class PromptCounts:
         num_draft_tokens: Drafted tokens, ``rounds * K`` at a fixed depth K.
         accepted_per_pos: Rounds in which at least ``i + 1`` drafts were accepted, for i in 0..K-1.
         new_tokens: Tokens returned to the caller.
-        seconds: Wall time of the decoding; None if it was not measured.
         group: The prompt's group; intervals leave out whole groups.
-        seconds_decode: The part of ``seconds`` after prefill; None if it was not measured.
+        seconds_prefill: Wall time until the first token; None if it was not measured.
+        seconds_decode: Wall time of the rounds; None if it was not measured.
     """
 
     prompt_id: str
@@ -47,8 +47,8 @@ class PromptCounts:
     num_draft_tokens: int
     accepted_per_pos: tuple[int, ...]
     new_tokens: int
-    seconds: float | None
     group: str
+    seconds_prefill: float | None = None
     seconds_decode: float | None = None
 
     @property

@@ -95,13 +95,20 @@ def sum_by_group(values_PX: FloatArray, groups: Sequence[str]) -> FloatArray:
     return sums_GX
 
 
-def judge_difference(value: float, without_G: FloatArray, weight_G: FloatArray) -> Difference:
+def mean_shares(counts_GX: FloatArray) -> FloatArray:
+    """Return each group's mean share of the counts, its weight in a figure of them."""
+    shares_G: FloatArray = (counts_GX / np.maximum(counts_GX.sum(axis=0), 1.0)).mean(axis=1)
+    return shares_G
+
+
+def judge_difference(value: float, without_G: FloatArray, counts_G2: FloatArray) -> Difference:
     """Return a difference with its spread over groups.
 
     Args:
         without_G: The difference over all groups but one, for each group.
-        weight_G: Weight of each group in the difference, in any unit.
+        counts_G2: Rounds or positions of each group, in both arms.
     """
+    weight_G = mean_shares(counts_G2)
     return Difference(value, jackknife(value, without_G, weight_G), int((weight_G > 0).sum()))
 
 
@@ -116,8 +123,7 @@ def tau_difference(first: Sequence[PromptCounts], second: Sequence[PromptCounts]
     )
     totals_G4 = sum_by_group(totals_P4, [one.group for one in first])
     total_4 = totals_G4.sum(axis=0)
-    weight_G = (totals_G4[:, 1::2] / np.maximum(total_4[1::2], 1.0)).mean(axis=1)
-    return judge_difference(float(_difference(total_4)), _difference(total_4 - totals_G4), weight_G)
+    return judge_difference(float(_difference(total_4)), _difference(total_4 - totals_G4), totals_G4[:, 1::2])
 
 
 def _difference(totals_X4: FloatArray) -> FloatArray:
@@ -166,7 +172,7 @@ def marginal_intervals(counts: Sequence[PromptCounts]) -> list[Interval | None]:
 
 
 def jackknife(value: float, without_G: FloatArray, weight_G: FloatArray) -> Spread | None:
-    """Return the spread of a value; None for fewer than two groups. Arguments as for :func:`judge_difference`."""
+    """Return the spread of a value over groups, given the value without each group; None for fewer than two groups."""
     without_G, weight_G = without_G[weight_G > 0], weight_G[weight_G > 0]
     num_groups = len(without_G)
     if num_groups < 2 or not np.isfinite(without_G).all():

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from mtp_train.acceptance.counts import FloatArray, Interval, PromptCounts, num_groups
-from mtp_train.acceptance.intervals import Difference, Spread, jackknife, sum_by_group
+from mtp_train.acceptance.intervals import Difference, Spread, jackknife, mean_shares, sum_by_group
 
 Verdict = Literal["above", "below", "neither"]
 """Where an interval lies: ``above`` or ``below`` the value that decides, or on both sides of it."""
@@ -112,8 +112,8 @@ def measured_speedup(pair: Pair) -> Speedup | None:
     value = float(_log_ratio(texts, clock))
     if not math.isfinite(value):
         return None
-    of_texts = jackknife(value, _log_ratio(texts - texts_G, clock), _shares(texts_G[:, 1::3]))
-    of_clock = jackknife(value, _log_ratio(texts, clock - clock_G), _shares(clock_G[:, 1::4]))
+    of_texts = jackknife(value, _log_ratio(texts - texts_G, clock), mean_shares(texts_G[:, 1::3]))
+    of_clock = jackknife(value, _log_ratio(texts, clock - clock_G), mean_shares(clock_G[:, 1::4]))
     spread = None if of_texts is None or of_clock is None else of_texts.plus(of_clock)
     return Speedup(Difference(value, spread, num_groups(pair.head)), of_texts, of_clock)
 
@@ -126,9 +126,9 @@ def _texts(counts: Sequence[PromptCounts]) -> FloatArray:
 def _clock(counts: Sequence[PromptCounts]) -> FloatArray | None:
     """Return prompts, rounds, seconds of prefill and of rounds of each prompt, (P, 4); None where not measured."""
     rows = [
-        (1, one.rounds, one.seconds - one.seconds_decode, one.seconds_decode)
+        (1, one.rounds, one.seconds_prefill, one.seconds_decode)
         for one in counts
-        if one.seconds is not None and one.seconds_decode is not None
+        if one.seconds_prefill is not None and one.seconds_decode is not None
     ]
     return np.array(rows, dtype=np.float64) if rows and len(rows) == len(counts) else None
 
@@ -149,8 +149,3 @@ def _log_ratio(texts_X6: FloatArray, clock_X8: FloatArray) -> FloatArray:
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio_X: FloatArray = np.log(plain_X / drafted_X)
     return ratio_X
-
-
-def _shares(rounds_GX: FloatArray) -> FloatArray:
-    shares_G: FloatArray = (rounds_GX / np.maximum(rounds_GX.sum(axis=0), 1.0)).mean(axis=1)
-    return shares_G

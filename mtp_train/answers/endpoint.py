@@ -108,7 +108,6 @@ class Endpoint:
         timeout_seconds: Longest wait for a part of a response. A server sends nothing until a response is complete, and
             a busy one queues requests first.
         from_cache: Whether the server may take prompts from a cache.
-        wait: Called to wait a number of seconds. The default returns after that time, or when :meth:`close` is called.
     """
 
     def __init__(
@@ -122,7 +121,6 @@ class Endpoint:
         concurrency: int = 1,
         timeout_seconds: float = RESPONSE_TIMEOUT_SECONDS,
         from_cache: bool = True,
-        wait: Callable[[float], object] | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self.concurrency = concurrency
@@ -138,7 +136,8 @@ class Endpoint:
         self._api_key = api_key
         self._timeout = httpx.Timeout(timeout_seconds, connect=CONNECT_TIMEOUT_SECONDS)
         self._closed = threading.Event()
-        self.wait = wait or self._closed.wait
+        # Returns after a number of seconds, or when the client is closed.
+        self.wait: Callable[[float], object] = self._closed.wait
         self._client = httpx.Client(
             # As bytes: httpx refuses text that is not ASCII.
             headers={} if api_key is None else {b"Authorization": f"Bearer {api_key}".encode()},
@@ -246,8 +245,11 @@ class Endpoint:
         }
 
     def counters(self) -> Counters | None:
-        """Return the current counters of the server; None where it exposes none."""
-        text = self.look("/metrics") if self.served_with in COUNTING else None
+        """Return the current counters of the server; None where it exposes none, or gets several requests at a time.
+
+        Counters are of all requests together, and tell prompts apart only one by one.
+        """
+        text = self.look("/metrics") if self.concurrency == 1 and self.served_with in COUNTING else None
         return (None if text is None else read_counters(text)) or None
 
     def look(self, path: str) -> str | None:
@@ -307,17 +309,19 @@ class Endpoint:
             try:
                 response = self._client.request(method, url, json=payload, timeout=timeout or self._timeout)
                 if response.status_code == 200:
-                    return _read_json(response)
-            except (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL) as error:
-                raise self._unusable(f"cannot be asked ({error})", "an address", "Correct it") from None
-            except httpx.TransportError as error:
+                    document: dict[str, Any] = response.json()
+                    if not isinstance(document, dict):
+                        raise ValueError("no JSON object")
+                    return document
+            except (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError, httpx.ProxyError) as error:
                 cause = f"does not answer ({type(error).__name__})"
                 continue
             except (ValueError, RecursionError):
                 cause = "answers something else than JSON"
                 continue
-            except httpx.HTTPError as error:
-                raise self._unusable(f"cannot be asked ({error})", "an address", "Correct it") from None
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                expected = "an address such as http://localhost:8000/v1"
+                raise self._unusable(f"cannot be asked ({error})", expected, "Correct it") from None
             detail = " ".join(response.text.split())[:200] or response.reason_phrase
             cause = f"answers {response.status_code} ({self._shown(detail)})"
             if response.status_code in FINAL:
@@ -335,18 +339,6 @@ def _entries(document: object, name: str) -> list[dict[str, Any]]:
     """Return the objects of a list in a server's response; empty if there is no such list."""
     found = document.get(name) if isinstance(document, dict) else None
     return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
-
-
-def _read_json(response: httpx.Response) -> dict[str, Any]:
-    """Return a response that is one JSON object.
-
-    Raises:
-        ValueError: It is something else.
-    """
-    document = response.json()
-    if not isinstance(document, dict):
-        raise ValueError("no JSON object")
-    return document
 
 
 def _object(value: object) -> Mapping[str, Any]:

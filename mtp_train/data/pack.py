@@ -124,12 +124,8 @@ def full_batches(sequences: Sequence[PackedSequence], size: int) -> list[list[Pa
 
 def collate(sequences: Sequence[PackedSequence]) -> PackedBatch:
     """Stack sequences into the tensors of a batch."""
-    return PackedBatch(
-        torch.from_numpy(np.stack([sequence.input_ids_T for sequence in sequences])),
-        torch.from_numpy(np.stack([sequence.positions_T for sequence in sequences])),
-        torch.from_numpy(np.stack([sequence.document_T for sequence in sequences])),
-        torch.from_numpy(np.stack([sequence.loss_mask_T for sequence in sequences])),
-    )
+    fields = ("input_ids_T", "positions_T", "document_T", "loss_mask_T")
+    return PackedBatch(*(torch.from_numpy(np.stack([getattr(one, field) for one in sequences])) for field in fields))
 
 
 def _lengths(documents: Sequence[Document]) -> NDArray[np.int64]:

@@ -63,12 +63,14 @@ class Record:
         group: Records of one group are held out together.
         content: A chat, a pair or a text.
         unread: The columns of the record that have a value and are no part of the content.
+        task: The task of a suite's record; empty for a record of a run.
     """
 
     id: str
     group: str
     content: Content
     unread: tuple[str, ...] = ()
+    task: str = ""
 
     @property
     def where(self) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,7 +178,9 @@ def build_prompts(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase)
 
     Of a text at most ``MAX_CONTINUATION_TOKENS`` are taken; texts of fewer than two tokens are left out.
     """
-    prompts = (Prompt(record.id, record.group, tuple(_prompt_ids(record, tokenizer))) for record in records)
+    prompts = (
+        Prompt(record.id, record.group, tuple(_prompt_ids(record, tokenizer)), record.task) for record in records
+    )
     return [prompt for prompt in prompts if prompt.prompt_ids]
 
 
@@ -195,21 +197,22 @@ def template_notes(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase
             ignored.update(["tool_calls"] if has_calls and not writes_calls else [])
         elif isinstance(record.content, PromptResponse):
             unread.update(column for column in record.unread if column in CHAT_COLUMNS)
+    kinds = (
+        (unread, "is not put into their text; a chat template gets what chat_template_kwargs has"),
+        (ignored, "the chat template does not read"),
+    )
     return [
-        *(
-            f"{count} of {len(records)} records have {name}, which is not put into their text; a chat template gets "
-            "what chat_template_kwargs has"
-            for name, count in sorted(unread.items())
-        ),
-        *(
-            f"{count} of {len(records)} records have {name}, which the chat template does not read"
-            for name, count in sorted(ignored.items())
-        ),
+        f"{count} of {len(records)} records have {name}, which {what}"
+        for names, what in kinds
+        for name, count in sorted(names.items())
     ]
 
 
-def choose_prompts(prompts: Sequence[Prompt], num_prompts: int, seed: int) -> list[Prompt]:
-    """Return ``num_prompts`` of the prompts (all, if there are fewer), chosen at random by ``seed``.
+Asked = TypeVar("Asked", Record, Prompt)
+
+
+def choose_prompts(prompts: Iterable[Asked], num_prompts: int | None, seed: int) -> list[Asked]:
+    """Return ``num_prompts`` of the prompts (all for None, or if there are fewer), chosen at random by ``seed``.
 
     A prompt's rank depends on its id and the seed alone, so a larger number only adds prompts.
     """
@@ -223,7 +226,7 @@ def choose_evenly(prompts: Sequence[Prompt], num_prompts: int, seed: int) -> lis
     """
     taken = Counter[str]()
     turns: list[tuple[int, Prompt]] = []
-    for prompt in choose_prompts(prompts, len(prompts), seed):
+    for prompt in choose_prompts(prompts, None, seed):
         turns.append((taken[prompt.group], prompt))
         taken[prompt.group] += 1
     return [prompt for _, prompt in sorted(turns, key=lambda turn: turn[0])[:num_prompts]]

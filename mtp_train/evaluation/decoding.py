@@ -13,16 +13,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
-from mtp_inference import GenerationResult, Request, SpeculativeDecoder, compare
+from rich.progress import Progress
+
+from mtp_inference import GenerationResult, HeadDrafting, Request, SpeculativeDecoder, compare
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_inference.requests import Round
 from mtp_train.acceptance.names import PLAIN
+from mtp_train.acceptance.speed import measured_speedup
 from mtp_train.answers.generate import noise_seed
 from mtp_train.data.tokenize import Prompt, choose_evenly
+from mtp_train.evaluation.dense import DenseRows, dense_rows, replayed
 from mtp_train.evaluation.prompt_records import PromptRecord, Setting
+from mtp_train.evaluation.statistics import MeasuredArm, Records
 from mtp_train.evaluation.store import Store
 from mtp_train.trunk.load import Trunk
 
@@ -43,6 +50,20 @@ SPEED_SECONDS = 120.0
 """Time limit of the passes at one temperature and context, which go on while they may decide whether drafts pay. The
 first :data:`SPEED_PASSES` are made in any case."""
 SPEED_SETTINGS = {"speed_prompts": SPEED_PROMPTS, "speed_tokens": SPEED_TOKENS, "speed_passes": SPEED_PASSES}
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes that decode prompts together, every n-th prompt each."""
+
+    index: int
+    """Number of this process; 0 measures all that is not decoding."""
+    count: int
+    gather: Callable[[list[Any]], list[Any]]
+    """Returns the items of all processes, in their order; all of them must call it."""
+
+
+ALONE = Processes(0, 1, lambda own: own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +106,6 @@ class TrunkArms:
             found.setdefault(setting.plain, [(self.plain_arm, setting.plain)]).append((arm, setting))
         return found
 
-    def num_decodings(self, lanes: Iterable[Lane], prompts: Prompts) -> int:
-        return sum(len(prompts[plain.context_tokens]) * len(some) for plain, some in self.by_plain(lanes).items())
-
     def decoder(self, arm: str, setting: Setting, rows: int) -> SpeculativeDecoder:
         """Return the decoder of an arm at a setting, for so many prompts at a time."""
         return SpeculativeDecoder(
@@ -104,31 +122,118 @@ class TrunkArms:
         return Request(prompt_ids=prompt.prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling)
 
 
-def decode_prompts(
+def measure_trunk(
     arms: TrunkArms,
     prompts: Prompts,
-    lanes: Iterable[Lane],
-    on_prompt: Callable[..., object] = lambda number=1: None,
+    settings: Sequence[Setting],
+    progress: Progress,
+    processes: Processes = ALONE,
+    *,
+    shallow: Sequence[Lane] = (),
+) -> list[MeasuredArm]:
+    """Measure the arms of a trunk in memory: acceptance on all prompts, times on a few, teacher-forced metrics.
+
+    Args:
+        settings: Those at which every drafter decodes.
+        shallow: Heads with fewer drafts a round, greedily. They are timed, and their rounds are replayed from
+            teacher-forced drafts.
+
+    Returns:
+        Plain decoding, then the drafters; every process returns the same, but only the first has teacher-forced
+        metrics and ``shallow``.
+    """
+    lanes = arms.lanes(settings)
+    own = {context: some[processes.index :: processes.count] for context, some in prompts.items()}
+    decoded = joined(processes.gather([decode_prompts(arms, own, lanes, progress)]), prompts)
+    timed: LaneRecords = {}
+    for some in arms.by_plain([*lanes, *shallow]).values():
+        timed |= _timed(arms, prompts, some, decoded, progress, processes)
+    depth, plain = max(one.depth for one in settings), of_arm(decoded, arms.plain_arm)
+    dense = _dense(arms, prompts, plain, depth, progress) if processes.index == 0 else {}
+    for name, setting in shallow if dense else ():
+        rows = dense[name][setting.temperature, setting.context_tokens]
+        decoded[name, setting] = replayed(rows, plain[setting.plain], setting.depth)
+    # The trunk's entropy is the same with any head, and plain decoding has no head to measure it with.
+    first = _arm(arms, arms.plain_arm, decoded, timed, next(iter(dense.values()), {}))
+    return [first, *(_arm(arms, name, decoded, timed, dense.get(name, {}), first) for name in arms.drafting)]
+
+
+def _arm(
+    arms: TrunkArms, name: str, decoded: LaneRecords, timed: LaneRecords, dense: Any, plain: MeasuredArm | None = None
+) -> MeasuredArm:
+    mine, my_times = (of_arm(one, name) for one in (decoded, timed))
+    return MeasuredArm(name, arms.name, arms.head_names.get(name), mine, my_times, dense, plain)
+
+
+def of_arm(records: LaneRecords, name: str) -> dict[Setting, list[PromptRecord]]:
+    return {setting: found for (arm, setting), found in records.items() if arm == name}
+
+
+def _timed(
+    arms: TrunkArms,
+    prompts: Prompts,
+    lanes: Sequence[Lane],
+    decoded: LaneRecords,
+    progress: Progress,
+    processes: Processes,
 ) -> LaneRecords:
+    """Return the best times of a few prompts in plain decoding and in the lanes after it.
+
+    Passes are added while a lane is undecided for lack of precise times (:attr:`Speedup.needs_passes`), up to
+    :data:`SPEED_SECONDS`.
+    """
+    context = lanes[0][1].context_tokens
+    few = speed_prompts(prompts[context], arms.seed)
+    watch = Stopwatch(arms, few[processes.index :: processes.count], lanes)
+    task = progress.add_task(f"timing {arms.name}", total=0)
+    begun, measures = time.perf_counter(), 0
+    while True:
+        measures += 1
+        progress.update(task, total=measures * SPEED_PASSES * len(watch.prompts) * len(lanes))
+        watch.run(SPEED_PASSES, partial(progress.advance, task))
+        found = joined(processes.gather([watch.records]), {context: few})
+        spent = max(processes.gather([time.perf_counter() - begun]))
+        if spent * (1 + 1 / measures) > SPEED_SECONDS or not _needs_passes(arms, lanes, decoded, found):
+            return found
+
+
+def _needs_passes(arms: TrunkArms, lanes: Sequence[Lane], decoded: LaneRecords, timed: LaneRecords) -> bool:
+    plain = _arm(arms, arms.plain_arm, decoded, timed, {})
+    pairs = [_arm(arms, name, decoded, timed, {}).against(plain, setting) for name, setting in lanes[1:]]
+    return any(speedup is not None and speedup.needs_passes for speedup in map(measured_speedup, pairs))
+
+
+def _dense(
+    arms: TrunkArms, prompts: Prompts, plain: Records, depth: int, progress: Progress
+) -> dict[str, dict[tuple[float, int | None], DenseRows]]:
+    """Return each head's teacher-forced metrics on the trunk's own texts, by temperature and context."""
+    found: dict[str, dict[tuple[float, int | None], DenseRows]] = {}
+    limits = arms.seq_len_tokens, arms.dense_tokens
+    heads = {name: one for name, one in arms.drafting.items() if isinstance(one, HeadDrafting)}
+    for name, head in heads.items():
+        for one, texts in progress.track(plain.items(), description=f"teacher-forced figures, {name}"):
+            rows = dense_rows(arms.trunk, head, prompts[one.context_tokens], texts, depth, one.temperature, *limits)
+            found.setdefault(name, {})[one.temperature, one.context_tokens] = rows
+    return found
+
+
+def decode_prompts(arms: TrunkArms, prompts: Prompts, lanes: Iterable[Lane], progress: Progress) -> LaneRecords:
     """Decode every prompt with drafters and without, in ragged batches.
 
     Settings that differ only in depth and rule share one plain decoding.
-
-    Args:
-        on_prompt: Called for each prompt of each lane and of plain decoding (:meth:`TrunkArms.num_decodings`); with 0
-            between them, as a batch takes long.
     """
-    store = arms.store
+    store, by_plain = arms.store, arms.by_plain(lanes)
+    total = sum(len(prompts[plain.context_tokens]) * len(some) for plain, some in by_plain.items())
+    task = progress.add_task(f"decoding with {arms.name}", total=total)
     records: LaneRecords = {}
-    for plain, some in arms.by_plain(lanes).items():
+    for plain, some in by_plain.items():
         given = prompts[plain.context_tokens]
         for arm, setting in some:
             found = {} if store is None else store.read(arm, setting)
             missing = [prompt for prompt in given if prompt.id not in found]
-            for _ in range(len(given) - len(missing)):
-                on_prompt()
+            progress.advance(task, len(given) - len(missing))
             references = {one.prompt_id: one for one in records.get((arms.plain_arm, plain), ())}
-            for group, results in _decode(arms, arm, setting, missing, on_prompt):
+            for group, results in _decode(arms, arm, setting, missing, partial(progress.advance, task, 0)):
                 done = [record_of(*pair) for pair in zip(group, results, strict=True)]
                 if setting.rule in ("greedy", "argmax"):
                     pairs = zip(group, done, strict=True)
@@ -136,14 +241,13 @@ def decode_prompts(
                 found |= {one.prompt_id: one for one in done}
                 if store is not None:
                     store.add(arm, setting, done)
-                for _ in done:
-                    on_prompt()
+                progress.advance(task, len(done))
             records[arm, setting] = [found[prompt.id] for prompt in given]
     return records
 
 
 def _decode(
-    arms: TrunkArms, arm: str, setting: Setting, prompts: Sequence[Prompt], on_prompt: Callable[..., object]
+    arms: TrunkArms, arm: str, setting: Setting, prompts: Sequence[Prompt], on_round: Callable[[], object]
 ) -> Iterator[tuple[Sequence[Prompt], list[GenerationResult]]]:
     if not prompts:
         return
@@ -153,7 +257,7 @@ def _decode(
         group = prompts[start : start + BATCHES_AT_A_TIME * rows]
         results: dict[int, GenerationResult] = {}
         for chunk in decoder.stream([arms.request(prompt, setting, limit) for prompt in group]):
-            on_prompt(0)
+            on_round()
             if chunk.result is not None:
                 results[chunk.index] = chunk.result
         yield group, [results[number] for number in range(len(group))]

@@ -37,13 +37,10 @@ from mtp_train.trunk.load import Trunk
 class DenseRows:
     """Metrics of every target position of some outputs; positions of a prompt are contiguous and in order."""
 
-    prompt_ids: NDArray[np.str_]
-    """Ids of the prompts, shape (P,), including prompts without a target position."""
-    groups: NDArray[np.str_]
-    """Group of each prompt, shape (P,); intervals leave out whole groups."""
-    tasks: NDArray[np.str_]
+    prompts: Sequence[Prompt]
+    """The prompts, including those without a target position."""
     prompt_N: NDArray[np.int64]
-    """Index into :attr:`prompt_ids` of each position's prompt."""
+    """Index into :attr:`prompts` of each position's prompt."""
     entropy_N: NDArray[np.float32]
     overlap_KN: NDArray[np.float32]
     """``sum_v min(p, q)``."""
@@ -85,9 +82,7 @@ def dense_rows(
         parts = [_text_rows(trunk, run, text, num_depths, temperature or 1.0, draft_vocab_R) for text in texts]
     entropies, overlaps, agreed, valid = zip(*parts, strict=True)
     return DenseRows(
-        prompt_ids=np.array([prompt.id for prompt in decoded], dtype=np.str_),
-        groups=np.array([prompt.group for prompt in decoded], dtype=np.str_),
-        tasks=np.array([prompt.task for prompt in decoded], dtype=np.str_),
+        prompts=decoded,
         prompt_N=np.repeat(np.arange(len(parts)), [len(entropy_N) for entropy_N in entropies]),
         entropy_N=np.concatenate(entropies),
         overlap_KN=np.concatenate(overlaps, axis=1),
@@ -106,8 +101,8 @@ def replayed(rows: DenseRows, plain: Sequence[PromptRecord], depth: int) -> list
         rows: Metrics of the plain texts at temperature 0, of this depth at least.
     """
     texts, found = {one.prompt_id: one for one in plain}, []
-    for number, prompt_id in enumerate(rows.prompt_ids.tolist()):
-        text, of_text_N = texts[prompt_id], rows.prompt_N == number
+    for number, prompt in enumerate(rows.prompts):
+        text, of_text_N = texts[prompt.id], rows.prompt_N == number
         agreed_KT = (rows.agreed_KN & rows.valid_KN)[:depth, of_text_N]
         last, accepted = 0, list[int]()
         # No depth predicts the first new token of a prompt of one token, which has no start.

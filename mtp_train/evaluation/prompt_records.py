@@ -95,12 +95,6 @@ class PromptRecord:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     @property
-    def seconds(self) -> float | None:
-        if self.seconds_prefill is None or self.seconds_decode is None:
-            return None
-        return self.seconds_prefill + self.seconds_decode
-
-    @property
     def from_drafts(self) -> tuple[bool, ...]:
         """Return for each new token whether it was an accepted draft; the others are the trunk's own."""
         rounds = [flag for accepted in self.accepted for flag in (*[True] * accepted, False)]
@@ -114,7 +108,7 @@ class PromptRecord:
             num_draft_tokens=sum(self.drafted),
             accepted_per_pos=tuple(sum(one > position for one in self.accepted) for position in range(depth)),
             new_tokens=len(self.token_ids),
-            seconds=self.seconds,
             group=self.group,
+            seconds_prefill=self.seconds_prefill,
             seconds_decode=self.seconds_decode,
         )

@@ -5,19 +5,15 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
-from mtp_inference import HeadDrafting
 from mtp_inference.opening import OpenModel
 from mtp_train.acceptance.names import PLAIN
-from mtp_train.acceptance.speed import measured_speedup
 from mtp_train.checkpoints.files import is_gguf
 from mtp_train.checkpoints.identity import InputFiles, checkpoint_files, directory_files
 from mtp_train.checkpoints.locations import open_location
@@ -32,25 +28,11 @@ from mtp_train.evaluation.arms import (
     require_sound,
     trunk_label,
 )
-from mtp_train.evaluation.decoding import (
-    SPEED_PASSES,
-    SPEED_SECONDS,
-    SPEED_SETTINGS,
-    Lane,
-    LaneRecords,
-    Prompts,
-    Stopwatch,
-    TrunkArms,
-    decode_prompts,
-    joined,
-    speed_prompts,
-)
-from mtp_train.evaluation.dense import DenseRows, dense_rows, replayed
+from mtp_train.evaluation.decoding import ALONE, SPEED_SETTINGS, Processes, Prompts, TrunkArms, measure_trunk
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
-from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.results import REPORT_FILE, Report, load_report
 from mtp_train.evaluation.served import Server, ask, judged
-from mtp_train.evaluation.statistics import MeasuredArm, Measurements, Records, assemble
+from mtp_train.evaluation.statistics import Measurements, assemble
 from mtp_train.evaluation.store import Store
 from mtp_train.evaluation.suites import load_suite
 from mtp_train.train.machine import device_name
@@ -59,119 +41,6 @@ from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 
 FORMAT_VERSION = 1
 """Of a study's directory: its identity and its measurements."""
-
-
-@dataclass(frozen=True)
-class Processes:
-    """The processes that decode prompts together, every n-th prompt each."""
-
-    index: int
-    """Number of this process; 0 measures all that is not decoding."""
-    count: int
-    gather: Callable[[list[Any]], list[Any]]
-    """Returns the items of all processes, in their order; all of them must call it."""
-
-
-ALONE = Processes(0, 1, lambda own: own)
-
-
-def measure_trunk(
-    arms: TrunkArms,
-    prompts: Prompts,
-    lanes: Sequence[Lane],
-    progress: Progress,
-    processes: Processes = ALONE,
-    *,
-    shallow: Sequence[Lane] = (),
-) -> list[MeasuredArm]:
-    """Measure the arms of a trunk in memory: acceptance on all prompts, times on a few, teacher-forced metrics.
-
-    Args:
-        shallow: Heads with fewer drafts a round than in ``lanes``, greedily. They are timed, and their rounds are
-            replayed from teacher-forced drafts.
-
-    Returns:
-        Plain decoding, then the drafters; every process returns the same, but only the first has teacher-forced
-        metrics and ``shallow``.
-    """
-    own = {context: some[processes.index :: processes.count] for context, some in prompts.items()}
-    task = progress.add_task(f"decoding with {arms.name}", total=arms.num_decodings(lanes, own))
-    decoded = decode_prompts(arms, own, lanes, partial(progress.advance, task))
-    decoded = joined(processes.gather([decoded]), prompts)
-    timed: LaneRecords = {}
-    for some in arms.by_plain([*lanes, *shallow]).values():
-        timed |= _timed(arms, prompts, some, decoded, progress, processes)
-    depth, plain = max((setting.depth for _, setting in lanes), default=0), of_arm(decoded, arms.plain_arm)
-    dense = _dense(arms, prompts, plain, depth, progress) if processes.index == 0 else {}
-    for name, setting in shallow if dense else ():
-        rows = dense[name][setting.temperature, setting.context_tokens]
-        decoded[name, setting] = replayed(rows, plain[setting.plain], setting.depth)
-    # The trunk's entropy is the same with any head, and plain decoding has no head to measure it with.
-    first = _arm(arms, arms.plain_arm, decoded, timed, next(iter(dense.values()), {}))
-    return [first, *(_arm(arms, name, decoded, timed, dense.get(name, {}), first) for name in arms.drafting)]
-
-
-def _arm(
-    arms: TrunkArms, name: str, decoded: LaneRecords, timed: LaneRecords, dense: Any, plain: MeasuredArm | None = None
-) -> MeasuredArm:
-    mine, my_times = (of_arm(one, name) for one in (decoded, timed))
-    return MeasuredArm(name, arms.name, arms.head_names.get(name), mine, my_times, dense, plain)
-
-
-def of_arm(records: LaneRecords, name: str) -> dict[Setting, list[PromptRecord]]:
-    return {setting: found for (arm, setting), found in records.items() if arm == name}
-
-
-def _timed(
-    arms: TrunkArms,
-    prompts: Prompts,
-    lanes: Sequence[Lane],
-    decoded: LaneRecords,
-    progress: Progress,
-    processes: Processes,
-) -> LaneRecords:
-    """Return the best times of a few prompts in plain decoding and in the lanes after it.
-
-    Passes are added while a lane is undecided for lack of precise times (:attr:`Speedup.needs_passes`), up to
-    :data:`SPEED_SECONDS`.
-    """
-    context = lanes[0][1].context_tokens
-    few = speed_prompts(prompts[context], arms.seed)
-    watch = Stopwatch(arms, few[processes.index :: processes.count], lanes)
-    task = progress.add_task(f"timing {arms.name}", total=0)
-    begun, measures = time.perf_counter(), 0
-    while True:
-        measures += 1
-        progress.update(task, total=measures * SPEED_PASSES * len(watch.prompts) * len(lanes))
-        watch.run(SPEED_PASSES, partial(progress.advance, task))
-        found = joined(processes.gather([watch.records]), {context: few})
-        spent = max(processes.gather([time.perf_counter() - begun]))
-        if spent * (1 + 1 / measures) > SPEED_SECONDS or not _needs_passes(arms, lanes, decoded, found):
-            return found
-
-
-def _needs_passes(arms: TrunkArms, lanes: Sequence[Lane], decoded: LaneRecords, timed: LaneRecords) -> bool:
-    plain = _arm(arms, arms.plain_arm, decoded, timed, {})
-    for name, setting in lanes[1:]:
-        arm = _arm(arms, name, decoded, timed, {})
-        speedup = measured_speedup(arm.against(plain, setting)) if setting in arm.decoded else None
-        if speedup is not None and speedup.needs_passes:
-            return True
-    return False
-
-
-def _dense(
-    arms: TrunkArms, prompts: Prompts, plain: Records, depth: int, progress: Progress
-) -> dict[str, dict[tuple[float, int | None], DenseRows]]:
-    """Return each head's teacher-forced metrics on the trunk's own texts, by temperature and context."""
-    found: dict[str, dict[tuple[float, int | None], DenseRows]] = {}
-    limits = arms.seq_len_tokens, arms.dense_tokens
-    heads = {name: one for name, one in arms.drafting.items() if isinstance(one, HeadDrafting)}
-    for name, head in heads.items():
-        for one, texts in progress.track(plain.items(), description=f"teacher-forced figures, {name}"):
-            rows = dense_rows(arms.trunk, head, prompts[one.context_tokens], texts, depth, one.temperature, *limits)
-            found.setdefault(name, {})[one.temperature, one.context_tokens] = rows
-    return found
 
 
 class Study:
@@ -262,7 +131,7 @@ class Study:
             batch=grid.batch,
             store=self.store,
         )
-        found.arms += measure_trunk(arms, prompts, arms.lanes(grid.settings()), progress, self.processes)
+        found.arms += measure_trunk(arms, prompts, grid.settings(), progress, self.processes)
 
     def _identity(self) -> dict[str, Any]:
         """Return the identity of the study, written into its directory.
@@ -322,7 +191,7 @@ def plain_names(specs: Sequence[ArmSpec]) -> list[str]:
 
 def _suite_digest(name: str) -> str:
     """Return the SHA-256 of a suite's texts, before any template: some templates insert the date."""
-    texts = [(one.task, one.record.id, one.record.content) for one in load_suite(name).records]
+    texts = [(one.task, one.id, one.content) for one in load_suite(name).records]
     return _digest(texts)
 
 

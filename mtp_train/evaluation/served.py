@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from rich.progress import Progress
 
@@ -96,15 +95,12 @@ class ServedRecord(PromptRecord):
         told = self.told or SpecCounts()
         # Where the positions are unknown, only the sum means something.
         reached = told.accepted_per_pos or (told.accepted_tokens,)
-        return PromptCounts(
-            prompt_id=self.prompt_id,
+        return replace(
+            super().counts(depth),
             rounds=told.rounds if depth else self.num_tokens - 1,
             num_draft_tokens=told.draft_tokens,
             accepted_per_pos=(*reached, *[0] * depth)[:depth],
             new_tokens=self.num_tokens,
-            seconds=self.seconds,
-            group=self.group,
-            seconds_decode=self.seconds_decode,
         )
 
 
@@ -147,25 +143,15 @@ def ask(server: Server, grid: EvaluationGrid, progress: Progress) -> Served:
         return measure_endpoint(endpoint, prompts, grid, progress, arm=server.name, trunk=trunk)
 
 
-def connect(
-    server: Server,
-    tokenizer: Any,
-    eos_ids: Collection[int],
-    vocab_size: int,
-    wait: Callable[[float], object] | None = None,
-) -> Endpoint:
+def connect(server: Server, tokenizer: Any, eos_ids: Collection[int], vocab_size: int) -> Endpoint:
     """Return a client of the server's model, with the trunk's tokenizer, EOS ids and vocabulary size.
 
     Raises:
         DataError: The address is not one, the key's variable is not set, or the server does not list the model.
     """
-    url = urlsplit(server.url)
-    if url.scheme not in ("http", "https") or not url.hostname:
-        raise DataError(
-            f"{server.setting}: {server.url!r}; expected an address such as http://localhost:8000/v1. Correct it."
-        )
+    address = server.url.rstrip("/")
     endpoint = Endpoint(
-        server.url if url.path.strip("/") else f"{server.url.rstrip('/')}/v1",
+        address if "/" in address.partition("://")[2] else f"{address}/v1",
         tokenizer,
         eos_ids,
         vocab_size,
@@ -173,7 +159,6 @@ def connect(
         concurrency=server.concurrency,
         timeout_seconds=server.request_timeout_seconds,
         from_cache=False,
-        wait=wait,
     )
     endpoint.choose_model(server.model)
     return endpoint
@@ -207,11 +192,8 @@ def measure_endpoint(
     """Send every prompt at every temperature of a grid, and measure acceptance and throughput.
 
     Args:
-        endpoint: The server. Where it has counters, they are read at a concurrency of 1.
-        prompts: The prompts, sent as token ids.
         grid: Its temperatures, without top-p and top-k; the first one is the headline. Its seed gives, combined with a
             prompt's id, the sampling seed of its request.
-        progress: The progress display.
 
     Raises:
         DataError: The server fails permanently, was restarted, or serves other clients.
@@ -258,20 +240,18 @@ def _ask_all(
     grid: EvaluationGrid,
     tick: Callable[[], None],
 ) -> _Asked:
-    """Send every prompt at one temperature; one by one where the server's counters can tell them apart."""
+    """Send every prompt at one temperature, and read the server's counters after each where it has some."""
     requests = [_request(prompt, temperature, grid) for prompt in prompts]
     answers: dict[int, Response | Refusal] = {}
     gained: dict[int, SpecCounts] = {}
-    counters, generated, started = _counters(endpoint), 0, time.perf_counter()
-    if counters is None:
-        for number, answer in endpoint.answers(requests):
-            answers[number] = answer
-            tick()
-    for number, request in enumerate(requests if counters is not None else ()):
-        ((_, answer),) = endpoint.answers([request])
-        own = _num_tokens(answer) if isinstance(answer, Response) else 0
-        counters, tokens, gained[number] = _gained(endpoint, counters or {}, own)
-        answers[number], generated = answer, generated + tokens
+    counters, generated, started = endpoint.counters(), 0, time.perf_counter()
+    for number, answer in endpoint.answers(requests):
+        answers[number] = answer
+        if counters is not None:
+            # The next request is sent after this.
+            own = _num_tokens(answer) if isinstance(answer, Response) else 0
+            counters, tokens, gained[number] = _gained(endpoint, counters, own)
+            generated += tokens
         tick()
     seconds = time.perf_counter() - started
     found = [(prompt, number, answers[number]) for number, prompt in enumerate(prompts)]
@@ -292,11 +272,6 @@ def _ask_all(
             "while it is idle."
         )
     return _Asked(records=records, failed=failed, seconds=seconds)
-
-
-def _counters(endpoint: Endpoint) -> Counters | None:
-    """Return the server's counters where they tell prompts apart: they are of all its requests together."""
-    return endpoint.counters() if endpoint.concurrency == 1 else None
 
 
 def _num_tokens(response: Response) -> int:
@@ -352,7 +327,7 @@ def _document(endpoint: Endpoint, asked: Mapping[float, _Asked], drafts: bool | 
         "server": endpoint.served_with or None,
         "model": endpoint.model,
         "drafts": drafts,
-        "counts": "responses" if _counters(endpoint) is None else "counters",
+        "counts": "responses" if endpoint.counters() is None else "counters",
         "concurrency": endpoint.concurrency,
         "failures": [
             {"prompt": prompt.id, "task": prompt.task, "temperature": temperature, "reason": reason}

@@ -22,6 +22,7 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -159,7 +160,7 @@ def make_cell(arm: MeasuredArm, setting: Setting, task: str = ALL_TASKS) -> Cell
         draft_tokens=sum(one.num_draft_tokens for one in counts),
         accepted_tokens=sum(one.num_accepted_tokens for one in counts),
         new_tokens=sum(one.new_tokens for one in counts),
-        mean_prompt_tokens=_mean([float(one.prompt_tokens) for one in decoded]),
+        mean_prompt_tokens=fmean(one.prompt_tokens for one in decoded),
         **({} if dense is None else _dense_means(dense, setting.depth, task)),
         **(_draft_figures(counts) if setting.depth else {}),
         # Too few prompts are timed to tell tasks apart.
@@ -183,10 +184,9 @@ def _speed_figures(arm: MeasuredArm, setting: Setting) -> dict[str, Any]:
     speed = tokens_per_second(arm.counts(setting), timed)
     if speed is None:
         return {}
-    prefills = [(one.seconds or 0.0) - (one.seconds_decode or 0.0) for one in timed]
     found: dict[str, Any] = {
         "tokens_per_second": speed,
-        "seconds_prefill": _mean(prefills),
+        "seconds_prefill": fmean(one.seconds_prefill or 0.0 for one in timed),
         "round_seconds": round_seconds(timed),
         "speedup": None if setting.depth else 1.0,
     }
@@ -197,13 +197,9 @@ def _speed_figures(arm: MeasuredArm, setting: Setting) -> dict[str, Any]:
     return found
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def _dense_means(rows: DenseRows, depth: int, task: str) -> dict[str, Any]:
     """Return the means of agreement, overlap and entropy over a task's positions."""
-    of_task_P = np.ones(len(rows.tasks), dtype=np.bool_) if task == ALL_TASKS else rows.tasks == task
+    of_task_P = np.array([task in (ALL_TASKS, prompt.task) for prompt in rows.prompts])
     valid_KN = rows.valid_KN & of_task_P[rows.prompt_N]
     entropy = float(rows.entropy_N[valid_KN[0]].mean(dtype=np.float64)) if valid_KN[0].any() else None
     if not depth:
@@ -254,18 +250,13 @@ def assemble(
     """
     drafted = [arm for arm in found.arms if arm.head is not None]
     served, documents = found.served.values(), {name: one.document for name, one in found.served.items()}
-    at_headline = [arm for arm in found.arms if arm.decoded.get(arm.own(headline))]
+    cells = [cell for arm in found.arms for cell in make_cells(arm)]
+    at_headline = [one for one in cells if one.task == ALL_TASKS and one.setting in (headline, headline.plain)]
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "platform": platform.platform()}
     return Report(
         title=title,
-        arms={
-            **{arm.name: make_cell(arm, arm.own(headline)).result for arm in at_headline},
-            **{one.arm.name: one.cells[0].result for one in served},
-        },
-        cells=(
-            *(cell for arm in found.arms for cell in make_cells(arm)),
-            *(cell for one in served for cell in one.cells),
-        ),
+        arms={cell.arm: cell.result for cell in (*at_headline, *(one.cells[0] for one in served))},
+        cells=(*cells, *(cell for one in served for cell in one.cells)),
         comparisons=() if title is None else compare_arms(drafted, [one.arm for one in served]),
         gate=_gate(*served) if len(served) == 2 else None,
         lossless=lossless(checked_records(found.arms)),
@@ -394,14 +385,12 @@ def overlap_difference(first: DenseRows, second: DenseRows, task: str = ALL_TASK
     if not total_4B[0].any() or not total_4B[2].any() or _common_share(total_4B) < MIN_COMMON_SHARE:
         return None
     count_G2 = pair_G4B[:, ::2].sum(axis=-1)
-    weight_G = (count_G2 / count_G2.sum(axis=0)).mean(axis=1)
-    return judge_difference(float(_standardised(total_4B[None])[0]), _standardised(total_4B - pair_G4B), weight_G)
+    return judge_difference(float(_standardised(total_4B[None])[0]), _standardised(total_4B - pair_G4B), count_G2)
 
 
 def _groups(rows: DenseRows, task: str) -> dict[str, str]:
     """Return the group of each prompt of a task."""
-    prompts = zip(rows.prompt_ids.tolist(), rows.groups.tolist(), rows.tasks.tolist(), strict=True)
-    return {prompt: group for prompt, group, its_task in prompts if task in (ALL_TASKS, its_task)}
+    return {prompt.id: prompt.group for prompt in rows.prompts if task in (ALL_TASKS, prompt.task)}
 
 
 def _sums(rows: DenseRows, group_of: Mapping[str, str], names: Mapping[str, int]) -> FloatArray:
@@ -411,8 +400,7 @@ def _sums(rows: DenseRows, group_of: Mapping[str, str], names: Mapping[str, int]
         group_of: The groups of the prompts that count.
         names: The index of each group.
     """
-    prompts = rows.prompt_ids.tolist()
-    group_P = np.array([names[group_of[one]] if one in group_of else -1 for one in prompts], dtype=np.int64)
+    group_P = np.array([names[group_of[one.id]] if one.id in group_of else -1 for one in rows.prompts], dtype=np.int64)
     counted_N = rows.valid_KN[0] & (group_P[rows.prompt_N] >= 0)
     bin_N = np.searchsorted(np.array(FINE_EDGES), rows.entropy_N[counted_N], side="right") - 1
     place_N = group_P[rows.prompt_N[counted_N]] * len(FINE_EDGES) + np.maximum(bin_N, 0)

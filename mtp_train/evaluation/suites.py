@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -30,7 +30,7 @@ from mtp_train.data.records import (
     with_variables,
 )
 from mtp_train.data.sources import FORMATS, columns_of, known_columns, load_records, load_rows, read_content, read_each
-from mtp_train.data.tokenize import Prompt, build_prompts
+from mtp_train.data.tokenize import Prompt, build_prompts, choose_prompts
 from mtp_train.errors import DataError
 from mtp_train.evaluation.results import ALL_TASKS
 from mtp_train.trunk.tokenizer import NO_VARIABLES, raw_tokens
@@ -49,17 +49,11 @@ Read = tuple[Content, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class SuiteRecord:
-    task: str
-    record: Record
-
-
-@dataclass(frozen=True)
 class Suite:
     """The prompts of a suite, as text."""
 
     name: str
-    records: tuple[SuiteRecord, ...]
+    records: tuple[Record, ...]
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -67,7 +61,7 @@ class Suite:
         return tuple(dict.fromkeys(one.task for one in self.records))
 
 
-def read_records(name: str, location: str, layout: Layout, stem: str) -> list[SuiteRecord]:
+def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Record]:
     """Return the records of a file, of a directory or of a dataset on the hub.
 
     Records with the same ``group`` are one group for the intervals; for those without, their content decides
@@ -90,7 +84,7 @@ def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Su
                 "Repair it, or write the prompts as a .jsonl of your own."
             ) from None
 
-    records: list[SuiteRecord] = []
+    records: list[Record] = []
     rows = load_rows(location, config=layout.hub_config, split=layout.split, name=name)
     for number, row, (content, unread) in read_each(rows, name, read):
         where = f"{name}, record {number}"
@@ -103,7 +97,7 @@ def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Su
         parse_text(task, "the task", where)
         group = row.get(GROUP_FIELD)
         named = content_group(content) if group is None else parse_text(str(group), GROUP_FIELD, where)
-        records.append(SuiteRecord(task, Record(f"{stem}#{number}", named, content, unread)))
+        records.append(Record(f"{stem}#{number}", named, content, unread, task))
     return records
 
 
@@ -177,9 +171,9 @@ BENCHMARKS: Mapping[str, Layout] = {
 
 
 def text_before(
-    asked: SuiteRecord,
+    asked: Record,
     num_tokens: int,
-    records: Sequence[SuiteRecord],
+    records: Sequence[Record],
     seed: int,
     tokens_of: Callable[[str], list[int]],
 ) -> tuple[int, ...]:
@@ -196,25 +190,21 @@ def text_before(
     Raises:
         DataError: The suite has no other text.
     """
-    start = int(stable_share(asked.record.id, seed) * len(records))
-    own_text = content_text(asked.record.content)
+    start = int(stable_share(asked.id, seed) * len(records))
+    own_text = content_text(asked.content)
     others = [
-        content_text(one.record.content)
+        content_text(one.content)
         for one in sorted((*records[start:], *records[:start]), key=lambda one: one.task == asked.task)
-        if one.record.group != asked.record.group
+        if one.group != asked.group
     ]
     tokens = [token for text in others if text != own_text for token in tokens_of(text + SEPARATOR)]
     if not tokens:
         raise DataError(
-            f"{asked.record.where}: the suite has no other text to put before it; expected at least one record of "
+            f"{asked.where}: the suite has no other text to put before it; expected at least one record of "
             "another group. Add records, or leave contexts out."
         )
     repeated = tokens * (1 + num_tokens // len(tokens))
     return tuple(repeated[len(repeated) - num_tokens :])
-
-
-def _shuffled(records: Iterable[SuiteRecord], seed: int) -> list[SuiteRecord]:
-    return sorted(records, key=lambda one: (stable_share(one.record.id, seed), one.record.id))
 
 
 def content_text(content: Content) -> str:
@@ -240,11 +230,10 @@ def load_suite(name: str, chat_template_kwargs: Mapping[str, Any] = NO_VARIABLES
             that ``data.sources`` reads.
         chat_template_kwargs: Variables for the chat template, where a record has none of that name.
     """
-    records = _records_of(name)
-    return Suite(name, tuple(replace(one, record=with_variables(one.record, chat_template_kwargs)) for one in records))
+    return Suite(name, tuple(with_variables(one, chat_template_kwargs) for one in _records_of(name)))
 
 
-def _records_of(name: str) -> list[SuiteRecord]:
+def _records_of(name: str) -> list[Record]:
     kind, colon, location = name.partition(":")
     if name == BUILTIN:
         return _builtin_records()
@@ -273,7 +262,7 @@ def suite_location(name: str) -> str | None:
 
 def choose_records(
     suite: Suite, *, prompts_per_task: int | None = None, seed: int = 0, tasks: Sequence[str] | None = None
-) -> list[SuiteRecord]:
+) -> list[Record]:
     """Return a choice of a suite's records, task by task.
 
     The choice depends on the records' ids and the seed alone. A larger ``prompts_per_task`` extends a smaller choice.
@@ -291,9 +280,9 @@ def choose_records(
                 f"suite {suite.name!r}: no task {task!r}; expected some of {', '.join(known)}. "
                 "Correct the name, or leave tasks out for all."
             )
-    chosen: list[SuiteRecord] = []
+    chosen: list[Record] = []
     for task in known if tasks is None else dict.fromkeys(tasks):
-        chosen += _shuffled((one for one in suite.records if one.task == task), seed)[:prompts_per_task]
+        chosen += choose_prompts((one for one in suite.records if one.task == task), prompts_per_task, seed)
     return chosen
 
 
@@ -328,22 +317,22 @@ def suite_prompts(
     """
     records = choose_records(suite, prompts_per_task=prompts_per_task, seed=seed, tasks=tasks)
     # All records, so that the context of a prompt does not depend on which other prompts were chosen.
-    every = _shuffled(suite.records, seed)
+    every = choose_prompts(suite.records, None, seed)
 
     @cache
     def tokens_of(text: str) -> list[int]:
         return raw_tokens(tokenizer, text, start=False)
 
     prompts = []
-    for one in records:
-        record, prompt_ids = one.record, _prompt_ids(one.record, tokenizer)
+    for record in records:
+        prompt_ids = _prompt_ids(record, tokenizer)
         if not prompt_ids or (context_tokens is not None and len(prompt_ids) > context_tokens):
             continue
         if context_tokens is not None and context_tokens > len(prompt_ids):
             place = _place(record, tokenizer, prompt_ids)
-            before = text_before(one, context_tokens - len(prompt_ids), every, seed, tokens_of)
+            before = text_before(record, context_tokens - len(prompt_ids), every, seed, tokens_of)
             prompt_ids = (*prompt_ids[:place], *before, *prompt_ids[place:])
-        prompts.append(Prompt(id=record.id, group=record.group, prompt_ids=prompt_ids, task=one.task))
+        prompts.append(Prompt(record.id, record.group, prompt_ids, record.task))
     if not prompts:
         limit = "of two tokens or more" if context_tokens is None else f"of {context_tokens} tokens or fewer"
         raise DataError(
@@ -405,7 +394,7 @@ def _place(record: Record, tokenizer: PreTrainedTokenizerBase, prompt_ids: tuple
     return place
 
 
-def _builtin_records() -> list[SuiteRecord]:
+def _builtin_records() -> list[Record]:
     records, numbers = [], Counter[str]()
     for line in BUILTIN_FILE.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -413,13 +402,13 @@ def _builtin_records() -> list[SuiteRecord]:
         # Numbered within the task, so that new prompts of one task do not change the choice in other tasks.
         id = f"{BUILTIN}#{row['task']}-{numbers[row['task']]}"
         content = parse_messages(row["messages"], id)
-        records.append(SuiteRecord(row["task"], Record(id, content_group(content), content)))
+        records.append(Record(id, content_group(content), content, task=row["task"]))
     return records
 
 
-def _demo_records() -> list[SuiteRecord]:
+def _demo_records() -> list[Record]:
     """Return the questions about functions that the demo's recipes hold out, and code that no recipe trains on."""
     functions = load_records(str(demo_path("prompts")), group_field="group", name="demo:prompts")
     code = load_records(str(demo_path("code")), group_field="group", name="demo:code")
     held_out = [record for record in functions if is_held_out(record.group, DEMO_HOLDOUT, DEMO_SEED)]
-    return [SuiteRecord(task, record) for task, part in (("functions", held_out), ("code", code)) for record in part]
+    return [replace(record, task=task) for task, part in (("functions", held_out), ("code", code)) for record in part]

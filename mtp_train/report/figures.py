@@ -153,11 +153,10 @@ def _shares(arm: ArmResult) -> list[Point]:
 def _arm_series(report: Report, points_of: PointsOf) -> list[Series]:
     """Return the figures of the arms that draft, at the headline setting."""
     groups = group_arms(report)
-    shown = ((groups.alike, ""), (groups.apart, "other trunk"), (groups.recorded, "recorded"))
-    looks = assign_looks([name for arms, _ in shown for name in arms])
+    looks = assign_looks([name for arms in groups.values() for name in arms])
     return [
         Series(name, looks[name], points, note)
-        for arms, note in shown
+        for note, arms in groups.items()
         for name, arm in arms.items()
         if arm.head and (points := points_of(arm))
     ]

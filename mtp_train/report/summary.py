@@ -28,9 +28,8 @@ def summary(report: Report) -> RenderableType:
     if report.headline:
         parts.append(Text(f"{wording.capitalised(wording.setting_words(report.headline))}\n"))
     groups = wording.group_arms(report)
-    arms = {"": groups.alike, "other trunk": groups.apart, "recorded": groups.recorded}
-    parts += rich_table(arms_table(arms, NARROW))
-    if groups.apart:
+    parts += rich_table(arms_table(groups, NARROW))
+    if groups[wording.APART]:
         parts.append(Text(wording.apart_sentence(groups, report.settings)))
     if power := wording.power_sentence(report.gate):
         parts.append(Text(power))

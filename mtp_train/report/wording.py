@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from mtp_train.acceptance.counts import Interval
@@ -37,28 +36,22 @@ RECORDED = {
 BASELINES = {GRAFT: "the graft", NATIVE: "the native head", PLAIN: "plain decoding"}
 
 
-@dataclass(frozen=True)
-class ArmGroups:
-    """Arms of a report, split by whether their figures compare."""
-
-    alike: Arms
-    """Measured here on the run's trunk; these compare with each other."""
-    apart: Arms
-    """Measured here on another trunk (vanilla); these do not compare with ``alike``."""
-    recorded: Arms
-    """Measured elsewhere and shown as recorded."""
+ALIKE, APART, ELSEWHERE = "", "other trunk", "recorded"
+"""Groups of arms whose figures compare with each other, by their titles: those measured here on the run's trunk, those
+measured here on another trunk (vanilla), and those measured elsewhere, which are shown as recorded."""
 
 
-def group_arms(report: Report) -> ArmGroups:
+def group_arms(report: Report) -> dict[str, Arms]:
+    """Return the arms of a report by their group; a group may be empty."""
     here = {name: arm for name, arm in report.arms.items() if arm.measured_here}
     # The trunk of the first of these arms is the run's trunk. The vanilla arm has another one, the base model.
     names = [name for name in (RETRAINED, GRAFT, NATIVE, *here) if name in here and name != VANILLA]
     apart = {name: arm for name, arm in here.items() if name == VANILLA or arm.trunk != here[names[0]].trunk}
-    return ArmGroups(
-        alike={name: arm for name, arm in here.items() if name not in apart},
-        apart=apart,
-        recorded={name: arm for name, arm in report.arms.items() if not arm.measured_here},
-    )
+    return {
+        ALIKE: {name: arm for name, arm in here.items() if name not in apart},
+        APART: apart,
+        ELSEWHERE: {name: arm for name, arm in report.arms.items() if not arm.measured_here},
+    }
 
 
 def headline(report: Report) -> Finding:
@@ -283,9 +276,9 @@ def lossless_sentence(lossless: Lossless | None) -> str:
     return f"{same}."
 
 
-def recorded_sentence(groups: ArmGroups) -> str:
+def recorded_sentence(groups: Mapping[str, Arms]) -> str:
     """Return a sentence that explains the recorded arms whose names are known."""
-    told = [f"{name} is {RECORDED[name]}" for name in groups.recorded if name in RECORDED]
+    told = [f"{name} is {RECORDED[name]}" for name in groups[ELSEWHERE] if name in RECORDED]
     return f"Measured earlier with settings of their own and shown for scale{': ' if told else ''}{'; '.join(told)}."
 
 
@@ -296,15 +289,15 @@ def held_out_sentence(settings: Mapping[str, Any]) -> str:
     return f"{settings['prompts']} held-out prompts of {settings['groups']} groups; no group was trained on."
 
 
-def apart_sentence(groups: ArmGroups, settings: Mapping[str, Any]) -> str:
+def apart_sentence(groups: Mapping[str, Arms], settings: Mapping[str, Any]) -> str:
     """Return sentences on why arms on another trunk do not compare: the text they decode, its repeats and entropies."""
     text = "Another trunk writes other text, so its tau does not compare with the arms above"
-    entropies = [f"{arm.target_entropy:.2f} for {name}" for name, arm in groups.apart.items() if arm.target_entropy]
-    own = [arm.target_entropy for arm in groups.alike.values() if arm.target_entropy]
+    entropies = [f"{arm.target_entropy:.2f} for {name}" for name, arm in groups[APART].items() if arm.target_entropy]
+    own = [arm.target_entropy for arm in groups[ALIKE].values() if arm.target_entropy]
     if entropies and own:
         text += ": text of low entropy is easier to draft. Target entropy in nats per token: "
         text += f"{', '.join(entropies)}, against {own[0]:.2f} on the trunk above"
-    vanilla = groups.apart.get(VANILLA)
+    vanilla = groups[APART].get(VANILLA)
     if vanilla is None or "vanilla_prompts" not in settings:
         return f"{text}."
     source, repeats = settings["vanilla_prompts"], vanilla.repeated_8gram_share

@@ -70,7 +70,7 @@ def render_page(
 ) -> str:
     """Return the page of a report, with the commands that serve the export; markup in any text is escaped."""
     verdict = wording.headline(report)
-    subject = report.title or next((arm.trunk for arm in wording.group_arms(report).alike.values()), "")
+    subject = report.title or next((arm.trunk for arm in wording.group_arms(report)[wording.ALIKE].values()), "")
     setting = "" if report.headline is None else wording.setting_words(report.headline)
     if setting:
         cells = f"All {len(report.cells):,} cells are in acceptance.csv."
@@ -109,11 +109,11 @@ def _sections(report: Report, drawn: Sequence[FigureFile], serving: Mapping[str,
     )
     held_out = wording.held_out_sentence(report.settings)
     return [
-        Section("Same trunk, same prompts", tables=(arms_table({"": groups.alike}),)),
+        Section("Same trunk, same prompts", tables=(arms_table({"": groups[wording.ALIKE]}),)),
         Section(
             "Another trunk, shown apart",
             (wording.apart_sentence(groups, report.settings),),
-            tables=(arms_table({"": groups.apart}),),
+            tables=(arms_table({"": groups[wording.APART]}),),
         ),
         Section("What to serve", statements=tuple(wording.serving_sentences(report)), rows=tuple(serving.items())),
         Section("Figures", figures=figures(*ARM_FIGURES)),
@@ -132,14 +132,12 @@ def _sections(report: Report, drawn: Sequence[FigureFile], serving: Mapping[str,
         Section(
             "Recorded, not measured here",
             (wording.recorded_sentence(groups),),
-            tables=(arms_table({"": groups.recorded}),),
+            tables=(arms_table({"": groups[wording.ELSEWHERE]}),),
         ),
         Section("Settings", rows=wording.flatten(report.settings)),
     ]
 
 
-Table = list[list[Any]]
-"""The columns, then rows with one value per column, None where a figure has no meaning."""
 PAGE_FILE = "report.html"
 PER_POSITION = ("marginal", "conditional", "dense", "overlap")
 FIRST_COLUMNS = ("arm", "task", "temperature", "top_p", "top_k", "context_tokens", "depth", "rule")
@@ -161,7 +159,7 @@ def write_report(
     figures = render_figures(report, metrics)
     files = {Path("figures") / f"{figure.stem}.png": figure.png for figure in figures}
     files[Path(PAGE_FILE)] = render_page(report, figures, provenance, serving or {}).encode()
-    files |= {Path(f"{name}.csv"): csv_text(table).encode() for name, table in csv_tables(report).items()}
+    files |= {Path(f"{name}.csv"): text.encode() for name, text in csv_tables(report).items()}
     encoded = json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
     files[Path(REPORT_FILE)] = f"{encoded}\n".encode()
     for path, content in files.items():
@@ -169,38 +167,37 @@ def write_report(
         write_bytes(out / path, content)
 
 
-def csv_tables(report: Report) -> dict[str, Table]:
-    """Return the tables of all cells and all comparisons, by the stem of their file.
+def csv_tables(report: Report) -> dict[str, str]:
+    """Return the tables of all cells and all comparisons as CSV, by the stem of their file.
 
     Arms that were recorded elsewhere are rows without a setting. A run has no comparisons.
     """
     none = dict.fromkeys(CELL_COLUMNS)
     recorded = [{**none, "arm": name, **asdict(arm)} for name, arm in report.arms.items() if not arm.measured_here]
-    tables = {"acceptance": flat_table(CELL_COLUMNS, [*map(asdict, report.cells), *recorded])}
+    tables = {"acceptance": csv_table(CELL_COLUMNS, [*map(asdict, report.cells), *recorded])}
     if report.title is not None:
-        tables["comparisons"] = flat_table(COMPARISON_COLUMNS, [asdict(row) for row in report.comparisons])
+        tables["comparisons"] = csv_table(COMPARISON_COLUMNS, [asdict(row) for row in report.comparisons])
     return tables
 
 
-def csv_text(table: Table) -> str:
+def csv_table(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> str:
+    """Return records as CSV of scalars: a figure per position has a column per position, an interval two."""
+    # By field: a record may lack the last positions of a figure.
+    columns = dict.fromkeys(
+        column for name in names for record in records for column, _ in _columns(name, record[name])
+    )
     buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="\n").writerows([_plain_text(value) for value in row] for row in table)
+    writer = csv.DictWriter(buffer, list(columns or names), lineterminator="\n")
+    writer.writeheader()
+    for record in records:
+        pairs = (pair for name in names for pair in _columns(name, record[name]))
+        writer.writerow({column: _plain_text(value) for column, value in pairs})
     return buffer.getvalue()
 
 
 def _plain_text(value: Any) -> Any:
     """Return a cell so that a spreadsheet shows its text, and does not run it as a formula."""
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
-
-
-def flat_table(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Table:
-    """Return records as a table of scalars: a figure per position has a column per position, an interval two."""
-    rows = [{column: value for name in names for column, value in _columns(name, record[name])} for record in records]
-    # By field: a record may lack the last positions of a figure.
-    columns = dict.fromkeys(
-        column for name in names for record in records for column, _ in _columns(name, record[name])
-    )
-    return [list(columns or names), *([row.get(column) for column in columns] for row in rows)]
 
 
 def _columns(name: str, value: Any) -> list[tuple[str, Any]]:

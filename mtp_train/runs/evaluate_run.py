@@ -19,11 +19,10 @@ from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.locations import EXPORT, HEAD, head_directory
 from mtp_train.checkpoints.suggestions import evaluate_command, graft_command, grafted_name
 from mtp_train.data.tokenize import Prompt
-from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_SETTINGS, Lane, Prompts, TrunkArms
+from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_SETTINGS, Lane, Prompts, TrunkArms, measure_trunk
 from mtp_train.evaluation.grid import left_out
 from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.results import UNJUDGED, ArmResult, Cell, Report, SampleText, read_record, recommended
-from mtp_train.evaluation.run import measure_trunk
 from mtp_train.evaluation.statistics import MeasuredArm, Measurements, assemble, checked_records
 from mtp_train.heads.build import HeadPlan, build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
@@ -91,10 +90,9 @@ def measure_arms(run: Run, trunk: Trunk, settings: Sequence[Setting]) -> Measure
     plans = head_plans(recipe, run.directory.path, inputs)
     heads = {arm: _drafting(plan, inputs.finetune, trunk) for arm, plan in plans.items()}
     first = settings[0]
-    lanes = [(arm, setting) for setting in settings for arm in heads]
     depths = range(1, first.depth if first.rule == "greedy" else 0)
     shallow = [(RETRAINED, replace(first, depth=depth)) for depth in depths]
-    arms = measure(run, trunk, heads, lanes, shallow=shallow)
+    arms = measure(run, trunk, heads, settings, shallow=shallow)
     facts = {
         "dtype": trunk.dtype_name,
         "offload": recipe.model.offload,
@@ -112,7 +110,7 @@ def measure(
     run: Run,
     trunk: Trunk,
     drafting: Mapping[str, Drafting],
-    lanes: Sequence[Lane],
+    settings: Sequence[Setting],
     *,
     shallow: Sequence[Lane] = (),
 ) -> list[MeasuredArm]:
@@ -120,7 +118,6 @@ def measure(
     recipe, inputs = run.recipe, run.inputs
     name, trained = recipe.model.trunk, str(run.directory.path / HEAD)
     names = dict.fromkeys(drafting, name) | {GRAFT: recipe.model.head_from or name, RETRAINED: trained}
-    prompts: Prompts = {None: inputs.text.held_out}
     arms = TrunkArms(
         trunk=trunk,
         name=name,
@@ -132,7 +129,8 @@ def measure(
         seq_len_tokens=recipe.data.seq_len_tokens,
         dense_tokens=recipe.evaluate.dense_tokens,
     )
-    return measure_trunk(arms, prompts, lanes, run.progress, run.processes, shallow=shallow)
+    prompts: Prompts = {None: inputs.text.held_out}
+    return measure_trunk(arms, prompts, settings, run.progress, run.processes, shallow=shallow)
 
 
 def head_plans(recipe: Recipe, run_dir: Path, inputs: Inputs) -> dict[str, HeadPlan]:
@@ -169,7 +167,7 @@ def measure_vanilla(run: Run, base: Checkpoint, setting: Setting, dtype: str) ->
     loaded = RunTrunk(vanilla)
     loaded.load(decodes=True)
     heads = {VANILLA: _drafting(graft_plan(base, base, run.recipe.head.convention), base, loaded.trunk)}
-    return measure(vanilla, loaded.trunk, heads, [(VANILLA, setting)])[1]
+    return measure(vanilla, loaded.trunk, heads, [setting])[1]
 
 
 def without_gain(run_dir: Path) -> str | None:

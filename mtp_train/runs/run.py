@@ -23,7 +23,7 @@ from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.checkpoints.writing import LOCK_FILE
 from mtp_train.data.tokenize import Document, Prompt
 from mtp_train.errors import OutOfMemoryError, RecipeError, TrainingError
-from mtp_train.evaluation.run import Processes
+from mtp_train.evaluation.decoding import Processes
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file

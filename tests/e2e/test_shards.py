@@ -236,7 +236,7 @@ def test_one_process_goes_on_where_two_with_shards_were_lost(inputs: Path, one_p
         ("mtp_train.runs.run:require_alike", "check"),
         ("mtp_train.runs.regeneration:answer_by_decoder", "data"),
         ("mtp_train.runs.training:hidden_cache", "train"),
-        ("mtp_train.evaluation.run:decode_prompts", "evaluate"),
+        ("mtp_train.evaluation.decoding:decode_prompts", "evaluate"),
     ],
 )
 def test_a_process_that_is_lost_in_any_stage_is_named(place: str, stage: str, inputs: Path, tmp_path: Path) -> None:

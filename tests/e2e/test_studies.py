@@ -135,7 +135,7 @@ def test_answers_that_are_not_the_trunks_are_told(inputs: Path, tmp_path: Path, 
         (["--tasks", "nonsense"], "nonsense"),
         (["--suite", "bulitin"], "bulitin"),
         (["--served-only"], "--served-only: given without --endpoint"),
-        (["--endpoint", "nowhere"], "--endpoint: 'nowhere'; expected an address"),
+        (["--endpoint", "nowhere"], "nowhere/v1: cannot be asked"),
     ],
 )
 def test_wrong_input_ends_in_2_before_anything_is_decoded(

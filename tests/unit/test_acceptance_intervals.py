@@ -21,7 +21,7 @@ from mtp_train.acceptance.intervals import (
 
 def counts(prompt_id: str, rounds: int, *accepted: int, group: str | None = None) -> PromptCounts:
     committed = 1 + rounds + sum(accepted)
-    return PromptCounts(prompt_id, rounds, rounds * len(accepted), accepted, committed, None, group or prompt_id)
+    return PromptCounts(prompt_id, rounds, rounds * len(accepted), accepted, committed, group or prompt_id)
 
 
 def decoded(

@@ -20,7 +20,7 @@ TIMED = 8
 
 def counts(name: str, rounds: int, tokens: int, step: float, accepted: int = 0, depth: int = 0) -> PromptCounts:
     by_position = (accepted,) if depth else ()
-    return PromptCounts(name, rounds, depth * rounds, by_position, tokens, PREFILL + rounds * step, name, rounds * step)
+    return PromptCounts(name, rounds, depth * rounds, by_position, tokens, name, PREFILL, rounds * step)
 
 
 def pair(shares: list[float], cost: float, spread: float = 0.0, seed: int = 0) -> Pair:
@@ -58,7 +58,7 @@ def test_break_even_and_speedup_of_known_times() -> None:
     begun = measured_speedup(Pair(drafted, plain, short, [counts(one.prompt_id, 6, 7, STEP) for one in plain[:2]]))
     assert begun is not None
     assert begun.value == pytest.approx(found.value)
-    unknown = [replace(one, seconds=None, seconds_decode=None) for one in drafted]
+    unknown = [replace(one, seconds_prefill=None, seconds_decode=None) for one in drafted]
     assert (break_even_tau(unknown, plain), measured_speedup(Pair(drafted, plain, unknown, plain))) == (None, None)
     assert measured_speedup(Pair(drafted, plain)) is None
     alone = measured_speedup(Pair(*(some[:1] for some in known)))

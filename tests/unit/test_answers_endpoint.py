@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -33,7 +34,8 @@ def connect() -> Iterator[Connect]:
             reply: ReplyFn, models: tuple[str, ...] = ("trunk",), **settings: Any
         ) -> tuple[Endpoint, Served, list[float]]:
             served, waits = stack.enter_context(openai_server(reply, models)), []
-            endpoint = Endpoint(served.url, TOKENIZER, {EOS}, 259, wait=waits.append, **settings)
+            endpoint = Endpoint(served.url, TOKENIZER, {EOS}, 259, **settings)
+            endpoint.wait = waits.append
             stack.callback(endpoint.close)
             return endpoint, served, waits
 
@@ -87,7 +89,8 @@ def test_a_server_that_is_not_there_is_named() -> None:
     with openai_server(lambda payload: GOOD) as gone:
         pass
     waits: list[float] = []
-    endpoint = Endpoint(gone.url, TOKENIZER, {EOS}, 259, wait=waits.append)
+    endpoint = Endpoint(gone.url, TOKENIZER, {EOS}, 259)
+    endpoint.wait = waits.append
     with pytest.raises(DataError, match=rf"{gone.url}: does not answer \(ConnectError\), 8 times"):
         endpoint.choose_model(None)
     assert len(waits) == 7
@@ -118,12 +121,13 @@ def test_a_request_that_fails_for_good_lets_those_in_flight_end_and_sends_nothin
     assert len(served.payloads) == 2
 
 
-def test_an_address_that_cannot_be_asked_is_refused_at_once() -> None:
-    waits: list[float] = []
-    endpoint = Endpoint("gopher://localhost/v1", TOKENIZER, {EOS}, 259, wait=waits.append)
-    with pytest.raises(DataError, match=r"gopher://localhost/v1: cannot be asked \(.*\); expected an address\."):
+@pytest.mark.parametrize("url", ["gopher://localhost/v1", "nowhere/v1", "http://[::1/v1"])
+def test_an_address_that_cannot_be_asked_is_refused_at_once(url: str) -> None:
+    endpoint = Endpoint(url, TOKENIZER, {EOS}, 259)
+    endpoint.wait = lambda seconds: pytest.fail("waits")
+    found = rf"^{re.escape(url)}: cannot be asked \(.*\); expected an address such as http://localhost:8000/v1\."
+    with pytest.raises(DataError, match=found):
         endpoint.choose_model(None)
-    assert waits == []
     endpoint.close()
 
 

@@ -75,9 +75,8 @@ def answer(
     told = [] if told is None else told
     answering = Answering(max_new_tokens=32, seq_len_tokens=64, eos_ids={EOS}, sampling=sampling)
     with openai_server(reply) as served:
-        endpoint = Endpoint(
-            served.url, TOKENIZER, {EOS}, VOCAB_SIZE, concurrency=concurrency, wait=lambda seconds: None
-        )
+        endpoint = Endpoint(served.url, TOKENIZER, {EOS}, VOCAB_SIZE, concurrency=concurrency)
+        endpoint.wait = lambda seconds: None
         with closing(endpoint):
             endpoint.choose_model(None)
             found = regenerate_served(

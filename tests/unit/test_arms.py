@@ -14,11 +14,11 @@ from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.decoding import (
     SPEED_PROMPTS,
     TrunkArms,
+    measure_trunk,
     speed_prompts,
 )
 from mtp_train.evaluation.grid import greedy
 from mtp_train.evaluation.prompt_records import Setting
-from mtp_train.evaluation.run import measure_trunk
 from mtp_train.evaluation.statistics import MeasuredArm, Measurements, assemble, checked_records, lossless
 from mtp_train.trunk.load import Trunk
 from tiny import tiny_head, tiny_trunk
@@ -59,9 +59,8 @@ def decode(trunk: Trunk, settings: tuple[Setting, ...], seed: int = 0) -> list[M
         eos_ids=(),
         seed=seed,
     )
-    lanes = arms.lanes(settings)
     shallow = [("retrained", SHALLOW)] if settings[0] == GREEDY else []
-    return measure_trunk(arms, {None: prompts()}, lanes, Progress(disable=True), shallow=shallow)
+    return measure_trunk(arms, {None: prompts()}, settings, Progress(disable=True), shallow=shallow)
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +79,10 @@ def test_every_setting_decodes_every_prompt_and_times_some(served: list[Measured
             if setting == SHALLOW:
                 continue
             assert [(one.prompt_id, one.group) for one in records] == [(one.id, one.group) for one in prompts()]
-            assert {one.seconds for one in records} == {None}
+            assert {one.seconds_prefill for one in records} == {None}
         for records in arm.timed.values():
             assert [one.prompt_id for one in records] == [one.id for one in chosen]
-            assert all(one.seconds is not None and one.same_as_plain is None for one in records)
+            assert all(one.seconds_prefill is not None and one.same_as_plain is None for one in records)
     # Settings that differ in the rule alone share one plain decoding.
     assert list(plain.decoded) == [GREEDY.plain, WARM.plain, DRAWN.plain]
     assert retrained.settings == [*SETTINGS, SHALLOW]

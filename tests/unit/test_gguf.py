@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+from ctypes.util import find_library
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,14 @@ from checkpoints import all_tensors
 from gguf_files import VOCAB_SIZE, checkpoint_with_head, exported, metadata, values
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
-from mtp_train.checkpoints.gguf.sidecar import gguf_tensors, trunk_names
+from mtp_train.checkpoints.gguf.sidecar import GgufKind, gguf_tensors, stored_type, trunk_names, write_tensors
 from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import FAMILIES
 from mtp_train.heads.diagnose import layout_of
+from mtp_train.runs.display import quiet_progress
 from tiny import ALL_FAMILIES, IS_OLD
 
 SERVED = [one.name for one in FAMILIES if set(one.model_types) & GGUF_HEADS.keys() and one.name in ALL_FAMILIES]
@@ -231,6 +235,24 @@ def test_a_head_that_llama_cpp_does_not_draft_with_is_refused_with_the_reason(tm
 def test_every_head_that_llama_cpp_drafts_with_has_a_record_and_no_other() -> None:
     served = {name for family in FAMILIES if family.serving["llama.cpp"].supported for name in family.model_types}
     assert served == GGUF_HEADS.keys()
+
+
+@pytest.mark.parametrize(("kind", "error"), [("q6_k", 0.02), ("q5_k", 0.04), ("q4_k", 0.08)])
+def test_llama_cpp_quantises_to_k_quants(kind: GgufKind, error: float, tmp_path: Path) -> None:
+    """Where it is installed; elsewhere this is said before a byte is written. Blocks have 256 columns."""
+    matrix = torch.randn(8, 512)
+    tensors = [held_tensor(f"{size}.weight", "F32", matrix[:, :size]) for size in (512, 64, 48)]
+    assert [stored_type(one, kind).name for one in tensors] == [kind.upper(), "Q8_0", "F16"]
+    path, progress = tmp_path / "new.gguf", quiet_progress()
+    writer = gguf.GGUFWriter(path, "qwen35")
+    if not (shutil.which("llama-quantize") or find_spec("llama_cpp") or find_library("ggml-base")):
+        with pytest.raises(CheckpointError, match="neither beside llama-quantize on PATH"):
+            write_tensors(writer, tensors, kind, progress)
+        assert not path.exists()
+        return
+    write_tensors(writer, tensors, kind, progress)
+    found = values(gguf.GGUFReader(path))
+    assert 0 < np.square(found["512.weight"] - matrix.numpy()).mean() ** 0.5 < error
 
 
 @pytest.mark.parametrize(

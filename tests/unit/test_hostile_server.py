@@ -24,7 +24,7 @@ KEY = "the-servers-key-1234"
 
 def asked(reply: Reply, **settings: Any) -> Response | Refusal:
     with openai_server(lambda payload: reply) as served:
-        endpoint = Endpoint(served.url, TOKENIZER, {EOS}, VOCAB_SIZE, wait=lambda seconds: None, **settings)
+        endpoint = Endpoint(served.url, TOKENIZER, {EOS}, VOCAB_SIZE, **settings)
         endpoint.choose_model(None)
         return endpoint.ask(REQUEST)
 

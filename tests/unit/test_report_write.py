@@ -10,7 +10,7 @@ import pytest
 from mtp_train.evaluation.results import Report, load_report
 from mtp_train.report import write
 from mtp_train.report.figures import FigureFile
-from mtp_train.report.write import csv_text, write_report
+from mtp_train.report.write import csv_table, write_report
 from report_samples import EMPTY
 from study_samples import STUDY
 
@@ -83,5 +83,6 @@ def test_failing_page_leaves_the_previous_report_whole(tmp_path: Path, monkeypat
 
 
 def test_no_cell_of_a_table_is_a_formula() -> None:
-    table = [["task", "gain"], ["=HYPERLINK(1)", -0.5], ["+1", None], ["@x", 2], ["-a", 1.5], ["a=b", 0]]
-    assert csv_text(table).splitlines() == ["task,gain", "'=HYPERLINK(1),-0.5", "'+1,", "'@x,2", "'-a,1.5", "a=b,0"]
+    rows = (("=HYPERLINK(1)", -0.5), ("+1", None), ("@x", 2), ("-a", 1.5), ("a=b", 0))
+    written = csv_table(("task", "gain"), [{"task": task, "gain": gain} for task, gain in rows])
+    assert written.splitlines() == ["task,gain", "'=HYPERLINK(1),-0.5", "'+1,", "'@x,2", "'-a,1.5", "a=b,0"]

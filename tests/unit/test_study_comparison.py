@@ -150,8 +150,8 @@ def test_prompts_without_spread() -> None:
 
 def test_a_few_long_texts_are_few_prompts() -> None:
     without_P = 0.5 + 0.1 * np.tile([-1.0, 1.0], 5)
-    alike = judge_difference(0.5, without_P, np.ones(10))
-    long = judge_difference(0.5, without_P, np.array([1.0, 1.0] + [0.01] * 8))
+    alike = judge_difference(0.5, without_P, np.ones((10, 2)))
+    long = judge_difference(0.5, without_P, np.array([[100.0] * 2] * 2 + [[1.0] * 2] * 8))
     assert alike.ci95 is not None
     assert long.ci95 is not None
     assert long.ci95[0] < alike.ci95[0] - 0.5

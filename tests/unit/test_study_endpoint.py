@@ -78,7 +78,8 @@ def measure(
         request_timeout_seconds=request_timeout_seconds,
     )
     settings = EvaluationGrid(**{"temperatures": [0.0], "max_new_tokens": NEW_TOKENS, "seed": SEED} | grid)
-    client = connect(server, TOKENIZER, eos_ids, VOCAB_SIZE, wait=lambda seconds: None)
+    client = connect(server, TOKENIZER, eos_ids, VOCAB_SIZE)
+    client.wait = lambda seconds: None
     with Progress(disable=True) as progress, closing(client) as endpoint:
         return measure_endpoint(endpoint, PROMPTS, settings, progress)
 

@@ -13,19 +13,18 @@ import pytest
 import torch
 from rich.progress import Progress
 
-from mtp_inference import HeadDrafting, Sampling, SpeculativeDecoder
+from mtp_inference import HeadDrafting, Sampling, SpeculativeDecoder, compare, lossless
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.ngram_drafter import NgramDrafting
-from mtp_inference.lossless import gap_of_draws
+from mtp_inference.lossless import Errors, gap_of_draws
 from mtp_inference.opening import OWN
 from mtp_inference.sampling.distributions import TOKEN, SamplingRows, probabilities, uniform
 from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
-from mtp_train.evaluation.decoding import LaneRecords, Stopwatch, TrunkArms, decode_prompts
+from mtp_train.evaluation.decoding import LaneRecords, Stopwatch, TrunkArms, decode_prompts, measure_trunk
 from mtp_train.evaluation.dense import dense_rows, replayed
 from mtp_train.evaluation.grid import EvaluationGrid, grid_prompts
 from mtp_train.evaluation.prompt_records import Setting
-from mtp_train.evaluation.run import measure_trunk
 from mtp_train.evaluation.store import Store
 from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.tokenizer import load_tokenizer
@@ -73,14 +72,14 @@ def arms_of(trunk: Trunk, drafting: dict[str, Drafting], max_new_tokens: int, **
 
 def block(
     trunk: Trunk, drafting: dict[str, Drafting], out: Path, temperature: float, grid: EvaluationGrid = GRID
-) -> tuple[LaneRecords, int]:
-    done: list[None] = []
+) -> LaneRecords:
     store = Store(out, {"grid": repr(grid)})
     arms = arms_of(trunk, drafting, grid.max_new_tokens, batch=grid.batch, store=store)
-    lanes = arms.lanes(grid.drafted(temperature, None))
-    found = decode_prompts(arms, {None: prompts()}, lanes, lambda number=1: done.extend([None] * number))
-    assert len(done) == arms.num_decodings(lanes, {None: prompts()})
-    return found, len(done)
+    lanes, progress = arms.lanes(grid.drafted(temperature, None)), Progress(disable=True)
+    found = decode_prompts(arms, {None: prompts()}, lanes, progress)
+    (task,) = progress.tasks
+    assert task.completed == task.total == 3 * (1 + len(lanes))
+    return found
 
 
 def test_rules_go_with_temperatures() -> None:
@@ -94,7 +93,7 @@ def test_rules_go_with_temperatures() -> None:
 def test_a_broken_off_study_goes_on(
     trunk: Trunk, drafting: dict[str, Drafting], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, _ = block(trunk, drafting, tmp_path / "whole", 0.0)
+    whole = block(trunk, drafting, tmp_path / "whole", 0.0)
     left = iter(range(3))
     stock = SpeculativeDecoder.stream
 
@@ -112,7 +111,7 @@ def test_a_broken_off_study_goes_on(
     # A kill may leave half a line.
     files[0].write_bytes(files[0].read_bytes()[:-20])
     kept = {path: path.read_text(encoding="utf-8").splitlines()[0] for path in files}
-    again, _ = block(trunk, drafting, out, 0.0)
+    again = block(trunk, drafting, out, 0.0)
     assert texts_of(again) == texts_of(whole)
     for path, line in kept.items():
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -131,7 +130,7 @@ def test_times_are_the_best_of_several_passes(
     trunk: Trunk, drafting: dict[str, Drafting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arms = arms_of(trunk, drafting, 20)
-    lanes = arms.lanes([Setting(0.0, None, 2, "greedy")])
+    setting = Setting(0.0, None, 2, "greedy")
     stock, taken = Stopwatch._decode, list[tuple[int, list[float]]]()
 
     def noted(self: Stopwatch, *given: Any) -> Any:
@@ -140,14 +139,14 @@ def test_times_are_the_best_of_several_passes(
         return record, seconds
 
     monkeypatch.setattr(Stopwatch, "_decode", noted)
-    first = measure_trunk(arms, {None: prompts()}, lanes, Progress(disable=True))
+    first = measure_trunk(arms, {None: prompts()}, [setting], Progress(disable=True))
     # A warm-up of each lane, then three prompts in three lanes, three times: the beginnings, but for a lookup.
     assert [tokens for tokens, _ in taken[:3]] == [16, 16, 20]
     passes = [taken[start : start + 9] for start in range(3, 30, 9)]
     assert len(taken) == 30
     # The second pass takes the lanes in reverse.
     assert [tokens for tokens, _ in passes[1][:3]] == [20, 16, 16]
-    lookup = first[2].timed[lanes[1][1]]
+    lookup = first[2].timed[setting]
     for prompt, record in enumerate(lookup):
         # Every pass decodes the same rounds, and each keeps its best time.
         times = [passes[number][3 * prompt + (0 if number % 2 else 2)][1] for number in range(3)]
@@ -198,6 +197,21 @@ def test_a_filter_that_rounding_moves_is_a_near_tie(
     assert verdicts == {verdict}
 
 
+@pytest.mark.parametrize(("distance", "verdict"), [(2e-6, "near_tie"), (4e-6, "divergence")])
+def test_a_number_near_a_boundary_is_a_near_tie(distance: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows may move a boundary by three times plain decoding's 1e-6; the other text's token begins further on."""
+    sampling = Sampling(temperature=1.0, seed=3)
+    number = float(uniform(torch.tensor([3]), torch.tensor([[1]]), TOKEN))
+    reference_TV, plain_TV = (
+        torch.tensor([[first, 1 - first]], dtype=torch.float64).log()
+        for first in (number + distance, number + distance + 1e-6)
+    )
+    errors = Errors(1e-6, 1.0, True, reference_TV, plain_TV)
+    monkeypatch.setattr(lossless, "measure_errors", lambda *_: errors)
+    trunk = tiny_trunk("qwen2")
+    assert compare([0], [1], trunk, [4], sampling=sampling).verdict == verdict
+
+
 def test_replayed_rounds_are_those_of_decoding() -> None:
     """Of a head whose drafts are accepted often, at the depth of its teacher-forced drafts and below it."""
     opened = open_arm(ArmSpec("base", "demo:base", OWN))
@@ -208,7 +222,7 @@ def test_replayed_rounds_are_those_of_decoding() -> None:
     given = grid_prompts(suite, load_tokenizer(opened.checkpoint, trust_remote_code=False), [None])[None]
     arms = arms_of(trunk, {"own": head}, 40)
     settings = [Setting(0.0, None, depth, "greedy") for depth in (3, 1)]
-    decoded = decode_prompts(arms, {None: given}, arms.lanes(settings))
+    decoded = decode_prompts(arms, {None: given}, arms.lanes(settings), Progress(disable=True))
     plain = decoded["none", settings[0].plain]
     rows = dense_rows(trunk, head, given, plain, 3, 0.0, 8192)
     for setting in settings:

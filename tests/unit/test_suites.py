@@ -15,7 +15,6 @@ from mtp_train.evaluation.suites import (
     DEMO_HOLDOUT,
     DEMO_SEED,
     Suite,
-    SuiteRecord,
     choose_records,
     load_suite,
     suite_prompts,
@@ -40,9 +39,10 @@ def user(text: str) -> dict[str, Any]:
 def suite_of(*contents: Content, task: str = "t") -> Suite:
     name = "s" if task == "t" else task
     records = (
-        Record(f"{name}#{number}", content_group(content), content) for number, content in enumerate(contents, 1)
+        Record(f"{name}#{number}", content_group(content), content, task=task)
+        for number, content in enumerate(contents, 1)
     )
-    return Suite(name, tuple(SuiteRecord(task, record) for record in records))
+    return Suite(name, tuple(records))
 
 
 def text(prompt: Prompt, template: str | None = None) -> str:
@@ -85,12 +85,12 @@ def test_the_demo_suite_is_what_the_demo_recipes_do_not_train_on() -> None:
 
 def test_a_larger_choice_keeps_the_smaller_one_of_every_task() -> None:
     suite = load_suite("builtin")
-    two, five = ([one.record.id for one in choose_records(suite, prompts_per_task=number, seed=3)] for number in (2, 5))
+    two, five = ([one.id for one in choose_records(suite, prompts_per_task=number, seed=3)] for number in (2, 5))
     assert len(two) == 2 * len(TASKS)
     assert [id for start in range(0, len(five), 5) for id in five[start : start + 2]] == two
-    assert two != [one.record.id for one in choose_records(suite, prompts_per_task=2, seed=4)]
+    assert two != [one.id for one in choose_records(suite, prompts_per_task=2, seed=4)]
     reversed_suite = Suite("r", suite.records[::-1])
-    assert {one.record.id for one in choose_records(reversed_suite, prompts_per_task=2, seed=3)} == set(two)
+    assert {one.id for one in choose_records(reversed_suite, prompts_per_task=2, seed=3)} == set(two)
     assert len(choose_records(suite)) == len(suite.records)
 
 
@@ -189,8 +189,8 @@ def test_filler_of_the_same_task_stands_nearest() -> None:
 
 
 def test_records_of_a_group_do_not_stand_before_each_other() -> None:
-    records = [Record(f"s#{number}", group, PlainText(group * 9)) for number, group in enumerate("aaabb")]
-    suite = Suite("s", tuple(SuiteRecord("t", record) for record in records))
+    records = [Record(f"s#{number}", group, PlainText(group * 9), task="t") for number, group in enumerate("aaabb")]
+    suite = Suite("s", tuple(records))
     for prompt in suite_prompts(suite, byte_tokenizer(None), context_tokens=60):
         assert set(text(prompt)[:-4]) - {"\n"} == {"b" if prompt.group == "a" else "a"}
 
