@@ -157,13 +157,11 @@ class RunDirectory:
             raise self._refused(other, "the same resolved recipe to resume", ", or remove this one")
 
     def require_outside_inputs(self, recipe: Recipe) -> None:
-        """Refuse the root, a path on or below a file, and directories within an input: a run would change that input.
+        """Refuse a path on or below a file, and directories within an input: a run would change that input.
 
         ``check`` calls this alone: it accepts the directory of another recipe, to compare its overrides.
         """
         place = self.path.resolve()
-        if place == Path(place.anchor):
-            raise self._refused("is the root", "a new directory")
         above = next(one for one in (place, *place.parents) if one.exists())
         if not above.is_dir():
             raise self._refused(f"is or lies below the file {above}", "a directory")
