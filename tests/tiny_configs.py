@@ -337,5 +337,4 @@ def tiny_config(
         released = family.model_types[0] if stand_in is None else stand_in.model_type
         model_type = fields.pop("model_type", released)
         fields = {**_derived(family, model_type), **fields, **common}
-    config: PretrainedConfig = AutoConfig.for_model(model_type, **fields)
-    return config
+    return AutoConfig.for_model(model_type, **fields)

@@ -122,8 +122,7 @@ def read_later(outcome: Tensor) -> Callable[[], list[list[int]]]:
 
     def read() -> list[list[int]]:
         copied.synchronize()
-        rows: list[list[int]] = host.tolist()
-        return rows
+        return host.tolist()
 
     return read
 

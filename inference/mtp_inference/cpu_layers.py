@@ -47,8 +47,7 @@ class FastLinear:
         if self._packed is None:
             weight = self._parameters["weight"]
             self._packed, self._packed_from = pack(weight), (_state(weight), _probe(weight))
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(input, self._packed, bias_O, "none", [], "")
-        return product
+        return torch.ops.mkldnn._linear_pointwise(input, self._packed, bias_O, "none", [], "")
 
     def refresh(self) -> None:
         """Drop the copy if the weight has changed.
@@ -125,8 +124,7 @@ def runs_on_amd() -> bool:
 
 def pack(weight: Tensor) -> Tensor:
     """Return a copy of a matrix in oneDNN's layout."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-    return packed
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach())
 
 
 def _state(weight: Tensor) -> tuple[int, int, torch.Size]:

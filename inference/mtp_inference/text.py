@@ -58,8 +58,7 @@ class TextStream:
         return text
 
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def marked_pieces(

@@ -197,9 +197,7 @@ class Endpoint:
         return found if isinstance(found, Refusal) else self.response_of(request, found)
 
     def choose_model(self, wanted: str | None) -> None:
-        """Select the model that requests name.
-
-        With None, it is the only model that is served.
+        """Select the model that requests name: the wanted one, or the only one that is served.
 
         Raises:
             DataError: The model is not served, or several are served and none was named.

@@ -55,11 +55,6 @@ class AnswerFit(NamedTuple):
     def is_trunks(self) -> bool:
         return abs(self.found - self.expected) <= self.allowed
 
-    @property
-    def can_tell(self) -> bool:
-        """Whether the test would have refused tokens of probability 0."""
-        return self.allowed < self.expected
-
 
 def allowance(variance: float, rate: float = FALSE_ALARM) -> float:
     """Return the bound that a sum of martingale differences exceeds, on either side, with probability ``rate``.

@@ -31,7 +31,7 @@ from mtp_train.checkpoints.files import (
     scan_safetensors,
     validated,
 )
-from mtp_train.checkpoints.identity import TEMPLATE_PATTERNS, TOKENIZER_PATTERNS
+from mtp_train.checkpoints.identity import TEMPLATE_PATTERNS, TOKENIZER_PATTERNS, matching_files
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.quantised import quant_method
 from mtp_train.checkpoints.values import require_finite_checkpoint
@@ -40,6 +40,7 @@ from mtp_train.errors import CheckpointError
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
+_TOKENIZER = (*TOKENIZER_PATTERNS, *TEMPLATE_PATTERNS)
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 # The experts of a mixture share one stacked adapter, which is read once for each expert's tensor: both matrices of two
 # parameters are kept.
@@ -173,21 +174,11 @@ def tokenizer_files(checkpoint: Path, adapter: Path) -> dict[str, Path]:
     whole. Other files of an adapter, such as a chat template, replace those of the same name. Empty for an adapter that
     changes nothing.
     """
-    own, theirs = _of_tokenizer(checkpoint), _of_tokenizer(adapter)
+    own, theirs = matching_files(checkpoint, _TOKENIZER), matching_files(adapter, _TOKENIZER)
     if all(name in own and filecmp.cmp(file, own[name], shallow=False) for name, file in theirs.items()):
         return {}
     is_whole = any(fnmatch(name, pattern) for name in theirs for pattern in _VOCABULARIES)
     return theirs if is_whole else own | theirs
-
-
-def replaced_tokenizer_files(checkpoint: Path) -> set[str]:
-    """Return the paths of a checkpoint's own tokenizer and chat template in its directory."""
-    return {*_of_tokenizer(checkpoint)}
-
-
-def _of_tokenizer(directory: Path) -> dict[str, Path]:
-    found = (file for pattern in (*TOKENIZER_PATTERNS, *TEMPLATE_PATTERNS) for file in directory.glob(pattern))
-    return {file.relative_to(directory).as_posix(): file for file in found if file.is_file()}
 
 
 def merge_command(checkpoint: str, adapter: str) -> str:
@@ -371,7 +362,7 @@ def plan_merge(source: Checkpoint, layout: HeadLayout, adapter: Adapter) -> Merg
     plan.require_one_vocabulary()
     tokenizer = tokenizer_files(source.path, adapter.path)
     # Beside a model, transformers would apply the adapter a second time.
-    left_out = {ADAPTER_CONFIG_FILE, *(replaced_tokenizer_files(source.path) if tokenizer else ())}
+    left_out = {ADAPTER_CONFIG_FILE, *(matching_files(source.path, _TOKENIZER) if tokenizer else ())}
     rows = plan.rows.get(layout.embed_key)
     return Merge(
         {key: plan.changed(key) for key in plan.steps},

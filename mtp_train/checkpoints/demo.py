@@ -61,8 +61,7 @@ def home_source(base: str | None) -> str | None:
 
 def recorded() -> dict[str, Any]:
     """Return the recorded figures that are too slow to measure in a recipe: ``arms`` and the ``settings`` of each."""
-    content: dict[str, Any] = json.loads(RECORDED_FILE.read_text(encoding="utf-8"))
-    return content
+    return json.loads(RECORDED_FILE.read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)

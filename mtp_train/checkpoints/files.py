@@ -124,10 +124,7 @@ class Checkpoint:
         return self.family.serving_of(self.config)
 
     def read(self, key: str) -> Tensor:
-        """Load one tensor on the CPU, in its stored dtype.
-
-        The file is read, not memory-mapped: the system may refuse to map a shard that is larger than its memory.
-        """
+        """Load one tensor on the CPU, in its stored dtype."""
         info = self.tensors[key]
         return self._read_bytes(key, 0, info.num_bytes).view(TORCH_DTYPES[info.dtype]).view(info.shape)
 
@@ -135,8 +132,6 @@ class Checkpoint:
         """Yield a tensor in slices along its first axis, each of at most ``BLOCK_ELEMENTS`` elements or of one row.
 
         ``row_size`` is the number of elements that a row stands for, where it is not the number that is stored.
-
-        The file is read, not memory-mapped: pages of a mapping count as this process's memory while it is open.
         """
         info = self.tensors[key]
         if not info.shape or not info.num_bytes:
@@ -176,7 +171,11 @@ class Checkpoint:
         return tuple(key for key in self.tensors if key not in listed)
 
     def _read_bytes(self, key: str, offset: int, count: int) -> Tensor:
-        """Return ``count`` bytes of a tensor, from its byte ``offset`` on, as a uint8 tensor."""
+        """Return ``count`` bytes of a tensor, from its byte ``offset`` on, as a uint8 tensor.
+
+        The file is read, not memory-mapped: the system may refuse to map a shard that is larger than its memory, and
+        the pages of a mapping count as this process's memory.
+        """
         file, start = self.tensors[key].file, self.tensors[key].start
         data = torch.empty(count, dtype=torch.uint8)
         with (self.path / file).open("rb") as handle:
@@ -306,8 +305,7 @@ def scan_safetensors(path: Path, name: str | None = None) -> dict[str, TensorInf
 def read_metadata(path: Path) -> Mapping[str, str]:
     with path.open("rb") as handle:
         header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
-    metadata: Mapping[str, str] = header.get("__metadata__", {})
-    return metadata
+    return header.get("__metadata__", {})
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

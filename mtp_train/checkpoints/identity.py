@@ -1,8 +1,8 @@
 """Identify inputs by the content of their files, and check that a directory's results belong to the same inputs.
 
 :func:`hash_inputs` returns a record of each input, with the SHA-256 of every file that a result depends on, and
-:func:`write_records` keeps it in ``inputs.json``. :func:`require_same` compares the inputs of a run or study directory
-(:class:`Claimed`) with that record, before the directory is used again.
+:func:`write_records` keeps it in ``inputs.json``. :func:`require_same` compares the inputs of a run or study with that
+record, before its directory is used again.
 
 A record also keeps each file's size, times, inode and device (its status). A file with the recorded status is not read
 again. A file that was touched, copied, restored or moved to another disk or machine has another status: it is hashed
@@ -82,7 +82,7 @@ class FileRecord(NamedTuple):
         return self.ctime_ns + TICK_NS < self.read_ns
 
 
-FileStatus = tuple[int, ...]
+FileStatus = tuple[int, int, int, int, int]
 """Size, times, inode and device of a file; equal for the same unchanged file under any name."""
 
 
@@ -202,8 +202,7 @@ def hash_file(path: Path) -> FileRecord:
             f"{path}: is being written to; expected files that no process writes to. Run the command again when the "
             "writer is done."
         )
-    size, mtime_ns, ctime_ns, inode, device = before
-    return FileRecord(digest.hexdigest(), size, mtime_ns, ctime_ns, inode, device, read_ns)
+    return FileRecord(digest.hexdigest(), *before, read_ns)
 
 
 def changed_files(recorded: Contents, found: Contents) -> list[str]:

@@ -75,6 +75,14 @@ def squared_change(ours: Iterator[Tensor], theirs: Iterator[Tensor]) -> tuple[fl
     return change, size
 
 
+def equal_values(checkpoint: Checkpoint, key: str, other: Checkpoint, other_key: str) -> bool:
+    """Return whether two stored tensors have one shape and the same values, whatever their dtypes."""
+    if checkpoint.tensors[key].shape != other.tensors[other_key].shape:
+        return False
+    blocks = zip(checkpoint.read_in_blocks(key), other.read_in_blocks(other_key), strict=True)
+    return all(torch.equal(mine.float(), theirs.float()) for mine, theirs in blocks)
+
+
 WrongForm = Literal["zero", "halves swapped", "norms shifted", "transposed", "rescaled"]
 _WORDS: Mapping[WrongForm, str] = {
     "zero": "zero everywhere",

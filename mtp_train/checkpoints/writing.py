@@ -191,7 +191,11 @@ def removed_on_failure(target: Path) -> Iterator[None]:
         raise
 
 
-_NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+_NOT_WRITABLE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
+    # A file in the place of a directory, or above it.
+    *(errno.EEXIST, errno.ENOTDIR),
+)
 
 
 @contextlib.contextmanager

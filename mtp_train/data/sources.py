@@ -66,6 +66,7 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
 """The columns of each format; a record has at least the first."""
 CHAT_COLUMNS = ("system", "tools", "chat_template_kwargs")
 """Columns beside those of a format, which belong to its chat."""
+COLUMNS = (*chain.from_iterable(FORMATS.values()), *CHAT_COLUMNS)
 OTHER_NAMES = {"messages": "conversations", "response": "completion"}
 KNOWN_COLUMNS = (
     "`messages` or `conversations`, `prompt` (with `response` or `completion`), `instruction` with `output`, or `text`"
@@ -246,7 +247,8 @@ class _Source:
         if files is not None:
             # By the names that the user gave, without those that were left out.
             ours = {file.resolve(): str(file) for file in files}
-            return {split: [ours[one] for one in map(_resolved, some) if one in ours] for split, some in found.items()}
+            resolved = {split: [Path(one).resolve() for one in some] for split, some in found.items()}
+            return {split: [ours[one] for one in some if one in ours] for split, some in resolved.items()}
         return {split: datasets.DownloadManager().download_and_extract(some) for split, some in found.items()}
 
     def _read_files(self, by_split: Mapping[str, Sequence[str]]) -> tuple[list[str], Iterable[OwnedRow]]:
@@ -282,10 +284,6 @@ def _parts(split: str, whole: Mapping[str, Sized]) -> list[tuple[str, range]]:
     counts = {name: len(rows) for name, rows in whole.items()}
     absolute = datasets.ReadInstruction.from_spec(split).to_absolute(counts)
     return [(part.splitname, range(part.from_, part.to)) for part in absolute]
-
-
-def _resolved(file: str) -> Path:
-    return Path(file).resolve()
 
 
 class _BadLineError(ValueError):
@@ -422,7 +420,7 @@ def _unreadable(name: str, files: Sequence[Path] | None, error: Exception) -> Da
 def known_columns(names: Collection[str], given: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """Return the columns of ``FORMATS`` and ``CHAT_COLUMNS`` that a source has, with their names there."""
     known = dict(given)
-    for ours in (*chain.from_iterable(FORMATS.values()), *CHAT_COLUMNS):
+    for ours in COLUMNS:
         for theirs in (ours, OTHER_NAMES.get(ours, ours)):
             if theirs in names and theirs not in given.values():
                 known.setdefault(ours, theirs)
@@ -447,10 +445,9 @@ def _format_of(names: Sequence[str], given: Mapping[str, str], name: str) -> dic
     Raises:
         DataError: A given column does not exist, or the columns fit no format or several.
     """
-    allowed = [*chain.from_iterable(FORMATS.values()), *CHAT_COLUMNS]
     for ours, theirs in given.items():
-        if ours not in allowed:
-            raise DataError(f"{name}: columns.{ours}: unknown; expected {', '.join(allowed)}. Correct the name.")
+        if ours not in COLUMNS:
+            raise DataError(f"{name}: columns.{ours}: unknown; expected {', '.join(COLUMNS)}. Correct the name.")
         if theirs not in names:
             raise DataError(
                 f"{name}: columns.{ours} is {theirs!r}; expected one of {_listed(names)}. Correct the name."

@@ -80,17 +80,12 @@ def parse_arm(text: str) -> ArmSpec:
             f"arm {text!r}: no trunk, or no head behind the +; expected [NAME=]TRUNK[+HEAD], or the directory of a "
             "run. Name a checkpoint first."
         )
-    if not plus and is_run(Path(trunk)):
-        return arm_of_run(Path(trunk), name)
-    named_trunk, (trunk, trunk_bits) = trunk, _unpacked(trunk)
-    if not plus and is_run(Path(trunk)):
-        return replace(arm_of_run(Path(trunk), name or _short(named_trunk)), quantization=trunk_bits)
-    return named(ArmSpec(name, trunk, head or OWN, None, trunk_bits))
-
-
-def _unpacked(text: str) -> tuple[str, Quantization | None]:
-    packed = _PACKED.fullmatch(text)
-    return (packed["location"], BITS_OPTIONS[packed["bits"]]) if packed else (text, None)
+    packed = None if is_run(Path(trunk)) else _PACKED.fullmatch(trunk)
+    place, bits = (packed["location"], BITS_OPTIONS[packed["bits"]]) if packed else (trunk, None)
+    if plus or not is_run(Path(place)):
+        return named(ArmSpec(name, place, head or OWN, None, bits))
+    arm = arm_of_run(Path(place), name or _short(trunk))
+    return replace(arm, quantization=bits) if packed else arm
 
 
 def named(spec: ArmSpec) -> ArmSpec:

@@ -72,11 +72,6 @@ class Server:
         del settings["request_timeout_seconds"]
         return settings
 
-    @property
-    def setting(self) -> str:
-        """The user's setting with the address, for messages."""
-        return "--endpoint" if self.name == SERVED else f"arm {self.name}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServedRecord(PromptRecord):
@@ -174,7 +169,7 @@ def served_checkpoint(server: Server) -> str:
         place = endpoint.checkpoint
     if place is None or not Path(place).exists():
         raise DataError(
-            f"{server.setting}: {server.url} serves {place or 'files that it does not name'}; expected files on this "
+            f"arm {server.name}: {server.url} serves {place or 'files that it does not name'}; expected files on this "
             "machine, whose tokenizer writes the prompts. Name the trunk: --tokenizer CKPT."
         )
     return place
@@ -242,21 +237,21 @@ def _ask_all(
 ) -> _Asked:
     """Send every prompt at one temperature, and read the server's counters after each where it has some."""
     requests = [_request(prompt, temperature, grid) for prompt in prompts]
-    answers: dict[int, Response | Refusal] = {}
-    gained: dict[int, SpecCounts] = {}
+    found: dict[int, ServedRecord | Refusal] = {}
     counters, generated, started = endpoint.counters(), 0, time.perf_counter()
     for number, answer in endpoint.answers(requests):
-        answers[number] = answer
+        gained = None
         if counters is not None:
             # The next request is sent after this.
-            own = _num_tokens(answer) if isinstance(answer, Response) else 0
-            counters, tokens, gained[number] = _gained(endpoint, counters, own)
+            own = 0 if isinstance(answer, Refusal) else _num_tokens(answer)
+            counters, tokens, gained = _gained(endpoint, counters, own)
             generated += tokens
+        found[number] = answer if isinstance(answer, Refusal) else _record(prompts[number], answer, gained)
         tick()
     seconds = time.perf_counter() - started
-    found = [(prompt, number, answers[number]) for number, prompt in enumerate(prompts)]
-    records = [_record(prompt, one, gained.get(number)) for prompt, number, one in found if isinstance(one, Response)]
-    failed = [(prompt, one.reason) for prompt, _, one in found if isinstance(one, Refusal)]
+    in_order = [(prompt, found[number]) for number, prompt in enumerate(prompts)]
+    records = [one for _, one in in_order if isinstance(one, ServedRecord)]
+    failed = [(prompt, one.reason) for prompt, one in in_order if isinstance(one, Refusal)]
     if not records:
         raise DataError(
             f"{endpoint.url}: refuses all of {len(prompts)} prompts at temperature "
@@ -315,8 +310,12 @@ def _gained(endpoint: Endpoint, before: Counters, own_tokens: int) -> tuple[Coun
 
 
 def _document(endpoint: Endpoint, asked: Mapping[float, _Asked], drafts: bool | None) -> dict[str, Any]:
-    failed = [(temperature, *pair) for temperature, one in asked.items() for pair in one.failed]
-    warnings = [f"{len(failed)} requests failed, {failed[0][1].id} first: {failed[0][2]}."] if failed else []
+    failures = [
+        {"prompt": prompt.id, "task": prompt.task, "temperature": temperature, "reason": reason}
+        for temperature, one in asked.items()
+        for prompt, reason in one.failed
+    ]
+    warnings = [f"{len(failures)} requests failed, {one['prompt']} first: {one['reason']}." for one in failures[:1]]
     if drafts is None:
         warnings.append(
             "Acceptance is unknown: the server does not count its drafts, or all requests' together (vLLM), which need "
@@ -329,10 +328,7 @@ def _document(endpoint: Endpoint, asked: Mapping[float, _Asked], drafts: bool | 
         "drafts": drafts,
         "counts": "responses" if endpoint.counters() is None else "counters",
         "concurrency": endpoint.concurrency,
-        "failures": [
-            {"prompt": prompt.id, "task": prompt.task, "temperature": temperature, "reason": reason}
-            for temperature, prompt, reason in failed
-        ],
+        "failures": failures,
         "answers": None,
         "warnings": warnings,
     }
@@ -347,14 +343,12 @@ def judged(served: Served, trunk: Trunk, eos_ids: Collection[int]) -> Served:
     found, warnings = [], list(served.document["warnings"])
     for setting, records in served.arm.decoded.items():
         temperature = setting.temperature
-        answers = [(one.prompt_ids, one.token_ids) for one in records if isinstance(one, ServedRecord)]
-        fit = fit_of(
-            trunk,
-            spread([answer for answer in answers if answer[1]], f"{temperature}"),
-            setting.sampling(seed=0),
-            eos_ids,
-        )
-        verdict = fit.is_trunks if fit.can_tell or not fit.is_trunks else None
+        answers = [
+            (one.prompt_ids, one.token_ids) for one in records if isinstance(one, ServedRecord) and one.token_ids
+        ]
+        fit = fit_of(trunk, spread(answers, f"{temperature}"), setting.sampling(seed=0), eos_ids)
+        # Among few tokens, those of probability 0 would pass as well.
+        verdict = None if fit.is_trunks and fit.allowed >= fit.expected else fit.is_trunks
         found.append({"temperature": temperature, **fit._asdict(), "are_the_trunks": verdict})
         if verdict is None:
             warnings.append(

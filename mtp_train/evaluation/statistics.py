@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 
 from mtp_train.acceptance.counts import (
     FloatArray,
@@ -201,17 +202,12 @@ def _dense_means(rows: DenseRows, depth: int, task: str) -> dict[str, Any]:
     """Return the means of agreement, overlap and entropy over a task's positions."""
     of_task_P = np.array([task in (ALL_TASKS, prompt.task) for prompt in rows.prompts])
     valid_KN = rows.valid_KN & of_task_P[rows.prompt_N]
-    entropy = float(rows.entropy_N[valid_KN[0]].mean(dtype=np.float64)) if valid_KN[0].any() else None
-    if not depth:
-        return {"target_entropy": entropy}
-    agreed, overlap = (
-        tuple(
-            float(values_N[valid_N].mean(dtype=np.float64)) if valid_N.any() else None
-            for values_N, valid_N in zip(values_KN[:depth], valid_KN[:depth], strict=True)
-        )
-        for values_KN in (rows.agreed_KN, rows.overlap_KN)
-    )
-    return {"dense": agreed, "overlap": overlap, "target_entropy": entropy}
+
+    def mean(values_N: NDArray[Any], valid_N: NDArray[np.bool_]) -> float | None:
+        return float(values_N[valid_N].mean(dtype=np.float64)) if valid_N.any() else None
+
+    agreed, overlap = (tuple(map(mean, values_KN[:depth], valid_KN)) for values_KN in (rows.agreed_KN, rows.overlap_KN))
+    return {"dense": agreed or None, "overlap": overlap or None, "target_entropy": mean(rows.entropy_N, valid_KN[0])}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,10 +373,11 @@ def overlap_difference(first: DenseRows, second: DenseRows, task: str = ALL_TASK
     Returns:
         None where the distributions of the arms over bins overlap by less than ``MIN_COMMON_SHARE``.
     """
-    mine, theirs = (_groups(rows, task) for rows in (first, second))
-    group_of = {prompt: group for prompt, group in mine.items() if prompt in theirs}
-    names = {group: number for number, group in enumerate(dict.fromkeys(group_of.values()))}
-    pair_G4B = np.concatenate([_sums(rows, group_of, names) for rows in (first, second)], axis=1)
+    theirs = {prompt.id for prompt in second.prompts}
+    both = [one for one in first.prompts if one.id in theirs and task in (ALL_TASKS, one.task)]
+    number_of = {group: number for number, group in enumerate(dict.fromkeys(one.group for one in both))}
+    place_of = {one.id: number_of[one.group] for one in both}
+    pair_G4B = np.concatenate([_sums(rows, place_of, len(number_of)) for rows in (first, second)], axis=1)
     total_4B = pair_G4B.sum(axis=0)
     if not total_4B[0].any() or not total_4B[2].any() or _common_share(total_4B) < MIN_COMMON_SHARE:
         return None
@@ -388,27 +385,21 @@ def overlap_difference(first: DenseRows, second: DenseRows, task: str = ALL_TASK
     return judge_difference(float(_standardised(total_4B[None])[0]), _standardised(total_4B - pair_G4B), count_G2)
 
 
-def _groups(rows: DenseRows, task: str) -> dict[str, str]:
-    """Return the group of each prompt of a task."""
-    return {prompt.id: prompt.group for prompt in rows.prompts if task in (ALL_TASKS, prompt.task)}
-
-
-def _sums(rows: DenseRows, group_of: Mapping[str, str], names: Mapping[str, int]) -> FloatArray:
+def _sums(rows: DenseRows, place_of: Mapping[str, int], groups: int) -> FloatArray:
     """Return counts and summed overlaps of the positions at depth 1, shape (G, 2, B), by the bins of ``FINE_EDGES``.
 
     Args:
-        group_of: The groups of the prompts that count.
-        names: The index of each group.
+        place_of: The indices of the groups of the prompts that count, by the ids of the prompts.
     """
-    group_P = np.array([names[group_of[one.id]] if one.id in group_of else -1 for one in rows.prompts], dtype=np.int64)
+    group_P = np.array([place_of.get(one.id, -1) for one in rows.prompts], dtype=np.int64)
     counted_N = rows.valid_KN[0] & (group_P[rows.prompt_N] >= 0)
     bin_N = np.searchsorted(np.array(FINE_EDGES), rows.entropy_N[counted_N], side="right") - 1
     place_N = group_P[rows.prompt_N[counted_N]] * len(FINE_EDGES) + np.maximum(bin_N, 0)
     flat = [
-        np.bincount(place_N, weight_N, minlength=len(names) * len(FINE_EDGES))
+        np.bincount(place_N, weight_N, minlength=groups * len(FINE_EDGES))
         for weight_N in (None, rows.overlap_KN[0, counted_N])
     ]
-    return np.stack([one.reshape(len(names), len(FINE_EDGES)).astype(np.float64) for one in flat], axis=1)
+    return np.stack([one.reshape(groups, len(FINE_EDGES)).astype(np.float64) for one in flat], axis=1)
 
 
 def _common_share(total_4B: FloatArray) -> float:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
-from mtp_train.answers.store import append_lines, whole_lines
+from mtp_train.answers.store import append_rows, whole_lines
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.identity import (
     RECORD_FILE,
@@ -88,8 +86,7 @@ class Store:
         self.claim()
         directory = self._of(arm, setting)
         directory.mkdir(parents=True, exist_ok=True)
-        lines = (f"{json.dumps(asdict(one))}\n".encode() for one in records)
-        append_lines(directory / f"{self.writer}.jsonl", lines)
+        append_rows(directory / f"{self.writer}.jsonl", records)
 
     def _of(self, arm: str, setting: Setting) -> Path:
         # The arm of a run's head is named RUN/head.
@@ -107,8 +104,6 @@ class Store:
 
 
 def _require_ours(out: Path, identity: dict[str, Any]) -> None:
-    if out.exists() and not out.is_dir():
-        raise OutputExistsError(f"--out: {out} is a file; expected a directory. Choose another --out.")
     entries = sorted(path.name for path in out.iterdir() if path.name != LOCK_FILE) if out.is_dir() else []
     # A kill during `claim` leaves only these.
     claims = {MEASURED, RECORD_FILE, f".{RECORD_FILE}.tmp", f".{STUDY_FILE}.tmp"}

@@ -141,20 +141,14 @@ class AttentionThenMlp(nn.Module):
         """Run the layer, (B, T, D) to (B, T, D); arguments as in transformers' decoder layers."""
         attended, *_ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **of_attention)
         hidden_states = hidden_states + attended
-        mlp_output: Tensor = self.mlp(self.post_attention_layernorm(hidden_states))
-        return hidden_states + mlp_output
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-def attention_then_mlp(
-    attention: str, mlp: str, prepare: Callable[[Any], object] = lambda attention: None
-) -> Callable[[HeadLayer, PretrainedConfig, int], nn.Module]:
-    """Return a ``build_layer`` that composes classes of the model's Python module; the attention is prepared first."""
+def attention_then_mlp(attention: str, mlp: str) -> Callable[[HeadLayer, PretrainedConfig, int], nn.Module]:
+    """Return a ``build_layer`` that composes classes of the model's Python module."""
 
     def build(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-        attending = classes.cls(attention)(config, layer_idx)
-        prepare(attending)
-        return AttentionThenMlp(
-            attending, classes.cls(mlp)(config), (classes.make_norm(config), classes.make_norm(config))
-        )
+        norms = classes.make_norm(config), classes.make_norm(config)
+        return AttentionThenMlp(classes.cls(attention)(config, layer_idx), classes.cls(mlp)(config), norms)
 
     return build

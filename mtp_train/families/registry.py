@@ -8,11 +8,11 @@ from dataclasses import replace
 from mtp_train.errors import UnsupportedModelError
 from mtp_train.families.assistants import assistant_for
 from mtp_train.families.drafts.record import draft_kind
-from mtp_train.families.models import after_the_trunk, beside_the_trunk, qwen
+from mtp_train.families.models import after_the_trunk, beside_the_trunk
 from mtp_train.families.models.attached import ATTACHED, transformers_only
 from mtp_train.families.spec import Family, RawConfig, raw_text_config
 
-FAMILIES: Sequence[Family] = (*qwen.FAMILIES, *after_the_trunk.FAMILIES, *beside_the_trunk.FAMILIES, *ATTACHED)
+FAMILIES: Sequence[Family] = (*beside_the_trunk.QWEN, *after_the_trunk.FAMILIES, *beside_the_trunk.FAMILIES, *ATTACHED)
 """All families, in the order in which tables list them."""
 _NONE = "its releases carry no MTP head"
 _UNSERVED = "no engine has an MTP head for it"

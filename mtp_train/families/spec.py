@@ -87,7 +87,9 @@ class HeadLayer:
     config: Callable[[PretrainedConfig, int], PretrainedConfig] = lambda config, num_modules: config
     """Text config and number of modules to the config that the layers are built from."""
     build_layer: Callable[[HeadLayer, PretrainedConfig, int], nn.Module] | None = None
-    """Builds the head's layer from this record, the config and the module index. None: ``layer`` is used unchanged."""
+    """Builds the head's layer from this record, the config and the module index. None: ``layer`` is built."""
+    prepare: Callable[[Any], object] = lambda layer: None
+    """Called once on a built layer, to replace modules that are wrong for a head, or for windows of several rows."""
     frozen: str | None = None
     """Submodule of the layer that only selects keys and so gets no gradient. It is frozen, because distributed training
     waits for a gradient of every trainable parameter."""
@@ -114,6 +116,7 @@ class HeadLayer:
             layer = self.build_layer(self, config, layer_idx)
         else:
             layer = self.stock_layer(config, layer_idx)
+        self.prepare(layer)
         if self.frozen is not None:
             layer.get_submodule(self.frozen).requires_grad_(False)
         return layer
@@ -122,8 +125,7 @@ class HeadLayer:
         """Build a norm over ``width`` (default: the hidden size), initialised to the identity scale."""
         fields = config.to_dict()
         epsilon = next(name for name in _NORMS if fields.get(name) is not None)
-        norm: nn.Module = self.cls(self.prefix + _NORMS[epsilon])(width or config.hidden_size, eps=fields[epsilon])
-        return norm
+        return self.cls(self.prefix + _NORMS[epsilon])(width or config.hidden_size, eps=fields[epsilon])
 
     def make_rotary(self, config: PretrainedConfig) -> nn.Module | None:
         return None if self.rotary is None else self.cls(self.prefix + self.rotary)(config=config)
@@ -140,15 +142,13 @@ class TrunkClass:
     ``model_type`` inside of it is loaded."""
 
     def config_class(self) -> type[PretrainedConfig]:
-        found: type[PretrainedConfig] = CONFIG_MAPPING[self.model_type]
-        return found
+        return CONFIG_MAPPING[self.model_type]
 
     def read_config(self, path: Path) -> PretrainedConfig:
         """Read the checkpoint's config; for a wrapper, the language model's part of it."""
         if self.wrapper is None:
             return self.config_class().from_pretrained(path)
-        text_config: PretrainedConfig = CONFIG_MAPPING[self.wrapper].from_pretrained(path).get_text_config()
-        return text_config
+        return CONFIG_MAPPING[self.wrapper].from_pretrained(path).get_text_config()
 
     def model_class(self) -> Any:
         found = MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class()]

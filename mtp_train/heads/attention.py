@@ -110,8 +110,7 @@ def masked_attention(
         return _attend_in_groups(module, query, key, value, attention_mask, **options)
     if _is_for_blocks(attention_mask, query) and position_bias is None:
         return _attend_in_blocks(module, query, key, value, attention_mask, **options), None
-    attended: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    return attended
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
 def _attend_bounded(

@@ -165,9 +165,7 @@ def _has_fused_experts(checkpoint: Checkpoint, layout: HeadLayout) -> bool:
 
 
 def text_config_of(checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    config = trunk_config(checkpoint.path, checkpoint.family, trust_remote_code=trust_remote_code)
-    text_config: PretrainedConfig = config.get_text_config()
-    return text_config
+    return trunk_config(checkpoint.path, checkpoint.family, trust_remote_code=trust_remote_code).get_text_config()
 
 
 def empty_head(family: Family, text_config: PretrainedConfig, num_modules: int) -> dict[str, Tensor]:
@@ -239,26 +237,21 @@ def diagnose_head(checkpoint: Checkpoint) -> HeadDiagnosis:
     )
 
 
-def trunk_config(path: Path, family: Family, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Return transformers' config of a checkpoint; for a wrapper, the whole config and not only the text config."""
-    stand_in = family.trunk.stand_in
-    with named_rejections(path):
-        config: PretrainedConfig = (
-            AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-            if stand_in is None
-            else stand_in.read_config(path)
-        )
-        reset_attention(config)
-    return config
+def trunk_config(path: Path, family: Family | None = None, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Return transformers' config of a checkpoint; for a wrapper, the whole config and not only the text config.
 
-
-def reset_attention(config: PretrainedConfig) -> None:
-    """Reset a stored choice of attention to the default of the model's class, which computes the same function.
-
-    FlashAttention would need a package and a GPU. The config is changed in place.
+    Args:
+        family: The trunk's; None for an external drafter, which transformers has a class for.
     """
-    for part in (config, config.get_text_config()):
-        set_attention(part, None)
+    with named_rejections(path):
+        if family is None or family.trunk.stand_in is None:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        else:
+            config = family.trunk.stand_in.read_config(path)
+        for part in (config, config.get_text_config()):
+            # A stored choice may need a package and a GPU. The default of the model's class computes the same function.
+            set_attention(part, None)
+    return config
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from mtp_train.checkpoints.artifact import HeadPlan, OwnOutput
 from mtp_train.checkpoints.draft_checkpoint import BIAS_KEY, CHOSEN_KEY, OFFSETS_KEY, OUTPUT_KEY
@@ -23,6 +23,7 @@ from mtp_train.checkpoints.files import Checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import NativeHead, stored_tensor
 from mtp_train.checkpoints.quantised import PLAIN_DTYPES, is_scale
+from mtp_train.checkpoints.values import equal_values
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Assistant, Family, draft_kind, of_kind
 from mtp_train.families.assistants import building_assistant
@@ -35,8 +36,8 @@ from mtp_train.heads.diagnose import (
     empty_head,
     layout_of,
     named_rejections,
-    reset_attention,
     text_config_of,
+    trunk_config,
 )
 from mtp_train.upstream.transformers_private import quiet_loading
 
@@ -241,23 +242,12 @@ def _require_same_embedding(draft: DraftModel, trunk: Checkpoint) -> None:
             f"{checkpoint.path}: {BIAS_KEY} is not zero, and engines treat it differently; expected zeros or no bias. "
             "Measure it with the engine that it was made for."
         )
-    if EMBED_KEY not in checkpoint.tensors:
-        return
-    pairs = zip(checkpoint.read_in_blocks(EMBED_KEY), trunk.read_in_blocks(layout_of(trunk).embed_key), strict=False)
-    if checkpoint.tensors[EMBED_KEY].shape != trunk.tensors[layout_of(trunk).embed_key].shape or not all(
-        mine.shape == theirs.shape and torch.equal(mine.float(), theirs.float()) for mine, theirs in pairs
-    ):
+    theirs = layout_of(trunk).embed_key
+    if EMBED_KEY in checkpoint.tensors and not equal_values(checkpoint, EMBED_KEY, trunk, theirs):
         raise UnsupportedModelError(
             f"{checkpoint.path}: {EMBED_KEY} differs from the embedding of {trunk.path}; expected the same values, as "
             "the trunk's embedding is used in its place. Use the trunk that the draft model was made for."
         )
-
-
-def _config_of(checkpoint: Checkpoint) -> PretrainedConfig:
-    with named_rejections(checkpoint.path):
-        config: PretrainedConfig = AutoConfig.from_pretrained(checkpoint.path)
-        reset_attention(config)
-    return config
 
 
 def diagnose_assistant(checkpoint: Checkpoint) -> HeadDiagnosis:
@@ -265,7 +255,7 @@ def diagnose_assistant(checkpoint: Checkpoint) -> HeadDiagnosis:
 
     A tied lm_head may be stored or left out.
     """
-    config = _config_of(checkpoint)
+    config = trunk_config(checkpoint.path)
     with (
         named_rejections(checkpoint.path),
         building_assistant(config.get_text_config()),
@@ -293,7 +283,7 @@ def load_assistant(
         raise CheckpointError(
             f"{checkpoint.path}: {diagnosis.describe()}; expected a whole {assistant.title}. Download it again."
         )
-    config = _config_of(checkpoint)
+    config = trunk_config(checkpoint.path)
     with quiet_loading(), building_assistant(config.get_text_config()):
         model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.path, config=config, dtype=dtype)
     return model.requires_grad_(False).to(device).eval()

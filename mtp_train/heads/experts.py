@@ -43,8 +43,7 @@ def grouped_experts(experts: nn.Module, state_ND: Tensor, chosen_NE: Tensor, wei
     """
     dtype = autocast_dtype(state_ND.device)
     read = experts if dtype is None else _Converted(experts, dtype)
-    output_ND: Tensor = ALL_EXPERTS_FUNCTIONS[_STOCK](read, state_ND, chosen_NE, weight_NE)
-    return output_ND
+    return ALL_EXPERTS_FUNCTIONS[_STOCK](read, state_ND, chosen_NE, weight_NE)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

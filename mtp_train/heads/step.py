@@ -23,9 +23,6 @@ from mtp_train.heads.attention import without_cudnn_attention
 from mtp_train.heads.module import MtpHead
 from mtp_train.upstream.transformers_private import DynamicIndexedLayer, DynamicSlidingWindowLayer
 
-_Masks = Callable[[int, int | None], Tensor]
-"""From the number of depths whose rows are attended to, and a sliding window, to the mask."""
-
 
 class StepOutput(NamedTuple):
     """The result of one depth."""
@@ -99,8 +96,7 @@ def _position_embeddings(
     if kind is not None:
         return {kind: head.rotary(fused_BTD, positions_BT, kind)}
     layer_type = (head.layer_type(depth),) if head.rotary_takes_layer_type else ()
-    embeddings: tuple[Tensor, Tensor] = head.rotary(fused_BTD, positions_BT, *layer_type)
-    return embeddings
+    return head.rotary(fused_BTD, positions_BT, *layer_type)
 
 
 def unroll(
@@ -142,7 +138,7 @@ def unroll(
         K tensors (B, T, D): the state for the logits of depth k at each start row.
     """
     hidden_BTD = head.read(hidden_BTD)
-    masks = _masks(head, document_BT)
+    prefix_BTT = prefix_mask(document_BT)
     apart = apart and head.unroll == "recursive"
     inputs: list[_Inputs] = []
     outputs: list[Tensor] = []
@@ -156,7 +152,7 @@ def unroll(
         read_BT = positions_BT if apart else positions_BT + (depth - 1)
         inputs.append(_Inputs(hidden_BTD, embed_BTD, read_BT, 1 if alone else depth))
         unread = inputs[0 if head.unroll == "chained_drafts" else -1 :]
-        run = partial(_run_depth, head, depth, masks)
+        run = partial(_run_depth, head, depth, prefix_BTT)
         step = checkpoint(_rerunnable(run, cache), unread, use_reentrant=False) if recompute else run(unread, cache)
         hidden_BTD = step.recycled_BTD
         outputs.append(step.logit_hidden_BTD)
@@ -173,27 +169,20 @@ class _Inputs(NamedTuple):
     """The number of depths whose rows are attended to, the own depth included."""
 
 
-def _masks(head: MtpHead, document_BT: Tensor) -> _Masks:
-    prefix_BTT = prefix_mask(document_BT)
-
-    def mask(seen_depths: int, sliding_window: int | None) -> Tensor:
-        mask_BTS = unroll_mask(prefix_BTT, seen_depths, sliding_window)
-        return unroll_distances(mask_BTS, seen_depths) if head.classes.masks_of_distances else mask_BTS
-
-    return mask
-
-
-def _run_depth(head: MtpHead, depth: int, masks: _Masks, unread: Sequence[_Inputs], cache: Cache) -> StepOutput:
+def _run_depth(head: MtpHead, depth: int, prefix_BTT: Tensor, unread: Sequence[_Inputs], cache: Cache) -> StepOutput:
     """Run the module of a depth over the rows that it has not processed yet; return the output of the last ones."""
 
     def run(rows: _Inputs) -> StepOutput:
+        mask_BTS = unroll_mask(prefix_BTT, rows.seen_depths, head.sliding_window(depth))
+        if head.classes.masks_of_distances:
+            mask_BTS = unroll_distances(mask_BTS, rows.seen_depths)
         return mtp_step(
             head,
             rows.hidden_BTD,
             rows.embed_BTD,
             depth=depth,
             positions_BT=rows.positions_BT,
-            mask_BTS=masks(rows.seen_depths, head.sliding_window(depth)),
+            mask_BTS=mask_BTS,
             cache=cache,
         )
 

@@ -52,7 +52,6 @@ from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.heads.draft_model import DraftModel, draft_model, draft_plan
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
-from mtp_train.runs.display import quiet_progress
 from mtp_train.runs.refusals import (
     HeadOnTrunk,
     raise_together,
@@ -189,10 +188,7 @@ def split_records(recipe: Recipe, progress: Progress | None = None) -> tuple[lis
     """
     records = load_sources(recipe)
     if recipe.data.group_field is None:
-        progress = progress or quiet_progress()
-        task = progress.add_task("looking for near-duplicate prompts", total=len({record.group for record in records}))
-        records = join_near_duplicates(records, lambda count: progress.advance(task, count))
-        progress.remove_task(task)
+        records = join_near_duplicates(records, progress)
     return split_by_group(records, recipe.data.holdout, recipe.seed)
 
 

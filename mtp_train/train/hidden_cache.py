@@ -143,8 +143,7 @@ class HiddenCache:
         return states_BTD
 
     def document(self, index: int) -> Tensor:
-        states_TD: Tensor = self._file(index // self.shard_documents).get_tensor(str(index))
-        return states_TD
+        return self._file(index // self.shard_documents).get_tensor(str(index))
 
     def _path(self, shard: int) -> Path:
         return self.directory / f"states-{shard:05d}.safetensors"

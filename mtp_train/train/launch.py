@@ -236,8 +236,7 @@ def clip_gradient(accelerator: Accelerator, wrapped: nn.Module, max_grad_norm: f
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         # It has clipped in its backward pass.
         engine: Any = wrapped
-        norm: Tensor | float = engine.get_global_grad_norm()
-        return norm
+        return engine.get_global_grad_norm()
     return whole(accelerator.clip_grad_norm_(wrapped.parameters(), max_grad_norm))
 
 

@@ -34,8 +34,7 @@ _SHARDED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def shards_trunk(accelerator: Accelerator) -> bool:
     """Return whether the trunk is in shards in training (FSDP2, ZeRO-3), so that no process can decode with it."""
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        stage: int = accelerator.state.deepspeed_plugin.zero_stage
-        return stage == 3
+        return accelerator.state.deepspeed_plugin.zero_stage == 3
     return accelerator.distributed_type is DistributedType.FSDP
 
 
@@ -78,10 +77,15 @@ def shard_decoder(trunk: Trunk, accelerator: Accelerator) -> None:
 
     The trunk cannot train afterwards: its decoder is what gathers the shards, which training does itself.
     """
+    _gather_in(trunk.decoder, trunk, accelerator)
+
+
+def _gather_in(module: nn.Module, trunk: Trunk, accelerator: Accelerator) -> None:
+    """Shard the trunk's layers by torch, gathered in the forward of a module around them, and move the rest."""
     _make_ready(trunk, accelerator)
     _shard_all(trunk, accelerator, reshard_after_forward=True)
     trunk.to(accelerator.device)
-    fully_shard(trunk.decoder, ignored_params=set(trunk.decoder.parameters()))
+    fully_shard(module, ignored_params=set(module.parameters()))
 
 
 class HiddenInShards(nn.Module):
@@ -98,12 +102,8 @@ class HiddenInShards(nn.Module):
     def __init__(self, trunk: Trunk, accelerator: Accelerator) -> None:
         super().__init__()
         self.trunk = trunk
-        _make_ready(trunk, accelerator)
-        # Sharded by torch, under DeepSpeed too: its engine never releases a module, and these layers have to be
-        # released before training.
-        _shard_all(trunk, accelerator, reshard_after_forward=True)
-        trunk.to(accelerator.device)
-        fully_shard(self, ignored_params=set(self.parameters()))
+        # Under DeepSpeed too: its engine never releases a module, and these layers have to be released before training.
+        _gather_in(self, trunk, accelerator)
 
     def forward(self, tokens_BT: Tensor, document_BT: Tensor, max_tokens: int) -> Tensor:
         """Return what ``isolated_hidden`` returns; every process must call it."""

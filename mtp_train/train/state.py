@@ -174,8 +174,7 @@ def load_best(state_dir: Path, step: int) -> Best:
 
 
 def load_sums(state_dir: Path, step: int) -> dict[str, Any]:
-    sums: dict[str, Any] = read_json(_step_directory(state_dir, step) / _META)["sums"]
-    return sums
+    return read_json(_step_directory(state_dir, step) / _META)["sums"]
 
 
 def best_weights(state_dir: Path) -> dict[str, Tensor]:

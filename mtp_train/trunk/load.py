@@ -139,8 +139,7 @@ class Trunk(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        layers: nn.ModuleList = self.decoder.layers
-        return layers
+        return self.decoder.layers
 
     def drop_layers(self) -> None:
         """Release the decoder's layers and their memory; embedding, final norm and output matrix stay."""
@@ -211,8 +210,7 @@ class Trunk(nn.Module):
 
     def _call(self, part: Any, given: Tensor) -> Tensor:
         # Hooks may add noise (NEFTune) or count calls. In a view they belong to the model's own forwards only.
-        result: Tensor = part.forward(given) if self._is_view else part(given)
-        return result
+        return part.forward(given) if self._is_view else part(given)
 
     def show_layers(self, layers: tuple[int, ...]) -> None:
         """Append the input of these layers to the hidden states, after the last state, for a head that reads it.
@@ -255,8 +253,7 @@ class Trunk(nn.Module):
 
     @property
     def config(self) -> PretrainedConfig:
-        config: PretrainedConfig = self.causal_lm.config.get_text_config()
-        return config
+        return self.causal_lm.config.get_text_config()
 
     @property
     def lm_head_VD(self) -> Tensor:

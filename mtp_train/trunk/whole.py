@@ -21,6 +21,7 @@ from mtp_train.checkpoints.adapter import refuse_embedded_adapter
 from mtp_train.checkpoints.files import CONFIG_FILE, TORCH_DTYPES, Checkpoint, TensorInfo
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.native import trunk_tensors
+from mtp_train.checkpoints.values import equal_values
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import Family
 from mtp_train.heads.diagnose import layout_of, named_rejections, trunk_config
@@ -151,13 +152,9 @@ def untie_command(path: Path) -> str:
 def _untied(checkpoint: Checkpoint, layout: HeadLayout) -> str | None:
     config, key = checkpoint.config, layout.lm_head_key
     tied = config.get("tie_word_embeddings", checkpoint.text_config.get("tie_word_embeddings"))
-    if not tied or key not in checkpoint.tensors:
+    if not tied or key not in checkpoint.tensors or equal_values(checkpoint, key, checkpoint, layout.embed_key):
         return None
-    alike = checkpoint.tensors[key].shape == checkpoint.tensors[layout.embed_key].shape and all(
-        torch.equal(mine.float(), theirs.float())
-        for mine, theirs in zip(*(checkpoint.read_in_blocks(one) for one in (key, layout.embed_key)), strict=True)
-    )
-    return None if alike else key
+    return key
 
 
 def _whole_numbers(tensors: Mapping[str, TensorInfo], plain: Iterable[str], model: Any) -> list[str]:

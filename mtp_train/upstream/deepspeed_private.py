@@ -42,8 +42,7 @@ def link_moments(optimizer: Any) -> None:
 
 def partition_of(parameter: nn.Parameter) -> Tensor | None:
     """Return this process's part of a partitioned parameter, with padding; None for a parameter that is whole."""
-    partition: Tensor | None = getattr(parameter, "ds_tensor", None)
-    return partition
+    return getattr(parameter, "ds_tensor", None)
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:

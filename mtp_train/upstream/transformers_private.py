@@ -68,9 +68,21 @@ SYMBOLS = (
 )
 
 
+@contextmanager
+def replacing(owner: Any, **parts: Any) -> Iterator[None]:
+    """Replace attributes of a module or a class inside this context, for every thread."""
+    stock = {name: getattr(owner, name) for name in parts}
+    for name, part in parts.items():
+        setattr(owner, name, part)
+    try:
+        yield
+    finally:
+        for name, part in stock.items():
+            setattr(owner, name, part)
+
+
 def attention_of(config: Any) -> str | None:
-    name: str | None = config._attn_implementation
-    return name
+    return config._attn_implementation
 
 
 def set_attention(config: Any, name: str | None) -> None:
@@ -112,12 +124,8 @@ def without_deepspeed() -> Iterator[None]:
 @contextmanager
 def without_packed_rows() -> Iterator[None]:
     """Keep models from looking for packed sequences in the positions of their rows, which waits for the device."""
-    stock = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda _position_ids: None
-    try:
+    with replacing(masking_utils, find_packed_sequence_indices=lambda _position_ids: None):
         yield
-    finally:
-        masking_utils.find_packed_sequence_indices = stock
 
 
 _READ_IN_TURN = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -148,12 +156,11 @@ def loading_layer_by_layer(on_layer: Callable[[Any], object]) -> Iterator[None]:
             on_layer(layer)
             _mark_as_loaded(layer)
 
-    core_model_loading.set_param_for_module = set_and_tell
     os.environ[_READ_IN_TURN] = "1"
     try:
-        yield
+        with replacing(core_model_loading, set_param_for_module=set_and_tell):
+            yield
     finally:
-        core_model_loading.set_param_for_module = stock
         os.environ.pop(_READ_IN_TURN)
         if earlier is not None:
             os.environ[_READ_IN_TURN] = earlier

@@ -22,7 +22,7 @@ from demo_maker.tokenizer import MAX_TOKENS
 from mtp_train.checkpoints.files import INDEX_FILE
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.checkpoints.writing import new_directory, write_json
-from mtp_train.families.models.qwen import QWEN3_5
+from mtp_train.families.models.beside_the_trunk import QWEN3_5
 from mtp_train.heads.module import MtpHead
 
 INIT_STD = 0.04

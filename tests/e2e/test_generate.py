@@ -31,8 +31,7 @@ Capture = pytest.CaptureFixture[str]
 def requests(argv: list[Any], capfd: Capture) -> list[dict[str, Any]]:
     """Generate 24 tokens for each prompt."""
     prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
-    found: list[dict[str, Any]] = document(["generate", *argv, *prompts, "--max-new-tokens", 24], capfd)["requests"]
-    return found
+    return document(["generate", *argv, *prompts, "--max-new-tokens", 24], capfd)["requests"]
 
 
 def texts(found: list[dict[str, Any]]) -> list[Any]:

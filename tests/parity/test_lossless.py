@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from mtp_inference import HeadDrafting, Request, SpeculativeDecoder, compare
-from mtp_inference.cache.convolved import ConvolutionInputs
 from mtp_inference.cache.delta import DeltaWindow
 from mtp_inference.cache.model_cache import CompressedStore
-from mtp_inference.cache.recurrent import RecurrentLayers, RecurrentStore
+from mtp_inference.cache.recurrent import ConvolutionInputs, RecurrentLayers, RecurrentStore
 from mtp_inference.drafters.drafter import Drafting
 from mtp_train.heads.module import Unroll
 from mtp_train.trunk.load import Trunk

@@ -33,8 +33,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 def on_the_device(directory: Path, **asked: object) -> dict[str, Any]:
     """Return what ``simulated_jobs.py`` found."""
-    found: dict[str, Any] = told_by("simulated_jobs.py", directory, json.dumps(asked), env=environment())
-    return found
+    return told_by("simulated_jobs.py", directory, json.dumps(asked), env=environment())
 
 
 @pytest.fixture(scope="module")

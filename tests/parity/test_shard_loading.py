@@ -21,8 +21,7 @@ def measured(cases: tuple[str, ...], directory: Path) -> dict[str, Any]:
     program, two = ROOT / "tests" / "shard_loading.py", ("--num_processes", "2")
     done = start("fsdp2.yaml", program, into, *cases, flags=two, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(into.read_text())
-    return found
+    return json.loads(into.read_text())
 
 
 @pytest.fixture(scope="module")

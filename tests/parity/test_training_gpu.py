@@ -128,8 +128,7 @@ def test_two_training_steps_in_bf16_lose_about_what_they_do_in_fp32() -> None:
 def answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     """Return what a job has printed."""
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def on_the_gpu() -> dict[str, str]:

@@ -6,7 +6,6 @@ import re
 import pytest
 
 from mtp_train.data.records import (
-    Chat,
     PlainText,
     Record,
     parse_content,
@@ -102,13 +101,6 @@ def test_malformed_messages_are_refused_with_their_place(value: object, message:
 def test_long_values_are_quoted_briefly() -> None:
     with pytest.raises(DataError, match=re.escape("xxx...; expected a list")):
         parse_messages("x" * 1000, "f")
-
-
-def test_a_prompt_goes_up_to_the_last_assistant_turn() -> None:
-    assert Chat((USER, ASSISTANT, USER, ASSISTANT)).prompt_messages() == (USER, ASSISTANT, USER)
-    assert Chat((USER,)).prompt_messages() == (USER,)
-    assert Chat((USER, ASSISTANT, USER)).prompt_messages() == (USER, ASSISTANT, USER)
-    assert Chat((ASSISTANT,)).prompt_messages() == ()
 
 
 def test_a_record_names_its_place() -> None:

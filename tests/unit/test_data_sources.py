@@ -104,18 +104,6 @@ def test_a_dataset_saved_to_disk_is_read(tmp_path: Path) -> None:
     assert {file.suffix for file in files} == {".json", ".arrow"}
 
 
-def test_every_kind_of_local_file_is_read(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}, {"text": "two"}]))
-    (tmp_path / "a.txt").write_text("one\nstill one\n\n\ntwo\n")
-    datasets.Dataset.from_dict({"text": ["one", "two"]}).to_parquet(str(tmp_path / "a.parquet"))
-    texts = {
-        suffix: [record.content for record in load_records(str(tmp_path / f"a{suffix}"))]
-        for suffix in (".json", ".parquet", ".txt")
-    }
-    assert texts[".json"] == texts[".parquet"] == [PlainText("one"), PlainText("two")]
-    assert texts[".txt"] == [PlainText("one\nstill one"), PlainText("two")]
-
-
 @pytest.mark.parametrize(("suffix", "module"), [(".gz", gzip), (".xz", lzma), (".bz2", bz2)])
 def test_compressed_files_are_read(tmp_path: Path, suffix: str, module: Any) -> None:
     (tmp_path / f"a.jsonl{suffix}").write_bytes(module.compress(b'{"text": "one"}\n{"text": "two"}\n'))

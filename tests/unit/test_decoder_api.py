@@ -6,7 +6,6 @@ import doctest
 import pkgutil
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -43,8 +42,7 @@ def decoder(pristine: Path) -> SpeculativeDecoder:
 
 
 def ids(text: str) -> list[int]:
-    found: list[int] = byte_tokenizer()(text)["input_ids"]
-    return found
+    return byte_tokenizer()(text)["input_ids"]
 
 
 def test_text_in_and_text_out_is_plain_decoding_of_its_tokens(decoder: SpeculativeDecoder) -> None:
@@ -57,13 +55,6 @@ def test_text_in_and_text_out_is_plain_decoding_of_its_tokens(decoder: Speculati
     (alone,) = decoder.generate("ab", max_new_tokens=12)
     assert alone.token_ids == results[1].token_ids
     assert decoder.generate([]) == []
-
-
-def test_a_stream_has_the_text_of_generate(decoder: SpeculativeDecoder) -> None:
-    settings: dict[str, Any] = {"max_new_tokens": 24, "sampling": Sampling(temperature=0.9, top_k=50, seed=3)}
-    chunks = list(decoder.stream(PROMPT, **settings))
-    assert len(chunks) > 1
-    assert "".join(chunk.text for chunk in chunks) == decoder.generate(PROMPT, **settings)[0].text
 
 
 def test_each_further_prompt_has_the_next_seed(decoder: SpeculativeDecoder) -> None:

@@ -127,8 +127,7 @@ class SharedOutput:
         return self
 
     def project(self, state: Tensor, shared: Any) -> Tensor:
-        found: Tensor = shared(state)
-        return found
+        return shared(state)
 
 
 def test_a_depth_without_targets_has_no_figures() -> None:

@@ -62,8 +62,7 @@ class Step:
         zeros_BT = torch.zeros_like(tokens_BT)
         scale_K = torch.ones(self.module.num_depths)
         batch = PackedBatch(tokens_BT, tokens_BT, zeros_BT, zeros_BT == 0)
-        total: Tensor = self.module(MicroBatch(batch, scale_K)).total
-        return total
+        return self.module(MicroBatch(batch, scale_K)).total
 
     def kept_copies(self) -> int:
         """Return the bytes of copies in bf16 of the head's matrices that a forward keeps for the backward."""

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from mtp_train.heads.alignment import PADDING_DOCUMENT
-from mtp_train.train.packed_rows import Segment, group_by_length, isolated_hidden, segments
+from mtp_train.train.packed_rows import Segment, group_by_length, isolated_hidden
 from tiny import VOCAB_SIZE, tiny_trunk
 
 P = PADDING_DOCUMENT
 # Two rows: three documents and padding; a document as long as the row.
 DOCUMENT = [[0] * 5 + [1] * 3 + [2] * 2 + [P] * 2, [0] * 12]
-PLACES = [Segment(0, 0, 5), Segment(0, 5, 3), Segment(0, 8, 2), Segment(1, 0, 12)]
 
 
 def packed_tokens() -> torch.Tensor:
     return torch.randint(VOCAB_SIZE, (2, 12), generator=torch.Generator().manual_seed(5))
-
-
-def test_segments_are_the_documents_by_hand() -> None:
-    assert segments(np.array(DOCUMENT)) == PLACES
-    assert segments(np.array([[P, P], [3, P]])) == [Segment(1, 0, 1)]
-    assert segments(np.array([[4, 4, 7, P]])) == [Segment(0, 0, 2), Segment(0, 2, 1)]
-    assert segments(np.full((2, 3), P)) == []
 
 
 def test_groups_are_of_similar_length_and_fit_when_padded() -> None:

@@ -10,6 +10,7 @@ import pytest
 from rich.progress import Progress
 
 from mtp_train.checkpoints.identity import directory_files
+from mtp_train.cli.main import main
 from mtp_train.errors import ChangedInputError, OutputExistsError
 from mtp_train.evaluation.arms import ArmSpec
 from mtp_train.evaluation.prompt_records import PromptRecord, Setting
@@ -47,12 +48,12 @@ def test_other_arms_are_refused_and_moved_ones_are_not(other: dict[str, Any], tm
         Store(tmp_path, arm(**other))
 
 
-def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:
+def test_a_directory_with_other_files_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(OutputExistsError, match=r"not a study's \(notes.txt\)"):
         Store(tmp_path, arm())
-    with pytest.raises(OutputExistsError, match="is a file"):
-        Store(tmp_path / "notes.txt", arm())
+    assert main(["evaluate", "demo:base", "--out", str(tmp_path / "notes.txt")]) == 2
+    assert "notes.txt: writing the report failed (File exists)" in capfd.readouterr().err
 
 
 def test_an_input_that_was_none_is_refused(tmp_path: Path) -> None:

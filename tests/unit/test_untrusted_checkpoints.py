@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from byte_tokenizer import byte_tokenizer
-from checkpoints import save_with_head, set_fields
+from checkpoints import save_with_head, set_fields, shard
 from mtp_train.checkpoints.files import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
@@ -94,6 +95,38 @@ def test_a_dtype_that_is_not_read_is_named(tmp_path: Path) -> None:
 def test_a_file_that_is_not_safetensors_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / SINGLE_FILE).write_bytes(content)
     assert "truncated or damaged" in refusal(lambda: scan_safetensors(tmp_path / SINGLE_FILE))
+
+
+# The directory
+
+
+def add_a_ghost(checkpoint: Path) -> None:
+    index = json.loads((shard(checkpoint) / INDEX_FILE).read_text())
+    index["weight_map"]["model.ghost.weight"] = "model-00001-of-00003.safetensors"
+    (checkpoint / INDEX_FILE).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / SINGLE_FILE).rename(path / "a.bin"), r"pickles \(a\.bin\), which can run code when read"),
+        (lambda path: (path / SINGLE_FILE).unlink(), r"no weights; expected model\.safetensors"),
+        (lambda path: (path / CONFIG_FILE).unlink(), r"config\.json: no such file"),
+        (shutil.rmtree, "not a directory; expected a checkpoint directory or a hub id"),
+        (add_a_ghost, r"lists model\.ghost\.weight .* which does not contain it"),
+    ],
+)
+def test_a_directory_that_is_no_whole_checkpoint_is_named(
+    damage: Callable[[Path], Any], message: str, checkpoint: Path
+) -> None:
+    damage(checkpoint)
+    assert re.search(message, refusal(lambda: inspect(checkpoint)))
+
+
+def test_a_hub_name_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    said = refusal(lambda: inspect("no-such-owner/no-such-model"))
+    assert said.startswith("no-such-owner/no-such-model: neither a local directory nor a hub model")
 
 
 # Index
@@ -262,6 +295,3 @@ def test_a_tokenizer_with_ids_beyond_the_embedding_is_refused(checkpoint: Path) 
     changed_tokenizer(checkpoint, model={"vocab": vocabulary | {"A": BYTE_VOCAB_SIZE}})
     found = refusal(lambda: load_tokenizer(open_checkpoint(checkpoint), trust_remote_code=False))
     assert f"the tokenizer has the id {BYTE_VOCAB_SIZE} for 'A' (1 such tokens)" in found
-
-
-# Large files

@@ -19,8 +19,14 @@ import torch
 from torch import Tensor
 from transformers import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, PretrainedConfig
 
-from mtp_inference.cache.convolved import NGRAM_STATES, ConvolutionInputs, NgramStore
-from mtp_inference.cache.recurrent import RecurrentLayers, RecurrentStore, undecided_states
+from mtp_inference.cache.recurrent import (
+    NGRAM_STATES,
+    ConvolutionInputs,
+    NgramStore,
+    RecurrentLayers,
+    RecurrentStore,
+    undecided_states,
+)
 from mtp_inference.cache.rows import PlacedState, RowState, select_rows
 from mtp_inference.cache.window import Window, attending_in_windows
 from mtp_train.errors import UnsupportedModelError
@@ -334,12 +340,14 @@ class WindowCache(RowState, Cache):
         super().keep_rows(rows_R)
 
     def _layer(self, layer: Any, index: int) -> Any:
+        window = getattr(layer, "sliding_window", None)
+        # One more window than the layer attends to: writing a window must not overwrite keys that its first token
+        # needs.
+        size = self.capacity if window is None else min(self.capacity, window + self.max_window)
         if type(layer).__name__ in CONVOLVED_CACHE_LAYERS and layer.number_of_states > 1:
-            window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-            size = self.capacity if window is None else min(self.capacity, window + self.max_window)
             return ConvolvedStore(self.num_rows, size, window, self.max_undecided, layer.number_of_states)
-        if type(layer) is DynamicLayer:
-            return AttentionStore(self.num_rows, self.capacity, None, self.dtype)
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+            return AttentionStore(self.num_rows, size, window, self.dtype)
         if type(layer) is DynamicIndexedLayer:
             return IndexedStore(self.num_rows, self.capacity)
         if type(layer).__name__ == BLOCK_CACHE_LAYER:
@@ -350,11 +358,6 @@ class WindowCache(RowState, Cache):
             )
         if type(layer).__name__ == _STATELESS:
             return layer
-        if type(layer) is DynamicSlidingWindowLayer:
-            # One more window than the layer attends to: writing a window must not overwrite keys that its first token
-            # needs.
-            size = min(self.capacity, layer.sliding_window + self.max_window)
-            return AttentionStore(self.num_rows, size, layer.sliding_window, self.dtype)
         if type(layer) is LinearAttentionLayer and layer.number_of_states == 1:
             return RecurrentStore()
         if type(layer) is LinearAttentionLayer and layer.number_of_states == NGRAM_STATES:

@@ -1,10 +1,11 @@
-"""The recurrent layers of a cache, with rollback inside the last window.
+"""The recurrent layers of a cache, with rollback inside the last window, and the inputs of short convolutions.
 
-The states of all layers are in one pair of buffers, so that a window is committed in all layers at once: the operations
-are small, and further layers do not make them slower.
+The states of all recurrent layers are in one pair of buffers, so that a window is committed in all layers at once: the
+operations are small, and further layers do not make them slower. Inputs of other convolutions, and the last tokens, are
+in rings by position, which need no rollback.
 
-Shapes: L layers, B rows, R = L * B, T tokens of the window, N = W + T, C channels, W kernel width, H heads, Kd key
-width, Vd value width.
+Shapes: L layers, B rows, R = L * B, T tokens of the window, N = W + T (W - 1 + T in rings), M tokens before a window, C
+channels, W kernel width, Z places of a ring, H heads, Kd key width, Vd value width.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from mtp_inference.cache.delta import DeltaWindow, delta_token, delta_window, heads_first
-from mtp_inference.cache.rows import RowState
+from mtp_inference.cache.rows import PlacedState, RowState
 from mtp_inference.cache.window import Window
 from mtp_train.families import Family
-from mtp_train.upstream.transformers_private import ACT2FN, LinearAttentionLayer
+from mtp_train.upstream.transformers_private import ACT2FN, LinearAttentionLayer, replacing
 
 
 def mamba2_window(
@@ -120,8 +121,7 @@ _CONV = "causal_conv1d_fn"
 def undecided_states(family: Family) -> Iterator[None]:
     """Make recurrent layers return undecided windows inside the block, for windows that continue an earlier state.
 
-    The functions are replaced as module attributes, so the replacement affects every thread. The block has no effect
-    for a family without recurrent layers.
+    The block has no effect for a family without recurrent layers.
     """
     kernels = family.trunk.recurrent
     if kernels is None:
@@ -132,14 +132,8 @@ def undecided_states(family: Family) -> Iterator[None]:
     ours: dict[str, Callable[..., Any]] = {kernels.chunked: window_rule, _CONV: window_conv}
     if token_rule is not None:
         ours[kernels.single] = token_rule
-    stock = {name: getattr(module, name) for name in ours}
-    for name, function in ours.items():
-        setattr(module, name, function)
-    try:
+    with replacing(module, **ours):
         yield
-    finally:
-        for name, function in stock.items():
-            setattr(module, name, function)
 
 
 class RecurrentStore(LinearAttentionLayer):
@@ -199,6 +193,97 @@ class RecurrentStore(LinearAttentionLayer):
         if conv is None or state is None:
             raise RuntimeError("recurrent cache: no window ran; expected one forward before every commit.")
         return conv, state
+
+
+class ConvolutionInputs(LinearAttentionLayer, PlacedState):
+    """Inputs of a layer's convolutions, with the cache interface of transformers' models and of the head's.
+
+    Args:
+        max_undecided: Longest window whose tokens may be rejected.
+    """
+
+    def __init__(self, num_rows: int, max_undecided: int, num_convolutions: int) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=num_convolutions)
+        PlacedState.__init__(self, num_rows)
+        self.max_undecided = max_undecided
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int = 0, **_unused: object
+    ) -> Tensor:
+        """Write the window's inputs (B, C, T); return the W - 1 earlier inputs followed by them, (B, C, N)."""
+        inputs_BTC = conv_states.transpose(1, 2)
+        window, num_before = self.window, conv_kernel_size - 1
+        ring_BZC = self.ring(state_idx, inputs_BTC, num_before)
+        before_W = torch.arange(-num_before, 0, device=inputs_BTC.device)
+        positions_BN = torch.cat([window.positions_BT[:, :1] + before_W, window.positions_BT], dim=1)
+        places_BN = positions_BN % ring_BZC.shape[1]
+        known_BNC = torch.cat([ring_BZC[window.row_index_B1, places_BN[:, :num_before]], inputs_BTC], dim=1)
+        num_kept = min(window.num_tokens, ring_BZC.shape[1])
+        ring_BZC[window.row_index_B1, places_BN[:, -num_kept:]] = inputs_BTC[:, -num_kept:]
+        # Positions below 0 have no input. Rows of a chained module may start there.
+        return known_BNC.masked_fill((positions_BN < 0)[..., None], 0.0).transpose(1, 2)
+
+    def taps(self, inputs_BTC: Tensor, conv_idx: int, width: int) -> list[Tensor]:
+        """Write the window's inputs; return the last ``width`` inputs up to each token, the token's own first."""
+        known_BNC = self.update_conv_state(inputs_BTC.transpose(1, 2), conv_idx, width).transpose(1, 2)
+        num_tokens = inputs_BTC.shape[1]
+        return [known_BNC[:, first : first + num_tokens] for first in range(width - 1, -1, -1)]
+
+    def ring(self, state_idx: int, like_BT: Tensor, num_before: int) -> Tensor:
+        """Return the ring buffer (B, Z, ...) of a state: what belongs to position p is at place ``p % Z``."""
+        return self.buffer(state_idx, like_BT, num_before + self.max_undecided)
+
+
+_CONVOLUTION, _TOKENS = 1, 2
+NGRAM_STATES = 3
+"""States of such a layer: the recurrent layer's own convolution, a second convolution, and tokens."""
+
+
+class NgramStore(RowState, RecurrentStore):
+    """State of a recurrent layer with a second convolution that also reads the tokens before a window (Qwen4-Exp)."""
+
+    def __init__(self, num_rows: int, max_undecided: int) -> None:
+        super().__init__()
+        self.number_of_states = NGRAM_STATES
+        self._inputs = ConvolutionInputs(num_rows, max_undecided, NGRAM_STATES)
+        for state in (_CONVOLUTION, _TOKENS):
+            self.conv_states[state] = None
+            self.is_conv_states_initialized[state] = self.has_previous_state[state] = False
+
+    def begin(self, window: Window) -> None:
+        """Expose the states of the window's rows, and the tokens before the window, to the model."""
+        super().begin(window)
+        self._inputs.window = window
+        # Not every such layer reads tokens.
+        earlier = not window.is_fresh and _TOKENS in self._inputs.buffers_BZ
+        self.is_conv_states_initialized[_TOKENS] = self.has_previous_state[_TOKENS] = earlier
+        self.conv_states[_TOKENS] = self._tokens_before(window) if earlier else None
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int = 0, **unused: object
+    ) -> Tensor:
+        """Store the window's inputs; return them after the earlier inputs, (B, C, W + T), and tokens unchanged."""
+        if state_idx == _TOKENS:
+            self._write_tokens(conv_states, conv_kernel_size)
+            return conv_states
+        if state_idx == _CONVOLUTION:
+            # This convolution reads ``conv_kernel_size`` earlier inputs, not one less as others do.
+            return self._inputs.update_conv_state(conv_states, state_idx, conv_kernel_size + 1)
+        return super().update_conv_state(conv_states, state_idx, conv_kernel_size, **unused)
+
+    def _tokens_before(self, window: Window) -> Tensor:
+        ring_BZ = self._inputs.buffers_BZ[_TOKENS]
+        num_before = ring_BZ.shape[1] - self._inputs.max_undecided
+        positions_BM = window.positions_BT[:, :1] + torch.arange(-num_before, 0, device=ring_BZ.device)
+        return ring_BZ[window.row_index_B1, positions_BM % ring_BZ.shape[1]]
+
+    def _write_tokens(self, tokens_BT: Tensor, num_before: int) -> None:
+        """Store the last tokens of a window, padding included if the text is shorter."""
+        num_places = num_before + self._inputs.max_undecided
+        kept_BT = tokens_BT[:, -num_places:]
+        back_T = torch.arange(1 - kept_BT.shape[1], 1, device=tokens_BT.device)
+        positions_BT = self._inputs.window.positions_BT[:, -1:] + back_T
+        self._inputs.place(_TOKENS, kept_BT, positions_BT % num_places, num_places)
 
 
 class RecurrentLayers(RowState):

@@ -68,7 +68,7 @@ class PlacedState(RowState):
             self.buffers_BZ[name] = like_BT.new_full((self.num_rows, num_places, *like_BT.shape[2:]), fill)
         return self.buffers_BZ[name]
 
-    def place(self, name: str, new_BT: Tensor, places_BT: Tensor, num_places: int, fill: int = 0) -> Tensor:
+    def place(self, name: str | int, new_BT: Tensor, places_BT: Tensor, num_places: int, fill: int = 0) -> Tensor:
         """Write the window's entries (B, T, ...) at their places; return the buffer (B, Z, ...) of all rows."""
         buffer_BZ = self.buffer(name, new_BT, num_places, fill)
         buffer_BZ[self.window.row_index_B1, places_BT] = new_BT

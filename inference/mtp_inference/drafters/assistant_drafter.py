@@ -109,15 +109,13 @@ class AssistantDrafter(StateDrafter):
                 shared_kv_states=dict(keys),
                 use_cache=False,
             )
-        state_B1A: Tensor = output.last_hidden_state
-        return state_B1A
+        return output.last_hidden_state
 
     def _logits(self, state_B1A: Tensor) -> Tensor:
         """Return logits (B, 1, V). With centroids, tokens outside the best ones get minus infinity."""
         weight_VA, centroids = self.model.lm_head.weight, self.model.masked_embedding
         if centroids is None:
-            logits_B1V: Tensor = self.model.lm_head(state_B1A)
-            return logits_B1V
+            return self.model.lm_head(state_B1A)
         chosen_B1C = centroids.centroids(state_B1A).topk(centroids.centroid_intermediate_top_k).indices
         tokens_B1N = centroids.token_ordering.long().view(centroids.num_centroids, -1)[chosen_B1C].flatten(-2)
         logits_B1N = (weight_VA[tokens_B1N] @ state_B1A[..., None]).squeeze(-1)

@@ -306,16 +306,12 @@ def first_over(weights_BTNS: Tensor, sums_BTN: Tensor, threshold_BT1: Tensor) ->
     Returns:
         int64 (B, T, 1), never a token of weight 0, unless all weights are 0.
     """
-    num_blocks, size = weights_BTNS.shape[-2:]
-    if num_blocks == 1:
-        block_BT1, inside_BTS = None, weights_BTNS[..., 0, :]
-    else:
-        block_BT1, sums_so_far_BTN = _first_over(sums_BTN, threshold_BT1)
-        # Sums may fall in a parallel scan, so the sum before the block is not the entry before.
-        threshold_BT1 = threshold_BT1 - (sums_so_far_BTN - sums_BTN).gather(-1, block_BT1)
-        inside_BTS = weights_BTNS.gather(-2, block_BT1[..., None].expand(-1, -1, -1, size))[..., 0, :]
-    token_BT1 = _first_over(inside_BTS, threshold_BT1)[0]
-    return token_BT1 if block_BT1 is None else token_BT1.add(block_BT1, alpha=size)
+    size = weights_BTNS.shape[-1]
+    block_BT1, sums_so_far_BTN = _first_over(sums_BTN, threshold_BT1)
+    # Sums may fall in a parallel scan, so the sum before the block is not the entry before.
+    threshold_BT1 = threshold_BT1 - (sums_so_far_BTN - sums_BTN).gather(-1, block_BT1)
+    inside_BTS = weights_BTNS.gather(-2, block_BT1[..., None].expand(-1, -1, -1, size))[..., 0, :]
+    return _first_over(inside_BTS, threshold_BT1)[0].add(block_BT1, alpha=size)
 
 
 def _first_over(weights_BTN: Tensor, threshold_BT1: Tensor) -> tuple[Tensor, Tensor]:

@@ -451,7 +451,7 @@ _DEEPSEEK_V3 = dataclasses.replace(
     _LATENT,
     pre_tokenizer="deepseek-v3",
     special_tokens={},
-    # Without the field the loader assumes DeepSeek V2's router.
+    # Without the field the loader assumes DeepSeek V2's router, or for V3.2 none.
     fields={**_LATENT.fields, "expert_gating_func": router(default="sigmoid")},
 )
 _GLM_DSA = dataclasses.replace(
@@ -463,14 +463,7 @@ _GLM_DSA = dataclasses.replace(
         "attention.indexer.types": of_kind("full", "indexer_types"),
     },
 )
-_DEEPSEEK_V32 = dataclasses.replace(
-    _LATENT,
-    arch="deepseek32",
-    pre_tokenizer="deepseek-v3",
-    special_tokens={},
-    # The loader has no default router function.
-    fields={**_LATENT.fields, "expert_gating_func": router(default="sigmoid")},
-)
+_DEEPSEEK_V32 = dataclasses.replace(_DEEPSEEK_V3, arch="deepseek32")
 
 _HY_V3 = GgufHead(
     arch="hy_v3",

@@ -31,12 +31,11 @@ class EagleModule(Block):
 
     def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
         """Return ``fc [e, h]``, (B, T, D)."""
-        fused_BTD: Tensor = self.proj(torch.cat([embed_BTD, hidden_BTD], dim=-1))
-        return fused_BTD
+        return self.proj(torch.cat([embed_BTD, hidden_BTD], dim=-1))
 
 
 def _without_input_norm(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: nn.Module = classes.stock_layer(config, layer_idx)
+    layer = classes.stock_layer(config, layer_idx)
     layer.set_submodule("input_layernorm", nn.Identity())
     return layer
 
@@ -108,8 +107,7 @@ class Eagle3Layer(nn.Module):
         read_BTD = torch.cat([self.input_layernorm(embed_BTD), normed_BTD], dim=-1)
         attended, _ = self.self_attn(hidden_states=read_BTD, **of_attention)
         hidden_BTD = (normed_BTD if self.adds_normed else hidden_BTD) + attended
-        mlp_output: Tensor = self.mlp(self.post_attention_layernorm(hidden_BTD))
-        return hidden_BTD + mlp_output
+        return hidden_BTD + self.mlp(self.post_attention_layernorm(hidden_BTD))
 
 
 class Eagle3Module(Block):
@@ -123,8 +121,7 @@ class Eagle3Module(Block):
 
     def read(self, trunk_BTD: Tensor) -> Tensor:
         """Return ``h`` from the concatenated states of the trunk's layers: (B, T, layers * D) to (B, T, D)."""
-        hidden_BTD: Tensor = self.fc(trunk_BTD)
-        return hidden_BTD
+        return self.fc(trunk_BTD)
 
     def fuse(self, hidden_BTD: Tensor, embed_BTD: Tensor) -> Tensor:
         """Return embedding and state concatenated, (B, T, 2 D): the layer has a norm for each."""

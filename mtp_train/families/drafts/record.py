@@ -45,8 +45,7 @@ class Block(nn.Module):
 
     def project(self, state: Tensor, shared: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the logits of ``finish``'s first result, from the module's own lm_head or else from ``shared``."""
-        logits: Tensor = shared(state) if self.lm_head is None else self.lm_head(state)
-        return logits
+        return shared(state) if self.lm_head is None else self.lm_head(state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +112,7 @@ def described_by(family: Family, config: Mapping[str, Any]) -> Family:
 
 def parts_of(kind: HeadKind) -> DraftParts:
     """Return the parts of a kind that is a draft model."""
-    parts: DraftParts = pkgutil.resolve_name(str(kind.draft_parts))
-    return parts
+    return pkgutil.resolve_name(str(kind.draft_parts))
 
 
 _BEYOND_ATTACHED = ("qwen3_5", "qwen3_5_moe", "qwen3_next")

@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mtp_train.upstream.transformers_private import replacing
+
 COMPRESSED_CACHE_LAYERS = ("DeepseekV4CSACache", "DeepseekV4HCACache")
 """transformers' cache classes for such layers, by name: importing them would import the model."""
 _MODULE = "transformers.models.deepseek_v4.modeling_deepseek_v4"
@@ -42,20 +44,11 @@ class EntryStore(Protocol):
 
 @contextmanager
 def compressing_in_windows() -> Iterator[None]:
-    """Replace the layers' compression by ours within the context; each layer's cache must be an :class:`EntryStore`.
-
-    The replacements are class attributes, so they affect every thread.
-    """
+    """Replace the layers' compression by ours within the context; each layer's cache must be an :class:`EntryStore`."""
     module = importlib.import_module(_MODULE)
-    ours = {module.DeepseekV4HCACompressor: _all_entries, module.DeepseekV4CSACompressor: _chosen_entries}
-    stock = {compressor: compressor.forward for compressor in ours}
-    for compressor, forward in ours.items():
-        compressor.forward = forward
-    try:
+    all_entries = replacing(module.DeepseekV4HCACompressor, forward=_all_entries)
+    with all_entries, replacing(module.DeepseekV4CSACompressor, forward=_chosen_entries):
         yield
-    finally:
-        for compressor, forward in stock.items():
-            compressor.forward = forward
 
 
 def _all_entries(
@@ -118,5 +111,4 @@ def _compressed(compressor: Any, name: str, hidden_BTD: Tensor, store: EntryStor
 def _rotated(compressor: Any, states_BHTX: Tensor, positions_BT: Tensor) -> Tensor:
     cos, sin = compressor.rotary_emb(states_BHTX, position_ids=positions_BT, layer_type=compressor.rope_layer_type)
     rotate: Any = importlib.import_module(_MODULE).apply_rotary_pos_emb
-    rotated: Tensor = rotate(states_BHTX, cos, sin)
-    return rotated
+    return rotate(states_BHTX, cos, sin)

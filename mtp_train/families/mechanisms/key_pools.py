@@ -149,8 +149,7 @@ class GatedPools(PoolIndexer):
             past_key_values: See :meth:`PoolIndexer.chosen`.
         """
         if attention_mask.ndim == 2:
-            stock: Tensor = super().forward(hidden_states, q_resid, attention_mask, past_key_values)  # type: ignore[misc]
-            return stock
+            return super().forward(hidden_states, q_resid, attention_mask, past_key_values)  # type: ignore[misc]
         gates = functional.linear(hidden_states, self.index_kpool_compress_gate)
         query_BTHX = self.wq_b(q_resid).unflatten(-1, (-1, self.head_dim))
         weights_BTH = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float() * self.n_heads**-0.5
@@ -196,10 +195,9 @@ class AveragedPools(PoolIndexer):
             past_key_values: See :meth:`PoolIndexer.chosen`; with a cache of transformers its own indexer runs.
         """
         if past_key_values is not None and not isinstance(past_key_values.layers[self.layer_idx], PoolStore):
-            stock: Tensor = super().forward(  # type: ignore[misc]
+            return super().forward(  # type: ignore[misc]
                 hidden_states, position_embeddings, attention_mask, past_key_values
             )
-            return stock
         seen_BTS = (attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0)[:, 0]
         width = self.index_n_heads * self.index_head_dim
         query_BTX, keys_BTX = self.index_qk_proj(hidden_states).tensor_split([width], dim=-1)

@@ -48,8 +48,7 @@ class RelativeProfiles(nn.Module):
         :meth:`at_distances`.
         """
         if key_positions.numel():
-            bias: Tensor = self._by_place(self, relative_states, query_positions, key_positions)
-            return bias
+            return self._by_place(self, relative_states, query_positions, key_positions)
         return (relative_states @ self.proj).transpose(1, 2)
 
     def at_distances(self, query: Tensor, profile_BHTE: Tensor, distance_B1TS: Tensor) -> tuple[Tensor, Tensor]:

@@ -379,11 +379,8 @@ GLM5_NEXT = Family(
         "Glm5NextText",
         config=layouts.sparse_indexed,
         rotary=None,
-        build_layer=layouts.attention_then_mlp(
-            "Glm5NextTextAttention",
-            "Glm5NextTextMoE",
-            lambda attention: choose_pools(attention.indexer, GatedPools),
-        ),
+        build_layer=layouts.attention_then_mlp("Glm5NextTextAttention", "Glm5NextTextMoE"),
+        prepare=lambda layer: choose_pools(layer.self_attn.indexer, GatedPools),
         frozen=INDEXER,
     ),
     trunk=TrunkTraits(only_with_vision=True, prepare=_choose_pools, recurrent=KIMI_DELTA, needs_transformers="5.23"),

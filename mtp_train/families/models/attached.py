@@ -134,11 +134,10 @@ OLMO2 = attached("olmo2", "OLMo 2", _layer("olmo2", "Olmo2"))
 GEMMA3 = attached("gemma3_text", "Gemma 3 (text)", _layer("gemma3", "Gemma3"))
 
 
-def _keep_score_bounds(decoder: nn.Module) -> None:
+def _keep_score_bounds(decoder: Any) -> None:
     # transformers 5.17 runs Gemma 2 with torch's fused attention, which leaves out the bound on attention scores.
-    trunk: Any = decoder
-    if attention_of(trunk.config) == "sdpa":
-        set_attention(trunk.config, "eager")
+    if attention_of(decoder.config) == "sdpa":
+        set_attention(decoder.config, "eager")
 
 
 GEMMA2 = attached(
@@ -165,17 +164,16 @@ def short_factors(config: PretrainedConfig) -> PretrainedConfig:
     return changed
 
 
-def keep_short_factors(decoder: nn.Module) -> None:
+def keep_short_factors(decoder: Any) -> None:
     """Fix a trunk's frequencies to the set for short texts, and make its forward raise for longer texts.
 
     The forward has to be called with ``input_ids`` as a keyword. It raises an UnsupportedModelError.
     """
-    trunk: Any = decoder
-    rope = trunk.config.rope_parameters
+    rope = decoder.config.rope_parameters
     if rope["rope_type"] != "longrope":
         return
     # transformers computes the set for long texts from this config, at the first forward.
-    trunk.rotary_emb.config = short_factors(trunk.config)
+    decoder.rotary_emb.config = short_factors(decoder.config)
     limit = int(rope["original_max_position_embeddings"])
 
     def refuse_longer(_decoder: nn.Module, _arguments: tuple[Any, ...], given: dict[str, Any]) -> None:
@@ -280,13 +278,10 @@ COHERE2 = attached(
 )
 
 
-def _always_rotated(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: Any = classes.stock_layer(config, layer_idx)
+def _always_rotate(layer: Any) -> None:
     # In the trunk, layers with full attention use rotary embeddings only if they are dense. llama.cpp's head always
     # does.
     layer.self_attn.force_rope = True
-    built: nn.Module = layer
-    return built
 
 
 COHERE2_MOE = Family(
@@ -296,7 +291,7 @@ COHERE2_MOE = Family(
     attached=True,
     keys=EXPERTS_AFTER_THE_TRUNK,
     wiring=Wiring(conventions={"llama.cpp": Convention()}),
-    layer=HeadLayer("cohere2_moe", "Cohere2Moe", config=layouts.sparse_full, build_layer=_always_rotated),
+    layer=HeadLayer("cohere2_moe", "Cohere2Moe", config=layouts.sparse_full, prepare=_always_rotate),
     trunk=TrunkTraits(logit_divisor=lambda config: 1.0 / config["logit_scale"]),
     engines={
         "vllm": no("has no head for this model, and refuses a checkpoint with a layer after the trunk's last"),

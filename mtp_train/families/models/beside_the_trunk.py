@@ -1,7 +1,8 @@
-"""Heads beside their trunk, under a prefix of their own: EXAONE, Mellum 2, ERNIE-4.5, LongCat-Flash, MiniMax-M3, MiMo,
-Nemotron, Inkling.
+"""Heads beside their trunk, under a prefix of their own: Qwen, EXAONE, Mellum 2, ERNIE-4.5, LongCat-Flash, MiniMax-M3,
+MiMo, Nemotron, Inkling.
 
-Most are one module around a layer of the trunk's own class; ERNIE-4.5's is dense, has no final norm, and its keys are
+Most are one module around a layer of the trunk's own class. Qwen's have full attention, for Gated DeltaNet hybrids.
+ERNIE-4.5's is dense, has no final norm, and its keys are
 ``model.mtp_*``. LongCat-Flash's trunk has double layers, its head one latent attention and one dense MLP. MiniMax-M3's
 trunk and head attend to selected blocks of keys. Nemotron's head is a short pattern of layers, for a Mamba-2 hybrid.
 Inkling has relative-distance attention and short convolutions in every layer; each head module feeds the next one.
@@ -21,8 +22,9 @@ from transformers import PretrainedConfig
 
 from mtp_train.families import engines, layouts
 from mtp_train.families.engines import Convention, EngineSupport, no
-from mtp_train.families.layouts import AFTER_THE_TRUNK, BESIDE_THE_TRUNK, INDEXER
+from mtp_train.families.layouts import AFTER_THE_TRUNK, BESIDE_THE_TRUNK, INDEXER, WRAPPED
 from mtp_train.families.mechanisms.key_blocks import BlockIndexer
+from mtp_train.families.mechanisms.key_pools import AveragedPools, choose_pools
 from mtp_train.families.mechanisms.relative_positions import LogScaling, RelativeProfiles, ShortConvolution
 from mtp_train.families.spec import (
     Declaration,
@@ -33,10 +35,126 @@ from mtp_train.families.spec import (
     RawConfig,
     RecurrentKernels,
     SharedKey,
+    Streams,
     TrunkClass,
     TrunkTraits,
     Wiring,
 )
+from mtp_train.upstream.transformers_private import replacing
+
+# A field of the trunk and the head, without which SGLang does not start. transformers' save_pretrained replaces it by
+# layer_types, so a graft restores it from the base.
+_INTERVAL = "full_attention_interval"
+_QWEN_DECLARATION = Declaration(count="mtp_num_hidden_layers", others=("mtp_use_dedicated_embeddings", _INTERVAL))
+_DELTA_KERNELS = RecurrentKernels(
+    chunked="torch_chunk_gated_delta_rule",
+    single="torch_recurrent_gated_delta_rule",
+    rule="gated_delta",
+)
+
+QWEN3_5 = Family(
+    name="qwen3_5",
+    title="Qwen3.5 / 3.6 / 3.8 dense",
+    model_types=("qwen3_5_text",),
+    declaration=_QWEN_DECLARATION,
+    keys=layouts.beside_the_trunk(trunk_prefixes=WRAPPED),
+    # All three engines: the head reads the state after the trunk's final norm and recycles the state after its own.
+    wiring=Wiring(conventions=engines.ALIKE),
+    layer=HeadLayer("qwen3_5", "Qwen3_5", config=layouts.full, rotary="TextRotaryEmbedding", rotary_axes=3),
+    trunk=TrunkTraits(recurrent=_DELTA_KERNELS),
+    engines={"transformers": engines.NO_RECURRENT_ROLLBACK},
+)
+
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="qwen3_5_moe",
+    title="Qwen3.5 / 3.6 / 3.8 MoE",
+    model_types=("qwen3_5_moe_text",),
+    keys=layouts.beside_the_trunk(*layouts.expert_rules(BESIDE_THE_TRUNK), trunk_prefixes=WRAPPED),
+    layer=HeadLayer("qwen3_5_moe", "Qwen3_5Moe", config=layouts.full, rotary="TextRotaryEmbedding", rotary_axes=3),
+)
+
+QWEN3_NEXT = replace(
+    QWEN3_5,
+    name="qwen3_next",
+    title="Qwen3-Next",
+    model_types=("qwen3_next",),
+    declaration=Declaration(
+        # Releases lack the field. SGLang and llama.cpp assume 1; vLLM takes the depth from its command line.
+        implied=1,
+        others=(_INTERVAL,),
+    ),
+    keys=layouts.beside_the_trunk(*layouts.expert_rules(BESIDE_THE_TRUNK)),
+    # A mixture of experts even if the trunk's first layers are dense.
+    layer=HeadLayer("qwen3_next", "Qwen3Next", config=layouts.every_layer_sparse),
+)
+
+# In all engines the head reads the streams before they are mixed, and recycles the streams of its layer. With
+# index_share_for_mtp_iteration in the config, engines select keys at depth 1 and reuse them at all depths. The result
+# differs only in texts longer than indexer_budget.
+_READING_STREAMS = Wiring(
+    concat="sum",
+    final_norm=False,
+    default=engines.BEFORE_NORM,
+    conventions={"vllm": engines.BEFORE_NORM, "sglang": engines.BEFORE_NORM},
+)
+
+
+def _choose_trunk_pools(decoder: Any) -> None:
+    # transformers' own indexer loops over the queries of a text.
+    for layer in decoder.layers:
+        if layer.layer_type == "indexed_attention":
+            choose_pools(layer.self_attn.indexer, AveragedPools)
+
+
+_QWEN4_ENDS = {
+    "fc_embedding": "token_proj",
+    "fc_hidden": "hidden_proj",
+    "pre_fc_norm_embedding": "embed_norm",
+    "pre_fc_norm_hidden": "hidden_norm",
+}
+QWEN4_EXP = Family(
+    name="qwen4_exp",
+    title="Qwen4-Exp (Qwen3.8 Flash-Next)",
+    model_types=("qwen4_exp_text",),
+    declaration=_QWEN_DECLARATION,
+    keys=Keys(
+        trunk_prefixes=WRAPPED,
+        head_prefixes=("mtp.",),
+        rules=(
+            *layouts.weight_rules("mtp.", _QWEN4_ENDS),
+            KeyRule(native="mtp.hyper_connection_mixer.{rest}", ours="mixer.{rest}"),
+            *layouts.expert_rules(BESIDE_THE_TRUNK),
+            KeyRule(native=f"{BESIDE_THE_TRUNK}{{rest}}", ours="layer.{rest}"),
+        ),
+    ),
+    wiring=_READING_STREAMS,
+    layer=HeadLayer(
+        "qwen4_exp",
+        "Qwen4ExpText",
+        config=layouts.layers_of(layer_types="indexed_attention", ple_layer_ids=[]),
+        prepare=lambda layer: choose_pools(layer.self_attn.indexer, AveragedPools),
+        frozen=INDEXER,
+        rotary_axes=3,
+    ),
+    trunk=TrunkTraits(
+        final_norm=None,
+        streams=Streams(
+            count="hc_count",
+            mixer="Qwen4ExpTextGatedResidual",
+            trunk_mixer="hyper_connection_mixer",
+            mixer_options={"use_combine": False},
+            joined=True,
+        ),
+        prepare=_choose_trunk_pools,
+        recurrent=_DELTA_KERNELS,
+        needs_transformers="5.23",
+    ),
+    engines={"transformers": engines.NO_RECURRENT_ROLLBACK, "llama.cpp": no("its converter drops this head")},
+)
+
+QWEN = (QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, QWEN4_EXP)
+"""Listed in front of all other families."""
 
 
 def _dense_with_rotary(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
@@ -142,7 +260,7 @@ ERNIE4_5_MOE = Family(
 )
 
 
-_LONGCAT = "model.mtp.layers.{module}."
+_IN_MODEL = "model.mtp.layers.{module}."
 
 
 def _two_for_one(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
@@ -167,11 +285,8 @@ def _without_idle_gates(keys: Collection[str]) -> Iterator[None]:
         stock(self, config)
         self.gate_up_proj = nn.Parameter(self.gate_up_proj[: self.num_routed_experts].detach().clone())
 
-    experts.__init__ = smaller
-    try:
+    with replacing(experts, __init__=smaller):
         yield
-    finally:
-        experts.__init__ = stock
 
 
 def _last_expert(keys: Collection[str], part: str) -> int | None:
@@ -187,10 +302,10 @@ LONGCAT_FLASH = Family(
     keys=Keys(
         head_prefixes=("model.mtp.",),
         rules=(
-            *layouts.end_rules(_LONGCAT, embed_norm="enorm.m", hidden_norm="hnorm.m", final_norm=None),
+            *layouts.end_rules(_IN_MODEL, embed_norm="enorm.m", hidden_norm="hnorm.m", final_norm=None),
             KeyRule(native="model.mtp.norm.weight", ours="final_norm.weight"),
-            KeyRule(native=f"{_LONGCAT}transformer_layer.mlp.{{rest}}", ours="layer.mlp.{rest}"),
-            KeyRule(native=f"{_LONGCAT}{{rest}}", ours="layer.{rest}"),
+            KeyRule(native=f"{_IN_MODEL}transformer_layer.mlp.{{rest}}", ours="layer.mlp.{rest}"),
+            KeyRule(native=f"{_IN_MODEL}{{rest}}", ours="layer.{rest}"),
         ),
         shared=(SharedKey(native="model.mtp.embed_tokens.weight", trunk="{trunk}embed_tokens.weight"),),
     ),
@@ -236,10 +351,9 @@ def _minimax_rules(layer: str) -> tuple[KeyRule, ...]:
 
 
 def _with_block_indexer(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: Any = classes.stock_layer(config, layer_idx)
+    layer = classes.stock_layer(config, layer_idx)
     layer.self_attn.indexer = BlockIndexer(layer.self_attn.indexer, config, classes.cls("apply_rotary_pos_emb"))
-    built: nn.Module = layer
-    return built
+    return layer
 
 
 MINIMAX_M3 = Family(
@@ -304,7 +418,6 @@ MIMO = Family(
     },
 )
 
-_V2 = "model.mtp.layers.{module}."
 MIMO_V2 = Family(
     name="mimo_v2_flash",
     title="MiMo-V2-Flash",
@@ -317,10 +430,10 @@ MIMO_V2 = Family(
     keys=Keys(
         head_prefixes=("model.mtp.",),
         rules=(
-            *layouts.end_rules(_V2),
-            KeyRule(native=f"{_V2}pre_mlp_layernorm.weight", ours="layer.post_attention_layernorm.weight"),
-            KeyRule(native=f"{_V2}self_attn.attention_sink_bias", ours="layer.self_attn.sinks"),
-            KeyRule(native=f"{_V2}{{rest}}", ours="layer.{rest}"),
+            *layouts.end_rules(_IN_MODEL),
+            KeyRule(native=f"{_IN_MODEL}pre_mlp_layernorm.weight", ours="layer.post_attention_layernorm.weight"),
+            KeyRule(native=f"{_IN_MODEL}self_attn.attention_sink_bias", ours="layer.self_attn.sinks"),
+            KeyRule(native=f"{_IN_MODEL}{{rest}}", ours="layer.{rest}"),
         ),
     ),
     wiring=Wiring(
@@ -430,7 +543,6 @@ NEMOTRON_H = Family(
 )
 
 
-_HEAD = "model.mtp.layers.{module}."
 _LAYER_NAMES = {
     "attn.wq_du": "self_attn.q_proj",
     "attn.wk_dv": "self_attn.k_proj",
@@ -466,8 +578,7 @@ class _InterleavedMlp(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         gate_up = self.gate_up_proj(hidden_states)
-        output: Tensor = self.down_proj(self.act_fn(gate_up[..., ::2]) * gate_up[..., 1::2]) * self.global_scale
-        return output
+        return self.down_proj(self.act_fn(gate_up[..., ::2]) * gate_up[..., 1::2]) * self.global_scale
 
 
 def _inkling_head_layer_config(text_config: PretrainedConfig, num_modules: int) -> PretrainedConfig:
@@ -483,15 +594,12 @@ def _inkling_head_layer_config(text_config: PretrainedConfig, num_modules: int) 
     )
 
 
-def _inkling_build_layer(classes: HeadLayer, config: PretrainedConfig, layer_idx: int) -> nn.Module:
-    layer: Any = classes.stock_layer(config, layer_idx)
+def _prepare_layer(layer: Any) -> None:
     attention = layer.self_attn
     attention.rel_logits_proj = RelativeProfiles(attention.rel_logits_proj, None)
     attention.k_sconv, attention.v_sconv = ShortConvolution(attention.k_sconv), ShortConvolution(attention.v_sconv)
     layer.attn_sconv, layer.mlp_sconv = ShortConvolution(layer.attn_sconv), ShortConvolution(layer.mlp_sconv)
     layer.mlp = _InterleavedMlp(layer.mlp)
-    built: nn.Module = layer
-    return built
 
 
 def _prepare_trunk(decoder: Any) -> None:
@@ -525,11 +633,11 @@ INKLING = Family(
         head_prefixes=("model.mtp.",),
         rules=(
             *layouts.end_rules(
-                _HEAD, proj="input_proj", embed_norm="embed_norm", hidden_norm="hidden_norm", final_norm=None
+                _IN_MODEL, proj="input_proj", embed_norm="embed_norm", hidden_norm="hidden_norm", final_norm=None
             ),
             KeyRule(native="model.mtp.chain_norm.weight", ours="final_norm.weight"),
-            *_layer_rules(f"{_HEAD}transformer_block."),
-            KeyRule(native=f"{_HEAD}transformer_block.mlp.{{rest}}", ours="layer.mlp.{rest}"),
+            *_layer_rules(f"{_IN_MODEL}transformer_block."),
+            KeyRule(native=f"{_IN_MODEL}transformer_block.mlp.{{rest}}", ours="layer.mlp.{rest}"),
         ),
         trunk_rules=_layer_rules(AFTER_THE_TRUNK),
     ),
@@ -544,7 +652,7 @@ INKLING = Family(
         "Inkling",
         config=_inkling_head_layer_config,
         rotary=None,
-        build_layer=_inkling_build_layer,
+        prepare=_prepare_layer,
         masks_of_distances=True,
     ),
     trunk=TrunkTraits(
