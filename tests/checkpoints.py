@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +83,6 @@ def base_and_finetune(
     return directory / "base", save_stripped(finetune, directory / "finetune")
 
 
-def set_count(path: Path, field: str, count: int | None) -> None:
-    """Set or remove the count of head modules in the text config."""
-    set_fields(path, {field: count})
-
-
 def set_fields(path: Path, fields: Mapping[str, Any]) -> None:
     """Set fields of the text config, remove those that are None."""
     config = json.loads((path / "config.json").read_text())
@@ -97,6 +92,14 @@ def set_fields(path: Path, fields: Mapping[str, Any]) -> None:
         if value is None:
             del text_config[field]
     (path / "config.json").write_text(json.dumps(config))
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object], file: str = SINGLE_FILE) -> Path:
+    """Change the tensors of one file of weights in place."""
+    tensors = load_file(path / file)
+    change(tensors)
+    save_file(tensors, path / file, metadata={"format": "pt"})
+    return path
 
 
 def fuse_experts(path: Path) -> Path:

@@ -52,14 +52,20 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def write_whole(checkpoint: Path, head: gguf.GGUFReader, path: Path) -> None:
-    """Write a tiny Qwen3.5 with its head as llama.cpp's converter does, in fp32; it has one key head to reorder for."""
-    writer = gguf.GGUFWriter(path, "qwen35")
+def writer_of(head: gguf.GGUFReader, path: Path) -> gguf.GGUFWriter:
+    """Return the writer of a file with the fields and tensors of another, which more tensors may join."""
+    writer = gguf.GGUFWriter(path, head.get_field("general.architecture").contents())
     for key, field in head.fields.items():
         if not key.startswith("GGUF.") and key != "general.architecture":
             writer.add_key_value(key, field.contents(), field.types[0], sub_type=field.types[-1])
     for tensor in head.tensors:
         writer.add_tensor(tensor.name, tensor.data)
+    return writer
+
+
+def write_whole(checkpoint: Path, head: gguf.GGUFReader, path: Path) -> None:
+    """Write a tiny Qwen3.5 with its head as llama.cpp's converter does, in fp32; it has one key head to reorder for."""
+    writer = writer_of(head, path)
     for key, value in all_tensors(checkpoint).items():
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", key)
         if match is not None:

@@ -17,20 +17,20 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.tensor import DTensor
 
+from documents import random_documents
 from mtp_inference import SpeculativeDecoder
 from mtp_inference.cache.model_cache import WindowCache
 from mtp_inference.drafters.drafter import BatchSize, Drafter, RoundPlan
 from mtp_inference.drafters.ngram_drafter import NgramDrafter, NgramDrafting
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 from mtp_train.data.pack import PackedSequence, pack_documents
-from mtp_train.data.tokenize import Document
 from mtp_train.losses.chunked import depth_weights
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import make_accelerator, prepare, run_facts, takes_fused
 from mtp_train.train.loop import make_optimizer, micro_batches, optimise
 from mtp_train.train.plan import TrainOptions, make_plan
 from mtp_train.trunk.load import Trunk
-from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
+from tiny import tiny_head, tiny_trunk
 
 SEQ_LEN, NUM_DEPTHS, STEPS = 24, 2, 2
 LENGTHS = (24, 24, 3, 5, 7, 9, 23)
@@ -51,12 +51,7 @@ OPTIONS = TrainOptions(
 
 def sequences(step: int) -> list[PackedSequence]:
     """Return the packed documents of a step."""
-    generator = torch.Generator().manual_seed(step)
-    documents = [
-        Document(tuple(torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()), (True,) * length, "d", "g")
-        for length in LENGTHS
-    ]
-    return pack_documents(documents, SEQ_LEN, pack=True, seed=0, epoch=0)
+    return pack_documents(random_documents(LENGTHS, seed=step), SEQ_LEN, pack=True, seed=0, epoch=0)
 
 
 def two_steps(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,28 @@ from torch import Tensor
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import mtp_step, unroll
 from mtp_train.trunk.load import Trunk
+
+
+def unrolled(
+    head: MtpHead,
+    hidden_1TD: Tensor,
+    tokens_1T: Tensor,
+    embed: Callable[[Tensor], Tensor],
+    num_depths: int,
+    *,
+    recompute: bool = False,
+) -> list[Tensor]:
+    """Return the training unroll's states of one document, by depth."""
+    return unroll(
+        head,
+        hidden_1TD,
+        tokens_1T,
+        embed,
+        num_depths=num_depths,
+        positions_BT=torch.arange(tokens_1T.shape[1])[None],
+        document_BT=torch.zeros_like(tokens_1T),
+        recompute=recompute,
+    )
 
 
 def drafts_from_scratch(trunk: Trunk, head: MtpHead, tokens: Sequence[int], depth: int) -> list[int]:
@@ -62,15 +84,7 @@ def states_of_training(
     trunk: Trunk, head: MtpHead, tokens: Sequence[int], drafts: Sequence[int], *, recompute: bool = False
 ) -> list[Tensor]:
     """Return the state (D,) that the training unroll has for every draft at the last start row."""
-    tokens_BT = torch.tensor([[*tokens, *drafts]])
-    outputs = unroll(
-        head,
-        trunk.head_input(trunk.hidden(tokens_BT), head.convention),
-        tokens_BT,
-        head.embedding(trunk.embed),
-        num_depths=len(drafts),
-        positions_BT=torch.arange(tokens_BT.shape[1])[None],
-        document_BT=torch.zeros_like(tokens_BT),
-        recompute=recompute,
-    )
+    tokens_1T = torch.tensor([[*tokens, *drafts]])
+    hidden_1TD = trunk.head_input(trunk.hidden(tokens_1T), head.convention)
+    outputs = unrolled(head, hidden_1TD, tokens_1T, head.embedding(trunk.embed), len(drafts), recompute=recompute)
     return [output_BTD[0, len(tokens) - 2] for output_BTD in outputs]

@@ -21,7 +21,6 @@ from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs import rescue
 from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH
-from mtp_train.runs.pipeline import RunResult, run
 from tiny import tiny_trunk
 from wrapped import save_wrapped
 
@@ -209,8 +208,3 @@ def copy_run(run_dir: Path, to: Path, *without: str) -> Path:
         path = to / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     return to
-
-
-def run_quietly(recipe: Recipe) -> RunResult:
-    """Run a recipe without a terminal."""
-    return run(recipe)

@@ -22,8 +22,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from cpu_shards import pretend_to_have_gpus
+from documents import random_documents
 from mtp_train.data.pack import PackedSequence, collate, pack_documents
-from mtp_train.data.tokenize import Document
 from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.launch import make_accelerator
@@ -32,7 +32,7 @@ from mtp_train.train.packed_rows import isolated_hidden
 from mtp_train.train.shard import HiddenInShards, give_up_shards, shards_trunk
 from mtp_train.trunk.load import Trunk
 from runs import tiny_recipe
-from tiny import ALL_FAMILIES, VOCAB_SIZE, chained_head, tiny_head, tiny_trunk
+from tiny import ALL_FAMILIES, chained_head, tiny_head, tiny_trunk
 
 SEQ_LEN, NUM_DEPTHS, SEQUENCES, STEPS = 24, 2, 4, 2
 LENGTHS = (24, 24, 3, 5, 7, 9, 23)
@@ -66,12 +66,7 @@ class Lines:
 
 
 def sequences(step: int) -> Sequence[PackedSequence]:
-    generator = torch.Generator().manual_seed(step)
-    documents = [
-        Document(tuple(torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()), (True,) * length, "d", "g")
-        for length in LENGTHS
-    ]
-    packed = pack_documents(documents, SEQ_LEN, pack=True, seed=0, epoch=0)
+    packed = pack_documents(random_documents(LENGTHS, seed=step), SEQ_LEN, pack=True, seed=0, epoch=0)
     assert len(packed) == SEQUENCES
     return packed
 

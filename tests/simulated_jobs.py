@@ -26,20 +26,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from documents import random_documents
 from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder
 from mtp_inference.drafters.ngram_drafter import NgramDrafting
 from mtp_train.cli.main import main as command_line
 from mtp_train.data.pack import PackedSequence, global_batches
-from mtp_train.data.tokenize import Document
 from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation import run as study_run
-from mtp_train.runs import decode
+from mtp_train.runs import decode, pipeline
 from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train import loop
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.train.loop import train_head
 from mtp_train.trunk.load import Trunk
-from runs import run_quietly, tiny_recipe, write_inputs
+from runs import tiny_recipe, write_inputs
 from simulated_device import DEVICE, SimulatedTensor, simulated_device
 from tiny import CACHE_KINDS, VOCAB_SIZE, tiny_head, tiny_trunk
 
@@ -190,13 +190,6 @@ class KeptStates:
         return torch.ones(len(sequences), len(sequences[0].input_ids_T), self.width)
 
 
-def documents() -> list[Document]:
-    """Return documents of several lengths, all of whose tokens are targets."""
-    generator = torch.Generator().manual_seed(0)
-    texts = [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in (16, 9, 14, 7, 5, 11)]
-    return [Document(tuple(text), (True,) * len(text), "d", "g") for text in texts]
-
-
 def steps_waits(
     directory: Path, name: str = "qwen3_5", *, keeps: bool = False, knows: bool = True, pins: bool = True
 ) -> list[list[str]]:
@@ -223,7 +216,7 @@ def steps_waits(
             module,
             options=train_options(used),
             plan=plan,
-            batch_fn=global_batches(documents(), **sizes, pack=True, seed=0),
+            batch_fn=global_batches(random_documents((16, 9, 14, 7, 5, 11)), **sizes, pack=True, seed=0),
             accelerator=accelerate.Accelerator(gradient_accumulation_steps=plan.accumulation),
             state_dir=directory / "state",
             make_log=lambda _step: None,
@@ -248,7 +241,7 @@ def job(device: torch.device, directory: Path, settings: dict[str, Any]) -> dict
     """Run a job up to its report, then decode and evaluate with its head; the gate may refuse such a short one."""
     inputs, run_dir = write_inputs(directory / "in"), directory / "run"
     with contextlib.suppress(GateRefusedError):
-        run_quietly(tiny_recipe(inputs, run_dir, **{**SHORT, **settings}))
+        pipeline.run(tiny_recipe(inputs, run_dir, **{**SHORT, **settings}))
     given = [str(inputs / "finetune"), "--head", str(run_dir / "head"), "--max-new-tokens", "6"]
     grid = ["--suite", "demo", "--prompts-per-task", "2", "--temperatures", "1", "--depths", "2"]
     codes = [

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from adapters import rename_keys, rewrite_config, write_adapter
 from byte_tokenizer import CHATML
-from checkpoints import all_tensors
+from checkpoints import all_tensors, rewrite
 from mtp_train.checkpoints.adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
@@ -86,24 +85,15 @@ def test_an_adapter_that_would_not_be_put_on_is_refused(
     assert "nowhere: no adapter_config.json; expected a peft adapter directory" in message
 
 
-def rewrite_tensors(adapter: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    """Change an adapter's tensors in place."""
-    tensors = load_file(adapter / ADAPTER_FILE)
-    change(tensors)
-    save_file(tensors, adapter / ADAPTER_FILE, {"format": "pt"})
-
-
-def lose(word: str) -> Callable[[Path], None]:
+def lose(word: str) -> Callable[[Path], object]:
     """Return what removes the tensors with a word in their names."""
-
-    def do(adapter: Path) -> None:
-        rewrite_tensors(adapter, lambda tensors: [tensors.pop(key) for key in [*tensors] if word in key])
-
-    return do
+    return lambda adapter: rewrite(
+        adapter, lambda tensors: [tensors.pop(key) for key in [*tensors] if word in key], ADAPTER_FILE
+    )
 
 
 def poison(adapter: Path) -> None:
-    rewrite_tensors(adapter, lambda tensors: next(iter(tensors.values())).view(-1)[:1].fill_(float("nan")))
+    rewrite(adapter, lambda tensors: next(iter(tensors.values())).view(-1)[:1].fill_(float("nan")), ADAPTER_FILE)
 
 
 def with_dora(adapter: Path) -> None:

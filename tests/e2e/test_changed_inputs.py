@@ -19,7 +19,7 @@ from mtp_train.evaluation import run as study_run
 from mtp_train.evaluation.results import load_report
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline
-from runs import document, refusal, run_quietly, tree, write_recipe
+from runs import document, refusal, tree, write_recipe
 
 Capture = pytest.CaptureFixture[str]
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -46,7 +46,7 @@ def reaches_training(recipe: Path) -> bool:
         patched.chdir(recipe.parent)
         patched.setattr(pipeline, "train_stage", killed)
         with pytest.raises(KeyboardInterrupt):
-            run_quietly(load_recipe(recipe))
+            pipeline.run(load_recipe(recipe))
     return True
 
 
@@ -186,7 +186,7 @@ def test_a_trunk_that_is_rewritten_while_its_head_trains_is_refused(finished: Pa
         patched.setattr(pipeline, "train_stage", rewriting)
         patched.setattr(pipeline, "evaluate_run", lambda *_: load_report(finished / "run" / "report.json"))
         with pytest.raises(ChangedInputError, match=r"model\.trunk \(.*\): model\.safetensors;"):
-            run_quietly(recipe)
+            pipeline.run(recipe)
     assert not (run_dir / "report.json").exists()
 
 

@@ -18,12 +18,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 from adapters import write_adapter
-from checkpoints import shard
+from checkpoints import rewrite, shard
 from mtp_train.checkpoints.artifact import Artifact, save_artifact
-from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.heads.build import graft_plan
 from runs import document, refusal, tree, write_inputs, write_recipe
@@ -211,14 +210,8 @@ def lose_a_shard(work: Path) -> None:
     (work / "finetune" / "model-00002-of-00003.safetensors").unlink()
 
 
-def rewrite(path: Path, key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Change one tensor of a single-file checkpoint."""
-    tensors = load_file(path / SINGLE_FILE)
-    save_file({**tensors, key: change(tensors[key]).contiguous()}, path / SINGLE_FILE, {"format": "pt"})
-
-
 def poison(path: Path, key: str) -> None:
-    rewrite(path, key, lambda tensor: tensor.index_fill(0, torch.tensor([len(tensor) - 1]), torch.nan))
+    rewrite(path, lambda tensors: tensors[key][-1:].fill_(torch.nan))
 
 
 def shorten_held_out_texts(work: Path) -> None:
@@ -244,7 +237,7 @@ NAMED: list[tuple[tuple[str, ...], Callable[[Path], Any], str]] = [
     (BOTH, lambda work: poison(work / "base", "mtp.norm.weight"), "mtp.norm.weight.* holds NaN or infinite values"),
     (
         BOTH,
-        lambda work: rewrite(work / "base", MLP, lambda tensor: tensor[:-1]),
+        lambda work: rewrite(work / "base", lambda tensors: tensors.update({MLP: tensors[MLP][:-1]})),
         r"base: trunk tensor layers\.0\.mlp\.up_proj\.weight is \[47, 32\], in .*finetune it is \[48, 32\]; "
         r"expected the same trunk shape\. Point at the base that the fine-tune came from\.",
     ),

@@ -23,8 +23,9 @@ from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.recipe.loading import load_recipe
+from mtp_train.runs import pipeline
 from mtp_train.trunk.load import load_trunk
-from runs import LEARNS, document, overrides_of, run_quietly, write_headless, write_inputs, write_recipe
+from runs import LEARNS, document, overrides_of, write_headless, write_inputs, write_recipe
 from tiny import ALL_FAMILIES
 
 NEW_TOKENS = 24
@@ -57,7 +58,7 @@ def test_a_stripped_fine_tune_gets_a_head_that_is_better_than_the_graft(
 
     recipe = write_recipe(tmp_path / "recipe.yaml", inputs, run_dir, **SHORT | LONGER.get(family_name, {}))
     assert document(["check", recipe], capfd)["disk_bytes"] > 0
-    assert run_quietly(load_recipe(recipe)).stage == "done"
+    assert pipeline.run(load_recipe(recipe)).stage == "done"
     report = json.loads((run_dir / "report.json").read_text())
     assert report["gate"]["passed"] is True
     lossless = report["lossless"]

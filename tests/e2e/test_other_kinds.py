@@ -18,13 +18,13 @@ from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation.results import load_report
 from mtp_train.heads.draft_model import draft_model
 from mtp_train.recipe.loading import load_recipe
+from mtp_train.runs import pipeline
 from mtp_train.train.log import read_metrics
 from runs import (
     ATTACH,
     TINY_RESCUE,
     document,
     refusal,
-    run_quietly,
     shorten_probes,
     tree,
     write_headless,
@@ -45,7 +45,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(inputs: Path, directory: Path, **overrides: Any) -> Path:
     directory.mkdir(exist_ok=True)
     recipe = write_recipe(directory / "recipe.yaml", inputs, directory / "run", **{**RUN, **overrides})
-    assert run_quietly(load_recipe(recipe)).stage == "done"
+    assert pipeline.run(load_recipe(recipe)).stage == "done"
     return directory / "run"
 
 

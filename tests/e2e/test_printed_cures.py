@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mtp_train as mtp
-from checkpoints import set_count
+from checkpoints import set_fields
 from mtp_train.cli.main import main
 from mtp_train.runs import rescue
 from runs import overrides_of, shorten_probes, write_headless, write_inputs
@@ -61,7 +61,7 @@ def cure(checkpoint: Path, base: Path | None = None) -> str:
 
 def test_a_head_that_a_tool_dropped_with_its_declaration_is_found_by_the_base(own_inputs: Path, tmp_path: Path) -> None:
     inputs = own_inputs
-    set_count(inputs / "finetune", "mtp_num_hidden_layers", 0)
+    set_fields(inputs / "finetune", {"mtp_num_hidden_layers": 0})
     proposed = cure(inputs / "finetune")
     assert proposed == f"mtp-train inspect {inputs / 'finetune'} --base BASE"
     assert paste(proposed.replace("BASE", str(inputs / "base"))) == [0]
@@ -94,7 +94,7 @@ def test_a_lost_head_is_grafted_measured_and_retrained_as_printed(
 
 def test_an_undeclared_head_is_declared_as_printed(own_inputs: Path) -> None:
     base = own_inputs / "base"
-    set_count(base, "mtp_num_hidden_layers", None)
+    set_fields(base, {"mtp_num_hidden_layers": None})
     command = cure(base)
     assert paste(command) == [0]
     assert mtp.inspect(shlex.split(command)[-1]).status == "healthy"

@@ -28,7 +28,7 @@ from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline
 from mtp_train.runs import run as run_module
 from mtp_train.runs.run_directory import RunDirectory
-from runs import LEARNS, copy_run, run_quietly, tiny_recipe, tree
+from runs import LEARNS, copy_run, tiny_recipe, tree
 
 Capture = pytest.CaptureFixture[str]
 QUIET = Console(quiet=True)
@@ -163,7 +163,7 @@ def test_a_run_without_a_gate_exports_an_unjudged_head(
     monkeypatch.setattr(pipeline, "evaluate_run", None)
     run_dir = tmp_path / "run"
     recipe = tiny_recipe(pristine, run_dir, gate={"enabled": False}, evaluate__prompts=1)
-    found = run_quietly(recipe)
+    found = pipeline.run(recipe)
     assert (found.exit_code, found.reason, found.stage) == (0, "unjudged", "done")
     assert found.message.startswith(UNJUDGED_SENTENCE)
     for path in (run_dir / "export", pristine / "finetune-mtp"):
@@ -172,7 +172,7 @@ def test_a_run_without_a_gate_exports_an_unjudged_head(
     for page in ("report.html", "export/README.md"):
         assert UNJUDGED_SENTENCE in (run_dir / page).read_text()
     assert main(["export", str(run_dir), "--out", str(tmp_path / "again")]) == 0
-    assert run_quietly(recipe) == found
+    assert pipeline.run(recipe) == found
 
 
 ANY_VERDICT = contextlib.suppress(GateRefusedError)
@@ -199,7 +199,7 @@ def test_the_gate_refuses_a_head_that_got_worse(
     recipe, second = tiny_recipe(pristine, tmp_path / "second", **overrides), tmp_path / "second"
     # Training on may help or not; either way it must not spoil the head.
     with pytest.raises(GateRefusedError, match=r"against .* \(native\)") if shuffled else ANY_VERDICT:
-        run_quietly(recipe)
+        pipeline.run(recipe)
     assert (second / "report.html").exists()
     if shuffled:
         assert ended(second) == (3, "gate_refused", "done")
@@ -219,13 +219,13 @@ def test_a_second_start_is_refused_and_a_killed_one_is_taken_over(
     with holding(run_dir) as other:
         before = tree(tmp_path)
         with pytest.raises(OutputExistsError, match=rf"run is in use by process {other.pid} on .*; expected one run"):
-            run_quietly(again)
+            pipeline.run(again)
         assert tree(tmp_path) == before
         other.kill()
     assert (run_dir / LOCK_FILE).exists()
     monkeypatch.setattr(run_module, "gather_inputs", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(StoppedError):
-        run_quietly(again)
+        pipeline.run(again)
     assert not (run_dir / LOCK_FILE).exists()
 
 
@@ -241,7 +241,7 @@ def test_a_run_directory_that_is_removed_is_named_and_not_made_again(
 
     monkeypatch.setattr(pipeline, "evaluate_run", removed)
     with pytest.raises(OutputExistsError, match=r"run was removed, or run\.lock in it, while this run wrote there"):
-        run_quietly(load_recipe(recipe, [f"run_dir={gone}"]))
+        pipeline.run(load_recipe(recipe, [f"run_dir={gone}"]))
     assert RunDirectory(gone).outcome is None
 
 

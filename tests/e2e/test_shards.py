@@ -36,7 +36,8 @@ from launching import (
 )
 from mtp_train.errors import GateRefusedError
 from mtp_train.recipe.loading import load_recipe
-from runs import ATTACH, run_quietly, tiny_recipe, write_headless, write_inputs, write_recipe
+from mtp_train.runs import pipeline
+from runs import ATTACH, tiny_recipe, write_headless, write_inputs, write_recipe
 
 pytestmark = pytest.mark.slow
 TWO = ("--num_processes", "2")
@@ -66,7 +67,7 @@ def one_process(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = tiny_recipe(inputs, run_dir, **SHORT)
     # Whether the head got better is not the matter here.
     with contextlib.suppress(GateRefusedError):
-        run_quietly(recipe)
+        pipeline.run(recipe)
     return run_dir
 
 
@@ -125,7 +126,7 @@ def test_other_heads_learn_in_two_processes_what_they_learn_in_one(
     one, two = tmp_path / "one" / "run", tmp_path / "two" / "run"
     two.parent.mkdir()
     with contextlib.suppress(GateRefusedError):
-        run_quietly(tiny_recipe(inputs, one, **OTHER_HEADS[kind]))
+        pipeline.run(tiny_recipe(inputs, one, **OTHER_HEADS[kind]))
     done = run_on(setup, inputs, two, OTHER_HEADS[kind])
     assert outcome(two)["stage"] == "done", done.stderr
     assert {(line["world_size"], line["wrapper"]) for line in metrics(two) if "loss" in line} == {(2, setup.wrapper)}
@@ -225,7 +226,7 @@ def test_one_process_goes_on_where_two_with_shards_were_lost(inputs: Path, one_p
     assert ended(run_dir) == (1, "lost_process", "train")
 
     with contextlib.suppress(GateRefusedError):
-        run_quietly(load_recipe(recipe))
+        pipeline.run(load_recipe(recipe))
     assert {line["world_size"] for line in metrics(run_dir)} == {1, 2}
     torch.testing.assert_close(head(run_dir), head(one_process), atol=1e-4, rtol=1e-4)
 

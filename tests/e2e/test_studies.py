@@ -24,7 +24,7 @@ from mtp_train.runs import study as stages
 from mtp_train.runs.study import CLAIM
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
 from openai_server import openai_server, served_by
-from runs import document, run_quietly, tiny_recipe
+from runs import document, tiny_recipe
 
 Capture = pytest.CaptureFixture[str]
 
@@ -169,7 +169,7 @@ ARMS = ["none@finetune", "graft", "retrained-kl", "retrained-ce", "none@base", "
 def unbroken(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a study that nothing disturbed."""
     run_dir = tmp_path_factory.mktemp("unbroken") / "run"
-    done = run_quietly(tiny_recipe(inputs, run_dir, **STUDY))
+    done = pipeline.run(tiny_recipe(inputs, run_dir, **STUDY))
     assert (done.exit_code, done.stage) == (0, "done")
     return run_dir
 
@@ -227,12 +227,12 @@ def test_a_study_killed_in_any_stage_ends_the_same(
     with monkeypatch.context() as patched:
         patched.setattr(module, name, killed)
         with pytest.raises(KeyboardInterrupt):
-            run_quietly(recipe)
-    run_quietly(recipe)
+            pipeline.run(recipe)
+    pipeline.run(recipe)
     assert stable(load_report(tmp_path / "run" / "report.json")) == stable(load_report(unbroken / "report.json"))
     # Finished: nothing is done again.
     monkeypatch.setattr("mtp_train.runs.run.gather_inputs", lambda *_: pytest.fail("run again"))
-    run_quietly(recipe)
+    pipeline.run(recipe)
 
 
 def test_check_plans_for_all_heads(inputs: Path, tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_the_demos_study_shows_a_stale_head_recovering(tmp_path: Path) -> None:
         "study.rules": ("greedy",),
         "track.wandb": "off",
     }
-    run_quietly(load_recipe(ROOT / "recipes" / "vanilla_vs_distill.yaml").replaced(smaller))
+    pipeline.run(load_recipe(ROOT / "recipes" / "vanilla_vs_distill.yaml").replaced(smaller))
     report = load_report(tmp_path / "run" / "report.json")
     deltas = [one.delta_tau_ci95 for one in report.comparisons if (one.first, one.second) == ("graft", "retrained-kl")]
     assert deltas

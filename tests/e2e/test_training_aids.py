@@ -17,9 +17,10 @@ from mtp_train.errors import GateRefusedError
 from mtp_train.evaluation.results import load_report
 from mtp_train.heads.lora import is_lora
 from mtp_train.recipe.loading import load_recipe
+from mtp_train.runs import pipeline
 from mtp_train.train.log import read_metrics
 from mtp_train.train.select import score_of
-from runs import LEARNS, run_quietly, write_recipe
+from runs import LEARNS, write_recipe
 
 RUN: dict[str, Any] = {**LEARNS, "train__max_steps": 12, "train__save_steps": 6, "train__log_steps": 3}
 
@@ -32,7 +33,7 @@ def head_of(run_dir: Path) -> dict[str, torch.Tensor]:
 def run(inputs: Path, directory: Path, **overrides: Any) -> Path:
     directory.mkdir(exist_ok=True)
     recipe = write_recipe(directory / "recipe.yaml", inputs, directory / "run", **(RUN | overrides))
-    run_quietly(load_recipe(recipe))
+    pipeline.run(load_recipe(recipe))
     return directory / "run"
 
 

@@ -13,8 +13,9 @@ import torch
 
 from checkpoints import all_tensors, same, set_fields
 from launching import head, metrics, without_speed
+from mtp_train.runs import pipeline
 from mtp_train.trunk.load import Trunk
-from runs import LEARNS, document, refusal, run_quietly, tiny_recipe, write_inputs, write_recipe
+from runs import LEARNS, document, refusal, tiny_recipe, write_inputs, write_recipe
 
 Capture = pytest.CaptureFixture[str]
 RUN: dict[str, Any] = {
@@ -33,7 +34,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a run with nothing offloaded."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    assert run_quietly(tiny_recipe(inputs, run_dir, **RUN)).reason == "done"
+    assert pipeline.run(tiny_recipe(inputs, run_dir, **RUN)).reason == "done"
     return run_dir
 
 
@@ -58,7 +59,7 @@ def test_an_offloaded_run_ends_as_any_other(
         offloaded.append({parameter.device.type for parameter in trunk.layers.parameters()})
 
     monkeypatch.setattr(Trunk, "offload_layers", noted)
-    assert run_quietly(recipe).reason == "done"
+    assert pipeline.run(recipe).reason == "done"
     # Both trunks; the fine-tune's twice where training lets go of its layers.
     assert offloaded == [{"meta"}] * (3 if more else 2)
     lines, expected = metrics(run_dir), metrics(whole)
@@ -78,7 +79,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes: not installed")
 def test_a_packed_trunk_is_trained_on_and_exported_as_it_was(mixture: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(mixture, tmp_path / "run", **LEARNS, model__quantization="8bit")
-    assert run_quietly(recipe).reason == "done"
+    assert pipeline.run(recipe).reason == "done"
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
     finetune, exported = all_tensors(mixture / "finetune"), all_tensors(tmp_path / "run" / "export")

@@ -24,8 +24,8 @@ from mtp_train.errors import UnsupportedModelError
 from mtp_train.families import FAMILIES, of_kind
 from mtp_train.families.drafts.eagle import Eagle3Layer
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.step import unroll
 from mtp_train.trunk.load import Trunk
+from redrafted import unrolled
 from scripted import plain_texts, random_prompt, spied_drafts
 from tiny import draft_head, tiny_trunk
 
@@ -160,29 +160,21 @@ def test_a_layer_that_adds_to_the_normed_state_is_read_too(trunk_name: str) -> N
     tokens = random_prompt(9, seed=5)
     trunk.show_layers(head.trunk_layers)
     with torch.inference_mode():
-        plain, layer.adds_normed = unrolled(trunk, head, tokens, NUM_DEPTHS), True
-        found = unrolled(trunk, head, tokens, NUM_DEPTHS)
+        plain, layer.adds_normed = states_of_own_drafts(trunk, head, tokens, NUM_DEPTHS), True
+        found = states_of_own_drafts(trunk, head, tokens, NUM_DEPTHS)
         expected = by_hand(trunk, head, adds_normed=True)(tokens, NUM_DEPTHS)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, **TOLERANCE)
     assert not torch.allclose(plain[0], found[0], atol=1e-2)
 
 
-def unrolled(trunk: Trunk, head: MtpHead, tokens: list[int], num_depths: int) -> list[Tensor]:
+def states_of_own_drafts(trunk: Trunk, head: MtpHead, tokens: list[int], num_depths: int) -> list[Tensor]:
     """Return the training unroll's states at the last start row, its depths fed with its own drafts."""
     text, read = list(tokens), []
     for depth in range(1, num_depths + 1):
         tokens_1T = torch.tensor([text])
         hidden_1TD = trunk.head_input(trunk.hidden(tokens_1T), head.convention)
-        outputs = unroll(
-            head,
-            hidden_1TD,
-            tokens_1T,
-            trunk.embed,
-            num_depths=depth,
-            positions_BT=torch.arange(len(text))[None],
-            document_BT=torch.zeros_like(tokens_1T),
-        )
+        outputs = unrolled(head, hidden_1TD, tokens_1T, trunk.embed, depth)
         read.append(outputs[-1][0, len(tokens) - 2])
         text.append(int(trunk.project(read[-1]).argmax()))
     return read
@@ -195,7 +187,10 @@ def test_training_unrolls_what_decoding_drafts(trunk_name: str, kind: str) -> No
     trunk.show_layers(head.trunk_layers)
     tokens = random_prompt(9, seed=5)
     with torch.inference_mode():
-        found, expected = unrolled(trunk, head, tokens, NUM_DEPTHS), by_hand(trunk, head)(tokens, NUM_DEPTHS)
+        found, expected = (
+            states_of_own_drafts(trunk, head, tokens, NUM_DEPTHS),
+            by_hand(trunk, head)(tokens, NUM_DEPTHS),
+        )
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, **TOLERANCE)
 
@@ -206,7 +201,7 @@ def test_what_is_wired_otherwise_shows(wrongly: dict[str, object]) -> None:
     trunk.show_layers(head.trunk_layers)
     tokens = random_prompt(9, seed=5)
     with torch.inference_mode():
-        found = unrolled(trunk, head, tokens, NUM_DEPTHS)
+        found = states_of_own_drafts(trunk, head, tokens, NUM_DEPTHS)
         expected = by_hand(trunk, head, **wrongly)(tokens, NUM_DEPTHS)
     assert not torch.allclose(found[-1], expected[-1], atol=1e-2)
 

@@ -38,7 +38,6 @@ from mtp_train.heads.diagnose import empty_head, layout_of, text_config_of
 from mtp_train.heads.experts import GROUPED_EXPERTS, is_stacked
 from mtp_train.heads.lora import is_lora, merged_weights, put_on_lora
 from mtp_train.heads.module import MtpHead
-from mtp_train.heads.step import unroll
 from mtp_train.recipe.sections import LoraSection
 from mtp_train.runs.display import quiet_progress
 from mtp_train.train.head_training import HeadTraining, MicroBatch
@@ -47,6 +46,7 @@ from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.whole import diagnose_trunk
 from mtp_train.upstream.transformers_private import kept_in_fp32
 from products import EXPERT_TOKENS, computed
+from redrafted import unrolled
 from scripted import spied_drafts
 from tiny import ALL_FAMILIES, IS_OLD, VOCAB_SIZE, family_of, tiny_head, tiny_trunk
 from tolerances import FAR, assert_differs, assert_same, num_terms, rounding
@@ -90,19 +90,6 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def random_tokens(num_rows: int = 1, num_tokens: int = NUM_TOKENS) -> Tensor:
     return torch.randint(VOCAB_SIZE, (num_rows, num_tokens), generator=torch.Generator().manual_seed(3))
-
-
-def unrolled(head: MtpHead, hidden_1TD: Tensor, tokens_1T: Tensor, embed: Any, num_depths: int) -> list[Tensor]:
-    """Unroll one document."""
-    return unroll(
-        head,
-        hidden_1TD,
-        tokens_1T,
-        embed,
-        num_depths=num_depths,
-        positions_BT=torch.arange(tokens_1T.shape[1])[None],
-        document_BT=torch.zeros_like(tokens_1T),
-    )
 
 
 # Key map

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
@@ -24,12 +23,12 @@ from assistants import (
     tiny_assistant,
     tiny_gemma_trunk,
 )
-from checkpoints import all_tensors
+from checkpoints import rewrite
 from mtp_inference import AssistantDrafting, Sampling, SpeculativeDecoder, plain_greedy
 from mtp_inference.drafters import assistant_drafter
 from mtp_inference.drafters.drafter import RoundPlan
 from mtp_inference.sampling.chooser import Chooser, DraftChoice
-from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.heads.draft_model import load_assistant
@@ -209,9 +208,7 @@ def test_it_is_loaded_whole_or_not_at_all(tmp_path: Path) -> None:
     stored = assistant().state_dict()
     assert all(torch.equal(value, stored[name]) for name, value in loaded.state_dict().items())
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    tensors = all_tensors(tmp_path)
-    del tensors["post_projection.weight"]
-    save_file(tensors, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
+    rewrite(tmp_path, lambda tensors: tensors.pop("post_projection.weight"))
     with pytest.raises(CheckpointError, match=r"keys missing: post_projection.weight"):
         load_assistant(open_checkpoint(tmp_path), GEMMA4_ASSISTANT, dtype=torch.float32)
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from checkpoints import (
     all_tensors,
     base_and_finetune,
     fuse_experts,
+    rewrite,
     save_stripped,
     save_with_head,
+    set_fields,
 )
-from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
+from mtp_train.checkpoints.files import Checkpoint, open_checkpoint
 from mtp_train.errors import CheckpointError
 from mtp_train.heads.build import HeadPlan, build_head, fresh_plan, graft_plan, trained_head
 from mtp_train.heads.diagnose import text_config_of
@@ -65,16 +64,6 @@ def test_a_head_keeps_the_expert_layout_that_it_has(fused: str, tmp_path: Path) 
     assert all(torch.equal(value, original[key]) for key, value in written.items())
 
 
-def change(path: Path, key: str, value: Tensor | None) -> Checkpoint:
-    """Replace or remove one tensor of a single-file checkpoint."""
-    tensors = load_file(path / SINGLE_FILE)
-    tensors.pop(key)
-    if value is not None:
-        tensors[key] = value
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
-    return open_checkpoint(path)
-
-
 def assert_same_weights(head: MtpHead, expected: MtpHead) -> None:
     theirs = expected.state_dict()
     assert head.state_dict().keys() == theirs.keys()
@@ -86,9 +75,7 @@ def assert_same_weights(head: MtpHead, expected: MtpHead) -> None:
 def test_a_weight_that_is_not_finite_is_refused(value: float, tmp_path: Path) -> None:
     path = tmp_path / "base"
     with_head("qwen3_5", path, torch.bfloat16)
-    norm = load_file(path / SINGLE_FILE)["mtp.norm.weight"]
-    norm[3] = value
-    broken = change(path, "mtp.norm.weight", norm)
+    broken = open_checkpoint(rewrite(path, lambda tensors: tensors["mtp.norm.weight"][3:4].fill_(value)))
     with pytest.raises(CheckpointError, match=r"mtp\.norm\.weight: holds NaN or infinite values"):
         build(graft_plan(broken, broken, "auto"), broken)
 
@@ -105,16 +92,11 @@ def test_fresh_norms_are_the_identity_of_their_flavour(family_name: str, identit
     torch.testing.assert_close(normed_BTD, input_BTD * input_BTD.square().mean().rsqrt(), rtol=1e-4, atol=1e-4)
 
 
-def set_attention_bias(path: Path) -> Checkpoint:
-    """Give the config the biases that GLM-4.5's attention has."""
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
-    return open_checkpoint(path)
-
-
 def test_a_fresh_head_depends_on_its_seed_alone(tmp_path: Path) -> None:
     without_head("glm4_moe", tmp_path / "trunk")
-    checkpoint = set_attention_bias(tmp_path / "trunk")
+    # As GLM-4.5's attention has them.
+    set_fields(tmp_path / "trunk", {"attention_bias": True})
+    checkpoint = open_checkpoint(tmp_path / "trunk")
     heads = []
     for seed in (1, 1, 2):
         torch.randn(3)  # the state of torch's own generator must not matter
@@ -151,7 +133,7 @@ def test_the_routers_bias_is_never_rounded(tmp_path: Path) -> None:
     with_head("glm4_moe", path, torch.bfloat16)
     precise = torch.tensor([1.0, 1.0 + 2**-20, -0.3, 7.7])
     assert not torch.equal(precise.bfloat16().float(), precise)
-    checkpoint = change(path, f"model.{BIAS}", precise)
+    checkpoint = open_checkpoint(rewrite(path, lambda tensors: tensors.update({f"model.{BIAS}": precise})))
     plan = graft_plan(checkpoint, checkpoint, "auto")
     head = build(plan, checkpoint, torch.bfloat16)
     name, bias = next((name, value) for name, value in head.state_dict().items() if name.endswith("correction_bias"))

@@ -37,9 +37,7 @@ SETTINGS = [
 ]
 
 
-@functools.cache
-def trunk_of(name: str, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Trunk:
-    return tiny_trunk(name, seed, vocab_size=vocab_size)
+trunk_of = functools.cache(tiny_trunk)
 
 
 DRAFTING: dict[str, Callable[[str], Drafting]] = {

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_quantised import FP8, configure, to_fp8
+from test_quantised import FP8, to_fp8
 from torch import Tensor
 
 from adapters import write_adapter
-from checkpoints import all_tensors, base_and_finetune, save_with_head
+from checkpoints import all_tensors, base_and_finetune, save_with_head, set_fields
 from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greedy
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
@@ -58,7 +58,7 @@ def packed(path: Path) -> dict[str, Tensor]:
         pack = to_fp4 if ".experts." in key else to_fp8
         tensors[key], tensors[key.removesuffix("weight") + "scale"], plain[key] = pack(tensors[key])
     save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
-    configure(path, FP8)
+    set_fields(path, {"quantization_config": FP8})
     return plain
 
 

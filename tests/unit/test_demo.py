@@ -121,6 +121,3 @@ def test_the_recorded_arms_belong_to_the_demo_and_say_that_they_are_recorded() -
     assert arms["control"].tau < arms["ceiling"].tau
     assert recorded()["settings"].keys() == arms.keys()
     assert recorded_arms("my/model") == {}
-
-
-# How it was made

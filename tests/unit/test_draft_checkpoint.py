@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
-from checkpoints import shard
+from checkpoints import rewrite, shard
 from draft_models import CHOSEN, NUM_DEPTHS, DraftModelToWrite
 from mtp_train.checkpoints import files
 from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
@@ -118,16 +117,12 @@ def test_medusa_keeps_its_blocks_and_the_whole_lm_head(tmp_path: Path) -> None:
     assert config["truncated_vocab_size"] == VOCAB_SIZE
 
 
-def rewritten(written: DraftModelToWrite, added: dict[str, Tensor], removed: str) -> None:
-    path = written.source.path / SINGLE_FILE
-    tensors = {key: value for key, value in load_file(path).items() if key != removed}
-    save_file({**tensors, **added}, path, metadata={"format": "pt"})
-    written.source = open_checkpoint(written.source.path)
-
-
 def test_an_lm_head_that_is_packed_is_refused_by_name(tmp_path: Path) -> None:
     written = DraftModelToWrite(tmp_path, "eagle3")
-    rewritten(written, {"lm_head.qweight": torch.zeros(4, 4, dtype=torch.int32)}, "lm_head.weight")
+    packed = torch.zeros(4, 4, dtype=torch.int32)
+    rewrite(written.source.path, lambda tensors: tensors.update({"lm_head.qweight": packed}))
+    rewrite(written.source.path, lambda tensors: tensors.pop("lm_head.weight"))
+    written.source = open_checkpoint(written.source.path)
     with pytest.raises(CheckpointError, match=r"lm_head\.qweight; expected lm_head\.weight in plain floats or FP8"):
         written.write()
     assert not written.out.exists()
@@ -140,7 +135,7 @@ def test_an_lm_head_in_fp8_becomes_plain(tmp_path: Path) -> None:
         "lm_head.weight": (weight_VD / 2).to(torch.float8_e4m3fn),
         "lm_head.weight_scale_inv": torch.tensor([[2.0]]),
     }
-    rewritten(written, stored, "lm_head.weight")
+    written.source = open_checkpoint(rewrite(written.source.path, lambda tensors: tensors.update(stored)))
     tensors, _ = written.write()
     assert tensors["lm_head.weight"].dtype == torch.bfloat16
     expected = stored["lm_head.weight"].float() * 2

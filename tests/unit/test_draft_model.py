@@ -6,14 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import set_fields
+from checkpoints import rewrite, set_fields
 from draft_models import CHOSEN, DraftModelToWrite
 from mtp_inference.opening import head_plan
 from mtp_train import inspect
-from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from tiny import VOCAB_SIZE
 
@@ -41,9 +39,7 @@ def test_a_damaged_map_of_tokens_is_named_by_every_reader(damage: str, tmp_path:
     written = DraftModelToWrite(tmp_path, "eagle3", CHOSEN)
     written.write()
     change, message = DAMAGES[damage]
-    tensors = load_file(written.out / SINGLE_FILE)
-    change(tensors)
-    save_file(tensors, written.out / SINGLE_FILE, metadata={"format": "pt"})
+    rewrite(written.out, change)
     with pytest.raises(CheckpointError, match=message):
         head_plan(written.source, str(written.out))
     for base in (None, written.source.path):

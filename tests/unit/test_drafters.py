@@ -19,16 +19,13 @@ from mtp_inference.drafters.ngram_drafter import NgramDrafter, NgramDrafting
 from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts, DraftSampling
 from mtp_train.errors import MtpError, UnsupportedModelError
 from mtp_train.heads.module import Unroll
-from mtp_train.trunk.load import Trunk
 from scripted import PassingDrafting, RereadingDrafting, made
 from tiny import CACHE_KINDS, UNROLLS, VOCAB_SIZE, chained_head, head_of, tiny_head, tiny_trunk
 
 SOME_IDS = torch.tensor([3, 60, 14, 15, 9, 2, 6, 53, 58, 40, 7, 33])
 
 
-@functools.cache
-def trunk_of(name: str, seed: int = 0) -> Trunk:
-    return tiny_trunk(name, seed)
+trunk_of = functools.cache(tiny_trunk)
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:

@@ -94,6 +94,3 @@ def test_logits_are_equal_up_to_a_tolerance() -> None:
     assert judge_logits(ours, {"0.1": near})["verdict"] == "equal"
     assert judge_logits(ours, {"0.1": far})["verdict"] == "different"
     assert judge_logits(ours, {})["verdict"] == "different"
-
-
-# Driving an engine

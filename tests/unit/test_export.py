@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from checkpoints import (
     all_tensors,
     base_and_finetune,
+    rewrite,
     save_stripped,
-    set_count,
     set_fields,
     shard,
     wrap_as_vision_language,
@@ -63,7 +62,7 @@ def test_graft_puts_the_head_back_and_leaves_the_trunk_alone(
 def test_a_wrapped_fine_tune_takes_the_head_of_a_text_only_base(tmp_path: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     wrap_as_vision_language(finetune)
-    set_count(finetune, "mtp_num_hidden_layers", None)
+    set_fields(finetune, {"mtp_num_hidden_layers": None})
     graft(finetune, base, tmp_path / "out")
     assert_grafted(tmp_path / "out", finetune, base)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -152,9 +151,8 @@ def test_a_head_with_an_output_matrix_of_its_own_does_not_follow_added_tokens(tm
 
 def test_a_misspelt_head_key_is_named(tmp_path: Path) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
-    tensors = all_tensors(base)
-    tensors["mtp.layers.0.mlp.gate_porj.weight"] = tensors.pop("mtp.layers.0.mlp.gate_proj.weight")
-    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    gate = "mtp.layers.0.mlp.gate_{}.weight"
+    rewrite(base, lambda tensors: tensors.update({gate.format("porj"): tensors.pop(gate.format("proj"))}))
     with pytest.raises(CheckpointError, match=r"unknown head keys mtp\.layers\.0\.mlp\.gate_porj\.weight"):
         graft(finetune, base, tmp_path / "out")
 
@@ -170,7 +168,7 @@ def test_a_fine_tune_gets_back_the_interval_that_transformers_does_not_save(fami
 
 def test_export_declares_the_head_that_the_config_forgot(tmp_path: Path) -> None:
     base, _ = base_and_finetune(tmp_path, "qwen3_5")
-    set_count(base, "mtp_num_hidden_layers", None)
+    set_fields(base, {"mtp_num_hidden_layers": None})
     export(base, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["mtp_num_hidden_layers"] == 1
     assert diagnose_head(open_checkpoint(tmp_path / "out")).complete

@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from assistants import HAS_ASSISTANTS, tiny_assistant, tiny_gemma_trunk
 from byte_tokenizer import byte_tokenizer
-from checkpoints import all_tensors
+from checkpoints import rewrite
 from gguf_files import VOCAB_SIZE
 from mtp_inference import AssistantDrafting, SpeculativeDecoder, plain_greedy
-from mtp_train.checkpoints.files import SINGLE_FILE
 from mtp_train.cli.main import main
 from mtp_train.families.assistants import GEMMA4_ASSISTANT
 from mtp_train.trunk.load import Trunk
-from runs import document
+from runs import document, refusal
 from tiny import tiny_trunk
 
 pytestmark = pytest.mark.skipif(not HAS_ASSISTANTS, reason="this transformers has no external drafters")
@@ -90,32 +88,26 @@ def test_the_language_model_of_a_release_is_decoded(
         assert one["num_draft_tokens"] > 0
 
 
-def refusal(trunk: Path, assistant: Path, capfd: Capture) -> str:
-    capfd.readouterr()
-    assert main(["generate", str(trunk), "--head", str(assistant), "--prompt", "a"]) == 2
-    return " ".join(capfd.readouterr().err.split())
-
-
 def test_a_trunk_of_another_kind_is_refused_before_it_is_loaded(
     saved_assistant: Path, tmp_path: Path, capfd: Capture
 ) -> None:
     other = saved(tiny_trunk("glm4_moe", vocab_size=VOCAB_SIZE).causal_lm, tmp_path / "other")
-    message = refusal(other, saved_assistant, capfd)
+    message = refusal(["generate", other, "--head", saved_assistant, "--prompt", "a"], capfd)
     assert "a Gemma 4 assistant, given for" in message
     assert "of model_type 'glm4_moe'; expected Gemma 4 (gemma4_text" in message
 
 
 def test_a_damaged_assistant_is_refused(saved_trunk: Path, saved_assistant: Path, capfd: Capture) -> None:
-    tensors = all_tensors(saved_assistant)
-    tensors["pre_projection.weight"][0, 0] = torch.nan
-    save_file(tensors, saved_assistant / SINGLE_FILE, metadata={"format": "pt"})
-    assert "pre_projection.weight holds NaN" in refusal(saved_trunk, saved_assistant, capfd)
-    del tensors["pre_projection.weight"]
-    save_file(tensors, saved_assistant / SINGLE_FILE, metadata={"format": "pt"})
-    assert "keys missing: pre_projection.weight" in refusal(saved_trunk, saved_assistant, capfd)
+    command = ["generate", str(saved_trunk), "--head", str(saved_assistant), "--prompt", "a"]
+    rewrite(saved_assistant, lambda tensors: tensors["pre_projection.weight"][0].fill_(torch.nan))
+    assert main(command) == 2
+    assert "pre_projection.weight holds NaN" in capfd.readouterr().err
+    rewrite(saved_assistant, lambda tensors: tensors.pop("pre_projection.weight"))
+    assert main(command) == 2
+    assert "keys missing: pre_projection.weight" in capfd.readouterr().err
 
 
 def test_a_trunk_without_its_assistant_says_how_to_give_it(saved_trunk: Path, capfd: Capture) -> None:
     assert json.loads((saved_trunk / "config.json").read_text())["model_type"] == "gemma4_text"
-    assert main(["generate", str(saved_trunk), "--prompt", "a"]) == 2
-    assert "the assistant; pass it to generate as --head" in " ".join(capfd.readouterr().err.split())
+    message = refusal(["generate", saved_trunk, "--prompt", "a"], capfd)
+    assert "the assistant; pass it to generate as --head" in message

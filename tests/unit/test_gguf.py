@@ -13,33 +13,26 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from byte_tokenizer import byte_tokenizer
-from checkpoints import all_tensors
+from checkpoints import all_tensors, rewrite
 from gguf_files import VOCAB_SIZE, checkpoint_with_head, exported, metadata, values
-from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
+from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
 from mtp_train.checkpoints.gguf.sidecar import GgufKind, gguf_tensors, stored_type, trunk_names, write_tensors
 from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
-from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import FAMILIES
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.runs.display import quiet_progress
+from runs import refusal
 from tiny import ALL_FAMILIES, IS_OLD
 
 SERVED = [one.name for one in FAMILIES if set(one.model_types) & GGUF_HEADS.keys() and one.name in ALL_FAMILIES]
 # Which means another norm in a trunk's layer.
 NORMS_OF_THE_HEAD = ("norm.weight", "layers.1.norm.weight")
 Capture = pytest.CaptureFixture[str]
-
-
-def refusal(argv: list[Any], capfd: Capture) -> str:
-    capfd.readouterr()
-    assert main([str(word) for word in argv]) == 2
-    return capfd.readouterr().err
 
 
 def half(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -262,9 +255,7 @@ def test_llama_cpp_quantises_to_k_quants(kind: GgufKind, error: float, tmp_path:
 def test_a_weight_that_cannot_be_written_leaves_nothing_behind(
     qwen: Path, tmp_path: Path, capfd: Capture, value: float, kind: str, reason: str
 ) -> None:
-    tensors = load_file(qwen / SINGLE_FILE)
-    tensors["mtp.fc.weight"][0, 0] = value
-    save_file(tensors, qwen / SINGLE_FILE, metadata={"format": "pt"})
+    rewrite(qwen, lambda tensors: tensors["mtp.fc.weight"][0, :1].fill_(value))
     message = refusal(["export", qwen, "--out", tmp_path / "out", "--gguf", kind], capfd)
     assert re.search(reason, message), message
     assert [path.name for path in tmp_path.iterdir()] == ["tuned"]

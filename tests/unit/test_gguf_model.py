@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from checkpoints import all_tensors
-from gguf_files import checkpoint_with_head, exported, finish, metadata, values, write_whole
+from gguf_files import checkpoint_with_head, exported, finish, metadata, values, write_whole, writer_of
 from mtp_inference import SpeculativeDecoder
 from mtp_train import inspect
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.cli.main import main
+from runs import refusal
 from tiny import IS_OLD
 
 LAYERS = 4
@@ -69,11 +70,6 @@ def trunk(head: gguf.GGUFReader, tmp_path: Path) -> Path:
 
 def raw(path: Path) -> dict[str, tuple[Any, bytes]]:
     return {one.name: (one.tensor_type, one.data.tobytes()) for one in gguf.GGUFReader(path).tensors}
-
-
-def refusal(words: list[object], capsys: pytest.CaptureFixture[str]) -> str:
-    assert main([str(word) for word in words]) == 2
-    return capsys.readouterr().err
 
 
 def test_a_head_of_a_checkpoint_joins_its_trunk(
@@ -189,12 +185,7 @@ def test_a_head_with_a_reduced_vocabulary_is_refused(
     head: gguf.GGUFReader, trunk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reduced, name = tmp_path / "reduced.gguf", f"blk.{LAYERS}.nextn.shared_head_head.weight"
-    writer = gguf.GGUFWriter(reduced, "qwen35")
-    for key, field in head.fields.items():
-        if not key.startswith("GGUF.") and key != "general.architecture":
-            writer.add_key_value(key, field.contents(), field.types[0], sub_type=field.types[-1])
-    for tensor in head.tensors:
-        writer.add_tensor(tensor.name, tensor.data)
+    writer = writer_of(head, reduced)
     writer.add_tensor(name, np.ones((100, 32), dtype=np.float32))
     finish(writer)
     told = refusal(["graft", trunk, "--from", reduced, "--out", tmp_path / "out.gguf"], capsys)

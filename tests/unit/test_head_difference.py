@@ -264,8 +264,7 @@ def test_single_names_that_sglang_fuses_are_warned_of_and_exported_as_a_pattern(
 ) -> None:
     listed = Path(shutil.copytree(base, tmp_path / "listed"))
     settings: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ignore}
-    config = json.loads((listed / "config.json").read_text())
-    (listed / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    set_fields(listed, {"quantization_config": settings})
     found = inspect(listed)
     assert found.status == "healthy"
     assert found.serves["vllm"].startswith("vllm serve")

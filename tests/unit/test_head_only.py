@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from byte_tokenizer import byte_tokenizer
-from checkpoints import all_tensors, base_and_finetune, set_count, shard, wrap_as_vision_language
+from checkpoints import all_tensors, base_and_finetune, set_fields, shard, wrap_as_vision_language
 from mtp_train.checkpoints.export import write_head_only
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.native import native_head_of
@@ -64,7 +64,7 @@ def test_a_head_takes_the_norm_of_its_trunk_s_embedding_along(tmp_path: Path) ->
 
 def test_a_wrapper_s_head_keeps_the_wrapper_s_names(tmp_path: Path) -> None:
     base = wrap_as_vision_language(base_of(tmp_path, "qwen3_5"))
-    set_count(base, "mtp_num_hidden_layers", None)
+    set_fields(base, {"mtp_num_hidden_layers": None})
     assert main(["export", str(base), "--out", str(tmp_path / "out"), "--head-only"]) == 0
     written = all_tensors(tmp_path / "out")
     assert {key for key in written if not key.startswith("mtp.")} == {

@@ -14,6 +14,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from checkpoints import base_and_finetune
+from documents import random_documents
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.identity import Contents, checkpoint_files, hash_inputs
 from mtp_train.data.pack import PackedSequence, collate, pack_documents
@@ -25,7 +26,7 @@ from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.train.hidden_cache import HiddenCache, HiddenFn, cache_digest, one_state
 from mtp_train.train.packed_rows import isolated_hidden
 from mtp_train.trunk.load import Trunk
-from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
+from tiny import tiny_head, tiny_trunk
 from tolerances import assert_differs, assert_same, num_terms
 
 CPU = torch.device("cpu")
@@ -34,16 +35,7 @@ LENGTHS = (5, 24, 9, 3, 17, 11, 2, 8)
 
 
 def documents(lengths: Sequence[int] = LENGTHS, seed: int = 3) -> list[Document]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        Document(
-            tuple(torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()),
-            tuple(index >= 2 for index in range(length)),
-            "g",
-            str(number),
-        )
-        for number, length in enumerate(lengths)
-    ]
+    return random_documents(lengths, seed=seed, prompt_tokens=2)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 
 import mtp_train as mtp
 from adapters import write_adapter
-from checkpoints import set_count
+from checkpoints import set_fields
 from mtp_train.cli.main import main
 from mtp_train.runs.resolve import recipe_of
 from mtp_train.runs.run_directory import RunDirectory
@@ -70,7 +70,7 @@ def test_a_model_that_never_had_a_head_gets_one_that_servers_draft_with(
 ) -> None:
     if family_name == "qwen3_5":
         trunk = write_inputs(tmp_path / "plain") / "finetune"
-        set_count(trunk, "mtp_num_hidden_layers", 0)
+        set_fields(trunk, {"mtp_num_hidden_layers": 0})
     else:
         trunk = write_headless(tmp_path / "plain", family_name, num_layers)
     mtp.write_recipe("new.yaml", trunk, data=[inputs / "chats.jsonl"])
@@ -81,7 +81,7 @@ def test_a_model_that_never_had_a_head_gets_one_that_servers_draft_with(
 
 def test_a_new_head_of_a_large_vocabulary_drafts_a_part_of_it(inputs: Path, tmp_path: Path) -> None:
     trunk = write_headless(tmp_path / "plain", "llama", 8)
-    set_count(trunk, "vocab_size", 128_256)
+    set_fields(trunk, {"vocab_size": 128_256})
     mtp.write_recipe("new.yaml", trunk, data=[inputs / "chats.jsonl"])
     assert recipe_of("new.yaml").head.draft_vocab == 32_000
 
@@ -101,7 +101,7 @@ def test_a_family_whose_head_has_no_counterpart_in_the_trunk_starts_from_random_
     inputs: Path, tmp_path: Path
 ) -> None:
     trunk = write_inputs(tmp_path / "plain", "longcat_flash") / "finetune"
-    set_count(trunk, "num_nextn_predict_layers", 0)
+    set_fields(trunk, {"num_nextn_predict_layers": 0})
     mtp.write_recipe("new.yaml", trunk, data=[inputs / "chats.jsonl"])
     assert recipe_of("new.yaml").head.init == "random"
 

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from assistants import HAS_ASSISTANTS, ORDERED_VOCAB_SIZE, TRUNK_HIDDEN, tiny_assistant
-from checkpoints import all_tensors
-from mtp_train.checkpoints.files import SINGLE_FILE
+from checkpoints import all_tensors, rewrite
 from mtp_train.cli.main import main
 from runs import document
 
@@ -27,13 +25,6 @@ Edit = Callable[[dict[str, Tensor]], object]
 def saved(tmp_path: Path) -> Path:
     tiny_assistant().save_pretrained(tmp_path / "assistant")
     return tmp_path / "assistant"
-
-
-def rewrite(path: Path, edit: Edit) -> Path:
-    tensors = all_tensors(path)
-    edit(tensors)
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
-    return path
 
 
 def test_a_whole_one_is_healthy_and_every_engine_gets_its_flags(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -7,29 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
-from test_training import NUM_DEPTHS, SEQ_LEN, make_documents, recipe
-from torch import Tensor
+from test_training import recipe, run_training, training_module
 
-from mtp_train.data.pack import global_batches
 from mtp_train.errors import RecipeError
 from mtp_train.heads.lora import is_lora, put_on_lora, require_lora_targets
-from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import LoraSection
-from mtp_train.runs.settings import plan_of, train_options
 from mtp_train.train.head_training import HeadTraining
-from mtp_train.train.loop import train_head
 from tiny import num_released_modules, tiny_head, tiny_trunk
 
 WITH_EXPERTS = "glm4_moe"
-
-
-def worn(family_name: str, spec: LoraSection) -> HeadTraining:
-    trunk = tiny_trunk(family_name)
-    head = tiny_head(trunk)
-    put_on_lora(head, spec, seed=0)
-    return HeadTraining(trunk, head, num_depths=NUM_DEPTHS, kind="kl", temperature=1.0)
 
 
 def test_only_the_layers_that_are_named_are_adapted() -> None:
@@ -64,38 +51,23 @@ def test_the_start_follows_the_seed_and_leaves_other_random_numbers_alone() -> N
     assert found[0][1] == found[2][1]
 
 
-def train(directory: Path, used: Recipe, *, stop_after: int | None = None) -> dict[str, Tensor]:
-    def on_step(done: int) -> None:
-        if done == stop_after:
-            raise KeyboardInterrupt
-
-    plan = plan_of(used, 1)
-    documents = make_documents(16, 9, 14, 11, 7, 12, 5, 8)
-    return train_head(
-        worn(WITH_EXPERTS, LoraSection(r=4)),
-        options=train_options(used),
-        plan=plan,
-        batch_fn=global_batches(
-            documents, seq_len_tokens=SEQ_LEN, pack=True, sequences_per_step=plan.sequences_per_step, seed=0
-        ),
-        accelerator=Accelerator(cpu=True, gradient_accumulation_steps=plan.accumulation),
-        state_dir=directory / "state",
-        make_log=lambda _: None,
-        on_step=on_step,
-    )
+def adapted() -> HeadTraining:
+    module = training_module(WITH_EXPERTS)
+    put_on_lora(module.head, LoraSection(r=4), seed=0)
+    return module
 
 
 def test_a_killed_run_ends_with_the_matrices_of_an_unbroken_one(tmp_path: Path) -> None:
     used = recipe(train__max_steps=5, train__save_steps=2, train__micro_batch_sequences=2, train__lr=1e-2)
-    expected = train(tmp_path / "unbroken", used)
+    expected = run_training(tmp_path / "unbroken", used, adapted())
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "killed", used, stop_after=3)
+        run_training(tmp_path / "killed", used, adapted(), stop_after=3)
     (state,) = (tmp_path / "killed" / "state").iterdir()
     for file in ("head.safetensors", "optimizer.safetensors"):
         held = load_file(state / file)
         assert held
         assert all(is_lora(name) for name in held)
-    found = train(tmp_path / "killed", used)
+    found = run_training(tmp_path / "killed", used, adapted())
     assert found.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
     assert any(value.any() for name, value in found.items() if ".lora_B." in name)

@@ -9,8 +9,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from documents import random_documents
 from mtp_train.data.pack import pack_documents
-from mtp_train.data.tokenize import Document
 from mtp_train.errors import RecipeError
 from mtp_train.losses import catalogue
 from mtp_train.losses.catalogue import Loss, RowLoss, loss_names, register_loss
@@ -21,7 +21,7 @@ from mtp_train.runs.settings import plan_of
 from mtp_train.runs.training import head_training
 from mtp_train.train.loop import micro_batches, optimise
 from runs import tiny_recipe
-from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
+from tiny import tiny_head, tiny_trunk
 
 
 def brier_rows(logits_CV: Tensor, teacher_logits_CV: Tensor, _targets: Tensor, temperature: float) -> RowLoss:
@@ -51,10 +51,7 @@ def recipe_with(**overrides: object) -> Recipe:
 
 def test_a_head_learns_by_it(brier: str) -> None:
     used = recipe_with(objective__loss=brier, objective__temperature=2.0)
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(VOCAB_SIZE, (2, 16), generator=generator).tolist()
-    documents = [Document(tuple(ids), (True,) * 16, str(number), "g") for number, ids in enumerate(drawn)]
-    sequences = pack_documents(documents, 16, pack=False, seed=0, epoch=0)
+    sequences = pack_documents(random_documents((16, 16)), 16, pack=False, seed=0, epoch=0)
     trunk, plan = tiny_trunk("qwen3_5"), plan_of(used, 1)
     module = head_training(used, trunk, tiny_head(trunk), None)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=plan.accumulation)

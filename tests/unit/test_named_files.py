@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapters import write_adapter
-from checkpoints import all_tensors, same, shard
+from checkpoints import all_tensors, same, set_fields, shard
 from left_over import into_hub_cache
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
@@ -149,8 +149,7 @@ def test_a_tensor_that_two_shards_hold_is_refused_where_transformers_loads_the_o
 @pytest.mark.parametrize("found", ["transformers_weights", "distributed save"])
 def test_weights_that_transformers_alone_would_load_are_refused(found: str, base: Path) -> None:
     if found == "transformers_weights":
-        config = json.loads((base / "config.json").read_text()) | {found: SHARDS[0]}
-        (base / "config.json").write_text(json.dumps(config))
+        set_fields(base, {found: SHARDS[0]})
     else:
         shutil.copyfile(base / SHARDS[0], base / "shard-00000-model-00001-of-00001.safetensors")
     with pytest.raises(CheckpointError, match=f"{found}.*, which transformers loads instead of the other weights"):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import all_tensors, base_and_finetune, fuse_experts, shard
+from checkpoints import all_tensors, base_and_finetune, fuse_experts, set_fields, shard
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.heads.diagnose import diagnose_head, layout_of
@@ -83,8 +83,7 @@ def pack_head(path: Path, method: str = "awq") -> None:
     for key in plain:
         tensors |= pack(key.removesuffix(".weight"), tuple(tensors.pop(key).shape))
     save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text()) | {"quantization_config": settings}
-    (path / "config.json").write_text(json.dumps(config))
+    set_fields(path, {"quantization_config": settings})
 
 
 @pytest.fixture
@@ -170,8 +169,7 @@ def test_stacked_experts_that_are_packed_are_named_and_replaced(
         else:
             tensors |= {f"{key}_{half}": torch.ones(*value.shape[:-1], 2, dtype=torch.uint8) for half in MXFP4}
     save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+    set_fields(path, {"quantization_config": {"quant_method": method}})
     found = document(["inspect", path], capfd)
     assert (found["status"], found["missing_keys"], found["unexpected_keys"]) == ("quantised", [], [])
     assert f"head quantised with {method}" in found["runs_here"]

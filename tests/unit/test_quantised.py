@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from checkpoints import all_tensors, base_and_finetune, set_count
+from checkpoints import all_tensors, base_and_finetune, rewrite, set_fields
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.errors import CheckpointError
@@ -49,13 +50,8 @@ def quantise(path: Path, pattern: str, settings: dict[str, Any] | None = None) -
         tensors[key], tensors[key.removesuffix("weight") + "weight_scale_inv"], plain[key] = to_fp8(tensors[key])
     assert plain
     save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
-    configure(path, settings or FP8)
+    set_fields(path, {"quantization_config": settings or FP8})
     return plain
-
-
-def configure(path: Path, settings: dict[str, Any]) -> None:
-    config = json.loads((path / "config.json").read_text()) | {"quantization_config": settings}
-    (path / "config.json").write_text(json.dumps(config))
 
 
 def pack(path: Path, settings: dict[str, Any]) -> None:
@@ -66,7 +62,7 @@ def pack(path: Path, settings: dict[str, Any]) -> None:
         tensors[f"{module}qweight"] = torch.ones(shape[1], shape[0] // 8, dtype=torch.int32)
         tensors[f"{module}scales"] = torch.ones(1, shape[0], dtype=torch.float16)
     save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
-    configure(path, settings)
+    set_fields(path, {"quantization_config": settings})
 
 
 def graft(finetune: Path, base: Path, out: Path) -> int:
@@ -172,7 +168,7 @@ def test_modelopt_s_own_file_says_it_too(tmp_path: Path) -> None:
 
 def test_an_unknown_method_is_refused(tmp_path: Path, capfd: Capture) -> None:
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
-    configure(finetune, {"quant_method": "aqlm"})
+    set_fields(finetune, {"quantization_config": {"quant_method": "aqlm"}})
     assert graft(finetune, base, tmp_path / "out") == 2
     assert "quantised with aqlm, whose list of exceptions is not supported; expected one of" in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -187,7 +183,7 @@ def test_a_head_in_fp8_is_whole_and_stays_as_it_is_in_its_own_checkpoint(tmp_pat
     assert diagnose_head(open_checkpoint(base)).complete
     assert stored_dtype(open_checkpoint(base)) == "F32"
     assert document(["inspect", base], capfd)["status"] == "healthy"
-    set_count(base, "mtp_num_hidden_layers", None)
+    set_fields(base, {"mtp_num_hidden_layers": None})
     for options in ([], ["--head-only"]):
         out = tmp_path / f"out{len(options)}"
         assert main(["export", str(base), "--out", str(out), *options]) == 0
@@ -246,8 +242,7 @@ def test_a_trunk_in_fp8_with_a_smaller_last_block_is_refused(tmp_path: Path) -> 
     base, _ = base_and_finetune(tmp_path, "qwen3_5")
     key = "model.layers.0.mlp.up_proj.weight"
     quantise(base, re.escape(key), {**FP8, "weight_block_size": [32, 32]})
-    tensors = all_tensors(base)
-    save_file({**tensors, f"{key}_scale_inv": torch.ones(2, 1)}, base / SINGLE_FILE, metadata={"format": "pt"})
+    rewrite(base, lambda tensors: tensors.update({f"{key}_scale_inv": torch.ones(2, 1)}))
     with pytest.raises(CheckpointError, match=rf"{key} is \[48, 32\] in FP8, in blocks of 32 x 32; expected whole"):
         load_trunk(base, open_checkpoint(base).family, dtype=torch.float32)
 
@@ -257,8 +252,7 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path, capfd: Capture) -> N
     quantise(base, r"^mtp\..*_proj\.weight", {**FP8, "weight_block_size": [8, 8]})
     assert graft(finetune, base, tmp_path / "out") == 2
     assert "expected one for each block of 8 x 8. Restore weight_block_size" in capfd.readouterr().err
-    tensors = {key: value for key, value in all_tensors(base).items() if "scale" not in key}
-    save_file(tensors, base / SINGLE_FILE, metadata={"format": "pt"})
+    rewrite(base, lambda tensors: [tensors.pop(key) for key in [*tensors] if "scale" in key])
     assert graft(finetune, base, tmp_path / "out") == 2
     assert "found F8_E4M3 without scales, expected scales beside it" in capfd.readouterr().err
 
@@ -301,16 +295,13 @@ def test_a_base_of_another_trunk_is_refused_however_it_is_quantised(tmp_path: Pa
     base, finetune = base_and_finetune(tmp_path, "qwen3_5")
     pack(finetune, {"quant_method": "awq"})
     assert graft_plan(open_checkpoint(finetune), open_checkpoint(base), "auto").num_modules == 1
-    tensors = all_tensors(finetune)
-    for change, message in (
-        (
-            lambda: tensors.pop("model.layers.2.mlp.up_proj.weight"),
-            "trunk module layers.2.mlp.up_proj is either here or in",
+    changes: dict[str, Callable[[dict[str, Tensor]], object]] = {
+        "norm.weight is [32], in": lambda tensors: tensors.update({"model.norm.weight": torch.zeros(31)}),
+        "trunk module layers.2.mlp.up_proj is either here or in": lambda tensors: tensors.pop(
+            "model.layers.2.mlp.up_proj.weight"
         ),
-        (lambda: tensors.update({"model.norm.weight": torch.zeros(31)}), r"norm.weight is [32], in"),
-    ):
-        change()
-        save_file(tensors, finetune / SINGLE_FILE, metadata={"format": "pt"})
+    }
+    for message, change in changes.items():
+        rewrite(finetune, change)
         assert graft(finetune, base, tmp_path / "out") == 2
         assert message in capfd.readouterr().err
-        tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(48, 32)

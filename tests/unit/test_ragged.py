@@ -18,7 +18,6 @@ from mtp_inference.batch import Batch
 from mtp_inference.drafters.drafter import Drafting, RoundPlan
 from mtp_inference.sampling.chooser import DraftSampling
 from mtp_inference.session import Session
-from mtp_train.trunk.load import Trunk
 from scripted import RereadingDrafting, ScriptedDrafting, plain_texts, random_prompt
 from tiny import CACHE_KINDS, chained_head, nearly_tiny, tiny_head, tiny_trunk
 
@@ -26,11 +25,7 @@ LIMITS = (3, 34, 9, 24, 1, 14)
 PROMPTS = [random_prompt(length, seed) for seed, length in enumerate((6, 6, 11, 6, 2, 9))]
 
 
-@functools.cache
-def trunk_of(name: str) -> Trunk:
-    return tiny_trunk(name)
-
-
+trunk_of = functools.cache(tiny_trunk)
 nearly = functools.cache(nearly_tiny)
 
 

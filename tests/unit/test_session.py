@@ -24,7 +24,6 @@ from mtp_inference.depth import RoundCosts
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.session import Lane, Session
 from mtp_train.errors import MtpError
-from mtp_train.trunk.load import Trunk
 from scripted import RereadingDrafting
 from tiny import FAMILY_NAMES, VOCAB_SIZE, nearly_tiny, tiny_head, tiny_trunk
 
@@ -36,11 +35,7 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     return torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
 
 
-@functools.cache
-def trunk_of(name: str) -> Trunk:
-    return tiny_trunk(name)
-
-
+trunk_of = functools.cache(tiny_trunk)
 nearly = functools.cache(nearly_tiny)
 
 

@@ -21,6 +21,7 @@ from mtp_train.heads.alignment import PADDING_DOCUMENT
 from mtp_train.heads.module import MtpHead
 from mtp_train.heads.step import mtp_step, unroll
 from mtp_train.trunk.load import Trunk
+from redrafted import unrolled
 from tiny import ALL_FAMILIES, FAMILY_NAMES, chained_head, tiny_head, tiny_trunk
 from tolerances import assert_same, num_terms
 
@@ -58,15 +59,8 @@ def random_tokens(num_tokens: int = NUM_TOKENS) -> Tensor:
 
 
 def one_document(trunk: Trunk, head: MtpHead, tokens_1T: Tensor, num_depths: int = NUM_DEPTHS) -> list[Tensor]:
-    return unroll(
-        head,
-        trunk.head_input(trunk.hidden(tokens_1T), head.convention),
-        tokens_1T,
-        head.embedding(trunk.embed),
-        num_depths=num_depths,
-        positions_BT=torch.arange(tokens_1T.shape[1])[None],
-        document_BT=torch.zeros_like(tokens_1T),
-    )
+    hidden_1TD = trunk.head_input(trunk.hidden(tokens_1T), head.convention)
+    return unrolled(head, hidden_1TD, tokens_1T, head.embedding(trunk.embed), num_depths)
 
 
 def step_alone(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from documents import random_documents
 from mtp_train.data.pack import PackedSequence, collate, count_targets, global_batches, pack_documents
 from mtp_train.data.tokenize import Document
 from mtp_train.errors import TrainingError
-from mtp_train.heads.step import unroll
 from mtp_train.losses.chunked import depth_weights
 from mtp_train.recipe.schema import Recipe
 from mtp_train.runs.settings import plan_of, train_options
@@ -26,7 +26,9 @@ from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.train.log import RunLog, read_metrics
 from mtp_train.train.loop import make_optimizer, micro_batches, optimise, train_head
 from mtp_train.train.packed_rows import aligned_rows
+from mtp_train.train.select import Selection
 from mtp_train.train.state import newest_whole_step
+from redrafted import unrolled
 from runs import tiny_recipe
 from tiny import FAMILY_NAMES, VOCAB_SIZE, tiny_head, tiny_trunk
 
@@ -44,9 +46,11 @@ def recipe(**overrides: Any) -> Recipe:
     return tiny_recipe(Path("anywhere"), Path("anywhere"), **{**settings, **overrides})
 
 
-def training_module(family_name: str = "qwen3_5", kind: str = "kl", temperature: float = 1.0) -> HeadTraining:
+def training_module(
+    family_name: str = "qwen3_5", kind: str = "kl", temperature: float = 1.0, **options: Any
+) -> HeadTraining:
     trunk = tiny_trunk(family_name)
-    return HeadTraining(trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, kind=kind, temperature=temperature)
+    return HeadTraining(trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, kind=kind, temperature=temperature, **options)
 
 
 def weights_of(used: Recipe) -> list[float]:
@@ -54,18 +58,8 @@ def weights_of(used: Recipe) -> list[float]:
     return depth_weights(used.head.num_depths, used.objective.depth_decay)
 
 
-def make_documents(*lengths: int, seed: int = 0) -> list[Document]:
-    """Return random documents of which the first third, the prompt, is no target."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        Document(
-            tuple(torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()),
-            tuple(index >= length // 3 for index in range(length)),
-            str(number),
-            "g",
-        )
-        for number, length in enumerate(lengths)
-    ]
+def make_documents(*lengths: int) -> list[Document]:
+    return random_documents(lengths, prompt_tokens=2)
 
 
 def sequences_of(documents: Sequence[Document], *, pack: bool, seq_len_tokens: int = SEQ_LEN) -> list[PackedSequence]:
@@ -147,8 +141,8 @@ def test_the_gradient_is_that_of_the_mean_over_the_steps_targets() -> None:
     losses: list[list[Tensor]] = [[], [], []]
     for document in documents:
         tokens_1T = torch.from_numpy(document.input_ids)[None].long()
-        batch = {"num_depths": NUM_DEPTHS, "positions_BT": torch.arange(tokens_1T.shape[1])[None]}
-        states = unroll_alone(module, tokens_1T, **batch)
+        hidden_1TD = module.trunk.hidden(tokens_1T).detach()
+        states = unrolled(module.head, hidden_1TD, tokens_1T, module.trunk.embed, NUM_DEPTHS)
         for depth in range(NUM_DEPTHS):
             for start in range(len(document.input_ids) - depth - 2):
                 target = start + depth + 2
@@ -162,13 +156,6 @@ def test_the_gradient_is_that_of_the_mean_over_the_steps_targets() -> None:
     names = dict(module.head.named_parameters())
     expected = torch.autograd.grad(torch.stack(weighted).sum(), list(names.values()))
     assert_same_gradient(found, dict(zip(names, expected, strict=True)))
-
-
-def unroll_alone(module: HeadTraining, tokens_1T: Tensor, **rest: Any) -> list[Tensor]:
-    hidden_1TD = module.trunk.hidden(tokens_1T).detach()
-    return unroll(
-        module.head, hidden_1TD, tokens_1T, module.trunk.embed, document_BT=torch.zeros_like(tokens_1T), **rest
-    )
 
 
 @torch.no_grad()
@@ -218,32 +205,41 @@ def test_what_is_no_target_and_read_by_none_gives_nothing(kind: str) -> None:
     assert (found_K > sums_K).all()
 
 
-def run_training(directory: Path, used: Recipe, *, stop_after: int | None = None) -> HeadTraining:
-    """Train as the pipeline does, on eight documents for ever; ``stop_after`` kills the run."""
+def run_training(
+    directory: Path,
+    used: Recipe,
+    module: HeadTraining | None = None,
+    *,
+    documents: Sequence[Document] | None = None,
+    selection: Selection | None = None,
+    stop_after: int | None = None,
+    on_step: Callable[[int], None] = lambda _: None,
+) -> dict[str, Tensor]:
+    """Train as the pipeline does, on a few documents for ever; ``stop_after`` kills the run."""
 
-    def on_step(done: int) -> None:
+    def after_step(done: int) -> None:
+        on_step(done)
         if done == stop_after:
             raise KeyboardInterrupt
 
-    module = training_module()
     plan = plan_of(used, 1)
-    train_head(
-        module,
+    return train_head(
+        module or training_module(),
         options=train_options(used),
         plan=plan,
         batch_fn=global_batches(
-            make_documents(16, 9, 14, 11, 7, 12, 5, 8),
+            documents or make_documents(16, 9, 14, 11, 7, 12, 5, 8),
             seq_len_tokens=SEQ_LEN,
             pack=True,
             sequences_per_step=plan.sequences_per_step,
             seed=0,
         ),
         accelerator=Accelerator(cpu=True, gradient_accumulation_steps=plan.accumulation),
+        selection=selection,
         state_dir=directory / "state",
         make_log=lambda step: RunLog(directory, step),
-        on_step=on_step,
+        on_step=after_step,
     )
-    return module
 
 
 def test_the_loss_falls_and_every_step_is_logged(tmp_path: Path) -> None:

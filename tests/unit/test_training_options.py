@@ -5,43 +5,25 @@ Shapes: B rows, T tokens, K depths, N target rows, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from test_training import NUM_DEPTHS, SEQ_LEN, training_module
 from torch import Tensor
 
+from documents import random_documents
 from mtp_train.data.pack import PackedBatch, collate, pack_documents
-from mtp_train.data.tokenize import Document
 from mtp_train.heads.step import mtp_step
 from mtp_train.losses.chunked import LossTerms
 from mtp_train.train.head_training import HeadTraining, MicroBatch
 from mtp_train.train.packed_rows import aligned_rows
-from tiny import VOCAB_SIZE, tiny_head, tiny_trunk
 
-NUM_DEPTHS, SEQ_LEN = 3, 16
 FEW = torch.tensor([5, 9, 20])
 """So few tokens that a random head often drafts the right one."""
 
 
-def training_module(family_name: str = "qwen3_5", kind: str = "kl", **options: Any) -> HeadTraining:
-    trunk = tiny_trunk(family_name)
-    return HeadTraining(trunk, tiny_head(trunk), num_depths=NUM_DEPTHS, kind=kind, temperature=1.0, **options)
-
-
 def batch_of(*lengths: int, tokens: Tensor | None = None) -> PackedBatch:
     """Return packed documents of random tokens, taken from ``tokens`` or from all."""
-    generator = torch.Generator().manual_seed(3)
-    choice = torch.arange(VOCAB_SIZE) if tokens is None else tokens
-    documents = [
-        Document(
-            tuple(choice[torch.randint(len(choice), (length,), generator=generator)].tolist()),
-            tuple(index >= 2 for index in range(length)),
-            "g",
-            str(number),
-        )
-        for number, length in enumerate(lengths)
-    ]
+    documents = random_documents(lengths, seed=3, prompt_tokens=2, tokens=tokens)
     return collate(pack_documents(documents, SEQ_LEN, pack=True, seed=0, epoch=0))
 
 

@@ -168,8 +168,7 @@ def test_a_release_may_keep_the_text_model_s_fields_beside_those_of_its_other_pa
 
 def test_a_config_that_transformers_refuses_is_named(tmp_path: Path) -> None:
     base, _ = base_and_finetune(tmp_path, "qwen3_5")
-    config = json.loads((base / "config.json").read_text()) | {"rms_norm_eps": "wide"}
-    (base / "config.json").write_text(json.dumps(config))
+    set_fields(base, {"rms_norm_eps": "wide"})
     with pytest.raises(CheckpointError, match=r"config\.json: transformers rejects it \(.*Restore the"):
         text_config_of(open_checkpoint(base))
 

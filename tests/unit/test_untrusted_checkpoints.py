@@ -295,6 +295,3 @@ def test_a_tokenizer_with_ids_beyond_the_embedding_is_refused(checkpoint: Path) 
     changed_tokenizer(checkpoint, model={"vocab": vocabulary | {"A": BYTE_VOCAB_SIZE}})
     found = refusal(lambda: load_tokenizer(open_checkpoint(checkpoint), trust_remote_code=False))
     assert f"the tokenizer has the id {BYTE_VOCAB_SIZE} for 'A' (1 such tokens)" in found
-
-
-# Large files

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
@@ -12,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers.integrations import deepspeed
 
 from adapters import write_adapter
-from checkpoints import set_fields
+from checkpoints import rewrite, set_fields
 from gguf_files import checkpoint_with_head
 from mtp_train.checkpoints.files import SINGLE_FILE, Checkpoint, open_checkpoint
 from mtp_train.cli.main import main
@@ -40,13 +39,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def base(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "base"))
-
-
-def rewrite(path: Path, change: Callable[[Tensors], Any]) -> None:
-    """Change the tensors of a single-file checkpoint in place."""
-    tensors = load_file(path / SINGLE_FILE)
-    change(tensors)
-    save_file(tensors, path / SINGLE_FILE, {"format": "pt"})
 
 
 def stored_as(key: str, dtype: torch.dtype) -> Callable[[Path], None]:
@@ -215,8 +207,7 @@ def test_a_quantised_trunk_is_whole_and_damage_of_one_in_fp8_is_seen(
     store: Callable[[Path, str], None], method: str, base: Path, capfd: Capture
 ) -> None:
     store(base, LAYER)
-    config = json.loads((base / "config.json").read_text()) | {"quantization_config": {"quant_method": method}}
-    (base / "config.json").write_text(json.dumps(config))
+    set_fields(base, {"quantization_config": {"quant_method": method}})
     found = document(["inspect", base], capfd)
     assert (found["status"], found["problems"]) == ("healthy", [])
     without("model.layers.2.mlp.down_proj.weight", "model.norm.weight")(base)

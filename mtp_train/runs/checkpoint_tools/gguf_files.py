@@ -157,7 +157,7 @@ def _of_gguf(trunk: GgufModel, base: str, kind: GgufKind | None, progress: Progr
     problems = problems_of_head(donor)
     if not donor.head or problems:
         found = problems[0] if problems else "no head"
-        raise CheckpointError(f"{base}: {found}; expected a GGUF file with a complete head.")
+        raise CheckpointError(f"{base}: {found}; expected a GGUF file with a complete head. Use the base's checkpoint.")
     shape = {"block_count": donor.num_layers, "embedding_length": donor.value("embedding_length")}
     _require_fit(trunk, base, donor.arch, shape)
     prefix = f"{donor.arch}."
