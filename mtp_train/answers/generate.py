@@ -64,7 +64,7 @@ def regenerate(
     answering: Answering,
     *,
     batch_size: int,
-    on_batch: Callable[[int, int], None] | None = None,
+    on_batch: Callable[[int, int], object] = lambda done, total: None,
 ) -> int:
     """Generate responses to prompts with the trunk and store them; prompts with a stored response are skipped.
 
@@ -90,8 +90,7 @@ def regenerate(
             rows = [answering.row(prompt, ids) for prompt, ids in zip(batch, responses, strict=True)]
             store.append([row for row in rows if row.id not in stored])
             generated += len(missing)
-        if on_batch is not None:
-            on_batch(number, len(own_batches))
+        on_batch(number, len(own_batches))
     return generated
 
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -83,7 +84,7 @@ class RegeneratedStore:
         return stored_rows(self.directory)
 
     def append(self, rows: Sequence[RegeneratedRow]) -> None:
-        append_lines(self.path, map(_line, rows))
+        append_rows(self.path, rows)
 
     def to_documents(self, seq_len_tokens: int, groups: Mapping[str, str]) -> tuple[list[Document], ResponseCounts]:
         """Return the stored responses as documents whose targets are the response tokens.
@@ -153,7 +154,7 @@ def settings_key(settings: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _line(row: RegeneratedRow) -> bytes:
+def _line(row: Any) -> bytes:
     return (json.dumps(asdict(row)) + "\n").encode()
 
 
@@ -171,11 +172,11 @@ def whole_lines(path: Path) -> Iterator[bytes]:
             yield from (line for line in file if line.endswith(b"\n"))
 
 
-def append_lines(path: Path, lines: Iterable[bytes]) -> None:
-    """Append lines to a file, in place of a last line that a kill cut off, and wait until they are on disk."""
+def append_rows(path: Path, rows: Iterable[Any]) -> None:
+    """Append dataclasses to a file as lines of JSON, in place of a last line that a kill cut off, and sync the file."""
     with path.open("ab") as file:
         file.truncate(sum(map(len, whole_lines(path))))
-        file.write(b"".join(lines))
+        file.write(b"".join(map(_line, rows)))
         file.flush()
         os.fsync(file.fileno())
 

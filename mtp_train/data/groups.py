@@ -13,11 +13,12 @@ Shapes: N texts, H hashes, P pairs, B bands, S shingles.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.progress import Progress
 
 from mtp_train.data.records import Record, grouping_text, text_group
 from mtp_train.errors import DataError
@@ -42,18 +43,15 @@ Sketches = NDArray[np.uint16]
 Indices = NDArray[np.int64]
 
 
-def near_duplicate_groups(texts: Sequence[str], on_text: Callable[[int], None] | None = None) -> Indices:
+def near_duplicate_groups(texts: Sequence[str], progress: Progress | None = None) -> Indices:
     """Join texts with their near-duplicates, transitively. The result depends on the texts alone.
-
-    Args:
-        on_text: Called with the number of texts sketched since the last call.
 
     Returns:
         For each text the lowest index of its group, (N,).
     """
     if not texts:
         return np.zeros(0, dtype=np.int64)
-    sketches_NH = _sketches(texts, _shared_shingles(texts), on_text)
+    sketches_NH = _sketches(texts, _shared_shingles(texts), progress)
     # The four hashes of a band, side by side, are one number.
     bands_NB = sketches_NH.view(np.uint64)
     parent_N = np.arange(len(texts))
@@ -84,19 +82,18 @@ def _root(parent_N: Indices, index: int) -> int:
     return index
 
 
-def _sketches(texts: Sequence[str], shared: Hashes, on_text: Callable[[int], None] | None) -> Sketches:
+def _sketches(texts: Sequence[str], shared: Hashes, progress: Progress | None) -> Sketches:
     """Return the MinHash sketch of each text, its values folded to 16 bits, (N, H)."""
     generator = np.random.default_rng(0)
     factors_H = generator.integers(0, 1 << 32, NUM_HASHES, dtype=np.uint32) | np.uint32(1)
     offsets_H = generator.integers(0, 1 << 32, NUM_HASHES, dtype=np.uint32)
     sketches_NH = np.empty((len(texts), NUM_HASHES), dtype=np.uint16)
-    for index, text in enumerate(texts):
+    shown = texts if progress is None else progress.track(texts, description="looking for near-duplicate prompts")
+    for index, text in enumerate(shown):
         shingles_S = _without(shingle_hashes(text), shared)
         lowest_H = (shingles_S[:, None] * factors_H + offsets_H).min(axis=0)
         # The lowest of many hashes has mostly zeros at the top: mix before taking the top 16 bits.
         sketches_NH[index] = (lowest_H * np.uint32(0x9E3779B1)) >> np.uint32(16)
-        if on_text is not None:
-            on_text(1)
     return sketches_NH
 
 
@@ -127,14 +124,11 @@ def _shared_shingles(texts: Sequence[str]) -> Hashes:
     return found[counts >= max(SHARED_AT_LEAST, SHARED_BY * len(sample))]
 
 
-def join_near_duplicates(records: Sequence[Record], on_group: Callable[[int], None] | None = None) -> list[Record]:
+def join_near_duplicates(records: Sequence[Record], progress: Progress | None = None) -> list[Record]:
     """Return the records with the groups of near-duplicate prompts joined.
 
     Groups that do not come from a record's content (a file, a value of the group field) stay as they are. The order of
     the records does not matter.
-
-    Args:
-        on_group: Called with the number of groups sketched since the last call.
     """
     texts: dict[str, str] = {}
     seen: set[str] = set()
@@ -146,7 +140,7 @@ def join_near_duplicates(records: Sequence[Record], on_group: Callable[[int], No
                 texts[record.group] = text
     # Sorted by digest, so that the order of the records does not matter.
     groups = sorted(texts)
-    found = near_duplicate_groups([texts[group] for group in groups], on_group)
+    found = near_duplicate_groups([texts[group] for group in groups], progress)
     other = {group: groups[first] for group, first in zip(groups, found, strict=True) if group != groups[first]}
     return [replace(record, group=other[record.group]) if record.group in other else record for record in records]
 

@@ -237,21 +237,21 @@ def _ask_all(
 ) -> _Asked:
     """Send every prompt at one temperature, and read the server's counters after each where it has some."""
     requests = [_request(prompt, temperature, grid) for prompt in prompts]
-    answers: dict[int, Response | Refusal] = {}
-    gained: dict[int, SpecCounts] = {}
+    found: dict[int, ServedRecord | Refusal] = {}
     counters, generated, started = endpoint.counters(), 0, time.perf_counter()
     for number, answer in endpoint.answers(requests):
-        answers[number] = answer
+        gained = None
         if counters is not None:
             # The next request is sent after this.
-            own = _num_tokens(answer) if isinstance(answer, Response) else 0
-            counters, tokens, gained[number] = _gained(endpoint, counters, own)
+            own = 0 if isinstance(answer, Refusal) else _num_tokens(answer)
+            counters, tokens, gained = _gained(endpoint, counters, own)
             generated += tokens
+        found[number] = answer if isinstance(answer, Refusal) else _record(prompts[number], answer, gained)
         tick()
     seconds = time.perf_counter() - started
-    found = [(prompt, number, answers[number]) for number, prompt in enumerate(prompts)]
-    records = [_record(prompt, one, gained.get(number)) for prompt, number, one in found if isinstance(one, Response)]
-    failed = [(prompt, one.reason) for prompt, _, one in found if isinstance(one, Refusal)]
+    in_order = [(prompt, found[number]) for number, prompt in enumerate(prompts)]
+    records = [one for _, one in in_order if isinstance(one, ServedRecord)]
+    failed = [(prompt, one.reason) for prompt, one in in_order if isinstance(one, Refusal)]
     if not records:
         raise DataError(
             f"{endpoint.url}: refuses all of {len(prompts)} prompts at temperature "

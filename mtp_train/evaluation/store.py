@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
-from mtp_train.answers.store import append_lines, whole_lines
+from mtp_train.answers.store import append_rows, whole_lines
 from mtp_train.checkpoints.files import read_json
 from mtp_train.checkpoints.identity import (
     RECORD_FILE,
@@ -88,8 +86,7 @@ class Store:
         self.claim()
         directory = self._of(arm, setting)
         directory.mkdir(parents=True, exist_ok=True)
-        lines = (f"{json.dumps(asdict(one))}\n".encode() for one in records)
-        append_lines(directory / f"{self.writer}.jsonl", lines)
+        append_rows(directory / f"{self.writer}.jsonl", records)
 
     def _of(self, arm: str, setting: Setting) -> Path:
         # The arm of a run's head is named RUN/head.

@@ -217,12 +217,7 @@ def read_records(recipe: Recipe, progress: Progress | None = None) -> list[Recor
     records = [record for source in load_sources(recipe) for record in source]
     if recipe.data.group_field is not None:
         return records
-    if progress is None:
-        return join_near_duplicates(records)
-    task = progress.add_task("looking for near-duplicate prompts", total=len({record.group for record in records}))
-    joined = join_near_duplicates(records, lambda count: progress.advance(task, count))
-    progress.remove_task(task)
-    return joined
+    return join_near_duplicates(records, progress)
 
 
 def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any) -> list[Prompt]:

@@ -7,11 +7,7 @@ import math
 import pytest
 import torch
 
-from mtp_train.acceptance.counts import (
-    entropy,
-    overlap,
-    repeated_ngram_share,
-)
+from mtp_train.acceptance.counts import entropy, repeated_ngram_share
 
 
 def test_repeated_ngrams_count_within_one_output_only() -> None:
@@ -19,12 +15,6 @@ def test_repeated_ngrams_count_within_one_output_only() -> None:
     assert repeated_ngram_share([[1, 2, 3], [1, 2, 3]], n=3) == 0.0
     assert repeated_ngram_share([[7] * 10], n=8) == pytest.approx(2 / 3)
     assert repeated_ngram_share([[1, 2, 3]], n=8) is None
-
-
-def test_overlap_is_the_acceptance_of_rejection_sampling() -> None:
-    p_NV = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.2, 0.3, 0.5]])
-    q_NV = torch.tensor([[0.25, 0.25, 0.5], [0.0, 1.0, 0.0], [0.2, 0.3, 0.5]])
-    assert overlap(p_NV, q_NV).tolist() == pytest.approx([0.5, 0.0, 1.0])
 
 
 def test_entropy_is_in_nats_and_survives_zeros() -> None:

@@ -65,24 +65,13 @@ def test_the_batches_do_not_depend_on_the_number_of_processes(tmp_path: Path, wo
     assert rows(RegeneratedStore(tmp_path / "shared")) == rows(RegeneratedStore(tmp_path / "alone"))
 
 
-def test_responses_end_with_their_first_end_of_text(tmp_path: Path) -> None:
-    store = RegeneratedStore(tmp_path)
-    counts = answer(store, Speaker())
-    assert counts == 20
+def test_responses_end_with_their_first_end_of_text_and_are_unfinished_without(tmp_path: Path) -> None:
+    store, endless = RegeneratedStore(tmp_path / "ended"), RegeneratedStore(tmp_path / "endless")
+    assert answer(store, Speaker()) == 20
     assert [(r.response_ids, r.finished) for r in rows(store)[:2]] == [((7, 1, 1, EOS), True), ((7, 2, 2, EOS), True)]
-
-
-def test_a_response_without_an_end_is_unfinished(tmp_path: Path) -> None:
-    store = RegeneratedStore(tmp_path)
-    regenerate(
-        PROMPTS[:1],
-        store,
-        lambda requests: [[5] * one.max_new_tokens for one in requests],
-        Answering(max_new_tokens=3, seq_len_tokens=64, eos_ids={EOS}),
-        batch_size=1,
-    )
-    assert rows(store)[0].response_ids == (5, 5, 5)
-    assert not rows(store)[0].finished
+    answering = Answering(max_new_tokens=3, seq_len_tokens=64, eos_ids={EOS})
+    regenerate(PROMPTS[:1], endless, lambda requests: [[5, 5, 5] for _ in requests], answering, batch_size=1)
+    assert [(r.response_ids, r.finished) for r in endless] == [((5, 5, 5), False)]
 
 
 def test_no_response_goes_past_the_sequence(tmp_path: Path) -> None:
