@@ -42,7 +42,8 @@ WRAPPER_CONFIG_4: dict[str, Any] = {
 def save_stripped(trunk: Trunk, path: Path) -> Path:
     """Save a trunk as users do: ``save_pretrained``, the config still declaring one head module."""
     trunk.causal_lm.save_pretrained(path)
-    set_fields(path, trunk.family.count_as_field(num_released_modules(trunk)))
+    if trunk.family.declaration.section is None:
+        set_fields(path, trunk.family.declaring(num_released_modules(trunk), {}))
     stand_in = trunk.family.trunk.stand_in
     if stand_in is not None and stand_in.wrapper is not None:
         wrap_text_config(path, stand_in.wrapper)

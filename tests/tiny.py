@@ -107,8 +107,10 @@ def tiny_head(trunk: Trunk, seed: int = 0, num_modules: int | None = None) -> Mt
     for weight_VD in head.own_lm_heads(num_modules) or []:
         # As releases have it: close to the trunk's.
         weight_VD.data.mul_(0.1).add_(trunk.lm_head_VD)
-    if head.own_embedding_VD is not None:
-        head.own_embedding_VD.data.mul_(0.1).add_(trunk.causal_lm.get_input_embeddings().weight)
+    if trunk.family.wiring.own_embedding:
+        head.get_parameter("blocks.0.embedding.weight").data.mul_(0.1).add_(
+            trunk.causal_lm.get_input_embeddings().weight
+        )
     return head.eval()
 
 

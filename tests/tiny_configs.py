@@ -305,7 +305,7 @@ def _derived(family: Family, model_type: str) -> dict[str, Any]:
     """Return tiny sizes for the fields that transformers' config class of the family's trunk has."""
     known = CONFIG_MAPPING[model_type]().to_dict()
     sizes = {name: size for name, size in {**_MIXTURE, "sliding_window": SLIDING_WINDOW}.items() if known.get(name)}
-    return {**_SIZES, **sizes, **({} if family.attached else family.count_as_field(1))}
+    return {**_SIZES, **sizes, **({} if family.attached or family.declaration.section else family.declaring(1, {}))}
 
 
 def tiny_config(

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mtp_train.families import Family, KeyRule, SharedKey
+from mtp_train.families.spec import Family, KeyRule, SharedKey
 
 _NUMBERS = ("module", "layer", "expert", "sub", "last")
 REDUCED_OUTPUT = re.compile(r"(?:.+\.)?(?:draft_lm_head|lm_head_draft|draft_vocab_ids|d2t|t2d)(?:\..+)?")

@@ -11,11 +11,8 @@ from mtp_train.families.drafts.record import most_served_kind as most_served_kin
 from mtp_train.families.drafts.record import of_kind as of_kind
 from mtp_train.families.engines import Convention as Convention
 from mtp_train.families.registry import FAMILIES as FAMILIES
-from mtp_train.families.registry import WRAPPERS as WRAPPERS
 from mtp_train.families.registry import family_for as family_for
 from mtp_train.families.registry import family_named as family_named
 from mtp_train.families.spec import Family as Family
-from mtp_train.families.spec import KeyRule as KeyRule
 from mtp_train.families.spec import RawConfig as RawConfig
-from mtp_train.families.spec import SharedKey as SharedKey
 from mtp_train.families.spec import raw_text_config as raw_text_config

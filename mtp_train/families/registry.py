@@ -45,11 +45,7 @@ logits (Granite, Command R), transformers omits the scale inside of a wrapper; e
 
 
 def family_named(name: str) -> Family:
-    """Return the family with this name.
-
-    Raises:
-        KeyError: There is none.
-    """
+    """Return the family with this name; raise a KeyError if there is none."""
     return {family.name: family for family in FAMILIES}[name]
 
 

@@ -403,20 +403,16 @@ class Family:
         own = self.convention(name)
         return tuple(engine for engine, other in self.wiring.conventions.items() if other != own)
 
-    def count_as_field(self, num_modules: int) -> dict[str, Any]:
-        """Return the text-config fields that declare ``num_modules`` modules; empty if the text config has no count."""
-        if self.declaration.count is None or self.declaration.section is not None:
-            return {}
-        return {self.declaration.count: num_modules, **self.declaration.beside}
-
     def declaring(self, num_modules: int, config: RawConfig) -> dict[str, Any]:
-        """Return the fields that make a raw config declare ``num_modules`` modules.
+        """Return the fields that make a raw config declare ``num_modules`` modules; none if configs have no count.
 
         They belong into the text config, or are the whole config's section with the count and the rest of its fields.
         """
         declared = self.declaration
-        if declared.section is None or declared.count is None:
-            return self.count_as_field(num_modules)
+        if declared.count is None:
+            return {}
+        if declared.section is None:
+            return {declared.count: num_modules, **declared.beside}
         fields: dict[str, Any] = {
             declared.section: {**(config.get(declared.section) or {}), declared.count: num_modules}
         }

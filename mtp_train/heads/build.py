@@ -178,8 +178,8 @@ def fresh_plan(
         output_VD = checkpoint.read(layout.lm_head_key if stored else layout.embed_key)
         for weight_VD in head.own_lm_heads(num_modules) or []:
             weight_VD.data.copy_(output_VD)
-    if head.own_embedding_VD is not None:
-        head.own_embedding_VD.data.copy_(checkpoint.read(layout.embed_key))
+    if family.wiring.own_embedding:
+        head.get_parameter("blocks.0.embedding.weight").data.copy_(checkpoint.read(layout.embed_key))
     trained = dict(head.named_parameters())
     # Buffers, such as a router's correction bias, keep the precision that transformers gives them.
     dtypes = {

@@ -256,13 +256,10 @@ def trunk_config(path: Path, family: Family | None = None, *, trust_remote_code:
 
 @contextmanager
 def named_rejections(path: Path) -> Iterator[None]:
-    """Report the errors with which transformers and torch reject a config that they are given, and nothing else.
+    """Raise a CheckpointError for the errors with which transformers and torch reject a config, and for no others.
 
     Inside it, configs are read, and models built on the meta device: the config is the only input. The classes check
     few fields themselves: a width that the number of heads does not divide surfaces as whatever Python raises.
-
-    Raises:
-        CheckpointError: The config is rejected.
     """
     try:
         with quiet_loading():

@@ -208,12 +208,6 @@ class MtpHead(nn.Module):
         own = cast(Block, self.blocks[0]).embedding
         return shared if own is None else own
 
-    @property
-    def own_embedding_VD(self) -> Tensor | None:
-        """The matrix of the head's own embedding; None where it uses the trunk's."""
-        own = cast(Block, self.blocks[0]).embedding
-        return None if own is None else cast(nn.Embedding, own).weight
-
     def sliding_window(self, depth: int) -> int | None:
         """Return how many positions a query of ``depth`` attends to, None for all."""
         layer = self._stock_layers[0 if self.unroll == "recursive" else depth - 1]

@@ -87,11 +87,7 @@ class HiddenCache:
         self._file = cache(lambda shard: safe_open(self._path(shard), framework="pt"))
 
     def require_room(self) -> None:
-        """Check that the disk has room for what is not written yet.
-
-        Raises:
-            TrainingError: It has not.
-        """
+        """Raise a TrainingError if the disk has no room for what is not written yet."""
         found = next(parent for parent in (self.directory, *self.directory.parents) if parent.exists())
         free = shutil.disk_usage(found).free
         missing = self.num_bytes - sum(path.stat().st_size for path in self.directory.glob("*.safetensors"))

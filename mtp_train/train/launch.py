@@ -120,11 +120,7 @@ def _asked_for(variable: str) -> bool:
 
 
 def require_as_asked(accelerator: Accelerator) -> None:
-    """Check that accelerate connected all processes and shards as the launcher's settings ask for.
-
-    Raises:
-        TrainingError: Processes or sharding are missing, or the settings are of an unsupported kind.
-    """
+    """Raise a TrainingError where accelerate lacks processes or shards that the launcher's settings ask for."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
         raise TrainingError(
@@ -153,11 +149,7 @@ def require_as_asked(accelerator: Accelerator) -> None:
 
 
 def require_processes(expected: int | None, accelerator: Accelerator) -> None:
-    """Check the number of processes against the recipe; accelerate drops a request for several where it finds no GPU.
-
-    Raises:
-        TrainingError: The number is another one than ``train.processes``.
-    """
+    """Raise a TrainingError for another number than ``train.processes``: without a GPU, accelerate drops processes."""
     if expected not in (None, accelerator.num_processes):
         raise TrainingError(
             f"train.processes: {expected}, and the launcher started {accelerator.num_processes}; expected as many. Add "
@@ -175,11 +167,7 @@ def describe_processes(accelerator: Accelerator) -> str:
 
 @contextlib.contextmanager
 def lost_process_is_named() -> Iterator[None]:
-    """Turn gloo's socket errors into one that names the cause. With NCCL the launcher ends the processes instead.
-
-    Raises:
-        LostProcessError: The connection to another process is lost.
-    """
+    """Turn gloo's socket errors into a LostProcessError. With NCCL the launcher ends the processes instead."""
     try:
         yield
     except RuntimeError as error:

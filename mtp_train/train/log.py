@@ -38,11 +38,7 @@ class Tracking:
         return [name for name, is_on in asked.items() if is_on]
 
     def require(self, where: str = "track.") -> None:
-        """Check that the packages are installed.
-
-        Raises:
-            RecipeError: One is not.
-        """
+        """Raise a RecipeError that names the packages that are not installed, if there are any."""
         missing = [name for name in self.names if importlib.util.find_spec(name) is None]
         if missing:
             told = "the package is not installed; expected it, to track there"

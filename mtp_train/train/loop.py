@@ -256,11 +256,7 @@ def resume(state_dir: Path, head: MtpHead, selection: Selection | None, accelera
 
 
 def take_steps(run: Training, done: int, on_step: Callable[[int], None]) -> None:
-    """Take the steps after the first ``done``.
-
-    Raises:
-        StoppedError: A process received SIGTERM or SIGINT; the state is saved.
-    """
+    """Take the steps after the first ``done``; after a signal, raise a StoppedError once the state is saved."""
     on_step(done)
     run.wrapped.train()
     told_to_stop = False
@@ -369,11 +365,7 @@ def measure(run: Training, selection: Selection, done: int) -> dict[str, Any]:
 
 
 def require_finite(run: Training, done: int, norm: float) -> None:
-    """Check that the step's loss and gradient are finite.
-
-    Raises:
-        TrainingError: They are not.
-    """
+    """Raise a TrainingError if the step's loss or gradient is not finite."""
     if not all(map(math.isfinite, (norm, *run.sums.loss_sum_K))):
         raise TrainingError(
             f"step {done}: loss {run.sums.loss_sum_K}, gradient norm {norm}; expected finite numbers. Lower train.lr; "

@@ -310,12 +310,8 @@ class Trunk(nn.Module):
         state = self._after_norm(hidden)
         return state if self._logit_divisor is None else state / self._logit_divisor
 
-    def _split(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the last state, and the states of :meth:`show_layers`."""
-        return hidden[..., : self._last_width], hidden[..., self._last_width :]
-
     def _after_norm(self, hidden: Tensor) -> Tensor:
-        hidden, _ = self._split(hidden)
+        hidden = hidden[..., : self._last_width]
         streams = self.family.trunk.streams
         if self._mixer is not None and streams is not None:
             rows_1NW = hidden.reshape(1, -1, hidden.shape[-1])
@@ -328,8 +324,10 @@ class Trunk(nn.Module):
         """Return the states that a head wired by ``convention`` reads, from hidden states of :meth:`hidden`."""
         if convention.hidden == "after_final_norm":
             return self._after_norm(hidden)
-        last, of_layers = self._split(hidden)
-        return last if convention.hidden == "before_final_norm" else of_layers
+        if convention.hidden == "before_final_norm":
+            return hidden[..., : self._last_width]
+        # The states of :meth:`show_layers`.
+        return hidden[..., self._last_width :]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.project(self.normed(hidden))

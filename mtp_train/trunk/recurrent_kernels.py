@@ -17,6 +17,7 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
+import torch
 from packaging.version import Version
 from torch import Tensor
 
@@ -41,15 +42,15 @@ class ByTensor:
 
     Attributes:
         kernel: The model's function as transformers defines it, which calls the kernel.
-        takes: Whether the kernel takes a first argument that is on a suitable device.
+        dtypes: The dtypes of a first argument on a suitable device that the kernel takes; None for all.
     """
 
     kernel: Callable[..., Any]
     plain: Callable[..., Any]
-    takes: Callable[[Tensor], bool]
+    dtypes: tuple[torch.dtype, ...] | None
 
     def __call__(self, first: Tensor, *others: Any, **named: Any) -> Any:
-        fits = first.device.type in KERNEL_DEVICES and self.takes(first)
+        fits = first.device.type in KERNEL_DEVICES and (self.dtypes is None or first.dtype in self.dtypes)
         return (self.kernel if fits else self.plain)(first, *others, **named)
 
 
@@ -64,22 +65,18 @@ def choose_kernels(module: ModuleType, recurrent: RecurrentKernels | None) -> No
     if not any(importlib.util.find_spec(package) for package in _PACKAGES):
         return
     for name in _CONVOLUTIONS:
-        _choose(module, name, lambda first: True)
+        _choose(module, name)
     if recurrent is not None:
-        _choose(module, recurrent.single, lambda first: True)
+        _choose(module, recurrent.single)
         in_kernel = recurrent.rule != "gated_delta" or _groups_heads()
-        _choose(module, recurrent.chunked, _takes_halves if in_kernel else lambda first: False)
+        # Kernels of several tokens multiply matrices, for which Triton rounds fp32 inputs to TF32.
+        _choose(module, recurrent.chunked, HALF_DTYPES if in_kernel else ())
 
 
-def _choose(module: ModuleType, name: str, takes: Callable[[Tensor], bool]) -> None:
+def _choose(module: ModuleType, name: str, dtypes: tuple[torch.dtype, ...] | None = None) -> None:
     stock = getattr(module, name, None)
     if stock is not None and not isinstance(stock, ByTensor):
-        setattr(module, name, ByTensor(stock, torch_function_of(stock), takes))
-
-
-def _takes_halves(first: Tensor) -> bool:
-    # Kernels of several tokens multiply matrices, for which Triton rounds fp32 inputs to TF32.
-    return first.dtype in HALF_DTYPES
+        setattr(module, name, ByTensor(stock, torch_function_of(stock), dtypes))
 
 
 def _groups_heads() -> bool:

@@ -190,7 +190,8 @@ def save(trunk: Trunk, head: MtpHead, shape: WitnessShape, directory: Path) -> N
     """Write trunk and head in the layout of a release, in bf16."""
     trunk.causal_lm.to(torch.bfloat16).save_pretrained(directory)
     family = trunk.family
-    _set_fields(directory, family.count_as_field(shape.num_modules), shape.released)
+    declared = {} if family.declaration.section else family.declaring(shape.num_modules, {})
+    _set_fields(directory, declared, shape.released)
     if family.keys.saved_names:
         _rename_as_released(directory)
     tensors = load_file(directory / SINGLE_FILE)

@@ -54,19 +54,9 @@ def test_the_mask_speaks_of_the_target_not_of_the_start() -> None:
     assert valid_targets(row(DOCUMENT), mask_BT, 2).tolist() == [flags(".x........")]
 
 
-def test_padding_has_no_target_even_where_the_mask_says_so() -> None:
-    padding_BT = torch.full((1, 5), PADDING_DOCUMENT)
-    assert not valid_targets(padding_BT, torch.ones(1, 5, dtype=torch.bool), 1).any()
-
-
 def test_a_prefix_ends_at_the_documents_border() -> None:
     mask_BTT = prefix_mask(row([0, 0, 0, 1, 1, PADDING_DOCUMENT]))
     assert seen(mask_BTT[0]) == ["x.....", "xx....", "xxx...", "...x..", "...xx.", ".....x"]
-
-
-def test_every_row_sees_itself_so_that_no_softmax_is_empty() -> None:
-    mask_BTT = prefix_mask(torch.tensor([DOCUMENT, [PADDING_DOCUMENT] * len(DOCUMENT)]))
-    assert mask_BTT.diagonal(dim1=1, dim2=2).all()
 
 
 def test_a_depth_sees_the_true_prefix_and_then_its_own_rows_only() -> None:

@@ -37,8 +37,7 @@ def test_a_k_exaone_head_slides_as_its_config_or_the_first_layer_of_the_trunk_do
 def test_a_head_with_an_embedding_of_its_own_reads_that_one_and_never_trains_it() -> None:
     trunk = tiny_trunk("dots3_note")
     tokens_T = torch.arange(9)
-    own_VD = tiny_head(trunk).own_embedding_VD
-    assert own_VD is not None
+    own_VD = tiny_head(trunk).get_parameter("blocks.0.embedding.weight")
     assert not own_VD.requires_grad
     read_TD = tiny_head(trunk).embedding(trunk.embed)(tokens_T)
     assert torch.equal(read_TD, own_VD[tokens_T])

@@ -19,7 +19,7 @@ from mtp_train.checkpoints.artifact import Artifact
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.checkpoints.keymap import HeadLayout
 from mtp_train.errors import UnsupportedModelError
-from mtp_train.families import WRAPPERS
+from mtp_train.families.registry import WRAPPERS
 from mtp_train.heads.build import fresh_plan
 from mtp_train.heads.diagnose import layout_of, text_config_of
 from mtp_train.runs.export import write_export

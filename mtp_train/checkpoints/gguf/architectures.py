@@ -506,11 +506,7 @@ GGUF_HEADS: Mapping[str, GgufHead] = {
 
 
 def gguf_head_for(family: Family, model_type: str, *, where: str) -> GgufHead:
-    """Return the record of a text config's model type.
-
-    Raises:
-        UnsupportedModelError: The model type has no record.
-    """
+    """Return the record of a text config's model type; raise an UnsupportedModelError if it has none."""
     if model_type not in GGUF_HEADS:
         reason = family.serving["llama.cpp"].text
         raise UnsupportedModelError(

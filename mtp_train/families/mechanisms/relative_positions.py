@@ -10,7 +10,7 @@ Shapes: B rows, T queries, S keys, H heads, E distances, C channels, W kernel wi
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,25 +20,19 @@ CONVOLVED_CACHE_LAYERS = ("LinearAttentionAndFullAttentionLayer", "LinearAttenti
 """transformers' cache classes for such layers, by name, because older releases lack one of them."""
 
 
-class LogScaling(NamedTuple):
-    """Scores grow with the position p: by ``1 + alpha log(max((p + 1) / floor, 1))``."""
-
-    floor: int
-    alpha: float
-
-
 class RelativeProfiles(nn.Module):
     """The bias of attention scores by distance: a bank of profiles, mixed by the query.
 
     Args:
         stock: transformers' module of the layer; its weights are reused under the same names.
+        floor, alpha: Scores at position p grow by ``1 + alpha log(max((p + 1) / floor, 1))``; not without a floor.
     """
 
-    def __init__(self, stock: Any, log_scaling: LogScaling | None) -> None:
+    def __init__(self, stock: Any, floor: int | None = None, alpha: float = 0.0) -> None:
         super().__init__()
         self.proj = stock.proj
         self.rel_extent = stock.rel_extent
-        self.log_scaling = log_scaling
+        self.floor, self.alpha = floor, alpha
         self._by_place = type(stock).forward
 
     def forward(self, relative_states: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
@@ -61,10 +55,10 @@ class RelativeProfiles(nn.Module):
         extent = profile_BHTE.shape[-1]
         index_BHTS = distance_B1TS.clamp(0, extent - 1).expand(*profile_BHTE.shape[:2], -1, -1)
         bias_BHTS = profile_BHTE.gather(-1, index_BHTS).masked_fill(distance_B1TS >= extent, 0.0)
-        if self.log_scaling is not None:
+        if self.floor is not None:
             # A layer with scaling attends to all keys, and its first slot is position 0.
-            end_B1T1 = (distance_B1TS[..., :1] + 1).float() / self.log_scaling.floor
-            scale_B1T1 = 1.0 + self.log_scaling.alpha * torch.log(end_B1T1.clamp(min=1.0))
+            end_B1T1 = (distance_B1TS[..., :1] + 1).float() / self.floor
+            scale_B1T1 = 1.0 + self.alpha * torch.log(end_B1T1.clamp(min=1.0))
             query = (query.float() * scale_B1T1).to(query.dtype)
             bias_BHTS = (bias_BHTS.float() * scale_B1T1).to(bias_BHTS.dtype)
         return query, torch.where(distance_B1TS >= 0, bias_BHTS, torch.finfo(bias_BHTS.dtype).min)

@@ -25,7 +25,7 @@ from mtp_train.families.engines import Convention, EngineSupport, no
 from mtp_train.families.layouts import AFTER_THE_TRUNK, BESIDE_THE_TRUNK, INDEXER, WRAPPED
 from mtp_train.families.mechanisms.key_blocks import BlockIndexer
 from mtp_train.families.mechanisms.key_pools import AveragedPools, choose_pools
-from mtp_train.families.mechanisms.relative_positions import LogScaling, RelativeProfiles, ShortConvolution
+from mtp_train.families.mechanisms.relative_positions import RelativeProfiles, ShortConvolution
 from mtp_train.families.spec import (
     Declaration,
     Family,
@@ -596,7 +596,7 @@ def _inkling_head_layer_config(text_config: PretrainedConfig, num_modules: int) 
 
 def _prepare_layer(layer: Any) -> None:
     attention = layer.self_attn
-    attention.rel_logits_proj = RelativeProfiles(attention.rel_logits_proj, None)
+    attention.rel_logits_proj = RelativeProfiles(attention.rel_logits_proj)
     attention.k_sconv, attention.v_sconv = ShortConvolution(attention.k_sconv), ShortConvolution(attention.v_sconv)
     layer.attn_sconv, layer.mlp_sconv = ShortConvolution(layer.attn_sconv), ShortConvolution(layer.mlp_sconv)
     layer.mlp = _InterleavedMlp(layer.mlp)
@@ -608,15 +608,11 @@ def _prepare_trunk(decoder: Any) -> None:
     Layers without a sliding window scale their scores, if the config has a floor. A second call changes nothing.
     """
     config = decoder.config
-    scaling = None
-    if config.log_scaling_n_floor is not None:
-        scaling = LogScaling(config.log_scaling_n_floor, config.log_scaling_alpha)
     for layer in decoder.layers:
-        attention = layer.self_attn
-        if not isinstance(attention.rel_logits_proj, RelativeProfiles):
-            attention.rel_logits_proj = RelativeProfiles(
-                attention.rel_logits_proj, None if attention.is_sliding else scaling
-            )
+        attention, stock = layer.self_attn, layer.self_attn.rel_logits_proj
+        if not isinstance(stock, RelativeProfiles):
+            floor = None if attention.is_sliding else config.log_scaling_n_floor
+            attention.rel_logits_proj = RelativeProfiles(stock, floor, config.log_scaling_alpha)
 
 
 INKLING = Family(
