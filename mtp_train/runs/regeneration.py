@@ -78,7 +78,7 @@ def generate_responses(run: Run, settings: RegenerateSpec, trunk: RunTrunk) -> t
     if settings.endpoint is None:
         rows = settings.batch_size or MAX_BATCH
         set_threads("answering prompts", rows, inputs.finetune, accelerator.device, progress.console)
-        answer_by_decoder(run, settings, trunk.trunk, store, on_progress)
+        answer_by_decoder(run, settings, trunk, store, on_progress)
     else:
         answer = partial(answer_by_server, run, settings, trunk.trunk, store, on_progress)
         said = answer() if trunk.is_whole else with_followers(trunk.trunk, accelerator, answer)
@@ -129,7 +129,7 @@ def answering_of(run: Run, settings: RegenerateSpec) -> Answering:
 def answer_by_decoder(
     run: Run,
     settings: RegenerateSpec,
-    trunk: Trunk,
+    trunk: RunTrunk,
     store: RegeneratedStore,
     on_progress: Callable[[int, int], None],
 ) -> None:
@@ -138,10 +138,11 @@ def answer_by_decoder(
     # Without copied responses: a batch with one missing response is decoded whole.
     copied = {row.id for row in file_rows(store.directory / COPIED_FILE)}
     prompts = [prompt for prompt in inputs.text.prompts if prompt.id not in copied]
-    if not prompts:
+    if not {prompt.id for prompt in prompts} - {row.id for row in store}:
         return
+    trunk.prepare_answering()
     batch_size = settings.batch_size or MAX_BATCH
-    decoder = SpeculativeDecoder(trunk, None, 0, inputs.eos_ids, max_batch=batch_size)
+    decoder = SpeculativeDecoder(trunk.trunk, None, 0, inputs.eos_ids, max_batch=batch_size)
     regenerate(
         prompts,
         store,

@@ -17,6 +17,7 @@ from launching import outcome
 from mtp_inference import SpeculativeDecoder
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
+from mtp_train.trunk.load import Trunk
 from runs import copy_run, document, refusal, tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +96,32 @@ def test_regenerated_responses_are_the_runs_and_a_lost_one_is_generated_again(
     assert main(["run", str(recipe)]) == 143
     assert sorted(file.read_bytes().splitlines()) == sorted(written.splitlines())
     assert outcome(tmp_path / "run")["stage"] == "train"
+
+
+@pytest.mark.parametrize(("slow", "answered_in"), [(False, "bfloat16"), (True, "float32")])
+def test_a_cpu_that_multiplies_bf16_answers_in_it_and_trains_on_what_is_held(
+    slow: bool, answered_in: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtypes: list[str] = []
+    generate = SpeculativeDecoder.generate
+
+    def recorded(decoder: SpeculativeDecoder, *rest: Any) -> Any:
+        dtypes.append(decoder.trunk.dtype_name)
+        return generate(decoder, *rest)
+
+    def stopped(_run: Any, trunk: Trunk, *_rest: Any, **_settings: Any) -> None:
+        dtypes.append(trunk.dtype_name)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("mtp_train.runs.run.slow_halves", lambda *_: slow)
+    monkeypatch.setattr(SpeculativeDecoder, "generate", recorded)
+    monkeypatch.setattr("mtp_train.runs.pipeline.train_stage", stopped)
+    # The demo is stored in bf16. Without a gate nothing else is decoded before training.
+    fields = ["model.trunk=demo:finetune", "model.head_from=demo:base", "data.regenerate={max_new_tokens: 4}"]
+    recipe = write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", gate={"enabled": False})
+    assert main(["run", str(recipe), *fields]) == 143
+    assert set(dtypes[:-1]) == {answered_in}
+    assert dtypes[-1] == "float32"
 
 
 def test_regenerate_needs_a_recipe_that_regenerates(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
