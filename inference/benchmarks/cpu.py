@@ -72,7 +72,7 @@ def prompts_of(tokenizer: PreTrainedTokenizerBase | None, suite: str, length: in
     if tokenizer is None:
         raise SystemExit("--model: no tokenizer; expected one beside the checkpoint. Save it there.")
     chat, found = bool(tokenizer.chat_template), []
-    for one in load_suite(suite).records:
+    for one in load_suite(suite):
         ids = prompt_tokens(tokenizer, content_text(one.content), chat=chat, where=one.id)
         if len(ids) >= length:
             found.append(ids[-length:])

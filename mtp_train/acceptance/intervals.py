@@ -132,24 +132,24 @@ def _difference(totals_X4: FloatArray) -> FloatArray:
     return accepted_X[..., 0] - accepted_X[..., 1]
 
 
-def _ratio_interval(totals_P: FloatArray, counts_P: FloatArray, groups: Sequence[str], high: float) -> Interval | None:
-    """Return the 95 % interval of the pooled mean ``sum(totals) / sum(counts)``, cut at 0 and at its upper bound.
+def _interval_per_round(totals_P: FloatArray, counts: Sequence[PromptCounts], high: float) -> Interval | None:
+    """Return the 95 % interval of the pooled mean of a round, cut at 0 and at its upper bound.
 
     Args:
-        totals_P: Sum of each prompt; terms are 0 or more.
-        counts_P: Number of terms of each sum.
+        totals_P: Sum over the rounds of each prompt; terms are 0 or more.
         high: Upper bound of the mean.
 
     Returns:
-        The interval; None if fewer than two groups have a count above 0, as these have no spread.
+        The interval; None if fewer than two groups have a round, as these have no spread.
     """
-    totals_G, counts_G = sum_by_group(totals_P, groups), sum_by_group(counts_P, groups)
-    if not counts_G.any():
+    groups = [one.group for one in counts]
+    totals_G, rounds_G = sum_by_group(totals_P, groups), sum_by_group(accepted_by_position(counts)[1], groups)
+    if not rounds_G.any():
         return None
-    value = float(totals_G.sum() / counts_G.sum())
+    value = float(totals_G.sum() / rounds_G.sum())
     # The clamp avoids a division by 0 if only one group counts; `jackknife` then returns None.
-    without_G = (totals_G.sum() - totals_G) / np.maximum(counts_G.sum() - counts_G, 1e-9)
-    spread = jackknife(value, without_G, counts_G)
+    without_G = (totals_G.sum() - totals_G) / np.maximum(rounds_G.sum() - rounds_G, 1e-9)
+    spread = jackknife(value, without_G, rounds_G)
     if spread is None:
         return None
     below, above = spread.interval(value, 0.05)
@@ -158,17 +158,14 @@ def _ratio_interval(totals_P: FloatArray, counts_P: FloatArray, groups: Sequence
 
 def tau_interval(counts: Sequence[PromptCounts]) -> Interval | None:
     """Return the 95 % interval of tau over groups; None without rounds, and for a single group."""
-    accepted_PK, rounds_P = accepted_by_position(counts)
-    groups = [one.group for one in counts]
-    interval = _ratio_interval(accepted_PK.sum(axis=1), rounds_P, groups, accepted_PK.shape[1])
+    accepted_PK, _ = accepted_by_position(counts)
+    interval = _interval_per_round(accepted_PK.sum(axis=1), counts, accepted_PK.shape[1])
     return None if interval is None else (1.0 + interval[0], 1.0 + interval[1])
 
 
 def marginal_intervals(counts: Sequence[PromptCounts]) -> list[Interval | None]:
     """Return the 95 % interval over groups of each entry of ``acceptance.marginal``."""
-    accepted_PK, rounds_P = accepted_by_position(counts)
-    groups = [one.group for one in counts]
-    return [_ratio_interval(accepted_P, rounds_P, groups, 1.0) for accepted_P in accepted_PK.T]
+    return [_interval_per_round(accepted_P, counts, 1.0) for accepted_P in accepted_by_position(counts)[0].T]
 
 
 def jackknife(value: float, without_G: FloatArray, weight_G: FloatArray) -> Spread | None:

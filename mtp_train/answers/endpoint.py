@@ -19,10 +19,9 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict
-from functools import partial
 from itertools import islice
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
@@ -64,20 +63,6 @@ class Response(NamedTuple):
     """The new tokens, with the end-of-text token if the response is finished."""
     document: Mapping[str, Any]
     """The completion as the server sent it, with its usage and the like."""
-
-
-def _in_thread(work: Callable[[], Response | Refusal]) -> Future[Response | Refusal]:
-    """Do some work in a thread of its own, which does not keep the process alive: a server may never answer."""
-    future: Future[Response | Refusal] = Future()
-
-    def complete() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=complete, daemon=True).start()
-    return future
 
 
 def read_api_key(variable: str | None) -> str | None:
@@ -158,27 +143,36 @@ class Endpoint:
         Raises:
             DataError: No request finishes for ten minutes; or one fails for good, after the answers to those in flight.
         """
-        queue, waiting = enumerate(requests), dict[Future[Response | Refusal], int]()
-        failure: BaseException | None = None
+        waiting, in_flight, failure = enumerate(requests), 0, None
+        ended = SimpleQueue[tuple[int, Response | Refusal | BaseException]]()
+
+        def answer(number: int, request: Request) -> None:
+            try:
+                ended.put((number, self.ask(request)))
+            except BaseException as error:
+                ended.put((number, error))
+
         while True:
-            room = 0 if failure is not None else self.concurrency - len(waiting)
-            waiting |= {_in_thread(partial(self.ask, request)): number for number, request in islice(queue, room)}
-            if not waiting:
+            for pair in islice(waiting, 0 if failure is not None else self.concurrency - in_flight):
+                # A daemon does not keep the process alive: a server may never answer.
+                threading.Thread(target=answer, args=pair, daemon=True).start()
+                in_flight += 1
+            if not in_flight:
                 break
-            done, _ = wait(waiting, timeout=STALL_SECONDS, return_when=FIRST_COMPLETED)
-            if not done:
+            try:
+                number, found = ended.get(timeout=STALL_SECONDS)
+            except Empty:
                 raise DataError(
                     f"{self.url}: finished none of its requests in {STALL_SECONDS / 60:g} minutes; expected responses. "
                     "Check the server's log, then run the same command again."
-                )
-            for future in done:
-                number = waiting.pop(future)
-                if (error := future.exception()) is None:
-                    yield number, future.result()
-                else:
-                    failure = failure or error
-                    # The other requests stop retrying.
-                    self._closed.set()
+                ) from None
+            in_flight -= 1
+            if isinstance(found, BaseException):
+                failure = failure or found
+                # The other requests stop retrying.
+                self._closed.set()
+            else:
+                yield number, found
         if failure is not None:
             raise failure
 

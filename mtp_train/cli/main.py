@@ -94,6 +94,8 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
         unknown = [word for word in unknown if word not in changes]
     if unknown:
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if pairs := getattr(args, "chat_template_kwargs", None):
+        args.chat_template_kwargs = dict(pairs)
     return args
 
 
@@ -412,24 +414,18 @@ def _add_grid(add: Callable[..., Any]) -> None:
 
 def _add_variables(add: Callable[..., Any]) -> None:
     variables = "variables for the chat template, with values in JSON or text, as enable_thinking=false"
-    given = {"nargs": "+", "action": _Variables, "metavar": "NAME=VALUE"}
+    given = {"nargs": "+", "action": "extend", "type": _variable, "metavar": "NAME=VALUE"}
     add("--chat-template-kwargs", **given, help=variables)
 
 
-class _Variables(argparse.Action):
-    """Read NAME=VALUE pairs into a mapping."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        found: dict[str, Any] = dict(getattr(namespace, self.dest) or {})
-        for pair in values:
-            name, equals, text = pair.partition("=")
-            if not name or not equals:
-                raise argparse.ArgumentError(self, f"'{pair}'; expected NAME=VALUE")
-            try:
-                found[name] = json.loads(text)
-            except ValueError:
-                found[name] = text
-        setattr(namespace, self.dest, found)
+def _variable(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"'{text}'; expected NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def _context(text: str) -> int | None:

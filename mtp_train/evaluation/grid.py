@@ -133,7 +133,7 @@ def grid_prompts(
     variables = grid.chat_template_kwargs or {}
     require_variables(tokenizer, variables, "--chat-template-kwargs")
     suite = load_suite(grid.suite, variables)
-    for note in template_notes(suite.records, tokenizer):
+    for note in template_notes(suite, tokenizer):
         logger.warning("--suite %s: %s.", grid.suite, note)
     return {
         context: suite_prompts(

@@ -191,7 +191,7 @@ def plain_names(specs: Sequence[ArmSpec]) -> list[str]:
 
 def _suite_digest(name: str) -> str:
     """Return the SHA-256 of a suite's texts, before any template: some templates insert the date."""
-    texts = [(one.task, one.id, one.content) for one in load_suite(name).records]
+    texts = [(one.task, one.id, one.content) for one in load_suite(name)]
     return _digest(texts)
 
 

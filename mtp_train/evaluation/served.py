@@ -67,10 +67,8 @@ class Server:
 
     def identity(self) -> dict[str, Any]:
         """Return the server's settings for the identity of a study: the name of the key's variable, never the key."""
-        settings = asdict(self)
-        # It changes no figure: an evaluation may be resumed with another one.
-        del settings["request_timeout_seconds"]
-        return settings
+        # The timeout changes no figure: an evaluation may be resumed with another one.
+        return {name: value for name, value in asdict(self).items() if name != "request_timeout_seconds"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,21 +290,19 @@ def _record(prompt: Prompt, response: Response, gained: SpecCounts | None) -> Se
 
 def _gained(endpoint: Endpoint, before: Counters, own_tokens: int) -> tuple[Counters, int, SpecCounts]:
     """Return the counters once they include all tokens that we received, and the increase of tokens and drafts."""
-    generated, counts, now = -1, SpecCounts(), before
-    for number in range(SETTLE_LOOKS):
-        if number:
-            endpoint.wait(SETTLE_SECONDS)
-        looked = endpoint.counters()
-        if looked is None:
+    looks = 0
+    while True:
+        now = endpoint.counters()
+        if now is None:
             raise DataError(
                 f"{endpoint.url}: no counters at /metrics after its responses; expected them as before. Check that the "
                 "server is still running, and run the command again."
             )
-        now = looked
         generated, counts = increase(before, now, endpoint.served_with)
-        if generated >= own_tokens:
-            break
-    return now, generated, counts
+        looks += 1
+        if generated >= own_tokens or looks == SETTLE_LOOKS:
+            return now, generated, counts
+        endpoint.wait(SETTLE_SECONDS)
 
 
 def _document(endpoint: Endpoint, asked: Mapping[float, _Asked], drafts: bool | None) -> dict[str, Any]:

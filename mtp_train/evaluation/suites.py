@@ -48,19 +48,6 @@ Read = tuple[Content, tuple[str, ...]]
 """A record's content, and its columns with a value that are not read."""
 
 
-@dataclass(frozen=True)
-class Suite:
-    """The prompts of a suite, as text."""
-
-    name: str
-    records: tuple[Record, ...]
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """The tasks, in the order of their first record."""
-        return tuple(dict.fromkeys(one.task for one in self.records))
-
-
 def read_records(name: str, location: str, layout: Layout, stem: str) -> list[Record]:
     """Return the records of a file, of a directory or of a dataset on the hub.
 
@@ -222,15 +209,15 @@ PROBES = "0", "q"
 """Two message contents with different first characters, to locate the content in a template's output."""
 
 
-def load_suite(name: str, chat_template_kwargs: Mapping[str, Any] = NO_VARIABLES) -> Suite:
-    """Load a suite by its name.
+def load_suite(name: str, chat_template_kwargs: Mapping[str, Any] = NO_VARIABLES) -> list[Record]:
+    """Return the records of a suite, each with its task.
 
     Args:
         name: ``builtin``, ``demo``, ``BENCHMARK:LOCATION``, or the location of the user's own records, in any format
             that ``data.sources`` reads.
         chat_template_kwargs: Variables for the chat template, where a record has none of that name.
     """
-    return Suite(name, tuple(with_variables(one, chat_template_kwargs) for one in _records_of(name)))
+    return [with_variables(one, chat_template_kwargs) for one in _records_of(name)]
 
 
 def _records_of(name: str) -> list[Record]:
@@ -261,7 +248,7 @@ def suite_location(name: str) -> str | None:
 
 
 def choose_records(
-    suite: Suite, *, prompts_per_task: int | None = None, seed: int = 0, tasks: Sequence[str] | None = None
+    suite: Sequence[Record], *, prompts_per_task: int | None = None, seed: int = 0, tasks: Sequence[str] | None = None
 ) -> list[Record]:
     """Return a choice of a suite's records, task by task.
 
@@ -273,21 +260,21 @@ def choose_records(
     Raises:
         DataError: The suite has no task of one of these names.
     """
-    known = suite.tasks
+    known = dict.fromkeys(one.task for one in suite)
     for task in tasks or ():
         if task not in known:
             raise DataError(
-                f"suite {suite.name!r}: no task {task!r}; expected some of {', '.join(known)}. "
+                f"--tasks: the suite has no task {task!r}; expected some of {', '.join(known)}. "
                 "Correct the name, or leave tasks out for all."
             )
     chosen: list[Record] = []
     for task in known if tasks is None else dict.fromkeys(tasks):
-        chosen += choose_prompts((one for one in suite.records if one.task == task), prompts_per_task, seed)
+        chosen += choose_prompts((one for one in suite if one.task == task), prompts_per_task, seed)
     return chosen
 
 
 def suite_prompts(
-    suite: Suite,
+    suite: Sequence[Record],
     tokenizer: PreTrainedTokenizerBase,
     *,
     context_tokens: int | None = None,
@@ -317,7 +304,7 @@ def suite_prompts(
     """
     records = choose_records(suite, prompts_per_task=prompts_per_task, seed=seed, tasks=tasks)
     # All records, so that the context of a prompt does not depend on which other prompts were chosen.
-    every = choose_prompts(suite.records, None, seed)
+    every = choose_prompts(suite, None, seed)
 
     @cache
     def tokens_of(text: str) -> list[int]:
@@ -336,7 +323,7 @@ def suite_prompts(
     if not prompts:
         limit = "of two tokens or more" if context_tokens is None else f"of {context_tokens} tokens or fewer"
         raise DataError(
-            f"suite {suite.name!r}: none of {len(records)} prompts is {limit}; expected at least one. Ask for longer "
+            f"--suite: none of {len(records)} prompts is {limit}; expected at least one. Ask for longer "
             "contexts, or use other prompts."
         )
     return prompts

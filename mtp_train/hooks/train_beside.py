@@ -295,9 +295,7 @@ class HeadBeside(TrainerCallback):
 
 def unchanged_random_state(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Restore torch's random state at the end of the block, on the CPU and on a device."""
-    if device.type == "cpu":
-        return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng(devices=[device], device_type=device.type)
+    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
 
 def batch_of(tokens_BT: Tensor, mask: Any, positions_BT: Tensor | None, labels_BT: Tensor | None) -> PackedBatch:

@@ -36,7 +36,6 @@ _NULL = re.compile(r"(?:~|null|Null|NULL|)\Z")
 _BOOL = re.compile(r"(?:true|True|TRUE|false|False|FALSE)\Z")
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)\Z")
 _FLOAT = re.compile(r"(?:[-+]?(?:(?:\.[0-9]+|[0-9]+\.?[0-9]*)(?:[eE][-+]?[0-9]+)?|\.inf)|\.nan)\Z", re.IGNORECASE)
-_DIGITS = list("-+.0123456789")
 
 
 class _Loader(yaml.SafeLoader):
@@ -73,14 +72,9 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, False)
 
 
-for _name, _pattern, _first in (
-    ("null", _NULL, ["~", "n", "N", ""]),
-    ("bool", _BOOL, list("tTfF")),
-    ("int", _INT, _DIGITS),
-    ("float", _FLOAT, _DIGITS),
-):
-    _Loader.add_implicit_resolver(_TAG + _name, _pattern, _first)
-_Dumper.add_implicit_resolver(_TAG + "float", _FLOAT, _DIGITS)
+for _name, _pattern in (("null", _NULL), ("bool", _BOOL), ("int", _INT), ("float", _FLOAT)):
+    _Loader.add_implicit_resolver(_TAG + _name, _pattern, None)
+_Dumper.add_implicit_resolver(_TAG + "float", _FLOAT, None)
 
 
 def parse_yaml(text: str, where: str) -> Any:

@@ -78,11 +78,6 @@ class Recipe(RecipeSection):
         return self.head.num_depths if find_head_kind(self.head.kind).parallel else 1
 
     @property
-    def regenerates(self) -> bool:
-        """Whether the trunk generates the responses in the training text."""
-        return self.data.regenerate is not None
-
-    @property
     def decodes(self) -> bool:
         """Whether a run decodes with the trunk, so that each process has to hold all of it."""
         answers = self.data.regenerate

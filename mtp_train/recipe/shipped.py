@@ -67,15 +67,11 @@ def recipes() -> RecipesResult:
     found = _files(_directory())
     if not found:
         raise MtpError(f"{_directory()}: no recipes; expected those of the package. Install mtp-train again.")
-    launches = _files(_directory() / "accelerate")
-    return RecipesResult(
-        tuple(ShippedFile(path.stem, _summary(path), path) for path in found),
-        tuple(ShippedFile(path.stem, _summary(path), path) for path in launches),
-    )
+    return RecipesResult(found, _files(_directory() / "accelerate"))
 
 
 def recipe_names() -> list[str]:
-    return [path.stem for path in _files(_directory())]
+    return [file.name for file in _files(_directory())]
 
 
 def recipe_path(recipe: str | Path) -> Path:
@@ -98,8 +94,8 @@ def _directory() -> Path:
     return installed if installed.is_dir() else _PACKAGE.parent / "recipes"
 
 
-def _files(directory: Path) -> list[Path]:
-    return sorted(directory.glob("*.yaml"))
+def _files(directory: Path) -> tuple[ShippedFile, ...]:
+    return tuple(ShippedFile(path.stem, _summary(path), path) for path in sorted(directory.glob("*.yaml")))
 
 
 def _summary(path: Path) -> str:

@@ -27,7 +27,6 @@ from mtp_train.families import family_for, kinds_served, of_kind
 from mtp_train.families.engines import engine_commands
 from mtp_train.families.spec import RawConfig
 from mtp_train.heads.diagnose import empty_head, named_rejections, stored_dtype, trunk_config
-from mtp_train.heads.lora import require_lora_targets
 from mtp_train.recipe.loading import RecipeLike, dump_recipe, load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
@@ -43,7 +42,7 @@ from mtp_train.runs.resolve import (
     resolved_recipe,
 )
 from mtp_train.runs.run_directory import RunDirectory
-from mtp_train.runs.settings import cache_bytes, measured_tokens, memory_options, plan_of
+from mtp_train.runs.settings import measured_tokens, memory_options, plan_of
 from mtp_train.train.machine import Device, device_named
 from mtp_train.train.plan import GIB, Footprint, Plan, estimate_disk, estimate_footprint, in_shards
 from mtp_train.trunk.load import Trunk, empty_trunk
@@ -51,6 +50,8 @@ from mtp_train.trunk.precision import resolve_precision
 
 ROOM_SHARE = 0.85
 """The largest share of a GPU's memory for a trunk and two heads that decode: caches and activations need the rest."""
+STATE_BYTES = 4
+"""Most bytes of a number in a hidden-state cache: states are computed in fp32 at most."""
 DOUBLINGS = 5
 """Most times that the number of processes is doubled."""
 SERVERS = (
@@ -137,11 +138,6 @@ class Shapes:
 
     def room(self, recipe: Recipe, world_size: int, device: Device) -> Room:
         plan, model, on_gpu = plan_of(recipe, world_size), self.model, device.kind == "cuda"
-        trained = None
-        if recipe.head.lora is not None:
-            convention = model.family.convention(recipe.head.convention)
-            shape = model.family, model.text_config, model.num_modules, convention
-            trained = require_lora_targets(recipe.head.lora, *shape)
         stored = self._checkpoint if self._is_packed and on_gpu else None
         memory = estimate_footprint(
             memory_options(recipe),
@@ -150,7 +146,7 @@ class Shapes:
             plan,
             torch.device(device.kind),
             device.memory_bytes if on_gpu else None,
-            lora_parameters=trained,
+            lora_parameters=model.lora_parameters(recipe),
             stored=self._stored,
             packed_bytes=None if stored is None else stored.num_bytes,
         )
@@ -195,7 +191,7 @@ def _changes(recipe: Recipe, world_size: int, device: Device) -> Iterator[list[t
     for bits in ("8bit", "4bit"):
         yield [([f"model.quantization={bits}", *whole, *change], world_size) for change in lighter]
     yield [([*whole, *change], count) for count, change in itertools.product(doubled, same)]
-    if recipe.decodes and recipe.regenerates:
+    if recipe.decodes and recipe.data.regenerate is not None:
         servers = [*SERVERS, *whole]
         counts = itertools.product([world_size, *doubled], same)
         yield [([*servers, *change], count) for count, change in counts]
@@ -425,7 +421,7 @@ def _checked(
         precision_reason=reason,
         family=head_family.title,
         room=room,
-        disk_bytes=whole_disk(recipe, cache_bytes(recipe, num_tokens, shapes.trunk.state_width), room.memory),
+        disk_bytes=disk_bytes(recipe, room.memory, num_tokens, shapes.trunk.state_width),
         serves=serves,
         rewired=wiring_note(head_family, recipe.head.convention, serves),
         kinds=kinds,
@@ -459,8 +455,8 @@ def _described(recipe: Recipe, text: RunText) -> str:
     return "; ".join([answers, text.split, f"held out {groups}", *text.notes])
 
 
-def whole_disk(recipe: Recipe, cached: int, memory: Footprint) -> int:
-    """Estimate the disk bytes of all that a recipe trains; ``cached``: of the hidden states, which all heads share."""
-    if recipe.study is not None:
-        return len(recipe.study.objectives) * estimate_disk(memory, 0) + cached
-    return estimate_disk(memory, cached)
+def disk_bytes(recipe: Recipe, memory: Footprint, num_tokens: int, state_width: int) -> int:
+    """Estimate the most disk bytes of all that a recipe trains. The heads of a study share the hidden states."""
+    num_heads = 1 if recipe.study is None else len(recipe.study.objectives)
+    cached = 0 if recipe.train.hidden_cache is None else num_tokens * state_width * STATE_BYTES
+    return num_heads * estimate_disk(memory) + cached

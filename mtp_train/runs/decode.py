@@ -32,7 +32,7 @@ from mtp_train.evaluation.served import Server, served_checkpoint
 from mtp_train.evaluation.suites import BUILTIN, BUILTIN_FILE, suite_location
 from mtp_train.report.summary import summary
 from mtp_train.report.write import log_report, write_report
-from mtp_train.runs.display import RichlyShown, Shown, quiet_progress
+from mtp_train.runs.display import Shown, as_text, quiet_progress
 from mtp_train.runs.run_directory import RunDirectory, checkpoint_identity, environment_facts
 from mtp_train.train.log import Tracking, WandbMode
 from mtp_train.train.machine import use_threads
@@ -176,7 +176,7 @@ def _decode(
 
 
 @dataclass(frozen=True)
-class EvaluationResult(RichlyShown):
+class EvaluationResult(Shown):
     """Measurements of one or more arms, as :func:`evaluate` and :func:`compare` return them.
 
     Printed, and in a notebook, it shows the verdict, the arms, tau by task and the depths to serve.
@@ -198,6 +198,9 @@ class EvaluationResult(RichlyShown):
 
     def __rich__(self) -> RenderableType:
         return summary(self.report)
+
+    def __str__(self) -> str:
+        return as_text(self.__rich__())
 
 
 def evaluate(
@@ -243,7 +246,7 @@ def evaluate(
         >>> grid = mtp.EvaluationGrid(temperatures=[0.0], depths=[1, 3], prompts_per_task=4)
         >>> tau = mtp.evaluate("runs/a", "eval/a", grid=grid).arms["a"].tau
     """
-    subject = subject_arm(str(checkpoint), head, adapter)
+    subject = named(subject_arm(str(checkpoint), head, adapter))
     servers = []
     if endpoint is None:
         _refuse_server_flags(served_model=served_model, api_key_env=api_key_env, served_only=served_only)
@@ -257,9 +260,7 @@ def evaluate(
             request_timeout_seconds=request_timeout_seconds,
         )
         servers.append(server)
-    arms = [] if served_only else [named(subject)]
-    settled = (grid or EvaluationGrid()).settled(arms, [subject.trunk])
-    return _measure(arms, [named(subject)], settled, Path(out), progress, wandb, servers)
+    return _measure([] if served_only else [subject], [subject], grid, Path(out), progress, wandb, servers)
 
 
 def compare(
@@ -300,10 +301,7 @@ def compare(
     place = None if tokenizer is None else str(tokenizer)
     servers = served_arms(list(map(str, arms)), place, api_key_env, concurrency)
     specs = [] if servers else [parse_arm(str(arm)) for arm in arms]
-    settled = (grid or EvaluationGrid()).settled(
-        specs, [one.checkpoint for one in servers] or [one.trunk for one in specs]
-    )
-    return _measure(specs, specs, settled, Path(out), progress, wandb, servers)
+    return _measure(specs, specs, grid, Path(out), progress, wandb, servers)
 
 
 def served_arms(arms: Sequence[str], tokenizer: str | None, api_key_env: str | None, concurrency: int) -> list[Server]:
@@ -331,7 +329,7 @@ def served_arms(arms: Sequence[str], tokenizer: str | None, api_key_env: str | N
 def _measure(
     specs: Sequence[ArmSpec],
     subjects: Sequence[ArmSpec],
-    grid: EvaluationGrid,
+    grid: EvaluationGrid | None,
     out: Path,
     progress: Progress | None,
     wandb: WandbMode,
@@ -341,6 +339,8 @@ def _measure(
     names = [one.name for one in specs] + [one.url if one.name == SERVED else one.name for one in servers]
     title = f"{'evaluation' if len(names) == 1 else 'comparison'} of {', '.join(names)}"
     progress, tracking = progress or quiet_progress(), Tracking(wandb)
+    trunks = [one.trunk for one in subjects] or [one.checkpoint for one in servers]
+    grid = (grid or EvaluationGrid()).settled(specs, trunks)
     tracking.require("--")
     grid = replace(grid, chat_template_kwargs=_variables(subjects, grid))
     with RunDirectory(out).held(progress.console, "the report"):

@@ -109,18 +109,13 @@ class Shown:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-class RichlyShown(Shown):
-    """Base of results that rich renders."""
-
-    def __rich__(self) -> RenderableType:
-        raise NotImplementedError
-
-    def __str__(self) -> str:
-        # Without force_jupyter=False rich displays the table in a notebook instead of returning it.
-        console = Console(width=_WIDTH, force_jupyter=False, force_terminal=False)
-        with console.capture() as text:
-            console.print(self.__rich__())
-        return text.get().rstrip()
+def as_text(shown: RenderableType) -> str:
+    """Return what rich prints where there is no terminal."""
+    # Without force_jupyter=False rich displays the table in a notebook instead of returning it.
+    console = Console(width=_WIDTH, force_jupyter=False, force_terminal=False)
+    with console.capture() as text:
+        console.print(shown)
+    return text.get().rstrip()
 
 
 def serving_lines(serves: Mapping[str, str]) -> list[tuple[str, str]]:

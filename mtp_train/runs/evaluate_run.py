@@ -166,7 +166,6 @@ def measure_vanilla(run: Run, base: Checkpoint, setting: Setting, dtype: str) ->
     )
     loaded = RunTrunk(vanilla)
     loaded.load(decodes=True)
-    loaded.offload()
     heads = {VANILLA: _drafting(graft_plan(base, base, run.recipe.head.convention), base, loaded.trunk)}
     return measure(vanilla, loaded.trunk, heads, [setting])[1]
 

@@ -21,6 +21,7 @@ from mtp_train.checkpoints.files import Checkpoint, open_checkpoint, read_json
 from mtp_train.checkpoints.locations import RECIPE_FILE
 from mtp_train.checkpoints.writing import write_text
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED_SENTENCE, Report, load_report
+from mtp_train.families import Family
 from mtp_train.families.engines import EngineSupport, engine_commands
 from mtp_train.head_kinds import find_head_kind
 from mtp_train.heads.diagnose import layout_of, text_config_of
@@ -68,6 +69,22 @@ def write_export(
     layer_config = artifact.family.classes.config(text_config_of(trunk), artifact.num_modules)
     on_trunk = replace(artifact, layout=layout_of(trunk, artifact.family))
     write_draft_checkpoint(trunk, on_trunk, layer_config, out)
+
+
+def serves_of(
+    export: Path, family: Family, depth: int, report: Report | None = None, *, trunk: Path | None = None
+) -> dict[str, str]:
+    """Return, per engine, the command that serves an export: a checkpoint with an MTP head, or a draft model.
+
+    Args:
+        family: The head's.
+        depth: Drafts a round, unless the report of the export's run recommends a number, as its card does.
+        trunk: The checkpoint that the export will be written from; None for an export that exists.
+    """
+    if report is not None:
+        depth = wording.serving_depth(report) or depth
+    engines = open_checkpoint(trunk or export).engines if family.kind == "mtp" else family.serving
+    return engine_commands(engines, str(export), depth)
 
 
 def write_card(run_dir: Path, out: Path) -> None:

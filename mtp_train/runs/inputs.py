@@ -157,7 +157,7 @@ def gather_text(recipe: Recipe, tokenizer: Any, vocab_size: int, progress: Progr
     held_out = evaluation_prompts(recipe, held_out_records, tokenizer)
     documents: Sequence[Document] = ()
     prompts: Sequence[Prompt] = ()
-    if recipe.regenerates:
+    if recipe.data.regenerate is not None:
         prompts = prompts_to_answer(recipe, training, tokenizer)
     else:
         documents, of_lengths = tokenize_records(training, tokenizer, recipe.data.seq_len_tokens)
@@ -182,8 +182,14 @@ def plan_head(recipe: Recipe, finetune: Checkpoint, donor: Checkpoint | LoneHead
 
 
 def split_records(recipe: Recipe, progress: Progress | None = None) -> tuple[list[Record], list[Record]]:
-    """Return the training records and the held-out records. No group is on both sides."""
-    return split_by_group(read_records(recipe, progress), recipe.data.holdout, recipe.seed)
+    """Return the training records and the held-out records. No group is on both sides.
+
+    Without a group field, records with near-duplicate prompts share a group.
+    """
+    records = load_sources(recipe)
+    if recipe.data.group_field is None:
+        records = join_near_duplicates(records, progress)
+    return split_by_group(records, recipe.data.holdout, recipe.seed)
 
 
 def split_sentence(training: Sequence[Record], held_out: Sequence[Record], prompts: Sequence[Prompt]) -> str:
@@ -193,10 +199,11 @@ def split_sentence(training: Sequence[Record], held_out: Sequence[Record], promp
     return f"training on {sides[0]}, {sides[1]} held out; evaluating on {len(prompts)} prompts of {chosen} groups"
 
 
-def load_sources(recipe: Recipe) -> list[list[Record]]:
-    """Return the records of every source of the recipe, with the recipe's variables for the chat template."""
-    loaded = (
-        load_records(
+def load_sources(recipe: Recipe) -> list[Record]:
+    """Return the records of all sources of the recipe, in order, with its variables for the chat template."""
+    records: list[Record] = []
+    for number, source in enumerate(recipe.data.sources):
+        records += load_records(
             resolve(source.path),
             config=source.config,
             split=source.split,
@@ -204,20 +211,7 @@ def load_sources(recipe: Recipe) -> list[list[Record]]:
             group_field=recipe.data.group_field,
             name=f"data.sources.{number} ({source.path})",
         )
-        for number, source in enumerate(recipe.data.sources)
-    )
-    return [[with_variables(record, recipe.data.chat_template_kwargs) for record in records] for records in loaded]
-
-
-def read_records(recipe: Recipe, progress: Progress | None = None) -> list[Record]:
-    """Read every source of the recipe, in order.
-
-    Without a group field, records with near-duplicate prompts share a group.
-    """
-    records = [record for source in load_sources(recipe) for record in source]
-    if recipe.data.group_field is not None:
-        return records
-    return join_near_duplicates(records, progress)
+    return [with_variables(record, recipe.data.chat_template_kwargs) for record in records]
 
 
 def prompts_to_answer(recipe: Recipe, records: Sequence[Record], tokenizer: Any) -> list[Prompt]:
@@ -340,15 +334,14 @@ def _of_draft(draft: DraftModel, trunk: Checkpoint) -> HeadPlan:
 def require_source_model(recipe: Recipe) -> None:
     """Check that ``model.head_from`` is a model where the recipe uses its trunk or its files, and not a head alone."""
     location, arms = recipe.model.head_from, recipe.evaluate.arms
-    if location is None or (VANILLA not in arms and recipe.study is None) or not is_lone(location):
+    if location is None or VANILLA not in arms or not is_lone(location):
         return
-    found = f"model.head_from: {location} has a head and no exported checkpoint with its trunk"
-    if recipe.study is not None:
-        raise RecipeError(f"{found}, with study; expected a checkpoint. Name the base in model.head_from.")
     kept = ", ".join(arm for arm in arms if arm != VANILLA)
+    # A study has to have the arm.
+    instead = f", or write evaluate.arms: [{kept}]" if recipe.study is None else ""
     raise RecipeError(
-        f"{found}, with the arm vanilla, the model of model.head_from; expected a checkpoint. Write "
-        f"evaluate.arms: [{kept}], or name the base in model.head_from."
+        f"model.head_from: {location} has a head and no exported checkpoint with its trunk, with the arm vanilla, the "
+        f"model of model.head_from; expected a checkpoint. Name the base in model.head_from{instead}."
     )
 
 

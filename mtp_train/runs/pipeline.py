@@ -11,30 +11,28 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accelerate.utils import broadcast_object_list
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.progress import Progress
-from rich.text import Text
 
 from mtp_train.answers.store import ResponseCounts
 from mtp_train.checkpoints.artifact import load_artifact
-from mtp_train.checkpoints.files import left_out, open_checkpoint
+from mtp_train.checkpoints.files import left_out
 from mtp_train.checkpoints.locations import EXPORT, HEAD
 from mtp_train.checkpoints.writing import full_disk_is_named
 from mtp_train.data.tokenize import Document
-from mtp_train.errors import GateRefusedError, GateUndecidedError
+from mtp_train.errors import GateRefusedError, GateUndecidedError, RecipeError
 from mtp_train.evaluation.results import REPORT_FILE, UNJUDGED, UNJUDGED_SENTENCE, Report, load_report
-from mtp_train.families.engines import engine_commands
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.recipe.loading import RecipeLike
 from mtp_train.recipe.schema import Recipe
 from mtp_train.report.summary import summary
-from mtp_train.report.wording import capitalised, serving_depth
+from mtp_train.report.wording import capitalised
 from mtp_train.report.write import PAGE_FILE, log_report, write_report
-from mtp_train.runs.display import RichlyShown, Shown, logged, quiet_progress, serving_lines, wiring_note
+from mtp_train.runs.display import Shown, logged, quiet_progress, serving_lines, wiring_note
 from mtp_train.runs.evaluate_run import evaluate_run, served_commands, unjudged, without_gain
-from mtp_train.runs.export import write_card, write_export
+from mtp_train.runs.export import serves_of, write_card, write_export
 from mtp_train.runs.refusals import check_decoder
-from mtp_train.runs.regeneration import data_stage, generate_responses, regeneration_of
+from mtp_train.runs.regeneration import data_stage, generate_responses
 from mtp_train.runs.resolve import FROM_TEXT, Choice, Overrides, recipe_of, resolve_training, resolved_recipe
 from mtp_train.runs.run import Run, RunTrunk, join_processes, memory_is_named, require_shared
 from mtp_train.runs.run_directory import DONE, Outcome, RunDirectory
@@ -90,7 +88,11 @@ def run_recipe(recipe: Recipe, console: Console, choices: Sequence[Choice] = ())
         directory.require_ours(recipe)
         earlier = directory.outcome
         if earlier is not None and earlier.finished:
-            return _finished_before(recipe, directory, earlier, console)
+            if is_main_process():
+                with progress_on(console) as progress:
+                    directory.require_same_inputs(recipe, progress, finished=True)
+            console.print(f"{directory.path}: finished before ({earlier.reason}); nothing left to do.")
+            return earlier
         with (
             directory.held(console),
             logged(directory.path, console),
@@ -106,16 +108,10 @@ def run_recipe(recipe: Recipe, console: Console, choices: Sequence[Choice] = ())
             run = Run.begin(recipe, directory, accelerator, progress, attempt)
             precision, reason = resolve_precision(recipe.train.precision, accelerator.device)
             console.print(f"training in {precision}: {reason}", highlight=False)
-            attempt.outcome = run_stages(run, console, [choice.field for choice in choices])
-            return attempt.outcome
-
-
-def _finished_before(recipe: Recipe, directory: RunDirectory, outcome: Outcome, console: Console) -> Outcome:
-    if is_main_process():
-        with progress_on(console) as progress:
-            directory.require_same_inputs(recipe, progress, finished=True)
-    console.print(f"{directory.path}: finished before ({outcome.reason}); nothing left to do.")
-    return outcome
+            outcome = run_stages(run, console, [choice.field for choice in choices])
+            if run.is_main:
+                directory.write_outcome(outcome)
+            return outcome
 
 
 def run_stages(run: Run, console: Console, auto: Collection[str] = ()) -> Outcome:
@@ -148,12 +144,11 @@ def _train_and_measure(run: Run, auto: Collection[str]) -> Report | None:
     is_trained = all(are_trained)
     # The trunk comes first, in the form that the first stage needs: a refused trunk leaves the directory free.
     if not is_trained or (recipe.gate.enabled and study is None and not is_measured):
-        trunk.load(decodes=is_trained or (recipe.regenerates and recipe.decodes))
+        trunk.load(decodes=is_trained or (recipe.data.regenerate is not None and recipe.decodes))
     if run.is_main:
         for directory in {run.directory, *directories}:
             directory.clear_leftovers()
     run.claim()
-    trunk.offload()
     if not is_trained:
         _train(run, trunk, are_trained, auto)
     heads = [str((one.path / HEAD).relative_to(run.directory.path)) for one in directories]
@@ -212,7 +207,7 @@ def _report(run: Run, report: Report, console: Console) -> None:
     run.directory.require_same_inputs(run.recipe, run.progress)
     run_dir = run.directory.path
     is_served = run.recipe.export.enabled and (report.gate is None or report.gate.passed)
-    serving = _serving(run_dir, run.inputs.finetune.path, report) if is_served else {}
+    serving = _serving(run_dir, report, run.inputs.finetune.path) if is_served else {}
     write_report(report, run_dir, run.directory.provenance, read_metrics(run_dir), serving)
     try:
         log_report(report, run_dir, tracking_of(run.recipe), run.recipe.model_dump(mode="json"))
@@ -222,11 +217,9 @@ def _report(run: Run, report: Report, console: Console) -> None:
     console.print(summary(report))
 
 
-def _serving(run_dir: Path, trunk: Path, report: Report) -> dict[str, str]:
-    """Return engine to the command that serves a run's export at the depth that its report recommends."""
+def _serving(run_dir: Path, report: Report, trunk: Path | None = None) -> dict[str, str]:
     head = load_artifact(run_dir / HEAD)
-    engines = open_checkpoint(trunk).engines if head.family.kind == "mtp" else head.family.serving
-    return engine_commands(engines, str(run_dir / EXPORT), serving_depth(report) or head.num_depths)
+    return serves_of(run_dir / EXPORT, head.family, head.num_depths, report, trunk=trunk)
 
 
 def _export(run: Run) -> str:
@@ -274,7 +267,9 @@ def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progr
         40
     """
     checked = recipe_of(recipe, overrides)
-    settings, directory = regeneration_of(checked), RunDirectory(Path(checked.run_dir))
+    settings, directory = checked.data.regenerate, RunDirectory(Path(checked.run_dir))
+    if settings is None:
+        raise RecipeError("data.regenerate: null; expected a section. Write data.regenerate: {}.")
     progress = progress or quiet_progress()
     directory.require_ours(checked)
     with directory.held(progress.console, "the responses"), logged(directory.path, progress.console):
@@ -285,8 +280,7 @@ def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progr
         trunk = RunTrunk(run)
         trunk.load(decodes=settings.endpoint is None)
         run.claim()
-        trunk.offload()
-        _, counts = generate_responses(run, trunk)
+        _, counts = generate_responses(run, settings, trunk)
     return RegenerateResult(directory.path, counts)
 
 
@@ -315,8 +309,8 @@ def page_of(run_dir: Path) -> str | None:
 
 
 @dataclass(frozen=True)
-class RunResult(Outcome, RichlyShown):
-    """Outcome of a finished run, as :func:`run` returns it. In a notebook it shows the table of the arms.
+class RunResult(Outcome, Shown):
+    """Outcome of a finished run, as :func:`run` returns it.
 
     ``exit_code`` is 0, or 1 for a study whose drafts changed a text, which is a bug of the decoder. ``message`` has the
     verdict, and where the checkpoint was exported.
@@ -345,16 +339,15 @@ class RunResult(Outcome, RichlyShown):
         """Engine to the command that serves the export, or ``no: REASON``; empty without an export."""
         if self.export is None or not (self.run_dir / HEAD).is_dir():
             return {}
-        return _serving(self.run_dir, self.export, self.report)
+        return _serving(self.run_dir, self.report)
 
-    def __str__(self) -> str:
-        lines = [self.message, *([] if self.page is None else [f"report: {self.page}"])]
-        lines += [f"{engines}: {text}" for engines, text in serving_lines(self.serves)]
+    def _title(self) -> str:
+        return self.message
+
+    def _rows(self) -> list[tuple[str, str]]:
+        rows = [*([] if self.page is None else [("report", self.page)]), *serving_lines(self.serves)]
         if self.serves:
             head = load_artifact(self.run_dir / HEAD)
             rewired = wiring_note(head.family, head.convention, self.serves)
-            lines += [] if rewired is None else [f"head: {rewired}"]
-        return "\n".join(lines)
-
-    def __rich__(self) -> RenderableType:
-        return Group(summary(self.report), Text(f"\n{self.message}"))
+            rows += [] if rewired is None else [("head", rewired)]
+        return rows

@@ -48,6 +48,13 @@ class HeadOnTrunk(NamedTuple):
     """Of the head."""
     num_modules: int
 
+    def lora_parameters(self, recipe: Recipe) -> int | None:
+        """Return the number of LoRA's weights; None for a recipe without LoRA. Refuse targets that it does not have."""
+        if recipe.head.lora is None:
+            return None
+        convention = self.family.convention(recipe.head.convention)
+        return require_lora_targets(recipe.head.lora, self.family, self.text_config, self.num_modules, convention)
+
 
 def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpError]:
     """Return every problem of a recipe with its model, its inputs and the number of processes; reads no weights."""
@@ -59,10 +66,8 @@ def refusals(recipe: Recipe, model: HeadOnTrunk, world_size: int) -> list[MtpErr
         partial(require_answers, recipe, Path(recipe.run_dir)),
         tracking_of(recipe).require,
         *_packing(recipe, model.path, model.config, world_size),
+        partial(model.lora_parameters, recipe),
     ]
-    if recipe.head.lora is not None:
-        shape = model.family, model.text_config, model.num_modules, convention
-        checks.append(partial(require_lora_targets, recipe.head.lora, *shape))
     with named_rejections(model.path):
         found = _errors_of(checks)
     return [*_of_the_head(recipe, model, convention), *_of_the_demo(recipe, model.path), *found]

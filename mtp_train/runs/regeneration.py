@@ -28,9 +28,8 @@ from mtp_train.answers.store import (
 )
 from mtp_train.checkpoints.writing import write_json
 from mtp_train.data.tokenize import Document, Prompt
-from mtp_train.errors import DataError, MtpError, RecipeError
+from mtp_train.errors import DataError, MtpError
 from mtp_train.evaluation.decoding import MAX_BATCH
-from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.sections import RegenerateSpec
 from mtp_train.runs.refusals import DATA, SETTINGS_FILE, TrunkContents, answers_of
 from mtp_train.runs.run import Run, RunTrunk, require_shared
@@ -47,19 +46,19 @@ CONCURRENCY = 32
 
 def data_stage(run: Run, trunk: RunTrunk) -> list[Document]:
     """Return the documents to train on: the trunk's own responses, or the sources' text."""
-    if not run.recipe.regenerates:
+    settings = run.recipe.data.regenerate
+    if settings is None:
         return list(run.inputs.text.documents)
-    return generate_responses(run, trunk)[0]
+    return generate_responses(run, settings, trunk)[0]
 
 
-def generate_responses(run: Run, trunk: RunTrunk) -> tuple[list[Document], ResponseCounts]:
+def generate_responses(run: Run, settings: RegenerateSpec, trunk: RunTrunk) -> tuple[list[Document], ResponseCounts]:
     """Generate responses to the training prompts, and return the documents made from them.
 
     Prompts with a stored response at the same settings are skipped. A trunk in shards only checks a server's
     responses: the first process asks the server, and the trunk is spent afterwards.
     """
     recipe, inputs, accelerator, progress = run.recipe, run.inputs, run.accelerator, run.progress
-    settings = regeneration_of(recipe)
     directory, deciding = responses_directory(run, settings)
     rank, world = (accelerator.process_index, accelerator.num_processes) if trunk.is_whole else (0, 1)
     store = RegeneratedStore(directory, rank=rank, world=world)
@@ -93,13 +92,6 @@ def generate_responses(run: Run, trunk: RunTrunk) -> tuple[list[Document], Respo
         found = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in asdict(counts).items() if value)
         progress.console.print(f"{directory}: {found}.")
     return documents, counts
-
-
-def regeneration_of(recipe: Recipe) -> RegenerateSpec:
-    """Return the settings of regeneration; refuse a recipe without any."""
-    if recipe.data.regenerate is None:
-        raise RecipeError("data.regenerate: null; expected a section. Write data.regenerate: {}.")
-    return recipe.data.regenerate
 
 
 def responses_directory(run: Run, settings: RegenerateSpec) -> tuple[Path, dict[str, object]]:

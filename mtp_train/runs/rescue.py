@@ -22,7 +22,7 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import Progress
@@ -43,20 +43,20 @@ from mtp_train.data.tokenize import build_prompts, choose_evenly
 from mtp_train.errors import CheckpointError, MtpError
 from mtp_train.evaluation.arms import ArmSpec, local_device
 from mtp_train.evaluation.dense import better_wiring
-from mtp_train.evaluation.grid import EvaluationGrid
-from mtp_train.evaluation.results import ALL_TASKS, REPORT_FILE, ArmResult, Report, load_report
+from mtp_train.evaluation.results import REPORT_FILE, ArmResult, load_report
 from mtp_train.evaluation.run import Study, study_report
 from mtp_train.families import of_kind
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.recipe.schema import Recipe
+from mtp_train.recipe.sections import StudySection
 from mtp_train.report.wording import format_estimate, format_number
 from mtp_train.runs.checkpoint_tools.gguf_files import graft_gguf
 from mtp_train.runs.checkpoint_tools.inspect import inspect
-from mtp_train.runs.checkpoint_tools.write import WriteResult, serves_of
+from mtp_train.runs.checkpoint_tools.write import WriteResult
 from mtp_train.runs.display import Shown, wiring_note
 from mtp_train.runs.evaluate_run import GRAFT_INSTEAD
-from mtp_train.runs.export import write_export, write_untrained_card
+from mtp_train.runs.export import serves_of, write_export, write_untrained_card
 from mtp_train.runs.inputs import (
     LoneHead,
     evaluation_prompts,
@@ -70,6 +70,7 @@ from mtp_train.runs.inputs import (
 from mtp_train.runs.pipeline import page_of, run_recipe
 from mtp_train.runs.resolve import Overrides, override_texts, require_one_process, resolved_recipe
 from mtp_train.runs.run_directory import PROBE, RunDirectory, checkpoint_identity
+from mtp_train.runs.study import comparison_of, grid_of
 from mtp_train.runs.write_recipe import settings_of
 from mtp_train.trunk.progress import progress_on, shown_loading
 from mtp_train.trunk.tokenizer import eos_token_ids, load_tokenizer
@@ -119,11 +120,11 @@ class ProbeResult(Shown):
     """What to run next."""
     graft: HeadLevel
     """The base's head on the fine-tune."""
-    base: HeadLevel | None
+    base: HeadLevel | None = None
     """The base's head on the base; None for a draft model, whose own trunk is not known."""
-    lost_overlap: float | None
+    lost_overlap: float | None = None
     """What the head lost at depth 1 at equal target entropy; None if the texts share too few entropies."""
-    lost_overlap_ci95: Interval | None
+    lost_overlap_ci95: Interval | None = None
     trained_tau: float | None = None
     """Tau after the short training; a rescue trains for longer. None if nothing was trained."""
     gain_ci95: Interval | None = None
@@ -156,6 +157,7 @@ def probe(
     out: str | Path | None = None,
     *,
     data: Sequence[str | Path] = (),
+    overrides: Overrides = (),
     console: Console | None = None,
 ) -> ProbeResult:
     """Find out whether retraining a fine-tune's head will help, from a few dozen answers and a short training.
@@ -167,6 +169,7 @@ def probe(
         base: The checkpoint that it came from, with its head.
         out: The directory of the measurements; None for the one where the proposed rescue finds them.
         data: Files of prompts or chats like those that the model will serve; empty for 100 built-in prompts.
+        overrides: Changes to the recipe of the short training, as for :func:`run`. Its length stays the probe's.
         console: Where progress bars and tables are printed; None prints nothing.
 
     Raises:
@@ -179,34 +182,19 @@ def probe(
         ('retrain', 2.04, 3.31)
     """
     require_one_process("probe")
-    paths = [str(path) for path in data]
-    place = Path(f"{last_name(str(fine_tune))}-rescued") / PROBE if out is None else Path(out)
-    return probe_with(str(fine_tune), str(base), place, paths, (), console or Console(quiet=True))
-
-
-def probe_with(
-    tuned: str, donor: str, out: Path, paths: Sequence[str], overrides: Overrides, console: Console
-) -> ProbeResult:
-    """Probe with changes to the recipe of the short training; its length is the probe's. See :func:`probe`."""
+    tuned, donor, paths, console = str(fine_tune), str(base), list(map(str, data)), console or Console(quiet=True)
+    place = Path(f"{last_name(tuned)}-rescued") / PROBE if out is None else Path(out)
     short = [*override_texts(overrides), *override_texts(SHORT)]
-    recipe, choices = resolved_recipe(settings_of("graft", tuned, donor, str(out / TRAINING), paths), short)
-    report = _compare(recipe, donor, out, console)
-    own = _level(report.arms[OWN_BASE]) if OWN_BASE in report.arms else None
-    found = ProbeResult("undecided", "", "", _level(report.arms[GRAFT]), own, *_lost_overlap(report))
+    recipe, choices = resolved_recipe(settings_of("graft", tuned, donor, str(place / TRAINING), paths), short)
+    found = _compare(recipe, donor, place / COMPARISON, console)
     # A training that began found no fault before.
-    if not is_lone(donor) and not is_run(out / TRAINING):
+    if not is_lone(donor) and not is_run(place / TRAINING):
         found = replace(found, wiring=_better_wiring(recipe, donor, console))
     if not is_at_fault(found.base) and found.wiring is None:
         # Two models were loaded before this one.
         gc.collect()
         run_recipe(recipe, console, choices)
-        trained = load_report(out / TRAINING / REPORT_FILE)
-        found = replace(
-            found,
-            trained_tau=trained.arms[RETRAINED].tau,
-            gain_ci95=None if trained.gate is None else trained.gate.delta_tau_ci95,
-            trained_steps=load_recipe(out / TRAINING / RECIPE_FILE).train.max_steps,
-        )
+        found = replace(found, **_trained(place / TRAINING))
     # These models must not lie beside those of a rescue.
     gc.collect()
     verdict, reason = judge(found)
@@ -253,7 +241,7 @@ def is_at_fault(own: HeadLevel | None) -> bool:
     return own is not None and (own.tau if own.tau_ci95 is None else own.tau_ci95[1]) < LEAST_TAU
 
 
-def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> Report:
+def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> ProbeResult:
     """Measure the base's head on the fine-tune and on the base, on the recipe's held-out prompts."""
     model, source = recipe.model, open_head_source(donor)
     tokenizer = recipe_tokenizer(recipe, open_location(model.trunk))
@@ -268,17 +256,16 @@ def _compare(recipe: Recipe, donor: str, out: Path, console: Console) -> Report:
         base = donor if largest < int(source.text_config["vocab_size"]) else None
     arms = [ArmSpec(GRAFT, model.trunk, head, adapter=model.adapter)]
     arms += [] if base is None else [ArmSpec(OWN_BASE, base, own)]
-    grid = EvaluationGrid(
-        suite="held-out prompts",
-        temperatures=(0.0,),
-        depths=(recipe.head.num_depths,),
-        max_new_tokens=recipe.evaluate.max_new_tokens,
-        seed=recipe.seed,
-    )
-    held = out / COMPARISON
-    with progress_on(console) as progress, RunDirectory(held).held(console, "the probe"):
-        study = Study(arms, grid, held, progress, prompts=held_out)
-        return study_report(study.measure(), grid, f"probe of {model.trunk}")
+    grid = grid_of(recipe, StudySection(temperatures=(0.0,), rules=("greedy",), depths=(recipe.head.num_depths,)))
+    with progress_on(console) as progress, RunDirectory(out).held(console, "the probe"):
+        measured = Study(arms, grid, out, progress, prompts=held_out).measure()
+    report = study_report(measured, grid, f"probe of {model.trunk}")
+    found = ProbeResult("undecided", "", "", _level(report.arms[GRAFT]))
+    if base is None:
+        return found
+    one = comparison_of(report, OWN_BASE, GRAFT, grid.headline)
+    lost, interval = one.delta_overlap_at_equal_entropy, one.delta_overlap_at_equal_entropy_ci95
+    return replace(found, base=_level(report.arms[OWN_BASE]), lost_overlap=lost, lost_overlap_ci95=interval)
 
 
 def _better_wiring(recipe: Recipe, donor: str, console: Console) -> str | None:
@@ -303,12 +290,11 @@ def _level(arm: ArmResult) -> HeadLevel:
     return HeadLevel(arm.tau or 1.0, arm.tau_ci95, arm.overlap[0] if arm.overlap else None)
 
 
-def _lost_overlap(report: Report) -> tuple[float | None, Interval | None]:
-    row = next((one for one in report.comparisons if one.task == ALL_TASKS), None)
-    if row is None:
-        return None, None
-    row = row if row.first == OWN_BASE else row.swapped()
-    return row.delta_overlap_at_equal_entropy, row.delta_overlap_at_equal_entropy_ci95
+def _trained(run_dir: Path) -> dict[str, Any]:
+    """Return the figures of a probe that are of its short training."""
+    report, train = load_report(run_dir / REPORT_FILE), load_recipe(run_dir / RECIPE_FILE).train
+    gain = None if report.gate is None else report.gate.delta_tau_ci95
+    return {"trained_tau": report.arms[RETRAINED].tau, "gain_ci95": gain, "trained_steps": train.max_steps}
 
 
 def _lost_text(found: ProbeResult) -> str:
@@ -389,7 +375,7 @@ def rescue(
     if any(choice.field == "train.max_steps" for choice in choices) and not is_run(out):
         if not (out / PROBE).exists():
             RunDirectory(out).require_ours(recipe)
-        found = probe_with(tuned, donor, out / PROBE, paths, overrides, console)
+        found = probe(tuned, donor, out / PROBE, data=paths, overrides=overrides, console=console)
         # Without the command that the probe proposes: the rescue goes on by itself.
         console.print(f"probe: {found.verdict}. {found.reason}.", highlight=False, markup=False)
         if found.verdict == "fault":
@@ -422,7 +408,8 @@ def _result(recipe: Recipe, head: str, reason: str, console: Console) -> RescueR
     else:
         tuned = open_location(trunk)
         family = of_kind(tuned.family, recipe.head.kind)
-        serves = serves_of(out, family, recipe.head.num_depths, run_dir if head == RETRAINED else None)
+        report = load_report(run_dir / REPORT_FILE) if head == RETRAINED else None
+        serves = serves_of(out, family, recipe.head.num_depths, report)
         rewired = wiring_note(family, recipe.head.convention, serves)
         notes = [] if rewired is None else [f"The head is {rewired}."]
         notes += left_out(tuned, layout_of(tuned))

@@ -224,7 +224,7 @@ def keys_and_values(text_config: PretrainedConfig, device: Device) -> int:
 
 
 def text_facts(recipe: Recipe) -> TextFacts:
-    records = [record for source in load_sources(recipe) for record in source]
+    records = load_sources(recipe)
     tokenizer = recipe_tokenizer(recipe, open_location(recipe.model.trunk))
     sample = records[:: max(1, len(records) // SAMPLE_RECORDS)][:SAMPLE_RECORDS]
     asked = [record for record in sample if not isinstance(record.content, PlainText)]

@@ -204,21 +204,18 @@ class RunTrunk:
         return self._trunk
 
     def load(self, *, decodes: bool) -> None:
-        """Load the trunk to decode with it, or to train a head on it."""
+        """Load the trunk to decode with it, or to train a head on it, in place of one in memory."""
+        self.drop()
         require_room(self._run)
         to_shard = not decodes and shards_trunk(self._run.accelerator)
         self._trunk = load_run_trunk(self._run, to_shard=to_shard)
-        self.is_whole, self.is_spent = not to_shard, False
-
-    def offload(self) -> None:
-        """Keep the layers of the trunk in main memory, if the recipe asks for it."""
-        if self._trunk is not None and self._run.recipe.model.offload is not None:
+        if self._run.recipe.model.offload is not None:
             self._trunk.offload_layers(self._run.accelerator.device)
+        self.is_whole, self.is_spent = not to_shard, False
 
     def prepare_training(self) -> None:
         """Load the trunk again if it is spent: by the check of a server's responses, or by the training of a head."""
         if self.is_spent:
-            self.drop()
             self.load(decodes=False)
         # Sharding changes the trunk in place, and a hidden-state cache replaces its layers.
         self.is_spent = shards_trunk(self._run.accelerator) or self._run.recipe.train.hidden_cache is not None
@@ -227,9 +224,7 @@ class RunTrunk:
     def prepare_decoding(self) -> None:
         """Load the trunk again if it is not in the form that evaluation needs."""
         if not self.is_whole:
-            self.drop()
             self.load(decodes=True)
-            self.offload()
 
     def drop(self) -> None:
         if self._trunk is not None:

@@ -25,6 +25,7 @@ from filelock import SoftFileLease, Timeout
 from rich.console import Console
 from rich.progress import Progress
 
+from mtp_train import __version__
 from mtp_train.checkpoints.artifact import HEAD_CONFIG_FILE
 from mtp_train.checkpoints.demo import resolve
 from mtp_train.checkpoints.files import CONFIG_FILE, INDEX_FILE, Checkpoint, read_json
@@ -73,11 +74,9 @@ PROBE = "probe"
 LEASE_SECONDS = 30.0
 """A lock of another machine is taken over after this time without a sign of life from its process."""
 TRUNK, HEAD_FROM, ADAPTER = "model.trunk", "model.head_from", "model.adapter"
-_PACKAGES = ("mtp-train", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy")
-_LEFTOVERS = (
-    *(".head.*", ".tuned.*", ".adapter.*", ".export.*", ".*.tmp"),
-    *("figures/.*.tmp", "state/.step-*"),
-)
+_PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "numpy")
+_OF_THE_MACHINES = ("train.processes", "track.", "data.regenerate.api_key_env", "data.regenerate.concurrency")
+_LEFTOVERS = (".head.*", ".export.*", ".*.tmp", "figures/.*.tmp", "state/.step-*")
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,6 @@ class Attempt:
     """How far one attempt to run a recipe has come."""
 
     stage: str = FIRST_STAGE
-    outcome: Outcome | None = None
-    """Set by the last stage; the main process records it."""
 
 
 @dataclass(frozen=True)
@@ -160,13 +157,11 @@ class RunDirectory:
             raise self._refused(other, "the same resolved recipe to resume", ", or remove this one")
 
     def require_outside_inputs(self, recipe: Recipe) -> None:
-        """Refuse the root, a path on or below a file, and directories within an input: a run would change that input.
+        """Refuse a path on or below a file, and directories within an input: a run would change that input.
 
         ``check`` calls this alone: it accepts the directory of another recipe, to compare its overrides.
         """
         place = self.path.resolve()
-        if place == Path(place.anchor):
-            raise self._refused("is the root", "a new directory")
         above = next(one for one in (place, *place.parents) if one.exists())
         if not above.is_dir():
             raise self._refused(f"is or lies below the file {above}", "a directory")
@@ -188,16 +183,12 @@ class RunDirectory:
     def held(self, console: Console, what: str = "the run") -> Iterator[None]:
         """Hold the directory for this launch within the block: two runs would delete each other's files.
 
-        The main process writes ``run.lock`` with its machine and process id, and removes it in the end. A lock whose
-        process is gone is taken over: at once on this machine, after ``LEASE_SECONDS`` without a sign of life
-        elsewhere.
+        The main process writes ``run.lock``, and removes it in the end. A lock of this machine whose process is gone is
+        taken over at once.
         """
-        with full_disk_is_named(self.path, what=what):
-            if is_main_process():
-                with self._locked(console):
-                    yield
-            else:
-                yield
+        lock = self._locked(console) if is_main_process() else contextlib.nullcontext()
+        with full_disk_is_named(self.path, what=what), lock:
+            yield
 
     @contextlib.contextmanager
     def _locked(self, console: Console) -> Iterator[None]:
@@ -229,7 +220,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Attempt]:
-        """Record how an attempt ends, in ``outcome.json``, on every way out of the block."""
+        """Record how an attempt fails, in ``outcome.json``, on every way out of the block but its end."""
         attempt = Attempt()
         # The main process holds the directory of all nodes.
         if is_main_process():
@@ -261,8 +252,6 @@ class RunDirectory:
             self._require_held()
             self.record_failure(Outcome(1, "bug", f"{type(error).__name__}: {error}", attempt.stage))
             raise
-        if is_main_process() and attempt.outcome is not None:
-            self.write_outcome(attempt.outcome)
 
     def write_outcome(self, outcome: Outcome) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -342,25 +331,17 @@ def _acquire(lock: SoftFileLease, path: Path, console: Console) -> None:
         lock.acquire()
         return
     except Timeout:
-        host, pid = _holder(path)
-    if host != socket.gethostname():
-        console.print(f"{path}: process {pid} on {host} held it last; waiting for a sign of life.", highlight=False)
+        owner = lock.owner
+    holder = "an unknown process" if owner is None else f"process {owner.pid} on {owner.hostname}"
+    if owner is None or owner.hostname != socket.gethostname():
+        console.print(f"{path}: {holder} held it last; waiting for a sign of life.", highlight=False)
         with contextlib.suppress(Timeout):
             lock.acquire(timeout=2 * LEASE_SECONDS)
             return
     raise OutputExistsError(
-        f"run_dir: {path.parent} is in use by process {pid} on {host}; expected one run in a directory. Wait for it or "
-        "stop it, or choose another run_dir."
+        f"run_dir: {path.parent} is in use by {holder}; expected one run in a directory. Wait for it or stop it, or "
+        "choose another run_dir."
     )
-
-
-def _holder(path: Path) -> tuple[str, str]:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    found = dict(line.split("=", 1) for line in lines if "=" in line)
-    return found.get("host", "an unknown machine"), found.get("pid", "of an unknown number")
 
 
 def _differing_fields(recorded: str, recipe: Recipe) -> list[str]:
@@ -383,14 +364,6 @@ def _differing_fields(recorded: str, recipe: Recipe) -> list[str]:
             or (path == "data.regenerate.endpoint" and None not in (there, here))
         )
     ]
-
-
-_OF_THE_MACHINES = (
-    "train.processes",
-    "track.",
-    "data.regenerate.api_key_env",
-    "data.regenerate.concurrency",
-)
 
 
 def _differences(there: Any, here: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
@@ -425,24 +398,22 @@ def _inputs(recipe: Recipe, places: Mapping[str, str], *, anew: bool) -> dict[st
         inputs[HEAD_FROM] = of_head
     if model.adapter:
         inputs[ADAPTER] = directory_files(locate_checkpoint(located(ADAPTER, model.adapter)))
-    data = {f"data.sources.{number}": source.path for number, source in enumerate(recipe.data.sources)}
-    local = {label: path for label, path in data.items() if label in places or _is_local(label, path)}
-    return inputs | {label: _data_files(label, path) for label, path in local.items()}
+    for number, data in enumerate(recipe.data.sources):
+        label = f"data.sources.{number}"
+        files = _data_files(label, data.path)
+        if files is not None:
+            inputs[label] = files
+        elif label in places:
+            # A directory that is gone reads like the id of a dataset.
+            raise DataError(f"{label}: no such file or directory ({data.path}); expected the data. Check the path.")
+    return inputs
 
 
-def _is_local(label: str, path: str) -> bool:
-    """Return whether a data source is local and no dataset of the hub, also if its files no longer exist."""
-    try:
-        return local_files(resolve(path), label) is not None
-    except MtpError:
-        return True
-
-
-def _data_files(label: str, path: str) -> InputFiles:
-    location = Path(resolve(path)).expanduser()
-    files = local_files(str(location), label)
+def _data_files(label: str, path: str) -> InputFiles | None:
+    """Return the files of a data source; None for a dataset of the hub."""
+    location, files = Path(resolve(path)).expanduser(), local_files(resolve(path), label)
     if files is None:
-        raise DataError(f"{label}: no such file or directory ({location}); expected the data. Check the path.")
+        return None
     if location.is_dir():
         return InputFiles(location, {str(file.relative_to(location)): file for file in files})
     if location.exists():
@@ -463,15 +434,9 @@ def checkpoint_identity(name: str, checkpoint: Checkpoint | LoneHead) -> dict[st
 
 
 def environment_facts() -> dict[str, Any]:
-    versions: dict[str, str | None] = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
     device = device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return {
-        "versions": versions,
+        "versions": {"mtp-train": __version__, **{package: metadata.version(package) for package in _PACKAGES}},
         "python": platform.python_version(),
         "argv": [redacted(word) for word in sys.argv],
         "git": _git_commit(),

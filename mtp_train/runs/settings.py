@@ -14,10 +14,6 @@ from mtp_train.train.log import Tracking
 from mtp_train.train.plan import MemoryOptions, Plan, TrainOptions, make_plan
 from mtp_train.trunk.precision import COMPUTE_DTYPES
 
-_CACHED_BYTES = 4
-"""Most bytes of a number in a hidden-state cache: states are computed in fp32 at most."""
-
-
 MEASURES = 10
 """Default number of measurements for ``train.select``, besides that of the start."""
 
@@ -62,11 +58,6 @@ def memory_options(recipe: Recipe) -> MemoryOptions:
         loss_vocab=recipe.head.draft_vocab if serves_draft_vocab(recipe.head.kind) else None,
         lora=recipe.head.lora,
     )
-
-
-def cache_bytes(recipe: Recipe, num_tokens: int, state_width: int) -> int:
-    """Return the most bytes of the hidden-state cache of a text of so many tokens; 0 without a cache."""
-    return 0 if recipe.train.hidden_cache is None else num_tokens * state_width * _CACHED_BYTES
 
 
 def run_settings(recipe: Recipe, trunk: Checkpoint) -> list[Setting]:

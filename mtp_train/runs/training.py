@@ -249,19 +249,11 @@ def trained_artifact(
         weights = merged_weights(head, recipe.head.lora, weights)
     if plan.output is not None:
         weights = {name: value for name, value in weights.items() if not name.endswith(".lm_head.weight")}
-    return Artifact(
-        layout=plan.layout,
-        num_modules=plan.num_modules,
-        num_depths=recipe.head.num_depths,
-        convention=plan.convention,
-        head=trained_head(plan, weights),
-        notes={
-            "trunk": recipe.model.trunk,
-            "head_from": recipe.model.head_from,
-            "steps": recipe.train.max_steps,
-            SELECTED: None if selection is None else asdict(selection.best),
-        },
-        draft_vocab=draft_vocab,
-        output=plan.output,
-        draft_config=plan.draft_config,
-    )
+    trained = replace(plan, head=trained_head(plan, weights), draft_vocab=draft_vocab)
+    notes = {
+        "trunk": recipe.model.trunk,
+        "head_from": recipe.model.head_from,
+        "steps": recipe.train.max_steps,
+        SELECTED: None if selection is None else asdict(selection.best),
+    }
+    return Artifact(**vars(trained), num_depths=recipe.head.num_depths, notes=notes)

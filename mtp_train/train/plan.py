@@ -171,15 +171,12 @@ class MemoryOptions:
         return self.lora is not None and is_target(name, self.lora.targets) and is_stacked(name, shape)
 
 
-def estimate_disk(memory: Footprint, cache_bytes: int) -> int:
-    """Estimate the most bytes that training a head adds to the disk: resume states, hidden states, head and export.
+def estimate_disk(memory: Footprint) -> int:
+    """Estimate the most bytes that training a head adds to the disk: resume states, head and export.
 
     The export's other shards are links to the trunk's.
-
-    Args:
-        cache_bytes: The most bytes of a hidden-state cache.
     """
-    return memory.trained_parameters * _STATE_BYTES * _STATES_AT_ONCE + memory.head_parameters * 2 * 2 + cache_bytes
+    return memory.trained_parameters * _STATE_BYTES * _STATES_AT_ONCE + memory.head_parameters * 2 * 2
 
 
 def estimate_footprint(

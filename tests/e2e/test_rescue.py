@@ -167,13 +167,13 @@ def probed(monkeypatch: Monkey, verdict: Any) -> list[Path]:
     """Let every probe find a verdict, and return where they were asked for."""
     asked: list[Path] = []
 
-    def found(tuned: str, donor: str, out: Path, *_: Any) -> ProbeResult:
+    def found(tuned: str, donor: str, out: Path, **_: Any) -> ProbeResult:
         asked.append(out)
         out.mkdir(parents=True, exist_ok=True)
         level = HeadLevel(2.0, (1.9, 2.1), 0.5)
         return ProbeResult(verdict, "tau is what it is", "mtp-train inspect x", level, level, None, None)
 
-    monkeypatch.setattr(rescue_module, "probe_with", found)
+    monkeypatch.setattr(rescue_module, "probe", found)
     return asked
 
 

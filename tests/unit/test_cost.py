@@ -6,9 +6,8 @@ from pathlib import Path
 
 from mtp_train.data.tokenize import Prompt
 from mtp_train.recipe.sections import RegenerateSpec
-from mtp_train.runs.check import whole_disk
+from mtp_train.runs.check import disk_bytes
 from mtp_train.runs.inputs import RunText
-from mtp_train.runs.settings import cache_bytes
 from mtp_train.train.plan import Footprint
 from runs import tiny_recipe
 
@@ -26,7 +25,7 @@ HEAD = Footprint(
 def test_disk_holds_three_resume_states_the_head_and_its_export(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, tmp_path / "run")
     # A resume state has four fp32 numbers for each trained weight; the head and its export have two bytes for each.
-    assert whole_disk(recipe, 0, HEAD) == 11 * 3 * 16 + 12 * 2 * 2
+    assert disk_bytes(recipe, HEAD, 120, 8) == 11 * 3 * 16 + 12 * 2 * 2
 
 
 def test_hidden_states_count_once_a_token(tmp_path: Path) -> None:
@@ -38,5 +37,4 @@ def test_hidden_states_count_once_a_token(tmp_path: Path) -> None:
     answered = used.replaced({"data.regenerate": RegenerateSpec(max_new_tokens=50)})
     assert text.most_tokens(answered) == 3 * 90
     assert text.most_tokens(answered.replaced({"data.seq_len_tokens": 64})) == 3 * 64
-    assert whole_disk(used, cache_bytes(used, 120, 8), HEAD) == whole_disk(used, 0, HEAD) + 120 * 8 * 4
-    assert cache_bytes(tiny_recipe(tmp_path, tmp_path / "run"), 120, 8) == 0
+    assert disk_bytes(used, HEAD, 120, 8) == disk_bytes(used, HEAD, 0, 8) + 120 * 8 * 4

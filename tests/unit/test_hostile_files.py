@@ -103,7 +103,7 @@ def test_records_with_other_parts_are_skipped_and_counted(
     path.write_text("".join(json.dumps(row) + "\n" for row in (other, chat("hi"), other)))
     with caplog.at_level(logging.WARNING):
         assert [record.id for record in load_records(str(path))] == [f"{path}#2"]
-        assert [one.id for one in load_suite(str(path)).records] == ["a#2"]
+        assert [one.id for one in load_suite(str(path))] == ["a#2"]
     assert len(caplog.messages) == 2
     assert all("skipped 2 of 3 records" in message and "record 1, message 1" in message for message in caplog.messages)
     path.write_text(json.dumps(other) + "\n")

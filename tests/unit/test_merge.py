@@ -415,11 +415,10 @@ def test_the_adapter_s_tokenizer_and_template_are_used_and_said(part: str, tmp_p
         byte_tokenizer().save_pretrained(lora)
     merge(base, lora, tmp_path / "out")
     assert ("Its tokenizer is the adapter's" in capfd.readouterr().out) == (part != "the base's own")
-    expected = {"<step><|call|>": 2 if part == "tokenizer" else len("<step><|call|>")}
+    text = "<step><|call|>"
     merged = AutoTokenizer.from_pretrained(tmp_path / "out")
     unmerged = load_tokenizer(open_checkpoint(base), False, lora)
-    for text, num_tokens in expected.items():
-        assert len(merged(text)["input_ids"]) == len(unmerged(text)["input_ids"]) == num_tokens
-    own = part == "the base's own"
+    num_tokens = 2 if part == "tokenizer" else len(text)
+    assert len(merged(text)["input_ids"]) == len(unmerged(text)["input_ids"]) == num_tokens
     assert merged.chat_template == unmerged.chat_template
-    assert (merged.chat_template == template) != own
+    assert (merged.chat_template == template) == (part != "the base's own")

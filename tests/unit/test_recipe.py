@@ -51,10 +51,7 @@ def test_plain_values_given_are_left_as_they_are() -> None:
         ("evaluate.temperature=[]", "evaluate.temperature: []; expected auto, a number of 0 or more, or a"),
         ("evaluate.temperature=[0, hot]", "evaluate.temperature.1: 'hot'; expected a number of 0 or more."),
         ("evaluate.temperature=0.0001", "evaluate.temperature: 0.0001; expected 0 or a number from 0.001."),
-        (
-            "evaluate.temperature=[1, 1.0]",
-            "evaluate.temperature: [1.0, 1.0] has a value twice; expected each value",
-        ),
+        ("evaluate.temperature=[1, 1.0]", "evaluate.temperature: [1.0, 1.0] has a value twice; expected each value"),
         ("evaluate.rule=greedy", "evaluate.rule.0: 'greedy'; expected one of argmax, sampled."),
         ("train.betas=[0.9]", "train.betas: [0.9]; expected a list of 2 items, each a number of 0 or more"),
         ("data.sources=[]", "data.sources: []; expected a list of 1 or more items, each a section."),

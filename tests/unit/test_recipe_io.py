@@ -98,14 +98,8 @@ def test_all_problems_are_reported_at_once(recipe_file: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        (
-            "train.lr=fast",
-            "train.lr: 'fast'; expected a number above 0, or auto. Correct it.",
-        ),
-        (
-            "train.max_steps=1e3",
-            "train.max_steps: 1000.0; expected a whole number of 1 or more, or auto. Correct it",
-        ),
+        ("train.lr=fast", "train.lr: 'fast'; expected a number above 0, or auto. Correct it."),
+        ("train.max_steps=1e3", "train.max_steps: 1000.0; expected a whole number of 1 or more, or auto. Correct it"),
         ("data.pack=yes", "data.pack: 'yes'; expected true or false. Correct it, or leave it out for true."),
         ("model.trunk=3", "model.trunk: 3; expected text. Put it in quotes: '3'."),
         ("model.trunk=", "model.trunk: null; expected text."),

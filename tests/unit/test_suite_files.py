@@ -11,7 +11,7 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from mtp_train.data.records import Chat, PlainText, PromptResponse
 from mtp_train.errors import DataError
-from mtp_train.evaluation.suites import Suite, load_suite, suite_prompts
+from mtp_train.evaluation.suites import load_suite, suite_prompts
 
 pytestmark = pytest.mark.usefixtures("own_datasets_cache")
 TURNS = {"question_id": 81, "category": "writing", "turns": [" Write. ", "Rewrite."]}
@@ -30,30 +30,29 @@ def test_a_benchmark_of_several_turns_gives_its_first(tmp_path: Path) -> None:
     file = write(tmp_path / "question.jsonl", TURNS, {**TURNS, "category": "rag", "turns": ["Only one."]})
     for kind in ("mt-bench", "spec-bench", "speed-bench"):
         suite = load_suite(f"{kind}:{file}")
-        assert [(one.task, one.id) for one in suite.records] == [("writing", f"{kind}#1"), ("rag", f"{kind}#2")]
-        assert suite.records[0].content == Chat((user("Write."),))
-        assert suite.tasks == ("writing", "rag")
+        assert [(one.task, one.id) for one in suite] == [("writing", f"{kind}#1"), ("rag", f"{kind}#2")]
+        assert suite[0].content == Chat((user("Write."),))
 
 
 def test_speed_bench_is_read_from_either_script_and_from_a_directory(tmp_path: Path) -> None:
     row = {"category": "qa", "messages": [user("First."), user("Second.")], "multiturn": True}
-    (one,) = load_suite(f"speed-bench:{write(tmp_path / 'qualitative.jsonl', row)}").records
+    (one,) = load_suite(f"speed-bench:{write(tmp_path / 'qualitative.jsonl', row)}")
     assert (one.task, one.content) == ("qa", Chat((user("First."),)))
     (tmp_path / "prepared").mkdir()
     datasets.Dataset.from_list([TURNS]).to_parquet(str(tmp_path / "prepared" / "test.parquet"))
-    (one,) = load_suite(f"speed-bench:{tmp_path / 'prepared'}").records
+    (one,) = load_suite(f"speed-bench:{tmp_path / 'prepared'}")
     assert one.content == Chat((user("Write."),))
 
 
 def test_human_eval_is_completed_and_gsm8k_answered(tmp_path: Path) -> None:
     code = "def one():\n    "
     (tmp_path / "h.jsonl.gz").write_bytes(gzip.compress(json.dumps({"task_id": "H/0", "prompt": code}).encode()))
-    (one,) = load_suite(f"humaneval:{tmp_path / 'h.jsonl.gz'}").records
+    (one,) = load_suite(f"humaneval:{tmp_path / 'h.jsonl.gz'}")
     assert (one.task, one.content) == ("humaneval", PromptResponse(code))
-    (prompt,) = suite_prompts(Suite("h", (one,)), byte_tokenizer())
+    (prompt,) = suite_prompts([one], byte_tokenizer())
     assert byte_tokenizer().decode(list(prompt.prompt_ids)) == code
     file = write(tmp_path / "test.jsonl", {"question": "How many?", "answer": "#### 3"})
-    (one,) = load_suite(f"gsm8k:{file}").records
+    (one,) = load_suite(f"gsm8k:{file}")
     assert (one.task, one.content) == ("gsm8k", Chat((user("How many?"),)))
 
 
@@ -64,12 +63,12 @@ def test_a_file_of_ones_own_holds_chats_prompts_or_texts_and_names_tasks(tmp_pat
         {"text": "a text"},
     ]
     suite = load_suite(write(tmp_path / "mine.test.jsonl", *rows))
-    assert [(one.task, one.id) for one in suite.records] == [
+    assert [(one.task, one.id) for one in suite] == [
         ("chat", "mine#1"),
         ("7", "mine#2"),
         ("mine", "mine#3"),
     ]
-    contents = [one.content for one in suite.records]
+    contents = [one.content for one in suite]
     assert contents == [Chat((user("Hi."),)), PromptResponse("raw "), PlainText("a text")]
     prompts = suite_prompts(suite, byte_tokenizer(), tasks=["mine", "7"])
     assert [byte_tokenizer().decode(list(prompt.prompt_ids)) for prompt in prompts] == ["a t", "raw "]
@@ -86,8 +85,8 @@ def test_a_dataset_of_the_hub_is_asked_for_its_configuration_and_split(monkeypat
     # A builder other than the JSON builder.
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda path, config: None)
     for kind in ("mt-bench", "speed-bench", "humaneval", "gsm8k"):
-        assert len(load_suite(f"{kind}:some/where").records) == 1
-    assert len(load_suite("some/chats.of-mine").records) == 1
+        assert len(load_suite(f"{kind}:some/where")) == 1
+    assert len(load_suite("some/chats.of-mine")) == 1
     configs = [None, "qualitative", None, "main"]
     splits = ["train", "test", "test", "test"]
     assert asked == [
@@ -138,6 +137,6 @@ def test_a_record_of_another_form_is_named(tmp_path: Path, kind: str, row: objec
 def test_records_of_one_group_are_one_group_for_the_intervals(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "group": "one"}, {"prompt": "b", "group": "one"}, {"prompt": "c", "group": 7}]
     location = write(tmp_path / "own.jsonl", *rows, {"prompt": "d"})
-    first, second, third, fourth = (one.group for one in load_suite(location).records)
+    first, second, third, fourth = (one.group for one in load_suite(location))
     assert (first, second, third) == ("one", "one", "7")
     assert fourth not in (first, third)

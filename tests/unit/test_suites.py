@@ -14,7 +14,6 @@ from mtp_train.errors import DataError
 from mtp_train.evaluation.suites import (
     DEMO_HOLDOUT,
     DEMO_SEED,
-    Suite,
     choose_records,
     load_suite,
     suite_prompts,
@@ -36,13 +35,12 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def suite_of(*contents: Content, task: str = "t") -> Suite:
+def suite_of(*contents: Content, task: str = "t") -> list[Record]:
     name = "s" if task == "t" else task
-    records = (
+    return [
         Record(f"{name}#{number}", content_group(content), content, task=task)
         for number, content in enumerate(contents, 1)
-    )
-    return Suite(name, tuple(records))
+    ]
 
 
 def text(prompt: Prompt, template: str | None = None) -> str:
@@ -58,7 +56,7 @@ LETTERS = suite_of(*(Chat((user(letter * 30),)) for letter in "abcdef"))
 def test_every_builtin_prompt_can_be_written_with_and_without_a_template() -> None:
     suite = load_suite("builtin")
     for template in (byte_tokenizer().chat_template, CHATML_WITHOUT_SYSTEM, None):
-        assert len(suite_prompts(suite, byte_tokenizer(template))) == len(suite.records)
+        assert len(suite_prompts(suite, byte_tokenizer(template))) == len(suite)
 
 
 # The demo's.
@@ -71,7 +69,7 @@ def test_the_demo_suite_is_what_the_demo_recipes_do_not_train_on() -> None:
         assert (recipe.data.holdout, recipe.seed) == (DEMO_HOLDOUT, DEMO_SEED)
         assert [source.path for source in recipe.data.sources] == ["demo:prompts"]
     suite = load_suite("demo")
-    counts = Counter(one.task for one in suite.records)
+    counts = Counter(one.task for one in suite)
     assert list(counts) == ["functions", "code"]
     assert 50 < counts["functions"] < 500
     assert counts["code"] > 50
@@ -89,7 +87,7 @@ def test_a_larger_choice_keeps_the_smaller_one_of_every_task() -> None:
     assert len(two) == 2 * len(TASKS)
     assert [id for start in range(0, len(five), 5) for id in five[start : start + 2]] == two
     assert two != [one.id for one in choose_records(suite, prompts_per_task=2, seed=4)]
-    assert len(choose_records(suite)) == len(suite.records)
+    assert len(choose_records(suite)) == len(suite)
 
 
 def test_tasks_are_chosen_by_name() -> None:
@@ -179,7 +177,7 @@ def test_filler_is_never_the_prompts_own_and_repeats_only_when_all_was_used() ->
 
 def test_filler_of_the_same_task_stands_nearest() -> None:
     others = suite_of(*(PlainText(letter * 5) for letter in "xyz"), task="u")
-    suite = Suite("s", (*others.records, *LETTERS.records))
+    suite = [*others, *LETTERS]
     # All of it: a question, five others of its task and three of another, with the tokens that part them.
     length = 30 + 5 * 31 + 3 * 6
     for prompt in suite_prompts(suite, byte_tokenizer(None), context_tokens=length, tasks=["t"]):
@@ -187,8 +185,7 @@ def test_filler_of_the_same_task_stands_nearest() -> None:
 
 
 def test_records_of_a_group_do_not_stand_before_each_other() -> None:
-    records = [Record(f"s#{number}", group, PlainText(group * 9), task="t") for number, group in enumerate("aaabb")]
-    suite = Suite("s", tuple(records))
+    suite = [Record(f"s#{number}", group, PlainText(group * 9), task="t") for number, group in enumerate("aaabb")]
     for prompt in suite_prompts(suite, byte_tokenizer(None), context_tokens=60):
         assert set(text(prompt)[:-4]) - {"\n"} == {"b" if prompt.group == "a" else "a"}
 
@@ -198,7 +195,7 @@ def test_the_filler_depends_on_the_prompt_and_the_seed_and_nothing_else() -> Non
     all_of_them = {p.id: p for p in suite_prompts(LETTERS, tokenizer, context_tokens=150, seed=1)}
     assert [
         all_of_them[p.id] for p in suite_prompts(LETTERS, tokenizer, context_tokens=150, seed=1, prompts_per_task=3)
-    ] == (suite_prompts(Suite("s", LETTERS.records[::-1]), tokenizer, context_tokens=150, seed=1, prompts_per_task=3))
+    ] == (suite_prompts(LETTERS[::-1], tokenizer, context_tokens=150, seed=1, prompts_per_task=3))
     assert all_of_them != {p.id: p for p in suite_prompts(LETTERS, tokenizer, context_tokens=150, seed=2)}
     assert len({text(prompt)[17:40] for prompt in all_of_them.values()}) > 1
 
@@ -211,7 +208,7 @@ def test_a_prompt_that_is_longer_is_left_out_and_the_rest_keep_their_place() -> 
     assert {prompt.id for prompt in prompts} == {"s#1", "s#2", "s#4"}
     assert len(choose_records(suite)) - len(prompts) == 1
     assert {len(prompt.prompt_ids) for prompt in prompts} == {50}
-    with pytest.raises(DataError, match="suite 's': none of 4 prompts is of 9 tokens or fewer; expected at least one"):
+    with pytest.raises(DataError, match="--suite: none of 4 prompts is of 9 tokens or fewer; expected at least one"):
         suite_prompts(suite, byte_tokenizer(None), context_tokens=9)
 
 

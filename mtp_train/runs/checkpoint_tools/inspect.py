@@ -249,13 +249,11 @@ def _inspect_checkpoint(checkpoint: Checkpoint, base: Checkpoint | None, progres
         head_difference=difference,
         **weights,
         problems=problems,
-        serves=serving_commands(
-            checkpoint, diagnosis, status, problems or ((str(difference),) if status == "miswired" else ())
-        ),
+        serves={},
         runs_here="yes" if unread is None else f"no: {unread}",
         note=_note(checkpoint),
     )
-    return replace(found, cure=_find_cure(found, checkpoint, base))
+    return replace(found, serves=_serving(found, checkpoint), cure=_find_cure(found, checkpoint, base))
 
 
 def _adapter_problems(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -313,32 +311,27 @@ def _note(checkpoint: Checkpoint) -> str | None:
     )
 
 
-def serving_commands(
-    checkpoint: Checkpoint,
-    diagnosis: HeadDiagnosis,
-    status: Status,
-    problems: Sequence[str] = (),
-    depth: int = SUGGESTED_DEPTH,
-) -> dict[str, str]:
+def _serving(found: Inspection, checkpoint: Checkpoint) -> dict[str, str]:
     """Return, per engine, the command that serves the checkpoint with its head, or ``no: REASON``."""
-    if problems:
-        return dict.fromkeys(checkpoint.family.serving, f"no: {problems[0]}")
-    if status == "foreign":
+    if found.problems or found.status == "miswired":
+        reason = found.problems[0] if found.problems else found.head_difference
+        return dict.fromkeys(checkpoint.family.serving, f"no: {reason}")
+    if found.status == "foreign":
         block = checkpoint.text_config.get(DSPARK_BLOCK)
         depth = block if isinstance(block, int) else SUGGESTED_DEPTH
         return engine_commands(complete(DSPARK), str(checkpoint.path), depth)
-    if status != "healthy":
+    if found.status != "healthy":
         reason = {
             "undeclared": "no: the head is there but config.json does not declare it",
-            "quantised": f"not verified: head quantised with {diagnosis.method}; the cure gives one in plain floats",
-        }.get(status, f"no: {diagnosis.describe()}")
+            "quantised": f"not verified: head quantised with {found.head.method}; the cure gives one in plain floats",
+        }.get(found.status, f"no: {found.head.describe()}")
         return dict.fromkeys(checkpoint.family.serving, reason)
     # ``export --head-only`` writes none of the trunk's layers.
     if not any(name.startswith("layers.") for name in trunk_tensors(checkpoint, layout_of(checkpoint))):
         flag = suggestions.draft_model_flag(str(checkpoint.path), SUGGESTED_DEPTH)
         reason = f"no: holds a head without its trunk; with vLLM serve the trunk and add {flag}"
         return dict.fromkeys(checkpoint.family.serving, reason)
-    return engine_commands(checkpoint.engines, str(checkpoint.path), depth) | _misread(checkpoint)
+    return engine_commands(checkpoint.engines, str(checkpoint.path), SUGGESTED_DEPTH) | _misread(checkpoint)
 
 
 def _misread(checkpoint: Checkpoint) -> dict[str, str]:

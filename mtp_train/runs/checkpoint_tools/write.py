@@ -38,16 +38,13 @@ from mtp_train.checkpoints.values import require_finite_checkpoint
 from mtp_train.checkpoints.writing import new_directory, refuse_existing, removed_on_failure
 from mtp_train.errors import CheckpointError, GateRefusedError, MtpError
 from mtp_train.evaluation.results import REPORT_FILE, load_report
-from mtp_train.families import Family
-from mtp_train.families.engines import engine_commands
 from mtp_train.heads.build import graft_plan
 from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.report.wording import serving_depth
 from mtp_train.runs.checkpoint_tools.gguf_files import config_of, graft_gguf, graft_gguf_command
-from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH, inspect, serving_commands
+from mtp_train.runs.checkpoint_tools.inspect import SUGGESTED_DEPTH, inspect
 from mtp_train.runs.display import Shown, quiet_progress, serving_lines
-from mtp_train.runs.export import write_card, write_export, write_untrained_card
+from mtp_train.runs.export import serves_of, write_card, write_export, write_untrained_card
 from mtp_train.runs.run_directory import ADAPTER, PROVENANCE_FILE, TRUNK, checkpoint_identity
 from mtp_train.trunk.tokenizer import load_tokenizer
 from mtp_train.trunk.whole import first_of, require_whole_trunk
@@ -74,19 +71,6 @@ class WriteResult(Shown):
     def _rows(self) -> list[tuple[str, str]]:
         rows = [*(("note", one) for one in self.notes), *serving_lines(self.serves)]
         return [*rows, *([] if self.cure is None else [("next", self.cure)])]
-
-
-def serves_of(export: Path, family: Family, depth: int, run_dir: Path | None = None) -> dict[str, str]:
-    """Return, per engine, the command that serves a new export: a checkpoint with an MTP head, or a draft model.
-
-    The report of a run recommends the depth, as the export's card does; else it is ``depth``.
-    """
-    if run_dir is not None and (run_dir / REPORT_FILE).is_file():
-        depth = serving_depth(load_report(run_dir / REPORT_FILE)) or depth
-    if family.kind != "mtp":
-        return engine_commands(family.serving, str(export), depth)
-    checkpoint = open_checkpoint(export)
-    return serving_commands(checkpoint, diagnose_head(checkpoint), "healthy", depth=depth)
 
 
 def graft(
@@ -221,10 +205,6 @@ def merge(
     )
 
 
-# Programs that pass both draft nothing, or crash (unsloth#10169, LM Studio's bug tracker #2244).
-_ONE_HEAD = "TRUNK.gguf must have no head of its own (convert_hf_to_gguf.py --no-mtp); if it has one, leave -md out."
-
-
 def export(
     source: str | Path,
     out: str | Path,
@@ -297,10 +277,12 @@ def _write_whole(
 ) -> WriteResult:
     """Write the trunk's checkpoint with the head in it, or the head as a draft model; of a run, with its card."""
     write_export(trunk, head, out, adapter=adapter, link=link, progress=progress)
+    report = None
     with removed_on_failure(out):
         if is_head_directory(source / HEAD):
+            report = load_report(source / REPORT_FILE)
             write_card(source, out)
-        serves = serves_of(out, head.family, head.num_depths, source)
+        serves = serves_of(out, head.family, head.num_depths, report)
     if head.family.kind != "mtp":
         return WriteResult(out=out, content=f"a draft model for {trunk.path}", serves=serves)
     notes = left_out(trunk, layout_of(trunk))
