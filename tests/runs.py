@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,6 +183,14 @@ def refusal(argv: list[Any], capfd: pytest.CaptureFixture[str]) -> str:
     message = capfd.readouterr().err
     assert re.fullmatch(r"mtp-train: [^\n]+: [^\n]+; expected [^\n]+\. [A-Z][^\n]+\.\n", message), message
     return message
+
+
+def paste(command: str | None) -> Path:
+    """Run a command that was printed, and return the checkpoint that it wrote."""
+    words = shlex.split(command or "")
+    assert words[0] == "mtp-train"
+    assert main(words[1:]) == 0
+    return Path(words[-1])
 
 
 def document(argv: list[Any], capfd: pytest.CaptureFixture[str], exit_code: int = 0) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -16,10 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints import all_tensors, base_and_finetune, same, set_fields
-from mtp_train import CheckpointError, Inspection, export, graft, inspect
+from mtp_train import CheckpointError, export, graft, inspect
 from mtp_train.checkpoints.files import INDEX_FILE, SINGLE_FILE
-from mtp_train.cli.main import main
-from runs import tree
+from runs import paste, tree
 
 Tensors = dict[str, Tensor]
 FC, NORM = "mtp.fc.weight", "mtp.pre_fc_norm_hidden.weight"
@@ -56,13 +54,6 @@ def swapped(key: str, value: Tensor) -> Tensor:
     return torch.cat([*reversed(value.chunk(2, dim=1))], dim=1) if key == FC else value
 
 
-def paste(found: Inspection) -> Path:
-    """Run the printed cure; return the checkpoint that it wrote."""
-    words = shlex.split(found.cure or "")
-    assert main(words[1:]) == 0
-    return Path(words[-1])
-
-
 WRONG: dict[str, tuple[Callable[[str, Tensor], Tensor], list[str]]] = {
     "zero": (lambda key, value: torch.zeros_like(value), [FC, "mtp.layers.0.mlp.up_proj.weight"]),
     "halves swapped": (swapped, [FC]),
@@ -93,7 +84,7 @@ def test_a_known_wrong_form_of_the_base_s_head_is_named_and_cured(
     assert {*keys} <= {key for some in found.head_difference.keys.values() for key in some}
     assert found.serves["vllm"].startswith(f"no: {next(iter(found.head_difference.keys.values()))[0]}")
     assert found.to_json()["head_difference"]["kind"] == kind
-    cured = paste(found)
+    cured = paste(found.cure)
     assert same(all_tensors(cured), all_tensors(base))
     assert inspect(cured, base).status == "healthy"
 
@@ -184,7 +175,7 @@ def test_a_head_under_other_names_is_named_where_all_of_it_is_there(prefix: str,
     assert found.status == "declared_but_missing"
     assert {*found.head.other_names} == {*renamed}
     assert "the 15 tensors of one have other names" in found.serves["vllm"]
-    assert inspect(paste(found)).status == "healthy"
+    assert inspect(paste(found.cure)).status == "healthy"
     del renamed[next(iter(renamed))]
     save_file(trunk | renamed, file, {"format": "pt"})
     assert not inspect(other, base).head.other_names
@@ -272,7 +263,7 @@ def test_single_names_that_sglang_fuses_are_warned_of_and_exported_as_a_pattern(
     if serves:
         assert found.cure is None
         return
-    cured = paste(found)
+    cured = paste(found.cure)
     assert same(all_tensors(cured), all_tensors(base))
     written = json.loads((cured / "config.json").read_text())["quantization_config"]["ignore"]
     assert written == [*ignore, r"re:.*mtp\..*"]

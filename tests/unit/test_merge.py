@@ -18,6 +18,7 @@ from checkpoints import (
     all_tensors,
     base_and_finetune,
     fuse_experts,
+    same,
     save_with_head,
     shard,
     wrap_as_vision_language,
@@ -29,7 +30,7 @@ from mtp_train.heads.diagnose import diagnose_head, layout_of
 from mtp_train.runs.export import CARD_FILE
 from mtp_train.trunk.load import load_trunk
 from mtp_train.trunk.tokenizer import load_tokenizer
-from runs import BYTE_VOCAB_SIZE, document, tree
+from runs import BYTE_VOCAB_SIZE, document, paste, tree
 from runs import refusal as refusal_of
 from tiny import ALL_FAMILIES, tiny_head, tiny_trunk
 
@@ -373,7 +374,9 @@ def test_a_vocabulary_resized_before_training_is_resized_as_peft_does(
     assert tree(base) == before
     # Unmerged it does not fit, and the message names the command above.
     message = refusal_of(["generate", base, "--adapter", tmp_path / "lora", "--prompt", "x"], capfd)
-    assert f"mtp-train merge {base} --adapter {tmp_path / 'lora'} --out {base}-merged" in message
+    command = f"mtp-train merge {base} --adapter {tmp_path / 'lora'} --out {base}-merged"
+    assert command in message
+    assert same(all_tensors(paste(command)), all_tensors(tmp_path / "out"))
 
 
 def test_tokens_without_an_embedding_are_refused(tmp_path: Path, capfd: Capture) -> None:

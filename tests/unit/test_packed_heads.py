@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from checkpoints import all_tensors, base_and_finetune, fuse_experts, set_fields
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.heads.diagnose import diagnose_head, layout_of
-from runs import document
+from runs import document, paste
 from tiny import FAMILY_NAMES
 
 Capture = pytest.CaptureFixture[str]
@@ -104,6 +105,7 @@ def test_a_packed_head_is_named_with_its_method_and_its_cure(
     method: str, family_name: str, tmp_path: Path, capfd: Capture
 ) -> None:
     base, _ = base_and_finetune(tmp_path, family_name)
+    original = shutil.copytree(base, tmp_path / "original")
     pack_head(base, method)
     found = document(["inspect", base], capfd)
     assert found["status"] == "quantised"
@@ -111,6 +113,7 @@ def test_a_packed_head_is_named_with_its_method_and_its_cure(
     assert f"head quantised with {method}" in found["runs_here"]
     assert all(text.startswith(f"not verified: head quantised with {method}") for text in found["serves"].values())
     assert found["cure"] == f"mtp-train graft {base} --from BASE --out {base}-mtp"
+    assert document(["inspect", paste(found["cure"].replace("BASE", str(original)))], capfd)["status"] == "healthy"
 
 
 def test_what_is_lost_beside_is_still_damage(packed: Path, capfd: Capture) -> None:

@@ -20,6 +20,7 @@ from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.hooks.keep_head import KeepHead, keep_head
 from preserving import load, make_trainer
+from runs import paste
 from tiny import FAMILY_NAMES
 
 
@@ -116,7 +117,10 @@ def test_a_merged_adapter_keeps_the_head_and_its_checkpoints_say_where_it_is(
     assert not list(adapter.glob("model*"))
     told = [record.getMessage() for record in caplog.records if record.name == "mtp_train.hooks.keep_head"]
     assert len(told) == 1
-    assert f"mtp-train merge {base} --adapter {adapter} --out {base}-merged" in told[0]
+    command = f"mtp-train merge {base} --adapter {adapter} --out {base}-merged"
+    assert command in told[0]
+    if not (resized and modules_to_save):
+        assert inspect(paste(command), base).status == "healthy"
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
     assert_keeps_the_head(tmp_path / "merged", base)
 
@@ -209,8 +213,11 @@ def test_a_full_disk_is_told_and_training_goes_on(
     told = [record for record in caplog.records if record.name == "mtp_train.hooks.keep_head"]
     assert [record.levelno for record in told] == [logging.WARNING] * 2
     assert f"{saved}: saved without its MTP head: {saved}: writing the head failed" in told[0].getMessage()
-    assert f"mtp-train graft {saved} --from {base} --out {saved}-mtp" in told[0].getMessage()
+    command = f"mtp-train graft {saved} --from {base} --out {saved}-mtp"
+    assert command in told[0].getMessage()
     assert inspect(saved).status == "declared_but_missing"
+    monkeypatch.undo()
+    assert_keeps_the_head(paste(command), base)
 
 
 def test_a_base_that_cannot_give_a_head_is_refused_before_training(base: Path, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ MEDUSA = [*RANDOM, "head.kind=medusa"]
         (["evaluate.arms=[none, graft]"], "evaluate.arms"),
         (["evaluate.arms=[none, retrained]"], "gate.baseline"),
         (["gate.baseline=native"], "gate.baseline"),
-        (["gate.baseline=graft", "head.init=native"], "gate.baseline"),
+        (["gate.baseline=graft", "head.init=native", "evaluate.arms=[native, graft, retrained]"], "gate.baseline"),
         (["model.offload=cpu", "model.quantization=4bit"], "model.offload"),
         ([*STUDIED, "model.offload=cpu"], "model.offload"),
         (["train.warmup_steps=10"], "train.warmup_steps"),
@@ -105,6 +105,8 @@ MEDUSA = [*RANDOM, "head.kind=medusa"]
 def test_contradictions_are_refused_with_a_hint(overrides: list[str], path: str) -> None:
     problem = only_problem_of(*overrides)
     assert re.fullmatch(rf"{re.escape(path)}: .+; expected .+\. [A-Z].+\.", problem)
+    for field, value in re.findall(r"\. Write ([\w.]+): (\S+)\.$", problem):
+        load_recipe(SMALLEST, [*overrides, f"{field}={value}"])
 
 
 @pytest.mark.parametrize(
