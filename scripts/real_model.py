@@ -59,6 +59,7 @@ FIGURES = (
     *("arm", "task", "temperature", "rule", "context_tokens", "depth", "prompts", "groups"),
     *("tau", "tau_ci95", "marginal", "speedup", "speedup_ci95", "tokens_per_second", "seconds_prefill"),
 )
+PAIR = ("first", "second", "temperature", "rule", "context_tokens", "depth", "delta_tau", "delta_tau_ci95", "differs")
 STARTS = {
     "eagle3": ["head.init=random", "head.draft_vocab=8192", "train.max_steps=300"],
     "mtp": ["head.init=copy_last_layer", "train.max_steps=100"],
@@ -250,13 +251,19 @@ def record(options: argparse.Namespace) -> None:
     reports = {path.parent.name: json.loads(path.read_text()) for path in sorted(options.out.glob("*/report.json"))}
     sizes = {name: report["settings"].get("tokens_per_step") for name, report in reports.items()}
     curves = {name: points for name, size in sizes.items() if size and (points := curve(options.out / name, size))}
-    draw(curves, options.out / "curve.svg")
+    draw(
+        {name: points for name, points in curves.items() if name.partition("-")[0] in STARTS}, options.out / "curve.svg"
+    )
     found = {
         "settings": {name: report["settings"] for name, report in reports.items()},
         "commands": [json.loads(line) for line in (options.out / COMMANDS).read_text().splitlines()],
         "training": curves,
         "gate": {name: report["gate"] for name, report in reports.items() if report["gate"]},
         "lossless": {name: report["lossless"] for name, report in reports.items()},
+        "comparisons": {
+            name: [{key: pair[key] for key in PAIR} for pair in report["comparisons"] if pair["task"] == "all"]
+            for name, report in reports.items()
+        },
         "cells": {
             name: [{key: cell[key] for key in FIGURES} for cell in report["cells"]] for name, report in reports.items()
         },

@@ -18,9 +18,9 @@ TEXT = {".py", ".md", ".yaml", ".toml", ".sh", ".html", ".ipynb", ""}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 700, 60
 # Lines without blanks. A change that needs more first removes a concept; one that removes some lowers its number.
 CEILINGS = {
-    ("mtp_train", "inference/mtp_inference"): 30_500,
-    ("tests",): 28_300,
-    ("scripts", "inference/benchmarks"): 4_900,
+    ("mtp_train", "inference/mtp_inference"): 30_000,
+    ("tests",): 28_000,
+    ("scripts", "inference/benchmarks"): 5_000,
 }
 
 # Joined here, so that this file does not hold what it looks for.
