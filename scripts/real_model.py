@@ -24,6 +24,7 @@ import json
 import os
 import random
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -298,8 +299,12 @@ def mtp_train(out: Path, *words: object) -> None:
     line = ["mtp-train", *map(str, words)]
     print("+", shlex.join(line), flush=True)
     started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "mtp_train", *line[1:]], cwd=ROOT)
-    _, status, used = os.wait4(process.pid, 0)
+    with subprocess.Popen([sys.executable, "-m", "mtp_train", *line[1:]], cwd=ROOT) as process:
+        try:
+            _, status, used = os.wait4(process.pid, 0)
+        except BaseException:
+            process.terminate()
+            raise
     code = os.waitstatus_to_exitcode(status)
     done = {
         "command": shlex.join(line),
@@ -335,6 +340,8 @@ def main() -> None:
     options.out = options.out.resolve()
     options.model = options.model or str(options.out / TRUNK)
     options.out.mkdir(parents=True, exist_ok=True)
+    # Else a stopped stage would leave its command running.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if options.stage not in WRITES or not (options.out / WRITES[options.stage]).exists():
         STAGES[options.stage](options)
 
