@@ -392,7 +392,7 @@ def _checked(
 ) -> CheckResult:
     """Check a resolved recipe; ``words``: the recipe and its overrides as a user writes them, none for a mapping."""
     directory = RunDirectory(Path(recipe.run_dir))
-    directory.require_outside_inputs(recipe)
+    directory.require_place(recipe)
     require_source_model(recipe)
     if is_here:
         device = PartialState().device

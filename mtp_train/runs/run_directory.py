@@ -136,15 +136,9 @@ class RunDirectory:
 
     def require_ours(self, recipe: Recipe) -> None:
         """Check that the directory is new, or holds a run of the same resolved recipe."""
-        self.require_outside_inputs(recipe)
-        entries = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
-        # Files of a refused run, and of a claim that was killed.
-        claims = {OUTCOME_FILE, PROVENANCE_FILE, RECORD_FILE, LOCK_FILE}
-        if entries <= {PROBE} | claims | {f".{name}.tmp" for name in (*claims, RECIPE_FILE)}:
-            return
+        self.require_place(recipe)
         if not is_run(self.path):
-            others = ", ".join(sorted(entries)[:3])
-            raise self._refused(f"holds files that are not a run's ({others})", "a new or empty directory")
+            return
         found = self.provenance.get("format_version")
         if found != FORMAT_VERSION:
             which = f"holds a run of format_version {found!r}, which another version of mtp-train began"
@@ -156,8 +150,8 @@ class RunDirectory:
             other = f"holds the run of another recipe ({recorded}): {', '.join(differing[:3])}{more}"
             raise self._refused(other, "the same resolved recipe to resume", ", or remove this one")
 
-    def require_outside_inputs(self, recipe: Recipe) -> None:
-        """Refuse a path on or below a file, and directories within an input: a run would change that input.
+    def require_place(self, recipe: Recipe) -> None:
+        """Refuse a path on or below a file, directories within an input, and those with files that are not a run's.
 
         ``check`` calls this alone: it accepts the directory of another recipe, to compare its overrides.
         """
@@ -173,6 +167,13 @@ class RunDirectory:
             location = None if name is None else Path(resolve(name)).resolve()
             if location is not None and location.is_dir() and place.is_relative_to(location):
                 raise self._refused(f"lies within {field} ({name})", "a directory outside of the inputs")
+        entries = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+        # Files of a refused run, and of a claim that was killed.
+        claims = {OUTCOME_FILE, PROVENANCE_FILE, RECORD_FILE, LOCK_FILE}
+        left = entries - {PROBE} - claims - {f".{name}.tmp" for name in (*claims, RECIPE_FILE)}
+        if left and not is_run(self.path):
+            others = ", ".join(sorted(left)[:3])
+            raise self._refused(f"holds files that are not a run's ({others})", "a new or empty directory")
 
     def _refused(self, found: str, expected: str, instead: str = "") -> OutputExistsError:
         return OutputExistsError(f"run_dir: {self.path} {found}; expected {expected}. Choose another run_dir{instead}.")

@@ -68,8 +68,10 @@ def test_files_that_are_not_ours_are_refused(beside: list[str], tmp_path: Path, 
     for name in [*beside, "thesis.txt"]:
         (tmp_path / "run" / name).write_text("{}")
     before = tree(tmp_path)
-    with pytest.raises(OutputExistsError, match=r"run holds files that are not a run's \(.*thesis\.txt\); expected"):
-        RunDirectory(tmp_path / "run").require_ours(recipe)
+    # By check, and by a run.
+    for refuses in (RunDirectory.require_place, RunDirectory.require_ours):
+        with pytest.raises(OutputExistsError, match=r"run holds files that are not a run's \(thesis\.txt\); expected"):
+            refuses(RunDirectory(tmp_path / "run"), recipe)
     assert tree(tmp_path) == before
 
 
