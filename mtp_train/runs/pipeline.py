@@ -278,7 +278,8 @@ def regenerate(recipe: RecipeLike, overrides: Overrides = (), *, progress: Progr
         run = Run.begin(checked.replaced({"gate.enabled": False}), directory, accelerator, progress)
         run.recipe = checked
         trunk = RunTrunk(run)
-        trunk.load(decodes=settings.endpoint is None)
+        answers = settings.endpoint is None
+        trunk.load(decodes=answers, dtype=trunk.answering_dtype if answers else None)
         run.claim()
         _, counts = generate_responses(run, settings, trunk)
     return RegenerateResult(directory.path, counts)

@@ -213,13 +213,20 @@ class RunTrunk:
             self._trunk.offload_layers(self._run.accelerator.device)
         self.is_whole, self.is_spent = not to_shard, False
 
-    def prepare_answering(self) -> None:
-        """Load a trunk in bf16 again, as it is stored, on a CPU that decodes batches faster in bf16 than in fp32."""
+    @property
+    def answering_dtype(self) -> str | None:
+        """The dtype to answer in: bf16, as the trunk is stored, on a CPU that decodes batches faster in it; else None."""
         model, source, device = self._run.recipe.model, self._run.inputs.finetune, self._run.accelerator.device
         is_stored = stored_dtype(source, source.family) == "BF16" and quant_method(source.config) is None
         is_free = model.dtype == "auto" and model.quantization is None and model.offload is None
-        if device.type == "cpu" and is_stored and is_free and not slow_halves(torch.bfloat16, device):
-            self.load(decodes=True, dtype="bfloat16")
+        is_faster = device.type == "cpu" and not slow_halves(torch.bfloat16, device)
+        return "bfloat16" if is_stored and is_free and is_faster else None
+
+    def prepare_answering(self) -> None:
+        """Load the trunk again if it is held in another dtype than it answers in."""
+        dtype = self.answering_dtype
+        if dtype not in (None, self.trunk.dtype_name):
+            self.load(decodes=True, dtype=dtype)
             self.is_spent = True
 
     def prepare_training(self) -> None:

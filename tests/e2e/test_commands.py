@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gguf import GGUFReader
 from safetensors.torch import load_file
 
@@ -17,7 +18,7 @@ from launching import outcome
 from mtp_inference import SpeculativeDecoder
 from mtp_train.cli.main import main
 from mtp_train.recipe.loading import load_recipe
-from mtp_train.trunk.load import Trunk
+from mtp_train.trunk.load import Trunk, load_trunk
 from runs import copy_run, document, refusal, tree, write_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +114,13 @@ def test_a_cpu_that_multiplies_bf16_answers_in_it_and_trains_on_what_is_held(
         dtypes.append(trunk.dtype_name)
         os.kill(os.getpid(), signal.SIGTERM)
 
+    loads: list[torch.dtype] = []
+
+    def counted(*args: Any, dtype: torch.dtype, **settings: Any) -> Trunk:
+        loads.append(dtype)
+        return load_trunk(*args, dtype=dtype, **settings)
+
+    monkeypatch.setattr("mtp_train.runs.run.load_trunk", counted)
     monkeypatch.setattr("mtp_train.runs.run.slow_halves", lambda *_: slow)
     monkeypatch.setattr(SpeculativeDecoder, "generate", recorded)
     monkeypatch.setattr("mtp_train.runs.pipeline.train_stage", stopped)
@@ -122,6 +130,10 @@ def test_a_cpu_that_multiplies_bf16_answers_in_it_and_trains_on_what_is_held(
     assert main(["run", str(recipe), *fields]) == 143
     assert set(dtypes[:-1]) == {answered_in}
     assert dtypes[-1] == "float32"
+    loads.clear()
+    # Alone, answers need one trunk.
+    assert main(["regenerate", str(recipe), *fields, f"run_dir={tmp_path / 'answers'}"]) == 0
+    assert loads == [getattr(torch, answered_in)]
 
 
 def test_regenerate_needs_a_recipe_that_regenerates(inputs: Path, tmp_path: Path, capfd: Capture) -> None:
