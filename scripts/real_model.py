@@ -222,10 +222,10 @@ def study(options: argparse.Namespace) -> None:
     tuned, old, recipe = options.out / TUNED, options.out / "eagle3", options.out / "study.yaml"
     if not recipe.exists():
         mtp_train(options.out, "init", recipe, "--trunk", tuned, "--data", options.out / PROMPTS)
-    some = "data.regenerate.max_prompts=800"
-    own = [some, f"data.responses={options.out / 'kl'}"]
+    fewer = "data.regenerate.max_prompts=800"
+    own = [fewer, f"data.responses={options.out / 'kl'}"]
     runs = {
-        "kl": [some],
+        "kl": [fewer],
         "ce": [*own, "objective.loss=ce"],
         "corpus": [f"data.sources=[{{path: {options.out / CORPUS}}}]", "data.regenerate=null", "objective.loss=ce"],
         "control": [f"model.trunk={options.model}", f"data.responses={old}"],

@@ -97,8 +97,7 @@ def sum_by_group(values_PX: FloatArray, groups: Sequence[str]) -> FloatArray:
 
 def mean_shares(counts_GX: FloatArray) -> FloatArray:
     """Return each group's mean share of the counts, its weight in a figure of them."""
-    shares_G: FloatArray = (counts_GX / np.maximum(counts_GX.sum(axis=0), 1.0)).mean(axis=1)
-    return shares_G
+    return (counts_GX / np.maximum(counts_GX.sum(axis=0), 1.0)).mean(axis=1)
 
 
 def judge_difference(value: float, without_G: FloatArray, counts_G2: FloatArray) -> Difference:

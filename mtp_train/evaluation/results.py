@@ -286,8 +286,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values; a number that is not finite becomes None."""
-        values: dict[str, Any] = json.loads(_reader(type(self)).dump_json(self))
-        return values
+        return json.loads(_reader(type(self)).dump_json(self))
 
 
 _reader: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)

@@ -121,8 +121,7 @@ def keep_head(model: Any, base: str | Path | None = None) -> None:
 
 def kept_base(model: Any) -> Checkpoint:
     """Return the checkpoint whose head :func:`keep_head` adds to a model's saves."""
-    base: Checkpoint = inside(model).save_pretrained.base
-    return base
+    return inside(model).save_pretrained.base
 
 
 def save_with(model: Any, values: Callable[[], list[Tensor]]) -> None:

@@ -53,8 +53,7 @@ def _tree(losses: tuple[str, ...], kinds: tuple[str, ...]) -> Node:
             node = {**whole["$defs"][node.pop("$ref").rsplit("/", 1)[-1]], **node}
         return {key: inline(value) for key, value in node.items() if key != "$defs"}
 
-    tree: Node = inline(whole)
-    return tree
+    return inline(whole)
 
 
 def walk_fields(section: Node, prefix: str = "") -> Iterator[tuple[str, Node]]:
@@ -80,8 +79,7 @@ def held_section(node: Node) -> tuple[Node | None, str]:
 
 def not_null(node: Node) -> Node:
     """Return the node without ``or null``; of a field that takes ``auto``, one item or a list, the node of the list."""
-    inner: Node = [arm for arm in node.get("anyOf", [node]) if arm != _NULL][-1]
-    return inner
+    return [arm for arm in node.get("anyOf", [node]) if arm != _NULL][-1]
 
 
 def describe(node: Node) -> str:

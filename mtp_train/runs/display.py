@@ -92,8 +92,7 @@ class Shown:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as the command prints them with ``--json``."""
-        values: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))  # type: ignore[call-overload]
-        return values
+        return json.loads(json.dumps(asdict(self), default=str))  # type: ignore[call-overload]
 
     def _title(self) -> str:
         return ""

@@ -165,8 +165,7 @@ def always(value: Value) -> Field:
 def rope_of(config: RawConfig, kind: str = _FULL) -> RawConfig:
     """Return the rotary embedding's parameters, for layer type ``kind`` if layer types have different ones."""
     parameters: RawConfig = config.get("rope_parameters") or {}
-    nested: RawConfig = parameters.get(kind, parameters)
-    return nested
+    return parameters.get(kind, parameters)
 
 
 def rope_value(
