@@ -50,6 +50,7 @@ _PART = re.compile(
     r"(?P<module>.+?)(?P<wraps>(?:\.base_layer)*)\."
     r"(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?\Z"
 )
+_COPY = re.compile(r"\.(?:modules_to_save|original_module)\.")
 # peft wraps the parameters of one module in the order of their declaration, the first one innermost.
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 # Config fields of adapters that are more than a sum of low-rank products, with the reason why they cannot be merged.
@@ -226,7 +227,9 @@ def _group(stored: Checkpoint) -> tuple[dict[_Wrapped, _Parts], dict[str, str]]:
         name = key.removeprefix(_ROOT)
         match = _PART.match(name)
         if match is None:
-            replacements[name.replace(".base_layer", "")] = key
+            # Of a resized layer in modules_to_save, peft stores the replaced original too, and the replacement twice.
+            if _COPY.sub(".", key) == key or _COPY.sub(".", key) not in stored.tensors:
+                replacements[name.replace(".base_layer", "")] = key
             continue
         parts = groups.setdefault((match["module"], match["wraps"].count(".base_layer")), {})
         parts[match["part"]] = key

@@ -29,6 +29,7 @@ from datasets.packaged_modules.json.json import Json as JsonBuilder
 from mtp_train.data.records import (
     Chat,
     Content,
+    PlainText,
     Record,
     content_group,
     parse_content,
@@ -76,7 +77,7 @@ Row = dict[str, Any]
 Given = TypeVar("Given")
 Found = TypeVar("Found")
 OwnedRow = tuple[Row, str | None]
-"""A row, and the text file that it is a paragraph of; None for rows of other kinds."""
+"""A row, and the first paragraph of the text file that it is from; None for rows of other kinds."""
 
 
 def load_records(
@@ -118,10 +119,14 @@ def load_records(
         )
     records = []
     pairs = read_each(rows, name, lambda pair, where: read_content(pair[0], chosen, where))
-    for number, (row, file), (content, others) in pairs:
+    for number, (row, opening), (content, others) in pairs:
         where = f"{name}, record {number}"
-        group = _parse_group(row.get(group_field), group_field, where) if group_field else file
-        records.append(Record(f"{name}#{number}", group or content_group(content), content, others))
+        if group_field:
+            group = _parse_group(row.get(group_field), group_field, where)
+        else:
+            # A text file's opening, not its path, stands for it: a corpus that moves is divided as before.
+            group = content_group(content if opening is None else PlainText(opening))
+        records.append(Record(f"{name}#{number}", group, content, others))
     return records
 
 
@@ -298,7 +303,10 @@ def _rows_of(file: str) -> Iterator[OwnedRow]:
     how = {"compression": "infer", "encoding": "utf-8-sig", "errors": "surrogateescape"}
     with fsspec.open(file, "rt", **how) as stream:
         if BUILDERS.get(_suffix(Path(file))) == "text":
-            yield from (({"text": text}, file) for text in _paragraphs(stream))
+            opening = None
+            for text in _paragraphs(stream):
+                opening = text if opening is None else opening
+                yield {"text": text}, opening
         else:
             yield from ((row, None) for row in _objects(stream, file))
 

@@ -126,15 +126,20 @@ def test_the_empty_list_has_no_groups() -> None:
 
 
 @pytest.mark.usefixtures("own_datasets_cache")
-def test_paragraphs_of_a_text_file_are_on_one_side(tmp_path: Path) -> None:
-    for number in range(12):
-        (tmp_path / f"{number}.txt").write_text("\n\n".join(sentence(9 * number + n) for n in range(5)))
-    for path in (tmp_path, tmp_path / "*.txt"):
-        found = join_near_duplicates(load_records(str(path)))
-        train, held_out = split_by_group(found, 0.4, 0)
-        assert len(found) == 60
-        assert not {one.group for one in train} & {one.group for one in held_out}
-        assert len({one.group for one in found}) == 12
+def test_paragraphs_of_a_text_file_are_on_one_side_wherever_it_lies(tmp_path: Path) -> None:
+    sides = []
+    for place in (tmp_path / "here", tmp_path / "there"):
+        place.mkdir()
+        for number in range(12):
+            (place / f"{number}.txt").write_text("\n\n".join(sentence(9 * number + n) for n in range(5)))
+        for path in (place, place / "*.txt"):
+            found = join_near_duplicates(load_records(str(path)))
+            train, held_out = split_by_group(found, 0.4, 0)
+            assert len(found) == 60
+            assert len({one.group for one in found}) == 12
+            assert not {one.group for one in train} & {one.group for one in held_out}
+            sides.append([one.content for one in held_out])
+    assert all(side == sides[0] for side in sides)
 
 
 @pytest.mark.usefixtures("own_datasets_cache")

@@ -345,9 +345,9 @@ def with_tokens(adapter: Path, *tokens: str, template: str | None = None) -> Any
     return tokenizer
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tied", "whole"), [(False, None), (True, None), (False, ["embed_tokens", "lm_head"])])
 def test_a_vocabulary_resized_before_training_is_resized_as_peft_does(
-    tied: bool, tmp_path: Path, capfd: Capture
+    tied: bool, whole: list[str] | None, tmp_path: Path, capfd: Capture
 ) -> None:
     base, _ = base_and_finetune(tmp_path, "qwen3_5", tied=tied, vocab_size=BYTE_VOCAB_SIZE)
     shard(base)
@@ -355,7 +355,8 @@ def test_a_vocabulary_resized_before_training_is_resized_as_peft_does(
     before, rows = tree(base), BYTE_VOCAB_SIZE + 2
     model = AutoModelForCausalLM.from_pretrained(base)
     model.resize_token_embeddings(rows)
-    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=whole, init_lora_weights=False)
+    wrapped = get_peft_model(model, lora)
     wrapped.save_pretrained(tmp_path / "lora", save_embedding_layers=True)
     tokenizer = with_tokens(tmp_path / "lora", "<step>", "<|call|>")
     merge(base, tmp_path / "lora", tmp_path / "out")
