@@ -103,7 +103,8 @@ class Recipe(RecipeSection):
         if self.export.enabled and "retrained" not in arms:
             yield "evaluate.arms: no 'retrained' while export.enabled is true; expected it. Add it to the arms."
         if self.gate.baseline == "graft" and init == "native":
-            yield "gate.baseline: 'graft' with head.init: native; expected native. Write gate.baseline: auto."
+            added = "" if "native" in arms else ", and add native to evaluate.arms"
+            yield f"gate.baseline: 'graft' with head.init: native; expected native. Write gate.baseline: auto{added}."
         elif "retrained" in arms and baseline not in arms:
             yield f"gate.baseline: {baseline!r}, which is not in evaluate.arms; expected one of these. Add it there."
 

@@ -68,7 +68,10 @@ def test_an_adapter_in_the_place_of_a_checkpoint_is_named_with_its_cure(
     message = refusal(command.split(" "), capfd)
     assert f"{adapter}: a peft adapter (LORA) of {base}, without a model; expected a checkpoint." in message
     assert f"Run 'mtp-train merge {base} --adapter {adapter} --out {base}-merged', or train on it unmerged" in message
-    assert f"model.trunk={base} model.adapter={adapter}" in message
+    unmerged = f"model.trunk={base} model.adapter={adapter}"
+    assert unmerged in message
+    if command.startswith("run "):
+        assert main(["check", str(recipe), *unmerged.split(" ")]) == 0
     rewrite_config(adapter, base_model_name_or_path=None)
     assert "mtp-train merge BASE --adapter" in refusal(command.split(" "), capfd)
 

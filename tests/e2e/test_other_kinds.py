@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,16 @@ def test_it_is_retrained_from_its_run(runs: dict[str, Path], inputs: Path, tmp_p
     assert arms["graft"].tau == pytest.approx(first.tau, abs=0.02)
     head = load_artifact(tmp_path / "again" / "run" / "head")
     assert (head.family.kind, head.draft_vocab is not None and len(head.draft_vocab)) == ("eagle3", 100)
+
+
+@pytest.mark.parametrize(("kind", "field", "wrong"), [("eagle3", "draft_vocab", 50), ("medusa", "num_depths", 9)])
+def test_what_the_grafted_head_decides_is_refused_with_what_to_write(
+    kind: str, field: str, wrong: int, runs: dict[str, Path], inputs: Path, tmp_path: Path, capfd: Capture
+) -> None:
+    settings = {**RUN, **from_donor(runs[kind] / "export"), "head__kind": kind}
+    check = ["check", write_recipe(tmp_path / "recipe.yaml", inputs, tmp_path / "run", **settings)]
+    (value,) = re.findall(rf"Write head\.{field}: (\w+)\.", refusal([*check, f"head.{field}={wrong}"], capfd))
+    document([*check, f"head.{field}={value}"], capfd)
 
 
 def test_a_fine_tune_with_a_draft_model_is_probed_and_rescued(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import mtp_train as mtp
 from checkpoints import set_fields
 from mtp_train.cli.main import main
-from mtp_train.runs import rescue
+from mtp_train.runs import pipeline, rescue
 from runs import overrides_of, shorten_probes, write_headless, write_inputs
 
 Capture = pytest.CaptureFixture[str]
@@ -141,3 +145,36 @@ def test_the_launch_line_starts_the_run_that_was_planned(inputs: Path) -> None:
     assert words[words.index("--num_processes") + 1] == "2"
     launched = mtp.check("my.yaml", words[words.index("mtp_train") + 2 :], device="h100")
     assert (launched.plan, launched.recipe.train) == (planned.plan, planned.recipe.train.replaced({"processes": 2}))
+
+
+def test_a_run_that_exported_nothing_is_finished_as_printed(inputs: Path, capfd: Capture) -> None:
+    mtp.write_recipe("my.yaml", inputs / "finetune", inputs / "base", data=[inputs / "chats.jsonl"])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pipeline, "_export", Mock(side_effect=RuntimeError("a crash")))
+        with pytest.raises(RuntimeError, match="a crash"):
+            mtp.run("my.yaml", [*TINY, "gate.enabled=false", "run_dir=half done"])
+    assert main(["inspect", "half done"]) == 2
+    (command,) = re.findall(r"Finish it with '(.*)', or name", capfd.readouterr().err)
+    assert paste(command) == [0]
+    assert main(["inspect", "half done"]) == 0
+
+
+def test_the_demo_is_rescued_as_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_probes(monkeypatch)
+    command = str(mtp.demo("my demo")).splitlines()[-1]
+    assert paste(command) in ([0], [3])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "hf download OWNER/NAME --local-dir 'my model'",
+        "hf upload OWNER/NAME . --private",
+        pytest.param("hf download OWNER/NAME --localdir .", marks=pytest.mark.xfail(strict=True, reason="a control")),
+    ],
+)
+def test_the_hubs_commands_are_commands_of_its_tool(command: str) -> None:
+    """Without a network they fail (1), and as wrong usage they would end in 2."""
+    argv = [sys.executable, "-m", "huggingface_hub.cli.hf", *shlex.split(command)[1:]]
+    done = subprocess.run(argv, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=False)
+    assert (done.returncode, "offline mode" in done.stderr) == (1, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from drafting_server import DraftingServer
 from launching import ROOT, metrics, outcome
 from mtp_train import check
+from mtp_train.checkpoints.suggestions import evaluate_command
 from mtp_train.cli.main import main
 from mtp_train.evaluation import run as evaluation
 from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
@@ -98,8 +100,12 @@ def test_a_server_is_asked_the_same(inputs: Path, tmp_path: Path, capfd: Capture
     eos_ids = eos_token_ids(arm.checkpoint, load_tokenizer(arm.checkpoint, trust_remote_code=False))
     engine = DraftingServer(trunk, arm.load_drafting(trunk), 2, sorted(eos_ids), "vllm")
     with openai_server(engine.reply, owner="vllm", shows=engine.shows) as served:
-        flags = ["--endpoint", served.url, "--temperatures", 0, *(["--served-only"] if alone else [])]
-        command = ["evaluate", inputs / "base", *suite(inputs), *flags, "--out", tmp_path / "out"]
+        flags = ["--endpoint", served.url, "--out", str(tmp_path / "out")]
+        if alone:
+            # As a run without a gate prints it, at another address.
+            printed = evaluate_command(str(inputs / "base"), str(tmp_path / "out"))
+            flags = shlex.split(printed.replace("http://localhost:8000/v1", served.url))[3:]
+        command = ["evaluate", inputs / "base", *suite(inputs), "--temperatures", 0, *flags]
         report = document(command, capfd)
     # It is finished: the server is not asked again.
     assert document(command, capfd) == report

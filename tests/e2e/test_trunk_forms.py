@@ -101,3 +101,4 @@ def test_check_counts_packed_weights_and_refuses_packed_checkpoints(
     set_fields(quantised, {"quantization_config": {"quant_method": "fp8"}})
     argv = ["check", recipe, f"model.trunk={quantised}", "model.quantization=8bit"]
     assert "quantised with fp8 already, while model.quantization is 8bit" in refusal(argv, capfd)
+    document([*argv[:-1], "model.quantization=null"], capfd)

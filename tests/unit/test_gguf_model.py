@@ -16,7 +16,7 @@ from mtp_inference import SpeculativeDecoder
 from mtp_train import inspect
 from mtp_train.checkpoints.locations import open_location
 from mtp_train.cli.main import main
-from runs import refusal
+from runs import paste, refusal
 from tiny import IS_OLD
 
 LAYERS = 4
@@ -76,8 +76,10 @@ def test_a_head_of_a_checkpoint_joins_its_trunk(
     base: Path, head: gguf.GGUFReader, trunk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, out = trunk.read_bytes(), tmp_path / "whole.gguf"
-    assert inspect(trunk).status == "none"
-    assert main(["graft", str(trunk), "--from", str(base), "--out", str(out), "--head", "f32"]) == 0
+    stripped = inspect(trunk)
+    assert (stripped.status, stripped.cure) == ("none", f"mtp-train graft {trunk} --from BASE --out tuned-mtp.gguf")
+    pasted = stripped.cure.replace("BASE", str(base)).replace("tuned-mtp.gguf", str(out))
+    assert paste(f"{pasted} --head f32") == Path("f32")
     assert f"llama-server -m {out} --spec-type draft-mtp" in capsys.readouterr().out
     assert trunk.read_bytes() == before
     assert raw(out).items() >= raw(trunk).items()

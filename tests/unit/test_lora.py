@@ -30,6 +30,7 @@ def test_a_layer_that_is_not_there_is_named_before_anything_is_built() -> None:
     trunk = tiny_trunk("qwen3_5")
     with pytest.raises(RecipeError, match=r"head\.lora\.targets\.1: 'qproj'; expected a layer of the head: down_proj,"):
         require_lora_targets(LoraSection(targets=("q_proj", "qproj")), *shape_of("qwen3_5"))
+    assert require_lora_targets(LoraSection(targets=None), *shape_of("qwen3_5"))
     put_on_lora(head := tiny_head(trunk), LoraSection(r=3), seed=0)
     trained = sum(value.numel() for value in head.parameters() if value.requires_grad)
     assert require_lora_targets(LoraSection(r=3), *shape_of("qwen3_5")) == trained

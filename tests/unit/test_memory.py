@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +46,12 @@ def recipe(*overrides: str) -> Recipe:
     return load_recipe(SMALLEST, overrides)
 
 
+LOWERED = {
+    "data": [("data.regenerate.batch_size", 1), ("data.regenerate.max_new_tokens", 9)],
+    "evaluate": [("evaluate.dense_tokens", 500), ("evaluate.max_new_tokens", 9)],
+}
+
+
 @pytest.mark.parametrize(
     ("stage", "overrides", "cure"),
     [
@@ -66,6 +73,8 @@ def test_the_setting_that_helps_is_named(stage: str, overrides: list[str], cure:
         f"stage '{stage}': out of memory (CUDA out of memory. Tried to allocate 7.58 GiB); expected it to suffice. "
     )
     assert cure in message
+    for field, value in [*re.findall(r"([a-z_]+\.[a-z_]+): (\w+)", message), *LOWERED.get(stage, [])]:
+        assert recipe(*overrides, f"{field}={value}") != recipe(*overrides)
     assert isinstance(found.value.__cause__, torch.OutOfMemoryError)
 
 

@@ -82,6 +82,7 @@ MEDUSA = [*RANDOM, "head.kind=medusa"]
         (["evaluate.arms=[none, retrained]"], "gate.baseline"),
         (["gate.baseline=native"], "gate.baseline"),
         (["gate.baseline=graft", "head.init=native", "evaluate.arms=[native, graft, retrained]"], "gate.baseline"),
+        (["gate.baseline=graft", "head.init=native"], "gate.baseline"),
         (["model.offload=cpu", "model.quantization=4bit"], "model.offload"),
         ([*STUDIED, "model.offload=cpu"], "model.offload"),
         (["train.warmup_steps=10"], "train.warmup_steps"),
@@ -105,8 +106,11 @@ MEDUSA = [*RANDOM, "head.kind=medusa"]
 def test_contradictions_are_refused_with_a_hint(overrides: list[str], path: str) -> None:
     problem = only_problem_of(*overrides)
     assert re.fullmatch(rf"{re.escape(path)}: .+; expected .+\. [A-Z].+\.", problem)
-    for field, value in re.findall(r"\. Write ([\w.]+): (\S+)\.$", problem):
-        load_recipe(SMALLEST, [*overrides, f"{field}={value}"])
+    for field, value, arm in re.findall(r"\. Write ([\w.]+): (\S+?)(?:, and add (\w+) to evaluate\.arms)?\.$", problem):
+        arms = [*SMALLEST["evaluate"]["arms"], arm]
+        load_recipe(
+            SMALLEST, [*overrides, f"{field}={value}", *([f"evaluate.arms=[{', '.join(arms)}]"] if arm else [])]
+        )
 
 
 @pytest.mark.parametrize(
