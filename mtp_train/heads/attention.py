@@ -23,6 +23,8 @@ from mtp_train.upstream.transformers_private import sdpa_attention_forward, sdpa
 HEAD_ATTENTION = "mtp_masked"
 BLOCK_QUERIES = 128
 """Queries that attend together on a CPU."""
+EAGER_KEYS = 1024
+"""Most keys of such a block whose scores a bf16 training step keeps for its backward pass."""
 _lock = threading.Lock()
 _inside = 0
 _enabled_before = True
@@ -94,7 +96,7 @@ def masked_attention(
             block_indices, attention_mask, key.shape[2], query.dtype, query.device, options["position_ids"]
         )
     if attention_mask is not None and softcap is not None:
-        return _attend_bounded(query, key, value, attention_mask, softcap, float(options["scaling"])), None
+        return _attend_eagerly(query, key, value, attention_mask, float(options["scaling"]), softcap), None
     if attention_mask is not None and attention_mask.dtype == torch.int64:
         profiles = cast(Any, module).rel_logits_proj
         query, attention_mask = profiles.at_distances(query, position_bias, attention_mask)
@@ -113,16 +115,22 @@ def masked_attention(
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
-def _attend_bounded(
-    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, softcap: float, scaling: float
+def _attend_eagerly(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Attend with bounded scores, which torch's fused attention does not support. Shape (B, T, H, width)."""
+    """Attend in single operations, as torch's fused attention bounds no scores. Shape (B, T, H, width)."""
     key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for one in (key, value))
-    scores_BHTS = softcap * torch.tanh(query @ key.transpose(2, 3) * scaling / softcap)
+    scores_BHTS = (query * scaling) @ key.transpose(2, 3)
+    if softcap is not None:
+        scores_BHTS = softcap * torch.tanh(scores_BHTS / softcap)
     # The lowest finite number, as a row of padding attends to no key: with minus infinity its softmax would be NaN.
     scores_BHTS = scores_BHTS.masked_fill(~attention_mask, torch.finfo(scores_BHTS.dtype).min)
-    weights_BHTS = scores_BHTS.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    return (weights_BHTS @ value).transpose(1, 2).contiguous()
+    return (scores_BHTS.softmax(dim=-1) @ value).transpose(1, 2).contiguous()
 
 
 def _attend_in_groups(
@@ -162,9 +170,14 @@ def _attend_in_blocks(
         blocks = []
         for part_1HQW, mask_QS in zip(query_1HTW.split(BLOCK_QUERIES, 2), mask_TS.split(BLOCK_QUERIES), strict=True):
             keys_K = mask_QS.any(0).nonzero()[:, 0]
-            chosen = (one.index_select(2, keys_K) for one in (key_1JSW, value_1JSW))
+            key_1JKW, value_1JKW = (one.index_select(2, keys_K) for one in (key_1JSW, value_1JSW))
             mask_11QK = mask_QS.index_select(1, keys_K)[None, None]
-            blocks.append(sdpa_attention_forward(module, part_1HQW, *chosen, mask_11QK, **options)[0])
+            # torch's kernel recomputes the scores in its backward pass, with products that are slow in bf16.
+            if part_1HQW.requires_grad and part_1HQW.dtype == torch.bfloat16 and len(keys_K) <= EAGER_KEYS:
+                blocks.append(_attend_eagerly(part_1HQW, key_1JKW, value_1JKW, mask_11QK, float(options["scaling"])))
+                continue
+            found, _ = sdpa_attention_forward(module, part_1HQW, key_1JKW, value_1JKW, mask_11QK, **options)
+            blocks.append(found)
         rows.append(torch.cat(blocks, dim=1))
     return torch.cat(rows)
 

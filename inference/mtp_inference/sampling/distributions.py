@@ -110,6 +110,7 @@ class SamplingRows:
     min_p_B: Tensor
     seed_B: Tensor
     any_sampled: bool
+    any_greedy: bool
     any_top: bool
     """Whether a row has a top-k or a top-p."""
     any_min_p: bool
@@ -117,7 +118,7 @@ class SamplingRows:
     @property
     def steps(self) -> tuple[bool, ...]:
         """Return which steps run: equal for batches that run the same operations."""
-        return self.any_sampled, self.any_top, self.any_min_p
+        return self.any_sampled, self.any_greedy, self.any_top, self.any_min_p
 
     @classmethod
     def stack(cls, settings: Sequence[Sampling], device: torch.device | str) -> SamplingRows:
@@ -133,6 +134,7 @@ class SamplingRows:
             min_p_B=column([one.min_p for one in settings], torch.float32),
             seed_B=column([one.seed for one in settings], torch.int64),
             any_sampled=any(one.temperature > 0.0 for one in settings),
+            any_greedy=any(one.temperature == 0.0 for one in settings),
             any_top=any(one.top_k > 0 or one.top_p < 1.0 for one in settings),
             any_min_p=any(one.min_p > 0.0 for one in settings),
         )
@@ -150,11 +152,12 @@ def probabilities(logits_BTV: Tensor, rows: SamplingRows) -> Tensor:
         Probabilities, fp32 (B, T, V). Rows of temperature 0 are one-hot at the first of the largest logits.
     """
     scores_BTV = logits_BTV.float()
-    first_BT1 = scores_BTV.argmax(-1, keepdim=True)
+    if not rows.any_greedy:
+        return _filtered(scores_BTV, rows).softmax(-1)
+    first_BTV = torch.zeros_like(scores_BTV).scatter_(-1, scores_BTV.argmax(-1, keepdim=True), 1.0)
     if not rows.any_sampled:
-        return _one_hot(first_BT1, scores_BTV)
-    p_BTV = _filtered(scores_BTV, rows).softmax(-1)
-    return torch.where(rows.is_greedy_B[:, None, None], _one_hot(first_BT1, scores_BTV), p_BTV)
+        return first_BTV
+    return torch.where(rows.is_greedy_B[:, None, None], first_BTV, _filtered(scores_BTV, rows).softmax(-1))
 
 
 def distribution_of(sampling: Sampling, device: torch.device) -> Callable[[Tensor], Tensor]:
@@ -193,10 +196,6 @@ def draw(p_BTV: Tensor, u_BT: Tensor) -> Tensor:
     p_BTNS = in_blocks(p_BTV)
     sums_BTN = p_BTNS.sum(-1)
     return first_over(p_BTNS, sums_BTN, u_BT[..., None] * sums_BTN.sum(-1, keepdim=True))[..., 0]
-
-
-def _one_hot(token_BT1: Tensor, like_BTV: Tensor) -> Tensor:
-    return torch.zeros_like(like_BTV).scatter_(-1, token_BT1, 1.0)
 
 
 def _filtered(scores_BTV: Tensor, rows: SamplingRows) -> Tensor:
@@ -239,7 +238,12 @@ def keep_top(scores_BTV: Tensor, rows: SamplingRows) -> Tensor:
         return keep_top_of(scores_RV, top_k_R1, tail_R1, vocab)[0].view_as(scores_BTV)
     open_R, width = ((top_k_R1 > 0) | (tail_R1 > 0.0)).flatten().nonzero()[:, 0], LISTED
     while len(open_R):
-        found_RV, suffices_R = keep_top_of(scores_RV[open_R], top_k_R1[open_R], tail_R1[open_R], min(width, vocab))
+        # Mostly all rows are open, and then none is copied.
+        is_whole = len(open_R) == len(scores_RV)
+        given_RV = scores_RV if is_whole else scores_RV[open_R]
+        found_RV, suffices_R = keep_top_of(given_RV, top_k_R1[open_R], tail_R1[open_R], min(width, vocab))
+        if is_whole and bool(suffices_R.all()):
+            return found_RV.view_as(scores_BTV)
         scores_RV[open_R[suffices_R]] = found_RV[suffices_R]
         open_R, width = open_R[~suffices_R], GROWTH * width
     return scores_RV.view_as(scores_BTV)
