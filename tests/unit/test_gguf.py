@@ -7,7 +7,7 @@ import shutil
 from ctypes.util import find_library
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import gguf
 import numpy as np
@@ -22,6 +22,7 @@ from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
 from mtp_train.checkpoints.gguf.sidecar import GgufKind, gguf_tensors, stored_type, trunk_names, write_tensors
 from mtp_train.checkpoints.native import NativeHead
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
+from mtp_train.cli.main import KINDS
 from mtp_train.errors import CheckpointError, UnsupportedModelError
 from mtp_train.families import FAMILIES
 from mtp_train.heads.diagnose import layout_of
@@ -230,12 +231,18 @@ def test_every_head_that_llama_cpp_drafts_with_has_a_record_and_no_other() -> No
     assert served == GGUF_HEADS.keys()
 
 
-@pytest.mark.parametrize(("kind", "error"), [("q6_k", 0.02), ("q5_k", 0.04), ("q4_k", 0.08)])
-def test_llama_cpp_quantises_to_k_quants(kind: GgufKind, error: float, tmp_path: Path) -> None:
-    """Where it is installed; elsewhere this is said before a byte is written. Blocks have 256 columns."""
+@pytest.mark.parametrize(
+    ("kind", "error"), list(zip(get_args(GgufKind)[5:], (0.02, 0.04, 0.08, 0.1, 0.1, 0.16, 0.35), strict=True))
+)
+def test_llama_cpp_quantises_what_the_gguf_package_only_reads(kind: GgufKind, error: float, tmp_path: Path) -> None:
+    """Where it is installed; elsewhere this is said before a byte is written. Blocks have 256 columns, IQ4_NL's 32."""
+    assert get_args(GgufKind) == KINDS
     matrix = torch.randn(8, 512)
     tensors = [held_tensor(f"{size}.weight", "F32", matrix[:, :size]) for size in (512, 64, 48)]
-    assert [stored_type(one, kind).name for one in tensors] == [kind.upper(), "Q8_0", "F16"]
+    assert [stored_type(one, kind).name for one in tensors] in (
+        [kind.upper(), "Q8_0", "F16"],
+        ["IQ4_NL", "IQ4_NL", "F16"],
+    )
     path, progress = tmp_path / "new.gguf", quiet_progress()
     writer = gguf.GGUFWriter(path, "qwen35")
     if not (shutil.which("llama-quantize") or find_spec("llama_cpp") or find_library("ggml-base")):

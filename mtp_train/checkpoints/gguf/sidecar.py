@@ -34,11 +34,20 @@ from mtp_train.checkpoints.native import NativeHead, exact_tensor, shared_tensor
 from mtp_train.checkpoints.writing import PendingTensor, held_tensor
 from mtp_train.errors import CheckpointError
 
-GgufKind = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q6_k", "q5_k", "q4_k"]
+GgufKind = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q6_k", "q5_k", "q4_k", "iq4_xs", "iq4_nl", "q3_k", "q2_k"]
 _CONTAINERS = {Stored.F32: "float32", Stored.F16: "float16", Stored.I64: "int64"}
 """Of the types that a file holds as numbers; of others it holds bytes."""
-_K_QUANTS = {Stored.Q6_K: "Q6_K", Stored.Q5_K: "Q5_K_S", Stored.Q4_K: "Q4_K_S"}
-"""Types that the gguf package reads only, each with the type of a file of such tensors."""
+_BY_LLAMA_CPP = {
+    Stored.Q6_K: "Q6_K",
+    Stored.Q5_K: "Q5_K_S",
+    Stored.Q4_K: "Q4_K_S",
+    Stored.IQ4_XS: "IQ4_XS",
+    Stored.IQ4_NL: "IQ4_NL",
+    Stored.Q3_K: "Q3_K_S",
+    Stored.Q2_K: "Q2_K",
+}
+"""Types that the gguf package reads only, each with the type of a file of such tensors. Smaller IQ types need a matrix
+of the inputs' importance, which no tool measures for a head."""
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _MAX_ELEMENTS = 1 << 24
 # llama.cpp reads routers, the indexer's weights and the mixers of streams in fp32, like norms and vectors.
@@ -68,7 +77,7 @@ def write_gguf(
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(path.stem)
     _add_fields(writer, record, tensors, config)
-    name = _K_QUANTS.get(Stored[kind.upper()], kind.upper())
+    name = _BY_LLAMA_CPP.get(Stored[kind.upper()], kind.upper())
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{name}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_vocabulary(writer, trunk, tokenizer, record, int(config["vocab_size"]))
@@ -102,7 +111,7 @@ def write_tensors(
 
 def _add_info(writer: gguf.GGUFWriter, tensor: PendingTensor, kind: GgufKind) -> None:
     stored = stored_type(tensor, kind)
-    if stored in _K_QUANTS:
+    if stored in _BY_LLAMA_CPP:
         # Before a byte is written.
         _quantiser()
     dtype = np.dtype(_CONTAINERS.get(stored, "uint8"))
@@ -153,7 +162,7 @@ def _encode(name: str, block: Tensor, stored: Stored) -> np.ndarray[Any, Any]:
     block = block.detach().float().contiguous()
     require_finite(name, block)
     values = block.numpy()
-    if stored in _K_QUANTS:
+    if stored in _BY_LLAMA_CPP:
         return _by_llama_cpp(values, stored)
     # An overflow is reported below by tensor name, so numpy's warning is off.
     with np.errstate(over="ignore"):
@@ -188,8 +197,8 @@ def _quantiser() -> Any:
     if library is None:
         raise CheckpointError(
             "llama.cpp: its quantiser, the library ggml-base, is neither beside llama-quantize on PATH nor in the "
-            "package llama-cpp-python; expected it there for a head in K-quants. pip install llama-cpp-python, or use "
-            "q8_0."
+            "package llama-cpp-python; expected it there for a head in K-quants or IQ4. pip install llama-cpp-python, "
+            "or use q8_0."
         )
     function = ctypes.CDLL(library).ggml_quantize_chunk
     sizes, addresses = [ctypes.c_int64] * 3, [ctypes.c_void_p] * 2
