@@ -37,7 +37,7 @@ from launching import (
 from mtp_train.errors import GateRefusedError
 from mtp_train.recipe.loading import load_recipe
 from mtp_train.runs import pipeline
-from runs import ATTACH, tiny_recipe, write_headless, write_inputs, write_recipe
+from runs import ATTACH, LEARNS, tiny_recipe, write_headless, write_inputs, write_recipe
 
 pytestmark = pytest.mark.slow
 TWO = ("--num_processes", "2")
@@ -134,6 +134,26 @@ def test_other_heads_learn_in_two_processes_what_they_learn_in_one(
     assert_same_lines(two, one, "loss", "grad_norm", *measured)
     for found, kept in ((head(two), head(one)), (state(two, STEPS), state(one, STEPS))):
         torch.testing.assert_close(found, kept, atol=2e-3, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def trained(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("trained") / "run"
+    pipeline.run(tiny_recipe(inputs, run_dir, **LEARNS, gate__enabled=False))
+    return run_dir
+
+
+@cases(FSDP2, ZERO2, ZERO3)
+def test_training_without_a_gain_returns_the_head_that_it_was_given(
+    setup: Setup, inputs: Path, trained: Path, tmp_path: Path
+) -> None:
+    spoils = {"train__lr": 1.0, "train__select": {"patience": 2, "share": 0.3}, "gate__enabled": False}
+    done = run_on(setup, inputs, tmp_path / "run", {**LEARNS, **spoils, "model__head_from": str(trained)})
+    assert outcome(tmp_path / "run")["stage"] == "done", done.stderr
+    before, after = head(trained), head(tmp_path / "run")
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+    # Control: it was trained.
+    assert metrics(tmp_path / "run")[-1]["step"] >= 2
 
 
 @cases(FSDP2, ZERO3)

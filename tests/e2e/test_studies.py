@@ -161,6 +161,7 @@ def test_wrong_input_ends_in_2_before_anything_is_decoded(
 STUDY: dict[str, Any] = {
     "data__regenerate": {"max_new_tokens": 12, "batch_size": 4},
     "train__max_steps": 3,
+    "train__lr": "auto",
     "train__save_steps": 1,
     "evaluate__arms": ["graft", "retrained", "vanilla"],
     "evaluate__prompts": 4,
@@ -202,6 +203,7 @@ def test_a_study_leaves_what_a_run_leaves_and_its_findings(unbroken: Path) -> No
     kl, ce = (metrics(unbroken / "heads" / objective) for objective in ("kl", "ce"))
     assert [(line["step"], line["tokens"]) for line in kl] == [(line["step"], line["tokens"]) for line in ce]
     assert [line["step"] for line in kl] == [1, 2, 3]
+    assert [line["lr"] for line in kl] == [line["lr"] for line in ce]
     assert kl[0]["loss"] != ce[0]["loss"]
     assert len(list((unbroken / "data").glob("responses-*"))) == 1
 
