@@ -146,6 +146,10 @@ def load_artifact(path: Path) -> Artifact:
             f"{path / HEAD_CONFIG_FILE}: of an unknown family ({error}); expected a head that mtp-train wrote. Write "
             "it again."
         ) from None
+    if family.kind == "mtp" and written.draft_config is not None:
+        raise CheckpointError(
+            f"{path / HEAD_CONFIG_FILE}: a draft_config with a head of kind mtp; expected null. Write the head again."
+        )
     layout = HeadLayout(
         family, written.trunk_prefix, written.num_hidden_layers, written.num_sublayers, written.fused_experts
     )
