@@ -94,11 +94,11 @@ def resolved_recipe(
 ) -> tuple[Recipe, tuple[Choice, ...]]:
     """Return a checked recipe from any of its forms, with fields that are ``auto`` resolved, and how they were.
 
-    A recipe is returned as it is. ``world_size`` is the number of processes that will train, by default
+    A recipe without any is returned as it is. ``world_size`` is the number of processes that will train, by default
     ``train.processes``, else that of the launcher; ``device`` what they will run on, by default this machine's.
     An error lists all problems.
     """
-    if isinstance(recipe, Recipe) and not overrides:
+    if isinstance(recipe, Recipe) and not overrides and not recipe.automatic:
         return recipe, ()
     known = load_recipe(recipe, override_texts(overrides))
     if not known.automatic:
