@@ -266,7 +266,8 @@ def record(options: argparse.Namespace) -> None:
             for name, report in reports.items()
         },
         "cells": {
-            name: [{key: cell[key] for key in FIGURES} for cell in report["cells"]] for name, report in reports.items()
+            name: [{key: cell[key] for key in FIGURES} for cell in report["cells"] if cell["prompts"] > 1]
+            for name, report in reports.items()
         },
     }
     print(json.dumps(found).replace(str(options.out), "OUT"))
