@@ -31,7 +31,14 @@ from mtp_train.recipe.loading import RecipeLike, dump_recipe, load_recipe
 from mtp_train.recipe.schema import Recipe
 from mtp_train.recipe.shipped import accelerate_file
 from mtp_train.runs.display import Shown, serving_lines, wiring_note
-from mtp_train.runs.inputs import RunText, gather_text, recipe_tokenizer, require_source_model
+from mtp_train.runs.inputs import (
+    RunText,
+    gather_text,
+    open_head_source,
+    plan_head,
+    recipe_tokenizer,
+    require_source_model,
+)
 from mtp_train.runs.refusals import HeadOnTrunk, raise_together, refusals
 from mtp_train.runs.resolve import (
     Choice,
@@ -410,7 +417,11 @@ def _checked(
     text_config = trunk_config(path, family, trust_remote_code=recipe.model.trust_remote_code).get_text_config()
     model = HeadOnTrunk(path, raw, text_config, head_family, num_modules)
     raise_together(refusals(recipe, model, world_size))
-    shapes = Shapes(recipe, model, _checkpoint(recipe))
+    checkpoint = _checkpoint(recipe)
+    if checkpoint is not None:
+        # The run refuses a head that does not fit; with the trunk's config alone, this is a plan for another machine.
+        plan_head(recipe, checkpoint, open_head_source(recipe.model.head_from) if recipe.model.head_from else None)
+    shapes = Shapes(recipe, model, checkpoint)
     room = shapes.room(recipe, world_size, machine)
     serves = engine_commands(head_family.serving_of(raw), f"{recipe.run_dir}/export", recipe.head.num_depths)
     kinds = kinds_served(family) if recipe.head.is_new else {}
