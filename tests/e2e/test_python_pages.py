@@ -89,7 +89,6 @@ def run_cell(source: str, names: dict[str, Any], shown: list[Any]) -> None:
         shown.extend([] if value is None else [value._repr_html_()])
 
 
-@pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
