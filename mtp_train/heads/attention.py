@@ -125,7 +125,7 @@ def _attend_eagerly(
 ) -> Tensor:
     """Attend in single operations, as torch's fused attention bounds no scores. Shape (B, T, H, width)."""
     key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for one in (key, value))
-    scores_BHTS = (query * scaling) @ key.transpose(2, 3)
+    scores_BHTS = query @ key.transpose(2, 3) * scaling
     if softcap is not None:
         scores_BHTS = softcap * torch.tanh(scores_BHTS / softcap)
     # The lowest finite number, as a row of padding attends to no key: with minus infinity its softmax would be NaN.
