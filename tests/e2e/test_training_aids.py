@@ -58,10 +58,10 @@ def test_states_on_disk_give_the_same_head_and_serve_other_runs(
 
 
 def test_a_training_without_a_gain_returns_the_head_that_it_was_given(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a learning rate that destroys a trained head."""
-    good = run(inputs, tmp_path / "good", train__select={"every_steps": 4, "share": 0.3}, gate__enabled=False)
+    """With a learning rate that destroys a trained head. The graft that it proposes is written beside the inputs."""
+    good = run(own_inputs, tmp_path / "good", train__select={"every_steps": 4, "share": 0.3}, gate__enabled=False)
     lines = [line for line in read_metrics(good) if "held_out_tau" in line]
     assert [line["step"] for line in lines] == [0, 4, 8, 12]
     best = max(lines, key=score_of)
@@ -71,7 +71,7 @@ def test_a_training_without_a_gain_returns_the_head_that_it_was_given(
 
     spoils = {"model__head_from": str(good), "train__lr": 1.0, "train__select": {"patience": 2, "share": 0.3}}
     with pytest.raises(GateRefusedError, match="training gave no gain: in 2 measurements") as refused:
-        run(inputs, tmp_path / "worse", **spoils)
+        run(own_inputs, tmp_path / "worse", **spoils)
     worse = tmp_path / "worse" / "run"
     # Stopped at the second of twelve steps: measures are two steps apart.
     assert read_metrics(worse)[-1]["step"] == 4
