@@ -228,7 +228,8 @@ def _group(stored: Checkpoint) -> tuple[dict[_Wrapped, _Parts], dict[str, str]]:
         match = _PART.match(name)
         if match is None:
             # Of a resized layer in modules_to_save, peft stores the replaced original too, and the replacement twice.
-            if _COPY.sub(".", key) == key or _COPY.sub(".", key) not in stored.tensors:
+            whole = _COPY.sub(".", key)
+            if whole == key or whole not in stored.tensors:
                 replacements[name.replace(".base_layer", "")] = key
             continue
         parts = groups.setdefault((match["module"], match["wraps"].count(".base_layer")), {})

@@ -303,9 +303,9 @@ def _rows_of(file: str) -> Iterator[OwnedRow]:
     how = {"compression": "infer", "encoding": "utf-8-sig", "errors": "surrogateescape"}
     with fsspec.open(file, "rt", **how) as stream:
         if BUILDERS.get(_suffix(Path(file))) == "text":
-            opening = None
+            opening = ""
             for text in _paragraphs(stream):
-                opening = text if opening is None else opening
+                opening = opening or text
                 yield {"text": text}, opening
         else:
             yield from ((row, None) for row in _objects(stream, file))
