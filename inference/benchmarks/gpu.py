@@ -34,7 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import mtp_inference
 import mtp_train
-from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder, compare
+from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder, compare, fault_of
 from mtp_train.families.registry import family_for
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
@@ -119,28 +119,28 @@ class Bench:
                 ]
                 captured, eager = (
                     SpeculativeDecoder(
-                        *(model.trunk, model.drafting if depth else None, depth, ()), max_batch=4, captures=captures
+                        model.trunk,
+                        model.drafting if depth else None,
+                        depth,
+                        (),
+                        max_batch=4,
+                        captures=captures,
+                        records=True,
                     )
                     for captures in (True, False)
                 )
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
-                    pairs = list(zip(requests, captured.generate(requests), eager.generate(requests), strict=True))
+                    results = captured.generate(requests), eager.generate(requests)
                 failures = [str(one.message) for one in caught if "cannot be captured" in str(one.message)]
                 if failures or (captured.captured_rounds == 0 and self.device.type == "cuda"):
                     raise RuntimeError(f"depth {depth}, {dtype}: {failures or 'no graph'}; expected captured rounds")
-                same = sum(one.token_ids == other.token_ids for _, one, other in pairs)
-                # Sampled bf16 texts may part where rounding moves a draw; greedy ones at near ties only.
-                for request, one, other in pairs:
-                    if request.sampling.temperature == 0:
-                        told = compare(
-                            *(one.token_ids, other.token_ids, model.trunk, request.prompt_ids), rounds=one.round_log
-                        )
-                        if told.verdict == "divergence":
-                            raise RuntimeError(f"depth {depth}, {dtype}: {told}; expected the eager text")
+                same = sum(one.token_ids == other.token_ids for one, other in zip(*results, strict=True))
+                if fault := fault_of(compare(*results, model.trunk)):
+                    raise RuntimeError(f"depth {depth}, {dtype}: {fault}; expected the eager texts")
                 found[f"{dtype}, depth {depth}"] = {
                     "same": same,
-                    "texts": len(pairs),
+                    "texts": len(requests),
                     "graphs": captured.captured_rounds,
                 }
         return found

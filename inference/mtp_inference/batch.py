@@ -40,8 +40,11 @@ class Batch(RowState):
         draft_sampling: DraftSampling = "argmax",
         prefill_chunk: int = PREFILL_CHUNK,
         cpu_layers: CpuLayers | None = None,
+        *,
+        records: bool = False,
     ) -> None:
         self.trunk = trunk
+        self.records = records
         self.size = size
         self.prefill_chunk = prefill_chunk
         weight, rows = trunk.lm_head_VD, size.num_rows

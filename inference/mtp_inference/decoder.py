@@ -59,6 +59,7 @@ class SpeculativeDecoder:
         tokenizer: Needed for text prompts, and for the text of results.
         prefill_chunk: Prompt tokens of one forward.
         captures: Whether to capture rounds as CUDA graphs; has no effect on other devices.
+        records: Whether results record what their rounds decided on, for :func:`mtp_inference.compare`.
         image_ids: Token ids that stand for images or videos: a text prompt with one of these is refused.
 
     Raises:
@@ -88,6 +89,7 @@ class SpeculativeDecoder:
         tokenizer: PreTrainedTokenizerBase | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         captures: bool = True,
+        records: bool = False,
         image_ids: Collection[int] = (),
     ) -> None:
         require_depth(depth)
@@ -100,6 +102,7 @@ class SpeculativeDecoder:
         self.tokenizer = tokenizer
         self.prefill_chunk = prefill_chunk
         self.captures = captures
+        self.records = records
         self.image_ids = frozenset(image_ids)
         self.costs = RoundCosts()
         self.acceptance = Acceptance()
@@ -136,7 +139,7 @@ class SpeculativeDecoder:
             depth: Drafts per round, 0 to 7. At 0 no head is loaded, and decoding is plain.
             device: A torch device; None for the accelerator that torch finds, else the CPU.
             dtype: Of trunk and head; None for the stored dtype, on a CPU for fp32 if that fits in memory.
-            options: ``draft_sampling``, ``max_batch`` and ``captures``, as in the class.
+            options: ``draft_sampling``, ``max_batch``, ``captures`` and ``records``, as in the class.
 
         Raises:
             CheckpointError: A file is missing or damaged, or the checkpoint has no head and none is named.
@@ -288,7 +291,15 @@ class SpeculativeDecoder:
         if self._rounds is None or not kept or not self._rounds.batch.size.covers(size):
             self._captured_before = self.captured_rounds
             self._rounds = None  # Free its buffers before allocating new ones.
-            batch = Batch(self.trunk, self.drafting, size, self.draft_sampling, self.prefill_chunk, self._cpu_layers)
+            batch = Batch(
+                self.trunk,
+                self.drafting,
+                size,
+                self.draft_sampling,
+                self.prefill_chunk,
+                self._cpu_layers,
+                records=self.records,
+            )
             self._rounds = Rounds(batch, captures=self._on_gpu and self.captures)
         self._rounds.batch.reset()
         return Session(self._rounds, lanes, self.costs, size.depth, max_in_flight=1 if self._on_gpu else 0)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from mtp_inference.record import TextRecord
 from mtp_inference.sampling.distributions import GREEDY, Sampling
 from mtp_train.errors import MtpError
 
@@ -55,6 +56,8 @@ class GenerationResult:
     """Wall time until the first token is known, in seconds; includes the head's pass over the prompt."""
     seconds_decode: float
     """Wall time of all rounds, in seconds."""
+    record: TextRecord | None = None
+    """What the rounds decided on, for :func:`mtp_inference.compare`; None unless the decoder ``records`` it."""
 
     @property
     def rounds(self) -> int:

@@ -14,6 +14,7 @@ V vocabulary.
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,21 +22,27 @@ from torch import Tensor
 from mtp_inference.batch import Batch
 from mtp_inference.cache.model_cache import prefill_chunks
 from mtp_inference.drafters.drafter import RoundPlan
+from mtp_inference.record import decided_on
 from mtp_inference.sampling.chooser import DraftChoice, Drafts
 
 BAD_TRUNK, BAD_DRAFTER = -1, -2
 """Returned in place of a number of tokens if the logits of the trunk, or of the drafter, are NaN or infinite."""
 
 
-@torch.inference_mode()
-def run_round(batch: Batch, plan: RoundPlan) -> Tensor:
-    """Extend every active row of a batch by its accepted drafts and one token of the trunk's own.
+class Outcome(NamedTuple):
+    """What a round, or a prefill, tells the host."""
 
-    Returns:
-        int64 (B, K1 + 3): the committed tokens, then their number (0 for an inactive row; ``BAD_TRUNK`` or
-        ``BAD_DRAFTER`` if the logits that they were chosen from are not finite), the number of accepted drafts, and
-        the number of drafts.
-    """
+    counts_BX: Tensor
+    """int64 (B, K1 + 3): the committed tokens, then their number (0 for an inactive row; ``BAD_TRUNK`` or
+    ``BAD_DRAFTER`` if the logits that they were chosen from are not finite), the number of accepted drafts, and the
+    number of drafts."""
+    decided_BTW: Tensor | None
+    """See :func:`mtp_inference.record.decided_on`; None if the batch records nothing."""
+
+
+@torch.inference_mode()
+def run_round(batch: Batch, plan: RoundPlan) -> Outcome:
+    """Extend every active row of a batch by its accepted drafts and one token of the trunk's own."""
     drafter, chooser, cache = batch.drafter, batch.chooser, batch.cache
     with batch.in_round():
         # Draft.
@@ -50,7 +57,8 @@ def run_round(batch: Batch, plan: RoundPlan) -> Tensor:
         limit_B = batch.depth_B.clamp(max=plan.depth)
         if drafts.num_drafted_B is not None:
             limit_B = limit_B.minimum(drafts.num_drafted_B)
-        accepted_B, tokens_BT = chooser.verify(logits_BTV, window_BT, batch.length_B, drafts, limit_B)
+        verdict = chooser.verify(logits_BTV, window_BT, batch.length_B, drafts, limit_B)
+        accepted_B, tokens_BT, _ = verdict
 
         # Commit; the cache rolls back what was rejected.
         kept_B = (accepted_B + 1) * batch.active_B
@@ -59,15 +67,15 @@ def run_round(batch: Batch, plan: RoundPlan) -> Tensor:
             drafter.observe(hidden_BTD, tokens_BT, kept_B)
         batch.commit(tokens_BT, accepted_B, kept_B)
     told_B = _flagged(kept_B, logits_BTV, drafts)
-    return torch.cat([tokens_BT, told_B[:, None], accepted_B[:, None], limit_B[:, None]], dim=1)
+    counts_BX = torch.cat([tokens_BT, told_B[:, None], accepted_B[:, None], limit_B[:, None]], dim=1)
+    return Outcome(counts_BX, decided_on(window_BT, logits_BTV, verdict, drafts, limit_B) if batch.records else None)
 
 
 @torch.inference_mode()
-def prefill(batch: Batch, rows: slice, prompt_RT: Tensor) -> Tensor:
-    """Run prompts of one length on rows whose settings are set; commit and return their first tokens.
+def prefill(batch: Batch, rows: slice, prompt_RT: Tensor) -> Outcome:
+    """Run prompts of one length on rows whose settings are set, and commit their first tokens.
 
-    Returns:
-        int64 (R,): a token, or ``BAD_TRUNK`` if its logits are not finite.
+    The outcome is that of a round without drafts.
     """
     trunk, num_tokens = batch.trunk, prompt_RT.shape[1]
     # Without a drafter only the last chunk is read.
@@ -80,7 +88,8 @@ def prefill(batch: Batch, rows: slice, prompt_RT: Tensor) -> Tensor:
         hidden_RTD = hidden_RTD.to(trunk.lm_head_VD.dtype)
     with batch.widened(batch.widens_rounds):
         logits_R1V = trunk.logits(hidden_RTD[:, -1:])
-        first_R = batch.chooser.first(rows, logits_R1V, num_tokens)
+        verdict = batch.chooser.first(rows, logits_R1V, num_tokens)
+        first_R = verdict.tokens_BK1[:, 0]
         if batch.drafter is not None:
             batch.drafter.start(rows, hidden_RTD, prompt_RT, first_R)
     batch.last_B[rows] = first_R
@@ -88,7 +97,13 @@ def prefill(batch: Batch, rows: slice, prompt_RT: Tensor) -> Tensor:
     is_stop_R = (batch.stop_BN[rows] == first_R[:, None]).any(-1)
     batch.active_B[rows] = (batch.room_B[rows] > 0) & ~is_stop_R
     batch.length_B[rows] = num_tokens * batch.active_B[rows]
-    return first_R.masked_fill(_is_bad(logits_R1V.amax(-1))[:, 0], BAD_TRUNK)
+    no_drafts = Drafts(prompt_RT[:, :0])
+    none_R = verdict.num_accepted_B
+    told_R = _flagged(none_R + 1, logits_R1V, no_drafts)
+    counts_RX = torch.stack([first_R, told_R, none_R, none_R], dim=1)
+    if not batch.records:
+        return Outcome(counts_RX, None)
+    return Outcome(counts_RX, decided_on(prompt_RT[:, -1:], logits_R1V, verdict, no_drafts, none_R))
 
 
 @torch.inference_mode()

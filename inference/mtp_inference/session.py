@@ -18,6 +18,7 @@ import torch
 from mtp_inference.capture import Rounds, read_later
 from mtp_inference.depth import DepthController, RoundCosts, batch_depth
 from mtp_inference.drafters.drafter import PENDING_PLACES, RoundPlan
+from mtp_inference.record import FloatArray, RoundRecord, TextRecord
 from mtp_inference.requests import Chunk, GenerationResult, Request, Round
 from mtp_inference.round import BAD_DRAFTER, BAD_TRUNK, prefill, settle_drafter
 from mtp_inference.text import TextStream
@@ -53,6 +54,8 @@ class Lane:
     started: float
     tokens: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
+    recorded: list[RoundRecord] = field(default_factory=list)
+    """What prefill and each round decided on; empty if the batch records nothing."""
     position: int = 0
     """Upper bound of the last committed token's position."""
     pending: int = 0
@@ -64,6 +67,12 @@ class Lane:
     def tokens_left(self) -> int:
         """Number of new tokens until the limit, an upper bound on the host."""
         return self.request.max_new_tokens - len(self.tokens)
+
+    def record(self, counts: Sequence[int], decided_TW: FloatArray | None) -> None:
+        """Record what a round decided on, if it told."""
+        if decided_TW is not None:
+            *tokens, num_kept, _, limit = counts
+            self.recorded.append(RoundRecord(tuple(tokens), num_kept, limit, decided_TW))
 
     def extend(self, tokens: Sequence[int]) -> Chunk:
         """Add committed tokens up to the end of the text; return them, and the result if the text has ended."""
@@ -89,15 +98,25 @@ class Lane:
             finish_reason="stop" if self.tokens[-1] in self.stops else "length",
             depth=self.depth,
             round_log=tuple(self.rounds),
+            record=self._text_record() if self.recorded else None,
             seconds_prefill=self.seconds_prefill,
             seconds_decode=time.perf_counter() - self.started - self.seconds_prefill,
+        )
+
+    def _text_record(self) -> TextRecord:
+        return TextRecord(
+            prompt_ids=tuple(self.request.prompt_ids),
+            max_new_tokens=self.request.max_new_tokens,
+            sampling=self.request.sampling,
+            stops=self.stops,
+            rounds=tuple(self.recorded),
         )
 
 
 class InFlight(NamedTuple):
     """A round whose outcome the host has not read yet."""
 
-    read: Callable[[], list[list[int]]]
+    read: Callable[[], tuple[list[list[int]], FloatArray | None]]
     lanes: dict[int, Lane]
     """Row of the outcome to its lane; later rounds may have fewer rows."""
     plan: RoundPlan
@@ -151,12 +170,14 @@ class Session:
         requests = [lane.request for lane in lanes]
         limits, stops = [one.max_new_tokens for one in requests], [lane.stops for lane in lanes]
         self.batch.set_rows(rows, [one.sampling for one in requests], limits, stops)
-        first = prefill(self.batch, rows, prompt_RT).tolist()
+        counts, decided_RTW = read_later(prefill(self.batch, rows, prompt_RT))()
         now = time.perf_counter()
-        for lane, token in zip(lanes, first, strict=True):
+        for row, lane in enumerate(lanes):
+            token, num_kept, _, _ = counts[row]
+            lane.record(counts[row], None if decided_RTW is None else decided_RTW[row])
             lane.started, lane.seconds_prefill = started, now - started
             lane.position, lane.pending = prompt_RT.shape[1], 1
-            if token == BAD_TRUNK:
+            if num_kept == BAD_TRUNK:
                 raise self._non_finite("trunk", lane, [])
             yield self._extend(lane, [token])
 
@@ -253,7 +274,7 @@ class Session:
 
     def _look(self) -> Iterator[Chunk]:
         read, lanes, plan, launched = self.in_flight.popleft()
-        rows = read()
+        rows, decided_BTW = read()
         now = self._round_clock()
         # A round that waited for the previous round began when that one ended.
         self.costs.observe(len(rows), plan.depth, now - max(launched, self._last_look))
@@ -273,6 +294,7 @@ class Session:
             if not is_taken_in:
                 lane.pending -= plan.depth + 1 - num_kept
             lane.rounds.append(Round(num_drafted, num_accepted))
+            lane.record(rows[row], None if decided_BTW is None else decided_BTW[row])
             if lane.controller is not None:
                 lane.controller.observe(num_drafted, num_accepted)
             yield self._extend(lane, tokens[:num_kept])

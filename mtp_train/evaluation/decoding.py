@@ -1,11 +1,11 @@
 """The measuring engine: decode prompts with every arm of one trunk at every setting, one record each.
 
-All prompts are decoded in ragged batches, for acceptance and for the texts, which must equal those of plain decoding.
+All prompts are decoded in ragged batches, for acceptance and for the texts, which are checked against plain decoding.
 The beginnings of a few of them are decoded again, one at a time, for the time of a round. Every figure of a report is
 computed from these records (``mtp_train.evaluation.statistics``).
 
 Plain decoding runs through the same decoder at depth 0. A prompt has the same noise seed everywhere, so that every text
-must equal the plain one, unless its drafts were sampled: such a text follows the same distribution with other noise.
+must equal the plain one, unless its drafts were sampled: such a text has the same distribution and other noise.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 from rich.progress import Progress
 
-from mtp_inference import GenerationResult, HeadDrafting, Request, SpeculativeDecoder, compare
+from mtp_inference import GenerationResult, HeadDrafting, Request, SpeculativeDecoder, TextCheck
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.ngram_drafter import NgramDrafting
-from mtp_inference.requests import Round
+from mtp_inference.lossless import PlainTexts
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.acceptance.speed import measured_speedup
 from mtp_train.answers.generate import noise_seed
@@ -106,8 +106,8 @@ class TrunkArms:
             found.setdefault(setting.plain, [(self.plain_arm, setting.plain)]).append((arm, setting))
         return found
 
-    def decoder(self, arm: str, setting: Setting, rows: int) -> SpeculativeDecoder:
-        """Return the decoder of an arm at a setting, for so many prompts at a time."""
+    def decoder(self, arm: str, setting: Setting, rows: int, *, records: bool = False) -> SpeculativeDecoder:
+        """Return the decoder of an arm at a setting, for so many prompts at a time; ``records`` as in the class."""
         return SpeculativeDecoder(
             self.trunk,
             self.drafting.get(arm),
@@ -115,6 +115,7 @@ class TrunkArms:
             self.eos_ids,
             draft_sampling="sampled" if setting.rule == "sampled" else "argmax",
             max_batch=rows,
+            records=records,
         )
 
     def request(self, prompt: Prompt, setting: Setting, max_new_tokens: int) -> Request:
@@ -218,63 +219,84 @@ def _dense(
 
 
 def decode_prompts(arms: TrunkArms, prompts: Prompts, lanes: Iterable[Lane], progress: Progress) -> LaneRecords:
-    """Decode every prompt with drafters and without, in ragged batches.
+    """Decode every prompt with drafters and without, in ragged batches, and check the texts.
 
     Settings that differ only in depth and rule share one plain decoding.
     """
-    store, by_plain = arms.store, arms.by_plain(lanes)
+    by_plain = arms.by_plain(lanes)
     total = sum(len(prompts[plain.context_tokens]) * len(some) for plain, some in by_plain.items())
-    task = progress.add_task(f"decoding with {arms.name}", total=total)
+    advance = partial(progress.advance, progress.add_task(f"decoding with {arms.name}", total=total))
     records: LaneRecords = {}
-    for plain, some in by_plain.items():
-        given = prompts[plain.context_tokens]
-        for arm, setting in some:
-            found = {} if store is None else store.read(arm, setting)
-            missing = [prompt for prompt in given if prompt.id not in found]
-            progress.advance(task, len(given) - len(missing))
-            references = {one.prompt_id: one for one in records.get((arms.plain_arm, plain), ())}
-            for group, results in _decode(arms, arm, setting, missing, partial(progress.advance, task, 0)):
-                done = [record_of(*pair) for pair in zip(group, results, strict=True)]
-                if setting.rule in ("greedy", "argmax"):
-                    pairs = zip(group, done, strict=True)
-                    done = [_compared(arms, one, setting, mine, references[one.id]) for one, mine in pairs]
-                found |= {one.prompt_id: one for one in done}
-                if store is not None:
-                    store.add(arm, setting, done)
-                progress.advance(task, len(done))
-            records[arm, setting] = [found[prompt.id] for prompt in given]
+    for plain, (plain_lane, *drafted) in by_plain.items():
+        given, some = prompts[plain.context_tokens], [plain_lane, *drafted]
+        found = {lane: {} if arms.store is None else arms.store.read(*lane) for lane in some}
+        advance(sum(len(one) for one in found.values()))
+        # What plain decoding records is not stored: it decodes again the prompts that another lane lacks.
+        lacking = [one for one in given if any(one.id not in found[lane] for lane in some)]
+        if lacking:
+            texts = _decode_plain(arms, plain_lane, lacking, found[plain_lane], advance)
+            for lane in drafted:
+                _decode_drafted(arms, lane, lacking, texts, found[lane], advance)
+        records |= {lane: [found[lane][prompt.id] for prompt in given] for lane in some}
     return records
 
 
+Found = dict[str, PromptRecord]
+"""Records of one lane by prompt id."""
+
+
+def _decode_plain(
+    arms: TrunkArms, lane: Lane, prompts: Sequence[Prompt], found: Found, advance: Callable[..., object]
+) -> PlainTexts:
+    results = [result for _, some in _decode(arms, lane, prompts, partial(advance, 0)) for result in some]
+    texts = PlainTexts(arms.trunk, results)
+    pairs = zip(prompts, results, texts.checks, strict=True)
+    done = [record_of(prompt, result, check) for prompt, result, check in pairs if prompt.id not in found]
+    _keep(arms, lane, done, found, advance)
+    return texts
+
+
+def _decode_drafted(
+    arms: TrunkArms,
+    lane: Lane,
+    prompts: Sequence[Prompt],
+    texts: PlainTexts,
+    found: Found,
+    advance: Callable[..., object],
+) -> None:
+    """Decode the prompts that a lane lacks, and check them against the plain ``texts`` of all ``prompts``."""
+    index_of = {prompt.id: index for index, prompt in enumerate(prompts)}
+    missing = [prompt for prompt in prompts if prompt.id not in found]
+    for group, results in _decode(arms, lane, missing, partial(advance, 0)):
+        pairs = zip(group, results, strict=True)
+        done = [record_of(prompt, one, texts.check(index_of[prompt.id], one)) for prompt, one in pairs]
+        _keep(arms, lane, done, found, advance)
+
+
+def _keep(
+    arms: TrunkArms, lane: Lane, done: Sequence[PromptRecord], found: Found, advance: Callable[..., object]
+) -> None:
+    found |= {one.prompt_id: one for one in done}
+    if arms.store is not None:
+        arms.store.add(*lane, done)
+    advance(len(done))
+
+
 def _decode(
-    arms: TrunkArms, arm: str, setting: Setting, prompts: Sequence[Prompt], on_round: Callable[[], object]
+    arms: TrunkArms, lane: Lane, prompts: Sequence[Prompt], on_round: Callable[[], object]
 ) -> Iterator[tuple[Sequence[Prompt], list[GenerationResult]]]:
     if not prompts:
         return
     rows, limit = arms.rows(prompts), arms.max_new_tokens
-    decoder = arms.decoder(arm, setting, rows)
+    decoder = arms.decoder(*lane, rows, records=True)
     for start in range(0, len(prompts), BATCHES_AT_A_TIME * rows):
         group = prompts[start : start + BATCHES_AT_A_TIME * rows]
         results: dict[int, GenerationResult] = {}
-        for chunk in decoder.stream([arms.request(prompt, setting, limit) for prompt in group]):
+        for chunk in decoder.stream([arms.request(prompt, lane[1], limit) for prompt in group]):
             on_round()
             if chunk.result is not None:
                 results[chunk.index] = chunk.result
         yield group, [results[number] for number in range(len(group))]
-
-
-def _compared(
-    arms: TrunkArms,
-    prompt: Prompt,
-    setting: Setting,
-    drafted: PromptRecord,
-    plain: PromptRecord,
-) -> PromptRecord:
-    """Return a record with the verdict of its comparison with the plain text of the same prompt."""
-    sampling = setting.sampling(noise_seed(prompt.id, arms.seed))
-    rounds = [Round(*counts) for counts in zip(drafted.drafted, drafted.accepted, strict=True)]
-    found = compare(drafted.token_ids, plain.token_ids, arms.trunk, prompt.prompt_ids, sampling=sampling, rounds=rounds)
-    return replace(drafted, same_as_plain=found.verdict, noise=found.noise)
 
 
 class Stopwatch:
@@ -347,7 +369,7 @@ def joined(parts: Sequence[LaneRecords], prompts: Prompts) -> LaneRecords:
     return whole
 
 
-def record_of(prompt: Prompt, result: GenerationResult) -> PromptRecord:
+def record_of(prompt: Prompt, result: GenerationResult, check: TextCheck | None = None) -> PromptRecord:
     """Return the record of a decoded prompt, without times."""
     return PromptRecord(
         prompt_id=prompt.id,
@@ -357,4 +379,5 @@ def record_of(prompt: Prompt, result: GenerationResult) -> PromptRecord:
         token_ids=tuple(result.token_ids),
         drafted=tuple(one.num_drafted for one in result.round_log),
         accepted=tuple(one.num_accepted for one in result.round_log),
+        check=check,
     )

@@ -110,7 +110,8 @@ def replayed(rows: DenseRows, plain: Sequence[PromptRecord], depth: int) -> list
             accepted.append(int(agreed_KT[np.arange(depth), last + 1 + np.arange(depth)].cumprod().sum()))
             last += accepted[-1] + 1
         drafted = (depth,) * len(accepted)
-        found.append(replace(text, token_ids=text.token_ids[: last + 1], drafted=drafted, accepted=tuple(accepted)))
+        token_ids = text.token_ids[: last + 1]
+        found.append(replace(text, token_ids=token_ids, drafted=drafted, accepted=tuple(accepted), check=None))
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
+from mtp_inference import TextCheck
 from mtp_inference.sampling.distributions import Sampling
 from mtp_train.acceptance.counts import PromptCounts
 
@@ -86,11 +87,8 @@ class PromptRecord:
     their own."""
     seconds_decode: float | None = None
     """Wall time of the rest."""
-    same_as_plain: Literal["identical", "near_tie", "divergence"] | None = None
-    """How the tokens compare with plain decoding of the same seed. None for plain decoding itself, for timed
-    records, and with rule ``sampled``, whose text may differ."""
-    noise: float | None = None
-    """Largest error of a logit in plain decoding, measured where the text first differs; None where it does not."""
+    check: TextCheck | None = None
+    """Whether the text is the one that the rule and the trunk give. None for timed records and served texts."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 

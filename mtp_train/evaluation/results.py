@@ -174,19 +174,20 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Lossless:
-    """How many outputs of decoding with drafts were compared with plain decoding, and with what result."""
+    """How many outputs of decoding with drafts were checked, and with what result (``mtp_inference.lossless``)."""
 
     checked: int
     identical: int
     near_tie_divergences: int
-    """Outputs whose first difference is a near tie of the trunk's two best tokens, which rounding decides."""
+    """Outputs whose first difference from plain decoding is a near tie, which rounding decides."""
+    sampled: int = 0
+    """Outputs whose drafts were sampled. Every token is the one that the rule gives, with other noise than plain
+    decoding's."""
     noise: float | None = None
-    """Largest error of a logit in plain decoding in the run's dtype, over the first differences; None without any."""
-
-    @property
-    def faults(self) -> int:
-        """Outputs that differ at no near tie."""
-        return self.checked - self.identical - self.near_tie_divergences
+    """Largest error of the logit of a contender for a new token, in plain decoding in the run's dtype; None if nothing
+    was decoded."""
+    faults: tuple[str, ...] = ()
+    """What is wrong with the decoder, by arm and setting."""
 
 
 @dataclass(frozen=True, kw_only=True)

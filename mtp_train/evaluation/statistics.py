@@ -30,6 +30,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from mtp_inference import fault_of
 from mtp_train.acceptance.counts import (
     FloatArray,
     PromptCounts,
@@ -112,19 +113,23 @@ def paired(
     return common, [others[one.prompt_id] for one in common]
 
 
-def checked_records(arms: Iterable[MeasuredArm]) -> list[PromptRecord]:
-    """Return the records that were compared with plain decoding."""
-    own = [arm.decoded[setting] for arm in arms for setting in arm.settings]
-    return [record for records in own for record in records if record.same_as_plain is not None]
-
-
-def lossless(checked: Sequence[PromptRecord]) -> Lossless:
-    verdicts = [one.same_as_plain for one in checked]
+def lossless(arms: Iterable[MeasuredArm]) -> Lossless:
+    """Return what the checks of all texts found; each arm is judged at each of its settings."""
+    checks = {
+        (arm, setting): [one.check for one in records if one.check is not None]
+        for arm in arms
+        for setting, records in arm.decoded.items()
+    }
+    plain = [one for some in checks.values() for one in some if one.verdict == "plain"]
+    verdicts = [one.verdict for some in checks.values() for one in some if one.verdict != "plain"]
+    faults = {lane: fault for lane, some in checks.items() if (fault := fault_of(some)) is not None}
     return Lossless(
         checked=len(verdicts),
         identical=verdicts.count("identical"),
         near_tie_divergences=verdicts.count("near_tie"),
-        noise=max((one.noise for one in checked if one.noise is not None), default=None),
+        sampled=verdicts.count("sampled"),
+        noise=max((one.error for one in plain if one.error is not None), default=None),
+        faults=tuple(f"{arm.name}, {setting.name}: {fault}" for (arm, setting), fault in faults.items()),
     )
 
 
@@ -255,7 +260,7 @@ def assemble(
         cells=(*cells, *(cell for one in served for cell in one.cells)),
         comparisons=() if title is None else compare_arms(drafted, [one.arm for one in served]),
         gate=_gate(*served) if len(served) == 2 else None,
-        lossless=lossless(checked_records(found.arms)),
+        lossless=lossless(found.arms),
         settings={**settings, **found.facts, "threads": torch.get_num_threads(), **versions},
         endpoint=next(iter(documents.values())) if len(documents) == 1 else documents or None,
     )

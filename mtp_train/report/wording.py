@@ -264,15 +264,12 @@ def lossless_sentence(lossless: Lossless | None) -> str:
         return "Not checked: no output was compared with plain decoding."
     same = f"{lossless.identical} of {lossless.checked} outputs equal plain decoding token for token"
     if lossless.faults:
-        return (
-            f"{same}; {lossless.faults} differ without a near tie that explains it. "
-            "Acceptance has no meaning for a decoder that changes the text."
-        )
+        return f"{same}; {lossless.faults[0]}. Acceptance has no meaning for a decoder that changes the text."
     if lossless.near_tie_divergences:
-        noise = "" if lossless.noise is None else f" (it moves logits by up to {lossless.noise:.2g} here)"
-        return (
-            f"{same}; the other {lossless.near_tie_divergences} diverge at a near tie, where rounding decides{noise}."
-        )
+        noise = "" if lossless.noise is None else f" (it moves the logits of contenders by up to {lossless.noise:.2g})"
+        same += f"; {lossless.near_tie_divergences} diverge at a near tie, where rounding decides{noise}"
+    if lossless.sampled:
+        same += f"; {lossless.sampled} have sampled drafts, and every token is the one that the rule gives"
     return f"{same}."
 
 

@@ -23,7 +23,7 @@ from mtp_train.evaluation.decoding import MAX_BATCH, SPEED_SETTINGS, Lane, Promp
 from mtp_train.evaluation.grid import left_out
 from mtp_train.evaluation.prompt_records import PromptRecord, Setting
 from mtp_train.evaluation.results import UNJUDGED, ArmResult, Cell, Report, SampleText, read_record, recommended
-from mtp_train.evaluation.statistics import MeasuredArm, Measurements, assemble, checked_records
+from mtp_train.evaluation.statistics import MeasuredArm, Measurements, assemble, lossless
 from mtp_train.heads.build import HeadPlan, build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
 from mtp_train.losses.catalogue import find_loss
@@ -191,12 +191,9 @@ def judge(
 ) -> GateVerdict:
     """Apply the gate: refuse a decoder that changed an output, and a head that is not better than its baseline."""
     baseline = recipe.gate_baseline
-    broken = [one.prompt_id for one in checked_records(arms) if one.same_as_plain == "divergence"]
-    if broken:
-        reason = (
-            f"Refused: decoding with drafts changed the output of {len(broken)} prompts ({broken[0]} first), and no "
-            "near tie explains it. Acceptance measured this way means nothing; please report it"
-        )
+    faults = lossless(arms).faults
+    if faults:
+        reason = f"Refused: {faults[0]}. Acceptance measured this way means nothing; please report it"
         return GateVerdict(outcome="refused", baseline=baseline, delta_tau_ci95=None, reason=reason)
     by_name = {arm.name: arm for arm in arms}
     head, other = by_name[RETRAINED], by_name[baseline]

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from mtp_inference import NgramDrafting, SpeculativeDecoder, compare
-from mtp_inference.lossless import NOISE_RATIO, measure_errors
+from mtp_inference import NgramDrafting, SpeculativeDecoder, compare, fault_of
 from mtp_train.acceptance.gate import min_gate_groups
 from mtp_train.acceptance.names import NATIVE
 from mtp_train.answers.store import COPIED_FILE, response_files
@@ -34,7 +33,7 @@ from mtp_train.trunk.load import Trunk
 from mtp_train.trunk.quantise import require_bitsandbytes, require_quantizable
 from mtp_train.trunk.whole import require_whole_trunk
 
-CHECK_PROMPTS, CHECK_PROMPT_TOKENS, CHECK_NEW_TOKENS = 3, 512, 16
+CHECK_PROMPTS, CHECK_PROMPT_TOKENS, CHECK_NEW_TOKENS = 8, 512, 64
 """Prompts of the check of the decoder, the most tokens of each, and the tokens decoded after them."""
 
 
@@ -208,27 +207,26 @@ def require_embedded(prompts: Sequence[Prompt], documents: Sequence[Document], v
 def check_decoder(
     trunk: Trunk, prompts: Sequence[Sequence[int]], eos_ids: Collection[int], depth: int, console: Console
 ) -> None:
-    """Decode some prompts plainly and with drafts from the prompt, and measure the errors of the decoder's windows."""
+    """Decode some prompts plainly and with drafts from the prompt, and check the texts.
+
+    Raises:
+        NotLosslessError: The decoder changes the text of this trunk.
+    """
     chosen = [list(prompt)[-CHECK_PROMPT_TOKENS:] for prompt in prompts[:CHECK_PROMPTS]]
-    plain = SpeculativeDecoder(trunk, None, 0, eos_ids).generate(chosen, CHECK_NEW_TOKENS)
-    drafted = SpeculativeDecoder(trunk, NgramDrafting(), depth, eos_ids).generate(chosen, CHECK_NEW_TOKENS)
-    noise = 0.0
-    for number, prompt in enumerate(chosen):
-        tokens = plain[number].token_ids
-        found = compare(drafted[number].token_ids, tokens, trunk, prompt, rounds=drafted[number].round_log)
-        errors = measure_errors(trunk, prompt, tokens[:-1])
-        noise = max(noise, errors.noise)
-        if found.verdict == "divergence" or not errors.is_rounding:
-            ratio = max(one for one in (found.window_ratio, errors.window_ratio, 0.0) if one is not None)
-            raise NotLosslessError(
-                f"decoder: differs from this trunk by more than rounding (prompt {number + 1}: text {found.verdict}; "
-                f"typical error of logits {ratio:.1f} times that of plain decoding); expected equal texts or near "
-                f"ties, and at most {NOISE_RATIO:g} times. Acceptance measured with it would mean nothing, so nothing "
-                "was trained. Please report it with the trunk's config.json."
-            )
+    drafted, plain = (
+        SpeculativeDecoder(trunk, drafting, depth, eos_ids, records=True).generate(chosen, CHECK_NEW_TOKENS)
+        for drafting in (NgramDrafting(), None)
+    )
+    checks = compare(drafted, plain, trunk)
+    fault = fault_of(checks)
+    if fault is not None:
+        raise NotLosslessError(
+            f"decoder: {fault}; expected the texts of plain decoding but for near ties. Acceptance measured with it "
+            "would mean nothing, so nothing was trained. Please report it with the trunk's config.json."
+        )
     console.print(
-        f"Decoder checked on {len(chosen)} prompts: lossless. In {trunk.dtype_name}, rounding moves this trunk's "
-        f"logits by up to {noise:.2g}."
+        f"Decoder checked on {len(chosen)} prompts: lossless. In {trunk.dtype_name}, rounding moves the logits of "
+        f"contenders for a token by up to {checks[-1].error:.2g}."
     )
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from checkpoints import all_tensors
-from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greedy
+from mtp_inference import HeadDrafting, SpeculativeDecoder, plain_greedy
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.heads.build import build_head, graft_plan
 from mtp_train.heads.diagnose import text_config_of
@@ -132,4 +132,4 @@ def assert_lossless(path: Path) -> None:
     for depth in (1, 2, 3):
         (result,) = SpeculativeDecoder(trunk, HeadDrafting(head), depth, ()).generate([PROMPT], NEW_TOKENS)
         assert result.num_drafts > 0
-        assert compare(result.token_ids, plain, trunk, PROMPT).verdict == "identical", depth
+        assert list(result.token_ids) == plain, depth

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtp_inference import HeadDrafting, Request, Sampling, SpeculativeDecoder, compare, plain_greedy
+from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder, compare, fault_of
 from mtp_inference.sampling.chooser import DraftSampling
 from mtp_train.heads.module import MtpHead
 from mtp_train.trunk.load import Trunk
@@ -32,15 +32,20 @@ def prompts() -> list[list[int]]:
     return [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
+def plain_results(trunk: Trunk) -> list[GenerationResult]:
+    """Return plain decoding of each prompt alone, uncaptured."""
+    decoder = SpeculativeDecoder(trunk, None, 0, (), max_batch=1, captures=False, records=True)
+    return decoder.generate(prompts(), NEW_TOKENS)
+
+
 @pytest.mark.parametrize("depth", [0, 1, 3, 7])
 @pytest.mark.parametrize("max_batch", [1, 3])
 def test_captured_decoding_equals_plain_decoding_call_after_call(depth: int, max_batch: int) -> None:
     trunk, head = models()
-    decoder = SpeculativeDecoder(trunk, HeadDrafting(head), depth, (), max_batch=max_batch)
+    decoder = SpeculativeDecoder(trunk, HeadDrafting(head), depth, (), max_batch=max_batch, records=True)
+    plain = plain_results(trunk)
     for _ in range(3):
-        for prompt, result in zip(prompts(), decoder.generate(prompts(), NEW_TOKENS), strict=True):
-            plain = plain_greedy(trunk, prompt, NEW_TOKENS, ())
-            assert compare(result.token_ids, plain, trunk, prompt, rounds=result.round_log).verdict != "divergence"
+        assert fault_of(compare(decoder.generate(prompts(), NEW_TOKENS), plain, trunk)) is None
 
 
 @pytest.mark.parametrize("draft_sampling", ["argmax", "sampled"])
@@ -64,10 +69,8 @@ def test_captured_sampling_equals_sampling_one_operation_at_a_time(draft_samplin
 
 def test_captured_bf16_decoding_diverges_at_near_ties_only() -> None:
     trunk, head = models(torch.bfloat16)
-    decoder = SpeculativeDecoder(trunk, head, 3, (), max_batch=3)
-    for prompt, result in zip(prompts(), decoder.generate(prompts(), NEW_TOKENS), strict=True):
-        plain = plain_greedy(trunk, prompt, NEW_TOKENS, ())
-        assert compare(result.token_ids, plain, trunk, prompt, rounds=result.round_log).verdict != "divergence"
+    decoder = SpeculativeDecoder(trunk, head, 3, (), max_batch=3, records=True)
+    assert fault_of(compare(decoder.generate(prompts(), NEW_TOKENS), plain_results(trunk), trunk)) is None
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -82,15 +85,12 @@ def test_every_kind_of_cache_is_captured_and_says_what_it_says_uncaptured(kind: 
     dtype = dtype_of(CACHE_KINDS[kind])
     trunk, head = models_of(CACHE_KINDS[kind], dtype)
     captured, uncaptured = (
-        SpeculativeDecoder(trunk, HeadDrafting(head), 3, (), max_batch=3, captures=captures)
+        SpeculativeDecoder(trunk, HeadDrafting(head), 3, (), max_batch=3, captures=captures, records=True)
         for captures in (True, False)
     )
+    plain = plain_results(trunk)
     for _ in range(2):
-        found, expected = (decoder.generate(prompts(), NEW_TOKENS) for decoder in (captured, uncaptured))
-        for prompt, result, other in zip(prompts(), found, expected, strict=True):
-            assert (
-                compare(result.token_ids, other.token_ids, trunk, prompt, rounds=result.round_log).verdict
-                != "divergence"
-            )
+        for decoder in (captured, uncaptured):
+            assert fault_of(compare(decoder.generate(prompts(), NEW_TOKENS), plain, trunk)) is None
     assert captured.captured_rounds > 0
     assert uncaptured.captured_rounds == 0

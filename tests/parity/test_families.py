@@ -25,7 +25,7 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 from adapters import assert_like_peft, write_adapter
 from checkpoints import all_tensors, same, save_stripped, save_with_head
 from heads_by_hand import HANDS, forward_by_hand
-from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greedy
+from mtp_inference import HeadDrafting, SpeculativeDecoder, plain_greedy
 from mtp_train import graft, inspect, merge
 from mtp_train.checkpoints.export import write_checkpoint
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
@@ -541,7 +541,7 @@ def assert_lossless(found: Built) -> None:
         decoder = SpeculativeDecoder(found.trunk, HeadDrafting(found.head), depth, ())
         (result,) = decoder.generate([PROMPT], NEW_TOKENS)
         assert result.num_drafts > 0
-        assert compare(result.token_ids, plain, found.trunk, PROMPT).verdict == "identical", depth
+        assert list(result.token_ids) == plain, depth
 
 
 # peft refuses to adapt a part of Mamba layers.

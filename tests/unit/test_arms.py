@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.progress import Progress
 
-from mtp_inference import HeadDrafting, compare
+from mtp_inference import HeadDrafting, TextCheck
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.decoding import (
@@ -19,7 +19,7 @@ from mtp_train.evaluation.decoding import (
 )
 from mtp_train.evaluation.grid import greedy
 from mtp_train.evaluation.prompt_records import Setting
-from mtp_train.evaluation.statistics import MeasuredArm, Measurements, assemble, checked_records, lossless
+from mtp_train.evaluation.statistics import MeasuredArm, Measurements, assemble, lossless
 from mtp_train.trunk.load import Trunk
 from tiny import tiny_head, tiny_trunk
 
@@ -82,7 +82,7 @@ def test_every_setting_decodes_every_prompt_and_times_some(served: list[Measured
             assert {one.seconds_prefill for one in records} == {None}
         for records in arm.timed.values():
             assert [one.prompt_id for one in records] == [one.id for one in chosen]
-            assert all(one.seconds_prefill is not None and one.same_as_plain is None for one in records)
+            assert all(one.seconds_prefill is not None and one.check is None for one in records)
     # Settings that differ in the rule alone share one plain decoding.
     assert list(plain.decoded) == [GREEDY.plain, WARM.plain, DRAWN.plain]
     assert retrained.settings == [*SETTINGS, SHALLOW]
@@ -90,23 +90,30 @@ def test_every_setting_decodes_every_prompt_and_times_some(served: list[Measured
     assert len(set(texts)) == 3
 
 
-def test_sampled_texts_are_compared_with_plain_sampling_of_the_same_seed(
-    trunk: Trunk, served: list[MeasuredArm]
-) -> None:
+def test_every_text_is_checked_against_plain_decoding_of_the_same_seed(served: list[MeasuredArm]) -> None:
+    def verdicts(arm: MeasuredArm, setting: Setting) -> set[str | None]:
+        return {one.check and one.check.verdict for one in arm.decoded[setting]}
+
     plain, retrained = served
-    for setting in (GREEDY, WARM):
-        found = lossless([one for one in retrained.decoded[setting] if one.same_as_plain is not None])
-        assert (found.checked, found.faults) == (len(prompts()), 0)
-    # Drafts that are sampled give another text of the same distribution: there is nothing to compare.
-    assert {one.same_as_plain for drawn in (DRAWN_WARM, DRAWN) for one in retrained.decoded[drawn]} == {None}
-    assert lossless(checked_records(served)).checked == 2 * len(prompts())
-    # The control: plain sampling with another seed is another text, and no near tie.
-    other = decode(trunk, (WARM,), seed=1)[0]
-    verdicts = [
-        compare(mine.token_ids, theirs.token_ids, trunk, prompt.prompt_ids, sampling=WARM.sampling(5)).verdict
-        for mine, theirs, prompt in zip(plain.decoded[WARM.plain], other.decoded[WARM.plain], prompts(), strict=True)
-    ]
-    assert "divergence" in verdicts
+    assert {setting: verdicts(retrained, setting) for setting in retrained.settings} == {
+        GREEDY: {"identical"},
+        WARM: {"identical"},
+        # Other texts of the same distribution: their rounds are checked.
+        DRAWN_WARM: {"sampled"},
+        DRAWN: {"sampled"},
+        SHALLOW: {None},
+    }
+    assert [verdicts(plain, setting) for setting in plain.settings] == 3 * [{"plain"}]
+    found, number = lossless(served), len(prompts())
+    assert (found.checked, found.identical, found.sampled, found.faults) == (4 * number, 2 * number, 2 * number, ())
+    # Controls: a text that differs, in one lane; errors of plain decoding.
+    broken = TextCheck(verdict="divergence", position=3, follows_rule=False)
+    noisy = TextCheck(verdict="plain", measured=40, over_high=40)
+    for arm, setting, check in ((retrained, WARM, broken), (plain, GREEDY.plain, noisy)):
+        first, *rest = arm.decoded[setting]
+        faulty = replace(arm, decoded={**arm.decoded, setting: [replace(first, check=check), *rest]})
+        (fault,) = lossless([faulty]).faults
+        assert fault.startswith(f"{arm.name}, {setting.name}: ")
 
 
 def test_a_report_has_a_cell_of_each_arm_at_each_setting(served: list[MeasuredArm]) -> None:

@@ -22,9 +22,12 @@ import mtp_inference.session
 from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
 from mtp_inference.batch import Batch
 from mtp_inference.cache.model_cache import WindowCache
-from mtp_inference.capture import Rounds, round_up
+from mtp_inference.capture import Rounds, read_later, round_up
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
 from mtp_inference.drafters.ngram_drafter import NgramDrafting
+from mtp_inference.record import FloatArray
+from mtp_inference.round import Outcome
+from mtp_inference.rule import first_broken
 from mtp_inference.sampling import distributions
 from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts
 from mtp_train.trunk.load import Trunk
@@ -36,8 +39,13 @@ from tiny import CACHE_KINDS, FAMILY_NAMES, VOCAB_SIZE, chained_head, nearly_tin
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordedDevice:
     """Put the stand-ins in place; return the device."""
+
     # An outcome is copied at once, as a GPU's is: the next replay writes over the original.
-    monkeypatch.setattr(mtp_inference.session, "read_later", lambda outcome: outcome.clone().tolist)
+    def copied(outcome: Outcome) -> Callable[[], tuple[list[list[int]], FloatArray | None]]:
+        counts_BX, decided_BTW = outcome
+        return read_later(Outcome(counts_BX.clone(), None if decided_BTW is None else decided_BTW.clone()))
+
+    monkeypatch.setattr(mtp_inference.session, "read_later", copied)
     return stand_in(monkeypatch)
 
 
@@ -100,9 +108,10 @@ def assert_replays_as_it_runs(
     """Compare a decoder that captures with one that does not."""
     eager = decoded(trunk, drafting, requests, captures=False)
     assert graphs == []
-    decoder = SpeculativeDecoder(trunk, drafting, 3, (), draft_sampling="sampled", max_batch=2)
+    decoder = SpeculativeDecoder(trunk, drafting, 3, (), draft_sampling="sampled", max_batch=2, records=True)
     replayed = decoder.generate(requests)
     assert counts(replayed) == counts(eager)
+    assert [one.record and first_broken(one.token_ids, one.record) for one in replayed] == [None] * len(requests)
     assert sum(graph.num_replays for graph in graphs) >= 8
     assert decoder.captured_rounds == len(graphs)
     for request, result in zip(requests, replayed, strict=True):

@@ -15,8 +15,6 @@ from mtp_inference import (
     HeadDrafting,
     Request,
     SpeculativeDecoder,
-    compare,
-    plain_greedy,
 )
 from mtp_inference.drafters.drafter import BatchSize, RoundPlan
 from mtp_inference.drafters.head_drafter import ChainedDrafter, ChainedDraftsDrafter, RecursiveDrafter
@@ -181,23 +179,6 @@ def test_a_fp32_head_drafts_for_a_bf16_trunk() -> None:
     (result,) = SpeculativeDecoder(trunk.bfloat16(), head, 3, ()).generate([PROMPT], max_new_tokens=8)
     assert len(result.token_ids) == 8
     assert next(head.parameters()).dtype == torch.float32
-
-
-def test_compare_tells_a_tie_from_a_divergence() -> None:
-    trunk = tiny_trunk("glm4_moe")
-    plain = plain_greedy(trunk, PROMPT, 6, ())
-    twin = next(token for token in range(60) if token not in plain)
-    other = next(token for token in range(60) if token not in [*plain, twin])
-    with torch.no_grad():
-        trunk.lm_head_VD[twin] = trunk.lm_head_VD[plain[3]]
-    assert compare(plain, plain, trunk, PROMPT).verdict == "identical"
-    tie = compare([*plain[:3], twin, 0, 0], plain, trunk, PROMPT)
-    assert (tie.verdict, tie.position, tie.gap) == ("near_tie", 3, 0.0)
-    worse = compare([*plain[:3], other, 0, 0], plain, trunk, PROMPT)
-    assert (worse.verdict, worse.position) == ("divergence", 3)
-    assert worse.gap is not None
-    assert worse.gap > 1e-3
-    assert compare(plain[:4], plain, trunk, PROMPT).verdict == "divergence"
 
 
 def test_a_call_that_another_one_overtook_says_so(trunk: Trunk, plain: list[int]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adapters import write_adapter
 from checkpoints import all_tensors, base_and_finetune, save_with_head, set_fields
-from mtp_inference import HeadDrafting, SpeculativeDecoder, compare, plain_greedy
+from mtp_inference import HeadDrafting, SpeculativeDecoder, plain_greedy
 from mtp_train.checkpoints.files import SINGLE_FILE, open_checkpoint
 from mtp_train.cli.main import main
 from mtp_train.heads.build import build_head, graft_plan
@@ -104,7 +104,7 @@ def test_a_release_decodes_and_says_what_transformers_save_says(tmp_path: Path) 
         trunk, head = loaded(names(tmp_path / "base"))
         prompt = random_prompt(9)
         (result,) = SpeculativeDecoder(trunk, HeadDrafting(head), 2, ()).generate([prompt], 20)
-        assert compare(result.token_ids, plain_greedy(trunk, prompt, 20, ()), trunk, prompt).verdict == "identical"
+        assert list(result.token_ids) == plain_greedy(trunk, prompt, 20, ())
         texts.append((result.token_ids, result.accepted_per_pos))
     assert texts[0] == texts[1]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mtp_inference.lossless import CheckVerdict, TextCheck
 from mtp_train.acceptance.gate import GateVerdict
 from mtp_train.acceptance.names import PLAIN
 from mtp_train.data.tokenize import Prompt
@@ -42,7 +43,7 @@ def record(
         accepted=accepted,
         seconds_prefill=0.25 * seconds,
         seconds_decode=0.75 * seconds,
-        same_as_plain="identical" if depth else None,
+        check=TextCheck(verdict="identical" if depth else "plain"),
     )
 
 
@@ -58,9 +59,11 @@ def planted(name: str, accepted: list[tuple[int, int]]) -> MeasuredArm:
     return MeasuredArm(name, "in/finetune", "run/head", {GREEDY: records})
 
 
-def with_verdicts(arm: MeasuredArm, verdicts: dict[str, Any]) -> MeasuredArm:
-    """Return an arm whose comparisons with plain decoding had these results, by prompt."""
-    records = [replace(one, same_as_plain=verdicts.get(one.prompt_id, "identical")) for one in arm.decoded[GREEDY]]
+def with_verdicts(arm: MeasuredArm, verdicts: dict[str, CheckVerdict]) -> MeasuredArm:
+    """Return an arm whose checks had these results, by prompt."""
+    found = {one.prompt_id: verdicts.get(one.prompt_id, "identical") for one in arm.decoded[GREEDY]}
+    checks = {name: TextCheck(verdict=one, expected_differences=0.1) for name, one in found.items()}
+    records = [replace(one, check=checks[one.prompt_id]) for one in arm.decoded[GREEDY]]
     return replace(arm, decoded={GREEDY: records})
 
 
@@ -106,10 +109,10 @@ def test_other_baselines_have_no_command_to_name() -> None:
 @pytest.mark.parametrize("arm", ["graft", "retrained", "vanilla"])
 def test_an_output_that_decoding_changed_refuses_whatever_the_gain(arm: str) -> None:
     arms = [planted("graft", WEAK), planted("retrained", STRONG), planted("vanilla", WEAK)]
-    broken = {"p4": "divergence", "p6": "divergence", "p7": "near_tie"}
+    broken: dict[str, CheckVerdict] = {"p4": "divergence", "p6": "divergence", "p7": "near_tie"}
     verdict = judge(recipe(), tuple(with_verdicts(one, broken) if one.name == arm else one for one in arms))
     assert (verdict.passed, verdict.delta_tau_ci95) == (False, None)
-    assert "changed the output of 2 prompts (p4 first), and no near tie explains it" in verdict.reason
+    assert f"{arm}, greedy: 2 of {len(WEAK)} texts differ from plain decoding where the logits differ" in verdict.reason
 
 
 def test_a_near_tie_refuses_nothing() -> None:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from rich.progress import Progress
 
-from mtp_inference import HeadDrafting, Sampling, SpeculativeDecoder, compare, lossless
+from mtp_inference import HeadDrafting, SpeculativeDecoder
 from mtp_inference.drafters.drafter import Drafting
 from mtp_inference.drafters.ngram_drafter import NgramDrafting
-from mtp_inference.lossless import Errors, gap_of_draws
 from mtp_inference.opening import OWN
-from mtp_inference.sampling.distributions import TOKEN, SamplingRows, probabilities, uniform
 from mtp_train.data.tokenize import Prompt
 from mtp_train.evaluation.arms import ArmSpec, load_arm_trunk, open_arm
 from mtp_train.evaluation.decoding import LaneRecords, Stopwatch, TrunkArms, decode_prompts, measure_trunk
@@ -153,63 +149,6 @@ def test_times_are_the_best_of_several_passes(
         prefill, *rounds = map(min, zip(*times, strict=True))
         assert (record.seconds_prefill, record.seconds_decode) == (prefill, sum(rounds))
         assert len(rounds) == len(record.accepted)
-
-
-# Sampled texts that part
-
-
-def drawn_from(p: Sequence[float], number: float) -> int:
-    """Return the token in whose stretch of the distribution a number in 0..1 lies."""
-    return int(np.searchsorted(np.cumsum(p) / sum(p), number, side="right"))
-
-
-NOISE = 1e-4
-
-
-@pytest.mark.parametrize(
-    ("p", "filters", "kept", "verdict"),
-    [
-        # The last three of 0.9, 0.1 and so on: rounding decides whether the sum of top-p is reached before the last.
-        ((0.5, 0.1, 0.1, 0.3), {"top_p": 0.9}, [(0.5, 0.0, 0.1, 0.3), (0.5, 0.1, 0.1, 0.3)], "near_tie"),
-        ((0.5, 0.12, 0.1, 0.28), {"top_p": 0.85}, [(0.5, 0.12, 0.1, 0.28)], "divergence"),
-        # The second and the third are equal but for rounding: top-k 3 keeps either, or both.
-        ((0.2, 0.1, 0.1 + 1e-6, 0.6), {"top_k": 3}, [(0.2, 0.1, 0.0, 0.6), (0.2, 0.1, 0.1, 0.6)], "near_tie"),
-        ((0.2, 0.1, 0.15, 0.55), {"top_k": 3}, [(0.2, 0.1, 0.0, 0.55)], "divergence"),
-    ],
-    ids=["top-p at its edge", "top-p elsewhere", "top-k at its edge", "top-k elsewhere"],
-)
-def test_a_filter_that_rounding_moves_is_a_near_tie(
-    p: tuple[float, ...], filters: dict[str, Any], kept: list[tuple[float, ...]], verdict: str
-) -> None:
-    """A text drawn from the tokens that a filter could have kept by rounding is no fault; from others it is."""
-    logits_V = torch.tensor(p).log()
-    verdicts = set()
-    for seed in range(60):
-        sampling = Sampling(temperature=1.0, seed=seed, **filters)
-        seed_1 = torch.tensor([seed])
-        number = float(uniform(seed_1, torch.tensor([[1]]), TOKEN))
-        p_V = probabilities(logits_V[None, None], SamplingRows.stack([sampling], "cpu"))[0, 0]
-        here = drawn_from(p_V.tolist(), number)
-        for other in kept:
-            if (there := drawn_from(other, number)) != here:
-                gap = gap_of_draws(logits_V, sampling, 1, (there, here), NOISE)
-                verdicts.add("near_tie" if gap <= NOISE else "divergence")
-    assert verdicts == {verdict}
-
-
-@pytest.mark.parametrize(("distance", "verdict"), [(2e-6, "near_tie"), (4e-6, "divergence")])
-def test_a_number_near_a_boundary_is_a_near_tie(distance: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows may move a boundary by three times plain decoding's 1e-6; the other text's token begins further on."""
-    sampling = Sampling(temperature=1.0, seed=3)
-    number = float(uniform(torch.tensor([3]), torch.tensor([[1]]), TOKEN))
-    reference_TV, plain_TV = (
-        torch.tensor([[first, 1 - first]], dtype=torch.float64).log()
-        for first in (number + distance, number + distance + 1e-6)
-    )
-    errors = Errors(1e-6, 1.0, True, reference_TV, plain_TV)
-    monkeypatch.setattr(lossless, "measure_errors", lambda *_: errors)
-    trunk = tiny_trunk("qwen2")
-    assert compare([0], [1], trunk, [4], sampling=sampling).verdict == verdict
 
 
 def test_replayed_rounds_are_those_of_decoding() -> None:

@@ -34,12 +34,14 @@ from mtp_inference.sampling.distributions import (
 
 
 class Verdict(NamedTuple):
-    """Number of accepted drafts, and the tokens that a round commits."""
+    """Number of accepted drafts, the tokens that a round commits, and what they were drawn from."""
 
     num_accepted_B: Tensor
     """Int64, 0 to the number drafted."""
     tokens_BK1: Tensor
     """Int64; columns 0..num_accepted are committed: accepted drafts, then the trunk's own token. Ignore the rest."""
+    p_BTV: Tensor | None = None
+    """fp32, the trunk's distribution at every position; None if all rows are greedy."""
 
 
 def verify_matching(drafts_BK: Tensor, choices_BK1: Tensor, num_drafted_B: Tensor) -> Verdict:
@@ -82,7 +84,7 @@ def verify_rejection(
     num_accepted_B = is_kept_BK.cumprod(-1).sum(-1)
     stop_B1 = num_accepted_B[:, None]
     own_B1 = draw(_own_BV(q_BKV, p_BK1V, stop_B1, num_drafted_B)[:, None], token_u_BK1.gather(1, stop_B1))
-    return Verdict(num_accepted_B, torch.cat([drafts_BK, own_B1], dim=1).scatter(1, stop_B1, own_B1))
+    return Verdict(num_accepted_B, torch.cat([drafts_BK, own_B1], dim=1).scatter(1, stop_B1, own_B1), p_BK1V)
 
 
 def _own_BV(q_BKV: Tensor, p_BK1V: Tensor, stop_B1: Tensor, num_drafted_B: Tensor) -> Tensor:
@@ -141,11 +143,12 @@ class Chooser(RowState):
         self.settings = [self.settings[row] for row in rows_R.tolist()]
         self.rows = SamplingRows.stack(self.settings, self.rows.seed_B.device)
 
-    def first(self, rows: slice, logits_R1V: Tensor, position: int) -> Tensor:
-        """Return the first token after prompts of one length, (R,); ``position`` is that length."""
+    def first(self, rows: slice, logits_R1V: Tensor, position: int) -> Verdict:
+        """Choose the first tokens after prompts of one length; ``position`` is that length."""
         of_rows = SamplingRows.stack(self.settings[rows], logits_R1V.device)
         position_R1 = torch.full(logits_R1V.shape[:2], position, device=logits_R1V.device)
-        return _choose(logits_R1V, of_rows, position_R1)[:, 0]
+        tokens_R1, p_R1V = _choose(logits_R1V, of_rows, position_R1)
+        return Verdict(torch.zeros_like(tokens_R1[:, 0]), tokens_R1, p_R1V)
 
     def verify(
         self, logits_BTV: Tensor, window_BT: Tensor, length_B: Tensor, drafts: Drafts, limit_B: Tensor
@@ -158,8 +161,8 @@ class Chooser(RowState):
         """
         positions_BT = length_B[:, None] + torch.arange(1, window_BT.shape[1] + 1, device=window_BT.device)
         if drafts.q_BKV is None:
-            choices_BT = _choose(logits_BTV, self.rows, positions_BT)
-            return verify_matching(drafts.tokens_BK, choices_BT, limit_B)
+            choices_BT, p_BTV = _choose(logits_BTV, self.rows, positions_BT)
+            return verify_matching(drafts.tokens_BK, choices_BT, limit_B)._replace(p_BTV=p_BTV)
         seed_B = self.rows.seed_B
         return verify_rejection(
             drafts.tokens_BK,
@@ -210,7 +213,9 @@ class DraftChoice:
         return Drafts(torch.cat(self._read[1:], dim=1), q_BKV, peak_BK=torch.cat(self._peaks, dim=1))
 
 
-def _choose(logits_BTV: Tensor, rows: SamplingRows, positions_BT: Tensor) -> Tensor:
-    if rows.any_sampled:
-        return draw(probabilities(logits_BTV, rows), uniform(rows.seed_B, positions_BT, TOKEN))
-    return logits_BTV.argmax(dim=-1)
+def _choose(logits_BTV: Tensor, rows: SamplingRows, positions_BT: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the trunk's own tokens, and the distribution that they were drawn from unless all rows are greedy."""
+    if not rows.any_sampled:
+        return logits_BTV.argmax(dim=-1), None
+    p_BTV = probabilities(logits_BTV, rows)
+    return draw(p_BTV, uniform(rows.seed_B, positions_BT, TOKEN)), p_BTV

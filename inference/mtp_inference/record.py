@@ -1,0 +1,147 @@
+"""Record what the rounds of a text decided on, so that :mod:`mtp_inference.rule` can decide again.
+
+Replaying a text does not show this: rejected drafts are not part of it, and other shapes round otherwise. A round
+therefore returns, with its outcome, the few numbers that its decision rests on. They are tensors of fixed shapes, so
+that captured rounds record too.
+
+Shapes: B rows, T window tokens (K drafts and the token before them), V vocabulary, N = ``BEST`` tokens, W numbers of a
+row, and P positions of a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mtp_inference.sampling.chooser import Drafts, Verdict
+from mtp_inference.sampling.distributions import Sampling
+
+BEST = 10
+"""Number of largest logits that are recorded for each position: the contenders for its token."""
+LOW, HIGH, P_OF_DRAFT, Q_OF_DRAFT = range(4)
+"""Columns of :attr:`RoundRecord.draws`."""
+FloatArray = NDArray[np.float32]
+
+
+def decided_on(window_BT: Tensor, logits_BTV: Tensor, verdict: Verdict, drafts: Drafts, limit_B: Tensor) -> Tensor:
+    """Return what a round decided on, fp32 (B, T, W), exact for token ids below 2**24.
+
+    W is the window's token, the ids of the largest logits, their values, and where rows are sampled: both ends of the
+    chosen token's interval of the cumulative distribution, as shares of its total, p and q of the draft.
+    """
+    best = logits_BTV.topk(min(BEST, logits_BTV.shape[-1]), dim=-1)
+    parts = [window_BT[..., None], best.indices, best.values]
+    if verdict.p_BTV is not None:
+        tokens_BT = verdict.tokens_BK1
+        parts += [_intervals(verdict.p_BTV, tokens_BT, drafts, limit_B), _of_drafts(verdict.p_BTV, drafts)]
+    return torch.cat([part.float() for part in parts], dim=-1)
+
+
+def _intervals(p_BTV: Tensor, tokens_BT: Tensor, drafts: Drafts, limit_B: Tensor) -> Tensor:
+    """Return where the interval of each row's token begins and ends, (B, T, 2), as shares of the total weight.
+
+    After a rejected draft the weights are ``max(p - q, 0)``, and p where that is 0 everywhere.
+    """
+    weights_BTV = p_BTV
+    if drafts.q_BKV is not None:
+        num_drafts = drafts.q_BKV.shape[1]
+        left_BKV = (p_BTV[:, :num_drafts] - drafts.q_BKV).relu()
+        is_drafted_BK = torch.arange(num_drafts, device=limit_B.device) < limit_B[:, None]
+        is_left_BK = is_drafted_BK & left_BKV.any(-1)
+        left_BKV = torch.where(is_left_BK[..., None], left_BKV, p_BTV[:, :num_drafts])
+        weights_BTV = torch.cat([left_BKV, p_BTV[:, num_drafts:]], dim=1)
+    is_before_BTV = torch.arange(p_BTV.shape[-1], device=p_BTV.device) < tokens_BT[..., None]
+    before_BT = (weights_BTV * is_before_BTV).sum(-1)
+    own_BT = weights_BTV.gather(-1, tokens_BT[..., None])[..., 0]
+    return torch.stack([before_BT, before_BT + own_BT], dim=-1) / weights_BTV.sum(-1, keepdim=True)
+
+
+def _of_drafts(p_BTV: Tensor, drafts: Drafts) -> Tensor:
+    """Return p and q of each draft, (B, T, 2), 0 after the last draft and for drafts that were not sampled."""
+    found_BT2 = p_BTV.new_zeros((*p_BTV.shape[:2], 2))
+    if drafts.q_BKV is not None:
+        for index, distribution in enumerate((p_BTV[:, :-1], drafts.q_BKV)):
+            found_BT2[:, :-1, index] = distribution.gather(-1, drafts.tokens_BK[..., None])[..., 0]
+    return found_BT2
+
+
+@dataclass(frozen=True)
+class Best:
+    """The largest logits of some positions, largest first."""
+
+    ids_PN: NDArray[np.int64]
+    values_PN: FloatArray
+
+    @classmethod
+    def of(cls, logits_PV: Tensor) -> Best:
+        best = logits_PV.topk(min(BEST, logits_PV.shape[-1]), dim=-1)
+        return cls(best.indices.cpu().numpy(), best.values.float().cpu().numpy())
+
+    @classmethod
+    def joined(cls, parts: Sequence[Best]) -> Best:
+        return cls(np.concatenate([one.ids_PN for one in parts]), np.concatenate([one.values_PN for one in parts]))
+
+    def __len__(self) -> int:
+        return len(self.ids_PN)
+
+    def part(self, start: int, stop: int | None = None) -> Best:
+        return Best(self.ids_PN[start:stop], self.values_PN[start:stop])
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """What a round decided on for one text. Prefill is a round of one row without drafts."""
+
+    tokens: tuple[int, ...]
+    """A token for each row of the window."""
+    num_kept: int
+    """Number of tokens that the round committed."""
+    limit: int
+    """Number of drafts that could be accepted."""
+    decided_TW: FloatArray
+    """A row of :func:`decided_on`."""
+
+    @property
+    def window(self) -> list[int]:
+        return [int(token) for token in self.decided_TW[:, 0]]
+
+    @property
+    def num_best(self) -> int:
+        return min(BEST, (self.decided_TW.shape[1] - 1) // 2)
+
+    @property
+    def best(self) -> Best:
+        """The contenders of each row."""
+        ids_TN, values_TN = np.split(self.decided_TW[:, 1 : 1 + 2 * self.num_best], 2, axis=1)
+        return Best(ids_TN.astype(np.int64), values_TN)
+
+    @property
+    def draws(self) -> FloatArray:
+        """Both ends of each token's interval, p and q of each draft, (T, 4); (T, 0) if all rows are greedy."""
+        return self.decided_TW[:, 1 + 2 * self.num_best :]
+
+
+@dataclass(frozen=True)
+class TextRecord:
+    """What all rounds of a text decided on."""
+
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling
+    stops: frozenset[int]
+    rounds: tuple[RoundRecord, ...]
+
+    @property
+    def samples_drafts(self) -> bool:
+        """Whether drafts were drawn from the drafter's distribution, and verified by rejection sampling."""
+        is_sampled = self.sampling.temperature > 0.0
+        return is_sampled and any((one.draws[:, Q_OF_DRAFT] > 0.0).any() for one in self.rounds)
+
+    def best(self, num_tokens: int) -> Best:
+        """Return the contenders for the first new tokens."""
+        return Best.joined([one.best.part(0, one.num_kept) for one in self.rounds]).part(0, num_tokens)

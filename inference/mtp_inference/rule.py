@@ -1,0 +1,114 @@
+"""Decide again, from what was recorded, which tokens a text has to have: an independent statement of the rule.
+
+Nothing here is shared with the decoder but the random numbers, which depend on a request's seed and the position.
+Greedy decisions have no tolerance. A sampled token has none beyond :data:`SUMMATION`, the error of sums over a
+vocabulary.
+
+Shapes: T tokens of a window, P positions of a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from mtp_inference.record import HIGH, LOW, P_OF_DRAFT, Q_OF_DRAFT, FloatArray, RoundRecord, TextRecord
+from mtp_inference.sampling.distributions import ACCEPT, TOKEN, uniform
+
+SUMMATION = 1e-4
+"""Largest error of a cumulative distribution in fp32, as a share of its total. A sum of 250,000 numbers one by one errs
+by 2e-5 at most in practice."""
+NO_TOKEN = -1
+
+
+def first_broken(tokens: Sequence[int], record: TextRecord) -> int | None:
+    """Return the index of the first new token that the rule does not give; None if the whole text is the rule's.
+
+    A text with a token missing at its end, or one too many, is broken there.
+    """
+    required = _cut(_required(record), record)
+    pairs = zip(tokens, required, strict=False)
+    differs = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
+    if differs is None and len(tokens) != len(required):
+        return min(len(tokens), len(required))
+    return differs
+
+
+def _cut(tokens: Iterator[int], record: TextRecord) -> list[int]:
+    """Return the tokens up to the first that ends the text, or to its limit."""
+    text: list[int] = []
+    while len(text) < record.max_new_tokens and not (text and text[-1] in record.stops):
+        token = next(tokens, None)
+        if token is None:
+            break
+        text.append(token)
+    return text
+
+
+def _required(record: TextRecord) -> Iterator[int]:
+    """Yield the tokens of all rounds; end where a round was not the next one of this text."""
+    last, place = record.prompt_ids[-1], 0
+    draws, accepts = (_numbers(record, stream) for stream in (TOKEN, ACCEPT))
+    for one in record.rounds:
+        if one.window[0] != last:
+            return
+        if record.sampling.temperature == 0.0:
+            found = list(_greedy(one))
+        else:
+            found = list(_sampled(one, draws[place:], accepts[place:]))
+        yield from found
+        last, place = found[-1], place + len(found)
+
+
+def _numbers(record: TextRecord, stream: int) -> FloatArray:
+    """Return the random numbers of a stream from the first new token on, (P,), for more tokens than the text has."""
+    if record.sampling.temperature == 0.0:
+        return np.empty(0, np.float32)
+    num_positions = sum(len(one.tokens) for one in record.rounds)
+    position_1P = len(record.prompt_ids) + torch.arange(num_positions)[None]
+    return uniform(torch.tensor([record.sampling.seed]), position_1P, stream)[0].numpy()
+
+
+def _greedy(one: RoundRecord) -> Iterator[int]:
+    """Yield the drafts that are the trunk's own first choice, then the first choice that is not a draft."""
+    for row, draft in enumerate(_drafts(one)):
+        own = _largest(one, row)
+        yield own
+        if own != draft:
+            return
+
+
+def _sampled(one: RoundRecord, draws: FloatArray, accepts: FloatArray) -> Iterator[int]:
+    """Yield the accepted drafts, then a token that is drawn."""
+    for row, draft in enumerate(_drafts(one)):
+        # A draft that was not drawn from a distribution has no probability in it.
+        p, q = one.draws[row, P_OF_DRAFT], one.draws[row, Q_OF_DRAFT]
+        is_own = draft == NO_TOKEN or q == 0.0
+        # With probability min(1, p / q).
+        is_accepted = not is_own and accepts[row] * q < p
+        token = draft if is_accepted else _drawn(one, row, float(draws[row]))
+        yield token
+        if not (is_accepted or (is_own and token == draft)):
+            return
+
+
+def _drafts(one: RoundRecord) -> list[int]:
+    """Return the drafts that could be accepted, and no token after the last."""
+    return [*one.window[1 : 1 + one.limit], NO_TOKEN]
+
+
+def _largest(one: RoundRecord, row: int) -> int:
+    """Return the token with the largest logit, the first of the vocabulary if several have it."""
+    ids_N, values_N = one.best.ids_PN[row], one.best.values_PN[row]
+    ties = ids_N[values_N == values_N[0]]
+    # If all that were recorded tie, others may too.
+    return one.tokens[row] if len(ties) == len(ids_N) and one.tokens[row] in ties else int(ties.min())
+
+
+def _drawn(one: RoundRecord, row: int, number: float) -> int:
+    """Return the token of a row if the random number lies in its interval, else no token."""
+    low, high = one.draws[row, LOW], one.draws[row, HIGH]
+    lies_inside = low - SUMMATION <= number <= high + SUMMATION and high > low
+    return one.tokens[row] if lies_inside else NO_TOKEN
