@@ -14,12 +14,13 @@ from test_training import NUM_DEPTHS, make_documents, one_step, recipe, sequence
 from torch import nn
 
 from checkpoints import base_and_finetune, save_stripped, set_fields
-from mtp_inference import HeadDrafting, SpeculativeDecoder
+from mtp_inference import HeadDrafting, NgramDrafting, SpeculativeDecoder, compare, fault_of
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.errors import CheckpointError, RecipeError
 from mtp_train.train.head_training import HeadTraining
 from mtp_train.trunk.load import Trunk, load_trunk
 from mtp_train.trunk.quantise import Quantization, require_bitsandbytes, require_quantizable, trunk_bytes
+from planted_faults import sees_one_later_token
 from tiny import ALL_FAMILIES, FAMILY_NAMES, tiny_head, tiny_trunk
 from tolerances import assert_same, num_terms
 
@@ -87,6 +88,22 @@ def test_linear_layers_are_packed_and_what_is_read_outside_of_its_module_is_not(
         with pytest.raises(AssertionError):
             assert_same(found, expected, num_terms(plain))
         assert_same(found, plain.hidden(tokens_1T), num_terms(plain))
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("quantization", BITS)
+def test_texts_of_a_packed_trunk_are_checked_by_its_own_rounding(quantization: Quantization, tmp_path: Path) -> None:
+    trunk = packed(tmp_path, "glm4_moe", quantization)
+    plain, drafted, faulty = (
+        SpeculativeDecoder(trunk, drafting, 3, (), records=True)
+        for drafting in (None, NgramDrafting(), NgramDrafting())
+    )
+    prompts = [[4, 5, 6, 4, 5, row] for row in range(8)]
+    texts = plain.generate(prompts, 24)
+    assert fault_of(compare(drafted.generate(prompts, 24), texts, trunk)) is None
+    with pytest.MonkeyPatch.context() as patch:
+        sees_one_later_token(patch)
+        assert fault_of(compare(faulty.generate(prompts, 24), texts, trunk)) is not None
 
 
 def is_whole(part: nn.Linear) -> bool:
