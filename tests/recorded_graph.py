@@ -54,7 +54,7 @@ class Recorder(TorchDispatchMode):
         return outputs
 
     def replay(self) -> None:
-        """Run the operations again; what the last one and all concatenations returned, outcomes, is written over."""
+        """Run the operations again; what the last one returned is written over."""
         values: list[Tensor | None] = [None] * len(self.returned)
 
         def value(leaf: Any) -> Any:
@@ -66,11 +66,9 @@ class Recorder(TorchDispatchMode):
             for number, output in zip(numbers, several(outputs), strict=True):
                 if number >= 0:
                     values[number] = output
-        joined = [numbers[0] for func, _, _, numbers in self.operations if func.overloadpacket is torch.ops.aten.cat]
-        for number in {*joined, len(values) - 1}:
-            found = values[number]
-            assert found is not None
-            self.returned[number].copy_(found)
+        last = values[-1]
+        assert last is not None
+        self.returned[-1].copy_(last)
 
     def undo(self) -> None:
         """Put back what the operations wrote: recording a CUDA graph does not run it."""

@@ -213,11 +213,11 @@ class BatchRun:
         for row, prompt in enumerate(prompts):
             rows = slice(row, row + 1)
             self.batch.set_rows(rows, [Sampling()], [size.capacity], [frozenset()])
-            self.tokens[row] += prefill(self.batch, rows, torch.tensor([prompt])).counts_BX[:, 0].tolist()
+            self.tokens[row] += prefill(self.batch, rows, torch.tensor([prompt]))[:, 0].tolist()
 
     def run_round(self, depth: int) -> None:
         """Run a round; a round without drafts leaves what is committed pending."""
-        for row, (*tokens, num_kept, _, _) in enumerate(run_round(self.batch, self.plan(depth)).counts_BX.tolist()):
+        for row, (*tokens, num_kept, _, _) in enumerate(run_round(self.batch, self.plan(depth)).tolist()):
             self.tokens[row] += tokens[:num_kept]
             self.pending[row] = num_kept + (0 if depth else self.pending[row])
 

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from mtp_inference.batch import Batch
 from mtp_inference.drafters.drafter import PENDING_PLACES, RoundPlan
-from mtp_inference.record import FloatArray
-from mtp_inference.round import Outcome, run_round
+from mtp_inference.round import run_round
 
 FINE_STEP, COARSE_STEP = 1024, 4096
 """Positions in use are rounded up to multiples of these: masked keys cost less than another graph."""
@@ -42,10 +41,10 @@ class Rounds:
     def __init__(self, batch: Batch, captures: bool) -> None:
         self.batch = batch
         self.captures = captures
-        self._graphs: dict[RoundKey, tuple[torch.cuda.CUDAGraph, Outcome]] = {}
+        self._graphs: dict[RoundKey, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._seen: set[RoundKey] = set()
 
-    def run(self, plan: RoundPlan) -> Outcome:
+    def run(self, plan: RoundPlan) -> Tensor:
         """Run a round; return its outcome, which the next round may write over."""
         if not self.captures:
             return run_round(self.batch, plan)
@@ -87,7 +86,7 @@ class Rounds:
         warnings.warn(f"decoder: a round cannot be captured ({reason}). {SLOWER}", stacklevel=3)
         return False
 
-    def _graph(self, plan: RoundPlan) -> tuple[torch.cuda.CUDAGraph, Outcome]:
+    def _graph(self, plan: RoundPlan) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Capture a round that ran before; return its graph and the outcome that each replay writes."""
         pool = next((captured.pool() for captured, _ in self._graphs.values()), None)
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
@@ -109,31 +108,23 @@ def _stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-def read_later(outcome: Outcome) -> Callable[[], tuple[list[list[int]], FloatArray | None]]:
-    """Return a function that returns the rows of an outcome on the host, and what they were decided on.
+def read_later(outcome: Tensor) -> Callable[[], list[list[int]]]:
+    """Return a function that returns the rows of an outcome on the host.
 
     On a GPU they are copied while later rounds run; only the function waits for the copy.
     """
-    counts_BX, decided_BTW = outcome
-    if not counts_BX.is_cuda:
-        return lambda: _on_host(counts_BX, decided_BTW)
-    counts_copy, decided_copy = _copy_later(counts_BX), None if decided_BTW is None else _copy_later(decided_BTW)
+    if not outcome.is_cuda:
+        return outcome.tolist
+    host = torch.empty(outcome.shape, dtype=outcome.dtype, pin_memory=True)
+    host.copy_(outcome, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
 
-    def read() -> tuple[list[list[int]], FloatArray | None]:
+    def read() -> list[list[int]]:
         copied.synchronize()
-        return _on_host(counts_copy, decided_copy)
+        return host.tolist()
 
     return read
-
-
-def _on_host(counts_BX: Tensor, decided_BTW: Tensor | None) -> tuple[list[list[int]], FloatArray | None]:
-    return counts_BX.tolist(), None if decided_BTW is None else decided_BTW.cpu().numpy()
-
-
-def _copy_later(part: Tensor) -> Tensor:
-    return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
 
 
 def round_up(plan: RoundPlan, capacity: int) -> RoundPlan:

@@ -10,7 +10,7 @@ Two questions are asked of every text:
 
   - At the first difference of two texts, the contenders' logits differ by no more than :data:`TIE_RATIO` times the
     largest error of correct decoding: a near tie.
-  - The errors in windows are distributed as those of correct decoding are (``Rounding.limits``).
+  - Few errors in windows are larger than those of correct decoding (``Rounding.limit``).
   - Texts part no more often than rounding changes tokens (``Rounding.most_flips``).
 
 A fault that moves the contenders' logits by less than rounding does is not found.
@@ -28,7 +28,7 @@ from transformers import DynamicCache
 
 from mtp_inference.record import FloatArray, TextRecord
 from mtp_inference.requests import GenerationResult
-from mtp_inference.rounding import Limits, Rounding, Text, distances, errors
+from mtp_inference.rounding import QUANTILE, Rounding, Text, distances, errors
 from mtp_inference.rule import first_broken
 from mtp_train.errors import MtpError
 from mtp_train.trunk.load import Trunk
@@ -36,7 +36,7 @@ from mtp_train.trunk.load import Trunk
 TIE_RATIO = 2.0
 """Each of two logits may be wrong by the largest error."""
 SPARE_TOKENS = 10
-"""Tokens over a limit, beyond the share of these, that a few texts have by chance."""
+"""Tokens over the limit, beyond a tenth of all, that a few texts have by chance."""
 MIN_PROBABILITY = 1e-5
 """Correct texts part as often as those that are refused with this probability, at most."""
 CheckVerdict = Literal["identical", "near_tie", "sampled", "plain", "divergence"]
@@ -63,10 +63,8 @@ class TextCheck:
     plain text: largest error in correct decoding of the measured texts."""
     measured: int = 0
     """Number of new tokens at which the text's logits were compared with the reference."""
-    over_median: int = 0
-    """Number of these with an error over ``Limits.median``."""
-    over_high: int = 0
-    """Number of these with an error over ``Limits.high``."""
+    over_limit: int = 0
+    """Number of these with an error over ``Rounding.limit``."""
     expected_differences: float = 0.0
     """Upper bound of the expected number of differences that rounding makes up to the first one."""
 
@@ -112,7 +110,7 @@ class PlainTexts:
         if index >= len(self._rounding.references):
             return found
         reference = self._rounding.references[index]
-        return _counted(found, errors(self._texts[index], reference), self._rounding.plain_limits)
+        return _counted(found, errors(self._texts[index], reference), self._rounding.plain_limit)
 
     def check(self, index: int, drafted: GenerationResult) -> TextCheck:
         """Check a text with drafts against the plain text at this index, of the same prompt with the same settings."""
@@ -125,12 +123,12 @@ class PlainTexts:
         if found.verdict == "sampled":
             # No other text has the same tokens.
             own = errors(text, rounding.reference(text)) if is_measured else None
-            return found if own is None else _counted(found, own, rounding.limits)
+            return found if own is None else _counted(found, own, rounding.limit)
         found, num_shared = self._first_difference(found, text, plain)
         found = replace(found, expected_differences=rounding.most_flips * (num_shared - 1))
         if not is_measured:
             return found
-        return _counted(found, errors(text, rounding.references[index], num_shared), rounding.limits)
+        return _counted(found, errors(text, rounding.references[index], num_shared), rounding.limit)
 
     def _first_difference(self, found: TextCheck, text: Text, plain: Text) -> tuple[TextCheck, int]:
         """Return the verdict on two texts, and the number of tokens up to their first difference."""
@@ -181,13 +179,9 @@ def fault_of(checks: Sequence[TextCheck]) -> str | None:
     if far:
         return f"{far} of {len(checks)} texts differ from plain decoding where the logits differ by more than rounding"
     for name, some in (("windows", _of(checks, plain=False)), ("plain decoding", _of(checks, plain=True))):
-        measured = sum(one.measured for one in some)
-        for share, count in ((0.5, sum(one.over_median for one in some)), (0.1, sum(one.over_high for one in some))):
-            if count > share * measured + SPARE_TOKENS:
-                return (
-                    f"the logits of {name} have larger errors than rounding makes: at {count} of {measured} new tokens "
-                    f"over the limit for {share:.0%}"
-                )
+        measured, over_limit = sum(one.measured for one in some), sum(one.over_limit for one in some)
+        if over_limit > (1 - QUANTILE) * measured + SPARE_TOKENS:
+            return f"the logits of {name} have larger errors than rounding makes, at {over_limit} of {measured} tokens"
     parted = sum(one.verdict == "near_tie" for one in checks)
     expected = sum(one.expected_differences for one in checks)
     if _probability_of(parted, expected) < MIN_PROBABILITY:
@@ -209,13 +203,11 @@ def _text_of(result: GenerationResult) -> Text:
 
 
 def _require_alike(record: TextRecord, plain: TextRecord, index: int) -> None:
-    for field in ("prompt_ids", "sampling", "max_new_tokens", "stops"):
-        own, other = (getattr(one, field) for one in (record, plain))
-        if own != other:
-            raise MtpError(
-                f"compare: result {index + 1} has {field} {own}, its plain text {other}; expected the same. Decode the "
-                "same requests with drafts and without."
-            )
+    if replace(record, rounds=()) != replace(plain, rounds=()):
+        raise MtpError(
+            f"compare: result {index + 1} has another prompt or other settings than its plain text; expected the same "
+            "request. Decode the same requests with drafts and without."
+        )
 
 
 def _check_rule(text: Text, verdict: CheckVerdict) -> TextCheck:
@@ -225,9 +217,8 @@ def _check_rule(text: Text, verdict: CheckVerdict) -> TextCheck:
     return TextCheck(verdict="divergence", position=position, follows_rule=False)
 
 
-def _counted(found: TextCheck, errors_P: FloatArray, limits: Limits) -> TextCheck:
-    over_median, over_high = (int((errors_P > limit).sum()) for limit in (limits.median, limits.high))
-    return replace(found, measured=len(errors_P), over_median=over_median, over_high=over_high)
+def _counted(found: TextCheck, errors_P: FloatArray, limit: float) -> TextCheck:
+    return replace(found, measured=len(errors_P), over_limit=int((errors_P > limit).sum()))
 
 
 def _probability_of(count: int, expected: float) -> float:

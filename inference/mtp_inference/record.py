@@ -29,17 +29,18 @@ FloatArray = NDArray[np.float32]
 
 
 def decided_on(window_BT: Tensor, logits_BTV: Tensor, verdict: Verdict, drafts: Drafts, limit_B: Tensor) -> Tensor:
-    """Return what a round decided on, fp32 (B, T, W), exact for token ids below 2**24.
+    """Return what a round decided on, (B, T x W), as the bits of fp32 numbers in int64, like the counts of a round.
 
     W is the window's token, the ids of the largest logits, their values, and where rows are sampled: both ends of the
-    chosen token's interval of the cumulative distribution, as shares of its total, p and q of the draft.
+    chosen token's interval of the cumulative distribution, as shares of its total, p and q of the draft. Token ids are
+    exact below 2**24.
     """
     best = logits_BTV.topk(min(BEST, logits_BTV.shape[-1]), dim=-1)
     parts = [window_BT[..., None], best.indices, best.values]
     if verdict.p_BTV is not None:
         tokens_BT = verdict.tokens_BK1
         parts += [_intervals(verdict.p_BTV, tokens_BT, drafts, limit_B), _of_drafts(verdict.p_BTV, drafts)]
-    return torch.cat([part.float() for part in parts], dim=-1)
+    return torch.cat([part.float() for part in parts], dim=-1).view(torch.int32).long().flatten(1)
 
 
 def _intervals(p_BTV: Tensor, tokens_BT: Tensor, drafts: Drafts, limit_B: Tensor) -> Tensor:
@@ -105,6 +106,13 @@ class RoundRecord:
     """Number of drafts that could be accepted."""
     decided_TW: FloatArray
     """A row of :func:`decided_on`."""
+
+    @classmethod
+    def of(cls, outcome: Sequence[int], num_tokens: int) -> RoundRecord:
+        """Read a row of a round's outcome, of a window of so many tokens."""
+        num_kept, _, limit, *bits = outcome[num_tokens:]
+        decided_TW = np.array(bits, np.int32).view(np.float32).reshape(num_tokens, -1)
+        return cls(tuple(outcome[:num_tokens]), num_kept, limit, decided_TW)
 
     @property
     def window(self) -> list[int]:

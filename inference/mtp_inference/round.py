@@ -14,7 +14,6 @@ V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,26 +22,21 @@ from mtp_inference.batch import Batch
 from mtp_inference.cache.model_cache import prefill_chunks
 from mtp_inference.drafters.drafter import RoundPlan
 from mtp_inference.record import decided_on
-from mtp_inference.sampling.chooser import DraftChoice, Drafts
+from mtp_inference.sampling.chooser import DraftChoice, Drafts, Verdict
 
 BAD_TRUNK, BAD_DRAFTER = -1, -2
 """Returned in place of a number of tokens if the logits of the trunk, or of the drafter, are NaN or infinite."""
 
 
-class Outcome(NamedTuple):
-    """What a round, or a prefill, tells the host."""
-
-    counts_BX: Tensor
-    """int64 (B, K1 + 3): the committed tokens, then their number (0 for an inactive row; ``BAD_TRUNK`` or
-    ``BAD_DRAFTER`` if the logits that they were chosen from are not finite), the number of accepted drafts, and the
-    number of drafts."""
-    decided_BTW: Tensor | None
-    """See :func:`mtp_inference.record.decided_on`; None if the batch records nothing."""
-
-
 @torch.inference_mode()
-def run_round(batch: Batch, plan: RoundPlan) -> Outcome:
-    """Extend every active row of a batch by its accepted drafts and one token of the trunk's own."""
+def run_round(batch: Batch, plan: RoundPlan) -> Tensor:
+    """Extend every active row of a batch by its accepted drafts and one token of the trunk's own.
+
+    Returns:
+        int64 (B, K1 + 3): the committed tokens, then their number (0 for an inactive row; ``BAD_TRUNK`` or
+        ``BAD_DRAFTER`` if the logits that they were chosen from are not finite), the number of accepted drafts, and
+        the number of drafts. If the batch records, what the round decided on comes after them (``record.py``).
+    """
     drafter, chooser, cache = batch.drafter, batch.chooser, batch.cache
     with batch.in_round():
         # Draft.
@@ -66,16 +60,15 @@ def run_round(batch: Batch, plan: RoundPlan) -> Outcome:
         if drafter is not None:
             drafter.observe(hidden_BTD, tokens_BT, kept_B)
         batch.commit(tokens_BT, accepted_B, kept_B)
-    told_B = _flagged(kept_B, logits_BTV, drafts)
-    counts_BX = torch.cat([tokens_BT, told_B[:, None], accepted_B[:, None], limit_B[:, None]], dim=1)
-    return Outcome(counts_BX, decided_on(window_BT, logits_BTV, verdict, drafts, limit_B) if batch.records else None)
+    return _outcome(batch, window_BT, logits_BTV, verdict, drafts, kept_B, limit_B)
 
 
 @torch.inference_mode()
-def prefill(batch: Batch, rows: slice, prompt_RT: Tensor) -> Outcome:
-    """Run prompts of one length on rows whose settings are set, and commit their first tokens.
+def prefill(batch: Batch, rows: slice, prompt_RT: Tensor) -> Tensor:
+    """Run prompts of one length on rows whose settings are set; commit and return their first tokens.
 
-    The outcome is that of a round without drafts.
+    Returns:
+        The outcome of a round without drafts, see :func:`run_round`.
     """
     trunk, num_tokens = batch.trunk, prompt_RT.shape[1]
     # Without a drafter only the last chunk is read.
@@ -97,13 +90,9 @@ def prefill(batch: Batch, rows: slice, prompt_RT: Tensor) -> Outcome:
     is_stop_R = (batch.stop_BN[rows] == first_R[:, None]).any(-1)
     batch.active_B[rows] = (batch.room_B[rows] > 0) & ~is_stop_R
     batch.length_B[rows] = num_tokens * batch.active_B[rows]
-    no_drafts = Drafts(prompt_RT[:, :0])
     none_R = verdict.num_accepted_B
-    told_R = _flagged(none_R + 1, logits_R1V, no_drafts)
-    counts_RX = torch.stack([first_R, told_R, none_R, none_R], dim=1)
-    if not batch.records:
-        return Outcome(counts_RX, None)
-    return Outcome(counts_RX, decided_on(prompt_RT[:, -1:], logits_R1V, verdict, no_drafts, none_R))
+    no_drafts = Drafts(prompt_RT[:, :0])
+    return _outcome(batch, prompt_RT[:, -1:], logits_R1V, verdict, no_drafts, none_R + 1, none_R)
 
 
 @torch.inference_mode()
@@ -111,6 +100,21 @@ def settle_drafter(batch: Batch, plan: RoundPlan) -> None:
     """Make the drafter process its pending tokens before a round without drafts."""
     if batch.drafter is not None:
         batch.drafter.draft(plan, DraftChoice(batch.chooser, batch.last_B, batch.length_B))
+
+
+def _outcome(
+    batch: Batch,
+    window_BT: Tensor,
+    logits_BTV: Tensor,
+    verdict: Verdict,
+    drafts: Drafts,
+    kept_B: Tensor,
+    limit_B: Tensor,
+) -> Tensor:
+    told_B = _flagged(kept_B, logits_BTV, drafts)
+    counts_B3 = torch.stack([told_B, verdict.num_accepted_B, limit_B], dim=1)
+    recorded = [decided_on(window_BT, logits_BTV, verdict, drafts, limit_B)] if batch.records else []
+    return torch.cat([verdict.tokens_BK1, counts_B3, *recorded], dim=1)
 
 
 def _flagged(kept_B: Tensor, logits_BTV: Tensor, drafts: Drafts) -> Tensor:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -30,9 +29,9 @@ from mtp_train.trunk.precision import HALF_DTYPES
 MEASURED_TEXTS, MEASURED_NEW_TOKENS, MEASURED_TOKENS = 16, 64, 8192
 """Largest numbers of texts that errors are measured at, of new tokens of each, and of tokens of all together, prompts
 included. One text is measured whatever its length."""
-NOISE_RATIO = 1.5
-"""Ratio of errors to those of correct decoding, at the same quantile, that counts as rounding. The median and the 90 %
-quantile of correct windows reach 1.1 at most, in SmolLM2-135M and 14 tiny families, in fp32 and in bf16."""
+QUANTILE, NOISE_RATIO = 0.9, 1.5
+"""An error is over the limit if it exceeds this quantile of the errors of correct decoding by this ratio. In correct
+windows of SmolLM2-135M and 14 tiny families, in fp32 and in bf16, 6 % of the new tokens are over it at most."""
 MOST_FP32_STEPS = 4096
 """Largest error of plain decoding in fp32, in units of fp32's rounding of the largest logit; 430 at most was measured
 in the same models. More is an error of the model or of its cache and no rounding."""
@@ -95,22 +94,6 @@ def _one_way(best: Best, other: Best, is_same_PNN: NDArray[np.bool_]) -> FloatAr
     return largest_P
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The largest typical and high errors that count as rounding."""
-
-    median: float
-    high: float
-    """At the 90 % quantile."""
-
-    @classmethod
-    def of(cls, errors: Sequence[FloatArray], step: float) -> Limits:
-        """Return the limits that the errors of correct decoding give; ``step`` is the rounding of the largest logit."""
-        all_errors = np.concatenate([*errors, np.zeros(1, np.float32)])
-        median, high = np.quantile(all_errors, (0.5, 0.9))
-        return cls(NOISE_RATIO * max(step / 4, float(median)), NOISE_RATIO * max(step, float(high)))
-
-
 class Rounding:
     """How far rounding moves the logits of a trunk along texts of plain decoding, and how often it changes a token.
 
@@ -134,10 +117,11 @@ class Rounding:
         else:
             # It is the reference, without an error of its own.
             correct, stock_flips = plain, 0
-        self.limits = Limits.of(correct, step)
-        """Those of errors in windows."""
-        self.plain_limits = self.limits if self._widens else _widest(trunk, step)
-        """Those of errors in plain decoding."""
+        high = np.quantile(np.concatenate([*correct, np.zeros(1, np.float32)]), QUANTILE)
+        self.limit = NOISE_RATIO * max(step, float(high))
+        """The error in a window that few tokens may exceed."""
+        self.plain_limit = self.limit if self._widens else _largest_steps(trunk) * step
+        """The same for plain decoding."""
         self.largest = max(step, *(float(one.max(initial=0.0)) for one in (*plain, *correct)))
         """Largest error of a contender's logit in correct decoding, at least the rounding of the largest logit."""
         flips = plain_flips + max(plain_flips, stock_flips)
@@ -156,12 +140,11 @@ def errors(text: Text, reference: Forward, num_tokens: int = MEASURED_NEW_TOKENS
     return distances(best, reference.best.part(0, len(best)))[1:]
 
 
-def _widest(trunk: Trunk, step: float) -> Limits:
-    """Return the limits of plain decoding where transformers' forward in the same dtype is the reference."""
+def _largest_steps(trunk: Trunk) -> float:
+    """Return the limit of plain decoding where transformers' forward in the same dtype is the reference, in steps."""
     # Packed weights may be multiplied in fewer bits, whatever the dtype of the other weights.
     computes_fp32 = all(parameter.dtype is torch.float32 for parameter in trunk.causal_lm.parameters())
-    widest = MOST_FP32_STEPS * step if computes_fp32 else math.inf
-    return Limits(widest, widest)
+    return MOST_FP32_STEPS if computes_fp32 else math.inf
 
 
 def _num_flips(choices: Sequence[Sequence[int] | IntArray], references: Sequence[Forward]) -> int:

@@ -48,7 +48,7 @@ def _cut(tokens: Iterator[int], record: TextRecord) -> list[int]:
 
 
 def _required(record: TextRecord) -> Iterator[int]:
-    """Yield the tokens of all rounds; end where a round was not the next one of this text."""
+    """Yield the tokens of all rounds; end with no token where a round committed another number of them."""
     last, place = record.prompt_ids[-1], 0
     draws, accepts = (_numbers(record, stream) for stream in (TOKEN, ACCEPT))
     for one in record.rounds:
@@ -58,7 +58,7 @@ def _required(record: TextRecord) -> Iterator[int]:
             found = list(_greedy(one))
         else:
             found = list(_sampled(one, draws[place:], accepts[place:]))
-        yield from found
+        yield from found if len(found) == one.num_kept else [NO_TOKEN]
         last, place = found[-1], place + len(found)
 
 

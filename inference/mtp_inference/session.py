@@ -18,7 +18,7 @@ import torch
 from mtp_inference.capture import Rounds, read_later
 from mtp_inference.depth import DepthController, RoundCosts, batch_depth
 from mtp_inference.drafters.drafter import PENDING_PLACES, RoundPlan
-from mtp_inference.record import FloatArray, RoundRecord, TextRecord
+from mtp_inference.record import RoundRecord, TextRecord
 from mtp_inference.requests import Chunk, GenerationResult, Request, Round
 from mtp_inference.round import BAD_DRAFTER, BAD_TRUNK, prefill, settle_drafter
 from mtp_inference.text import TextStream
@@ -68,12 +68,6 @@ class Lane:
         """Number of new tokens until the limit, an upper bound on the host."""
         return self.request.max_new_tokens - len(self.tokens)
 
-    def record(self, counts: Sequence[int], decided_TW: FloatArray | None) -> None:
-        """Record what a round decided on, if it told."""
-        if decided_TW is not None:
-            *tokens, num_kept, _, limit = counts
-            self.recorded.append(RoundRecord(tuple(tokens), num_kept, limit, decided_TW))
-
     def extend(self, tokens: Sequence[int]) -> Chunk:
         """Add committed tokens up to the end of the text; return them, and the result if the text has ended."""
         added: list[int] = []
@@ -116,7 +110,7 @@ class Lane:
 class InFlight(NamedTuple):
     """A round whose outcome the host has not read yet."""
 
-    read: Callable[[], tuple[list[list[int]], FloatArray | None]]
+    read: Callable[[], list[list[int]]]
     lanes: dict[int, Lane]
     """Row of the outcome to its lane; later rounds may have fewer rows."""
     plan: RoundPlan
@@ -170,11 +164,11 @@ class Session:
         requests = [lane.request for lane in lanes]
         limits, stops = [one.max_new_tokens for one in requests], [lane.stops for lane in lanes]
         self.batch.set_rows(rows, [one.sampling for one in requests], limits, stops)
-        counts, decided_RTW = read_later(prefill(self.batch, rows, prompt_RT))()
+        outcome = prefill(self.batch, rows, prompt_RT).tolist()
         now = time.perf_counter()
-        for row, lane in enumerate(lanes):
-            token, num_kept, _, _ = counts[row]
-            lane.record(counts[row], None if decided_RTW is None else decided_RTW[row])
+        for lane, (token, num_kept, *_) in zip(lanes, outcome, strict=True):
+            if self.batch.records:
+                lane.recorded.append(RoundRecord.of(outcome[lane.row - rows.start], 1))
             lane.started, lane.seconds_prefill = started, now - started
             lane.position, lane.pending = prompt_RT.shape[1], 1
             if num_kept == BAD_TRUNK:
@@ -274,7 +268,7 @@ class Session:
 
     def _look(self) -> Iterator[Chunk]:
         read, lanes, plan, launched = self.in_flight.popleft()
-        rows, decided_BTW = read()
+        rows, num_tokens = read(), plan.depth + 1
         now = self._round_clock()
         # A round that waited for the previous round began when that one ended.
         self.costs.observe(len(rows), plan.depth, now - max(launched, self._last_look))
@@ -282,7 +276,8 @@ class Session:
         # If a later round with drafts has processed the pending tokens, the bound covers only that round's window.
         is_taken_in = any(later.plan.depth for later in self.in_flight)
         for row, lane in lanes.items():
-            *tokens, num_kept, num_accepted, num_drafted = rows[row]
+            tokens = rows[row][:num_tokens]
+            num_kept, num_accepted, num_drafted = rows[row][num_tokens : num_tokens + 3]
             if lane.is_done:
                 continue
             if num_kept == BAD_TRUNK:
@@ -294,7 +289,8 @@ class Session:
             if not is_taken_in:
                 lane.pending -= plan.depth + 1 - num_kept
             lane.rounds.append(Round(num_drafted, num_accepted))
-            lane.record(rows[row], None if decided_BTW is None else decided_BTW[row])
+            if self.batch.records:
+                lane.recorded.append(RoundRecord.of(rows[row], num_tokens))
             if lane.controller is not None:
                 lane.controller.observe(num_drafted, num_accepted)
             yield self._extend(lane, tokens[:num_kept])

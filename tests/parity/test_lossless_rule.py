@@ -171,11 +171,12 @@ def test_a_wrong_window_is_found(name: str, kind: str, fault_in: Callable[[Trunk
 
 
 def test_keys_in_bf16_are_no_rounding_of_fp32() -> None:
-    """An error as small as bf16's rounding changes no token of an fp32 decoder here, and is found."""
+    """An error as small as bf16's rounding changes few tokens of an fp32 decoder, and is found where it changes none."""
     trunk = trunk_of("qwen3_5", torch.float32)
     checks = checked(trunk, drafting_of("qwen3_5", "head", torch.float32), faults.coarse_keys)
-    assert {one.verdict for one in checks} == {"identical", "plain"}
-    assert "the logits of windows have larger errors" in str(fault_of(checks))
+    unchanged = [one for one in checks if one.verdict == "identical"]
+    assert len(unchanged) > len(PROMPTS) / 2
+    assert "the logits of windows have larger errors" in str(fault_of(unchanged))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,8 @@ def test_plain_decoding_is_checked_too() -> None:
     trunk = trunk_of("qwen2")
     stock = trunk.window_hidden
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trunk, "window_hidden", lambda *args, **kwargs: 0.8 * stock(*args, **kwargs), raising=False)
+        scale_D = 1 + 0.2 * torch.arange(trunk.config.hidden_size).sin().bfloat16()
+        patch.setattr(trunk, "window_hidden", lambda *args, **given: scale_D * stock(*args, **given), raising=False)
         drafted, plain = (decode(trunk, drafting) for drafting in (drafting_of("qwen2", "head"), None))
         checks = compare(drafted, plain, trunk)
     assert {one.verdict for one in checks} <= {"identical", "near_tie", "plain"}
@@ -248,7 +250,7 @@ def test_the_rule_gives_the_tokens_of_a_text(tokens: tuple[int, ...], record: Te
     assert first_broken(tokens, record) == broken
 
 
-def test_a_round_that_commits_too_few_tokens_is_broken() -> None:
+def test_a_round_that_commits_too_few_tokens_is_broken_though_the_text_is_right() -> None:
     short = greedy_round([4, 7, 8], [[(7, 3.0), (8, 2.0)], [(9, 3.0), (8, 2.9)], [(2, 1.0), (3, 0.0)]], [7])
     after = greedy_round([7], [[(9, 3.0), (8, 2.0)]], [9])
     assert first_broken((4, 7, 9), text_record(PREFILL, short, after)) is not None
@@ -276,7 +278,7 @@ def test_texts_without_records_or_of_other_requests_are_not_compared() -> None:
     drafted, plain, warm = decode(trunk, NgramDrafting()), decode(trunk, None), decode(trunk, None, WARM)
     with pytest.raises(MtpError, match="records=True"):
         compare([replace(one, record=None) for one in drafted], plain, trunk)
-    with pytest.raises(MtpError, match="result 1 has sampling"):
+    with pytest.raises(MtpError, match="result 1 has another prompt"):
         compare(drafted, warm, trunk)
 
 
@@ -358,7 +360,7 @@ def test_a_fault_in_decoding_a_real_model_is_found(name: str, real: Real) -> Non
         "found": fault,
         "broken": sum(not one.follows_rule for one in of_drafts),
         "near_ties": sum(one.verdict == "near_tie" for one in of_drafts),
-        **{key: sum(getattr(one, key) for one in of_drafts) for key in ("measured", "over_median", "over_high")},
+        **{key: sum(getattr(one, key) for one in of_drafts) for key in ("measured", "over_limit")},
         "rounding": checks[-1].error,
     }
     print(json.dumps(row))

@@ -108,7 +108,7 @@ def test_every_text_is_checked_against_plain_decoding_of_the_same_seed(served: l
     assert (found.checked, found.identical, found.sampled, found.faults) == (4 * number, 2 * number, 2 * number, ())
     # Controls: a text that differs, in one lane; errors of plain decoding.
     broken = TextCheck(verdict="divergence", position=3, follows_rule=False)
-    noisy = TextCheck(verdict="plain", measured=40, over_high=40)
+    noisy = TextCheck(verdict="plain", measured=40, over_limit=40)
     for arm, setting, check in ((retrained, WARM, broken), (plain, GREEDY.plain, noisy)):
         first, *rest = arm.decoded[setting]
         faulty = replace(arm, decoded={**arm.decoded, setting: [replace(first, check=check), *rest]})

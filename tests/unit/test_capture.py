@@ -22,11 +22,9 @@ import mtp_inference.session
 from mtp_inference import GenerationResult, HeadDrafting, Request, Sampling, SpeculativeDecoder, plain_greedy
 from mtp_inference.batch import Batch
 from mtp_inference.cache.model_cache import WindowCache
-from mtp_inference.capture import Rounds, read_later, round_up
+from mtp_inference.capture import Rounds, round_up
 from mtp_inference.drafters.drafter import BatchSize, Drafter, Drafting, RoundPlan
 from mtp_inference.drafters.ngram_drafter import NgramDrafting
-from mtp_inference.record import FloatArray
-from mtp_inference.round import Outcome
 from mtp_inference.rule import first_broken
 from mtp_inference.sampling import distributions
 from mtp_inference.sampling.chooser import Chooser, DraftChoice, Drafts
@@ -41,11 +39,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordedDevice:
     """Put the stand-ins in place; return the device."""
 
     # An outcome is copied at once, as a GPU's is: the next replay writes over the original.
-    def copied(outcome: Outcome) -> Callable[[], tuple[list[list[int]], FloatArray | None]]:
-        counts_BX, decided_BTW = outcome
-        return read_later(Outcome(counts_BX.clone(), None if decided_BTW is None else decided_BTW.clone()))
-
-    monkeypatch.setattr(mtp_inference.session, "read_later", copied)
+    monkeypatch.setattr(mtp_inference.session, "read_later", lambda outcome: outcome.clone().tolist)
     return stand_in(monkeypatch)
 
 
