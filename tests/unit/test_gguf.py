@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from ctypes.util import find_library
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from byte_tokenizer import byte_tokenizer
-from checkpoints import all_tensors, rewrite
+from checkpoints import all_tensors, fuse_experts, rewrite
 from gguf_files import VOCAB_SIZE, checkpoint_with_head, exported, metadata, values
 from mtp_train.checkpoints.files import open_checkpoint
 from mtp_train.checkpoints.gguf.architectures import GGUF_HEADS
@@ -28,7 +29,7 @@ from mtp_train.families import FAMILIES
 from mtp_train.heads.diagnose import layout_of
 from mtp_train.runs.display import quiet_progress
 from runs import refusal
-from tiny import ALL_FAMILIES, IS_OLD
+from tiny import ALL_FAMILIES, IS_OLD, MANY_EXPERTS
 
 SERVED = [one.name for one in FAMILIES if set(one.model_types) & GGUF_HEADS.keys() and one.name in ALL_FAMILIES]
 # Which means another norm in a trunk's layer.
@@ -101,6 +102,33 @@ def test_a_head_kept_as_a_layer_stacks_its_experts(glm: Path, tmp_path: Path) ->
     # What the head shares with the trunk goes along where the checkpoint has it.
     assert np.array_equal(found["blk.3.nextn.embed_tokens.weight"], found["token_embd.weight"])
     assert np.array_equal(found["blk.3.nextn.shared_head_head.weight"], found["output.weight"])
+
+
+DENSE = ("qwen3_5", "mimo_v2_flash", "step3p7")
+"""Families whose heads have no experts."""
+STACKED = ("qwen3_5_moe", "qwen3_next")
+"""Families whose experts llama.cpp's converter reads stacked too."""
+PART_OF = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+
+
+@pytest.mark.parametrize(
+    ("family_name", "store"),
+    [
+        *((name, lambda path: path) for name in SERVED if name not in DENSE),
+        *((name, fuse_experts) for name in STACKED),
+    ],
+)
+def test_experts_are_stacked_by_their_numbers(family_name: str, store: Callable[[Path], Path], tmp_path: Path) -> None:
+    checkpoint = checkpoint_with_head(tmp_path / "tuned", family_name, MANY_EXPERTS)
+    layout, stored = layout_of(open_checkpoint(checkpoint)), all_tensors(checkpoint)
+    first = [key for key in stored if layout.is_head_key(key) and ".experts.0." in key]
+    assert len(first) > 1
+    found = values(exported(store(checkpoint), tmp_path / "out"))
+    for key in first:
+        keys = [key.replace(".experts.0.", f".experts.{number}.") for number in range(MANY_EXPERTS)]
+        part = PART_OF[key.split(".")[-2]]
+        (stack,) = (value for name, value in found.items() if name.endswith(f"ffn_{part}_exps.weight"))
+        assert np.array_equal(stack, half(torch.stack([stored[key] for key in keys]))), key
 
 
 def test_q8_0_is_near_and_spares_what_it_cannot_hold(qwen: Path, tmp_path: Path) -> None:
