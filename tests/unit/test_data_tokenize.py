@@ -16,6 +16,7 @@ from byte_tokenizer import (
     adding_tokenizer,
     byte_tokenizer,
 )
+from mtp_inference.opening import prompt_tokens
 from mtp_train.data.records import Chat, Content, PlainText, PromptResponse, Record
 from mtp_train.data.tokenize import (
     MAX_CONTINUATION_TOKENS,
@@ -260,6 +261,7 @@ def test_a_begin_token_opens_a_document_and_never_a_response(content: Content, w
     assert text(one(content, tokenizer), tokenizer) == whole
     (asked,) = build_prompts(records(content), tokenizer)
     assert tokenizer.decode(list(asked.prompt_ids)) == prompt
+    assert tokenizer.decode(prompt_tokens(tokenizer, "ab", chat=False, where="--prompt")) == "<|im_start|>ab"
 
 
 USER = {"role": "user", "content": "hi"}
