@@ -201,7 +201,13 @@ def test_a_name_stands_for_one_trunk_one_text_one_precision(tmp_path: Path) -> N
 def test_runs_share_a_cache_of_the_same_states_alone(tmp_path: Path) -> None:
     """In one directory: what a run passes to the name. States of all these have the same shape and dtype."""
 
-    def directory_of(adapter: Contents | None = None, trunk: str = "a", seed: int = 3, **fields: Any) -> str:
+    def directory_of(
+        adapter: Contents | None = None,
+        trunk: str = "a",
+        seed: int = 3,
+        held: torch.dtype = torch.float32,
+        **fields: Any,
+    ) -> str:
         shared = {"directory": str(tmp_path / "shared")}
         recipe = tiny_recipe(tmp_path, tmp_path / "run", **{"train__hidden_cache": shared, **fields})
         run: Any = SimpleNamespace(
@@ -215,6 +221,7 @@ def test_runs_share_a_cache_of_the_same_states_alone(tmp_path: Path) -> None:
             plan=SimpleNamespace(micro_batch_tokens=2 * SEQ_LEN),
         )
         model = tiny_trunk("qwen3_5")
+        model.causal_lm.to(held)
         module = HeadTraining(model, tiny_head(model), num_depths=2, kind="kl", temperature=1.0)
         cache = training.hidden_cache(run, module, documents((5, 3), seed=seed))
         assert cache is not None
@@ -227,6 +234,8 @@ def test_runs_share_a_cache_of_the_same_states_alone(tmp_path: Path) -> None:
         directory_of({"adapter_model.safetensors": "a"}),
         directory_of({"adapter_model.safetensors": "b"}),
         directory_of(seed=4),
+        # Rounded weights that multiply in fp32.
+        directory_of(held=torch.bfloat16),
         directory_of(train__precision="bf16"),
         directory_of(model__quantization="8bit"),
         directory_of(model__quantization="4bit"),
